@@ -231,8 +231,8 @@ def advance_torch(s: Steps) -> None:
     """The same for full waves with `headway` 1 and rule "prefix" and nothing else, without a sync: about forty small ops."""
     width, cursor, advance, steps, remaining = s.numbers
     room = s.recurrences.shape[1]
-    place = torch.arange(room, device=width.device)
-    inside = place < width[:, None]
+    position = torch.arange(room, device=width.device)
+    inside = position < width[:, None]
     again = inside & (s.recurrences > 0) & (s.predictions == s.tokens[:, 1:])
     s.stable.copy_(torch.where(again, s.stable + 1, 0))
     s.recurrences += 4 * inside
@@ -240,7 +240,7 @@ def advance_torch(s: Steps) -> None:
     changed[:, 1:] = s.predictions[:, :-1] != s.tokens[:, 1:-1]
     leading = (s.settled & inside & ~changed).long().cumprod(1).sum(1)
     frozen = torch.minimum(leading, remaining)
-    is_end = torch.isin(s.predictions, s.ends) & (place < frozen[:, None])
+    is_end = torch.isin(s.predictions, s.ends) & (position < frozen[:, None])
     ended = is_end.any(1)
     frozen = torch.where(ended, is_end.long().argmax(1) + 1, frozen)
     cursor += frozen

@@ -53,8 +53,8 @@ def turn_(qkv: Tensor, bias: Tensor, cos: Tensor, sin: Tensor, positions: Tensor
 
 def rotation(turn: Callable[..., None], *tensors: Tensor) -> None:
     """Batch 1: positions are a vector, so that rows go to the cache by one index_copy each (compiled, it would copy the cache)."""
-    qkv, bias, cos, sin, k_cache, v_cache, lengths, place = tensors
-    positions = lengths + place
+    qkv, bias, cos, sin, k_cache, v_cache, lengths, position = tensors
+    positions = lengths + position
     turn(qkv, bias, cos, sin, positions)
     k_cache[0].index_copy_(0, positions, qkv[0, :, HEADS : 2 * HEADS])
     v_cache[0].index_copy_(0, positions, qkv[0, :, 2 * HEADS :])
@@ -99,12 +99,12 @@ def rotation_job(rows: int, dtype: torch.dtype, device: str, draw: Callable[...,
 
     exact, same = expected(torch.float64), expected(dtype)
     # Every call rotates the rows again: norms do not change, and neither does the work.
-    place = torch.arange(rows, device=device)
+    position = torch.arange(rows, device=device)
     moved = 7 * rows * HEADS * HEAD_DIM * dtype.itemsize  # q, k, v read; q, k written; k, v stored
     return Job(
         lambda: pd.apply_rope_append_(*tensors),
         EAGER_ROTATION,
-        (*tensors, place),
+        (*tensors, position),
         lambda: (qkv, k, v),
         exact,
         same,

@@ -49,9 +49,9 @@ def published(s: Setup, rule: str) -> None:
         count = s.quota[b] if rule == "quota" else masked[b].sum()
         best = confidence[b].topk(k=int(count.item())).indices
         chosen[b, best] = True
-        for place in best[1:] if rule == "threshold" else ():
-            if confidence[b, place] < THRESHOLD:
-                chosen[b, place] = False
+        for position in best[1:] if rule == "threshold" else ():
+            if confidence[b, position] < THRESHOLD:
+                chosen[b, position] = False
     s.tokens[chosen] = guesses[chosen]
 
 

@@ -34,16 +34,16 @@ def ours(s: Setup) -> tuple[Tensor, ...]:
 def torch_ops(s: Setup) -> tuple[Tensor, ...]:
     """No sync, about eighteen small ops."""
     width = s.draft.shape[1]
-    place = torch.arange(width, device=s.draft.device)
-    agree = (s.draft[:, 1:] == s.predictions[:, :-1]) & (place[1:] < s.lengths[:, None])
+    position = torch.arange(width, device=s.draft.device)
+    agree = (s.draft[:, 1:] == s.predictions[:, :-1]) & (position[1:] < s.lengths[:, None])
     accepted = 1 + agree.long().cumprod(1).sum(1)
-    is_end = torch.isin(s.draft, s.ends) & (place < accepted[:, None])
+    is_end = torch.isin(s.draft, s.ends) & (position < accepted[:, None])
     cut = is_end.any(1)
     accepted = torch.where(cut, is_end.long().argmax(1) + 1, accepted)
     next_token = s.predictions.gather(1, accepted[:, None] - 1)[:, 0]
     next_token = torch.where(cut, s.draft.gather(1, accepted[:, None] - 1)[:, 0], next_token)
     ended = torch.isin(next_token, s.ends)
-    source = accepted[:, None] - 1 + place
+    source = accepted[:, None] - 1 + position
     inside = source < s.lengths[:, None]
     new_draft = torch.where(inside, s.predictions.gather(1, source.clamp(max=width - 1)), s.refill)
     return accepted, next_token, ended, new_draft

@@ -38,7 +38,7 @@ class Function(NamedTuple):
     """A function, its arguments in the name."""
 
     name: str
-    told: str
+    docstring: str
     """The first paragraph of its docstring."""
     code: str
 
@@ -56,9 +56,9 @@ def functions(files: Sequence[bytes]) -> Iterator[Function]:
                 continue
             margin = " " * node.col_offset
             code = "\n".join(line.removeprefix(margin) for line in lines[node.lineno - 1 : node.end_lineno])
-            if len(node.body) > 1 and len(code) <= LONGEST_SOURCE and (told := ast.get_docstring(node)):
-                told = " ".join(told.partition("\n\n")[0].split())
-                yield Function(f"{node.name}({ast.unparse(node.args)})", told, code)
+            if len(node.body) > 1 and len(code) <= LONGEST_SOURCE and (docstring := ast.get_docstring(node)):
+                docstring = " ".join(docstring.partition("\n\n")[0].split())
+                yield Function(f"{node.name}({ast.unparse(node.args)})", docstring, code)
 
 
 @lru_cache(maxsize=1)
@@ -76,12 +76,12 @@ def questions(seed: int, *, held_out: bool = False) -> list[str]:
     known, unseen = _functions()
     kept = {value for function in unseen for value in function[:2]}
     asked_about = unseen if held_out else {function for function in known if not kept & set(function[:2])}
-    for name, told, code in sorted(asked_about):
+    for name, docstring, code in sorted(asked_about):
         kind, lines = numbers.randrange(3), code.splitlines()
         if kind == 0:
             asked.append(f"Explain what this Python function does.\n\n```python\n{code}\n```")
         elif kind == 1:
-            asked.append(f"Write a Python function `{name}`. {told}")
+            asked.append(f"Write a Python function `{name}`. {docstring}")
         else:
             half = "\n".join(lines[: max(2, len(lines) // 2)])
             asked.append(f"Complete this Python function.\n\n```python\n{half}\n```")

@@ -216,12 +216,12 @@ def answers(run: Run, model: Transformer, start: str, name: str, chats: list[lis
 
 def turn(number: int, count: int, texts: int, seed: int) -> list[int]:
     """The texts of step `number`: each once per pass, in an order that depends on the pass alone."""
-    places = [number * count + index for index in range(count)]
+    positions = [number * count + index for index in range(count)]
     orders = {
         turn: torch.randperm(texts, generator=torch.Generator().manual_seed(seed + turn))
-        for turn in {place // texts for place in places}
+        for turn in {position // texts for position in positions}
     }
-    return [int(orders[place // texts][place % texts]) for place in places]
+    return [int(orders[position // texts][position % texts]) for position in positions]
 
 
 if __name__ == "__main__":

@@ -79,8 +79,8 @@ def step(model: Transformer, batch: NoiseAwareBatch, ar_weight: float) -> tuple[
 
 @torch.no_grad()
 def likeness(model: Transformer, trajectories: list[Trajectory]) -> str:
-    """From the adapted model to the unchanged one, on the answers of the latter."""
-    same, places, divergence = 0, 0, 0.0
+    """Likeness of the adapted model to the unchanged one, on the answers of the latter."""
+    same, total, divergence = 0, 0, 0.0
     for trajectory in trajectories:
         answer = trajectory.fixed_points.flatten()
         ends = torch.isin(answer, torch.tensor(model.end_tokens)).nonzero()
@@ -89,8 +89,8 @@ def likeness(model: Transformer, trajectories: list[Trajectory]) -> str:
         rows = slice(len(trajectory.prompt) - 1, tokens.shape[1] - 1)
         ours, theirs = (model(tokens, rows=rows, adapted=adapted)[0].log_softmax(-1) for adapted in (True, False))
         same += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
-        places, divergence = places + len(answer), divergence + float((theirs.exp() * (theirs - ours)).sum())
-    return f"{same / places:.1%} of the greedy tokens alike, KL {divergence / places:.4f}"
+        total, divergence = total + len(answer), divergence + float((theirs.exp() * (theirs - ours)).sum())
+    return f"{same / total:.1%} of the greedy tokens alike, KL {divergence / total:.4f}"
 
 
 def decoded(model: Transformer, chats: list[list[int]], block_size: int, longest: int) -> tuple[float, int]:

@@ -81,16 +81,16 @@ def hide(tokens: Tensor, spans: Tensor, generator: torch.Generator) -> Rows:
     """Mask tokens after the questions: with one probability in every third row, with a growing one in the others."""
     count, length = tokens.shape
     starts, ends = spans[:, :1], spans[:, 1:]
-    places, answers = torch.arange(length), length - starts
+    positions, answers = torch.arange(length), length - starts
     spread = (torch.rand((), generator=generator) + torch.arange(count) / count) % 1
     level = (LEAST_MASKED + (1 - LEAST_MASKED) * spread)[:, None].expand(-1, length)
     width = (length / 4 * torch.rand(count, 1, generator=generator)).clamp(min=1)
     first = spread[:, None] * (ends - starts + width) - width + starts
-    growing = ((places - first) / width).clamp(0, 1)
+    growing = ((positions - first) / width).clamp(0, 1)
     alike = (torch.arange(count) % 3 == 0)[:, None]
     share = torch.where(alike, level, growing)
     weights = torch.where(alike, 1 / level, 1 + BEHIND - growing) / answers
-    hidden = (torch.rand(count, length, generator=generator) < share) & (places >= starts)
+    hidden = (torch.rand(count, length, generator=generator) < share) & (positions >= starts)
     return Rows(tokens, hidden, weights)
 
 

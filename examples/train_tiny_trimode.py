@@ -66,21 +66,21 @@ def with_mask_token(model: Transformer) -> Transformer:
 # ---- batches
 
 
-def hidden_places(tokens: int, prompt_len: int, width: int, generator: torch.Generator) -> tuple[Tensor, float]:
+def masked_positions(tokens: int, prompt_len: int, width: int, generator: torch.Generator) -> tuple[Tensor, float]:
     """Which tokens of a text are masked in its noisy copy, and with what probability; never those of the prompt.
 
     A third of the texts are masked entirely (what a group of masks after a draft sees), a third except for the first token of each
     block (a draft pass), a third at random (a half-finished block).
     """
     kind = int(torch.randint(3, (), generator=generator))
-    places = torch.arange(tokens)
+    positions = torch.arange(tokens)
     if kind == 0:
         masked, share = torch.ones(tokens, dtype=torch.bool), 1.0
     elif kind == 1:
-        masked, share = places % width != 0, 1 - 1 / width
+        masked, share = positions % width != 0, 1 - 1 / width
     else:
         masked, share = draw_masks(tokens, generator, least=LEAST_MASKED)
-    return masked & (places >= prompt_len), share
+    return masked & (positions >= prompt_len), share
 
 
 def joint_batches(sums: int, windows: int, seed: int) -> Iterator[DualStreamBatch]:
@@ -96,7 +96,7 @@ def joint_batches(sums: int, windows: int, seed: int) -> Iterator[DualStreamBatc
         for start in torch.randint(len(source) - WINDOW, (windows,), generator=generator).tolist():
             texts.append((source[start : start + WINDOW], 0))
         samples = [
-            DualStreamSample(ids.long(), *hidden_places(len(ids), prompt_len, width, generator))
+            DualStreamSample(ids.long(), *masked_positions(len(ids), prompt_len, width, generator))
             for ids, prompt_len in texts
         ]
         yield pack_dual_stream(samples, width, MASK_TOKEN)
@@ -137,8 +137,8 @@ def judged_drafts(model: Transformer, texts: list[tuple[Tensor, int]], width: in
     """
     samples, first_rows, first = [], [], 0
     for ids, prompt_len in texts:
-        places = torch.arange(len(ids))
-        samples.append(DualStreamSample(ids, (places % width != 0) & (places >= prompt_len), 1 - 1 / width))
+        positions = torch.arange(len(ids))
+        samples.append(DualStreamSample(ids, (positions % width != 0) & (positions >= prompt_len), 1 - 1 / width))
         blocks = torch.arange(-(-prompt_len // width), len(ids) // width)
         first_rows.append(torch.stack([first + blocks * width, first + len(ids) + blocks * width], 1))
         first += 2 * len(ids)

@@ -179,9 +179,9 @@ for path in sys.argv[1:]:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 """
     answer = run(sys.executable, "-c", code, *broken)
-    told = [line for line in answer.stderr.splitlines() if line.startswith("ImportError: ")]
-    assert len(told) == len(broken) and answer.stderr.strip().splitlines()[-1] == told[-1], answer.stderr
-    for path, line in zip(broken, told, strict=True):
+    output = [line for line in answer.stderr.splitlines() if line.startswith("ImportError: ")]
+    assert len(output) == len(broken) and answer.stderr.strip().splitlines()[-1] == output[-1], answer.stderr
+    for path, line in zip(broken, output, strict=True):
         assert line.startswith(f"ImportError: pdkernels: {path} does not load with torch") and "Rebuild it with" in line
 
 

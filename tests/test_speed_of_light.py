@@ -39,7 +39,7 @@ def check_against_the_plain_form(seed: int, size: int) -> None:
     model, block = random_function(seed, size), (MASK,) * size
     limit = limit_of_block(model, block, MASK)
     serial = plain.serial(model, block, MASK)
-    assert limit.target == serial.block and [[place] for place in limit.order] == serial.committed
+    assert limit.target == serial.block and [[position] for position in limit.order] == serial.committed
     greedy = plain.greedy(model, block, MASK, limit.target)
     assert limit.fillings["greedy"].committed == greedy.committed
     assert limit.fillings["greedy"].exact == (greedy.block == limit.target)
@@ -48,7 +48,7 @@ def check_against_the_plain_form(seed: int, size: int) -> None:
         found = limit.fillings[search]
         assert found.committed == expected.committed, search
         assert found.exact == (expected.block == limit.target)
-        assert sorted(place for places in found.committed for place in places) == list(range(size))
+        assert sorted(position for positions in found.committed for position in positions) == list(range(size))
         assert 1 <= found.iterations <= size
         assert found.exact or search == "binary"
     if limit.fillings["greedy"].exact:
@@ -93,9 +93,13 @@ def fewest(model: Function, block: Block, target: Block) -> int:
         grown = set()
         for state in front:
             tokens, _ = model(state)
-            right = [place for place, token in enumerate(state) if token == MASK and tokens[place] == target[place]]
+            right = [
+                position
+                for position, token in enumerate(state)
+                if token == MASK and tokens[position] == target[position]
+            ]
             for number in range(1, len(right) + 1):
-                grown.update(plain.filled(state, places, tokens) for places in combinations(right, number))
+                grown.update(plain.filled(state, positions, tokens) for positions in combinations(right, number))
         front = grown
     return count
 
@@ -143,7 +147,7 @@ def test_every_block_is_asked_once_and_filled_places_do_not_matter() -> None:
     def model(block: Block) -> tuple[list[int], list[float]]:
         asked.append(block)
         tokens, probs = inner(block)
-        noise = [place if token == MASK else 0 for place, token in enumerate(block)]
+        noise = [position if token == MASK else 0 for position, token in enumerate(block)]
         return [t if token == MASK else n for t, n, token in zip(tokens, noise, block)], probs
 
     limit = limit_of_block(model, (1, MASK, MASK, 0, MASK, MASK, MASK, MASK), MASK)

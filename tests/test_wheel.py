@@ -98,9 +98,9 @@ def test_a_python_that_the_wheel_is_not_for(wheel: Path, tmp_path: Path) -> None
     own = tmp_path / f"pdkernels/_host{sysconfig.get_config_var('EXT_SUFFIX')}"
     own.rename(own.with_name("_host.cpython-39-x86_64-linux-gnu.so"))
     interpreter = new_environment(tmp_path / "venv")
-    told = python("import pdkernels", executable=interpreter, cwd=tmp_path, fails=True).stderr
+    output = python("import pdkernels", executable=interpreter, cwd=tmp_path, fails=True).stderr
     version = ".".join(map(str, sys.version_info[:2]))
-    assert f"_host must be there for Python {version}, got cpython-39-x86_64-linux-gnu. Build it with" in told
+    assert f"_host must be there for Python {version}, got cpython-39-x86_64-linux-gnu. Build it with" in output
 
 
 @pytest.mark.slow
@@ -126,8 +126,8 @@ def test_one_wheel_for_all_pythons_of_the_machine(tmp_path: Path) -> None:
     zipfile.ZipFile(built).extractall(tmp_path)
     # Without torch, the module by itself.
     alone = "import sys; sys.path.insert(0, 'pdkernels'); import _host; print(_host.PageAllocator(2).allocate(1), _host.cpu_isa())"
-    told = {run(interpreter, "-c", alone, cwd=tmp_path).stdout for interpreter in [sys.executable, *others]}
-    assert len(told) == 1 and told.pop().startswith("[0] ")
+    output = {run(interpreter, "-c", alone, cwd=tmp_path).stdout for interpreter in [sys.executable, *others]}
+    assert len(output) == 1 and output.pop().startswith("[0] ")
 
 
 @pytest.mark.slow

@@ -94,7 +94,7 @@ def test_nothing_after_an_end_token_is_filled() -> None:
         options: dict[str, Any] = {"max_new_tokens": 16, "block_size": 8, "threshold": 1.1, "trace": True}
         result = generate(model, [[3]], METHOD, end_tokens=(end,), sampler=head, **options)
         for step in result.stats.trace[0]:
-            ends = [place for place, token in enumerate(step.block) if token == end]
+            ends = [position for position, token in enumerate(step.block) if token == end]
             if ends:
                 seen += 1
                 assert all(slot < ends[0] for slot in step.committed)

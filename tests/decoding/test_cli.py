@@ -298,12 +298,12 @@ def test_models_and_doctor() -> None:
 def test_methods_and_their_options_in_the_decoders_words() -> None:
     for name, method in METHODS.items():
         assert re.search(rf"^ *{name} ", run("methods", COLUMNS="200").stdout, re.M)
-        told = " ".join(run("methods", name, COLUMNS="1000").stdout.split())
-        assert method.summary in told
-        assert all(f"{option} {' '.join(option.help.split())}" in told for option in method.options.values())
+        printed = " ".join(run("methods", name, COLUMNS="1000").stdout.split())
+        assert method.summary in printed
+        assert all(f"{option} {' '.join(option.help.split())}" in printed for option in method.options.values())
     assert "method must name a decoding method, got 'jacoby'" in run("methods", "jacoby").stderr
-    told = " ".join(run("generate", "--help", COLUMNS="1000").stdout.split())
-    assert f"jacobi: {METHODS['jacobi'].options['window'].help.partition('.')[0]}" in told
+    printed = " ".join(run("generate", "--help", COLUMNS="1000").stdout.split())
+    assert f"jacobi: {METHODS['jacobi'].options['window'].help.partition('.')[0]}" in printed
 
 
 def test_a_wrong_variable_is_one_sentence() -> None:

@@ -82,8 +82,8 @@ def test_scores_differ() -> None:
     class Distributions(Scripted):
         def rows(self, text: list[int]) -> torch.Tensor:
             out = torch.full((len(text), MASK + 1), -1e4, dtype=torch.float64)
-            for place, distribution in distributions.items():
-                out[place, : len(distribution)] = torch.tensor(distribution, dtype=torch.float64).log()
+            for position, distribution in distributions.items():
+                out[position, : len(distribution)] = torch.tensor(distribution, dtype=torch.float64).log()
             return out
 
     first = {}
@@ -101,7 +101,7 @@ def test_order_temperature_draws_the_order() -> None:
     def orders(temperature: float) -> set[tuple[int, ...]]:
         options: dict[str, Any] = {"max_new_tokens": 5, "eps": 0.2, "order_temperature": temperature, "trace": True}
         runs = [generate(model, [3], METHOD, seed=seed, **options) for seed in range(4)]
-        return {tuple(place for step in run.stats.trace[0] for place in step.committed) for run in runs}
+        return {tuple(position for step in run.stats.trace[0] for position in step.committed) for run in runs}
 
     assert len(orders(0.0)) == len(orders(1e-6)) == 1 and orders(0.0) == orders(1e-6)
     assert len(orders(100.0)) > 2

@@ -136,7 +136,7 @@ def test_a_sequence_waits_for_the_block_of_another() -> None:
 def test_the_released_error_of_the_factor_rule() -> None:
     """A failure at the last rank only does not count, one before it does."""
     sure = {1: 0.99, 2: 0.01}
-    model = Remembering(lambda text: [(7, sure.get(place, 0.02)) for place in range(len(text))])
+    model = Remembering(lambda text: [(7, sure.get(position, 0.02)) for position in range(len(text))])
     for limit, accepted in ((2, [2]), (3, [1, 2])):
         result = generate(model, [1], METHOD, max_new_tokens=limit, threshold=None, factor=1.0)
         assert result.stats.accepted == [accepted]

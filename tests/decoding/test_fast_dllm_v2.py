@@ -130,7 +130,7 @@ class Blockwise(Remembering):
 
 def test_which_rows_a_forward_takes() -> None:
     """Prompts of more than two blocks, of one, and of less: each is in its own phase."""
-    model = Blockwise(lambda text: [(7, 0.95 if place % 4 else 0.5) for place in range(len(text))])
+    model = Blockwise(lambda text: [(7, 0.95 if position % 4 else 0.5) for position in range(len(text))])
     options: dict[str, Any] = {"max_new_tokens": 7, "block_size": 4, "small_block_size": 4}
     result = generate(model, [[1] * 9, [2] * 4, [3] * 2], METHOD, **options)
     # The prompts; the open part of the block; the block once more, for the next one's first token; the open part of that;
@@ -190,7 +190,9 @@ def test_end_tokens_streaming_and_reads_of_the_device() -> None:
     """End tokens are the model's by default; every token is reported once; the device is read once per step, and once
     more for the trace."""
     script = hashed(3)
-    model = Blockwise(lambda text: [(END if place == 9 else 7, 0.95) for place in range(len(text))], end_tokens=(END,))
+    model = Blockwise(
+        lambda text: [(END if position == 9 else 7, 0.95) for position in range(len(text))], end_tokens=(END,)
+    )
     assert generate(model, [3, 1], METHOD, max_new_tokens=20).tokens.tolist() == [7] * 7 + [END]
     assert len(generate(model, [3, 1], METHOD, max_new_tokens=20, end_tokens=()).tokens) == 20
     heard: list[list[int]] = [[], []]

@@ -106,24 +106,24 @@ END = 22
 
 @pytest.mark.parametrize("kind", ["block_size", "window"])
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 8])
-@pytest.mark.parametrize("place", range(9))
+@pytest.mark.parametrize("position", range(9))
 @pytest.mark.parametrize("script", ["parallel", "sequential"])
-def test_an_end_token_at_every_position(kind: str, length: int, place: int, script: str) -> None:
+def test_an_end_token_at_every_position(kind: str, length: int, position: int, script: str) -> None:
     """First token, inside an accepted slice, next token after a partial or a full acceptance."""
-    written = [*range(1, 1 + place), END, 3, 3, 3]
+    written = [*range(1, 1 + position), END, 3, 3, 3]
     if script == "parallel":
         # Right whatever the draft holds: drafts are accepted whole, with the end in the middle of them.
         model = FakeModel(lambda history: written[min(len(history) - 2, len(written) - 1)])
     else:
         model = FakeModel(from_list(written, 2))
-    for limit in (place + 1, place + 2, 12):
+    for limit in (position + 1, position + 2, 12):
         result = generate(
             model, [[7, 7]], "jacobi", max_new_tokens=limit, end_tokens=(END,), trace=True, **{kind: length}
         )
-        assert result.tokens[0].tolist() == written[: place + 1]
+        assert result.tokens[0].tolist() == written[: position + 1]
         assert_same(result, [reference(model, [7, 7], limit, kind, length, end_tokens=(END,))], limit)
-    shorter = generate(model, [7, 7], "jacobi", max_new_tokens=place, end_tokens=(END,), **{kind: length})
-    assert shorter.tokens.tolist() == written[:place]
+    shorter = generate(model, [7, 7], "jacobi", max_new_tokens=position, end_tokens=(END,), **{kind: length})
+    assert shorter.tokens.tolist() == written[:position]
 
 
 @pytest.mark.parametrize("kind", ["block_size", "window"])

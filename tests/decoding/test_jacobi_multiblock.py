@@ -247,22 +247,22 @@ def test_blocks_and_candidates_save_forwards() -> None:
 END = 22
 
 
-@pytest.mark.parametrize("place", range(9))
+@pytest.mark.parametrize("at", range(9))
 @pytest.mark.parametrize("blocks", [1, 3])
 @pytest.mark.parametrize("script", ["parallel", "sequential"])
-def test_an_end_token_at_every_position(place: int, blocks: int, script: str) -> None:
+def test_an_end_token_at_every_position(at: int, blocks: int, script: str) -> None:
     """Inside an accepted slice, as the next token after a partial or a full acceptance, in a pseudo block."""
-    written = [*range(1, 1 + place), END, 3, 3, 3]
+    written = [*range(1, 1 + at), END, 3, 3, 3]
     if script == "parallel":
         function = lambda history: written[min(len(history) - 2, len(written) - 1)]  # noqa: E731
     else:
         function = from_list(written, 2)
     chosen = {"block_size": 4, "blocks": blocks, "spawn_ratio": 0.5}
-    for limit in (place, place + 1, place + 2, 12):
+    for limit in (at, at + 1, at + 2, 12):
         result = generate(
             FakeModel(function), [[7, 7]], METHOD, max_new_tokens=limit, end_tokens=(END,), trace=True, **chosen
         )
-        assert result.tokens[0].tolist() == written[: min(limit, place + 1)]
+        assert result.tokens[0].tolist() == written[: min(limit, at + 1)]
         assert_same(result, expected_of(scripted(function), [[7, 7]], limit, [END], chosen), limit)
 
 

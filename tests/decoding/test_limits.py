@@ -77,9 +77,9 @@ def test_texts_fit_the_model() -> None:
         expected = text.format(most, len(prompt), new)
         assert str(raised.value) == f"{expected} Shorten the prompt, lower max_new_tokens, or pass overflow='warn'."
     assert len(generate(model, [1] * (most - 2), max_new_tokens=2, end_tokens=()).tokens) == 2
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning) as warned:
         assert len(generate(model, [1] * most, max_new_tokens=2, end_tokens=(), overflow="warn").tokens) == 2
-    assert str(told[0].message) == text.format(most, most, 2) and told[0].filename == __file__
+    assert str(warned[0].message) == text.format(most, most, 2) and warned[0].filename == __file__
     with pytest.raises(ValueError, match="overflow must be one of 'error', 'warn', got 'no'"):
         generate(model, [1], find("jacobi"), overflow="no")
     with pytest.raises(ValueError, match=f"max_new_tokens in {MOST} positions"):

@@ -169,10 +169,10 @@ END = 22
 @pytest.mark.parametrize("skill", ["always", "never", "patchy"])
 def test_an_end_token_at_every_position(block_size: int, skill: str) -> None:
     """First token, inside an accepted part, next token after a partial or a full acceptance; and every limit."""
-    for place in range(8):
-        written = [*range(1, 1 + place), END, 3, 3, 3]
+    for position in range(8):
+        written = [*range(1, 1 + position), END, 3, 3, 3]
         fake = ScriptedTriMode(lambda history: written[min(len(history) - 2, len(written) - 1)], SKILLS[skill])  # noqa: B023
-        for limit in (place, place + 1, place + 2, 12):
+        for limit in (position, position + 1, position + 2, 12):
             result = generate(
                 Cached(fake, MASK + 1),
                 [[7, 7]],
@@ -182,7 +182,7 @@ def test_an_end_token_at_every_position(block_size: int, skill: str) -> None:
                 trace=True,
                 block_size=block_size,
             )
-            assert result.tokens[0].tolist() == written[: place + 1][:limit]
+            assert result.tokens[0].tolist() == written[: position + 1][:limit]
             expected = linear_self_speculation(
                 fake, [7, 7], limit, mask_token=MASK, end_tokens=(END,), block_size=block_size
             )
@@ -259,10 +259,10 @@ def test_the_head_runs_on_rows_that_are_needed() -> None:
     columns=st.integers(1, 11),
 )
 def test_random_words_are_those_of_the_reference(seed: int, step: int, rows: list[int], columns: int) -> None:
-    places = torch.tensor(rows)
-    expected = plain_words(seed, torch.tensor(step), places[:, None], torch.arange(columns))
-    assert torch.equal(random_words(seed, step, places, columns), expected)
-    assert torch.equal(random_words(seed, torch.tensor([[step]]), places[None], columns), expected[None])
+    row_positions = torch.tensor(rows)
+    expected = plain_words(seed, torch.tensor(step), row_positions[:, None], torch.arange(columns))
+    assert torch.equal(random_words(seed, step, row_positions, columns), expected)
+    assert torch.equal(random_words(seed, torch.tensor([[step]]), row_positions[None], columns), expected[None])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.4, 2.0])

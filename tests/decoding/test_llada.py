@@ -82,7 +82,7 @@ def test_blocks_of_one_position_go_from_left_to_right() -> None:
     """The degenerate setting: one position per forward, in order."""
     model = small_masked(0)
     result = generate(model, [3, 1], METHOD, max_new_tokens=7, block_size=1, trace=True)
-    assert [list(step.committed) for step in result.stats.trace[0]] == [[place] for place in range(2, 9)]
+    assert [list(step.committed) for step in result.stats.trace[0]] == [[position] for position in range(2, 9)]
 
 
 def test_one_step_is_the_argmax_of_one_forward() -> None:
@@ -100,7 +100,7 @@ def test_end_tokens_late_or_never() -> None:
     """The most probable token is the end token everywhere: with late_end it comes last, with no_end never."""
 
     def script(text: list[int]) -> list[tuple[int, float]]:
-        return [(END if place % 2 else 7, 0.5 + 0.01 * place) for place in range(len(text))]
+        return [(END if position % 2 else 7, 0.5 + 0.01 * position) for position in range(len(text))]
 
     model = Scripted(script)
     options: dict[str, Any] = {"max_new_tokens": 6, "end_tokens": (END,), "trace": True}

@@ -97,7 +97,7 @@ def published(model: Any, prompt: list[int], sparse: bool, ratio: float) -> tupl
             masks = {
                 c: [p for p in range(s, s + n + 2) if text[p] == MASK] for c, (s, n) in enumerate(zip(starts, lengths))
             }
-            open_chunks = [c for c, places in masks.items() if places]
+            open_chunks = [c for c, open_positions in masks.items() if open_positions]
             if not open_chunks:
                 break
             early += 0 < len(open_chunks) < len(lengths)
@@ -111,13 +111,13 @@ def published(model: Any, prompt: list[int], sparse: bool, ratio: float) -> tupl
             logits = buffers.rows([text[p] for p in positions], positions, visible)
             logits[:, [MASK, *(set(tags.control) - {tags.pad}), END]] = -math.inf
             for c in open_chunks:
-                places = masks[c]
-                left = len(places)
-                best = logits[[positions.index(p - 1) for p in places]].softmax(-1)
+                open_positions = masks[c]
+                left = len(open_positions)
+                best = logits[[positions.index(p - 1) for p in open_positions]].softmax(-1)
                 certain = (best * torch.log(best + 1e-30)).sum(-1)
                 share = max(1, int(left * (1 - times[step + 1] / times[step])))
                 for i in certain.topk(left if step == steps - 1 else min(left, share)).indices.tolist():
-                    text[places[i]] = int(best[i].argmax())
+                    text[open_positions[i]] = int(best[i].argmax())
         steps_of_rounds.append(step + (1 if open_chunks else 0) if steps else 0)
         text.append(token)
         if token == END or len(steps_of_rounds) == ROUNDS:

@@ -33,8 +33,8 @@ def lanes_of(page: Path) -> list[tuple[dict, list[list[str | None]]]]:
     for sequence in data["sequences"]:
         lanes: list[list[str | None]] = [[None] * lane["length"] for lane in sequence["lanes"]]
         for step in sequence["steps"]:
-            for lane, place, token, _ in step["writes"]:
-                lanes[lane][place] = token
+            for lane, position, token, _ in step["writes"]:
+                lanes[lane][position] = token
         made.append((sequence, lanes))
     return made
 
@@ -71,7 +71,7 @@ def test_masks_inside_a_prompt() -> None:
     source = result._source
     frames = _replay.frames(result.stats.trace[0], source.prompts[0], source.tokens[0])
     written = {write.position: write.token for frame in frames for write in frame.writes}
-    assert [written[place] for place in range(len(source.tokens[0]))] == source.tokens[0]
+    assert [written[position] for position in range(len(source.tokens[0]))] == source.tokens[0]
     assert source.prompts[0] + source.tokens[0] == result.tokens.tolist()
 
 

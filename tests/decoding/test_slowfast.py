@@ -120,8 +120,8 @@ def test_a_cache_that_keeps_nothing_changes_nothing() -> None:
 def fading(text: list[int]) -> list[tuple[int, float]]:
     """Confident at the front, less so further on, and more so the more is known."""
     written = sum(token != MASK for token in text)
-    sure = [min(0.95, max(0.15, 1.1 - 0.1 * abs(place - written))) for place in range(len(text))]
-    return [((place * 5 + written) % MASK, sure[place] - 0.003 * place) for place in range(len(text))]
+    sure = [min(0.95, max(0.15, 1.1 - 0.1 * abs(position - written))) for position in range(len(text))]
+    return [((position * 5 + written) % MASK, sure[position] - 0.003 * position) for position in range(len(text))]
 
 
 @settings(max_examples=60, deadline=None)
@@ -156,7 +156,8 @@ def step_like(edge: int) -> Any:
 
     def script(text: list[int]) -> list[tuple[int, float]]:
         return [
-            (7, (0.9 if place % 3 == 0 else 0.5 - 0.01 * place) if place < edge else 0.05) for place in range(len(text))
+            (7, (0.9 if position % 3 == 0 else 0.5 - 0.01 * position) if position < edge else 0.05)
+            for position in range(len(text))
         ]
 
     return script
@@ -178,7 +179,7 @@ def test_exploring_continues_until_the_end_is_stable() -> None:
     def wandering(wander: int) -> Any:
         def script(text: list[int]) -> list[tuple[int, float]]:
             edge = 4 + wander * sum(token != MASK for token in text)
-            return [(7, 0.5 - 0.001 * place if place < edge else 0.01) for place in range(len(text))]
+            return [(7, 0.5 - 0.001 * position if position < edge else 0.01) for position in range(len(text))]
 
         return script
 

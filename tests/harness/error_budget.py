@@ -108,8 +108,8 @@ def _check_arguments(actual: Tensor, oracle: Tensor, pytorch: Tensor, name: str)
 def _assert_equal(actual: Tensor, oracle: Tensor, name: str) -> None:
     wrong = actual != oracle
     if wrong.any():
-        place = _at(wrong.double(), actual, oracle, None)
-        raise AssertionError(f"{name}: {int(wrong.sum())} of {wrong.numel()} integers differ, first {place}")
+        at = _at(wrong.double(), actual, oracle, None)
+        raise AssertionError(f"{name}: {int(wrong.sum())} of {wrong.numel()} integers differ, first {at}")
 
 
 def _kind(values: Tensor) -> Tensor:

@@ -70,13 +70,13 @@ def test_nan_and_infinities_are_where_the_oracle_has_them(dtype: torch.dtype, sp
     marked = plain.clone()
     marked[index] = special
     assert_within_budget(marked, marked.double(), marked, name="same")
-    place = rf"NaN or infinity in the wrong place, at \[{index}\]"
-    with pytest.raises(AssertionError, match=place):
+    message = rf"NaN or infinity in the wrong place, at \[{index}\]"
+    with pytest.raises(AssertionError, match=message):
         assert_within_budget(plain, marked.double(), marked, name="lost")
-    with pytest.raises(AssertionError, match=place):
+    with pytest.raises(AssertionError, match=message):
         assert_within_budget(marked, plain.double(), plain, name="invented")
     if not math.isnan(special):
-        with pytest.raises(AssertionError, match=place):
+        with pytest.raises(AssertionError, match=message):
             assert_within_budget(-marked, marked.double(), marked, name="sign")
 
 

@@ -311,12 +311,12 @@ def test_one_sentence_in_python_and_on_the_command_line(name: str, folder: Path)
     spoil(folder)
     with pytest.raises((ValueError, NotImplementedError)) as caught:
         models.load(folder)
-    told = str(caught.value)
-    assert "\n" not in told and len(told) < 600
+    printed = str(caught.value)
+    assert "\n" not in printed and len(printed) < 600
     words = "|".join(_pattern(part) for part in sentence.split("|"))
-    assert re.fullmatch(f"pdkernels\\.models\\.load: ({words})", told), told
+    assert re.fullmatch(f"pdkernels\\.models\\.load: ({words})", printed), printed
     answer = CliRunner().invoke(app, ["generate", "--prompt", "a", "--model", str(folder)])
-    assert answer.exit_code == 2 and told in " ".join(answer.stderr.split()), answer.output
+    assert answer.exit_code == 2 and printed in " ".join(answer.stderr.split()), answer.output
 
 
 def _pattern(sentence: str) -> str:

@@ -33,8 +33,8 @@ def next_canvas(generator: torch.Generator, tokens: Tensor, prompts: list[int], 
     tokens = tokens.clone()
     for row, prompt, count in zip(tokens, prompts, counts, strict=True):
         if count:
-            place = prompt + int(torch.randint(0, count, (), generator=generator))
-            row[place] = (row[place] + 1 + torch.randint(0, MASK - 1, (), generator=generator)) % (MASK + 1)
+            position = prompt + int(torch.randint(0, count, (), generator=generator))
+            row[position] = (row[position] + 1 + torch.randint(0, MASK - 1, (), generator=generator)) % (MASK + 1)
     return tokens
 
 

@@ -102,8 +102,8 @@ def test_equals_a_forward_without_a_cache(
         whole[: prefix + rows, : prefix + rows] = full_mask(prefix, mask.dense())
         whole[-2:, :before] = True
         whole[-2:, -2:] = torch.ones(2, 2, dtype=torch.bool).tril()
-        places = torch.cat([torch.arange(prefix), prefix + mask.positions, before + torch.arange(2)])
-        close(following[row], model(all_tokens[None], positions=places, mask=whole)[0, -2:])
+        row_positions = torch.cat([torch.arange(prefix), prefix + mask.positions, before + torch.arange(2)])
+        close(following[row], model(all_tokens[None], positions=row_positions, mask=whole)[0, -2:])
 
 
 @pytest.mark.parametrize("page_size", [None, 3])
@@ -193,13 +193,13 @@ def test_some_rows_take_the_adapter() -> None:
     model, merged = with_adapter()
     tokens, adapted = random_tokens(1, 6), torch.tensor([False, False, True, False, True, True])
     x = torch.nn.functional.embedding(tokens, model.embedding)
-    mask, places = pd.masks.quadratic(2, 2), torch.tensor([0, 1, 1, 2, 2, 3])
-    rotation = model._uncached_rotation(tokens, places)
+    mask, row_positions = pd.masks.quadratic(2, 2), torch.tensor([0, 1, 1, 2, 2, 3])
+    rotation = model._uncached_rotation(tokens, row_positions)
     rows = model._new_rows(rotation, transformer.uncached_visibility(mask.dense()))
     for plain, other in zip(model.layers, merged.layers, strict=True):
         outputs = [sum(layer(x, None, lambda qkv: rows.attend_(qkv, 0), None)) for layer in (plain, other)]
         x = torch.where(adapted[:, None], outputs[1], outputs[0])
-    options = {"positions": places, "mask": mask.dense()}
+    options = {"positions": row_positions, "mask": mask.dense()}
     close(model(tokens, adapted=adapted, **options), model.logits(x))
     both = model(tokens.expand(2, 6), adapted=torch.stack([adapted, ~adapted]), **options)
     close(both, torch.cat([model(tokens, adapted=rows, **options) for rows in (adapted, ~adapted)]))

@@ -81,10 +81,10 @@ def make_selection(
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     per_sequence = -(-capacity // page_size) if page_size else 1
     capacity = per_sequence * page_size if page_size else capacity
-    pages, places = (batch * per_sequence + 2, page_size) if page_size else (batch, capacity)
+    pages, slots_per_page = (batch * per_sequence + 2, page_size) if page_size else (batch, capacity)
     order = (0, 2, 1, 3) if pad else (0, 1, 2, 3)
     v = storage((batch, rows, kv_heads, head_dim), dtype, order, pad, seed)
-    v_cache = storage((pages, places, kv_heads, head_dim), dtype, order, pad, seed + 1)
+    v_cache = storage((pages, slots_per_page, kv_heads, head_dim), dtype, order, pad, seed + 1)
     v_cache.copy_(torch.randn(v_cache.shape, generator=generator))
     ids = (
         torch.tensor(rng.sample(range(pages), batch * per_sequence), dtype=torch.int32).view(batch, per_sequence)
@@ -101,8 +101,8 @@ def make_selection(
             old, other = torch.randn(2, kv_heads * head_dim, generator=generator, dtype=torch.float64)
             other -= old * (other @ old) / (old @ old)
             new = cosines[i] * old / old.norm() + (1 - cosines[i] ** 2).sqrt() * other / other.norm().clamp(min=1e-30)
-            place = (b, start + i) if ids is None else (ids[b, (start + i) // page_size], (start + i) % page_size)
-            v_cache[place] = old.view(kv_heads, head_dim).to(dtype)
+            slot = (b, start + i) if ids is None else (ids[b, (start + i) // page_size], (start + i) % page_size)
+            v_cache[slot] = old.view(kv_heads, head_dim).to(dtype)
             v[b, i] = (new * rng.uniform(1, 20)).view(kv_heads, head_dim).to(dtype)
     wishes = [rng.choice([0, count // 2, count, count + 3]) for _ in range(batch)]
     return Selection(

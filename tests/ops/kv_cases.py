@@ -46,10 +46,10 @@ def copy_of(t: Tensor, device: torch.device | None = None) -> Tensor:
     )
 
 
-def filled(t: Tensor, place: int | tuple[int, int], value: int) -> Tensor:
+def filled(t: Tensor, at: int | tuple[int, int], value: int) -> Tensor:
     """A copy with another value at one index."""
     t = t.clone()
-    t[place] = value
+    t[at] = value
     return t
 
 

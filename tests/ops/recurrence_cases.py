@@ -22,9 +22,9 @@ def spread_out(x: Tensor, style: str) -> Tensor:
     room = torch.full(
         (x.shape[0], x.shape[1] + 1, x.shape[2] + (3 if odd else 32)), torch.nan, dtype=x.dtype, device=x.device
     )
-    place = room[:, 1:, 1 : x.shape[2] + 1] if odd else room[:, 1:, 16 : x.shape[2] + 16]
-    place.copy_(x)
-    return place
+    inner = room[:, 1:, 1 : x.shape[2] + 1] if odd else room[:, 1:, 16 : x.shape[2] + 16]
+    inner.copy_(x)
+    return inner
 
 
 STYLES = ["contiguous", "transposed", "odd", "apart"]

@@ -84,11 +84,11 @@ def in_pages(inputs: Inputs, page_size: int) -> Inputs:
     """The same cache in pages, in random order."""
     batch, slots = inputs.k_cache.shape[:2]
     columns = -(-slots // page_size)
-    places = torch.randperm(batch * columns + 3, generator=torch.Generator().manual_seed(5))
-    table = places[: batch * columns].view(batch, columns)
+    pages = torch.randperm(batch * columns + 3, generator=torch.Generator().manual_seed(5))
+    table = pages[: batch * columns].view(batch, columns)
     pools = []
     for cache in (inputs.k_cache, inputs.v_cache):
-        pool = cache.new_full((len(places), page_size, *cache.shape[2:]), NAN)
+        pool = cache.new_full((len(pages), page_size, *cache.shape[2:]), NAN)
         filled = F.pad(cache, (0, 0, 0, 0, 0, columns * page_size - slots), value=NAN)
         pool[table] = filled.unflatten(1, (columns, page_size))
         pools.append(pool)

@@ -107,10 +107,12 @@ def make_case(
     rng = random.Random(seed)
     per_sequence = -(-capacity // page_size) if page_size else 1
     capacity = per_sequence * page_size if page_size else capacity
-    pages, places = (batch * per_sequence + 2, page_size) if page_size else (batch, capacity)
+    pages, slots_per_page = (batch * per_sequence + 2, page_size) if page_size else (batch, capacity)
     qkv = finite(storage((batch, rows, heads + 2 * kv_heads, head_dim), dtype, (0, 1, 2, 3), pad, seed), seed)
     k, v = (
-        storage((pages, places, kv_heads, head_dim), dtype, (0, 2, 1, 3) if pad else (0, 1, 2, 3), pad, seed + salt)
+        storage(
+            (pages, slots_per_page, kv_heads, head_dim), dtype, (0, 2, 1, 3) if pad else (0, 1, 2, 3), pad, seed + salt
+        )
         for salt in (1, 2)
     )
     table = rope_tables(positions or capacity + rows, head_dim, theta=100.0, style=style)
@@ -171,8 +173,8 @@ def check(case: Case, actual: Case) -> None:
     k, v = left.qkv[:, :, -2 * kv_heads : -kv_heads].clone(), left.qkv[:, :, -kv_heads:].clone()
     slots, stored = case.where()
     for i in range(case.qkv.shape[1]):
-        places = torch.where(stored[:, i], was.lengths + slots[:, i], 0)
-        kv_append_(was.k, was.v, k[:, i : i + 1], v[:, i : i + 1], places, stored[:, i].long(), was.block_table)
+        slots_per_page = torch.where(stored[:, i], was.lengths + slots[:, i], 0)
+        kv_append_(was.k, was.v, k[:, i : i + 1], v[:, i : i + 1], slots_per_page, stored[:, i].long(), was.block_table)
     assert torch.equal(left.qkv[slots < 0], was.qkv[slots < 0])
     left.turned.zero_(), was.turned.zero_()
     assert all(torch.equal(a, b) for a, b in zip(left.bytes(), was.bytes()))

@@ -143,12 +143,12 @@ def test_derivatives_by_functions_are_refused_and_not_dropped() -> None:
     torch.func.grad(lambda q: pd.block_sparse_attention(q, K, V, PLAN, backend="reference").sum())(Q)
 
 
-def replaced(arguments: tuple, place: int, value: object) -> tuple:
-    return (*arguments[:place], value, *arguments[place + 1 :])
+def replaced(arguments: tuple, index: int, value: object) -> tuple:
+    return (*arguments[:index], value, *arguments[index + 1 :])
 
 
 @pytest.mark.parametrize(
-    "place, change, text",
+    "index, change, text",
     [
         (3, lambda x: x[:-1], "plan must have rows for 3 x 1 tiles of 32 x 48, got (3, 4)"),
         (3, lambda x: x[:, :3].contiguous(), "plan must have rows for 3 x 1 tiles of 32 x 48, got (4, 3)"),
@@ -162,11 +162,11 @@ def replaced(arguments: tuple, place: int, value: object) -> tuple:
         (7, lambda x: 0, "block_k must be a multiple of 16 in [16, 1024], got 0"),
     ],
 )
-def test_bad_raw_plan(kernels: str, place: int, change, text: str) -> None:
+def test_bad_raw_plan(kernels: str, index: int, change, text: str) -> None:
     """The raw op refuses what does not fit together, and its fake says why."""
     mask = masks.causal(70)[:, :40]
     forward, _ = raw(mask, make_inputs(70, 40), on_device(kernels)[0])
-    bad = replaced(forward, place, change(forward[place]))
+    bad = replaced(forward, index, change(forward[index]))
     with pytest.raises(RuntimeError if kernels == "native" else (ValueError, TypeError)):
         OP(*bad)
     with (
@@ -177,7 +177,7 @@ def test_bad_raw_plan(kernels: str, place: int, change, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "place, value, text",
+    "index, value, text",
     [
         ((4, 3), 0, "plan must list every tile once in its order"),
         ((0, 0), -1, "plan must have ascending offsets inside its lists"),
@@ -185,13 +185,13 @@ def test_bad_raw_plan(kernels: str, place: int, change, text: str) -> None:
         ((2, 2), 2**31 - 1, "plan must have ascending offsets inside its lists"),
     ],
 )
-def test_rows_of_wild_numbers(place: tuple[int, int], value: int, text: str) -> None:
+def test_rows_of_wild_numbers(index: tuple[int, int], value: int, text: str) -> None:
     """A plan is trusted with addresses: on the CPU its numbers are looked at, in both directions and both passes."""
     if not pd.has_native():
         pytest.skip("needs the compiled library")
     forward, backward = raw(masks.causal(70), make_inputs(70, 70), "cpu")
     rows = forward[3].clone()
-    rows[place] = value
+    rows[index] = value
     for op, arguments, at in ((OP, forward, 3), (BACKWARD, backward, 6)):
         with pytest.raises(ValueError, match=text):
             op(*replaced(arguments, at, rows))
@@ -225,18 +225,18 @@ def test_lists_of_wild_numbers(transposed: bool, of_range: bool, column: int, va
 
 
 @pytest.mark.parametrize(
-    "place, text",
+    "index, text",
     [
         (0, "grad_out must be torch.float32 of shape (2, 40, 4, 32) on cpu"),
         (5, "lse must be"),
         (12, "grad_lse must be"),
     ],
 )
-def test_bad_raw_gradient(kernels: str, place: int, text: str) -> None:
+def test_bad_raw_gradient(kernels: str, index: int, text: str) -> None:
     if kernels == "cuda":
         pytest.skip("the same checks, on the CPU")
     _, backward = raw(masks.causal(40), make_inputs(40, 40), "cpu")
-    bad = replaced(backward, place, backward[place][:1])
+    bad = replaced(backward, index, backward[index][:1])
     with pytest.raises(RuntimeError):
         BACKWARD(*bad)
     with (

@@ -63,11 +63,11 @@ def test_a_whole_log(impl) -> None:
         t.to(impl.device) for t in (torch.zeros(4, 2, 3, dtype=torch.int64), torch.tensor([0]), torch.tensor([False]))
     )
     entries = [torch.tensor([[left, n, -n], [0, 9, n]]) for n, left in enumerate((3, 1, 0))]
-    told = []
+    continues = []
     for entry in entries:
         impl.log_step_(log, count, more, entry.to(impl.device))
-        told.append(more.item())
-    assert told == [True, True, False] and count.item() == 3
+        continues.append(more.item())
+    assert continues == [True, True, False] and count.item() == 3
     assert torch.equal(log[:3].cpu(), torch.stack(entries)) and not log[3].any()
 
 
@@ -92,11 +92,11 @@ def test_the_condition_of_a_graph_is_set(handle: int) -> None:
     condition = impl.library.cudasim_condition
     condition.argtypes, condition.restype = [ctypes.c_uint64], ctypes.c_longlong
     call = arguments(0, 3, 2, 4, 0)
-    for left, count, told in ((5, 0, 1), (0, 1, 0), (5, 2, 0), (5, 3, 0)):  # the last one finds the log full
+    for left, count, continues in ((5, 0, 1), (0, 1, 0), (5, 2, 0), (5, 3, 0)):  # the last one finds the log full
         call["entry"][:, 0] = torch.tensor([0, left])
         call["count"].fill_(count)
         impl.log_step_(**call, handle=handle)
-        assert condition(handle) == told
+        assert condition(handle) == continues
         assert all(condition(other) == -1 for other in HANDLES)
     impl.log_step_(**call)
     assert condition(handle) == -1

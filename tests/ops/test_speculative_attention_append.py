@@ -292,11 +292,11 @@ def test_bad_calls(name: str, case: str) -> None:
         pd.speculative_attention_append_(**arguments, backend=name)
 
 
-@pytest.mark.parametrize("place", range(5))
-def test_it_has_no_gradient(kernels: str, place: int) -> None:
+@pytest.mark.parametrize("number", range(5))
+def test_it_has_no_gradient(kernels: str, number: int) -> None:
     device, _ = on_device(kernels)
     tensors = [x.to(device, copy=True) for x in GOOD[:6]]
-    tensors[place].requires_grad_()
+    tensors[number].requires_grad_()
     with pytest.raises(
         NotImplementedError, match=r"speculative_attention_append_: its inputs must not require gradients"
     ):

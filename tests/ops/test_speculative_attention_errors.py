@@ -175,11 +175,11 @@ def test_triton_is_for_gpus() -> None:
         pd.speculative_attention(*GOOD[:6], PLAN, backend="triton")
 
 
-@pytest.mark.parametrize("place", range(5))
-def test_it_has_no_gradient(kernels: str, place: int) -> None:
+@pytest.mark.parametrize("number", range(5))
+def test_it_has_no_gradient(kernels: str, number: int) -> None:
     device, _ = on_device(kernels)
     tensors = [x.to(device, copy=True) for x in GOOD[:6]]
-    tensors[place].requires_grad_()
+    tensors[number].requires_grad_()
     text = r"its inputs must not require gradients, got one that does\. Train with block_sparse_attention, or call it under torch\.no_grad\(\)\."
     with pytest.raises(NotImplementedError, match=text):
         pd.speculative_attention(*tensors, PLAN.to(device))
@@ -220,12 +220,12 @@ def test_debug_checks_look_at_values_first(monkeypatch: pytest.MonkeyPatch) -> N
         module._by_triton(module.OP, *arguments)
 
 
-def replaced(arguments: tuple, place: int, value: object) -> tuple:
-    return (*arguments[:place], value, *arguments[place + 1 :])
+def replaced(arguments: tuple, number: int, value: object) -> tuple:
+    return (*arguments[:number], value, *arguments[number + 1 :])
 
 
 @pytest.mark.parametrize(
-    "place, change, text",
+    "number, change, text",
     [
         (6, lambda x: x[:-1], "plan must have rows for 3 x 2 tiles of 32 x 48, got (4, 4)"),
         (6, lambda x: x.long(), "plan must hold contiguous int32 tensors, got torch.int64 with strides (4, 1)"),
@@ -235,10 +235,10 @@ def replaced(arguments: tuple, place: int, value: object) -> tuple:
         (10, lambda x: 0, "block_k must be a multiple of 16 in [16, 1024], got 0"),
     ],
 )
-def test_bad_raw_plan(kernels: str, place: int, change, text: str) -> None:
+def test_bad_raw_plan(kernels: str, number: int, change, text: str) -> None:
     """The raw op refuses what does not fit together, and its fake says why."""
     arguments = raw(make_inputs(70, [9]), masks.causal(70), on_device(kernels)[0])
-    bad = replaced(arguments, place, change(arguments[place]))
+    bad = replaced(arguments, number, change(arguments[number]))
     with pytest.raises(RuntimeError if kernels == "native" else (ValueError, TypeError)):
         OP(*bad)
     with (
@@ -249,7 +249,7 @@ def test_bad_raw_plan(kernels: str, place: int, change, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "place, change, text",
+    "number, change, text",
     [
         (6, lambda x: x + torch.tensor([100, 100, 100, 0]).int(), "plan must have ascending offsets inside its lists"),
         (6, lambda x: x * 2 + 1, "plan must list every tile once in its order"),
@@ -257,10 +257,10 @@ def test_bad_raw_plan(kernels: str, place: int, change, text: str) -> None:
         (7, lambda x: x + torch.tensor([0, 9]).int(), "plan must name bitmaps that exist"),
     ],
 )
-def test_a_plan_of_wild_numbers(place: int, change, text: str) -> None:
+def test_a_plan_of_wild_numbers(number: int, change, text: str) -> None:
     """Kernels derive addresses from a plan: on the CPU its numbers are checked."""
     if not pd.has_native():
         pytest.skip("needs the compiled library")
     arguments = raw(make_inputs(70, [9]), masks.causal(70), "cpu")
     with pytest.raises(ValueError, match=text):
-        OP(*replaced(arguments, place, change(arguments[place])))
+        OP(*replaced(arguments, number, change(arguments[number])))

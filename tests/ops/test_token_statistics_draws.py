@@ -29,10 +29,10 @@ def test_within_the_error_budget(
 
 
 def test_the_draw_of_the_decoders(impl) -> None:
-    logits, places = rows_of(50, 300), [2**32 - 1, *range(7, 56)]
+    logits, row_positions = rows_of(50, 300), [2**32 - 1, *range(7, 56)]
     for step in (0, 2**32 - 1):
-        found = run(impl, logits, temperature=0.8, seed=-5, step=step, positions=torch.tensor(places))
-        assert found.ids.tolist() == draw(logits, places, 0.8, -5, step)
+        found = run(impl, logits, temperature=0.8, seed=-5, step=step, positions=torch.tensor(row_positions))
+        assert found.ids.tolist() == draw(logits, row_positions, 0.8, -5, step)
 
 
 def test_steps_and_positions_of_rows(impl) -> None:
@@ -47,8 +47,8 @@ def test_steps_and_positions_of_rows(impl) -> None:
 def test_seeds_of_rows(impl, dtype: torch.dtype) -> None:
     """A row draws what it would draw alone with its seed, and equal rows draw differently."""
     logits, seeds = rows_of(1, 300).expand(2, 3, 300), torch.tensor([[-5], [2**31 - 1]]).to(dtype)
-    places = torch.arange(3).expand(2, 3)
-    found = run(impl, logits, temperature=1.5, seed=seeds, positions=places)
+    row_positions = torch.arange(3).expand(2, 3)
+    found = run(impl, logits, temperature=1.5, seed=seeds, positions=row_positions)
     for b in range(2):
         assert found.ids[b].tolist() == draw(logits[b], range(3), 1.5, int(seeds[b]), 0)
     assert not torch.equal(found.ids[0], found.ids[1])

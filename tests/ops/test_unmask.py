@@ -68,9 +68,9 @@ def by_sorting(case: Case) -> Outcome:
                 c = int((best > tau if options["strict"] else best >= tau).sum())
                 n = c if c >= number["need"] else n
             if options.get("factor") is not None:
-                stands = best >= 1 - options["factor"] / torch.arange(2, m + 2).double()
-                stands[:1] = True
-                n = int(stands.cumprod(0).sum())
+                holds = best >= 1 - options["factor"] / torch.arange(2, m + 2).double()
+                holds[:1] = True
+                n = int(holds.cumprod(0).sum())
                 n = m if n == m - 1 else n
             tokens[b, places[order[:n]]] = case.ids[b, order[:n]]
             columns.append((n, int((tokens[b, start:end] == MASK).sum())))

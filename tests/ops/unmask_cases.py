@@ -132,9 +132,9 @@ def run(impl: Any, case: Case, style: str = "contiguous") -> Outcome:
         if style == "transposed":
             return x.mT.clone(memory_format=torch.contiguous_format).mT
         room = torch.full((x.shape[0] + 2, 3 * x.shape[1] + 4), poison, dtype=x.dtype, device=x.device)
-        place = room[1:-1, 2 : 2 + 3 * x.shape[1] : 3]
-        place.copy_(x)
-        return place
+        inner = room[1:-1, 2 : 2 + 3 * x.shape[1] : 3]
+        inner.copy_(x)
+        return inner
 
     def moved(x: Any) -> Any:
         return x.to(impl.device) if isinstance(x, Tensor) else x

@@ -195,7 +195,7 @@ def test_no_exploration_and_exploration_that_commits_nothing() -> None:
 
 
 def test_published_slow_forwards_run_even_if_their_block_is_full() -> None:
-    sure = ScriptedMasked(lambda tokens, place: (word(place), 0.95))
+    sure = ScriptedMasked(lambda tokens, position: (word(position), 0.95))
     result = slowfast(sure, [3], 8, mask_token=MASK, block_size=4, cycle="published", max_exploration=3)
     assert [(step.window, len(step.committed)) for step in result.trace] == [
         ((1, 5), 4),

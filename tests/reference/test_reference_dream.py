@@ -133,9 +133,9 @@ def test_the_order_is_drawn_by_the_scores() -> None:
         assert list(result.trace[0].committed) == [max(keys, key=keys.__getitem__)]
         seen[tuple(result.trace[0].committed)] += 1
     weights = [math.exp(c / 0.4) for c in confidence]
-    for place in (1, 2, 3):
-        share = weights[place - 1] / sum(weights)
-        assert abs(seen[(place,)] - runs * share) < 4 * math.sqrt(runs * share * (1 - share))
+    for position in (1, 2, 3):
+        share = weights[position - 1] / sum(weights)
+        assert abs(seen[(position,)] - runs * share) < 4 * math.sqrt(runs * share * (1 - share))
 
 
 def test_by_hand() -> None:

@@ -168,12 +168,12 @@ def test_sampling_and_its_confidence(top_p: float) -> None:
     step = run(4, 1.2).trace[0]
     full = torch.ones(8, 8, dtype=torch.bool)
     logits = MODEL(torch.tensor([step.tokens]), torch.arange(8)[None], full)[0, :, :MASK]
-    for place, token in step.committed.items():
-        distribution = (logits[place - 1] / 1.2).softmax(-1)
+    for position, token in step.committed.items():
+        distribution = (logits[position - 1] / 1.2).softmax(-1)
         kept = torch.tensor([distribution[distribution > p].sum().item() < top_p for p in distribution.tolist()])
-        noise = torch.log(-torch.log(uniforms(4, 1, torch.tensor(place), torch.arange(MASK))))
-        assert token == (logits[place - 1] - 1.2 * noise).masked_fill(~kept, -torch.inf).argmax().item()
-        assert step.confidence[place] == pytest.approx((distribution[token] / distribution[kept].sum()).item())
+        noise = torch.log(-torch.log(uniforms(4, 1, torch.tensor(position), torch.arange(MASK))))
+        assert token == (logits[position - 1] - 1.2 * noise).masked_fill(~kept, -torch.inf).argmax().item()
+        assert step.confidence[position] == pytest.approx((distribution[token] / distribution[kept].sum()).item())
 
 
 def test_refusals() -> None:

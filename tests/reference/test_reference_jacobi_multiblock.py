@@ -211,8 +211,8 @@ def test_each_forward_leads_to_the_next(script: str, blocks: int) -> None:
     pool: deque[list[int]] = deque(maxlen=4)
     for number, (step, following) in enumerate(zip(result.trace, result.trace[1:]), start=1):
         history = prompt + result.tokens[:committed]
-        behind = [token for block in step.pseudo for token in block.accepted + block.draft]
-        branch = step.rows[step.row] + behind
+        after = [token for block in step.pseudo for token in block.accepted + block.draft]
+        branch = step.rows[step.row] + after
         (answers,) = branch_predictions(model, history, [branch])
         pseudo, at = [], len(step.rows[0])
         for block in step.pseudo:
@@ -259,10 +259,10 @@ def test_the_mask_of_branches() -> None:
     result = jacobi_multiblock(model, [3, 1, 4], 20, block_size=6, spawn_ratio=0.5)
     start, counts = 3, set()
     for call, step in zip(model.calls[1:], result.trace, strict=True):
-        behind = [token for block in step.pseudo for token in block.accepted + block.draft]
-        count, length = len(step.rows), len(step.rows[0]) + len(behind)
+        after = [token for block in step.pseudo for token in block.accepted + block.draft]
+        count, length = len(step.rows), len(step.rows[0]) + len(after)
         tail, relative = masks.candidates(count, length)
-        assert call.tokens[start:] == [token for row in step.rows for token in row + behind]
+        assert call.tokens[start:] == [token for row in step.rows for token in row + after]
         assert call.tokens[:start] == [3, 1, 4, *result.tokens][:start]
         assert torch.equal(call.mask[start:, start:], tail) and call.mask[start:, :start].all()
         assert torch.equal(call.mask[:start, :start], masks.causal(start)[0]) and not call.mask[:start, start:].any()

@@ -193,7 +193,7 @@ def test_guidance() -> None:
 
 def test_late_end_and_no_end() -> None:
     """Position 1 predicts 7 with 0.6, position 2 predicts 5 with 0.5."""
-    model = ScriptedMasked(lambda tokens, place: [(7, 0.6), (5, 0.5)][place - 1])
+    model = ScriptedMasked(lambda tokens, position: [(7, 0.6), (5, 0.5)][position - 1])
     run = lambda **options: llada(model, [3], 2, mask_token=MASK, end_tokens=(7,), **options)  # noqa: E731
     assert run().tokens == [7] and run().forwards == 1
     late = run(late_end=True)

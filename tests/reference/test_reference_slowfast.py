@@ -186,10 +186,10 @@ def test_the_papers_loop(rule, cycle, limit, block_size, exploration, window, k_
 def test_cycles_by_hand() -> None:
     """Prompt [3]; positions are confident up to 4 at first, up to 7 after three tokens, to the end after five."""
 
-    def rule(tokens: list[int], place: int) -> tuple[int, float]:
+    def rule(tokens: list[int], position: int) -> tuple[int, float]:
         written = len(tokens) - tokens.count(MASK) - 1
         reach = 4 if written < 3 else 7 if written < 5 else 10
-        return word(place), (0.5 if place <= reach else 0.096) - 0.001 * place
+        return word(position), (0.5 if position <= reach else 0.096) - 0.001 * position
 
     model = ScriptedMasked(rule)
     result = slowfast(model, [3], 10, mask_token=MASK)
@@ -210,7 +210,7 @@ def test_cycles_by_hand() -> None:
     assert [step.window for step in mean.trace] == [(1, 11)] * 2 + [(1, 5)] * 2 + [(5, 11)] * 2 + [(5, 9)] * 2 + [
         (9, 11)
     ] * 2
-    sure = ScriptedMasked(lambda tokens, place: (word(place), 0.9))
+    sure = ScriptedMasked(lambda tokens, position: (word(position), 0.9))
     assert slowfast(sure, [3], 10, mask_token=MASK).forwards == 3
     assert (
         slowfast(sure, [3], 10, mask_token=MASK, cycle="published").forwards == 1
@@ -218,14 +218,14 @@ def test_cycles_by_hand() -> None:
 
 
 def test_notes_before_the_window_are_forgotten_and_the_paper_wants_more_than_tau_min() -> None:
-    def rule(tokens: list[int], place: int) -> tuple[int, float]:
+    def rule(tokens: list[int], position: int) -> tuple[int, float]:
         written = len(tokens) - tokens.count(MASK) - 1
-        return word(place), (0.5 if place <= (4 if 1 <= written < 4 else 8) else 0.096) - 0.001 * place
+        return word(position), (0.5 if position <= (4 if 1 <= written < 4 else 8) else 0.096) - 0.001 * position
 
     result = slowfast(ScriptedMasked(rule), [3], 8, mask_token=MASK)  # candidates 9, 5, 5: the last two are equal
     assert [step.window for step in result.trace[:5]] == [(1, 9)] * 3 + [(1, 5), (5, 9)]
 
-    sure = ScriptedMasked(lambda tokens, place: (word(place), 1.0))
+    sure = ScriptedMasked(lambda tokens, position: (word(position), 1.0))
     run = lambda cycle: slowfast(  # noqa: E731
         sure, [3], 4, mask_token=MASK, tau_min=1.0, tau_high=2.0, max_exploration=2, cycle=cycle
     )

@@ -71,10 +71,10 @@ class Scripted:
     def rows(self, text: list[int]) -> Tensor:
         """Logits ``(len(text), V)``: all ids but the guess are equally likely, the mask impossible."""
         out = torch.full((len(text) + 1, VOCABULARY), torch.nan, dtype=self.dtype)
-        for place, (token, sure) in enumerate(self.script(text)):
-            out[place] = math.log(max(1 - sure, 1e-12) / (VOCABULARY - 2))
-            out[place, token] = math.log(sure)
-            out[place, MASK] = -1e4
+        for position, (token, sure) in enumerate(self.script(text)):
+            out[position] = math.log(max(1 - sure, 1e-12) / (VOCABULARY - 2))
+            out[position, token] = math.log(sure)
+            out[position, MASK] = -1e4
         return out[1:] if self.config.predicts == "next" else out[:-1]
 
     def recompute(
@@ -114,8 +114,8 @@ def hashed(seed: int, sure: Callable[[float], float] = lambda u: 0.15 + 0.8 * u)
         for token in text:
             state = (state * 31 + token + 1) % 1000003
         said = []
-        for place in range(len(text)):
-            word = (state + 7919 * place) * 2654435761 % 2**32
+        for position in range(len(text)):
+            word = (state + 7919 * position) * 2654435761 % 2**32
             said.append((word % MASK, sure((word >> 8) / 2**24)))
         return said
 
@@ -207,38 +207,38 @@ class Remembering(Scripted):
 Rule = Callable[[list[int], int], tuple[int, float]]
 
 
-def word(place: int) -> int:
+def word(position: int) -> int:
     """The token that the scripts below put at a position."""
-    return (5 * place + 2) % MASK
+    return (5 * position + 2) % MASK
 
 
 def fixed(confidence: Sequence[float], start: int = 1) -> Rule:
     """`word` everywhere, ``confidence[i]`` at position ``start + i`` (the list starts over after its end)."""
-    return lambda tokens, place: (word(place), confidence[(place - start) % len(confidence)])
+    return lambda tokens, position: (word(position), confidence[(position - start) % len(confidence)])
 
 
-def spreading(tokens: list[int], place: int) -> tuple[int, float]:
+def spreading(tokens: list[int], position: int) -> tuple[int, float]:
     """Confident next to known tokens, less and less away from them; the token depends on how much is known around it."""
     written = [p for p, token in enumerate(tokens) if token != MASK]
-    distance = min(abs(place - p) for p in written)
-    near = sum(tokens[p] for p in written if abs(place - p) <= 2)
-    return (word(place) + near) % MASK, max(0.97 - 0.13 * distance + 0.004 * (place % 5), 0.12)
+    distance = min(abs(position - p) for p in written)
+    near = sum(tokens[p] for p in written if abs(position - p) <= 2)
+    return (word(position) + near) % MASK, max(0.97 - 0.13 * distance + 0.004 * (position % 5), 0.12)
 
 
-def moody(tokens: list[int], place: int) -> tuple[int, float]:
+def moody(tokens: list[int], position: int) -> tuple[int, float]:
     """Token and confidence change with every commit, without a pattern, but are a function of the canvas."""
     state = 17
     for token in tokens:
         state = (31 * state + token + 1) % 10007
-    state = (state * 37 + place * 101) % 10007
+    state = (state * 37 + position * 101) % 10007
     return state % MASK, 0.12 + 0.87 * ((state // MASK) % 97) / 97
 
 
 def chance(seed: int, step: int, places: Sequence[int]) -> dict[int, float]:
     """The uniform number of a position in a forward with a random order of commits."""
     key = torch.tensor([seed, 0])
-    words = [philox4x32(torch.tensor([0, place, step, 2]), key)[0].item() for place in places]
-    return {place: (word + 0.5) / 2**32 for place, word in zip(places, words)}
+    words = [philox4x32(torch.tensor([0, position, step, 2]), key)[0].item() for position in places]
+    return {position: (word + 0.5) / 2**32 for position, word in zip(places, words)}
 
 
 class ScriptedMasked:
@@ -258,10 +258,10 @@ class ScriptedMasked:
         canvas = tokens[0].tolist()
         self.calls.append(canvas)
         out = torch.full((1, length, VOCABULARY), torch.nan, dtype=torch.float64)
-        for place, token in enumerate(canvas):
-            row = place - (self.predicts == "next")
+        for position, token in enumerate(canvas):
+            row = position - (self.predicts == "next")
             if token == MASK and row >= 0:
-                out[0, row] = self.logits(*self.rule(canvas, place))
+                out[0, row] = self.logits(*self.rule(canvas, position))
         return out
 
     def logits(self, token: int, confidence: float) -> Tensor:

@@ -74,7 +74,7 @@ def assert_end_tokens_of_the_model(method: str, **options: Any) -> None:
     end = 4
 
     def script(text: list[int]) -> list[tuple[int, float]]:
-        return [(end if place == 5 else 7, 0.9 - 0.01 * place) for place in range(len(text))]
+        return [(end if position == 5 else 7, 0.9 - 0.01 * position) for position in range(len(text))]
 
     model = Scripted(script, end_tokens=(end,))
     assert generate(model, [3, 1], method, max_new_tokens=20, **options).tokens.tolist() == [7, 7, 7, end]

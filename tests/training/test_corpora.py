@@ -50,8 +50,8 @@ def test_every_line_of_every_problem_is_true() -> None:
         value = numbers[0]
         for sign, other in zip(signs, numbers[1:], strict=True):
             carried, digits = 0, ""
-            for place in range(len(str(value)) if sign == "*" else max(len(str(value)), len(str(other)))):
-                a, b = value // 10**place, other if sign == "*" else other // 10**place
+            for digit in range(len(str(value)) if sign == "*" else max(len(str(value)), len(str(other)))):
+                a, b = value // 10**digit, other if sign == "*" else other // 10**digit
                 rest = f" {'-' if sign == '-' else '+'} {carried}" if carried else ""
                 found = LINE.fullmatch(next(lines))
                 assert found, problem

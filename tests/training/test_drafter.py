@@ -236,10 +236,10 @@ def test_training_makes_drafts_longer() -> None:
 
     # Every position of the text has a draft: ``[known token, masks]`` after a causal prefix. Rows predict text[start + 1
     # :].
-    starts, place = torch.arange(3, 21)[:, None], torch.arange(len(text))
-    inside = (place >= starts) & (place < starts + size)
-    mask = (place <= place[:, None]) | inside[:, None] & inside[..., None]
-    tokens = text.where(~inside | (place == starts), ours.mask_token)
+    starts, position = torch.arange(3, 21)[:, None], torch.arange(len(text))
+    inside = (position >= starts) & (position < starts + size)
+    mask = (position <= position[:, None]) | inside[:, None] & inside[..., None]
+    tokens = text.where(~inside | (position == starts), ours.mask_token)
     rows = starts + 1 + torch.arange(size - 1)
     verifier = ours(text[None])[0].detach()[rows - 1]
     for _ in range(30):

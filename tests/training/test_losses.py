@@ -183,9 +183,9 @@ def test_low_precision_logits_lose_nothing_more(dtype: torch.dtype) -> None:
     rows = (batch.ar_rows, batch.masked_rows, noisy.ar_rows, noisy.student_rows, noisy.teacher_rows)
     *parts, teacher = (logits(each, random, dtype).detach() for each in rows)
     ours = gradients(lambda x: x, teacher, parts)
-    beside = gradients(Tensor.float, teacher, parts)
+    same_dtype = gradients(Tensor.float, teacher, parts)
     exact = gradients(Tensor.double, teacher, [part.double() for part in parts])
-    for mine, same, oracle in zip(ours, beside, exact):
+    for mine, same, oracle in zip(ours, same_dtype, exact):
         assert mine.dtype == dtype
         assert_within_budget(mine, oracle, same, name="gradient")
 

@@ -142,9 +142,12 @@ def test_noise_has_its_stated_frequency_and_rounds_may_differ() -> None:
         _, masked, p_mask = draw_chunk_masks(layout, random, noise=noise)
         shares = [p_mask[layout.rounds == number].unique().item() for number in (0, 1)]
         for number, share in enumerate(shares):
-            places = layout.content & (layout.rounds == number)
-            count = int(places.sum())
-            assert abs(int(masked[places].sum()) - count * share) <= 5 * (count * share * (1 - share)) ** 0.5 + 1e-3
+            chunk_positions = layout.content & (layout.rounds == number)
+            count = int(chunk_positions.sum())
+            assert (
+                abs(int(masked[chunk_positions].sum()) - count * share)
+                <= 5 * (count * share * (1 - share)) ** 0.5 + 1e-3
+            )
         assert not masked[~layout.content].any()
         if noise == "text":
             assert len(p_mask.unique()) == 1
@@ -180,7 +183,7 @@ def test_labels_of_thirty_tokens(predicts: str) -> None:
     table |= {20: TOPIC, 21: 29, 22: 1, 23: END_TOPIC, 24: END}
     assert dict(zip(batch.ar_rows.tolist(), batch.ar_labels.tolist(), strict=True)) == table
     content = [25, 26, 28, PAD, 18, 19]
-    rows = CONTENT if predicts == "own" else [place - 1 for place in CONTENT]
+    rows = CONTENT if predicts == "own" else [position - 1 for position in CONTENT]
     assert list(zip(batch.masked_rows.tolist(), batch.masked_labels.tolist())) == list(zip(rows, content))
     assert batch.ar_weights.tolist() == [1.0] * 14 and batch.masked_weights.tolist() == [2.0] * 6
     assert batch.normaliser == 26

@@ -37,8 +37,8 @@ def test_the_confidence_policy_is_block_diffusion_one_by_one() -> None:
         assert len(own.final) == 12 and set(own.prompts.tolist()) == {number}
         for step, active, final, features in zip(result.stats.trace[number], own.active, own.final, own.features):
             assert active.tolist() == [token == model.mask_token for token in step.block]
-            (place,) = step.committed
-            assert final[place], "what is filled in is final"
+            (position,) = step.committed
+            assert final[position], "what is filled in is final"
             assert features[0, 11] == active.sum() / 5
 
 
@@ -114,11 +114,16 @@ def test_training_finds_what_other_places_decide() -> None:
         torch.manual_seed(0)
         config = SamplerConfig(semantics=4, width=32, feed_forward=64, layers=2, heads=4, kind=kind)  # type: ignore[arg-type]
         head = SamplerHead(config, torch.zeros(13, 4))
-        told: list[int] = []
+        reported: list[int] = []
         areas = train_sampler(
-            head, train, held_out, epochs=12, lr=5e-3, progress=lambda epoch, *_, told=told: told.append(epoch)
+            head,
+            train,
+            held_out,
+            epochs=12,
+            lr=5e-3,
+            progress=lambda epoch, *_, reported=reported: reported.append(epoch),
         )
-        assert told == list(range(len(areas)))
+        assert reported == list(range(len(areas)))
         assert auc(*score_steps(head, held_out)) == pytest.approx(max(areas)), "the weights of the best epoch"
         assert not any(parameter.requires_grad for parameter in head.parameters())
         assert head.std[10] == 0 and head.normalised(held_out.features).isfinite().all()

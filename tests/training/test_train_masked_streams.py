@@ -150,8 +150,10 @@ def test_a_resumed_training_is_one_that_was_never_stopped(
         interrupt(patched, at)
         with pytest.raises(typer.Exit) as stopped:
             example.main(**small, plot=parts)
-    told = " ".join(capsys.readouterr().out.split())
-    assert stopped.value.exit_code == 130 and "parts.resume.pt is kept, go on with --resume" in told and len(drawn) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert (
+        stopped.value.exit_code == 130 and "parts.resume.pt is kept, go on with --resume" in printed and len(drawn) == 1
+    )
     with pytest.raises(typer.Exit):
         example.main(**{**small, "lr": 0.1}, plot=parts, resume=True)
     assert "but --lr was 0.003, now 0.1." in " ".join(capsys.readouterr().err.split())

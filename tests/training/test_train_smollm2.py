@@ -89,8 +89,12 @@ def test_a_resumed_training_is_one_that_was_never_stopped(
 ) -> None:
     main, whole, parts = scripts[name].main, tmp_path / "whole", tmp_path / "parts"
     main(**options(name, folder, whole))
-    told = " ".join(capsys.readouterr().out.split())
-    assert "3 of 3 answers are those of greedy decoding" in told and f"{name} 3: " in told and "held out: " in told
+    printed = " ".join(capsys.readouterr().out.split())
+    assert (
+        "3 of 3 answers are those of greedy decoding" in printed
+        and f"{name} 3: " in printed
+        and "held out: " in printed
+    )
 
     with monkeypatch.context() as patched:
         interrupt(patched, 2)
@@ -162,13 +166,13 @@ def test_drafts_are_those_of_the_decoder(scripts: dict[str, Any], folder: Path, 
             trace=True,
             **script.OPTIONS,
         ).stats.trace[0]
-        place = 0
+        position = 0
         for step in steps:
-            if place < len(drafted.accepted) and len(step.draft) == masks + 1:
-                assert step.draft[1:] == drafted.logits[place].argmax(-1).tolist()
-                assert step.accepted == drafted.accepted[place] + 1
+            if position < len(drafted.accepted) and len(step.draft) == masks + 1:
+                assert step.draft[1:] == drafted.logits[position].argmax(-1).tolist()
+                assert step.accepted == drafted.accepted[position] + 1
                 lengths.add(step.accepted)
-            place += step.accepted
+            position += step.accepted
     assert len(lengths) > 1
 
 

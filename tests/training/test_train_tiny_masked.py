@@ -64,8 +64,8 @@ def test_what_is_hidden_and_what_it_counts() -> None:
     generator, count, length = torch.Generator().manual_seed(0), 300, 120
     tokens, spans = script.rows_of_sums(arithmetic(2), count, length)
     rows = script.hide(tokens, spans, generator)
-    places, (starts, ends) = torch.arange(length), spans.T[..., None]
-    answers = places >= starts
+    positions, (starts, ends) = torch.arange(length), spans.T[..., None]
+    answers = positions >= starts
     assert rows.tokens.equal(tokens) and not rows.hidden[~answers].any()
     alike = torch.arange(count) % 3 == 0
 
@@ -121,9 +121,9 @@ class Sure(torch.nn.Module):
     """Predicts the letter of each position, with more confidence further right; would predict a mask anywhere."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        places = torch.arange(tokens.shape[1])
+        positions = torch.arange(tokens.shape[1])
         logits = torch.zeros(*tokens.shape, 258)
-        logits[:, places, 65 + places] = 4.0 + places
+        logits[:, positions, 65 + positions] = 4.0 + positions
         logits[..., MASK] = 100.0
         return logits
 

@@ -57,7 +57,7 @@ def test_masked_positions_leave_the_prompt(width: int) -> None:
     generator = torch.Generator().manual_seed(1)
     kinds = set()
     for _ in range(40):
-        masked, share = script.hidden_places(30, 7, width, generator)
+        masked, share = script.masked_positions(30, 7, width, generator)
         assert not masked[:7].any()
         assert 0 < share <= 1
         if share == 1:
@@ -100,11 +100,11 @@ def test_the_drafter_learns_from_what_the_decoder_would_accept(small: Transforme
     result = pd.decoding.generate(
         model, prompt, "linear_self_speculation", block_size=width, max_new_tokens=60, end_tokens=(), trace=True
     )
-    text, place, seen = torch.cat([prompt, result.tokens]), len(prompt), {}
+    text, position, seen = torch.cat([prompt, result.tokens]), len(prompt), {}
     for step in result.stats.trace[0]:
-        if place % width == 0 and place + width <= len(text):
-            seen[place // width] = step.accepted - 1
-        place += step.accepted
+        if position % width == 0 and position + width <= len(text):
+            seen[position // width] = step.accepted - 1
+        position += step.accepted
     assert len(seen) > 3
 
     _, _, accepted = script.judged_drafts(model, [(text, len(prompt))], width)
@@ -183,7 +183,7 @@ def test_a_recurrent_step_trains_every_weight_and_keeps_a_short_graph() -> None:
     rows, counted = next(script.batches(2, 1, 40, 0))
     passes = []
     core = model.core
-    model.core = lambda state, term, place: (passes.append(torch.is_grad_enabled()), core(state, term, place))[1]
+    model.core = lambda state, term, position: (passes.append(torch.is_grad_enabled()), core(state, term, position))[1]
     loss = script.loss_of(model, rows, counted, 5, 2, torch.Generator().manual_seed(0))
     loss.backward()
     assert passes == [False] * 3 + [True] * 2

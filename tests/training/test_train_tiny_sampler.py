@@ -25,8 +25,8 @@ def test_the_script_writes_samplers_that_load(tmp_path: Path, capsys: pytest.Cap
     import train_tiny_sampler as script
 
     script.main(tmp_path / "sampler", block_size=6, problems=5, epochs=1)
-    told = " ".join(capsys.readouterr().out.split())
-    assert "confidence: AUC 0." in told and "attention, " in told and "pointwise, " in told
+    output = " ".join(capsys.readouterr().out.split())
+    assert "confidence: AUC 0." in output and "attention, " in output and "pointwise, " in output
     head = pd.models.load_sampler(tmp_path / "sampler")
     assert (
         head.config.kind == "attention"

@@ -118,8 +118,8 @@ def test_a_resumed_training_is_one_that_was_never_stopped(
         interrupt(patched, at)
         with pytest.raises(typer.Exit) as stopped:
             script.main(**options(name, tmp_path, parts), score=False)
-    told = " ".join(capsys.readouterr().out.split())
-    assert stopped.value.exit_code == 130 and "parts.resume.pt is kept, go on with --resume" in told
+    printed = " ".join(capsys.readouterr().out.split())
+    assert stopped.value.exit_code == 130 and "parts.resume.pt is kept, go on with --resume" in printed
     assert parts.read_text() == "an older model"
     # Draws and work in between must not matter.
     torch.manual_seed(99)
@@ -139,8 +139,8 @@ def test_the_scripts_write_models_that_load(
         scripts[name].main(**options(name, tmp_path, path))
     finally:
         os.umask(before)
-    told = capsys.readouterr().out
-    assert "scoring" in told and "0:00:0" in told and f"{name}.safetensors" in told
+    printed = capsys.readouterr().out
+    assert "scoring" in printed and "0:00:0" in printed and f"{name}.safetensors" in printed
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
     model = _load_tiny(path, None, "cpu")
     prompt = next(islice(arithmetic(0), 1)).prompt
@@ -203,9 +203,9 @@ def test_other_options_and_broken_files_are_not_resumed(
     (tmp_path / "out.resume.pt").write_bytes(b"broken")
     with pytest.raises(typer.Exit):
         scripts["recurrent"].main(**given, resume=True)
-    told = " ".join(capsys.readouterr().err.split())
-    assert "--resume goes on with the options of the start, but --steps was 4, now 9." in told
-    assert "as a training wrote it, and it is damaged." in told
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "--resume goes on with the options of the start, but --steps was 4, now 9." in printed
+    assert "as a training wrote it, and it is damaged." in printed
 
 
 def test_a_failing_write_leaves_the_older_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

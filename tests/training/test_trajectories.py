@@ -87,17 +87,17 @@ def test_every_record_is_a_step_of_jacobi(
         check_trajectory(trajectory, prompt, text, block_size, SCRIPTS[script], ends)
 
 
-@pytest.mark.parametrize("place", range(9))
-def test_an_end_token_at_every_position(place: int) -> None:
+@pytest.mark.parametrize("position", range(9))
+def test_an_end_token_at_every_position(position: int) -> None:
     """As the seed of a block, inside it, as its last token, and after the text."""
     written = [5 + i for i in range(12)]
-    written[place] = 3
+    written[position] = 3
     script = from_list(written, 2)
     (trajectory,) = collect_trajectories(
         FakeModel(script), [[1, 2]], block_size=4, max_new_tokens=8, end_tokens=[3], pad_token=PAD
     )
-    check_trajectory(trajectory, [1, 2], written[: min(place + 1, 8)], 4, script, [3])
-    assert len(trajectory.blocks) == min(place // 4 + 1, 2)
+    check_trajectory(trajectory, [1, 2], written[: min(position + 1, 8)], 4, script, [3])
+    assert len(trajectory.blocks) == min(position // 4 + 1, 2)
 
 
 def test_the_random_start_is_kept() -> None:
