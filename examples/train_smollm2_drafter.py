@@ -151,7 +151,7 @@ def main(
     output: Annotated[Path, typer.Option(help="The folder that the drafter goes into.")] = Path("smollm2-drafter"),
     start: Annotated[str, typer.Option(help="Name, folder or file of the model.")] = NAME,
     drafter: Annotated[
-        str | None, typer.Option(help="Name or folder of a drafter of the same rank to go on with.")
+        str | None, typer.Option(help="Name or folder of a drafter of the same rank to start from.")
     ] = None,
     steps: Annotated[int, typer.Option(help="Steps of the optimizer.")] = 700,
     count: Annotated[int, typer.Option(help="Texts per step.")] = 1,

@@ -117,7 +117,7 @@ def main(
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
     warmup: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 100,
     start: Annotated[
-        str | None, typer.Option(help="Name, folder or file of a model to go on with, instead of random weights.")
+        str | None, typer.Option(help="Name, folder or file of a model to start from, instead of random weights.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights and order.")] = 0,
     threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves torch's choice.")] = 0,

@@ -70,10 +70,10 @@ def main(
         config = SamplerConfig(SEMANTICS, width=64, feed_forward=128, heads=4, kind=kind, **sizes)
         head = SamplerHead(config, table)
 
-        def told(epoch: int, loss: float, area: float, kind: str = kind) -> None:
+        def report(epoch: int, loss: float, area: float, kind: str = kind) -> None:
             console.print(f"{kind}, epoch {epoch}: loss {loss:.4f}, AUC {area:.4f}")
 
-        heads[kind] = head, max(train_sampler(head, steps, held_out, epochs=epochs, progress=told))
+        heads[kind] = head, max(train_sampler(head, steps, held_out, epochs=epochs, progress=report))
     for kind, (head, area) in heads.items():
         parameters = sum(parameter.numel() for parameter in head.parameters())
         console.print(f"{kind}, {parameters:,} parameters: AUC {area:.4f}")

@@ -29,7 +29,7 @@ from pdkernels.models import ByteTokenizer, Transformer, zoo
 from pdkernels.models.adapters import MASK_FILE
 
 Output: TypeAlias = Annotated[Path, typer.Option(help="Where the weights go, once they are trained.")]
-Resume: TypeAlias = Annotated[bool, typer.Option("--resume", help="Go on with a training that was stopped.")]
+Resume: TypeAlias = Annotated[bool, typer.Option("--resume", help="Continue a training that was stopped.")]
 Score: TypeAlias = Annotated[bool, typer.Option(help="Whether the trained model is scored on held-out sums.")]
 Advance: TypeAlias = Callable[[int], None]
 console = Console()
@@ -133,14 +133,16 @@ class Run:
             saved: dict[str, Any] = torch.load(self.kept, weights_only=True)
             settings = saved["settings"]
         except FileNotFoundError:
-            fail(f"--resume needs {self.kept}, which is missing. Leave it out to start anew.")
+            fail(f"--resume needs {self.kept}, which is missing. Leave it out to start from scratch.")
         except Exception:  # a damaged file raises many kinds of errors
-            fail(f"--resume needs {self.kept} as a training wrote it, and it is damaged. Leave it out to start anew.")
+            fail(
+                f"--resume needs {self.kept} as a training wrote it, and it is damaged. Leave it out to start from scratch."
+            )
         for name, value in self.settings.items():
             if settings.get(name) != value:
                 option = f"--{name.replace('_', '-')}"
                 fail(
-                    f"--resume goes on with the options of the start, but {option} was {settings.get(name)}, now {value}."
+                    f"--resume continues with the options of the start, but {option} was {settings.get(name)}, now {value}."
                 )
         return saved
 
@@ -162,7 +164,7 @@ class Run:
         try:
             yield
         except KeyboardInterrupt:
-            left = f"{self.kept} is kept, go on with --resume" if self.kept.exists() else "nothing is kept"
+            left = f"{self.kept} is kept, continue with --resume" if self.kept.exists() else "nothing is kept"
             console.print(f"stopped: {left}; {self.output} is as it was.", soft_wrap=True)
             raise typer.Exit(130) from None
         finally:

@@ -83,7 +83,7 @@ def test_source_is_cut_out_of_held_out_files() -> None:
     assert all(120 <= len(prompt.encode()) <= 128 and prompt in held_out_text for prompt in task.prompts)
     assert len(set(task.prompts)) == 20 and make_task("source", 5).prompts == task.prompts[:5]
     trained_on = b"\0".join(train)
-    assert sum(prompt.encode() in trained_on for prompt in task.prompts) <= 1, "a licence may stand in two files"
+    assert sum(prompt.encode() in trained_on for prompt in task.prompts) <= 1, "a licence may be in two files"
 
 
 @pytest.mark.parametrize(

@@ -140,9 +140,7 @@ class FakeModel(CachedFake):
             end = lengths[b] + valid[b]
             ordered = end if tail is None else lengths[b]  # under a mask the new tokens need not be in order
             for k, v in read:
-                assert v[b, :ordered].flatten().tolist() == list(range(ordered)), (
-                    "a cache row stands in the wrong place"
-                )
+                assert v[b, :ordered].flatten().tolist() == list(range(ordered)), "a cache row is in the wrong slot"
                 assert torch.equal(k[b, :end], read[0][0][b, :end]), "the layers disagree"
             ids = [int(token) for token in read[0][0][b, :ordered].flatten().tolist()]
             if tail is None:

@@ -242,7 +242,7 @@ class Cached(CachedFake):
         k, v = cache.layer(0, max(lengths))
         out = torch.full((batch, width, self.config.vocab_size), torch.nan, dtype=torch.float64)
         for b, length in enumerate(lengths):
-            assert v[b, :length].flatten().tolist() == list(range(length)), "a cache row stands in the wrong place"
+            assert v[b, :length].flatten().tolist() == list(range(length)), "a cache row is in the wrong slot"
             end = width if mask is not None else valid[b]
             visible = torch.ones(length + end, length + end, dtype=torch.bool).tril()
             visible[length:, length:] = tail[b, :end, :end]

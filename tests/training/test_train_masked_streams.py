@@ -152,7 +152,9 @@ def test_a_resumed_training_is_one_that_was_never_stopped(
             example.main(**small, plot=parts)
     printed = " ".join(capsys.readouterr().out.split())
     assert (
-        stopped.value.exit_code == 130 and "parts.resume.pt is kept, go on with --resume" in printed and len(drawn) == 1
+        stopped.value.exit_code == 130
+        and "parts.resume.pt is kept, continue with --resume" in printed
+        and len(drawn) == 1
     )
     with pytest.raises(typer.Exit):
         example.main(**{**small, "lr": 0.1}, plot=parts, resume=True)

@@ -119,7 +119,7 @@ def test_a_resumed_training_is_one_that_was_never_stopped(
         with pytest.raises(typer.Exit) as stopped:
             script.main(**options(name, tmp_path, parts), score=False)
     printed = " ".join(capsys.readouterr().out.split())
-    assert stopped.value.exit_code == 130 and "parts.resume.pt is kept, go on with --resume" in printed
+    assert stopped.value.exit_code == 130 and "parts.resume.pt is kept, continue with --resume" in printed
     assert parts.read_text() == "an older model"
     # Draws and work in between must not matter.
     torch.manual_seed(99)
@@ -171,7 +171,11 @@ def test_the_scripts_write_models_that_load(
         ),
         ("jacobi", ["--start", "tiny-recurrent"], "--start must name a byte-level transformer, got tiny-recurrent."),
         ("masked", ["--start", "tiny-code"], "--start must name a model with a mask token, got tiny-code."),
-        ("recurrent", ["--resume"], "--resume needs out.resume.pt, which is missing. Leave it out to start anew."),
+        (
+            "recurrent",
+            ["--resume"],
+            "--resume needs out.resume.pt, which is missing. Leave it out to start from scratch.",
+        ),
     ],
 )
 def test_what_cannot_begin_is_one_sentence(
@@ -204,7 +208,7 @@ def test_other_options_and_broken_files_are_not_resumed(
     with pytest.raises(typer.Exit):
         scripts["recurrent"].main(**given, resume=True)
     printed = " ".join(capsys.readouterr().err.split())
-    assert "--resume goes on with the options of the start, but --steps was 4, now 9." in printed
+    assert "--resume continues with the options of the start, but --steps was 4, now 9." in printed
     assert "as a training wrote it, and it is damaged." in printed
 
 

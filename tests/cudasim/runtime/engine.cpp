@@ -225,7 +225,7 @@ void Engine::complete_if_all_here(Warp& warp, int index) {
   if (group.arrived != (group.mask & warp.live)) return;
   group.combine(warp.lanes.data(), group.arrived);
   warp.groups[index] = warp.groups[--warp.groups_waiting];
-  set_ready(current_->warp, group.arrived & ~(1u << current_->lane));  // the last to come simply goes on
+  set_ready(current_->warp, group.arrived & ~(1u << current_->lane));  // the last to arrive simply continues
 }
 
 std::uint64_t Engine::meet_warp(Call call, unsigned mask, std::uint64_t value, int source, Combine combine) {
@@ -266,7 +266,7 @@ Votes Engine::meet_block(Call call, bool predicate) {
     current_->fiber.suspend();
   } else {
     release_barrier();
-    warps_[current_->warp].ready &= ~(1u << current_->lane);  // the last to come simply goes on
+    warps_[current_->warp].ready &= ~(1u << current_->lane);  // the last to arrive simply continues
     if (warps_[current_->warp].ready == 0) ready_warps_ &= ~(1u << current_->warp);
   }
   return barrier_.outcome;
