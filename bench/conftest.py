@@ -19,6 +19,11 @@ def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """FlexAttention is compiled for every case, which may take all the time there is: after all others."""
+    items.sort(key=lambda item: "FlexAttention" in item.name)
+
+
 def gpu() -> AbstractContextManager[None]:
     """The GPU of this machine, or the pretended one of a dry run."""
     if not DRY_RUN:

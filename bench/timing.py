@@ -19,7 +19,7 @@ import torch
 
 import pdkernels as pd
 from bench.devices import DRY_RUN
-from bench.gpu_clock import gpu_clock, replay
+from bench.gpu_clock import gpu_clock, replay, replay_several
 from pdkernels.evaluation.machine import processor
 
 Call = Callable[[], object]
@@ -35,6 +35,15 @@ def seconds(call: Call) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
+
+
+def on_gpu(call: Call, again: Call | None, reset: Call) -> Callable[[], float]:
+    """What times a call once; `again`: the replay of its graph, if it can be captured."""
+    if again is None:
+        return partial(gpu_clock.run, call, ahead=False)
+    reset()
+    several = replay_several(call, reset, gpu_clock.run(again))
+    return partial(gpu_clock.run_several, several) if several else partial(gpu_clock.run, again)
 
 
 def compare(
@@ -59,10 +68,7 @@ def compare(
     target, time_baseline = call, partial(seconds, baseline)
     if device == "cuda":
         replays = [replay(some, reset) if graph else None for some in (call, baseline)]
-        target, time_baseline = (
-            partial(gpu_clock.run, again or some, ahead=again is not None)
-            for some, again in zip((call, baseline), replays)
-        )
+        target, time_baseline = (on_gpu(some, again, reset) for some, again in zip((call, baseline), replays))
         facts["timed_by"] = "graph replay" if replays[0] else "calls"
     if DRY_RUN:
         rounds, warmup = 2, 0

@@ -11,11 +11,27 @@ constexpr int kBins = 2048;
 using Mass = unsigned long long;
 constexpr float kMass = 0x1p40f;
 
+// A mass that many threads add to. Shared memory adds 32 bits by itself, 64 bits only by trying again and again.
+struct Bin {
+  unsigned low, high;
+
+  __device__ void add(Mass mass) {
+    const unsigned part = static_cast<unsigned>(mass), carry = atomicAdd(&low, part) > ~part ? 1 : 0;
+    const unsigned rest = static_cast<unsigned>(mass >> 32) + carry;
+    if (rest != 0) atomicAdd(&high, rest);
+  }
+  __device__ Mass mass() const { return static_cast<Mass>(high) << 32 | low; }
+};
+
+// Logits of the cut's bin, so that what follows need not read the row again; there may be too many of them.
+constexpr int kKept = 2048;
+
 struct CutRoom {
-  Mass bins[kBins];
+  Bin bins[kBins];
+  float kept[kKept];
   float largest[kCutThreads / 32];
   Mass before, target;
-  int bin;
+  int bin, found;
 };
 
 // Calls body(logit) for this thread's part of the tokens that count.
@@ -35,7 +51,7 @@ __device__ void find_bin(CutRoom& room, double share) {
   constexpr int kPerLane = kBins / 32;
   const int lane = threadIdx.x;
   Mass sum = 0;
-  for (int i = 0; i < kPerLane; ++i) sum += room.bins[lane * kPerLane + i];
+  for (int i = 0; i < kPerLane; ++i) sum += room.bins[lane * kPerLane + i].mass();
   Mass until = sum;
   for (int lanes = 1; lanes < 32; lanes *= 2) {
     const Mass other = __shfl_up_sync(kAll, until, lanes);
@@ -50,7 +66,8 @@ __device__ void find_bin(CutRoom& room, double share) {
   if (lane != (reached != 0 ? __ffs(static_cast<int>(reached)) - 1 : 31)) return;
   Mass sofar = before + until - sum;
   int bin = lane * kPerLane;
-  for (; bin < lane * kPerLane + kPerLane - 1 && sofar + room.bins[bin] < target; ++bin) sofar += room.bins[bin];
+  for (; bin < lane * kPerLane + kPerLane - 1 && sofar + room.bins[bin].mass() < target; ++bin)
+    sofar += room.bins[bin].mass();
   room.bin = bin, room.before = sofar;
 }
 
@@ -68,7 +85,7 @@ __global__ void __launch_bounds__(kCutThreads) token_cut_kernel(const __grid_con
   });
   for (int lanes = 16; lanes > 0; lanes /= 2) largest = fmaxf(largest, __shfl_xor_sync(kAll, largest, lanes));
   if (threadIdx.x % 32 == 0) room.largest[threadIdx.x / 32] = largest;
-  if (threadIdx.x == 0) room.before = 0;
+  if (threadIdx.x == 0) room.before = 0, room.found = 0;
   undefined = __syncthreads_or(undefined);
   for (int warp = 0; warp < kCutThreads / 32; ++warp) largest = fmaxf(largest, room.largest[warp]);
   undefined = undefined || largest == INFINITY;
@@ -87,39 +104,60 @@ __global__ void __launch_bounds__(kCutThreads) token_cut_kernel(const __grid_con
     return static_cast<int>(fminf((largest - x) * bins_per_logit, static_cast<float>(kBins - 1)));
   };
   const auto rank_of = [](float x) { return static_cast<uint32_t>(token_key(x, 0) >> 32); };
-  int place = 0;      // the bin of the first level, which is by distance: masses spread out
-  uint32_t rank = 0;  // the bits of the cut's rank that the next levels found: many may be equal there
-  constexpr int kLevels = sizeof(T) == 2 ? 3 : 4;
-  for (int level = 0; level < kLevels; ++level) {
-    const int shift = level == 3 ? 0 : level == 2 ? 10 : 21;
-    for (int bin = threadIdx.x; bin < kBins; bin += kCutThreads) room.bins[bin] = 0;
+  const auto empty_bins = [&] {
+    for (int bin = threadIdx.x; bin < kBins; bin += kCutThreads) room.bins[bin] = {0, 0};
     __syncthreads();
-    Mass below = 0;
+  };
+  const auto find = [&](double share) {
+    __syncthreads();
+    if (threadIdx.x < 32) find_bin(room, share);
+    __syncthreads();
+    const int bin = room.bin;
+    __syncthreads();  // the bins are emptied next
+    return bin;
+  };
+
+  // The first level: bins by distance, where masses spread out.
+  empty_bins();
+  Mass below = 0;
+  for_share<T, kSize>(args, row, [&](float x) {
+    const int near = place_of(x);
+    if (near == kBins - 1) below += mass_of(x);
+    else room.bins[near].add(mass_of(x));
+  });
+  below = warp_sum(below);
+  if (threadIdx.x % 32 == 0) room.bins[kBins - 1].add(below);
+  const int place = find(args.top_p);
+
+  // The next ones: the bits of the cut's rank, since equals may be many. Few logits are left, and the order in which
+  // they are kept does not matter.
+  const auto is_left = [&](float x) { return place_of(x) == place; };
+  if (place < kBins - 1) {
     for_share<T, kSize>(args, row, [&](float x) {
-      const int near = place_of(x);
-      if (level == 0) {
-        if (near == kBins - 1) below += mass_of(x);
-        else atomicAdd(&room.bins[near], mass_of(x));
-      } else if (near == place && x != -INFINITY) {
-        const uint32_t mine = rank_of(x);
-        const int known = level == 1 ? 32 : level == 2 ? 21 : 10;  // bits below those that were found
-        if (known == 32 || mine >> known == rank >> known)
-          atomicAdd(&room.bins[kBins - 1 - (mine >> shift & (level == 3 ? 1023 : 2047))], mass_of(x));
-      }
+      if (!is_left(x)) return;
+      const int at = atomicAdd(&room.found, 1);
+      if (at < kKept) room.kept[at] = x;
     });
-    if (level == 0) {
-      below = warp_sum(below);
-      if (threadIdx.x % 32 == 0) atomicAdd(&room.bins[kBins - 1], below);
-    }
-    __syncthreads();
-    if (threadIdx.x < 32) find_bin(room, level == 0 ? args.top_p : -1.0);
-    __syncthreads();
-    if (level == 0) {
-      place = room.bin;
+  }
+  uint32_t rank = 0;
+  constexpr int kLevels = sizeof(T) == 2 ? 3 : 4;
+  for (int level = 1; level < kLevels && place < kBins - 1; ++level) {
+    const int shift = level == 3 ? 0 : level == 2 ? 10 : 21;
+    const int known = level == 1 ? 32 : level == 2 ? 21 : 10;  // bits below those that were found
+    empty_bins();
+    const auto add = [&](float x) {
+      const uint32_t mine = rank_of(x);
+      if (known == 32 || mine >> known == rank >> known)
+        room.bins[kBins - 1 - (mine >> shift & (level == 3 ? 1023 : 2047))].add(mass_of(x));
+    };
+    if (room.found <= kKept) {
+      for (int at = threadIdx.x; at < room.found; at += kCutThreads) add(room.kept[at]);
     } else {
-      rank |= static_cast<uint32_t>(kBins - 1 - room.bin) << shift;
+      for_share<T, kSize>(args, row, [&](float x) {
+        if (is_left(x)) add(x);
+      });
     }
-    __syncthreads();  // the bins are cleared next
+    rank |= static_cast<uint32_t>(kBins - 1 - find(-1.0)) << shift;
   }
   // With 16-bit elements the low bits carry no information: zeros, or ones if the number is negative.
   if (sizeof(T) == 2 && rank >> 31 == 0) rank |= 0x3ffu;

@@ -1,4 +1,4 @@
-"""The command line: ``python -m pdkernels generate | chat | demo | eval | methods | models | doctor``.
+"""The command line: ``python -m pdkernels generate | chat | demo | predict | eval | methods | models | doctor``.
 
 The only package that imports typer and rich, which the library itself does not need.
 """
@@ -31,6 +31,7 @@ from pdkernels import decoding, evaluation, models
 from pdkernels._validation import check as demand
 from pdkernels.cli._chat import chat
 from pdkernels.cli._demo import demo
+from pdkernels.cli._predict import predict
 from pdkernels.cli._reproduce import reproduce
 from pdkernels.cli._sweep import run_sweep
 from pdkernels.cli._tables import evaluation_table, generation_table
@@ -174,6 +175,7 @@ def _run(
 
 app.command("chat")(chat)
 app.command("demo")(demo)
+app.command("predict")(predict)
 app.command("reproduce")(reproduce)
 
 

@@ -77,6 +77,7 @@ _ALL = (
         quadratic_self_speculation.decode,
         protocol=SelfSpeculativeModel,
         lossless=True,
+        steps=quadratic_self_speculation.QuadraticSteps,
         judges=True,
         models=_TRIMODE,
         widths=(4, 8, 16),

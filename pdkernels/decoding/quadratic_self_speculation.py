@@ -29,7 +29,8 @@ from pdkernels.decoding._sampling import (
     statistics,
     without_,
 )
-from pdkernels.decoding._session import Session, is_end, judged_by_nan, marked
+from pdkernels.decoding._session import Session, is_end, judged_by_nan, not_numbers
+from pdkernels.decoding._steps import Rows, Steps, decoder
 from pdkernels.masks import TilePlan, block_causal, causal, pack, quadratic
 from pdkernels.masks.speculation import InGroup
 from pdkernels.ops import verify_draft
@@ -41,22 +42,8 @@ _MOST_ROWS = 2**20
 Ensemble = Literal["probability", "logit"]
 
 
-def decode(
-    session: Session,
-    *,
-    block_size: int = 16,
-    masks_per_group: int | None = None,
-    label_shift: int = 0,
-    in_group: InGroup = "bidirectional",
-    ensemble_weight: float = 1.0,
-    ensemble: Ensemble = "probability",
-    temperature: float = 0.0,
-    mask_token: int | None = None,
-    allow_mask_token: bool = False,
-    seed: Seed = 0,
-    page_size: int | None = None,
-) -> None:
-    """Fills `session` with the verifier's tokens, several per forward where drafts are accepted.
+class QuadraticSteps(Steps):
+    """An entry: the next draft's length, what was accepted of the last one; the next draft, what the verifier said to the last one.
 
     Args:
         block_size: tokens of a draft, the known first one included; 1 is autoregressive decoding.
@@ -67,118 +54,147 @@ def decode(
         ensemble: "probability" or "logit", what is averaged.
         temperature: of guesses and verifier; 0 is greedy.
     """
-    block_size = session.block(checked_size(_OP, "block_size", block_size))
-    masks = _checked_masks(block_size, masks_per_group, label_shift, in_group)
-    check_type(
-        type(ensemble_weight) in (int, float), _OP, "ensemble_weight", "be a number", type(ensemble_weight).__name__
-    )
-    check(0 <= ensemble_weight <= 1, _OP, "ensemble_weight", "be in [0, 1]", ensemble_weight)
-    check(
-        label_shift == 0 or ensemble_weight == 1,
-        _OP,
-        "ensemble_weight",
-        "be 1 with label_shift=1",
-        ensemble_weight,
-        "No mask is about the verifier's position.",
-    )
-    check(ensemble in get_args(Ensemble), _OP, "ensemble", "be 'probability' or 'logit'", repr(ensemble))
-    seeds = checked_sampling(_OP, temperature, seed, session.batch)
-    model = session.model
-    mask_token = checked_mask_token(_OP, model, mask_token)
-    banned = banned_tokens(_OP, model, allow_mask_token, mask_token)
-    limit = session.max_new_tokens
-    if limit == 0:
-        return
-    # The last requested token needs no forward, so no draft is longer than limit - 1.
-    slots = max(1, min(block_size, limit - 1))
-    rows_per_step = max(session.longest + masks, slots * (1 + masks))
-    check(rows_per_step <= _MOST_ROWS, _OP, "block_size", f"keep a step within {_MOST_ROWS} rows", rows_per_step)
 
-    cache = session.new_cache(page_size)
-    lengths = cache.lengths  # grows in place with every commit
-    device = lengths.device
-    seeds = seeds.to(device)
-    ends = session.ends_on(device)
-    slot = torch.arange(slots, device=device)
-    guessing = 1 - label_shift + slot[:-1]  # masks of a group whose rows predict the next draft
-
-    # The prompt and one group after its last token, whose masks are already at their positions.
-    width = session.longest + masks
-    tokens, prompt_lengths = session.packed_prompts(width, device)
-    positions = prompt_lengths[:, None] + torch.arange(masks, device=device)
-    tokens.scatter_(1, positions, mask_token)
-    rows = torch.cat([(prompt_lengths - 1)[:, None], prompt_lengths[:, None] + guessing], 1)
-    adapted = torch.zeros_like(tokens, dtype=torch.bool).scatter_(1, positions, True) if model.has_adapter else False
-    plan = _prompt_plan([len(prompt) for prompt in session.prompts], masks, in_group, device)
-    logits = model(tokens, cache=cache, counts=prompt_lengths, mask=plan, rows=rows, adapted=adapted)
-    session.forwards += 1
-    first = draw(logits[:, :1], prompt_lengths[:, None], temperature, seeds, OWN, banned)
-    positions = prompt_lengths[:, None] + 1 + slot[:-1]
-    draft = torch.cat([first, draw(logits[:, 1:], positions, temperature, seeds, 1, suppress=(mask_token,))], 1)
-    cache.commit_(prompt_lengths)
-
-    remaining = torch.full_like(prompt_lengths, limit - 1)  # tokens left; 0 once a sequence is done
-    if ends is not None:
-        remaining.masked_fill_(is_end(first[:, 0], ends), 0)
-    draft_lengths = remaining.clamp(max=slots)
-
-    host_draft = marked(logits[:, :1], draft).tolist()
-    host_lengths = [0 if row[0] in session.end_tokens else min(slots, limit - 1) for row in host_draft]
-    for sequence, row in enumerate(host_draft):
-        session.record_first(sequence, row[0])
-
-    while (width := max(host_lengths)) > 0:
-        # A shorter draft of another sequence is followed by rows that it does not see.
-        plan, offsets = _layout(width, masks, in_group, device)
-        tokens = torch.full((session.batch, len(offsets)), mask_token, device=device)
-        tokens[:, :width] = draft[:, :width]
-        hidden = model.hidden(
-            tokens,
-            cache=cache,
-            counts=draft_lengths,
-            mask=plan,
-            positions=offsets,
-            adapted=torch.arange(len(offsets), device=device) >= width if model.has_adapter else False,
+    def __init__(
+        self,
+        sizes: Session,
+        *,
+        block_size: int = 16,
+        masks_per_group: int | None = None,
+        label_shift: int = 0,
+        in_group: InGroup = "bidirectional",
+        ensemble_weight: float = 1.0,
+        ensemble: Ensemble = "probability",
+        temperature: float = 0.0,
+        mask_token: int | None = None,
+        allow_mask_token: bool = False,
+        seed: Seed = 0,
+        page_size: int | None = None,
+    ) -> None:
+        block_size = sizes.block(checked_size(_OP, "block_size", block_size))
+        masks = _checked_masks(block_size, masks_per_group, label_shift, in_group)
+        check_type(
+            type(ensemble_weight) in (int, float), _OP, "ensemble_weight", "be a number", type(ensemble_weight).__name__
         )
-        session.forwards += 1
-        judge, unmixed = model.logits(hidden[:, :width]), banned
-        if ensemble_weight < 1:
-            diffusion = without_(model.logits(hidden[:, width::masks]), mask_token)
-            for token in banned:
+        check(0 <= ensemble_weight <= 1, _OP, "ensemble_weight", "be in [0, 1]", ensemble_weight)
+        check(
+            label_shift == 0 or ensemble_weight == 1,
+            _OP,
+            "ensemble_weight",
+            "be 1 with label_shift=1",
+            ensemble_weight,
+            "No mask is about the verifier's position.",
+        )
+        check(ensemble in get_args(Ensemble), _OP, "ensemble", "be 'probability' or 'logit'", repr(ensemble))
+        seeds = checked_sampling(_OP, temperature, seed, sizes.batch)
+        self.model, self.limit = sizes.model, sizes.max_new_tokens
+        self.masks, self.in_group, self.temperature = masks, in_group, temperature
+        self.ensemble_weight, self.ensemble = ensemble_weight, ensemble
+        # Mixtures are drawn from in float64, by the reference, which promises no more than its result.
+        self.needs_host = "an ensemble_weight below 1" if ensemble_weight < 1 else ""
+        self.mask_token = checked_mask_token(_OP, self.model, mask_token)
+        self.banned = banned_tokens(_OP, self.model, allow_mask_token, self.mask_token)
+        # The last requested token needs no forward, so no draft is longer than limit - 1.
+        self.slots = max(1, min(block_size, self.limit - 1))
+        rows_per_step = max(sizes.longest + masks, self.slots * (1 + masks))
+        check(rows_per_step <= _MOST_ROWS, _OP, "block_size", f"keep a step within {_MOST_ROWS} rows", rows_per_step)
+
+        self.cache = sizes.new_cache(page_size)  # its lengths grow in place with every commit
+        device = self.cache.device
+        self.seeds = seeds.to(device)
+        self.ends = sizes.ends_on(device)
+        self.slot = torch.arange(self.slots, device=device)
+        self.guessing = 1 - label_shift + self.slot[:-1]  # masks of a group whose rows predict the next draft
+        self.whole = _layout(self.slots, masks, in_group, device)  # kept here for a graph
+        self.remaining = torch.zeros_like(self.cache.lengths)  # tokens left; 0 once a sequence is done
+        self.forward = torch.zeros_like(self.cache.lengths)  # number of the last forward
+        self.entry = self.remaining.new_zeros(sizes.batch, 2 + 2 * self.slots)
+        self.draft_lengths, self.accepted = self.entry[:, :2].unbind(1)
+        self.draft, self.predictions = self.entry[:, 2:].split(self.slots, 1)
+
+    def start(self, session: Session) -> None:
+        """The prompt and one group after its last token, whose masks are already at their positions."""
+        cache, masks, device = self.cache, self.masks, self.cache.device
+        tokens, prompt_lengths = session.packed_prompts(session.longest + masks, device)
+        positions = prompt_lengths[:, None] + torch.arange(masks, device=device)
+        tokens.scatter_(1, positions, self.mask_token)
+        rows = torch.cat([(prompt_lengths - 1)[:, None], prompt_lengths[:, None] + self.guessing], 1)
+        adapted: torch.Tensor | bool = False
+        if self.model.has_adapter:
+            adapted = torch.zeros_like(tokens, dtype=torch.bool).scatter_(1, positions, True)
+        plan = _prompt_plan([len(prompt) for prompt in session.prompts], masks, self.in_group, device)
+        cache.lengths.zero_()
+        logits = self.model(tokens, cache=cache, counts=prompt_lengths, mask=plan, rows=rows, adapted=adapted)
+        first = draw(logits[:, :1], prompt_lengths[:, None], self.temperature, self.seeds, OWN, self.banned)
+        positions = prompt_lengths[:, None] + 1 + self.slot[:-1]
+        guesses = draw(logits[:, 1:], positions, self.temperature, self.seeds, 1, suppress=(self.mask_token,))
+        broken = not_numbers(logits[:, :1], first)[:, 0]
+        cache.commit_(prompt_lengths)
+        self.draft[:, :1] = first
+        self.draft[:, 1:] = guesses
+        self.accepted.zero_().masked_fill_(broken, -1)
+        self.remaining.fill_(self.limit - 1).masked_fill_(broken, 0)
+        if self.ends is not None:
+            self.remaining.masked_fill_(is_end(first[:, 0], self.ends), 0)
+        self.draft_lengths.copy_(self.remaining.clamp(max=self.slots))
+        self.forward.fill_(1)
+
+    def step(self, width: int | None = None, ragged: bool = True) -> None:
+        width, masks, lengths = width or self.slots, self.masks, self.cache.lengths
+        # A shorter draft of another sequence is followed by rows that it does not see.
+        plan, offsets = self.whole if width == self.slots else _layout(width, masks, self.in_group, self.cache.device)
+        tokens = self.draft.new_full((len(self.draft), len(offsets)), self.mask_token)
+        tokens[:, :width] = self.draft[:, :width]
+        adapted: torch.Tensor | bool = False
+        if self.model.has_adapter:
+            adapted = torch.arange(len(offsets), device=tokens.device) >= width
+        hidden = self.model.hidden(
+            tokens, cache=self.cache, counts=self.draft_lengths, mask=plan, positions=offsets, adapted=adapted
+        )
+        self.forward += 1
+        judge, unmixed = self.model.logits(hidden[:, :width]), self.banned
+        if self.ensemble_weight < 1:
+            diffusion = without_(self.model.logits(hidden[:, width::masks]), self.mask_token)
+            for token in self.banned:
                 without_(judge, token)
             unmixed = ()  # a mixture excludes such tokens too
-            judge = _mixed(judge, diffusion, ensemble_weight, ensemble)
-        predictions = draw(judge, lengths[:, None] + 1 + slot[:width], temperature, seeds, OWN, unmixed)
-        verdict = verify_draft(draft[:, :width], predictions, draft_lengths=draft_lengths, end_tokens=ends)
-        cache.commit_(verdict.accepted)
+            judge = _mixed(judge, diffusion, self.ensemble_weight, self.ensemble)
+        positions = lengths[:, None] + 1 + self.slot[:width]
+        predictions = draw(judge, positions, self.temperature, self.seeds, OWN, unmixed)
+        verdict = verify_draft(
+            self.draft[:, :width], predictions, draft_lengths=self.draft_lengths, end_tokens=self.ends
+        )
+        self.cache.commit_(verdict.accepted)
 
         group = (verdict.accepted - 1).clamp_(min=0)
-        rows = width + group[:, None] * masks + guessing
+        rows = width + group[:, None] * masks + self.guessing
         hidden = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1]))
-        draws = noise(temperature, seeds, session.forwards, lengths[:, None] + 1 + slot[:-1])
-        guesses = statistics(model, hidden, suppress=mask_token, top_k=1, **draws).ids
-        # -1 in a finished sequence is not an id.
-        draft = torch.cat([verdict.next_token.clamp(min=0)[:, None], guesses], 1)
-        remaining = (remaining - verdict.accepted).masked_fill_(verdict.ended, 0)
-        draft_lengths = remaining.clamp(max=slots)
+        draws = noise(self.temperature, self.seeds, self.forward[:, None], lengths[:, None] + 1 + self.slot[:-1])
+        guesses = statistics(self.model, hidden, suppress=self.mask_token, top_k=1, **draws).ids
+        broken = judged_by_nan(judge, predictions, verdict.accepted)
+        self.remaining.sub_(verdict.accepted).masked_fill_(verdict.ended | broken, 0)
+        self.draft_lengths.copy_(self.remaining.clamp(max=self.slots))
+        self.accepted.copy_(verdict.accepted).masked_fill_(broken, -1)
+        self.draft[:, 0] = verdict.next_token.clamp(min=0)  # -1 in a finished sequence is not an id
+        self.draft[:, 1:] = guesses
+        self.predictions[:, :width] = predictions
 
-        # The one read of the device in a step.
-        accepted = verdict.accepted.masked_fill(judged_by_nan(judge, predictions, verdict.accepted), -1)
-        columns = [accepted[:, None], draft_lengths[:, None], draft]
-        if session.trace is not None:
-            columns.append(predictions)
-        poll = torch.cat(columns, 1).tolist()
-        for sequence, row in enumerate(poll):
-            if (length := host_lengths[sequence]) > 0:
-                session.log_step(
-                    sequence,
-                    host_draft[sequence][:length],
-                    row[2 + slots :][:length] if session.trace is not None else None,
-                    accepted=row[0],
-                    next_token=row[2],
-                )
-        host_draft = [row[2 : 2 + slots] for row in poll]
-        host_lengths = [row[1] for row in poll]
+    def opened(self, session: Session, rows: Rows) -> None:
+        session.forwards += 1
+        for sequence, row in enumerate(rows):
+            session.record_first(sequence, row[2])
+
+    def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
+        session.forwards += 1
+        judged = 2 + self.slots
+        for sequence, ((length, _, *draft), row) in enumerate(zip(before, rows)):
+            if length:
+                said = row[judged : judged + length]
+                session.log_step(sequence, draft[:length], said, accepted=row[1], next_token=row[2])
+        return sum(row[0] > 0 for row in before)
+
+
+decode = decoder(QuadraticSteps)
 
 
 @lru_cache(maxsize=64)

@@ -1,8 +1,12 @@
 """Attention over a tile plan in Triton: forward, dQ and dK/dV.
 
 One program owns one block of rows of the result and walks the plan's list for it: query rows in the forward and dQ
-kernels, key rows in the dK/dV kernel. Nothing is summed across programs, there are no atomics, and a run repeats bit
-for bit. A plan's tile may be split into smaller blocks (`Blocking`), each a power of two that divides it.
+kernels, key rows in the dK/dV kernel. There are no atomics, and a run repeats bit for bit. A plan's tile may be split into
+smaller blocks (`Blocking`), each a power of two that divides it.
+
+Where blocks of keys are too few to keep a GPU busy, the query heads that share them are dealt out to several programs
+(`split_group`), whose sums a small kernel adds up in order. How many follows from one sample's shape, so that a sample gets
+the same bits in any batch.
 
 Ranges of full tiles are counted loops without mask arithmetic and without dependent loads; tiles that
 need a mask follow. A branch in one loop would be shorter, but ptxas then serializes all wgmma instructions of the loop (its
@@ -41,18 +45,26 @@ def _program(rows, rows_stride, num_tiles, kv_heads, GROUP: tl.constexpr, CUTS: 
     program = program // CUTS
     rank = program % num_tiles
     program = program // num_tiles
-    kv_head = program % kv_heads
+    # Head offsets in 64 bits: in a view with heads first, their stride spans all tokens.
+    kv_head = (program % kv_heads).to(tl.int64)
     batch = (program // kv_heads).to(tl.int64)
-    rows += batch * rows_stride
+    tile, begin, middle, end = _tile(rows + batch * rows_stride, rank)
+    return batch, kv_head, in_group, tile, cut, begin, middle, end
+
+
+@triton.jit
+def _tile(rows, rank):
+    """The tile with so many that have more visits, and where its ranges begin, its tiles with a mask do, and where they end."""
     tile = tl.load(rows + rank * 4 + 3)
     rows += tile * 4
-    # Head offsets in 64 bits: in a view with heads first, their stride spans all tokens.
-    kv_head = kv_head.to(tl.int64)
-    return batch, kv_head, in_group, tile, cut, tl.load(rows), tl.load(rows + 1), tl.load(rows + 2)
+    return tile, tl.load(rows), tl.load(rows + 1), tl.load(rows + 2)
 
 
 # Lengths change from call to call and must not be specialized on being 1 or a multiple of 16.
 _CHANGING = ["rows_stride", "num_tiles", "q_len", "kv_len"]
+# Blocks of keys, counted for each KV head, from which on no head is dealt out: about four for each SM of a large GPU, so
+# that the last ones to end keep few waiting.
+BLOCKS_ENOUGH = 512
 
 
 @triton.jit(do_not_specialize=_CHANGING)
@@ -207,30 +219,40 @@ def _dkv_step(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=_CHANGING)
+@triton.jit(do_not_specialize=[*_CHANGING, "batch_size", "pieces", "piece"])
 def _dkv_kernel(
     grad_out, q, k, v, lse_b, delta, dk, dv, plan_rows, lists, bitmaps,
     grad_stride_b, grad_stride, grad_stride_h, q_stride_b, q_stride, q_stride_h,
     k_stride_b, k_stride, k_stride_h, v_stride_b, v_stride, v_stride_h,
-    rows_stride, num_tiles, saved_stride, q_len, kv_len, kv_heads, score_scale, scale,
+    rows_stride, num_tiles, saved_stride, q_len, kv_len, kv_heads, batch_size, pieces, piece, score_scale, scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_MASKED: tl.constexpr, BASE_2: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of a block of keys, summed over the query heads that share it.
+    """dK and dV of a block of keys, summed over a piece of the query heads that share it, `piece` of them or what is left.
 
-    Its loops run over (query head, query tile, cut): loads for the next head are in flight while the last one ends.
+    Its loops run over (query head, query tile, cut): loads for the next head are in flight while the last one ends. Tiles with the
+    most visits start first, whatever their head: programs have much to do, and the longest decide when all are done.
     """
-    batch, kv_head, _, tile, cut, begin, middle, end = _program(
-        plan_rows, rows_stride, num_tiles, kv_heads, 1, BLOCK_K // BLOCK_N
-    )
+    CUTS_K: tl.constexpr = BLOCK_K // BLOCK_N
+    program = tl.program_id(0)
+    kv_head = (program % kv_heads).to(tl.int64)
+    program = program // kv_heads
+    cut = program % CUTS_K
+    program = program // CUTS_K
+    part = program % pieces
+    program = program // pieces
+    batch = (program // num_tiles).to(tl.int64)
+    tile, begin, middle, end = _tile(plan_rows + batch * rows_stride, program % num_tiles)
+    first_head = kv_head * GROUP + part * piece
+    own_heads = tl.minimum(piece, GROUP - part * piece)
     column = cut * BLOCK_N
     start = tile.to(tl.int64) * BLOCK_K + column
     left = kv_len - start
-    q += batch * q_stride_b + kv_head * GROUP * q_stride_h
-    grad_out += batch * grad_stride_b + kv_head * GROUP * grad_stride_h
-    lse_b += (batch * kv_heads + kv_head) * GROUP * saved_stride
-    delta += (batch * kv_heads + kv_head) * GROUP * saved_stride
+    q += batch * q_stride_b + first_head * q_stride_h
+    grad_out += batch * grad_stride_b + first_head * grad_stride_h
+    lse_b += (batch * kv_heads * GROUP + first_head) * saved_stride
+    delta += (batch * kv_heads * GROUP + first_head) * saved_stride
     k += batch * k_stride_b + kv_head * k_stride_h + start * k_stride
     v += batch * v_stride_b + kv_head * v_stride_h + start * v_stride
     key = blocks.load(k, k_stride, left, BLOCK_N, HEAD_DIM, D0, D1, True)
@@ -240,7 +262,7 @@ def _dkv_kernel(
     pair = begin
     steps, at, range_end = blocks.first_range(lists, begin, middle, BLOCK_Q // BLOCK_M)
     divisor = tl.maximum(steps, 1)  # the pipeline's prologue divides even if there are no ranges
-    for flat in range(0, steps * GROUP):
+    for flat in range(0, steps * own_heads):
         head = (flat // divisor).to(tl.int64)
         acc_k, acc_v = _dkv_step(
             head, at.to(tl.int64) * BLOCK_M, None, key, value, acc_k, acc_v, grad_out, q, grad_stride, q_stride,
@@ -250,7 +272,7 @@ def _dkv_kernel(
     CUTS: tl.constexpr = BLOCK_Q // BLOCK_MASKED
     steps = (end - middle) * CUTS
     divisor = tl.maximum(steps, 1)
-    for flat in range(0, steps * GROUP):
+    for flat in range(0, steps * own_heads):
         head = (flat // divisor).to(tl.int64)
         step = middle * CUTS + flat % divisor
         row = (step % CUTS) * BLOCK_MASKED
@@ -262,9 +284,23 @@ def _dkv_kernel(
             q_stride_h, lse_b, delta, saved_stride, q_len, score_scale, HEAD_DIM, D0, D1, BLOCK_MASKED, BASE_2,
         )  # fmt: skip
     acc_k = blocks.scale_rows(acc_k, tl.full((BLOCK_N,), scale, tl.float32), D1)
-    in_result = ((batch * kv_len + start) * kv_heads + kv_head) * HEAD_DIM
+    in_result = (((part * batch_size.to(tl.int64) + batch) * kv_len + start) * kv_heads + kv_head) * HEAD_DIM
     blocks.store(dk + in_result, kv_heads * HEAD_DIM, left, acc_k, HEAD_DIM, D0, D1)
     blocks.store(dv + in_result, kv_heads * HEAD_DIM, left, acc_v, HEAD_DIM, D0, D1)
+
+
+@triton.jit(do_not_specialize=["size", "pieces"])
+def _sum_kernel(parts_k, parts_v, dk, dv, size, pieces, BLOCK: tl.constexpr):
+    """dK, or dV, as the sum of its pieces, the first one first."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    parts, result = parts_k, dk
+    if tl.program_id(1) == 1:
+        parts, result = parts_v, dv
+    total = tl.load(parts + at, mask=inside, other=0.0)
+    for part in range(1, pieces):
+        total += tl.load(parts + part * size.to(tl.int64) + at, mask=inside, other=0.0)
+    tl.store(result + at, total.to(result.dtype.element_ty), mask=inside)
 
 
 def forward(
@@ -339,14 +375,31 @@ def backward(
         )  # fmt: skip
 
     blocking = choose_blocking("dkv", q, block_q, block_k)
-    programs = batch * k.shape[2] * k_tiles * (block_k // blocking.block_n)
-    if programs:
-        _dkv_kernel[(programs,)](
-            grad_out, q, k, v, lse_b, delta, dk, dv, of_k, plan_lists, bitmaps,
-            *inputs, _stride(of_k), k_tiles, saved_stride, *sizes, scale,
+    blocks_of_keys = k.shape[2] * k_tiles * (block_k // blocking.block_n)
+    pieces, piece = split_group(heads // k.shape[2], blocks_of_keys)
+    parts: tuple[Tensor, ...] = (dk, dv)
+    if pieces > 1:
+        parts = torch.empty((2, pieces, *k.shape), dtype=torch.float32, device=k.device).unbind()
+    if batch * blocks_of_keys:
+        _dkv_kernel[(batch * blocks_of_keys * pieces,)](
+            grad_out, q, k, v, lse_b, delta, *parts, of_k, plan_lists, bitmaps,
+            *inputs, _stride(of_k), k_tiles, saved_stride, *sizes[:3], batch, pieces, piece, sizes[3], scale,
             **_constants(q, k, block_q, block_k, blocking),
         )  # fmt: skip
+        if pieces > 1:
+            _sum_kernel[(triton.cdiv(k.numel(), 1024), 2)](*parts, dk, dv, k.numel(), pieces, BLOCK=1024, num_warps=4)
     return dq, dk, dv
+
+
+def split_group(group: int, blocks_of_keys: int) -> tuple[int, int]:
+    """(programs that share the query heads of a KV head, heads of each but the last) for so many blocks of keys of a sample.
+
+    >>> split_group(7, 4 * 36), split_group(4, 8 * 64), split_group(4, 8)
+    ((4, 2), (1, 4), (4, 1))
+    """
+    wanted = min(group, triton.cdiv(BLOCKS_ENOUGH, max(blocks_of_keys, 1)))
+    piece = triton.cdiv(group, wanted)
+    return triton.cdiv(group, piece), piece
 
 
 def _side(plan_rows: Tensor, first: int, length: int, block: int) -> tuple[Tensor, int]:

@@ -4,8 +4,9 @@ A program owns a tile of rows and a part of the vocabulary, which it reads one t
 registers and updates the running statistics. A second kernel merges the parts, one row per program.
 
 Logits are compared as integers that order them like `torch.argmax` does (see `_order`), so that one maximum serves numbers,
-infinities and NaN; among equals the lowest id is taken. Tiles of rows have one size and parts depend on the size of the
-vocabulary: the result of a row does not depend on how many rows there are. Nothing waits for the device.
+infinities and NaN; among equals the lowest id is taken. What a row gets does not depend on how many rows there are: parts follow
+from the size of the vocabulary, and where tiles have more rows for many rows, a warp still holds whole rows of a tile in the same
+way, so that sums are added up in the same order. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -30,18 +31,25 @@ class Tiling(NamedTuple):
     warps: int
     stages: int
     """Stages of the load pipeline."""
+    abreast: int = 1
+    """Tiles of columns that are multiplied at a time, 1 or 2; each joins the statistics by itself."""
 
 
-# By architecture; those not listed use sm_80's, which fits into 99 KiB of shared memory. With few rows only the rate at which
-# weights arrive counts: 64 rows ask less of the tensor cores than they can deliver at that rate, so no smaller tile, which
-# would round differently, is needed. 8 warps leave registers for random words; 4 would spill kilobytes of them. float32 runs on
-# the plain FMA units, where large tiles spill. Registers and shared memory are in tests/triton_budgets.json.
-_TABLE = {
-    "sm_90": Tiling(64, 128, 64, 8, 4),
-    "sm_100": Tiling(64, 128, 64, 8, 4),
-    "sm_80": Tiling(64, 128, 32, 8, 4),
-    "fp32": Tiling(32, 64, 32, 4, 2),
+# By architecture, for up to 64 rows, for more, and for draws; those not listed use sm_80's, which fits into 99 KiB of shared
+# memory. With few rows only the rate at which weights arrive counts: 64 rows ask less of the tensor cores than that rate would let
+# them do, so no smaller tile is needed, which would round differently.
+#   - Hopper: L2 delivers some 28 bytes a cycle to an SM, and tiles of 64 x 128 ask for 96 while the tensor cores are busy, two
+#     abreast of 128 rows for 48. A warp holds 16 whole rows of a tile in either, and so the order of sums is the same.
+#   - For draws 8 warps share a tile of 64 rows, which leaves registers for random words: 4 would spill them by the kilobyte.
+#   - float32 runs on the plain FMA units, where large tiles spill.
+# Registers and shared memory are in tests/triton_budgets.json.
+_TABLE: dict[str, tuple[Tiling, Tiling, Tiling]] = {
+    "sm_90": (Tiling(64, 128, 64, 4, 4, 2), Tiling(128, 128, 64, 8, 4, 2), Tiling(64, 128, 64, 8, 4)),
+    "sm_100": (Tiling(64, 128, 64, 8, 4),) * 3,
+    "sm_80": (Tiling(64, 128, 32, 8, 4),) * 3,
+    "fp32": (Tiling(32, 64, 32, 4, 2),) * 3,
 }
+FEW_ROWS = 64
 
 # Most parts of a vocabulary: about two for each SM of a large GPU, to keep the tail short.
 MOST_PARTS = 256
@@ -118,12 +126,12 @@ def _nothing(ROWS: tl.constexpr, TOP: tl.constexpr, TOP_WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _join(statistics, logits, start, vocabulary, scale, temperature, seed, step, position, suppressed,
+def _join(statistics, logits, start, end, scale, temperature, seed, step, position, suppressed,
           TOP: tl.constexpr, SAMPLED: tl.constexpr, SUPPRESSED: tl.constexpr):  # fmt: skip
-    """The statistics updated with the columns from `start` on."""
+    """The statistics after the columns from `start` on, up to `end`, joined them."""
     peak, total, weighted, best, best_id, best_logit, top, top_ids = statistics
     column = start + tl.arange(0, logits.shape[1])
-    real = (column < vocabulary)[None, :]
+    real = (column < end)[None, :]
     for i in tl.static_range(SUPPRESSED):
         logits = tl.where((2 * column + 3 == suppressed[i])[None, :], float("-inf"), logits)
 
@@ -161,13 +169,26 @@ def _join(statistics, logits, start, vocabulary, scale, temperature, seed, step,
     return new_peak, total, weighted, best, best_id, best_logit, top, top_ids
 
 
+@triton.jit
+def _weights(weight, tile, along, k, vocabulary, weight_stride, weight_step,
+             COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
+    """(COLUMNS, STEP) of a tile's weights; behind the vocabulary its last row."""
+    column = tile * COLUMNS + tl.arange(0, COLUMNS)
+    places = weight + tl.minimum(column, vocabulary - 1).to(tl.int64)[:, None] * weight_stride
+    places += ((k + along) * weight_step)[None, :]
+    if DEPTH % STEP != 0:
+        return tl.load(places, mask=(k + along < DEPTH)[None, :], other=0.0)
+    else:
+        return tl.load(places)
+
+
 @triton.jit(do_not_specialize=["slots", "rows", "row_tiles", "parts", "tiles", "step"])
 def _parts_kernel(
     hidden, weight, row_index, positions, seeds, steps, step, sums, drawn, orders, ids,
     hidden_stride, hidden_step, weight_stride, weight_step, slots, rows, vocabulary, row_tiles, parts, tiles,
     scale, temperature, seed: "i64", suppressed,  # noqa: F821, UP037  (a type of Triton)
     DEPTH: tl.constexpr, TOP: tl.constexpr, TOP_WIDTH: tl.constexpr, SAMPLED: tl.constexpr, SUPPRESSED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, FAR_APART: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, FAR_APART: tl.constexpr, ABREAST: tl.constexpr,
 ):  # fmt: skip
     # Tiles of rows that read the same weights are adjacent, for the L2 cache.
     slot = (tl.program_id(0) % row_tiles) * ROWS + tl.arange(0, ROWS)
@@ -190,25 +211,30 @@ def _parts_kernel(
         key = tl.load(seeds + slot, mask=there, other=0).to(tl.int64)[:, None]
 
     statistics = _nothing(ROWS, TOP, TOP_WIDTH)
-    for tile in range(part * tiles, tl.minimum((part + 1) * tiles, tl.cdiv(vocabulary, COLUMNS))):
-        column = tile * COLUMNS + tl.arange(0, COLUMNS)
-        weight_rows = weight + tl.minimum(column, vocabulary - 1).to(tl.int64)[:, None] * weight_stride
+    end = tl.minimum((part + 1) * tiles, tl.cdiv(vocabulary, COLUMNS))
+    last = tl.minimum(end * COLUMNS, vocabulary)
+    for tile in range(part * tiles, end, ABREAST):
         logits = tl.zeros((ROWS, COLUMNS), tl.float32)
+        others = logits
         for k in range(0, DEPTH, STEP):
             wanted = there[:, None]
             if DEPTH % STEP != 0:
                 wanted = wanted & (k + along < DEPTH)[None, :]
-                w = tl.load(
-                    weight_rows + ((k + along) * weight_step)[None, :], mask=(k + along < DEPTH)[None, :], other=0.0
-                )
-            else:
-                w = tl.load(weight_rows + ((k + along) * weight_step)[None, :])
+            w = _weights(weight, tile, along, k, vocabulary, weight_stride, weight_step, COLUMNS, DEPTH, STEP)
             h = tl.load(hidden_rows + ((k + along) * hidden_step)[None, :], mask=wanted, other=0.0)
             logits = tl.dot(h, tl.trans(w), logits, input_precision="ieee")
+            if ABREAST == 2:
+                w = _weights(weight, tile + 1, along, k, vocabulary, weight_stride, weight_step, COLUMNS, DEPTH, STEP)
+                others = tl.dot(h, tl.trans(w), others, input_precision="ieee")
         statistics = _join(
-            statistics, logits, tile * COLUMNS, vocabulary, scale, temperature, key, number, position, suppressed,
+            statistics, logits, tile * COLUMNS, last, scale, temperature, key, number, position, suppressed,
             TOP, SAMPLED, SUPPRESSED,
         )  # fmt: skip
+        if ABREAST == 2:  # behind the part's end it changes nothing
+            statistics = _join(
+                statistics, others, (tile + 1) * COLUMNS, last, scale, temperature, key, number, position, suppressed,
+                TOP, SAMPLED, SUPPRESSED,
+            )  # fmt: skip
 
     peak, total, weighted, best, best_id, best_logit, top, top_ids = statistics
     result = slot.to(tl.int64) * parts + part
@@ -304,10 +330,10 @@ def forward(
     rows, depth = hidden.shape
     vocabulary = weight.shape[0]
     slots = rows if row_index is None else row_index.numel()
-    tiling = choose_tiling(hidden)
-    tiles, parts = choose_parts(vocabulary, tiling.columns)
     top = min(max(top_k, 2), 16)  # the margin takes two
     sampled = temperature > 0
+    tiling = choose_tiling(hidden, slots, sampled)
+    tiles, parts = choose_parts(vocabulary, tiling.columns)
     scale = min(1.0 / temperature, LARGEST) if distribution == "sampling" and sampled else 1.0
 
     make = lambda *size, dtype: torch.empty(size, dtype=dtype, device=hidden.device)  # noqa: E731
@@ -330,7 +356,8 @@ def forward(
         DEPTH=depth, TOP=top, TOP_WIDTH=width, SAMPLED=sampled, SUPPRESSED=len(suppress),
         ROWS=tiling.rows, COLUMNS=tiling.columns, STEP=tiling.depth,
         # Offsets along a row of a transposed matrix may not fit into 32 bits.
-        FAR_APART=max(abs(hidden.stride(1)), abs(weight.stride(1))) * depth >= 2**31, num_warps=tiling.warps, num_stages=tiling.stages,
+        FAR_APART=max(abs(hidden.stride(1)), abs(weight.stride(1))) * depth >= 2**31, ABREAST=tiling.abreast,
+        num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
     _merge_kernel[(slots,)](
         row_index, sums, drawn, part_orders, part_ids, *results, slots, rows, parts, scale,
@@ -339,8 +366,9 @@ def forward(
     return results
 
 
-def choose_tiling(hidden: Tensor) -> Tiling:
-    return _TABLE[_blocking.architecture(hidden.device) if hidden.element_size() == 2 else "fp32"]
+def choose_tiling(hidden: Tensor, rows: int, drawn: bool) -> Tiling:
+    few, many, for_draws = _TABLE[_blocking.architecture(hidden.device) if hidden.element_size() == 2 else "fp32"]
+    return for_draws if drawn else few if rows <= FEW_ROWS else many
 
 
 def choose_parts(vocabulary: int, columns: int) -> tuple[int, int]:

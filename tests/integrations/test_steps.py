@@ -30,6 +30,8 @@ CASES = [
     ("tiny-trimode", "linear_self_speculation", {"block_size": 7}),
     ("tiny-trimode", "linear_self_speculation", {"block_size": 5, "temperature": 0.7, "verification": "rejection"}),
     ("tiny-trimode", "linear_self_speculation", {"block_size": 2, "threshold": 0.9}),
+    ("tiny-trimode", "quadratic_self_speculation", {"block_size": 5}),
+    ("tiny-trimode", "quadratic_self_speculation", {"block_size": 4, "temperature": 0.7, "seed": 3}),
     ("tiny-recurrent", "autoregressive", {}),
 ]
 IDS = [f"{method}-{'-'.join(map(str, options.values()))}-{name}" for name, method, options in CASES]

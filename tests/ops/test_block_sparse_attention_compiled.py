@@ -19,6 +19,9 @@ FIRST_CLASS = [case for case in CASES if case.endswith(("bf16:64", "bf16:128"))]
 def check(cases: list[str]) -> None:
     found = []
     for name, figures in measure(cases).items():
+        if name.endswith(" sum"):  # adds up pieces of dK and dV
+            assert figures["registers"] <= 40 and not figures["spill"] and not figures["shared"]
+            continue
         found += problems(name, figures, BUDGETS.get(name))
     assert not found, "\n" + "\n".join(found)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -163,6 +163,13 @@ def test_head_dims(head_dim: int) -> None:
 @pytest.mark.parametrize("heads,kv_heads", [(1, 1), (2, 2), (4, 2), (7, 1)])
 def test_groups_of_query_heads(heads: int, kv_heads: int) -> None:
     check(random_segments(33, 40, 1), batch=2, heads=heads, kv_heads=kv_heads)
+
+
+@pytest.mark.parametrize("enough, pieces", [(1, (1, 7)), (3, (2, 4)), (512, (7, 1))])
+def test_query_heads_dealt_out_to_programs(enough: int, pieces: tuple[int, int], monkeypatch: Any) -> None:
+    monkeypatch.setattr(kernels, "BLOCKS_ENOUGH", enough)
+    assert kernels.split_group(7, 2) == pieces
+    check(random_segments(33, 40, 1), batch=2, heads=7, kv_heads=1)
 
 
 @pytest.mark.parametrize("blocks", [(16, 16), (16, 64), (48, 96), (128, 128), (64, 16)])

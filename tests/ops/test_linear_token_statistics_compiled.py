@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from typing import Any
 from unittest import mock
@@ -15,6 +16,8 @@ from tests.harness.triton_interpreter import requires_triton
 pytestmark = requires_triton
 # Budgets are named "sm_90:bf16:4096 vocabulary drawn parts": hidden size, greedy or drawn at a temperature.
 TEMPERATURES = {"greedy": 0.0, "drawn": 0.8}
+# For more rows Hopper has larger tiles.
+MANY_ROWS = 128
 BUDGETS = {
     name: budget for name, budget in json.loads(harness.BUDGET_FILE.read_text()).items() if " vocabulary " in name
 }
@@ -22,15 +25,15 @@ CASES = sorted({name.split(" ")[0] for name in BUDGETS})
 FIRST_CLASS = "sm_90:bf16:4096"
 
 
-def compile_variant(case: str, temperature: float) -> dict[str, Any]:
+def compile_variant(case: str, temperature: float, rows: int = 4) -> dict[str, Any]:
     """What the harness compiles when this launch replaces those of the block-sparse kernels."""
     import torch
 
     from pdkernels.triton import block_sparse_attention, linear_token_statistics
 
     def launch(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden, weight = (q.new_zeros(size, int(case.split(":")[2])) for size in (4, 50304))
-        number = torch.zeros(4, dtype=torch.int64)
+        hidden, weight = (q.new_zeros(size, int(case.split(":")[2])) for size in (rows, 50304))
+        number = torch.zeros(rows, dtype=torch.int64)
         linear_token_statistics.forward(
             hidden, weight, temperature, 1, None, 0, number, number, number, (50000,), 5, "model"
         )
@@ -40,12 +43,27 @@ def compile_variant(case: str, temperature: float) -> dict[str, Any]:
         return harness.compile_case(case)
 
 
+def order_of_sums(ttgir: str) -> list[str]:
+    """How the matrices of each reduction of floats lie in the warps, without the number of rows and of warps."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*?)(?: loc.*)?$", ttgir, re.MULTILINE))
+    found = re.findall(r"}\) : \(tensor<\d+x(\d+)xf32, (#\w+)>\) ->", ttgir)
+    return [f"{columns} {re.sub(r'warpsPerCTA = .[48], 1.', 'whole rows', layouts[name])}" for columns, name in found]
+
+
 def main(cases: list[str]) -> None:
     """Writes the figures of some cases as a JSON object."""
     found = {}
     for case in cases:
-        for name, temperature in TEMPERATURES.items():
-            for kernel, compiled in compile_variant(case, temperature).items():
+        variants = {name: compile_variant(case, temperature) for name, temperature in TEMPERATURES.items()}
+        if case.startswith("sm_90") and "fp32" not in case:
+            kernel = compile_variant(case, 0.0, MANY_ROWS)["_parts_kernel"]
+            variants["greedy, many rows"] = {"_parts_kernel": kernel}
+            few, many = (
+                one["_parts_kernel"].asm["ttgir"] for one in (variants["greedy"], variants["greedy, many rows"])
+            )
+            found[f"{case} vocabulary order of sums"] = {"few": order_of_sums(few), "many": order_of_sums(many)}
+        for name, kernels in variants.items():
+            for kernel, compiled in kernels.items():
                 stage = kernel.strip("_").removesuffix("_kernel")
                 found[f"{case} vocabulary {name} {stage}"] = harness.read_figures(compiled, case.split(":")[0])
     print(json.dumps(found))
@@ -54,6 +72,8 @@ def main(cases: list[str]) -> None:
 def check(case: str) -> dict[str, dict[str, Any]]:
     found = []
     measured = harness.measure([case], __name__)
+    orders = measured.pop(f"{case} vocabulary order of sums", {"few": [], "many": []})
+    assert orders["few"] == orders["many"] and all("whole rows" in order for order in orders["few"])
     for name, figures in measured.items():
         if name.endswith("merge"):  # multiplies no matrices
             assert not any(figures[instruction] for instruction in harness.TENSOR_CORES)
@@ -66,6 +86,7 @@ def check(case: str) -> dict[str, dict[str, Any]]:
 
 def test_kernels_stay_within_budget() -> None:
     measured = check(FIRST_CLASS)
+    assert harness.measure([FIRST_CLASS], __name__)[f"{FIRST_CLASS} vocabulary order of sums"]["few"]
     assert all(measured[f"{FIRST_CLASS} vocabulary {name} parts"]["wgmma.mma_async"] for name in TEMPERATURES)
 
 

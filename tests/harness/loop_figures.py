@@ -1,0 +1,100 @@
+"""What the loops of the compiled Triton kernels for Hopper issue, wait for and spill, and how many programs an SM holds.
+
+    python -m tests.harness.loop_figures sm_90:bf16:128      a JSON object on stdout
+
+Runs as a process of its own, as `tests.harness.triton_budgets` does, whose cache it shares.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.harness import triton_budgets as harness
+from tests.harness.sass import Instruction, disassemble, mix, pipe_cycles, steady_loops
+
+CASE = "sm_90:bf16:128"
+REGISTERS, THREADS, SHARED = 65536, 2048, 227 * 1024
+"""Of an SM of Hopper; a block takes 1 KiB of shared memory besides its own."""
+
+
+def tensor_cycles(loop: Sequence[Instruction]) -> int:
+    """Of a warp group: ``HGMMA.64xNx16`` multiplies for N / 2 cycles."""
+    shapes = [x.name.split(".")[1] for x in loop if x.name.startswith("HGMMA")]
+    return sum(int(shape.split("x")[1]) // 2 for shape in shapes)
+
+
+def _last_number(x: Instruction) -> int:
+    return int(x.operands.split(",")[1], 16)
+
+
+def read_loop(loop: Sequence[Instruction]) -> dict[str, int]:
+    """A step: slots and MUFU cycles of a warp, tensor cycles of a warp group, and what it waits for.
+
+    ``wait``: groups of loads that may still be under way where the loop waits for one; 99: it waits for none. ``drains``: how often it
+    waits until no product is under way. ``loaded``: bytes that a warp copies to shared memory.
+    """
+    waits = [_last_number(x) for x in loop if x.name.startswith("DEPBAR")]
+    copies = [x.name for x in loop if x.name.startswith("LDGSTS")]
+    return {
+        "slots": len(loop),
+        "tensor": tensor_cycles(loop),
+        "mufu": pipe_cycles(loop, "MUFU"),
+        "wait": min(waits, default=99),
+        "drains": sum(x.name.startswith("WARPGROUP.DEPBAR") and _last_number(x) == 0 for x in loop),
+        "spills": mix(loop)["LDL"] + mix(loop)["STL"],
+        "loaded": sum(512 if "128" in name else 256 if "64" in name else 128 for name in copies),
+    }
+
+
+def read_kernel(kernel: Any) -> dict[str, Any]:
+    """``steady``: the loop with the most work for tensor cores, of equals the shortest; ``masked``: the longest of the others that
+    have any."""
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder, "kernel.cubin")
+        cubin.write_bytes(kernel.asm["cubin"])
+        (code,) = disassemble(cubin, "sm_90a").values()
+    loops = [loop for loop in steady_loops(code) if tensor_cycles(loop) or mix(loop)["HMMA"]]
+    loops.sort(key=lambda loop: (-tensor_cycles(loop), len(loop)))
+    figures, warps = harness.read_figures(kernel, "sm_90"), kernel.metadata.num_warps
+    registers = -(-figures["registers"] // 8) * 8 * 32 * warps
+    programs = min(REGISTERS // registers, THREADS // (32 * warps), SHARED // (figures["shared"] + 1024))
+    return {
+        "steady": read_loop(loops[0]),
+        "masked": read_loop(max(loops[1:], key=len)) if len(loops) > 1 else None,
+        "code": len(code),
+        "warps": warps,
+        "programs": programs,
+    }
+
+
+def main(cases: list[str]) -> None:
+    from tests.harness import flex_template
+    from tests.ops.test_linear_token_statistics_compiled import MANY_ROWS
+    from tests.ops.test_linear_token_statistics_compiled import compile_variant as compile_head
+    from tests.ops.test_speculative_attention_compiled import compile_variant
+
+    found = {}
+    for case in cases:
+        for name, kernel in harness.compile_case(case).items():
+            if name != "_sum_kernel":
+                found[name.strip("_").removesuffix("_kernel")] = read_kernel(kernel)
+        for layout in ("contiguous", "paged"):
+            found[f"speculative {layout}"] = read_kernel(compile_variant(case, 81, layout)["_split_kernel"])
+        for name, rows in {"few": 4, "many": MANY_ROWS}.items():
+            found[f"vocabulary {name}"] = read_kernel(compile_head("sm_90:bf16:4096", 0.0, rows)["_parts_kernel"])
+        found["flex"] = read_kernel(flex_template.compile_kernel())
+    print(json.dumps(found))
+
+
+def measure() -> dict[str, dict[str, Any]]:
+    """The figures of all kernels, from a process of their own."""
+    return harness.measure([CASE], "tests.harness.loop_figures")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

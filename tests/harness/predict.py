@@ -1,0 +1,321 @@
+"""How long the kernels would take on a GPU, from their machine code and their plans. Nothing here is measured.
+
+    python -m pdkernels predict --device h200        the table of docs/gpu_proof.md
+
+A step of a loop takes the cycles of its tensor products, plus the slots its warps issue where the loop waits for the products before
+it goes on (else the larger of both), plus what every such wait costs, plus the latency of loads that it waits for at once; and no
+less than L2 takes to deliver what it loads. Programs are then dealt out to the SMs in the order of the launch. A small kernel is a
+launch, its bytes, and a latency for each access to memory that waits for another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from pdkernels import masks
+from pdkernels.masks.tile_plan import TilePlan
+from tests.harness.budgets import find_cuobjdump, find_nvcc
+
+
+class Device(NamedTuple):
+    """Of a GPU, where clocks are those of a long run."""
+
+    name: str
+    sms: int
+    clock: float
+    """Cycles a second."""
+    memory: float
+    """Bytes a second, read and written."""
+    l2: float
+    """Bytes a cycle that an SM gets from L2 while all of them ask."""
+    launch: float = 2.5e-6
+    """Seconds of a kernel that does next to nothing."""
+    drain: int = 200
+    """Cycles from the last product of a step until its warps go on, filling the pipe again included."""
+    exposed: int = 750
+    """Cycles of loads that are waited for as soon as they are issued: 500 to 1000."""
+    program: int = 1500
+    """Cycles of a program outside its loops."""
+    latency: float = 0.6e-6
+    """Seconds of an access to memory that waits for another, with the instructions around it."""
+
+
+DEVICES = {"h200": Device("H200", 132, 1.7e9, 4.3e12, 28.0), "h100": Device("H100", 132, 1.7e9, 3.0e12, 28.0)}
+
+
+class Row(NamedTuple):
+    """A line of the table; times in seconds."""
+
+    work: str
+    floor: float
+    goal: float
+    predicted: float
+    balance: float | None = None
+    """Makespan of the programs over their mean, of the worst kernel."""
+
+
+def step_cycles(device: Device, loop: dict[str, int], warps: int) -> float:
+    """Of one program on an SM."""
+    tensor, issue = loop["tensor"] * warps / 4, max(loop["slots"], loop["mufu"]) * warps / 4
+    cycles = tensor + issue + device.drain * loop["drains"] if loop["drains"] else max(tensor, issue)
+    cycles = max(cycles, loop["loaded"] * warps / device.l2)
+    return cycles + (device.exposed if loop["wait"] == 0 else 0)
+
+
+def makespan(costs: Iterable[float], servers: int) -> tuple[float, float]:
+    """(until all are done, mean over the servers) of work that the server free next takes up in order.
+
+    >>> makespan([3, 1, 1, 1], 2), makespan([1, 1, 1, 3], 2)
+    ((3, 3.0), (4, 3.0))
+    """
+    free, total = [0.0] * servers, 0.0
+    for cost in costs:
+        heapq.heapreplace(free, free[0] + cost)
+        total += cost
+    return max(free), total / servers
+
+
+class Attention:
+    """Kernels of block-sparse attention on a plan of 128 x 128 tiles."""
+
+    def __init__(
+        self, device: Device, figures: dict[str, Any], plan: TilePlan, heads: tuple[int, int], head_dim: int = 128
+    ) -> None:
+        self.device, self.figures, self.plan, self.heads, self.head_dim = device, figures, plan, heads, head_dim
+
+    def _tiles(self, kernel: str, cuts: tuple[int, int], transposed: bool) -> list[float]:
+        """Cycles of a program on each tile, those with the most visits first."""
+        steady, masked = (
+            step_cycles(self.device, self.figures[kernel][loop], self.figures[kernel]["warps"])
+            for loop in ("steady", "masked")
+        )
+        visits = self.plan.visits(transposed)
+        order = (self.plan.k_order if transposed else self.plan.q_order).tolist()
+        bounds, partial = visits.offsets.tolist(), (visits.bitmaps >= 0).tolist()
+        found = []
+        for tile in order:
+            begin, end = bounds[tile : tile + 2]
+            some = sum(partial[begin:end])
+            found.append((end - begin - some) * cuts[0] * steady + some * cuts[1] * masked)
+        return found
+
+    def by_queries(self, kernel: str) -> tuple[float, float]:
+        """Seconds of a kernel of query tiles, and makespan over mean."""
+        from pdkernels.triton._blocking import _TABLE
+
+        blocking = _TABLE[kernel, "sm_90"][128]
+        tiles = self._tiles(kernel, (128 // blocking.block_n, 128 // blocking.masked), False)
+        heads, kv_heads = self.heads
+        costs = [
+            cost + self.device.program for _ in range(kv_heads) for cost in tiles for _ in range(heads // kv_heads)
+        ]
+        return self._seconds(costs, kernel)
+
+    def by_keys(self) -> tuple[float, float]:
+        """Seconds of dK and dV, the sum of their pieces included, and makespan over mean."""
+        from pdkernels.triton._blocking import _TABLE
+        from pdkernels.triton.block_sparse_attention import split_group
+
+        blocking = _TABLE["dkv", "sm_90"][128]
+        tiles = self._tiles("dkv", (128 // blocking.block_m, 128 // blocking.masked), True)
+        heads, kv_heads = self.heads
+        group = heads // kv_heads
+        pieces, piece = split_group(group, kv_heads * len(tiles))
+        sizes = [min(piece, group - part * piece) for part in range(pieces)]
+        costs = [cost * size + self.device.program for cost in tiles for size in sizes for _ in range(kv_heads)]
+        seconds, balance = self._seconds(costs, "dkv")
+        if pieces > 1:
+            elements = 2 * self.plan.kv_len * kv_heads * self.head_dim
+            seconds += self.device.launch + elements * (2 * 4 * pieces + 2) / self.device.memory
+        return seconds, balance
+
+    def _seconds(self, costs: Sequence[float], kernel: str) -> tuple[float, float]:
+        longest, mean = makespan(costs, self.device.sms * self.figures[kernel]["programs"])
+        return longest / self.device.clock + self.device.launch, longest / mean
+
+    def forward(self) -> tuple[float, float]:
+        return self.by_queries("forward")
+
+    def backward(self) -> tuple[float, float]:
+        (of_q, first), (of_k, second) = self.by_queries("dq"), self.by_keys()
+        return of_q + of_k, max(first, second)
+
+
+def speculative(
+    device: Device, figures: dict[str, Any], new: int, prefix: int, heads: tuple[int, int]
+) -> tuple[float, float]:
+    """Seconds of `new` rows over a cached prefix, and makespan over mean of the splits."""
+    from pdkernels.triton.speculative_attention import _TABLE, SHORTEST_SPLIT, SPLIT_STEP, choose_splits
+
+    blocking, kernel = _TABLE["many", "sm_90"][128], figures["speculative contiguous"]
+    row_tiles = -(-new * heads[0] // heads[1] // blocking.block_m)
+    splits = choose_splits(prefix, heads[1] * row_tiles)
+    keys = max(-(-prefix // splits // SPLIT_STEP.value) * SPLIT_STEP.value, SHORTEST_SPLIT.value)
+    in_use = -(-prefix // keys)
+    steady, masked = (step_cycles(device, kernel[loop], kernel["warps"]) for loop in ("steady", "masked"))
+    costs = []
+    for split in reversed(range(in_use)):
+        own = min(keys, prefix - split * keys)
+        tail = -(-new // blocking.masked) * masked if split == in_use - 1 else 0
+        costs += [own / blocking.block_n * steady + tail + device.program] * (heads[1] * row_tiles)
+    longest, mean = makespan(costs, device.sms * kernel["programs"])
+    merge = device.launch + new * heads[0] * 128 * 4 * 2 * in_use / (device.l2 * device.sms * device.clock)
+    return longest / device.clock + device.launch + merge, longest / mean
+
+
+def statistics(device: Device, slots: float, rows: int, width: int) -> float:
+    """Seconds of vocabulary statistics of 16-bit logits: `slots` a warp issues for 2048 of them, then a block joins each row."""
+    warps = rows * -(-width // 2048)
+    issue = warps * slots / (4 * device.sms * device.clock)
+    return max(issue, rows * width * 2 / device.memory) + 2 * device.launch + 2 * device.latency
+
+
+def head(device: Device, figures: dict[str, Any], rows: int, width: int, depth: int) -> tuple[float, float]:
+    """Seconds of statistics of a product with the vocabulary, and makespan over mean."""
+    from pdkernels.triton.linear_token_statistics import _TABLE, FEW_ROWS, choose_parts
+
+    many = rows > FEW_ROWS
+    tiling, kernel = _TABLE["sm_90"][many], figures["vocabulary many" if many else "vocabulary few"]
+    tiles, parts = choose_parts(width, tiling.columns)
+    step = step_cycles(device, kernel["steady"], kernel["warps"])
+    # What is not the loop of products is issued once for the tiles abreast.
+    one = depth / tiling.depth * step + (kernel["code"] - kernel["steady"]["slots"]) * kernel["warps"] / 4
+    left = [min(tiles, -(-width // tiling.columns) - part * tiles) for part in range(parts)]
+    row_tiles = -(-rows // tiling.rows)
+    costs = [-(-count // tiling.abreast) * one + device.program for count in left for _ in range(row_tiles)]
+    longest, mean = makespan(costs, device.sms * kernel["programs"])
+    seconds = max(longest / device.clock, (width + rows) * depth * 2 / device.memory)
+    return seconds + 2 * device.launch, longest / mean
+
+
+def small(device: Device, launches: int, moved: float, waits: int) -> float:
+    """Seconds of kernels bound by latency: launches, bytes, and accesses that wait for another one."""
+    return launches * device.launch + moved / device.memory + waits * device.latency
+
+
+def region_slots() -> float | None:
+    """What a warp issues for a region of 2048 bf16 logits; None without nvcc."""
+    from setup import CUDA_ARCHS
+    from tests.harness.budgets import INCLUDE_DIRS, KERNEL_FOLDER, compile_kernels
+    from tests.harness.sass import cheapest_way, disassemble
+
+    if find_nvcc() is None:
+        return None
+    code = compile_kernels(KERNEL_FOLDER / "token_statistics.cu", INCLUDE_DIRS, CUDA_ARCHS)
+    found = disassemble(code, "sm_90a")
+    (kernel,) = (body for name, body in found.items() if "token_region_kernelI13__nv_bfloat16Lb1ELb0E" in name)
+    return cheapest_way(kernel, "MUFU.EX2", 64)
+
+
+def rows(device: Device, figures: dict[str, Any], slots: float | None) -> list[Row]:
+    """The table."""
+    us = 1e-6
+    noisy = Attention(device, figures, masks.noise_aware_causal(512, 32, 64, layout="streams").plan(128, 128), (28, 4))
+    dual = Attention(device, figures, masks.dual_stream(4096, 32).plan(128, 128), (32, 8))
+    found = [
+        Row("block-sparse forward, noise-aware 4608", 117 * us, 195 * us, *noisy.forward()),
+        Row("its backward", 292 * us, 580 * us, *noisy.backward()),
+        Row("dual stream 8192, forward", 349 * us, 520 * us, *dual.forward()),
+        Row("its backward", 873 * us, 1700 * us, *dual.backward()),
+        Row("quadratic width 8, prefix 16k", 27.5 * us, 42 * us, *speculative(device, figures, 81, 16384, (32, 8))),
+    ]
+    if slots is not None:
+        found.append(
+            Row("token statistics 256 x 126,464", 15.1 * us, 17.5 * us, statistics(device, slots, 256, 126464))
+        )
+    found += [
+        Row(f"LM head, {count} rows", floor * us, goal * us, *head(device, figures, count, 126464, 4096))
+        for count, floor, goal in ((256, 336, 370), (64, 241, 245))
+    ]
+    wave, accepted = 512 * 5280 * 2, 8 * 147456
+    return [
+        *found,
+        # Exit: sums, then two more looks at the row. Inject waits for numbers that say where a row comes from.
+        Row("recurrence exit and inject, 512 rows", 6.3 * us, 9 * us, small(device, 2, 6 * wave, 3)),
+        # Lengths, indices and pages before the rows, and the lengths again in the second launch.
+        Row("KV commit, 8 rows of 36 layers", 0.5 * us, 5 * us, small(device, 2, 2 * accepted, 4)),
+    ]
+
+
+def controls(device: Device, figures: dict[str, Any]) -> list[tuple[str, float, str]]:
+    """(what, predicted TFLOP/s of its loop on full tiles, what was published)."""
+
+    def rate(loop: dict[str, int], warps: int) -> float:
+        flops = loop["tensor"] * warps / 4 * 4096
+        return flops / step_cycles(device, loop, warps) * device.clock * device.sms / 1e12
+
+    flex = figures["flex"]
+    # As FlashAttention 4's forward for Hopper was found compiled: products of one group of 64 rows run while the other one's softmax
+    # does, 455 instructions a warp for 128 keys, and each group waits for both of its products.
+    flash = {"slots": 455, "tensor": 1024, "mufu": 512, "wait": 1, "drains": 0, "loaded": 0}
+    tensor, issue = flash["tensor"] * 2, flash["slots"] * 2
+    overlapped = 2 * tensor / (max(tensor, issue) + 2 * device.drain) * 2048 * device.clock * device.sms / 1e12
+    return [
+        ("FlexAttention's template, no mask", rate(flex["steady"], flex["warps"]), "408 to 496"),
+        ("FlashAttention 4's loop for Hopper", overlapped, "560 to 740 (FlashAttention 3)"),
+    ]
+
+
+def markdown(device: Device, figures: dict[str, Any], slots: float | None) -> str:
+    """Loops, rows and controls, for docs/gpu_proof.md."""
+
+    def time(seconds: float) -> str:
+        micro = seconds * 1e6
+        return f"{micro / 1000:.2f} ms" if micro >= 1000 else f"{micro:.0f} µs" if micro >= 20 else f"{micro:.1f} µs"
+
+    lines = [
+        "| work | floor | goal | predicted now | over its goal | makespan / mean |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows(device, figures, slots):
+        over = f"{(row.predicted / row.goal - 1) * 100:+.0f} %"
+        balance = "" if row.balance is None else f" {row.balance:.2f}"
+        lines.append(
+            f"| {row.work} | {time(row.floor)} | {time(row.goal)} | {time(row.predicted)} | {over} |{balance} |"
+        )
+    lines += ["", "| control | predicted TFLOP/s | published |", "|---|---:|---|"]
+    lines += [f"| {what} | {rate:.0f} | {known} |" for what, rate, known in controls(device, figures)]
+    lines += ["", "| loop | slots a warp | tensor cycles | MUFU cycles | loads under way | spills | cycles a step |"]
+    lines += ["|---|---:|---:|---:|---:|---:|---:|"]
+    for name, kernel in figures.items():
+        loop, cycles = kernel["steady"], step_cycles(device, kernel["steady"], kernel["warps"])
+        wait = "" if loop["wait"] == 99 else f" {loop['wait']}"
+        tensor = loop["tensor"] * kernel["warps"] // 4
+        lines.append(
+            f"| {name} | {loop['slots']} | {tensor} | {loop['mufu'] * kernel['warps'] // 4} |{wait} | {loop['spills']} | {cycles:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Predicted times of the kernels on a GPU, from their machine code.")
+    parser.add_argument("--device", choices=sorted(DEVICES), default="h200")
+    device = DEVICES[parser.parse_args(arguments).device]
+    if find_cuobjdump() is None:
+        print(
+            "pdkernels predict: cuobjdump was not found. It comes with the CUDA toolkit and with triton.",
+            file=sys.stderr,
+        )
+        return 2
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        print(
+            "pdkernels predict: triton was not found, which compiles the kernels. pip install triton", file=sys.stderr
+        )
+        return 2
+    from tests.harness.loop_figures import measure
+
+    slots = region_slots()
+    print(f"Predicted for an {device.name}, not measured.\n\n{markdown(device, measure(), slots)}")
+    if slots is None:
+        print("\nToken statistics are missing: nvcc was not found. It comes with the CUDA toolkit.", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
