@@ -5,6 +5,7 @@
 
 namespace pdkernels::cuda {
 constexpr int kCutThreads = 512;
+constexpr int kCutBlocks = 2;  // an SM; told to ptxas, it spills nothing
 constexpr int kBins = 2048;
 
 // Masses are whole multiples of 2^-40 of the largest token's, so the order in which they are added does not matter.
@@ -72,7 +73,8 @@ __device__ void find_bin(CutRoom& room, double share) {
 }
 
 template <class T, int kSize>
-__global__ void __launch_bounds__(kCutThreads) token_cut_kernel(const __grid_constant__ TokenStatisticsArgs args) {
+__global__ void __launch_bounds__(kCutThreads, kCutBlocks)
+    token_cut_kernel(const __grid_constant__ TokenStatisticsArgs args) {
   __shared__ CutRoom room;
   const int64_t r = blockIdx.x, source = args.source(r);
   if (source < 0) return;
