@@ -11,14 +11,14 @@ from typing import Annotated
 import typer
 
 from pdkernels._validation import check as demand
-from pdkernels.cli._terminal import errors_told
+from pdkernels.cli._terminal import errors_reported
 
 _ROOT = Path(__file__).resolve().parents[2]
 
 
 def predict(device: Annotated[str, typer.Option(help="'h200' or 'h100'.")] = "h200") -> None:
     """Predict times of the kernels on a GPU, without one: they are compiled, and their machine code is read."""
-    with errors_told():
+    with errors_reported():
         there = (_ROOT / "tests" / "harness" / "predict.py").is_file()
         demand(there, "predict", "the package", "run from a checkout, whose sources it compiles", "an installed one")
         demand(device in ("h200", "h100"), "predict", "--device", "be h200 or h100", repr(device))
