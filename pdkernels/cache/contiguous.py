@@ -80,7 +80,7 @@ class KVCacheBase:
                 operator.index(value) for value in (values if isinstance(values, Iterable) else [values] * self.batch)
             ]
         except TypeError:
-            raise TypeError(message(op, argument, "be an int, or one a sequence", values)) from None
+            raise TypeError(message(op, argument, "be an int, or one per sequence", values)) from None
 
     def reset_(self) -> None:
         """Empties every sequence."""

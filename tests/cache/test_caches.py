@@ -139,10 +139,10 @@ def test_bad_sizes(call, text: str) -> None:
         "ContiguousKVCache: layers must be an integer, got bool": lambda: ContiguousKVCache(True, 1, 4, 1, 1),
         "ContiguousKVCache: capacity must be an integer, got float": lambda: ContiguousKVCache(1, 1, 4.0, 1, 1),
         "PagedKVCache: page_size must be an integer, got str": lambda: PagedKVCache(1, 1, 4, "2", 1, 1),
-        r"reserve_: lengths must be an int, or one a sequence, got \[1.5, 1\]": lambda: PagedKVCache(
+        r"reserve_: lengths must be an int, or one per sequence, got \[1.5, 1\]": lambda: PagedKVCache(
             1, 2, 4, 2, 1, 1
         ).reserve_([1.5, 1]),
-        r"trim_: new_lengths must be an int, or one a sequence, got 0.0": lambda: ContiguousKVCache(
+        r"trim_: new_lengths must be an int, or one per sequence, got 0.0": lambda: ContiguousKVCache(
             1, 1, 4, 1, 1
         ).trim_(0.0),
     }.items(),

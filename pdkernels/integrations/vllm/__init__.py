@@ -1,6 +1,7 @@
-"""A plugin for vLLM: our attention on its paged caches, and drafts that are looked up.
+"""A plugin for vLLM: our attention on its paged caches, and lookup drafts.
 
-Installed beside vLLM, the package is found through the entry point ``vllm.general_plugins``. That alone changes nothing; an engine asks for:
+Installed with vLLM, the package is found through the entry point ``vllm.general_plugins``. That alone changes nothing; an
+engine enables:
 
 - ``attention_backend="CUSTOM"``: `AttentionBackend`, on CPUs and on CUDA.
 - ``speculative_config={"method": "custom_class", "model": "pdkernels.integrations.vllm.LookupProposer", "num_speculative_tokens": 8}``:
@@ -20,7 +21,7 @@ __all__ = ["LookupProposer", "register"]
 
 
 def __getattr__(name: str) -> Any:
-    """`register` alone needs vLLM."""
+    """Only `register` needs vLLM."""
     if name == "register":
         from pdkernels.integrations.vllm._register import register
 

@@ -1,4 +1,4 @@
-"""vLLM's side of the attention backend: which cases it takes, and what it hands to a layer."""
+"""vLLM's side of the attention backend: which cases it supports, and what it passes to a layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OP = 'attention_backend="CUSTOM"'
 
 @dataclass
 class Metadata(base.AttentionMetadata):  # type: ignore[misc]
-    """Of one step."""
+    """Metadata of one step."""
 
     num_actual_tokens: int
     max_query_len: int
@@ -30,7 +30,7 @@ class Builder(base.AttentionMetadataBuilder[Metadata]):  # type: ignore[misc]
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
-        """Nothing here waits for the device: only how many tokens are new is read, on the host."""
+        """Nothing here waits for the device: only the numbers of new tokens are read, on the host."""
         common = common_attn_metadata
         if not isinstance(common.causal, bool):
             raise NotImplementedError(message(OP, "causal", "be one flag for all requests", "one for each"))

@@ -1,4 +1,4 @@
-"""The proposer: drafts that are looked up in a request's own text."""
+"""The proposer: drafts looked up in a request's own text."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pdkernels.decoding._lookup import GROWTH, LEAST, REACH
 
 
 def looked_up(text: numpy.ndarray, most: int) -> list[int]:
-    """What followed the last tokens of `text` ``(tokens,)`` when they occurred before, at most `most` tokens.
+    """What followed an earlier occurrence of the last tokens of `text` ``(tokens,)``, at most `most` tokens.
 
-    The rule of ``jacobi(draft="lookup")`` without its pool of rejected tokens: the longest match of at most `REACH` tokens counts,
+    The rule of ``jacobi(draft="lookup")`` without its pool of rejected tokens: the longest match of at most `REACH` tokens wins,
     then the latest one; a short match gives a short draft, one of a single token gives none.
 
     >>> import numpy
@@ -24,7 +24,7 @@ def looked_up(text: numpy.ndarray, most: int) -> list[int]:
     import numpy
 
     size = len(text)
-    ends = numpy.arange(1, size)  # a place is the index behind a match
+    ends = numpy.arange(1, size)  # each end is the index after a match
     length = 0
     for compared in range(1, REACH + 1):
         ends = ends[ends >= compared]
@@ -36,16 +36,16 @@ def looked_up(text: numpy.ndarray, most: int) -> list[int]:
         return []
     count = most if length == REACH else min(most, GROWTH * length)
     followed: list[int] = text[after : after + count].tolist()
-    # A text that goes on in a loop is drafted at full length.
+    # A text that runs in a loop is drafted at full length.
     return (followed * -(-count // len(followed)))[:count]
 
 
 class LookupProposer:
-    """Drafts for speculative decoding in vLLM from what followed a request's last tokens when they occurred before.
+    """Drafts for speculative decoding in vLLM from what followed earlier occurrences of a request's last tokens.
 
     Costs no forward, and is right wherever an answer quotes its prompt or repeats itself. vLLM verifies the drafts, so the tokens are
-    those without it. Unlike vLLM's own method "ngram", a longer match gives a longer draft, down to none after a match of one
-    token, and a loop is drafted at full length. Named in an engine's arguments, with the most tokens of a draft::
+    those without drafts. Unlike vLLM's own method "ngram", a longer match gives a longer draft, down to none after a match of one
+    token, and a loop is drafted at full length. Enabled by an engine's arguments, with the most tokens of a draft::
 
         speculative_config={"method": "custom_class", "model": "pdkernels.integrations.vllm.LookupProposer", "num_speculative_tokens": 8}
 
@@ -68,7 +68,7 @@ class LookupProposer:
         self.most = int(vllm_config.speculative_config.num_speculative_tokens)
 
     def load_model(self, *_: Any, **__: Any) -> None:
-        """There is none."""
+        """No model to load."""
 
     def propose(
         self,
@@ -77,10 +77,10 @@ class LookupProposer:
         token_ids_cpu: numpy.ndarray,
         **_: Any,
     ) -> list[list[int]]:
-        """A draft for each request that has just been given tokens.
+        """A draft for each request that has just received tokens.
 
         Args:
-            sampled_token_ids: what each request got in this step; nothing while its prompt is still being read.
+            sampled_token_ids: the tokens of each request in this step; empty while its prompt is still being processed.
             num_tokens_no_spec: ``(requests,)`` tokens of each text.
             token_ids_cpu: ``(requests, longest)`` the texts.
         """

@@ -1,4 +1,4 @@
-"""Attention of a batch in which each request has its own number of new tokens, over a paged cache. Knows nothing of vLLM."""
+"""Attention of a batch in which each request has its own number of new tokens, over a paged cache. Independent of vLLM."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pdkernels import masks
 from pdkernels.masks import TilePlan
 from pdkernels.ops import speculative_attention_append_
 
-PADDED = 16  # requests with at most so many new tokens share a call, padded to the longest of them
+PADDED = 16  # requests with at most this many new tokens share a call, padded to the longest of them
 
 
 def grouped(new: Sequence[int], padded: int = PADDED) -> list[tuple[int, list[int]]]:
-    """Which requests share a call, and the rows that each has there: short ones all, longer ones with their equals.
+    """Which requests share a call, and the rows of each in it: all short ones together, longer ones with those of equal length.
 
     >>> grouped([1, 40, 5, 0, 40, 1], padded=16)
     [(5, [0, 2, 5]), (40, [1, 4])]
@@ -41,7 +41,7 @@ def _plan(new: int, causal: bool, device: torch.device) -> TilePlan:
 class _Call:
     shape: tuple[int, int]  # requests, rows of each
     rows: slice | Tensor  # of the batch's tokens; shorter requests repeat their last one
-    real: tuple[Tensor, Tensor] | None  # which rows are not such repetitions, and their tokens; None: all
+    real: tuple[Tensor, Tensor] | None  # which rows are not repetitions, and their tokens; None: all
     counts: Tensor | None
     lengths: Tensor
     pages: Tensor
@@ -49,13 +49,13 @@ class _Call:
 
 
 class RaggedBatch:
-    """How one step of a batch attends, worked out once for all layers.
+    """The attention layout of one step of a batch, computed once for all layers.
 
     Args:
-        starts: ``requests + 1`` places on the host: request i has the tokens ``starts[i] .. starts[i + 1]`` of the batch.
+        starts: ``requests + 1`` offsets on the host: request i has the tokens ``starts[i] .. starts[i + 1]`` of the batch.
         lengths: ``(requests,)`` int32 or int64, tokens of each request with its new ones.
         block_table: ``(requests, pages of each)`` int32 or int64.
-        causal: whether new tokens see only those before them among themselves; all see the cached ones.
+        causal: whether new tokens see only earlier ones among the new; all see the cached ones.
     """
 
     def __init__(self, starts: Sequence[int], lengths: Tensor, block_table: Tensor, *, causal: bool = True) -> None:
@@ -109,7 +109,7 @@ class RaggedBatch:
         """Writes the attention of one layer into `out`, and the new keys and values into `cache`.
 
         Args:
-            query, out: ``(tokens, heads, head_dim)``; rows past the batch's tokens are padding and left alone.
+            query, out: ``(tokens, heads, head_dim)``; rows past the batch's tokens are padding and not written.
             key, value: ``(tokens, kv_heads, head_dim)``.
             cache: ``(pages, kv_heads, page_size, 2 * head_dim)`` of any strides: keys, then values.
             scale: of the scores.

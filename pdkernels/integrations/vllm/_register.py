@@ -1,4 +1,4 @@
-"""What vLLM calls when it loads its plugins."""
+"""The function that vLLM calls when it loads its plugins."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ BACKEND = "pdkernels.integrations.vllm._attention.AttentionBackend"
 
 
 def register() -> None:
-    """Make ``attention_backend="CUSTOM"`` of vLLM mean ours. More than once does no harm.
+    """Registers our attention as ``attention_backend="CUSTOM"`` of vLLM. Idempotent.
 
-    vLLM calls it by itself in each of its processes, through the entry point ``pdkernels`` of the group ``vllm.general_plugins``.
+    vLLM calls it in each of its processes, through the entry point ``pdkernels`` of the group ``vllm.general_plugins``.
 
     Example:
         >>> from vllm.v1.attention.backends.registry import AttentionBackendEnum
