@@ -105,9 +105,9 @@ def op_table(rows: list[Row]) -> str:
         cells = []
         for found in cases.values():
             row, own = next((row for row in found if row["candidate"] == candidate), None), ours(found)
-            beside = f" ({times_ours(row, own):.2f}x)" if row and own else ""
+            relative = f" ({times_ours(row, own):.2f}x)" if row and own else ""
             launched = "*" if row and row["timed_by"] == "calls" else ""
-            cells.append(f"{row['median_us']:,.1f} ± {row['iqr_us'] / 2:,.1f}{launched}{beside}" if row else "-")
+            cells.append(f"{row['median_us']:,.1f} ± {row['iqr_us'] / 2:,.1f}{launched}{relative}" if row else "-")
         lines.append([f"**{candidate}**" if candidate.startswith("pdkernels") else candidate, *cells])
     parts = [nearness(found) for found in cases.values()]
     if any(parts):
@@ -120,7 +120,7 @@ def machine(rows: list[Row]) -> str:
     facts = [f"copy {floors['copy_gb_per_s']:,.0f} GB/s read and written", f"read {floors['read_gb_per_s']:,.0f} GB/s"]
     facts += [f"{name} product {floors[f'{name}_tflops']:,.0f} TFLOP/s" for name in ("bf16", "fp32")]
     facts += [f"shortest launch {floors['shortest_launch_us']} µs"] if "shortest_launch_us" in floors else []
-    return f"{row['device']}, torch {row['torch']}, pdkernels {row['pdkernels']}; measured beside: {', '.join(facts)}."
+    return f"{row['device']}, torch {row['torch']}, pdkernels {row['pdkernels']}; measured in the same run: {', '.join(facts)}."
 
 
 def span(values: list[float | None], form: str) -> str:

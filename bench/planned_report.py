@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bench.gpu_report import table
 from bench.rows import Row, by_candidate
-from bench.tables import beside_ours, machine
+from bench.tables import lines_relative_to_ours, machine
 
 
 def planned_round(rows: list[Row]) -> str:
@@ -13,7 +13,7 @@ def planned_round(rows: list[Row]) -> str:
         return "not measured"
     cases = [(f"{kind}, {d}", {"kind": kind, "dtype": d}) for kind in ("dense", "sparse") for d in ("fp32", "bf16")]
     found = dict(by_candidate(rows, cases))
-    lines = beside_ours(found, lambda us: f"{us / 1e3:.2f}")
+    lines = lines_relative_to_ours(found, lambda us: f"{us / 1e3:.2f}")
     first = {name: max(row["first_call_ms"] for row in times if row) for name, times in found.items()}
     lines = [[*line, f"{longest:,.0f}"] for line, longest in zip(lines, first.values(), strict=True)]
     header = ["ms, median (times pdkernels)", *(title for title, _ in cases), "first call, ms, the longest"]

@@ -16,7 +16,7 @@ from bench import gpu_report, plots
 from bench.gpu_report import table
 from bench.planned_report import evaluation_planned, planned_round
 from bench.rows import Row, best_settings, by_candidate, family, load
-from bench.tables import beside, beside_ours, machine, microseconds, ratio
+from bench.tables import lines_relative_to_ours, machine, microseconds, ratio, relative_to_ours
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results/cpu"
@@ -186,7 +186,9 @@ def block_sparse_attention(rows: list[Row], **wanted: Any) -> str:
         cells = []
         for row, own in zip(times, ours):
             setting = f", {row['setting']}" if row and row["setting"] else ""
-            cells.append(f"{row['median_us'] / 1e3:.2f} ({beside(row, own)}{setting})" if row and own else "-")
+            cells.append(
+                f"{row['median_us'] / 1e3:.2f} ({relative_to_ours(row, own)}{setting})" if row and own else "-"
+            )
         lines.append([f"**{name}**" if name == "pdkernels" else name, *cells])
     if wanted.get("backward") and "cuda" not in rows[0]["group"]:
         lines.append(["FlexAttention", *("no backward on the CPU" for _ in cases)])
@@ -205,7 +207,7 @@ def speculative_attention(rows: list[Row]) -> str:
         return "not measured"
     cases = [(f"{d}, prefix {p:,}", {"dtype": d, "prefix": p}) for d in ("fp32", "bf16") for p in (2048, 8192)]
     found = dict(by_candidate(rows, cases))
-    lines = beside_ours(found, lambda us: f"{us / 1e3:.2f}")
+    lines = lines_relative_to_ours(found, lambda us: f"{us / 1e3:.2f}")
     lines.append(
         ["useful TFLOP/s of pdkernels", *(f"{row['useful_tflops']:.3g}" if row else "-" for row in found["pdkernels"])]
     )
@@ -224,7 +226,7 @@ def by_rows(rows: list[Row], count: str = "rows", **wanted: Any) -> str:
     lines, ours = [], by_candidate(rows, cases)[0][1]
     for name, found in by_candidate(rows, cases):
         cells = [
-            f"{microseconds(row['median_us'])} ({beside(row, own)})" if row and own else "-"
+            f"{microseconds(row['median_us'])} ({relative_to_ours(row, own)})" if row and own else "-"
             for row, own in zip(found, ours)
         ]
         lines.append([f"**{name}**" if name == "pdkernels" else name, *cells])
@@ -285,7 +287,7 @@ def by_sizes(rows: list[Row], title: str, op: str, sizes: dict[str, str]) -> str
         for case in sorted({tuple(row[size] for size in sizes) for row in rows})
     ]
     found = dict(by_candidate(rows, cases))
-    lines = beside_ours(found, microseconds)
+    lines = lines_relative_to_ours(found, microseconds)
     return f"{table([title, *(case for case, _ in cases)], lines)}\n\n{machine(rows)}"
 
 

@@ -15,18 +15,18 @@ def ratio(value: float) -> str:
     return f"{value:,.0f}x" if value >= 10 else f"{value:.2f}x"
 
 
-def beside(row: Row, own: Row) -> str:
+def relative_to_ours(row: Row, own: Row) -> str:
     """How many times as long it takes as ours. Each was timed in turn with the same baseline: only ratios to it may be compared."""
     return ratio(row["ratio_to_baseline"] / own["ratio_to_baseline"])
 
 
-def beside_ours(found: dict[str, list[Row | None]], shown: Callable[[float], str]) -> list[list[str]]:
+def lines_relative_to_ours(found: dict[str, list[Row | None]], shown: Callable[[float], str]) -> list[list[str]]:
     """A line for each candidate: its times, formatted by `shown`, and their ratio to ours."""
     return [
         [
             f"**{name}**" if name == "pdkernels" else name,
             *(
-                f"{shown(row['median_us'])} ({beside(row, own)})" if row and own else "-"
+                f"{shown(row['median_us'])} ({relative_to_ours(row, own)})" if row and own else "-"
                 for row, own in zip(times, found["pdkernels"])
             ),
         ]

@@ -140,7 +140,7 @@ def test_bisection_may_end_in_another_text() -> None:
         assert all(filling.exact for filling in limit.fillings.values())
 
 
-def test_every_block_is_asked_once_and_filled_places_do_not_matter() -> None:
+def test_every_block_is_evaluated_once_and_filled_positions_do_not_matter() -> None:
     asked: list[Block] = []
     inner = random_function(7, 8)
 
@@ -156,7 +156,7 @@ def test_every_block_is_asked_once_and_filled_places_do_not_matter() -> None:
     assert sorted(limit.order) == [1, 2, 4, 5, 6, 7]
 
 
-def test_a_spent_budget_falls_back_to_single_places() -> None:
+def test_a_spent_budget_falls_back_to_single_positions() -> None:
     spent = 0
     for seed, size in sizes(60):
         model, block = random_function(seed, size), (MASK,) * size

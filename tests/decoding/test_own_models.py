@@ -199,7 +199,7 @@ class NoCache:
         return hidden
 
 
-def test_a_model_says_whether_it_keeps_rows() -> None:
+def test_a_model_declares_whether_it_keeps_rows() -> None:
     model = NoCache()
     assert len(generate(model, [1, 2], "llada", max_new_tokens=4).tokens) == 4
     assert len(generate(model, [1, 2], "fast_dllm", max_new_tokens=4, cache="none").tokens) == 4

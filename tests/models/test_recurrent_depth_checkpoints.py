@@ -267,7 +267,7 @@ def test_an_unknown_architecture_names_all_that_are_known(tmp_path: Path) -> Non
         models.load(tmp_path)
 
 
-def test_the_architecture_may_stand_for_the_model_type(tmp_path: Path) -> None:
+def test_the_architecture_may_replace_the_model_type(tmp_path: Path) -> None:
     write(tmp_path, {name: value for name, value in SMALL.items() if name != "model_type"}, tensors())
     assert isinstance(models.load(tmp_path), RecurrentDepth)
 

@@ -370,7 +370,7 @@ def test_bad_gate(x: object, text: str) -> None:
     assert str(error.value).startswith("pdkernels.")
 
 
-def test_no_gradient_is_asked_for_where_none_is_recorded() -> None:
+def test_no_gradient_is_requested_if_none_is_recorded() -> None:
     weight = W.clone().requires_grad_()
     with torch.no_grad():
         assert pd.add_rms_norm(X, X, weight)[0].shape == X.shape

@@ -107,7 +107,7 @@ def synthetic(count: int, seed: int) -> SamplerSteps:
     return SamplerSteps(features, final, active, torch.arange(count))
 
 
-def test_training_finds_what_other_places_decide() -> None:
+def test_training_finds_what_other_positions_decide() -> None:
     train, held_out = synthetic(400, 0), synthetic(200, 1)
     found = {}
     for kind in ("attention", "pointwise"):
