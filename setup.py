@@ -5,8 +5,9 @@
 ``pdkernels._host``     the pybind11 module.
 
 Environment: PDKERNELS_BUILD_CUDA=auto|0|1, PDKERNELS_CUDA_ARCHS (default "80;90a;100"), MAX_JOBS, CXX,
-PDKERNELS_HOST_PYTHONS (interpreters, separated by colons, that one wheel is to serve in addition to the running one), and
-two for tests, which build CPU ops under ``build/`` and install nothing: PDKERNELS_SANITIZE=1, with ASan and UBSan, and
+PDKERNELS_HOST_PYTHONS (interpreters, separated by colons, that one wheel is to serve in addition to the running one),
+PDKERNELS_OPS_NAMESPACE (of the ops in torch, for a copy of the package under that name: scripts/hf_kernels.py), and two for
+tests, which build CPU ops under ``build/`` and install nothing: PDKERNELS_SANITIZE=1, with ASan and UBSan, and
 PDKERNELS_EMULATE_ISA=1, with all vector units on any processor.
 """
 
@@ -239,6 +240,8 @@ def strip(library: Path) -> None:
 
 class BuildNative(build_ext):
     def run(self) -> None:
+        if self.inplace and os.environ.get("PDKERNELS_OPS_NAMESPACE"):
+            fail("PDKERNELS_OPS_NAMESPACE is for a copy of the package. Build with --build-lib, not --inplace.")
         # Two builds for tests, with kernels of all CPU levels that run on any processor: one with sanitizers, to
         # replace the library, and one to be loaded alongside it.
         sanitize = os.environ.get("PDKERNELS_SANITIZE") == "1"
@@ -288,11 +291,16 @@ class BuildNative(build_ext):
         with_torch = ["-isystem", torch / "include", f"-DTORCH_TARGET_VERSION={STABLE_ABI}"]
         on_cpu = ["-I", ROOT / "csrc/cpu", *with_torch]
         facts = {"VERSION": VERSION, "TORCH_VERSION": torch_version, "CUDA_ARCHS": ";".join(archs)}
+        # The bindings alone know the namespace: what is built for another one lies in a folder of that name.
+        named = os.environ.get("PDKERNELS_OPS_NAMESPACE", "")
+        namespace = [f"-DPDKERNELS_OPS_NAMESPACE={named}"] if named else []
+        folder = f"{named}/" if named else ""
         ninja.compiler("cxx", *cxx, *host, *on_cpu)
+        ninja.compiler("cxx_bindings", *cxx, *host, *on_cpu, *namespace)
         ninja.compiler("cxx_info", *cxx, *host, *(f'-DPDKERNELS_{name}="{value}"' for name, value in facts.items()))
 
         bindings = ROOT / "python_bindings"
-        objects = [ninja.build("ops_cpu.o", "cxx", bindings / "ops.cpp")]
+        objects = [ninja.build(f"{folder}ops_cpu.o", "cxx_bindings", bindings / "ops.cpp")]
         objects += [ninja.build("build_info.o", "cxx_info", bindings / "build_info.cpp")]
         for level, flags in cpu_levels(emulate=for_tests).items():
             ninja.compiler(f"cxx_{level}", *cxx, *host, "-I", ROOT / "csrc/cpu", *flags)
@@ -304,24 +312,18 @@ class BuildNative(build_ext):
         libraries = ["-L", torch / "lib", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu"]
         if nvcc is None:
             ninja.linker("link_ops", [*cxx, "-shared", *optimise], libraries)
-            return ninja.build("_ops.so", "link_ops", *objects)
+            return ninja.build(f"{folder}_ops.so", "link_ops", *objects)
 
         own = ["-I", ROOT / "csrc/include", "-I", ROOT / "csrc/cuda"]
         host_flags = ["-ccbin", cxx[0], "--threads", "3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
-        ninja.compiler(
-            "nvcc",
-            nvcc,
-            "-DPDKERNELS_DEVICE_CUDA",
-            *NVCC_FLAGS,
-            "-lineinfo",
-            *smallest_code(nvcc),
-            *host_flags,
-            *cuda_targets(archs),
-            *own,
-            *with_torch,
-        )
-        units = [*sorted((ROOT / "csrc/cuda").glob("*.cu")), bindings / "ops.cpp"]
-        on_cuda = [ninja.build(f"cuda_{unit.stem}.o", "nvcc", unit) for unit in units]
+        on_device = ["-DPDKERNELS_DEVICE_CUDA", *NVCC_FLAGS, "-lineinfo", *smallest_code(nvcc), *host_flags]
+        on_device += [*cuda_targets(archs), *own, *with_torch]
+        ninja.compiler("nvcc", nvcc, *on_device)
+        ninja.compiler("nvcc_bindings", nvcc, *on_device, *namespace)
+        on_cuda = [
+            ninja.build(f"cuda_{unit.stem}.o", "nvcc", unit) for unit in sorted((ROOT / "csrc/cuda").glob("*.cu"))
+        ]
+        on_cuda.append(ninja.build(f"{folder}cuda_ops.o", "nvcc_bindings", bindings / "ops.cpp"))
         if not all(unit.exists() for unit in on_cuda):
             text = (
                 f"pdkernels: compiling CUDA for {len(archs)} architectures ({', '.join(archs)}), which takes minutes; "
@@ -329,7 +331,7 @@ class BuildNative(build_ext):
             print(f"{text}PDKERNELS_BUILD_CUDA=0 leaves it out, PDKERNELS_CUDA_ARCHS chooses", flush=True)
         command = [nvcc, "-shared", "-ccbin", cxx[0], "-cudart", "static", "--no-device-link"]
         ninja.linker("link_ops", command, [str(part).replace("-Wl,", "-Xlinker=") for part in libraries])
-        return ninja.build("_ops.so", "link_ops", *objects, *on_cuda)
+        return ninja.build(f"{folder}_ops.so", "link_ops", *objects, *on_cuda)
 
     def run_ninja(self, out: Path) -> None:
         # A C++ unit with torch's headers takes about 1 GB to compile.

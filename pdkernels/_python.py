@@ -4,7 +4,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-if find_spec("pdkernels._host") is None:
+if find_spec("._host", __package__) is None:
     _there = sorted(path.name.split(".")[1] for path in Path(__file__).parent.glob("_host.*.so"))
     raise ImportError(
         f"pdkernels: the compiled module _host must be there for Python {sys.version_info[0]}.{sys.version_info[1]}, "

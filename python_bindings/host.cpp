@@ -15,7 +15,8 @@ PYBIND11_MODULE(_host, m) {
       "cpu_isa", [] { return pdkernels::name_of(pdkernels::cpu_isa()); },
       "The vector units CPU kernels may use here: portable, avx2, avx512 or amx. PDKERNELS_CPU_ISA lowers it.");
 
-  py::class_<pdkernels::PageAllocator>(m, "PageAllocator", R"(Hands out page ids of a paged KV cache.
+  py::class_<pdkernels::PageAllocator>(m, "PageAllocator", py::module_local(),
+                                       R"(Hands out page ids of a paged KV cache.
 
 Args:
     num_pages: pages in the pool; ids are 0 .. num_pages - 1.

@@ -140,7 +140,7 @@ py::bytearray relation(const SegmentMask& mask) {
 }
 
 void bind_planner(py::module_& m) {
-  py::class_<TilePlan>(m, "TilePlan", py::buffer_protocol(),
+  py::class_<TilePlan>(m, "TilePlan", py::module_local(), py::buffer_protocol(),
                        "One block of int32 words that holds all arrays of a tile plan.")
       .def_buffer([](TilePlan& plan) {
         return py::buffer_info(plan.words.data(), static_cast<py::ssize_t>(plan.words.size()));
@@ -156,7 +156,7 @@ void bind_planner(py::module_& m) {
       .def_readonly("visits", &TilePlan::visits, "Tiles that hold a visible pair.")
       .def_readonly("visible_pairs", &TilePlan::visible_pairs, "Pairs that the mask shows.");
 
-  py::class_<SegmentMask>(m, "SegmentMask",
+  py::class_<SegmentMask>(m, "SegmentMask", py::module_local(),
                           "Segments as the planner reads them: checked, with a window of rows and columns.")
       .def(py::init(&parse), py::arg("segments"), py::arg("rows"), py::arg("columns"))
       .def_static("repeat", &repeat, py::arg("runs"), py::arg("rows"), py::arg("columns"),

@@ -22,7 +22,8 @@ from pdkernels import _native, backends
 from pdkernels._aliasing import check_memory, check_written
 from pdkernels._validation import check_flag, check_type, fail, message, refuse_tangents
 
-LIBRARY = torch.library.Library("pdkernels", "DEF")
+NAMESPACE = __name__.partition(".")[0]  # of the package itself: a copy under another name has ops of its own
+LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
 # ``PDKERNELS_DEBUG_CHECKS=1``: values on the GPU are read back and checked, at the cost of a sync per call. Read at import.
 DEBUG_CHECKS = os.environ.get("PDKERNELS_DEBUG_CHECKS") == "1"
@@ -110,7 +111,7 @@ def define(
     """
     name = schema[: schema.index("(")]
     LIBRARY.define(schema)
-    overload: torch._ops.OpOverload = getattr(torch.ops.pdkernels, name).default
+    overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
     given = overload._schema.arguments
     arguments = tuple(argument.name for argument in given)
     tensors = tuple(i for i, argument in enumerate(given) if "Tensor" in str(argument.type))
@@ -138,7 +139,7 @@ def define(
     # The backward pass of an op is called only by autograd, and runs where the op ran.
     if not name.endswith("_backward"):
         backends.register(name, on_cuda="triton" if triton else "native")
-    torch.library.register_fake(f"pdkernels::{name}", fake, lib=LIBRARY)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
     if cpu:
         LIBRARY.impl(name, _checked(fake, cpu), "CPU")
     elif not _native.has_native():

@@ -19,7 +19,7 @@ from pdkernels.backends import Backend
 from pdkernels.masks import TilePlan
 from pdkernels.masks.tile_plan import PlanArguments
 from pdkernels.ops._attention import PLAN_SCHEMA, check_plan, dense_plan, given_scale, takes_head_dim
-from pdkernels.ops._library import LIBRARY, Draw, call, define
+from pdkernels.ops._library import LIBRARY, NAMESPACE, Draw, call, define
 from pdkernels.reference import block_sparse_attention as reference
 
 __all__ = ["block_sparse_attention"]
@@ -349,4 +349,4 @@ def _refuse_transforms() -> NoReturn:
 
 
 LIBRARY.impl(OP, _autograd, "Autograd")
-torch.library.register_autograd(f"pdkernels::{OP}_backward", _refuse_second_derivative, lib=LIBRARY)
+torch.library.register_autograd(f"{NAMESPACE}::{OP}_backward", _refuse_second_derivative, lib=LIBRARY)

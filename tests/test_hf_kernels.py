@@ -1,0 +1,88 @@
+"""The ops as a kernel for Hugging Face's library `kernels`."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import hf_kernels
+from tests.test_packaging import AS_BUILT, ROOT, run
+
+# Runs where pdkernels is installed too: both have ops, and each has its own.
+USE = """
+import json, sys, torch, kernels
+from pathlib import Path
+alone = kernels.get_local_kernel(Path(sys.argv[1]))
+assert "pdkernels" not in sys.modules and alone.has_native()
+import pdkernels as pd
+q, k, v = torch.randn(1, 24, 4, 32), *torch.randn(2, 1, 24, 2, 32)
+plans = [package.masks.block_causal(24, 4).plan(16, 16) for package in (alone, pd)]
+assert type(plans[0]) is not type(plans[1])
+mine, theirs = (package.block_sparse_attention(q, k, v, plan) for package, plan in zip((alone, pd), plans))
+assert torch.equal(mine, theirs)
+caches = [package.cache.PagedKVCache(layers=1, batch=1, num_pages=4, page_size=16, kv_heads=2, head_dim=32) for package in (alone, pd)]
+for cache in caches:
+    cache.reserve_([20])
+    cache.append_(0, k[:, :20], v[:, :20])
+    cache.commit_(torch.tensor([20]))
+assert torch.equal(caches[0].k, caches[1].k) and caches[0].lengths.item() == 20
+(loaded,) = kernels.get_loaded_kernels()
+assert alone.__name__ == loaded.metadata.id and hasattr(getattr(torch.ops, alone.__name__), "unmask_")
+print(json.dumps({"id": loaded.metadata.id, "license": loaded.metadata.license, "file": alone.__file__}))
+"""
+
+
+def test_no_absolute_import_is_left(tmp_path: Path) -> None:
+    files = hf_kernels.sources()
+    hf_kernels.write_sources(files, tmp_path)
+    written = {path.relative_to(tmp_path): path for path in tmp_path.rglob("*.py")}
+    assert set(written) == {*files, Path("__init__.py")}
+    for place, path in written.items():
+        folders = place.parent.parts
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module or ""]
+            assert not [name for name in names if name.partition(".")[0] == "pdkernels"], place
+            if not isinstance(node, ast.ImportFrom) or node.level == 0:
+                continue
+            assert node.level <= len(folders) + 1, place
+            folder = tmp_path.joinpath(*folders[: len(folders) - node.level + 1])
+            if node.module is not None and node.module != "_host":  # compiled
+                module = folder.joinpath(*node.module.split("."))
+                assert module.with_suffix(".py").is_file() or (module / "__init__.py").is_file(), (place, node.module)
+
+
+def test_imports_that_cannot_be_made_relative_are_refused() -> None:
+    with pytest.raises(ValueError, match="line 2 must import from pdkernels by `from`, got import pdkernels"):
+        hf_kernels.relative("import torch\nimport pdkernels.ops", ())
+
+
+def test_a_build_is_known_by_its_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = hf_kernels.sources()
+    once = hf_kernels.identity(files)
+    assert once == hf_kernels.identity(files) and len(once) == 8
+    assert hf_kernels.identity(dict(list(files.items())[1:])) != once
+
+
+@pytest.mark.slow
+def test_the_kernel_loads_together_with_the_package(tmp_path: Path) -> None:
+    if importlib.util.find_spec("kernels") is None:
+        pytest.skip("the package `kernels` is not installed")
+    run(sys.executable, "scripts/hf_kernels.py", "--to", tmp_path, cwd=ROOT, environment=AS_BUILT)
+    (variant,) = (tmp_path / "build").iterdir()
+    metadata = json.loads((variant / "metadata.json").read_text())
+    assert variant.name.startswith("torch-stable-abi211-") and variant.name.endswith("-linux")
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", USE, str(tmp_path)]
+    answer = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    assert answer.returncode == 0, answer.stderr
+    told = json.loads(answer.stdout)
+    assert told == {"id": metadata["id"], "license": "Apache-2.0", "file": str(variant / "__init__.py")}
