@@ -6,10 +6,13 @@ from pathlib import Path
 
 from bench.rows import Row, best_settings, family
 from pdkernels.evaluation import plot, plot_masked, plot_recurrent
+from pdkernels.evaluation.plot_rows import NAMES
+
+OURS, OTHERS = "#4c78a8", "#9a9a9a"
 
 
 def kv_commit(rows: list[Row], path: Path) -> None:
-    """Commit times of all candidates, logarithmic, the copy of the same bytes as a line."""
+    """Commit times of all candidates as dots with their values, the copy of the same bytes as a line."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -17,26 +20,52 @@ def kv_commit(rows: list[Row], path: Path) -> None:
 
     rows = [row for row in rows if row["op"] == "kv_commit_" and row["batch"] == 1]
     groups = list(dict.fromkeys(row["accepted"] for row in rows))
-    figure, axes = plt.subplots(1, len(groups), figsize=(11, 3.2), sharey=True, layout="constrained")
-    for axis, accepted in zip(axes, groups):
+    figure, axes = plt.subplots(1, len(groups), figsize=(12, 3.4), sharey=True, squeeze=False, layout="constrained")
+    for axis, accepted in zip(axes[0], groups):
         part = [row for row in rows if row["accepted"] == accepted]
-        colours = ["#1f77b4" if row["candidate"].startswith("pdkernels") else "#bbbbbb" for row in part]
-        axis.barh([row["candidate"] for row in part], [row["median_us"] for row in part], color=colours)
-        axis.axvline(part[0]["baseline_median_us"], color="#d62728", linewidth=1, label="memcpy of the same bytes")
-        axis.set(
-            xscale="log", xlim=(10, 1e6), xlabel="µs (median)", title=f"{accepted} of {part[0]['drafted']} accepted"
-        )
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].invert_yaxis()
-    axes[-1].legend(loc="lower right", frameon=False, fontsize=8)
-    figure.suptitle("kv_commit_, 36 layers x [1, 4096, 8, 128] bf16")
+        copied = part[0]["baseline_median_us"]
+        axis.axvline(copied, color="#c44e52", linewidth=1, zorder=0)
+        axis.text(copied, -0.75, f"memcpy of the same bytes, {told(copied)}", fontsize=7.5, color="#c44e52", ha="left")
+        for place, row in enumerate(part):
+            ours = row["candidate"].startswith("pdkernels")
+            axis.hlines(place, 10, row["median_us"], color="#e4e4e4", linewidth=1, zorder=0)
+            axis.plot(row["median_us"], place, "o", color=OURS if ours else OTHERS, markersize=6)
+            axis.text(
+                row["median_us"] * 1.5,
+                place,
+                told(row["median_us"]),
+                fontsize=8,
+                va="center",
+                fontweight="bold" if ours else "normal",
+            )
+        axis.set(xscale="log", xlim=(10, 6e6), ylim=(len(part) - 0.5, -1.1), xlabel="median, logarithmic")
+        axis.set_xticks([1e1, 1e2, 1e3, 1e4, 1e5], ["10 µs", "100 µs", "1 ms", "10 ms", "100 ms"], fontsize=8)
+        axis.set_title(f"{accepted} of {part[0]['drafted']} accepted", fontsize=10, loc="left")
+        axis.set_yticks(range(len(part)), [row["candidate"] for row in part], fontsize=8.5)
+        axis.tick_params(axis="y", length=0)
+        axis.minorticks_off()
+        axis.spines[["top", "right", "left"]].set_visible(False)
+    figure.suptitle(
+        "kv_commit_, 36 layers of (1, 4096, 8, 128) in bf16", fontsize=11, fontweight="bold", x=0.01, ha="left"
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
+def told(microseconds: float) -> str:
+    """A time with its unit.
+
+    >>> told(28.4), told(1234.0), told(231000.0)
+    ('28 µs', '1.2 ms', '231 ms')
+    """
+    if microseconds < 1000:
+        return f"{microseconds:.0f} µs"
+    return f"{microseconds / 1000:.1f} ms" if microseconds < 1e5 else f"{microseconds / 1000:.0f} ms"
+
+
 def block_sparse_attention(rows: list[Row], path: Path) -> None:
-    """Times of all candidates in bf16 with heads of 128, forward above and with backward below."""
+    """Times of all candidates in bf16 with heads of 128, forward above and with backward below, as multiples of ours on one scale."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -53,25 +82,45 @@ def block_sparse_attention(rows: list[Row], path: Path) -> None:
     ]
     if not all(passes):
         return
-    figure, grid = plt.subplots(2, max(map(len, passes)), figsize=(13, 5.2), squeeze=False, layout="constrained")
-    for axes, cases in zip(grid, passes):
-        for axis in axes[len(cases) :]:
-            axis.set_visible(False)
+    figure = plt.figure(figsize=(13, 6.0), layout="constrained")
+    parts = figure.subfigures(2, 1)
+    for part, cases, title in zip(parts, passes, ("Forward", "Forward and backward")):
+        axes = part.subplots(1, len(cases), sharex=True, squeeze=False)[0]
+        largest = 1.0
         for axis, case in zip(axes, cases):
-            part = [row for row in rows if row["case"] == case][::-1]
-            colours = ["#1f77b4" if row["candidate"] == "pdkernels" else "#bbbbbb" for row in part]
-            bars = axis.barh(
-                [row["candidate"] for row in part], [row["median_us"] / 1e3 for row in part], color=colours
-            )
-            axis.bar_label(bars, fmt="%.1f", fontsize=7, padding=2)
-            axis.set_xlabel("ms (median)", fontsize=8)
-            axis.set_title(case, fontsize=10)
-            axis.margins(x=0.15)
-            axis.spines[["top", "right"]].set_visible(False)
-            axis.tick_params(labelsize=7)
+            own = [row for row in rows if row["case"] == case]
+            ours = next(row["median_us"] for row in own if row["candidate"] == "pdkernels")
+            largest = max(largest, *(row["median_us"] / ours for row in own))
+            axis.axvline(1, color="#444444", linewidth=0.8, linestyle=":", zorder=0)
+            for place, row in enumerate(own):
+                times = row["median_us"] / ours
+                axis.barh(place, times, height=0.7, color=OURS if row["candidate"] == "pdkernels" else OTHERS)
+                factor = "" if times == 1 else f", {times:.1f}x"
+                white = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}
+                text = f"{row['median_us'] / 1e3:.1f} ms{factor}"
+                axis.text(times + 0.4, place, text, fontsize=7.5, va="center", bbox=white)
+            axis.set_yticks(range(len(own)), [row["candidate"] for row in own], fontsize=7.5)
+            axis.set_ylim(len(own) - 0.5, -0.5)
+            axis.set_title(case_name(case), fontsize=9, loc="left")
+            axis.spines[["top", "right", "left"]].set_visible(False)
+            axis.tick_params(axis="y", length=0)
+            axis.tick_params(axis="x", labelsize=7.5)
+        axes[0].set_xlim(0, 1.5 * largest)
+        part.supxlabel("median time over that of pdkernels", fontsize=8)
+        part.suptitle(f"{title}, bf16, heads of 128", fontsize=11, fontweight="bold", x=0.01, ha="left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def case_name(case: str) -> str:
+    """What stands over a panel.
+
+    >>> case_name("noise-aware 1152 d128 bf16 fwd")
+    'noise-aware, 1152 tokens'
+    """
+    layout, tokens, *_ = case.split()
+    return f"{layout}, {tokens} tokens"
 
 
 def evaluations(rows: list[Row], images: Path) -> None:
@@ -103,29 +152,29 @@ def headline(rows: list[Row], path: Path) -> None:
     rows = [row for row in rows if family(row) and row["task"] == "sums"]
     figure, axis = plt.subplots(figsize=(9, 4.6), layout="constrained")
     y, names = 0.0, {}
+    white = {"facecolor": "white", "edgecolor": "none", "pad": 1}
     for name, (title, colour) in GROUPS.items():
         own = [row for row in rows if family(row) == name and (row["lossless"] or name != "transformer")]
-        axis.text(
-            0,
-            y,
-            title,
-            fontsize=10,
-            fontweight="bold",
-            va="center",
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
-        )
+        axis.text(0, y, title, fontsize=10, fontweight="bold", va="center", bbox=white)
         for row in fastest(own):
             y += 1
-            names[y] = row["method"]
+            names[y] = NAMES.get(row["method"], row["method"])
             axis.barh(y, row["speedup"], height=0.72, color=colour)
+            end = row["speedup"]
+            if row.get("speedup_quartiles"):
+                axis.plot(row["speedup_quartiles"], [y, y], color="#333333", linewidth=1.2)
+                end = max(end, row["speedup_quartiles"][1])
             label = f"{row['speedup']:.2f}x"
             if name != "recurrent":  # there recurrences are saved, not forwards
                 label += f"   {row['tokens_per_forward']:.1f} tokens per forward"
-            axis.text(row["speedup"] + 0.15, y, label, fontsize=9, va="center")
+            axis.text(end + 0.15, y, label, fontsize=9, va="center", bbox=white)
         y += 1.4
-    axis.axvline(1, color="#444444", linewidth=0.8, linestyle=":")
-    axis.set(xlim=(0, 22.5), ylim=(y - 0.7, -0.7), yticks=list(names), yticklabels=list(names.values()))
-    axis.set_xlabel("speed on sums, one CPU thread; 1 is the same model at one token per forward", fontsize=9)
+    axis.axvline(1, color="#444444", linewidth=0.8, linestyle=":", zorder=0)
+    axis.set(xlim=(0, 25), ylim=(y - 0.7, -0.7), yticks=list(names), yticklabels=list(names.values()))
+    axis.set_xlabel(
+        "speed on sums, one CPU thread; 1 is the same model at one token per forward; lines: quartiles over prompts",
+        fontsize=9,
+    )
     axis.tick_params(labelsize=9)
     axis.tick_params(axis="y", length=0)
     axis.spines[["top", "right", "left"]].set_visible(False)

@@ -23,6 +23,8 @@ REQUEST = {
     "trace": "bool",
     "overflow": 'Literal["error", "warn"]',
     "infill": "bool",
+    "repetition_penalty": "float",
+    "stop_strings": "Sequence[str]",
 }
 KINDS = {"Prompt": "One", "Batch": "Many"}  # type of a single prompt, and of its result
 

@@ -27,7 +27,13 @@ from .masked_sampling import (
 )
 from .unmask import random_order
 
-SCORES = {"origin": probability, "maskgit_plus": probability, "topk_margin": margin, "entropy": negative_entropy}
+SCORES = {
+    "origin": probability,
+    "maskgit_plus": probability,
+    "topk_margin": margin,
+    "entropy": negative_entropy,
+    "confidence_threshold": probability,
+}
 
 
 def time_quota(masks: int, time: float, after: float) -> int:
@@ -53,6 +59,7 @@ def dream(
     top_p: float = 1.0,
     top_k: int | None = None,
     order_temperature: float = 0.0,
+    threshold: float = 0.9,
     end_tokens: Sequence[int] = (),
     seed: int = 0,
 ) -> MaskedResult:
@@ -70,7 +77,8 @@ def dream(
         algorithm: "maskgit_plus": the probability of the guess; "topk_margin": how far the most probable token is ahead of the
             second; "entropy": the negative entropy of the distribution; "origin": every mask is filled at random, with probability
             1 - s / t between the times t and s, if its uniform number (unmask.py) is at least s / t. The trace has
-            that number as confidence.
+            that number as confidence. "confidence_threshold" (of Fast-dLLM's sampler for Dream): all guesses whose probability
+            reaches `threshold`, and the best one anyway; the times count for nothing.
         eps: the last time.
         temperature, top_p, top_k: of the distribution; the filters also apply at temperature 0. `top_p` uses the distribution
             of all tokens.
@@ -116,6 +124,8 @@ def dream(
             guesses = Guesses(guesses.tokens, noisy)
         if step == steps - 1:
             chosen = list(guesses.tokens)
+        elif algorithm == "confidence_threshold":
+            chosen = surest(guesses.confidence, threshold=threshold, quota=1)
         elif algorithm == "origin":
             chosen = [p for p, u in uniform.items() if u >= after / time]
         else:

@@ -16,6 +16,7 @@ from .masked_sampling import (
     Forward,
     Guesses,
     MaskedResult,
+    Window,
     bidirectional,
     blocks,
     guess,
@@ -23,6 +24,7 @@ from .masked_sampling import (
     steps_per_block,
     surest,
 )
+from .sampling import without
 from .unmask import random_order
 
 
@@ -51,6 +53,7 @@ def unmask_by_quota(
     no_end: bool,
     late_end: bool,
     seed: int,
+    revise: float = 0.0,
 ) -> MaskedResult:
     """The loop of :func:`llada` for any forward."""
     if remasking not in ("low_confidence", "random"):
@@ -58,7 +61,21 @@ def unmask_by_quota(
     if late_end and remasking == "random":
         raise ValueError(f"pdkernels.{op}: late_end must be False where chance decides, got True.")
     windows = blocks(canvas, block_size)
+    doubted: set[int] = set()
     for window, count in zip(windows, steps_per_block(op, steps, windows)):
+        masks = len(canvas.masks(window))
+        each = -(-masks // max(min(count, masks), 1))
+        done = canvas.done
+        while revise > 0 and not done and canvas.masks(window):
+            canvas.forwards += 1
+            logits = forward(canvas.tokens)
+            banned = canvas.end_tokens if no_end else ()
+            guesses = guess(canvas, logits, window, temperature=temperature, seed=seed, banned=banned)
+            low = doubtful(canvas, logits, window, revise) - doubted
+            canvas.commit(guesses, surest(guesses.confidence, quota=each), window)
+            for place in low:
+                canvas.tokens[place] = canvas.mask_token
+            doubted |= low
         for quota in quotas(len(canvas.masks(window)), count):
             if canvas.done or quota == 0:
                 break
@@ -80,6 +97,14 @@ def unmask_by_quota(
     return canvas.result()
 
 
+def doubtful(canvas: Canvas, logits: torch.Tensor, window: Window, below: float) -> set[int]:
+    """Filled positions of a window whose token has a probability below `below` by its row of `logits`, the mask apart."""
+    rows = without(logits.double(), canvas.mask_token).softmax(-1)
+    masks = set(canvas.masks(window))
+    filled = [place for place in range(max(window[0], canvas.start), window[1]) if place not in masks]
+    return {place for place in filled if rows[place, canvas.tokens[place]] < below}
+
+
 @torch.no_grad()
 def llada(
     model: Model,
@@ -94,6 +119,7 @@ def llada(
     guidance: float = 0.0,
     no_end: bool = False,
     late_end: bool = False,
+    revise: float = 0.0,
     end_tokens: Sequence[int] = (),
     seed: int = 0,
 ) -> MaskedResult:
@@ -121,6 +147,9 @@ def llada(
         no_end: end tokens are never guessed.
         late_end: an end token may be the guess, but has confidence 0; all other confidences are those of a distribution without end
             tokens. Not with remasking="random".
+        revise: above 0 tokens may be taken back: a step also opens the positions of its block whose token has less than this
+            probability in its forward, each position once. Steps then fill an equal share, rounded up, until a block is full, which may
+            take more of them; it is full before an end token counts. Not with random remasking or late ends.
         end_tokens: stop after one of these once no mask is left before it.
         seed: of the draws.
 
@@ -142,4 +171,5 @@ def llada(
         no_end=no_end,
         late_end=late_end,
         seed=seed,
+        revise=revise,
     )

@@ -7,14 +7,15 @@ criteria and thresholds of the released code.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .recurrent_diffusion import moved
-from .recurrent_sampling import Init, RecurrentModel, choose, forward, refine, rows
+from .recurrent_sampling import Init, RecurrentModel, choose, forward_with_states, refine, rows
 
 THRESHOLDS = {
     "latent-diff": 0.03,
@@ -25,6 +26,10 @@ THRESHOLDS = {
     "argmax-stability": 5,
 }
 LATENT = ("latent-diff", "cosine")  # the others need the coda at every check
+
+
+# (states (T, E), those of the check before, a function that gives logits (T, V), recurrences so far) -> done, or a value
+OwnCriterion = Callable[[Tensor, Tensor, Callable[[], Tensor], int], bool | float]
 
 
 class AdaptiveStep(NamedTuple):
@@ -56,7 +61,7 @@ def minp_distribution(logits: Tensor, min_p: float = 0.1) -> Tensor:
 
 
 def observed(criterion: str, state: Tensor, logits: Tensor | None) -> Tensor:
-    """The quantity that a criterion compares between two checks, from a state ``(E,)`` and its logits ``(V,)``."""
+    """The quantity that a criterion compares between two checks, from states ``(T, E)`` and the logits ``(V,)`` of the last one."""
     if criterion in LATENT:
         return state
     distribution = torch.softmax(logits.double(), -1)
@@ -81,15 +86,17 @@ def at_first(criterion: str, state: Tensor, vocab_size: int) -> Tensor:
 
 
 def change(criterion: str, now: Tensor, before: Tensor) -> float:
-    """How far the observed quantity moved; for argmax-stability 0.0 if it stayed and 1.0 if not.
+    """How far the observed quantity moved, states on average; for argmax-stability 0.0 if it stayed and 1.0 if not.
 
-    >>> change("cosine", torch.tensor([1.0, 0.0]), torch.tensor([0.0, 2.0]))
+    >>> change("cosine", torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 2.0]]))
     1.0
     """
+    if criterion in LATENT:
+        now, before = torch.atleast_2d(now), torch.atleast_2d(before)
     if criterion == "latent-diff":
-        return moved(now - before, now)
+        return sum(moved(new - old, new) for new, old in zip(now, before)) / len(now)
     if criterion == "cosine":
-        return 1 - ((now * before).sum() / now.norm() / before.norm()).item()
+        return 1 - ((now * before).sum(-1) / now.norm(dim=-1) / before.norm(dim=-1)).mean().item()
     if criterion == "entropy-diff":
         return (now - before).abs().item()
     if criterion == "argmax-stability":
@@ -104,12 +111,14 @@ def recurrent_adaptive(
     *,
     init: Init,
     recurrences: int = 32,
-    criterion: str = "latent-diff",
+    criterion: str | OwnCriterion = "latent-diff",
     threshold: float | None = None,
     max_recurrences: int | None = None,
     min_recurrences: int = 1,
     check_every: int = 1,
     first_check: int | None = None,
+    new_state: str = "fresh",
+    adaptive_prompt: bool = False,
     temperature: float = 0.0,
     top_p: float | None = None,
     min_p: float | None = None,
@@ -121,7 +130,7 @@ def recurrent_adaptive(
 
     Every `check_every` recurrences, from the first check on, the criterion compares the state, or the distribution of the next
     token, with that of the previous check; the token is done if the value is below the threshold. The prediction is that of the
-    last state. The prompt is never adaptive, as in :func:`~pdkernels.reference.recurrent_static.recurrent_static`.
+    last state.
 
     Args:
         model, prompt, max_new_tokens, init, temperature, top_p, min_p, top_k, end_tokens, seed: as in
@@ -130,7 +139,8 @@ def recurrent_adaptive(
         criterion: one of `THRESHOLDS`. "latent-diff": ``|z - z_last| / |z|``. "cosine": 1 - the cosine between the two.
             "entropy-diff": of the distribution, ``-sum p log(p + 1e-10)``, in absolute value. "kl": ``sum p_last (log p_last - log p)``.
             "minp-kl": the same of distributions as in :func:`minp_distribution`. "argmax-stability": checks in a row that count
-            and have not changed the argmax; done if they are at least `threshold`.
+            and have not changed the argmax; done if they are at least `threshold`. Or a function (`OwnCriterion`), whose result says
+            that the token is done, or is a value as above.
         threshold: None: that of `THRESHOLDS`.
         max_recurrences: of a token; None: `recurrences`. Those left after the last check run without one.
         min_recurrences: a check counts only if what it is compared with has had this many. With 0 the first check counts too; it
@@ -138,6 +148,9 @@ def recurrent_adaptive(
         check_every: recurrences between two checks.
         first_check: recurrences before the first one; None: `check_every`. The released code with `min_steps` corresponds to
             ``min_steps + 1``, with all checks counting.
+        new_state: as in :func:`~pdkernels.reference.recurrent_static.recurrent_static`.
+        adaptive_prompt: the prompt stops by the same criterion: all its rows together, of states the mean over them, of
+            distributions that of the last row. By default it has its `recurrences`.
 
     >>> from pdkernels.reference.recurrent_depth import RecurrentDepthReference, random_weights
     >>> model = RecurrentDepthReference(random_weights(state_scale=0.1))
@@ -145,7 +158,7 @@ def recurrent_adaptive(
     >>> [step.recurrences for step in recurrent_adaptive(model, [1, 2, 3], 4, init=zeros, criterion="argmax-stability").trace]
     [6, 6, 6]
     """
-    if criterion not in THRESHOLDS:
+    if not callable(criterion) and criterion not in THRESHOLDS:
         raise ValueError(
             f"pdkernels.recurrent_adaptive: criterion must be one of {tuple(THRESHOLDS)}, got {criterion!r}."
         )
@@ -156,33 +169,39 @@ def recurrent_adaptive(
         raise ValueError(f"pdkernels.recurrent_adaptive: first_check must be at least 1, got {first}.")
     if max_new_tokens == 0:
         return AdaptiveResult([], 0, 0, [])
-    limit = THRESHOLDS[criterion] if threshold is None else threshold
+    limit = THRESHOLDS[criterion] if threshold is None and not callable(criterion) else threshold
     most = recurrences if max_recurrences is None else max_recurrences
 
     past = model.new_past()
-    logits = forward(model, prompt, past, recurrences, init)
-    past.freeze(len(prompt))
-    tokens = choose(logits[-1:], [len(prompt)], temperature, top_p, min_p, seed, top_k)
-    trace: list[AdaptiveStep] = []
-    while tokens[-1] not in end_tokens and len(tokens) < max_new_tokens:
-        cursor = past.length
-        e = model.prelude(torch.tensor(tokens[-1:]), cursor, past)
-        z = init(0, rows(cursor, 1))
-        before = at_first(criterion, z[0], logits.shape[-1])
+
+    def settled(inputs: Sequence[int], state: Tensor | None, most: int) -> tuple[Tensor, Tensor, int, list[float]]:
+        """Logits and states of `inputs` after the frozen rows, their recurrences, the values of the checks."""
+        start = past.length
+        e = model.prelude(torch.tensor(list(inputs)), start, past)
+        z = begun = init(0, rows(start, len(inputs))) if state is None else state
+        before = z if callable(criterion) else None
         count, last, stable, done = 0, 0, 0, False
         values: list[float] = []
         while count < most and not done:
             wanted = check_every if last else first
             run = min(wanted, most - count)
-            z = refine(model, z, e, cursor, past, run)
+            z = refine(model, z, e, start, past, run)
             count += run
             if run < wanted:
                 break
-            seen = None if criterion in LATENT else model.coda(z, cursor, past)[0]
-            now = observed(criterion, z[0], seen)
+            counts, last = last >= min_recurrences, count
+            if callable(criterion):
+                value = criterion(z, before, partial(model.coda, z, start, past), count)
+                before = z
+                done = counts and (value if isinstance(value, bool) else value < threshold)
+                values.append(float(value) if counts else math.inf)
+                continue
+            seen = None if criterion in LATENT else model.coda(z, start, past)[-1]
+            now = observed(criterion, z, seen)
+            if before is None:
+                before = at_first(criterion, begun, 0 if seen is None else len(seen))
             value = change(criterion, now, before)
             before = now
-            counts, last = last >= min_recurrences, count
             if criterion == "argmax-stability":
                 stable = stable + 1 if counts and value == 0 else 0
                 done = counts and stable >= limit
@@ -190,10 +209,22 @@ def recurrent_adaptive(
             else:
                 done = counts and value < limit
             values.append(value if counts else math.inf)
-        logits = model.coda(z, cursor, past)
+        return model.coda(z, start, past), z, count, values
+
+    if adaptive_prompt:
+        logits, z, passes, _ = settled(prompt, None, recurrences)
+    else:
+        logits, z = forward_with_states(model, prompt, past, recurrences, init)
+        passes = recurrences
+    past.freeze(len(prompt))
+    tokens = choose(logits[-1:], [len(prompt)], temperature, top_p, min_p, seed, top_k)
+    trace: list[AdaptiveStep] = []
+    while tokens[-1] not in end_tokens and len(tokens) < max_new_tokens:
+        cursor = past.length
+        logits, z, count, values = settled(tokens[-1:], z[-1:] if new_state == "copied" else None, most)
         past.freeze(1)
         predictions = choose(logits, [cursor + 1], temperature, top_p, min_p, seed, top_k)
         trace.append(AdaptiveStep(cursor, tokens[-1], predictions[0], count, values))
         tokens = tokens + predictions
-    passes = recurrences + sum(step.recurrences for step in trace)
+    passes += sum(step.recurrences for step in trace)
     return AdaptiveResult(tokens, 1 + len(trace), passes, trace)

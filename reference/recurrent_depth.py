@@ -16,7 +16,8 @@ Weights, by name; a linear layer is ``(out, in)`` and has no bias; E hidden, H h
     transformer.ln_f.weight (E,)               used before and after the coda
 
 Layers number the *slots* of K and V: prelude, core, coda. A slot holds one row per position, regardless of the recurrences: each
-recurrence attends to the frozen rows and to the fresh rows that it makes, and those of the last one may be frozen.
+recurrence attends to the frozen rows and to the fresh rows that it makes, and those of the last one may be frozen. A model
+that *keeps* several recurrences has that many slots for each core layer: recurrence t writes and reads number ``t % kept``.
 """
 
 from __future__ import annotations
@@ -33,11 +34,15 @@ PARTS = ("prelude", "core_block", "coda")
 class RecurrentPast:
     """K and V of each slot: the frozen rows, and those of the last call, which the next call recomputes.
 
-    `length` rows are frozen in every slot; they are at positions 0 .. length - 1.
+    `length` rows are frozen in every slot; they are at positions 0 .. length - 1. `recurrence` counts those that began since the
+    last prelude. Slots from `core` on, in groups of `count`, are the kept recurrences of `kept`; rows that stopped before they came
+    to one have there what their last recurrence made ("latest-m4" of the published code).
     """
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, core: int = 0, count: int = 0, kept: int = 1) -> None:
         self.length = 0
+        self.recurrence = 0
+        self.core, self.count, self.kept = core, count, kept
         self.frozen: list[tuple[Tensor, Tensor] | None] = [None] * slots  # each (length, H, D)
         self.fresh: list[tuple[Tensor, Tensor] | None] = [None] * slots  # each (T, H, D)
 
@@ -50,6 +55,9 @@ class RecurrentPast:
 
     def freeze(self, rows: int) -> None:
         """Freezes the first `rows` fresh rows of every slot; the other fresh rows are dropped."""
+        ran = max(1, min(self.recurrence, self.kept))
+        for slot in range(self.core + self.count * ran, self.core + self.count * self.kept):
+            self.fresh[slot] = self.fresh[slot - self.count]
         for slot, fresh in enumerate(self.fresh):
             if fresh is None or len(fresh[0]) < rows:
                 raise ValueError(
@@ -76,6 +84,8 @@ class RecurrentDepthReference:
         weights: tensors by the names above, all of one floating dtype.
         rope_theta: base of the rotation's frequencies.
         norm_eps: added to the mean square.
+        kept: recurrences whose K and V a past keeps apart: 1 is the published "compress-s" of one recurrence, as many as ever run
+            "full".
 
     >>> model = RecurrentDepthReference(random_weights())
     >>> state = torch.zeros(3, 8, dtype=torch.float64)
@@ -87,8 +97,10 @@ class RecurrentDepthReference:
     (2, torch.Size([2, 2, 4]))
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], *, rope_theta: float = 50000.0, norm_eps: float = 1e-6) -> None:
-        self.weights, self.rope_theta, self.norm_eps = dict(weights), rope_theta, norm_eps
+    def __init__(
+        self, weights: Mapping[str, Tensor], *, rope_theta: float = 50000.0, norm_eps: float = 1e-6, kept: int = 1
+    ) -> None:
+        self.weights, self.rope_theta, self.norm_eps, self.kept = dict(weights), rope_theta, norm_eps, kept
         self.layers = [
             sorted({int(name.split(".")[2]) for name in weights if name.startswith(f"transformer.{part}.")})
             for part in PARTS
@@ -104,24 +116,35 @@ class RecurrentDepthReference:
 
     def new_past(self) -> RecurrentPast:
         """A past without frozen rows."""
-        return RecurrentPast(sum(map(len, self.layers)))
+        prelude, core, coda = map(len, self.layers)
+        return RecurrentPast(prelude + self.kept * core + coda, prelude, core, self.kept)
 
     def prelude(self, tokens: Tensor, start: int, past: RecurrentPast | None = None) -> Tensor:
         """e ``(T, E)`` of `tokens` ``(T,)``."""
+        if past is not None:
+            past.recurrence = 0
         return self._run(0, self["wte.weight"][tokens] * math.sqrt(self.hidden_size), start, past)
 
     def core(self, state: Tensor, e: Tensor, start: int, past: RecurrentPast | None = None) -> Tensor:
         """The state ``(T, E)`` after one more recurrence."""
-        return self._run(1, torch.cat([state, e], -1) @ self["adapter.weight"].T, start, past)
+        slot = len(self.layers[0])
+        if past is not None:
+            slot += past.recurrence % self.kept * len(self.layers[1])
+            past.recurrence += 1
+        return self._run(1, torch.cat([state, e], -1) @ self["adapter.weight"].T, start, past, slot)
+
+    def renorm(self, state: Tensor) -> Tensor:
+        """The norm that ends a recurrence, of something else."""
+        return self._norm(state, f"core_block.{self.layers[1][-1]}.norm_4.weight")
 
     def coda(self, state: Tensor, start: int, past: RecurrentPast | None = None) -> Tensor:
         """Logits ``(T, V)``: row i predicts position ``start + i + 1``."""
-        x = self._run(2, self._norm(state, "ln_f.weight"), start, past)
+        slot = len(self.layers[0]) + self.kept * len(self.layers[1])
+        x = self._run(2, self._norm(state, "ln_f.weight"), start, past, slot)
         head = self.weights.get("lm_head.weight", self["wte.weight"])
         return self._norm(x, "ln_f.weight") @ head.T
 
-    def _run(self, part: int, x: Tensor, start: int, past: RecurrentPast | None) -> Tensor:
-        slot = sum(map(len, self.layers[:part]))
+    def _run(self, part: int, x: Tensor, start: int, past: RecurrentPast | None, slot: int = 0) -> Tensor:
         for layer in self.layers[part]:
             x = self._layer(f"{PARTS[part]}.{layer}.", x, start, past, slot + layer)
         return x

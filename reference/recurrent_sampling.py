@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .recurrence import initial_state
-from .recurrent_depth import RecurrentPast
+from .recurrence import initial_state, noise_share
+from .recurrent_depth import RecurrentDepthReference, RecurrentPast
 from .sampling import OWN, draw
 
 # init(step, positions (T,) int64) -> (T, E)
@@ -126,9 +126,59 @@ def refine(
     return state
 
 
-def forward(model: RecurrentModel, tokens: Sequence[int], past: RecurrentPast, recurrences: int, init: Init) -> Tensor:
+def forward(
+    model: RecurrentModel,
+    tokens: Sequence[int],
+    past: RecurrentPast,
+    recurrences: int,
+    init: Init,
+    state: Tensor | None = None,
+) -> Tensor:
     """Logits ``(T, V)`` of `tokens` after the frozen rows: prelude, `recurrences` from the initial states, coda."""
+    return forward_with_states(model, tokens, past, recurrences, init, state)[0]
+
+
+def forward_with_states(
+    model: RecurrentModel,
+    tokens: Sequence[int],
+    past: RecurrentPast,
+    recurrences: int,
+    init: Init,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same and the last states ``(T, E)``; the first ones are `state` ``(T, E)``, or by None those of the positions."""
     start = past.length
     e = model.prelude(torch.tensor(list(tokens), dtype=torch.int64), start, past)
-    state = refine(model, init(0, rows(start, len(tokens))), e, start, past, recurrences)
-    return model.coda(state, start, past)
+    first = init(0, rows(start, len(tokens))) if state is None else state
+    state = refine(model, first, e, start, past, recurrences)
+    return model.coda(state, start, past), state
+
+
+class NoisyCore:
+    """A model whose recurrences, from the second on, begin with noise in their states ("test-time noise" of the published code).
+
+    Before recurrence t of a forward, counted from 0, a state z becomes ``renorm((1 - beta) z + beta init(t, position))``, renorm
+    being the norm that ends a recurrence and `init` of deviation 1. beta is :func:`~pdkernels.reference.recurrence.noise_share` of
+    t: the published "geom" is "harmonic", its "sqrt" is "root" and its "fixed" is "constant", each with `noise` for its
+    ``test_time_noise * sqrt(2 / 5)``. There the first recurrence has noise too, which its state already is.
+
+    >>> from pdkernels.reference.recurrent_depth import RecurrentDepthReference, random_weights
+    >>> model = NoisyCore(RecurrentDepthReference(random_weights()), position_states(8), noise=0.5)
+    >>> forward(model, [1, 2], model.new_past(), 3, position_states(8)).shape
+    torch.Size([2, 11])
+    """
+
+    def __init__(
+        self, model: RecurrentDepthReference, init: Init, noise: float, schedule: str = "harmonic", horizon: int = 32
+    ) -> None:
+        self.model, self.init, self.noise, self.schedule, self.horizon = model, init, noise, schedule, horizon
+        self.new_past, self.prelude, self.coda = model.new_past, model.prelude, model.coda
+
+    def core(self, state: Tensor, e: Tensor, start: int, past: RecurrentPast) -> Tensor:
+        if (count := past.recurrence) > 0:
+            beta = noise_share(torch.tensor(count), self.noise, self.schedule, self.horizon, torch.float64).to(
+                state.dtype
+            )
+            noise = self.init(count, rows(start, len(state))).to(state.dtype)
+            state = self.model.renorm((1 - beta) * state + beta * noise)
+        return self.model.core(state, e, start, past)

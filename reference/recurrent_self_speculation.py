@@ -6,11 +6,14 @@ needs neither its own model nor a cache: its K and V are past the cursor, where 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
 from .jacobi import accepted_length
-from .recurrent_sampling import Init, RecurrentModel, choose, forward
+from .recurrent_sampling import Init, RecurrentModel, choose, forward_with_states
 
 
 class RecurrentDraftStep(NamedTuple):
@@ -38,6 +41,8 @@ def recurrent_self_speculation(
     recurrences: int = 32,
     block_size: int = 8,
     draft_recurrences: int = 4,
+    verification_threshold: float = 1.0,
+    new_state: str = "fresh",
     temperature: float = 0.0,
     top_p: float | None = None,
     min_p: float | None = None,
@@ -62,6 +67,10 @@ def recurrent_self_speculation(
         recurrences: of the prompt and of the verify forwards.
         block_size: most tokens of a draft; 0 is static decoding.
         draft_recurrences: of the draft forwards, at least 1.
+        verification_threshold: below 1 a drafted token counts as the verifier's too if its probability is at least so many times
+            the largest one, of the model's own distribution, as in the published code.
+        new_state: "fresh", or "copied": a drafted token's recurrences start from the last state of the token before it, and the
+            verifier's from the states that the draft left; its last row, which no draft forward has seen, from that of the row before.
 
     >>> import torch
     >>> from pdkernels.reference.recurrent_depth import RecurrentDepthReference, random_weights
@@ -74,27 +83,36 @@ def recurrent_self_speculation(
     if max_new_tokens == 0:
         return RecurrentDraftResult([], 0, 0, [])
     past = model.new_past()
-    logits = forward(model, prompt, past, recurrences, init)
+    logits, states = forward_with_states(model, prompt, past, recurrences, init)
+    before = states[-1:]
     past.freeze(len(prompt))
     tokens = choose(logits[-1:], [len(prompt)], temperature, top_p, min_p, seed, top_k)
     forwards, passes = 1, recurrences
     trace: list[RecurrentDraftStep] = []
     while tokens[-1] not in end_tokens and len(tokens) < max_new_tokens:
         cursor = past.length
-        draft = tokens[-1:]
+        draft, chain, copied = tokens[-1:], [before], new_state == "copied"
         while len(draft) < min(1 + block_size, max_new_tokens - len(tokens)):
-            logits = forward(model, draft[-1:], past, draft_recurrences, init)
+            first = chain[-1] if copied else None
+            logits, state = forward_with_states(model, draft[-1:], past, draft_recurrences, init, first)
+            chain.append(state)
             past.freeze(1)
             draft += choose(logits, [past.length], temperature, top_p, min_p, seed, top_k)
             forwards, passes = forwards + 1, passes + draft_recurrences
         past.cut(cursor)
 
-        logits = forward(model, draft, past, recurrences, init)
+        first = torch.cat([*chain[1:], chain[-1]]) if copied else None
+        logits, states = forward_with_states(model, draft, past, recurrences, init, first)
         forwards, passes = forwards + 1, passes + recurrences
         positions = range(cursor + 1, cursor + 1 + len(draft))
         predictions = choose(logits, positions, temperature, top_p, min_p, seed, top_k)
+        if verification_threshold < 1:
+            for i, token in enumerate(draft[1:]):
+                if logits[i, token] >= logits[i].max() + math.log(max(verification_threshold, 1e-300)):
+                    predictions[i] = token
         accepted = accepted_length(draft, predictions, end_tokens)
         past.freeze(accepted)
+        before = states[accepted - 1 : accepted]
         trace.append(RecurrentDraftStep(cursor, draft, predictions, accepted))
         tokens = tokens + draft[1:accepted]
         if tokens[-1] not in end_tokens:

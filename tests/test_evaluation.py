@@ -432,12 +432,15 @@ def test_the_picture_is_drawn(measured: list[Row], tmp_path: Path, monkeypatch: 
     plot(rows, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG\r\n")
     (figure,) = figures
-    assert len(figure.axes) == 4
+    assert len(figure.axes) == 5  # what is right, forwards and speed on sums; on source text nothing is right or wrong
     kept = [row for row in rows if row["speedup"] is not None]
-    for column, name in enumerate(("tokens_per_forward", "speedup")):
-        drawn = [bar.get_width() for axis in figure.axes[column::2] for bar in axis.patches]
+    for title, name in (("tokens per forward", "tokens_per_forward"), ("speed", "speedup")):
+        panels = [axis for axis in figure.axes if axis.get_title(loc="left").startswith(title)]
+        drawn = [bar.get_width() for axis in panels for bar in axis.patches]
         assert drawn == [row[name] for row in kept] and len(drawn) == 6
+    shares = [line.get_xdata()[0] for line in figure.axes[0].lines[1::2]]
+    assert shares == [100 * row["right"] / row["problems"] for row in kept if row["task"] == "sums"]
     names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert names == ["small", "autoregressive", "jacobi, 4", "block_diffusion, 4"]
+    assert names == ["small", "token by token", "Jacobi, 4", "block diffusion, 4"]
     with pytest.raises(ValueError, match="rows must hold figures to draw, got none"):
         plot([row for row in rows if row["method"] == "wrong"], tmp_path / "nothing.png")

@@ -125,6 +125,7 @@ def test_pictures(tmp_path: Path) -> None:
     ):
         plot_canvas([], tmp_path / "none.png")
     row = {
+        "task": "sums",
         "method": "slowfast",
         "right": 3,
         "problems": 4,

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pdkernels import cli
-from pdkernels.evaluation import papers
+from pdkernels.evaluation import paper_runs, papers
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs/papers").glob("*.md"))
@@ -71,8 +71,8 @@ def test_a_table_that_is_there_is_left_out(tmp_path: Path) -> None:
 
 
 def test_limits_of_one_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_task = papers.make_task
-    monkeypatch.setattr(papers, "make_task", lambda *given, **more: make_task(*given, **more)._replace(limit=20))
+    make_task = paper_runs.make_task
+    monkeypatch.setattr(paper_runs, "make_task", lambda *given, **more: make_task(*given, **more)._replace(limit=20))
     result = papers.find("nemotron", "limits")[0].run(1, lambda what, share: None)
     assert len(result["rows"]) == 18 and result["problems"] == 1
     rows = {(row["block size"], row[""]): row for row in result["rows"]}
@@ -98,7 +98,7 @@ def test_pages_report_what_is_not_measured(tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (["planned"], "paper must be one of jacobi, recurrent, nemotron, slowfast, got 'planned'"),
-        (["recurrent", "knee"], "figure must be one of prefill, decoding, static, grid, got 'knee'"),
+        (["recurrent", "knee"], "figure must be one of prefill, decoding, static, cache, grid, threshold"),
         (["recurrent", "--resume"], "--resume must be with --output"),
     ],
 )

@@ -145,11 +145,13 @@ def figures_of(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def row(method: str, speed: float, right: int, **settings: Any) -> dict[str, Any]:
     return {
+        "task": "sums",
+        "model": "small",
         "method": method,
         "tokens_per_second": speed,
         "right": right,
         "problems": 20,
-        "speedup": 1.0,
+        "speedup": speed / 50,
         "settings": settings,
         "extra_memory": 10**6,
     }
@@ -169,12 +171,12 @@ def test_the_picture_shows_the_figures(tmp_path: Path, monkeypatch: pytest.Monke
     ]
     plot_recurrent(rows, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG\r\n")
-    axes = {axis.get_title(): axis for axis in figures[0].axes}
-    points = [tuple(point) for part in axes["All candidates"].collections for point in part.get_offsets().tolist()]
-    assert sorted(points) == sorted((row["tokens_per_second"], 5 * row["right"]) for row in rows[:-1])
-    assert [bar.get_height() for bar in axes["inner recurrence"].patches] == [180, 150], "2, then the default, 4"
-    assert [bar.get_height() for bar in axes["max wavefront"].patches] == [90, 150]
-    assert [text.get_text() for text in axes["max wavefront"].texts] == ["1.00 MB", "1.00 MB"]
+    shares, speeds = figures[0].axes
+    drawn = [line.get_xdata()[0] for line in shares.lines[1::2]]
+    assert drawn == [5 * row["right"] for row in rows[:-1]]
+    assert [bar.get_width() for bar in speeds.patches] == [row["speedup"] for row in rows[:-1]]
+    names = [label.get_text() for label in shares.get_yticklabels()]
+    assert names[0] == "small" and names[2] == "fixed depth, r = 2" and names[5] == "parallel sampler, r' = 2"
     with pytest.raises(ValueError, match="rows must hold figures of recurrent-depth methods on sums, got none"):
         plot_recurrent(rows[-1:], tmp_path / "nothing.png")
 

@@ -77,6 +77,14 @@ def generate(
     window: Annotated[int | None, typer.Option(help=_help("window"))] = None,
     seed: Annotated[int | None, typer.Option(help=SHARED["seed"])] = None,
     page_size: Annotated[int | None, typer.Option(help=SHARED["page_size"])] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Any other option of the method; may be given several times."),
+    ] = None,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1, tokens of the text become less likely.")] = 1.0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="A string that ends the text; may be given several times.")
+    ] = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads; by default one for a tiny model, else torch's default.")
     ] = None,
@@ -93,6 +101,7 @@ def generate(
     given = {"block_size": block_size, "window": window, "seed": seed, "page_size": page_size}
     options = {name: value for name, value in given.items() if value is not None}
     with errors_reported():
+        options |= _set(option or [])
         language_model = models.load(model)
         usual = next(name for name in METHODS if name != "autoregressive" and METHODS[name].supports(language_model))
         methods = _methods(method or [usual], options, language_model)
@@ -110,7 +119,8 @@ def generate(
             demand(len(methods) == 1, "generate", "--html", "come with one --method", ", ".join(methods))
             _make_folder("generate", "--html", html)
         use_threads(threads, [language_model])
-        traced = {"trace": html is not None}
+        asked: dict[str, Any] = {"repetition_penalty": repetition_penalty, "stop_strings": stop or []}
+        traced = {"trace": html is not None, **asked}
         results = {
             name: _run(console, language_model, prompt, name, max_new_tokens, {**methods[name], **traced})
             for name in methods
@@ -120,7 +130,7 @@ def generate(
         greedy = None
         if check:
             greedy = results.get("autoregressive") or decoding.generate(
-                language_model, prompt, max_new_tokens=max_new_tokens
+                language_model, prompt, max_new_tokens=max_new_tokens, **asked
             )
 
     same = {name: greedy is None or result.tokens.equal(greedy.tokens) for name, result in results.items()}
@@ -134,6 +144,15 @@ def generate(
             console.print(f"{quickest}: the same tokens in {fewer} forwards of the model instead of {all_of_them}.")
     if not all(same[name] for name in same if decoding.is_lossless(name)):
         raise typer.Exit(1)
+
+
+def _set(given: list[str]) -> dict[str, Any]:
+    """Options in the form NAME=VALUE."""
+    found = [evaluation.parse_sweep(text) for text in given]
+    for text, one in zip(given, found):
+        if one.method is not None or len(one.values) != 1:
+            raise typer.BadParameter(f"--option takes NAME=VALUE, not {text!r}.")
+    return {one.option: one.values[0] for one in found}
 
 
 def _methods(names: list[str], options: dict[str, Any], model: Any) -> dict[str, dict[str, Any]]:

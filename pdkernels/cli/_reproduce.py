@@ -14,7 +14,7 @@ from rich.table import Table
 
 from pdkernels._validation import check as demand
 from pdkernels.cli._terminal import errors_reported, use_threads
-from pdkernels.evaluation import papers
+from pdkernels.evaluation import paper_runs, papers
 
 _COLUMNS = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
 
@@ -34,7 +34,9 @@ def reproduce(
     pages: Annotated[
         Path | None,
         typer.Option(
-            file_okay=False, exists=True, help="Measure nothing; put the files in FOLDER/results into the pages there."
+            file_okay=False,
+            exists=True,
+            help="Measure nothing; put the files in FOLDER/results into the pages there and beside it.",
         ),
     ] = None,
 ) -> None:
@@ -42,8 +44,10 @@ def reproduce(
     console = Console(highlight=False)
     with errors_reported():
         if pages is not None:
-            for found in sorted(pages.glob("*.md")):
-                found.write_text(papers.page(found.read_text(encoding="utf-8"), pages / "results"), encoding="utf-8")
+            for found in sorted([*pages.glob("*.md"), *pages.parent.glob("*.md")]):
+                before = found.read_text(encoding="utf-8")
+                if (text := papers.page(before, pages / "results")) != before:
+                    found.write_text(text, encoding="utf-8")
             return
         chosen = papers.find(paper, figure)
         demand(not resume or output is not None, "reproduce", "--resume", "be with --output", "none")
@@ -72,5 +76,5 @@ def reproduce(
             console.print(papers.as_table(result), soft_wrap=True, markup=False)
 
 
-def _shown_by(progress: Progress, bar: TaskID) -> papers.Progress:
+def _shown_by(progress: Progress, bar: TaskID) -> paper_runs.Progress:
     return lambda what, share: progress.update(bar, description=what, completed=share)

@@ -11,10 +11,12 @@ from pdkernels.decoding._lanes import chunk_lanes
 from pdkernels.decoding._method import FAMILIES, SHARED, Method, family_of
 from pdkernels.decoding._plan import BAD_PLANS, BadPlan
 from pdkernels.decoding._prompts import Prompts
-from pdkernels.decoding._request import Overflow, check_model, finished, open_session
+from pdkernels.decoding._repetition import PenalisedModel, checked_penalty
+from pdkernels.decoding._request import Overflow, check_model, checked_stops, finished, open_session
 from pdkernels.decoding._sampling import checked_mask_token, stream
 from pdkernels.decoding._session import MOST_POSITIONS
 from pdkernels.decoding.methods import METHODS
+from pdkernels.decoding.recurrent_adaptive import ExitCheck
 from pdkernels.decoding.result import ChunkTokens, DecodeResult, DecodeStats, OnTokens, PlanReport, PlanRound
 from pdkernels.decoding.signatures import Generate
 from pdkernels.decoding.traces import (
@@ -36,6 +38,7 @@ __all__ = [
     "DecodeResult",
     "DecodeStats",
     "DenoiseStep",
+    "ExitCheck",
     "LinearStep",
     "MaskedStep",
     "Method",
@@ -149,6 +152,8 @@ def generate(
     trace: bool = False,
     overflow: Overflow = "error",
     infill: bool = False,
+    repetition_penalty: float = 1.0,
+    stop_strings: Sequence[str] = (),
     **options: Any,
 ) -> DecodeResult[Any, Any]:
     """Generate from `prompt`, with the decoding method called `method`.
@@ -171,6 +176,10 @@ def generate(
             continues.
         infill: also fill mask tokens inside prompts, for methods on bidirectional models. The result then is the whole
             text, the prompt included, and end tokens count only after the prompt; `max_new_tokens` may be 0.
+        repetition_penalty: above 1 tokens that a row sees become less likely for it: positive logits are divided by it and negative ones
+            multiplied. Every method then decodes the model with these logits, so lossless ones remain lossless. It takes the
+            logits of all rows of a forward.
+        stop_strings: a sequence ends with the token that completes one of these in its new text; they are kept in it, as end tokens are.
         **options: options of the method, see below; `method_options` lists their names.
 
     Returns:
@@ -216,7 +225,12 @@ def generate(
         remedy = f"These can: {', '.join(name for name, known in METHODS.items() if known.fills_prompts)}."
         check(chosen.fills_prompts, _OP, "infill", f"be False for method {chosen.name!r}", infill, remedy)
         fill_in = checked_mask_token(_OP, model, options.get("mask_token"))
+    penalty = checked_penalty(_OP, repetition_penalty)
+    stops = checked_stops(model, stop_strings)
+    if penalty != 1 and not chosen.fills_canvases:
+        model = PenalisedModel(model, penalty)
     session, single = open_session(model, prompt, max_new_tokens, end_tokens, on_tokens, trace, overflow, fill_in)
+    session.repetition_penalty, session.stop_strings = penalty, stops
     return finished(session, single, chosen.name, lambda: chosen.decode(session, **options))
 
 

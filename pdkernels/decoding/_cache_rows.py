@@ -19,7 +19,7 @@ class CacheRows:
     """
 
     def __init__(self, cache: Any, index: Tensor) -> None:
-        self._cache, self._index = cache, index
+        self.whole, self.index = cache, index
         self.k, self.v, self.capacity, self.layers = cache.k, cache.v, cache.capacity, cache.layers
         self.kv_heads, self.head_dim, self.dtype, self.device = (
             cache.kv_heads,
@@ -39,8 +39,8 @@ class CacheRows:
 
     def layer(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
         """As for the whole cache, but a copy."""
-        k, v = self._cache.layer(layer, length)
-        return k.index_select(0, self._index), v.index_select(0, self._index)
+        k, v = self.whole.layer(layer, length)
+        return k.index_select(0, self.index), v.index_select(0, self.index)
 
 
 def rows_of(cache: Any, sequences: Sequence[int]) -> Any:

@@ -14,7 +14,8 @@ to ignore. A decoder is a loop around one forward:
         canvas.poll()                                   # the one read of the device in a step
     return canvas.finish()
 
-A forward is any function that returns hidden states: `WholeCanvas` computes all, `KeptCanvas` keeps what did not change much.
+A forward is any function that returns hidden states (`_masked_forward.py`): `WholeCanvas` computes all, `KeptCanvas` keeps what did not
+change much.
 Only `poll` and `finish` wait for the device. After a poll the host knows the texts, so it finds masked positions itself and
 sends them in one copy (`Canvas.open`). If the schedule alone decides, a step may skip its poll (`Canvas.needs_polls`),
 and the device finds them (`Canvas.open_on_device`).
@@ -22,18 +23,19 @@ and the device finds them (`Canvas.open_on_device`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from pdkernels._validation import check
 from pdkernels.backends import backend_of
-from pdkernels.decoding._masked_model import check_alone
 from pdkernels.decoding._masked_model import checked_masked_model as checked_masked_model
 from pdkernels.decoding._masked_trace import Record, masked_trace
+from pdkernels.decoding._repetition import penalised_rows
 from pdkernels.decoding._sampling import ORDER, likeliest, noise, statistics, uniforms, without_
 from pdkernels.decoding._session import Session, is_end, sent
-from pdkernels.models.feature_cache import FeatureCache
 from pdkernels.ops import TokenStatistics, Unmasked, token_statistics, unmask_
 
 
@@ -45,9 +47,6 @@ def share(masks: int, steps: int, step: int) -> int:
     """
     return masks // steps + (step < masks % steps)
 
-
-# Forwards that compute the texts with and without the prompt, whatever the interval of guidance.
-_ALWAYS_GUIDED = 5
 
 # Positions from the end of the prompt: the first, and the one after the last.
 Window = tuple[int, int]
@@ -124,6 +123,12 @@ class Canvas:
         self._parts: list[list[bool]] = []  # of each commit
         self._committed: list[torch.Tensor] = []
         self._records: list[Record] = []
+        self.logits_hook: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+        self.settled: int | None = (
+            None  # new positions behind this are not final, though nothing before them is open; None: all are
+        )
+        self._doubted: list[set[int]] = [set() for _ in self.starts]  # places that were opened again
+        self._asked: list[list[int]] = [[] for _ in self.starts]  # places whose tokens the last step judged
 
     def _take_in(self, tails: Sequence[list[int]]) -> None:
         """Writes what the prompts hold after their first masks; end tokens in it do not end the text."""
@@ -143,7 +148,8 @@ class Canvas:
     @property
     def needs_polls(self) -> bool:
         """Whether every step must be polled: a sequence may end early, or a callback wants tokens."""
-        return bool(self._session.end_tokens) or self._session.listens or self.fills_prompts
+        session = self._session
+        return bool(session.end_tokens or session.stop_strings) or session.listens or self.fills_prompts
 
     @property
     def unfinished(self) -> bool:
@@ -238,15 +244,24 @@ class Canvas:
         if sampling.guidance:
             rows = rows.repeat(len(hidden) // len(rows), 1)
         hidden = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1]))
-        if not (sampling.guidance or sampling.late or sampling.top_k):
+        penalty = self._session.repetition_penalty
+        if not (sampling.guidance or sampling.late or sampling.top_k or penalty != 1 or self.logits_hook):
             guesses = statistics(model, hidden, **self._options(step))
             self._look_for_nan(guesses, step)
             return guesses
         # These options need sums of logits, two distributions or the best tokens: the logits are computed once.
         logits = model.logits(hidden)
+        if penalty != 1:
+            text = self.tokens.masked_fill(self._position >= self.totals[:, None], self.mask_token)
+            texts = [text] * (len(logits) // len(text))
+            if sampling.guidance:  # the last part does not see the prompt
+                texts[-1] = text.masked_fill(self.given, self.mask_token)
+            logits = penalised_rows(logits, texts, self.mask_token, penalty)
         if sampling.guidance:
             parts = logits.split(len(step.positions))
             logits = parts[0] + sampling.guidance * (parts[-2] - parts[-1])
+        if self.logits_hook is not None:
+            logits = self.logits_hook(self._session.forwards - 1, self.tokens, step.positions, logits)
         options = self._options(step)
         if sampling.top_k is not None:  # with top_p, which uses the distribution of all tokens
             for token in options["suppress"]:
@@ -279,13 +294,20 @@ class Canvas:
             options["row_index"] = row.masked_fill_(step.positions < 0, -1)
         return options
 
-    def commit(self, step: Step, ids: torch.Tensor, confidence: torch.Tensor | None, **rule: Any) -> Unmasked:
+    def commit(
+        self,
+        step: Step,
+        ids: torch.Tensor,
+        confidence: torch.Tensor | None,
+        shown: torch.Tensor | None = None,
+        **rule: Any,
+    ) -> Unmasked:
         """Fills in the most confident positions of `step` by the `rule` of `unmask_` (quota, threshold, need, factor, strict).
 
-        A `confidence` of None: random positions.
+        A `confidence` of None: random positions. The trace has `shown` in place of it, if that is given.
         """
         if self._session.trace is not None:
-            scores = self.turns(step) if confidence is None else confidence
+            scores = self.turns(step) if confidence is None else confidence if shown is None else shown
             self._records.append(Record(self.tokens.clone(), self._part, step.windows, step.positions, scores))
         if confidence is None:
             number = step.number
@@ -308,6 +330,40 @@ class Canvas:
         """fp64 in (0, 1): the numbers that replace the confidence for random choices."""
         return uniforms(self._seeds[:, None], step.number, step.positions.clamp(min=0), 1, ORDER)[..., 0]
 
+    def rewrite(self, texts: torch.Tensor, last: Sequence[bool]) -> None:
+        """Takes over `texts` ``(batch, L)`` of the sequences that take part, but not prompts, and no masks in the `last` step of one."""
+        fits = texts.shape == self.tokens.shape
+        check(fits, "decoding.dream", "tokens_hook", f"return texts of shape {tuple(self.tokens.shape)}", texts.shape)
+        flags = sent([[on, final] for on, final in zip(self._part, last, strict=True)], self.tokens.device).bool()
+        new = ~self.given & (self._position < self.totals[:, None]) & flags[:, :1]
+        new &= ~(flags[:, 1:] & (texts == self.mask_token))
+        self.tokens.copy_(torch.where(new, texts, self.tokens))
+
+    def reopen(self, hidden: torch.Tensor, window: Window, below: float, first: torch.Tensor | None = None) -> None:
+        """Puts masks in the places of tokens in a window that the forward of `hidden` thinks less probable than `below`, each place
+        once. Rows are as in `guess`; the tokens are those of the last poll."""
+        for sequence, (answer, taking) in enumerate(zip(self.answers, self._part, strict=True)):
+            places = range(window[0], min(window[1], len(answer)) if taking else 0)
+            filled = [n for n in places if answer[n] != self.mask_token and n not in self._doubted[sequence]]
+            self._asked[sequence] = filled
+        width = max(map(len, self._asked))
+        if width == 0:
+            return
+        lines = [
+            [start + n for n in filled] + [-1] * (width - len(filled))
+            for start, filled in zip(self.starts, self._asked, strict=True)
+        ]
+        positions = sent(lines, self.tokens.device)
+        rows = positions - self._shift - (0 if first is None else first[:, None])
+        hidden = hidden.gather(1, rows.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1]))
+        logits = without_(self._session.model.logits(hidden), self.mask_token).double()
+        at = positions.clamp(min=0)
+        held = self.tokens.gather(1, at)
+        likely = logits.log_softmax(-1).gather(-1, held[..., None])[..., 0]
+        low = (positions >= 0) & (likely < math.log(max(below, 1e-300)))
+        opened = torch.zeros_like(self.tokens).scatter_add_(1, at, low.to(self.tokens.dtype))
+        self.tokens.masked_fill_(opened > 0, self.mask_token)
+
     def poll(self) -> list[int]:
         """Reads the texts and `fact`, which it returns; updates which sequences are done, and emits their tokens.
 
@@ -322,19 +378,22 @@ class Canvas:
             facts.append(row[-2])
             if not self.active[sequence]:
                 continue
+            self._doubted[sequence] |= {n for n in self._asked[sequence] if answer[n] == self.mask_token}
+            self._asked[sequence] = []
             if row[-1]:
                 self._session.fail_not_numbers(sequence)
+            last = own if self.settled is None else min(own, self.settled)
             recorded = known = self._recorded[sequence]
             ended = False
             tail = self._session.tails[sequence] if self._session.tails else []
-            while not ended and known < own and answer[known] != self.mask_token:
+            while not ended and known < last and answer[known] != self.mask_token:
                 ended = known >= len(tail) and answer[known] in ends
                 known += 1
             if known > recorded:
                 self._session.given += sum(token != self.mask_token for token in tail[recorded:known])
                 self._session.emit(sequence, answer[recorded:known], known - recorded)
                 self._recorded[sequence] = known
-            if ended or known == own:
+            if ended or known == own or self._session.stopped[sequence]:
                 self.active = [on and other != sequence for other, on in enumerate(self.active)]
                 self._span = None
         return facts
@@ -352,91 +411,6 @@ class Canvas:
             totals = [start + limit for start, limit in zip(self.starts, self._limits, strict=True)]
             self._session.trace = masked_trace(self._records, self.tokens, totals)
         return sum(self._numbers) + self._others
-
-
-class WholeCanvas:
-    """A forward over the whole canvases: hidden states of all rows, with nothing kept for the next one.
-
-    With guidance the batch is doubled by copies with masked prompts.
-
-    Attributes:
-        first_row: positions of the first rows; None: 0.
-        width: positions of a canvas.
-    """
-
-    first_row: torch.Tensor | None = None
-
-    def __init__(self, session: Session, canvas: Canvas, page_size: int | None = None) -> None:
-        self._canvas = canvas
-        self._copies = 2 if canvas.sampling.guidance else 1
-        self.width = canvas.tokens.shape[1]
-        self._prompt = canvas.given
-        self._start(session, page_size)
-
-    def _start(self, session: Session, page_size: int | None) -> None:
-        self._model, self._cache = session.model, session.new_cache(page_size, copies=self._copies)
-        self._visible = self._canvas.totals.repeat(self._copies)
-        self._starts = torch.zeros_like(self._visible)
-        self._counts = session.ragged(self._visible)
-
-    def __call__(self, ends: torch.Tensor | None = None, width: int | None = None) -> torch.Tensor:
-        """``(batch, width, hidden_size)``. Without guidance the canvases are cut at `ends` ``(batch,)`` and at `width`; None: they
-        are not."""
-        visible, counts = self._visible, self._counts
-        if ends is not None:
-            visible = counts = ends.clamp(max=width)
-        hidden: torch.Tensor = self._model.recompute(
-            self._tokens()[:, :width], self._cache, self._starts, counts=counts, visible=visible
-        )
-        return hidden
-
-    def _tokens(self) -> torch.Tensor:
-        tokens = self._canvas.tokens
-        if self._copies == 1:
-            return tokens
-        return torch.cat([tokens, tokens.masked_fill(self._prompt, self._canvas.mask_token)])
-
-
-class KeptCanvas(WholeCanvas):
-    """A forward that computes few rows and keeps the others in a `FeatureCache`: hidden states of the rows that predict new
-    positions.
-
-    With a `guidance_interval` above 1 the canvases with masked prompts have their own cache, and a forward only at
-    each interval and in the first five. In between, the hidden states of that forward come after the current ones.
-
-    Its other `options` are those of the cache.
-    """
-
-    def __init__(
-        self, session: Session, canvas: Canvas, page_size: int | None = None, guidance_interval: int = 1, **options: Any
-    ) -> None:
-        self._options, self._guidance_interval = options, guidance_interval
-        super().__init__(session, canvas, page_size)
-
-    def _start(self, session: Session, page_size: int | None) -> None:
-        check_alone(session)
-        model, parts = session.model, 1 if self._guidance_interval == 1 else self._copies
-        self._together = self._copies // parts
-        sizes = self._together * session.batch, session.longest, session.max_new_tokens
-        self._cache, *self._free = (
-            FeatureCache(model, *sizes, page_size=page_size, **self._options) for _ in range(parts)
-        )
-        self._prompt_lengths = self._canvas.prompt_lengths.repeat(self._together)
-        self.first_row = self._canvas.prompt_lengths - int(model.config.predicts == "next")
-
-    def __call__(self, ends: torch.Tensor | None = None, width: int | None = None) -> torch.Tensor:
-        """``(batch, new positions, hidden_size)``. The canvases are cut at `ends` ``(batch,)``, after their prompts."""
-        visible, before = None if ends is None else ends.repeat(self._together), self._cache.step
-        tokens = self._tokens()
-        hidden: torch.Tensor = self._cache.forward(tokens[: len(self._prompt_lengths)], self._prompt_lengths, visible)
-        if not self._free:
-            return hidden
-        if before % self._guidance_interval == 0 or before < _ALWAYS_GUIDED:
-            self._canvas.run_again()
-            free = self._free[0].forward(tokens[len(hidden) :], self._prompt_lengths, visible)
-            self._compared = torch.cat([hidden, free])
-            return self._compared
-        return torch.cat([hidden, self._compared])
 
 
 def blocks_of(limit: int, block_size: int | None) -> list[Window]:

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from pdkernels.decoding._steps import Steps
-from pdkernels.models.protocols import BidirectionalModel, CausalModel, RecurrentModel
+from pdkernels.models.protocols import BidirectionalModel, BlockCausalModel, CausalModel, RecurrentModel
 
 Family = Literal["transformer", "recurrent", "masked"]
 
@@ -69,6 +69,14 @@ class SharedOptions:
             each sequence.
         allow_mask_token: whether the text may contain the mask token of a model that has one; by default it is impossible.
         recurrences: of the prompt and of every token; None: those the model was trained for.
+        init_scale: factor of a recurrent-depth model's initial states; 0 starts from zeros.
+        kept_recurrences: recurrences of a row whose K and V the cache keeps apart: recurrence t of later rows reads number t modulo
+            this, or the last one where a row stopped before. 1 shares one among all, 0 keeps all.
+        core_noise: share of noise, of deviation 1, that a state has at the beginning of each recurrence but the first.
+        core_noise_schedule: how that share falls with the number t of the recurrence: "harmonic" as 1 / (1 + t), "root" as its
+            root, "linear" down to 0 after all recurrences, "constant" not at all.
+        new_state: "fresh" starts a token's recurrences from the state of its position, "copied" from the last one of the token
+            before it.
         page_size: rows per page of the KV cache; None keeps the cache contiguous.
     """
 
@@ -163,6 +171,11 @@ class Method:
         return self.family == "masked"
 
     @property
+    def fills_canvases(self) -> bool:
+        """Whether its texts are canvases (`decoding/_masked.py`)."""
+        return self.family == "masked" or self.protocol is BlockCausalModel
+
+    @property
     def example(self) -> str:
         """A trained model that it is for."""
         return self.models[0] if self.models else FAMILIES[self.family].example
@@ -203,6 +216,8 @@ def _written(annotation: Any) -> str:
     """A type as it is written in Python."""
     if annotation is type(None):
         return "None"
+    if get_origin(annotation) is Callable:
+        return "Callable[..., Any]"
     if isinstance(annotation, type):
         return annotation.__name__
     if "Literal" in repr(annotation) and str in map(type, get_args(annotation)):

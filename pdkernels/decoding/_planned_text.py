@@ -97,7 +97,9 @@ class PlannedText:
             return
         self._plan.append(token)
         self._session.emit(self.sequence, [token], 0)
-        if self._left == 0:
+        if self._session.stopped[self.sequence]:
+            self._end("stop", "stop")
+        elif self._left == 0:
             self._end("length", "length")
 
     @property
@@ -226,7 +228,7 @@ class PlannedText:
 
     def _end_round(self) -> None:
         """Ends a round. The final rows of its chunks enter the cache with the sync token, in the forward that it needs anyway."""
-        self._session.tokens[self.sequence] += self._scaffold(self.chunks)
+        self._session.extend(self.sequence, self._scaffold(self.chunks))
         self._session.emit(self.sequence, [self._stop], 0)
         options = self._options
         entering = self._stale if options.cache == "published" else self.chunks
@@ -237,10 +239,10 @@ class PlannedText:
         lengths = [len(chunk) for chunk in self.chunks]
         self._numbered += len(self.chunks)
         last = len(self.report.rounds) + 1 == options.max_rounds
-        if self._stop_name == "end" or self._cut or last or self._left == 0:
-            self._end(
-                "end" if self._stop_name == "end" else "rounds" if last and not self._cut else "length", "", lengths
-            )
+        stopped = self._session.stopped[self.sequence]
+        if stopped or self._stop_name == "end" or self._cut or last or self._left == 0:
+            reason = "end" if self._stop_name == "end" else "rounds" if last and not self._cut else "length"
+            self._end("stop" if stopped else reason, "", lengths)
             return
         self._record(lengths, self._stop_name)
         self.phase = "plan"

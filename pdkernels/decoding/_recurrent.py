@@ -6,15 +6,25 @@ keys both, so all methods start a position from the same state and draw its toke
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+from torch import Tensor
 
-from pdkernels._validation import check_type
-from pdkernels.decoding._sampling import OWN, Seed, checked_number, checked_size, draw
+from pdkernels._validation import check, check_type
+from pdkernels.backends import backend_of
+from pdkernels.decoding._sampling import OWN, Seed, checked_name, checked_number, checked_size, draw
 from pdkernels.decoding._sampling import checked_sampling as checked_seeds
 from pdkernels.decoding._session import Session, is_end, marked
+from pdkernels.models.fused import rms_norm
+from pdkernels.models.protocols import RecurrentPartsModel, missing
 from pdkernels.models.recurrent_depth import RecurrentDepth
+from pdkernels.ops import recurrence_inject
+
+Schedule = Literal["linear", "root", "harmonic", "constant"]
+NewState = Literal["fresh", "copied"]
 
 
 class Sampling(NamedTuple):
@@ -103,6 +113,130 @@ def checked_recurrences(op: str, name: str, model: RecurrentDepth, given: int | 
     return model.config.mean_recurrence if given is None else checked_size(op, name, given)
 
 
+class Core(NamedTuple):
+    """How the core of a model is run, besides how often."""
+
+    init_scale: float
+    kept: int  # recurrences whose K and V the cache keeps apart
+    noise: float
+    schedule: Schedule
+    horizon: int
+    copied: bool  # a new token starts from the last state of the one before it
+
+    @property
+    def plain(self) -> bool:
+        """Whether a model's own forward does it."""
+        return self.kept == 1 and self.noise == 0 and not self.copied
+
+    def begin(self, model: RecurrentDepth, embedding: Tensor, context: Any, seeds: Tensor) -> tuple[Tensor, Tensor]:
+        """Initial states and the embedding's term, as `RecurrentDepth.begin` gives them."""
+        scale = () if self.init_scale == 1 else (self.init_scale,)
+        return model.begin(embedding, context, seeds, *scale)
+
+    def run(
+        self, model: RecurrentDepth, state: Tensor, term: Tensor, context: Any, seeds: Tensor, first: int, count: int
+    ) -> Tensor:
+        """`count` recurrences of ``(batch, T, E)``, of which number `first` is the next one."""
+        for recurrence in range(first, first + count):
+            if self.noise > 0 and recurrence > 0:
+                state = self._noisy(model, state, context, seeds, recurrence)
+            state = model.core(state, term, context if self.kept == 1 else context._replace(recurrence=recurrence))
+        return state
+
+    def _noisy(self, model: RecurrentDepth, state: Tensor, context: Any, seeds: Tensor, recurrence: int) -> Tensor:
+        cursor = context.cache.lengths
+        numbers = torch.full_like(cursor, recurrence)
+        width = torch.full_like(cursor, state.shape[1]) if context.counts is None else context.counts
+        both = recurrence_inject(
+            state,
+            state,
+            None,
+            numbers[:, None].expand(-1, state.shape[1]),
+            cursor,
+            width,
+            torch.zeros_like(cursor),
+            numbers,
+            seed=seeds,
+            noise=self.noise,
+            schedule=self.schedule,
+            horizon=self.horizon,
+            init_std=1.0,
+            backend=backend_of(model.dtype),
+        )
+        return rms_norm(both[..., : state.shape[-1]].contiguous(), model.exit_weight, model.config.norm_eps)
+
+    def forward(
+        self,
+        model: RecurrentDepth,
+        tokens: Tensor,
+        cache: Any,
+        recurrences: int,
+        seeds: Tensor,
+        counts: Tensor | None = None,
+        rows: Tensor | None = None,
+        before: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits of `rows`, or of all, and the last states ``(batch, T, E)`` where they are needed; from `before`, if it is given."""
+        if self.plain:
+            scale = {} if self.init_scale == 1 else {"init_scale": self.init_scale}
+            logits: Tensor = model(
+                tokens, cache=cache, counts=counts, rows=rows, recurrences=recurrences, seed=seeds, **scale
+            )
+            return logits, None
+        context = model.context(tokens.shape[1], cache, counts)
+        state, term = self.begin(model, model.prelude(tokens, context), context, seeds)
+        state = self.run(model, state if before is None else before, term, context, seeds, 0, recurrences)
+        logits = model.coda(state, context, rows)
+        if recurrences < self.kept:
+            self.fill(model, cache, tokens.shape[1], counts, torch.full_like(cache.lengths, recurrences))
+        return logits, state
+
+    def fill(self, model: RecurrentDepth, cache: Any, rows: int, counts: Tensor | None, done: Tensor) -> None:
+        """For new rows that have had ``done[b]`` recurrences, fewer than are kept: the missing ones are as the last one was."""
+        config, table, page = model.config, cache.block_table, cache.k.shape[2]
+        at = cache.lengths[:, None] + torch.arange(rows, device=done.device)
+        at = at.clamp(max=cache.capacity - 1)
+        pages = (
+            torch.arange(len(done), device=done.device)[:, None]
+            if table is None
+            else table.gather(1, at // page).long()
+        )
+        for copy in range(1, self.kept):
+            missing = torch.where(done <= copy, rows if counts is None else counts, 0)
+            for layer in range(config.core_layers):
+                slot = config.prelude_layers + (copy - 1) * config.core_layers + layer
+                k, v = (stored[slot][pages.clamp(min=0), at % page] for stored in (cache.k, cache.v))
+                cache.append_(slot + config.core_layers, k, v, missing)
+
+
+def checked_core(
+    op: str,
+    model: RecurrentDepth,
+    most: int,
+    init_scale: float,
+    kept_recurrences: int,
+    core_noise: float = 0.0,
+    core_noise_schedule: Schedule = "harmonic",
+    new_state: NewState = "fresh",
+) -> Core:
+    """Of options of a decoder whose tokens have at most `most` recurrences: more are not worth keeping."""
+    checked_number(op, "init_scale", init_scale)
+    check(init_scale != math.inf, op, "init_scale", "be finite", init_scale)
+    check_type(type(kept_recurrences) is int, op, "kept_recurrences", "be an int", type(kept_recurrences).__name__)
+    check(kept_recurrences >= 0, op, "kept_recurrences", "be at least 0", kept_recurrences)
+    checked_number(op, "core_noise", core_noise)
+    check(core_noise != math.inf, op, "core_noise", "be finite", core_noise)
+    checked_name(op, "core_noise_schedule", core_noise_schedule, get_args(Schedule))
+    checked_name(op, "new_state", new_state, get_args(NewState))
+    kept = most if kept_recurrences == 0 else min(kept_recurrences, most)
+    core = Core(init_scale, kept, core_noise, core_noise_schedule, most, new_state == "copied")
+    asked = None if core.plain and init_scale == 1 else missing(model, RecurrentPartsModel)
+    check_type(
+        not asked, op, "model", f"have {asked} for these options", type(model).__name__, "See docs/own_models.md."
+    )
+    return core
+
+
 class Prefill(NamedTuple):
     """The initial state of a decoder's steps."""
 
@@ -112,16 +246,39 @@ class Prefill(NamedTuple):
     ends: torch.Tensor | None  # int64 ids that end a sequence
     first: list[int]  # `tokens` on the host
     active: list[bool]  # which sequences still need tokens
+    state: Tensor | None = (
+        None  # (batch, 1, E), the last ones of the prompts' last rows, where new tokens start from them
+    )
 
 
-def prefill(session: Session, recurrences: int, sampling: Sampling, page_size: int | None) -> Prefill:
-    """Runs the prompts through the model and records the token after each; at least one token must be requested."""
-    cache = session.new_cache(page_size)
+Settle = Callable[[Any, Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor, int]]
+
+
+def prefill(
+    session: Session,
+    recurrences: int,
+    sampling: Sampling,
+    page_size: int | None,
+    core: Core,
+    settle: Settle | None = None,
+) -> Prefill:
+    """Runs the prompts through the model and records the token after each; at least one token must be for.
+
+    `settle` does it instead of a fixed number of recurrences: of the cache, the prompts, what counts of them and their last rows it
+    makes logits of these, the states of all rows, and says how often the core ran.
+    """
+    cache = session.new_cache(page_size, **({} if core.kept == 1 else {"kept": core.kept}))
     device = cache.lengths.device
     ends = session.ends_on(device)  # before the forward, for which a copy to the device would wait
     prompts, lengths = session.packed_prompts(session.longest, device)
     last, counts = (lengths - 1)[:, None], session.ragged(lengths)
-    logits = session.model(prompts, cache=cache, counts=counts, rows=last, recurrences=recurrences, seed=sampling.seeds)
+    state: Tensor | None
+    if settle is None:
+        logits, state = core.forward(session.model, prompts, cache, recurrences, sampling.seeds, counts, last)
+    else:
+        logits, state, recurrences = settle(cache, prompts, counts, last)
+    if state is not None:
+        state = state.gather(1, last[..., None].expand(-1, -1, state.shape[-1])) if core.copied else None
     tokens = sampling.draw(logits, lengths[:, None])
     session.forwards, session.recurrences = 1, recurrences
     cache.commit_(lengths)
@@ -131,4 +288,4 @@ def prefill(session: Session, recurrences: int, sampling: Sampling, page_size: i
     for sequence, token in enumerate(first):
         session.record_first(sequence, token)
     active = [token not in session.end_tokens and session.max_new_tokens > 1 for token in first]
-    return Prefill(cache, tokens, ended, ends, first, active)
+    return Prefill(cache, tokens, ended, ends, first, active, state)

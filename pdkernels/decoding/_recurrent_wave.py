@@ -13,16 +13,14 @@ from typing import Literal, NamedTuple
 import torch
 
 from pdkernels.backends import backend_of
-from pdkernels.decoding._recurrent import Prefill, Sampling
+from pdkernels.decoding._recurrent import NewState, Prefill, Sampling, Schedule
 from pdkernels.decoding._sampling import random_words
 from pdkernels.decoding._session import Session, not_numbers
 from pdkernels.models.recurrent_depth import STATE_STD, RecurrentDepth
 from pdkernels.ops import recurrence_advance_, recurrence_exit, recurrence_inject
 
-Schedule = Literal["linear", "root", "harmonic", "constant"]
 Mixer = Literal["linear", "sqrt"]
 Rule = Literal["prefix", "last"]
-NewState = Literal["fresh", "copied"]
 
 
 class WaveOptions(NamedTuple):
@@ -43,6 +41,8 @@ class WaveOptions(NamedTuple):
     guard: bool
     max_recurrences: int
     stability: int
+    init_scale: float
+    kept: int
 
 
 class Wave:
@@ -52,6 +52,7 @@ class Wave:
         room: most rows of a sequence.
         tokens: ``(batch, room + 1)`` int64, inputs of the rows; past a wave any valid id.
         width, advance: ``(batch,)`` int64, rows of each sequence, and how many the last step froze.
+        remaining: ``(batch,)`` int64, tokens still to come.
     """
 
     def __init__(self, session: Session, start: Prefill, options: WaveOptions, sampling: Sampling) -> None:
@@ -69,8 +70,8 @@ class Wave:
             cursor.new_zeros(session.batch, self.room),
             cursor.new_zeros(session.batch, self.room),
         )
-        self._remaining = torch.full_like(cursor, limit - 1).masked_fill_(start.ended, 0)
-        self.width = self._remaining.clamp(max=1)
+        self.remaining = torch.full_like(cursor, limit - 1).masked_fill_(start.ended, 0)
+        self.width = self.remaining.clamp(max=1)
         self.advance, self._steps = torch.zeros_like(cursor), torch.zeros_like(cursor)
         self._state: torch.Tensor | None = None
         self._blended: torch.Tensor | None = None
@@ -111,15 +112,18 @@ class Wave:
             horizon=options.horizon,
             mixer=options.mixer,
             momentum=options.momentum,
-            init_std=STATE_STD,
+            init_std=STATE_STD * options.init_scale,
             new_state=options.new_state,
             backend=backend,
         )
         x, blended = both.chunk(2, -1)
         term = model.embedding_term(blended)
-        for _ in range(options.inner_recurrence - 1):
-            x = model.core(x, term, context)
-        x, residual = model.core_parts(x, term, context)
+        contexts = [context] * options.inner_recurrence
+        if options.kept > 1:
+            contexts = [one._replace(recurrence=number) for number, one in enumerate(contexts)]
+        for one in contexts[:-1]:
+            x = model.core(x, term, one)
+        x, residual = model.core_parts(x, term, contexts[-1])
         older, older_advance = self._older or (None, None)
         state, distance, settled = recurrence_exit(
             x,
@@ -154,7 +158,7 @@ class Wave:
             cursor,
             self.advance,
             self._steps,
-            self._remaining,
+            self.remaining,
             settled=settled if options.compared else None,
             inner_recurrence=options.inner_recurrence,
             max_wavefront=self.room,

@@ -78,6 +78,18 @@ def open_session(
     return Session(model, list(kept), max_new_tokens, ends, on_tokens, trace, tails), single
 
 
+def checked_stops(model: Any, stop_strings: Sequence[str] | str) -> tuple[str, ...]:
+    """Strings that end a text, for a model that has text."""
+    given = (stop_strings,) if isinstance(stop_strings, str) else stop_strings
+    check_type(isinstance(given, Collection), _OP, "stop_strings", "be strings", type(given).__name__)
+    for stop in given:
+        check_type(isinstance(stop, str), _OP, "stop_strings", "be strings", type(stop).__name__)
+        check(stop != "", _OP, "stop_strings", "not be empty", repr(stop))
+    named = not given or model.tokenizer is not None
+    check(named, _OP, "stop_strings", "be for a model with a tokenizer", "none", "Pass end_tokens.")
+    return tuple(given)
+
+
 def _check_length(model: Any, longest: int, max_new_tokens: int, overflow: Overflow) -> None:
     """Checks that texts are no longer than the model was trained for, unless the caller allows it."""
     total, trained = longest + max_new_tokens, getattr(model.config, "max_positions", None)

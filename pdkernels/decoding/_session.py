@@ -40,6 +40,28 @@ def sent(rows: list[list[int]], device: torch.device) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
 
 
+def first_stop(tokens: list[int], known: int, stops: Sequence[str], tokenizer: Any) -> int | None:
+    """How many of `tokens` it takes for their text to hold one of `stops`, where the first `known` do not; None: it does not.
+
+    >>> class Letters:
+    ...     def decode(self, tokens):
+    ...         return "".join(map(chr, tokens))
+    >>> first_stop(list(b"one, two, six"), 4, [", s", "wo"], Letters()), first_stop([65, 66], 1, ["AA"], Letters())
+    (8, None)
+    """
+    if not stops or known == len(tokens):
+        return None
+    # A part of the text says no quickly: its end, with more letters before the new tokens than a stop string has.
+    longest, first = max(map(len, stops)) + 8, known
+    while first > 0 and len(tokenizer.decode(tokens[first:known])) < longest:
+        first = max(0, first - longest)
+    part = tokenizer.decode(tokens[first:])
+    if not any(stop in part for stop in stops):
+        return None
+    ends = range(known + 1, len(tokens) + 1)
+    return next((end for end in ends if any(stop in tokenizer.decode(tokens[:end]) for stop in stops)), None)
+
+
 MOST_POSITIONS = 2**24
 """Limit of a text, regardless of the model."""
 
@@ -81,6 +103,9 @@ class Session:
         self.plans: list[PlanReport] | None = None  # set by methods that plan
         self.text_of: Callable[[list[int]], str] | None = None  # if not the decoding of all tokens
         self.callback_seconds = 0.0
+        self.repetition_penalty = 1.0  # of methods whose texts are canvases; those on a cache have a model that does it
+        self.stop_strings: tuple[str, ...] = ()
+        self.stopped = [False] * self.batch  # by one of these
         self._on_tokens = on_tokens
 
     def block(self, size: int) -> int:
@@ -99,12 +124,15 @@ class Session:
         """Whether a callback wants tokens as soon as they are final."""
         return self._on_tokens is not None
 
-    def new_cache(self, page_size: int | None, room: int = 0, copies: int = 1) -> Any:
-        """A cache with room for every prompt, all its new tokens and `room` more, `copies` times; paged if `page_size` is given."""
+    def new_cache(self, page_size: int | None, room: int = 0, copies: int = 1, **options: Any) -> Any:
+        """A cache with room for every prompt, all its new tokens and `room` more, `copies` times; paged if `page_size` is given.
+
+        The `options` are the model's own.
+        """
         batch, more = copies * self.batch, self.max_new_tokens + room
         if page_size is None:
-            return self.model.new_cache(batch, self.longest + more)
-        cache = self.model.new_cache(batch, self.longest + more, kind="paged", page_size=page_size)
+            return self.model.new_cache(batch, self.longest + more, **options)
+        cache = self.model.new_cache(batch, self.longest + more, kind="paged", page_size=page_size, **options)
         # All pages at once: the loop then never needs the host-side allocator.
         cache.reserve_([len(prompt) + more for prompt in self.prompts] * copies)
         return cache
@@ -134,6 +162,8 @@ class Session:
 
         An `accepted` of -1 means that the model's logits were NaN.
         """
+        if self.stopped[sequence]:
+            return
         if accepted < 0:
             self.fail_not_numbers(sequence)
         self.accepted[sequence].append(accepted)
@@ -146,10 +176,29 @@ class Session:
 
     def emit(self, sequence: int, new: list[int], accepted_drafts: int) -> None:
         """Records new tokens of a sequence, the first `accepted_drafts` of them accepted drafts; -1 came from NaN."""
+        if self.stopped[sequence]:
+            return
         if new and min(new) < 0:
             self.fail_not_numbers(sequence)
-        self.tokens[sequence] += new
-        self.report(sequence, list(new), accepted_drafts)
+        new = self.extend(sequence, new)
+        self.report(sequence, new, min(accepted_drafts, len(new)))
+
+    def extend(self, sequence: int, new: list[int]) -> list[int]:
+        """Puts tokens on record, up to the one that completes a stop string, and returns those; `stopped` says whether one did."""
+        known = self.tokens[sequence]
+        found = first_stop([*known, *new], len(known), self.stop_strings, self.model.tokenizer)
+        kept = list(new) if found is None else new[: found - len(known)]
+        self.tokens[sequence] += kept
+        self.stopped[sequence] = found is not None
+        return kept
+
+    def stop_(self, left: list[Any], *device: torch.Tensor) -> None:
+        """Writes 0 for the sequences that a stop string has ended, into what is `left` of each on the host and on the device."""
+        for sequence, stopped in enumerate(self.stopped):
+            if stopped:
+                left[sequence] = type(left[sequence])(0)
+                for tensor in device:
+                    tensor[sequence] = 0
 
     def report(self, sequence: int, new: list[int], accepted_drafts: int) -> None:
         """Passes tokens to the callback, as its own list."""

@@ -29,6 +29,8 @@ class Steps(ABC):
     """
 
     entry: torch.Tensor
+    remaining: torch.Tensor
+    """``(batch,)``: tokens still to come; 0 once a sequence is done."""
     needs_host: str = ""
     """The option that makes a step read its device; empty if none does."""
 
@@ -52,6 +54,14 @@ class Steps(ABC):
     @abstractmethod
     def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
         """Records an entry, given the one before it. Returns the forwards of the step its sequences took part in."""
+
+    def halt(self, session: Session, rows: Rows) -> None:
+        """Ends the sequences that a stop string has ended: on the device, and in what the host has read."""
+        if any(session.stopped):
+            left = [row[0] for row in rows]
+            session.stop_(left, self.remaining, self.entry[:, 0])
+            for row, length in zip(rows, left, strict=True):
+                row[0] = length
 
     def recorded(self, session: Session, entries: list[Rows]) -> int:
         """Records a whole generation, and returns the forwards its sequences took part in."""
@@ -88,6 +98,7 @@ def run(steps: Steps, session: Session, replay: Callable[[], None] | None = None
     rows = steps.entry.tolist()
     refuse_nan(session, [rows])
     steps.opened(session, rows)
+    steps.halt(session, rows)
     taken_part = session.batch
     while (width := max(row[0] for row in rows)) > 0:
         if replay is None:
@@ -97,4 +108,5 @@ def run(steps: Steps, session: Session, replay: Callable[[], None] | None = None
         before, rows = rows, steps.entry.tolist()
         refuse_nan(session, [rows])
         taken_part += steps.stepped(session, before, rows)
+        steps.halt(session, rows)
     return taken_part

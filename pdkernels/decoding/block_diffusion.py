@@ -133,8 +133,8 @@ def decode(
         while True:
             # These still have masks that are needed.
             drafting = [
-                on and _is_open(tokens[:wanted], known, mask_token, session.end_tokens)
-                for on, tokens in zip(active, rows, strict=True)
+                on and not stopped and _is_open(tokens[:wanted], known, mask_token, session.end_tokens)
+                for on, stopped, tokens in zip(active, session.stopped, rows, strict=True)
             ]
             if not any(drafting):
                 break
@@ -185,6 +185,7 @@ def decode(
                 if stop > known:
                     session.emit(sequence, tokens[known:stop], stop - known)
                 active[sequence] = not any(token in session.end_tokens for token in tokens[:wanted])
+        session.stop_(active)
         if written == limit or not any(active):
             return sum(numbers)
         counts = sent([[on * block_size] for on in active], device)[:, 0]

@@ -6,19 +6,26 @@ where that code differs; both take the same forwards, draw the same tokens and f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
+from torch import Tensor
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._masked import Canvas, SamplingOptions, Step, WholeCanvas, checked_masked_model
+from pdkernels.decoding._masked import Canvas, SamplingOptions, Step, checked_masked_model
+from pdkernels.decoding._masked_forward import WholeCanvas
 from pdkernels.decoding._sampling import Seed, checked_name, checked_number, checked_sampling, checked_size
 from pdkernels.decoding._session import Session
 from pdkernels.ops import TokenStatistics
 
 _OP = "decoding.dream"
 
-Algorithm = Literal["origin", "maskgit_plus", "topk_margin", "entropy"]
+Algorithm = Literal["origin", "maskgit_plus", "topk_margin", "entropy", "confidence_threshold"]
+# (number of the forward, texts (batch, L), positions (batch, R), logits (batch, R, V)) -> logits
+LogitsHook = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# (number of the forward, texts (batch, L)) -> texts
+TokensHook = Callable[[int, Tensor], Tensor]
 
 
 def decode(
@@ -31,15 +38,25 @@ def decode(
     top_p: float = 1.0,
     top_k: int | None = None,
     order_temperature: float = 0.0,
+    threshold: float = 0.9,
+    logits_hook: LogitsHook | None = None,
+    tokens_hook: TokensHook | None = None,
     mask_token: int | None = None,
     seed: Seed = 0,
 ) -> int:
     """Fills `session` as its masks would disappear over time: ``m (1 - s / t)`` of m between the times t and s.
 
     Args:
-        steps: forwards; None: one per token.
+        steps: forwards; None: one per token, or as many as a threshold takes. The last one fills what is left.
         algorithm: what is filled first: "entropy" the positions of least entropy, "maskgit_plus" the most probable guesses,
-            "topk_margin" those furthest ahead of the second best; "origin": every position with probability ``1 - s / t``.
+            "topk_margin" those furthest ahead of the second best; "origin": every position with probability ``1 - s / t``;
+            "confidence_threshold" all guesses whose probability reaches `threshold`, and the best one anyway.
+        threshold: of "confidence_threshold".
+        logits_hook: called as ``(step, texts, positions, logits)`` with the logits ``(batch, R, vocab_size)`` of the open `positions`
+            ``(batch, R)`` of the texts ``(batch, L)``, -1 where there is none; guesses are made of what it returns.
+        tokens_hook: called as ``(step, texts)`` after every step with a copy; the texts are what it returns, which may hold other tokens after
+            the prompts, and masks again, for the steps that are left. What the prompts are it cannot change. No token is final before the
+            last one.
         eps: the time of the last step; the first is 1.
         temperature: of the guesses and of the distribution that scores them.
         top_p: guess among the likeliest tokens of this mass, and score their distribution.
@@ -66,12 +83,26 @@ def decode(
         "be 0 with algorithm 'origin'",
         order_temperature,
     )
+    checked_number(_OP, "threshold", threshold)
+    for name, hook in (("logits_hook", logits_hook), ("tokens_hook", tokens_hook)):
+        check_type(hook is None or callable(hook), _OP, name, "be a function", type(hook).__name__)
+    check(
+        tokens_hook is None or algorithm != "origin",
+        _OP,
+        "tokens_hook",
+        "be None with algorithm 'origin'",
+        "a function",
+    )
     seeds = checked_sampling(_OP, temperature, seed, session.batch)
     masks = session.max_new_tokens
     canvas = Canvas(session, mask_token, SamplingOptions(seeds, temperature, top_p, top_k, "sampling"))
     if masks == 0:
         return canvas.finish()
+    canvas.logits_hook = logits_hook
     forward = WholeCanvas(session, canvas)
+    if algorithm == "confidence_threshold" or tokens_hook is not None:
+        rule = algorithm, order_temperature, steps, eps, threshold
+        return _fill_polled(canvas, forward, *rule, tokens_hook)
     if canvas.fills_prompts and algorithm != "origin":
         return _fill_all(canvas, forward, algorithm, order_temperature, steps, eps)
     if canvas.fills_prompts:
@@ -118,6 +149,52 @@ def _fill_all(
         canvas.poll()
         if not canvas.unfinished:
             break
+    return canvas.finish()
+
+
+def _fill_polled(
+    canvas: Canvas,
+    forward: WholeCanvas,
+    algorithm: Algorithm,
+    order_temperature: float,
+    steps: int | None,
+    eps: float,
+    threshold: float,
+    tokens_hook: TokensHook | None,
+) -> int:
+    """The loop whose steps follow from what the texts hold: filled by a threshold, or changed by a hook."""
+    runs = [count if steps is None else steps for count in canvas.open_counts()]
+    if tokens_hook is not None:
+        canvas.settled = 0
+    for number in range(max(runs)):
+        masks = canvas.open_counts()
+        part = [number < most and count > 0 for most, count in zip(runs, masks, strict=True)]
+        if not any(part):
+            break
+        canvas.begin(part)
+        last = [number == most - 1 for most in runs]
+        stays = [_stays(number, most, eps) if number < most else 1.0 for most in runs]
+        if (
+            algorithm == "confidence_threshold"
+        ):  # the last step needs more sure places than there are, so its quota counts
+            quotas = [count if at_last else 1 for count, at_last in zip(masks, last, strict=True)]
+        else:
+            quotas = [int(count * (1 - share)) for count, share in zip(masks, stays, strict=True)]
+        needs = [count + 1 if at_last else 1 for count, at_last in zip(masks, last, strict=True)]
+        step = canvas.open([(0, len(answer)) for answer in canvas.answers], [quotas, needs])
+        guesses = canvas.guess(forward(), step)
+        quota, need = step.columns
+        if algorithm == "confidence_threshold":
+            canvas.commit(step, guesses.ids, guesses.probs, quota=quota, need=need, threshold=threshold)
+        else:
+            scores = _scores(canvas, step, guesses, algorithm, order_temperature)
+            canvas.commit(step, guesses.ids, scores, quota=quota)
+        if tokens_hook is not None:
+            canvas.rewrite(tokens_hook(number, canvas.tokens.clone()), last)
+        canvas.poll()
+    if tokens_hook is not None:
+        canvas.settled = None
+        canvas.poll()
     return canvas.finish()
 
 

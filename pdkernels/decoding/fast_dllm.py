@@ -18,7 +18,8 @@ from typing import Any, Literal, get_args
 import torch
 
 from pdkernels._validation import check
-from pdkernels.decoding._masked import Canvas, SamplingOptions, WholeCanvas, blocks_of, checked_masked_model, share
+from pdkernels.decoding._masked import Canvas, SamplingOptions, blocks_of, checked_masked_model, share
+from pdkernels.decoding._masked_forward import WholeCanvas
 from pdkernels.decoding._masked_model import check_keeps_rows
 from pdkernels.decoding._sampling import Seed, checked_name, checked_number, checked_sampling, checked_size
 from pdkernels.decoding._session import Session

@@ -78,7 +78,7 @@ def decode(
     active: list[Progress | None] = [None] * session.batch
     for sequence, (prompt, draft) in enumerate(zip(session.prompts, drafts)):
         session.record_first(sequence, draft[0])
-        if draft[0] not in session.end_tokens and limit > 1:
+        if draft[0] not in session.end_tokens and limit > 1 and not session.stopped[sequence]:
             active[sequence] = Progress(prompt, draft, limit, limits)
 
     every = torch.arange(session.batch, device=device)
@@ -113,7 +113,7 @@ def decode(
             draft = step.drafts[sequence][row]
             answers = own[: len(draft)]
             session.log_step(sequence, draft, answers, accepted, next_token)
-            if next_token in session.end_tokens or accepted == progress.left:
+            if next_token in session.end_tokens or accepted == progress.left or session.stopped[sequence]:
                 active[sequence] = None
             else:
                 progress.advance(draft, accepted, answers, own[step.width :], fresh[sequence])

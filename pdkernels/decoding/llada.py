@@ -10,15 +10,8 @@ import math
 from typing import Literal, get_args
 
 from pdkernels._validation import check
-from pdkernels.decoding._masked import (
-    Canvas,
-    SamplingOptions,
-    WholeCanvas,
-    Window,
-    blocks_of,
-    checked_masked_model,
-    share,
-)
+from pdkernels.decoding._masked import Canvas, SamplingOptions, Window, blocks_of, checked_masked_model, share
+from pdkernels.decoding._masked_forward import WholeCanvas
 from pdkernels.decoding._sampling import (
     Seed,
     checked_flag,
@@ -43,11 +36,12 @@ def decode(
     guidance: float = 0.0,
     no_end: bool = False,
     late_end: bool = False,
+    revise: float = 0.0,
     temperature: float = 0.0,
     mask_token: int | None = None,
     seed: Seed = 0,
 ) -> int:
-    """Fills `session` block by block, the most confident positions of a block first. A filled position is never revised.
+    """Fills `session` block by block, the most confident positions of a block first. A filled position is final, unless `revise` is set.
 
     Args:
         block_size: new positions that are filled together; None: all of them.
@@ -57,6 +51,9 @@ def decode(
             has two rows for each position.
         no_end: end tokens are never guessed.
         late_end: end tokens have confidence 0, so they come last.
+        revise: above 0, a step also puts masks in the places of its block whose token has less than this probability in its
+            forward, in each place once. Steps fill equal shares until a block is full, maybe more than `steps`; no token is on record
+            before that.
         temperature: of the guesses; positions are chosen by the confidence at temperature 1.
 
     Returns:
@@ -75,7 +72,13 @@ def decode(
         mask_token=mask_token,
         seed=seed,
     )
-    return fill(canvas, WholeCanvas(session, canvas), blocks, steps, remasking == "random")
+    checked_number(_OP, "revise", revise, 1.0)
+    plain = remasking != "random" and not late_end and guidance == 0
+    check(revise == 0 or plain, _OP, "revise", "be 0 with random remasking, late ends or guidance", revise)
+    forward = WholeCanvas(session, canvas)
+    if revise > 0:
+        return fill_revising(canvas, forward, blocks, steps, revise)
+    return fill(canvas, forward, blocks, steps, remasking == "random")
 
 
 def begin(
@@ -161,4 +164,26 @@ def fill_all(canvas: Canvas, forward: WholeCanvas, blocks: list[Window], steps: 
             guesses = canvas.guess(forward(), step, forward.first_row)
             canvas.commit(step, guesses.ids, None if random else guesses.probs, quota=step.columns[0])
             canvas.poll()
+    return canvas.finish()
+
+
+def fill_revising(canvas: Canvas, forward: WholeCanvas, blocks: list[Window], steps: int | None, revise: float) -> int:
+    """The loop where a step may take tokens back: equal shares until a block is full."""
+    for first, last in blocks:
+        canvas.settled = first
+        masks = canvas.open_counts(first, last)
+        runs = [count if steps is None else min(count, steps // len(blocks)) for count in masks]
+        quotas = [-(-count // run) if run else 0 for count, run in zip(masks, runs, strict=True)]
+        while any(left := canvas.open_counts(first, last)):
+            canvas.begin([count > 0 for count in left])
+            step = canvas.open([(first, last)] * len(masks), [quotas])
+            hidden = forward()
+            guesses = canvas.guess(hidden, step, forward.first_row)
+            canvas.commit(step, guesses.ids, guesses.probs, quota=step.columns[0])
+            canvas.reopen(hidden, (first, last), revise, forward.first_row)
+            canvas.poll()
+        canvas.settled = last
+        canvas.poll()
+        if not canvas.unfinished:
+            break
     return canvas.finish()

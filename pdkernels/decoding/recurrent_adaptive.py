@@ -9,20 +9,50 @@ In a batch a sequence that has settled keeps its state, and its rows stop counti
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+from torch import Tensor
 
 from pdkernels._validation import check, check_type
 from pdkernels.backends import backend_of
-from pdkernels.decoding._recurrent import checked_model, checked_recurrences, checked_sampling, prefill
-from pdkernels.decoding._sampling import Seed, checked_name, checked_number, checked_size
-from pdkernels.decoding._session import Session, is_end, marked
+from pdkernels.decoding._recurrent import (
+    Core,
+    NewState,
+    Schedule,
+    Settle,
+    checked_core,
+    checked_model,
+    checked_recurrences,
+    checked_sampling,
+    prefill,
+)
+from pdkernels.decoding._sampling import Seed, checked_flag, checked_name, checked_number, checked_size
+from pdkernels.decoding._session import Session, is_end, marked, sent
 from pdkernels.decoding.traces import AdaptiveStep
+from pdkernels.models.recurrent_depth import RecurrentDepth
 from pdkernels.ops import logit_divergence
 
 _OP = "decoding.recurrent_adaptive"
 
+
+class ExitCheck(NamedTuple):
+    """What an exit criterion of your own may look at, of the tokens that are computed now."""
+
+    state: Tensor
+    """``(batch, rows, hidden)``, after `recurrences` of them; a token has one row, a prompt as many as it has tokens."""
+    before: Tensor
+    """The same at the check before, or in the beginning."""
+    recurrences: int
+    logits: Callable[[], Tensor]
+    """Gives those of the last row of each sequence, ``(batch, vocab_size)``: this runs the coda."""
+    counts: Tensor
+    """``(batch,)``: rows that count; the others are padding."""
+
+
+OwnCriterion = Callable[[ExitCheck], Tensor]
 Criterion = Literal["latent-diff", "cosine", "entropy-diff", "kl", "minp-kl", "argmax-stability"]
 THRESHOLDS: dict[Criterion, float] = {
     "latent-diff": 0.03,
@@ -38,12 +68,18 @@ _LATENT = ("latent-diff", "cosine")  # the others need the coda at every check
 def decode(
     session: Session,
     *,
-    criterion: Criterion = "latent-diff",
+    criterion: Criterion | OwnCriterion = "latent-diff",
     threshold: float | None = None,
     max_recurrences: int | None = None,
     min_recurrences: int = 1,
     check_every: int = 1,
     first_check: int | None = None,
+    adaptive_prompt: bool = False,
+    init_scale: float = 1.0,
+    kept_recurrences: int = 1,
+    core_noise: float = 0.0,
+    core_noise_schedule: Schedule = "harmonic",
+    new_state: NewState = "fresh",
     recurrences: int | None = None,
     temperature: float = 0.0,
     top_p: float | None = None,
@@ -62,38 +98,53 @@ def decode(
         criterion: what is compared with the previous check: "latent-diff" ``|z - z_last| / |z|`` of the states, "cosine" 1 - their
             cosine, "entropy-diff" the entropies of the next token's distributions, "kl" their divergence, "minp-kl" that of
             distributions without unlikely tokens; a token is done below the threshold. "argmax-stability" counts checks in a
-            row that count and leave the likeliest token unchanged; done at the threshold.
-        threshold: None: 0.03, 1e-3, 1e-3, 1e-3, 1e-5 and 5, in this order.
+            row that count and leave the likeliest token unchanged; done at the threshold. Or a function of an `ExitCheck` whose
+            result ``(batch,)`` says which tokens are done, as bools or as numbers below the threshold.
+        threshold: None: 0.03, 1e-3, 1e-3, 1e-3, 1e-5 and 5, in this order; of a function, 0.
         max_recurrences: of a token; None: `recurrences`. Those left after the last check run without one.
         min_recurrences: a check counts only if what it is compared with has had this many. With 0 the first one counts too, and is
             compared with the initial state, an entropy of 100 or the uniform distribution, as in the released code.
         check_every: recurrences between two checks.
         first_check: recurrences before the first check; None: `check_every`. ``first_check=n + 1`` with ``min_recurrences=0`` is
             the phase of the released code with ``min_steps=n``: its first check comes after one more recurrence, and counts.
-        recurrences: of the prompt, which is never adaptive; None: those the model was trained for.
+        adaptive_prompt: a prompt stops by the same criterion, all its rows together: of states the mean over them counts, of
+            distributions that of the last row. By default it has its `recurrences`.
+        recurrences: of the prompt, the most of them if it is adaptive; None: those the model was trained for.
     """
     model = checked_model(_OP, session)
     recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)
     sampling = checked_sampling(_OP, session, temperature, top_p, min_p, top_k, seed)
-    checked_name(_OP, "criterion", criterion, get_args(Criterion))
-    limit = THRESHOLDS[criterion] if threshold is None else checked_number(_OP, "threshold", threshold)
+    if not callable(criterion):
+        checked_name(_OP, "criterion", criterion, get_args(Criterion))
+    default = 0.0 if callable(criterion) else THRESHOLDS[criterion]
+    limit = default if threshold is None else checked_number(_OP, "threshold", threshold)
     most = recurrences if max_recurrences is None else checked_size(_OP, "max_recurrences", max_recurrences)
     check_type(type(min_recurrences) is int, _OP, "min_recurrences", "be an int", type(min_recurrences).__name__)
     check(min_recurrences >= 0, _OP, "min_recurrences", "be at least 0", min_recurrences)
     checked_size(_OP, "check_every", check_every)
     first_check = check_every if first_check is None else checked_size(_OP, "first_check", first_check)
+    checked_flag(_OP, "adaptive_prompt", adaptive_prompt)
+    noise = core_noise, core_noise_schedule
+    core = checked_core(_OP, model, max(most, recurrences), init_scale, kept_recurrences, *noise, new_state)
     if session.max_new_tokens == 0:
         return
-    cache, token, ended, ends, _, active = prefill(session, recurrences, sampling, page_size)
+    rule = Rule(criterion, limit, min_recurrences, check_every, first_check)
+    settle: Settle | None = None
+    if adaptive_prompt:
+        settle = partial(_settled_prompts, model, core, rule, recurrences, sampling.seeds)
+    cache, token, ended, ends, _, active, before = prefill(session, recurrences, sampling, page_size, core, settle)
     active_rows, written = ~ended, token[:, 0]  # what the host reads for the token
     unread: tuple[list[int], list[list[float]]] | None = None  # facts about tokens that the host has not read yet
 
     for step in range(session.max_new_tokens - 1):
+        session.stop_(active, active_rows)
         if not any(active):
             break
         counts = None if all(active) else active_rows.to(cache.lengths.dtype)
         context = model.context(1, cache, counts)
-        state, term = model.begin(model.prelude(token, context), context, sampling.seeds)
+        state, term = core.begin(model, model.prelude(token, context), context, sampling.seeds)
+        if core.copied and before is not None:
+            state = before
         divergence = Divergence(criterion, state)
         open_rows, still_open = active_rows, list(active)  # sequences still iterating: on the device, and on the host
         needed = [0] * session.batch
@@ -106,9 +157,7 @@ def decode(
             current_context = (
                 context if still_open == active else context._replace(counts=open_rows.to(cache.lengths.dtype))
             )
-            refined = state
-            for _ in range(run):
-                refined = model.core(refined, term, current_context)
+            refined = core.run(model, state, term, current_context, sampling.seeds, count, run)
             state = refined if still_open == active else torch.where(open_rows[:, None, None], refined, state)
             counted = last >= min_recurrences  # what this check is compared with has had that many
             count += run
@@ -117,7 +166,7 @@ def decode(
                 logits = None
                 break
             last = count
-            if criterion not in _LATENT:
+            if not callable(criterion) and criterion not in _LATENT:
                 seen = model.coda(state, current_context)
                 # A settled row is padding of this forward: its logits are those of the check that settled it.
                 logits = (
@@ -125,8 +174,14 @@ def decode(
                     if logits is None or still_open == active
                     else torch.where(open_rows[:, None, None], seen, logits)
                 )
-            value = divergence.measure(state, logits, counted)
-            done = value >= limit if criterion == "argmax-stability" else value < limit
+            if callable(criterion):
+                say = partial(_last_rows, model, state, current_context, None)
+                rows = torch.ones_like(cache.lengths)
+                value, done = own_verdict(criterion, ExitCheck(state, divergence.state, count, say, rows), limit)
+                divergence.state = state
+            else:
+                value = divergence.measure(state, logits, counted)
+                done = value >= limit if criterion == "argmax-stability" else value < limit
             if counted:
                 open_rows = open_rows & ~done
             if counted or session.trace is not None:
@@ -145,6 +200,9 @@ def decode(
 
         if logits is None:
             logits = model.coda(state, context)
+        if core.kept > 1:
+            core.fill(model, cache, 1, counts, sent([needed], cache.lengths.device)[0])
+        before = state
         cache.commit_(active_rows.to(cache.lengths.dtype))
         token = sampling.draw(logits, cache.lengths[:, None])
         written = marked(logits, token)[:, 0]
@@ -170,31 +228,107 @@ def _record(
                 cursor = len(session.prompts[sequence]) + len(known) - 1
                 session.trace[sequence].append(AdaptiveStep(cursor, before, token, needed[sequence], values[sequence]))
             session.log_step(sequence, [before], None, accepted=1, next_token=token)
-            active[sequence] = token not in session.end_tokens
+            active[sequence] = token not in session.end_tokens and not session.stopped[sequence]
+
+
+class Rule(NamedTuple):
+    """When recurrences end."""
+
+    criterion: Criterion | OwnCriterion
+    limit: float
+    min_recurrences: int
+    check_every: int
+    first_check: int
+
+
+def own_verdict(criterion: OwnCriterion, seen: ExitCheck, limit: float) -> tuple[Tensor, Tensor]:
+    """What a criterion of the caller's says, ``(batch,)`` each: values for the trace, and which are done."""
+    said = criterion(seen)
+    check_type(isinstance(said, Tensor), _OP, "criterion", "return a tensor", type(said).__name__)
+    batch = len(seen.counts)
+    check(said.shape == (batch,), _OP, "criterion", f"return a tensor of shape ({batch},)", tuple(said.shape))
+    return said.float(), said if said.dtype == torch.bool else said < limit
+
+
+def _last_rows(model: RecurrentDepth, state: Tensor, context: Any, last: Tensor | None) -> Tensor:
+    """Logits ``(batch, V)`` of the last rows; None: of the only one."""
+    logits = model.coda(state, context) if last is None else model.coda(state, context, last)
+    return logits[:, 0]
+
+
+def _settled_prompts(
+    model: RecurrentDepth,
+    core: Core,
+    rule: Rule,
+    most: int,
+    seeds: Tensor,
+    cache: Any,
+    tokens: Tensor,
+    counts: Tensor | None,
+    last: Tensor,
+) -> tuple[Tensor, Tensor, int]:
+    """`Settle` by a criterion: the device is read once per check that counts."""
+    criterion, limit, min_recurrences, check_every, first_check = rule
+    lengths = last[:, 0] + 1
+    context = model.context(tokens.shape[1], cache, counts)
+    state, term = core.begin(model, model.prelude(tokens, context), context, seeds)
+    real = torch.arange(tokens.shape[1], device=last.device) < lengths[:, None]
+    latent = criterion in _LATENT
+    divergence = Divergence(criterion, state, real)
+    goes_on, still_open, needed = torch.ones_like(lengths, dtype=torch.bool), [True] * len(tokens), [0] * len(tokens)
+    count, checked = 0, 0
+    while count < most and any(still_open):
+        wanted = check_every if checked else first_check
+        run = min(wanted, most - count)
+        now = context if all(still_open) else context._replace(counts=lengths * goes_on)
+        refined = core.run(model, state, term, now, seeds, count, run)
+        state = torch.where(goes_on[:, None, None], refined, state)
+        count += run
+        needed = [count if is_open else before for is_open, before in zip(still_open, needed)]
+        if run < wanted:
+            break
+        counted, checked = checked >= min_recurrences, count
+        say = partial(_last_rows, model, state, now, last)
+        if callable(criterion):
+            _, done = own_verdict(criterion, ExitCheck(state, divergence.state, count, say, lengths), limit)
+            divergence.state = state
+        else:
+            value = divergence.measure(state, None if latent else say()[:, None], counted)
+            done = value >= limit if criterion == "argmax-stability" else value < limit
+        if counted:
+            goes_on = goes_on & ~done
+            still_open = goes_on.tolist()
+    if core.kept > 1:
+        core.fill(model, cache, tokens.shape[1], counts, sent([needed], last.device)[0])
+    return model.coda(state, context, last), state, count
 
 
 class Divergence:
-    """The quantity that a criterion compares between the checks of one token."""
+    """The quantity that a criterion compares between the checks of one token, or of the rows of a prompt that are `real` ``(batch, rows)``."""
 
-    def __init__(self, criterion: Criterion, state: torch.Tensor) -> None:
-        self.criterion = criterion
+    def __init__(self, criterion: Criterion | OwnCriterion, state: torch.Tensor, real: Tensor | None = None) -> None:
+        self.criterion, self.real = criterion, real
         self.state = state.clone()
         self.logits: torch.Tensor | None = None
         self.before = torch.full((len(state),), 100.0 if criterion == "entropy-diff" else -1.0, device=state.device)
         self.stable = torch.zeros(len(state), dtype=torch.int64, device=state.device)
 
     def measure(self, state: torch.Tensor, logits: torch.Tensor | None, counted: bool) -> torch.Tensor:
-        """``(batch,)``: how far `state` ``(batch, 1, E)`` or `logits` ``(batch, 1, V)`` moved since the last call; or the checks
+        """``(batch,)``: how far `state` ``(batch, rows, E)`` or `logits` ``(batch, 1, V)`` moved since the last call; or the checks
         without a new argmax, among those that are `counted`.
         """
         if logits is None:
-            now, then = _wide(state[:, 0]), _wide(self.state[:, 0])
+            now, then = _wide(state), _wide(self.state)
             self.state = state
             if self.criterion == "cosine":
-                moved: torch.Tensor = 1 - (now * then).sum(-1) / now.norm(dim=-1) / then.norm(dim=-1)
-                return moved
-            over = (now - then).norm(dim=-1)
-            return torch.where(over == 0, 0.0, over / now.norm(dim=-1))
+                moved: Tensor = 1 - (now * then).sum(-1) / now.norm(dim=-1) / then.norm(dim=-1)
+            else:
+                over = (now - then).norm(dim=-1)
+                moved = torch.where(over == 0, 0.0, over / now.norm(dim=-1))
+            if self.real is None:
+                return moved[:, 0]
+            mean: Tensor = moved.masked_fill(~self.real, 0).sum(-1) / self.real.sum(-1)
+            return mean
         divergence = logit_divergence(logits[:, 0], self.logits, backend=backend_of(logits.dtype))
         self.logits = logits[:, 0]
         if self.criterion == "kl":

@@ -13,8 +13,16 @@ from typing import Literal, get_args
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._recurrent import checked_model, checked_recurrences, checked_sampling, prefill
-from pdkernels.decoding._recurrent_wave import Mixer, NewState, Rule, Schedule, Wave, WaveOptions
+from pdkernels.decoding._recurrent import (
+    NewState,
+    Schedule,
+    checked_core,
+    checked_model,
+    checked_recurrences,
+    checked_sampling,
+    prefill,
+)
+from pdkernels.decoding._recurrent_wave import Mixer, Rule, Wave, WaveOptions
 from pdkernels.decoding._sampling import Seed, checked_flag, checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session
 from pdkernels.decoding.traces import RecurrentStep
@@ -40,6 +48,8 @@ def decode(
     rule: Rule = "prefix",
     new_state: NewState = "fresh",
     guard: bool = True,
+    init_scale: float = 1.0,
+    kept_recurrences: int = 1,
     recurrences: int | None = None,
     max_recurrences: int | None = None,
     stability: int | None = None,
@@ -72,6 +82,7 @@ def decode(
         max_recurrences: a row is ready at the latest after this many; None: 4 * `recurrences`; 0: never, if the model does not
             settle.
         stability: None: ``recurrences // inner_recurrence + 1``.
+        kept_recurrences: as elsewhere; those of a step count from 0 in every step, as in the released code.
         seed: of states, noise, draws and guesses.
 
     Returns:
@@ -91,6 +102,7 @@ def decode(
     if exit == "fixed":
         most = min(recurrences, most) if most > 0 else recurrences
     steady = recurrences // inner_recurrence + 1 if stability is None else checked_size(_OP, "stability", stability)
+    core = checked_core(_OP, model, max(recurrences, inner_recurrence), init_scale, kept_recurrences)
     options = WaveOptions(
         inner_recurrence=inner_recurrence,
         threshold=checked_number(_OP, "threshold", threshold),
@@ -107,11 +119,13 @@ def decode(
         guard=checked_flag(_OP, "guard", guard),
         max_recurrences=most,
         stability=steady if exit == "token-stability" else 0,
+        init_scale=init_scale,
+        kept=core.kept,
     )
     check(noise != math.inf, _OP, "noise", "be finite", noise)
     if session.max_new_tokens == 0:
         return 0
-    start = prefill(session, recurrences, sampling, page_size)
+    start = prefill(session, recurrences, sampling, page_size, core)
     return run(session, Wave(session, start, options, sampling), [int(active) for active in start.active])
 
 
@@ -119,6 +133,7 @@ def run(session: Session, wave: Wave, widths: list[int]) -> int:
     """Steps until all sequences have finished; `widths` is the host's copy of the wave's widths."""
     taken_part = session.batch
     cursors = [len(prompt) for prompt in session.prompts]
+    session.stop_(widths, wave.width, wave.remaining)
     while (rows := max(widths)) > 0:
         if wave.tokens.is_cuda:  # so that shapes repeat
             rows = min(1 << (rows - 1).bit_length(), wave.room)
@@ -149,4 +164,5 @@ def run(session: Session, wave: Wave, widths: list[int]) -> int:
             taken_part += 1
             if frozen:  # all but the last of them were inputs of this step
                 session.emit(sequence, predicted[:frozen], frozen - 1)
+        session.stop_(widths, wave.width, wave.remaining)
     return taken_part

@@ -6,11 +6,22 @@ reference/recurrent_self_speculation.py; both take the same forwards and accept 
 
 from __future__ import annotations
 
+import math
+
 import torch
+from torch import Tensor
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._recurrent import checked_model, checked_recurrences, checked_sampling, prefill
-from pdkernels.decoding._sampling import Seed, checked_size
+from pdkernels.decoding._recurrent import (
+    NewState,
+    Schedule,
+    checked_core,
+    checked_model,
+    checked_recurrences,
+    checked_sampling,
+    prefill,
+)
+from pdkernels.decoding._sampling import Seed, checked_number, checked_size
 from pdkernels.decoding._session import Session, judged_by_nan
 from pdkernels.ops import kv_trim_, verify_draft
 
@@ -22,6 +33,12 @@ def decode(
     *,
     block_size: int = 8,
     draft_recurrences: int = 4,
+    verification_threshold: float = 1.0,
+    init_scale: float = 1.0,
+    kept_recurrences: int = 1,
+    core_noise: float = 0.0,
+    core_noise_schedule: Schedule = "harmonic",
+    new_state: NewState = "fresh",
     recurrences: int | None = None,
     temperature: float = 0.0,
     top_p: float | None = None,
@@ -39,6 +56,10 @@ def decode(
     Args:
         block_size: most tokens of a draft, one recurrent forward each; 0 is `recurrent_static`.
         draft_recurrences: of these forwards.
+        verification_threshold: below 1 a drafted token also counts if the judge's own distribution gives it at least so many times
+            the probability of the likeliest one.
+        new_state: "copied" starts a drafted token's recurrences from the last state of the token before it, and the judge's from the
+            states that the drafts left; "fresh" all from those of their positions.
         recurrences: of the prompt and of the verifying forwards; None: those the model was trained for.
         temperature: of drafts and verifier, which draw a position's token with the same numbers; 0 is greedy.
 
@@ -51,10 +72,13 @@ def decode(
     check_type(type(block_size) is int, _OP, "block_size", "be an int", type(block_size).__name__)
     check(block_size >= 0, _OP, "block_size", "be at least 0", block_size)
     checked_size(_OP, "draft_recurrences", draft_recurrences)
+    checked_number(_OP, "verification_threshold", verification_threshold, 1.0)
+    most, noise = max(recurrences, draft_recurrences), (core_noise, core_noise_schedule)
+    core = checked_core(_OP, model, most, init_scale, kept_recurrences, *noise, new_state)
     limit = session.max_new_tokens
     if limit == 0:
         return 0
-    cache, first, ended, ends, _, active = prefill(session, recurrences, sampling, page_size)
+    cache, first, ended, ends, _, active, before = prefill(session, recurrences, sampling, page_size, core)
     lengths = cache.lengths  # grows in place with every commit
     # No row for tokens that were not requested.
     slots = max(1, min(1 + block_size, limit - 1))
@@ -65,11 +89,15 @@ def decode(
     draft_lengths = remaining.clamp(max=slots)
 
     host_lengths = [slots if more else 0 for more in active]
+    session.stop_(host_lengths, remaining, draft_lengths)
     taken_part = session.batch
     while (width := max(host_lengths)) > 0:
         cursor = lengths.clone()
+        chain = [before]
         for row in range(width - 1):
-            logits = model(block[:, row : row + 1], cache=cache, recurrences=draft_recurrences, seed=sampling.seeds)
+            token = block[:, row : row + 1]
+            logits, state = core.forward(model, token, cache, draft_recurrences, sampling.seeds, before=chain[-1])
+            chain.append(state if core.copied else None)
             # While drafting, the draft counts as text. A sequence whose draft is complete goes through the model too.
             cache.commit_((draft_lengths > row + 1).to(lengths.dtype))
             block[:, row + 1 : row + 2] = sampling.draw(logits, (cursor + row + 1)[:, None])
@@ -77,10 +105,16 @@ def decode(
 
         draft = block[:, :width]
         counts = None if min(host_lengths) == width else draft_lengths
-        logits = model(draft, cache=cache, counts=counts, recurrences=recurrences, seed=sampling.seeds)
+        begun = _begun(chain, draft_lengths, slot[:width])
+        logits, states = core.forward(model, draft, cache, recurrences, sampling.seeds, counts, before=begun)
         predictions = sampling.draw(logits, cursor[:, None] + 1 + slot[:width])
+        if verification_threshold < 1:
+            predictions = _lenient(predictions, logits, draft, draft_lengths, verification_threshold)
         verdict = verify_draft(draft, predictions, draft_lengths=draft_lengths, end_tokens=ends)
         cache.commit_(verdict.accepted)
+        if core.copied and states is not None:
+            last = (verdict.accepted - 1).clamp(min=0)[:, None, None]
+            before = states.gather(1, last.expand(-1, -1, states.shape[-1]))
         session.forwards += width
         session.recurrences += (width - 1) * draft_recurrences + recurrences
 
@@ -100,5 +134,26 @@ def decode(
                 judged = tokens[width:][:length] if session.trace is not None else None
                 session.log_step(sequence, tokens[:length], judged, accepted=accepted, next_token=next_token)
         host_lengths = [row[1] for row in poll]
+        session.stop_(host_lengths, remaining, draft_lengths)
         block[:, 0] = verdict.next_token.clamp(min=0)  # -1 in a finished sequence
     return taken_part
+
+
+def _begun(chain: list[Tensor | None], lengths: Tensor, slot: Tensor) -> Tensor | None:
+    """Where the judge's rows begin, ``(batch, width, E)``: each from the state of its own draft forward, the last row of a draft
+    from that of the row before. `chain` has the state before the draft, then that after each of its forwards.
+    """
+    states = [state for state in chain if state is not None]
+    if not states:
+        return None
+    index = torch.minimum(slot + 1, (lengths[:, None] - 1).clamp(min=0))
+    return torch.cat(states, 1).gather(1, index[..., None].expand(-1, -1, states[0].shape[-1]))
+
+
+def _lenient(predictions: Tensor, logits: Tensor, draft: Tensor, lengths: Tensor, threshold: float) -> Tensor:
+    """`predictions` ``(batch, T)`` with the drafted token in place of what the judge drew, wherever it is likely enough."""
+    following = draft[:, 1:]
+    given = logits[:, :-1].gather(-1, following[..., None])[..., 0]
+    likely = given >= logits[:, :-1].amax(-1) + math.log(max(threshold, 1e-300))
+    likely &= torch.arange(1, draft.shape[1], device=draft.device) < lengths[:, None]  # what follows is padding
+    return torch.cat([torch.where(likely, following, predictions[:, :-1]), predictions[:, -1:]], 1)

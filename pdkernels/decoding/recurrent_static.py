@@ -8,7 +8,15 @@ from __future__ import annotations
 
 import math
 
-from pdkernels.decoding._recurrent import checked_model, checked_recurrences, checked_sampling, prefill
+from pdkernels.decoding._recurrent import (
+    NewState,
+    Schedule,
+    checked_core,
+    checked_model,
+    checked_recurrences,
+    checked_sampling,
+    prefill,
+)
 from pdkernels.decoding._sampling import Seed
 from pdkernels.decoding._session import Session, is_end, marked
 from pdkernels.decoding.traces import RecurrentStep
@@ -20,6 +28,11 @@ def decode(
     session: Session,
     *,
     recurrences: int | None = None,
+    init_scale: float = 1.0,
+    kept_recurrences: int = 1,
+    core_noise: float = 0.0,
+    core_noise_schedule: Schedule = "harmonic",
+    new_state: NewState = "fresh",
     temperature: float = 0.0,
     top_p: float | None = None,
     min_p: float | None = None,
@@ -29,21 +42,25 @@ def decode(
 ) -> None:
     """Fills `session` with one token per forward.
 
-    The cache keeps one row per position, whatever the recurrences: later tokens read that of the last recurrence in all of theirs.
+    By default the cache keeps one row per position, whatever the recurrences: later tokens read that of the last recurrence in all of theirs.
     """
     model = checked_model(_OP, session)
     recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)
     sampling = checked_sampling(_OP, session, temperature, top_p, min_p, top_k, seed)
+    noise = core_noise, core_noise_schedule
+    core = checked_core(_OP, model, recurrences, init_scale, kept_recurrences, *noise, new_state)
     if session.max_new_tokens == 0:
         return
-    cache, token, ended, ends, current, active = prefill(session, recurrences, sampling, page_size)
+    cache, token, ended, ends, current, active, state = prefill(session, recurrences, sampling, page_size, core)
     active_rows = (~ended).to(cache.lengths.dtype)  # 1 while a sequence continues, then 0: its cache does not change
 
     for step in range(session.max_new_tokens - 1):
+        session.stop_(active, active_rows)
         if not any(active):
             break
         # A finished sequence goes through the model too, but its row is never committed.
-        logits = model(token, cache=cache, recurrences=recurrences, seed=sampling.seeds)
+        before = state if core.copied else None
+        logits, state = core.forward(model, token, cache, recurrences, sampling.seeds, before=before)
         cache.commit_(active_rows)
         token = sampling.draw(logits, cache.lengths[:, None])
         if ends is not None:

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._masked import Canvas, KeptCanvas, SamplingOptions, WholeCanvas, Window, checked_masked_model
+from pdkernels.decoding._masked import Canvas, SamplingOptions, Window, checked_masked_model
+from pdkernels.decoding._masked_forward import KeptCanvas, WholeCanvas
 from pdkernels.decoding._sampling import (
     Seed,
     checked_flag,
@@ -31,7 +32,7 @@ from pdkernels.decoding._session import MOST_POSITIONS, Session
 
 _OP = "decoding.slowfast"
 
-Cycle = Literal["last", "mean", "published"]
+Cycle = Literal["last", "mean", "published", "dream"]
 
 
 class Options(NamedTuple):
@@ -43,6 +44,7 @@ class Options(NamedTuple):
     variance: float
     tau_min: float
     tau_high: float
+    tau_explore: float
     k_slow: int
     k_fast: int
     cycle: Cycle
@@ -58,6 +60,7 @@ def decode(
     variance: float = 1.0,
     tau_min: float = 0.1,
     tau_high: float = 0.85,
+    tau_explore: float | None = None,
     k_slow: int = 1,
     k_fast: int = 1,
     cycle: Cycle = "last",
@@ -78,11 +81,13 @@ def decode(
         variance: sigma^2; the end is stable if their variance is less.
         tau_min: the last position with more confidence than this is the candidate of a slow step.
         tau_high: a fast step fills all positions with more confidence than this.
+        tau_explore: a slow step of the released loops fills all places with so much confidence; None: `tau_high`.
         k_slow: positions that a slow step fills.
         k_fast: positions that a fast step fills if none is confident.
         cycle: where the span ends: "last" at the last candidate once that is stable, else at their mean; "mean" at the mean, as
             equation 9 says; "published" as the released code, which always takes all `max_exploration` steps, fills confident
-            positions in those too, and counts confidences that equal a threshold.
+            positions in those too, and counts confidences that equal a threshold; "dream" as its variant for Dream,
+            whose settings are ``max_exploration=6, tau_min=0.1, tau_explore=0.8, tau_high=0.9``.
         drop_suffix: fast steps after the first leave out everything after the span, as the released code does.
         prompt_interval, gen_interval, transfer_ratio: those of `dllm_cache`, whose feature cache then runs the forwards;
             without a `prompt_interval` nothing is cached.
@@ -107,6 +112,8 @@ def decode(
     checked_number(_OP, "variance", variance)
     checked_number(_OP, "tau_min", tau_min)
     checked_number(_OP, "tau_high", tau_high)
+    if tau_explore is not None:
+        checked_number(_OP, "tau_explore", tau_explore)
     checked_name(_OP, "cycle", cycle, get_args(Cycle))
     checked_flag(_OP, "drop_suffix", drop_suffix)
     if prompt_interval is not None:
@@ -134,9 +141,12 @@ def decode(
             session, canvas, prompt_interval=prompt_interval, gen_interval=gen_interval, transfer_ratio=transfer_ratio
         )
     size = limit if block_size is None else block_size
-    options = Options(size, max_exploration, window, variance, tau_min, tau_high, k_slow, k_fast, cycle, drop_suffix)
+    explore = tau_high if tau_explore is None else tau_explore
+    options = Options(
+        size, max_exploration, window, variance, tau_min, tau_high, explore, k_slow, k_fast, cycle, drop_suffix
+    )
     spans = [Span(own, options) for own in session.limits]
-    published = cycle == "published"
+    published = cycle in ("published", "dream")
     while canvas.unfinished:
         canvas.begin()
         # A finished canvas costs little.
@@ -144,8 +154,9 @@ def decode(
         # A slow step of the paper never fills more than its few, however many positions are confident.
         need = [1 if published or span.fast else limit + 1 for span in spans]
         quota = [k_fast if span.fast else k_slow for span in spans]
-        step = canvas.open([span.window for span in spans], [ends, need, quota])
-        visible, needs, quotas = step.columns
+        slow = [int(not span.fast) for span in spans]
+        step = canvas.open([span.window for span in spans], [ends, need, quota, slow])
+        visible, needs, quotas, exploring = step.columns
         width = max(end for end, on in zip(ends, canvas.active, strict=True) if on)
         guesses = canvas.guess(forward(visible, width), step, forward.first_row)
         if step.positions.shape[1]:
@@ -153,9 +164,13 @@ def decode(
             canvas.fact.copy_(torch.where(sure, step.positions, -1).amax(1))
         else:
             canvas.fact.fill_(-1)
-        canvas.commit(
-            step, guesses.ids, guesses.probs, quota=quotas, need=needs, threshold=tau_high, strict=not published
-        )
+        rule: dict[str, Any] = {"quota": quotas, "need": needs, "strict": not published}
+        if not published or explore == tau_high:
+            canvas.commit(step, guesses.ids, guesses.probs, threshold=tau_high, **rule)
+        else:  # one threshold for all sequences: what reaches its own is above 1, and in a slow step one place is enough
+            own = torch.where(exploring > 0, explore, tau_high)[:, None]
+            lifted = torch.where(guesses.probs.double() >= own, guesses.probs + 2, guesses.probs)
+            canvas.commit(step, guesses.ids, lifted, shown=guesses.probs, threshold=1.5, **rule)
         furthest = canvas.poll()
         for sequence, span in enumerate(spans):
             if canvas.active[sequence]:
@@ -175,11 +190,11 @@ class Span:
 
     def __init__(self, limit: int, options: Options) -> None:
         self._limit, self._options = limit, options
-        self.start, self.taken = 0, 0
+        self.start = self._first = self.taken = 0
         self.last = self.end = min(options.block_size, limit)
         self.fast = options.max_exploration == 0
         self._settled = False
-        self._candidates: list[int] = []  # from the cycle's slow steps, as many as are compared
+        self._candidates = self._before()  # from the cycle's slow steps, as many as are compared
 
     @property
     def window(self) -> Window:
@@ -200,8 +215,13 @@ class Span:
             self.start = self.end
             if not is_open(self.start, self.last):
                 self.start, self.last = self.last, min(self.last + options.block_size, self._limit)
+                self._first = self.start
             self.end, self.fast, self.taken = self.last, options.max_exploration == 0, 0
-            self._settled, self._candidates = False, []
+            self._settled, self._candidates = False, self._before()
+
+    def _before(self) -> list[int]:
+        """Candidates that count before the first one."""
+        return [self._first] * self._options.window if self._options.cycle == "dream" else []
 
     def _explored(self, candidate: int, done: bool) -> None:
         """A slow step: where does the span end?"""
@@ -209,9 +229,16 @@ class Span:
         seen = self._candidates = [*self._candidates, candidate][-options.window :]
         spread = len(seen) * sum(n * n for n in seen) - sum(seen) ** 2  # the variance, times len(seen) ** 2
         stable = len(seen) == options.window and spread < options.variance * len(seen) ** 2
+        mean = sum(seen) // len(seen)
+        if (
+            options.cycle == "dream"
+        ):  # the unbiased variance, of lengths from the block's start on, whose mean is rounded
+            stable = len(seen) > 1 and spread <= options.variance * len(seen) * (len(seen) - 1)
+            rounded = round(sum(n - self._first for n in seen) / len(seen))
+            mean = max(self._first + rounded, self.start + 1)
         if not self._settled:
-            self.end = candidate if stable and options.cycle != "mean" else sum(seen) // len(seen)
+            self.end = candidate if stable and options.cycle != "mean" else mean
             self._settled = stable
-        over = self.taken >= options.max_exploration
-        if over or (options.cycle != "published" and (stable or done)):
+        ends_early = (stable and options.cycle in ("last", "mean")) or (done and options.cycle != "published")
+        if self.taken >= options.max_exploration or ends_early:
             self.fast, self.taken = True, 0

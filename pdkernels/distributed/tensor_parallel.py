@@ -154,10 +154,16 @@ class ParallelRecurrentDepth(RecurrentDepth):
         _slice_vocabulary(self, self.ranks.part.width)
 
     def new_cache(
-        self, batch: int, capacity: int, *, kind: Literal["contiguous", "paged"] = "contiguous", page_size: int = 16
+        self,
+        batch: int,
+        capacity: int,
+        *,
+        kind: Literal["contiguous", "paged"] = "contiguous",
+        page_size: int = 16,
+        kept: int = 1,
     ) -> Cache:
-        self.ranks.agree("RecurrentDepth.new_cache", self.device, batch, capacity, page_size * (kind == "paged"))
-        return super().new_cache(batch, capacity, kind=kind, page_size=page_size)
+        self.ranks.agree("RecurrentDepth.new_cache", self.device, batch, capacity, page_size * (kind == "paged"), kept)
+        return super().new_cache(batch, capacity, kind=kind, page_size=page_size, kept=kept)
 
     def _look_up(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.ranks.look_up(tokens, self.embedding)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ import torch
 from pdkernels._validation import check
 from pdkernels.decoding.traces import MaskedStep
 from pdkernels.evaluation.candidate import Candidate, colours_of
+from pdkernels.evaluation.plot_rows import plot_rows
 
 # Thresholds at which the tiny model is right about as often as one token at a time; the papers' own, for large models, come first.
 _SURE = {"tau_min": 0.9, "tau_high": 0.97, "max_exploration": 1, "window": 1}
@@ -48,7 +48,7 @@ def masked_candidates(name: str) -> list[Candidate]:
 
 
 def plot_masked(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Speed, forwards and accuracy of all candidates.
+    """What all candidates get right, their tokens per forward and their speed.
 
     Args:
         rows: the ``extra_info`` of `as_json` of a masked-diffusion model on sums.
@@ -58,37 +58,11 @@ def plot_masked(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         ValueError: no row of a method for masked diffusion on sums.
         ImportError: no matplotlib.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     rows = [
         row for row in rows if row["method"] in _COLOURS and row["right"] is not None and row["speedup"] is not None
     ]
     check(bool(rows), "evaluation.plot_masked", "rows", "hold figures of masked-diffusion methods on sums", "none")
-    figure, (speed, forwards) = plt.subplots(
-        1, 2, figsize=(12.5, 1.4 + 0.3 * len(rows)), sharey=True, layout="constrained"
-    )
-    for axis, figure_of, form, title in (
-        (speed, "speedup", "{:.1f}x", "speed: 1 is one token per forward"),
-        (forwards, "tokens_per_forward", "{:.2f}", "tokens per forward"),
-    ):
-        largest = max(row[figure_of] for row in rows)
-        for position, row in enumerate(rows):
-            axis.barh(position, row[figure_of], height=0.75, color=_COLOURS[row["method"]])
-            text = form.format(row[figure_of])
-            if axis is speed:
-                text += f"   {row['right'] / row['problems']:.0%} right"
-            axis.text(row[figure_of] + 0.015 * largest, position, text, va="center", fontsize=8)
-        axis.set(xlim=(0, 1.28 * largest), ylim=(len(rows) - 0.4, -0.6))
-        axis.set_title(title, fontsize=10, loc="left")
-        axis.spines[["top", "right", "left"]].set_visible(False)
-        axis.tick_params(axis="y", length=0)
-    speed.set_yticks(range(len(rows)), [fill(row["candidate"], 56) for row in rows], fontsize=8)
-    figure.suptitle(f"{rows[0]['model']} on {rows[0]['problems']} sums", fontweight="bold")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    plot_rows(rows, path)
 
 
 def plot_canvas(

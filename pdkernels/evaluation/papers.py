@@ -7,21 +7,16 @@ facts that they depend on, so that pages are built only from committed files.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pdkernels import decoding, models
 from pdkernels._validation import check
-from pdkernels.evaluation import theory
+from pdkernels.evaluation import paper_runs
+from pdkernels.evaluation.paper_runs import Progress
 from pdkernels.evaluation.planned import interval
-from pdkernels.evaluation.row_times import measure_row_times
-from pdkernels.evaluation.speed_of_light import speed_of_light
-from pdkernels.evaluation.sweep import parse_sweep, sweep, sweep_candidates
-from pdkernels.evaluation.tasks import make_task
 
 _OP = "evaluation.papers"
-Progress = Callable[[str, float], None]
 
 
 class Figure(NamedTuple):
@@ -51,160 +46,6 @@ PAPERS = {
 }
 
 
-# ---- Nemotron-Labs-Diffusion
-
-
-def _limits(problems: int, progress: Progress) -> dict[str, Any]:
-    """Masks per forward by block size, in the oracle's schemes and in methods that do not know the text."""
-    model: Any = models.load("tiny-trimode")
-    task = make_task("sums", problems)
-    schemes, rows = ("greedy", "first_all", "exhaustive", "binary"), []
-    for number, size in enumerate((4, 8, 16)):
-        progress(f"blocks of {size}", number / 3)
-        limits = speed_of_light(model, task.prompts, size, schemes=schemes, max_new_tokens=task.limit)
-        serial = [
-            model.tokenizer.decode([token for token in text if token not in model.end_tokens]) for text in limits.texts
-        ]
-        target = sum(problem.is_solved_by(text) for problem, text in zip(task.problems or (), serial))
-        for scheme in schemes:
-            exact = limits.exact(scheme)
-            rows.append(
-                {
-                    "block size": size,
-                    "": f"oracle, {scheme}",
-                    "masks a forward": round(limits.acceptance(scheme), 2),
-                    "tokens a forward": round(limits.tokens_per_forward(scheme), 2),
-                    "exact blocks": f"{exact:.1%}",
-                    "simulated forwards a block": round(limits.simulated(scheme), 1),
-                    "right": target if exact == 1 else None,
-                }
-            )
-        options: dict[str, Any] = {"max_new_tokens": task.limit, "block_size": size}
-        others = {
-            "block_diffusion": ("threshold 0.9", {"threshold": 0.9}),
-            "linear_self_speculation": ("linear self-speculation", {}),
-        }
-        for method, (name, settings) in others.items():
-            result = decoding.generate(model, task.prompts, decoding.find(method), **options, **settings)
-            rows.append(
-                {
-                    "block size": size,
-                    "": name,
-                    "masks a forward": None,
-                    "tokens a forward": round(result.stats.tokens_per_forward, 2),
-                    "exact blocks": None,
-                    "simulated forwards a block": None,
-                    "right": sum(
-                        problem.is_solved_by(text) for problem, text in zip(task.problems or (), result.text or ())
-                    ),
-                }
-            )
-    return {"model": "tiny-trimode", "task": "sums", "problems": problems, "rows": rows}
-
-
-# ---- recurrent depth
-
-
-def _prefill(problems: int, progress: Progress) -> dict[str, Any]:
-    rows = []
-    for length in (1, 64, 512, 4096):
-        cost = theory.prefill_cost(length, 4, 1024)
-        depth, shared, unshared = cost.flops
-        advantage = float(theory.width_advantage(length, 4, 206))
-        rows.append(
-            {
-                "prompt": length,
-                "FLOPs of depth": float(depth),
-                "shared K/V over depth": round(shared / depth, 6),
-                "all copies over depth": round(unshared / depth, 4),
-                "time of depth over width": round(advantage, 3),
-            }
-        )
-    return {"hidden": 1024, "factor": 4, "knee": 206, "rows": rows}
-
-
-def _decode(problems: int, progress: Progress) -> dict[str, Any]:
-    rows = []
-    for inner in (1, 2, 4, 8, 32):
-        budget = theory.decode_budget(320, 32, inner)
-        rows.append(
-            {
-                "inner recurrences": inner,
-                "wavefront": budget.wave,
-                "tokens, autoregressive": budget.tokens[0],
-                "tokens, sampler": budget.tokens[1],
-                "limit of the ratio": float(budget.limit),
-                "products a token, over autoregressive": round(float(budget.products), 3),
-            }
-        )
-    return {"recurrences": 32, "applications": 320, "rows": rows}
-
-
-def _static(problems: int, progress: Progress) -> dict[str, Any]:
-    return _swept("tiny-recurrent", "recurrent", ["recurrent_static.recurrences=1,2,4,8,16,32"], problems, progress)
-
-
-def _grid(problems: int, progress: Progress) -> dict[str, Any]:
-    swept = ["recurrent_diffusion.inner_recurrence=1,2,4", "recurrent_diffusion.noise=0.0,0.2"]
-    return _swept("tiny-recurrent", "recurrent", swept, problems, progress)
-
-
-# ---- SlowFast, Jacobi Forcing
-
-_KNOBS = {
-    "tau_min": "0.02,0.05,0.1,0.2,0.3,0.5",
-    "tau_high": "0.6,0.7,0.8,0.85,0.9,0.95,0.99",
-    "max_exploration": "1,2,4,6,8,12",
-    "window": "1,2,3,4,6",
-    "variance": "0.25,1.0,4.0,16.0",
-}
-
-
-def _knob(option: str) -> Callable[[int, Progress], dict[str, Any]]:
-    def run(problems: int, progress: Progress) -> dict[str, Any]:
-        return _swept("tiny-masked", "masked", [f"slowfast.{option}={_KNOBS[option]}"], problems, progress)
-
-    return run
-
-
-def _swept(name: str, family: str, swept: Sequence[str], problems: int, progress: Progress) -> dict[str, Any]:
-    """Right answers and forwards of a sweep. Seconds depend on the machine and moment, and are left to the sweep command."""
-    from pdkernels.evaluation.comparison import FAMILIES
-
-    loaded, task = {name: models.load(name)}, make_task("sums", problems, canvas=FAMILIES[family].canvas)
-    found = sweep(
-        loaded, sweep_candidates(loaded, [parse_sweep(text) for text in swept]), task, batch_size=8, progress=progress
-    )
-    rows = [
-        {
-            "": row.label,
-            "right": row.right,
-            "forwards a prompt": round(row.forwards / row.problems, 2),
-            "tokens a forward": round(row.tokens / row.forwards, 3),
-        }
-        for row in found
-    ]
-    return {"model": name, "task": "sums", "problems": problems, "rows": rows}
-
-
-def _knee(problems: int, progress: Progress) -> dict[str, Any]:
-    from pdkernels.evaluation.machine import processor
-
-    times = measure_row_times(models.load("tiny-jacobi"))
-    rows = [
-        {"rows": count, "milliseconds": round(1e3 * seconds, 3), "over one row": round(seconds / times.seconds[0], 2)}
-        for count, seconds in zip(times.rows, times.seconds)
-    ]
-    found = times.as_json()
-    return {
-        "model": "tiny-jacobi",
-        "device": processor(),
-        "knee": found["knee"],
-        "budget": found["budget"],
-        "rows": rows,
-    }
-
-
 FIGURES = (
     Figure(
         "nemotron",
@@ -212,7 +53,7 @@ FIGURES = (
         "Table 4",
         "With an oracle, block diffusion fills 2.9 to 7.6 masks a forward in blocks of 4 to 32, about 1.37 times as many for each "
         "doubling of the block; a threshold fills about 3.",
-        _limits,
+        paper_runs.limits,
         24,
     ),
     Figure(
@@ -220,31 +61,145 @@ FIGURES = (
         "prefill",
         "Theorem 4.2",
         "A prefill by depth costs no more FLOPs than one by width; width takes less time for short prompts.",
-        _prefill,
+        paper_runs.prefill,
     ),
     Figure(
         "recurrent",
         "decoding",
         "Theorem 4.4",
         "In the same number of block applications the sampler finishes up to r / r' times the tokens.",
-        _decode,
+        paper_runs.decode,
     ),
     Figure(
         "recurrent",
         "static",
         "Table 1",
         "Accuracy grows with the number of recurrences, from 1.6 % at 4 to 41.8 % at 32.",
-        _static,
+        paper_runs.recurrent("static"),
+        24,
+    ),
+    Figure(
+        "recurrent",
+        "cache",
+        "Figure 3",
+        "A cache that keeps the last recurrence alone is as accurate as one that keeps all, in r times less memory.",
+        paper_runs.recurrent("cache"),
+        24,
     ),
     Figure(
         "recurrent",
         "grid",
-        "Figures 5 and 7",
+        "Figures 5, 7, 11 and 12",
         "More inner recurrences are slower and more often right; a noise of 0.2 dominates none.",
-        _grid,
+        paper_runs.recurrent("grid"),
+        24,
+    ),
+    Figure(
+        "recurrent",
+        "threshold",
+        "Figure 5, right",
+        "The exit threshold trades speed for accuracy most directly.",
+        paper_runs.recurrent("threshold"),
+        24,
+    ),
+    Figure(
+        "recurrent",
+        "momentum",
+        "Figure 6, left",
+        "Small momentum, but not none, is best.",
+        paper_runs.recurrent("momentum"),
+        24,
+    ),
+    Figure(
+        "recurrent",
+        "noise",
+        "Figure 9, left",
+        "At four inner recurrences noise changes little.",
+        paper_runs.recurrent("noise"),
+        24,
+    ),
+    Figure(
+        "recurrent",
+        "headway",
+        "Figure 9, right",
+        "A headway above 1 gains little speed and costs accuracy.",
+        paper_runs.recurrent("headway"),
+        24,
+    ),
+    Figure(
+        "recurrent",
+        "init-scale",
+        "Figure 10, left",
+        "The scale of new states has a minor effect.",
+        paper_runs.recurrent("init-scale"),
+        24,
+    ),
+    Figure(
+        "recurrent",
+        "continuous",
+        "Figure 10, right",
+        "States copied from the position before are less effective: they have had r' recurrences only.",
+        paper_runs.recurrent("continuous"),
+        24,
+    ),
+    Figure(
+        "recurrent",
+        "wave",
+        "Figures 6 and 8",
+        "Throughput and the worst case of memory grow with the wave up to 64 or 128 positions; the median of memory hardly does.",
+        paper_runs.wave,
+        24,
+    ),
+    Figure(
+        "recurrent",
+        "texts",
+        "Table 3",
+        "The sampler's texts overlap with those of static decoding, fewer are identical, and the model finds them as likely.",
+        paper_runs.same_texts,
+        24,
+    ),
+    Figure(
+        "nemotron",
+        "acceptance",
+        "Figure 7",
+        "Linear self-speculation accepts 6.82 tokens a draft on average over 11 categories, most in code and translations.",
+        paper_runs.acceptance,
+        36,
+    ),
+    Figure(
+        "nemotron",
+        "sampler",
+        "Figure 8",
+        "A trained sampler fills more tokens a forward than confidence thresholds at equal accuracy; attention over the block helps.",
+        paper_runs.sampler,
+        60,
+    ),
+    Figure(
+        "jacobi",
+        "blocks",
+        "Figure 5, left",
+        "Tokens a forward grow with the block up to 64.",
+        paper_runs.jacobi("blocks"),
+        16,
+    ),
+    Figure(
+        "jacobi",
+        "windows",
+        "Section 4.2",
+        "A running window accepts more than blocks of its size.",
+        paper_runs.jacobi("windows"),
+        16,
+    ),
+    Figure(
+        "jacobi",
+        "multiblock",
+        "Figure 5, right",
+        "A second block and a verification size of 4 are best.",
+        paper_runs.jacobi("multiblock"),
+        16,
     ),
     *(
-        Figure("slowfast", option.replace("_", "-"), source, f"{option}: {shows}", _knob(option), 48)
+        Figure("slowfast", option.replace("_", "-"), source, f"{option}: {shows}", paper_runs.knob(option), 48)
         for option, source, shows in (
             (
                 "tau_min",
@@ -262,7 +217,7 @@ FIGURES = (
         "knee",
         "Figure 7",
         "A forward over up to 256 rows takes about as long as one over a single row on H200 and B200, up to 128 on A100.",
-        _knee,
+        paper_runs.knee,
     ),
 )
 
@@ -274,8 +229,8 @@ def find(paper: str | None = None, name: str | None = None) -> list[Figure]:
         ValueError: no such paper or figure.
 
     Example:
-        >>> [figure.name for figure in find("recurrent")]
-        ['prefill', 'decoding', 'static', 'grid']
+        >>> [figure.name for figure in find("jacobi")]
+        ['blocks', 'windows', 'multiblock', 'knee']
     """
     known = ", ".join(PAPERS)
     check(paper is None or paper in PAPERS, _OP, "paper", f"be one of {known}", repr(paper))

@@ -84,7 +84,8 @@ def _frontier(axis: Any, own: Sequence[Mapping[str, Any]], plain: Sequence[Mappi
             if not found:
                 continue
             x = [row["critical_path"] for row in found]
-            axis.plot(x, [_share(row) for row in found], style, marker=marker, color=_COLOURS[sparse],
+            # Where both are the same, the one below shows around the one above.
+            axis.plot(x, [_share(row) for row in found], style, marker=marker, color=_COLOURS[sparse], ms=6 if sparse else 10,
                       label=f"{_NAMES[sparse]}, {name}")  # fmt: skip
             for row in found:
                 axis.errorbar(row["critical_path"], _share(row), yerr=_spread(row), color=_COLOURS[sparse], lw=0.7)
@@ -139,9 +140,10 @@ def _ablations(axis: Any, planned: Sequence[Mapping[str, Any]], models: Sequence
                      alpha=(1.0, 0.65, 0.35)[number], label=kind if place == 0 else None)  # fmt: skip
             axis.text(place + 0.27 * (number - 1), 100 * right / max(1, count) + 1, f"{100 * right / max(1, count):.0f}",
                       ha="center", fontsize=7.5)  # fmt: skip
-        names.append(f"{row['model']}\n{_NAMES[row['settings']['sparse']]}")
+        own = "whole plans" if row["model"] == models[0] else row["model"].replace("-", " ")
+        names.append(f"{own}\n{_NAMES[row['settings']['sparse']]}")
     axis.set(ylabel="right, %", ylim=(0, 125), xticks=range(len(shown)))
-    axis.set_xticklabels(names, fontsize=8)
+    axis.set_xticklabels(names, fontsize=7.5)
     axis.legend(fontsize=8, frameon=False, ncols=3, loc="upper center")
     drawn = ", drawn at temperature 1" if any(map(sampled, shown)) else ""
     axis.set_title(f"What plans need (Figure 3 left){drawn}", loc="left", fontsize=11)

@@ -18,6 +18,7 @@ from pdkernels import decoding
 from pdkernels._validation import check
 from pdkernels.decoding.traces import RecurrentStep
 from pdkernels.evaluation.candidate import Candidate, colours_of
+from pdkernels.evaluation.plot_rows import plot_rows
 
 # Swept options, one at a time, around the defaults.
 _RECURRENCES = (1, 2, 4, 8, 32)
@@ -109,8 +110,11 @@ def extra_memory(model: Any, prompt: str, method: str, **options: Any) -> int:
     return live.peak
 
 
+_NOTE = "r: recurrences of a token; r': of a step of the sampler, whose other rows differ from it in one option."
+
+
 def plot_recurrent(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Accuracy against speed of all candidates, and both along each option of the sampler.
+    """What all candidates get right, and their speed.
 
     Args:
         rows: the ``extra_info`` of `as_json` of a recurrent-depth model on sums.
@@ -120,73 +124,11 @@ def plot_recurrent(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         ValueError: no row of a recurrent-depth method on sums.
         ImportError: no matplotlib.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     rows = [
         row for row in rows if row["method"] in _COLOURS and row["right"] is not None and row["speedup"] is not None
     ]
     check(bool(rows), "evaluation.plot_recurrent", "rows", "hold figures of recurrent-depth methods on sums", "none")
-    options = ["inner_recurrence", "threshold", "noise", "momentum", "max_wavefront"]
-    figure, grid = plt.subplots(2, 3, figsize=(13.5, 7.4), layout="constrained")
-    _cloud(grid[0, 0], rows)
-    sampler = [row for row in rows if row["method"] == "recurrent_diffusion"]
-    for axis, option in zip(grid.flat[1:], options):
-        _sweep(axis, sampler, option)
-    figure.suptitle(f"Recurrent depth on {rows[0]['problems']} sums: accuracy and speed", fontweight="bold")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def _share(row: Mapping[str, Any]) -> float:
-    return float(100 * row["right"] / row["problems"])
-
-
-def _cloud(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    for method, colour in _COLOURS.items():
-        own = [row for row in rows if row["method"] == method]
-        if method == "recurrent_static":
-            own = sorted(own, key=lambda row: row["tokens_per_second"])
-            axis.plot(
-                [row["tokens_per_second"] for row in own], [_share(row) for row in own], color=colour, linewidth=1
-            )
-            for row in own:
-                depth = row["settings"].get("recurrences")
-                text = "mean r" if depth is None else f"r={depth}"
-                axis.annotate(
-                    text, (row["tokens_per_second"], _share(row)), (3, 4), textcoords="offset points", fontsize=7.5
-                )
-        label = method.removeprefix("recurrent_").replace("_", " ")
-        axis.scatter(
-            [row["tokens_per_second"] for row in own],
-            [_share(row) for row in own],
-            color=colour,
-            s=26,
-            label=label,
-            zorder=3,
-        )
-    axis.set(xlabel="tokens/s", ylabel="% right", title="All candidates", ylim=(-4, 104))
-    axis.legend(frameon=False, fontsize=8)
-    axis.spines[["top", "right"]].set_visible(False)
-
-
-def _sweep(axis: Any, rows: Sequence[Mapping[str, Any]], option: str) -> None:
-    """The rows that differ from the default only in `option`, and the default."""
-    default = decoding.default_option("recurrent_diffusion", option)
-    points = sorted((row["settings"].get(option, default), row) for row in rows if set(row["settings"]) <= {option})
-    names = [f"{value:g}" for value, _ in points]
-    axis.bar(names, [row["tokens_per_second"] for _, row in points], color="#b7c9de", width=0.6)
-    for index, (_, row) in enumerate(points):
-        if option == "max_wavefront" and row["extra_memory"] is not None:
-            axis.text(index, 0, f"{row['extra_memory'] / 1e6:.2f} MB", ha="center", va="bottom", fontsize=6.5)
-    axis.set(xlabel=option, ylabel="tokens/s (bars)", title=option.replace("_", " "))
-    right = axis.twinx()
-    right.plot(names, [_share(row) for _, row in points], color="#c44e52", marker="o", linewidth=1.2)
-    right.set(ylabel="% right (line)", ylim=(-4, 104))
-    for side in (axis, right):
-        side.spines["top"].set_visible(False)
+    plot_rows(rows, path, _NOTE, forwards=False)
 
 
 def plot_wave(

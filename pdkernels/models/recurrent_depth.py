@@ -128,13 +128,22 @@ class RecurrentDepth(nn.Module):
         return self.core_layers[-1].norm_4
 
     def new_cache(
-        self, batch: int, capacity: int, *, kind: Literal["contiguous", "paged"] = "contiguous", page_size: int = 16
+        self,
+        batch: int,
+        capacity: int,
+        *,
+        kind: Literal["contiguous", "paged"] = "contiguous",
+        page_size: int = 16,
+        kept: int = 1,
     ) -> Cache:
         """An empty cache for `batch` sequences of up to `capacity` tokens: one slot per layer, whatever the recurrences.
 
-        A paged one has pages for all of them, but assigns none before `cache.reserve_`.
+        A paged one has pages for all of them, but assigns none before `cache.reserve_`. With `kept` above 1 the core's layers
+        have so many slots each: recurrence t writes and reads number ``t % kept`` (`ForwardContext.recurrence`).
         """
-        return new_cache(self, batch, capacity, kind, page_size)
+        return new_cache(
+            self, batch, capacity, kind, page_size, self.config.layers + (kept - 1) * self.config.core_layers
+        )
 
     def forward(
         self,
@@ -183,8 +192,8 @@ class RecurrentDepth(nn.Module):
         with torch.no_grad():
             context = self.context(tokens.shape[1], cache, counts)
             state, term = self.begin(self.prelude(tokens, context), context, seed, init_scale)
-            for _ in range(steps):
-                state = self.core(state, term, context)
+            for recurrence in range(steps):
+                state = self.core(state, term, context._replace(recurrence=recurrence))
             return self.coda(state, context, rows)
 
     # ---- the parts
@@ -264,17 +273,24 @@ class RecurrentDepth(nn.Module):
         """A recurrence up to its last norm: ``core(...) == rms_norm(x + residual) * exit_weight`` for the two it returns."""
         hidden = self.config.hidden_size
         x = add_linear(term, state, self.adapter[:, :hidden])
-        return self._run_parts(self.core_layers, x, context, self.config.prelude_layers)
+        slot = self.config.prelude_layers + context.recurrence % self._kept(context) * self.config.core_layers
+        return self._run_parts(self.core_layers, x, context, slot)
 
     def coda(
         self, state: torch.Tensor, context: ForwardContext, rows: torch.Tensor | Sequence[int] | slice | None = None
     ) -> torch.Tensor:
         """Logits `(batch, T, vocab_size)` of a state `(batch, T, hidden_size)`, or only of `rows`, as in a forward."""
         x = rms_norm(state, self.norm, self.config.norm_eps)
-        x = self._run(self.coda_layers, x, context, self.config.prelude_layers + self.config.core_layers)
+        slot = self.config.prelude_layers + self._kept(context) * self.config.core_layers
+        x = self._run(self.coda_layers, x, context, slot)
         if rows is not None:
             x = select_rows("RecurrentDepth", x, rows)
         return self._said(rms_norm(x, self.norm, self.config.norm_eps))
+
+    def _kept(self, context: ForwardContext) -> int:
+        """Recurrences whose K and V the cache keeps apart."""
+        more = 0 if context.cache is None else context.cache.layers - self.config.layers
+        return 1 + more // self.config.core_layers
 
     def _look_up(self, tokens: torch.Tensor) -> torch.Tensor:
         return F.embedding(tokens, self.embedding)

@@ -26,6 +26,8 @@ class ForwardContext(NamedTuple):
     visibility: Visibility
     cache: Cache | None
     counts: torch.Tensor | None
+    recurrence: int = 0
+    """Number of the next recurrence, for a cache that keeps several; see `RecurrentDepth.new_cache`."""
 
 
 class RecurrentLayer(nn.Module):

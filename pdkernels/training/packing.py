@@ -58,6 +58,11 @@ class DualStreamSample(NamedTuple):
     """(tokens,) bool, True where the noisy copy holds the mask token."""
     p_mask: float
     """The probability with which each token was masked: its loss is divided by that."""
+    noisy: Tensor | None = None
+    """(tokens,) bool, True where the noisy copy has a row; None: everywhere from `prefix_len` on. Tokens that are never masked, such
+    as those of an image, need none. Without its row a token is no longer seen by the noisy rows of its own block."""
+    prefix_len: int = 0
+    """Tokens before the first block, such as a prompt: they have no noisy row either, and all blocks see them."""
 
 
 class DualStreamBatch(NamedTuple):
@@ -180,15 +185,16 @@ def pack_dual_stream(
         samples: sequences and their hidden tokens.
         block_size: tokens of a block of the noisy copy; the last block of a sample may be shorter.
         mask_token: the id of a hidden token.
-        length: total tokens, padded with `pad_token`; None: twice those of the samples.
+        length: total tokens, padded with `pad_token`; None: those of both copies have.
         pad_token: the id of the padding, which attends to nothing and to which no row attends.
         clean: as in `pdkernels.masks.dual_stream`.
 
     Returns:
-        A batch of one packed sequence, the noisy copy of each sample before its clean one.
+        A batch of one packed sequence, the noisy copy of each sample before its clean one. Where whole blocks are left out of the
+        noisy copy, as a prefix of whole blocks is, both losses are those of the full layout.
 
     Raises:
-        ValueError: shapes that do not match, a probability outside (0, 1], more tokens than `length`.
+        ValueError: shapes that do not match, a probability outside (0, 1], more tokens than `length`, a masked token without a noisy row.
         TypeError: other samples, ids that are not int32 or int64, `masked` that is not bool.
 
     Source: Nemotron-Labs-Diffusion, training objective and released code; Block Diffusion (BD3-LM).
@@ -218,16 +224,32 @@ def pack_dual_stream(
         check(sample.masked.shape == (count,), op, "masked", f"have shape ({count},)", tuple(sample.masked.shape))
         check(0 < sample.p_mask <= 1, op, "p_mask", "lie in (0, 1]", sample.p_mask)
         ids, masked = sample.clean.long().cpu(), sample.masked.cpu()
-        masks.append(dual_stream(count, block_size, clean=clean))
-        tokens.append(torch.cat([ids.masked_fill(masked, mask_token), ids]))
-        stream = torch.arange(count, 2 * count, device="cpu")
-        hidden = masked.nonzero()[:, 0]
-        rows.append((stream[:-1], stream[1:], hidden, hidden + count))
+        kept = _noisy_places(op, sample, count)
+        masks.append(dual_stream(count, block_size, clean=clean, noisy_positions=kept, prefix_len=sample.prefix_len))
+        tokens.append(torch.cat([ids.masked_fill(masked, mask_token)[kept], ids]))
+        stream = torch.arange(len(kept), len(kept) + count, device="cpu")
+        hidden = masked[kept].nonzero()[:, 0]
+        rows.append((stream[:-1], stream[1:], hidden, stream[kept[hidden]]))
         weights.append(torch.full((len(hidden),), 1 / sample.p_mask, dtype=torch.float32, device="cpu"))
     packed, mask = _side_by_side(op, masks, tokens, length, pad_token)
     ar_rows, targets, masked_rows, sources = _shifted(rows, masks)
     weight = torch.cat([torch.empty(0, dtype=torch.float32, device="cpu"), *weights])
     return DualStreamBatch(packed, mask.positions, mask, ar_rows, packed[targets], masked_rows, packed[sources], weight)
+
+
+def _noisy_places(op: str, sample: DualStreamSample, count: int) -> Tensor:
+    """Places of the tokens that have a noisy row, ascending."""
+    integer(op, "prefix_len", sample.prefix_len, 0)
+    check(sample.prefix_len <= count, op, "prefix_len", f"be at most {count}", sample.prefix_len)
+    there = torch.arange(count, device="cpu") >= sample.prefix_len
+    if sample.noisy is not None:
+        dtype = getattr(sample.noisy, "dtype", type(sample.noisy).__name__)
+        check_type(dtype == torch.bool, op, "noisy", "be a bool tensor", dtype)
+        check(sample.noisy.shape == (count,), op, "noisy", f"have shape ({count},)", tuple(sample.noisy.shape))
+        there &= sample.noisy.cpu()
+    lost = int((sample.masked.cpu() & ~there).sum())
+    check(lost == 0, op, "masked", "hide tokens with a noisy row only", f"{lost} without one")
+    return there.nonzero()[:, 0]
 
 
 def _side_by_side(

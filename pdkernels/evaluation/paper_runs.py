@@ -1,0 +1,376 @@
+"""Measurements behind the tables of `pdkernels.evaluation.papers`: each takes a number of problems and tells how far it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any, Literal
+
+import torch
+
+from pdkernels import decoding, models
+from pdkernels.evaluation import theory
+from pdkernels.evaluation.row_times import measure_row_times
+from pdkernels.evaluation.speed_of_light import speed_of_light
+from pdkernels.evaluation.sweep import parse_sweep, sweep, sweep_candidates
+from pdkernels.evaluation.tasks import make_task
+
+Progress = Callable[[str, float], None]
+Run = Callable[[int, Progress], dict[str, Any]]
+
+
+# ---- Nemotron-Labs-Diffusion
+
+
+def limits(problems: int, progress: Progress) -> dict[str, Any]:
+    """Masks per forward by block size, in the oracle's schemes and in methods that do not know the text."""
+    model: Any = models.load("tiny-trimode")
+    task = make_task("sums", problems)
+    schemes, rows = ("greedy", "first_all", "exhaustive", "binary"), []
+    for number, size in enumerate((4, 8, 16)):
+        progress(f"blocks of {size}", number / 3)
+        limits = speed_of_light(model, task.prompts, size, schemes=schemes, max_new_tokens=task.limit)
+        serial = [
+            model.tokenizer.decode([token for token in text if token not in model.end_tokens]) for text in limits.texts
+        ]
+        target = sum(problem.is_solved_by(text) for problem, text in zip(task.problems or (), serial))
+        for scheme in schemes:
+            exact = limits.exact(scheme)
+            rows.append(
+                {
+                    "block size": size,
+                    "": f"oracle, {scheme}",
+                    "masks a forward": round(limits.acceptance(scheme), 2),
+                    "tokens a forward": round(limits.tokens_per_forward(scheme), 2),
+                    "exact blocks": f"{exact:.1%}",
+                    "simulated forwards a block": round(limits.simulated(scheme), 1),
+                    "right": target if exact == 1 else None,
+                }
+            )
+        options: dict[str, Any] = {"max_new_tokens": task.limit, "block_size": size}
+        others = {
+            "block_diffusion": ("threshold 0.9", {"threshold": 0.9}),
+            "linear_self_speculation": ("linear self-speculation", {}),
+        }
+        for method, (name, settings) in others.items():
+            result = decoding.generate(model, task.prompts, decoding.find(method), **options, **settings)
+            rows.append(
+                {
+                    "block size": size,
+                    "": name,
+                    "masks a forward": None,
+                    "tokens a forward": round(result.stats.tokens_per_forward, 2),
+                    "exact blocks": None,
+                    "simulated forwards a block": None,
+                    "right": sum(
+                        problem.is_solved_by(text) for problem, text in zip(task.problems or (), result.text or ())
+                    ),
+                }
+            )
+    return {"model": "tiny-trimode", "task": "sums", "problems": problems, "rows": rows}
+
+
+# ---- recurrent depth
+
+
+def prefill(problems: int, progress: Progress) -> dict[str, Any]:
+    rows = []
+    for length in (1, 64, 512, 4096):
+        cost = theory.prefill_cost(length, 4, 1024)
+        depth, shared, unshared = cost.flops
+        advantage = float(theory.width_advantage(length, 4, 206))
+        rows.append(
+            {
+                "prompt": length,
+                "FLOPs of depth": float(depth),
+                "shared K/V over depth": round(shared / depth, 6),
+                "all copies over depth": round(unshared / depth, 4),
+                "time of depth over width": round(advantage, 3),
+            }
+        )
+    return {"hidden": 1024, "factor": 4, "knee": 206, "rows": rows}
+
+
+def decode(problems: int, progress: Progress) -> dict[str, Any]:
+    rows = []
+    for inner in (1, 2, 4, 8, 32):
+        budget = theory.decode_budget(320, 32, inner)
+        rows.append(
+            {
+                "inner recurrences": inner,
+                "wavefront": budget.wave,
+                "tokens, autoregressive": budget.tokens[0],
+                "tokens, sampler": budget.tokens[1],
+                "limit of the ratio": float(budget.limit),
+                "products a token, over autoregressive": round(float(budget.products), 3),
+            }
+        )
+    return {"recurrences": 32, "applications": 320, "rows": rows}
+
+
+RECURRENT = {
+    "static": ["recurrent_static.recurrences=1,2,4,8,16,32"],
+    "cache": ["recurrent_static.kept_recurrences=1,2,4,0", "recurrent_static.recurrences=4,8,32"],
+    "grid": ["recurrent_diffusion.inner_recurrence=1,2,4,8", "recurrent_diffusion.noise=0.0,0.1,0.2,0.5"],
+    "threshold": ["recurrent_diffusion.threshold=0.003,0.01,0.03,0.1,0.3"],
+    "momentum": ["recurrent_diffusion.momentum=0.0,0.1,0.3,0.6,0.9"],
+    "noise": ["recurrent_diffusion.noise=0.0,0.1,0.2,0.5,1.0"],
+    "headway": ["recurrent_diffusion.headway=1,2,4,8"],
+    "init-scale": ["recurrent_diffusion.init_scale=0.0,0.5,1.0,2.0,4.0"],
+    "continuous": ["recurrent_diffusion.new_state=fresh,copied", "recurrent_diffusion.inner_recurrence=2,4,8"],
+}
+
+
+def recurrent(name: str) -> Run:
+    """A sweep of the recurrent paper."""
+    return lambda problems, progress: swept("tiny-recurrent", "recurrent", RECURRENT[name], problems, progress)
+
+
+def wave(problems: int, progress: Progress) -> dict[str, Any]:
+    """What a wave of each size holds at its widest, and what it takes: its states and embeddings, besides the cache."""
+    model: Any = models.load("tiny-recurrent")
+    task = make_task("sums", problems)
+    rows = []
+    sizes = (1, 2, 4, 8, 16, 32, 128)
+    for number, size in enumerate(sizes):
+        progress(f"waves of {size}", number / len(sizes))
+        options: dict[str, Any] = {"max_new_tokens": task.limit, "max_wavefront": size, "trace": True}
+        found = decoding.generate(model, task.prompts, "recurrent_diffusion", **options)
+        traces: Any = found.stats.trace
+        widths = [[len(step.tokens) for step in steps] for steps in traces]
+        widest = sorted(max(own) for own in widths)
+        states = 2 * model.config.hidden_size * model.dtype.itemsize
+        rows.append(
+            {
+                "wave at most": size,
+                "right": sum(one.is_solved_by(text) for one, text in zip(task.problems or (), found.text or ())),
+                "tokens a forward": round(found.stats.tokens_per_forward, 3),
+                "mean width": round(sum(map(sum, widths)) / sum(map(len, widths)), 2),
+                "widest, median": widest[len(widest) // 2],
+                "widest, largest": widest[-1],
+                "KB of states, median": round(widest[len(widest) // 2] * states / 1024, 2),
+                "KB of states, largest": round(widest[-1] * states / 1024, 2),
+            }
+        )
+    return {"model": "tiny-recurrent", "task": "sums", "problems": problems, "rows": rows}
+
+
+def same_texts(problems: int, progress: Progress) -> dict[str, Any]:
+    """How often the sampler writes the very text of static decoding, how much of it otherwise, and what the model thinks of it."""
+    model: Any = models.load("tiny-recurrent")
+    task = make_task("sums", problems)
+    rows, texts = [], {}
+    settings: dict[str, tuple[str, dict[str, Any]]] = {
+        "static": ("recurrent_static", {}),
+        **{f"sampler, r' = {r}": ("recurrent_diffusion", {"inner_recurrence": r}) for r in (1, 2, 4, 8)},
+        "sampler, r' = 4, noise 0.2": ("recurrent_diffusion", {"inner_recurrence": 4, "noise": 0.2}),
+    }
+    for number, (name, (method, options)) in enumerate(settings.items()):
+        progress(name, number / len(settings))
+        found = decoding.generate(model, task.prompts, decoding.find(method), max_new_tokens=task.limit, **options)
+        texts[name] = found.tokens
+        pairs = [(a.tolist(), b.tolist()) for a, b in zip(texts["static"], found.tokens)]
+        rows.append(
+            {
+                "": name,
+                "right": sum(one.is_solved_by(text) for one, text in zip(task.problems or (), found.text or ())),
+                "identical": f"{sum(a == b for a, b in pairs) / len(pairs):.0%}",
+                "ROUGE-L F1": round(sum(rouge_l(a, b) for a, b in pairs) / len(pairs), 4),
+                "perplexity": round(perplexity(model, task.prompts, found.tokens), 4),
+            }
+        )
+    return {"model": "tiny-recurrent", "task": "sums", "problems": problems, "rows": rows}
+
+
+def rouge_l(first: Sequence[int], second: Sequence[int]) -> float:
+    """F1 of the longest common subsequence of two texts.
+
+    >>> rouge_l([1, 2, 3, 4], [1, 3, 4, 5]), rouge_l([], [1])
+    (0.75, 0.0)
+    """
+    if not first or not second:
+        return float(len(first) == len(second))
+    row = [0] * (len(second) + 1)
+    for a in first:
+        before = 0
+        for place, b in enumerate(second, 1):
+            row[place], before = (before + 1 if a == b else max(row[place], row[place - 1])), row[place]
+    return 2 * row[-1] / (len(first) + len(second))
+
+
+def perplexity(model: Any, prompts: Sequence[str], texts: Sequence[torch.Tensor]) -> float:
+    """Of texts after their prompts, under the model itself in one forward each."""
+    total, count = 0.0, 0
+    for prompt, text in zip(prompts, texts):
+        known = model.tokenizer.encode(prompt)
+        ids = torch.tensor([[*known, *text.tolist()]])
+        scores = model(ids, rows=slice(len(known) - 1, -1))[0].double().log_softmax(-1)
+        total -= float(scores.gather(1, text[:, None]).sum())
+        count += len(text)
+    return math.exp(total / max(count, 1))
+
+
+# ---- SlowFast, Jacobi Forcing
+
+KNOBS = {
+    "tau_min": "0.02,0.05,0.1,0.2,0.3,0.5",
+    "tau_high": "0.6,0.7,0.8,0.85,0.9,0.95,0.99",
+    "max_exploration": "1,2,4,6,8,12",
+    "window": "1,2,3,4,6",
+    "variance": "0.25,1.0,4.0,16.0",
+}
+
+
+def knob(option: str) -> Callable[[int, Progress], dict[str, Any]]:
+    def run(problems: int, progress: Progress) -> dict[str, Any]:
+        return swept("tiny-masked", "masked", [f"slowfast.{option}={KNOBS[option]}"], problems, progress)
+
+    return run
+
+
+def swept(name: str, family: str, swept: Sequence[str], problems: int, progress: Progress) -> dict[str, Any]:
+    """Right answers and forwards of a sweep. Seconds depend on the machine and moment, and are left to the sweep command."""
+    from pdkernels.evaluation.comparison import FAMILIES
+
+    loaded, task = {name: models.load(name)}, make_task("sums", problems, canvas=FAMILIES[family].canvas)
+    found = sweep(
+        loaded, sweep_candidates(loaded, [parse_sweep(text) for text in swept]), task, batch_size=8, progress=progress
+    )
+    rows = [
+        {
+            "": row.label,
+            "right": row.right,
+            "forwards a prompt": round(row.forwards / row.problems, 2),
+            "tokens a forward": round(row.tokens / row.forwards, 3),
+        }
+        for row in found
+    ]
+    return {"model": name, "task": "sums", "problems": problems, "rows": rows}
+
+
+def knee(problems: int, progress: Progress) -> dict[str, Any]:
+    from pdkernels.evaluation.machine import processor
+
+    times = measure_row_times(models.load("tiny-jacobi"))
+    rows = [
+        {"rows": count, "milliseconds": round(1e3 * seconds, 3), "over one row": round(seconds / times.seconds[0], 2)}
+        for count, seconds in zip(times.rows, times.seconds)
+    ]
+    found = times.as_json()
+    return {
+        "model": "tiny-jacobi",
+        "device": processor(),
+        "knee": found["knee"],
+        "budget": found["budget"],
+        "rows": rows,
+    }
+
+
+# ---- by kind of problem
+
+KINDS = {"+": "additions", "-": "subtractions", "*": "products"}
+
+
+def acceptance(problems: int, progress: Progress) -> dict[str, Any]:
+    """Tokens a forward by what the text is about: sums by their first sign."""
+    model: Any = models.load("tiny-trimode")
+    task = make_task("sums", problems)
+    methods = ("linear_self_speculation", "quadratic_self_speculation", "block_diffusion")
+    rows = []
+    kinds = [next(sign for sign in prompt if sign in KINDS) for prompt in task.prompts]
+    for number, (size, method) in enumerate((size, method) for size in (4, 8, 16) for method in methods):
+        progress(f"{method}, {size}", number / 9)
+        told: dict[str, Any] = {"": method.replace("_", " "), "block size": size}
+        for sign, kind in KINDS.items():
+            prompts = [prompt for prompt, own in zip(task.prompts, kinds) if own == sign]
+            options: dict[str, Any] = {"max_new_tokens": task.limit, "block_size": size}
+            found = decoding.generate(model, prompts, decoding.find(method), **options) if prompts else None
+            told[kind] = round(found.stats.tokens_per_forward, 2) if found is not None else None
+        rows.append(told)
+    counts = ", ".join(f"{kinds.count(sign)} {kind}" for sign, kind in KINDS.items())
+    return {"model": "tiny-trimode", "prompts": counts, "problems": problems, "rows": rows}
+
+
+# ---- Jacobi Forcing
+
+JACOBI = {
+    "blocks": ["jacobi.block_size=4,8,16,32,64"],
+    "windows": ["jacobi.window=4,8,16,32,64"],
+    "multiblock": [
+        "jacobi_multiblock.block_size=8,16,32",
+        "jacobi_multiblock.blocks=1,2,3",
+        "jacobi_multiblock.verification_size=1,4",
+    ],
+}
+
+
+def jacobi(name: str) -> Run:
+    """A sweep of Jacobi Forcing."""
+    return lambda problems, progress: swept("tiny-jacobi", "transformer", JACOBI[name], problems, progress)
+
+
+# ---- the trained sampler
+
+TRAINED_ON, EPOCHS, BLOCK = 320, 12, 8
+
+
+def sampler(problems: int, progress: Progress) -> dict[str, Any]:
+    """Networks trained on forwards of sums, judged by the area under their curve, and by what they decode at a threshold."""
+    from pdkernels.training import arithmetic, auc, collect_sampler_steps, train_sampler
+    from pdkernels.training.sampler import SamplerSteps
+
+    model: Any = models.load("tiny-trimode")
+    table = models.semantic_table(model.embedding, 16)
+    known = list({one.prompt: one for one in islice(arithmetic(100), TRAINED_ON)}.values())
+    parts = []
+    for start in range(0, len(known), 32):
+        progress("forwards", 0.4 * start / len(known))
+        batch = known[start : start + 32]
+        texts = [[*one.steps.encode(), model.end_tokens[0]] for one in batch]
+        options: dict[str, Any] = {"table": table, "max_new_tokens": max(map(len, texts))}
+        prompts = [one.prompt for one in batch]
+        for found in (
+            collect_sampler_steps(model, prompts, BLOCK, **options),
+            collect_sampler_steps(model, prompts, BLOCK, "hybrid", texts=texts, **options),
+        ):
+            parts.append(found._replace(prompts=found.prompts + start))
+    steps = SamplerSteps(*(torch.cat(columns) for columns in zip(*parts)))
+    kept = len(known) - len(known) // 5
+    train, held_out = (
+        SamplerSteps(*(c[chosen] for c in steps)) for chosen in (steps.prompts < kept, steps.prompts >= kept)
+    )
+    heads: dict[str, Any] = {"confidence": None}
+    areas = {"confidence": auc(*held_out.confidence())}
+    kinds: tuple[tuple[Literal["pointwise", "attention"], int], ...] = (("pointwise", 4), ("attention", 2))
+    for number, (kind, layers) in enumerate(kinds):
+        progress(kind, 0.4 + 0.2 * number)
+        torch.manual_seed(0)
+        config = models.SamplerConfig(16, width=64, feed_forward=128, heads=4, kind=kind, layers=layers)
+        heads[kind] = models.SamplerHead(config, table)
+        areas[kind] = max(train_sampler(heads[kind], train, held_out, epochs=EPOCHS))
+    task, rows = make_task("sums", problems), []
+    for number, (name, head) in enumerate(heads.items()):
+        progress(f"{name}, decoding", 0.8 + number / 15)
+        for threshold in (0.5, 0.7, 0.8, 0.9, 0.95, 0.97, 0.99):
+            settings: dict[str, Any] = {"block_size": BLOCK, "threshold": threshold, "sampler": head}
+            written = decoding.generate(model, task.prompts, "block_diffusion", max_new_tokens=task.limit, **settings)
+            rows.append(
+                {
+                    "": name,
+                    "parameters": None if head is None else sum(p.numel() for p in head.parameters()),
+                    "AUC": round(areas[name], 3),
+                    "threshold": threshold,
+                    "right": sum(one.is_solved_by(text) for one, text in zip(task.problems or (), written.text or ())),
+                    "tokens a forward": round(written.stats.tokens_per_forward, 2),
+                }
+            )
+    return {
+        "model": "tiny-trimode",
+        "block size": BLOCK,
+        "sums trained on": kept,
+        "held out for the AUC": len(known) - kept,
+        "forwards": len(train.final),
+        "problems": problems,
+        "rows": rows,
+    }

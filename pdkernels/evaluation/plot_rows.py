@@ -1,0 +1,181 @@
+"""One look for all pictures of candidates: what is right with its interval, tokens per forward, speed with its quartiles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pdkernels.evaluation.planned import interval
+
+NAMES = {
+    "autoregressive": "token by token",
+    "jacobi": "Jacobi",
+    "jacobi_multiblock": "Jacobi, several blocks",
+    "linear_self_speculation": "linear self-speculation",
+    "quadratic_self_speculation": "quadratic self-speculation",
+    "block_diffusion": "block diffusion",
+    "planned": "planned diffusion",
+    "recurrent_static": "fixed depth",
+    "recurrent_adaptive": "adaptive depth",
+    "recurrent_self_speculation": "self-speculation in depth",
+    "recurrent_diffusion": "parallel sampler",
+    "llada": "LLaDA",
+    "dream": "Dream",
+    "slowfast": "SlowFast",
+    "dllm_cache": "dLLM-Cache",
+    "fast_dllm": "Fast-dLLM",
+    "fast_dllm_v2": "Fast-dLLM v2",
+}
+"""What pictures call the methods."""
+
+_GREY = "#8c8c8c"
+_COLOURS = ("#4c78a8", "#e39c37", "#54a24b", "#b279a2", "#c44e52")
+COLOURS = {
+    "autoregressive": _GREY,
+    "recurrent_static": _GREY,
+    "llada": _GREY,
+    **dict.fromkeys(("jacobi", "recurrent_diffusion", "slowfast"), _COLOURS[0]),
+    **dict.fromkeys(("linear_self_speculation", "recurrent_adaptive", "dllm_cache"), _COLOURS[1]),
+    **dict.fromkeys(("quadratic_self_speculation", "fast_dllm", "fast_dllm_v2"), _COLOURS[2]),
+    **dict.fromkeys(("jacobi_multiblock", "recurrent_self_speculation", "dream"), _COLOURS[3]),
+    **dict.fromkeys(("block_diffusion", "planned"), _COLOURS[4]),
+}
+"""Of the methods, the same in all pictures; the baselines are grey."""
+
+_OPTIONS = {
+    "block_size": "blocks of {}",
+    "steps": "{} steps",
+    "threshold": "threshold {}",
+    "factor": "factor {}",
+    "recurrences": "r = {}",
+    "inner_recurrence": "r' = {}",
+    "draft_recurrences": "drafts of r = {}",
+    "criterion": "by {}",
+    "max_wavefront": "wave of {}",
+    "tau_min": "τ min {}",
+    "tau_high": "τ high {}",
+    "max_exploration": "slow steps {}",
+    "prompt_interval": "feature cache",
+}
+_VALUES = {
+    ("cache", "none"): "no cache",
+    ("cache", "prefix"): "prefix cache",
+    ("cache", "dual"): "dual cache",
+    ("cycle", "published"): "as released",
+}
+_SILENT = {"gen_interval", "transfer_ratio", "window"}  # they come with options that are told
+_TITLES = {"sums": "Sums worked out digit by digit", "source": "Source text continued by 64 tokens"}
+_WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+
+
+def friendly(method: str, width: int | None, settings: Mapping[str, Any]) -> str:
+    """A candidate's name in a picture.
+
+    >>> friendly("jacobi", 16, {}), friendly("recurrent_static", None, {"recurrences": 4})
+    ('Jacobi, 16', 'fixed depth, r = 4')
+    >>> friendly("fast_dllm", None, {"block_size": 16, "cache": "dual", "threshold": None, "factor": 0.2})
+    'Fast-dLLM, blocks of 16, dual cache, factor 0.2'
+    """
+    parts = [NAMES.get(method, method.replace("_", " "))] + ([] if width is None else [str(width)])
+    for option, value in settings.items():
+        if (option, value) in _VALUES:
+            parts.append(_VALUES[option, value])
+        elif value is not None and option not in _SILENT:
+            parts.append(_OPTIONS.get(option, option.replace("_", " ") + " {}").format(value))
+    return ", ".join(parts)
+
+
+def plot_rows(rows: Sequence[Mapping[str, Any]], path: Path, note: str = "", *, forwards: bool = True) -> None:
+    """Panels side by side for each task, a row for each candidate, under the names of their models.
+
+    What is right is a dot with a 95 % interval, and left out of tasks where nothing is; speed has its quartiles over prompts. Tokens per
+    forward are left out without `forwards`, where recurrences are saved and all bars would be equal.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    heights = [1.1 + 0.27 * (sum(row["task"] == task for row in rows) + _groups(rows, task)) for task in tasks]
+    figure = plt.figure(figsize=(12.5, sum(heights) + 0.25), layout="constrained")
+    parts = figure.subfigures(len(tasks), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for part, task in zip(parts, tasks):
+        own = [row for row in rows if row["task"] == task]
+        judged = all(row["right"] is not None for row in own)
+        axes = part.subplots(1, 1 + judged + forwards, sharey=True, squeeze=False)[0]
+        places, labels = _places(own, models)
+        if judged:
+            _shares(axes[0], own, places)
+        if forwards:
+            _bars(axes[-2], own, places, "tokens_per_forward", "{:.2f}", "tokens per forward")
+        _bars(axes[-1], own, places, "speedup", "{:.2f}x", "speed; 1: the model's baseline")
+        axes[0].set_yticks([y for y, _ in labels], [text for _, text in labels], fontsize=8.5)
+        for label, (_, text) in zip(axes[0].get_yticklabels(), labels):
+            label.set_fontweight("bold" if text in models else "normal")
+        axes[0].set_ylim(max(places) + 0.6, -0.6)
+        for axis in axes:
+            axis.tick_params(axis="y", length=0)
+            axis.tick_params(axis="x", labelsize=8)
+            axis.spines[["top", "right", "left"]].set_visible(False)
+        title = f"{_TITLES.get(task, task)}, {own[0]['problems']} prompts"
+        part.suptitle(title, fontsize=11, fontweight="bold", x=0.01, ha="left")
+    if note:
+        figure.supxlabel(note, fontsize=8.5)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _groups(rows: Sequence[Mapping[str, Any]], task: str) -> int:
+    return len({row["model"] for row in rows if row["task"] == task})
+
+
+def _places(rows: Sequence[Mapping[str, Any]], models: Sequence[str]) -> tuple[list[float], list[tuple[float, str]]]:
+    """Where the rows stand, and the names at the left."""
+    places = [0.0] * len(rows)
+    labels: list[tuple[float, str]] = []
+    y = 0.0
+    for model in models:
+        own = [number for number, row in enumerate(rows) if row["model"] == model]
+        if own:
+            labels.append((y, model))
+        for number in own:
+            y += 1
+            row = rows[number]
+            places[number] = y
+            labels.append((y, friendly(row["method"], row.get("width"), row.get("settings") or {})))
+        y += 1 if own else 0
+    return places, labels
+
+
+def _shares(axis: Any, rows: Sequence[Mapping[str, Any]], places: Sequence[float]) -> None:
+    for row, y in zip(rows, places):
+        low, high = interval(row["right"], row["problems"])
+        share = row["right"] / row["problems"]
+        colour = COLOURS.get(row["method"], _GREY)
+        axis.plot([100 * low, 100 * high], [y, y], color=colour, linewidth=1.6, solid_capstyle="butt")
+        axis.plot([100 * share], [y], "o", color=colour, markersize=5)
+        axis.text(103, y, f"{share:.0%}", va="center", fontsize=8)
+    axis.set(xlim=(0, 116), xticks=range(0, 101, 25))
+    axis.set_title("right, % with 95 % interval", fontsize=9, loc="left")
+
+
+def _bars(
+    axis: Any, rows: Sequence[Mapping[str, Any]], places: Sequence[float], figure: str, form: str, title: str
+) -> None:
+    ends = []
+    axis.axvline(1, color="#444444", linewidth=0.8, linestyle=":", zorder=0)
+    for row, y in zip(rows, places):
+        value, end = row[figure], row[figure]
+        axis.barh(y, value, height=0.74, color=COLOURS.get(row["method"], _GREY))
+        quartiles = row.get("speedup_quartiles") if figure == "speedup" else None
+        if quartiles:
+            axis.plot(quartiles, [y, y], color="#333333", linewidth=1.2)
+            end = max(end, quartiles[1])
+        ends.append(end)
+    for value, y, end in zip((row[figure] for row in rows), places, ends):
+        axis.text(end + 0.02 * max(ends), y, form.format(value), va="center", fontsize=8, bbox=_WHITE)
+    axis.set_xlim(0, 1.18 * max(ends))
+    axis.set_title(title, fontsize=9, loc="left")
