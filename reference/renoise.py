@@ -46,9 +46,9 @@ def accepted_positions(entropy: Sequence[float], budget: float) -> list[bool]:
     [False, True, True, True]
     """
     chosen, before = [False] * len(entropy), 0.0
-    for place in sorted(range(len(entropy)), key=lambda i: entropy[i]):
-        chosen[place] = before <= budget
-        before += entropy[place]
+    for index in sorted(range(len(entropy)), key=lambda i: entropy[i]):
+        chosen[index] = before <= budget
+        before += entropy[index]
     return chosen
 
 

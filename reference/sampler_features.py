@@ -27,17 +27,17 @@ def sampler_features(logits: Tensor, tokens: Tensor, active: Tensor, table: Tens
     rows = []
     for sequence in range(batch):
         count = float(active[sequence].sum())
-        for place in range(size):
-            law = logits[sequence, place].softmax(-1)
+        for index in range(size):
+            law = logits[sequence, index].softmax(-1)
             probs, ids = law.sort(descending=True, stable=True)
             best = [float(value) for value in probs[:5]] + [0.0] * max(0, 5 - vocab)
-            vectors = [table[min(int(token), len(table) - 1)] for token in (tokens[sequence, place], *ids[:3])]
+            vectors = [table[min(int(token), len(table) - 1)] for token in (tokens[sequence, index], *ids[:3])]
             vectors += [torch.zeros_like(vectors[0])] * (4 - len(vectors))
             entropy = -sum(value * torch.log(torch.tensor(value + 1e-10, dtype=logits.dtype)) for value in best)
-            numbers = [*best, best[0], best[0] - best[1], sum(best[:3]), float(entropy), float(active[sequence, place])]
+            numbers = [*best, best[0], best[0] - best[1], sum(best[:3]), float(entropy), float(active[sequence, index])]
             numbers += [0.0, count / size]
             last = [float(torch.tensor(best[0] + 1e-10).double().log()), 1 - sum(value**2 for value in best)]
-            last += [place / max(size - 1, 1), float(torch.tensor(count + 1.0).double().log())]
+            last += [index / max(size - 1, 1), float(torch.tensor(count + 1.0).double().log())]
             scalars, ends = (torch.tensor(values, dtype=logits.dtype) for values in (numbers, last))
             rows.append(torch.cat([scalars, *(vector.to(logits.dtype) for vector in vectors), ends]))
     return torch.stack(rows).view(batch, size, -1)

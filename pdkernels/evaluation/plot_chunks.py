@@ -45,9 +45,9 @@ def plot_chunks(
         most = max(most, len(steps))
         for chunk in range(len(steps[0].canvas)):
             written = {
-                place: (forward, token)
+                position: (forward, token)
                 for forward, step in enumerate(steps)
-                for (lane, place), token in step.committed.items()
+                for (lane, position), token in step.committed.items()
                 if lane == chunk
             }
             named = number < len(topics) and chunk < len(topics[number])
@@ -60,12 +60,12 @@ def plot_chunks(
     for number, name, written in lanes:
         y += 0.6 * (number != before)
         before = number
-        for place, (forward, token) in written.items():
-            axis.barh(y, 0.92, left=place - 0.46, height=0.8, color=colours(norm(forward + 1)))
+        for position, (forward, token) in written.items():
+            axis.barh(y, 0.92, left=position - 0.46, height=0.8, color=colours(norm(forward + 1)))
             text = _text(tokenizer, token)
             if text.isprintable():
                 colour = "#222222" if forward + 1 > 0.6 * most else "white"
-                axis.text(place, y, text, ha="center", va="center", fontsize=7, color=colour)
+                axis.text(position, y, text, ha="center", va="center", fontsize=7, color=colour)
         ticks.append(y)
         names.append(f"round {number + 1}, {name}")
         y += 1

@@ -90,11 +90,11 @@ class RaggedBatch:
             slot = torch.arange(width)
             count = torch.tensor(counts)[:, None]
             begin = torch.tensor([starts[request] for request in requests])[:, None]
-            places = (begin + torch.minimum(slot, count - 1)).flatten()
-            rows = places.to(device)
+            indices = (begin + torch.minimum(slot, count - 1)).flatten()
+            rows = indices.to(device)
             if not even:
                 kept = (slot < count).flatten().nonzero()[:, 0]
-                real = (kept.to(device), places[kept].to(device))
+                real = (kept.to(device), indices[kept].to(device))
         return _Call(
             (len(requests), width),
             rows,
