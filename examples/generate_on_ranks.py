@@ -30,7 +30,7 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpus else torch.device("cpu")
     if gpus:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if gpus else "gloo")
+    pd.distributed.init_process_group()
     try:
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         model = pd.distributed.load(chosen.model, mesh, device=device)

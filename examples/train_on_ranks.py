@@ -4,8 +4,9 @@
 
 Next-token prediction on a clean copy of sums worked out digit by digit, and the filling of masks on a noisy copy, packed under a dual-stream
 mask, whose plan each process makes for its own samples. A sample belongs to its step and number, whichever process draws it, and the loss
-is over the rows of all processes: gradients are those of one process with all samples. If a process dies, torchrun ends the others;
-the same command continues from the last complete checkpoint. Steps since then are repeated, and their lines in log.jsonl replaced.
+is over the rows of all processes: gradients are those of one process with all samples. If a process dies, torchrun ends the others
+and, with --max-restarts, which is its own option, starts all of them again; without it the same command does. They continue from the last
+complete checkpoint. Steps since then are repeated, and their lines in log.jsonl replaced.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from pdkernels.distributed import init_process_group
 from pdkernels.models import ByteTokenizer, Transformer, TransformerConfig
 from pdkernels.training import (
     DualStreamBatch,
@@ -113,9 +116,9 @@ def state_of(objective: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
 
 
 def log_lines(path: Path, done: int) -> list[str]:
-    """Lines of the steps before `done`, which stay."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [line for line in lines if json.loads(line)["step"] < done]
+    """Lines of the steps before `done`, which stay; the last line may have been cut off."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < done]
 
 
 def train(chosen: argparse.Namespace, device: torch.device) -> None:
@@ -131,7 +134,7 @@ def train(chosen: argparse.Namespace, device: torch.device) -> None:
     speaks = dist.get_rank() == 0
     if speaks:
         folder.mkdir(parents=True, exist_ok=True)
-        log.write_text("".join(f"{line}\n" for line in log_lines(log, done)))
+        log.write_text("".join(log_lines(log, done)))
     for step in range(done, chosen.steps):
         loss = train_step(objective, optimizer, own_batch(chosen.seed, step, chosen.samples))
         if speaks:
@@ -151,12 +154,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--every", type=int, default=20, help="steps between checkpoints")
     parser.add_argument("--sharding", choices=("fsdp", "ddp"), default="fsdp")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--timeout", type=float, default=600, help="seconds that processes wait for each other")
     chosen = parser.parse_args(arguments)
     gpus = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpus else torch.device("cpu")
     if gpus:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if gpus else "gloo")
+    init_process_group(timeout=timedelta(seconds=chosen.timeout))
     try:
         if chosen.samples < dist.get_world_size():
             raise ValueError(f"--samples must be at least one for each process, got {chosen.samples}")

@@ -8,7 +8,15 @@ import pytest
 import torch
 
 import pdkernels as pd
-from pdkernels.evaluation.scaling import EIGHT_BILLION, RECIPES, Shape, largest_batch, step_cost, table
+from pdkernels.evaluation.scaling import (
+    EIGHT_BILLION,
+    RECIPES,
+    Shape,
+    largest_batch,
+    step_cost,
+    table,
+    tokens_per_second,
+)
 from pdkernels.evaluation.theory import DEVICES
 from tests.support.errors import refused
 
@@ -60,3 +68,16 @@ def test_wider_methods_stop_gaining_earlier(ranks: int) -> None:
 
 def test_the_page_shows_the_table() -> None:
     assert table() in PAGE.read_text()
+
+
+@pytest.mark.parametrize("requests", [1, 8, 64, 208, 1024])
+def test_what_eight_devices_give(requests: int) -> None:
+    """The rows of the page, of which the largest is in bold."""
+    model = EIGHT_BILLION
+    ours, plain = (RECIPES[name] for name in ("linear self-speculation, 32", "autoregressive"))
+    busy, each = min(requests, 8), max(requests // 8, 1)
+    drafted, tokenwise = (busy * round(tokens_per_second(x, model, H200, batch=each)) for x in (ours, plain))
+    together = round(tokens_per_second(ours, model, H200, batch=requests, ranks=8))
+    speeds = (drafted, together, tokenwise)
+    cells = " | ".join(f"**{speed}**" if speed == max(speeds) else str(speed) for speed in speeds)
+    assert f"| {requests} | {cells} |" in PAGE.read_text(encoding="utf-8"), cells

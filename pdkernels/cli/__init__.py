@@ -1,4 +1,4 @@
-"""The command line: ``python -m pdkernels generate | chat | demo | predict | eval | methods | models | doctor``.
+"""The command line: ``python -m pdkernels generate | batch | chat | demo | predict | eval | methods | models | doctor``.
 
 The only package that imports typer and rich, which the library itself does not need.
 """
@@ -29,6 +29,7 @@ import torch
 
 from pdkernels import decoding, evaluation, models
 from pdkernels._validation import check as demand
+from pdkernels.cli._batch import batch
 from pdkernels.cli._chat import chat
 from pdkernels.cli._demo import demo
 from pdkernels.cli._predict import predict
@@ -192,6 +193,7 @@ def _run(
     return result
 
 
+app.command("batch")(batch)
 app.command("chat")(chat)
 app.command("demo")(demo)
 app.command("predict")(predict)

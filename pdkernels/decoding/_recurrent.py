@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch.overrides import has_torch_function_unary
 
 from pdkernels._validation import check, check_type
 from pdkernels.backends import backend_of
@@ -25,6 +26,9 @@ from pdkernels.ops import recurrence_inject
 
 Schedule = Literal["linear", "root", "harmonic", "constant"]
 NewState = Literal["fresh", "copied"]
+
+_FIRST = 64
+"""Tokens of each row that are looked at first."""
 
 
 class Sampling(NamedTuple):
@@ -66,13 +70,39 @@ def filtered(
             scores < scores.topk(min(top_k, scores.shape[-1]), -1).values[..., -1:], 0
         )
     if top_p is not None and top_p < 1:
-        ordered, ids = distribution.sort(dim=-1, descending=True, stable=True)
-        dropped = ordered.cumsum(-1) > top_p
-        dropped[..., 0] = False
-        distribution = distribution.masked_fill(torch.zeros_like(dropped).scatter(-1, ids, dropped), 0)
+        beyond = _beyond_first if has_torch_function_unary(distribution) else _beyond
+        distribution = distribution.masked_fill(beyond(distribution, top_p), 0)
     if min_p is not None:
         distribution = distribution.masked_fill(distribution < min_p * distribution.amax(-1, keepdim=True), 0)
     return logits.masked_fill(distribution == 0, -torch.inf)
+
+
+def _beyond(distribution: torch.Tensor, top_p: float) -> torch.Tensor:
+    """What top-p drops, from the whole vocabulary in order."""
+    ordered, ids = distribution.sort(dim=-1, descending=True, stable=True)
+    dropped = ordered.cumsum(-1) > top_p
+    dropped[..., 0] = False
+    return torch.zeros_like(dropped).scatter(-1, ids, dropped)
+
+
+def _beyond_first(distribution: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The same from as many of the most probable tokens as it takes, for which the host waits: of a vocabulary in slices, whose order
+    would take an exchange of all."""
+    size = distribution.shape[-1]
+    count = min(_FIRST, size)
+    while True:
+        first = distribution.topk(count, -1).values
+        inside = ~(first.cumsum(-1) > top_p)
+        inside[..., 0] = True
+        kept = inside.sum(-1, keepdim=True)
+        if count == size or bool((kept < count).all()):
+            break
+        count = min(8 * count, size)
+    last = first.gather(-1, kept - 1)
+    equals = distribution == last
+    # Of equals the ones with the lowest ids stay.
+    spare = kept - (first > last).sum(-1, keepdim=True)
+    return (distribution < last) | (equals & (equals.cumsum(-1) > spare))
 
 
 def checked_sampling(

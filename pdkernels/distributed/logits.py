@@ -8,8 +8,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from pdkernels._validation import message
-from pdkernels.ops import token_statistics
+from pdkernels._validation import check_number, message
+from pdkernels.distributed.divergence import divergence
+from pdkernels.ops import LogitDivergence, logit_divergence, token_statistics
 from pdkernels.ops._collectives import gathered
 from pdkernels.ops._vocabulary import Part
 
@@ -60,8 +61,8 @@ _EACH |= {_T.masked_fill, torch.where, _T.where, _T.__neg__, _T.__and__, _T.__or
 class ShardedLogits(torch.Tensor):
     """Logits ``(..., vocab_size)`` of which this rank holds a slice; the output of models from `parallelize`.
 
-    Token statistics, draws, arg max, single logits, top-k, log-sum-exp and softmax need a few numbers per row from the other ranks;
-    arithmetic needs none. Everything else is computed on all logits, `full_tensor`, which are then exchanged. All ranks must do
+    Token statistics, divergences, draws, arg max, single logits, top-k, log-sum-exp and softmax need a few numbers per row from the other
+    ranks; arithmetic needs none. Everything else is computed on all logits, `full_tensor`, which are then exchanged. All ranks must do
     the same operations. Changes in place are limited to whole columns: ``logits[..., token] = value``.
     """
 
@@ -207,6 +208,14 @@ def _topk(x: ShardedLogits, k: int, dim: Any = -1, largest: bool = True, sorted:
     return torch.return_types.topk((values.gather(-1, order).to(x.local.dtype), ids.gather(-1, order).long()))
 
 
+def _cumsum(x: ShardedLogits, dim: Any, *, dtype: torch.dtype | None = None, **rest: Any) -> Any:
+    if not _last(x, dim) or rest:
+        return None
+    own = x.local.cumsum(-1, dtype=dtype)
+    before = gathered(own[..., -1], x.part.group)[: torch.distributed.get_rank(x.part.group)]
+    return ShardedLogits(own + before.sum(0)[..., None].to(own.dtype), x.part, _width(x))
+
+
 def _getitem(x: ShardedLogits, index: Any) -> Any:
     """Selects rows; their values stay on their ranks."""
     parts = index if isinstance(index, tuple) else (index,)
@@ -246,6 +255,18 @@ def _statistics(x: ShardedLogits, **options: Any) -> Any:
     return token_statistics(x.local, group=x.part.group, first_id=x.part.first_id, **options)
 
 
+def _divergence(
+    x: ShardedLogits, previous: Tensor | None = None, *, min_p: float = 0.1, backend: Any = "auto"
+) -> LogitDivergence | None:
+    """None for a `previous` that is not in such slices, which then is an error of shapes or none."""
+    check_number("logit_divergence", "min_p", min_p, 0, 1, "be in [0, 1]")
+    if previous is None:
+        return divergence(x.local, None, _width(x), x.part, min_p)
+    if not isinstance(previous, ShardedLogits) or previous.local.shape != x.local.shape or previous.dtype != x.dtype:
+        return None
+    return divergence(x.local, previous.local, _width(x), x.part, min_p)
+
+
 _RULES: dict[Any, Callable[..., Any]] = {
     _T.argmax: _argmax,
     torch.argmax: _argmax,
@@ -262,5 +283,8 @@ _RULES: dict[Any, Callable[..., Any]] = {
     _T.__getitem__: _getitem,
     _T.__setitem__: _setitem,
     _T.split: _split,
+    _T.cumsum: _cumsum,
+    torch.cumsum: _cumsum,
     token_statistics: _statistics,
+    logit_divergence: _divergence,
 }

@@ -17,7 +17,9 @@ def launched_group() -> Iterator[Any]:
     if not (dist.is_available() and dist.is_torchelastic_launched()):
         yield None
         return
-    dist.init_process_group("gloo")
+    from pdkernels.distributed import init_process_group
+
+    init_process_group("gloo")
     try:
         yield dist.group.WORLD
     finally:

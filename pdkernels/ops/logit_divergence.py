@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from pdkernels._validation import check_floats, check_number, fail
 from pdkernels.backends import Backend
@@ -53,7 +54,8 @@ def logit_divergence(
         ValueError: shapes that do not fit; a `min_p` out of range.
         TypeError: dtypes that do not fit.
 
-    No gradient flows, and a tangent (forward mode) is refused. Deterministic; a row's result does not depend on other rows.
+    No gradient flows, and a tangent (forward mode) is refused. Deterministic; a row's result does not depend on other rows. Of logits that a
+    tensor-parallel model returns, in slices of the vocabulary, ten numbers a row are exchanged.
 
     Source: the exit criteria of Geiping et al., "Scaling up Test-Time Compute with Latent Reasoning", section 6.1.
 
@@ -63,6 +65,10 @@ def logit_divergence(
         >>> divergence.argmax, divergence.kl
         (tensor([0]), tensor([0.4359]))
     """
+    if has_torch_function_unary(logits):  # a vocabulary in slices, as tensor-parallel models return it
+        given = logits, previous
+        found: LogitDivergence = handle_torch_function(logit_divergence, given, *given, min_p=min_p, backend=backend)
+        return found
     return LogitDivergence(*call(logit_divergence_op, (logits, previous, min_p), logits, backend))
 
 

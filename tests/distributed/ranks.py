@@ -1,4 +1,4 @@
-"""Ranks for tests: processes with a gloo group that run functions of test modules, started once for a whole session.
+"""Ranks for tests: processes with a gloo group that run functions of test modules, two for the whole session and four for slow tests.
 
 A function is called as ``function(group, *arguments)`` on the first ranks, each in its process, and what they return comes back in
 the order of the ranks. One that raises ends all ranks, since the others may wait for it; the next call starts new ones.
@@ -16,14 +16,34 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-MOST = 4
+import pytest
+
 SECONDS = 120
+FOUR = pytest.mark.slow
+COUNTS = [2, pytest.param(4, marks=FOUR)]
 
 
 class Ranks:
-    """Up to four processes; `run(2, function, ...)` uses the first two of them."""
+    """`run(2, function, ...)` uses two processes, which `run(1, ...)` shares; `run(4, ...)` four others."""
 
     def __init__(self) -> None:
+        self._pools: dict[int, Pool] = {}
+
+    def run(self, count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        size = max(count, 2)
+        pool = self._pools.setdefault(size, Pool(size))
+        return pool.run(count, function, *arguments)
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+
+class Pool:
+    """Processes of one group, started when they are first needed."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder = ""
@@ -48,9 +68,9 @@ class Ranks:
     def _start(self) -> None:
         self._folder = tempfile.mkdtemp()
         context = multiprocessing.get_context("spawn")
-        for rank in range(MOST):
+        for rank in range(self._size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, rank, self._folder), daemon=True)
+            process = context.Process(target=serve, args=(theirs, rank, self._size, self._folder), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -64,16 +84,16 @@ class Ranks:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def serve(pipe: Connection, rank: int, folder: str) -> None:
+def serve(pipe: Connection, rank: int, size: int, folder: str) -> None:
     """What a rank does: waits for functions, runs them, answers."""
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", MOST)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=MOST, timeout=timedelta(seconds=SECONDS))
-    groups = {count: dist.new_group(list(range(count))) for count in (1, 2, MOST)}
+    store = dist.FileStore(f"{folder}/store", size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=SECONDS))
+    groups = {count: dist.new_group(list(range(count))) for count in sorted({1, 2, size})}
     while True:
         try:
             count, function, arguments = pipe.recv()

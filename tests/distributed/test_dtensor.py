@@ -14,6 +14,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 import pdkernels as pd
 from pdkernels.distributed.dtensor import register_dtensor
+from tests.distributed.ranks import COUNTS, FOUR
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -48,7 +49,7 @@ def attention(group: Any, dim: int, stacked: bool) -> None:
         same(a.grad, b.grad, Shard(dim))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("dim, stacked", [(0, False), (2, False), (0, True), (2, True)])
 def test_attention_by_heads_and_by_sequences(ranks, count: int, dim: int, stacked: bool) -> None:
     ranks.run(count, attention, dim, stacked)
@@ -67,6 +68,7 @@ def few_heads(group: Any) -> None:
         assert torch.equal(found.full_tensor(), whole)  # type: ignore[attr-defined]
 
 
+@FOUR
 def test_what_no_rule_cuts(ranks) -> None:
     ranks.run(4, few_heads)
 

@@ -10,10 +10,12 @@ import torch.distributed as dist
 
 import pdkernels as pd
 import pdkernels.distributed
+from pdkernels.decoding._recurrent import filtered
 from pdkernels.distributed import ShardedLogits, parallelize
 from pdkernels.distributed.shards import Shards
 from pdkernels.ops._collectives import gathered, summed
 from pdkernels.ops._vocabulary import Part
+from tests.distributed.ranks import COUNTS
 from tests.support.errors import refused
 
 PROMPTS = {
@@ -46,9 +48,14 @@ CALLS: list[tuple[str, str, dict[str, Any]]] = [
     ("tiny-planned", "planned", {}),
     ("tiny-recurrent", "recurrent_static", {}),
     ("tiny-recurrent", "recurrent_adaptive", {}),
+    ("tiny-recurrent", "recurrent_adaptive", {"criterion": "minp-kl"}),
     ("tiny-recurrent", "recurrent_self_speculation", {}),
     ("tiny-recurrent", "recurrent_diffusion", {}),
-    ("tiny-recurrent", "recurrent_diffusion", {"temperature": 1.0, "seed": 7, "top_p": 0.9}),
+    (
+        "tiny-recurrent",
+        "recurrent_diffusion",
+        {"temperature": 1.0, "seed": 7, "top_p": 0.9, "min_p": 0.01, "top_k": 100},
+    ),
 ]
 
 
@@ -67,17 +74,26 @@ def said(model: Any, calls: list[tuple[str, dict[str, Any]]], prompts: list[str]
 
 
 def said_by_ranks(group: Any, name: str, calls: list[tuple[str, dict[str, Any]]]) -> list[Any]:
-    return said(parallelize(pd.models.load(name), group), calls, PROMPTS[name])
+    """And no logits are gathered on the way."""
+
+    def gather(self: ShardedLogits) -> torch.Tensor:
+        raise AssertionError("logits were gathered")
+
+    known, ShardedLogits.full_tensor = ShardedLogits.full_tensor, gather  # type: ignore[method-assign]
+    try:
+        return said(parallelize(pd.models.load(name), group), calls, PROMPTS[name])
+    finally:
+        ShardedLogits.full_tensor = known  # type: ignore[method-assign]
 
 
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", PROMPTS)
-def test_all_methods_give_the_same(ranks, name: str) -> None:
+def test_all_methods_give_the_same(ranks, name: str, count: int) -> None:
     calls = [(method, options) for of, method, options in CALLS if of == name]
     expected = said(pd.models.load(name), calls, PROMPTS[name])
-    for count in (2, 4):
-        for found in ranks.run(count, said_by_ranks, name, calls):
-            for call, one, many in zip(calls, expected, found, strict=True):
-                assert many == one, (count, call)
+    for found in ranks.run(count, said_by_ranks, name, calls):
+        for call, one, many in zip(calls, expected, found, strict=True):
+            assert many == one, (count, call)
 
 
 def logits_of(group: Any, name: str, tokens: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -88,16 +104,16 @@ def logits_of(group: Any, name: str, tokens: torch.Tensor, dtype: torch.dtype) -
     return [out.full_tensor(), rows]
 
 
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", ["tiny-trimode", "tiny-recurrent"])
-def test_logits(ranks, name: str) -> None:
+def test_logits(ranks, name: str, count: int) -> None:
     """Close to those of one process; the same bits on all ranks, and for a row in any batch."""
     tokens = torch.randint(0, 256, (3, 150), generator=torch.Generator().manual_seed(0))
     model = pd.models.load(name)
     whole = model(tokens)
-    for count in (2, 4):
-        everywhere = ranks.run(count, logits_of, name, tokens, torch.float32)
-        assert (everywhere[0][0] - whole).abs().max() <= 3e-5
-        assert all(torch.equal(x, everywhere[0][0]) for rank in everywhere for x in rank)
+    everywhere = ranks.run(count, logits_of, name, tokens, torch.float32)
+    assert (everywhere[0][0] - whole).abs().max() <= 3e-5
+    assert all(torch.equal(x, everywhere[0][0]) for rank in everywhere for x in rank)
 
 
 def test_logits_in_float64(ranks) -> None:
@@ -118,13 +134,39 @@ def step_traffic(group: Any, name: str, method: str) -> tuple[int, int]:
     return more - fewer, many - less
 
 
-def test_traffic_of_a_step(ranks) -> None:
+@pytest.mark.parametrize("count", COUNTS)
+def test_traffic_of_a_step(ranks, count: int) -> None:
     """Two sums per layer and one for the embedding, the best token, and the logit that is checked for NaN."""
     config = pd.models.load("tiny-code").config
     sums = 2 * config.layers + 1
-    for count in (2, 4):
-        received = (count - 1) * (sums * config.hidden_size * 4 + 16 + 4)
-        assert ranks.run(count, step_traffic, "tiny-code", "autoregressive") == [(sums + 2, received)] * count
+    received = (count - 1) * (sums * config.hidden_size * 4 + 16 + 4)
+    assert ranks.run(count, step_traffic, "tiny-code", "autoregressive") == [(sums + 2, received)] * count
+
+
+def recurrent_traffic(group: Any, logits: torch.Tensor) -> list[tuple[int, int]]:
+    """Of a divergence and of a nucleus."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    width = logits.shape[-1] // ranks
+    local = logits[..., rank * width : (rank + 1) * width].clone()
+    sliced = ShardedLogits(local, Part(group, rank * width, width), logits.shape[-1])
+    counts = []
+    for ask in (lambda: pd.logit_divergence(sliced, sliced * 2), lambda: filtered(sliced, 1.0, 0.5, None)):
+        with pd.distributed.count_communication() as traffic:
+            ask()
+        counts.append((traffic.calls, traffic.bytes))
+    return counts
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_traffic_of_the_recurrent_methods(ranks, count: int) -> None:
+    """Five numbers a row twice; the sums of a softmax, the 64 first tokens with their ids, and how many equals each rank has."""
+    logits = torch.randn(3, 1024, generator=torch.Generator().manual_seed(1)) * 4
+    flat = logits / 40  # half the mass takes some 500 tokens: 64 are asked for first, then 512
+    row = 3 * (count - 1)
+    nucleus = (4, row * (16 + 64 * 16 + 8))
+    wider = (5, nucleus[1] + row * 512 * 16)
+    assert ranks.run(count, recurrent_traffic, logits) == [[(2, row * 80), nucleus]] * count
+    assert ranks.run(count, recurrent_traffic, flat)[0][1] == wider
 
 
 def memory(group: Any, name: str) -> tuple[int, int]:
@@ -133,18 +175,18 @@ def memory(group: Any, name: str) -> tuple[int, int]:
     return sum(p.numel() for p in model.parameters()), cache.k[0].numel()
 
 
-def test_memory_of_a_rank(ranks) -> None:
+@pytest.mark.parametrize("count", COUNTS)
+def test_memory_of_a_rank(ranks, count: int) -> None:
     model = pd.models.load("tiny-trimode")
     config, rows = model.config, {2: [132, 126], 4: [68, 68, 68, 54]}
     adapter = sum(p.numel() for name, p in model.named_parameters() if name.endswith("adapter_out"))
     norms = (2 * config.layers + 1) * config.hidden_size
     inner = sum(p.numel() for p in model.parameters()) - norms - adapter - config.vocab_size * config.hidden_size
     keys = sum(layer.qkv.numel() for layer in model.layers) // 4  # with four ranks two hold each of the two heads
-    for count in (2, 4):
-        parts = (inner + keys * 2 * (count == 4)) // count if count == 2 else (inner - 2 * keys) // 4 + keys
-        heads = max(config.kv_heads // count, 1)
-        for rank, found in enumerate(ranks.run(count, memory, "tiny-trimode")):
-            assert found == (parts + norms + adapter + rows[count][rank] * config.hidden_size, 2 * 16 * heads * 64)
+    parts = (inner + keys * 2 * (count == 4)) // count if count == 2 else (inner - 2 * keys) // 4 + keys
+    heads = max(config.kv_heads // count, 1)
+    for rank, found in enumerate(ranks.run(count, memory, "tiny-trimode")):
+        assert found == (parts + norms + adapter + rows[count][rank] * config.hidden_size, 2 * 16 * heads * 64)
 
 
 SMALL = dict(vocab_size=40, hidden_size=16, layers=1, heads=4, kv_heads=4, head_dim=8, intermediate_size=24)
@@ -236,7 +278,14 @@ def asked(group: Any, x: torch.Tensor) -> list[bool]:
         lambda y: banned(y).argmax(-1),
         lambda y: torch.cat([y, y]),
         lambda y: y.isnan(),
-        lambda y: pd.logit_divergence(y[:, 0], y[:, 1]).kl,
+        lambda y: y.cumsum(-1),
+        lambda y: filtered(y, 0.8, 0.7, None),
+        lambda y: filtered(y * 3, 1.0, 0.9, 0.05, 11),
+        lambda y: torch.stack(pd.logit_divergence(y[:, 0], y[:, 1])[1:]),
+        lambda y: torch.stack(pd.logit_divergence(banned(y)[:, 0], banned(y)[:, 2], min_p=0.3)[1:]),
+        lambda y: torch.stack(pd.logit_divergence(y, banned(y))[1:]),
+        lambda y: torch.stack(pd.logit_divergence(y)[1:]),
+        lambda y: pd.logit_divergence(y).argmax,
     ]
     same = []
     for question in questions:
@@ -248,11 +297,11 @@ def asked(group: Any, x: torch.Tensor) -> list[bool]:
     return same
 
 
-def test_operations_on_logits_in_slices(ranks) -> None:
+@pytest.mark.parametrize("count", COUNTS)
+def test_operations_on_logits_in_slices(ranks, count: int) -> None:
     x = torch.randn(2, 3, 40, generator=torch.Generator().manual_seed(8))
     x[0, 1], x[1, 0] = 0, x[1, 0].round()
-    for count in (2, 4):
-        assert all(all(found) for found in ranks.run(count, asked, x)), ranks.run(count, asked, x)
+    assert all(all(found) for found in ranks.run(count, asked, x)), ranks.run(count, asked, x)
     x[1, 2, 30] = torch.nan
     assert ranks.run(2, asked, x)[0][0]
 
@@ -270,7 +319,7 @@ def sums(group: Any) -> bool:
     return torch.equal(together, alone) and torch.equal(together, in_order) and torch.equal(half, rounded.bfloat16())
 
 
-def test_sums_have_one_order(ranks) -> None:
+@pytest.mark.parametrize("count", COUNTS)
+def test_sums_have_one_order(ranks, count: int) -> None:
     """For 300 rows they are exchanged in parts, for 40 rows not."""
-    for count in (2, 4):
-        assert ranks.run(count, sums) == [True] * count
+    assert ranks.run(count, sums) == [True] * count
