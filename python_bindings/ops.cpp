@@ -49,7 +49,7 @@ std::tuple<Tensor, Tensor> block_sparse_attention(const Tensor& q, const Tensor&
   Tensor out = new_like(q);
   Tensor lse = torch::stable::new_empty(q, {q.size(0), q.size(2), q.size(1)}, ScalarType::Float);
   pdkernels::AttentionArgs args;
-  unpack_attention(q, k, v, out, lse, {plan_rows, plan_lists, bitmaps, block_q, block_k}, scale, args);
+  unpack_attention(q, k, v, out, lse, {plan_rows, plan_lists, bitmaps, block_q, block_k}, scale, false, args);
   pdkernels::cpu::block_sparse_attention(args);
   return {out, lse};
 }
@@ -61,7 +61,7 @@ std::tuple<Tensor, Tensor, Tensor> block_sparse_attention_backward(const Tensor&
                                                                    int64_t block_q, int64_t block_k, double scale,
                                                                    const OptionalTensor& grad_lse) {
   pdkernels::AttentionGradArgs args;
-  unpack_attention(q, k, v, out, lse, {plan_rows, plan_lists, bitmaps, block_q, block_k}, scale, args);
+  unpack_attention(q, k, v, out, lse, {plan_rows, plan_lists, bitmaps, block_q, block_k}, scale, false, args);
   const SameDevice device(q);
   Tensor dq = new_like(q), dk = new_like(k), dv = new_like(v);
   // Two numbers per row that the first pass leaves for the second.
@@ -79,24 +79,39 @@ std::tuple<Tensor, Tensor, Tensor> block_sparse_attention_backward(const Tensor&
   return {dq, dk, dv};
 }
 
+// Packed tensors, (rows, heads, head_dim), as the only entry of a batch.
+Tensor as_entry(const Tensor& t, bool packed) {
+  STD_TORCH_CHECK(t.dim() == (packed ? 3 : 4), "pdkernels: q, k_new and v_new must have a batch, or cu_seqlens none");
+  return packed ? torch::stable::unsqueeze(t, 0) : t;
+}
+
 // `unpack_rows(args)` says which of the new tokens are stored.
 template <class UnpackRows>
 std::tuple<Tensor, Tensor> attend_to_prefix(const Tensor& q, const Tensor& k_new, const Tensor& v_new,
                                             const Tensor& k_cache, const Tensor& v_cache, const Tensor& lengths,
                                             const PlanArguments& plan, double scale, const OptionalTensor& block_table,
-                                            const UnpackRows& unpack_rows) {
-  STD_TORCH_CHECK(q.dim() == 4, "pdkernels: q must have 4 dimensions");
-  Tensor out = new_like(q);
-  Tensor lse = torch::stable::new_empty(q, {q.size(0), q.size(2), q.size(1)}, ScalarType::Float);
+                                            const OptionalTensor& starts, const OptionalTensor& cu_seqlens,
+                                            int64_t max_new, const UnpackRows& unpack_rows) {
+  const bool packed = cu_seqlens.has_value();
+  const Tensor rows = as_entry(q, packed);
+  Tensor out = torch::stable::new_empty(q, sizes_of(q), q.scalar_type());
+  std::vector<int64_t> of_lse{rows.size(2), rows.size(1)};
+  if (!packed) of_lse.insert(of_lse.begin(), rows.size(0));
+  Tensor lse = torch::stable::new_empty(q, of_lse, ScalarType::Float);
   pdkernels::SpeculativeArgs args;
-  unpack_attention(q, k_new, v_new, out, lse, plan, scale, args);
-  unpack_prefix(SameDevice(q), k_cache, v_cache, lengths, block_table, args);
+  const SameDevice device(q);
+  unpack_attention(rows, as_entry(k_new, packed), as_entry(v_new, packed), as_entry(out, packed), lse, plan, scale,
+                   packed, args);
+  if (packed) unpack_packed(device, *cu_seqlens, max_new, plan, args);
+  unpack_prefix(device, k_cache, v_cache, lengths, block_table, args);
+  unpack_starts(device, starts, args);
   unpack_rows(args);
   // Results of the splits of the prefix: sized by the capacity, so the same at every step.
   Tensor parts = torch::stable::new_empty(
-      q, {args.splits > 1 ? args.splits : 0, q.size(0), q.size(1), q.size(2), q.size(3)}, ScalarType::Float);
-  Tensor parts_lse = torch::stable::new_empty(q, {args.splits > 1 ? args.splits : 0, q.size(0), q.size(2), q.size(1)},
-                                              ScalarType::Float);
+      q, {args.splits > 1 ? args.splits : 0, rows.size(0), rows.size(1), rows.size(2), rows.size(3)},
+      ScalarType::Float);
+  Tensor parts_lse = torch::stable::new_empty(
+      q, {args.splits > 1 ? args.splits : 0, rows.size(0), rows.size(2), rows.size(1)}, ScalarType::Float);
   args.parts = static_cast<float*>(parts.data_ptr());
   args.parts_lse = static_cast<float*>(parts_lse.data_ptr());
   pdkernels::cpu::speculative_attention(args);
@@ -107,19 +122,22 @@ std::tuple<Tensor, Tensor> speculative_attention(const Tensor& q, const Tensor& 
                                                  const Tensor& k_cache, const Tensor& v_cache, const Tensor& lengths,
                                                  const Tensor& plan_rows, const Tensor& plan_lists,
                                                  const Tensor& bitmaps, int64_t block_q, int64_t block_k, double scale,
-                                                 const OptionalTensor& block_table) {
+                                                 const OptionalTensor& block_table, const OptionalTensor& starts,
+                                                 const OptionalTensor& cu_seqlens, int64_t max_new) {
   return attend_to_prefix(q, k_new, v_new, k_cache, v_cache, lengths,
-                          {plan_rows, plan_lists, bitmaps, block_q, block_k}, scale, block_table,
-                          [](pdkernels::SpeculativeArgs&) {});
+                          {plan_rows, plan_lists, bitmaps, block_q, block_k}, scale, block_table, starts, cu_seqlens,
+                          max_new, [](pdkernels::SpeculativeArgs&) {});
 }
 
 std::tuple<Tensor, Tensor> speculative_attention_append(
     const Tensor& q, const Tensor& k_new, const Tensor& v_new, Tensor& k_cache, Tensor& v_cache, const Tensor& lengths,
     const Tensor& plan_rows, const Tensor& plan_lists, const Tensor& bitmaps, int64_t block_q, int64_t block_k,
-    double scale, const OptionalTensor& block_table, const OptionalTensor& counts, const OptionalTensor& source_index) {
+    double scale, const OptionalTensor& block_table, const OptionalTensor& starts, const OptionalTensor& cu_seqlens,
+    int64_t max_new, const OptionalTensor& counts, const OptionalTensor& source_index) {
   return attend_to_prefix(
       q, k_new, v_new, k_cache, v_cache, lengths, {plan_rows, plan_lists, bitmaps, block_q, block_k}, scale,
-      block_table, [&](pdkernels::SpeculativeArgs& args) { unpack_append(SameDevice(q), counts, source_index, args); });
+      block_table, starts, cu_seqlens, max_new,
+      [&](pdkernels::SpeculativeArgs& args) { unpack_append(SameDevice(q), counts, source_index, args); });
 }
 
 }  // namespace

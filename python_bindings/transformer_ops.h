@@ -2,7 +2,7 @@
 #pragma once
 
 #include "device.h"
-#include "pdkernels/transformer_ops.h"
+#include "pdkernels/transformer_ops_backward.h"
 
 namespace pdkernels::PDK_DEVICE::bindings {
 
@@ -68,6 +68,45 @@ inline std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const OptionalTe
   return {y, next};
 }
 
+inline std::tuple<Tensor, Tensor, Tensor> add_rms_norm_backward(const OptionalTensor& grad,
+                                                                const OptionalTensor& grad_next, const Tensor& x,
+                                                                const OptionalTensor& residual,
+                                                                const OptionalTensor& weight,
+                                                                const OptionalTensor& next_weight, double eps) {
+  const Launch launch(x);
+  const SameDevice device(x);
+  const Rows rows(x);
+  PDK_FITS(eps >= 0 && (weight.has_value() || next_weight.has_value()) && (grad.has_value() || grad_next.has_value()) &&
+           grad_next.has_value() == next_weight.has_value());
+  const std::optional<Rows> held[3] = {rows_like(device, grad, x), rows_like(device, grad_next, x),
+                                       rows_like(device, residual, x)};
+  const auto view = [](const std::optional<Rows>& of) { return of ? of->view() : RowsView{}; };
+  Tensor dx = torch::stable::new_empty(x, shape_of(x, rows.width), x.scalar_type());
+  AddRmsNormBackwardArgs args;
+  args.element = row_element(x);
+  args.grad = view(held[0]), args.grad_next = view(held[1]), args.residual = view(held[2]), args.x = rows.view();
+  args.dx = {dx.data_ptr(), rows.width};
+  args.rows = rows.count, args.width = rows.width, args.eps = static_cast<float>(eps);
+  const int64_t parts = norm_parts(rows.count);
+  // The gradient of a weight, and its parts; of none, an empty tensor.
+  std::vector<Tensor> kept;
+  const auto weight_gradient = [&](const OptionalTensor& of, void*& values, void*& to, float*& room) {
+    values = to = nullptr, room = nullptr;
+    Tensor made = torch::stable::new_empty(x, {of.has_value() ? rows.width : 0}, x.scalar_type());
+    if (!of.has_value()) return made;
+    device.require(*of, x.scalar_type(), {rows.width});
+    kept.push_back(packed(*of));
+    values = kept.back().data_ptr(), to = made.data_ptr();
+    kept.push_back(torch::stable::new_empty(x, {parts, rows.width}, ScalarType::Float));
+    room = data<float>(kept.back());
+    return made;
+  };
+  Tensor dweight = weight_gradient(weight, args.weight, args.dweight, args.parts);
+  Tensor dnext = weight_gradient(next_weight, args.next_weight, args.dnext, args.parts_next);
+  if (args.width > 0) launch(PDK_VECTOR(add_rms_norm_backward), args);
+  return {dx, dweight, dnext};
+}
+
 inline Tensor silu_and_mul(const Tensor& x) {
   const Launch launch(x);
   const Rows rows(x);
@@ -79,6 +118,21 @@ inline Tensor silu_and_mul(const Tensor& x) {
   args.rows = rows.count, args.width = rows.width / 2;
   if (args.rows > 0 && args.width > 0) launch(PDK_VECTOR(silu_and_mul), args);
   return out;
+}
+
+inline Tensor silu_and_mul_backward(const Tensor& grad, const Tensor& x) {
+  const Launch launch(x);
+  const SameDevice device(x);
+  const Rows rows(x), grads(grad);
+  device.require(grad, x.scalar_type());
+  PDK_FITS(rows.width % 2 == 0 && sizes_of(grad) == shape_of(x, rows.width / 2));
+  Tensor dx = torch::stable::new_empty(x, shape_of(x, rows.width), x.scalar_type());
+  SiluAndMulBackwardArgs args;
+  args.element = row_element(x);
+  args.grad = grads.view(), args.x = rows.view(), args.dx = {dx.data_ptr(), rows.width};
+  args.rows = rows.count, args.width = rows.width / 2;
+  if (args.rows > 0 && args.width > 0) launch(PDK_VECTOR(silu_and_mul_backward), args);
+  return dx;
 }
 
 inline const float* rotary_table(const SameDevice& device, const Tensor& t, const Tensor& cos, int64_t head_dim) {
@@ -148,7 +202,9 @@ inline void apply_rope(Tensor& x, const Tensor& cos, const Tensor& sin, const Te
 }
 
 PDK_IMPL("add_rms_norm", add_rms_norm)
+PDK_IMPL("add_rms_norm_backward", add_rms_norm_backward)
 PDK_IMPL("silu_and_mul", silu_and_mul)
+PDK_IMPL("silu_and_mul_backward", silu_and_mul_backward)
 PDK_IMPL("apply_rope_append_", apply_rope_append)
 PDK_IMPL("apply_rope_", apply_rope)
 

@@ -67,7 +67,7 @@ inline void unpack_plan(const SameDevice& device, const PlanArguments& plan, Att
 }
 
 inline void unpack_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-                             const PlanArguments& plan, double scale, AttentionArgs& args) {
+                             const PlanArguments& plan, double scale, bool packed, AttentionArgs& args) {
   const SameDevice device(q);
   STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4, "pdkernels: q, k and v must have 4 dimensions");
   args.element = element_of(q);
@@ -88,6 +88,16 @@ inline void unpack_attention(const Tensor& q, const Tensor& k, const Tensor& v, 
   args.v = view(v, args.kv_len, args.kv_heads);
   args.out = view(out, args.q_len, args.q_heads);
   args.lse = row_numbers(device, lse, args);
+  args.lse_stride = args.q_len;
+  if (!packed) unpack_plan(device, plan, args);  // of each sequence otherwise
+}
+
+// Packed sequences, (rows, heads, head_dim): one entry until here, from here on as many as there are lengths, under a
+// plan of at most `max_new` rows each.
+inline void unpack_packed(const SameDevice& device, const Tensor& row_begins, int64_t max_new,
+                          const PlanArguments& plan, SpeculativeArgs& args) {
+  args.batch = row_begins.size(0) - 1, args.q_len = args.kv_len = max_new;
+  args.row_begins = index_view(device, row_begins, 1, args.batch + 1);
   unpack_plan(device, plan, args);
 }
 
@@ -112,6 +122,21 @@ inline void unpack_prefix(const SameDevice& device, const Tensor& k_cache, const
   args.splits = count_splits(args.pages.capacity() + args.q_len);
   args.op = "speculative_attention";
   args.append_rows = 0;
+}
+
+inline void unpack_starts(const SameDevice& device, const OptionalTensor& starts, SpeculativeArgs& args) {
+  if (!starts.has_value()) return;
+  STD_TORCH_CHECK(starts->dim() == 2, "pdkernels: starts must have 2 dimensions");
+  const int64_t entries = starts->size(0), rows = starts->size(1);
+  args.starts = index_view(device, starts, 2, entries);
+  args.starts_by_row = args.packed() && entries == 1 && rows == args.lse_stride && !(args.batch == 1 && rows == 1);
+  if (args.starts_by_row) {
+    args.starts.stride0 = args.starts.stride1;
+  } else {
+    STD_TORCH_CHECK(entries == args.batch && (rows == 1 || (rows == args.q_len && !args.packed())),
+                    "pdkernels: starts must have an entry a sequence or a row");
+    if (rows == 1) args.starts.stride1 = 0;
+  }
 }
 
 inline void unpack_append(const SameDevice& device, const OptionalTensor& counts, const OptionalTensor& source_index,

@@ -18,6 +18,8 @@ def speculative_attention(
     lengths: Tensor,
     tail_mask: Tensor,
     *,
+    starts: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     block_table: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -29,6 +31,11 @@ def speculative_attention(
         k_cache, v_cache: ``(batch, slots, kv_heads, head_dim)``, or pages ``(pages, page_size, kv_heads, head_dim)``.
         lengths: ``(batch,)`` int32 or int64. The cache past a length is not read.
         tail_mask: bool ``(new, new)`` or ``(batch, new, new)``, True where a new token attends to a new token.
+        starts: ``(batch, 1)`` or ``(batch, new)``: the first position that a new token sees, where cached tokens are at
+            ``0 .. length - 1`` and new token ``j`` at ``length + j``. None: 0.
+        cu_seqlens: ``(batch + 1,)``: sequences are packed. Then q, k_new and v_new are ``(rows, heads, head_dim)``, those of
+            sequence b from row ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``; it takes as many rows and columns of the mask.
+            `starts` may be ``(1, rows)``, and the log-sum-exp is ``(q_heads, rows)``.
         block_table: ``(batch, pages_per_sequence)`` int32 or int64; position ``p`` is slot ``p % page_size`` of page
             ``block_table[b, p // page_size]``. None: the cache is contiguous.
         scale: None means ``head_dim ** -0.5``.
@@ -44,22 +51,34 @@ def speculative_attention(
         >>> speculative_attention(q, k, v, cache, cache, torch.tensor([1]), causal)[0][0, :, 0, 0]  # of 2 rows, of 3
         tensor([0.5000, 0.6667])
     """
-    batch, new, heads, _ = q.shape
-    masks = tail_mask.expand(batch, new, new)
-    results = []
+    heads = q.shape[-2]
+    longest = tail_mask.shape[-1]
+    masks = tail_mask.expand(len(lengths), longest, longest)
+    out, lse = [], []
     for b, length in enumerate(lengths.tolist()):
+        own = slice(None) if cu_seqlens is None else slice(int(cu_seqlens[b]), int(cu_seqlens[b + 1]))
+        queries, keys, values = ((x[b] if cu_seqlens is None else x[own]) for x in (q, k_new, v_new))
+        new = len(queries)
         if block_table is None:
             prefix = [cache[b, :length] for cache in (k_cache, v_cache)]
         else:
             positions = torch.arange(length, device=q.device)
             pages = block_table[b].to(torch.int64)[positions // k_cache.shape[1]]
             prefix = [cache[pages, positions % k_cache.shape[1]] for cache in (k_cache, v_cache)]
-        k, v = (torch.cat([old, x[b]]).unsqueeze(0) for old, x in zip(prefix, (k_new, v_new)))
-        mask = torch.cat([masks.new_ones(new, length), masks[b]], dim=1)
-        results.append(block_sparse_attention(q[b : b + 1], k, v, mask, scale))
-    if not results:
-        return torch.empty_like(q), q.new_empty((0, heads, new), dtype=torch.promote_types(q.dtype, torch.float32))
-    out, lse = zip(*results)
+        k, v = (torch.cat([old, x]).unsqueeze(0) for old, x in zip(prefix, (keys, values)))
+        mask = torch.cat([masks.new_ones(new, length), masks[b, :new, :new]], dim=1)
+        if starts is not None:
+            packed = cu_seqlens is not None and starts.shape == (1, len(q))
+            first = starts[0, own] if packed else starts[b].expand(new)
+            mask = mask & (torch.arange(length + new, device=q.device) >= first[:, None])
+        rows, sums = block_sparse_attention(queries.unsqueeze(0), k, v, mask, scale)
+        out.append(rows)
+        lse.append(sums)
+    if not out:
+        sums = (heads, 0) if cu_seqlens is not None else (0, heads, q.shape[1])
+        return torch.empty_like(q), q.new_empty(sums, dtype=torch.promote_types(q.dtype, torch.float32))
+    if cu_seqlens is not None:
+        return torch.cat(out, 1)[0], torch.cat(lse, 2)[0]
     return torch.cat(out), torch.cat(lse)
 
 
@@ -74,6 +93,8 @@ def speculative_attention_append_(
     counts: Tensor | None = None,
     source_index: Tensor | None = None,
     *,
+    starts: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     block_table: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -91,13 +112,19 @@ def speculative_attention_append_(
         >>> cache.flatten()
         tensor([0., 6., 7., 0.])
     """
-    options = {"block_table": block_table, "scale": scale}
+    options = {"starts": starts, "cu_seqlens": cu_seqlens, "block_table": block_table, "scale": scale}
     results = speculative_attention(q, k_new, v_new, k_cache, v_cache, lengths, tail_mask, **options)
-    if source_index is not None and q.shape[1] > 0:
+    if cu_seqlens is not None:  # a row of its own for each token, and rows that do not count behind them
+        tokens = cu_seqlens.diff()
+        counts = tokens if counts is None and source_index is None else counts
+        rows = torch.arange(tail_mask.shape[-1], device=q.device)
+        places = torch.where(rows < tokens[:, None], cu_seqlens[:-1, None] + rows, 0).to(torch.int64)
+        k_new, v_new = (x[places] if len(x) else x.new_zeros((*places.shape, *x.shape[1:])) for x in (k_new, v_new))
+    if source_index is not None and k_new.shape[1] > 0:
         columns = torch.arange(source_index.shape[1], device=q.device)
         counted = columns < (len(columns) if counts is None else counts[:, None])
         chosen = torch.where(counted, source_index, 0).to(torch.int64)
-        sequences = torch.arange(len(q), device=q.device)[:, None]
+        sequences = torch.arange(len(lengths), device=q.device)[:, None]
         k_new, v_new = (x[sequences, chosen] for x in (k_new, v_new))
     kv_append_(k_cache, v_cache, k_new, v_new, lengths, counts, block_table)
     return results

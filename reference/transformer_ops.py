@@ -49,6 +49,56 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return (torch.nn.functional.silu(gate) * up).to(x.dtype)
 
 
+def add_rms_norm_backward(
+    grad: Tensor | None,
+    grad_next: Tensor | None,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    next_weight: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `x` (the residual has the same), of the weight and of the next weight, from those of ``y`` and ``next``.
+
+    A norm ``h w`` with ``h = s x`` passes ``s (g - h mean(g h))`` on to x, where ``g = w grad``, and the sum of ``grad h`` over
+    rows to w. Roundings count as the identity. A gradient of nothing is empty.
+
+    >>> x, weight, grad = torch.tensor([[3.0, 4.0]]), torch.tensor([1.0, 2.0]), torch.tensor([[1.0, 0.0]])
+    >>> dx, dweight, _ = add_rms_norm_backward(grad, None, x, None, weight, None, 0.0)
+    >>> dx, dweight
+    (tensor([[ 0.1810, -0.1358]]), tensor([0.8485, 0.0000]))
+    """
+
+    def through(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        h, g = x * scale, grad * _wide(weight)
+        by_row = grad * _wide(h.to(weight.dtype))
+        return scale * (g - h * (g * h).mean(-1, keepdim=True)), by_row.reshape(-1, x.shape[-1]).sum(0)
+
+    total = _wide(x) if residual is None else _wide(x) + _wide(residual)
+    y, _ = add_rms_norm(x, residual, weight, None, eps)
+    back = torch.zeros_like(total) if grad is None else _wide(grad)
+    of_weights = [x.new_empty(0), x.new_empty(0)]
+    if grad_next is not None and next_weight is not None:
+        passed, of_weights[1] = through(_wide(grad_next), _wide(y), next_weight)
+        back = back + passed
+    if weight is not None:
+        back, of_weights[0] = through(back, total, weight)
+    return back.to(x.dtype), of_weights[0].to(x.dtype), of_weights[1].to(x.dtype)
+
+
+def silu_and_mul_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """The gradient of `x` from that of the result, rounded once.
+
+    >>> silu_and_mul_backward(torch.tensor([1.0]), torch.tensor([0.0, 3.0]))
+    tensor([1.5000, 0.0000])
+    """
+    gate, up = _wide(x).chunk(2, -1)
+    wide, opened = _wide(grad), torch.sigmoid(gate)
+    slope = opened * (1 + gate * torch.sigmoid(-gate))
+    return torch.cat((wide * up * slope, wide * gate * opened), -1).to(x.dtype)
+
+
 def _turned(wide: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
     """`wide` is ``(B, R, heads, D)``, the cosines and sines of its rows are ``(B, R, D)``."""
     swapped = (

@@ -55,7 +55,9 @@ def _block_sparse_backward(given: Given) -> Iterator[Cut]:
 
 def _speculative(given: Given) -> Iterator[Cut]:
     heads = dict.fromkeys(("q", "k_new", "v_new", "k_cache", "v_cache"), 2)
-    ways = list(_attention(given, [2, 1], heads, ("lengths", "block_table")))
+    if given.get("cu_seqlens") is not None:  # the rows of all sequences lie one after the other
+        return
+    ways = list(_attention(given, [2, 1], heads, ("lengths", "block_table", "starts")))
     # Pages are shared by all sequences.
     yield from ways if given.get("block_table") is None else ways[1:]
 
@@ -74,6 +76,12 @@ def _linear(given: Given) -> Iterator[Cut]:
         yield Cut({"x": last, "weight": 1}, [None])
 
 
+def _norm_backward(given: Given) -> Iterator[Cut]:
+    """The gradients of the weights are sums over rows."""
+    for cut in _rows(given, ["x", "grad", "grad_next", "residual"], 1):
+        yield Cut(cut.inputs, [*cut.outputs, None, None])
+
+
 def _statistics(given: Given, name: str) -> Iterator[Cut]:
     """A draw without positions uses the row's number, which differs on a rank."""
     counted = given.get("positions") is None and given.get("temperature", 0.0) > 0
@@ -90,6 +98,8 @@ RULES: dict[str, Callable[[Given], Iterator[Cut]]] = {
     "block_sparse_attention_backward": _block_sparse_backward,
     "speculative_attention": _speculative,
     "linear": _linear,
+    "add_rms_norm_backward": _norm_backward,
+    "silu_and_mul_backward": partial(_rows, names=["x", "grad"], results=1),
     "add_rms_norm": partial(_rows, names=["x", "residual"], results=2),
     "silu_and_mul": partial(_rows, names=["x"], results=1),
     "token_statistics": partial(_statistics, name="logits"),

@@ -33,12 +33,13 @@ def given_scale(op: str, scale: float | None, q: Tensor) -> float:
 PLAN_SCHEMA = "Tensor plan_rows, Tensor plan_lists, Tensor bitmaps, int block_q, int block_k"
 
 
-def check_plan(op: str, q: Tensor, kv_len: int, plan: PlanArguments) -> None:
-    """A plan of the rows of `q` ``(batch, q_len, heads, head_dim)`` and `kv_len` columns: everything but values."""
+def check_plan(op: str, device: torch.device, rows_of: tuple[int, int], kv_len: int, plan: PlanArguments) -> None:
+    """A plan of `rows_of` ``(batch, q_len)`` and `kv_len` columns: everything but values."""
+    batch, q_len = rows_of
     rows, lists, bitmaps, block_q, block_k = plan
     for part in (rows, lists, bitmaps):
-        if part.device != q.device:
-            fail(op, "plan", f"be on {q.device} like q", part.device, f"Move it with plan.to({str(q.device)!r}).")
+        if part.device != device:
+            fail(op, "plan", f"be on {device} like q", part.device, f"Move it with plan.to({str(device)!r}).")
         if part.dtype != torch.int32 or not part.is_contiguous():
             raise TypeError(
                 message(op, "plan", "hold contiguous int32 tensors", f"{part.dtype} with strides {part.stride()}")
@@ -46,10 +47,10 @@ def check_plan(op: str, q: Tensor, kv_len: int, plan: PlanArguments) -> None:
     for name, size in (("block_q", block_q), ("block_k", block_k)):
         if size % 16 != 0 or size < 16 or size > 1024:
             fail(op, name, "be a multiple of 16 in [16, 1024]", size)
-    if rows.dim() == 3 and rows.shape[0] != q.shape[0]:
+    if rows.dim() == 3 and rows.shape[0] != batch:
         remedy = "Stack one plan for each sample, or pass a single plan that all samples share."
-        fail(op, "plan", f"have {q.shape[0]} samples like q", rows.shape[0], remedy)
-    q_tiles, kv_tiles = -(-q.shape[1] // block_q), -(-kv_len // block_k)
+        fail(op, "plan", f"have {batch} samples like q", rows.shape[0], remedy)
+    q_tiles, kv_tiles = -(-q_len // block_q), -(-kv_len // block_k)
     if rows.dim() not in (2, 3) or tuple(rows.shape[-2:]) != (q_tiles + kv_tiles, 4):
         fail(op, "plan", f"have rows for {q_tiles} x {kv_tiles} tiles of {block_q} x {block_k}", tuple(rows.shape))
     if lists.dim() != 2 or lists.shape[1] != 2:

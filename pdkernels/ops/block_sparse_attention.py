@@ -8,7 +8,7 @@ identical bit for bit from run to run, whatever the number of threads and whatev
 from __future__ import annotations
 
 from itertools import zip_longest
-from typing import Any, Literal, NoReturn, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from pdkernels.backends import Backend
 from pdkernels.masks import TilePlan
 from pdkernels.masks.tile_plan import PlanArguments
 from pdkernels.ops._attention import PLAN_SCHEMA, check_plan, dense_plan, given_scale, takes_head_dim
-from pdkernels.ops._library import LIBRARY, NAMESPACE, Draw, call, define
+from pdkernels.ops._gradients import refuse_second_derivative, refuse_transforms
+from pdkernels.ops._library import LIBRARY, Draw, call, define
 from pdkernels.reference import block_sparse_attention as reference
 
 __all__ = ["block_sparse_attention"]
@@ -149,7 +150,7 @@ def _check(
             q.shape[3],
             "Pad q, k and v with zeros and pass the scale.",
         )
-    check_plan(OP, q, k.shape[1], PlanArguments(plan_rows, plan_lists, bitmaps, block_q, block_k))
+    check_plan(OP, q.device, q.shape[:2], k.shape[1], PlanArguments(plan_rows, plan_lists, bitmaps, block_q, block_k))
 
 
 def _fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -328,7 +329,7 @@ def _autograd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tens
     refuse_tangents(OP, (q, k, v))
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         if torch._C._are_functorch_transforms_active():
-            _refuse_transforms()
+            refuse_transforms(OP, "q, k and v")
         results: tuple[Tensor, Tensor] = _Attention.apply(q, k, v, *rest)  # type: ignore[no-untyped-call]
         return results
     with torch._C._AutoDispatchBelowAutograd():
@@ -336,17 +337,5 @@ def _autograd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tens
     return results
 
 
-def _refuse_second_derivative(ctx: Any, *gradients: Tensor) -> None:
-    remedy = "Pass backend='reference', which PyTorch differentiates any number of times."
-    raise NotImplementedError(message(OP, "its gradient", "not be differentiated again", "a second derivative", remedy))
-
-
-def _refuse_transforms() -> NoReturn:
-    remedy = "Call .backward() or torch.autograd.grad, or pass backend='reference'."
-    raise NotImplementedError(
-        message(OP, "q, k and v", "be differentiated by torch.autograd", "a derivative by torch.func", remedy)
-    )
-
-
 LIBRARY.impl(OP, _autograd, "Autograd")
-torch.library.register_autograd(f"{NAMESPACE}::{OP}_backward", _refuse_second_derivative, lib=LIBRARY)
+refuse_second_derivative(OP)

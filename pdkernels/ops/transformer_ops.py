@@ -1,6 +1,6 @@
 """The ops between the matrix products of a layer: residual norms, the gate, and rotary embedding, into a cache or in place.
 
-A model that trains runs plain PyTorch; these ops have no gradient and refuse inputs that would need one.
+The norms and the gate have gradients; rotations write their input and refuse one that would need a gradient.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pdkernels._validation import (
     message,
 )
 from pdkernels.backends import Backend
+from pdkernels.ops import _transformer_gradients as gradients
 from pdkernels.ops._library import Draw, call, define
 from pdkernels.reference import transformer_ops as reference
 
@@ -54,7 +55,7 @@ def add_rms_norm(
         weight: ``(E,)``, dtype of `x`; None: `y` is the sum, which requires a residual and a next weight.
         next_weight: like `weight`; None: no second result.
         eps: added to the mean square.
-        backend: see `pdkernels.show_config`. The reference takes float64 too, and gradients flow through it.
+        backend: see `pdkernels.show_config`. The reference takes float64 too.
 
     Returns:
         ``(y, next)``, each contiguous and like `x`; `next` is None without a `next_weight`.
@@ -62,9 +63,10 @@ def add_rms_norm(
     Raises:
         ValueError: shapes that do not fit; `eps` below 0.
         TypeError: dtypes that do not fit.
-        NotImplementedError: an input that requires a gradient while gradients are recorded.
+        NotImplementedError: a second derivative, one in forward mode or one by ``torch.func`` (the reference has them all).
 
-    Deterministic; a row's result does not depend on other rows.
+    Deterministic; a row's result does not depend on other rows. Differentiable: gradients are computed in float32 from the inputs,
+    which alone are kept, and pass the roundings of the forward pass unchanged. Those of the weights do not depend on threads.
 
     Source: Geiping et al., "Scaling up Test-Time Compute with Latent Reasoning", section 3.2; Zhang and Sennrich, "Root Mean
     Square Layer Normalization", equation 4.
@@ -85,7 +87,7 @@ def silu_and_mul(x: Tensor, *, backend: Backend = "auto") -> Tensor:
 
     Args:
         x: ``(..., 2F)`` float32, float16 or bfloat16. Rows may be strided; any other layout is copied first.
-        backend: see `pdkernels.show_config`. The reference takes float64 too, and gradients flow through it.
+        backend: see `pdkernels.show_config`. The reference takes float64 too.
 
     Returns:
         ``(..., F)``, contiguous, dtype of `x`.
@@ -93,9 +95,9 @@ def silu_and_mul(x: Tensor, *, backend: Backend = "auto") -> Tensor:
     Raises:
         ValueError: an odd last dimension.
         TypeError: dtypes that do not fit.
-        NotImplementedError: an input that requires a gradient while gradients are recorded.
+        NotImplementedError: a second derivative, one in forward mode or one by ``torch.func`` (the reference has them all).
 
-    Deterministic. Source: Shazeer, "GLU Variants Improve Transformer", equation 5.
+    Deterministic and differentiable. Source: Shazeer, "GLU Variants Improve Transformer", equation 5.
 
     Example:
         >>> import torch, pdkernels as pd
@@ -357,12 +359,14 @@ add_rms_norm_op = define(
     fake=_fake_add_rms_norm,
     reference=reference.add_rms_norm,
     example=_example_add_rms_norm,
+    gradients="own",
 )
 silu_and_mul_op = define(
     "silu_and_mul(Tensor x) -> Tensor",
     fake=_fake_silu_and_mul,
     reference=reference.silu_and_mul,
     example=_example_silu_and_mul,
+    gradients="own",
 )
 apply_rope_append_op = define(
     "apply_rope_append_(Tensor(a!) qkv, Tensor? bias, Tensor cos, Tensor sin, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor lengths, "
@@ -377,3 +381,4 @@ apply_rope_op = define(
     reference=_reference_apply_rope,
     example=_example_apply_rope,
 )
+gradients.register()

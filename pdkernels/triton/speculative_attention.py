@@ -68,21 +68,27 @@ SPLIT_OVERHEAD = 256
 
 
 @triton.jit
-def _splits(lengths, batch, capacity, splits):
-    """(length of a sequence, keys per split, splits in use: at least one). Lengths out of range are clamped."""
+def _splits(lengths, floors, batch, capacity, splits):
+    """(length of a sequence, position of its first key, keys per split, splits in use: at least one).
+
+    Lengths out of range are clamped. `floors` None: the first key is at 0."""
     length = tl.minimum(tl.maximum(tl.load(lengths + batch), 0), capacity).to(tl.int32)
-    keys = tl.cdiv(tl.cdiv(length, splits), SPLIT_STEP) * SPLIT_STEP
+    floor = 0
+    if floors is not None:
+        floor = tl.minimum(tl.maximum(tl.load(floors + batch), 0), length).to(tl.int32) // SPLIT_STEP * SPLIT_STEP
+    keys = tl.cdiv(tl.cdiv(length - floor, splits), SPLIT_STEP) * SPLIT_STEP
     keys = tl.maximum(keys, SHORTEST_SPLIT)
-    return length, keys, tl.maximum(tl.cdiv(length, keys), 1)
+    return length, floor, keys, tl.maximum(tl.cdiv(length - floor, keys), 1)
 
 
 @triton.jit
 def _prefix_steps(
-    first, last, end, query, acc, peak, total, k, v, k_page, v_page, k_stride, v_stride, table, score_scale,
+    first, last, end, starts, query, acc, peak, total, k, v, k_page, v_page, k_stride, v_stride, table, score_scale,
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BASE_2: tl.constexpr, FOLD_SCALE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Positions from `first`, a multiple of BLOCK_N, to `last`, BLOCK_N at a time; those from `end` on are masked."""
+    """Positions from `first`, a multiple of BLOCK_N, to `last`, BLOCK_N at a time; those from `end` on are masked, and
+    those before a row's own of `starts`, if there are any."""
     for step in range(0, tl.cdiv(last - first, BLOCK_N)):
         start = first + step * BLOCK_N
         left = end - start
@@ -90,6 +96,9 @@ def _prefix_steps(
         seen = None
         if MASKED:
             seen = rows[None, :] < left
+        if starts is not None:
+            late = start + rows[None, :] >= starts[:, None]
+            seen = seen & late if MASKED else late
         if PAGE_SIZE % BLOCK_N == 0:  # a step lies within one page; a contiguous cache has no pages
             slot = start.to(tl.int64)
             if PAGE_SIZE > 0:
@@ -117,7 +126,7 @@ def _prefix_steps(
 
 @triton.jit
 def _tail_step(
-    tile, column, bitmap, query, acc, peak, total, k, v, k_stride, v_stride, bitmaps, new, row, score_scale,
+    tile, column, bitmap, starts, query, acc, peak, total, k, v, k_stride, v_stride, bitmaps, new, row, score_scale,
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BASE_2: tl.constexpr, FOLD_SCALE: tl.constexpr,
@@ -129,6 +138,8 @@ def _tail_step(
     key = blocks.load(k + start * k_stride, k_stride, left, BLOCK_N, HEAD_DIM, D0, D1, True)
     value = blocks.load(v + start * v_stride, v_stride, left, BLOCK_N, HEAD_DIM, D0, D1, True)
     seen = inside[:, None] & (tl.arange(0, BLOCK_N)[None, :] < left)
+    if starts is not None:
+        seen &= start + tl.arange(0, BLOCK_N)[None, :] >= starts[:, None]
     if bitmap is not None:
         # `visible` counts rows from its argument.
         shift = tl.where(inside, row, 0) - tl.arange(0, BLOCK_M)
@@ -138,20 +149,20 @@ def _tail_step(
 
 @triton.jit(
     do_not_specialize=[
-        "table_stride", "rows_stride", "source_stride_b", "batch_size", "new", "capacity", "splits", "row_tiles", "append_rows", "pages",
+        "table_stride", "rows_stride", "source_stride_b", "starts_stride_b", "starts_stride", "batch_size", "new", "all_rows", "capacity", "splits", "row_tiles", "append_rows", "pages",
     ]
 )  # fmt: skip
 def _split_kernel(
     q, k_new, v_new, k_cache, v_cache, lengths, table, plan_rows, lists, bitmaps, out, lse,
-    counts, sources,
+    counts, sources, starts, floors, begins,
     q_stride_b, q_stride, q_stride_h, kn_stride_b, kn_stride, kn_stride_h, vn_stride_b, vn_stride, vn_stride_h,
     kc_stride_b, kc_stride, kc_stride_h, vc_stride_b, vc_stride, vc_stride_h, table_stride, rows_stride,
-    source_stride_b, source_stride,
-    batch_size, new, kv_heads, capacity, splits, row_tiles, append_rows, pages, score_scale,
+    source_stride_b, source_stride, starts_stride_b, starts_stride,
+    batch_size, new, all_rows, kv_heads, capacity, splits, row_tiles, append_rows, pages, score_scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_LAST: tl.constexpr, BLOCK_TAIL: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BASE_2: tl.constexpr, FOLD_SCALE: tl.constexpr, APPEND: tl.constexpr,
+    BASE_2: tl.constexpr, FOLD_SCALE: tl.constexpr, APPEND: tl.constexpr, STARTS_BY_ROW: tl.constexpr,
 ):  # fmt: skip
     # Tiles of rows that read the same keys are adjacent, for the L2 cache. The split with the tail starts first.
     program = tl.program_id(0)
@@ -161,15 +172,29 @@ def _split_kernel(
     program = program // kv_heads
     batch = (program % batch_size).to(tl.int64)
     split = splits - 1 - program // batch_size
-    length, keys, in_use = _splits(lengths, batch, capacity, splits)
+    length, floor, keys, in_use = _splits(lengths, floors, batch, capacity, splits)
     if split >= in_use:
         return
+    # Packed sequences lie one after the other in the only entry of the batch.
+    entry = batch
+    begin = batch * new
+    if begins is not None:
+        begin = tl.load(begins + batch).to(tl.int64)
+        most = new
+        new = tl.minimum(tl.load(begins + batch + 1).to(tl.int64) - begin, most).to(tl.int32)
+        q += begin * q_stride
+        k_new += begin * kn_stride
+        v_new += begin * vn_stride
+        entry = batch * 0
+        # The first tile stays: it stores rows, and none of its own where there are none.
+        if (row_start >= new * GROUP) & (row_start > 0):
+            return
 
     rows = row_start + tl.arange(0, BLOCK_M)
     rows_left = new * GROUP - row_start
     token = rows // GROUP
     head = kv_head * GROUP + rows % GROUP
-    q_rows = q + (batch * q_stride_b + token.to(tl.int64) * q_stride + head * q_stride_h)
+    q_rows = q + (entry * q_stride_b + token.to(tl.int64) * q_stride + head * q_stride_h)
     query = blocks.load(q_rows[:, None], 0, rows_left, BLOCK_M, HEAD_DIM, D0, D1, True)
     acc = blocks.zeros(BLOCK_M, D0, D1)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -182,20 +207,35 @@ def _split_kernel(
     else:
         k_cache += batch * kc_stride_b
         v_cache += batch * vc_stride_b
-    first = split * keys
-    end = tl.minimum(first + keys, length)
+    own_starts = None
+    if starts is not None:
+        place = begin + token if STARTS_BY_ROW else token.to(tl.int64)
+        places = (
+            starts + (entry * starts_stride_b if STARTS_BY_ROW else batch * starts_stride_b) + place * starts_stride
+        )
+        valid = rows < new * GROUP
+        own_starts = tl.load(places, mask=valid, other=0).to(tl.int64)
+    first = floor + split * keys
+    if starts is not None:
+        # No row of the tile sees what is before its least start.
+        least = tl.min(tl.where(valid, own_starts, length.to(tl.int64)), 0)
+        first = tl.maximum(first, tl.minimum(least, length).to(tl.int32) // BLOCK_N * BLOCK_N)
+    end = tl.minimum(floor + (split + 1) * keys, length)
     whole = first + (end - first) // BLOCK_N * BLOCK_N
     acc, peak, total = _prefix_steps(
-        first, whole, end, query, acc, peak, total, k_cache, v_cache, kc_stride_b, vc_stride_b, kc_stride, vc_stride,
+        first, whole, end, own_starts, query, acc, peak, total, k_cache, v_cache, kc_stride_b, vc_stride_b, kc_stride, vc_stride,
         table, score_scale, HEAD_DIM, D0, D1, BLOCK_N, PAGE_SIZE, BASE_2, FOLD_SCALE, False,
     )  # fmt: skip
     acc, peak, total = _prefix_steps(
-        whole, end, end, query, acc, peak, total, k_cache, v_cache, kc_stride_b, vc_stride_b, kc_stride, vc_stride,
+        whole, end, end, own_starts, query, acc, peak, total, k_cache, v_cache, kc_stride_b, vc_stride_b, kc_stride, vc_stride,
         table, score_scale, HEAD_DIM, D0, D1, BLOCK_LAST, PAGE_SIZE, BASE_2, FOLD_SCALE, True,
     )  # fmt: skip
 
-    k_new += batch * kn_stride_b + kv_head * kn_stride_h
-    v_new += batch * vn_stride_b + kv_head * vn_stride_h
+    k_new += entry * kn_stride_b + kv_head * kn_stride_h
+    v_new += entry * vn_stride_b + kv_head * vn_stride_h
+    tail_starts = None
+    if starts is not None:
+        tail_starts = own_starts - length
     plan_rows += batch * rows_stride
     CUTS: tl.constexpr = BLOCK_K // BLOCK_TAIL
     first_tile = row_start // GROUP // BLOCK_Q
@@ -207,49 +247,65 @@ def _split_kernel(
             first_key = tl.load(lists + 2 * pair)
             for step in range(0, (tl.load(lists + 2 * pair + 1) - first_key) * CUTS):
                 acc, peak, total = _tail_step(
-                    first_key + step // CUTS, step % CUTS * BLOCK_TAIL, None, query, acc, peak, total, k_new, v_new, kn_stride,
+                    first_key + step // CUTS, step % CUTS * BLOCK_TAIL, None, tail_starts, query, acc, peak, total, k_new, v_new, kn_stride,
                     vn_stride, bitmaps, new, row, score_scale,
                     HEAD_DIM, D0, D1, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_TAIL, BASE_2, FOLD_SCALE,
                 )  # fmt: skip
         for step in range(middle * CUTS, tl.load(plan_rows + tile * 4 + 2) * CUTS):
             at = step // CUTS * 2
             acc, peak, total = _tail_step(
-                tl.load(lists + at), step % CUTS * BLOCK_TAIL, tl.load(lists + at + 1), query, acc, peak, total, k_new,
+                tl.load(lists + at), step % CUTS * BLOCK_TAIL, tl.load(lists + at + 1), tail_starts, query, acc, peak, total, k_new,
                 v_new, kn_stride, vn_stride, bitmaps, new, row, score_scale,
                 HEAD_DIM, D0, D1, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_TAIL, BASE_2, FOLD_SCALE,
             )  # fmt: skip
 
     heads = kv_heads * GROUP
-    in_results = split * batch_size.to(tl.int64) + batch
-    out_rows = out + ((in_results * new + token) * heads + head) * HEAD_DIM
+    in_results = split * all_rows.to(tl.int64) + begin + token
+    out_rows = out + (in_results * heads + head) * HEAD_DIM
     acc = blocks.divide_rows(acc, total, D1)
     blocks.store(out_rows[:, None], 0, rows_left, acc, HEAD_DIM, D0, D1)
     log_sum = (peak + tl.log2(total)) * LN_2 if BASE_2 else peak + tl.log(total)
-    tl.store(lse + (in_results * heads + head) * new + token, log_sum, mask=rows < new * GROUP)
+    # (splits, batch, heads, new), or of packed sequences (splits, heads, rows)
+    if begins is not None:
+        lse_rows = (split * heads + head) * all_rows + begin + token
+    else:
+        lse_rows = ((split * batch_size.to(tl.int64) + batch) * heads + head) * new + token
+    tl.store(lse + lse_rows, log_sum, mask=rows < new * GROUP)
     if APPEND:
         # The first split is always in use, and has the tail only if it is the only one. Nothing reads past the prefix.
         if split == 0:
             if sources is not None:
                 sources += batch * source_stride_b
+            elif begins is not None:
+                append_rows = new
             append_part(
-                row_start // BLOCK_M, row_tiles, lengths, counts, batch, sources, source_stride, append_rows, new,
+                row_start // BLOCK_M, tl.maximum(tl.cdiv(new * GROUP, BLOCK_M), 1), lengths, counts, batch, sources, source_stride, append_rows, new,
                 capacity, table, pages, k_new, v_new, kn_stride, vn_stride, k_cache, v_cache, kc_stride_b, vc_stride_b,
                 kc_stride, vc_stride, HEAD_DIM, D0, D1, PAGE_SIZE,
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["batch_size", "new", "capacity", "splits"])
+@triton.jit(do_not_specialize=["batch_size", "new", "all_rows", "capacity", "splits"])
 def _merge_kernel(
-    parts, part_lse, lengths, out, lse, batch_size, new, heads, capacity, splits,
+    parts, part_lse, lengths, floors, begins, out, lse, batch_size, new, all_rows, heads, capacity, splits,
     SPLITS: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The splits' results, each weighted by its share of the total sum of exponentials; SPLITS is at least `splits`."""
     batch = tl.program_id(1).to(tl.int64)
-    _, _, in_use = _splits(lengths, batch, capacity, splits)
+    _, _, _, in_use = _splits(lengths, floors, batch, capacity, splits)
+    begin = batch * new
+    first_lse = begin * heads
+    lse_stride = new
+    if begins is not None:
+        begin = tl.load(begins + batch).to(tl.int64)
+        most = new
+        new = tl.minimum(tl.load(begins + batch + 1).to(tl.int64) - begin, most).to(tl.int32)
+        first_lse = begin
+        lse_stride = all_rows
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < new * heads
-    lse_rows = (batch * heads + rows % heads) * new + rows // heads
-    lse_step = batch_size.to(tl.int64) * heads * new
+    lse_rows = first_lse + (rows % heads).to(tl.int64) * lse_stride + rows // heads
+    lse_step = all_rows.to(tl.int64) * heads
     split = tl.arange(0, SPLITS)
     log_sums = tl.load(
         part_lse + split[:, None] * lse_step + lse_rows[None, :],
@@ -260,7 +316,7 @@ def _merge_kernel(
     total = tl.sum(tl.exp(log_sums - origin[None, :]), 0)
 
     columns = tl.arange(0, WIDTH)
-    places = (batch * new * heads + rows)[:, None] * HEAD_DIM + columns[None, :]
+    places = (begin * heads + rows)[:, None] * HEAD_DIM + columns[None, :]
     there = inside[:, None] & (columns[None, :] < HEAD_DIM)
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
     for part in tl.range(0, in_use, loop_unroll_factor=4):
@@ -285,6 +341,9 @@ def forward(
     block_k: int,
     scale: float,
     block_table: Tensor | None = None,
+    starts: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_new: int = 0,
     counts: Tensor | None = None,
     source_index: Tensor | None = None,
     *,
@@ -292,16 +351,25 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """``(out, lse)``: out like q but contiguous, the natural log-sum-exp in float32 ``(batch, q_heads, new)``.
 
-    The plan is that of `TilePlan.arguments`, of ``(new, new)`` tokens. The cache is ``(batch, slots, kv_heads, head_dim)``, or with a
-    `block_table` ``(pages, page_size, kv_heads, head_dim)``. What lies past a sequence's length, in the cache or in the table, is
-    not read. With `append` the first `counts` of the new tokens in `source_index` (None: of all) are stored there.
+    The plan is that of `TilePlan.arguments`, of ``(new, new)`` tokens. The cache is ``(batch, slots, kv_heads, head_dim)``, or with a `block_table`
+    ``(pages, page_size, kv_heads, head_dim)``. What stands behind a sequence's length, in the cache as in the table, is
+    not read. With `append` the new tokens that `source_index` names, None: all, are stored there, the first `counts` of them.
+    With `cu_seqlens` q, k_new, v_new and out are ``(rows, heads, head_dim)``, lse ``(q_heads, rows)``, under a plan of `max_new` tokens.
     """
-    q, k_new, v_new = (addressable(x) for x in (q, k_new, v_new))  # a cache that is not addressable was refused
+    whole = q.shape
+    if cu_seqlens is not None:
+        q, k_new, v_new = (x.unsqueeze(0) for x in (q, k_new, v_new))
+        cu_seqlens = cu_seqlens.contiguous()
+    q, k_new, v_new = (addressable(x) for x in (q, k_new, v_new))  # a cache that is not was refused
     lengths = lengths.contiguous()
     counts = None if counts is None else counts.contiguous()
     if block_table is not None and block_table.stride(1) != 1:
         block_table = block_table.contiguous()
-    batch, new, heads, head_dim = q.shape
+    entries, rows_each, heads, head_dim = q.shape
+    batch, new = (entries, rows_each) if cu_seqlens is None else (len(lengths), max_new)
+    by_row = starts is not None and cu_seqlens is not None and tuple(starts.shape) == (1, rows_each)
+    floors = None if starts is None else _first_starts(starts, cu_seqlens, batch) if by_row else starts.amin(1)
+    starts_strides = (0, 0) if starts is None else (starts.stride(0), 0 if starts.shape[1] == 1 else starts.stride(1))
     kv_heads = k_new.shape[2]
     group = heads // kv_heads
     blocking = choose_decode_blocking(q, new * group)
@@ -311,8 +379,8 @@ def forward(
     capacity = k_cache.shape[1] if block_table is None else block_table.shape[1] * page_size
     splits = choose_splits(capacity, kv_heads * row_tiles)
 
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty((batch, heads, new), dtype=torch.float32, device=q.device)
+    out = torch.empty(whole, dtype=q.dtype, device=q.device)
+    lse = torch.empty((*whole[:-3], heads, rows_each), dtype=torch.float32, device=q.device)
     parts, part_lse = out, lse
     if splits > 1:
         parts = torch.empty((splits, *out.shape), dtype=torch.float32, device=q.device)
@@ -323,28 +391,36 @@ def forward(
     base_2 = q.element_size() == 2
     _split_kernel[(splits * batch * kv_heads * row_tiles,)](
         q, k_new, v_new, k_cache, v_cache, lengths, block_table, plan_rows, plan_lists, bitmaps,
-        parts, part_lse, counts, source_index,
+        parts, part_lse, counts, source_index, starts, floors, cu_seqlens,
         *(stride for x in (q, k_new, v_new, k_cache, v_cache) for stride in x.stride()[:3]),
         0 if block_table is None else block_table.stride(0), plan_rows.stride(0) if plan_rows.dim() == 3 else 0,
-        *((0, 0) if source_index is None else source_index.stride()),
-        batch, new, kv_heads, capacity, splits, row_tiles, append_rows, k_cache.shape[0],
+        *((0, 0) if source_index is None else source_index.stride()), *starts_strides,
+        batch, new, entries * rows_each, kv_heads, capacity, splits, row_tiles, append_rows, k_cache.shape[0],
         scale * math.log2(math.e) if base_2 else scale,
         GROUP=group, HEAD_DIM=head_dim, D0=first, D1=second, BLOCK_Q=block_q, BLOCK_K=block_k,
         BLOCK_M=blocking.block_m, BLOCK_N=blocking.block_n, BLOCK_LAST=blocking.masked,
         BLOCK_TAIL=min(blocking.masked, block_k & -block_k), PAGE_SIZE=page_size,
-        BASE_2=base_2, FOLD_SCALE=scale > 0, APPEND=append, num_warps=blocking.warps,
-        # A load through the block table takes a stage for the table's entry as well. Short steps would buffer K and V for it,
+        BASE_2=base_2, FOLD_SCALE=scale > 0, APPEND=append, STARTS_BY_ROW=by_row, num_warps=blocking.warps,
+        # A load by way of the block table takes a stage for the table's entry as well. Short steps would buffer K and V for it,
         # 137 KiB at d=256, more than sm_86 has.
         num_stages=2 * blocking.stages - 1 if page_size and blocking.block_n > 32 else blocking.stages,
     )  # fmt: skip
     if splits > 1:
         rows = 4
         _merge_kernel[(triton.cdiv(new * heads, rows), batch)](
-            parts, part_lse, lengths, out, lse, batch, new, heads, capacity, splits,
+            parts, part_lse, lengths, floors, cu_seqlens, out, lse, batch, new, entries * rows_each, heads, capacity, splits,
             SPLITS=triton.next_power_of_2(splits), ROWS=rows, HEAD_DIM=head_dim,
             WIDTH=triton.next_power_of_2(head_dim), num_warps=4,
         )  # fmt: skip
     return out, lse
+
+
+def _first_starts(starts: Tensor, cu_seqlens: Tensor, batch: int) -> Tensor:
+    """The least of each packed sequence's starts, one a row; no sequence without rows has one that matters."""
+    rows = torch.arange(starts.shape[1], device=starts.device, dtype=cu_seqlens.dtype)
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), rows, right=True).clamp(max=batch - 1)
+    none = starts.new_full((batch,), torch.iinfo(starts.dtype).max)
+    return none.scatter_reduce_(0, sequence, starts[0], "amin")
 
 
 def choose_decode_blocking(q: Tensor, rows: int) -> Blocking:

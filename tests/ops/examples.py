@@ -30,7 +30,8 @@ def run(op: str, arguments: Arguments, **options: Any) -> Any:
     leaves = {name: x.detach().requires_grad_() if is_float(x) else x for name, x in arguments.items()}
     grad = leaves.pop("grad").detach()
     out = getattr(pd, op.removesuffix("_backward"))(**leaves, **options)
-    return torch.autograd.grad(out, [x for x in leaves.values() if is_float(x)], grad)
+    results = tensors_in(out)
+    return torch.autograd.grad(results, [x for x in leaves.values() if is_float(x)], [grad] * len(results))
 
 
 def is_float(x: object) -> bool:

@@ -184,7 +184,9 @@ def run_append(backend: str, inputs: Inputs, plan: TilePlan, rows: Rows) -> tupl
         *tensors, table = inputs.map(lambda x: copy_of(x, triton_device()))
         plan = plan.to(triton_device())
         moved = (None if x is None else x.to(triton_device()) for x in rows)
-        results = forward(*tensors, *plan.arguments, inputs.q.shape[-1] ** -0.5, table, *moved, append=True)
+        results = forward(
+            *tensors, *plan.arguments, inputs.q.shape[-1] ** -0.5, table, None, None, 0, *moved, append=True
+        )
     else:
         device, name = on_device(backend)
         *tensors, table = inputs.map(lambda x: copy_of(x, torch.device(device)))

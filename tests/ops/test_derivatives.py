@@ -15,8 +15,8 @@ from tests.ops.examples import PUBLIC, example, floats_of, is_float, run, tensor
 
 # Each op with each of its float inputs: some ops have none.
 CASES = [(op, name) for op in PUBLIC for name in floats_of(op)]
-# The op with its own derivative; and those whose results are detached from the graph, as documented.
-DIFFERENTIABLE = "block_sparse_attention"
+# The ops with their own derivative; and those whose results are detached from the graph, as documented.
+DIFFERENTIABLE = [op for op in PUBLIC if f"{op}_backward" in OPS]
 CUT = [op for op in PUBLIC if OPS[op].gradients == "cut" or op == "unmask_"]
 FIRST = {op: floats_of(op)[0] for op in PUBLIC if floats_of(op)}
 
@@ -81,15 +81,16 @@ def test_a_raw_call_of_attention_refuses_it_too(op: str, level: None, monkeypatc
         function(dual(x))
 
 
-def test_a_gradient_has_no_derivative_in_forward_mode(level: None) -> None:
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_a_gradient_has_no_derivative_in_forward_mode(op: str, level: None) -> None:
     """The gradient is linear in the incoming one, whose tangent would be lost in it."""
-    x, function = call(DIFFERENTIABLE, "q")
-    out = function(x.requires_grad_())
-    with pytest.raises(NotImplementedError, match="block_sparse_attention: its inputs must have no tangent"):
+    x, function = call(op, FIRST[op])
+    out = tensors_in(function(x.requires_grad_()))[0]
+    with pytest.raises(NotImplementedError, match=f"{op}: its inputs must have no tangent"):
         torch.autograd.grad(out, x, dual(torch.randn_like(out)))
 
 
-@pytest.mark.parametrize("op, name", [(op, name) for op, name in CASES if op not in (*CUT, DIFFERENTIABLE)])
+@pytest.mark.parametrize("op, name", [(op, name) for op, name in CASES if op not in (*CUT, *DIFFERENTIABLE)])
 def test_a_gradient_is_refused(op: str, name: str) -> None:
     x, function = call(op, name)
     x.requires_grad_()

@@ -127,7 +127,8 @@ void finish(const AttentionArgs& args, const HeadsView& out, float* all_lse, int
     panel.lanes.locate(lane, in_group, in_tile);
     const float total = panel.total[lane / kLanes][lane % kLanes];
     const float lse = panel.largest[lane / kLanes][lane % kLanes] + __builtin_logf(total);
-    all_lse[(batch * args.q_heads + head + in_group) * args.q_len + token + in_tile] = total == 0.0f ? -kInfinity : lse;
+    all_lse[(batch * args.q_heads + head + in_group) * args.lse_stride + token + in_tile] =
+        total == 0.0f ? -kInfinity : lse;
   }
 }
 

@@ -34,16 +34,33 @@ inline int64_t tail_end(const SpeculativeArgs& args, int64_t batch, int64_t tile
   return smaller(end * args.block_k, args.kv_len);
 }
 
+// The first position that some row of a query tile sees, and that from which on none sees less than the plan shows.
+struct Starts {
+  int64_t some, all;
+};
+
+inline Starts starts_of(const SpeculativeArgs& args, int64_t batch, int64_t tile) {
+  if (!args.starts.given()) return {0, 0};
+  const int64_t first = tile * args.block_q, last = smaller(first + args.block_q, args.q_len);
+  Starts found{args.start(batch, first), args.start(batch, first)};
+  for (int64_t row = first + 1; row < last; ++row) {
+    const int64_t start = args.start(batch, row);
+    found.some = smaller(found.some, start), found.all = larger_of(found.all, start);
+  }
+  return found;
+}
+
 enum class Seen { kNone, kSome, kAll };
 
 // What a query tile sees of a chunk whose first key is new token `column`, or a cached one where that is negative.
 // If it is neither all nor nothing, `bitmap` gets kWords words for each row.
 inline Seen see_chunk(const SpeculativeArgs& args, int64_t batch, int64_t tile, int64_t column, int64_t count,
-                      uint32_t* bitmap) {
+                      Starts starts, uint32_t* bitmap) {
   const int64_t end = column + count, block = args.block_k, words = args.bitmaps.words_per_row;
   const int64_t rows = smaller(args.block_q, args.q_len - tile * args.block_q);
+  const int64_t origin = args.lengths.load(batch) + column, hidden = starts.some - origin;
   uint32_t same[kWords];  // visible to all rows
-  bool any = column < 0;
+  bool any = hidden < smaller(count, -column);
   for (int64_t w = 0; w < kWords; ++w) same[w] = ones(0, -column - 32 * w);
   const auto add = [&](int64_t first, int64_t last) {
     any |= first < end && last > column;
@@ -59,7 +76,7 @@ inline Seen see_chunk(const SpeculativeArgs& args, int64_t batch, int64_t tile, 
     }
   }
   if (!any) return Seen::kNone;
-  bool all = true;
+  bool all = starts.all <= origin;
   for (int64_t w = 0; w < kWords; ++w) all &= (~same[w] & ones(0, count - 32 * w)) == 0;
   if (all) return Seen::kAll;
   for (int64_t r = 0; r < rows; ++r) __builtin_memcpy(bitmap + r * kWords, same, sizeof(same));
@@ -71,20 +88,27 @@ inline Seen see_chunk(const SpeculativeArgs& args, int64_t batch, int64_t tile, 
       for (int64_t w = 0; w < kWords; ++w) bitmap[r * kWords + w] |= bits_from(row, words, column + 32 * w - first);
     }
   }
+  for (int64_t r = 0; starts.all > origin && r < rows; ++r) {
+    const int64_t start = args.start(batch, tile * args.block_q + r) - origin;
+    for (int64_t w = 0; w < kWords; ++w) bitmap[r * kWords + w] &= ones(start - 32 * w, 32);
+  }
   return Seen::kSome;
 }
 
 // The keys of a sequence at positions [begin, end), cached or new, in chunks that attend() takes. A chunk begins at a
 // multiple of kChunk whatever part of the sequence is cached: which sums are added up first depends on positions alone.
 template <class T, class Consume>
-void for_positions(const SpeculativeArgs& args, int64_t batch, int64_t kv_head, int64_t tile, int64_t begin,
-                   int64_t end, uint32_t* bitmap, const Consume& consume) {
+void for_positions(const SpeculativeArgs& args, int64_t batch, int64_t entry, int64_t kv_head, int64_t tile,
+                   int64_t begin, int64_t end, uint32_t* bitmap, const Consume& consume) {
   const int64_t length = args.lengths.load(batch);
+  const Starts starts = starts_of(args, batch, tile);
+  begin = larger_of(begin, starts.some / kChunk * kChunk);
   end = smaller(end, length + tail_end(args, batch, tile));
   for (int64_t first = begin; first < end; first += kChunk) {
     const int64_t count = smaller(kChunk, end - first);
-    const Seen seen =
-        first + count <= length ? Seen::kAll : see_chunk(args, batch, tile, first - length, count, bitmap);
+    const Seen seen = first + count <= length && starts.all <= first
+                          ? Seen::kAll
+                          : see_chunk(args, batch, tile, first - length, count, starts, bitmap);
     if (seen == Seen::kNone) continue;
     const T *keys[kChunk], *values[kChunk];
     for (int64_t i = 0; i < count; ++i) {
@@ -94,8 +118,8 @@ void for_positions(const SpeculativeArgs& args, int64_t batch, int64_t kv_head, 
         keys[i] = args.k_cache.row<const T>(at.page, at.slot, kv_head);
         values[i] = args.v_cache.row<const T>(at.page, at.slot, kv_head);
       } else {
-        keys[i] = args.k.row<const T>(batch, position - length, kv_head);
-        values[i] = args.v.row<const T>(batch, position - length, kv_head);
+        keys[i] = args.k.row<const T>(entry, position - length, kv_head);
+        values[i] = args.v.row<const T>(entry, position - length, kv_head);
       }
     }
     consume(keys, values, count, seen == Seen::kAll ? nullptr : bitmap, kWords, 0);
@@ -106,11 +130,10 @@ void for_positions(const SpeculativeArgs& args, int64_t batch, int64_t kv_head, 
 // that is not empty keeps its bits, as if it had been written at once.
 template <class T>
 void merge_splits(const SpeculativeArgs& args, int64_t splits) {
-  const int64_t rows = args.batch * args.q_heads * args.q_len, dim = args.head_dim;
+  const int64_t tokens = args.lse_stride, rows = args.rows() * args.q_heads, dim = args.head_dim;
   parallel_for(0, rows, 16, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      const int64_t batch = row / (args.q_heads * args.q_len), head = row / args.q_len % args.q_heads,
-                    token = row % args.q_len;
+      const int64_t batch = row / (args.q_heads * tokens), head = row / tokens % args.q_heads, token = row % tokens;
       float largest = -kInfinity, total = 0, sums[256] = {};
       for (int64_t s = 0; s < splits; ++s) {
         const float lse = args.parts_lse[s * rows + row];
@@ -120,7 +143,8 @@ void merge_splits(const SpeculativeArgs& args, int64_t splits) {
         const float lse = args.parts_lse[s * rows + row];
         if (lse == -kInfinity) continue;
         const float weight = __builtin_expf(lse - largest);
-        const float* part = args.parts + (((s * args.batch + batch) * args.q_len + token) * args.q_heads + head) * dim;
+        const float* part =
+            args.parts + (((s * rows + batch * args.q_heads * tokens) + token * args.q_heads) + head) * dim;
         for (int64_t d = 0; d < dim; ++d) sums[d] += weight * part[d];
         total += weight;
       }
@@ -133,49 +157,66 @@ void merge_splits(const SpeculativeArgs& args, int64_t splits) {
 
 // Stores a query tile's part of a sequence's appended rows: each row of a KV head has one writer.
 template <class T>
-void append_rows(const SpeculativeArgs& args, int64_t batch, int64_t kv_head, int64_t tile) {
+void append_rows(const SpeculativeArgs& args, int64_t batch, int64_t entry, int64_t kv_head, int64_t tile) {
   const int64_t length = args.lengths.load(batch), count = args.count(batch),
                 bytes = args.head_dim * static_cast<int64_t>(sizeof(T));
   for (int64_t i = tile; i < count; i += args.of_q.num_tiles) {
     const int64_t token = args.source(batch, i);
     const Slot at = args.pages.locate(batch, length + i);
-    __builtin_memcpy(args.k_cache.row<T>(at.page, at.slot, kv_head), args.k.row<const T>(batch, token, kv_head), bytes);
-    __builtin_memcpy(args.v_cache.row<T>(at.page, at.slot, kv_head), args.v.row<const T>(batch, token, kv_head), bytes);
+    __builtin_memcpy(args.k_cache.row<T>(at.page, at.slot, kv_head), args.k.row<const T>(entry, token, kv_head), bytes);
+    __builtin_memcpy(args.v_cache.row<T>(at.page, at.slot, kv_head), args.v.row<const T>(entry, token, kv_head), bytes);
   }
 }
 
 // Splits that any sequence reaches into. The others would add nothing.
 inline int64_t used_splits(const SpeculativeArgs& args) {
   int64_t longest = 0;
-  for (int64_t b = 0; b < args.batch; ++b) longest = larger_of(longest, args.lengths.load(b));
-  return count_splits(longest + args.q_len);
+  for (int64_t b = 0; b < args.batch; ++b) longest = larger_of(longest, args.lengths.load(b) + args.tokens(b));
+  return count_splits(longest);
+}
+
+// The arguments of a packed sequence: its own rows are those of the only batch entry.
+template <class T>
+SpeculativeArgs of_sequence(const SpeculativeArgs& args, int64_t batch) {
+  SpeculativeArgs own = args;
+  if (!args.packed()) return own;
+  const int64_t first = args.row_begins.load(batch);
+  HeadsView* const views[4] = {&own.q, &own.k, &own.v, &own.out};
+  for (HeadsView* view : views) view->data = view->row<T>(0, first, 0);
+  own.q_len = own.kv_len = args.tokens(batch);
+  own.lse += first;
+  return own;
 }
 
 template <class T, class Tiles>
 void attend_splits(const SpeculativeArgs& args) {
   const int64_t scratch = Memory<Tiles>(nullptr, args.head_dim).bytes;
   const int64_t heads = args.batch * args.kv_heads, splits = used_splits(args);
-  const int64_t rows = args.batch * args.q_heads * args.q_len;
+  const int64_t rows = args.rows() * args.q_heads, width = args.q_heads * args.head_dim;
   const int64_t bytes = scratch + args.block_q * kWords * static_cast<int64_t>(sizeof(uint32_t));
   for_items<Tiles>(heads * args.of_q.num_tiles * splits, bytes, [&](int64_t item, char* base) {
     const int64_t batch = item % heads / args.kv_heads, kv_head = item % args.kv_heads;
     const int64_t tile = item / heads % args.of_q.num_tiles, s = item / heads / args.of_q.num_tiles;
-    if (s == 0) append_rows<T>(args, batch, kv_head, tile);
+    const SpeculativeArgs own = of_sequence<T>(args, batch);
+    const int64_t entry = args.packed() ? 0 : batch;
+    if (s == 0) append_rows<T>(own, batch, entry, kv_head, tile);
+    if (tile * args.block_q >= own.q_len) return;
     Memory<Tiles> memory(base, args.head_dim);
     auto* bitmap = reinterpret_cast<uint32_t*>(base + scratch);
     const auto chunks = [&](const auto& consume) {
-      for_positions<T>(args, batch, kv_head, tile, split_begin(s), split_begin(s + 1), bitmap, consume);
+      for_positions<T>(own, batch, entry, kv_head, tile, split_begin(s), split_begin(s + 1), bitmap, consume);
     };
     if (splits == 1) {
-      attend<T>(args, batch, kv_head, tile, memory, chunks, [&](int64_t head, int64_t token, Panel<Tiles>& panel) {
-        finish<T>(args, args.out, args.lse, batch, head, token, panel);
+      attend<T>(own, entry, kv_head, tile, memory, chunks, [&](int64_t head, int64_t token, Panel<Tiles>& panel) {
+        finish<T>(own, own.out, own.lse, entry, head, token, panel);
       });
       return;
     }
-    const int64_t row = args.q_heads * args.head_dim;
-    const HeadsView part{args.parts + s * rows * args.head_dim, args.q_len * row, row, args.head_dim};
-    attend<T>(args, batch, kv_head, tile, memory, chunks, [&](int64_t head, int64_t token, Panel<Tiles>& panel) {
-      finish<float>(args, part, args.parts_lse + s * rows, batch, head, token, panel);
+    const int64_t first = args.packed() ? args.row_begins.load(batch) : 0;
+    const HeadsView part{args.parts + s * rows * args.head_dim + first * width, args.q_len * width, width,
+                         args.head_dim};
+    attend<T>(own, entry, kv_head, tile, memory, chunks, [&](int64_t head, int64_t token, Panel<Tiles>& panel) {
+      finish<float>(own, part, args.parts_lse + s * rows + first, entry, head, token, panel);
     });
   });
   if (splits > 1) merge_splits<T>(args, splits);

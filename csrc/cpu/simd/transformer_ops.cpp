@@ -1,6 +1,7 @@
 // The ops between a transformer's matrix products. Rows are independent, so threads share them freely; a single row is
 // too short to be cut.
 #include "kernels.h"
+#include "pdkernels/transformer_ops_backward.h"
 #include "rms_norm.h"
 
 namespace pdkernels::cpu::PDK_ISA {
@@ -23,6 +24,96 @@ void add_rms_norm_of(const AddRmsNormArgs& args) {
   });
 }
 
+// One row of the backward pass. `total`, `y` and `d` have room for a row of floats: x + residual, y, and the gradient
+// that reaches them. Roundings of the forward pass count as the identity. `fresh`: the row is the first of its part.
+template <class T>
+void add_rms_norm_backward_row(const AddRmsNormBackwardArgs& args, int64_t i, bool fresh, float* part, float* part_next,
+                               float* total, float* y, float* d) {
+  const int64_t width = args.width;
+  const T *x = args.x.row<const T>(i), *weight = static_cast<const T*>(args.weight),
+          *next_weight = static_cast<const T*>(args.next_weight);
+  const Vec squares =
+      args.residual.given() ? add_rows(x, args.residual.row<const T>(i), total, width) : widen_row(x, total, width);
+  const float scale = weight == nullptr ? 1.0f : scale_of(squares, width, args.eps);
+  const auto gradient = [&](int64_t at, auto lanes) {
+    return args.grad.given() ? load(args.grad.row<const T>(i) + at, lanes) : Vec{};
+  };
+  const auto add = [&](float* to, int64_t at, auto lanes, Vec x) {
+    store(to + at, fresh ? x : load(to + at, lanes) + x, lanes);
+  };
+  // d = the gradient of y, by itself and through the second norm: of w h with h = s x it is s (g - h mean(g h)), where
+  // g is w times the gradient of the norm.
+  float next_scale = 0, next_mean = 0;
+  if (args.grad_next.given()) {
+    const T* grad_next = args.grad_next.row<const T>(i);
+    Vec next_squares{}, dots{};
+    for_vectors(0, width, [&](int64_t at, auto lanes) {
+      Vec value = load(total + at, lanes);
+      if (weight != nullptr) value = as<T>(value * scale) * load(weight + at, lanes);
+      value = as<T>(value);
+      store(y + at, value, lanes);
+      next_squares += value * value;
+    });
+    next_scale = scale_of(next_squares, width, args.eps);
+    for_vectors(0, width, [&](int64_t at, auto lanes) {
+      const Vec h = load(y + at, lanes) * next_scale, dn = load(grad_next + at, lanes);
+      add(part_next, at, lanes, dn * as<T>(h));
+      dots += dn * load(next_weight + at, lanes) * h;
+    });
+    next_mean = sum_of(dots) / static_cast<float>(width);
+  }
+  const auto through = [&](int64_t at, auto lanes) {
+    if (!args.grad_next.given()) return gradient(at, lanes);
+    const Vec g = load(args.grad_next.row<const T>(i) + at, lanes) * load(next_weight + at, lanes);
+    return gradient(at, lanes) + next_scale * (g - load(y + at, lanes) * next_scale * next_mean);
+  };
+  T* dx = args.dx.row<T>(i);
+  if (weight == nullptr) {
+    for_vectors(0, width, [&](int64_t at, auto lanes) { store(dx + at, through(at, lanes), lanes); });
+    return;
+  }
+  Vec dots{};
+  for_vectors(0, width, [&](int64_t at, auto lanes) {
+    const Vec h = load(total + at, lanes) * scale, dy = through(at, lanes), g = dy * load(weight + at, lanes);
+    add(part, at, lanes, dy * as<T>(h));
+    store(d + at, g, lanes);
+    dots += g * h;
+  });
+  const float mean = sum_of(dots) / static_cast<float>(width);
+  for_vectors(0, width, [&](int64_t at, auto lanes) {
+    store(dx + at, scale * (load(d + at, lanes) - load(total + at, lanes) * scale * mean), lanes);
+  });
+}
+
+// The sums of the columns of `parts`.
+template <class T>
+void sum_parts(const float* parts, int64_t count, int64_t width, T* to) {
+  constexpr int64_t kColumns = 64;
+  for_rows((width + kColumns - 1) / kColumns, count * kColumns, [&](int64_t item) {
+    const int64_t begin = item * kColumns, columns = smaller(kColumns, width - begin);
+    double sums[kColumns] = {};
+    for (int64_t part = 0; part < count; ++part) {
+      for (int64_t j = 0; j < columns; ++j) sums[j] += static_cast<double>(parts[part * width + begin + j]);
+    }
+    for (int64_t j = 0; j < columns; ++j) to[begin + j] = from_float<T>(static_cast<float>(sums[j]));
+  });
+}
+
+template <class T>
+void add_rms_norm_backward_of(const AddRmsNormBackwardArgs& args) {
+  const int64_t rows = rows_of_part(args.rows), parts = norm_parts(args.rows), width = args.width;
+  for_rows(parts, rows * width, [&](int64_t item) {
+    const int64_t room = rounded_up(width, 16), end = smaller(args.rows, (item + 1) * rows);
+    float* scratch = reinterpret_cast<float*>(thread_scratch(3 * room * static_cast<int64_t>(sizeof(float))));
+    for (int64_t i = item * rows; i < end; ++i) {
+      add_rms_norm_backward_row<T>(args, i, i == item * rows, args.parts + item * width, args.parts_next + item * width,
+                                   scratch, scratch + room, scratch + 2 * room);
+    }
+  });
+  if (args.dweight != nullptr) sum_parts(args.parts, parts, width, static_cast<T*>(args.dweight));
+  if (args.dnext != nullptr) sum_parts(args.parts_next, parts, width, static_cast<T*>(args.dnext));
+}
+
 // x / (1 + e^-x) with an exponent that never grows.
 template <class T>
 PDK_INLINE Vec silu(Vec x) {
@@ -41,6 +132,25 @@ void silu_and_mul_of(const SiluAndMulArgs& args) {
     T* out = args.out.row<T>(row);
     for_vectors(begin, smaller(begin + kPart, args.width), [&](int64_t at, auto lanes) {
       store(out + at, silu<T>(load(x + at, lanes)) * load(x + args.width + at, lanes), lanes);
+    });
+  });
+}
+
+template <class T>
+void silu_and_mul_backward_of(const SiluAndMulBackwardArgs& args) {
+  constexpr int64_t kPart = 4096;
+  const int64_t parts = (args.width + kPart - 1) / kPart;
+  for_rows(args.rows * parts, smaller(kPart, args.width), [&](int64_t item) {
+    const int64_t row = item / parts, begin = item % parts * kPart;
+    const T *x = args.x.row<const T>(row), *grad = args.grad.row<const T>(row);
+    T* dx = args.dx.row<T>(row);
+    for_vectors(begin, smaller(begin + kPart, args.width), [&](int64_t at, auto lanes) {
+      const Vec gate = load(x + at, lanes), up = load(x + args.width + at, lanes), d = load(grad + at, lanes);
+      const Vec e = exponential<sizeof(T) == 4>(choose(gate > 0, -gate, gate)), one = splat(1.0f);
+      // The sigmoid and what it lacks to 1, neither as a difference.
+      const Vec open = choose(gate > 0, one, e) / (1.0f + e), closed = choose(gate > 0, e, one) / (1.0f + e);
+      store(dx + at, d * up * open * (1.0f + gate * closed), lanes);
+      store(dx + args.width + at, d * (gate * open), lanes);
     });
   });
 }
@@ -109,6 +219,8 @@ void apply_rope_of(const ApplyRopeArgs& args) {
 }  // namespace
 
 void add_rms_norm(const AddRmsNormArgs& args) { PDK_BY_ELEMENT(add_rms_norm_of, args) }
+void add_rms_norm_backward(const AddRmsNormBackwardArgs& args) { PDK_BY_ELEMENT(add_rms_norm_backward_of, args) }
+void silu_and_mul_backward(const SiluAndMulBackwardArgs& args) { PDK_BY_ELEMENT(silu_and_mul_backward_of, args) }
 void silu_and_mul(const SiluAndMulArgs& args) { PDK_BY_ELEMENT(silu_and_mul_of, args) }
 void apply_rope_append(const ApplyRopeAppendArgs& args) { PDK_BY_ELEMENT(apply_rope_append_of, args) }
 void apply_rope(const ApplyRopeArgs& args) { PDK_BY_ELEMENT(apply_rope_of, args) }

@@ -64,7 +64,8 @@ struct Bitmaps {
 struct AttentionArgs {
   Element element;
   HeadsView q, k, v, out;
-  float* lse;  // (batch, q_heads, q_len), natural logarithm
+  float* lse;          // (batch, q_heads, q_len), natural logarithm
+  int64_t lse_stride;  // from head to head: q_len, or the rows of all sequences where they are packed
   TileLists of_q, of_k;
   Bitmaps bitmaps;
   int64_t batch, q_len, kv_len, q_heads, kv_heads, head_dim, block_q, block_k;

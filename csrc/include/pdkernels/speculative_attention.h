@@ -36,6 +36,14 @@ struct SpeculativeArgs
   float* parts;      // (splits, batch, q_len, q_heads, head_dim), where there is more than one split
   float* parts_lse;  // (splits, batch, q_heads, q_len)
 
+  // The first position that a new token sees, the cached and the new ones counted together; not given: 0. (batch,
+  // rows), where a stride of 0 says that all rows have the same, or with starts_by_row (packed rows).
+  IndexView starts;
+  bool starts_by_row = false;
+  // Packed sequences: (batch + 1), new token i of sequence b is row row_begins[b] + i of the only batch entry of q, k,
+  // v and out. q_len and kv_len are the plan's then.
+  IndexView row_begins;
+
   // What is stored in the cache after the prefix, where no split reads: new token source(b, i) to position lengths[b] +
   // i for all i < count(b).
   const char* op;          // name of the call in errors
@@ -43,7 +51,16 @@ struct SpeculativeArgs
   IndexView source_index;  // not given: the new tokens in order
   int64_t append_rows;     // at most; 0 for a call that only reads
 
-  int64_t count(int64_t b) const { return counts.given() ? counts.load(b) : append_rows; }
+  bool packed() const { return row_begins.given(); }
+  int64_t rows() const { return packed() ? lse_stride : batch * q_len; }
+  int64_t tokens(int64_t b) const { return packed() ? row_begins.load(b + 1) - row_begins.load(b) : q_len; }
+  int64_t start(int64_t b, int64_t row) const {
+    if (!starts.given()) return 0;
+    return starts_by_row ? starts.load(row_begins.load(b) + row) : starts.load(b, row);
+  }
+  int64_t count(int64_t b) const {
+    return counts.given() ? counts.load(b) : append_rows < tokens(b) || source_index.given() ? append_rows : tokens(b);
+  }
   int64_t source(int64_t b, int64_t i) const { return source_index.given() ? source_index.load(b, i) : i; }
 };
 

@@ -1,0 +1,49 @@
+"""Gradients of ops whose backward pass is an op too."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from pdkernels._validation import message, refuse_tangents
+from pdkernels.ops._library import LIBRARY, NAMESPACE
+
+
+def refuse_second_derivative(op: str) -> None:
+    """What the backward pass of an op says to autograd."""
+
+    def refuse(ctx: Any, *gradients: Tensor) -> NoReturn:
+        remedy = "Pass backend='reference', which PyTorch differentiates any number of times."
+        raise NotImplementedError(
+            message(op, "its gradient", "not be differentiated again", "a second derivative", remedy)
+        )
+
+    torch.library.register_autograd(f"{NAMESPACE}::{op}_backward", refuse, lib=LIBRARY)
+
+
+def refuse_transforms(op: str, inputs: str) -> NoReturn:
+    remedy = "Call .backward() or torch.autograd.grad, or pass backend='reference'."
+    raise NotImplementedError(
+        message(op, inputs, "be differentiated by torch.autograd", "a derivative by torch.func", remedy)
+    )
+
+
+def register_gradients(op: torch._ops.OpOverload, function: type[torch.autograd.Function]) -> None:
+    """`function` takes all arguments of the schema and runs where autograd records; elsewhere the op runs alone."""
+    name = op._opname
+    defaults = tuple(argument.default_value for argument in op._schema.arguments)
+
+    def run(*given: Any) -> Any:
+        arguments = given + defaults[len(given) :]  # those that are left out do not arrive
+        refuse_tangents(name, arguments)
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
+            if torch._C._are_functorch_transforms_active():
+                refuse_transforms(name, "its inputs")
+            return function.apply(*arguments)  # type: ignore[no-untyped-call]
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*arguments)
+
+    LIBRARY.impl(name, run, "Autograd")
+    refuse_second_derivative(name)
