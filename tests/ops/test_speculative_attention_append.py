@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import pdkernels as pd
 from pdkernels import masks
 from pdkernels.masks import TilePlan
+from pdkernels.ops import _speculative as module
 from tests.ops.attention_cases import DTYPES, backend, kernels, on_device
 from tests.ops.kv_cases import storage, whole
 from tests.ops.speculative_cases import (
@@ -36,8 +36,6 @@ from tests.support.errors import kind_of
 
 __all__ = ["backend", "kernels"]  # fixtures
 
-# The package has the function under the module's name.
-module = importlib.import_module("pdkernels.ops.speculative_attention")
 LENGTHS = [37, 0, 300, 128, 5, 64, 1, 200]
 CHOICES = ["all", "counts", "sources", "both"]
 
@@ -313,7 +311,7 @@ def test_debug_checks_look_at_values_first(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(module, "DEBUG_CHECKS", True)
     for inputs, rows, text in BAD_VALUES.values():
         with pytest.raises(ValueError, match=re.escape(text)):
-            module._by_triton(module.APPEND, *raw(inputs, MASK, "cpu"), *rows)
+            module.by_triton(module.APPEND, *raw(inputs, MASK, "cpu"), None, None, 0, *rows)
 
 
 # --- torch integration -------------------------------------------------------------------------------------------------
@@ -324,7 +322,9 @@ def test_debug_checks_look_at_values_first(monkeypatch: pytest.MonkeyPatch) -> N
 def test_opcheck(kernels: str, how: str, page_size: int) -> None:
     mask, device = masks.quadratic(4), on_device(kernels)[0]
     inputs, rows = make(mask.q_len, [70, 0, 21], how, page_size=page_size, dtype=torch.bfloat16)
-    torch.library.opcheck(APPEND, (*raw(inputs, mask, device), *(None if x is None else x.to(device) for x in rows)))
+    torch.library.opcheck(
+        APPEND, (*raw(inputs, mask, device), None, None, 0, *(None if x is None else x.to(device) for x in rows))
+    )
 
 
 def step(inputs: Inputs, plan: TilePlan, rows: Rows) -> Tensor:

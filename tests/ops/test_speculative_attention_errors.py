@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 
 import pytest
@@ -11,14 +10,13 @@ from torch._subclasses import FakeTensorMode
 
 import pdkernels as pd
 from pdkernels import masks
+from pdkernels.ops import _speculative as module
 from tests.ops.attention_cases import backend, kernels, on_device
 from tests.ops.speculative_cases import OP, in_pages, make_inputs, raw
 from tests.support.errors import kind_of
 
 __all__ = ["backend", "kernels"]  # fixtures
 
-# The package has the function under the module's name.
-module = importlib.import_module("pdkernels.ops.speculative_attention")
 MASK = masks.causal(20)
 PLAN = MASK.plan(16, 32)
 GOOD = make_inputs(20, [24, 7], slots=24, heads=4, kv_heads=2, head_dim=16)
@@ -195,7 +193,7 @@ def on_fake_gpu(**changed: object) -> None:
         tensors = [torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in good]
         for name, strides in changed.items():
             tensors[NAMES.index(name)] = torch.empty_strided(K_CACHE.shape, strides, device="cuda")
-        module._results(module.OP, *tensors, block_q, block_k, scale)
+        module.results(module.OP, *tensors, block_q, block_k, scale)
 
 
 def test_wide_caches_are_not_copied_on_a_gpu() -> None:
@@ -217,7 +215,7 @@ def test_debug_checks_look_at_values_first(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(
         ValueError, match=r"lengths must be in \[0, 24\], got 30 for sequence 1\. The cache holds 24 rows"
     ):
-        module._by_triton(module.OP, *arguments)
+        module.by_triton(module.OP, *arguments)
 
 
 def replaced(arguments: tuple, number: int, value: object) -> tuple:

@@ -39,10 +39,10 @@ CASES = {
 LENGTHS = (37, 1, 270)
 
 
-def run(backend: str, inputs: Inputs, plan: TilePlan, seen: Seen, begins: Tensor | None = None, **more: Any) -> Results:
+def run(where: str, inputs: Inputs, plan: TilePlan, seen: Seen, begins: Tensor | None = None, **more: Any) -> Results:
     *tensors, table = inputs
     options = {**seen._asdict(), "cu_seqlens": begins}
-    if backend == "cpu":
+    if where == "cpu":
         function = pd.speculative_attention_append_ if more else pd.speculative_attention
         return Results(*function(*tensors, plan, **options, block_table=table, return_lse=True, **more))
     from pdkernels.triton.speculative_attention import forward
