@@ -41,7 +41,7 @@ def register_gradients(op: torch._ops.OpOverload, function: type[torch.autograd.
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
             if torch._C._are_functorch_transforms_active():
                 refuse_transforms(name, "its inputs")
-            return function.apply(*arguments)  # type: ignore[no-untyped-call]
+            return function.apply(*arguments)
         with torch._C._AutoDispatchBelowAutograd():
             return op(*arguments)
 

@@ -150,7 +150,13 @@ def _check(
             q.shape[3],
             "Pad q, k and v with zeros and pass the scale.",
         )
-    check_plan(OP, q.device, q.shape[:2], k.shape[1], PlanArguments(plan_rows, plan_lists, bitmaps, block_q, block_k))
+    check_plan(
+        OP,
+        q.device,
+        (q.shape[0], q.shape[1]),
+        k.shape[1],
+        PlanArguments(plan_rows, plan_lists, bitmaps, block_q, block_k),
+    )
 
 
 def _fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

@@ -64,15 +64,15 @@ def speculative_attention(
     """Softmax attention of new tokens: each sees all of its sequence's cached prefix, then the new tokens its plan shows it.
 
     `starts` and `window` hide what is first: cached tokens have positions 0 to ``lengths[b] - 1``, new token ``i`` has
-    ``lengths[b] + i``. Three new tokens under a causal plan behind five cached ones, of which two are padding::
+    ``lengths[b] + i``. Three new tokens under a causal plan after five cached ones, of which two are padding::
 
         position          0 1 2 3 4 | 5 6 7
         new token 0       . . # # # | # . .      starts = [2], window = 4
         new token 1       . . . # # | # # .
         new token 2       . . . . # | # # #
 
-    For inference: it has no gradient. The cache is read and never written; `pdkernels.speculative_attention_append_` stores new
-    rows in the same pass, `pdkernels.kv_commit_` keeps those that were accepted.
+    For inference: it has no gradient. The cache is only read; `pdkernels.speculative_attention_append_` stores new
+    rows in the same pass, `pdkernels.kv_commit_` keeps the accepted ones.
 
     Args:
         q: ``(batch, new, q_heads, head_dim)``, float32, float16 or bfloat16 (float64 with ``backend="reference"``); head_dim a

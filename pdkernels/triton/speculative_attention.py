@@ -367,8 +367,12 @@ def forward(
         block_table = block_table.contiguous()
     entries, rows_each, heads, head_dim = q.shape
     batch, new = (entries, rows_each) if cu_seqlens is None else (len(lengths), max_new)
-    by_row = starts is not None and cu_seqlens is not None and tuple(starts.shape) == (1, rows_each)
-    floors = None if starts is None else _first_starts(starts, cu_seqlens, batch) if by_row else starts.amin(1)
+    by_row = False
+    floors = None
+    if starts is not None:
+        floors = starts.amin(1)
+        if cu_seqlens is not None and tuple(starts.shape) == (1, rows_each):
+            by_row, floors = True, _first_starts(starts, cu_seqlens, batch)
     starts_strides = (0, 0) if starts is None else (starts.stride(0), 0 if starts.shape[1] == 1 else starts.stride(1))
     kv_heads = k_new.shape[2]
     group = heads // kv_heads
