@@ -244,7 +244,7 @@ def _on_ray(batches: Batches, made: tuple[Any, ...], workers: int, needs: dict[s
                     raise pickle.loads(row["error"])
                 yield row["worker"], json.loads(row["results"])
     except ray.exceptions.RayError as error:
-        first, _, _ = str(error).partition("\n")
+        first = str(error).partition("\n")[0].rstrip(".")
         remedy = "Texts that are done are kept; the same call goes on with the others."
         raise RuntimeError(message(OP, "workers", "start and stay alive", first, remedy)) from error
     finally:
