@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from bench.gpu_report import table
 from bench.rows import Row, by_candidate
 from bench.tables import lines_relative_to_ours, machine
+
+NAMES = {"steps_ratio": "share of steps", "length_scale": "lengths times"}
 
 
 def planned_round(rows: list[Row]) -> str:
@@ -18,6 +22,14 @@ def planned_round(rows: list[Row]) -> str:
     lines = [[*line, f"{longest:,.0f}"] for line, longest in zip(lines, first.values(), strict=True)]
     header = ["ms, median (times pdkernels)", *(title for title, _ in cases), "first call, ms, the longest"]
     return f"{table(header, lines)}\n\n{machine(rows)}"
+
+
+def label(settings: dict[str, Any]) -> str:
+    """Options in words."""
+    if "sparse" not in settings:
+        return "token by token"
+    words = [f"{NAMES.get(name, name)} {value:g}" for name, value in settings.items() if name != "sparse"]
+    return ", ".join(["sparse" if settings["sparse"] else "dense", *words])
 
 
 def evaluation_planned(rows: list[Row]) -> str:
@@ -34,7 +46,7 @@ def evaluation_planned(rows: list[Row]) -> str:
             low, high = row["interval"]
             lines.append(
                 [
-                    f"{row['model']}: {row['candidate']}",
+                    f"{row['model']}: {label(row['settings'])}",
                     f"{right / count:.1%} ({low:.1%} to {high:.1%})",
                     "-" if row["valid_plans"] is None else f"{row['valid_plans'] / row['problems']:.0%}",
                     f"{row['critical_path']:.1f}",

@@ -24,6 +24,7 @@ from typing import Annotated
 import torch
 import typer
 from torch import Tensor
+from train_tiny_code import HAS_BF16
 from train_tiny_code import score as score_of
 from training_run import Output, Resume, Run, Score, console, save, start_model
 
@@ -54,11 +55,13 @@ ADAPTER_SCALE = 4.0
 
 
 def with_mask_token(model: Transformer) -> Transformer:
-    """The same model with one more id, which starts as the mean of the others."""
-    config = replace(model.config, vocab_size=model.config.vocab_size + 1)
+    """The same model without its adapter, with an id for the mask, which starts as the mean of the others where it is new."""
+    config = replace(model.config, vocab_size=MASK_TOKEN + 1)
     wider = Transformer(config, tokenizer=model.tokenizer, end_tokens=model.end_tokens, mask_token=MASK_TOKEN)
-    state = model.state_dict()
-    state["embedding"] = torch.cat([state["embedding"], state["embedding"].mean(0, keepdim=True)])
+    state = {name: tensor for name, tensor in model.state_dict().items() if "adapter" not in name}
+    known = state["embedding"]
+    if len(known) < config.vocab_size:
+        state["embedding"] = torch.cat([known, known.mean(0, keepdim=True)])
     wider.load_state_dict(state)
     return wider
 
@@ -69,18 +72,22 @@ def with_mask_token(model: Transformer) -> Transformer:
 def masked_positions(tokens: int, prompt_len: int, width: int, generator: torch.Generator) -> tuple[Tensor, float]:
     """Which tokens of a text are masked in its noisy copy, and with what probability; never those of the prompt.
 
-    A third of the texts are masked entirely (what a group of masks after a draft sees), a third except for the first token of each
-    block (a draft pass), a third at random (a half-finished block).
+    A quarter of the texts are masked entirely (what a group of masks after a draft sees), a quarter except for the first token of each
+    block (a draft pass), a quarter at random, and a quarter at random except for the first token of each block (half-finished blocks).
     """
-    kind = int(torch.randint(3, (), generator=generator))
+    kind = int(torch.randint(4, (), generator=generator))
     positions = torch.arange(tokens)
-    if kind == 0:
-        masked, share = torch.ones(tokens, dtype=torch.bool), 1.0
-    elif kind == 1:
-        masked, share = positions % width != 0, 1 - 1 / width
-    else:
+    masked, share = torch.ones(tokens, dtype=torch.bool), 1.0
+    if kind >= 2:
         masked, share = draw_masks(tokens, generator, least=LEAST_MASKED)
+    if kind % 2:
+        masked, share = masked & (positions % width != 0), share * (1 - 1 / width)
     return masked & (positions >= prompt_len), share
+
+
+def whole_blocks(ids: Tensor, width: int) -> Tensor:
+    """The text with end tokens up to a multiple of the width: a decoder's last block holds masks after the end, too."""
+    return torch.cat([ids, ids.new_full((-len(ids) % width,), int(ids[-1]))])
 
 
 def joint_batches(sums: int, windows: int, seed: int) -> Iterator[DualStreamBatch]:
@@ -93,6 +100,7 @@ def joint_batches(sums: int, windows: int, seed: int) -> Iterator[DualStreamBatc
             (as_ids([(problem.prompt + problem.steps).encode()]), len(problem.prompt))
             for problem in islice(problems, sums)
         ]
+        texts = [(whole_blocks(ids, width), prompt_len) for ids, prompt_len in texts]
         for start in torch.randint(len(source) - WINDOW, (windows,), generator=generator).tolist():
             texts.append((source[start : start + WINDOW], 0))
         samples = [
@@ -180,9 +188,10 @@ def report(
     right, _ = score_of(model, "autoregressive", held_out, advance)
     _, linear = score_of(model, "linear_self_speculation", held_out, advance, block_size=width)
     _, quadratic = score_of(model, "quadratic_self_speculation", held_out, advance, block_size=width)
+    diffused, diffusion = score_of(model, "block_diffusion", held_out, advance, block_size=width)
     return (
-        f"held-out sums: {right:.0%} right, tokens per forward at width {width}: linear {linear:.2f} "
-        f"({2 * linear:.2f} per cycle), quadratic {quadratic:.2f}"
+        f"held-out sums: {right:.0%} right, by block diffusion {diffused:.0%}; tokens per forward at width {width}: linear "
+        f"{linear:.2f} ({2 * linear:.2f} per cycle), quadratic {quadratic:.2f}, block diffusion {diffusion:.2f}"
     )
 
 
@@ -200,20 +209,24 @@ def main(
     drafter_lr: Annotated[float, typer.Option(help="Peak learning rate of the adapter.")] = 2e-3,
     seed: Annotated[int, typer.Option(help="Seed of masks, texts and order.")] = 0,
     threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves torch's choice.")] = 0,
+    fast: Annotated[
+        bool, typer.Option(help="bfloat16 in the joint stage, where the CPU multiplies it itself.")
+    ] = HAS_BF16,
     look_every: Annotated[int, typer.Option(help="Steps between looks at held-out sums.")] = 500,
     resume: Resume = False,
     score: Score = True,
 ) -> None:
     """Train tiny-trimode and save it, rounded to bf16."""
     settings = {"start": start, "steps": steps, "drafter_steps": drafter_steps, "sums": sums, "windows": windows}
-    settings |= {"masked_weight": masked_weight, "lr": lr, "drafter_lr": drafter_lr, "seed": seed}
+    settings |= {"masked_weight": masked_weight, "lr": lr, "drafter_lr": drafter_lr, "seed": seed, "fast": fast}
     run = Run(output, resume, settings, threads)
     torch.manual_seed(seed)
     model = with_mask_token(start_model(start))
     batches, generator = joint_batches(sums, windows, seed), torch.Generator().manual_seed(seed)
 
     def joint(number: int) -> tuple[Tensor, dict[str, float]]:
-        return joint_step(model, next(batches), masked_weight)
+        with torch.autocast("cpu", torch.bfloat16, enabled=fast):
+            return joint_step(model, next(batches), masked_weight)
 
     def look() -> str:
         return report(model, 50)
@@ -239,7 +252,7 @@ def main(
         model.to(torch.bfloat16).float().requires_grad_(False)
         facts: dict[str, str] = {}
         if score:
-            with run.scoring(3 * 200) as advance:
+            with run.scoring(4 * 200) as advance:
                 facts = {"held_out": report(model, 200, advance=advance)}
         save(run, model, "byte-level, tri-mode, Python's standard library and arithmetic", **facts)
 
