@@ -13,6 +13,7 @@ import argparse
 import faulthandler
 import math
 import random
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -283,7 +284,7 @@ def fuzz(calls: int, seed: int = 0, ops: list[str] | None = None) -> tuple[Count
     for n in range(calls):
         op, own = names[n % len(names)], seed * 10**9 + n
         if n % 100 == 0:
-            faulthandler.dump_traceback_later(SECONDS, exit=True)
+            faulthandler.dump_traceback_later(SECONDS, exit=True, file=sys.__stderr__)  # pytest replaces stderr
         verdict = check(op, own)
         if verdict not in ("valid", "refused"):
             faults.append(f"{op}, seed {own}: {verdict}")
