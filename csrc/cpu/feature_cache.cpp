@@ -32,6 +32,7 @@ void gather_rows(const GatherRowsArgs& args) {
       if (!args.fits(at)) fail("gather_rows", b, entry(b, j), range(-1, args.rows - 1), at, "-1 gives a row of zeros.");
     }
   }
+  if (args.row_bytes == 0) return;                // no memory need be there
   constexpr int64_t kBytesPerThread = 64 * 1024;  // with less, waking another thread costs more than it saves
   parallel_for(0, args.batch * args.picked, 1 + kBytesPerThread / (args.row_bytes + 1),
                [&](int64_t begin, int64_t end) {
@@ -59,6 +60,7 @@ void add_cached_rows(const AddCachedArgs& args) {
       }
     }
   }
+  if (args.width == 0) return;  // as above
   PDK_DISPATCH(add_cached_rows, args)
 }
 

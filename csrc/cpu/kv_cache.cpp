@@ -18,6 +18,7 @@ constexpr int64_t kBytesPerThread = 64 * 1024;
 int64_t grain(int64_t bytes_per_item) { return 1 + kBytesPerThread / (bytes_per_item + 1); }
 
 void copy_row(char* to, const RowLayout& to_row, const char* from, const RowLayout& from_row) {
+  if (to_row.head_bytes == 0) return;  // no memory need be there
   for (int64_t head = 0; head < to_row.heads; ++head) {
     std::memcpy(to + head * to_row.head_stride, from + head * from_row.head_stride, to_row.head_bytes);
   }
