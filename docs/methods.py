@@ -105,7 +105,12 @@ def signatures() -> str:
 
 
 def _fields(fields: dict[str, str]) -> list[str]:
-    return [f"    {name}: {kind}" for name, kind in fields.items()] or ["    pass"]
+    return [line for name, kind in fields.items() for line in _field(name, kind)] or ["    pass"]
+
+
+def _field(name: str, kind: str) -> list[str]:
+    line = f"    {name}: {kind}"
+    return [line] if len(line) <= 120 else [f"    {name}: (", f"        {kind}", "    )"]
 
 
 def _call(prompt: str, options: str, result: str) -> list[str]:

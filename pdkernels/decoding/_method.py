@@ -144,6 +144,7 @@ class Method:
         models: the trained models that demonstrate it; none: its family's example.
         widths: values of `block_size` in an evaluation; None is the fastest.
         shown: whether an evaluation includes it by default.
+        title: what pictures call it.
         plans: whether it is only for models with `plan_tokens`.
     """
 
@@ -159,6 +160,7 @@ class Method:
     widths: tuple[int | None, ...] = ()
     shown: bool = True
     plans: bool = False
+    title: str = ""
 
     @property
     def asks(self) -> type:

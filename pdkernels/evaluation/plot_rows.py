@@ -6,42 +6,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pdkernels.decoding._method import FAMILIES
+from pdkernels.decoding.methods import METHODS
 from pdkernels.evaluation.planned import interval
 
-NAMES = {
-    "autoregressive": "token by token",
-    "jacobi": "Jacobi",
-    "jacobi_multiblock": "Jacobi, several blocks",
-    "linear_self_speculation": "linear self-speculation",
-    "quadratic_self_speculation": "quadratic self-speculation",
-    "block_diffusion": "block diffusion",
-    "planned": "planned diffusion",
-    "recurrent_static": "fixed depth",
-    "recurrent_adaptive": "adaptive depth",
-    "recurrent_self_speculation": "self-speculation in depth",
-    "recurrent_diffusion": "parallel sampler",
-    "llada": "LLaDA",
-    "dream": "Dream",
-    "slowfast": "SlowFast",
-    "dllm_cache": "dLLM-Cache",
-    "fast_dllm": "Fast-dLLM",
-    "fast_dllm_v2": "Fast-dLLM v2",
-}
+NAMES = {name: method.title for name, method in METHODS.items()}
 """What pictures call the methods."""
 
 _GREY = "#8c8c8c"
-_COLOURS = ("#4c78a8", "#e39c37", "#54a24b", "#b279a2", "#c44e52")
-COLOURS = {
-    "autoregressive": _GREY,
-    "recurrent_static": _GREY,
-    "llada": _GREY,
-    **dict.fromkeys(("jacobi", "recurrent_diffusion", "slowfast"), _COLOURS[0]),
-    **dict.fromkeys(("linear_self_speculation", "recurrent_adaptive", "dllm_cache"), _COLOURS[1]),
-    **dict.fromkeys(("quadratic_self_speculation", "fast_dllm", "fast_dllm_v2"), _COLOURS[2]),
-    **dict.fromkeys(("jacobi_multiblock", "recurrent_self_speculation", "dream"), _COLOURS[3]),
-    **dict.fromkeys(("block_diffusion", "planned"), _COLOURS[4]),
-}
-"""Of the methods, the same in all pictures; the baselines are grey."""
+_COLOURS = ("#4c78a8", "#b279a2", "#e39c37", "#54a24b", "#c44e52")
+
+
+def _coloured() -> dict[str, str]:
+    """A colour for each method, in the order of its family; what the others are compared with is grey."""
+    found: dict[str, str] = {}
+    for family in FAMILIES:
+        first, *others = (name for name, method in METHODS.items() if method.family == family)
+        found |= {first: _GREY, **{name: _COLOURS[place % len(_COLOURS)] for place, name in enumerate(others)}}
+    return found
+
+
+COLOURS = _coloured()
+"""Of the methods, the same in all pictures."""
 
 _OPTIONS = {
     "block_size": "blocks of {}",
