@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from pdkernels import decoding, models
+from pdkernels.decoding.methods import METHODS
 from pdkernels.evaluation import theory
 from pdkernels.evaluation.row_times import measure_row_times
 from pdkernels.evaluation.speed_of_light import speed_of_light
@@ -276,7 +277,7 @@ def acceptance(problems: int, progress: Progress) -> dict[str, Any]:
     """Tokens a forward by what the text is about: sums by their first sign."""
     model: Any = models.load("tiny-trimode")
     task = make_task("sums", problems)
-    methods = ("linear_self_speculation", "quadratic_self_speculation", "block_diffusion")
+    methods = [name for name, method in METHODS.items() if "tiny-trimode" in method.models and method.widths]
     rows = []
     kinds = [next(sign for sign in prompt if sign in KINDS) for prompt in task.prompts]
     for number, (size, method) in enumerate((size, method) for size in (4, 8, 16) for method in methods):
