@@ -78,8 +78,8 @@ def test_limits_of_one_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {(row["block size"], row[""]): row for row in result["rows"]}
     for size in (4, 8, 16):
         assert rows[size, "oracle, first_all"]["exact blocks"] == "100.0%"
-        assert 1 <= rows[size, "oracle, first_all"]["masks a forward"] <= size - 1
-        assert rows[size, "threshold 0.9"]["tokens a forward"] > 0
+        assert 1 <= rows[size, "oracle, first_all"]["masks per forward"] <= size - 1
+        assert rows[size, "threshold 0.9"]["tokens per forward"] > 0
     assert "| 16 | linear self-speculation | - |" in papers.as_table(result)
 
 

@@ -18,7 +18,7 @@ inline void report(const char* op, Fault fault, const PageMap& pages, int64_t b,
     case Fault::page: return;
     case Fault::length:
       fail(op, b, lengths, range(0, capacity), length,
-           "The cache holds " + std::to_string(capacity) + " rows a sequence.");
+           "The cache holds " + std::to_string(capacity) + " rows per sequence.");
     case Fault::count: fail(op, b, "counts", range(0, max_rows), count, "Only the rows given can be written.");
     case Fault::room:
       fail(op, b, lengths + " + counts", "be at most the capacity " + std::to_string(capacity), length + count,

@@ -193,7 +193,7 @@ def generate(
 
     The forward over the prompt counts as a forward. Lossless methods (`is_lossless`) change only the cost of tokens: at
     temperature 0 (and `ensemble_weight` 1) they give the tokens of greedy autoregressive decoding, on logits that do not depend on
-    how many rows a forward has. Above it they draw from the model's own distribution.
+    how many rows per forward has. Above it they draw from the model's own distribution.
 
     Example:
         >>> import torch

@@ -42,8 +42,8 @@ def limits(problems: int, progress: Progress) -> dict[str, Any]:
                 {
                     "block size": size,
                     "": f"oracle, {scheme}",
-                    "masks a forward": round(limits.acceptance(scheme), 2),
-                    "tokens a forward": round(limits.tokens_per_forward(scheme), 2),
+                    "masks per forward": round(limits.acceptance(scheme), 2),
+                    "tokens per forward": round(limits.tokens_per_forward(scheme), 2),
                     "exact blocks": f"{exact:.1%}",
                     "simulated forwards a block": round(limits.simulated(scheme), 1),
                     "right": target if exact == 1 else None,
@@ -60,8 +60,8 @@ def limits(problems: int, progress: Progress) -> dict[str, Any]:
                 {
                     "block size": size,
                     "": name,
-                    "masks a forward": None,
-                    "tokens a forward": round(result.stats.tokens_per_forward, 2),
+                    "masks per forward": None,
+                    "tokens per forward": round(result.stats.tokens_per_forward, 2),
                     "exact blocks": None,
                     "simulated forwards a block": None,
                     "right": sum(
@@ -104,7 +104,7 @@ def decode(problems: int, progress: Progress) -> dict[str, Any]:
                 "tokens, autoregressive": budget.tokens[0],
                 "tokens, sampler": budget.tokens[1],
                 "limit of the ratio": float(budget.limit),
-                "products a token, over autoregressive": round(float(budget.products), 3),
+                "products per token, over autoregressive": round(float(budget.products), 3),
             }
         )
     return {"recurrences": 32, "applications": 320, "rows": rows}
@@ -146,7 +146,7 @@ def wave(problems: int, progress: Progress) -> dict[str, Any]:
             {
                 "wave at most": size,
                 "right": sum(one.is_solved_by(text) for one, text in zip(task.problems or (), found.text or ())),
-                "tokens a forward": round(found.stats.tokens_per_forward, 3),
+                "tokens per forward": round(found.stats.tokens_per_forward, 3),
                 "mean width": round(sum(map(sum, widths)) / sum(map(len, widths)), 2),
                 "widest, median": widest[len(widest) // 2],
                 "widest, largest": widest[-1],
@@ -242,8 +242,8 @@ def swept(name: str, family: str, swept: Sequence[str], problems: int, progress:
         {
             "": row.label,
             "right": row.right,
-            "forwards a prompt": round(row.forwards / row.problems, 2),
-            "tokens a forward": round(row.tokens / row.forwards, 3),
+            "forwards per prompt": round(row.forwards / row.problems, 2),
+            "tokens per forward": round(row.tokens / row.forwards, 3),
         }
         for row in found
     ]
@@ -363,7 +363,7 @@ def sampler(problems: int, progress: Progress) -> dict[str, Any]:
                     "AUC": round(areas[name], 3),
                     "threshold": threshold,
                     "right": sum(one.is_solved_by(text) for one, text in zip(task.problems or (), written.text or ())),
-                    "tokens a forward": round(written.stats.tokens_per_forward, 2),
+                    "tokens per forward": round(written.stats.tokens_per_forward, 2),
                 }
             )
     return {

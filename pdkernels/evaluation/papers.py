@@ -51,7 +51,7 @@ FIGURES = (
         "nemotron",
         "limits",
         "Table 4",
-        "With an oracle, block diffusion fills 2.9 to 7.6 masks a forward in blocks of 4 to 32, about 1.37 times as many for each "
+        "With an oracle, block diffusion fills 2.9 to 7.6 masks per forward in blocks of 4 to 32, about 1.37 times as many for each "
         "doubling of the block; a threshold fills about 3.",
         paper_runs.limits,
         24,
@@ -170,7 +170,7 @@ FIGURES = (
         "nemotron",
         "sampler",
         "Figure 8",
-        "A trained sampler fills more tokens a forward than confidence thresholds at equal accuracy; attention over the block helps.",
+        "A trained sampler fills more tokens per forward than confidence thresholds at equal accuracy; attention over the block helps.",
         paper_runs.sampler,
         60,
     ),

@@ -164,7 +164,7 @@ def _check_values(
         most = 0 if op == OP else tokens[b] if source_index is None else source_index.shape[1]
         count = most if counts is None else int(counts[b])
         if not 0 <= length <= capacity:
-            remedy = f"The cache holds {capacity} rows a sequence."
+            remedy = f"The cache holds {capacity} rows per sequence."
             fail(op, "lengths", f"be in [0, {capacity}]", f"{length} for sequence {b}", remedy)
         if not 0 <= count <= most:
             fail(op, "counts", f"be in [0, {most}]", f"{count} for sequence {b}", "Only the rows given can be written.")

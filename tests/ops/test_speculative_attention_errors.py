@@ -101,11 +101,11 @@ CASES = TRACED | {
     "scale must be finite in float32, got 1e+39": {"scale": 1e39},
     "TypeError: scale must be a number, got str": {"scale": "1"},
     "backend must be one of auto, native, triton, reference, got 'fast'": {"backend": "fast"},
-    "lengths must be in [0, 24], got 30 for sequence 1. The cache holds 24 rows a sequence.": {
+    "lengths must be in [0, 24], got 30 for sequence 1. The cache holds 24 rows per sequence.": {
         "lengths": torch.tensor([24, 30])
     },
     "lengths must be in [0, 24], got -1 for sequence 0.": {"lengths": torch.tensor([-1, 3])},
-    "lengths must be in [0, 24], got 25 for sequence 0. The cache holds 24 rows a sequence.": {
+    "lengths must be in [0, 24], got 25 for sequence 0. The cache holds 24 rows per sequence.": {
         **PAGED._asdict(),
         "lengths": torch.tensor([25, 0]),
     },
