@@ -149,7 +149,7 @@ def test_errors() -> None:
             ({"steps": 2.0}, "TypeError: steps must be an int, got float."),
             (
                 {"algorithm": "best"},
-                "algorithm must be one of 'origin', 'maskgit_plus', 'topk_margin', 'entropy', got 'best'.",
+                "algorithm must be one of 'origin', 'maskgit_plus', 'topk_margin', 'entropy', 'confidence_threshold', got 'best'.",
             ),
             ({"eps": 1.0}, "eps must lie between 0 and 1, got 1.0."),
             ({"eps": 0}, "eps must lie between 0 and 1, got 0."),

@@ -98,7 +98,6 @@ class LongPast(KeepsCache):
             cache.reserve_([self.past + capacity] * batch)
         for rows in (cache.k, cache.v):
             rows.normal_(generator=torch.Generator().manual_seed(1))
-        cache.commit_(torch.full((batch,), self.past))
         return cache
 
     def __call__(self, tokens: Tensor, **options: Any) -> Tensor:
@@ -110,6 +109,8 @@ class LongPast(KeepsCache):
         return self.model.hidden(tokens, **options)
 
     def _begin(self, tokens: Tensor, options: dict[str, Any]) -> None:
+        if not self.cache.lengths.any():  # the prompt: a decoder may have emptied the cache before it
+            self.cache.commit_(torch.full_like(self.cache.lengths, self.past))
         if self.log is not None:
             self.log.begin((tokens.shape[1], options.get("mask") is None))
 

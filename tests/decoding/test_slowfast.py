@@ -285,7 +285,7 @@ def test_errors() -> None:
             ({"variance": -1}, "variance must be at least 0, got -1."),
             ({"tau_min": "low"}, "TypeError: tau_min must be a number, got str."),
             ({"tau_high": -0.5}, "tau_high must be at least 0, got -0.5."),
-            ({"cycle": "median"}, "cycle must be one of 'last', 'mean', 'published', got 'median'."),
+            ({"cycle": "median"}, "cycle must be one of 'last', 'mean', 'published', 'dream', got 'median'."),
             ({"prompt_interval": 0}, "prompt_interval must be at least 1, got 0."),
             ({"prompt_interval": 2, "gen_interval": 0}, "gen_interval must be at least 1, got 0."),
             ({"prompt_interval": 2, "transfer_ratio": 2.0}, "transfer_ratio must be in 0 .. 1, got 2.0."),

@@ -70,7 +70,7 @@ def makespan(costs: Iterable[float], servers: int) -> tuple[float, float]:
     """(until all are done, mean over the servers) of work that the server free next takes up in order.
 
     >>> makespan([3, 1, 1, 1], 2), makespan([1, 1, 1, 3], 2)
-    ((3, 3.0), (4, 3.0))
+    ((3.0, 3.0), (4.0, 3.0))
     """
     free, total = [0.0] * servers, 0.0
     for cost in costs:

@@ -109,9 +109,8 @@ def test_enough_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "text, changed",
     {
-        "NotImplementedError: method must be one of autoregressive, jacobi, linear_self_speculation, got 'llada'": {
-            "method": "llada"
-        },
+        "NotImplementedError: method must be one of autoregressive, jacobi, linear_self_speculation, "
+        "quadratic_self_speculation, got 'llada'": {"method": "llada"},
         "TypeError: options must be those of method 'autoregressive', got 'window'": {"window": 3},
         "batch must be at least 1, got 0": {"batch": 0},
         "TypeError: longest_prompt must be an int, got float": {"longest_prompt": 1.5},

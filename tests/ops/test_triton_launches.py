@@ -82,7 +82,7 @@ def launch_all(size: int) -> None:
     table, chosen = torch.zeros(2, 1000 + size, dtype=torch.int32), torch.zeros(2, size, dtype=torch.int64)
     speculative_attention.forward(
         *(x.expand(2, -1, -1, -1)[:, :40] for x in (make(1, 40, 8, 64), make(1, 40, 2, 64), make(1, 40, 2, 64))),
-        pages, pages, lengths, each, *plan[1:], 0.1, table, lengths, chosen, append=True,
+        pages, pages, lengths, each, *plan[1:], 0.1, table, None, None, 0, lengths, chosen, append=True,
     )  # fmt: skip
     linear.forward(make(size, 64), make(96, 64), None)
     linear_token_statistics.forward(make(size, 64), make(96, 64), 1.0, 0, None, 0, None, None, None, (), 2, "sampling")

@@ -268,7 +268,7 @@ def test_predicting_the_next_token_and_sampling() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cycle": "first"}, "cycle must be 'last', 'mean' or 'published', got 'first'"),
+        ({"cycle": "first"}, "cycle must be 'last', 'mean', 'published' or 'dream', got 'first'"),
         ({"max_exploration": -1}, "max_exploration must be at least 0, got -1"),
         ({"window": 0}, "window must be at least 1, got 0"),
         ({"k_slow": -1}, "k_slow must be at least 0, got -1"),
