@@ -2,7 +2,7 @@
 
 Before each call another buffer, several times the cache, is read: none of the call's inputs remain in the cache, no write-back
 is pending, and for a replay the host is far ahead when the device begins. To begin a graph takes microseconds of its own, so short
-calls are captured many times in one, each behind such a read, and the time of a graph of the reads alone is taken off.
+calls are captured many times in one, each after such a read, and the time of a graph of the reads alone is taken off.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def block_sparse_attention(rows: list[Row], path: Path) -> None:
 
 
 def case_name(case: str) -> str:
-    """What stands over a panel.
+    """The title of a panel.
 
     >>> case_name("noise-aware 1152 d128 bf16 fwd")
     'noise-aware, 1152 tokens'

@@ -114,7 +114,7 @@ def speculative_attention_append_(
     """
     options = {"starts": starts, "cu_seqlens": cu_seqlens, "block_table": block_table, "scale": scale}
     results = speculative_attention(q, k_new, v_new, k_cache, v_cache, lengths, tail_mask, **options)
-    if cu_seqlens is not None:  # a row of its own for each token, and rows that do not count behind them
+    if cu_seqlens is not None:  # a row of its own for each token, and padding rows after them
         tokens = cu_seqlens.diff()
         counts = tokens if counts is None and source_index is None else counts
         rows = torch.arange(tail_mask.shape[-1], device=q.device)

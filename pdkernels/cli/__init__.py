@@ -36,7 +36,16 @@ from pdkernels.cli._predict import predict
 from pdkernels.cli._reproduce import reproduce
 from pdkernels.cli._sweep import run_sweep
 from pdkernels.cli._tables import evaluation_table, generation_table
-from pdkernels.cli._terminal import ACCEPTED, LEGEND, PROMPT, Stream, errors_reported, use_threads, visible
+from pdkernels.cli._terminal import (
+    ACCEPTED,
+    LEGEND,
+    PROMPT,
+    Stream,
+    assigned_options,
+    errors_reported,
+    use_threads,
+    visible,
+)
 from pdkernels.config import show_config
 from pdkernels.decoding._method import SHARED
 from pdkernels.decoding.methods import METHODS
@@ -102,7 +111,7 @@ def generate(
     given = {"block_size": block_size, "window": window, "seed": seed, "page_size": page_size}
     options = {name: value for name, value in given.items() if value is not None}
     with errors_reported():
-        options |= _set(option or [])
+        options |= assigned_options("generate", option or [])
         language_model = models.load(model)
         usual = next(name for name in METHODS if name != "autoregressive" and METHODS[name].supports(language_model))
         methods = _methods(method or [usual], options, language_model)
@@ -145,15 +154,6 @@ def generate(
             console.print(f"{quickest}: the same tokens in {fewer} forwards of the model instead of {all_of_them}.")
     if not all(same[name] for name in same if decoding.is_lossless(name)):
         raise typer.Exit(1)
-
-
-def _set(given: list[str]) -> dict[str, Any]:
-    """Options in the form NAME=VALUE."""
-    found = [evaluation.parse_sweep(text) for text in given]
-    for text, one in zip(given, found):
-        if one.method is not None or len(one.values) != 1:
-            raise typer.BadParameter(f"--option takes NAME=VALUE, not {text!r}.")
-    return {one.option: one.values[0] for one in found}
 
 
 def _methods(names: list[str], options: dict[str, Any], model: Any) -> dict[str, dict[str, Any]]:

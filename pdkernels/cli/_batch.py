@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from pdkernels._validation import check as demand
-from pdkernels.cli._terminal import errors_reported
+from pdkernels.cli._terminal import assigned_options, errors_reported
 from pdkernels.decoding._method import SHARED
 from pdkernels.integrations.ray import generate_files
 
@@ -56,22 +54,9 @@ def batch(
             cpus=cpus,
             progress=lambda done, total: progress.update(bar, completed=done, total=total),
             max_new_tokens=max_new_tokens,
-            **_options(option or []),
+            **assigned_options("batch", option or []),
         )
     speed = report.tokens / report.seconds if report.seconds else 0.0
     earlier = f", {report.resumed} of them by an earlier run" if report.resumed else ""
     by = f" by {len(report.workers)} workers" if workers else ""
     console.print(f"{output}: {report.prompts} texts{earlier}; {report.tokens} new tokens{by}, {speed:.0f} a second")
-
-
-def _options(given: list[str]) -> dict[str, Any]:
-    """Values as JSON reads them, else as text."""
-    options: dict[str, Any] = {}
-    for assignment in given:
-        name, sign, value = assignment.partition("=")
-        demand(bool(name and sign), "batch", "--option", "be NAME=VALUE", repr(assignment))
-        try:
-            options[name] = json.loads(value)
-        except json.JSONDecodeError:
-            options[name] = value
-    return options

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from pdkernels._validation import check
+from pdkernels.evaluation.sweep import parse_value
 from pdkernels.models.tokenizers import Tokenizer
 
 ACCEPTED = "bold green"
@@ -73,6 +76,24 @@ def errors_reported() -> Iterator[None]:
             raise
         report(error)
         raise typer.Exit(2) from None
+
+
+def assigned_options(command: str, given: Sequence[str]) -> dict[str, Any]:
+    """Options in the form NAME=VALUE; a value is JSON, or what a sweep takes.
+
+    >>> assigned_options("generate", ["block-size=8", 'stop_strings=["a", "b"]', "threshold=none", "order=entropy"])
+    {'block_size': 8, 'stop_strings': ['a', 'b'], 'threshold': None, 'order': 'entropy'}
+    """
+    options: dict[str, Any] = {}
+    for text in given:
+        name, sign, value = text.partition("=")
+        check(bool(name and sign and value), command, "--option", "be NAME=VALUE", repr(text))
+        try:
+            found = json.loads(value)
+        except json.JSONDecodeError:
+            found = parse_value(value)
+        options[name.replace("-", "_")] = found
+    return options
 
 
 def use_threads(threads: int | None, language_models: Sequence[Any]) -> None:

@@ -125,7 +125,7 @@ class Canvas:
         self._records: list[Record] = []
         self.logits_hook: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         self.settled: int | None = (
-            None  # new positions behind this are not final, though nothing before them is open; None: all are
+            None  # new positions after this are not final, though nothing before them is open; None: all are
         )
         self._doubted: list[set[int]] = [set() for _ in self.starts]  # places that were opened again
         self._asked: list[list[int]] = [[] for _ in self.starts]  # places whose tokens the last step judged

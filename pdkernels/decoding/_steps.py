@@ -70,6 +70,27 @@ class Steps(ABC):
         return session.batch + sum(self.stepped(session, before, rows) for before, rows in pairwise(entries))
 
 
+class DraftSteps(Steps):
+    """Steps with one verified draft each: after the first two columns an entry has the next draft, then the predictions for the
+    last one, `slots` each."""
+
+    slots: int
+
+    def opened(self, session: Session, rows: Rows) -> None:
+        session.forwards += 1
+        for sequence, row in enumerate(rows):
+            session.record_first(sequence, row[2])
+
+    def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
+        session.forwards += 1
+        judged = 2 + self.slots
+        for sequence, ((length, _, *draft), row) in enumerate(zip(before, rows)):
+            if length:
+                said = row[judged : judged + length]
+                session.log_step(sequence, draft[:length], said, accepted=row[1], next_token=row[2])
+        return sum(row[0] > 0 for row in before)
+
+
 def decoder(steps: type[Steps]) -> Callable[..., int]:
     """The method made of such steps: fills a session, takes their options, returns what `run` returns."""
 

@@ -16,7 +16,7 @@ from pdkernels.decoding._filler import filler_words
 from pdkernels.decoding._lookup import Lookup
 from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_name, checked_sampling, draw, latents
 from pdkernels.decoding._session import Session, is_end, judged_by_nan, not_numbers
-from pdkernels.decoding._steps import Rows, Steps, decoder
+from pdkernels.decoding._steps import DraftSteps, decoder
 from pdkernels.ops import verify_draft
 
 _OP = "decoding.jacobi"
@@ -26,7 +26,7 @@ DEFAULT_BLOCK_SIZE = 16
 Draft = Literal["model", "lookup"]
 
 
-class JacobiSteps(Steps):
+class JacobiSteps(DraftSteps):
     """An entry: the next draft's length, what was accepted of the last one, the next draft, the predictions for the last one.
 
     Args:
@@ -161,20 +161,6 @@ class JacobiSteps(Steps):
         """Logits, and the tokens drawn from them at `positions`."""
         logits = self.model(tokens, cache=self.cache, counts=counts, **rows, **self.latents)
         return logits, draw(logits, positions, self.temperature, self.seeds, OWN, self.banned)
-
-    def opened(self, session: Session, rows: Rows) -> None:
-        session.forwards += 1
-        for sequence, row in enumerate(rows):
-            session.record_first(sequence, row[2])
-
-    def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
-        session.forwards += 1
-        judged = 2 + self.slots
-        for sequence, ((length, _, *draft), row) in enumerate(zip(before, rows)):
-            if length:
-                said = row[judged : judged + length]
-                session.log_step(sequence, draft[:length], said, accepted=row[1], next_token=row[2])
-        return sum(row[0] > 0 for row in before)
 
 
 decode = decoder(JacobiSteps)

@@ -30,7 +30,7 @@ from pdkernels.decoding._sampling import (
     without_,
 )
 from pdkernels.decoding._session import Session, is_end, judged_by_nan, not_numbers
-from pdkernels.decoding._steps import Rows, Steps, decoder
+from pdkernels.decoding._steps import DraftSteps, decoder
 from pdkernels.masks import TilePlan, block_causal, causal, pack, quadratic
 from pdkernels.masks.speculation import InGroup
 from pdkernels.ops import verify_draft
@@ -42,7 +42,7 @@ _MOST_ROWS = 2**20
 Ensemble = Literal["probability", "logit"]
 
 
-class QuadraticSteps(Steps):
+class QuadraticSteps(DraftSteps):
     """An entry: the next draft's length, what was accepted of the last one; the next draft, what the verifier said to the last one.
 
     Args:
@@ -178,20 +178,6 @@ class QuadraticSteps(Steps):
         self.draft[:, 0] = verdict.next_token.clamp(min=0)  # -1 in a finished sequence is not an id
         self.draft[:, 1:] = guesses
         self.predictions[:, :width] = predictions
-
-    def opened(self, session: Session, rows: Rows) -> None:
-        session.forwards += 1
-        for sequence, row in enumerate(rows):
-            session.record_first(sequence, row[2])
-
-    def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
-        session.forwards += 1
-        judged = 2 + self.slots
-        for sequence, ((length, _, *draft), row) in enumerate(zip(before, rows)):
-            if length:
-                said = row[judged : judged + length]
-                session.log_step(sequence, draft[:length], said, accepted=row[1], next_token=row[2])
-        return sum(row[0] > 0 for row in before)
 
 
 decode = decoder(QuadraticSteps)

@@ -1,4 +1,4 @@
-"""Measurements behind the tables of `pdkernels.evaluation.papers`: each takes a number of problems and tells how far it is."""
+"""Measurements behind the tables of `pdkernels.evaluation.papers`: each takes a number of problems and reports its progress."""
 
 from __future__ import annotations
 

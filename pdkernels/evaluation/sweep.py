@@ -45,14 +45,15 @@ def parse_sweep(text: str) -> Swept:
     """
     name, sign, values = text.partition("=")
     method, _, option = name.strip().replace("-", "_").rpartition(".")
-    found = tuple(_value(value.strip()) for value in values.split(",") if value.strip())
+    found = tuple(parse_value(value.strip()) for value in values.split(",") if value.strip())
     if not (sign and option and found):
         fail(_OP, "sweep", "have the form option=value,value", repr(text))
     different = {repr(value): value for value in found}  # 1 and true are equal
     return Swept(option, tuple(different.values()), method or None)
 
 
-def _value(text: str) -> Any:
+def parse_value(text: str) -> Any:
+    """A number, true, false, none or a word."""
     words = {"none": None, "true": True, "false": False}
     if text.lower() in words:
         return words[text.lower()]

@@ -85,7 +85,7 @@ def speculative_attention(
             cache or in the table.
         plan: of a mask of ``new`` rows and columns, on the device of q: ``mask.plan(block_q, block_k, q.device)``. All
             sequences and heads share it; a stacked plan (`TilePlan.stack`) has one for each sequence.
-        starts: ``(batch,)`` or ``(batch, new)`` int32 or int64: the first position that a sequence or a new token sees, as behind
+        starts: ``(batch,)`` or ``(batch, new)`` int32 or int64: the first position that a sequence or a new token sees, as with
             padding on the left. None: 0.
         window: how many positions a new token sees at most, its own included; None: all. It holds for the tail too, by the order of
             the new tokens; where their positions differ from it, as in a tree, pass `starts` of shape ``(batch, new)``.

@@ -352,7 +352,7 @@ def forward(
     """``(out, lse)``: out like q but contiguous, the natural log-sum-exp in float32 ``(batch, q_heads, new)``.
 
     The plan is that of `TilePlan.arguments`, of ``(new, new)`` tokens. The cache is ``(batch, slots, kv_heads, head_dim)``, or with a `block_table`
-    ``(pages, page_size, kv_heads, head_dim)``. What stands behind a sequence's length, in the cache as in the table, is
+    ``(pages, page_size, kv_heads, head_dim)``. What lies past a sequence's length, in the cache or in the table, is
     not read. With `append` the new tokens that `source_index` names, None: all, are stored there, the first `counts` of them.
     With `cu_seqlens` q, k_new, v_new and out are ``(rows, heads, head_dim)``, lse ``(q_heads, rows)``, under a plan of `max_new` tokens.
     """

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import pdkernels as pd
-from pdkernels.cli._batch import _options
+from pdkernels.cli._terminal import assigned_options
 from pdkernels.integrations.prompt_files import Ledger, check_output, read_prompts
 from pdkernels.integrations.ray import generate_files
 from tests.support.errors import refused
@@ -156,11 +156,12 @@ def test_calls_that_are_refused(sums: Path, tmp_path: Path) -> None:
     with refused("TypeError: options must be those of method 'jacobi', got 'steps'"):
         generate_files(sums, tmp_path / "out.jsonl", "tiny-trimode", "jacobi", steps=3)
     with refused("batch: --option must be NAME=VALUE, got 'block_size'"):
-        _options(["block_size"])
+        assigned_options("batch", ["block_size"])
 
 
 def test_options_of_the_command_line() -> None:
-    assert _options(["block_size=16", "guard=true", "draft=ngram"]) == dict(block_size=16, guard=True, draft="ngram")
+    found = assigned_options("batch", ["block_size=16", "guard=true", "draft=ngram"])
+    assert found == dict(block_size=16, guard=True, draft="ngram")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
