@@ -60,8 +60,21 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (first, _) = json.loads(path.read_text())["benchmarks"]
     assert first["extra_info"]["problems"] == 2 and first["extra_info"]["items"][0] == 0
     assert (tmp_path / "figures.png").stat().st_size > 10_000
-    refused = runner.invoke(cli.app, ["eval", "--family", "planned", "--task", "sums"])
-    assert refused.exit_code == 2 and "--family planned must" in " ".join(refused.output.split())
+    swept = ["--problems", "1", "--sweep", "threshold=.5,.9", "--sweep", "temperature=1"]
+    answer = runner.invoke(cli.app, ["eval", "--family", "planned", *swept])
+    assert [line.partition(":")[0] for line in answer.output.splitlines() if "orders right" in line] == [
+        f"tiny-planned, planned, sparse {sparse}, threshold {threshold}, temperature 1"
+        for sparse in (False, True)
+        for threshold in (0.5, 0.9)
+    ]
+    for wrong, said in (
+        (["--task", "sums"], "--family planned must"),
+        (["--sweep", "treshold=1"], "sweep must name an option of planned, got treshold"),
+        (["--sweep", "threshold=1", "--sweep", "threshold=.5"], "sweep must name an option once"),
+        (["--sweep", "threshold=1", "--resume"], "--resume, --most-rows must be for another family than planned"),
+    ):
+        refused = runner.invoke(cli.app, ["eval", "--family", "planned", *wrong])
+        assert refused.exit_code == 2 and said in " ".join(refused.output.split()), refused.output
 
 
 def test_a_run_as_a_picture(tmp_path: Path) -> None:

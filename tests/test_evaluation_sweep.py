@@ -314,7 +314,6 @@ def test_rows_may_be_bounded(command: Any) -> None:
         ),
         ([*SWEEP, "--json", "seed.json", "--resume"], "--resume must have the seed of seed.json, got 0, not 5"),
         (["--sweep", "treshold=1"], "name an option of a method that the models can run, got treshold"),
-        (["--family", "planned", "--sweep", "threshold=1"], "--sweep must be for another family than planned"),
     ],
 )
 def test_errors_of_the_command_are_one_sentence(command: Any, tmp_path: Path, arguments: list[str], said: str) -> None:

@@ -17,7 +17,7 @@ try:
     import typer
     from rich import box
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress
     from rich.table import Table
     from rich.text import Text
 except ModuleNotFoundError as missing:
@@ -32,6 +32,7 @@ from pdkernels._validation import check as demand
 from pdkernels.cli._batch import batch
 from pdkernels.cli._chat import chat
 from pdkernels.cli._demo import demo
+from pdkernels.cli._plans import COLUMNS, evaluate_plans
 from pdkernels.cli._predict import predict
 from pdkernels.cli._reproduce import reproduce
 from pdkernels.cli._sweep import run_sweep
@@ -54,7 +55,6 @@ from pdkernels.models.zoo import WEIGHTS
 
 __all__ = ["app", "main"]
 
-_COLUMNS = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
 app = typer.Typer(
     help="Parallel decoding of language models.",
     no_args_is_help=True,
@@ -279,10 +279,16 @@ def evaluate(
                     "pdkernels.eval: --plot must have matplotlib, got none. Install it with `pip install 'pdkernels[bench]'`."
                 )
         if family == "planned":
-            demand(not sweep, "eval", "--sweep", "be for another family than planned", sweep)
+            searched = resume or most_rows
+            demand(not searched, "eval", "--resume, --most-rows", "be for another family than planned", repr(searched))
             one = method or width or task
             demand(not one, "eval", "--family planned", "be without --method, --width and --task", repr(one))
-            written = _evaluate_plans(model or ["tiny-planned"], problems, batch_size, seed, threads)
+            swept = [evaluation.parse_sweep(each) for each in sweep or ()]
+            settings = evaluation.planned_settings(swept) if swept else None
+            loaded, absent = _load_all(model or ["tiny-planned"])
+            demand(bool(loaded), "eval", "--model", "name at least one model that exists", "; ".join(absent))
+            use_threads(threads, list(loaded.values()))
+            written = evaluate_plans(loaded, problems, batch_size, seed, settings)
             if json_path is not None:
                 json_path.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
             if plot is not None:
@@ -328,7 +334,7 @@ def evaluate(
         demand(bool(loaded), "eval", "--model", "name at least one model that exists", "none")
         use_threads(threads, list(loaded.values()))
         rows = []
-        with Progress(*_COLUMNS, console=console, transient=True) as progress:
+        with Progress(*COLUMNS, console=console, transient=True) as progress:
             bar = progress.add_task("", total=len(tasks))
             for number, chosen in enumerate(tasks):
 
@@ -359,30 +365,6 @@ def evaluate(
             Text("A lossless method did not give greedy decoding's tokens: it has no figures of speed.", "bold red")
         )
         raise typer.Exit(1)
-
-
-def _evaluate_plans(names: list[str], problems: int, batch_size: int, seed: int, threads: int | None) -> dict[str, Any]:
-    """Scores of orders carried out by models that plan, under several settings, and by others token by token; printed, and for
-    a file."""
-    loaded, absent = _load_all(names)
-    demand(bool(loaded), "eval", "--model", "name at least one model that exists", "; ".join(absent))
-    use_threads(threads, list(loaded.values()))
-    asked, scores = evaluation.held_out_orders(problems, seed), {}
-    stems = [Path(name).stem for name in loaded]
-    for name, model in loaded.items():
-        shown = name if stems.count(Path(name).stem) > 1 else Path(name).stem
-        with Progress(*_COLUMNS, transient=True) as progress:
-            bar = progress.add_task(shown, total=1.0)
-            scores[shown] = evaluation.evaluate_planned(
-                shown,
-                model,
-                asked,
-                batch_size=batch_size,
-                progress=lambda what, share, bar=bar: progress.update(bar, description=what, completed=share),  # type: ignore[misc]
-            )
-        for label, score in scores[shown].items():
-            typer.echo(f"{shown}, {label}: {score}; ends: {score.reasons}")
-    return evaluation.planned_json(scores, batch_size)
 
 
 def _make_folder(command: str, option: str, path: Path) -> None:

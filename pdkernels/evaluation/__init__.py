@@ -25,7 +25,15 @@ from pdkernels.evaluation.ranks import is_first, launched_group
 from pdkernels.evaluation.recurrent import extra_memory, plot_recurrent, plot_wave
 from pdkernels.evaluation.row_times import RowTimes, fit_row_times, measure_row_times, plot_row_times
 from pdkernels.evaluation.speed_of_light import SpeedOfLight, speed_of_light
-from pdkernels.evaluation.sweep import SweepRow, Swept, parse_sweep, sweep, sweep_candidates, without_many_rows
+from pdkernels.evaluation.sweep import (
+    SweepRow,
+    Swept,
+    parse_sweep,
+    planned_settings,
+    sweep,
+    sweep_candidates,
+    without_many_rows,
+)
 from pdkernels.evaluation.tasks import TASKS, Task, make_task
 
 __all__ = [
@@ -62,6 +70,7 @@ __all__ = [
     "pareto",
     "parse_sweep",
     "planned_json",
+    "planned_settings",
     "plot",
     "plot_canvas",
     "plot_chunks",

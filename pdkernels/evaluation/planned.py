@@ -191,6 +191,7 @@ def evaluate_planned(
     problems: Sequence[Orders],
     *,
     batch_size: int = 1,
+    settings: Sequence[Mapping[str, Any]] | None = None,
     progress: Callable[[str, float], None] = lambda what, share: None,
 ) -> dict[str, PlannedScore]:
     """Scores by label under each of the evaluated settings; for a model without `plan_tokens`, of autoregressive decoding.
@@ -198,10 +199,11 @@ def evaluate_planned(
     Args:
         name: of the model, for `progress`.
         model, problems, batch_size: as in `score_orders`.
+        settings: options of planned decoding; None: shares of steps, thresholds and factors of lengths, dense and sparse.
         progress: called with what comes next and the fraction done.
     """
     plans = getattr(model, "plan_tokens", None) is not None
-    competing = [Candidate(name, "planned", settings=tuple(each.items())) for each in PLANNED_SETTINGS]
+    competing = [Candidate(name, "planned", settings=tuple(each.items())) for each in settings or PLANNED_SETTINGS]
     if not plans:
         competing = [Candidate(name, "autoregressive")]
     found = {}

@@ -119,6 +119,26 @@ def sweep_candidates(models: Mapping[str, Any], swept: Sequence[Swept], methods:
     return list(found)
 
 
+def planned_settings(swept: Sequence[Swept]) -> list[dict[str, Any]]:
+    """Every combination of values for planned decoding, each with dense and with sparse chunks unless "sparse" is swept too.
+
+    Raises:
+        ValueError: an option that planned decoding does not have, one that is swept twice.
+
+    Example:
+        >>> planned_settings([parse_sweep("threshold=.5,.9")])[1:3]
+        [{'sparse': False, 'threshold': 0.9}, {'sparse': True, 'threshold': 0.5}]
+    """
+    known = decoding.find("planned").options
+    for one in swept:
+        fits = one.option in known and one.method in (None, "planned")
+        check(fits, _OP, "sweep", "name an option of planned", one.option, f"There are: {', '.join(known)}.")
+    options = {one.option: one.values for one in swept}
+    check(len(options) == len(swept), _OP, "sweep", "name an option once", [one.option for one in swept])
+    options = {"sparse": options.pop("sparse", (False, True)), **options}
+    return [dict(zip(options, values)) for values in product(*options.values())]
+
+
 def _can(method: Method, model: Any) -> bool:
     return method.supports(model) and not (method.needs_mask_token and model.mask_token is None)
 

@@ -1,0 +1,37 @@
+"""`eval --family planned`: orders carried out by models that plan, under several settings, and token by token by others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from pdkernels import evaluation
+
+COLUMNS = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+
+
+def evaluate_plans(
+    loaded: dict[str, Any], problems: int, batch_size: int, seed: int, settings: Sequence[Mapping[str, Any]] | None
+) -> dict[str, Any]:
+    """Scores of all models, printed as they come, and returned in the form of a file."""
+    asked, scores = evaluation.held_out_orders(problems, seed), {}
+    stems = [Path(name).stem for name in loaded]
+    for name, model in loaded.items():
+        shown = name if stems.count(Path(name).stem) > 1 else Path(name).stem
+        with Progress(*COLUMNS, transient=True) as progress:
+            bar = progress.add_task(shown, total=1.0)
+            scores[shown] = evaluation.evaluate_planned(
+                shown,
+                model,
+                asked,
+                batch_size=batch_size,
+                settings=settings,
+                progress=lambda what, share, bar=bar: progress.update(bar, description=what, completed=share),  # type: ignore[misc]
+            )
+        for label, score in scores[shown].items():
+            typer.echo(f"{shown}, {label}: {score}; ends: {score.reasons}")
+    return evaluation.planned_json(scores, batch_size)
