@@ -65,7 +65,14 @@ PDK_INLINE void multiply_row(int64_t size, float factor, const T* x, T* to) {
 
 template <class T>
 PDK_INLINE void copy_row(int64_t size, const T* from, T* to) {
+  if (size == 0) return;  // no memory need be there
   __builtin_memcpy(to, from, static_cast<uint64_t>(size) * sizeof(T));
+}
+
+template <class T>
+PDK_INLINE void zero_row(int64_t size, T* row) {
+  if (size == 0) return;  // as above
+  __builtin_memset(static_cast<void*>(row), 0, static_cast<uint64_t>(size) * sizeof(T));
 }
 
 template <class T>
@@ -73,10 +80,7 @@ void inject_row(const InjectArgs& args, int64_t b, int64_t i) {
   const int64_t size = args.size;
   T* state = args.out.template row<T>(b, i);
   T* embedding = state + size;
-  if (i >= args.wave(b)) {
-    __builtin_memset(static_cast<void*>(state), 0, static_cast<uint64_t>(2 * size) * sizeof(T));
-    return;
-  }
+  if (i >= args.wave(b)) return zero_row(2 * size, state);
   const bool old = args.old(b, i);
   const int64_t origin = old ? i : args.copied ? args.newest(b) : -1;
   const T* from = origin < 0 ? nullptr : args.state.template row<const T>(b, args.before(b, origin));
@@ -104,7 +108,7 @@ void exit_row(const ExitArgs& args, int64_t b, int64_t i) {
   const int64_t size = args.size;
   T* state = args.state.template row<T>(b, i);
   if (!args.in_wave(b, i)) {
-    __builtin_memset(static_cast<void*>(state), 0, static_cast<uint64_t>(size) * sizeof(T));
+    zero_row(size, state);
     return args.write(b, i, kInfinity);
   }
   const T* x = args.x.template row<const T>(b, i);
