@@ -340,7 +340,7 @@ class BuildNative(build_ext):
         ninja = shutil.which("ninja")
         command = [ninja] if ninja else [sys.executable, "-m", "ninja"]
         if subprocess.run([*command, "-C", str(out), "-j", jobs], check=False).returncode != 0:
-            fail("the build failed; the compiler's own message stands above.")
+            fail("the build failed; see the compiler's message above.")
 
     def get_ext_filename(self, fullname: str) -> str:
         if fullname.endswith("_ops"):  # not a Python module, so no Python version in its name

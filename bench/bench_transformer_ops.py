@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import pdkernels as pd
-from bench.devices import by_device
+from bench.devices import DRY_RUN, by_device
 from bench.timing import compare
 from pdkernels.models.rope import rope_tables
 from tests.harness.error_budget import assert_within_budget
@@ -20,6 +20,7 @@ from tests.harness.error_budget import assert_within_budget
 HIDDEN, INNER, HEADS, HEAD_DIM, EPS = 5280, 17920, 55, 96, 1e-6
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROWS = {"cpu": (1, 16, 64, 128, 512), "cuda": (1, 16, 128, 512), "dry": (2,)}
+ROWS_OF_TRAINING = {"cpu": (64, 512), "cuda": (512, 4096), "dry": (2,)}
 
 
 class Job(NamedTuple):
@@ -174,3 +175,89 @@ def test_transformer_ops(benchmark, name: str, op: str, dtype: str, rows: int, d
             dtype=dtype,
             rows=rows,
         )
+
+
+# --- forward and backward ------------------------------------------------------------------------------------------------
+
+
+class Training(NamedTuple):
+    """One op with its gradients on one set of tensors."""
+
+    ours: Callable[..., object]
+    eager: Callable[..., object]
+    reference: Callable[..., object]
+    inputs: tuple[Tensor, ...]
+    grads: tuple[Tensor, ...]  # of the results
+    bytes: int
+
+
+def norm_training(rows: int, dtype: torch.dtype, draw: Callable[..., Tensor]) -> Training:
+    inputs = tuple(draw(*shape) for shape in ((rows, HIDDEN), (rows, HIDDEN), (HIDDEN,), (HIDDEN,)))
+    grads = draw(rows, HIDDEN), draw(rows, HIDDEN)
+
+    def ours(x: Tensor, residual: Tensor, weight: Tensor, next_weight: Tensor) -> object:
+        return pd.add_rms_norm(x, residual, weight, next_weight=next_weight, eps=EPS)
+
+    reference = partial(pd.reference.transformer_ops.add_rms_norm, eps=EPS)
+    # Forward: two rows read, two written; backward: four read, one written, which is the gradient of both summands.
+    return Training(ours, norms, reference, inputs, grads, (9 * rows + 6) * HIDDEN * dtype.itemsize)
+
+
+def gate_training(rows: int, dtype: torch.dtype, draw: Callable[..., Tensor]) -> Training:
+    reference = pd.reference.transformer_ops.silu_and_mul
+    moved = 8 * rows * INNER * dtype.itemsize  # forward: two read, one written; backward: three read, two written
+    return Training(pd.silu_and_mul, gate, reference, (draw(rows, 2 * INNER),), (draw(rows, INNER),), moved)
+
+
+def forward_and_backward(
+    function: Callable[..., object], inputs: tuple[Tensor, ...], grads: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """Results, then the gradients of all inputs."""
+    returned = function(*inputs)
+    results = returned if isinstance(returned, tuple) else (returned,)
+    return (*(t.detach() for t in results), *torch.autograd.grad(results, inputs, grads))
+
+
+TRAINING = {"add_rms_norm": norm_training, "silu_and_mul": gate_training}
+
+
+@by_device("rows", ROWS_OF_TRAINING)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", TRAINING)
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_gradients(benchmark, name: str, op: str, dtype: str, rows: int, device: str) -> None:
+    if DRY_RUN:
+        pytest.skip("a pretended GPU has no backward pass")
+    benchmark.group = f"{op}, forward and backward, {dtype}, {rows} rows, {device}"
+    generator = torch.Generator().manual_seed(rows)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(DTYPES[dtype]).to(device)
+
+    job = TRAINING[op](rows, DTYPES[dtype], draw)
+    torch._dynamo.reset()
+    functions = {"pdkernels": job.ours, "torch eager": job.eager, "torch.compile": compiled_of(job.eager)}
+
+    def run(function: Callable[..., object], dtype: torch.dtype = DTYPES[dtype]) -> tuple[Tensor, ...]:
+        leaves = tuple(t.to(dtype).detach().requires_grad_() for t in job.inputs)
+        return forward_and_backward(function, leaves, tuple(t.to(dtype) for t in job.grads))
+
+    exact, same = run(job.reference, torch.float64), run(job.reference)
+    for number, tensors in enumerate(zip(run(functions[name]), exact, same)):
+        assert_within_budget(*tensors, name=f"{name}: {op}, tensor {number}")
+    leaves = tuple(t.detach().requires_grad_() for t in job.inputs)
+    calls = {key: partial(forward_and_backward, function, leaves, job.grads) for key, function in functions.items()}
+    compare(
+        benchmark,
+        calls[name],
+        baseline=calls["torch.compile"],
+        baseline_name="torch.compile",
+        device=device,
+        rounds=max(20, 600 // rows),
+        bytes_moved=job.bytes // 2,
+        op="transformer_ops gradients",
+        kernel=op,
+        candidate=name,
+        dtype=dtype,
+        rows=rows,
+    )

@@ -17,10 +17,12 @@ from bench.gpu_report import table
 from bench.planned_report import evaluation_planned, planned_round
 from bench.rows import Row, best_settings, by_candidate, family, load
 from bench.tables import lines_relative_to_ours, machine, microseconds, ratio, relative_to_ours
+from bench.transformers_report import transformers_tests
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results/cpu"
 GPU_RESULTS = ROOT / "bench/results"
+TRANSFORMERS_TESTS = ROOT / "bench/results/transformers_tests.json"
 
 
 def kv_commit(rows: list[Row], batch: int = 1) -> str:
@@ -307,6 +309,10 @@ PEERS: list[tuple[str, dict[str, Any]]] = [
     ("`kv_commit_`", {"op": "kv_commit_"}),
     *((f"`{name}`", {"op": "transformer_ops", "kernel": name}) for name in ("apply_rope_", "apply_rope_append_")),
     *((f"`{name}`", {"op": "transformer_ops", "kernel": name}) for name in ("add_rms_norm", "silu_and_mul")),
+    *(
+        (f"`{name}`, forward and backward", {"op": "transformer_ops gradients", "kernel": name})
+        for name in ("add_rms_norm", "silu_and_mul")
+    ),
     *((f"`{name}`", {"op": "feature_cache", "kernel": name}) for name in ("select_stale_rows_", "add_cached_rows_")),
     ("`recurrence_inject`", {"op": "recurrence", "case": "inject"}),
     ("`recurrence_inject`, peers given its noise", {"op": "recurrence", "case": "inject with noise"}),
@@ -377,6 +383,10 @@ TABLES = {
     "recurrent step": recurrent_step,
     "add_rms_norm": lambda rows: by_rows(rows, op="transformer_ops", kernel="add_rms_norm"),
     "silu_and_mul": lambda rows: by_rows(rows, op="transformer_ops", kernel="silu_and_mul"),
+    **{
+        f"{op} gradients": lambda rows, op=op: by_rows(rows, op="transformer_ops gradients", kernel=op)
+        for op in ("add_rms_norm", "silu_and_mul")
+    },
     "apply_rope_append_": lambda rows: by_rows(rows, op="transformer_ops", kernel="apply_rope_append_"),
     "apply_rope_": lambda rows: by_rows(rows, op="transformer_ops", kernel="apply_rope_"),
     **{
@@ -394,7 +404,8 @@ TABLES = {
     "recurrence_advance_": recurrence_advance,
     "unmask_ quota": lambda rows: unmask(rows, "quota"),
     "unmask_ threshold": lambda rows: unmask(rows, "threshold"),
-    # From all folders, regardless of the argument.
+    # Regardless of the argument.
+    "transformers tests": lambda rows: transformers_tests(TRANSFORMERS_TESTS),
     "gpu": lambda rows: gpu_report.pages(GPU_RESULTS),
     "gpu summary": lambda rows: gpu_report.summary(GPU_RESULTS),
     "machine": lambda rows: machine([row for row in rows if row["op"] == "kv_commit_"]),

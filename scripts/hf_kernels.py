@@ -27,7 +27,7 @@ from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("masks", "triton", "ops", "cache")  # each needs those before it, and MODULES
+PACKAGES = ("masks", "triton", "ops", "cache")  # each needs those before it, and MODULES
 MODULES = ("_aliasing", "_native", "_python", "_renamed", "_validation", "_version", "backends", "config")
 ENTRY = '''"""Kernels for parallel decoding of language models: ops at the top level, masks, KV caches, and plain references."""
 
@@ -66,11 +66,11 @@ def relative(source: str, package: tuple[str, ...]) -> str:
 
 
 def sources() -> dict[Path, Path]:
-    """What a kernel holds of the package: the place in the kernel, and the file here."""
+    """What a kernel holds of the package: the path in the kernel, and the file here."""
     package = ROOT / "pdkernels"
     found = {Path(f"{name}.py"): package / f"{name}.py" for name in MODULES}
-    for room in ROOMS:
-        found |= {path.relative_to(package): path for path in sorted((package / room).rglob("*.py"))}
+    for name in PACKAGES:
+        found |= {path.relative_to(package): path for path in sorted((package / name).rglob("*.py"))}
     references = sorted((ROOT / "reference").rglob("*.py"))
     return found | {Path("reference") / path.relative_to(ROOT / "reference"): path for path in references}
 
@@ -85,10 +85,10 @@ def identity(files: dict[Path, Path]) -> str:
 
 
 def write_sources(files: dict[Path, Path], folder: Path) -> None:
-    for place, path in files.items():
-        target = folder / place
+    for inside, path in files.items():
+        target = folder / inside
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(relative(path.read_text(), place.parent.parts))
+        target.write_text(relative(path.read_text(), inside.parent.parts))
     (folder / "__init__.py").write_text(ENTRY)
 
 
@@ -117,8 +117,8 @@ def compiled_for(setup: ModuleType) -> tuple[str, str]:
     nvcc = setup.find_nvcc()
     if nvcc is None:
         return "", ""
-    told = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"release (\d+\.\d+)", told)
+    printed = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"release (\d+\.\d+)", printed)
     return found[1] if found else "", ";".join(setup.cuda_archs(nvcc))
 
 

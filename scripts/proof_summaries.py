@@ -50,9 +50,9 @@ def sanitizer_summary(said: str) -> dict[str, Any]:
     found: Counter[str] = Counter()
     for before, line in zip(["", *lines], lines):
         # The location is on the next line, for races on the same one.
-        place = re.search(r"^(.*?) ?\bat (?:void )?([\w:]+).*\+0x", line)
-        if place:
-            found[f"{place[1] or before}, {place[2]}"] += 1
+        location = re.search(r"^(.*?) ?\bat (?:void )?([\w:]+).*\+0x", line)
+        if location:
+            found[f"{location[1] or before}, {location[2]}"] += 1
     verdicts = [line for line in lines if re.match("(ERROR|RACECHECK) SUMMARY", line)]
     return {
         "verdict": verdicts[-1] if verdicts else "none",

@@ -1,11 +1,14 @@
 """transformers' own tests of models and generation, with PyTorch's attention and with ours.
 
-    python scripts/transformers_tests.py CHECKOUT [--models qwen3 llama ...] [--tests generate] [--out FILE]
+    python scripts/transformers_tests.py [SOURCE] [--models qwen3 llama ...] [--tests generate] [--out FILE]
 
-CHECKOUT is a source tree of transformers at (about) the version that is installed: its `tests/models/<m>/test_modeling_<m>.py` holds
-the generation tests of tests/generation/test_utils.py for that model. Each file runs twice: as it is, and with our attention and masks
-registered as "sdpa", so that whatever asks for sdpa, by name or by default, gets ours. Tests that need a network, a GPU or another
-package skip or fail in both. Prints for each model how many tests pass with sdpa, how many of those with ours, and the names of the others.
+SOURCE is a source tree of transformers, as a folder or as the path or address of a tarball; by default the tag of the version that is
+installed. (An sdist lacks the tests of models.) `tests/models/<m>/test_modeling_<m>.py` holds the generation tests of
+tests/generation/test_utils.py for that model. Each file runs twice: as it is, and with our attention and masks registered as "sdpa",
+so that whatever asks for sdpa, by name or by default, gets ours. Tests that need a network, a GPU or another package skip or fail in
+both. Prints for each model how many tests pass with sdpa, how many of those with ours, and the names of the others with their errors.
+FILE gets the same as JSON; models of an earlier run with the same versions and choice stay in it. `python -m bench.report --write`
+makes the table of docs/transformers.md from bench/results/transformers_tests.json.
 Needs pytest, parameterized and whatever else the tests import.
 """
 
@@ -14,14 +17,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
+import urllib.request
 import xml.etree.ElementTree as ElementTree
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 MODELS = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "gemma3")
 OURS = "PDKERNELS_STANDS_FOR_SDPA"
+TAG = "https://github.com/huggingface/transformers/archive/refs/tags/v{}.tar.gz"
+# What the tests of a model need of a source tree.
+PARTS = ("tests", "utils", "conftest.py", "setup.py", "pyproject.toml")
 
 
 def pytest_configure() -> None:
@@ -37,47 +48,80 @@ def pytest_configure() -> None:
         interface.register("sdpa", interface()["pdkernels"])
 
 
-def outcomes(checkout: Path, model: str, chosen: str | None, ours: bool) -> dict[str, str]:
-    """The outcome of each test: passed, failed or skipped."""
+def unpack(source: str, folder: Path) -> str:
+    """Copies the tests of a source tree to `folder`. The version that its setup.py names, or the name of the source."""
+    if Path(source).is_dir():
+        tree = Path(source)
+    else:
+        tree = folder.with_name("unpacked")
+        path = source if Path(source).exists() else urllib.request.urlretrieve(source)[0]
+        with tarfile.open(path) as archive:
+            archive.extractall(tree, filter="data")
+        (tree,) = tree.iterdir()
+    for part in (tree / name for name in PARTS):
+        if part.is_dir():
+            shutil.copytree(part, folder / part.name)
+        elif part.exists():
+            shutil.copy2(part, folder)
+    named = [line for line in (tree / "setup.py").read_text().splitlines() if line.lstrip().startswith("version=")]
+    return named[0].split('"')[1] if named else Path(source).name
+
+
+def outcomes(folder: Path, model: str, chosen: str | None, ours: bool) -> dict[str, str]:
+    """What became of each test: "passed", "skipped", or its error in one line."""
     here = Path(__file__).resolve()
     path = os.pathsep.join([str(here.parent), str(here.parent.parent), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment |= {OURS: "1"} if ours else {}
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", here.stem, f"--junitxml={report}", "-o", "addopts="]
-        command += ["-k", chosen] if chosen else []
-        command += [f"tests/models/{model}/test_modeling_{model}.py"]
-        ran = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
-        if not report.exists() or "error during collection" in ran.stdout:
-            sys.exit(f"pytest did not run {model}:\n{ran.stdout[-2000:]}\n{ran.stderr[-2000:]}")
-        found = {}
-        for case in ElementTree.parse(report).iter("testcase"):
-            kinds = {child.tag for child in case}
-            state = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
-            found[f"{case.get('classname')}::{case.get('name')}"] = state
+    report = folder.with_name("report.xml")
+    report.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", here.stem, f"--junitxml={report}", "-o", "addopts="]
+    command += ["-k", chosen] if chosen else []
+    command += [f"tests/models/{model}/test_modeling_{model}.py"]
+    ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    if not report.exists() or "error during collection" in ran.stdout:
+        sys.exit(f"pytest did not run {model}:\n{ran.stdout[-2000:]}\n{ran.stderr[-2000:]}")
+    found = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        ends = {child.tag: (child.get("message") or "").strip().split("\n")[0][:160] for child in case}
+        error = ends.get("failure", ends.get("error"))
+        name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
+        found[name] = error or "failed" if error is not None else "skipped" if "skipped" in ends else "passed"
     return found
+
+
+def compared(folder: Path, model: str, chosen: str | None) -> dict[str, Any]:
+    """How many tests of a model pass with sdpa, how many of these with ours, and the errors of the others."""
+    theirs, ours = (outcomes(folder, model, chosen, flag) for flag in (False, True))
+    passed = [name for name, state in theirs.items() if state == "passed"]
+    others = {name: ours.get(name, "not run") for name in passed if ours.get(name) != "passed"}
+    return {"sdpa": len(passed), "pdkernels": len(passed) - len(others), "others": others}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("checkout", type=Path)
+    installed = version("transformers")
+    parser.add_argument("source", nargs="?", default=TAG.format(installed))
     parser.add_argument("--models", nargs="*", default=MODELS)
     parser.add_argument("--tests", help="as pytest's -k; by default all")
-    parser.add_argument("--out", type=Path, help="write all outcomes as JSON")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
     options = parser.parse_args()
-    everything = {}
-    print("| model | pass with sdpa | of these with ours |\n|---|---|---|", flush=True)
-    others = []
-    for model in options.models:
-        theirs, ours = (outcomes(options.checkout, model, options.tests, flag) for flag in (False, True))
-        passed = [name for name, state in theirs.items() if state == "passed"]
-        kept = [name for name in passed if ours.get(name) == "passed"]
-        print(f"| {model} | {len(passed)} | {len(kept)} |", flush=True)
-        others += [name for name in passed if name not in kept]
-        everything[model] = {"sdpa": theirs, "pdkernels": ours}
-        if options.out:
-            options.out.write_text(json.dumps(everything, indent=1))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "tests"
+        folder.mkdir()
+        tests = unpack(options.source, folder)
+        torch = version("torch")
+        facts = {"transformers": installed, "tests": tests, "torch": torch, "chosen": options.tests}
+        before = json.loads(options.out.read_text()) if options.out and options.out.exists() else {}
+        models = before.pop("models", {})
+        found: dict[str, Any] = {**facts, "models": models if before == facts else {}}
+        print("| model | pass with sdpa | of these with ours |\n|---|---|---|", flush=True)
+        for model in options.models:
+            one = found["models"][model] = compared(folder, model, options.tests)
+            print(f"| {model} | {one['sdpa']} | {one['pdkernels']} |", flush=True)
+            if options.out:
+                options.out.write_text(json.dumps(found, indent=1) + "\n")
+    others = [f"{m}: {name}: {e}" for m, one in found["models"].items() for name, e in one["others"].items()]
     print("\n".join(["", "pass with sdpa, not with ours:", *(others or ["none"])]))
 
 

@@ -42,7 +42,7 @@ def tokens_seen(tokens: Tensor, visible: Tensor, vocabulary: int, mask_token: in
 
 
 class TextCache:
-    """A cache that also keeps the tokens of its rows, `text` ``(batch, capacity + 1)``, in the places of their K and V."""
+    """A cache that also keeps the tokens of its rows, `text` ``(batch, capacity + 1)``, in the slots of their K and V."""
 
     def __init__(self, cache: Any, batch: int) -> None:
         self.inner = cache
@@ -51,18 +51,18 @@ class TextCache:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def places(self, lengths: Tensor, rows: int) -> Tensor:
-        """Where new rows stand, ``(batch, rows)``; what comes after the capacity is padding, in the last place."""
+    def slots(self, lengths: Tensor, rows: int) -> Tensor:
+        """The slots of new rows, ``(batch, rows)``; rows past the capacity are padding, in the last slot."""
         after = lengths[:, None] + torch.arange(rows, device=lengths.device)
         return after.clamp(max=self.text.shape[1] - 1)
 
     def commit_(self, counts: Tensor, source_index: Tensor | None = None) -> None:
         """As that of the cache; the tokens of rows that move go with them."""
         if source_index is not None:
-            chosen = self.text.gather(1, self.places(self.inner.lengths, 1) + source_index.clamp(min=0))
-            places = self.places(self.inner.lengths, source_index.shape[1])
+            chosen = self.text.gather(1, self.slots(self.inner.lengths, 1) + source_index.clamp(min=0))
+            slots = self.slots(self.inner.lengths, source_index.shape[1])
             kept = torch.arange(source_index.shape[1], device=counts.device) < counts[:, None]
-            self.text.scatter_(1, places, torch.where(kept, chosen, self.text.gather(1, places)))
+            self.text.scatter_(1, slots, torch.where(kept, chosen, self.text.gather(1, slots)))
         self.inner.commit_(counts, source_index)
 
 
@@ -118,11 +118,11 @@ class PenalisedModel:
             whole, index = cache.whole, cache.index
         texts = whole.text if index is None else whole.text.index_select(0, index)
         config, mask_token = self.model.config, self.model.mask_token
-        places = whole.places(lengths, length)
+        slots = whole.slots(lengths, length)
         known = torch.arange(texts.shape[1], device=tokens.device) < lengths[:, None]
         before = tokens_seen(texts, known[:, None], config.vocab_size, mask_token)
         # What is written after the lengths counts from its commit on, if it comes to that.
-        texts.scatter_(1, places, tokens.to(torch.int64))
+        texts.scatter_(1, slots, tokens.to(torch.int64))
         if index is not None:
             whole.text.index_copy_(0, index, texts)
         if mask is None:

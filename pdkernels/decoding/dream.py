@@ -176,7 +176,7 @@ def _fill_polled(
         stays = [_stays(number, most, eps) if number < most else 1.0 for most in runs]
         if (
             algorithm == "confidence_threshold"
-        ):  # the last step needs more sure places than there are, so its quota counts
+        ):  # the last step needs more confident positions than there are, so its quota counts
             quotas = [count if at_last else 1 for count, at_last in zip(masks, last, strict=True)]
         else:
             quotas = [int(count * (1 - share)) for count, share in zip(masks, stays, strict=True)]

@@ -81,7 +81,7 @@ def decode(
         variance: sigma^2; the end is stable if their variance is less.
         tau_min: the last position with more confidence than this is the candidate of a slow step.
         tau_high: a fast step fills all positions with more confidence than this.
-        tau_explore: a slow step of the released loops fills all places with so much confidence; None: `tau_high`.
+        tau_explore: a slow step of the released loops fills all positions with that much confidence; None: `tau_high`.
         k_slow: positions that a slow step fills.
         k_fast: positions that a fast step fills if none is confident.
         cycle: where the span ends: "last" at the last candidate once that is stable, else at their mean; "mean" at the mean, as
@@ -167,7 +167,7 @@ def decode(
         rule: dict[str, Any] = {"quota": quotas, "need": needs, "strict": not published}
         if not published or explore == tau_high:
             canvas.commit(step, guesses.ids, guesses.probs, threshold=tau_high, **rule)
-        else:  # one threshold for all sequences: what reaches its own is above 1, and in a slow step one place is enough
+        else:  # one threshold for all sequences: what reaches its own is above 1, and in a slow step one position is enough
             own = torch.where(exploring > 0, explore, tau_high)[:, None]
             lifted = torch.where(guesses.probs.double() >= own, guesses.probs + 2, guesses.probs)
             canvas.commit(step, guesses.ids, lifted, shown=guesses.probs, threshold=1.5, **rule)

@@ -195,8 +195,8 @@ def rouge_l(first: Sequence[int], second: Sequence[int]) -> float:
     row = [0] * (len(second) + 1)
     for a in first:
         before = 0
-        for place, b in enumerate(second, 1):
-            row[place], before = (before + 1 if a == b else max(row[place], row[place - 1])), row[place]
+        for column, b in enumerate(second, 1):
+            row[column], before = (before + 1 if a == b else max(row[column], row[column - 1])), row[column]
     return 2 * row[-1] / (len(first) + len(second))
 
 

@@ -107,7 +107,7 @@ class Ledger:
     def __init__(self, output: Path, run: dict[str, Any]) -> None:
         self.output = output
         self.path = output.with_name(output.name + ".partial")
-        self.places: dict[int, int] = {}
+        self.offsets: dict[int, int] = {}
         """Where the line of each prompt starts."""
         # As it comes back from the file.
         run = json.loads(json.dumps(run))
@@ -125,7 +125,7 @@ class Ledger:
                 if not line.endswith(b"\n"):
                     break
                 if whole:
-                    self.places[json.loads(line)["number"]] = whole
+                    self.offsets[json.loads(line)["number"]] = whole
                 else:
                     self._check_run(json.loads(line), run)
                 whole += len(line)
@@ -139,8 +139,8 @@ class Ledger:
 
     def add(self, number: int, result: dict[str, Any]) -> None:
         """One result, once."""
-        if number not in self.places:
-            self.places[number] = self._file.tell()
+        if number not in self.offsets:
+            self.offsets[number] = self._file.tell()
             self._file.write(_line({"number": number, **result}))
 
     def flush(self) -> None:
@@ -162,7 +162,7 @@ class Ledger:
 
     def _joined(self, prompts: Iterable[Prompt], file: Any) -> Iterator[dict[str, Any]]:
         for prompt in prompts:
-            file.seek(self.places[prompt.number])
+            file.seek(self.offsets[prompt.number])
             result = json.loads(file.readline())
             yield {**prompt.fields, **{name: result[name] for name in ADDED}}
 

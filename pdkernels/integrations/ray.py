@@ -162,10 +162,10 @@ def generate_files(
     run = {"prompts": content, "model": name, "method": method, "seed": seed, "dtype": str(dtype), "options": options}
     ledger = Ledger(target, run)
     try:
-        report = GenerationReport(count, len(ledger.places))
+        report = GenerationReport(count, len(ledger.offsets))
         start = time.monotonic()
         waiting = _batches(
-            (x for x in read_prompts(paths, column) if x.number not in ledger.places), batch_size, column
+            (x for x in read_prompts(paths, column) if x.number not in ledger.offsets), batch_size, column
         )
         loading = {"dtype": dtype, "device": device}
         if report.generated:
@@ -181,7 +181,7 @@ def generate_files(
                     report.workers[worker] = report.workers.get(worker, 0) + len(texts)
                     report.seconds = time.monotonic() - start
                     if progress is not None:
-                        progress(len(ledger.places), count)
+                        progress(len(ledger.offsets), count)
         ledger.finish(read_prompts(paths, column))
         return report
     finally:

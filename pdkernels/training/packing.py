@@ -224,7 +224,7 @@ def pack_dual_stream(
         check(sample.masked.shape == (count,), op, "masked", f"have shape ({count},)", tuple(sample.masked.shape))
         check(0 < sample.p_mask <= 1, op, "p_mask", "lie in (0, 1]", sample.p_mask)
         ids, masked = sample.clean.long().cpu(), sample.masked.cpu()
-        kept = _noisy_places(op, sample, count)
+        kept = _noisy_positions(op, sample, count)
         masks.append(dual_stream(count, block_size, clean=clean, noisy_positions=kept, prefix_len=sample.prefix_len))
         tokens.append(torch.cat([ids.masked_fill(masked, mask_token)[kept], ids]))
         stream = torch.arange(len(kept), len(kept) + count, device="cpu")
@@ -237,8 +237,8 @@ def pack_dual_stream(
     return DualStreamBatch(packed, mask.positions, mask, ar_rows, packed[targets], masked_rows, packed[sources], weight)
 
 
-def _noisy_places(op: str, sample: DualStreamSample, count: int) -> Tensor:
-    """Places of the tokens that have a noisy row, ascending."""
+def _noisy_positions(op: str, sample: DualStreamSample, count: int) -> Tensor:
+    """Positions of the tokens that have a noisy row, ascending."""
     integer(op, "prefix_len", sample.prefix_len, 0)
     check(sample.prefix_len <= count, op, "prefix_len", f"be at most {count}", sample.prefix_len)
     there = torch.arange(count, device="cpu") >= sample.prefix_len

@@ -103,7 +103,7 @@ def test_a_result_is_written_once(tmp_path: Path) -> None:
         ledger.add(0, {"text": text, "tokens": 1})
     ledger.close()
     again = Ledger(tmp_path / "out.jsonl", {"model": "m"})
-    assert list(again.places) == [0]
+    assert list(again.offsets) == [0]
     again.finish([next(iter(read_prompts([write(tmp_path, "a.txt", "x")], "prompt")))])
     assert lines(tmp_path / "out.jsonl") == [{"prompt": "x", "text": "first", "tokens": 1}]
 

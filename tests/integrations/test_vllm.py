@@ -16,7 +16,7 @@ import torch
 
 from pdkernels.integrations.vllm import LookupProposer
 from pdkernels.integrations.vllm._lookup import looked_up
-from pdkernels.integrations.vllm._ragged import PADDED, RaggedBatch, grouped
+from pdkernels.integrations.vllm._ragged import RaggedBatch
 from pdkernels.reference.jacobi_lookup import looked_up as plainly_looked_up
 from pdkernels.reference.speculative_attention import speculative_attention
 
@@ -35,12 +35,13 @@ def paged(layout: str, pages: int, heads: int, size: int, dim: int) -> torch.Ten
 
 
 @pytest.mark.parametrize("layout", ["heads", "tokens"])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("new", [[1, 1, 1], [40, 1, 5, 1], [PADDED, PADDED + 1, 3, 33], [33, 33], [2, 0, 7]])
-def test_each_request_attends_as_it_would_alone(new: list[int], causal: bool, layout: str) -> None:
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 21), (True, 1), (False, None)])
+@pytest.mark.parametrize("new", [[1, 1, 1], [40, 1, 5, 1], [16, 17, 3, 33], [33, 33], [2, 0, 7]])
+def test_each_request_attends_as_it_would_alone(new: list[int], causal: bool, window: int | None, layout: str) -> None:
     torch.manual_seed(0)
     heads, kv_heads, dim, size, scale = 4, 2, 32, 16, 0.3
     starts = [0, *numpy.cumsum(new).tolist()]
+    begins = torch.tensor(starts, dtype=torch.int32)
     prefixes = [19, 0, 33, 16][: len(new)]
     lengths = torch.tensor([p + n for p, n in zip(prefixes, new)], dtype=torch.int32)
     tokens = starts[-1]
@@ -49,7 +50,8 @@ def test_each_request_attends_as_it_would_alone(new: list[int], causal: bool, la
     table = torch.randperm(24)[: len(new) * 6].view(len(new), 6).int()
     cache = paged(layout, 24, kv_heads, size, dim)
     before, out = cache.clone(), torch.full_like(q, -7.0)
-    RaggedBatch(starts, lengths, table, causal=causal).attend(q, k, v, cache, out, scale)
+    batch = RaggedBatch(begins, tokens, max(new), lengths, table, causal=causal)
+    batch.attend(q, k, v, cache, out, scale, window)
 
     assert (out[tokens:] == -7).all()
     for i, n in enumerate(new):
@@ -63,6 +65,7 @@ def test_each_request_attends_as_it_would_alone(new: list[int], causal: bool, la
             *seen,
             torch.tensor([prefixes[i]]),
             mask.tril() if causal else mask,
+            starts=None if window is None else (prefixes[i] + torch.arange(n)[None] + 1 - window).clamp(min=0),
             scale=scale,
         )
         torch.testing.assert_close(out[mine], alone[0], atol=2e-6, rtol=2e-5)
@@ -73,10 +76,13 @@ def test_each_request_attends_as_it_would_alone(new: list[int], causal: bool, la
     assert torch.equal(cache, before)  # and nothing else was stored
 
 
-def test_requests_that_share_a_call() -> None:
-    assert grouped([]) == [] and grouped([0, 0]) == []
-    assert grouped([1, 8, 3, 64, 64, 17], padded=8) == [(8, [0, 1, 2]), (17, [5]), (64, [3, 4])]
-    assert grouped([1, 2, 1], padded=0) == [(1, [0, 2]), (2, [1])]
+def test_batches_share_plans() -> None:
+    table = torch.zeros(1, 4, dtype=torch.int32)
+    plans = {
+        id(RaggedBatch(torch.tensor([0, new]), new, new, torch.tensor([new]), table).plan)
+        for new in (1, 2, 16, 17, 64, 65, 128)
+    }
+    assert len(plans) == 3
 
 
 # ----------------------------------------------------------------------------------------------------- drafts, without vLLM
@@ -106,39 +112,41 @@ needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="the package `vllm` (on CPU
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the engines gave, each in turn, in a process of their own: vLLM changes settings of torch."""
+def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The results of the engines, each in turn, in a process of their own: vLLM changes settings of torch."""
     folder = tmp_path_factory.mktemp("engines")
     command = [sys.executable, str(ENGINES), str(folder)]
     answer = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
     assert answer.returncode == 0, answer.stdout[-3000:] + answer.stderr[-6000:]
-    found: dict[str, Any] = json.loads((folder / "told.json").read_text())
-    return found
+    answers: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    return answers
 
 
 @needs_vllm
 @pytest.mark.slow
-def test_ragged_requests_give_the_tokens_of_transformers(told: dict[str, Any]) -> None:
-    for family in ("qwen3", "llama"):
-        assert told[family]["backend"] == "pdkernels.integrations.vllm._attention"
-        assert told[family]["tokens"] == told[family]["transformers"]
+def test_ragged_requests_give_the_tokens_of_transformers(engines: dict[str, Any]) -> None:
+    for family in ("qwen3", "llama", "mistral"):
+        assert engines[family]["backend"] == "pdkernels.integrations.vllm._attention"
+        assert engines[family]["tokens"] == engines[family]["transformers"]
+    assert engines["mistral"]["windows"] == [13]
+    assert engines["mistral"]["tokens"] != engines["mistral"]["without_window"]
 
 
 @needs_vllm
 @pytest.mark.slow
-def test_drafts_are_accepted_and_change_no_token(told: dict[str, Any]) -> None:
-    plain, drafted = told["repeating"]["plain"], told["repeating"]["lookup"]
-    assert drafted["tokens"] == plain["tokens"] == told["repeating"]["transformers"]
+def test_drafts_are_accepted_and_change_no_token(engines: dict[str, Any]) -> None:
+    plain, drafted = engines["repeating"]["plain"], engines["repeating"]["lookup"]
+    assert drafted["tokens"] == plain["tokens"] == engines["repeating"]["transformers"]
     assert drafted["accepted"] > 0 and drafted["forwards"] < plain["forwards"]
 
 
 @needs_vllm
 @pytest.mark.slow
-def test_what_the_backend_does_not_serve_is_refused(told: dict[str, Any]) -> None:
-    assert "sliding_window must not be asked for" in told["refused"]
+def test_what_the_backend_does_not_serve_is_refused(engines: dict[str, Any]) -> None:
+    assert "logits_soft_cap must not be asked for" in engines["refused"]
 
 
 @needs_vllm
 @pytest.mark.slow
-def test_the_plugin_alone_changes_nothing(told: dict[str, Any]) -> None:
-    assert told["usual"] == "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
+def test_the_plugin_alone_changes_nothing(engines: dict[str, Any]) -> None:
+    assert engines["usual"] == "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"

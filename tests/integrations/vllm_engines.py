@@ -1,4 +1,4 @@
-"""Engines of vLLM with the plugin, on small random models: `python vllm_engines.py FOLDER` writes FOLDER/told.json."""
+"""Engines of vLLM with the plugin, on small random models: `python vllm_engines.py FOLDER` writes FOLDER/found.json."""
 
 from __future__ import annotations
 
@@ -27,12 +27,17 @@ from vllm.plugins import load_general_plugins
 
 NEW = 24
 REPEATING = 96
+WINDOW = 13  # of the Mistral model: shorter than each prompt
 
 
 def saved(family: str, folder: Path, attention: float = 1.0) -> Any:
     """A random model of transformers, kept in `folder`. With little `attention` its texts soon run in loops."""
     torch.manual_seed(0)
-    configs = {"qwen3": transformers.Qwen3Config, "llama": transformers.LlamaConfig}
+    configs = {
+        "qwen3": transformers.Qwen3Config,
+        "llama": transformers.LlamaConfig,
+        "mistral": transformers.MistralConfig,
+    }
     config = configs[family](
         vocab_size=512,
         hidden_size=128,
@@ -45,6 +50,7 @@ def saved(family: str, folder: Path, attention: float = 1.0) -> Any:
         initializer_range=0.15,
         bos_token_id=1,
         eos_token_id=2,
+        **({"sliding_window": WINDOW} if family == "mistral" else {}),
     )
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     for layer in model.model.layers:
@@ -112,7 +118,7 @@ def refusal() -> str:
     from pdkernels.integrations.vllm._attention import Attention
 
     try:
-        Attention(4, 32, 1.0, 2, sliding_window=64)
+        Attention(4, 32, 1.0, 2, logits_soft_cap=30.0)
     except NotImplementedError as error:
         return str(error)
     return ""
@@ -127,8 +133,8 @@ def usual_backend() -> str:
 
 def main(folder: Path) -> None:
     load_general_plugins()
-    told: dict[str, Any] = {"entry_point": bool(entry_points(group="vllm.general_plugins", name="pdkernels"))}
-    if not told["entry_point"]:  # a checkout that is on the path, but not installed
+    found: dict[str, Any] = {"entry_point": bool(entry_points(group="vllm.general_plugins", name="pdkernels"))}
+    if not found["entry_point"]:  # a checkout that is on the path, but not installed
         from pdkernels.integrations.vllm import register
 
         register()
@@ -143,22 +149,26 @@ def main(folder: Path) -> None:
         return build(self, *args, **options)
 
     _attention.Builder.build = watched
-    told["package"] = str(Path(_attention.__file__).parents[2])
-    told["refused"], told["usual"] = refusal(), usual_backend()
+    found["package"] = str(Path(_attention.__file__).parents[2])
+    found["refused"], found["usual"] = refusal(), usual_backend()
 
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 500, (size,), generator=generator).tolist() for size in (40, 17, 33)]
     repeating = [prompt[:12] * 3 for prompt in prompts]
-    for family, attention in (("qwen3", 1.0), ("llama", 0.003)):
+    for family, attention in (("qwen3", 1.0), ("llama", 0.003), ("mistral", 1.0)):
         model = saved(family, folder / family, attention)
-        told[family] = {"transformers": greedy(model, prompts, NEW)}
+        found[family] = {"transformers": greedy(model, prompts, NEW)}
         llm = engine(folder / family)
         layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
-        told[family]["backend"] = next(iter(layers.values())).impl.__module__
-        told[family]["tokens"] = answers(llm, prompts, NEW)
+        found[family]["backend"] = next(iter(layers.values())).impl.__module__
+        found[family]["windows"] = sorted({layer.impl.window for layer in layers.values()}, key=str)
+        found[family]["tokens"] = answers(llm, prompts, NEW)
+        if family == "mistral":
+            model.config.sliding_window = None
+            found[family]["without_window"] = greedy(model, prompts, NEW)
         if family == "llama":
-            told["repeating"] = {"transformers": greedy(model, repeating, REPEATING)}
-            told["repeating"]["plain"] = timed(llm, repeating, forwards)
+            found["repeating"] = {"transformers": greedy(model, repeating, REPEATING)}
+            found["repeating"]["plain"] = timed(llm, repeating, forwards)
         # The next engine makes process groups of its own, which the end of this one would take down.
         llm.llm_engine.engine_core.shutdown()
         del llm, layers
@@ -166,8 +176,8 @@ def main(folder: Path) -> None:
     proposer = "pdkernels.integrations.vllm.LookupProposer"
     drafts = {"method": "custom_class", "model": proposer, "num_speculative_tokens": 8}
     llm = engine(folder / "llama", speculative_config=drafts)
-    told["repeating"]["lookup"] = timed(llm, repeating, forwards)
-    (folder / "told.json").write_text(json.dumps(told))
+    found["repeating"]["lookup"] = timed(llm, repeating, forwards)
+    (folder / "found.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

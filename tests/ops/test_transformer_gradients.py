@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import pdkernels as pd
 from pdkernels.reference import transformer_ops as reference
 from tests.harness.error_budget import assert_within_budget
+from tests.ops.implementations import implementation
 from tests.ops.test_transformer_ops import DTYPES, draw, layouts, norm_inputs
 
 # Which of grad, grad_next, residual, weight and next_weight are given.
@@ -130,6 +131,19 @@ def test_threads_and_other_rows_change_no_bit(dtype: torch.dtype) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found))
     own = {name: t[7:8] if t.dim() == 2 else t for name, t in case.items()}
     assert torch.equal(backward(cpu, own)[0], found[0][0][7:8])
+
+
+@pytest.mark.parametrize("width", [700, 2088])  # single elements, and more packs of 8 than threads
+def test_result_does_not_depend_on_the_order_of_threads(width: int) -> None:
+    rows = 6  # two parts
+    impl, case = implementation("cudasim"), norm_case(rows, width, torch.bfloat16, "sandwich")
+    x, grad = draw(4, rows, 2 * width, dtype=torch.bfloat16), draw(5, rows, width, dtype=torch.bfloat16)
+    found = []
+    for order in impl.schedules():
+        with order:
+            found.append([*backward(impl, case), raw(impl, "silu_and_mul_backward")(grad, x)])
+    assert len(found) == 4
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(other, found[0]))
 
 
 # --- autograd ------------------------------------------------------------------------------------------------------------

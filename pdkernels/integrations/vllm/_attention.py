@@ -19,7 +19,6 @@ class Metadata(base.AttentionMetadata):  # type: ignore[misc]
     """Metadata of one step."""
 
     num_actual_tokens: int
-    max_query_len: int
     batch: RaggedBatch
 
 
@@ -30,16 +29,20 @@ class Builder(base.AttentionMetadataBuilder[Metadata]):  # type: ignore[misc]
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
-        """Nothing here waits for the device: only the numbers of new tokens are read, on the host."""
+        """Nothing here waits for the device: the number of tokens is read on the host."""
         common = common_attn_metadata
         if not isinstance(common.causal, bool):
             raise NotImplementedError(message(OP, "causal", "be one flag for all requests", "one for each"))
         requests = common.num_reqs
-        starts = common.query_start_loc_cpu[: requests + 1].tolist()
         batch = RaggedBatch(
-            starts, common.seq_lens[:requests], common.block_table_tensor[:requests], causal=common.causal
+            common.query_start_loc[: requests + 1],
+            int(common.query_start_loc_cpu[requests]),
+            common.max_query_len,
+            common.seq_lens[:requests],
+            common.block_table_tensor[:requests],
+            causal=common.causal,
         )
-        return Metadata(common.num_actual_tokens, common.max_query_len, batch)
+        return Metadata(common.num_actual_tokens, batch)
 
 
 class Attention(base.AttentionImpl):  # type: ignore[misc]
@@ -62,7 +65,6 @@ class Attention(base.AttentionImpl):  # type: ignore[misc]
     ) -> None:
         refused = {
             "alibi_slopes": alibi_slopes,
-            "sliding_window": sliding_window,
             "logits_soft_cap": logits_soft_cap or None,
             "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
             "sinks": sinks,
@@ -77,6 +79,7 @@ class Attention(base.AttentionImpl):  # type: ignore[misc]
             raise NotImplementedError(message(OP, "head_size", "be a multiple of 8 in [16, 256]", head_size))
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
         self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
+        self.window = sliding_window
 
     def forward(
         self,
@@ -95,6 +98,10 @@ class Attention(base.AttentionImpl):  # type: ignore[misc]
             raise NotImplementedError(message(OP, "output_scale", "not be asked for", "a scale"))
         if attn_metadata is None:  # a step that measures memory
             return output.zero_()
+        if self.window is not None and not attn_metadata.batch.causal:
+            raise NotImplementedError(
+                message(OP, "sliding_window", "not be asked for without causal order", self.window)
+            )
         shape = (-1, self.num_heads, self.head_size)
         attn_metadata.batch.attend(
             query.view(shape),
@@ -103,6 +110,7 @@ class Attention(base.AttentionImpl):  # type: ignore[misc]
             kv_cache,
             output.view(shape),
             self.scale,
+            self.window,
         )
         return output
 
@@ -133,6 +141,10 @@ class AttentionBackend(base.AttentionBackend):  # type: ignore[misc]
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         return list(range(16, 257, 8))
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
 
     @classmethod
     def supports_non_causal(cls) -> bool:
