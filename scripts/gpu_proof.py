@@ -216,6 +216,8 @@ def run_captures(part: Part) -> None:
     looked = "import sys; from pdkernels.integrations.device_loop import available; sys.exit(not available())"
     part.run("what a device loop needs", [part.python, "-c", "" if part.dry else looked])
     part.test("capture and replay", "tests/ops", "tests/integrations", "-k", "capture or cuda_graph or device_loop")
+    nodes = ["-m", "tests.harness.launches", "--json", part.out / "device_loop_nodes.json"]
+    part.run("kernels of a captured step", [part.python, *nodes, *([] if part.dry else ["--captured"])])
     times = ["--benchmark-only", f"--benchmark-json={part.out / 'device_loop.json'}"]
     part.test(
         "generations with and without a host",

@@ -6,7 +6,7 @@ import pytest
 
 from setup import CUDA_ARCHS
 from tests.harness.budgets import INCLUDE_DIRS, compile_kernels, find_cuobjdump, find_nvcc, kernel_sources
-from tests.harness.sass import cheapest_way, disassemble, functions, mix, steady_loops
+from tests.harness.sass import cheapest_way, disassemble, functions, mix, outer_loops, steady_loops
 
 needs_tools = pytest.mark.skipif(find_nvcc() is None or find_cuobjdump() is None, reason="needs nvcc and cuobjdump")
 LISTING = """
@@ -27,6 +27,12 @@ def test_the_cheapest_way_does_the_work() -> None:
     assert cheapest_way(code, "MUFU", 1) == 4
     with pytest.raises(ValueError, match="no way"):
         cheapest_way(code, "MUFU", 2)
+
+
+def test_loops_with_one_load() -> None:
+    (loop,) = outer_loops(functions(LISTING)["loop"], "MUFU")
+    assert [x.name for x in loop] == ["MUFU.EX2", "EXIT", "FADD", "BRA", "EXIT"] and not outer_loops(loop, "LDG")
+    assert cheapest_way(loop, "FADD", 1) == 5
 
 
 def test_loops() -> None:

@@ -32,6 +32,7 @@ import torch
 from pdkernels._validation import check
 from pdkernels.backends import backend_of
 from pdkernels.decoding._masked_model import checked_masked_model as checked_masked_model
+from pdkernels.decoding._masked_record import CanvasRecord
 from pdkernels.decoding._masked_trace import Record, masked_trace
 from pdkernels.decoding._repetition import penalised_rows
 from pdkernels.decoding._sampling import ORDER, likeliest, noise, statistics, uniforms, without_
@@ -75,60 +76,58 @@ class Step(NamedTuple):
     columns: tuple[torch.Tensor, ...] = ()  # (batch,) each: further inputs from the host
 
 
-class Canvas:
+class Canvas(CanvasRecord):
     """The texts of a batch while they are being filled in.
 
     Attributes:
-        mask_token: the id of masked positions.
         tokens: ``(batch, L)`` int64, prompts with their new positions; zeros after those.
         prompt_lengths, totals: ``(batch,)`` int64: the new positions of a sequence are ``prompt_lengths .. totals - 1``.
-        starts: `prompt_lengths` on the host.
         given: ``(batch, L)`` bool, what no forward fills.
         fact: ``(batch,)`` int64, a value that the next poll returns.
-        active: sequences with masks that they still need, as of the last poll.
-        answers: the new positions of each sequence, as of the last poll.
+        broken: ``(batch,)`` int64, not 0 once a guess had no probability.
     """
 
     def __init__(self, session: Session, mask_token: int, sampling: SamplingOptions) -> None:
-        model, limit = session.model, session.max_new_tokens
-        self.mask_token, self.sampling = mask_token, sampling
-        self._session, self._limit, self._limits = session, limit, session.limits
+        super().__init__(session, mask_token)
+        model, self.limit = session.model, session.max_new_tokens
+        self.sampling = sampling
         self._backend = backend_of(model.dtype)
         self._shift = 1 if model.config.predicts == "next" else 0  # a row predicts the position this many after it
-        width = session.longest + limit
-        packed, self.prompt_lengths = session.packed_prompts(width + 2, model.device)
-        self.totals = self.prompt_lengths + limit
-        if session.tails is not None:
-            self.totals = sent([[n + len(ids)] for n, ids in zip(session.limits, session.prompts)], packed.device)[:, 0]
-        self.starts = [len(prompt) for prompt in session.prompts]
-        self._position = torch.arange(width, device=packed.device)
-        self.given = self._position < self.prompt_lengths[:, None]
-        new = ~self.given & (self._position < self.totals[:, None])
+        width = session.longest + self.limit
+        self._packed, self.prompt_lengths = session.packed_prompts(width + 2, model.device)
+        self._position = torch.arange(width, device=model.device)
         # One tensor, for one read.
-        self.tokens, self.fact, self._broken = packed[:, :width], packed[:, width], packed[:, width + 1]
-        self.tokens.masked_fill_(new, mask_token)
-        self._known = packed[:, min(self.starts) :]
+        self.tokens, self.fact, self.broken = self._packed[:, :width], self._packed[:, width], self._packed[:, -1]
+        self.given = self._position < self.prompt_lengths[:, None]
+        self.totals = self.prompt_lengths + self.limit
+        if session.tails is not None:
+            lengths = [[n + len(ids)] for n, ids in zip(session.limits, session.prompts, strict=True)]
+            self.totals = sent(lengths, model.device)[:, 0]
+        self._mask_new()
+        self._known = self._packed[:, min(self.starts) :]
         # On the device once: a copy from the host in every step would wait.
-        self._seeds = sampling.seeds.to(packed.device)
-        self._late = torch.tensor(sampling.late, dtype=torch.int64, device=packed.device)
-        self.active = [own > 0 for own in self._limits]
-        self.answers = [[mask_token] * limit for _ in self.starts]
+        self._seeds = sampling.seeds.to(model.device)
+        self._late = torch.tensor(sampling.late, dtype=torch.int64, device=model.device)
         if session.tails is not None:
             self._take_in(session.tails)
-        self._recorded = [0] * session.batch  # tokens of each sequence on record
-        self._numbers = [0] * session.batch  # guessing forwards of each sequence
-        self._others = 0  # other forwards, summed over sequences
-        self._part = self.active
         self._span: tuple[Window, Step, torch.Tensor] | None = None
         self._parts: list[list[bool]] = []  # of each commit
         self._committed: list[torch.Tensor] = []
         self._records: list[Record] = []
         self.logits_hook: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-        self.settled: int | None = (
-            None  # new positions after this are not final, though nothing before them is open; None: all are
-        )
-        self._doubted: list[set[int]] = [set() for _ in self.starts]  # places that were opened again
-        self._asked: list[list[int]] = [[] for _ in self.starts]  # places whose tokens the last step judged
+
+    def restart(self, session: Session) -> None:
+        """Puts the prompts of another session, no longer ones, in the place of these: on the device, not in the record."""
+        packed, lengths = session.packed_prompts(self._packed.shape[1], self.tokens.device)
+        self._packed.copy_(packed)
+        self.prompt_lengths.copy_(lengths)
+        self.totals.copy_(lengths + self.limit)
+        self.given.copy_(self._position < self.prompt_lengths[:, None])
+        self._mask_new()
+
+    def _mask_new(self) -> None:
+        new = ~self.given & (self._position < self.totals[:, None])
+        self.tokens.masked_fill_(new, self.mask_token)
 
     def _take_in(self, tails: Sequence[list[int]]) -> None:
         """Writes what the prompts hold after their first masks; end tokens in it do not end the text."""
@@ -137,8 +136,6 @@ class Canvas:
         rows = sent([ids + [self.mask_token] * (width - len(ids)) for ids in texts], self.tokens.device)
         self.given |= rows != self.mask_token
         self.tokens.copy_(torch.where(rows != self.mask_token, rows, self.tokens))
-        rest = zip(tails, self._limits, strict=True)
-        self.answers = [tail + [self.mask_token] * (own - len(tail)) for tail, own in rest]
 
     @property
     def fills_prompts(self) -> bool:
@@ -150,31 +147,6 @@ class Canvas:
         """Whether every step must be polled: a sequence may end early, or a callback wants tokens."""
         session = self._session
         return bool(session.end_tokens or session.stop_strings) or session.listens or self.fills_prompts
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether any sequence continues, as of the last poll."""
-        return any(self.active)
-
-    def begin(self, part: Sequence[bool] | None = None) -> None:
-        """Starts a forward, in which the sequences of `active` take part, or those of them in `part`."""
-        self._session.forwards += 1
-        self._part = self.active if part is None else [a and b for a, b in zip(self.active, part, strict=True)]
-        self._numbers = [number + taking for number, taking in zip(self._numbers, self._part, strict=True)]
-
-    def run_again(self) -> None:
-        """The step needs one more forward of the sequences that take part: it is counted, and keys no random numbers."""
-        self._session.forwards += 1
-        self._others += sum(self._part)
-
-    def is_open(self, sequence: int, first: int, last: int) -> bool:
-        """Whether a sequence has a mask in a window, as of the last poll."""
-        return self.mask_token in self.answers[sequence][first:last]
-
-    def open_counts(self, first: int = 0, last: int | None = None) -> list[int]:
-        """Masks in a window of each active sequence, as of the last poll."""
-        answers = zip(self.active, self.answers, strict=True)
-        return [on * answer[first:last].count(self.mask_token) for on, answer in answers]
 
     def _number(self) -> int | None:
         """Number of the forward, if it is the same for all sequences taking part."""
@@ -278,7 +250,7 @@ class Canvas:
     def _look_for_nan(self, guesses: TokenStatistics, step: Step) -> None:
         """Records, for the next poll, sequences that have a guess without a probability."""
         broken = guesses.probs.isnan() if step.full else guesses.probs.isnan() & (step.positions >= 0)
-        self._broken += broken.any(1)
+        self.broken += broken.any(1)
 
     def _options(self, step: Step) -> dict[str, Any]:
         sampling = self.sampling
@@ -309,10 +281,17 @@ class Canvas:
         if self._session.trace is not None:
             scores = self.turns(step) if confidence is None else confidence if shown is None else shown
             self._records.append(Record(self.tokens.clone(), self._part, step.windows, step.positions, scores))
+        done = self.fill(step, ids, confidence, **rule)
+        self._parts.append(self._part)
+        self._committed.append(done.committed)
+        return done
+
+    def fill(self, step: Step, ids: torch.Tensor, confidence: torch.Tensor | None, **rule: Any) -> Unmasked:
+        """`commit` without the record."""
         if confidence is None:
             number = step.number
             rule |= {"seed": self._seeds, "step": number if isinstance(number, int) else number[:, 0]}
-        done = unmask_(
+        return unmask_(
             self.tokens,
             ids,
             confidence,
@@ -322,9 +301,6 @@ class Canvas:
             backend=self._backend,
             **rule,
         )
-        self._parts.append(self._part)
-        self._committed.append(done.committed)
-        return done
 
     def turns(self, step: Step) -> torch.Tensor:
         """fp64 in (0, 1): the numbers that replace the confidence for random choices."""
@@ -365,37 +341,14 @@ class Canvas:
         self.tokens.masked_fill_(opened > 0, self.mask_token)
 
     def poll(self) -> list[int]:
-        """Reads the texts and `fact`, which it returns; updates which sequences are done, and emits their tokens.
-
-        Tokens with no mask before them are final and go on record. A sequence is done with its last
-        position, or with an end token among those.
-        """
-        ends, shortest, facts = self._session.end_tokens, min(self.starts), []
+        """Reads the texts and `fact`, which it returns; updates which sequences are done, and emits their tokens."""
+        shortest, facts, before = min(self.starts), [], self.active
         for sequence, row in enumerate(self._known.tolist()):
             first = self.starts[sequence] - shortest
-            own = self._limits[sequence]
-            answer = self.answers[sequence] = row[first : first + own]
+            self.look(sequence, row[first : first + self._limits[sequence]], row[-1] != 0)
             facts.append(row[-2])
-            if not self.active[sequence]:
-                continue
-            self._doubted[sequence] |= {n for n in self._asked[sequence] if answer[n] == self.mask_token}
-            self._asked[sequence] = []
-            if row[-1]:
-                self._session.fail_not_numbers(sequence)
-            last = own if self.settled is None else min(own, self.settled)
-            recorded = known = self._recorded[sequence]
-            ended = False
-            tail = self._session.tails[sequence] if self._session.tails else []
-            while not ended and known < last and answer[known] != self.mask_token:
-                ended = known >= len(tail) and answer[known] in ends
-                known += 1
-            if known > recorded:
-                self._session.given += sum(token != self.mask_token for token in tail[recorded:known])
-                self._session.emit(sequence, answer[recorded:known], known - recorded)
-                self._recorded[sequence] = known
-            if ended or known == own or self._session.stopped[sequence]:
-                self.active = [on and other != sequence for other, on in enumerate(self.active)]
-                self._span = None
+        if self.active != before:
+            self._span = None
         return facts
 
     def finish(self) -> int:
@@ -410,7 +363,7 @@ class Canvas:
         if self._session.trace is not None:
             totals = [start + limit for start, limit in zip(self.starts, self._limits, strict=True)]
             self._session.trace = masked_trace(self._records, self.tokens, totals)
-        return sum(self._numbers) + self._others
+        return self.taken_part
 
 
 def blocks_of(limit: int, block_size: int | None) -> list[Window]:

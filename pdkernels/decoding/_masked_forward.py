@@ -40,6 +40,11 @@ class WholeCanvas:
         self._starts = torch.zeros_like(self._visible)
         self._counts = session.ragged(self._visible)
 
+    def restart(self) -> None:
+        """After `Canvas.restart`; texts may be of different lengths from now on."""
+        self._visible.copy_(self._canvas.totals.repeat(self._copies))
+        self._counts = self._visible
+
     def __call__(self, ends: torch.Tensor | None = None, width: int | None = None) -> torch.Tensor:
         """``(batch, width, hidden_size)``. Without guidance the canvases are cut at `ends` ``(batch,)`` and at `width`; None: they
         are not."""

@@ -297,10 +297,29 @@ def prefill(
     `settle` does it instead of a fixed number of recurrences: of the cache, the prompts, what counts of them and their last rows it
     makes logits of these, the states of all rows, and says how often the core ran.
     """
-    cache = session.new_cache(page_size, **({} if core.kept == 1 else {"kept": core.kept}))
-    device = cache.lengths.device
-    ends = session.ends_on(device)  # before the forward, for which a copy to the device would wait
-    prompts, lengths = session.packed_prompts(session.longest, device)
+    cache = new_cache(session, page_size, core)
+    ends = session.ends_on(cache.lengths.device)  # before the forward, for which a copy to the device would wait
+    tokens, written, state, recurrences = after_prompts(session, cache, recurrences, sampling, core, settle)
+    session.forwards, session.recurrences = 1, recurrences
+    ended = torch.zeros_like(tokens[:, 0], dtype=torch.bool) if ends is None else is_end(tokens[:, 0], ends)
+    first = written.tolist()
+    for sequence, token in enumerate(first):
+        session.record_first(sequence, token)
+    active = [token not in session.end_tokens and session.max_new_tokens > 1 for token in first]
+    return Prefill(cache, tokens, ended, ends, first, active, state)
+
+
+def new_cache(session: Session, page_size: int | None, core: Core) -> Any:
+    """A cache for a session."""
+    return session.new_cache(page_size, **({} if core.kept == 1 else {"kept": core.kept}))
+
+
+def after_prompts(
+    session: Session, cache: Any, recurrences: int, sampling: Sampling, core: Core, settle: Settle | None = None
+) -> tuple[Tensor, Tensor, Tensor | None, int]:
+    """Puts the prompts into an empty cache. The tokens after them ``(batch, 1)``; the same ``(batch,)`` for the host, -1 from NaN; the
+    last states of `Prefill`; and how often the core ran. The host reads nothing here."""
+    prompts, lengths = session.packed_prompts(session.longest, cache.lengths.device)
     last, counts = (lengths - 1)[:, None], session.ragged(lengths)
     state: Tensor | None
     if settle is None:
@@ -310,12 +329,5 @@ def prefill(
     if state is not None:
         state = state.gather(1, last[..., None].expand(-1, -1, state.shape[-1])) if core.copied else None
     tokens = sampling.draw(logits, lengths[:, None])
-    session.forwards, session.recurrences = 1, recurrences
     cache.commit_(lengths)
-
-    ended = torch.zeros_like(lengths, dtype=torch.bool) if ends is None else is_end(tokens[:, 0], ends)
-    first = marked(logits, tokens)[:, 0].tolist()
-    for sequence, token in enumerate(first):
-        session.record_first(sequence, token)
-    active = [token not in session.end_tokens and session.max_new_tokens > 1 for token in first]
-    return Prefill(cache, tokens, ended, ends, first, active, state)
+    return tokens, marked(logits, tokens)[:, 0], state, recurrences

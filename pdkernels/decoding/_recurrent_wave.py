@@ -8,14 +8,14 @@ freeze, only the cursor moves: the next step reads this step's states and embedd
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from pdkernels.backends import backend_of
-from pdkernels.decoding._recurrent import NewState, Prefill, Sampling, Schedule
+from pdkernels.decoding._recurrent import NewState, Sampling, Schedule
 from pdkernels.decoding._sampling import random_words
-from pdkernels.decoding._session import Session, not_numbers
+from pdkernels.decoding._session import Session, is_end, not_numbers
 from pdkernels.models.recurrent_depth import STATE_STD, RecurrentDepth
 from pdkernels.ops import recurrence_advance_, recurrence_exit, recurrence_inject
 
@@ -55,31 +55,40 @@ class Wave:
         remaining: ``(batch,)`` int64, tokens still to come.
     """
 
-    def __init__(self, session: Session, start: Prefill, options: WaveOptions, sampling: Sampling) -> None:
+    def __init__(
+        self, session: Session, cache: Any, ends: torch.Tensor | None, options: WaveOptions, sampling: Sampling
+    ) -> None:
         self.model: RecurrentDepth = session.model
         self.options, self.sampling = options, sampling
-        self._cache, self._ends = start.cache, start.ends
+        self._cache, self._ends = cache, ends
         # Only requested tokens get a row: the wave ends where the text will.
-        limit = session.max_new_tokens
+        self._limit = limit = session.max_new_tokens
         self.room = max(1, min(options.max_wavefront, limit - 1))
-        cursor = start.cache.lengths
+        cursor, batch = cache.lengths, session.batch
         self._slot = torch.arange(self.room, device=cursor.device)
-        self.tokens = cursor.new_zeros(session.batch, self.room + 1)
-        self.tokens[:, :1] = start.tokens
-        self._recurrences, self._stable = (
-            cursor.new_zeros(session.batch, self.room),
-            cursor.new_zeros(session.batch, self.room),
-        )
-        self.remaining = torch.full_like(cursor, limit - 1).masked_fill_(start.ended, 0)
-        self.width = self.remaining.clamp(max=1)
-        self.advance, self._steps = torch.zeros_like(cursor), torch.zeros_like(cursor)
-        self._state: torch.Tensor | None = None
-        self._blended: torch.Tensor | None = None
-        self._older: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.tokens = cursor.new_zeros(batch, self.room + 1)
+        self._recurrences, self._stable = cursor.new_zeros(batch, self.room), cursor.new_zeros(batch, self.room)
+        self.remaining, self.width, self.advance, self._steps = (torch.zeros_like(cursor) for _ in range(4))
+        # A row is new until its first recurrence, whatever is in these.
+        rows = self.model.exit_weight.new_zeros(batch, self.room, len(self.model.exit_weight))
+        self._state, self._blended = rows, torch.zeros_like(rows)
+        self._older = (torch.zeros_like(rows), torch.zeros_like(cursor)) if options.compared == 2 else None
         self._text: torch.Tensor | None = None
         if options.headway > 1:  # guesses are sampled from the text
-            self._text, lengths = session.packed_prompts(session.longest + limit + self.room, cursor.device)
-            self._text.scatter_(1, lengths[:, None], start.tokens)
+            self._text = cursor.new_zeros(batch, session.longest + limit + self.room)
+
+    def start(self, session: Session, tokens: torch.Tensor) -> None:
+        """Begins with the `tokens` ``(batch, 1)`` after the prompts that are in the cache."""
+        for state in (self.tokens, self._recurrences, self._stable, self.advance, self._steps):
+            state.zero_()
+        self.tokens[:, :1] = tokens
+        self.remaining.fill_(self._limit - 1)
+        if self._ends is not None:
+            self.remaining.masked_fill_(is_end(tokens[:, 0], self._ends), 0)
+        self.width.copy_(self.remaining.clamp(max=1))
+        if self._text is not None:
+            packed, lengths = session.packed_prompts(self._text.shape[1], self._text.device)
+            self._text.copy_(packed.scatter_(1, lengths[:, None], tokens))
 
     def step(self, rows: int, whole: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Refines the first `rows` rows of every sequence, predicts, freezes what is ready and advances. The host reads nothing
@@ -146,9 +155,11 @@ class Wave:
         if self._text is not None:
             # Drafts come after the text at their own positions; only moving the cursor makes them part of it.
             self._text.scatter_(1, positions, predictions)
-        if options.compared == 2 and self._state is not None:
-            self._older = self._state, self.advance.clone()
-        self._state, self._blended = state, blended
+        if self._older is not None:
+            self._older[0].copy_(self._state)
+            self._older[1].copy_(self.advance)
+        self._state[:, :rows] = state
+        self._blended[:, :rows] = blended
         recurrence_advance_(
             self.tokens,
             predictions,

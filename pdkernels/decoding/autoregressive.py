@@ -6,7 +6,7 @@ import torch
 
 from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampling, draw, latents
 from pdkernels.decoding._session import Session, is_end, not_numbers
-from pdkernels.decoding._steps import Rows, Steps, decoder
+from pdkernels.decoding._steps import Rows, Steps, decoder, record_first
 
 _OP = "decoding.autoregressive"
 
@@ -66,10 +66,8 @@ class AutoregressiveSteps(Steps):
             self.remaining.masked_fill_(is_end(token[:, 0], self.ends), 0)
         self.active.copy_(self.remaining.clamp(max=1))
 
-    def opened(self, session: Session, rows: Rows) -> None:
-        session.forwards += 1
-        for sequence, (_, _, token) in enumerate(rows):
-            session.record_first(sequence, token)
+    def opened(self, session: Session, rows: Rows) -> int:
+        return record_first(session, rows, 2)
 
     def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
         session.forwards += 1

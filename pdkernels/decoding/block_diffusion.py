@@ -28,9 +28,10 @@ from pdkernels.decoding._sampling import (
     noise,
     statistics,
 )
-from pdkernels.decoding._session import Session, marked, sent
+from pdkernels.decoding._session import Session, is_end, not_numbers
+from pdkernels.decoding._steps import Rows, Steps, decoder
 from pdkernels.decoding.traces import DenoiseStep
-from pdkernels.masks import full
+from pdkernels.masks import TilePlan, full
 from pdkernels.models.sampler_head import SamplerHead
 from pdkernels.ops import unmask_
 
@@ -39,21 +40,11 @@ _OP = "decoding.block_diffusion"
 Refresh = Literal["causal", "bidirectional"]
 
 
-def decode(
-    session: Session,
-    *,
-    block_size: int = 32,
-    threshold: float | None = 0.9,
-    steps_per_block: int | None = None,
-    refresh: Refresh = "causal",
-    temperature: float = 0.0,
-    mask_token: int | None = None,
-    allow_mask_token: bool = False,
-    seed: Seed = 0,
-    page_size: int | None = None,
-    sampler: SamplerHead | None = None,
-) -> int:
-    """Fills `session` block by block. Not the tokens of autoregressive decoding: a filled slot is never revised.
+class BlockSteps(Steps):
+    """Not the tokens of autoregressive decoding: a filled slot is never revised.
+
+    An entry: whether a sequence still needs tokens, how many slots were filled, the next form (1: a refresh), whether the sequence
+    takes part in it; the block.
 
     Args:
         block_size: tokens of a block.
@@ -65,132 +56,202 @@ def decode(
         temperature: of the candidates; slots are chosen by the confidence at temperature 1.
         sampler: a trained network whose scores replace the confidence; for temperature 0. Slots after an end token are
             left alone.
-
-    Returns:
-        Forwards that the sequences took part in, summed.
     """
-    checked_size(_OP, "block_size", block_size)
-    if threshold is not None:
-        checked_number(_OP, "threshold", threshold)
-        check(
-            steps_per_block is None,
-            _OP,
-            "steps_per_block",
-            "be None with a threshold",
-            steps_per_block,
-            "Pass threshold=None.",
-        )
-    if steps_per_block is not None:
-        checked_size(_OP, "steps_per_block", steps_per_block)
-    if sampler is not None:
-        check_type(isinstance(sampler, SamplerHead), _OP, "sampler", "be a SamplerHead", type(sampler).__name__)
-        check(temperature == 0, _OP, "temperature", "be 0 with a sampler", temperature)
-    check(refresh in get_args(Refresh), _OP, "refresh", "be 'causal' or 'bidirectional'", repr(refresh))
-    seeds = checked_sampling(_OP, temperature, seed, session.batch)
-    model = session.model
-    mask_token = checked_mask_token(_OP, model, mask_token)
-    banned = banned_tokens(_OP, model, allow_mask_token, mask_token)
-    limit = session.max_new_tokens
-    if limit == 0:
-        return 0
-    block_size = session.block(block_size)
-    known = 1 if refresh == "causal" else 0  # slots of a new block that are not masks
 
-    cache = session.new_cache(page_size)
-    lengths = cache.lengths  # grows in place with every commit
-    device = lengths.device
-    seeds = seeds.to(device)
-    slots = torch.arange(block_size, device=device)
-    slot = slots[known:]
-    everything = full(block_size).plan(64, 64, device)
-    nothing = torch.zeros_like(lengths)  # rows that a denoising step stores
+    forms = ("step", "refresh")
 
-    block, prompt_lengths = session.packed_prompts(session.longest, device)
-    counts, last = prompt_lengths, (prompt_lengths - 1)[:, None]
-    mask = None
-    numbers = [0] * session.batch  # of each sequence's last forward
-    active = [True] * session.batch
-    written = 0
-
-    while True:
-        # The prompt, or the finished block, becomes part of the past.
-        logits = model(block, cache=cache, counts=counts, mask=mask, rows=last)
-        session.forwards += 1
-        numbers = [number + on for number, on in zip(numbers, active, strict=True)]
-        cache.commit_(counts)
-
-        wanted = min(block_size, limit - written)
-        block = torch.full((session.batch, block_size), mask_token, device=device)
-        if known:
-            block[:, :1] = draw(logits, lengths[:, None], temperature, seeds, OWN, banned)
-        rows = (marked(logits, block) if known else block).tolist()
-        for sequence, tokens in enumerate(rows):
-            if active[sequence]:
-                for token in tokens[:known]:
-                    session.record_first(sequence, token)
-
-        step = 0
-        while True:
-            # These still have masks that are needed.
-            drafting = [
-                on and not stopped and _is_open(tokens[:wanted], known, mask_token, session.end_tokens)
-                for on, stopped, tokens in zip(active, session.stopped, rows, strict=True)
-            ]
-            if not any(drafting):
-                break
-            numbers = [number + on for number, on in zip(numbers, drafting, strict=True)]
-            stops = [block_size if sampler is None else _first_end(tokens, session.end_tokens) for tokens in rows]
-            host = [
-                [0, on * max(stop - known, 0), number]
-                for on, stop, number in zip(drafting, stops, numbers, strict=True)
-            ]
-            table = sent(host, device)
-            hidden = model.hidden(block, cache=cache, counts=nothing, mask=everything)
-            session.forwards += 1
-            if sampler is None:
-                draws = noise(temperature, seeds, table[:, 2:], lengths[:, None] + slot)
-                # Neither temperature nor noise enters the confidence.
-                guesses = statistics(model, hidden[:, known:], suppress=mask_token, top_k=1, **draws)
-                ids, sure = guesses.ids, guesses.probs
-            else:
-                able = (block == mask_token) & (slots < table[:, 1:2] + known)
-                judged = judged_guesses(model, hidden, block, able, mask_token, sampler)
-                ids, sure = (part[:, known:] for part in judged)
-            broken = (sure.isnan() & (block[:, known:] == mask_token)).any(1, keepdim=True)
-            count = 1 if threshold is not None else _quota(block_size - known, steps_per_block, step)
-            unmask_(
-                block[:, known:],
-                ids,
-                sure,
-                mask_token=mask_token,
-                windows=table[:, :2],
-                quota=count,
-                threshold=threshold,
-                backend=backend_of(sure.dtype),
+    def __init__(
+        self,
+        sizes: Session,
+        *,
+        block_size: int = 32,
+        threshold: float | None = 0.9,
+        steps_per_block: int | None = None,
+        refresh: Refresh = "causal",
+        temperature: float = 0.0,
+        mask_token: int | None = None,
+        allow_mask_token: bool = False,
+        seed: Seed = 0,
+        page_size: int | None = None,
+        sampler: SamplerHead | None = None,
+    ) -> None:
+        checked_size(_OP, "block_size", block_size)
+        if threshold is not None:
+            checked_number(_OP, "threshold", threshold)
+            check(
+                steps_per_block is None,
+                _OP,
+                "steps_per_block",
+                "be None with a threshold",
+                steps_per_block,
+                "Pass threshold=None.",
             )
-            step += 1
-            # The one read of the device in a step.
-            read = torch.cat([block, broken.to(block.dtype)], 1).tolist()
-            before, rows = rows, [line[:-1] for line in read]
-            for sequence, on in enumerate(drafting):
-                if on:
-                    if read[sequence][-1]:
-                        session.fail_not_numbers(sequence)
-                    _record(session, sequence, before[sequence], rows[sequence], mask_token)
+        if steps_per_block is not None:
+            checked_size(_OP, "steps_per_block", steps_per_block)
+        if sampler is not None:
+            check_type(isinstance(sampler, SamplerHead), _OP, "sampler", "be a SamplerHead", type(sampler).__name__)
+            check(temperature == 0, _OP, "temperature", "be 0 with a sampler", temperature)
+        check(refresh in get_args(Refresh), _OP, "refresh", "be 'causal' or 'bidirectional'", repr(refresh))
+        seeds = checked_sampling(_OP, temperature, seed, sizes.batch)
+        self.model, self.limit = sizes.model, sizes.max_new_tokens
+        self.threshold, self.temperature, self.sampler = threshold, temperature, sampler
+        self.mask_token = checked_mask_token(_OP, self.model, mask_token)
+        self.banned = banned_tokens(_OP, self.model, allow_mask_token, self.mask_token)
+        self.block_size = block_size = sizes.block(block_size)
+        self.known = known = 1 if refresh == "causal" else 0  # slots of a new block that are not masks
 
-        written += wanted
-        for sequence, tokens in enumerate(rows):
-            if active[sequence]:
-                stop = next((i + 1 for i, token in enumerate(tokens[:wanted]) if token in session.end_tokens), wanted)
-                if stop > known:
-                    session.emit(sequence, tokens[known:stop], stop - known)
-                active[sequence] = not any(token in session.end_tokens for token in tokens[:wanted])
-        session.stop_(active)
-        if written == limit or not any(active):
-            return sum(numbers)
-        counts = sent([[on * block_size] for on in active], device)[:, 0]
-        mask = None if refresh == "causal" else everything
-        last = torch.full_like(last, block_size - 1)
+        self.cache = sizes.new_cache(page_size)
+        device = self.cache.device
+        self.seeds, self.ends = seeds.to(device), sizes.ends_on(device)
+        self.slot = torch.arange(block_size, device=device)
+        self.everything = full(block_size).plan(64, 64, device)
+        self.refreshed = None if refresh == "causal" else self.everything
+        quotas = _quotas(block_size - known, steps_per_block) if threshold is None else [1]
+        self.quotas = torch.tensor(quotas or [0], device=device)
+        self.nothing = torch.zeros_like(self.cache.lengths)  # rows that a denoising step stores
+        self.forward = torch.zeros_like(self.cache.lengths)  # number of each sequence's last forward
+        self.written, self.passes = self.nothing.new_zeros(1), self.nothing.new_zeros(1)
+        self.entry = self.nothing.new_zeros(sizes.batch, 4 + block_size)
+        self.left, self.filled, self.form, self.taking = self.entry[:, :4].unbind(1)
+        self.block = self.entry[:, 4:]
+        self.remaining = self.left  # only whether it is 0 matters
+
+    @property
+    def most_entries(self) -> int:
+        """The prompts', and for each block one per mask and a refresh."""
+        return 1 + -(-self.limit // self.block_size) * (self.block_size - self.known + 1)
+
+    def start(self, session: Session) -> None:
+        prompts, lengths = session.packed_prompts(session.longest, self.cache.device)
+        for state in (self.cache.lengths, self.written, self.forward, self.filled):
+            state.zero_()
+        self.left.fill_(1)
+        self._extend(prompts, lengths, (lengths - 1)[:, None], None)
+
+    def refresh(self, width: int | None = None, ragged: bool = True) -> None:
+        """Makes the finished block part of the past."""
+        last = torch.full_like(self.nothing, self.block_size - 1)[:, None]
+        self._extend(self.block, self.left * self.block_size, last, self.refreshed)
+
+    def _extend(self, tokens: torch.Tensor, counts: torch.Tensor, last: torch.Tensor, mask: TilePlan | None) -> None:
+        """Stores `tokens`, and begins a block after them."""
+        logits = self.model(tokens, cache=self.cache, counts=counts, mask=mask, rows=last)
+        self.forward += self.left
+        self.cache.commit_(counts)
+        self.passes.zero_()
+        self.block.fill_(self.mask_token)
+        if self.known:
+            first = draw(logits, self.cache.lengths[:, None], self.temperature, self.seeds, OWN, self.banned)
+            self.block[:, :1] = first
+            self._found(not_numbers(logits, first)[:, 0] & (self.left > 0), self.nothing)
+        self._look()
+
+    def step(self, width: int | None = None, ragged: bool = True) -> None:
+        model, block, known = self.model, self.block, self.known
+        hidden = model.hidden(block, cache=self.cache, counts=self.nothing, mask=self.everything)
+        self.forward += self.taking
+        stop = self.block_size - known
+        if self.sampler is None:
+            positions = self.cache.lengths[:, None] + self.slot[known:]
+            draws = noise(self.temperature, self.seeds, self.forward[:, None], positions)
+            # Neither temperature nor noise enters the confidence.
+            guesses = statistics(model, hidden[:, known:], suppress=self.mask_token, top_k=1, **draws)
+            ids, sure, ends = guesses.ids, guesses.probs, self.taking * stop
+        else:
+            before_end = self._is_end().cumsum(1) == 0
+            ends = self.taking * (before_end.sum(1) - known).clamp(min=0)
+            able = (block == self.mask_token) & (self.slot < ends[:, None] + known)
+            judged = judged_guesses(model, hidden, block, able, self.mask_token, self.sampler)
+            ids, sure = (part[:, known:] for part in judged)
+        broken = (sure.isnan() & (block[:, known:] == self.mask_token)).any(1) & (self.taking > 0)
+        number = self.passes.clamp(max=len(self.quotas) - 1).expand_as(self.nothing)
+        done = unmask_(
+            block[:, known:],
+            ids,
+            sure,
+            mask_token=self.mask_token,
+            windows=torch.stack([self.nothing, ends], 1),
+            quota=self.quotas.index_select(0, number),
+            threshold=self.threshold,
+            backend=backend_of(sure.dtype),
+        )
+        self.passes += 1
+        self._found(broken, done.committed)
+        self._look()
+
+    def _is_end(self) -> torch.Tensor:
+        return torch.zeros_like(self.block, dtype=torch.bool) if self.ends is None else is_end(self.block, self.ends)
+
+    def _found(self, broken: torch.Tensor, filled: torch.Tensor) -> None:
+        self.filled.copy_(filled.masked_fill(broken, -1))
+        self.left.masked_fill_(broken, 0)
+
+    def _look(self) -> None:
+        """Determines who drafts on. A block that is complete in all sequences is left for good."""
+        wanted = (self.limit - self.written).clamp(max=self.block_size)
+        needed = self.slot < wanted
+        ends = self._is_end() & needed
+        masks = (self.block == self.mask_token) & needed & (self.slot >= self.known)
+        # A mask after an end token is not needed.
+        drafting = (masks & (ends.cumsum(1) - ends.long() == 0)).any(1) & (self.left > 0)
+        closed = ~drafting.any()
+        after = self.written + wanted
+        self.left.masked_fill_(closed & (ends.any(1) | (after >= self.limit)), 0)
+        self.written.copy_(torch.where(closed, after, self.written))
+        self.form.copy_(closed.expand_as(self.form))
+        self.taking.copy_(torch.where(closed, self.left, drafting))
+
+    def halt(self, session: Session, rows: Rows) -> Rows:
+        active = [row[0] > 0 for row in rows]
+        if not any(on and stopped for on, stopped in zip(active, session.stopped, strict=True)):
+            return rows
+        super().halt(session, rows)
+        if rows[0][2]:
+            self.taking.copy_(self.left)
+        else:
+            self._look()
+        after: Rows = self.entry.tolist()
+        if after[0][2] > rows[0][2]:
+            self._close(session, after, active)
+        return after
+
+    def opened(self, session: Session, rows: Rows) -> int:
+        self.past = 0  # tokens of blocks that are complete
+        session.forwards += 1
+        self._begun(session, rows, [True] * session.batch)
+        return session.batch
+
+    def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
+        session.forwards += 1
+        active = [row[0] > 0 for row in before]
+        if before[0][2]:
+            self._begun(session, rows, active)
+            return sum(active)
+        for sequence, (old, new) in enumerate(zip(before, rows, strict=True)):
+            if old[3]:
+                _record(session, sequence, old[4:], new[4:], self.mask_token)
+        if rows[0][2]:
+            self._close(session, rows, active)
+        return sum(row[3] for row in before)
+
+    def _begun(self, session: Session, rows: Rows, active: list[bool]) -> None:
+        for sequence, row in enumerate(rows):
+            if active[sequence] and self.known:
+                session.record_first(sequence, row[4])
+        if rows[0][2]:
+            self._close(session, rows, active)
+
+    def _close(self, session: Session, rows: Rows, active: list[bool]) -> None:
+        """Records what a complete block gives to the sequences that were active in it."""
+        wanted = min(self.block_size, self.limit - self.past)
+        self.past += wanted
+        for sequence, (_, _, _, _, *tokens) in enumerate(rows):
+            stop = next((n + 1 for n, token in enumerate(tokens[:wanted]) if token in session.end_tokens), wanted)
+            if active[sequence] and stop > self.known:
+                session.emit(sequence, tokens[self.known : stop], stop - self.known)
+
+
+decode = decoder(BlockSteps)
 
 
 def judged_guesses(
@@ -206,33 +267,14 @@ def judged_guesses(
     return torch.where(best == mask_token, second, best), sampler.scores(found, block, able)
 
 
-def _first_end(tokens: list[int], ends: tuple[int, ...]) -> int:
-    """Index of the first end token, or the number of tokens.
+def _quotas(masks: int, steps: int | None) -> list[int]:
+    """Slots to fill in each forward of a block: `masks` of them spread evenly, the remainder first.
 
-    >>> _first_end([5, 7, 9, 7], (7,)), _first_end([5], (7,))
-    (1, 1)
+    >>> _quotas(7, 3), _quotas(2, None)
+    ([3, 2, 2], [1, 1])
     """
-    return next((index for index, token in enumerate(tokens) if token in ends), len(tokens))
-
-
-def _is_open(tokens: list[int], known: int, mask_token: int, ends: tuple[int, ...]) -> bool:
-    """Whether one of `tokens` after the first `known` is a mask with no end token before it.
-
-    >>> [_is_open(tokens, 1, 9, (7,)) for tokens in ([5, 9, 7], [5, 7, 9], [9, 2, 3])]
-    [True, False, False]
-    """
-    for n, token in enumerate(tokens):
-        if n >= known and token == mask_token:
-            return True
-        if token in ends:
-            return False
-    return False
-
-
-def _quota(masks: int, steps: int | None, step: int) -> int:
-    """Slots to fill in forward `step` of a block: `masks` of them spread evenly, the remainder first."""
     steps = masks if steps is None else min(steps, masks)
-    return share(masks, steps, step)
+    return [share(masks, steps, step) for step in range(steps)]
 
 
 def _record(session: Session, sequence: int, before: list[int], after: list[int], mask_token: int) -> None:

@@ -18,11 +18,13 @@ from typing import Any, Literal, get_args
 import torch
 
 from pdkernels._validation import check
+from pdkernels.decoding._canvas_steps import CanvasSteps
 from pdkernels.decoding._masked import Canvas, SamplingOptions, blocks_of, checked_masked_model, share
 from pdkernels.decoding._masked_forward import WholeCanvas
 from pdkernels.decoding._masked_model import check_keeps_rows
 from pdkernels.decoding._sampling import Seed, checked_name, checked_number, checked_sampling, checked_size
 from pdkernels.decoding._session import Session
+from pdkernels.decoding._steps import with_defaults
 
 _OP = "decoding.fast_dllm"
 
@@ -59,43 +61,8 @@ def decode(
     Returns:
         Forwards that the sequences took part in, summed.
     """
-    mask_token = checked_masked_model(_OP, session, mask_token)
-    checked_size(_OP, "block_size", block_size)
-    checked_name(_OP, "cache", cache, get_args(Kept))
-    for name, value in (("threshold", threshold), ("factor", factor)):
-        if value is not None:
-            checked_number(_OP, name, value)
-    check(
-        threshold is None or factor is None, _OP, "factor", "be None with a threshold", factor, "Pass threshold=None."
-    )
-    check(factor != math.inf, _OP, "factor", "be finite", factor)
-    seeds = checked_sampling(_OP, temperature, seed, session.batch)
+    canvas, blocks = begin(session, block_size, cache, threshold, factor, steps, temperature, mask_token, seed)
     limit = session.max_new_tokens
-    blocks = len(blocks_of(limit, block_size))
-    if steps is not None:
-        checked_size(_OP, "steps", steps)
-        check(
-            threshold is None and factor is None,
-            _OP,
-            "steps",
-            "be None with a threshold or a factor",
-            steps,
-            "Pass threshold=None and factor=None.",
-        )
-        check(
-            blocks == 0 or steps % blocks == 0, _OP, "steps", f"be a multiple of the number of blocks ({blocks})", steps
-        )
-    if cache != "none":
-        check_keeps_rows(_OP, session, "Pass cache='none', or see docs/own_models.md.")
-    check(
-        session.tails is None or steps is None,
-        _OP,
-        "steps",
-        "be None with infill=True",
-        steps,
-        "Blocks then have unlike numbers of masks.",
-    )
-    canvas = Canvas(session, mask_token, SamplingOptions(seeds, temperature))
     if blocks == 0:
         return canvas.finish()
 
@@ -140,12 +107,131 @@ def decode(
     return canvas.finish()
 
 
+def begin(
+    session: Session,
+    block_size: int,
+    cache: Kept,
+    threshold: float | None,
+    factor: float | None,
+    steps: int | None,
+    temperature: float,
+    mask_token: int | None,
+    seed: Seed,
+) -> tuple[Canvas, int]:
+    """The canvas of `decode`, whose options are checked, and how many blocks it has."""
+    mask_token = checked_masked_model(_OP, session, mask_token)
+    checked_size(_OP, "block_size", block_size)
+    checked_name(_OP, "cache", cache, get_args(Kept))
+    for name, value in (("threshold", threshold), ("factor", factor)):
+        if value is not None:
+            checked_number(_OP, name, value)
+    check(
+        threshold is None or factor is None, _OP, "factor", "be None with a threshold", factor, "Pass threshold=None."
+    )
+    check(factor != math.inf, _OP, "factor", "be finite", factor)
+    seeds = checked_sampling(_OP, temperature, seed, session.batch)
+    blocks = len(blocks_of(session.max_new_tokens, block_size))
+    if steps is not None:
+        checked_size(_OP, "steps", steps)
+        check(
+            threshold is None and factor is None,
+            _OP,
+            "steps",
+            "be None with a threshold or a factor",
+            steps,
+            "Pass threshold=None and factor=None.",
+        )
+        check(
+            blocks == 0 or steps % blocks == 0, _OP, "steps", f"be a multiple of the number of blocks ({blocks})", steps
+        )
+    if cache != "none":
+        check_keeps_rows(_OP, session, "Pass cache='none', or see docs/own_models.md.")
+    check(
+        session.tails is None or steps is None,
+        _OP,
+        "steps",
+        "be None with infill=True",
+        steps,
+        "Blocks then have unlike numbers of masks.",
+    )
+    return Canvas(session, mask_token, SamplingOptions(seeds, temperature)), blocks
+
+
 class Rows(WholeCanvas):
     """Forwards over adjacent rows of the canvases; all others are in the KV cache as last computed."""
 
-    def recompute(self, starts: torch.Tensor, width: int) -> torch.Tensor:
-        """Hidden states ``(batch, width, hidden_size)`` of the rows from `starts` ``(batch,)`` on; they see the whole canvas."""
-        row = torch.arange(width, device=starts.device)
-        tokens = self._canvas.tokens.gather(1, starts[:, None] + row)
-        hidden: torch.Tensor = self._model.recompute(tokens, self._cache, starts, visible=self._canvas.totals)
+    def recompute(self, starts: torch.Tensor, width: int, counts: torch.Tensor | None = None) -> torch.Tensor:
+        """Hidden states ``(batch, width, hidden_size)`` of the rows from `starts` ``(batch,)`` on, of which the first `counts` are
+        in the text; they see the whole canvas."""
+        rows = starts[:, None] + torch.arange(width, device=starts.device)
+        if counts is not None:
+            rows = rows.clamp(max=self.width - 1)
+        tokens = self._canvas.tokens.gather(1, rows)
+        hidden: torch.Tensor = self._model.recompute(
+            tokens, self._cache, starts, counts=counts, visible=self._canvas.totals
+        )
         return hidden
+
+
+class FastSteps(CanvasSteps):
+    """`decode` with the blocks' bounds on the device. With a cache a step has two forms: a block's later forwards, and its first."""
+
+    def __init__(self, sizes: Session, *, page_size: int | None = None, **options: Any) -> None:
+        chosen = with_defaults(decode, options)
+        del chosen["page_size"]
+        canvas, blocks = begin(sizes, **chosen)
+        self.block_size, self.threshold, self.factor = chosen["block_size"], chosen["threshold"], chosen["factor"]
+        self.cached = chosen["cache"] != "none"
+        self.forms = ("step", "enter") if self.cached else ("step",)
+        self.next_token = int(self.cached and sizes.model.config.predicts == "next")
+        self.runs = None if chosen["steps"] is None else max(1, chosen["steps"] // blocks - self.next_token)
+        self.rows = Rows(sizes, canvas, page_size)
+        self._build(sizes, canvas, self.rows, self.block_size)
+        self.width = len(self.slot) if chosen["cache"] == "dual" else self.limit
+        # The block's first position, counted from the end of the prompt, and forwards over the block so far.
+        self.begins, self.taken = torch.zeros_like(self.number), torch.zeros_like(self.number)
+
+    def start(self, session: Session) -> None:
+        super().start(session)
+        self.begins.zero_()
+        self.taken.zero_()
+        self.form.fill_(int(self.cached))
+
+    def step(self, width: int | None = None, ragged: bool = True) -> None:
+        if not self.cached:
+            super().step()
+            return
+        step, rule = self._open()
+        start = self.canvas.prompt_lengths + self.begins
+        counts = (self.canvas.totals - start).clamp(max=self.width)
+        self._fill(step, rule, self.rows.recompute(start, self.width, counts), start)
+
+    def enter(self, width: int | None = None, ragged: bool = True) -> None:
+        """The forward over all rows that a block begins with."""
+        step, rule = self._open(first_only=self.next_token > 0)
+        self._fill(step, rule, self.rows(), None)
+
+    @property
+    def _last(self) -> torch.Tensor:
+        last: torch.Tensor = (self.begins + self.block_size).clamp(max=self.limit)
+        return last
+
+    def _plan(self, first_only: bool = False) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        if first_only:
+            return self.begins, self.begins + 1, {}
+        if self.runs is None:
+            return self.begins, self._last, {"threshold": self.threshold, "factor": self.factor}
+        masks = (self._last - self.begins - self.next_token).clamp(min=0)
+        quota = masks // self.runs + (self.taken - self.next_token < masks % self.runs)  # `share` on the device
+        return self.begins, self._last, {"quota": quota}
+
+    def _move(self, masks: torch.Tensor) -> None:
+        inside = (self.place >= self.begins[:, None]) & (self.place < self._last[:, None])
+        open_ = (masks & inside).any(1)
+        # With a cache, sequences wait until the block is complete in all of them.
+        entry = ~(open_ & (self.left > 0)).any().expand_as(open_) if self.cached else torch.ones_like(open_)
+        self.taken.copy_(torch.where(open_ | ~entry, self.taken + 1, 0))
+        self.begins.copy_(torch.where(entry & ~open_, self._last, self.begins))
+        self.taking.copy_(self.left * (open_ | entry))
+        if self.cached:
+            self.form.copy_(entry)

@@ -29,7 +29,7 @@ from pdkernels.decoding._sampling import (
     without_,
 )
 from pdkernels.decoding._session import Session, is_end, judged_by_nan, not_numbers
-from pdkernels.decoding._steps import Rows, Steps, decoder
+from pdkernels.decoding._steps import Rows, Steps, decoder, record_first
 from pdkernels.decoding.traces import LinearStep
 from pdkernels.masks import full
 from pdkernels.ops import unmask_, verify_draft
@@ -40,15 +40,14 @@ Verification = Literal["compare", "rejection"]
 
 
 class LinearSteps(Steps):
-    """An entry: the next block's length; what was accepted of the last one, the token after it, the forwards it took; the last
-    block, the verifier's predictions for it.
+    """An entry: the next block's length; what was accepted of the last one, the next form (1: a verification), the token after it,
+    the forwards it took; the last block, the verifier's predictions for it.
 
     Args:
         block_size: the known token and the masks that are drafted after it; 1 is autoregressive decoding.
         threshold: 0 fills a block in one draft pass. Above, a pass fills the slots whose confidence reaches it, and always the
-            best one, until none is masked. Only the confidences tell whether another pass is needed, so the host reads them
-            after each but the last possible pass: the device is read once per forward, not once per step. A speculative pass
-            would cost a forward, more than the wait.
+            best one, until none is masked. Only the confidences tell whether another pass is needed, so the device is read once
+            per forward, not once per step. A speculative pass would cost a forward, more than the wait.
         temperature: of draft and verifier; 0 is greedy.
         verification: "compare" accepts a draft token that equals the verifier's own draw, "rejection" accepts draft token x
             with probability ``min(1, p(x) / q(x))``: the same distribution, more accepted. It needs threshold 0.
@@ -87,7 +86,7 @@ class LinearSteps(Steps):
         # At temperature 0 both verifications are the same.
         self.rejection = verification == "rejection" and temperature > 0 and block_size > 1
         self.most_passes = min(1, block_size - 1) if threshold == 0 else block_size - 1  # each fills at least one slot
-        self.needs_host = "a threshold above 0" if self.most_passes > 1 else ""
+        self.forms = ("step", "verify") if self.most_passes > 1 else ("step",)
 
         self.cache = sizes.new_cache(page_size)
         device = self.cache.device
@@ -98,9 +97,17 @@ class LinearSteps(Steps):
         self.nothing = torch.zeros_like(self.cache.lengths)  # rows that a draft pass stores
         self.remaining = torch.zeros_like(self.cache.lengths)  # tokens left; 0 once a sequence is done
         self.forward = torch.zeros_like(self.cache.lengths)  # number of each sequence's last forward
-        self.entry = self.remaining.new_zeros(sizes.batch, 4 + 2 * block_size)
-        self.draft_lengths, self.accepted, self.known, self.forwards = self.entry[:, :4].unbind(1)
-        self.block, self.predictions = self.entry[:, 4:].split(block_size, 1)
+        self.begun = torch.zeros_like(self.cache.lengths)  # `forward` before the block
+        self.drafting = torch.zeros_like(self.cache.lengths)  # 1 while a block has masks
+        self.fresh = torch.ones(1, dtype=torch.bool, device=device)  # the next pass begins a block
+        self.entry = self.remaining.new_zeros(sizes.batch, 5 + 2 * block_size)
+        self.draft_lengths, self.accepted, self.form, self.known, self.forwards = self.entry[:, :5].unbind(1)
+        self.block, self.predictions = self.entry[:, 5:].split(block_size, 1)
+
+    @property
+    def most_entries(self) -> int:
+        """With draft passes as rounds, each of which fills a slot."""
+        return self.limit * (1 + (self.most_passes if len(self.forms) > 1 else 0))
 
     def start(self, session: Session) -> None:
         prompts, prompt_lengths = session.packed_prompts(session.longest, self.cache.device)
@@ -117,12 +124,24 @@ class LinearSteps(Steps):
             self.remaining.masked_fill_(is_end(first, self.ends), 0)
         self.draft_lengths.copy_(self.remaining.clamp(max=self.block_size))
         self.forward.fill_(1)
+        self.begun.fill_(1)
+        self.form.zero_()
+        self.fresh.fill_(True)
 
     def step(self, width: int | None = None, ragged: bool = True) -> None:
-        width = width or self.block_size
-        before = self.forward.clone()
         logits = self._draft()
+        if len(self.forms) > 1:
+            self.form.copy_((self.drafting == 0).all().expand_as(self.form))
+        else:
+            self._judge(logits, width or self.block_size, ragged)
 
+    def verify(self, width: int | None = None, ragged: bool = True) -> None:
+        """Judges the block that passes have filled."""
+        self._judge(None, width or self.block_size, ragged)
+        self.form.zero_()
+
+    def _judge(self, logits: torch.Tensor | None, width: int, ragged: bool) -> None:
+        """`logits`: of the draft, if their distribution is needed."""
         draft, lengths = self.block[:, :width], self.cache.lengths
         judged = self.model(draft, cache=self.cache, counts=self.draft_lengths if ragged else None)
         self.forward += 1
@@ -144,44 +163,46 @@ class LinearSteps(Steps):
         self.draft_lengths.copy_(self.remaining.clamp(max=self.block_size))
         self.accepted.copy_(verdict.accepted).masked_fill_(broken, -1)
         self.known.copy_(verdict.next_token)
-        self.forwards.copy_(self.forward - before)
+        self.forwards.copy_(self.forward - self.begun)
+        self.begun.copy_(self.forward)
+        self.fresh.fill_(True)
         self.predictions[:, :width] = predictions
 
     def _draft(self) -> torch.Tensor | None:
-        """Fills the block after its known token; returns the last pass's logits if their distribution is needed."""
+        """A pass over the block after its known token; returns its logits if their distribution is needed."""
         self.block[:, 0] = self.known.clamp(min=0)  # -1 in a finished sequence
-        masks = self.block[:, 1:].fill_(self.mask_token)
-        drafting = (self.draft_lengths > 0).long()
-        windows = torch.stack([self.nothing, drafting * (self.block_size - 1)], 1)
-        for more in reversed(range(self.most_passes)):
-            self.forward += drafting
-            # It only reads the cache: a draft pass leaves nothing but the draft.
-            hidden = self.model.hidden(
-                self.block, cache=self.cache, counts=self.nothing, mask=self.everything, adapted=self.model.has_adapter
-            )[:, 1:]
-            positions, numbers = self.cache.lengths[:, None] + self.slot[1:], self.forward[:, None]
-            if self.rejection:  # which needs the probabilities of all tokens
-                logits = without_(self.model.logits(hidden), self.mask_token)
-                masks.copy_(draw(logits, positions, self.temperature, self.seeds, numbers))
-                return logits
-            # Neither temperature nor noise enters the confidence.
-            draws = noise(self.temperature, self.seeds, numbers, positions)
-            guesses = statistics(self.model, hidden, suppress=self.mask_token, top_k=1, **draws)
-            if self.threshold == 0:
-                masks.copy_(guesses.ids)
-                break
-            remaining = unmask_(
-                masks,
-                guesses.ids,
-                guesses.probs,
-                mask_token=self.mask_token,
-                windows=windows,
-                threshold=self.threshold,
-                backend=backend_of(guesses.probs.dtype),
-            ).remaining
-            if more and not remaining.any():  # the read of the device in a draft pass
-                break
-            drafting = (remaining > 0).long()
+        masks = self.block[:, 1:].masked_fill_(self.fresh, self.mask_token)
+        active = (self.draft_lengths > 0).long()
+        self.drafting.copy_(torch.where(self.fresh, active, self.drafting))
+        self.fresh.fill_(False)
+        if self.most_passes == 0:
+            return None
+        self.forward += self.drafting
+        # It only reads the cache: a draft pass leaves nothing but the draft.
+        hidden = self.model.hidden(
+            self.block, cache=self.cache, counts=self.nothing, mask=self.everything, adapted=self.model.has_adapter
+        )[:, 1:]
+        positions, numbers = self.cache.lengths[:, None] + self.slot[1:], self.forward[:, None]
+        if self.rejection:  # which needs the probabilities of all tokens
+            logits = without_(self.model.logits(hidden), self.mask_token)
+            masks.copy_(draw(logits, positions, self.temperature, self.seeds, numbers))
+            return logits
+        # Neither temperature nor noise enters the confidence.
+        draws = noise(self.temperature, self.seeds, numbers, positions)
+        guesses = statistics(self.model, hidden, suppress=self.mask_token, top_k=1, **draws)
+        if self.threshold == 0:
+            masks.copy_(guesses.ids)
+            return None
+        remaining = unmask_(
+            masks,
+            guesses.ids,
+            guesses.probs,
+            mask_token=self.mask_token,
+            windows=torch.stack([self.nothing, active * (self.block_size - 1)], 1),
+            threshold=self.threshold,
+            backend=backend_of(guesses.probs.dtype),
+        ).remaining
+        self.drafting.copy_(remaining.clamp(max=1))
         return None
 
     def _verdicts(
@@ -202,14 +223,14 @@ class LinearSteps(Steps):
         others = draw(rest, positions, 1.0, self.seeds, OWN)
         return torch.where(u * q.gather(-1, at)[..., 0] < p.gather(-1, at)[..., 0], guesses, others)
 
-    def opened(self, session: Session, rows: Rows) -> None:
-        session.forwards += 1
-        for sequence, row in enumerate(rows):
-            session.record_first(sequence, row[2])
+    def opened(self, session: Session, rows: Rows) -> int:
+        return record_first(session, rows, 3)
 
     def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
+        if len(self.forms) > 1 and not before[0][2]:
+            return 0  # a draft pass, which its verification counts
         taken_part = []
-        for sequence, ((length, *_), (_, accepted, known, forwards, *tokens)) in enumerate(zip(before, rows)):
+        for sequence, ((length, *_), (_, accepted, _, known, forwards, *tokens)) in enumerate(zip(before, rows)):
             if length:
                 drafted, judged = tokens[:length], tokens[self.block_size :][:length]
                 taken_part.append(forwards)

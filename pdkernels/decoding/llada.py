@@ -7,9 +7,12 @@ notes where that code differs; both take the same forwards, draw the same tokens
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+import torch
 
 from pdkernels._validation import check
+from pdkernels.decoding._canvas_steps import CanvasSteps
 from pdkernels.decoding._masked import Canvas, SamplingOptions, Window, blocks_of, checked_masked_model, share
 from pdkernels.decoding._masked_forward import WholeCanvas
 from pdkernels.decoding._sampling import (
@@ -21,6 +24,7 @@ from pdkernels.decoding._sampling import (
     checked_size,
 )
 from pdkernels.decoding._session import Session
+from pdkernels.decoding._steps import with_defaults
 
 _OP = "decoding.llada"
 
@@ -81,6 +85,35 @@ def decode(
     return fill(canvas, forward, blocks, steps, remasking == "random")
 
 
+class LladaSteps(CanvasSteps):
+    """`decode` with a schedule on the device."""
+
+    def __init__(self, sizes: Session, **options: Any) -> None:
+        chosen = with_defaults(decode, options)
+        revise, steps = chosen.pop("revise"), chosen["steps"]
+        self.needs_host = "a `revise` above 0" if revise > 0 else ""
+        canvas, blocks = begin(_OP, sizes, **chosen)
+        rows = [(first, last, quota) for first, last in blocks for quota in quotas(last - first, steps, len(blocks))]
+        self.schedule = torch.tensor(rows, device=canvas.tokens.device)
+        widest = max(last - first for first, last in blocks)
+        self._build(sizes, canvas, WholeCanvas(sizes, canvas), widest, random=chosen["remasking"] == "random")
+
+    def _plan(self, first_only: bool = False) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        # A sequence that is done stays at its last step, in which nothing is filled.
+        first, last, quota = self.schedule[self.number.clamp(max=len(self.schedule) - 1)].unbind(1)
+        return first, last, {"quota": quota.contiguous()}
+
+
+def quotas(masks: int, steps: int | None, blocks: int) -> list[int]:
+    """How many of a block's masks each of its forwards fills.
+
+    >>> quotas(4, None, 2), quotas(4, 6, 2), quotas(4, 20, 2)
+    ([1, 1, 1, 1], [2, 1, 1], [1, 1, 1, 1])
+    """
+    runs = masks if steps is None else min(masks, steps // blocks)
+    return [share(masks, runs, run) for run in range(runs)]
+
+
 def begin(
     op: str,
     session: Session,
@@ -135,8 +168,7 @@ def fill(canvas: Canvas, forward: WholeCanvas, blocks: list[Window], steps: int 
         return fill_all(canvas, forward, blocks, steps, random)
     for first, last in blocks:
         masks = last - first
-        runs = masks if steps is None else min(masks, steps // len(blocks))
-        for quota in [share(masks, runs, run) for run in range(runs)]:
+        for quota in quotas(masks, steps, len(blocks)):
             canvas.begin()
             step = canvas.open_on_device(first, last, masks, full=True)
             guesses = canvas.guess(forward(), step, forward.first_row)

@@ -16,15 +16,17 @@ from pdkernels._validation import check, check_type
 from pdkernels.decoding._recurrent import (
     NewState,
     Schedule,
+    after_prompts,
     checked_core,
     checked_model,
     checked_recurrences,
     checked_sampling,
-    prefill,
+    new_cache,
 )
 from pdkernels.decoding._recurrent_wave import Mixer, Rule, Wave, WaveOptions
 from pdkernels.decoding._sampling import Seed, checked_flag, checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session
+from pdkernels.decoding._steps import Rows, Steps, decoder, number_of, record_first
 from pdkernels.decoding.traces import RecurrentStep
 
 _OP = "decoding.recurrent_diffusion"
@@ -33,35 +35,10 @@ Exit = Literal["latent-diff", "fixed", "token-stability", "latent-acceleration"]
 _COMPARED = {"latent-diff": 1, "latent-acceleration": 2}  # earlier states that an exit test needs
 
 
-def decode(
-    session: Session,
-    *,
-    inner_recurrence: int = 4,
-    threshold: float = 0.03,
-    exit: Exit = "latent-diff",
-    noise: float = 0.0,
-    schedule: Schedule | None = None,
-    mixer: Mixer = "linear",
-    momentum: float = 0.1,
-    headway: int = 1,
-    max_wavefront: int = 128,
-    rule: Rule = "prefix",
-    new_state: NewState = "fresh",
-    guard: bool = True,
-    init_scale: float = 1.0,
-    kept_recurrences: int = 1,
-    recurrences: int | None = None,
-    max_recurrences: int | None = None,
-    stability: int | None = None,
-    temperature: float = 0.0,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    top_k: int | None = None,
-    seed: Seed = 0,
-    page_size: int | None = None,
-) -> int:
-    """Fills `session` from a wave of positions: a step refines all of them, freezes those at the front that are ready, appends
-    new ones.
+class WaveSteps(Steps):
+    """A step refines a wave of positions, freezes those at its front that are ready and appends new ones.
+
+    An entry: rows of a sequence's wave, how many were frozen; predictions and inputs of the rows, their distances as bits of fp64.
 
     Args:
         inner_recurrence: recurrences of a step.
@@ -84,85 +61,147 @@ def decode(
         stability: None: ``recurrences // inner_recurrence + 1``.
         kept_recurrences: as elsewhere; those of a step count from 0 in every step, as in the released code.
         seed: of states, noise, draws and guesses.
-
-    Returns:
-        Forwards that the sequences took part in, summed.
     """
-    model = checked_model(_OP, session)
-    recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)
-    sampling = checked_sampling(_OP, session, temperature, top_p, min_p, top_k, seed)
-    for name, size in (("inner_recurrence", inner_recurrence), ("headway", headway), ("max_wavefront", max_wavefront)):
-        checked_size(_OP, name, size)
-    checked_name(_OP, "exit", exit, get_args(Exit))
-    headway = min(headway, max_wavefront, max(1, session.max_new_tokens))  # more does not fit in the wave
-    if max_recurrences is not None:
-        check_type(type(max_recurrences) is int, _OP, "max_recurrences", "be an int", type(max_recurrences).__name__)
-        check(max_recurrences >= 0, _OP, "max_recurrences", "be at least 0", max_recurrences)
-    most = 4 * recurrences if max_recurrences is None else max_recurrences
-    if exit == "fixed":
-        most = min(recurrences, most) if most > 0 else recurrences
-    steady = recurrences // inner_recurrence + 1 if stability is None else checked_size(_OP, "stability", stability)
-    core = checked_core(_OP, model, max(recurrences, inner_recurrence), init_scale, kept_recurrences)
-    options = WaveOptions(
-        inner_recurrence=inner_recurrence,
-        threshold=checked_number(_OP, "threshold", threshold),
-        noise=checked_number(_OP, "noise", noise),
-        schedule=checked_name(_OP, "schedule", "linear" if schedule is None else schedule, get_args(Schedule)),
-        mixer=checked_name(_OP, "mixer", mixer, get_args(Mixer)),
-        momentum=checked_number(_OP, "momentum", momentum, 1.0),
-        headway=headway,
-        max_wavefront=max_wavefront,
-        new_state=checked_name(_OP, "new_state", new_state, get_args(NewState)),
-        compared=_COMPARED.get(exit, 0),
-        horizon=recurrences,
-        rule=checked_name(_OP, "rule", rule, get_args(Rule)),
-        guard=checked_flag(_OP, "guard", guard),
-        max_recurrences=most,
-        stability=steady if exit == "token-stability" else 0,
-        init_scale=init_scale,
-        kept=core.kept,
-    )
-    check(noise != math.inf, _OP, "noise", "be finite", noise)
-    if session.max_new_tokens == 0:
-        return 0
-    start = prefill(session, recurrences, sampling, page_size, core)
-    return run(session, Wave(session, start, options, sampling), [int(active) for active in start.active])
 
+    def __init__(
+        self,
+        sizes: Session,
+        *,
+        inner_recurrence: int = 4,
+        threshold: float = 0.03,
+        exit: Exit = "latent-diff",
+        noise: float = 0.0,
+        schedule: Schedule | None = None,
+        mixer: Mixer = "linear",
+        momentum: float = 0.1,
+        headway: int = 1,
+        max_wavefront: int = 128,
+        rule: Rule = "prefix",
+        new_state: NewState = "fresh",
+        guard: bool = True,
+        init_scale: float = 1.0,
+        kept_recurrences: int = 1,
+        recurrences: int | None = None,
+        max_recurrences: int | None = None,
+        stability: int | None = None,
+        temperature: float = 0.0,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        top_k: int | None = None,
+        seed: Seed = 0,
+        page_size: int | None = None,
+    ) -> None:
+        model = checked_model(_OP, sizes)
+        recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)
+        sampling = checked_sampling(_OP, sizes, temperature, top_p, min_p, top_k, seed)
+        for name, size in (
+            ("inner_recurrence", inner_recurrence),
+            ("headway", headway),
+            ("max_wavefront", max_wavefront),
+        ):
+            checked_size(_OP, name, size)
+        checked_name(_OP, "exit", exit, get_args(Exit))
+        headway = min(headway, max_wavefront, max(1, sizes.max_new_tokens))  # more does not fit in the wave
+        if max_recurrences is not None:
+            check_type(
+                type(max_recurrences) is int, _OP, "max_recurrences", "be an int", type(max_recurrences).__name__
+            )
+            check(max_recurrences >= 0, _OP, "max_recurrences", "be at least 0", max_recurrences)
+        most = 4 * recurrences if max_recurrences is None else max_recurrences
+        if exit == "fixed":
+            most = min(recurrences, most) if most > 0 else recurrences
+        steady = recurrences // inner_recurrence + 1 if stability is None else checked_size(_OP, "stability", stability)
+        core = checked_core(_OP, model, max(recurrences, inner_recurrence), init_scale, kept_recurrences)
+        options = WaveOptions(
+            inner_recurrence=inner_recurrence,
+            threshold=checked_number(_OP, "threshold", threshold),
+            noise=checked_number(_OP, "noise", noise),
+            schedule=checked_name(_OP, "schedule", "linear" if schedule is None else schedule, get_args(Schedule)),
+            mixer=checked_name(_OP, "mixer", mixer, get_args(Mixer)),
+            momentum=checked_number(_OP, "momentum", momentum, 1.0),
+            headway=headway,
+            max_wavefront=max_wavefront,
+            new_state=checked_name(_OP, "new_state", new_state, get_args(NewState)),
+            compared=_COMPARED.get(exit, 0),
+            horizon=recurrences,
+            rule=checked_name(_OP, "rule", rule, get_args(Rule)),
+            guard=checked_flag(_OP, "guard", guard),
+            max_recurrences=most,
+            stability=steady if exit == "token-stability" else 0,
+            init_scale=init_scale,
+            kept=core.kept,
+        )
+        check(noise != math.inf, _OP, "noise", "be finite", noise)
+        self.model, self.limit, self.recurrences, self.inner = (
+            model,
+            sizes.max_new_tokens,
+            recurrences,
+            inner_recurrence,
+        )
+        self.sampling, self.core, self.most = sampling, core, most
+        self.needs_host = "" if most > 0 else "max_recurrences=0, with which a row may never be ready"
+        self.cache = new_cache(sizes, page_size, core)
+        self.wave = Wave(sizes, self.cache, sizes.ends_on(self.cache.lengths.device), options, sampling)
+        self.remaining, self.room = self.wave.remaining, self.wave.room
+        self.entry = self.remaining.new_zeros(sizes.batch, 2 + 3 * self.room)
+        self.width, self.advance = self.entry[:, :2].unbind(1)
+        self.predictions, self.inputs, self.distances = self.entry[:, 2:].split(self.room, 1)
 
-def run(session: Session, wave: Wave, widths: list[int]) -> int:
-    """Steps until all sequences have finished; `widths` is the host's copy of the wave's widths."""
-    taken_part = session.batch
-    cursors = [len(prompt) for prompt in session.prompts]
-    session.stop_(widths, wave.width, wave.remaining)
-    while (rows := max(widths)) > 0:
-        if wave.tokens.is_cuda:  # so that shapes repeat
-            rows = min(1 << (rows - 1).bit_length(), wave.room)
-        inputs = wave.tokens[:, :rows].clone() if session.trace is not None else None
-        predictions, distance = wave.step(rows, whole=min(widths) == rows)
+    @property
+    def most_entries(self) -> int:
+        """The first row of a wave is ready after `max_recurrences`, a step later if its token was new."""
+        return 1 + self.limit * (1 + -(-self.most // self.inner))
+
+    def start(self, session: Session) -> None:
+        self.cache.lengths.zero_()
+        tokens, written, *_ = after_prompts(session, self.cache, self.recurrences, self.sampling, self.core)
+        self.wave.start(session, tokens)
+        self.predictions[:, 0] = written
+        self._write(torch.zeros_like(self.advance), written < 0)
+
+    def step(self, width: int | None = None, ragged: bool = True) -> None:
+        wave, rows = self.wave, width or self.room
+        if width is not None and wave.tokens.is_cuda:  # so that shapes repeat
+            rows = min(1 << (rows - 1).bit_length(), self.room)
+        active = wave.width > 0
+        self.inputs.copy_(wave.tokens[:, : self.room])
+        predictions, distance = wave.step(rows, whole=not ragged and rows == width)
+        self.predictions[:, :rows] = predictions
+        self.distances[:, :rows] = distance.double().view(torch.int64)
+        # It would never settle.
+        self._write(wave.advance, (predictions[:, 0] < 0) & active)
+
+    def _write(self, advance: torch.Tensor, broken: torch.Tensor) -> None:
+        self.wave.width.masked_fill_(broken, 0)
+        self.width.copy_(self.wave.width)
+        self.advance.copy_(advance.masked_fill(broken, -1))
+
+    def halt(self, session: Session, rows: Rows) -> Rows:
+        rows = super().halt(session, rows)
+        if any(session.stopped):
+            self.wave.width.copy_(self.width)
+        return rows
+
+    def opened(self, session: Session, rows: Rows) -> int:
+        session.recurrences, session.counts_recurrences = self.recurrences, True
+        self.cursors = [len(prompt) for prompt in session.prompts]
+        return record_first(session, rows, 2)
+
+    def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
         session.forwards += 1
-        session.recurrences += wave.options.inner_recurrence
-
-        # The one read of the device in a step.
-        facts = torch.stack([wave.advance, wave.width], 1)
-        if inputs is None:
-            poll = torch.cat([facts, predictions], 1).tolist()
-        else:  # fp64 holds them all exactly: distances, and integers up to 2**53
-            poll = torch.cat([part.double() for part in (facts, predictions, inputs, distance)], 1).tolist()
-        for sequence, row in enumerate(poll):
-            if (width := widths[sequence]) == 0:
+        session.recurrences += self.inner
+        for sequence, ((width, *_), (_, frozen, *columns)) in enumerate(zip(before, rows)):
+            if width == 0:
                 continue
-            frozen, widths[sequence] = int(row[0]), int(row[1])
-            predicted, drafts, moved = (row[2 + part * rows :][:width] for part in range(3))
-            predicted = [int(token) for token in predicted]
-            if predicted[0] < 0:  # it would never settle
-                session.fail_not_numbers(sequence)
+            predicted, drafts, bits = (columns[part * self.room :][:width] for part in range(3))
             if session.trace is not None:
-                drafts = [int(token) for token in drafts]
-                session.trace[sequence].append(RecurrentStep(cursors[sequence], drafts, predicted, moved, frozen))
+                moved = list(map(number_of, bits))
+                session.trace[sequence].append(RecurrentStep(self.cursors[sequence], drafts, predicted, moved, frozen))
             session.accepted[sequence].append(frozen)
-            cursors[sequence] += frozen
-            taken_part += 1
+            self.cursors[sequence] += frozen
             if frozen:  # all but the last of them were inputs of this step
                 session.emit(sequence, predicted[:frozen], frozen - 1)
-        session.stop_(widths, wave.width, wave.remaining)
-    return taken_part
+        return sum(row[0] > 0 for row in before)
+
+
+decode = decoder(WaveSteps)

@@ -5,19 +5,20 @@ Needs a GPU, a driver for CUDA 13.0 or newer and cuda-python: ``pip install 'pdk
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from pdkernels._validation import check, check_type, message
+from pdkernels._validation import check, check_memory, check_type, message
 from pdkernels.decoding import DecodeResult, OnTokens, check_options
 from pdkernels.decoding._prompts import Prompts
 from pdkernels.decoding._request import finished, open_session
 from pdkernels.decoding._session import MOST_POSITIONS, Session
 from pdkernels.decoding._steps import run
 from pdkernels.decoding.methods import METHODS
-from pdkernels.integrations.while_graph import WhileGraph, capture, require
+from pdkernels.integrations.while_graph import WhileGraph, capture, kinds_of, require
 from pdkernels.ops import log_step_
 from pdkernels.ops._library import DEBUG_CHECKS
 
@@ -39,13 +40,13 @@ class DeviceLoop:
     """One decoding method on one model, for generations that run on the device from the prompt to the last token.
 
     `pdkernels.decoding.generate` reads its device after every step. Here the step is captured once, in a conditional while
-    node of a CUDA graph. A kernel logs what the host would have read and sets the node's condition while a sequence
-    still continues (`pdkernels.log_step_`); the host reads the log at the end. Tokens, stats and traces are those of
-    `generate`.
+    node of a CUDA graph; where rounds have two forms, both are, and the device chooses. A kernel logs what the host would have
+    read and sets the node's condition while a sequence still continues (`pdkernels.log_step_`); the host reads the log at the
+    end. Tokens, stats and traces are those of `generate`.
 
     Args:
         model: a model on a GPU, as for `generate`. Its weights are read in place for as long as this object lives.
-        method: one that has `steps` (``autoregressive``, ``jacobi``, ``linear_self_speculation`` with threshold 0).
+        method: one that has `steps`; docs/device_loop.md lists them.
         batch: sequences of every generation.
         longest_prompt: most tokens that a prompt may have.
         max_new_tokens, end_tokens: as in `generate`.
@@ -116,10 +117,16 @@ class DeviceLoop:
                         "Use pdkernels.decoding.generate.",
                     )
                 )
-            # An entry for the prompts and one per step, which gives each active sequence at least one token.
             entry = self._steps.entry
-            self._log, self._count = entry.new_zeros(max_new_tokens, *entry.shape), entry.new_zeros(1)
+            words = self._steps.most_entries * entry.numel()
+            check_memory(_OP, "max_new_tokens", max_new_tokens, 8 * words, model.device)
+            self._log, self._count = entry.new_zeros(self._steps.most_entries, *entry.shape), entry.new_zeros(1)
             self._more = torch.zeros_like(self._count, dtype=torch.bool)
+            # The next form is above 0 or not, like the work that is left: the same kernel sets that condition, with a log that starts
+            # over in every round.
+            self._form = entry[:1, 2:3]
+            self._form_log, self._form_count = entry.new_zeros(2, 1, 1), entry.new_zeros(1)
+            self._second = torch.zeros_like(self._more)
             # A graph reads addresses: moving the model elsewhere must not free them.
             self._weights = [parameter.detach() for parameter in model.parameters()]
             self._assemble()
@@ -128,16 +135,34 @@ class DeviceLoop:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         # Compiles kernels and allocates tables and workspaces, which is impossible in a capture.
+        forms = [getattr(self._steps, name) for name in self._steps.forms]
+        if len(forms) > 1:
+            forms = [partial(self._round, form) for form in forms]
         with torch.cuda.stream(stream):
             self._steps.start(self._largest)
             self._record(None)
-            self._steps.step()
+            for form in forms:
+                form()
         torch.cuda.current_stream().wait_stream(stream)
-        self._captured = capture(self._steps.step, stream)
-        self._graph = WhileGraph(self._captured.raw_cuda_graph(), self._record, stream)
+        self._captured = [capture(form, stream) for form in forms]
+        raw = [captured.raw_cuda_graph() for captured in self._captured]
+        self._graph = WhileGraph(raw, self._record, stream, self._choose if len(forms) > 1 else None)
+
+    def _round(self, form: Callable[[], None]) -> None:
+        self._form_count.zero_()
+        form()
 
     def _record(self, handle: int | None) -> None:
         log_step_(self._log, self._count, self._more, self._steps.entry, handle=handle)
+
+    def _choose(self, handle: int) -> None:
+        log_step_(self._form_log, self._form_count, self._second, self._form, handle=handle)
+
+    @property
+    def nodes(self) -> dict[str, dict[str, int]]:
+        """For each form of the captured step, how many nodes of each kind it has: its launches, copies and memsets."""
+        graphs = zip(self._steps.forms, self._captured, strict=True)
+        return {form: kinds_of(captured.raw_cuda_graph()) for form, captured in graphs}
 
     def generate(self, prompt: Prompts, *, on_tokens: OnTokens | None = None, trace: bool = False) -> DecodeResult:
         """The result of `pdkernels.decoding.generate` for these prompts.
@@ -165,9 +190,10 @@ class DeviceLoop:
 
     def _decode(self, session: Session) -> int:
         if session.listens:
-            return run(self._steps, session, self._captured.replay)
+            return run(self._steps, session, [captured.replay for captured in self._captured])
         self._steps.start(session)
         self._count.zero_()
+        self._form_count.zero_()
         self._graph.launch()
         # The first and the last wait for the device.
         return self._steps.recorded(session, self._log[: int(self._count)].tolist())

@@ -3,17 +3,18 @@
     graph                                            a conditional node of type WHILE tests a value that kernels set
     ├─ kernel   sets the value
     └─ while    its value is not 0:
-       ├─ the captured graph, as a child
-       └─ kernel   sets the value
+       ├─ the captured graph, as a child; of two, a conditional node of type IF / ELSE chooses by a second value
+       └─ kernel   sets the value, and a second one the other
 
-The captured graph may hold kernels, copies and memsets of device memory: what PyTorch records for decoders. It must not have
+A captured graph may hold kernels, copies and memsets of device memory: what PyTorch records for decoders. It must not have
 conditional nodes or allocations: PyTorch's allocator serves those from a pool that belongs to its own graph object.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -54,37 +55,59 @@ def capture(step: Callable[[], None], stream: torch.cuda.Stream) -> torch.cuda.C
 
 
 class WhileGraph:
-    """Repeats a graph. It reads the memory of that graph's pool, so the object it came from must be kept alive.
+    """Repeats a graph, or one of two. It reads the memory of their pools, so the objects they came from must be kept alive.
 
     Args:
-        step: the raw `cudaGraph_t` of the body. It is copied.
-        set_condition: launches one kernel on the current stream that sets the condition of the given handle, before
+        forms: the raw `cudaGraph_t` of the body, or two of them. They are copied.
+        set_condition: launches kernels on the current stream that set the condition of the given handle, before
             the first round and after every round.
+        set_form: the same for a second handle: not 0 if the second of two forms is next.
         stream: used only for capturing.
     """
 
-    def __init__(self, step: int, set_condition: Callable[[int], None], stream: torch.cuda.Stream) -> None:
+    def __init__(
+        self,
+        forms: Sequence[int],
+        set_condition: Callable[[int], None],
+        stream: torch.cuda.Stream,
+        set_form: Callable[[int], None] | None = None,
+    ) -> None:
         context = _call(driver.cuCtxGetCurrent())
         graph = _call(driver.cuGraphCreate(0))
         release = weakref.finalize(self, driver.cuGraphDestroy, graph)
         release.atexit = False  # the driver may be gone by then
-        # By default a launch starts from 0: without a condition set there is no round, rather than endless rounds.
-        handle = _call(driver.cuGraphConditionalHandleCreate(graph, context, 0, driver.CU_GRAPH_COND_ASSIGN_DEFAULT))
+        # By default a launch starts from 0: without a condition set there is no round, rather than endless rounds. Handles belong
+        # to the outer graph even where the node is inside the body.
+        handles = [
+            _call(driver.cuGraphConditionalHandleCreate(graph, context, 0, driver.CU_GRAPH_COND_ASSIGN_DEFAULT))
+            for _ in forms
+        ]
 
-        _record(graph, [], stream, lambda: set_condition(int(handle)))
-        count = _call(driver.cuGraphGetNodes(graph, 0))[1]
-        entry = _call(driver.cuGraphGetNodes(graph, count))[0]
-        loop = driver.CUgraphNodeParams()
-        loop.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
-        loop.conditional.handle = handle
-        loop.conditional.type = driver.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_WHILE
-        loop.conditional.size = 1
-        loop.conditional.ctx = context
-        _call(driver.cuGraphAddNode(graph, entry, _plain_edges(entry), len(entry), loop))
+        def set_all() -> None:
+            set_condition(int(handles[0]))
+            if set_form is not None:
+                set_form(int(handles[1]))
 
-        body = loop.conditional.phGraph_out[0]
-        round_ = _call(driver.cuGraphAddChildGraphNode(body, None, 0, driver.CUgraph(step)))
-        _record(body, [round_], stream, lambda: set_condition(int(handle)))
+        def conditional(where: Any, after: list[Any], handle: Any, kind: str, size: int) -> tuple[Any, list[Any]]:
+            node = driver.CUgraphNodeParams()
+            node.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
+            node.conditional.handle = handle
+            node.conditional.type = getattr(driver.CUgraphConditionalNodeType, f"CU_GRAPH_COND_TYPE_{kind}")
+            node.conditional.size = size
+            node.conditional.ctx = context
+            added = _call(driver.cuGraphAddNode(where, after, _plain_edges(after), len(after), node))
+            return added, node.conditional.phGraph_out
+
+        _record(graph, [], stream, set_all)
+        (body,) = conditional(graph, nodes_of(graph), handles[0], "WHILE", 1)[1]
+        if len(forms) == 1:
+            round_ = _call(driver.cuGraphAddChildGraphNode(body, None, 0, driver.CUgraph(forms[0])))
+        else:
+            # The first graph of an IF node runs if its value is not 0, the second if it is.
+            round_, choices = conditional(body, [], handles[1], "IF", 2)
+            for choice, form in zip(choices, reversed(forms), strict=True):
+                _call(driver.cuGraphAddChildGraphNode(choice, None, 0, driver.CUgraph(form)))
+        _record(body, [round_], stream, set_all)
 
         self._executable = _call(driver.cuGraphInstantiate(graph, 0))
         executable = weakref.finalize(self, driver.cuGraphExecDestroy, self._executable)
@@ -94,6 +117,20 @@ class WhileGraph:
         """Launches it on the current stream, without waiting."""
         stream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
         _call(driver.cuGraphLaunch(self._executable, stream))
+
+
+def nodes_of(graph: Any) -> list[Any]:
+    """Its nodes."""
+    count = _call(driver.cuGraphGetNodes(graph, 0))[1]
+    return list(_call(driver.cuGraphGetNodes(graph, count))[0])
+
+
+def kinds_of(graph: int) -> dict[str, int]:
+    """How many nodes of each kind a raw `cudaGraph_t` has, such as ``{"kernel": 41, "memset": 2}``."""
+    types = [_call(driver.cuGraphNodeGetType(node)) for node in nodes_of(driver.CUgraph(graph))]
+    return dict(
+        Counter(driver.CUgraphNodeType(kind).name.removeprefix("CU_GRAPH_NODE_TYPE_").lower() for kind in types)
+    )
 
 
 def _record(graph: Any, after: list[Any], stream: torch.cuda.Stream, launch: Callable[[], None]) -> None:

@@ -197,21 +197,48 @@ def small(device: Device, launches: int, moved: float, waits: int) -> float:
     return launches * device.launch + moved / device.memory + waits * device.latency
 
 
+def cut(device: Device, slots: Sequence[int], rows: int, width: int) -> float:
+    """Seconds of the kernel that finds what top-p keeps: a block a row, which reads it in as many passes as there are `slots`, of a
+    warp for 256 logits; a search through the bins after each pass but the first."""
+    turns = -(-rows // device.sms) * width / 256
+    passes = (max(turns * each / (4 * device.clock), rows * width * 2 / device.memory) for each in slots)
+    return sum(passes) + device.launch + 4 * device.latency
+
+
 def region_slots() -> float | None:
     """What a warp issues for a region of 2048 bf16 logits; None without nvcc."""
-    from setup import CUDA_ARCHS
-    from tests.harness.budgets import INCLUDE_DIRS, KERNEL_FOLDER, compile_kernels
-    from tests.harness.sass import cheapest_way, disassemble
+    from tests.harness.sass import cheapest_way
+
+    return (
+        None
+        if find_nvcc() is None
+        else cheapest_way(statistics_kernel("token_region_kernel", "Lb1ELb0E"), "MUFU.EX2", 64)
+    )
+
+
+def cut_slots() -> list[int] | None:
+    """What a warp issues for 256 bf16 logits in each pass of the cut: the largest, masses into bins, what is left. None without nvcc."""
+    from tests.harness.sass import cheapest_way, outer_loops
 
     if find_nvcc() is None:
         return None
+    passes = outer_loops(statistics_kernel("token_cut_kernel", "Li8E"), "LDG")[:3]
+    return [cheapest_way(loop, *(("MUFU.EX2", 8) if number == 1 else ("LDG", 1))) for number, loop in enumerate(passes)]
+
+
+def statistics_kernel(name: str, variant: str) -> Any:
+    """The machine code of a kernel of vocabulary statistics for bf16."""
+    from setup import CUDA_ARCHS
+    from tests.harness.budgets import INCLUDE_DIRS, KERNEL_FOLDER, compile_kernels
+    from tests.harness.sass import disassemble
+
     code = compile_kernels(KERNEL_FOLDER / "token_statistics.cu", INCLUDE_DIRS, CUDA_ARCHS)
     found = disassemble(code, "sm_90a")
-    (kernel,) = (body for name, body in found.items() if "token_region_kernelI13__nv_bfloat16Lb1ELb0E" in name)
-    return cheapest_way(kernel, "MUFU.EX2", 64)
+    (kernel,) = (body for mangled, body in found.items() if f"{name}I13__nv_bfloat16{variant}" in mangled)
+    return kernel
 
 
-def rows(device: Device, figures: dict[str, Any], slots: float | None) -> list[Row]:
+def rows(device: Device, figures: dict[str, Any], slots: float | None, cuts: Sequence[int] | None = None) -> list[Row]:
     """The table."""
     us = 1e-6
     noisy = Attention(device, figures, masks.noise_aware_causal(512, 32, 64, layout="streams").plan(128, 128), (28, 4))
@@ -227,6 +254,8 @@ def rows(device: Device, figures: dict[str, Any], slots: float | None) -> list[R
         found.append(
             Row("token statistics 256 x 126,464", 15.1 * us, 17.5 * us, statistics(device, slots, 256, 126464))
         )
+    if cuts is not None:
+        found.append(Row("top-p cut 256 x 126,464", 15.1 * us, 40 * us, cut(device, cuts, 256, 126464)))
     found += [
         Row(f"LM head, {count} rows", floor * us, goal * us, *head(device, figures, count, 126464, 4096))
         for count, floor, goal in ((256, 336, 370), (64, 241, 245))
@@ -260,7 +289,7 @@ def controls(device: Device, figures: dict[str, Any]) -> list[tuple[str, float, 
     ]
 
 
-def markdown(device: Device, figures: dict[str, Any], slots: float | None) -> str:
+def markdown(device: Device, figures: dict[str, Any], slots: float | None, cuts: Sequence[int] | None = None) -> str:
     """Loops, rows and controls, for docs/gpu_proof.md."""
 
     def time(seconds: float) -> str:
@@ -271,7 +300,7 @@ def markdown(device: Device, figures: dict[str, Any], slots: float | None) -> st
         "| work | floor | goal | predicted now | over its goal | makespan / mean |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    for row in rows(device, figures, slots):
+    for row in rows(device, figures, slots, cuts):
         over = f"{(row.predicted / row.goal - 1) * 100:+.0f} %"
         balance = "" if row.balance is None else f" {row.balance:.2f}"
         lines.append(
@@ -311,7 +340,7 @@ def main(arguments: list[str] | None = None) -> int:
     from tests.harness.loop_figures import measure
 
     slots = region_slots()
-    print(f"Predicted for an {device.name}, not measured.\n\n{markdown(device, measure(), slots)}")
+    print(f"Predicted for an {device.name}, not measured.\n\n{markdown(device, measure(), slots, cut_slots())}")
     if slots is None:
         print("\nToken statistics are missing: nvcc was not found. It comes with the CUDA toolkit.", file=sys.stderr)
     return 0

@@ -41,6 +41,7 @@ INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torc
 READING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 _log: list[str] | None = None  # of `waits`
+_calls: list[tuple[Any, Any]] | None = None  # of `operators`
 _table: Tensor | None = None
 
 # What CUDA builds have and CPU builds lack: switching to the device, a no-op here.
@@ -132,6 +133,8 @@ def run(function: Any, args: Any, kwargs: Any) -> Any:
         lambda x: x.held if isinstance(x, Pretended) else CPU if isinstance(x, torch.device) else x, (args, kwargs)
     )
     chosen = STAND_INS.get(function, function) if there else function
+    if _calls is not None and stays:
+        _calls.append((function, args))
     if _log is not None and (event := _event(function, args, kwargs, stays)):
         _log.append(event)
     result = chosen(*plain[0], **plain[1])
@@ -237,3 +240,14 @@ def waits(embedding: Tensor | None = None) -> Iterator[list[str]]:
         yield log
     finally:
         _log, _table = before
+
+
+@contextmanager
+def operators() -> Iterator[list[tuple[Any, Any]]]:
+    """Every operator that runs on the pretended GPU, with its positional arguments, in order."""
+    global _calls
+    before, _calls = _calls, []
+    try:
+        yield _calls
+    finally:
+        _calls = before

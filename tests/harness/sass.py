@@ -111,6 +111,15 @@ def steady_loops(code: Sequence[Instruction]) -> list[list[Instruction]]:
     return sorted((list(code[a : b + 1]) for a, b in inner), key=len, reverse=True)
 
 
+def outer_loops(code: Sequence[Instruction], once: str) -> list[list[Instruction]]:
+    """Loops with a single instruction called `once`, which are in no larger such loop, in the order of the code; an exit ends each."""
+    at = {instruction.address: i for i, instruction in enumerate(code)}
+    spans = [(at[t], i) for i, x in enumerate(code) if (t := x.target) is not None and t < x.address and t in at]
+    single = [(a, b) for a, b in spans if sum(x.name.startswith(once) for x in code[a : b + 1]) == 1]
+    outer = [(a, b) for a, b in single if not any((c, d) != (a, b) and c <= a and b <= d for c, d in single)]
+    return [[*code[a : b + 1], Instruction(code[b].address + 1, "", "EXIT", "")] for a, b in sorted(outer)]
+
+
 def mix(code: Sequence[Instruction]) -> Counter[str]:
     """How often each opcode occurs in the code, without its modifiers."""
     return Counter(x.name.split(".")[0] for x in code)

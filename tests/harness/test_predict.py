@@ -56,7 +56,7 @@ def test_programs_end_together(name: str, figures: dict[str, Any]) -> None:
 @requires_triton
 @compiled
 def test_predictions(figures: dict[str, Any]) -> None:
-    found = {row.work: row for row in predict.rows(H200, figures, slots=650)}
+    found = {row.work: row for row in predict.rows(H200, figures, slots=650, cuts=[110, 250, 120])}
     assert all(row.floor < row.predicted for row in found.values())
     assert found["block-sparse forward, noise-aware 4608"].predicted <= 1.1 * 195e-6
     (_, flex, _), (_, flash, _) = predict.controls(H200, figures)
@@ -70,7 +70,7 @@ def test_predictions(figures: dict[str, Any]) -> None:
 def test_the_page_has_these_predictions(figures: dict[str, Any]) -> None:
     page = (ROOT / "docs" / "gpu_proof.md").read_text()
     table = page.partition("<!-- predict -->\n")[2].partition("\n<!-- /predict -->")[0]
-    assert table == predict.markdown(H200, figures, predict.region_slots())
+    assert table == predict.markdown(H200, figures, predict.region_slots(), predict.cut_slots())
 
 
 def test_without_cuobjdump(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

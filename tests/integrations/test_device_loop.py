@@ -57,7 +57,7 @@ def test_generations_through_cuda_python_and_a_fake_driver() -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     answer = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    assert "7 cases went well" in answer.stdout
+    assert "13 cases went well" in answer.stdout
 
 
 # --- what a machine must have -------------------------------------------------------------------------------------------
@@ -109,8 +109,9 @@ def test_enough_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "text, changed",
     {
-        "NotImplementedError: method must be one of autoregressive, jacobi, linear_self_speculation, "
-        "quadratic_self_speculation, got 'llada'": {"method": "llada"},
+        "NotImplementedError: method must be one of autoregressive, jacobi, linear_self_speculation, .*, got 'dream'": {
+            "method": "dream"
+        },
         "TypeError: options must be those of method 'autoregressive', got 'window'": {"window": 3},
         "batch must be at least 1, got 0": {"batch": 0},
         "TypeError: longest_prompt must be an int, got float": {"longest_prompt": 1.5},
@@ -133,8 +134,17 @@ CASES = [
     ("tiny-code", "jacobi", {"draft": "lookup", "block_size": 6}),
     ("tiny-trimode", "linear_self_speculation", {"block_size": 8}),
     ("tiny-trimode", "linear_self_speculation", {"block_size": 6, "temperature": 0.8, "verification": "rejection"}),
+    ("tiny-trimode", "linear_self_speculation", {"block_size": 6, "threshold": 0.7}),
+    ("tiny-trimode", "block_diffusion", {"block_size": 6}),
     ("tiny-recurrent", "autoregressive", {}),
+    ("tiny-recurrent", "recurrent_diffusion", {"max_wavefront": 6}),
 ]
+MASKED = [
+    ("tiny-masked", "llada", {"block_size": 8, "temperature": 0.8}),
+    ("tiny-masked", "fast_dllm", {"block_size": 8, "cache": "none"}),
+    ("tiny-masked", "fast_dllm", {"block_size": 6, "page_size": 3}),
+]
+SUMS = [["482 + 967 = ?", "7 + 12 = ?"], ["51 + 64 = ?", "8 + 8 = ?"]]
 PROMPTS = [["class Node:", "import os\n"], ["def test_", "    return "], ["a", "for i in range("]]
 
 
@@ -146,13 +156,13 @@ def same(a: pd.decoding.DecodeResult, b: pd.decoding.DecodeResult) -> None:
 
 @needs_gpu
 @pytest.mark.parametrize("limit", [2, 40])
-@pytest.mark.parametrize("name, method, options", CASES)
+@pytest.mark.parametrize("name, method, options", CASES + MASKED)
 def test_captured_generations_are_those_of_generate(
     name: str, method: str, options: dict[str, Any], limit: int
 ) -> None:
     model = pd.models.load(name).cuda()
     loop = DeviceLoop(model, method, batch=2, longest_prompt=40, max_new_tokens=limit, **options)
-    for prompts in PROMPTS:
+    for prompts in SUMS if name == "tiny-masked" else PROMPTS:
         result = loop.generate(prompts, trace=True)
         same(result, pd.decoding.generate(model, prompts, method, max_new_tokens=limit, trace=True, **options))
         same(loop.generate(prompts, trace=True), result)

@@ -20,6 +20,7 @@ from pdkernels.decoding import find
 from pdkernels.decoding._request import finished, open_session
 from pdkernels.models.attention import _causal_plan
 
+SUMS = ["482 + 967 = ?", "7 + 12 = ?", "51 + 64 = ?"]
 STARTS = ["class Node:", "import os\n", "def test_", "    return ", "a", "for i in range("]
 CASES = [
     ("tiny-code", "autoregressive", {}),
@@ -30,9 +31,28 @@ CASES = [
     ("tiny-trimode", "linear_self_speculation", {"block_size": 7}),
     ("tiny-trimode", "linear_self_speculation", {"block_size": 5, "temperature": 0.7, "verification": "rejection"}),
     ("tiny-trimode", "linear_self_speculation", {"block_size": 2, "threshold": 0.9}),
+    ("tiny-trimode", "linear_self_speculation", {"block_size": 5, "threshold": 0.7}),
+    ("tiny-trimode", "block_diffusion", {"block_size": 5}),
+    (
+        "tiny-trimode",
+        "block_diffusion",
+        {"block_size": 4, "threshold": None, "temperature": 0.7, "refresh": "bidirectional"},
+    ),
     ("tiny-trimode", "quadratic_self_speculation", {"block_size": 5}),
     ("tiny-trimode", "quadratic_self_speculation", {"block_size": 4, "temperature": 0.7, "seed": 3}),
     ("tiny-recurrent", "autoregressive", {}),
+    ("tiny-recurrent", "recurrent_diffusion", {"max_wavefront": 4}),
+    (
+        "tiny-recurrent",
+        "recurrent_diffusion",
+        {"exit": "latent-acceleration", "headway": 2, "noise": 0.1, "temperature": 0.7},
+    ),
+    ("tiny-masked", "llada", {"steps": 3, "temperature": 0.7, "seed": 4}),
+    ("tiny-masked", "llada", {"block_size": 3, "remasking": "random", "no_end": True}),
+    ("tiny-masked", "llada", {"late_end": True, "guidance": 0.5}),
+    ("tiny-masked", "fast_dllm", {"block_size": 4, "cache": "none"}),
+    ("tiny-masked", "fast_dllm", {"block_size": 32, "threshold": None, "steps": 3, "cache": "prefix"}),
+    ("tiny-masked", "fast_dllm", {"block_size": 4, "threshold": None, "factor": 0.5, "temperature": 0.7}),
 ]
 IDS = [f"{method}-{'-'.join(map(str, options.values()))}-{name}" for name, method, options in CASES]
 
@@ -43,14 +63,15 @@ def by_the_log(
     """A generation that reads only `more` from the device; the session gets everything from the log, at the end."""
     session, single = open_session(model, prompts, limit, ends, trace=True)
     entry = steps.entry
-    log, count = entry.new_zeros(limit, *entry.shape), entry.new_zeros(1)
+    log, count = entry.new_zeros(steps.most_entries, *entry.shape), entry.new_zeros(1)
     more = torch.ones(1, dtype=torch.bool)
+    forms = [getattr(steps, name) for name in steps.forms]
 
     def decode() -> int:
         steps.start(session)
         pd.log_step_(log, count, more, entry)
         while more:
-            steps.step()
+            forms[int(entry[0, 2]) if len(forms) > 1 else 0]()
             pd.log_step_(log, count, more, entry)
         return steps.recorded(session, log[: int(count)].tolist())
 
@@ -59,15 +80,17 @@ def by_the_log(
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 @given(data=st.data())
-@settings(max_examples=4)
+@settings(max_examples=3)
 def test_log_of_full_width_steps_is_the_generation(case: tuple[str, str, dict[str, Any]], data: st.DataObject) -> None:
     name, method, options = case
     model = pd.models.load(name)
-    prompts = data.draw(st.lists(st.sampled_from(STARTS), min_size=1, max_size=3))
-    limit, page_size = data.draw(st.integers(2, 14)), data.draw(st.sampled_from([None, 1, 3, 16]))
-    greedy = pd.decoding.generate(model, prompts, max_new_tokens=limit, end_tokens=())
-    ends = data.draw(st.sampled_from([None, (), *{(ids[-1].item(),) for ids in greedy.tokens}]))
-    options = options | {"page_size": page_size}
+    starts = SUMS if name == "tiny-masked" else STARTS
+    prompts = data.draw(st.lists(st.sampled_from(starts), min_size=1, max_size=3))
+    limit = data.draw(st.integers(2, 10 if name == "tiny-masked" else 14))
+    if "page_size" in find(method).options:
+        options = options | {"page_size": data.draw(st.sampled_from([None, 1, 3, 16]))}
+    free = pd.decoding.generate(model, prompts, method, max_new_tokens=limit, end_tokens=(), **options)
+    ends = data.draw(st.sampled_from([None, (), *{(ids[len(ids) // 2].item(),) for ids in free.tokens}]))
 
     # The same steps serve several sessions, of which the first was the largest.
     largest, _ = open_session(model, [[1] * 20] * len(prompts), limit, ends)
@@ -114,28 +137,32 @@ def test_step_neither_reads_the_device_nor_sends_it_anything(
     model = copy.deepcopy(pd.models.load(name)).to("meta")
     session, _ = open_session(model, [[1, 2, 3], [1]], 12, None)
     with torch.inference_mode():
-        steps = find(method).steps(session, **options, page_size=page_size)
+        if "page_size" in find(method).options:
+            options = options | {"page_size": page_size}
+        steps = find(method).steps(session, **options)
         assert steps.entry.device.type == "meta"
         steps.start(session)
-        steps.step()
+        forms = [getattr(steps, name) for name in steps.forms]
+        for form in forms:
+            form()
         # Nor does a step make tensors from numbers on the host, except filled ones.
         for maker in ("tensor", "as_tensor", "from_numpy"):
             monkeypatch.setattr(torch, maker, None)
         with NoCopies():
-            steps.step()
+            for form in forms:
+                form()
 
 
-def test_threshold_is_what_needs_the_host(a_device_without_memory: None) -> None:
-    model, steps = pd.models.load("tiny-trimode"), find("linear_self_speculation").steps
-    session, _ = open_session(model, [[1]], 4, None)
-    assert not steps(session, block_size=4).needs_host
-    assert steps(session, block_size=3, threshold=0.5).needs_host
-    assert not steps(session, block_size=2, threshold=0.5).needs_host
-    session, _ = open_session(copy.deepcopy(model).to("meta"), [[1]], 4, None)
-    with torch.inference_mode(), pytest.raises(RuntimeError, match="meta tensors"):
-        asking = steps(session, block_size=4, threshold=0.5)
-        asking.start(session)
-        asking.step()
+def test_options_that_need_the_host() -> None:
+    session, _ = open_session(pd.models.load("tiny-masked"), [[1]], 4, None)
+    assert not find("llada").steps(session).needs_host
+    assert find("llada").steps(session, revise=0.1).needs_host == "a `revise` above 0"
+    session, _ = open_session(pd.models.load("tiny-trimode"), [[1]], 4, None)
+    assert not find("quadratic_self_speculation").steps(session).needs_host
+    assert find("quadratic_self_speculation").steps(session, ensemble_weight=0.5).needs_host
+    session, _ = open_session(pd.models.load("tiny-recurrent"), [[1]], 4, None)
+    assert not find("recurrent_diffusion").steps(session).needs_host
+    assert find("recurrent_diffusion").steps(session, max_recurrences=0).needs_host
 
 
 def test_what_a_graph_may_have_captured_is_never_freed() -> None:

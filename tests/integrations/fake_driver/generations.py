@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,31 +26,44 @@ CASES = [
         "linear_self_speculation",
         {"block_size": 6, "temperature": 0.8, "verification": "rejection", "page_size": 3},
     ),
+    ("tiny-trimode", "linear_self_speculation", {"block_size": 6, "threshold": 0.7}),
+    ("tiny-trimode", "block_diffusion", {"block_size": 6}),
     ("tiny-recurrent", "autoregressive", {}),
+    ("tiny-recurrent", "recurrent_diffusion", {"max_wavefront": 6, "page_size": 4}),
+    ("tiny-masked", "llada", {"block_size": 8, "temperature": 0.8}),
+    ("tiny-masked", "fast_dllm", {"block_size": 8, "cache": "none"}),
+    ("tiny-masked", "fast_dllm", {"block_size": 6, "page_size": 3}),
 ]
+SUMS = [["482 + 967 = ?", "7 + 12 = ?"], ["51 + 64 = ?", "8 + 8 = ?"]]
 PROMPTS = [["class Node:", "import os\n"], ["def test_", "    return "], ["a", "for i in range("]]
 
 
 def check_case(driver: FakeDriver, name: str, method: str, options: dict[str, object], limit: int) -> None:
     model = pd.models.load(name)
     loop = DeviceLoop(model, method, batch=2, longest_prompt=40, max_new_tokens=limit, **options)
-    step, rounds = loop._steps.step, [0]
+    rounds, forms = [0], loop._steps.forms
+    assert loop.nodes == {form: {"kernel": 1} for form in forms}  # as this driver captures them
 
-    def counted(*arguments: object) -> None:
-        rounds[0] += 1
-        step(*arguments)
+    def counted(form: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            rounds[0] += 1
+            form()
 
-    driver.functions = [counted if function == step else function for function in driver.functions]
-    for prompts in PROMPTS:
+        return run
+
+    own = {loop._steps.step, *driver.captures[-len(forms) :]}
+    driver.functions = [counted(function) if function in own else function for function in driver.functions]
+    for prompts in SUMS if name == "tiny-masked" else PROMPTS:
         rounds[0] = 0
         result = loop.generate(prompts, trace=True)
         expected = pd.decoding.generate(model, prompts, method, max_new_tokens=limit, trace=True, **options)
         assert [ids.tolist() for ids in result.tokens] == [ids.tolist() for ids in expected.tokens]
         assert result.text == expected.text
-        for fact in ("method", "forwards", "tokens", "tokens_per_forward", "accepted", "trace"):
+        for fact in ("method", "forwards", "recurrences", "tokens", "tokens_per_forward", "accepted", "trace"):
             assert getattr(result.stats, fact) == getattr(expected.stats, fact), fact
         # One round for every draft of the slowest sequence, and none after the end.
-        assert rounds[0] == max(len(accepted) for accepted in expected.stats.accepted)
+        drafts = max(len(accepted) for accepted in expected.stats.accepted)
+        assert rounds[0] == (drafts if len(forms) == 1 else expected.stats.forwards - (name != "tiny-masked"))
         heard: list[tuple[int, list[int], int]] = []
         streamed = loop.generate(prompts, trace=True, on_tokens=lambda *news, heard=heard: heard.append(news))
         assert streamed.text == result.text and streamed.stats.trace == result.stats.trace
@@ -77,8 +91,8 @@ def check_errors(driver: FakeDriver) -> None:
         loop.generate([1, 2, 3, 4])
     with pytest.raises(ValueError, match="prompt must hold 1 sequences, got 2"):
         loop.generate([[1], [2]])
-    with pytest.raises(NotImplementedError, match="leave the host out of a step, got a threshold above 0"):
-        DeviceLoop(pd.models.load("tiny-trimode"), "linear_self_speculation", longest_prompt=3, threshold=0.9)
+    with pytest.raises(NotImplementedError, match="leave the host out of a step, got a `revise` above 0"):
+        DeviceLoop(pd.models.load("tiny-masked"), "llada", longest_prompt=3, revise=0.1)
     with pytest.raises(
         RuntimeError,
         match=r"the driver must take the graph, got CUDA_ERROR_INVALID_VALUE \(refused by the fake driver\)",
@@ -94,7 +108,7 @@ def main() -> None:
     driver = FakeDriver(Path(sys.argv[1]))
     install(driver)
     for case in CASES:
-        for limit in (2, 17):
+        for limit in (9,) if case[0] == "tiny-masked" else (2, 17):
             check_case(driver, *case, limit)
     check_ends()
     check_errors(driver)

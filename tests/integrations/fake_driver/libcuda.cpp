@@ -17,12 +17,15 @@ struct CUgraphNode_st {
   CUgraphNodeType type;
   std::vector<CUgraphNode> behind;
   int function = 0;         // a kernel: its number in the test
-  CUgraph child = nullptr;  // a child graph, or the body of a while node
+  CUgraph child = nullptr;  // a child graph, or the body of a conditional node
+  CUgraph bodies[2] = {};   // of a conditional node: the second is what an IF node runs if its value is 0
+  CUgraphConditionalNodeType kind = CU_GRAPH_COND_TYPE_WHILE;
   CUgraphConditionalHandle handle = 0;
 };
 
 struct CUgraph_st {
   std::vector<std::unique_ptr<CUgraphNode_st>> nodes;
+  CUgraph outer = nullptr;  // of a body: the graph that handles belong to
   bool conditional_inside = false;
   int executables = 0;
 };
@@ -67,7 +70,11 @@ CUgraphNode add(CUgraph graph, CUgraphNodeType type, const CUgraphNode* behind, 
 
 // Nodes are made in an order that their dependencies allow, but two that do not wait for each other may run at once.
 bool in_sequence(const CUgraph_st& graph) {
-  for (size_t i = 1; i < graph.nodes.size(); ++i) {
+  for (size_t i = 0; i < graph.nodes.size(); ++i) {
+    for (const CUgraph inside : {graph.nodes[i]->child, graph.nodes[i]->bodies[1]}) {
+      if (inside != nullptr && !in_sequence(*inside)) return false;
+    }
+    if (i == 0) continue;
     const auto& behind = graph.nodes[i]->behind;
     if (std::find(behind.begin(), behind.end(), graph.nodes[i - 1].get()) == behind.end()) return false;
   }
@@ -83,6 +90,8 @@ void execute(const CUgraph_st& graph) {
       run_function(node->function);
     } else if (node->type == CU_GRAPH_NODE_TYPE_GRAPH) {
       execute(*node->child);
+    } else if (node->kind == CU_GRAPH_COND_TYPE_IF) {
+      execute(*node->bodies[conditions.at(node->handle).value == 0]);
     } else {
       for (int rounds = 0; conditions.at(node->handle).value != 0; ++rounds) {
         if (rounds == 1000) throw Endless();
@@ -141,21 +150,27 @@ CUresult get_nodes(CUgraph graph, CUgraphNode* nodes, size_t* count) {
   return CUDA_SUCCESS;
 }
 
+CUresult node_type(CUgraphNode node, CUgraphNodeType* out) { return *out = node->type, CUDA_SUCCESS; }
+
 CUresult add_node(CUgraphNode* out, CUgraph graph, const CUgraphNode* behind, const CUgraphEdgeData* edges,
                   size_t count, CUgraphNodeParams* params) {
   CUDA_CONDITIONAL_NODE_PARAMS& loop = params->conditional;
   const auto condition = conditions.find(loop.handle);
-  if (params->type != CU_GRAPH_NODE_TYPE_CONDITIONAL || loop.type != CU_GRAPH_COND_TYPE_WHILE || loop.size != 1 ||
+  const CUgraph outer = graph->outer == nullptr ? graph : graph->outer;
+  const unsigned size = loop.type == CU_GRAPH_COND_TYPE_IF ? 2 : 1;
+  if (params->type != CU_GRAPH_NODE_TYPE_CONDITIONAL || loop.type == CU_GRAPH_COND_TYPE_SWITCH || loop.size != size ||
       !plain(edges, count) || loop.ctx != kContext || condition == conditions.end() ||
-      condition->second.graph != graph || condition->second.in_use) {
+      condition->second.graph != outer || condition->second.in_use) {
     return CUDA_ERROR_INVALID_VALUE;
   }
   *out = add(graph, params->type, behind, count);
   if (*out == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  (*out)->child = new CUgraph_st;
+  for (unsigned body = 0; body < size; ++body) ((*out)->bodies[body] = new CUgraph_st)->outer = outer;
+  (*out)->child = (*out)->bodies[0];
+  (*out)->kind = loop.type;
   (*out)->handle = loop.handle;
   condition->second.in_use = graph->conditional_inside = true;
-  loop.phGraph_out = &(*out)->child;
+  loop.phGraph_out = (*out)->bodies;
   return CUDA_SUCCESS;
 }
 
@@ -170,9 +185,6 @@ CUresult instantiate(CUgraphExec* out, CUgraph graph, unsigned long long flags) 
   if (flags != 0 || graph->executables++ > 0 || !in_sequence(*graph)) return CUDA_ERROR_INVALID_VALUE;
   for (const auto& [handle, condition] : conditions) {
     if (condition.graph == graph && !condition.in_use) return CUDA_ERROR_INVALID_VALUE;
-  }
-  for (const auto& node : graph->nodes) {
-    if (node->child != nullptr && !in_sequence(*node->child)) return CUDA_ERROR_INVALID_VALUE;
   }
   return *out = new CUgraphExec_st{graph}, CUDA_SUCCESS;
 }
@@ -204,6 +216,7 @@ const std::map<std::string, void*> kFunctions = [] {
   decltype(&cuGraphInstantiateWithFlags) p13 = instantiate;
   decltype(&cuGraphLaunch) p14 = launch;
   decltype(&cuGraphExecDestroy) p15 = exec_destroy;
+  decltype(&cuGraphNodeGetType) p16 = node_type;
   const auto raw = [](auto* function) { return reinterpret_cast<void*>(function); };
   return std::map<std::string, void*>{{"cuInit", raw(p1)},
                                       {"cuDriverGetVersion", raw(p2)},
@@ -219,7 +232,8 @@ const std::map<std::string, void*> kFunctions = [] {
                                       {"cuGraphAddChildGraphNode", raw(p12)},
                                       {"cuGraphInstantiateWithFlags", raw(p13)},
                                       {"cuGraphLaunch", raw(p14)},
-                                      {"cuGraphExecDestroy", raw(p15)}};
+                                      {"cuGraphExecDestroy", raw(p15)},
+                                      {"cuGraphNodeGetType", raw(p16)}};
 }();
 
 }  // namespace

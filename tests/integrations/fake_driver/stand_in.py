@@ -31,6 +31,7 @@ class FakeDriver:
         # cuda-python now finds it under its name when it looks for libcuda.so.1.
         self.library = ctypes.CDLL(str(path))
         self.functions: list[Callable[[], None]] = []
+        self.captures: list[Callable[[], None]] = []  # what graphs were captured from
         self.failures: list[BaseException] = []
         self.library.fake_set_condition.argtypes = [ctypes.c_uint64, ctypes.c_uint]
         self.library.fake_launch.argtypes = [ctypes.c_void_p, ctypes.c_int]
@@ -55,6 +56,7 @@ class FakeDriver:
 
     def captured(self, step: Callable[[], None]) -> SimpleNamespace:
         """As `while_graph.capture` returns it: a separate graph with one kernel."""
+        self.captures.append(step)
         from cuda.bindings import driver
 
         _, graph = driver.cuGraphCreate(0)

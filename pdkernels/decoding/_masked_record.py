@@ -1,0 +1,95 @@
+"""The host's half of a canvas: what it knows of the texts, which sequences are done, and what it tells the session."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdkernels.decoding._session import Session
+
+
+class CanvasRecord:
+    """The texts of a batch as the host has last read them.
+
+    Attributes:
+        mask_token: the id of masked positions.
+        starts: lengths of the prompts.
+        active: sequences with masks that they still need.
+        answers: the new positions of each sequence.
+    """
+
+    def __init__(self, session: Session, mask_token: int) -> None:
+        self.mask_token = mask_token
+        self._session, self._limits = session, session.limits
+        self.starts = [len(prompt) for prompt in session.prompts]
+        self.active = [own > 0 for own in self._limits]
+        self.answers = [[mask_token] * own for own in self._limits]
+        if session.tails is not None:
+            rest = zip(session.tails, self._limits, strict=True)
+            self.answers = [tail + [mask_token] * (own - len(tail)) for tail, own in rest]
+        self._recorded = [0] * session.batch  # tokens of each sequence on record
+        self._numbers = [0] * session.batch  # guessing forwards of each sequence
+        self._others = 0  # other forwards, summed over sequences
+        self._part = self.active
+        self.settled: int | None = (
+            None  # new positions after this are not final, though nothing before them is open; None: all are
+        )
+        self._doubted: list[set[int]] = [set() for _ in self.starts]  # places that were opened again
+        self._asked: list[list[int]] = [[] for _ in self.starts]  # places whose tokens the last step judged
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether any sequence continues, as of the last read."""
+        return any(self.active)
+
+    @property
+    def taken_part(self) -> int:
+        """Forwards that the sequences took part in, summed."""
+        return sum(self._numbers) + self._others
+
+    def begin(self, part: Sequence[bool] | None = None) -> None:
+        """Starts a forward, in which the sequences of `active` take part, or those of them in `part`."""
+        self._session.forwards += 1
+        self._part = self.active if part is None else [a and b for a, b in zip(self.active, part, strict=True)]
+        self._numbers = [number + taking for number, taking in zip(self._numbers, self._part, strict=True)]
+
+    def run_again(self) -> None:
+        """The step needs one more forward of the sequences that take part: it is counted, and keys no random numbers."""
+        self._session.forwards += 1
+        self._others += sum(self._part)
+
+    def is_open(self, sequence: int, first: int, last: int) -> bool:
+        """Whether a sequence has a mask in a window, as of the last read."""
+        return self.mask_token in self.answers[sequence][first:last]
+
+    def open_counts(self, first: int = 0, last: int | None = None) -> list[int]:
+        """Masks in a window of each active sequence, as of the last read."""
+        answers = zip(self.active, self.answers, strict=True)
+        return [on * answer[first:last].count(self.mask_token) for on, answer in answers]
+
+    def look(self, sequence: int, answer: list[int], broken: bool) -> None:
+        """Takes note of what the new positions of a sequence hold now, and emits what is final of it. `broken`: logits were NaN.
+
+        Tokens with no mask before them are final and go on record. A sequence is done with its last
+        position, or with an end token among those.
+        """
+        session, own = self._session, self._limits[sequence]
+        self.answers[sequence] = answer
+        if not self.active[sequence]:
+            return
+        self._doubted[sequence] |= {n for n in self._asked[sequence] if answer[n] == self.mask_token}
+        self._asked[sequence] = []
+        if broken:
+            session.fail_not_numbers(sequence)
+        last = own if self.settled is None else min(own, self.settled)
+        recorded = known = self._recorded[sequence]
+        ended = False
+        tail = session.tails[sequence] if session.tails else []
+        while not ended and known < last and answer[known] != self.mask_token:
+            ended = known >= len(tail) and answer[known] in session.end_tokens
+            known += 1
+        if known > recorded:
+            session.given += sum(token != self.mask_token for token in tail[recorded:known])
+            session.emit(sequence, answer[recorded:known], known - recorded)
+            self._recorded[sequence] = known
+        if ended or known == own or session.stopped[sequence]:
+            self.active = [on and other != sequence for other, on in enumerate(self.active)]
