@@ -117,7 +117,8 @@ def default_option(method: str, option: str) -> Any:
 def supports(method: str, model: Any) -> bool:
     """Whether `method` is for models of this kind: some are for `RecurrentDepth`, some for bidirectional Transformers
     (``config.attention == "bidirectional"``), the others for causal Transformers; "autoregressive" and "jacobi"
-    are for the latter and for `RecurrentDepth`.
+    are for the latter and for `RecurrentDepth`. Of the methods for causal ones only "fast_dllm_v2" is for those whose rows predict their
+    own token.
 
     >>> supports("jacobi", object()), supports("llada", object())
     (True, False)
@@ -206,17 +207,7 @@ def generate(
         (True, True)
     """
     chosen = method if isinstance(method, Method) else find(method)
-    family = family_of(model)
-    if family != "transformer":  # methods for other models check for themselves
-        fitting = [name for name in METHODS if METHODS[name].supports(model)]
-        check_type(
-            chosen.supports(model),
-            _OP,
-            "method",
-            f"be for {FAMILIES[family].description}",
-            repr(chosen.name),
-            f"These are: {', '.join(fitting)}.",
-        )
+    check_family(chosen, model)
     check_options(chosen, options)
     check_model(model, chosen, options.get("page_size") is not None)
     check_flag(_OP, "infill", infill)
@@ -232,6 +223,16 @@ def generate(
     session, single = open_session(model, prompt, max_new_tokens, end_tokens, on_tokens, trace, overflow, fill_in)
     session.repetition_penalty, session.stop_strings = penalty, stops
     return finished(session, single, chosen.name, lambda: chosen.decode(session, **options))
+
+
+def check_family(method: Method, model: Any) -> None:
+    """TypeError for a model of another family than those of `method`."""
+    family = family_of(model)
+    if family == "transformer":  # methods for other models check for themselves
+        return
+    fitting = [name for name in METHODS if METHODS[name].supports(model)]
+    words, remedy = f"be for {FAMILIES[family].description}", f"These are: {', '.join(fitting)}."
+    check_type(method.supports(model), _OP, "method", words, repr(method.name), remedy)
 
 
 def check_options(method: Method, options: Mapping[str, Any]) -> None:

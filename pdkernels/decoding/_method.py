@@ -14,11 +14,11 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 from pdkernels.decoding._steps import Steps
 from pdkernels.models.protocols import BidirectionalModel, BlockCausalModel, CausalModel, RecurrentModel
 
-Family = Literal["transformer", "recurrent", "masked"]
+Family = Literal["transformer", "recurrent", "masked", "blocks"]
 
 
 class FamilyFacts(NamedTuple):
-    """The name of a family of models, a trained example in the package, and the least its methods require."""
+    """The name of a family of models, a trained example in the package ("" if there is none), and the least its methods require."""
 
     description: str
     example: str
@@ -29,6 +29,8 @@ FAMILIES: dict[Family, FamilyFacts] = {
     "transformer": FamilyFacts("causal models", "tiny-code", CausalModel),
     "recurrent": FamilyFacts("recurrent-depth models", "tiny-recurrent", RecurrentModel),
     "masked": FamilyFacts("models that see both sides", "tiny-masked", BidirectionalModel),
+    # Causal only from block to block: a row knows nothing of the token after its own.
+    "blocks": FamilyFacts("block-causal models that predict their own tokens", "", BlockCausalModel),
 }
 
 
@@ -45,7 +47,9 @@ def families_of(model: object) -> tuple[Family, ...]:
     attention = getattr(config, "attention", "causal")
     if attention == "either":
         return ("transformer", "masked")
-    return ("masked",) if attention == "bidirectional" else ("transformer",)
+    if attention == "bidirectional":
+        return ("masked",)
+    return ("blocks",) if getattr(config, "predicts", "next") == "own" else ("transformer",)
 
 
 def family_of(model: object) -> Family:

@@ -1,13 +1,14 @@
 """Fast-dLLM v2: block diffusion on an exact prefix, block by block in small blocks, with a KV cache inside the block too.
 
-Source: "Fast-dLLM v2: Efficient Block-Diffusion LLM" and the released code. The plain form is reference/fast_dllm_v2.py; both
-take the same forwards, draw the same tokens and fill the same positions.
+Sources: "Fast-dLLM v2: Efficient Block-Diffusion LLM" and the released code; for models that predict their own tokens, the samplers
+published with SDAR and LLaDA2, which are this one with small blocks as large as the block. The plain form is
+reference/fast_dllm_v2.py; both take the same forwards, draw the same tokens and fill the same positions.
 
 Blocks begin at multiples of their size in the text, and every row sees its own block and those before it. The prompt's whole
 blocks go through the model first. A block is filled small block by small block; when it is complete, one more forward writes
-its K and V, which are exact from then on, and gives the first token of the next block. In between, a forward takes the whole
-block, or only the rows of the small block, with the others as last computed. All rows go to their positions
-in the KV cache, so that every sequence of a batch can be in its own phase.
+its K and V, which are exact from then on, and gives the first token of the next block if rows predict the next token. In between, a
+forward takes the whole block, or only the rows of the small block, with the others as last computed. All rows go to their
+positions in the KV cache, so that every sequence of a batch can be in its own phase.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._masked import Canvas, SamplingOptions, Step
+from pdkernels.decoding._masked import Canvas, SamplingOptions, Step, share
 from pdkernels.decoding._masked_model import check_keeps_rows
 from pdkernels.decoding._sampling import (
     Seed,
@@ -37,6 +38,7 @@ def decode(
     block_size: int = 32,
     small_block_size: int = 8,
     threshold: float = 0.9,
+    steps: int | None = None,
     block_cache: bool = True,
     temperature: float = 0.0,
     top_p: float = 1.0,
@@ -49,9 +51,11 @@ def decode(
     Args:
         block_size: positions of a block; blocks are counted from the text's first token.
         small_block_size: positions of a block that are filled together, from left to right.
-        threshold: fill every position whose confidence is above it, and always the most confident one.
+        threshold: fill every position whose confidence is above it, or if those are fewer than the step's share, its share of the
+            most confident ones.
+        steps: most forwards that fill a small block; its positions are shared evenly by them. None: one for each position.
         block_cache: keep K and V of the block between its forwards, which then run only the small block's rows, unless its
-            first position is masked: that is predicted by the row before it. False: all run the whole block.
+            first position is masked and predicted by the row before it. False: all run the whole block.
         temperature: of the guesses; their confidence is that of the distribution they are drawn from.
         top_p: draw only from the most likely tokens of this mass, at a temperature above 0.
 
@@ -61,7 +65,7 @@ def decode(
     config = session.model.config
     kind = getattr(config, "attention", None), getattr(config, "predicts", None)
     actual = type(session.model).__name__ if None in kind else f"attention {kind[0]!r} and predicts {kind[1]!r}"
-    check_type(kind == ("causal", "next"), _OP, "model", "be a causal one that predicts the next token", actual)
+    check_type(kind in (("causal", "next"), ("causal", "own")), _OP, "model", "be a causal one", actual)
     check_keeps_rows(_OP, session, "See docs/own_models.md.")
     mask_token = checked_mask_token(_OP, session.model, mask_token)
     checked_size(_OP, "block_size", block_size)
@@ -74,6 +78,8 @@ def decode(
         small_block_size,
     )
     checked_number(_OP, "threshold", threshold)
+    if steps is not None:
+        checked_size(_OP, "steps", steps)
     checked_flag(_OP, "block_cache", block_cache)
     checked_number(_OP, "top_p", top_p, 1.0)
     seeds = checked_sampling(_OP, temperature, seed, session.batch)
@@ -84,14 +90,15 @@ def decode(
     )
     if not canvas.unfinished:
         return canvas.finish()
-    blocks = Blocks(session, canvas, block_size, small_block_size, block_cache, page_size)
+    blocks = Blocks(session, canvas, block_size, small_block_size, steps, block_cache, page_size)
     if blocks.prompts():
         canvas.poll()
     while canvas.unfinished:
         canvas.begin()
         step, hidden = blocks.forward()
         guesses = canvas.guess(hidden, step, step.columns[0])
-        canvas.commit(step, guesses.ids, guesses.probs, threshold=threshold, strict=True)
+        least = step.columns[3]
+        canvas.commit(step, guesses.ids, guesses.probs, threshold=threshold, strict=True, need=least, quota=least)
         canvas.poll()
         blocks.move_on()
     return canvas.finish()
@@ -102,15 +109,17 @@ class Block:
 
     Attributes:
         start, end: of the block.
-        complete: it has no masked position: the forward writes its final K and V and gives one more token.
+        complete: it has no masked position: the forward writes its final K and V, and may give one more token.
         whole: the forward runs the whole block, not only the small one.
         rows: the first row of the forward, and the one after the last.
         window: positions that the forward fills: in the small block, or the first one after the block.
+        step: number of the forward among those of its small block.
     """
 
-    def __init__(self, start: int) -> None:
-        self.start = start
+    def __init__(self, start: int, shift: int) -> None:
+        self.start, self._shift = start, shift  # a row predicts the position this many after it
         self.kept = False  # K and V of the block are in the cache
+        self.step, self._first = -1, -1
 
     def look(self, answer: list[int], mask: int, prompt: int, sizes: tuple[int, int], keep: bool) -> None:
         """Determines the next forward from the text, where `answer` comes after `prompt` tokens."""
@@ -121,11 +130,13 @@ class Block:
         position = next(opens, None)
         self.complete = position is None
         if position is None:
-            self.whole, self.rows, self.window = True, (self.start, self.end), (self.end, self.end + 1)
+            self.whole, self.rows, self.window = True, (self.start, self.end), (self.end, self.end + self._shift)
             return
         first = self.start + (position - self.start) // small * small
         last = min(first + small, self.end)
-        self.whole = not self.kept or not keep or position == first
+        self.step = self.step + 1 if first == self._first else 0
+        self._first = first
+        self.whole = not self.kept or not keep or position < first + self._shift
         self.rows = (self.start, self.end) if self.whole else (first, last)
         self.window = first, last
 
@@ -139,17 +150,20 @@ class Blocks:
         canvas: Canvas,
         block_size: int,
         small_block_size: int,
+        steps: int | None,
         keep: bool,
         page_size: int | None,
     ) -> None:
         self._session, self._canvas = session, canvas
         self._sizes, self._keep = (block_size, small_block_size), keep
+        self._steps = small_block_size if steps is None else min(steps, small_block_size)
+        self._shift = int(session.model.config.predicts == "next")
         self._cache = session.new_cache(page_size)
         self._row = torch.arange(min(block_size, canvas.tokens.shape[1]), device=canvas.tokens.device)
-        self._blocks = [Block(start // block_size * block_size) for start in canvas.starts]
+        self._blocks = [Block(start // block_size * block_size, self._shift) for start in canvas.starts]
 
     def prompts(self) -> bool:
-        """Runs the whole blocks of the prompts, if any; a prompt of whole blocks only also gives its next token."""
+        """Runs the whole blocks of the prompts, if any; a prompt of whole blocks only may also give its next token."""
         session, canvas, starts = self._session, self._canvas, [block.start for block in self._blocks]
         width = max(starts)
         if width == 0:
@@ -157,7 +171,8 @@ class Blocks:
         canvas.begin([start > 0 for start in starts])
         tokens = canvas.tokens[:, :width]
         mask = block_causal(width, self._sizes[0]).plan(64, 64, tokens.device)
-        step = canvas.open([(0, int(start == n)) for start, n in zip(starts, canvas.starts, strict=True)], [starts])
+        next_tokens = [self._shift * (start == n) for start, n in zip(starts, canvas.starts, strict=True)]
+        step = canvas.open([(0, count) for count in next_tokens], [starts])
         hidden = session.model.hidden(tokens, cache=self._cache, counts=step.columns[0], mask=mask)
         guesses = canvas.guess(hidden, step)
         canvas.commit(step, guesses.ids, guesses.probs)
@@ -172,9 +187,11 @@ class Blocks:
         windows = [(block.window[0] - n, block.window[1] - n) for block, n in zip(blocks, canvas.starts, strict=True)]
         first, last = ([block.rows[part] for block in blocks] for part in range(2))
         counts = [more * (there - here) for more, here, there in zip(on, first, last, strict=True)]
-        step = canvas.open(windows, [first, counts, [block.end for block in blocks]])
+        small, ends = self._sizes[1], [block.end for block in blocks]
+        least = [1 if block.complete else share(small, self._steps, block.step) for block in blocks]
+        step = canvas.open(windows, [first, counts, ends, least])
         wide = any(more and block.whole for more, block in zip(on, blocks, strict=True))
-        rows = step.columns[0][:, None] + self._row[: None if wide else self._sizes[1]]
+        rows = step.columns[0][:, None] + self._row[: None if wide else small]
         tokens = canvas.tokens.gather(1, rows.clamp(max=canvas.tokens.shape[1] - 1))
         return step, self._session.model.recompute(
             tokens, self._cache, step.columns[0], counts=step.columns[1], visible=step.columns[2]

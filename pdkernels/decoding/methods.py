@@ -138,6 +138,7 @@ _ALL = (
         "fast_dllm_v2",
         fast_dllm_v2.decode,
         title="Fast-dLLM v2",
+        also=("blocks",),
         protocol=BlockCausalModel,
         models=_TRIMODE,
         shown=False,

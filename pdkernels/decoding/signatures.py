@@ -243,6 +243,7 @@ class FastDllmV2(Request, total=False):
     block_size: int
     small_block_size: int
     threshold: float
+    steps: int | None
     block_cache: bool
     temperature: float
     top_p: float

@@ -135,7 +135,8 @@ class Row:
 
 def baseline_of(model: Any) -> str:
     """The first method of a model's candidates, with default options: the others are compared with its tokens and its speed."""
-    return next(name for name, method in METHODS.items() if method.family == family_of(model))
+    own = [name for name, method in METHODS.items() if method.family == family_of(model)]
+    return own[0] if own else next(name for name, method in METHODS.items() if method.supports(model))
 
 
 def candidates(

@@ -21,8 +21,8 @@ def _coloured() -> dict[str, str]:
     """A colour for each method, in the order of its family; what the others are compared with is grey."""
     found: dict[str, str] = {}
     for family in FAMILIES:
-        first, *others = (name for name, method in METHODS.items() if method.family == family)
-        found |= {first: _GREY, **{name: _COLOURS[place % len(_COLOURS)] for place, name in enumerate(others)}}
+        names = [name for name, method in METHODS.items() if method.family == family]
+        found |= {name: _COLOURS[(place - 1) % len(_COLOURS)] if place else _GREY for place, name in enumerate(names)}
     return found
 
 

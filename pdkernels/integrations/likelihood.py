@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check, integer
+from pdkernels._validation import check, check_type, integer
+from pdkernels.decoding._method import families_of
 
 OP = "log_likelihood"
 
@@ -37,6 +38,7 @@ def log_likelihood(
 
     Raises:
         ValueError: a prefix without tokens, different numbers of prefixes and texts, a batch size below 1.
+        TypeError: a model whose rows predict their own token.
 
     Example:
         >>> import pdkernels as pd
@@ -47,6 +49,8 @@ def log_likelihood(
         True
     """
     _check_pairs(prefixes, texts)
+    own = getattr(model.config, "predicts", "next") == "own"
+    check_type(not own, OP, "model", "predict the next token", "one whose rows predict their own")
     size = integer(OP, "batch_size", batch_size, 1)
     found: list[Likelihood | None] = [None] * len(texts)
     order = sorted(range(len(texts)), key=lambda i: len(prefixes[i]) + len(texts[i]))
@@ -99,6 +103,7 @@ def masked_log_likelihood(
 
     Raises:
         ValueError: a model without mask token, sizes below 1, a missing prefix.
+        TypeError: a block-causal model, whose rows would need their blocks.
 
     Example:
         >>> import pdkernels as pd
@@ -110,6 +115,7 @@ def masked_log_likelihood(
     """
     _check_pairs(prefixes, texts, 1 if model.config.predicts == "next" else 0)
     check(model.mask_token is not None, OP, "model", "have a mask token", "one without")
+    check_type("blocks" not in families_of(model), OP, "model", "see both sides", "a block-causal one")
     samples, size = integer(OP, "samples", samples, 1), integer(OP, "batch_size", batch_size, 1)
     found = []
     for prefix, text in zip(prefixes, texts):

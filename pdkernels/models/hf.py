@@ -1,6 +1,6 @@
 """Checkpoints with Hugging Face names: configuration and tensors, both ways.
 
-Qwen2, Qwen3, Llama, Mistral, Ministral3, and the diffusion models Dream, Fast-dLLM v2 and Nemotron-Labs-Diffusion.
+Qwen2, Qwen3, Llama, Mistral, Ministral3, and the diffusion models Dream, Fast-dLLM v2, SDAR and Nemotron-Labs-Diffusion.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pdkernels.models.layout import Layout, Parts
 from pdkernels.models.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 NEMOTRON = "nemotron_labs_diffusion"
-ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "ministral3", "Dream", "Fast_dLLM_Qwen", NEMOTRON)
+ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "ministral3", "Dream", "Fast_dLLM_Qwen", "sdar", NEMOTRON)
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-MASK_TOKENS = {"Fast_dLLM_Qwen": 151665}
+MASK_TOKENS = {"Fast_dLLM_Qwen": 151665, "sdar": 151669}
 """The defaults of the published code for fields missing in a config.json."""
 
 _HEAD = "lm_head.weight"
@@ -42,15 +42,16 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
     kind = fields.get("model_type")
     demand(kind in ARCHITECTURES, "model_type", f"be one of {', '.join(ARCHITECTURES)}", shown(kind))
     # Dream has Qwen2's layers, without a causal mask: row i still predicts token i + 1, which may be a mask. Fast-dLLM v2 has
-    # them too, and is causal except for the block that it fills.
-    like_qwen2 = kind in ("qwen2", "Dream", "Fast_dLLM_Qwen")
-    if kind == "qwen3":  # the published class defaults to 128, whatever the other sizes
+    # them too, and is causal except for the block that it fills. So is SDAR, with Qwen3's layers and rows that predict their own
+    # token.
+    like_qwen2, like_qwen3 = kind in ("qwen2", "Dream", "Fast_dLLM_Qwen"), kind in ("qwen3", "sdar")
+    if like_qwen3:  # the published classes default to 128, whatever the other sizes
         fields.require(("head_dim",))
     activation = fields.get("hidden_act", "silu")
     demand(activation == "silu", "hidden_act", "be 'silu'", shown(activation))
     demand(not fields.flag("use_mrope", False), "use_mrope", "be false", True)
     max_positions = fields.integer("max_position_embeddings", 2048)
-    windowed = fields.flag("use_sliding_window", not like_qwen2 and kind != "qwen3")
+    windowed = fields.flag("use_sliding_window", not like_qwen2 and not like_qwen3)
     window = fields.maybe_integer("sliding_window")
     fits = not windowed or window is None or window >= max_positions
     demand(fits, "sliding_window", f"be absent or cover all {max_positions} positions", window)
@@ -73,11 +74,12 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
             rope_scaling=_rope_scaling(rope, max_positions),
             norm_eps=fields.number("rms_norm_eps", 1e-6, least=0),
             qkv_bias=biased or like_qwen2,
-            output_bias=biased and kind in ("llama", "qwen3"),
+            output_bias=biased and (kind == "llama" or like_qwen3),
             mlp_bias=mlp_biased,
-            qk_norm=kind == "qwen3",
+            qk_norm=like_qwen3,
             tied_head=fields.flag("tie_word_embeddings", False),
             attention="bidirectional" if kind == "Dream" else "causal",
+            predicts="own" if kind == "sdar" else "next",
             max_positions=max_positions,
         )
 

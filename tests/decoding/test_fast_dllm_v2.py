@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pdkernels.decoding import generate
+from pdkernels.decoding import available, generate, supports
 from pdkernels.masks import block_causal
 from pdkernels.models import Transformer, load
 from pdkernels.reference.fast_dllm_v2 import fast_dllm_v2
@@ -25,8 +25,8 @@ from tests.support.tri_mode import prompts
 METHOD = "fast_dllm_v2"
 
 
-def model_of(seed: int, head_dim: int = 8) -> Transformer:
-    return deep_masked(seed, "next", head_dim, "causal")
+def model_of(seed: int, head_dim: int = 8, predicts: str = "next") -> Transformer:
+    return deep_masked(seed, predicts, head_dim, "causal")
 
 
 def reference(model: Transformer, batch: list[list[int]], limit: int, **options: Any) -> list[Any]:
@@ -43,6 +43,8 @@ def reference(model: Transformer, batch: list[list[int]], limit: int, **options:
     limit=st.integers(0, 12),
     sizes=st.sampled_from([(4, 2), (4, 2), (4, 4), (4, 3), (2, 1), (1, 1), (6, 2), (32, 8)]),
     threshold=st.sampled_from([0.9, 0.6, 0.35, 0.0, 1.0]),
+    steps=st.sampled_from([None, None, 1, 2, 3, 9]),
+    predicts=st.sampled_from(["next", "own"]),
     block_cache=st.sampled_from([True, True, False]),
     distribution=st.sampled_from([(0.0, 1.0), (0.0, 0.5), (0.8, 1.0), (0.8, 0.6)]),
     ends=st.lists(st.integers(0, MASK - 1), max_size=3),
@@ -50,19 +52,20 @@ def reference(model: Transformer, batch: list[list[int]], limit: int, **options:
     page_size=page_sizes,
 )
 def test_equals_the_reference(
-    weights, batch, limit, sizes, threshold, block_cache, distribution, ends, seed, page_size
+    weights, batch, limit, sizes, threshold, steps, predicts, block_cache, distribution, ends, seed, page_size
 ) -> None:
     options: dict[str, Any] = {
         "block_size": sizes[0],
         "small_block_size": sizes[1],
         "threshold": threshold,
+        "steps": steps,
         "block_cache": block_cache,
         "temperature": distribution[0],
         "top_p": distribution[1],
         "end_tokens": ends,
         "seed": seed,
     }
-    model = model_of(weights)
+    model = model_of(weights, predicts=predicts)
     result = generate(model, batch, METHOD, max_new_tokens=limit, trace=True, page_size=page_size, **options)
     assert_same_or_waiting(result, reference(model, batch, limit, **options), waits=True)
 
@@ -89,10 +92,11 @@ def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(
         assert alone.stats.accepted[0] == together.stats.accepted[index]
 
 
+@pytest.mark.parametrize("predicts", ["next", "own"])
 @pytest.mark.parametrize("page_size", [None, 3])
-def test_the_cache_of_finished_blocks_is_exact(page_size: int | None) -> None:
+def test_the_cache_of_finished_blocks_is_exact(page_size: int | None, predicts: str) -> None:
     """All but the last block equal those of one block-causal forward."""
-    keeper, batch = KeepsCache(model_of(0)), [[1, 2, 3, 4, 5, 6], [7], [8, 9, 10, 11]]
+    keeper, batch = KeepsCache(model_of(0, predicts=predicts)), [[1, 2, 3, 4, 5, 6], [7], [8, 9, 10, 11]]
     options: dict[str, Any] = {"max_new_tokens": 11, "block_size": 4, "small_block_size": 2, "threshold": 0.3}
     result = generate(keeper, batch, METHOD, page_size=page_size, **options)
     for index, (prompt, tokens) in enumerate(zip(batch, result.tokens, strict=True)):
@@ -151,6 +155,52 @@ def test_a_small_block_runs_alone_once_its_first_position_is_filled(block_cache:
     generate(model, [1], METHOD, max_new_tokens=7, block_size=8, small_block_size=3, block_cache=block_cache)
     narrow = [(0, 8), (0, 3), (0, 8), (3, 6), (3, 6), (0, 8), (6, 8)]
     assert [forward[0] for forward in model.forwards] == (narrow if block_cache else [(0, 8)] * 7)
+
+
+def test_rows_that_predict_their_own_token_give_none_of_the_next_block() -> None:
+    """Two blocks of a prompt, what is left of it in the first block that is filled, and nothing behind the last one."""
+    trace = {}
+    for predicts in ("next", "own"):
+        result = generate(
+            model_of(0, predicts=predicts),
+            [1] * 10,
+            METHOD,
+            max_new_tokens=6,
+            block_size=4,
+            small_block_size=4,
+            threshold=1.0,
+            trace=True,
+        )
+        assert result.stats.trace is not None
+        trace[predicts] = [(step.window, len(step.committed)) for step in result.stats.trace[0]]
+    nothing, first, second = ((10, 10), 0), [((8, 12), 1)] * 2, [((12, 16), 1)] * 4
+    assert trace["next"] == [nothing, *first, ((12, 13), 1), *second[:3]]
+    assert trace["own"] == [nothing, *first, ((12, 12), 0), *second]
+
+
+@pytest.mark.parametrize(("steps", "accepted"), [(1, [7]), (2, [4, 3]), (3, [3, 2, 2]), (7, [1] * 7), (20, [1] * 7)])
+def test_steps_share_a_small_block(steps: int, accepted: list[int]) -> None:
+    model = model_of(0, predicts="own")
+    options: dict[str, Any] = {"max_new_tokens": 6, "block_size": 7, "small_block_size": 7, "threshold": 1.0}
+    result = generate(model, [1], METHOD, steps=steps, **options)
+    left, expected = 6, []
+    for count in accepted:
+        expected += [min(count, left)] if left else []
+        left -= min(count, left)
+    assert result.stats.accepted == [expected]
+
+
+def test_no_other_method_takes_rows_that_predict_their_own_token() -> None:
+    model = model_of(0, predicts="own")
+    for method in available():
+        if method == METHOD:
+            assert supports(method, model)
+            continue
+        assert not supports(method, model)
+        words = f"method must be for block-causal models that predict their own tokens, got '{method}'. These are: {METHOD}."
+        with pytest.raises(TypeError) as raised:
+            generate(model, [1], method, max_new_tokens=2)
+        assert str(raised.value) == f"pdkernels.decoding.generate: {words}"
 
 
 def test_a_threshold_is_exceeded_or_the_most_confident_position_is_filled() -> None:
@@ -217,6 +267,7 @@ def test_no_tokens_need_no_forward() -> None:
         ({"block_size": 0}, "block_size must be at least 1, got 0."),
         ({"small_block_size": 0}, "small_block_size must be at least 1, got 0."),
         ({"small_block_size": 9, "block_size": 8}, "small_block_size must be at most block_size (8), got 9."),
+        ({"steps": 0}, "steps must be at least 1, got 0."),
         ({"threshold": None}, "TypeError: threshold must be a number, got NoneType."),
         ({"block_cache": 1}, "TypeError: block_cache must be a bool, got int."),
         ({"top_p": 1.5}, "top_p must be in 0 .. 1, got 1.5."),
@@ -233,12 +284,11 @@ def test_errors(options: dict[str, Any], text: str, limit: int) -> None:
 
 
 def test_errors_of_the_model() -> None:
-    wanted = "model must be a causal one that predicts the next token"
     with pytest.raises(TypeError, match="method must be for models that see both sides, got 'fast_dllm_v2'"):
         generate(deep_masked(0), [1], METHOD)
     model = Blockwise(hashed(0))
-    model.config.predicts = "own"
-    with pytest.raises(TypeError, match=f"{wanted}, got attention 'causal' and predicts 'own'"):
+    model.config.predicts = "both"
+    with pytest.raises(TypeError, match="model must be a causal one, got attention 'causal' and predicts 'both'"):
         generate(model, [1], METHOD)
     with pytest.raises(TypeError, match=r"model must have the member `config.attention` .*, got FakeModel without it"):
         generate(FakeModel(SCRIPTS["position"]), [1], METHOD)

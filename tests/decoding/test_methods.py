@@ -58,7 +58,8 @@ def test_first_method_of_a_family_is_its_baseline() -> None:
         "recurrent": "recurrent_static",
         "masked": "llada",
     }
-    assert set(first) == set(FAMILIES)
+    # No method is for these models alone.
+    assert set(first) == set(FAMILIES) - {"blocks"}
     assert all(method.supports(example(method)) for method in METHODS.values())
 
 

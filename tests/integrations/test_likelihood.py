@@ -11,7 +11,7 @@ import torch
 import pdkernels as pd
 from pdkernels.integrations.likelihood import log_likelihood, masked_log_likelihood
 from pdkernels.reference.likelihood import masked_log_likelihood as all_sets
-from tests.support.masked import MASK, small_masked
+from tests.support.masked import MASK, deep_masked, small_masked
 
 
 class Whole:
@@ -29,6 +29,14 @@ def directly(model: Any, prefix: list[int], text: list[int]) -> tuple[float, boo
     logits = model(torch.tensor([[*prefix, *text]]))[0, len(prefix) - 1 : -1].double()
     said = logits.log_softmax(-1)[range(len(text)), text].sum()
     return float(said), logits.argmax(-1).tolist() == text
+
+
+def test_rows_that_predict_their_own_token_in_blocks_are_refused() -> None:
+    model = deep_masked(0, "own", 8, "causal")
+    with pytest.raises(TypeError, match="model must predict the next token, got one whose rows predict their own"):
+        log_likelihood(model, [[1]], [[2]])
+    with pytest.raises(TypeError, match="model must see both sides, got a block-causal one"):
+        masked_log_likelihood(model, [[1]], [[2]])
 
 
 def test_likelihoods_of_a_causal_model() -> None:

@@ -12,6 +12,7 @@ from pdkernels.reference.masked_sampling import MaskedResult
 from pdkernels.reference.sampling import uniforms
 
 MODEL = MaskedTransformerReference(random_weights("qwen2", seed=5), heads=4, names="qwen2")
+OWN = MaskedTransformerReference(random_weights("qwen2", seed=5), heads=4, names="qwen2", predicts="own")
 MASK = 12
 
 
@@ -40,25 +41,35 @@ class Versions:
 
 
 def replay(
-    result: MaskedResult, prompt: list[int], limit: int, size: int, small: int, threshold: float, cached: bool
+    model: MaskedTransformerReference,
+    result: MaskedResult,
+    prompt: list[int],
+    limit: int,
+    size: int,
+    small: int,
+    threshold: float,
+    cached: bool,
+    steps: int | None = None,
 ) -> list[int]:
     """Checks the trace; returns the number of rows of each forward."""
-    versions, end, rows = Versions(MODEL), len(prompt) + limit, []
-    steps = iter(result.trace)
+    versions, end, rows = Versions(model), len(prompt) + limit, []
+    shift = 1 if model.predicts == "next" else 0
+    trace = iter(result.trace)
     canvas = [*prompt, *[MASK] * limit]
     start = len(prompt) // size * size
 
-    def check(logits: Tensor, first: int, window: tuple[int, int]) -> None:
+    def check(logits: Tensor, first: int, window: tuple[int, int], share: int = 1) -> None:
         """`logits` row i is at position first + i."""
-        step = next(steps)
+        step = next(trace)
         assert step.tokens == canvas and step.window == window
         open_places = [p for p in range(max(window[0], len(prompt)), window[1]) if canvas[p] == MASK]
-        distributions = {p: logits[p - 1 - first, :MASK].softmax(-1) for p in open_places}
+        distributions = {p: logits[p - shift - first, :MASK].softmax(-1) for p in open_places}
         assert step.confidence == pytest.approx(
             {p: distribution.max().item() for p, distribution in distributions.items()}
         )
-        best = max(open_places, key=lambda p: step.confidence[p], default=None)
-        chosen = {p for p in open_places if step.confidence[p] > threshold or p == best}
+        best = sorted(open_places, key=lambda p: -step.confidence[p])
+        sure = {p for p in open_places if step.confidence[p] > threshold}
+        chosen = sure if len(sure) >= share else set(best[:share])
         assert step.committed == {p: distributions[p].argmax().item() for p in chosen}
         for p, token in step.committed.items():
             canvas[p] = token
@@ -66,26 +77,30 @@ def replay(
     if start:
         for block in range(0, start, size):
             logits = versions.forward(canvas, block, block + size)
-        check(logits, start - size, (len(prompt), len(prompt) + (start == len(prompt))))
+        check(logits, start - size, (len(prompt), len(prompt) + shift * (start == len(prompt))))
         rows.append(start)
     while True:
         stop, inside = min(start + size, end), False
         for low in range(start, stop, small):
             high = min(low + small, stop)
+            number = 0
             while MASK in canvas[low:high]:
-                whole = not cached or not inside or canvas[low] == MASK
+                share = 1 if steps is None else small // steps + (number < small % steps)
+                whole = not cached or not inside or (shift == 1 and canvas[low] == MASK)
                 first, last = (start, stop) if whole else (low, high)
-                check(versions.forward(canvas, first, last), first, (low, high))
+                check(versions.forward(canvas, first, last), first, (low, high), share)
+                number += 1
                 rows.append(last - first)
                 inside = True
         if stop == end:
-            assert next(steps, None) is None
+            assert next(trace, None) is None
             return rows
-        check(versions.forward(canvas, start, stop), start, (stop, stop + 1))
+        check(versions.forward(canvas, start, stop), start, (stop, stop + shift))
         rows.append(stop - start)
         start = stop
 
 
+@pytest.mark.parametrize(("model", "steps"), [(MODEL, None), (OWN, None), (OWN, 2)], ids=["next", "own", "own, shared"])
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("threshold", [0.3, 0.5, 1.0])
 @pytest.mark.parametrize(
@@ -99,20 +114,22 @@ def replay(
         ([3], 1, 8, 2),
     ],
 )
-def test_every_forward(prompt: list[int], limit: int, size: int, small: int, threshold: float, cached: bool) -> None:
+def test_every_forward(prompt, limit, size, small, threshold, cached, steps, model) -> None:
+    steps = steps and min(steps, small)
     result = fast_dllm_v2(
-        MODEL,
+        model,
         prompt,
         limit,
         mask_token=MASK,
         block_size=size,
         small_block_size=small,
         threshold=threshold,
+        steps=steps,
         block_cache=cached,
     )
-    rows = replay(result, prompt, limit, size, small, threshold, cached)
+    rows = replay(model, result, prompt, limit, size, small, threshold, cached, steps)
     assert result.forwards == len(result.trace) == len(rows) and len(result.tokens) == limit
-    if cached and threshold == 1.0 and small > 2:
+    if cached and threshold == 1.0 and small > 2 and steps is None:
         assert small in rows
 
 
@@ -177,8 +194,5 @@ def test_sampling_and_its_confidence(top_p: float) -> None:
 
 
 def test_refusals() -> None:
-    own = MaskedTransformerReference(random_weights("llada"), heads=4, names="llada")
-    with pytest.raises(ValueError, match="model must predict the next token, got one that predicts its own"):
-        fast_dllm_v2(own, [1], 3, mask_token=MASK)
     with pytest.raises(ValueError, match=r"small_block_size must be in 1 \.\. block_size \(4\), got 8"):
         fast_dllm_v2(MODEL, [1], 3, mask_token=MASK, block_size=4)

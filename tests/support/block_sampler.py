@@ -1,0 +1,48 @@
+"""The sampler published with SDAR and LLaDA2, as plainly as it can be written: whole texts under a block-causal mask, no cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Logits (T, V) of T tokens, where row i sees column j if ``visible[i, j]``.
+Forward = Callable[[list[int], Tensor], Tensor]
+
+
+class Written(NamedTuple):
+    tokens: list[int]  # after the prompt, up to the end of a block
+    forwards: int  # that fill
+
+
+def block_sampler(
+    forward: Forward, prompt: list[int], new: int, mask: int, block: int, steps: int, threshold: float
+) -> Written:
+    """Greedy. Blocks begin at multiples of `block`, and the end of the prompt stands in the first one that is filled.
+
+    A step fills what is more probable than `threshold`, or its share of a block if that is more. Other than in the published code the
+    mask token is never a guess.
+    """
+    length = -(-(len(prompt) + new) // block) * block
+    text = [*prompt, *[mask] * (length - len(prompt))]
+    number = torch.arange(length) // block
+    visible = number[:, None] >= number
+    forwards = 0
+    for first in range(len(prompt) // block * block, length, block):
+        end = first + block
+        for step in range(steps):
+            places = [p for p in range(max(first, len(prompt)), end) if text[p] == mask]
+            if not places:
+                break
+            logits = forward(text[:end], visible[:end, :end]).double().index_fill(-1, torch.tensor([mask]), -torch.inf)
+            forwards += 1
+            sure, tokens = (found.tolist() for found in logits.softmax(-1).max(-1))
+            share = block // steps + (step < block % steps)
+            chosen = [p for p in places if sure[p] > threshold]
+            if len(chosen) < share:
+                chosen = sorted(places, key=lambda p: -sure[p])[:share]
+            for p in chosen:
+                text[p] = tokens[p]
+    return Written(text[len(prompt) :], forwards)
