@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
+import re
 import subprocess
 import sys
 import tarfile
@@ -31,8 +31,6 @@ from typing import Any
 MODELS = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "gemma3")
 OURS = "PDKERNELS_STANDS_FOR_SDPA"
 TAG = "https://github.com/huggingface/transformers/archive/refs/tags/v{}.tar.gz"
-# What the tests of a model need of a source tree.
-PARTS = ("tests", "utils", "conftest.py", "setup.py", "pyproject.toml")
 
 
 def pytest_configure() -> None:
@@ -48,41 +46,40 @@ def pytest_configure() -> None:
         interface.register("sdpa", interface()["pdkernels"])
 
 
-def unpack(source: str, folder: Path) -> str:
-    """Copies the tests of a source tree to `folder`. The version that its setup.py names, or the name of the source."""
+def tree_of(source: str, temporary: Path) -> Path:
+    """The folder of a source tree, unpacked into `temporary` if it is a tarball."""
     if Path(source).is_dir():
-        tree = Path(source)
-    else:
-        tree = folder.with_name("unpacked")
-        path = source if Path(source).exists() else urllib.request.urlretrieve(source)[0]
-        with tarfile.open(path) as archive:
-            archive.extractall(tree, filter="data")
-        (tree,) = tree.iterdir()
-    for part in (tree / name for name in PARTS):
-        if part.is_dir():
-            shutil.copytree(part, folder / part.name)
-        elif part.exists():
-            shutil.copy2(part, folder)
-    named = [line for line in (tree / "setup.py").read_text().splitlines() if line.lstrip().startswith("version=")]
-    return named[0].split('"')[1] if named else Path(source).name
+        return Path(source)
+    path = source if Path(source).exists() else urllib.request.urlretrieve(source, temporary / "source.tar.gz")[0]
+    with tarfile.open(path) as archive:
+        archive.extractall(temporary / "unpacked", filter="data")
+    (tree,) = (temporary / "unpacked").iterdir()
+    return tree
 
 
-def outcomes(folder: Path, model: str, chosen: str | None, ours: bool) -> dict[str, str]:
+def version_of(tree: Path) -> str:
+    """What its setup.py names."""
+    named = re.search(r'^ *version="([^"]+)"', (tree / "setup.py").read_text(), re.MULTILINE)
+    return named[1] if named else tree.name
+
+
+def outcomes(tree: Path, model: str, chosen: str | None, ours: bool) -> dict[str, str]:
     """What became of each test: "passed", "skipped", or its error in one line."""
     here = Path(__file__).resolve()
     path = os.pathsep.join([str(here.parent), str(here.parent.parent), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment |= {OURS: "1"} if ours else {}
-    report = folder.with_name("report.xml")
-    report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", here.stem, f"--junitxml={report}", "-o", "addopts="]
-    command += ["-k", chosen] if chosen else []
-    command += [f"tests/models/{model}/test_modeling_{model}.py"]
-    ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    if not report.exists() or "error during collection" in ran.stdout:
-        sys.exit(f"pytest did not run {model}:\n{ran.stdout[-2000:]}\n{ran.stderr[-2000:]}")
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", here.stem, f"--junitxml={report}", "-o", "addopts="]
+        command += ["-k", chosen] if chosen else []
+        command += [f"tests/models/{model}/test_modeling_{model}.py"]
+        ran = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+        if not report.exists() or "error during collection" in ran.stdout:
+            sys.exit(f"pytest did not run {model}:\n{ran.stdout[-2000:]}\n{ran.stderr[-2000:]}")
+        cases = list(ElementTree.parse(report).iter("testcase"))
     found = {}
-    for case in ElementTree.parse(report).iter("testcase"):
+    for case in cases:
         ends = {child.tag: (child.get("message") or "").strip().split("\n")[0][:160] for child in case}
         error = ends.get("failure", ends.get("error"))
         name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
@@ -90,9 +87,9 @@ def outcomes(folder: Path, model: str, chosen: str | None, ours: bool) -> dict[s
     return found
 
 
-def compared(folder: Path, model: str, chosen: str | None) -> dict[str, Any]:
+def compared(tree: Path, model: str, chosen: str | None) -> dict[str, Any]:
     """How many tests of a model pass with sdpa, how many of these with ours, and the errors of the others."""
-    theirs, ours = (outcomes(folder, model, chosen, flag) for flag in (False, True))
+    theirs, ours = (outcomes(tree, model, chosen, flag) for flag in (False, True))
     passed = [name for name, state in theirs.items() if state == "passed"]
     others = {name: ours.get(name, "not run") for name in passed if ours.get(name) != "passed"}
     return {"sdpa": len(passed), "pdkernels": len(passed) - len(others), "others": others}
@@ -107,17 +104,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) / "tests"
-        folder.mkdir()
-        tests = unpack(options.source, folder)
-        torch = version("torch")
-        facts = {"transformers": installed, "tests": tests, "torch": torch, "chosen": options.tests}
+        tree = tree_of(options.source, Path(temporary))
+        facts = {
+            "transformers": installed,
+            "tests": version_of(tree),
+            "torch": version("torch"),
+            "chosen": options.tests,
+        }
         before = json.loads(options.out.read_text()) if options.out and options.out.exists() else {}
         models = before.pop("models", {})
         found: dict[str, Any] = {**facts, "models": models if before == facts else {}}
         print("| model | pass with sdpa | of these with ours |\n|---|---|---|", flush=True)
         for model in options.models:
-            one = found["models"][model] = compared(folder, model, options.tests)
+            one = found["models"][model] = compared(tree, model, options.tests)
             print(f"| {model} | {one['sdpa']} | {one['pdkernels']} |", flush=True)
             if options.out:
                 options.out.write_text(json.dumps(found, indent=1) + "\n")

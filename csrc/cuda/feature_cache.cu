@@ -47,8 +47,8 @@ __global__ void __launch_bounds__(kRowThreads) stale_key_kernel(const __grid_con
       for (int64_t i = first_number; i < kPiece && i < left; i += kNumbers) {
         const int64_t at = (head * dim + start + i) * static_cast<int64_t>(sizeof(T));
         const Elements x = *reinterpret_cast<const Elements*>(fresh + args.v_row.byte_offset(at));
-        Elements* place = reinterpret_cast<Elements*>(cached + args.cache_row.byte_offset(at));
-        const Elements y = *place;
+        Elements* slot = reinterpret_cast<Elements*>(cached + args.cache_row.byte_offset(at));
+        const Elements y = *slot;
         for (int j = 0; j < kSize; ++j) {
           const float p = to_float(x.at[j]), q = to_float(y.at[j]);
           own[0][j] += __fmul_rn(p, p);
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kRowThreads) stale_key_kernel(const __grid_con
           own[2][j] += __fmul_rn(p, q);
           moved = moved || p != q;
         }
-        if (args.update == Update::kAll) *place = x;
+        if (args.update == Update::kAll) *slot = x;
       }
     }
     __syncthreads();  // earlier pieces may still be read

@@ -15,23 +15,23 @@ constexpr int kBlocksPerSm = 1;  // by default ptxas aims for more and spills
 // shows in the sum.
 struct Peak {
   float largest, total;
-  int64_t place;
+  int64_t index;
 
   __device__ void take(float x, int64_t at) {
     if (x > largest) {
       total *= largest == -INFINITY ? 1.0f : expf(largest - x);
       largest = x;
-      place = at;
+      index = at;
     }
     total += expf(x - (largest == -INFINITY ? 0.0f : largest));
   }
   // Of equal peaks the first index counts. A peak of nothing but -inf has a total of 0, or NaN.
-  __device__ void join(float other_largest, float other_total, int64_t other_place) {
+  __device__ void join(float other_largest, float other_total, int64_t other_index) {
     const float top = other_largest > largest ? other_largest : largest;
     const float mine = largest == top ? 1.0f : expf(largest - top),
                 others = other_largest == top ? 1.0f : expf(other_largest - top);
     total = total * mine + other_total * others;
-    if (other_largest > largest || (other_largest == largest && other_place < place)) place = other_place;
+    if (other_largest > largest || (other_largest == largest && other_index < index)) index = other_index;
     largest = top;
   }
 };
@@ -43,11 +43,11 @@ struct Distribution {
 
 struct Room {
   float largest[kWarps], total[kWarps];
-  int64_t place[kWarps];
+  int64_t index[kWarps];
   double sums[kWarps];
 };
 
-// Calls body(value, place) for this thread's part of a row.
+// Calls body(value, index) for this thread's part of a row.
 template <class T, int kSize, class Body>
 __device__ void for_share(const T* row, int64_t width, const Body& body) {
   for (int64_t pack = threadIdx.x; pack < width / kSize; pack += kThreads) {
@@ -62,17 +62,17 @@ __device__ Peak peak_of(const T* row, int64_t width, Room& room) {
   for_share<T, kSize>(row, width, [&](float x, int64_t at) { peak.take(x, at); });
   for (int lanes = 16; lanes > 0; lanes /= 2) {
     peak.join(__shfl_xor_sync(0xffffffffu, peak.largest, lanes), __shfl_xor_sync(0xffffffffu, peak.total, lanes),
-              __shfl_xor_sync(0xffffffffu, peak.place, lanes));
+              __shfl_xor_sync(0xffffffffu, peak.index, lanes));
   }
   __syncthreads();  // the shared memory may still be read
   if (threadIdx.x % 32 == 0) {
     room.largest[threadIdx.x / 32] = peak.largest;
     room.total[threadIdx.x / 32] = peak.total;
-    room.place[threadIdx.x / 32] = peak.place;
+    room.index[threadIdx.x / 32] = peak.index;
   }
   __syncthreads();
-  peak = {room.largest[0], room.total[0], room.place[0]};
-  for (int warp = 1; warp < kWarps; ++warp) peak.join(room.largest[warp], room.total[warp], room.place[warp]);
+  peak = {room.largest[0], room.total[0], room.index[0]};
+  for (int warp = 1; warp < kWarps; ++warp) peak.join(room.largest[warp], room.total[warp], room.index[warp]);
   return peak;
 }
 
@@ -84,7 +84,7 @@ __device__ Distribution distribution_of(const Peak& peak) {
 // PyTorch's argmax: the first NaN, else the first of the largest, else (nothing but -inf) the first.
 template <class T, int kSize>
 __device__ int64_t argmax_of(const Peak& peak, const T* row, int64_t width, Room& room) {
-  if (peak.total == peak.total) return peak.place < width ? peak.place : 0;
+  if (peak.total == peak.total) return peak.index < width ? peak.index : 0;
   int64_t first = width;
   for_share<T, kSize>(row, width, [&](float x, int64_t at) { first = x != x && at < first ? at : first; });
   for (int lanes = 16; lanes > 0; lanes /= 2) {
@@ -92,10 +92,10 @@ __device__ int64_t argmax_of(const Peak& peak, const T* row, int64_t width, Room
     first = other < first ? other : first;
   }
   __syncthreads();
-  if (threadIdx.x % 32 == 0) room.place[threadIdx.x / 32] = first;
+  if (threadIdx.x % 32 == 0) room.index[threadIdx.x / 32] = first;
   __syncthreads();
-  for (int warp = 0; warp < kWarps; ++warp) first = room.place[warp] < first ? room.place[warp] : first;
-  return first < width ? first : peak.place;
+  for (int warp = 0; warp < kWarps; ++warp) first = room.index[warp] < first ? room.index[warp] : first;
+  return first < width ? first : peak.index;
 }
 
 __device__ float divergence(float p, float log_then, float log_now) {

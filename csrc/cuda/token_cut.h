@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kCutThreads, kCutBlocks)
   const double reach = heat * log((1 - args.top_p) / static_cast<double>(args.width)) - 1e-5 * heat;
   const float slope = static_cast<float>(1 / heat), bins_per_logit = static_cast<float>((kBins - 1) / -reach);
   const auto mass_of = [&](float x) { return static_cast<Mass>(expf((x - largest) * slope) * kMass); };
-  const auto place_of = [&](float x) {
+  const auto bin_of = [&](float x) {
     return static_cast<int>(fminf((largest - x) * bins_per_logit, static_cast<float>(kBins - 1)));
   };
   const auto rank_of = [](float x) { return static_cast<uint32_t>(token_key(x, 0) >> 32); };
@@ -123,18 +123,18 @@ __global__ void __launch_bounds__(kCutThreads, kCutBlocks)
   empty_bins();
   Mass below = 0;
   for_share<T, kSize>(args, row, [&](float x) {
-    const int near = place_of(x);
+    const int near = bin_of(x);
     if (near == kBins - 1) below += mass_of(x);
     else room.bins[near].add(mass_of(x));
   });
   below = warp_sum(below);
   if (threadIdx.x % 32 == 0) room.bins[kBins - 1].add(below);
-  const int place = find(args.top_p);
+  const int cut_bin = find(args.top_p);
 
   // The next ones: the bits of the cut's rank, since equals may be many. Few logits are left, and the order in which
   // they are kept does not matter.
-  const auto is_left = [&](float x) { return place_of(x) == place; };
-  if (place < kBins - 1) {
+  const auto is_left = [&](float x) { return bin_of(x) == cut_bin; };
+  if (cut_bin < kBins - 1) {
     for_share<T, kSize>(args, row, [&](float x) {
       if (!is_left(x)) return;
       const int at = atomicAdd(&room.found, 1);
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kCutThreads, kCutBlocks)
   }
   uint32_t rank = 0;
   constexpr int kLevels = sizeof(T) == 2 ? 3 : 4;
-  for (int level = 1; level < kLevels && place < kBins - 1; ++level) {
+  for (int level = 1; level < kLevels && cut_bin < kBins - 1; ++level) {
     const int shift = level == 3 ? 0 : level == 2 ? 10 : 21;
     const int known = level == 1 ? 32 : level == 2 ? 21 : 10;  // bits below those that were found
     empty_bins();
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kCutThreads, kCutBlocks)
   }
   // With 16-bit elements the low bits carry no information: zeros, or ones if the number is negative.
   if (sizeof(T) == 2 && rank >> 31 == 0) rank |= 0x3ffu;
-  const float nucleus = place == kBins - 1 ? -INFINITY : key_logit(static_cast<uint64_t>(rank) << 32);
+  const float nucleus = cut_bin == kBins - 1 ? -INFINITY : key_logit(static_cast<uint64_t>(rank) << 32);
   if (threadIdx.x == 0) args.cuts[r] = fmaxf(nucleus, at_least(floor));
 }
 

@@ -159,10 +159,10 @@ struct Share {
       for (int pack = 0; pack < kPacks; ++pack) put(pack, row.load(Row<T>::token(region, pack)));
     }
     for (int i = 0; i < args.num_suppressed; ++i) {
-      const int64_t place = args.suppress[i] - region * kRegion;
-      if (place < 0 || place >= kRegion) continue;
-      const int pack = static_cast<int>(place) / kSize, lane = static_cast<int>(threadIdx.x % 32);
-      hide([&](int j) { return pack % 32 == lane && j == pack / 32 * kSize + static_cast<int>(place) % kSize; });
+      const int64_t offset = args.suppress[i] - region * kRegion;
+      if (offset < 0 || offset >= kRegion) continue;
+      const int pack = static_cast<int>(offset) / kSize, lane = static_cast<int>(threadIdx.x % 32);
+      hide([&](int j) { return pack % 32 == lane && j == pack / 32 * kSize + static_cast<int>(offset) % kSize; });
     }
     if (row.cut != -INFINITY) hide([&](int j) { return at(j) < row.cut; });
   }

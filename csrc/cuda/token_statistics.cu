@@ -126,9 +126,9 @@ __device__ uint64_t ranked_tokens(const TokenStatisticsArgs& args, int64_t r, co
   }
   if (lane < kMaxTopK) room[warp][lane] = top;
   __syncthreads();
-  int place = 0;
+  int next = 0;
   return warp_first(ranked, lane < kWarps ? room[lane][0] : 0,
-                    [&](uint64_t) { return ++place < kMaxTopK ? room[lane][place] : 0; });
+                    [&](uint64_t) { return ++next < kMaxTopK ? room[lane][next] : 0; });
 }
 
 template <class T, bool kPacks>
