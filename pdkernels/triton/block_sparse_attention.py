@@ -94,23 +94,23 @@ def _forward_kernel(
     pair = begin
     steps, at, range_end = blocks.first_range(lists, begin, middle, BLOCK_K // BLOCK_N)
     for _ in range(0, steps):
-        place = at.to(tl.int64) * BLOCK_N
-        key = blocks.load(k + place * k_stride, k_stride, 0, BLOCK_N, HEAD_DIM, D0, D1, False)
+        key_start = at.to(tl.int64) * BLOCK_N
+        key = blocks.load(k + key_start * k_stride, k_stride, 0, BLOCK_N, HEAD_DIM, D0, D1, False)
         p, shrink, peak, total = blocks.weigh(query, key, None, peak, total, score_scale, D1, BASE_2, FOLD_SCALE)
-        value = blocks.load(v + place * v_stride, v_stride, 0, BLOCK_N, HEAD_DIM, D0, D1, False)
+        value = blocks.load(v + key_start * v_stride, v_stride, 0, BLOCK_N, HEAD_DIM, D0, D1, False)
         acc = blocks.add_weighted(blocks.scale_rows(acc, shrink, D1), p, value, D1)
         pair, at, range_end = blocks.next_step(lists, begin, middle, pair, at, range_end, BLOCK_K // BLOCK_N)
     CUTS: tl.constexpr = BLOCK_K // BLOCK_MASKED
     for step in range(middle * CUTS, end * CUTS):
         column = (step % CUTS) * BLOCK_MASKED
-        place = tl.load(lists + step // CUTS * 2).to(tl.int64) * BLOCK_K + column
-        keys_left = kv_len - place
-        key = blocks.load(k + place * k_stride, k_stride, keys_left, BLOCK_MASKED, HEAD_DIM, D0, D1, True)
+        key_start = tl.load(lists + step // CUTS * 2).to(tl.int64) * BLOCK_K + column
+        keys_left = kv_len - key_start
+        key = blocks.load(k + key_start * k_stride, k_stride, keys_left, BLOCK_MASKED, HEAD_DIM, D0, D1, True)
         bitmap = tl.load(lists + step // CUTS * 2 + 1)
         seen = blocks.visible(bitmaps, bitmap, row, column, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_MASKED, False)
         seen = seen & (tl.arange(0, BLOCK_MASKED)[None, :] < keys_left)
         p, shrink, peak, total = blocks.weigh(query, key, seen, peak, total, score_scale, D1, BASE_2, FOLD_SCALE)
-        value = blocks.load(v + place * v_stride, v_stride, keys_left, BLOCK_MASKED, HEAD_DIM, D0, D1, True)
+        value = blocks.load(v + key_start * v_stride, v_stride, keys_left, BLOCK_MASKED, HEAD_DIM, D0, D1, True)
         acc = blocks.add_weighted(blocks.scale_rows(acc, shrink, D1), p, value, D1)
 
     out += ((batch * q_len + start) * heads + head) * HEAD_DIM
@@ -174,18 +174,18 @@ def _dq_kernel(
     pair = begin
     steps, at, range_end = blocks.first_range(lists, begin, middle, BLOCK_K // BLOCK_N)
     for _ in range(0, steps):
-        place = at.to(tl.int64) * BLOCK_N
-        key = blocks.load(k + place * k_stride, k_stride, 0, BLOCK_N, HEAD_DIM, D0, D1, False)
-        value = blocks.load(v + place * v_stride, v_stride, 0, BLOCK_N, HEAD_DIM, D0, D1, False)
+        key_start = at.to(tl.int64) * BLOCK_N
+        key = blocks.load(k + key_start * k_stride, k_stride, 0, BLOCK_N, HEAD_DIM, D0, D1, False)
+        value = blocks.load(v + key_start * v_stride, v_stride, 0, BLOCK_N, HEAD_DIM, D0, D1, False)
         acc = _dq_step(query, grad, key, value, None, acc, row_lse, row_delta, score_scale, D1, BASE_2)
         pair, at, range_end = blocks.next_step(lists, begin, middle, pair, at, range_end, BLOCK_K // BLOCK_N)
     CUTS: tl.constexpr = BLOCK_K // BLOCK_MASKED
     for step in range(middle * CUTS, end * CUTS):
         column = (step % CUTS) * BLOCK_MASKED
-        place = tl.load(lists + step // CUTS * 2).to(tl.int64) * BLOCK_K + column
-        keys_left = kv_len - place
-        key = blocks.load(k + place * k_stride, k_stride, keys_left, BLOCK_MASKED, HEAD_DIM, D0, D1, True)
-        value = blocks.load(v + place * v_stride, v_stride, keys_left, BLOCK_MASKED, HEAD_DIM, D0, D1, True)
+        key_start = tl.load(lists + step // CUTS * 2).to(tl.int64) * BLOCK_K + column
+        keys_left = kv_len - key_start
+        key = blocks.load(k + key_start * k_stride, k_stride, keys_left, BLOCK_MASKED, HEAD_DIM, D0, D1, True)
+        value = blocks.load(v + key_start * v_stride, v_stride, keys_left, BLOCK_MASKED, HEAD_DIM, D0, D1, True)
         bitmap = tl.load(lists + step // CUTS * 2 + 1)
         seen = blocks.visible(bitmaps, bitmap, row, column, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_MASKED, False)
         seen = seen & (tl.arange(0, BLOCK_MASKED)[None, :] < keys_left)
@@ -276,11 +276,11 @@ def _dkv_kernel(
         head = (flat // divisor).to(tl.int64)
         step = middle * CUTS + flat % divisor
         row = (step % CUTS) * BLOCK_MASKED
-        place = tl.load(lists + step // CUTS * 2).to(tl.int64) * BLOCK_Q + row
+        query_start = tl.load(lists + step // CUTS * 2).to(tl.int64) * BLOCK_Q + row
         bitmap = tl.load(lists + step // CUTS * 2 + 1)
         seen = blocks.visible(bitmaps, bitmap, row, column, BLOCK_Q, BLOCK_K, BLOCK_MASKED, BLOCK_N, True)
         acc_k, acc_v = _dkv_step(
-            head, place, seen, key, value, acc_k, acc_v, grad_out, q, grad_stride, q_stride, grad_stride_h,
+            head, query_start, seen, key, value, acc_k, acc_v, grad_out, q, grad_stride, q_stride, grad_stride_h,
             q_stride_h, lse_b, delta, saved_stride, q_len, score_scale, HEAD_DIM, D0, D1, BLOCK_MASKED, BASE_2,
         )  # fmt: skip
     acc_k = blocks.scale_rows(acc_k, tl.full((BLOCK_N,), scale, tl.float32), D1)

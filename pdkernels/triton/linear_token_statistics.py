@@ -117,11 +117,11 @@ def _row(row_index, slot, inside, rows):
 def _nothing(ROWS: tl.constexpr, TOP: tl.constexpr, TOP_WIDTH: tl.constexpr):
     """Statistics of no column: peak, sum, weighted sum; order, id and logit of the draw; orders and ids of the TOP largest in any
     order, where padding is never the least."""
-    place = tl.arange(0, TOP_WIDTH)[None, :]
+    rank = tl.arange(0, TOP_WIDTH)[None, :]
     zeros = tl.zeros((ROWS,), tl.float32)
     nobody = tl.zeros((ROWS,), tl.int32)
-    top = tl.zeros((ROWS, TOP_WIDTH), tl.int32) + tl.where(place < TOP, NONE, FAR)
-    top_ids = tl.zeros((ROWS, TOP_WIDTH), tl.int32) - 1 - place
+    top = tl.zeros((ROWS, TOP_WIDTH), tl.int32) + tl.where(rank < TOP, NONE, FAR)
+    top_ids = tl.zeros((ROWS, TOP_WIDTH), tl.int32) - 1 - rank
     return zeros - float("inf"), zeros, zeros, nobody + NONE, nobody, zeros, top, top_ids
 
 
@@ -172,14 +172,14 @@ def _join(statistics, logits, start, end, scale, temperature, seed, step, positi
 @triton.jit
 def _weights(weight, tile, along, k, vocabulary, weight_stride, weight_step,
              COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
-    """(COLUMNS, STEP) of a tile's weights; behind the vocabulary its last row."""
+    """(COLUMNS, STEP) of a tile's weights; past the vocabulary its last row."""
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
-    places = weight + tl.minimum(column, vocabulary - 1).to(tl.int64)[:, None] * weight_stride
-    places += ((k + along) * weight_step)[None, :]
+    pointers = weight + tl.minimum(column, vocabulary - 1).to(tl.int64)[:, None] * weight_stride
+    pointers += ((k + along) * weight_step)[None, :]
     if DEPTH % STEP != 0:
-        return tl.load(places, mask=(k + along < DEPTH)[None, :], other=0.0)
+        return tl.load(pointers, mask=(k + along < DEPTH)[None, :], other=0.0)
     else:
-        return tl.load(places)
+        return tl.load(pointers)
 
 
 @triton.jit(do_not_specialize=["slots", "rows", "row_tiles", "parts", "tiles", "step"])
@@ -230,7 +230,7 @@ def _parts_kernel(
             statistics, logits, tile * COLUMNS, last, scale, temperature, key, number, position, suppressed,
             TOP, SAMPLED, SUPPRESSED,
         )  # fmt: skip
-        if ABREAST == 2:  # behind the part's end it changes nothing
+        if ABREAST == 2:  # past the part's end it changes nothing
             statistics = _join(
                 statistics, others, (tile + 1) * COLUMNS, last, scale, temperature, key, number, position, suppressed,
                 TOP, SAMPLED, SUPPRESSED,
@@ -245,9 +245,9 @@ def _parts_kernel(
         tl.store(drawn + 3 * result, best, mask=there)
         tl.store(drawn + 3 * result + 1, best_id, mask=there)
         tl.store(drawn + 3 * result + 2, best_logit.to(tl.int32, bitcast=True), mask=there)
-    place = tl.arange(0, TOP_WIDTH)[None, :]
-    tl.store(orders + result[:, None] * TOP + place, top, mask=there[:, None] & (place < TOP))
-    tl.store(ids + result[:, None] * TOP + place, top_ids, mask=there[:, None] & (place < TOP))
+    rank = tl.arange(0, TOP_WIDTH)[None, :]
+    tl.store(orders + result[:, None] * TOP + rank, top, mask=there[:, None] & (rank < TOP))
+    tl.store(ids + result[:, None] * TOP + rank, top_ids, mask=there[:, None] & (rank < TOP))
 
 
 @triton.jit(do_not_specialize=["slots", "rows", "parts"])
@@ -274,10 +274,10 @@ def _merge_kernel(
     empty = total == 0.0
     divisor = tl.where(empty, 1.0, total)
 
-    place = tl.arange(0, TOP_WIDTH)[None, :]
-    kept = mine[:, None] & (place < TOP)
-    order = tl.load(orders + (first + part[:, None]) * TOP + place, mask=kept, other=NONE)
-    id = tl.load(ids + (first + part[:, None]) * TOP + place, mask=kept, other=FAR)
+    rank = tl.arange(0, TOP_WIDTH)[None, :]
+    kept = mine[:, None] & (rank < TOP)
+    order = tl.load(orders + (first + part[:, None]) * TOP + rank, mask=kept, other=NONE)
+    id = tl.load(ids + (first + part[:, None]) * TOP + rank, mask=kept, other=FAR)
     chosen = tl.zeros((), tl.int32)
     logit = tl.zeros((), tl.float32)
     margin = tl.zeros((), tl.float32)
