@@ -18,8 +18,6 @@ from pdkernels.ops.block_sparse_attention import block_sparse_attention
 from pdkernels.ops.speculative_attention import speculative_attention
 
 OP = 'attn_implementation="pdkernels"'
-STEP = "pdkernels_step"
-"""The argument with which a wrapped model passes how its rows attend (`WrappedModel`)."""
 # What other implementations compute and these kernels do not, by argument name.
 WIDEST = 256  # heads supported by the kernels
 REFUSED = ("softcap", "s_aux", "sinks", "position_bias", "head_mask", "attention_bias")
@@ -39,7 +37,7 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attention of query ``(batch, heads, rows, head_dim)`` over key and value ``(batch, kv_heads, keys, head_dim)``."""
     _check(query, dropout, rest)
-    step = rest.get(STEP)
+    step = getattr(attention_mask, "step", None)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if query.shape[3] > WIDEST and step is None:
         return _wide(query, key, value, attention_mask, tile_plan, causal, scaling), None

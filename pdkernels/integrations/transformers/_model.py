@@ -8,9 +8,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check, check_choice, check_type
+from pdkernels._validation import check, check_choice, check_type, message
 from pdkernels.cache import Cache
-from pdkernels.integrations.transformers._attention import STEP, attention
+from pdkernels.integrations.transformers._attention import attention
 from pdkernels.integrations.transformers._cache import windowed
 from pdkernels.integrations.transformers._plans import PlanMask, mask_function
 from pdkernels.masks import TilePlan, causal, full
@@ -149,12 +149,11 @@ class WrappedModel:
         plan = nothing_new(rows, tokens.device)
         return self._run(tokens, targets.clamp(min=0), Rows(plan, cache, None, visible, targets))
 
-    def _run(self, tokens: Tensor, positions: Tensor, rows: Rows) -> Tensor:
+    def _run(self, tokens: Tensor, positions: Tensor, rows: Rows | _Seen) -> Tensor:
         # A 4-D mask is passed on unchanged; without one transformers would look for packed texts.
-        nothing = PlanMask(len(tokens), tokens.shape[1], tokens.shape[1], 0, None, tokens.device)
-        out = self.model.base_model(
-            input_ids=tokens, position_ids=positions, attention_mask=nothing, use_cache=False, **{STEP: rows}
-        )
+        mask = PlanMask(len(tokens), tokens.shape[1], tokens.shape[1], 0, None, tokens.device)
+        mask.step = rows
+        out = self.model.base_model(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False)
         hidden: Tensor = out.last_hidden_state
         return hidden
 
@@ -168,6 +167,37 @@ class WrappedModel:
         """As a forward of `Transformer`."""
         hidden = self.hidden(tokens, **options)
         return self.logits(hidden if rows is None else select_rows("WrappedModel", hidden, rows))
+
+
+class _Seen:
+    """Which layers take their attention from us."""
+
+    def __init__(self) -> None:
+        self.layers: set[int] = set()
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float | None) -> Tensor:
+        self.layers.add(layer)
+        return torch.zeros_like(q)
+
+
+def _attend_in(model: Any, wrapped: WrappedModel) -> None:
+    """Makes attention ours. Remote code that looks its attention up in another way than transformers' models is tried on a token."""
+    if getattr(model, "_can_set_attn_implementation", lambda: True)():
+        model.set_attn_implementation(NAME)
+        return
+    before, model.config._attn_implementation = model.config._attn_implementation, NAME
+    seen, token = _Seen(), torch.zeros(1, 1, dtype=torch.int64, device=wrapped.device)
+    cause: Exception | None = None
+    try:
+        with torch.no_grad():
+            wrapped._run(token, token, seen)
+    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
+        cause = error
+    if len(seen.layers) < wrapped.config.layers:
+        model.config._attn_implementation = before
+        words = f"take the attention of its {wrapped.config.layers} layers from AttentionInterface"
+        remedy = "pdkernels.models.from_callable takes any function from tokens to logits."
+        raise NotImplementedError(message("wrap", "model", words, type(model).__name__, remedy)) from cause
 
 
 def register() -> None:
@@ -199,8 +229,11 @@ def wrap(
 ) -> WrappedModel:
     """A decoder of transformers for `pdkernels.decoding.generate`. No weight is copied; its attention becomes ours.
 
+    Block-causal models that fill masks (LLaDA2) are causal ones whose rows predict their own token: ``wrap(model, mask_token=156895,
+    predicts="own")``, for the method "fast_dllm_v2".
+
     Args:
-        model: with a language model head, whose attention takes its implementation from `AttentionInterface`.
+        model: with a language model head, whose attention takes its implementation from `AttentionInterface`; remote code too.
         tokenizer: with ``encode(text)`` and ``decode(ids)``, for text prompts.
         mask_token: the id that the model was trained to fill in.
         attention: what a row sees: the tokens up to itself, or all, for masked-diffusion models.
@@ -208,7 +241,7 @@ def wrap(
 
     Raises:
         TypeError: not a decoder of transformers.
-        NotImplementedError: heads, logits or windows that the decoders do not support.
+        NotImplementedError: heads, logits or windows that the decoders do not support, attention that cannot be chosen.
 
     Example:
         >>> import torch, transformers
@@ -236,7 +269,6 @@ def wrap(
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise NotImplementedError(f"{op}: {name} must be absent, got {getattr(config, name)}.")
     register()
-    model.set_attn_implementation(NAME)
     positions, window = int(config.max_position_embeddings), windowed(config)
     heads = config.num_attention_heads
     sizes = WrappedConfig(
@@ -249,7 +281,9 @@ def wrap(
         predicts=predicts,
         max_positions=positions if window is None else min(positions, window),
     )
-    return WrappedModel(model, sizes, tokenizer, mask_token)
+    wrapped = WrappedModel(model, sizes, tokenizer, mask_token)
+    _attend_in(model, wrapped)
+    return wrapped
 
 
 def from_transformers(model: Any, tokenizer: Any = None) -> Transformer:

@@ -29,11 +29,13 @@ class PlanMask(Tensor):
     """A bool mask ``(batch, 1, rows, keys)`` without storage.
 
     With a `plan` it shows the same as the plan. Without one, row i is token ``offset + i`` of a text and sees all tokens up to
-    itself.
+    itself. With a `step`, that computes attention in every layer (`WrappedModel`): models pass on a mask of four dimensions even where
+    their layers drop other arguments.
     """
 
     plan: TilePlan | None
     offset: Tensor | int
+    step: Any = None
 
     @staticmethod
     def __new__(
