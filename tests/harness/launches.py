@@ -131,7 +131,10 @@ def steps_of(name: str, method: str, options: dict[str, Any]) -> Iterator[tuple[
             yield form.__name__, counted(form)
 
 
-def rows(cases: list[tuple[str, str, dict[str, Any]]] = CASES) -> list[tuple[str, str, Count, Count]]:
+Found = list[tuple[str, str, Count, Count]]
+
+
+def rows(cases: list[tuple[str, str, dict[str, Any]]] = CASES) -> Found:
     """Method and options, form, counts before and after, one for each form of each case."""
     found = []
     with pretended_gpu():
@@ -152,12 +155,12 @@ def simulated() -> list[dict[str, Any]]:
     ]
 
 
-def markdown() -> str:
+def markdown(found: Found | None = None) -> str:
     lines = [
         "| method | form | plain PyTorch between products | now | products | kernels of ours | others |",
         "|---|---|---:|---:|---:|---:|---:|",
     ]
-    for label, form, was, now in rows():
+    for label, form, was, now in found or rows():
         lines.append(f"| {label} | {form} | {was.total} | {now.total} | {now.products} | {now.ours} | {now.others} |")
     return "\n".join(lines)
 
