@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,19 +19,24 @@ def plot_planned(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Right orders against the critical path, the critical path by phase, models with and without topics and syncs, length factors.
 
     Args:
-        rows: the ``extra_info`` of `planned_json`. The model with the most settings comes first if several models plan: the
-            others are drawn next to it, as ablations. Models without plans are the autoregressive baseline.
+        rows: the ``extra_info`` of `planned_json`; of several batch sizes the one with the most rows is drawn. The model with the most
+            settings comes first if several models plan: the others are drawn next to it, as ablations. Models without plans are the
+            autoregressive baseline.
         path: of the PNG.
 
     Raises:
         ValueError: no row of a model that plans.
         ImportError: no matplotlib.
     """
+    check(bool(rows), "evaluation.plot_planned", "rows", "hold a model that plans", "none")
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    # One point for each setting: of the batch size with the most of them.
+    size, _ = Counter(row["batch_size"] for row in rows).most_common(1)[0]
+    rows = [row for row in rows if row["batch_size"] == size]
     planned = [row for row in rows if row["valid_plans"] is not None]
     plain = [row for row in rows if row["valid_plans"] is None]
     check(bool(planned), "evaluation.plot_planned", "rows", "hold a model that plans", "none")
