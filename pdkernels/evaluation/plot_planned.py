@@ -95,17 +95,20 @@ def _frontier(axis: Any, own: Sequence[Mapping[str, Any]], plain: Sequence[Mappi
                       label=f"{_NAMES[sparse]}, {name}")  # fmt: skip
             for row in found:
                 axis.errorbar(row["critical_path"], _share(row), yerr=_spread(row), color=_COLOURS[sparse], lw=0.7)
-            ends = found if option == "steps_ratio" else [found[0], found[-1]]
-            for row in ends if sparse else ():
-                place = (row["critical_path"], _share(row))
-                down = -13 if option == "steps_ratio" else 7
-                axis.annotate(
-                    f"{row['settings'][option]:g}", place, (4, down), textcoords="offset points", fontsize=7.5
-                )
+            if not sparse:
+                continue
+            if option == "threshold" and x[-1] - x[0] < 0.02 * max(x):  # one label where the points are one
+                labels = [(found[-1], f"{found[0]['settings'][option]:g} to {found[-1]['settings'][option]:g}")]
+            else:
+                labels = [(row, f"{row['settings'][option]:g}") for row in found]
+            for row, text in labels:
+                at = (row["critical_path"], _share(row))
+                axis.annotate(text, at, (6, -13), textcoords="offset points", fontsize=7.5)
     for row in plain:
         axis.errorbar(row["critical_path"], _share(row), yerr=_spread(row), marker="s", color=_COLOURS[None],
                       label=_NAMES[None], ls="none")  # fmt: skip
     axis.set(xlabel="critical path, forwards", ylabel="orders right, %", xlim=(0, None))
+    axis.margins(y=0.15)
     axis.set_title("Quality and critical path (Figure 2 left, 3 right)", loc="left", fontsize=11)
     axis.legend(fontsize=8, frameon=False)
 
