@@ -292,7 +292,7 @@ def test_bad_dtype() -> None:
     [
         (
             {"model_type": "gpt2"},
-            "model_type must be one of qwen2, qwen3, llama, mistral, ministral3, Dream, Fast_dLLM_Qwen, "
+            "model_type must be one of qwen2, qwen3, llama, mistral, ministral3, Dream, Fast_dLLM_Qwen, sdar, "
             "nemotron_labs_diffusion, got 'gpt2'.",
         ),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'."),
