@@ -35,7 +35,7 @@ CASES = [
     ("tiny-masked", "fast_dllm", {"block_size": 6, "page_size": 3}),
 ]
 SUMS = [["482 + 967 = ?", "7 + 12 = ?"], ["51 + 64 = ?", "8 + 8 = ?"]]
-PROMPTS = [["class Node:", "import os\n"], ["def test_", "    return "], ["a", "for i in range("]]
+PROMPTS = [["class Node:", "import os\n"], ["a", "for i in range("]]
 
 
 def check_case(driver: FakeDriver, name: str, method: str, options: dict[str, object], limit: int) -> None:
