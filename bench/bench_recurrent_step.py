@@ -21,7 +21,7 @@ from torch.profiler import profile
 from bench.devices import by_device, sizes
 from bench.timing import compare
 from pdkernels.decoding import _recurrent_wave
-from pdkernels.decoding._recurrent import Sampling, prefill
+from pdkernels.decoding._recurrent import Core, Sampling, prefill
 from pdkernels.decoding._recurrent_wave import Wave, WaveOptions
 from pdkernels.decoding._session import Session
 from pdkernels.models import fused
@@ -87,10 +87,15 @@ class Setup:
             guard=True,
             max_recurrences=0,
             stability=0,
+            init_scale=1.0,
+            kept=1,
         )
         with torch.inference_mode():
             session.recurrences = 0
-            self.wave = Wave(session, prefill(session, 1, sampling, None), options, sampling)
+            core = Core(init_scale=1.0, kept=1, noise=0.0, schedule="constant", horizon=32, copied=False)
+            filled = prefill(session, 1, sampling, None, core)
+            self.wave = Wave(session, filled.cache, None, options, sampling)
+            self.wave.start(session, filled.tokens)
             self.rows = rows
             self.wave.step(1, whole=True)
 
