@@ -26,13 +26,13 @@ def kv_commit(rows: list[Row], path: Path) -> None:
         copied = part[0]["baseline_median_us"]
         axis.axvline(copied, color="#c44e52", linewidth=1, zorder=0)
         axis.text(copied, -0.75, f"memcpy of the same bytes, {told(copied)}", fontsize=7.5, color="#c44e52", ha="left")
-        for place, row in enumerate(part):
+        for y, row in enumerate(part):
             ours = row["candidate"].startswith("pdkernels")
-            axis.hlines(place, 10, row["median_us"], color="#e4e4e4", linewidth=1, zorder=0)
-            axis.plot(row["median_us"], place, "o", color=OURS if ours else OTHERS, markersize=6)
+            axis.hlines(y, 10, row["median_us"], color="#e4e4e4", linewidth=1, zorder=0)
+            axis.plot(row["median_us"], y, "o", color=OURS if ours else OTHERS, markersize=6)
             axis.text(
                 row["median_us"] * 1.5,
-                place,
+                y,
                 told(row["median_us"]),
                 fontsize=8,
                 va="center",
@@ -92,13 +92,13 @@ def block_sparse_attention(rows: list[Row], path: Path) -> None:
             ours = next(row["median_us"] for row in own if row["candidate"] == "pdkernels")
             largest = max(largest, *(row["median_us"] / ours for row in own))
             axis.axvline(1, color="#444444", linewidth=0.8, linestyle=":", zorder=0)
-            for place, row in enumerate(own):
+            for y, row in enumerate(own):
                 times = row["median_us"] / ours
-                axis.barh(place, times, height=0.7, color=OURS if row["candidate"] == "pdkernels" else OTHERS)
+                axis.barh(y, times, height=0.7, color=OURS if row["candidate"] == "pdkernels" else OTHERS)
                 factor = "" if times == 1 else f", {times:.1f}x"
                 white = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}
                 text = f"{row['median_us'] / 1e3:.1f} ms{factor}"
-                axis.text(times + 0.4, place, text, fontsize=7.5, va="center", bbox=white)
+                axis.text(times + 0.4, y, text, fontsize=7.5, va="center", bbox=white)
             axis.set_yticks(range(len(own)), [row["candidate"] for row in own], fontsize=7.5)
             axis.set_ylim(len(own) - 0.5, -0.5)
             axis.set_title(case_name(case), fontsize=9, loc="left")

@@ -95,9 +95,11 @@ def feature_cache() -> None:
         "cached output",
     )
     arrow = {"arrowstyle": "-|>", "color": "#b8860b", "linewidth": 1.4}
-    for place, row in enumerate(chosen):
-        axis.annotate("", xy=(place + 0.47, -0.58), xytext=(row + 0.47, 0.18), arrowprops=arrow)
-        axis.annotate("", xy=(row + 0.47, -3.38), xytext=(place + 0.47, -2.62), arrowprops={**arrow, "color": ACCEPTED})
+    for column, row in enumerate(chosen):
+        axis.annotate("", xy=(column + 0.47, -0.58), xytext=(row + 0.47, 0.18), arrowprops=arrow)
+        axis.annotate(
+            "", xy=(row + 0.47, -3.38), xytext=(column + 0.47, -2.62), arrowprops={**arrow, "color": ACCEPTED}
+        )
     axis.add_patch(plt.Rectangle((0, -2.6), 5.6, 0.8, facecolor="white", edgecolor="#444444", linewidth=0.8))
     axis.text(2.8, -2.2, "q and k, attention over all keys, output product", ha="center", va="center", fontsize=9)
     axis.text(
@@ -182,12 +184,12 @@ def linear_token_statistics() -> None:
     for part, colour in enumerate(colours):
         left = part * width
         for tile in range(2):
-            place = (left + tile * width / 2, 2.4)
+            corner = (left + tile * width / 2, 2.4)
             axis.add_patch(
-                plt.Rectangle(place, width / 2 - 0.12, 1.1, facecolor=colour, edgecolor="#444444", linewidth=0.8)
+                plt.Rectangle(corner, width / 2 - 0.12, 1.1, facecolor=colour, edgecolor="#444444", linewidth=0.8)
             )
             axis.text(
-                place[0] + width / 4 - 0.06,
+                corner[0] + width / 4 - 0.06,
                 2.95,
                 f"tile {2 * part + tile}",
                 ha="center",

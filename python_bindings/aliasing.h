@@ -37,30 +37,30 @@ inline void require_real_size(const std::optional<torch::stable::Tensor>& t) {
 template <class Other>
 void require_real_size(const Other&) {}
 
-class Places {
+class Extents {
  public:
-  explicit Places(size_t tensors) { places_.reserve(tensors); }
+  explicit Extents(size_t tensors) { extents_.reserve(tensors); }
 
   template <bool kWritten>
   void add(const torch::stable::Tensor& t) {
     const auto sizes = t.sizes();
     const auto strides = t.strides();
     const int64_t item = static_cast<int64_t>(t.element_size());
-    Place place{reinterpret_cast<intptr_t>(t.data_ptr()), item, item, &t, kWritten};
+    Extent extent{reinterpret_cast<intptr_t>(t.data_ptr()), item, item, &t, kWritten};
     bool dense = true;  // as in a contiguous tensor: nothing overlaps in it
     for (size_t d = sizes.size(); d-- > 0;) {
       if (sizes[d] == 0) return;
       if (sizes[d] == 1) continue;
-      dense = dense && strides[d] * item == place.bytes;
-      place.bytes += (sizes[d] - 1) * strides[d] * item;
+      dense = dense && strides[d] * item == extent.bytes;
+      extent.bytes += (sizes[d] - 1) * strides[d] * item;
     }
-    STD_TORCH_CHECK(!kWritten || dense || !overlaps_itself(dims_of(place)),
+    STD_TORCH_CHECK(!kWritten || dense || !overlaps_itself(dims_of(extent)),
                     "pdkernels: a written tensor overlaps itself");
-    places_.push_back(place);
+    extents_.push_back(extent);
   }
   template <bool kWritten>
   void add(const std::vector<torch::stable::Tensor>& tensors) {
-    places_.reserve(places_.capacity() + tensors.size());
+    extents_.reserve(extents_.capacity() + tensors.size());
     for (const auto& t : tensors) add<kWritten>(t);
   }
   template <bool kWritten>
@@ -71,9 +71,9 @@ class Places {
   void add(const Other&) {}
 
   void require_apart() {
-    std::sort(places_.begin(), places_.end(), [](const Place& a, const Place& b) { return a.start < b.start; });
-    for (auto a = places_.begin(); a != places_.end(); ++a) {
-      for (auto b = a + 1; b != places_.end() && b->start < a->start + a->bytes; ++b) {
+    std::sort(extents_.begin(), extents_.end(), [](const Extent& a, const Extent& b) { return a.start < b.start; });
+    for (auto a = extents_.begin(); a != extents_.end(); ++a) {
+      for (auto b = a + 1; b != extents_.end() && b->start < a->start + a->bytes; ++b) {
         STD_TORCH_CHECK(!(a->written || b->written) || !overlap(dims_of(*a), dims_of(*b), b->start - a->start),
                         "pdkernels: what is written overlaps another tensor");
       }
@@ -81,21 +81,21 @@ class Places {
   }
 
  private:
-  struct Place {
+  struct Extent {
     intptr_t start;
     int64_t bytes, item;
     const torch::stable::Tensor* tensor;
     bool written;
   };
 
-  static Strided dims_of(const Place& place) {
-    Strided strided{place.item, {}};
-    for (int64_t d = 0; d < place.tensor->dim(); ++d)
-      strided.dims.push_back({place.tensor->size(d), place.tensor->stride(d) * place.item});
+  static Strided dims_of(const Extent& extent) {
+    Strided strided{extent.item, {}};
+    for (int64_t d = 0; d < extent.tensor->dim(); ++d)
+      strided.dims.push_back({extent.tensor->size(d), extent.tensor->stride(d) * extent.item});
     return strided;
   }
 
-  std::vector<Place> places_;
+  std::vector<Extent> extents_;
 };
 
 template <class Argument>
@@ -118,9 +118,9 @@ struct Checked<function> {
   static Result run(Taken<Arguments>... arguments) {
     (require_real_size(arguments), ...);
     if constexpr ((kIsWritten<Arguments> || ...)) {
-      Places places(sizeof...(Arguments));
-      (places.add<kIsWritten<Arguments>>(arguments), ...);
-      places.require_apart();
+      Extents extents(sizeof...(Arguments));
+      (extents.add<kIsWritten<Arguments>>(arguments), ...);
+      extents.require_apart();
     }
     return function(std::forward<Taken<Arguments>>(arguments)...);
   }

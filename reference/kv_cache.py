@@ -68,8 +68,8 @@ def kv_append_(
         for i in range(count):
             targets[b, i] = slots(b, length + i)
     for cache, new in zip(caches, news):
-        for (b, i), place in targets.items():
-            cache[place] = new[b, i]
+        for (b, i), slot in targets.items():
+            cache[slot] = new[b, i]
 
 
 def kv_commit_(

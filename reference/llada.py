@@ -73,8 +73,8 @@ def unmask_by_quota(
             guesses = guess(canvas, logits, window, temperature=temperature, seed=seed, banned=banned)
             low = doubtful(canvas, logits, window, revise) - doubted
             canvas.commit(guesses, surest(guesses.confidence, quota=each), window)
-            for place in low:
-                canvas.tokens[place] = canvas.mask_token
+            for position in low:
+                canvas.tokens[position] = canvas.mask_token
             doubted |= low
         for quota in quotas(len(canvas.masks(window)), count):
             if canvas.done or quota == 0:
@@ -101,8 +101,8 @@ def doubtful(canvas: Canvas, logits: torch.Tensor, window: Window, below: float)
     """Filled positions of a window whose token has a probability below `below` by its row of `logits`, the mask apart."""
     rows = without(logits.double(), canvas.mask_token).softmax(-1)
     masks = set(canvas.masks(window))
-    filled = [place for place in range(max(window[0], canvas.start), window[1]) if place not in masks]
-    return {place for place in filled if rows[place, canvas.tokens[place]] < below}
+    filled = [position for position in range(max(window[0], canvas.start), window[1]) if position not in masks]
+    return {position for position in filled if rows[position, canvas.tokens[position]] < below}
 
 
 @torch.no_grad()

@@ -117,7 +117,7 @@ def slowfast(
     is in the model's dtype. Its cycles are at most 256.
 
     cycle="dream" is the released loop for Dream, whose settings are ``max_exploration=6, tau_min=0.1, tau_explore=0.8, tau_high=0.9``:
-    as "published", but notes of 0 stand before the first one, the unbiased variance may equal `variance`, the mean is rounded, and
+    as "published", but notes of 0 precede the first one, the unbiased variance may equal `variance`, the mean is rounded, and
     the slow phase ends with the last mask of the block. A mean before the cycle's start, where that code would not go on, is one
     position after it.
 

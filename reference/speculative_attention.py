@@ -118,8 +118,8 @@ def speculative_attention_append_(
         tokens = cu_seqlens.diff()
         counts = tokens if counts is None and source_index is None else counts
         rows = torch.arange(tail_mask.shape[-1], device=q.device)
-        places = torch.where(rows < tokens[:, None], cu_seqlens[:-1, None] + rows, 0).to(torch.int64)
-        k_new, v_new = (x[places] if len(x) else x.new_zeros((*places.shape, *x.shape[1:])) for x in (k_new, v_new))
+        own = torch.where(rows < tokens[:, None], cu_seqlens[:-1, None] + rows, 0).to(torch.int64)
+        k_new, v_new = (x[own] if len(x) else x.new_zeros((*own.shape, *x.shape[1:])) for x in (k_new, v_new))
     if source_index is not None and k_new.shape[1] > 0:
         columns = torch.arange(source_index.shape[1], device=q.device)
         counted = columns < (len(columns) if counts is None else counts[:, None])

@@ -153,9 +153,9 @@ def apply_rope_append_(
     wide = turned.to(cos.dtype) if bias is None else turned.to(cos.dtype) + bias.to(cos.dtype)
     rotated = _turned(wide, cos[positions], sin[positions], style)
     turned.copy_(torch.where((offsets < 0)[:, :, None, None], turned, rotated.to(qkv.dtype)))
-    for (b, i), place in targets.items():
-        k_cache[place] = qkv[b, i, turned_heads - kv_heads : turned_heads]
-        v_cache[place] = qkv[b, i, turned_heads:]
+    for (b, i), slot in targets.items():
+        k_cache[slot] = qkv[b, i, turned_heads - kv_heads : turned_heads]
+        v_cache[slot] = qkv[b, i, turned_heads:]
 
 
 def apply_rope_(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, style: str = "half") -> None:

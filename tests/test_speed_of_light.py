@@ -209,8 +209,8 @@ def test_the_serial_text_is_that_of_block_diffusion(refresh: str) -> None:
         end_tokens=(),
     )
     assert limits.texts == [tokens.tolist() for tokens in result.tokens]
-    assert limits.places == (5 if refresh == "causal" else 6)
-    assert limits.acceptance("serial") == 1 and limits.tokens_per_forward("serial") == 6 / (limits.places + 1)
+    assert limits.masks == (5 if refresh == "causal" else 6)
+    assert limits.acceptance("serial") == 1 and limits.tokens_per_forward("serial") == 6 / (limits.masks + 1)
     assert limits.exact("first_all") == limits.exact("exhaustive") == 1
     assert limits.acceptance("exhaustive") >= 1 and limits.unsafe("exhaustive") == 0
     assert limits.simulated("greedy") == 0

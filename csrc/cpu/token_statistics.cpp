@@ -63,16 +63,16 @@ class Row {
     undefined_ = undefined_ || part.undefined;
     if (part.drawn != 0 && part.score > score_) score_ = part.score, drawn_ = part.drawn;
     for (int i = 0; i < args_.num_ranked() && part.top[i] != 0; ++i) {
-      int place = kMaxTopK;
-      for (; place > 0 && top_[place - 1] < part.top[i]; --place) top_[place] = top_[place - 1];
-      top_[place] = part.top[i];
+      int slot = kMaxTopK;
+      for (; slot > 0 && top_[slot - 1] < part.top[i]; --slot) top_[slot] = top_[slot - 1];
+      top_[slot] = part.top[i];
     }
   }
   double probability(uint64_t key) const {
     return key == 0 ? 0 : std::exp((double{key_logit(key)} - sums_.largest) * inverse_) / sums_.total;
   }
   // After the possible tokens come the others, the lowest id first.
-  int64_t impossible(int place) const {
+  int64_t impossible(int rank) const {
     int possible = 0;
     while (top_[possible] != 0) ++possible;
     const auto listed = [&](int64_t id) {
@@ -81,7 +81,7 @@ class Row {
       return found;
     };
     int64_t id = 0;
-    for (int skip = place - possible;; ++id) {
+    for (int skip = rank - possible;; ++id) {
       if (!listed(id) && skip-- == 0) return id;
     }
   }

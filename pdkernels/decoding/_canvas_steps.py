@@ -1,6 +1,6 @@
 """Steps of the decoders that fill a canvas, where the device alone decides which window is filled next.
 
-The candidates of a step are the places of a window, of which there are as many in every step; those without a mask are left out by
+The candidates of a step are the positions of a window, of which there are as many in every step; those without a mask are left out by
 their position, -1. So shapes are static, and the head still computes only rows of masks. A forward, the guesses and the choice
 of positions are those of the decoders that a host leads (`decoding/_masked.py`).
 """
@@ -23,17 +23,17 @@ _OWN = 6  # columns of an entry before the text
 
 class CanvasSteps(Steps):
     """An entry: whether a sequence still has masks that it needs, how many were filled, the next form and whether the sequence takes
-    part in it, the last window, the new positions, and fp64 scores of the window's places, as bits.
+    part in it, the last window, the new positions, and fp64 scores of the window's positions, as bits.
 
     Subclasses define `__init__`, which calls `_build`, and `_plan`.
     """
 
     def _build(self, sizes: Session, canvas: Canvas, forward: WholeCanvas, widest: int, random: bool = False) -> None:
-        """`widest`: places of a window at most."""
+        """`widest`: positions of a window at most."""
         self.canvas, self.forward, self.random, self.limit = canvas, forward, random, canvas.limit
         device, batch = canvas.tokens.device, sizes.batch
         self.slot = torch.arange(min(widest, self.limit), device=device)
-        self.place = torch.arange(self.limit, device=device)
+        self.offsets = torch.arange(self.limit, device=device)
         self.ends = sizes.ends_on(device)
         self.number = canvas.prompt_lengths.new_zeros(batch)  # of each sequence's last forward
         self.entry = self.number.new_zeros(batch, _OWN + self.limit + len(self.slot))
@@ -48,7 +48,7 @@ class CanvasSteps(Steps):
 
     def _plan(self, first_only: bool = False) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Beginning and end of the next window of each sequence, ``(batch,)``, from the end of the prompt; and the rule of `unmask_`.
-        `first_only`: no more than the first place."""
+        `first_only`: no more than the first position."""
         raise NotImplementedError
 
     def _move(self, masks: torch.Tensor) -> None:
@@ -87,7 +87,7 @@ class CanvasSteps(Steps):
         scores = canvas.turns(step) if self.random else guesses.probs
         done = canvas.fill(step, guesses.ids, None if self.random else guesses.probs, **rule)
         self.scores.copy_(scores.double().view(torch.int64))
-        self.answer.copy_(canvas.tokens.gather(1, canvas.prompt_lengths[:, None] + self.place))
+        self.answer.copy_(canvas.tokens.gather(1, canvas.prompt_lengths[:, None] + self.offsets))
         masks = self.answer == canvas.mask_token
         over = ~masks.any(1)
         if self.ends is not None:

@@ -316,11 +316,11 @@ class Canvas(CanvasRecord):
         self.tokens.copy_(torch.where(new, texts, self.tokens))
 
     def reopen(self, hidden: torch.Tensor, window: Window, below: float, first: torch.Tensor | None = None) -> None:
-        """Puts masks in the places of tokens in a window that the forward of `hidden` thinks less probable than `below`, each place
+        """Puts masks over tokens in a window that the forward of `hidden` thinks less probable than `below`, each position
         once. Rows are as in `guess`; the tokens are those of the last poll."""
         for sequence, (answer, taking) in enumerate(zip(self.answers, self._part, strict=True)):
-            places = range(window[0], min(window[1], len(answer)) if taking else 0)
-            filled = [n for n in places if answer[n] != self.mask_token and n not in self._doubted[sequence]]
+            candidates = range(window[0], min(window[1], len(answer)) if taking else 0)
+            filled = [n for n in candidates if answer[n] != self.mask_token and n not in self._doubted[sequence]]
             self._asked[sequence] = filled
         width = max(map(len, self._asked))
         if width == 0:

@@ -33,8 +33,8 @@ class CanvasRecord:
         self.settled: int | None = (
             None  # new positions after this are not final, though nothing before them is open; None: all are
         )
-        self._doubted: list[set[int]] = [set() for _ in self.starts]  # places that were opened again
-        self._asked: list[list[int]] = [[] for _ in self.starts]  # places whose tokens the last step judged
+        self._doubted: list[set[int]] = [set() for _ in self.starts]  # positions that were opened again
+        self._asked: list[list[int]] = [[] for _ in self.starts]  # positions whose tokens the last step judged
 
     @property
     def unfinished(self) -> bool:

@@ -226,7 +226,7 @@ class FastSteps(CanvasSteps):
         return self.begins, self._last, {"quota": quota}
 
     def _move(self, masks: torch.Tensor) -> None:
-        inside = (self.place >= self.begins[:, None]) & (self.place < self._last[:, None])
+        inside = (self.offsets >= self.begins[:, None]) & (self.offsets < self._last[:, None])
         open_ = (masks & inside).any(1)
         # With a cache, sequences wait until the block is complete in all of them.
         entry = ~(open_ & (self.left > 0)).any().expand_as(open_) if self.cached else torch.ones_like(open_)

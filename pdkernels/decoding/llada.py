@@ -55,8 +55,8 @@ def decode(
             has two rows for each position.
         no_end: end tokens are never guessed.
         late_end: end tokens have confidence 0, so they come last.
-        revise: above 0, a step also puts masks in the places of its block whose token has less than this probability in its
-            forward, in each place once. Steps fill equal shares until a block is full, maybe more than `steps`; no token is on record
+        revise: above 0, a step also masks the positions of its block again whose token has less than this probability in its
+            forward, each position once. Steps fill equal shares until a block is full, maybe more than `steps`; no token is on record
             before that.
         temperature: of the guesses; positions are chosen by the confidence at temperature 1.
 

@@ -141,13 +141,13 @@ def _ablations(axis: Any, planned: Sequence[Mapping[str, Any]], models: Sequence
     sampled: Callable[[Mapping[str, Any]], bool] = lambda row: row["settings"].get("temperature") == 1.0  # noqa: E731
     shown = [row for row in planned if sampled(row)] or [row for row in planned if _is_plain(row)]
     names = []
-    for place, row in enumerate(shown):
+    for slot, row in enumerate(shown):
         for number, kind in enumerate(kinds):
             right, count = row["right"][kind]
             colour = _COLOURS[row["settings"]["sparse"]]
-            axis.bar(place + 0.27 * (number - 1), 100 * right / max(1, count), width=0.24, color=colour,
-                     alpha=(1.0, 0.65, 0.35)[number], label=kind if place == 0 else None)  # fmt: skip
-            axis.text(place + 0.27 * (number - 1), 100 * right / max(1, count) + 1, f"{100 * right / max(1, count):.0f}",
+            axis.bar(slot + 0.27 * (number - 1), 100 * right / max(1, count), width=0.24, color=colour,
+                     alpha=(1.0, 0.65, 0.35)[number], label=kind if slot == 0 else None)  # fmt: skip
+            axis.text(slot + 0.27 * (number - 1), 100 * right / max(1, count) + 1, f"{100 * right / max(1, count):.0f}",
                       ha="center", fontsize=7.5)  # fmt: skip
         own = "whole plans" if row["model"] == models[0] else row["model"].replace("-", " ")
         names.append(f"{own}\n{_NAMES[row['settings']['sparse']]}")

@@ -22,7 +22,7 @@ def _coloured() -> dict[str, str]:
     found: dict[str, str] = {}
     for family in FAMILIES:
         names = [name for name, method in METHODS.items() if method.family == family]
-        found |= {name: _COLOURS[(place - 1) % len(_COLOURS)] if place else _GREY for place, name in enumerate(names)}
+        found |= {name: _COLOURS[(index - 1) % len(_COLOURS)] if index else _GREY for index, name in enumerate(names)}
     return found
 
 
@@ -92,16 +92,16 @@ def plot_rows(rows: Sequence[Mapping[str, Any]], path: Path, note: str = "", *, 
         own = [row for row in rows if row["task"] == task]
         judged = all(row["right"] is not None for row in own)
         axes = part.subplots(1, 1 + judged + forwards, sharey=True, squeeze=False)[0]
-        places, labels = _places(own, models)
+        heights, labels = _heights(own, models)
         if judged:
-            _shares(axes[0], own, places)
+            _shares(axes[0], own, heights)
         if forwards:
-            _bars(axes[-2], own, places, "tokens_per_forward", "{:.2f}", "tokens per forward")
-        _bars(axes[-1], own, places, "speedup", "{:.2f}x", "speed; 1: the model's baseline")
+            _bars(axes[-2], own, heights, "tokens_per_forward", "{:.2f}", "tokens per forward")
+        _bars(axes[-1], own, heights, "speedup", "{:.2f}x", "speed; 1: the model's baseline")
         axes[0].set_yticks([y for y, _ in labels], [text for _, text in labels], fontsize=8.5)
         for label, (_, text) in zip(axes[0].get_yticklabels(), labels):
             label.set_fontweight("bold" if text in models else "normal")
-        axes[0].set_ylim(max(places) + 0.6, -0.6)
+        axes[0].set_ylim(max(heights) + 0.6, -0.6)
         for axis in axes:
             axis.tick_params(axis="y", length=0)
             axis.tick_params(axis="x", labelsize=8)
@@ -118,9 +118,9 @@ def _groups(rows: Sequence[Mapping[str, Any]], task: str) -> int:
     return len({row["model"] for row in rows if row["task"] == task})
 
 
-def _places(rows: Sequence[Mapping[str, Any]], models: Sequence[str]) -> tuple[list[float], list[tuple[float, str]]]:
-    """Where the rows stand, and the names at the left."""
-    places = [0.0] * len(rows)
+def _heights(rows: Sequence[Mapping[str, Any]], models: Sequence[str]) -> tuple[list[float], list[tuple[float, str]]]:
+    """Heights of the rows, and the names at the left."""
+    heights = [0.0] * len(rows)
     labels: list[tuple[float, str]] = []
     y = 0.0
     for model in models:
@@ -130,14 +130,14 @@ def _places(rows: Sequence[Mapping[str, Any]], models: Sequence[str]) -> tuple[l
         for number in own:
             y += 1
             row = rows[number]
-            places[number] = y
+            heights[number] = y
             labels.append((y, friendly(row["method"], row.get("width"), row.get("settings") or {})))
         y += 1 if own else 0
-    return places, labels
+    return heights, labels
 
 
-def _shares(axis: Any, rows: Sequence[Mapping[str, Any]], places: Sequence[float]) -> None:
-    for row, y in zip(rows, places):
+def _shares(axis: Any, rows: Sequence[Mapping[str, Any]], heights: Sequence[float]) -> None:
+    for row, y in zip(rows, heights):
         low, high = interval(row["right"], row["problems"])
         share = row["right"] / row["problems"]
         colour = COLOURS.get(row["method"], _GREY)
@@ -149,11 +149,11 @@ def _shares(axis: Any, rows: Sequence[Mapping[str, Any]], places: Sequence[float
 
 
 def _bars(
-    axis: Any, rows: Sequence[Mapping[str, Any]], places: Sequence[float], figure: str, form: str, title: str
+    axis: Any, rows: Sequence[Mapping[str, Any]], heights: Sequence[float], figure: str, form: str, title: str
 ) -> None:
     ends = []
     axis.axvline(1, color="#444444", linewidth=0.8, linestyle=":", zorder=0)
-    for row, y in zip(rows, places):
+    for row, y in zip(rows, heights):
         value, end = row[figure], row[figure]
         axis.barh(y, value, height=0.74, color=COLOURS.get(row["method"], _GREY))
         quartiles = row.get("speedup_quartiles") if figure == "speedup" else None
@@ -161,7 +161,7 @@ def _bars(
             axis.plot(quartiles, [y, y], color="#333333", linewidth=1.2)
             end = max(end, quartiles[1])
         ends.append(end)
-    for value, y, end in zip((row[figure] for row in rows), places, ends):
+    for value, y, end in zip((row[figure] for row in rows), heights, ends):
         axis.text(end + 0.02 * max(ends), y, form.format(value), va="center", fontsize=8, bbox=_WHITE)
     axis.set_xlim(0, 1.18 * max(ends))
     axis.set_title(title, fontsize=9, loc="left")

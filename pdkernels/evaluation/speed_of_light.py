@@ -30,21 +30,21 @@ class SpeedOfLight:
     Attributes:
         texts: for each prompt the ids that serial denoising wrote, up to the first end token.
         blocks: of each text.
-        places: masks of a block: all of its tokens, or all but the first if that comes from the previous forward.
+        masks: masks of a block: all of its tokens, or all but the first if that comes from the previous forward.
     """
 
     texts: list[list[int]]
     blocks: list[list[BlockLimit]]
-    places: int
+    masks: int
 
     def _fillings(self, scheme: str) -> list[tuple[int, int, bool, int, int]]:
         found = [(block, block.fillings[scheme]) for blocks in self.blocks for block in blocks]
-        return [(self.places, one.iterations, one.exact, one.simulated, one.unsafe) for _, one in found]
+        return [(self.masks, one.iterations, one.exact, one.simulated, one.unsafe) for _, one in found]
 
     def acceptance(self, scheme: str) -> float:
         """Masks filled per forward, mean over blocks: the paper's acceptance rate, which leaves out a forward per block for K
         and V."""
-        rates = [places / iterations for places, iterations, *_ in self._fillings(scheme)]
+        rates = [masks / iterations for masks, iterations, *_ in self._fillings(scheme)]
         return sum(rates) / len(rates)
 
     def tokens_per_forward(self, scheme: str) -> float:
@@ -123,7 +123,7 @@ def speed_of_light(
     going = [True] * count
 
     def shorten(block: Block) -> int:
-        return next((place + 1 for place, token in enumerate(block) if token in ends), len(block))
+        return next((index + 1 for index, token in enumerate(block) if token in ends), len(block))
 
     tokens = torch.tensor([ids + [0] * (longest - len(ids)) for ids in lists], device=device)
     counts = torch.tensor([len(ids) for ids in lists], device=device)

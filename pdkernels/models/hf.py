@@ -45,7 +45,7 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
     # them too, and is causal except for the block that it fills. So is SDAR, with Qwen3's layers and rows that predict their own
     # token.
     like_qwen2, like_qwen3 = kind in ("qwen2", "Dream", "Fast_dLLM_Qwen"), kind in ("qwen3", "sdar")
-    if like_qwen3:  # the published classes default to 128, whatever the other sizes
+    if like_qwen3:  # the published classes default to 128, regardless of the other sizes
         fields.require(("head_dim",))
     activation = fields.get("hidden_act", "silu")
     demand(activation == "silu", "hidden_act", "be 'silu'", shown(activation))

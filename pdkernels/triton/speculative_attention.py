@@ -209,12 +209,12 @@ def _split_kernel(
         v_cache += batch * vc_stride_b
     own_starts = None
     if starts is not None:
-        place = begin + token if STARTS_BY_ROW else token.to(tl.int64)
-        places = (
-            starts + (entry * starts_stride_b if STARTS_BY_ROW else batch * starts_stride_b) + place * starts_stride
+        at = begin + token if STARTS_BY_ROW else token.to(tl.int64)
+        addresses = (
+            starts + (entry * starts_stride_b if STARTS_BY_ROW else batch * starts_stride_b) + at * starts_stride
         )
         valid = rows < new * GROUP
-        own_starts = tl.load(places, mask=valid, other=0).to(tl.int64)
+        own_starts = tl.load(addresses, mask=valid, other=0).to(tl.int64)
     first = floor + split * keys
     if starts is not None:
         # No row of the tile sees what is before its least start.
@@ -316,14 +316,14 @@ def _merge_kernel(
     total = tl.sum(tl.exp(log_sums - origin[None, :]), 0)
 
     columns = tl.arange(0, WIDTH)
-    places = (begin * heads + rows)[:, None] * HEAD_DIM + columns[None, :]
+    offsets = (begin * heads + rows)[:, None] * HEAD_DIM + columns[None, :]
     there = inside[:, None] & (columns[None, :] < HEAD_DIM)
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
     for part in tl.range(0, in_use, loop_unroll_factor=4):
         weight = tl.exp(tl.load(part_lse + part * lse_step + lse_rows, mask=inside, other=float("-inf")) - origin)
-        acc += weight[:, None] * tl.load(parts + part * lse_step * HEAD_DIM + places, mask=there, other=0.0)
+        acc += weight[:, None] * tl.load(parts + part * lse_step * HEAD_DIM + offsets, mask=there, other=0.0)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(out + places, acc.to(out.dtype.element_ty), mask=there)
+    tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=there)
     tl.store(lse + lse_rows, origin + tl.log(total), mask=inside)
 
 

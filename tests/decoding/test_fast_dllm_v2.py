@@ -158,7 +158,7 @@ def test_a_small_block_runs_alone_once_its_first_position_is_filled(block_cache:
 
 
 def test_rows_that_predict_their_own_token_give_none_of_the_next_block() -> None:
-    """Two blocks of a prompt, what is left of it in the first block that is filled, and nothing behind the last one."""
+    """Two blocks of a prompt, what is left of it in the first block that is filled, and nothing after the last one."""
     trace = {}
     for predicts in ("next", "own"):
         result = generate(

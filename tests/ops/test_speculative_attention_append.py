@@ -242,7 +242,7 @@ BAD_VALUES = {
         Rows(None, SOURCES[:1].repeat(2, 1)),
         "source_index[0, 3] must be in [0, 5], got 99 for sequence 0.",
     ),
-    "no page behind the prefix": (
+    "no page after the prefix": (
         PAGED,
         Rows(torch.tensor([3, 4])),
         f"block_table[1, 2] must be in [0, 14], got {-(2**20)} for sequence 1. Reserve pages for the rows before writing them.",

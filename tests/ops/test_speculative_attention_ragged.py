@@ -119,7 +119,7 @@ def test_the_same_bits_packed_padded_and_alone(seen: Seen, dtype: torch.dtype) -
 
 
 def test_a_row_does_not_know_what_is_cached() -> None:
-    """Token by token behind a cache that grows, and all at once: the same bits under a window and behind padding."""
+    """Token by token after a cache that grows, and all at once: the same bits under a window and after padding."""
     length, window = 200, 50
     inputs = make_inputs(length, (0,), slots=length, dtype=torch.bfloat16)
     seen = Seen(torch.tensor([11]), window)

@@ -20,7 +20,7 @@ class Written(NamedTuple):
 def block_sampler(
     forward: Forward, prompt: list[int], new: int, mask: int, block: int, steps: int, threshold: float
 ) -> Written:
-    """Greedy. Blocks begin at multiples of `block`, and the end of the prompt stands in the first one that is filled.
+    """Greedy. Blocks begin at multiples of `block`, and the end of the prompt lies in the first one that is filled.
 
     A step fills what is more probable than `threshold`, or its share of a block if that is more. Other than in the published code the
     mask token is never a guess.
@@ -33,16 +33,16 @@ def block_sampler(
     for first in range(len(prompt) // block * block, length, block):
         end = first + block
         for step in range(steps):
-            places = [p for p in range(max(first, len(prompt)), end) if text[p] == mask]
-            if not places:
+            masked = [p for p in range(max(first, len(prompt)), end) if text[p] == mask]
+            if not masked:
                 break
             logits = forward(text[:end], visible[:end, :end]).double().index_fill(-1, torch.tensor([mask]), -torch.inf)
             forwards += 1
             sure, tokens = (found.tolist() for found in logits.softmax(-1).max(-1))
             share = block // steps + (step < block % steps)
-            chosen = [p for p in places if sure[p] > threshold]
+            chosen = [p for p in masked if sure[p] > threshold]
             if len(chosen) < share:
-                chosen = sorted(places, key=lambda p: -sure[p])[:share]
+                chosen = sorted(masked, key=lambda p: -sure[p])[:share]
             for p in chosen:
                 text[p] = tokens[p]
     return Written(text[len(prompt) :], forwards)

@@ -79,9 +79,9 @@ void measure_peaks(const LogitDivergenceArgs& args, int64_t row, int64_t begin, 
 }
 
 // Without a total there is no distribution: everything becomes NaN.
-Peak joined(const double* partials, int64_t chunks, int64_t place) {
+Peak joined(const double* partials, int64_t chunks, int64_t which) {
   Peak row{-kInfinity, 0};
-  const auto peak = [&](int64_t c) { return reinterpret_cast<const Peak*>(partials + c * kDivergencePartials)[place]; };
+  const auto peak = [&](int64_t c) { return reinterpret_cast<const Peak*>(partials + c * kDivergencePartials)[which]; };
   for (int64_t c = 0; c < chunks; ++c) row.largest = peak(c).largest > row.largest ? peak(c).largest : row.largest;
   for (int64_t c = 0; c < chunks; ++c) {
     // exp(-inf - -inf) is NaN, and a chunk of only -inf adds nothing.

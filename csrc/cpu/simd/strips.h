@@ -85,7 +85,7 @@ PDK_INLINE void for_pairs(const T* from, int64_t begin, int64_t end, float fill,
       body(widened(words & 0xffffu, T{}), widened(words >> 16, T{}));
     }
   }
-  for_vectors(at, end, [&](int64_t place, auto lanes) { body(load(from + place, lanes, fill), splat(fill)); });
+  for_vectors(at, end, [&](int64_t offset, auto lanes) { body(load(from + offset, lanes, fill), splat(fill)); });
 }
 
 // x rounded to T.

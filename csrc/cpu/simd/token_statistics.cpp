@@ -19,9 +19,9 @@ struct Runners {
 
 PDK_INLINE void insert(uint64_t* top, int count, uint64_t key) {
   if (key <= top[count - 1]) return;
-  int place = count - 1;
-  for (; place > 0 && top[place - 1] < key; --place) top[place] = top[place - 1];
-  top[place] = key;
+  int slot = count - 1;
+  for (; slot > 0 && top[slot - 1] < key; --slot) top[slot] = top[slot - 1];
+  top[slot] = key;
 }
 
 // Calls body(at) for the lanes of a mask.
@@ -49,8 +49,8 @@ PDK_INLINE float find_top(const T* logits, int64_t count, int64_t first_id, int 
     peaks[first / kStrip] = peak;
     if (bits_of(peak > bound) == 0) return;
     for_vectors(first, last, [&](int64_t at, auto lanes) {
-      for_lanes(load(logits + at, lanes, -kInfinity) > bound, at, [&](int64_t place) {
-        const uint64_t key = token_key(to_float(logits[place]), first_id + place);
+      for_lanes(load(logits + at, lanes, -kInfinity) > bound, at, [&](int64_t index) {
+        const uint64_t key = token_key(to_float(logits[index]), first_id + index);
         insert(top, ranked, key);
         insert(runners.top, ranked, key);
         bound = runners.bound(ranked);
@@ -156,12 +156,12 @@ PDK_INLINE void draw_from(const TokenStatisticsArgs& args, int64_t r, const T* l
     for_vectors(first, last, [&](int64_t at, auto lanes) { best = larger(chance(at, lanes), best); });
     if (bits_of(best >= 0) == 0) return;
     for_vectors(first, last, [&](int64_t at, auto lanes) {
-      for_lanes(chance(at, lanes) >= 0, at, [&](int64_t place) {
-        const float logit = to_float(logits[place]);
-        const double score = draw_score(logit, args.temperature, words[place - first]);
+      for_lanes(chance(at, lanes) >= 0, at, [&](int64_t index) {
+        const float logit = to_float(logits[index]);
+        const double score = draw_score(logit, args.temperature, words[index - first]);
         if (!(score > runners.score)) return;
         runners.score = part.score = score;
-        part.drawn = token_key(logit, first_id + place);
+        part.drawn = token_key(logit, first_id + index);
         comparison.set_best(score);
       });
     });

@@ -27,9 +27,9 @@ inline SegmentMask anchored_mask(std::span<const int64_t> documents, std::span<c
                                  std::span<const int64_t> sizes, const AnchoredRules& rules,
                                  std::span<int64_t> positions) {
   const auto base = static_cast<int32_t>(documents.size());
-  const auto refuse = [](const std::string& argument, const std::string& expectation, int64_t got, size_t place) {
+  const auto refuse = [](const std::string& argument, const std::string& expectation, int64_t got, size_t index) {
     fail_mask("anchored: " + argument + " must " + expectation + ", got " + std::to_string(got) + " at index " +
-              std::to_string(place) + ".");
+              std::to_string(index) + ".");
   };
   std::vector<int32_t> start(base);  // of each base token's document
   std::vector<uint8_t> cut(static_cast<size_t>(base) + 1, 0);

@@ -106,7 +106,7 @@ class SegmentMask {
   }
 
   // Row of the window after the last row of a segment.
-  int32_t row_behind(int32_t segment) const {
+  int32_t row_end(int32_t segment) const {
     return static_cast<int32_t>(std::min(begin_[segment + 1], row_end_) - row_begin_);
   }
 

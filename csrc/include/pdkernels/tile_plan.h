@@ -84,13 +84,13 @@ class TilePlanner {
     const int32_t begin = tile * block_q_, end = std::min(begin + block_q_, mask_.q_len());
     int32_t segment = mask_.segment_of_row(begin);
     for (int32_t row = begin; row < end; ++segment) {
-      const int32_t behind = std::min(mask_.row_behind(segment), end);
-      if (behind <= row) continue;  // an empty segment
+      const int32_t stop = std::min(mask_.row_end(segment), end);
+      if (stop <= row) continue;  // an empty segment
       const size_t first = spans_.size();
       mask_.append_spans(segment, row, spans_);
       const bool causal = mask_.inside(segment) == Inside::kCausal;
-      pieces_.push_back({row - begin, behind - begin, first, spans_.size(), causal, mask_.column_of_row(row)});
-      row = behind;
+      pieces_.push_back({row - begin, stop - begin, first, spans_.size(), causal, mask_.column_of_row(row)});
+      row = stop;
     }
   }
 
@@ -271,22 +271,22 @@ class TilePlanner {
       while (piece.first < piece.last && spans_[piece.first].end <= column) ++piece.first;
       const bool triangle = piece.causal && piece.diagonal < column + columns &&
                             piece.diagonal + piece.row_end - piece.row_begin > column;
-      size_t behind = piece.first;
-      while (behind < piece.last && spans_[behind].begin < column + columns) ++behind;
-      if (behind == piece.first && !triangle) continue;
-      put(piece.row_begin), put(piece.row_end), put(behind - piece.first), put(triangle ? columns : 0),
+      size_t last = piece.first;
+      while (last < piece.last && spans_[last].begin < column + columns) ++last;
+      if (last == piece.first && !triangle) continue;
+      put(piece.row_begin), put(piece.row_end), put(last - piece.first), put(triangle ? columns : 0),
           put(piece.diagonal - column);
       if (!triangle) summary_.back() = 0;
-      for (size_t i = piece.first; i < behind; ++i) {
+      for (size_t i = piece.first; i < last; ++i) {
         put(std::max(spans_[i].begin - column, 0)), put(std::min(spans_[i].end - column, columns));
       }
     }
     if (const auto known = by_summary_.find(summary_); known != by_summary_.end()) return known->second;
     paint();
-    const auto [place, is_new] = by_content_.try_emplace(bitmap_, static_cast<int32_t>(by_content_.size()));
+    const auto [entry, is_new] = by_content_.try_emplace(bitmap_, static_cast<int32_t>(by_content_.size()));
     if (is_new) bitmaps_.insert(bitmaps_.end(), bitmap_.begin(), bitmap_.end());
-    by_summary_.emplace(summary_, place->second);
-    return place->second;
+    by_summary_.emplace(summary_, entry->second);
+    return entry->second;
   }
 
   void paint() {

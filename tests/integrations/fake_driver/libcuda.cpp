@@ -15,7 +15,7 @@ using Function = void (*)(int);
 
 struct CUgraphNode_st {
   CUgraphNodeType type;
-  std::vector<CUgraphNode> behind;
+  std::vector<CUgraphNode> dependencies;
   int function = 0;         // a kernel: its number in the test
   CUgraph child = nullptr;  // a child graph, or the body of a conditional node
   CUgraph bodies[2] = {};   // of a conditional node: the second is what an IF node runs if its value is 0
@@ -54,17 +54,17 @@ Function run_function = nullptr;
 std::map<CUgraphConditionalHandle, Condition> conditions;
 std::map<CUstream, Capture> captures;
 
-CUgraphNode add(CUgraph graph, CUgraphNodeType type, const CUgraphNode* behind, size_t count) {
+CUgraphNode add(CUgraph graph, CUgraphNodeType type, const CUgraphNode* dependencies, size_t count) {
   const auto inside = [&](CUgraphNode node) {
     return std::any_of(graph->nodes.begin(), graph->nodes.end(), [&](const auto& own) { return own.get() == node; });
   };
   for (size_t i = 0; i < count; ++i) {
-    if (!inside(behind[i])) return nullptr;
+    if (!inside(dependencies[i])) return nullptr;
   }
   graph->nodes.push_back(std::make_unique<CUgraphNode_st>());
   CUgraphNode node = graph->nodes.back().get();
   node->type = type;
-  if (count > 0) node->behind.assign(behind, behind + count);
+  if (count > 0) node->dependencies.assign(dependencies, dependencies + count);
   return node;
 }
 
@@ -75,8 +75,9 @@ bool in_sequence(const CUgraph_st& graph) {
       if (inside != nullptr && !in_sequence(*inside)) return false;
     }
     if (i == 0) continue;
-    const auto& behind = graph.nodes[i]->behind;
-    if (std::find(behind.begin(), behind.end(), graph.nodes[i - 1].get()) == behind.end()) return false;
+    const auto& dependencies = graph.nodes[i]->dependencies;
+    if (std::find(dependencies.begin(), dependencies.end(), graph.nodes[i - 1].get()) == dependencies.end())
+      return false;
   }
   return true;
 }
@@ -128,12 +129,12 @@ bool plain(const CUgraphEdgeData* edges, size_t count) {
                                          [&](const auto& edge) { return std::memcmp(&edge, &none, sizeof none) == 0; });
 }
 
-CUresult begin_capture(CUstream stream, CUgraph graph, const CUgraphNode* behind, const CUgraphEdgeData* edges,
+CUresult begin_capture(CUstream stream, CUgraph graph, const CUgraphNode* dependencies, const CUgraphEdgeData* edges,
                        size_t count, CUstreamCaptureMode mode) {
   if (captures.count(stream) || !plain(edges, count) || mode != CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
     return CUDA_ERROR_INVALID_VALUE;
   captures[stream].graph = graph;
-  if (count > 0) captures[stream].last.assign(behind, behind + count);
+  if (count > 0) captures[stream].last.assign(dependencies, dependencies + count);
   return CUDA_SUCCESS;
 }
 
@@ -152,7 +153,7 @@ CUresult get_nodes(CUgraph graph, CUgraphNode* nodes, size_t* count) {
 
 CUresult node_type(CUgraphNode node, CUgraphNodeType* out) { return *out = node->type, CUDA_SUCCESS; }
 
-CUresult add_node(CUgraphNode* out, CUgraph graph, const CUgraphNode* behind, const CUgraphEdgeData* edges,
+CUresult add_node(CUgraphNode* out, CUgraph graph, const CUgraphNode* dependencies, const CUgraphEdgeData* edges,
                   size_t count, CUgraphNodeParams* params) {
   CUDA_CONDITIONAL_NODE_PARAMS& loop = params->conditional;
   const auto condition = conditions.find(loop.handle);
@@ -163,7 +164,7 @@ CUresult add_node(CUgraphNode* out, CUgraph graph, const CUgraphNode* behind, co
       condition->second.graph != outer || condition->second.in_use) {
     return CUDA_ERROR_INVALID_VALUE;
   }
-  *out = add(graph, params->type, behind, count);
+  *out = add(graph, params->type, dependencies, count);
   if (*out == nullptr) return CUDA_ERROR_INVALID_VALUE;
   for (unsigned body = 0; body < size; ++body) ((*out)->bodies[body] = new CUgraph_st)->outer = outer;
   (*out)->child = (*out)->bodies[0];
@@ -174,9 +175,9 @@ CUresult add_node(CUgraphNode* out, CUgraph graph, const CUgraphNode* behind, co
   return CUDA_SUCCESS;
 }
 
-CUresult add_child(CUgraphNode* out, CUgraph graph, const CUgraphNode* behind, size_t count, CUgraph child) {
+CUresult add_child(CUgraphNode* out, CUgraph graph, const CUgraphNode* dependencies, size_t count, CUgraph child) {
   if (child->conditional_inside) return CUDA_ERROR_NOT_SUPPORTED;
-  *out = add(graph, CU_GRAPH_NODE_TYPE_GRAPH, behind, count);
+  *out = add(graph, CU_GRAPH_NODE_TYPE_GRAPH, dependencies, count);
   if (*out == nullptr) return CUDA_ERROR_INVALID_VALUE;
   return (*out)->child = child, CUDA_SUCCESS;
 }
