@@ -35,7 +35,6 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "pdkernels, autoregressive": {"method": "autoregressive"},
     "pdkernels, jacobi": {"method": "jacobi", "block_size": 8},
     "pdkernels, jacobi, looked up": {"method": "jacobi", "draft": "lookup"},
-    "pdkernels, linear_self_speculation": {"method": "linear_self_speculation", "block_size": 4, "label_shift": 1},
     "pdkernels, quadratic_self_speculation": {
         "method": "quadratic_self_speculation",
         "block_size": 2,

@@ -2,7 +2,8 @@
 
 The training step is forward, loss and backward of a small Qwen3 over the noisy and the clean half of a text; its baseline is PyTorch's
 attention under the dense mask of pairs, made once. Losses and gradients are compared before anything is timed. FlexAttention has
-no backward on a CPU, so there it is the baseline of the forward alone. Decoding is greedy, token by token, over a prompt; its baseline is transformers' DynamicCache with sdpa.
+no backward on a CPU, so there it is the baseline of the forward alone. Decoding is greedy, token by token, after a prompt; its baseline
+is transformers' DynamicCache with sdpa.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pdkernels.integrations.transformers import PdCache, register  # noqa: E402
 V, BLOCK = 512, 32
 TOKENS = 128 if DRY_RUN else 1024  # of the text; a training sequence has twice as many
 PROMPT, NEW = (32, 8) if DRY_RUN else (1024, 64)
+CACHES = {"contiguous": "PdCache", "paged": "PdCache in pages", "dynamic": "DynamicCache", "static": "StaticCache"}
 
 
 def qwen3(implementation: str) -> Any:
@@ -68,7 +70,7 @@ def gradients(model: Any) -> Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
-def bench_training_step(benchmark: Any) -> None:
+def test_training_step(benchmark: Any) -> None:
     mask = pd.masks.dual_stream(TOKENS, BLOCK)
     tokens = torch.randint(0, V, (1, mask.shape[0]), generator=torch.Generator().manual_seed(1))
     common = {"position_ids": mask.positions[None]}
@@ -88,12 +90,13 @@ def bench_training_step(benchmark: Any) -> None:
         baseline_name="sdpa, dense mask",
         rounds=20,
         warmup=2,
-        tokens=mask.shape[0],
-        block=BLOCK,
+        op="transformers",
+        candidate="pdkernels",
+        work=f"training step, {mask.shape[0]:,} rows",
     )
 
 
-def bench_forward(benchmark: Any) -> None:
+def test_forward(benchmark: Any) -> None:
     mask = pd.masks.dual_stream(TOKENS, BLOCK)
     tokens = torch.randint(0, V, (1, mask.shape[0]), generator=torch.Generator().manual_seed(1))
     calls = []
@@ -108,8 +111,9 @@ def bench_forward(benchmark: Any) -> None:
         baseline_name="flex_attention",
         rounds=20,
         warmup=2,
-        tokens=mask.shape[0],
-        block=BLOCK,
+        op="transformers",
+        candidate="pdkernels",
+        work=f"its forward, {mask.shape[0]:,} rows",
     )
 
 
@@ -134,7 +138,7 @@ def written(model: Any, cache: str, prompt: Tensor) -> Tensor:
         ("sdpa", "static"),
     ],
 )
-def bench_generate(benchmark: Any, implementation: str, cache: str) -> None:
+def test_generate(benchmark: Any, implementation: str, cache: str) -> None:
     prompt = torch.randint(0, V, (1, PROMPT), generator=torch.Generator().manual_seed(2))
     call = partial(written, qwen3(implementation).eval(), cache, prompt)
     baseline = partial(written, qwen3("sdpa").eval(), "dynamic", prompt)
@@ -146,6 +150,7 @@ def bench_generate(benchmark: Any, implementation: str, cache: str) -> None:
         baseline_name="sdpa, DynamicCache",
         rounds=10,
         warmup=1,
-        prompt=PROMPT,
-        new=NEW,
+        op="transformers",
+        candidate=f"{implementation}, {CACHES[cache]}",
+        work=f"{NEW} tokens after {PROMPT:,}",
     )

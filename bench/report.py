@@ -17,7 +17,7 @@ from bench.gpu_report import table
 from bench.planned_report import evaluation_planned, planned_round
 from bench.rows import Row, best_settings, by_candidate, family, load
 from bench.tables import lines_relative_to_ours, machine, microseconds, ratio, relative_to_ours
-from bench.transformers_report import transformers_tests
+from bench.transformers_report import anchored, transformers_speed, transformers_tests
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results/cpu"
@@ -363,6 +363,8 @@ TABLES = {
     "evaluation masked": lambda rows: evaluation_of(rows, "masked", "forward"),
     "evaluation planned": evaluation_planned,
     "planner": planner,
+    "anchored": anchored,
+    "transformers": transformers_speed,
     "block_sparse_attention": lambda rows: block_sparse_attention(rows, backward=False),
     "block_sparse_attention backward": lambda rows: block_sparse_attention(rows, backward=True),
     "block_sparse_attention short": lambda rows: block_sparse_attention(rows, length=1152, head_dim=128),

@@ -24,7 +24,7 @@ import typer
 from smollm2_texts import Text, answered, prompts
 from torch import Tensor, nn
 from train_tiny_trimode import cosine
-from training_run import Resume, Run, Score, console, output_pairs, save_adapter, start_checkpoint
+from training_run import HAS_BF16, Fast, Resume, Run, Score, console, output_pairs, save_adapter, start_checkpoint
 
 import pdkernels as pd
 from pdkernels.masks import Segment, SegmentMask, TilePlan
@@ -165,12 +165,13 @@ def main(
     seed: Annotated[int, typer.Option(help="Seed of questions, order and first pairs.")] = 0,
     threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves torch's choice.")] = 0,
     look_every: Annotated[int, typer.Option(help="Steps between looks at held-out answers.")] = 50,
+    fast: Fast = HAS_BF16,
     resume: Resume = False,
     score: Score = True,
 ) -> None:
     """Train smollm2-drafter and save it, rounded to bf16."""
     settings = {"start": start, "drafter": drafter, "steps": steps, "count": count, "texts": texts, "answer": answer}
-    settings |= {"longest": longest, "masks": masks, "rank": rank, "lr": lr, "seed": seed}
+    settings |= {"longest": longest, "masks": masks, "rank": rank, "lr": lr, "seed": seed, "fast": fast}
     run = Run(output, resume, settings, threads)
     model = start_checkpoint(start)
     known, unseen = (
@@ -196,7 +197,7 @@ def main(
     def look() -> str:
         return expected(model, trained.mask, unseen[:8], masks)
 
-    with run.stoppable():
+    with run.stoppable(), run.products_in_bf16(fast):
         parameters = list(trained.parameters())
         run.optimise(
             "drafter", trained, parameters, steps, cosine(steps, lr), drafting, look=look, look_every=look_every

@@ -23,7 +23,7 @@ from smollm2_texts import Kept, prompts
 from torch import Tensor, nn
 from train_smollm2_drafter import NAME, SCALE, turn
 from train_tiny_trimode import TILE, cosine
-from training_run import Resume, Run, Score, console, output_pairs, save_adapter, start_checkpoint
+from training_run import HAS_BF16, Fast, Resume, Run, Score, console, output_pairs, save_adapter, start_checkpoint
 
 import pdkernels as pd
 from pdkernels.models import Transformer
@@ -120,12 +120,13 @@ def main(
     seed: Annotated[int, typer.Option(help="Seed of questions, drafts, order and first pairs.")] = 0,
     threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves torch's choice.")] = 0,
     look_every: Annotated[int, typer.Option(help="Steps between looks at held-out answers.")] = 50,
+    fast: Fast = HAS_BF16,
     resume: Resume = False,
     score: Score = True,
 ) -> None:
     """Train smollm2-jacobi and save it, rounded to bf16."""
     settings = {"start": start, "steps": steps, "count": count, "texts": texts, "longest": longest, "answer": answer}
-    settings |= {"block_size": block_size, "rank": rank, "ar_weight": ar_weight, "lr": lr, "seed": seed}
+    settings |= {"block_size": block_size, "rank": rank, "ar_weight": ar_weight, "lr": lr, "seed": seed, "fast": fast}
     run = Run(output, resume, settings, threads)
     model = start_checkpoint(start)
     known, unseen = (
@@ -152,7 +153,7 @@ def main(
     def look() -> str:
         return f"held out: {likeness(model, judged)}"
 
-    with run.stoppable():
+    with run.stoppable(), run.products_in_bf16(fast):
         rates, parameters = cosine(steps, lr), list(trained.parameters())
         run.optimise("jacobi", trained, parameters, steps, rates, forced, skip=skip, look=look, look_every=look_every)
         save_adapter(run, output_pairs(model))

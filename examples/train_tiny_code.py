@@ -18,7 +18,7 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 import typer
-from training_run import Output, Resume, Run, Score, console, save, start_model
+from training_run import HAS_BF16, Output, Resume, Run, Score, console, save, start_model
 
 from pdkernels.decoding import generate
 from pdkernels.models.tokenizers import ByteTokenizer
@@ -37,8 +37,6 @@ CONFIG = TransformerConfig(
     rope_theta=10000.0,
     max_positions=512,
 )
-# Elsewhere bfloat16 is emulated, thirty times slower than float32.
-HAS_BF16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def corpus(seed: int) -> tuple[torch.Tensor, int, torch.Tensor]:

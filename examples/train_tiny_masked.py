@@ -30,9 +30,8 @@ import torch
 import torch.nn.functional as F
 import typer
 from torch import Tensor
-from train_tiny_code import HAS_BF16
 from train_tiny_trimode import joint_batches, joint_step
-from training_run import Output, Resume, Run, Score, console, save, start_model
+from training_run import HAS_BF16, Output, Resume, Run, Score, console, save, start_model
 
 from pdkernels.models import ByteTokenizer, Transformer
 from pdkernels.training import Problem, arithmetic

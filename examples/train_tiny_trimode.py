@@ -24,9 +24,8 @@ from typing import Annotated
 import torch
 import typer
 from torch import Tensor
-from train_tiny_code import HAS_BF16
 from train_tiny_code import score as score_of
-from training_run import Output, Resume, Run, Score, console, save, start_model
+from training_run import HAS_BF16, Output, Resume, Run, Score, console, save, start_model
 
 from pdkernels.decoding import generate
 from pdkernels.models import ByteTokenizer, Transformer

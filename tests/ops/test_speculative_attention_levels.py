@@ -76,10 +76,25 @@ def test_rows_are_stored(level_ops: object, dtype: torch.dtype, page_size: int) 
     assert_stored(written[3:5], inputs, rows)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_causal_row_has_the_same_bits_in_any_call(level_ops: object, dtype: torch.dtype) -> None:
-    """Whatever is cached, however many rows there are, in pages or not, and next to rows that see something else."""
-    inputs, length = make_inputs(150, [0], slots=150, heads=4, kv_heads=2, head_dim=40, dtype=dtype), 150
+GROUPS = [(dtype, 2, 40) for dtype in DTYPES]
+GROUPS += [
+    (torch.float32, 1, 64),
+    (torch.float32, 3, 16),
+    (torch.float16, 4, 88),
+    (torch.float32, 5, 64),
+    (torch.float32, 8, 24),
+]
+
+
+@pytest.mark.parametrize(("dtype", "group", "head_dim"), GROUPS, ids=str)
+def test_a_causal_row_has_the_same_bits_in_any_call(
+    level_ops: object, dtype: torch.dtype, group: int, head_dim: int
+) -> None:
+    """Whatever is cached, however many rows there are, in pages or not, and next to rows that see something else.
+
+    A row by itself fills `group` lanes, for few of which there is a kernel of its own."""
+    length = 150
+    inputs = make_inputs(length, [0], slots=length, heads=2 * group, kv_heads=2, head_dim=head_dim, dtype=dtype)
     scale = inputs.q.shape[-1] ** -0.5
     whole = Results(*level_ops.speculative_attention(*inputs[:6], *causal(length).plan(48, 64).arguments, scale))
 

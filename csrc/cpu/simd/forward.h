@@ -2,6 +2,7 @@
 // For each chunk of keys every panel takes one step. The caller supplies the chunks.
 #pragma once
 
+#include "few_lanes.h"
 #include "passes.h"
 #include "tiles_amx.h"
 
@@ -162,6 +163,13 @@ void attend(const AttentionArgs& args, int64_t batch, int64_t kv_head, int64_t t
     }
     chunks([&](const T* const* keys, const T* const* values, int64_t count, const uint32_t* bitmap,
                int64_t words_per_row, int64_t column) {
+      if constexpr (Tiles::kVectors == 1) {
+        if (bitmap == nullptr && panels == 1 &&
+            took_few_lanes_step(keys, values, count, args.head_dim, args.scale, memory.keys.rows, memory.scores,
+                                memory.panels[0])) {
+          return;
+        }
+      }
       Tiles::pack(keys, count, args.head_dim, memory.keys);
       Tiles::pack(values, count, args.head_dim, memory.values);
       const bool plain = adds_nothing_hidden(values, count, args.head_dim, bitmap);

@@ -20,6 +20,12 @@ constexpr int kMostPieces = 8;
 // shows.
 PDK_INLINE int64_t piece_of(int64_t head_dim) { return head_dim <= 32 ? 8 : 32; }
 
+// A number that code is generated for.
+template <int kNumber>
+struct Count {
+  static constexpr int value = kNumber;
+};
+
 // A run of tokens of a chunk that a panel has to visit. Its scores are at kBlock times its index in the list of
 // blocks.
 struct Block {
@@ -140,18 +146,13 @@ struct VectorTilesOf {
   struct Session {};  // what a thread needs while it works
 
  private:
-  template <int kRows>
-  struct Group {
-    static constexpr int value = kRows;
-  };
-
   // Cuts n into groups for which there is code; a remainder is spread so that no group is tiny if n is a multiple of 8.
   template <class Body>
   static PDK_INLINE void in_groups(int64_t n, const Body& body) {
     int64_t i = 0;
-    for (; n - i >= kGroup + 4 || n - i == kGroup; i += kGroup) body(Group<kGroup>{}, i);
-    for (; n - i >= 4; i += 4) body(Group<4>{}, i);
-    for (; i < n; ++i) body(Group<1>{}, i);
+    for (; n - i >= kGroup + 4 || n - i == kGroup; i += kGroup) body(Count<kGroup>{}, i);
+    for (; n - i >= 4; i += 4) body(Count<4>{}, i);
+    for (; i < n; ++i) body(Count<1>{}, i);
   }
 
   static PDK_INLINE Vec* vectors(float* p) { return reinterpret_cast<Vec*>(p); }
