@@ -189,8 +189,9 @@ def cpu_levels(*, emulate: bool) -> dict[str, list[str]]:
 
 def simd_units(level: str) -> list[Path]:
     """Levels beyond AVX-512 have the kernels that gain from them, and otherwise those of AVX-512 (platform.h)."""
-    own = {"avx512_bf16": "linear.cpp", "amx": "*attention*.cpp"}
-    return sorted((ROOT / "csrc/cpu/simd").glob(own.get(level, "*.cpp")))
+    own = {"avx512_bf16": ["linear.cpp"], "amx": ["linear.cpp", "*attention*.cpp"]}
+    folder = ROOT / "csrc/cpu/simd"
+    return sorted(unit for names in own.get(level, ["*.cpp"]) for unit in folder.glob(names))
 
 
 class NinjaFile:

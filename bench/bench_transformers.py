@@ -25,7 +25,7 @@ from pdkernels.integrations.transformers import PdCache, register  # noqa: E402
 
 V, BLOCK = 512, 32
 TOKENS = 128 if DRY_RUN else 1024  # of the text; a training sequence has twice as many
-PROMPT, NEW = (32, 8) if DRY_RUN else (1024, 64)
+PROMPTS, NEW = ((32,), 8) if DRY_RUN else ((1024, 4096), 64)
 CACHES = {"contiguous": "PdCache", "paged": "PdCache in pages", "dynamic": "DynamicCache", "static": "StaticCache"}
 
 
@@ -40,7 +40,7 @@ def qwen3(implementation: str) -> Any:
         num_key_value_heads=2,
         head_dim=64,
         intermediate_size=512,
-        max_position_embeddings=4096,
+        max_position_embeddings=8192,
     )
     model = transformers.Qwen3ForCausalLM(config)
     model.set_attn_implementation(implementation)
@@ -120,7 +120,7 @@ def test_forward(benchmark: Any) -> None:
 def written(model: Any, cache: str, prompt: Tensor) -> Tensor:
     options: dict[str, Any] = {"dynamic": {}, "static": {"cache_implementation": "static"}}.get(cache, {})
     if cache in ("contiguous", "paged"):
-        options = {"past_key_values": PdCache(model.config, 1, PROMPT + NEW, kind=cache)}
+        options = {"past_key_values": PdCache(model.config, 1, prompt.shape[1] + NEW, kind=cache)}
     settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     text: Tensor = model.generate(
         prompt, attention_mask=torch.ones_like(prompt), disable_compile=True, **settings, **options
@@ -128,6 +128,7 @@ def written(model: Any, cache: str, prompt: Tensor) -> Tensor:
     return text
 
 
+@pytest.mark.parametrize("length", PROMPTS)
 @pytest.mark.parametrize(
     ("implementation", "cache"),
     [
@@ -138,8 +139,8 @@ def written(model: Any, cache: str, prompt: Tensor) -> Tensor:
         ("sdpa", "static"),
     ],
 )
-def test_generate(benchmark: Any, implementation: str, cache: str) -> None:
-    prompt = torch.randint(0, V, (1, PROMPT), generator=torch.Generator().manual_seed(2))
+def test_generate(benchmark: Any, implementation: str, cache: str, length: int) -> None:
+    prompt = torch.randint(0, V, (1, length), generator=torch.Generator().manual_seed(2))
     call = partial(written, qwen3(implementation).eval(), cache, prompt)
     baseline = partial(written, qwen3("sdpa").eval(), "dynamic", prompt)
     assert torch.equal(call(), baseline())
@@ -152,5 +153,5 @@ def test_generate(benchmark: Any, implementation: str, cache: str) -> None:
         warmup=1,
         op="transformers",
         candidate=f"{implementation}, {CACHES[cache]}",
-        work=f"{NEW} tokens after {PROMPT:,}",
+        work=f"{NEW} tokens after {length:,}",
     )

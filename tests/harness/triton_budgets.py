@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cudasim.build import ROOT, build_once, digest, digest_text
+from tests.harness import sass
 from tests.harness.budgets import parse_ptxas
 
 BUDGET_FILE = ROOT / "tests" / "triton_budgets.json"
@@ -35,7 +36,7 @@ def measure(cases: list[str], module: str = "tests.harness.triton_budgets") -> d
     """`{"sm_90:bf16:128 forward": figures}`, from `module` run as a separate process. Cached by the sources that go into it."""
     import triton
 
-    sources = {Path(__file__), ROOT / f"{module.replace('.', '/')}.py", *KERNELS.glob("*.py")}
+    sources = {Path(__file__), Path(sass.__file__), ROOT / f"{module.replace('.', '/')}.py", *KERNELS.glob("*.py")}
     key = digest_text(triton.__version__, *cases, digest(sorted(sources)))
 
     def compile_cases(target: Path) -> None:
@@ -56,7 +57,7 @@ def problems(name: str, figures: dict[str, Any], budget: dict[str, int] | None) 
         return [f"{name} has no budget. Look at its figures, then add one: {json.dumps(figures)}"]
     architecture, dtype, _ = name.split(":")
     found = []
-    for what in ("registers", "spill", "shared"):
+    for what in ("registers", "spill", "in loops", "shared"):
         if figures[what] > budget.get(what, 0):
             found.append(f"{name} takes {figures[what]} of {what}, its budget is {budget.get(what, 0)}")
     if figures["shared"] > SHARED_LIMIT[architecture]:
@@ -120,21 +121,27 @@ def compile_case(case: str) -> dict[str, Any]:
 
 
 def read_figures(kernel: Any, architecture: str) -> dict[str, Any]:
-    """The output of ptxas for a compiled kernel, its shared memory and the tensor-core instructions of its PTX."""
+    """The output of ptxas for a compiled kernel, its shared memory and the tensor-core instructions of its PTX.
+
+    ``in loops``: loads and stores of spilled registers in innermost loops.
+    """
     from triton.backends.nvidia.compiler import get_ptxas
 
     ptx = kernel.asm["ptx"]
     target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)[1]
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
-        source.write(ptx)
-        source.flush()
-        command = [get_ptxas(int(architecture[3:])).path, "-v", f"--gpu-name={target}", source.name, "-o", os.devnull]
+    with tempfile.TemporaryDirectory() as folder:
+        source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(ptx)
+        command = [get_ptxas(int(architecture[3:])).path, "-v", f"--gpu-name={target}", source, "-o", cubin]
         report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-    ((_, per_target),) = parse_ptxas(report).items()
+        ((_, per_target),) = parse_ptxas(report).items()
+        spill = per_target[target].spill
+        (code,) = sass.disassemble(cubin, target).values() if spill else [[]]
     serialized = re.search(r"wgmma.mma_async instructions are serialized.*", report)
     return {
         "registers": per_target[target].registers,
-        "spill": per_target[target].spill,
+        "spill": spill,
+        "in loops": sum(sass.mix(loop)["LDL"] + sass.mix(loop)["STL"] for loop in sass.steady_loops(code)),
         "shared": kernel.metadata.shared,
         "serialized": serialized[0] if serialized else "",
         **{instruction: ptx.count(instruction) for instruction in TENSOR_CORES},

@@ -3,6 +3,7 @@
 // An element of the result is a sum over strips of the width, each added up in one vector of lanes in ascending order,
 // and then over the lanes. Which rows and outputs are computed together, and on which thread, changes neither.
 #include "kernels.h"
+#include "linear_amx.h"
 #include "strips.h"
 
 namespace pdkernels::cpu::PDK_ISA {
@@ -274,6 +275,9 @@ void multiply(const LinearArgs& args, const X* x, int64_t x_stride, const W* wei
 template <class T, class W>
 void linear_of(const LinearArgs& args) {
   const W* weight = static_cast<const W*>(args.weight);
+#ifdef PDK_AMX
+  if constexpr (__is_same(T, Bfloat16) && __is_same(W, Bfloat16)) return AmxLinear(args).run();
+#endif
   if constexpr (kPairs && __is_same(T, Bfloat16) && __is_same(W, Bfloat16)) {
     multiply<T>(args, args.x.row<const T>(0), args.x.stride, weight);
   } else if (args.wide == nullptr) {

@@ -125,8 +125,8 @@ struct AmxTiles {
       // Static, because compilers do not know that the instruction reads all of it.
       struct alignas(64) Shapes {
         uint8_t palette = 1, start_row = 0, reserved[14] = {};
-        uint16_t row_bytes[16] = {64, 64, 64, 64, 64};
-        uint8_t rows[16] = {16, 16, 16, 16, 16};
+        uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+        uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
       };
       static constexpr Shapes kShapes{};
       static_assert(sizeof(Shapes) == 64);

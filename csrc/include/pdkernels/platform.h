@@ -50,5 +50,5 @@
 #define PDK_PAIRS_KERNEL(name, Args)        \
   PDK_BASE_KERNEL(name, Args)               \
   PDK_LEVEL_KERNEL(avx512_bf16, name, Args) \
-  PDK_SAME_KERNEL(amx, name, avx512_bf16)
+  PDK_LEVEL_KERNEL(amx, name, Args)
 #endif
