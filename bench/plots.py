@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from bench.rows import Row, best_settings, family
-from pdkernels.evaluation import plot, plot_masked, plot_recurrent
+from pdkernels.evaluation import plot, plot_frontier, plot_masked, plot_recurrent
 from pdkernels.evaluation.plot_rows import NAMES
 
 OURS, OTHERS = "#4c78a8", "#9a9a9a"
@@ -133,6 +134,12 @@ def evaluations(rows: list[Row], images: Path) -> None:
         own = [row for row in rows if family(row) == name]
         if own:
             draw(own, images / f"bench_evaluation{suffix}.png")
+
+
+def sweep(found: Path, path: Path) -> None:
+    """The picture that ``eval --sweep --plot`` draws."""
+    if found.exists():
+        plot_frontier(json.loads(found.read_text())["rows"], path)
 
 
 GROUPS = {

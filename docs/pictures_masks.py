@@ -6,6 +6,7 @@ import pdkernels as pd
 from docs.picture_parts import IMAGES
 from pdkernels import masks as pdm
 from pdkernels.evaluation import plot_canvas, plot_chunks, plot_wave
+from pdkernels.training import chains
 
 
 def masks() -> None:
@@ -84,12 +85,16 @@ def gallery() -> None:
 
 
 def recurrent_wave() -> None:
-    """A run of the recurrent-depth sampler on a sum."""
+    """Runs of the recurrent-depth sampler: on a sum, and on chains of 16 links, one for each recurrence."""
     model = pd.models.load("tiny-recurrent")
     result = pd.decoding.generate(
         model, "482 + 967 = ?\n", "recurrent_diffusion", inner_recurrence=1, max_new_tokens=44, trace=True
     )
     plot_wave(result.stats.trace[0], IMAGES / "recurrent_wave.png", tokenizer=model.tokenizer, threshold=0.03)
+    asked = next(chains(0, held_out=True, hops=(16, 16)))
+    model = pd.models.load("tiny-deep")
+    result = pd.decoding.generate(model, asked.prompt, "recurrent_diffusion", max_new_tokens=48, trace=True)
+    plot_wave(result.stats.trace[0], IMAGES / "recurrent_wave_deep.png", tokenizer=model.tokenizer, threshold=0.03)
 
 
 def slowfast_canvas() -> None:

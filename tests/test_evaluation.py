@@ -89,7 +89,7 @@ def test_source_is_cut_out_of_held_out_files() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("poems", 1), "pdkernels.evaluation.make_task: task must be one of sums, source, got 'poems'."),
+        (("poems", 1), "pdkernels.evaluation.make_task: task must be one of sums, source, chains, got 'poems'."),
         (("sums", 0), "pdkernels.evaluation.make_task: problems must be at least 1, got 0."),
     ],
 )

@@ -225,7 +225,8 @@ def evaluate(
         ),
     ] = None,
     task: Annotated[
-        list[str] | None, typer.Option(help="'sums' or 'source'. By default both, for the other families sums.")
+        list[str] | None,
+        typer.Option(help="'sums', 'source' or 'chains'. By default the first two, for the other families sums."),
     ] = None,
     problems: Annotated[int, typer.Option(min=1, help="Prompts per task.")] = 30,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts per generation.")] = 1,
@@ -308,7 +309,7 @@ def evaluate(
         ]
         loaded, absent = _load_all(model or list(known.models))
         if sweep:
-            demand(tasks[0].problems is not None, "eval", "--task", "be sums in a sweep", tasks[0].name)
+            demand(tasks[0].problems is not None, "eval", "--task", "be sums or chains in a sweep", tasks[0].name)
             demand(not width, "eval", "--width", "be --sweep block_size=... in a sweep", width)
             demand(bool(loaded), "eval", "--model", "name at least one model that exists", "none")
             use_threads(threads, list(loaded.values()))

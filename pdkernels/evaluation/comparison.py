@@ -20,7 +20,7 @@ from pdkernels.evaluation.machine import facts
 from pdkernels.evaluation.masked import masked_candidates
 from pdkernels.evaluation.ranks import in_order, is_first, of_first, own_numbers
 from pdkernels.evaluation.recurrent import extra_memory, recurrent_candidates, with_full_wave
-from pdkernels.evaluation.tasks import TASKS, Task
+from pdkernels.evaluation.tasks import Task
 
 _OP = "evaluation"
 
@@ -43,7 +43,7 @@ class Defaults(NamedTuple):
 
 
 FAMILIES: dict[str, Defaults] = {
-    "transformer": Defaults(tuple(DEFAULT_METHODS), TASKS),
+    "transformer": Defaults(tuple(DEFAULT_METHODS), ("sums", "source")),
     # On source text nothing is right or wrong, and these methods are about the compute needed to be right.
     "recurrent": Defaults((MODELS["recurrent"].example,), ("sums",)),
     "masked": Defaults((MODELS["masked"].example,), ("sums",), canvas=128),

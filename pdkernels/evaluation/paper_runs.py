@@ -110,9 +110,11 @@ def decode(problems: int, progress: Progress) -> dict[str, Any]:
     return {"recurrences": 32, "applications": 320, "rows": rows}
 
 
+DEEP, CHAINS = "tiny-deep", "chains"
+"""A model that needs its recurrences, and its task."""
 RECURRENT = {
-    "static": ["recurrent_static.recurrences=1,2,4,8,16,32"],
-    "cache": ["recurrent_static.kept_recurrences=1,2,4,0", "recurrent_static.recurrences=4,8,32"],
+    "static": ["recurrent_static.recurrences=1,2,4,8,16,24,32"],
+    "cache": ["recurrent_static.kept_recurrences=1,4,0", "recurrent_static.recurrences=8,16,32"],
     "grid": ["recurrent_diffusion.inner_recurrence=1,2,4,8", "recurrent_diffusion.noise=0.0,0.1,0.2,0.5"],
     "threshold": ["recurrent_diffusion.threshold=0.003,0.01,0.03,0.1,0.3"],
     "momentum": ["recurrent_diffusion.momentum=0.0,0.1,0.3,0.6,0.9"],
@@ -125,13 +127,13 @@ RECURRENT = {
 
 def recurrent(name: str) -> Run:
     """A sweep of the recurrent paper."""
-    return lambda problems, progress: swept("tiny-recurrent", "recurrent", RECURRENT[name], problems, progress)
+    return lambda problems, progress: swept(DEEP, "recurrent", RECURRENT[name], problems, progress, CHAINS)
 
 
 def wave(problems: int, progress: Progress) -> dict[str, Any]:
     """What a wave of each size holds at its widest, and what it takes: its states and embeddings, besides the cache."""
-    model: Any = models.load("tiny-recurrent")
-    task = make_task("sums", problems)
+    model: Any = models.load(DEEP)
+    task = make_task(CHAINS, problems)
     rows = []
     sizes = (1, 2, 4, 8, 16, 32, 128)
     for number, size in enumerate(sizes):
@@ -148,19 +150,20 @@ def wave(problems: int, progress: Progress) -> dict[str, Any]:
                 "right": sum(one.is_solved_by(text) for one, text in zip(task.problems or (), found.text or ())),
                 "tokens per forward": round(found.stats.tokens_per_forward, 3),
                 "mean width": round(sum(map(sum, widths)) / sum(map(len, widths)), 2),
+                "rows per prompt": round(sum(map(sum, widths)) / len(widths), 1),
                 "widest, median": widest[len(widest) // 2],
                 "widest, largest": widest[-1],
                 "KB of states, median": round(widest[len(widest) // 2] * states / 1024, 2),
                 "KB of states, largest": round(widest[-1] * states / 1024, 2),
             }
         )
-    return {"model": "tiny-recurrent", "task": "sums", "problems": problems, "rows": rows}
+    return {"model": DEEP, "task": CHAINS, "problems": problems, "rows": rows}
 
 
 def same_texts(problems: int, progress: Progress) -> dict[str, Any]:
     """How often the sampler writes the very text of static decoding, how much of it otherwise, and what the model thinks of it."""
-    model: Any = models.load("tiny-recurrent")
-    task = make_task("sums", problems)
+    model: Any = models.load(DEEP)
+    task = make_task(CHAINS, problems)
     rows, texts = [], {}
     settings: dict[str, tuple[str, dict[str, Any]]] = {
         "static": ("recurrent_static", {}),
@@ -181,7 +184,7 @@ def same_texts(problems: int, progress: Progress) -> dict[str, Any]:
                 "perplexity": round(perplexity(model, task.prompts, found.tokens), 4),
             }
         )
-    return {"model": "tiny-recurrent", "task": "sums", "problems": problems, "rows": rows}
+    return {"model": DEEP, "task": CHAINS, "problems": problems, "rows": rows}
 
 
 def rouge_l(first: Sequence[int], second: Sequence[int]) -> float:
@@ -230,11 +233,13 @@ def knob(option: str) -> Callable[[int, Progress], dict[str, Any]]:
     return run
 
 
-def swept(name: str, family: str, swept: Sequence[str], problems: int, progress: Progress) -> dict[str, Any]:
+def swept(
+    name: str, family: str, swept: Sequence[str], problems: int, progress: Progress, task_name: str = "sums"
+) -> dict[str, Any]:
     """Right answers and forwards of a sweep. Seconds depend on the machine and moment, and are left to the sweep command."""
     from pdkernels.evaluation.comparison import FAMILIES
 
-    loaded, task = {name: models.load(name)}, make_task("sums", problems, canvas=FAMILIES[family].canvas)
+    loaded, task = {name: models.load(name)}, make_task(task_name, problems, canvas=FAMILIES[family].canvas)
     found = sweep(
         loaded, sweep_candidates(loaded, [parse_sweep(text) for text in swept]), task, batch_size=8, progress=progress
     )
@@ -247,7 +252,7 @@ def swept(name: str, family: str, swept: Sequence[str], problems: int, progress:
         }
         for row in found
     ]
-    return {"model": name, "task": "sums", "problems": problems, "rows": rows}
+    return {"model": name, "task": task_name, "problems": problems, "rows": rows}
 
 
 def knee(problems: int, progress: Progress) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The tasks of candidates: sums, which are right or wrong, and source text, where only the cost of continuing counts."""
+"""The tasks of candidates: sums and chains, which are right or wrong, and source text, where only the cost of continuing counts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from itertools import islice
 from typing import NamedTuple
 
 from pdkernels._validation import check
-from pdkernels.training import Problem, arithmetic, standard_library
+from pdkernels.training import Chains, Problem, arithmetic, chains, standard_library
 
-TASKS = ("sums", "source")
+TASKS = ("sums", "source", "chains")
 
 # The longest solutions have some 320 bytes, and the end token follows.
 _SUMS_LIMIT = 360
 _SOURCE_PROMPT, _SOURCE_LIMIT = 128, 64
+# Answers have 24 bytes; a wave that knew where the text ends would narrow before it.
+_CHAINS_LIMIT = 48
 _WARM_UP = 5
 # Problems searched for each one wanted: short ones are rare.
 _LONGEST_SEARCH = 1000
@@ -30,7 +32,7 @@ class Task(NamedTuple):
     """Most new tokens."""
     end_tokens: tuple[int, ...] | None
     """End tokens; None: those of the model."""
-    problems: list[Problem] | None
+    problems: list[Problem] | list[Chains] | None
     """One per prompt, if answers are right or wrong."""
 
 
@@ -39,7 +41,7 @@ def make_task(name: str, problems: int, seed: int = 0, *, canvas: int | None = N
 
     Args:
         name: "sums": `pdkernels.training.arithmetic`, to be solved completely. "source": 128 bytes from a held-out file of
-            the standard library, to be continued by 64 tokens.
+            the standard library, to be continued by 64 tokens. "chains": `pdkernels.training.chains`, to be solved completely.
         problems: how many.
         seed: of the choice.
         canvas: only sums whose solution and end token fit into this many tokens, the limit of all candidates. None: any.
@@ -67,6 +69,10 @@ def make_task(name: str, problems: int, seed: int = 0, *, canvas: int | None = N
         return Task(
             name, prompts[_WARM_UP:], prompts[:_WARM_UP], canvas or _SUMS_LIMIT, None, list(sums.values())[_WARM_UP:]
         )
+    if name == "chains":
+        asked = list(islice(chains(seed, held_out=True), count))
+        prompts = [one.prompt for one in asked]
+        return Task(name, prompts[_WARM_UP:], prompts[:_WARM_UP], _CHAINS_LIMIT, None, asked[_WARM_UP:])
     files = [text for text in standard_library()[1] if len(text) > _SOURCE_PROMPT + _SOURCE_LIMIT]
     chance, prompts = random.Random(seed), []
     for _ in range(count):

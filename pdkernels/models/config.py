@@ -120,6 +120,7 @@ class RecurrentDepthConfig:
     prelude_layers: int = 2
     core_layers: int = 4
     coda_layers: int = 2
+    """0: the head reads the state, after the norm."""
     mean_recurrence: int = 32
     """Recurrences that the model was trained for, the default of a forward."""
     rope_theta: float = 50000.0
@@ -129,8 +130,10 @@ class RecurrentDepthConfig:
 
     def __post_init__(self) -> None:
         op = "RecurrentDepthConfig"
-        sizes = "vocab_size hidden_size heads head_dim intermediate_size prelude_layers core_layers coda_layers"
+        sizes = "vocab_size hidden_size heads head_dim intermediate_size prelude_layers core_layers"
         _check_sizes(op, self, [*sizes.split(), "mean_recurrence", "max_positions"])
+        check_type(type(self.coda_layers) is int, op, "coda_layers", "be an int", type(self.coda_layers).__name__)
+        check_int(op, "coda_layers", self.coda_layers, 0)
         check(self.head_dim % 2 == 0, op, "head_dim", "be even (RoPE rotates pairs)", self.head_dim)
         _check_numbers(op, self)
 

@@ -281,8 +281,9 @@ class RecurrentDepth(nn.Module):
     ) -> torch.Tensor:
         """Logits `(batch, T, vocab_size)` of a state `(batch, T, hidden_size)`, or only of `rows`, as in a forward."""
         x = rms_norm(state, self.norm, self.config.norm_eps)
-        slot = self.config.prelude_layers + self._kept(context) * self.config.core_layers
-        x = self._run(self.coda_layers, x, context, slot)
+        if self.coda_layers:
+            slot = self.config.prelude_layers + self._kept(context) * self.config.core_layers
+            x = self._run(self.coda_layers, x, context, slot)
         if rows is not None:
             x = select_rows("RecurrentDepth", x, rows)
         return self._said(rms_norm(x, self.norm, self.config.norm_eps))

@@ -3,6 +3,7 @@
 from pdkernels.training import plans
 from pdkernels.training.corpora import Problem, arithmetic, as_ids, standard_library
 from pdkernels.training.drafter import DrafterLoss, attach_drafter_, drafter_loss
+from pdkernels.training.links import Chains, chains
 from pdkernels.training.lists import Orders, orders
 from pdkernels.training.losses import (
     ConsistencyLoss,
@@ -43,6 +44,7 @@ from pdkernels.training.trajectories import (
 )
 
 __all__ = [
+    "Chains",
     "ConsistencyLoss",
     "DrafterLoss",
     "DualStreamBatch",
@@ -63,6 +65,7 @@ __all__ = [
     "as_ids",
     "attach_drafter_",
     "auc",
+    "chains",
     "choose_record",
     "collect_sampler_steps",
     "collect_trajectories",

@@ -269,7 +269,7 @@ def test_eval_reports_a_wrong_method(monkeypatch: pytest.MonkeyPatch) -> None:
             "name_or_path must name a model or a local folder, got 'tiny-cod'. Models: tiny-code",
         ),
         (["--method", "jacoby"], "method must name a decoding method, got 'jacoby'. Known: autoregressive, jacobi"),
-        (["--task", "poems"], "pdkernels.evaluation.make_task: task must be one of sums, source, got 'poems'."),
+        (["--task", "poems"], "pdkernels.evaluation.make_task: task must be one of sums, source, chains, got 'poems'."),
         (["--plot", "picture.pdf"], "pdkernels.eval: --plot must be a path that ends in .png, got picture.pdf."),
         (["--json", f"{__file__}/figures.json"], "pdkernels.eval: --json must lie in a folder that can be made, got "),
     ],

@@ -91,7 +91,9 @@ def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
 # ---- the mathematics
 
 
-@pytest.mark.parametrize("config", [CONFIG, PUBLISHED], ids=["small", "published shape"])
+@pytest.mark.parametrize(
+    "config", [CONFIG, PUBLISHED, replace(CONFIG, coda_layers=0)], ids=["small", "published shape", "no coda"]
+)
 @pytest.mark.parametrize("recurrences", [1, 2, 5])
 def test_equals_the_plain_model(config: RecurrentDepthConfig, recurrences: int) -> None:
     model, tokens = build(config), random_tokens(2, 11)

@@ -1,4 +1,4 @@
-"""The scripts that train tiny-trimode, tiny-jacobi and tiny-recurrent, on models too small to learn anything."""
+"""The scripts that train tiny-trimode, tiny-jacobi, tiny-recurrent and tiny-deep, on models too small to learn anything."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 import pdkernels as pd
 from pdkernels.models import ByteTokenizer, Transformer, TransformerConfig
-from pdkernels.training import arithmetic, as_ids
+from pdkernels.training import Chains, arithmetic, as_ids, chains
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -207,3 +207,70 @@ def test_the_shipped_model_thinks_better_when_it_thinks_longer() -> None:
         right("recurrent_diffusion"),
     )
     assert hasty <= 3 and thoughtful >= 8 and abs(sampled - thoughtful) <= 1
+
+
+def small_deep(script: object) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return script.RecurrentDepth(replace(script.CONFIG, hidden_size=32, heads=2, head_dim=16, intermediate_size=48))
+
+
+def test_rows_follow_a_link_with_each_recurrence() -> None:
+    import train_tiny_deep as script
+
+    rows = script.targets_of(Chains("", ("abc", "cc")), 4)
+    assert [bytes(row[:-1]) for row in rows] == [b"ac", b"bc", b"cc", b"cc"] and {row[-1] for row in rows} == {256}
+    for batch in islice(script.batches(3, lambda number: 2 + number, 0), 12):
+        steps, asked = len(batch.targets), batch.inputs.shape[1]
+        assert batch.targets.shape == (steps, 3, asked + 1) and batch.prompts.shape[0] == 3 and steps >= 2
+        assert batch.prompts[:, -asked - 1 : -1].equal(batch.targets[0, :, :-1]), (
+            "the first recurrence recalls the question"
+        )
+    assert [script.most_hops(number, 10, 5) for number in (0, 10, 15, 99)] == [2, 2, 30, 30]
+
+
+def test_nothing_counts_after_a_wrong_name() -> None:
+    import train_tiny_deep as script
+
+    targets = torch.tensor([1, 2, 3])[:, None, None]
+    logits = torch.full((3, 1, 1, 4), 0.0)
+    logits[0, ..., 1] = logits[1, ..., 3] = logits[2, ..., 3] = 5.0  # right, wrong, right but too late
+    loss, right = script.loss_of(logits, targets)
+    expected = torch.nn.functional.cross_entropy(logits[:2, 0, 0], targets[:2, 0, 0])
+    assert right == 0.5 and loss == pytest.approx(expected.item())
+
+
+def test_a_deep_step_is_decoding_with_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt in the cache after its own recurrences, then the rows of answers after theirs."""
+    import train_tiny_deep as script
+
+    model, generator = small_deep(script), torch.Generator().manual_seed(0)
+    batch = next(script.batches(2, lambda number: 3, 1))._replace(prompt_recurrences=3)
+    loss, _ = script.loss_of(script.logits_of(model, batch, generator), batch.targets)
+    loss.backward()
+    assert all(parameter.grad is not None and parameter.grad.abs().max() > 0 for parameter in model.parameters())
+
+    monkeypatch.setattr(torch.nn.init, "trunc_normal_", lambda state, **given: state.zero_())
+    logits = script.logits_of(model, batch, generator)
+    cache = model.new_cache(2, batch.prompts.shape[1] + batch.inputs.shape[1])
+    model(batch.prompts[:, :-1], cache=cache, recurrences=3, init_scale=0.0)
+    cache.commit_(torch.full((2,), batch.prompts.shape[1] - 1))
+    rows = torch.cat([batch.prompts[:, -1:], batch.inputs], 1)
+    expected = model(rows, cache=cache, recurrences=len(batch.targets), init_scale=0.0)
+    torch.testing.assert_close(logits[-1], expected, rtol=1e-3, atol=1e-4)
+
+
+def test_the_shipped_model_of_chains_needs_its_recurrences() -> None:
+    """One for each link; and the sampler works on many answers at once."""
+    model = pd.models.load("tiny-deep")
+    asked = list(islice(chains(0, held_out=True, hops=(18, 20)), 6))
+    prompts = [one.prompt for one in asked]
+
+    def right(method: str, **options: object) -> tuple[int, pd.decoding.DecodeResult]:
+        found = pd.decoding.generate(model, prompts, method, max_new_tokens=48, **options)
+        return sum(one.is_solved_by(text) for one, text in zip(asked, found.text, strict=True)), found
+
+    assert right("recurrent_static", recurrences=4)[0] == right("recurrent_static", recurrences=12)[0] == 0
+    assert right("recurrent_static", recurrences=22)[0] >= 5
+    count, found = right("recurrent_diffusion", trace=True)
+    widths = [len(step.tokens) for steps in found.stats.trace for step in steps]
+    assert count >= 5 and sum(widths) > 5 * len(widths)

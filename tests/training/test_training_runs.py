@@ -32,6 +32,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "trimode": dict(steps=2, drafter_steps=3, sums=2, windows=1, look_every=2),
     "jacobi": dict(rounds=2, steps=2, block_size=8, sums=2, windows=2, count=2, replayed=1),
     "recurrent": dict(steps=4, sums=2, windows=1, context=32, warmup=2, evaluate_every=3, scored=1),
+    "deep": dict(steps=4, short=2, growth=2, rows=2, warmup=2, evaluate_every=3, scored=1),
     "masked": dict(steps=4, rows=3, sums=2, joint_weight=1.0, warmup=2, fast=False, look_every=3, scored=2),
 }
 
@@ -49,7 +50,8 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     found = {name: import_module(f"train_tiny_{name}") for name in SMALL}
     config = TransformerConfig(vocab_size=257, layers=2, kv_heads=1, **SIZES)
     monkeypatch.setattr(found["code"], "CONFIG", config)
-    monkeypatch.setattr(found["recurrent"], "CONFIG", replace(found["recurrent"].CONFIG, **SIZES))
+    for name in ("recurrent", "deep"):
+        monkeypatch.setattr(found[name], "CONFIG", replace(found[name].CONFIG, **SIZES))
     sums = as_ids([(problem.prompt + problem.steps).encode() for problem in islice(arithmetic(0), 60)])
     files = [b"x = 1\n" * 200]
     source = as_ids(files)
@@ -58,7 +60,8 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for name in ("trimode", "jacobi", "recurrent"):
         monkeypatch.setattr(found[name], "standard_library", lambda: (files, files))
     monkeypatch.setattr(found["recurrent"], "SHOWN", (1,))
-    monkeypatch.setattr(found["recurrent"], "solved_share", lambda model, count, advance: advance(count) or 0.5)
+    for name in ("recurrent", "deep"):
+        monkeypatch.setattr(found[name], "solved_share", lambda model, count, advance: advance(count) or 0.5)
     collect = found["jacobi"].collect_trajectories
     few = lambda *given, **more: collect(*given, **{**more, "max_new_tokens": 24})  # noqa: E731
     monkeypatch.setattr(found["jacobi"], "collect_trajectories", few)
@@ -82,7 +85,7 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def options(name: str, folder: Path, output: Path) -> dict[str, Any]:
     start = folder / f"start-{257 if name == 'masked' else None}.safetensors"
-    known = {} if name in ("code", "recurrent") else {"start": str(start)}
+    known = {} if name in ("code", "recurrent", "deep") else {"start": str(start)}
     return {"output": output, **SMALL[name], **known}
 
 
@@ -101,7 +104,8 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
 
 # The steps are of the first stage or round, and of the second.
 @pytest.mark.parametrize(
-    ("name", "at"), [("code", 2), ("trimode", 1), ("trimode", 4), ("jacobi", 3), ("recurrent", 2), ("masked", 1)]
+    ("name", "at"),
+    [("code", 2), ("trimode", 1), ("trimode", 4), ("jacobi", 3), ("recurrent", 2), ("deep", 3), ("masked", 1)],
 )
 def test_a_resumed_training_is_one_that_was_never_stopped(
     name: str,
@@ -144,7 +148,7 @@ def test_the_scripts_write_models_that_load(
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
     model = _load_tiny(path, None, "cpu")
     prompt = next(islice(arithmetic(0), 1)).prompt
-    if name == "recurrent":
+    if name in ("recurrent", "deep"):
         assert isinstance(model, RecurrentDepth) and model.config.hidden_size == 32
         result = pd.decoding.generate(model, "1 + 2 = ?", "recurrent_diffusion", max_new_tokens=8)
         assert len(result.tokens) <= 8 and result.stats.recurrences >= 16

@@ -1,0 +1,97 @@
+"""A task whose answers take many steps each: names that lead to names, from one to the next up to the last."""
+
+from __future__ import annotations
+
+import random
+import string
+import zlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from pdkernels._validation import check, check_type
+from pdkernels.training.corpora import HELD_OUT_EVERY
+
+NAMES = string.ascii_letters + string.digits
+_SPREAD = 4  # asked names are that many neighbours of a chain: about equally far from its end
+
+
+class Chains(NamedTuple):
+    """Links between names in any order, and names whose last one is asked."""
+
+    prompt: str
+    """Links of two names with a space after each, ``?``, the asked names, ``=``. A last name leads to itself."""
+    paths: tuple[str, ...]
+    """For each asked name all names from it to the last one."""
+
+    @property
+    def answer(self) -> str:
+        """The last names, in the order of the asked ones."""
+        return "".join(path[-1] for path in self.paths)
+
+    @property
+    def hops(self) -> int:
+        """Steps of the longest path."""
+        return max(map(len, self.paths)) - 1
+
+    def is_solved_by(self, text: str) -> bool:
+        """Whether a continuation of the prompt is the answer.
+
+        >>> asked = Chains("bc yz zz cc ab xy ?ax=", ("abc", "xyz"))
+        >>> asked.answer, asked.hops, asked.is_solved_by("cz"), asked.is_solved_by("cc")
+        ('cz', 2, True, False)
+        """
+        return text == self.answer
+
+
+def chains(
+    seed: int,
+    *,
+    held_out: bool = False,
+    hops: tuple[int, int] = (2, 30),
+    count: tuple[int, int] = (2, 4),
+    asked: int = 24,
+) -> Iterator[Chains]:
+    """Endless prompts of equally long chains of different names, whose links are shuffled.
+
+    Asked names lie at the beginnings of the chains, so all answers of a prompt take about the same number of hops, and names are asked
+    repeatedly. No answer depends on another one.
+
+    Args:
+        seed: of the stream, which is the same on every machine.
+        held_out: yield prompts that no stream without `held_out` yields.
+        hops: fewest and most links from the first name of a chain to its last: the larger of two draws.
+        count: fewest and most chains, where the 62 names suffice for the most.
+        asked: names asked.
+
+    Raises:
+        ValueError: a range that is empty or needs more names, nothing asked.
+        TypeError: a seed that is not an int.
+
+    Example:
+        >>> from pdkernels.training import chains
+        >>> one = next(chains(0, hops=(3, 3), count=(2, 2), asked=5))
+        >>> one.is_solved_by(one.answer), one.hops <= 3, len(one.prompt) == 3 * 8 + 1 + 5 + 1
+        (True, True, True)
+    """
+    op = "training.chains"
+    check_type(type(seed) is int, op, "seed", "be an int", type(seed).__name__)
+    check(1 <= count[0] <= count[1], op, "count", "be a range from 1 on", count)
+    most = len(NAMES) // count[0] - 1
+    check(1 <= hops[0] <= hops[1] <= most, op, "hops", f"be a range within 1 .. {most}", hops)
+    check(asked >= 1, op, "asked", "be at least 1", asked)
+    numbers = random.Random(seed)
+    while True:
+        made = _chains(numbers, hops, count, asked)
+        if (zlib.crc32(made.prompt.encode()) % HELD_OUT_EVERY == 0) == held_out:
+            yield made
+
+
+def _chains(numbers: random.Random, hops: tuple[int, int], count: tuple[int, int], asked: int) -> Chains:
+    length = max(numbers.randint(*hops), numbers.randint(*hops)) + 1
+    many = numbers.randint(count[0], min(count[1], len(NAMES) // length))
+    names = numbers.sample(NAMES, many * length)
+    made = ["".join(names[first : first + length]) for first in range(0, len(names), length)]
+    links = [f"{a}{b} " for one in made for a, b in zip(one, one[1:] + one[-1])]
+    numbers.shuffle(links)
+    paths = tuple(numbers.choice(made)[numbers.randrange(min(_SPREAD, length - 1)) :] for _ in range(asked))
+    return Chains(f"{''.join(links)}?{''.join(path[0] for path in paths)}=", paths)
