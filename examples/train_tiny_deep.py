@@ -5,8 +5,8 @@
 takes about half an hour on one CPU core and writes tiny-deep.safetensors into the current folder.
 
 The prompt lists links and asks for the last names of chains. The first recurrence of an answer's row is to recall the name that is
-asked; each later one is to replace the name by the one it leads to, and every recurrence has a loss. Once short chains are learned, it
-counts up to the first wrong name: the right ones are out of reach from there. So all recurrences learn the same step, and few need to be run at once to learn it.
+asked; each later one is to replace the name by the one it leads to, and every recurrence has a loss, up to the first one that goes
+wrong: a right name is out of reach from there. So all recurrences learn the same step, and few need to be run at once to learn it.
 There is no coda: its attention could follow a link for the core.
 
 A row's input, the previous answer, says nothing about its own answer, and the sampler's drafts are names on the way. So a part of
@@ -46,7 +46,9 @@ CONFIG = RecurrentDepthConfig(
     mean_recurrence=32,
     max_positions=512,
 )
-SHORT, HOPS, NAMES, CHAINS = 2, 30, 62, 4
+HOPS, NAMES, CHAINS = 30, 62, 4
+FAR = 6
+"""Hops to the ends of the chains in the first batches, which take two: a model that is asked for ends first learns to guess one."""
 USUAL = (4, 12)
 """Range of the recurrences in most batches; the others run to the ends of the chains."""
 KEPT = 4
@@ -71,19 +73,18 @@ def targets_of(one: Chains, recurrences: int) -> list[list[int]]:
     return [[*names, ByteTokenizer.end_token] for names in at]
 
 
-def batches(rows: int, most_hops: Callable[[int], int], seed: int) -> Iterator[Batch]:
-    """Endless batches; number n has chains of at most ``most_hops(n)`` links, half of the batches of exactly that many."""
+def batches(rows: int, short: int, seed: int) -> Iterator[Batch]:
+    """Endless batches: the first `short` ones of two hops from names far from the ends of their chains, the others of any number."""
     numbers = random.Random(seed)
     for number in count():
-        hops = most = most_hops(number)
-        if numbers.random() < 0.5:
-            hops = numbers.randint(1, most)
+        first = number < short
+        hops = FAR if first else numbers.choice((HOPS, numbers.randint(1, HOPS)))
         many = numbers.randint(2, min(CHAINS, NAMES // (hops + 1)))
         stream = chains(numbers.randrange(2**32), hops=(hops, hops), count=(many, many))
         problems = list(islice(stream, rows))
-        recurrences = hops + numbers.randint(1, 3 if most <= SHORT else 6)
-        if most > SHORT and numbers.random() < 0.75:
-            recurrences = min(recurrences, numbers.randint(*USUAL))
+        recurrences = hops + numbers.randint(1, 6)
+        if first or numbers.random() < 0.75:
+            recurrences = 3 if first else min(recurrences, numbers.randint(*USUAL))
         noise = 0.5 if numbers.random() < 0.8 else 1.0
         inputs = []
         for one in problems:
@@ -145,25 +146,13 @@ def logits_of(model: RecurrentDepth, batch: Batch, generator: torch.Generator, k
     return model.coda(torch.cat(states), whole).unflatten(0, (len(states), -1))
 
 
-def loss_of(logits: Tensor, targets: Tensor, whole: bool = False) -> tuple[Tensor, Tensor]:
-    """Mean loss in nats up to each row's first wrong recurrence, or of all; and how many of the counted recurrences are right."""
+def loss_of(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean loss in nats up to each row's first wrong recurrence, and how many of these recurrences are right."""
     with torch.no_grad():
         right = logits.argmax(-1) == targets
         counted = torch.cat([torch.ones_like(right[:1]), right[:-1]]).cumprod(0)
-        if whole:
-            counted.fill_(1)
     losses = F.cross_entropy(logits.flatten(0, 2), targets.flatten(), reduction="none")
     return (losses * counted.flatten()).sum() / counted.sum(), (right * counted).sum() / counted.sum()
-
-
-def most_hops(number: int, short: int, growth: int) -> int:
-    """Links of the longest chains of step `number`: 2 in the first `short` steps, growing to `HOPS` in the next `growth`.
-
-    >>> [most_hops(number, 100, 50) for number in (0, 100, 125, 150, 1000)]
-    [2, 2, 7, 30, 30]
-    """
-    done = min(max(number - short, 0) / growth, 1)
-    return int(SHORT * (HOPS / SHORT) ** done + 1e-9)
 
 
 def solved_share(model: RecurrentDepth, problems: int, advance: Callable[[int], None]) -> float:
@@ -180,9 +169,8 @@ def solved_share(model: RecurrentDepth, problems: int, advance: Callable[[int], 
 
 def main(
     output: Output = Path("tiny-deep.safetensors"),
-    short: Annotated[int, typer.Option(help="Steps on chains of at most two links.")] = 1500,
-    growth: Annotated[int, typer.Option(help="Steps in which chains grow to their full length.")] = 500,
-    steps: Annotated[int, typer.Option(help="Optimizer steps in all.")] = 3600,
+    short: Annotated[int, typer.Option(help="Steps on two hops, the first ones.")] = 1200,
+    steps: Annotated[int, typer.Option(help="Optimizer steps in all.")] = 2700,
     rows: Annotated[int, typer.Option(help="Prompts in a batch.")] = 16,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-3,
     warmup: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 100,
@@ -194,13 +182,13 @@ def main(
     score: Score = True,
 ) -> None:
     """Train tiny-deep and save it, rounded to bf16."""
-    settings = {"short": short, "growth": growth, "steps": steps, "rows": rows, "lr": lr, "warmup": warmup}
+    settings = {"short": short, "steps": steps, "rows": rows, "lr": lr, "warmup": warmup}
     run = Run(output, resume, settings | {"seed": seed}, threads)
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     model = RecurrentDepth(CONFIG, tokenizer=ByteTokenizer(), end_tokens=ByteTokenizer.end_tokens)
     console.print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
-    data = batches(rows, lambda number: most_hops(number, short, growth), seed + 1)
+    data = batches(rows, short, seed + 1)
 
     def rate(number: int) -> float:
         return lr * min(1.0, (number + 1) / warmup) * min(1.0, (1 - number / steps) / 0.5)
@@ -208,8 +196,8 @@ def main(
     def step(number: int) -> tuple[Tensor, dict[str, float]]:
         batch = next(data)
         logits = logits_of(model, batch, generator)
-        loss, right = loss_of(logits, batch.targets, whole=number < short)
-        return loss, {"loss": loss.item(), "right": right.item(), "hops": float(most_hops(number, short, growth))}
+        loss, right = loss_of(logits, batch.targets)
+        return loss, {"loss": loss.item(), "right": right.item()}
 
     def look() -> str:
         return f"{solved_share(model, 10, lambda count: None):.0%} of 10 held-out prompts right"

@@ -32,7 +32,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "trimode": dict(steps=2, drafter_steps=3, sums=2, windows=1, look_every=2),
     "jacobi": dict(rounds=2, steps=2, block_size=8, sums=2, windows=2, count=2, replayed=1),
     "recurrent": dict(steps=4, sums=2, windows=1, context=32, warmup=2, evaluate_every=3, scored=1),
-    "deep": dict(steps=4, short=2, growth=2, rows=2, warmup=2, evaluate_every=3, scored=1),
+    "deep": dict(steps=4, short=2, rows=2, warmup=2, evaluate_every=3, scored=1),
     "masked": dict(steps=4, rows=3, sums=2, joint_weight=1.0, warmup=2, fast=False, look_every=3, scored=2),
 }
 
