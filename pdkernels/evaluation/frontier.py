@@ -162,7 +162,7 @@ def plot_frontier(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import ScalarFormatter
+    from matplotlib.ticker import LogLocator, ScalarFormatter
 
     check(bool(rows), f"{_OP}.plot_frontier", "rows", "hold at least one", "none")
     models = list(dict.fromkeys(row["model"] for row in rows))
@@ -178,7 +178,9 @@ def plot_frontier(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
             costs = [of(row) for row in own]
             if max(costs) > 8 * min(costs):
                 axis.set_xscale("log")
-                axis.xaxis.set_major_formatter(ScalarFormatter())
+                axis.xaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+                for told in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter):
+                    told(ScalarFormatter())
             else:
                 axis.set_xlim(0, 1.06 * max(costs))
             axis.set(xlabel=f"{cost} per prompt", ylim=(-3, 103))

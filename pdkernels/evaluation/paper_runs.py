@@ -114,7 +114,7 @@ DEEP, CHAINS = "tiny-deep", "chains"
 """A model that needs its recurrences, and its task."""
 RECURRENT = {
     "static": ["recurrent_static.recurrences=1,2,4,8,16,24,32"],
-    "cache": ["recurrent_static.kept_recurrences=1,4,0", "recurrent_static.recurrences=8,16,32"],
+    "cache": ["recurrent_static.kept_recurrences=1,2,4,0", "recurrent_static.recurrences=4,8,32"],
     "grid": ["recurrent_diffusion.inner_recurrence=1,2,4,8", "recurrent_diffusion.noise=0.0,0.1,0.2,0.5"],
     "threshold": ["recurrent_diffusion.threshold=0.003,0.01,0.03,0.1,0.3"],
     "momentum": ["recurrent_diffusion.momentum=0.0,0.1,0.3,0.6,0.9"],
@@ -125,9 +125,9 @@ RECURRENT = {
 }
 
 
-def recurrent(name: str) -> Run:
+def recurrent(name: str, model: str = "tiny-recurrent", task: str = "sums") -> Run:
     """A sweep of the recurrent paper."""
-    return lambda problems, progress: swept(DEEP, "recurrent", RECURRENT[name], problems, progress, CHAINS)
+    return lambda problems, progress: swept(model, "recurrent", RECURRENT[name], problems, progress, task)
 
 
 def wave(problems: int, progress: Progress) -> dict[str, Any]:
@@ -162,8 +162,8 @@ def wave(problems: int, progress: Progress) -> dict[str, Any]:
 
 def same_texts(problems: int, progress: Progress) -> dict[str, Any]:
     """How often the sampler writes the very text of static decoding, how much of it otherwise, and what the model thinks of it."""
-    model: Any = models.load(DEEP)
-    task = make_task(CHAINS, problems)
+    model: Any = models.load("tiny-recurrent")
+    task = make_task("sums", problems)
     rows, texts = [], {}
     settings: dict[str, tuple[str, dict[str, Any]]] = {
         "static": ("recurrent_static", {}),
@@ -184,7 +184,7 @@ def same_texts(problems: int, progress: Progress) -> dict[str, Any]:
                 "perplexity": round(perplexity(model, task.prompts, found.tokens), 4),
             }
         )
-    return {"model": DEEP, "task": CHAINS, "problems": problems, "rows": rows}
+    return {"model": "tiny-recurrent", "task": "sums", "problems": problems, "rows": rows}
 
 
 def rouge_l(first: Sequence[int], second: Sequence[int]) -> float:

@@ -75,7 +75,7 @@ FIGURES = (
         "static",
         "Table 1",
         "Accuracy grows with the number of recurrences, from 1.6 % at 4 to 41.8 % at 32.",
-        paper_runs.recurrent("static"),
+        paper_runs.recurrent("static", paper_runs.DEEP, paper_runs.CHAINS),
         24,
     ),
     Figure(
