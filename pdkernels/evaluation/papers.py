@@ -123,7 +123,7 @@ FIGURES = (
         "headway",
         "Figure 9, right",
         "A headway above 1 gains little speed and costs accuracy.",
-        paper_runs.recurrent("headway"),
+        paper_runs.recurrent("headway", paper_runs.DEEP, paper_runs.CHAINS),
         24,
     ),
     Figure(
