@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from bench.rows import Row, best_settings, family
+from bench.sweep_report import DEEP
 from pdkernels.evaluation import plot, plot_frontier, plot_masked, plot_recurrent
 from pdkernels.evaluation.plot_rows import NAMES
 
@@ -134,12 +135,8 @@ def evaluations(rows: list[Row], images: Path) -> None:
         own = [row for row in rows if family(row) == name]
         if own:
             draw(own, images / f"bench_evaluation{suffix}.png")
-
-
-def sweep(found: Path, path: Path) -> None:
-    """The picture that ``eval --sweep --plot`` draws."""
-    if found.exists():
-        plot_frontier(json.loads(found.read_text())["rows"], path)
+    if DEEP.exists():
+        plot_frontier(json.loads(DEEP.read_text())["rows"], images / "bench_evaluation_deep.png")
 
 
 GROUPS = {

@@ -23,7 +23,6 @@ from bench.transformers_report import anchored, transformers_speed, transformers
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results/cpu"
 GPU_RESULTS = ROOT / "bench/results"
-DEEP = RESULTS / "evaluation_deep.json"
 TRANSFORMERS_TESTS = ROOT / "bench/results/transformers_tests.json"
 
 
@@ -362,7 +361,7 @@ TABLES = {
     "evaluation source": lambda rows: evaluation(rows, "source"),
     "evaluation picture": evaluation_picture,
     "evaluation recurrent": lambda rows: evaluation_of(rows, "recurrent", "step"),
-    "evaluation deep": lambda rows: evaluation_sweep(DEEP),
+    "evaluation deep": lambda rows: evaluation_sweep(),
     "evaluation masked": lambda rows: evaluation_of(rows, "masked", "forward"),
     "evaluation planned": evaluation_planned,
     "planner": planner,
@@ -440,7 +439,6 @@ def main() -> None:
         plots.kv_commit(rows, ROOT / "docs/images/bench_kv_commit.png")
         plots.block_sparse_attention(rows, ROOT / "docs/images/bench_block_sparse_attention.png")
         plots.evaluations(rows, ROOT / "docs/images")
-        plots.sweep(DEEP, ROOT / "docs/images/bench_evaluation_deep.png")
         plots.headline(rows, ROOT / "docs/images/bench_headline.png")
         gpu_report.plot(GPU_RESULTS, ROOT / "docs/images")
     else:

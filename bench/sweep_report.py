@@ -9,8 +9,10 @@ from typing import Any
 from bench.gpu_report import table
 from bench.tables import machine
 
+DEEP = Path(__file__).parent / "results/cpu/evaluation_deep.json"
 
-def evaluation_sweep(path: Path) -> str:
+
+def evaluation_sweep(path: Path = DEEP) -> str:
     """What is right, forwards and seconds per prompt, and the speed over the cheapest baseline that is right as often."""
     if not path.exists():
         return "not measured"

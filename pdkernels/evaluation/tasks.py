@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from pdkernels._validation import check
-from pdkernels.training import Chains, Problem, arithmetic, chains, standard_library
+from pdkernels.training import Problem, arithmetic, chains, standard_library
 
 TASKS = ("sums", "source", "chains")
 
@@ -21,6 +22,13 @@ _WARM_UP = 5
 _LONGEST_SEARCH = 1000
 
 
+class Judge(Protocol):
+    """A problem."""
+
+    def is_solved_by(self, text: str) -> bool:
+        """Whether a continuation of its prompt is right."""
+
+
 class Task(NamedTuple):
     """Prompts to continue, and how the answers are judged."""
 
@@ -32,7 +40,7 @@ class Task(NamedTuple):
     """Most new tokens."""
     end_tokens: tuple[int, ...] | None
     """End tokens; None: those of the model."""
-    problems: list[Problem] | list[Chains] | None
+    problems: Sequence[Judge] | None
     """One per prompt, if answers are right or wrong."""
 
 
