@@ -2,7 +2,7 @@
 
     python examples/train_tiny_deep.py
 
-takes about half an hour on one CPU core and writes tiny-deep.safetensors into the current folder.
+takes an estimated half an hour to an hour on one CPU core and writes tiny-deep.safetensors into the current folder.
 
 The prompt lists links and asks for the last names of chains. The first recurrence of an answer's row is to recall the name that is
 asked; each later one is to replace the name by the one it leads to, and every recurrence has a loss, up to the first one that goes
@@ -169,8 +169,8 @@ def solved_share(model: RecurrentDepth, problems: int, advance: Callable[[int], 
 
 def main(
     output: Output = Path("tiny-deep.safetensors"),
-    short: Annotated[int, typer.Option(help="Steps on two hops, the first ones.")] = 1200,
-    steps: Annotated[int, typer.Option(help="Optimizer steps in all.")] = 2700,
+    short: Annotated[int, typer.Option(help="Steps on two hops, the first ones.")] = 2000,
+    steps: Annotated[int, typer.Option(help="Optimizer steps in all.")] = 3600,
     rows: Annotated[int, typer.Option(help="Prompts in a batch.")] = 16,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-3,
     warmup: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 100,
