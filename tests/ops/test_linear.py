@@ -46,8 +46,8 @@ def test_within_the_error_budget(rows: int, outputs: int, width: int, dtypes: An
     check(pd.linear(x, weight), x, weight, None)
 
 
-@pytest.mark.parametrize("level_ops", [*LEVELS, "avx512_bf16", "amx"], indirect=True)
-@pytest.mark.parametrize("rows, outputs, width", SHAPES)
+@pytest.mark.parametrize("level_ops", [*LEVELS, "avx512_bf16"], indirect=True)
+@pytest.mark.parametrize("rows, outputs, width", [*SHAPES, (3, 5, 0)])
 def test_every_level(level_ops: Any, rows: int, outputs: int, width: int) -> None:
     for dtypes in DTYPES:
         x, weight, bias = inputs(rows, outputs, width, dtypes)
@@ -77,7 +77,7 @@ def test_a_row_has_the_same_bits_in_any_batch(data: st.DataObject) -> None:
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("level_ops", [*LEVELS, "avx512_bf16", "amx"], indirect=True)
+@pytest.mark.parametrize("level_ops", [*LEVELS, "avx512_bf16"], indirect=True)
 def test_subnormal_bfloat16_may_count_as_zero(level_ops: Any) -> None:
     x = torch.full((2, 40), 2.0**-130).bfloat16()
     found = level_ops.linear(x, torch.full((3, 40), 2.0**8).bfloat16(), None)

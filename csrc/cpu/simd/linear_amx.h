@@ -25,7 +25,7 @@ struct AmxLinear {
   int64_t strip;  // elements of a sum, in whole steps
 
   explicit AmxLinear(const LinearArgs& given) : args(given), weight(static_cast<const Bfloat16*>(given.weight)) {
-    const int64_t strips = (args.width + kLongest - 1) / kLongest;
+    const int64_t strips = args.width > kLongest ? (args.width + kLongest - 1) / kLongest : 1;
     strip = rounded_up((args.width + strips - 1) / strips, kDepth);
   }
 
@@ -45,7 +45,8 @@ struct AmxLinear {
       carve(sizes, scratch);
       Arena arena(thread_scratch(sizes.used()));
       carve(arena, scratch);
-      __builtin_memset(scratch.part, 0, kPair * kPair * sizeof(float));  // half of it is not written for a few rows
+      __builtin_memset(scratch.total, 0, kPair * kPair * sizeof(float));  // which a width of 0 leaves as it is
+      __builtin_memset(scratch.part, 0, kPair * kPair * sizeof(float));   // half of it is not written for a few rows
       for (int64_t group = 0; group < panels; group += kPanels) {
         const int64_t last = smaller(group + kPanels, panels);
         for (int64_t p = group; p < last; ++p) pack(p * kPair, scratch.packed + (p - group) * size);
