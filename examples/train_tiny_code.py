@@ -25,7 +25,7 @@ from pdkernels.models.tokenizers import ByteTokenizer
 from pdkernels.models.transformer import Transformer, TransformerConfig
 from pdkernels.training import Problem, arithmetic, as_ids, standard_library
 
-PROBLEMS = 120_000
+PROBLEMS = 400_000
 CONFIG = TransformerConfig(
     vocab_size=ByteTokenizer.vocab_size,
     hidden_size=256,
@@ -166,7 +166,9 @@ def main(
 
     with run.stoppable():
         weights = list(model.parameters())
-        run.optimise("training", model, weights, steps, rate, step, skip=window, look=look, look_every=evaluate_every)
+        run.optimise(
+            "training", model, weights, steps, rate, step, skip=window, look=look, look_every=evaluate_every, muon=True
+        )
         model.to(torch.bfloat16).float()
         facts: dict[str, float] = {}
         if score:

@@ -170,7 +170,7 @@ def main(
 
             rates, weights = cosine(steps, lr * (2 / 3) ** number), list(model.parameters())
             streams = {"skip": lambda _, stream=stream: next(stream)}
-            run.optimise(name, model, weights, steps, rates, forced, **streams, look=look, look_every=300)
+            run.optimise(name, model, weights, steps, rates, forced, **streams, look=look, look_every=300, muon=True)
         model.to(torch.bfloat16).float().requires_grad_(False)
         facts: dict[str, str] = {}
         if score:

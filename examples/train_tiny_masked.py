@@ -218,7 +218,9 @@ def main(
     with run.stoppable():
         streams = {"skip": lambda number: (next(data), next(joint)), "generators": [generator]}
         weights = list(model.parameters())
-        run.optimise("training", model, weights, steps, rate, step, **streams, look=glance, look_every=look_every)
+        run.optimise(
+            "training", model, weights, steps, rate, step, **streams, look=glance, look_every=look_every, muon=True
+        )
         model.to(torch.bfloat16).float()
         facts: dict[str, float] = {}
         if score:

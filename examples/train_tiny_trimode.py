@@ -6,7 +6,7 @@ takes less than half an hour on two CPU cores and writes tiny-trimode.safetensor
 decodes token by token, as block diffusion, and by speculating on itself.
 
 Two stages. The joint one trains next-token prediction on a clean copy of each text and the filling of masks on a noisy copy,
-packed in one sequence under a dual-stream mask. The second trains only the low-rank adapter of the draft pass, on texts the model
+packed in one sequence under a dual-stream mask; in every other step the noisy copy already holds what the model is sure of. The second trains only the low-rank adapter of the draft pass, on texts the model
 wrote itself: there the causal model's own predictions show how much of each draft would have been accepted.
 
 Source: Nemotron-Labs-Diffusion, sections 3 and 4.
@@ -136,6 +136,25 @@ def joint_step(model: Transformer, batch: DualStreamBatch, masked_weight: float)
     return loss.total, {"autoregressive": loss.autoregressive.item(), "masked": loss.masked.item()}
 
 
+@torch.no_grad()
+def without_easy_masks(model: Transformer, batch: DualStreamBatch, generator: torch.Generator) -> DualStreamBatch:
+    """The batch after a decoder's first step: where the model is confident, its noisy copies hold the hidden token itself.
+
+    What a decoder fills in later is what it was not sure of, which masks drawn at random seldom leave over.
+    """
+    hidden = model.hidden(batch.tokens[None], positions=batch.positions, mask=batch.mask.plan(TILE, TILE))[0]
+    sure = model.logits(hidden[batch.masked_rows]).float().softmax(-1).amax(-1)
+    left = sure < 0.5 + 0.5 * torch.rand((), generator=generator)
+    tokens = batch.tokens.clone()
+    tokens[batch.masked_rows[~left]] = batch.masked_labels[~left]
+    return batch._replace(
+        tokens=tokens,
+        masked_rows=batch.masked_rows[left],
+        masked_labels=batch.masked_labels[left],
+        masked_weights=batch.masked_weights[left],
+    )
+
+
 def judged_drafts(model: Transformer, texts: list[tuple[Tensor, int]], width: int) -> tuple[Tensor, Tensor, Tensor]:
     """Drafts of the whole blocks after the prompts of texts that the model wrote, and how far it agrees with them.
 
@@ -224,16 +243,21 @@ def main(
     batches, generator = joint_batches(sums, windows, seed), torch.Generator().manual_seed(seed)
 
     def joint(number: int) -> tuple[Tensor, dict[str, float]]:
+        batch = next(batches)
         with torch.autocast("cpu", torch.bfloat16, enabled=fast):
-            return joint_step(model, next(batches), masked_weight)
+            if number % 2:
+                batch = without_easy_masks(model, batch, generator)
+            return joint_step(model, batch, masked_weight)
 
     def look() -> str:
         return report(model, 50)
 
     with run.stoppable():
         rates, weights = cosine(steps, lr), list(model.parameters())
-        streams = {"skip": lambda number: next(batches)}
-        run.optimise("joint", model, weights, steps, rates, joint, **streams, look=look, look_every=look_every)
+        streams = {"skip": lambda number: next(batches), "generators": [generator]}
+        run.optimise(
+            "joint", model, weights, steps, rates, joint, **streams, look=look, look_every=look_every, muon=True
+        )
         model.requires_grad_(False)
         if drafter_steps:
             if score:

@@ -117,6 +117,24 @@ def save(run: Run, model: torch.nn.Module, description: str, **facts: object) ->
     )
 
 
+def optimizers_of(model: torch.nn.Module, parameters: Sequence[Tensor], muon: bool) -> list[torch.optim.Optimizer]:
+    """AdamW for `parameters`; with `muon` for their embeddings and vectors only, at the same rate, and Muon for the rest.
+
+    Source: Jordan et al., "Muon"; the scale that lets both share a rate: Liu et al., "Muon is scalable for LLM training", section 2.2.
+    """
+    chosen = {id(parameter) for parameter in parameters}
+    matrices = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if muon and id(parameter) in chosen and parameter.ndim == 2 and "embedding" not in name
+    ]
+    others = chosen - {id(matrix) for matrix in matrices}
+    adamw = torch.optim.AdamW([p for p in parameters if id(p) in others], lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
+    if not matrices:
+        return [adamw]
+    return [adamw, torch.optim.Muon(matrices, lr=0.0, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")]
+
+
 class Run:
     """One training. `settings` are all options that its result depends on."""
 
@@ -243,8 +261,9 @@ class Run:
         generators: Sequence[torch.Generator] = (),
         look: Callable[[], str] | None = None,
         look_every: int = 500,
+        muon: bool = False,
     ) -> None:
-        """AdamW. Nothing happens in a stage that a resumed training is past.
+        """AdamW, or Muon for the matrices of layers. Nothing happens in a stage that a resumed training is past.
 
         Args:
             parameters: of `model`, those that are trained.
@@ -252,11 +271,12 @@ class Run:
             step: the loss of a step, and figures for the bar.
             skip: draws what `step` draws from streams that cannot be rewound, and does nothing else.
             generators: the other streams that `step` draws from.
+            muon: whether matrices other than embeddings are trained by Muon, which learns sums in half the steps.
         """
         if self.is_past(stage, model):
             return
         saved, first = self._saved, 0
-        optimizer = torch.optim.AdamW(parameters, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
+        optimizers = optimizers_of(model, parameters, muon)
         start = {name: value.clone() for name, value in model.state_dict().items()}
         smooth: dict[str, float] = {}
         if saved is not None:
@@ -264,7 +284,8 @@ class Run:
             for number in range(first):
                 skip(number)
             model.load_state_dict(saved["model"])
-            optimizer.load_state_dict(saved["optimizer"])
+            for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
+                optimizer.load_state_dict(state)
             torch.set_rng_state(saved["random"])
             for generator, state in zip(generators, saved["generators"], strict=True):
                 generator.set_state(state)
@@ -277,7 +298,7 @@ class Run:
                 facts=smooth,
                 start=start,
                 model=model.state_dict(),
-                optimizer=optimizer.state_dict(),
+                optimizers=[optimizer.state_dict() for optimizer in optimizers],
                 random=torch.get_rng_state(),
                 generators=[generator.get_state() for generator in generators],
             )
@@ -292,12 +313,13 @@ class Run:
             done = first
             while done < steps and (lr := rate(done)) is not None:
                 number, done = done, done + 1
-                optimizer.param_groups[0]["lr"] = lr
                 loss, facts = step(number)
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+                for optimizer in optimizers:
+                    optimizer.param_groups[0]["lr"] = lr
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=True)
                 for fact, value in facts.items():
                     smooth[fact] = smooth.get(fact, value) + (value - smooth.get(fact, value)) * max(0.02, 1 / done)
                 words = "  ".join(f"{fact} {value:.3f}" for fact, value in smooth.items())

@@ -80,6 +80,47 @@ def test_a_joint_step_trains_every_weight(small: Transformer) -> None:
     assert loss.item() == pytest.approx(facts["autoregressive"] + facts["masked"], rel=1e-5)
 
 
+def test_masks_of_which_the_model_is_sure_hold_their_tokens(small: Transformer) -> None:
+    import train_tiny_trimode as script
+
+    model = script.with_mask_token(small)
+    with torch.no_grad():  # a mask that resembles two bytes guesses one of them, here with 0.2 to 0.8
+        for layer in model.layers:
+            layer.output.mul_(40)
+        model.embedding.mul_(20)
+        model.embedding[257] = model.embedding[68:70].mean(0)
+    batch = next(script.joint_batches(3, 1, 0))
+    hidden = model.hidden(batch.tokens[None], positions=batch.positions, mask=batch.mask.plan())[0]
+    sure = model.logits(hidden[batch.masked_rows]).softmax(-1).amax(-1)
+    threshold = 0.5 + 0.5 * torch.rand((), generator=torch.Generator().manual_seed(7))
+    rest = script.without_easy_masks(model, batch, torch.Generator().manual_seed(7))
+
+    left = rest.tokens[batch.masked_rows] == script.MASK_TOKEN
+    assert 0 < left.sum() < len(left)
+    settled = (sure - threshold).abs() > 1e-4
+    assert torch.equal(left[settled], (sure < threshold)[settled])
+    assert torch.equal(rest.tokens[batch.masked_rows[~left]], batch.masked_labels[~left])
+    for name in ("masked_rows", "masked_labels", "masked_weights"):
+        assert torch.equal(getattr(rest, name), getattr(batch, name)[left])
+    others = torch.ones(len(batch.tokens), dtype=torch.bool)
+    others[batch.masked_rows] = False
+    assert torch.equal(rest.tokens[others], batch.tokens[others])
+
+
+def test_muon_trains_matrices_and_adamw_the_rest(small: Transformer) -> None:
+    import training_run
+
+    names = {id(parameter): name for name, parameter in small.named_parameters()}
+    parameters = [parameter for name, parameter in small.named_parameters() if name != "layers.0.down"]
+    adamw, muon = training_run.optimizers_of(small, parameters, True)
+    trained = [{names[id(p)] for group in one.param_groups for p in group["params"]} for one in (adamw, muon)]
+    matrices = {f"layers.{i}.{name}" for i in (0, 1) for name in ("qkv", "output", "gate_up", "down")}
+    assert trained[1] == matrices - {"layers.0.down"}
+    assert trained[0] == set(names.values()) - matrices
+    (alone,) = training_run.optimizers_of(small, parameters, False)
+    assert len(alone.param_groups[0]["params"]) == len(parameters)
+
+
 def test_the_drafter_learns_from_what_the_decoder_would_accept(small: Transformer) -> None:
     """Blocks that begin where a cycle of linear self-speculation begins have the same accepted prefix as there."""
     import train_tiny_trimode as script
