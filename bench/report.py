@@ -17,7 +17,7 @@ from bench.gpu_report import table
 from bench.planned_report import evaluation_planned, planned_round
 from bench.rows import Row, best_settings, by_candidate, family, load
 from bench.sweep_report import evaluation_sweep
-from bench.tables import lines_relative_to_ours, machine, microseconds, ratio, relative_to_ours
+from bench.tables import lines_relative_to_ours, machine, microseconds, ratio, relative_to_ours, share
 from bench.transformers_report import anchored, transformers_speed, transformers_tests
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -85,11 +85,11 @@ def evaluation(rows: list[Row], task: str) -> str:
     lines = []
     for row in rows:
         cells = ["-" if row[name] is None else form.format(row[name]) for name, form in forms.items()]
-        right = [] if row["right"] is None else [f"{row['right'] / row['problems']:.0%}"]
+        right = [] if row["right"] is None else [share(row["right"], row["problems"])]
         lines.append([f"{row['model']}: {row['candidate']}", *right, *cells, row["verdict"]])
     header = [
         f"{rows[0]['problems']} prompts, batch size {rows[0]['batch_size']}",
-        *(["exact match"] if rows[0]["right"] is not None else []),
+        *(["exact match (95 % interval)"] if rows[0]["right"] is not None else []),
     ]
     header += [
         "tokens per forward",
@@ -111,7 +111,7 @@ def evaluation_of(rows: list[Row], name: str, step: str) -> str:
     lines = []
     for row in rows:
         cells = [
-            f"{row['right'] / row['problems']:.0%}",
+            share(row["right"], row["problems"]),
             f"{row['tokens_per_forward']:.2f}",
             f"{row['tokens_per_second']:,.0f}",
         ]
@@ -127,7 +127,7 @@ def evaluation_of(rows: list[Row], name: str, step: str) -> str:
         )
     header = [
         f"{rows[0]['problems']} sums, batch size {rows[0]['batch_size']}",
-        "exact match",
+        "exact match (95 % interval)",
         f"tokens per {step}",
         "tokens/s",
         "speed",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu_report import table
-from bench.tables import machine
+from bench.tables import machine, share
 
 DEEP = Path(__file__).parent / "results/cpu/evaluation_deep.json"
 
@@ -21,13 +21,12 @@ def evaluation_sweep(path: Path = DEEP) -> str:
     against = {(one["model"], one["label"]): one for one in found["comparisons"]}
     lines = []
     for row in found["rows"]:
-        low, high = row["interval"]
         one = against.get((row["model"], row["label"]))
         speed = "-" if one is None or one["speedup"] is None else "{:.2f}x ({:.2f} to {:.2f})".format(*one["speedup"])
         lines.append(
             [
                 row["label"],
-                f"{row['right'] / row['problems']:.0%} ({low:.0%} to {high:.0%})",
+                share(row["right"], row["problems"]),
                 f"{row['forwards'] / row['problems']:.1f}",
                 f"{row['seconds'] / row['problems']:.3f}",
                 f"{row['tokens_per_second']:,.0f}",

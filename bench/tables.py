@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from bench.rows import Row
+from pdkernels.evaluation import interval
 
 
 def microseconds(value: float) -> str:
@@ -13,6 +14,12 @@ def microseconds(value: float) -> str:
 
 def ratio(value: float) -> str:
     return f"{value:,.0f}x" if value >= 10 else f"{value:.2f}x"
+
+
+def share(right: int, count: int) -> str:
+    """What is right of a count, with its 95 % interval."""
+    low, high = interval(right, count)
+    return f"{right / count:.0%} ({low:.0%} to {high:.0%})"
 
 
 def relative_to_ours(row: Row, own: Row) -> str:

@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-import torch.nn.functional as F
 import typer
 from torch import Tensor
 from train_tiny_code import score as score_of
 from train_tiny_trimode import TILE, WINDOW, cosine
-from training_run import Output, Resume, Run, Score, console, save, start_model
+from training_run import HAS_BF16, Output, Resume, Run, Score, console, save, start_model
 
 from pdkernels.models import ByteTokenizer, Transformer
 from pdkernels.training import (
@@ -36,6 +35,7 @@ from pdkernels.training import (
     collect_trajectories,
     noise_aware_loss,
     noise_aware_sample,
+    noiseless_sample,
     pack_noise_aware,
     standard_library,
 )
@@ -69,9 +69,8 @@ def written(trajectory: Trajectory) -> str:
 def replay(block_size: int, seed: int) -> Iterator[NoiseAwareSample]:
     """Endless sums without noise: they keep the model from forgetting how to add while it learns to guess."""
     for problem in arithmetic(seed):
-        ids = as_ids([problem.steps.encode()]).long()
-        blocks = F.pad(ids, (0, -len(ids) % block_size)).view(-1, block_size)
-        yield NoiseAwareSample(as_ids([problem.prompt.encode()])[:-1].long(), blocks, blocks)
+        prompt, answer = as_ids([problem.prompt.encode()])[:-1], as_ids([problem.steps.encode()])
+        yield noiseless_sample(prompt.long(), answer.long(), block_size)
 
 
 def batches(
@@ -133,6 +132,7 @@ def main(
     ] = 1e-3,
     seed: Annotated[int, typer.Option(help="Seed of drafts, problems and order.")] = 0,
     threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves torch's choice.")] = 0,
+    fast: Annotated[bool, typer.Option(help="bfloat16, where the CPU multiplies it itself.")] = HAS_BF16,
     resume: Resume = False,
     score: Score = True,
 ) -> None:
@@ -145,6 +145,7 @@ def main(
         "ar_weight": ar_weight,
         "lr": lr,
         "seed": seed,
+        "fast": fast,
     }
     run = Run(output, resume, settings, threads)
     torch.manual_seed(seed)
@@ -166,7 +167,8 @@ def main(
             stream = batches(trajectories, count, replayed, block_size, seed + 1 + rounds + number)
 
             def forced(_: int, stream: Iterator[NoiseAwareBatch] = stream) -> tuple[Tensor, dict[str, float]]:
-                return step(model, next(stream), ar_weight)
+                with torch.autocast("cpu", torch.bfloat16, enabled=fast):
+                    return step(model, next(stream), ar_weight)
 
             rates, weights = cosine(steps, lr * (2 / 3) ** number), list(model.parameters())
             streams = {"skip": lambda _, stream=stream: next(stream)}

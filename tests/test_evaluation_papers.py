@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from pdkernels import cli
-from pdkernels.evaluation import paper_runs, papers
+from pdkernels.evaluation import paper_runs, paper_trainings, papers
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs/papers").glob("*.md"))
@@ -81,6 +82,32 @@ def test_limits_of_one_sum(monkeypatch: pytest.MonkeyPatch) -> None:
         assert 1 <= rows[size, "oracle, first_all"]["masks per forward"] <= size - 1
         assert rows[size, "threshold 0.9"]["tokens per forward"] > 0
     assert "| 16 | linear self-speculation | - |" in papers.as_table(result)
+
+
+def test_forcings_train_a_copy_for_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_task, seen = paper_trainings.make_task, []
+    monkeypatch.setattr(
+        paper_trainings, "make_task", lambda *given, **more: make_task(*given, **more)._replace(limit=16)
+    )
+    for name, value in {"FORCED_SUMS": 2, "FORCED_STEPS": 2, "TRAJECTORIES_PER_STEP": 2, "SUMS_PER_STEP": 1}.items():
+        monkeypatch.setattr(paper_trainings, name, value)
+    force = paper_trainings._force
+
+    def watched(model: Any, *rest: Any) -> None:
+        before = model.embedding.clone()
+        force(model, *rest)
+        assert not torch.equal(before, model.embedding) and not model.embedding.requires_grad
+        seen.append((before, rest[1:]))
+
+    monkeypatch.setattr(paper_trainings, "_force", watched)
+    result = papers.find("jacobi", "forcings")[0].run(1, lambda what, share: None)
+    assert [row["noise, and what noisy blocks see"] for row in result["rows"]] == [
+        "not trained",
+        *paper_trainings.FORCINGS,
+    ]
+    assert [rest for _, rest in seen] == list(paper_trainings.FORCINGS.values())
+    assert all(torch.equal(before, seen[0][0]) for before, _ in seen)
+    assert all(row["tokens per forward"] >= 0.9 for row in result["rows"])
 
 
 def test_pages_report_what_is_not_measured(tmp_path: Path) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -114,9 +113,9 @@ DEEP, CHAINS = "tiny-deep", "chains"
 """A model that needs its recurrences, and its task."""
 RECURRENT = {
     "static": ["recurrent_static.recurrences=1,2,4,8,16,24,32"],
-    "cache": ["recurrent_static.kept_recurrences=1,2,4,0", "recurrent_static.recurrences=4,8,32"],
+    "cache": ["recurrent_static.kept_recurrences=1,2,4,0", "recurrent_static.recurrences=16,24,32"],
     "grid": ["recurrent_diffusion.inner_recurrence=1,2,4,8", "recurrent_diffusion.noise=0.0,0.1,0.2,0.5"],
-    "threshold": ["recurrent_diffusion.threshold=0.003,0.01,0.03,0.1,0.3"],
+    "threshold": ["recurrent_diffusion.threshold=0.003,0.01,0.03,0.1,0.3,1.0"],
     "momentum": ["recurrent_diffusion.momentum=0.0,0.1,0.3,0.6,0.9"],
     "noise": ["recurrent_diffusion.noise=0.0,0.1,0.2,0.5,1.0"],
     "headway": ["recurrent_diffusion.headway=1,2,4,8"],
@@ -125,9 +124,9 @@ RECURRENT = {
 }
 
 
-def recurrent(name: str, model: str = "tiny-recurrent", task: str = "sums") -> Run:
+def recurrent(name: str) -> Run:
     """A sweep of the recurrent paper."""
-    return lambda problems, progress: swept(model, "recurrent", RECURRENT[name], problems, progress, task)
+    return lambda problems, progress: swept(DEEP, "recurrent", RECURRENT[name], problems, progress, CHAINS)
 
 
 def wave(problems: int, progress: Progress) -> dict[str, Any]:
@@ -162,8 +161,8 @@ def wave(problems: int, progress: Progress) -> dict[str, Any]:
 
 def same_texts(problems: int, progress: Progress) -> dict[str, Any]:
     """How often the sampler writes the very text of static decoding, how much of it otherwise, and what the model thinks of it."""
-    model: Any = models.load("tiny-recurrent")
-    task = make_task("sums", problems)
+    model: Any = models.load(DEEP)
+    task = make_task(CHAINS, problems)
     rows, texts = [], {}
     settings: dict[str, tuple[str, dict[str, Any]]] = {
         "static": ("recurrent_static", {}),
@@ -184,7 +183,7 @@ def same_texts(problems: int, progress: Progress) -> dict[str, Any]:
                 "perplexity": round(perplexity(model, task.prompts, found.tokens), 4),
             }
         )
-    return {"model": "tiny-recurrent", "task": "sums", "problems": problems, "rows": rows}
+    return {"model": DEEP, "task": CHAINS, "problems": problems, "rows": rows}
 
 
 def rouge_l(first: Sequence[int], second: Sequence[int]) -> float:
@@ -314,69 +313,3 @@ JACOBI = {
 def jacobi(name: str) -> Run:
     """A sweep of Jacobi Forcing."""
     return lambda problems, progress: swept("tiny-jacobi", "transformer", JACOBI[name], problems, progress)
-
-
-# ---- the trained sampler
-
-TRAINED_ON, EPOCHS, BLOCK = 320, 12, 8
-
-
-def sampler(problems: int, progress: Progress) -> dict[str, Any]:
-    """Networks trained on forwards of sums, judged by the area under their curve, and by what they decode at a threshold."""
-    from pdkernels.training import arithmetic, auc, collect_sampler_steps, train_sampler
-    from pdkernels.training.sampler import SamplerSteps
-
-    model: Any = models.load("tiny-trimode")
-    table = models.semantic_table(model.embedding, 16)
-    known = list({one.prompt: one for one in islice(arithmetic(100), TRAINED_ON)}.values())
-    parts = []
-    for start in range(0, len(known), 32):
-        progress("forwards", 0.4 * start / len(known))
-        batch = known[start : start + 32]
-        texts = [[*one.steps.encode(), model.end_tokens[0]] for one in batch]
-        options: dict[str, Any] = {"table": table, "max_new_tokens": max(map(len, texts))}
-        prompts = [one.prompt for one in batch]
-        for found in (
-            collect_sampler_steps(model, prompts, BLOCK, **options),
-            collect_sampler_steps(model, prompts, BLOCK, "hybrid", texts=texts, **options),
-        ):
-            parts.append(found._replace(prompts=found.prompts + start))
-    steps = SamplerSteps(*(torch.cat(columns) for columns in zip(*parts)))
-    kept = len(known) - len(known) // 5
-    train, held_out = (
-        SamplerSteps(*(c[chosen] for c in steps)) for chosen in (steps.prompts < kept, steps.prompts >= kept)
-    )
-    heads: dict[str, Any] = {"confidence": None}
-    areas = {"confidence": auc(*held_out.confidence())}
-    kinds: tuple[tuple[Literal["pointwise", "attention"], int], ...] = (("pointwise", 4), ("attention", 2))
-    for number, (kind, layers) in enumerate(kinds):
-        progress(kind, 0.4 + 0.2 * number)
-        torch.manual_seed(0)
-        config = models.SamplerConfig(16, width=64, feed_forward=128, heads=4, kind=kind, layers=layers)
-        heads[kind] = models.SamplerHead(config, table)
-        areas[kind] = max(train_sampler(heads[kind], train, held_out, epochs=EPOCHS))
-    task, rows = make_task("sums", problems), []
-    for number, (name, head) in enumerate(heads.items()):
-        progress(f"{name}, decoding", 0.8 + number / 15)
-        for threshold in (0.5, 0.7, 0.8, 0.9, 0.95, 0.97, 0.99):
-            settings: dict[str, Any] = {"block_size": BLOCK, "threshold": threshold, "sampler": head}
-            written = decoding.generate(model, task.prompts, "block_diffusion", max_new_tokens=task.limit, **settings)
-            rows.append(
-                {
-                    "": name,
-                    "parameters": None if head is None else sum(p.numel() for p in head.parameters()),
-                    "AUC": round(areas[name], 3),
-                    "threshold": threshold,
-                    "right": sum(one.is_solved_by(text) for one, text in zip(task.problems or (), written.text or ())),
-                    "tokens per forward": round(written.stats.tokens_per_forward, 2),
-                }
-            )
-    return {
-        "model": "tiny-trimode",
-        "block size": BLOCK,
-        "sums trained on": kept,
-        "held out for the AUC": len(known) - kept,
-        "forwards": len(train.final),
-        "problems": problems,
-        "rows": rows,
-    }

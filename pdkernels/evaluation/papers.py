@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pdkernels._validation import check
-from pdkernels.evaluation import paper_runs
+from pdkernels.evaluation import paper_runs, paper_trainings
 from pdkernels.evaluation.paper_runs import Progress
 from pdkernels.evaluation.planned import interval
 
@@ -75,8 +75,7 @@ FIGURES = (
         "static",
         "Table 1",
         "Accuracy grows with the number of recurrences, from 1.6 % at 4 to 41.8 % at 32.",
-        paper_runs.recurrent("static", paper_runs.DEEP, paper_runs.CHAINS),
-        24,
+        paper_runs.recurrent("static"),
     ),
     Figure(
         "recurrent",
@@ -84,7 +83,6 @@ FIGURES = (
         "Figure 3",
         "A cache that keeps the last recurrence alone is as accurate as one that keeps all, in r times less memory.",
         paper_runs.recurrent("cache"),
-        24,
     ),
     Figure(
         "recurrent",
@@ -92,7 +90,6 @@ FIGURES = (
         "Figures 5, 7, 11 and 12",
         "More inner recurrences are slower and more often right; a noise of 0.2 dominates none.",
         paper_runs.recurrent("grid"),
-        24,
     ),
     Figure(
         "recurrent",
@@ -100,7 +97,6 @@ FIGURES = (
         "Figure 5, right",
         "The exit threshold trades speed for accuracy most directly.",
         paper_runs.recurrent("threshold"),
-        24,
     ),
     Figure(
         "recurrent",
@@ -108,7 +104,6 @@ FIGURES = (
         "Figure 6, left",
         "Small momentum, but not none, is best.",
         paper_runs.recurrent("momentum"),
-        24,
     ),
     Figure(
         "recurrent",
@@ -116,15 +111,13 @@ FIGURES = (
         "Figure 9, left",
         "At four inner recurrences noise changes little.",
         paper_runs.recurrent("noise"),
-        24,
     ),
     Figure(
         "recurrent",
         "headway",
         "Figure 9, right",
         "A headway above 1 gains little speed and costs accuracy.",
-        paper_runs.recurrent("headway", paper_runs.DEEP, paper_runs.CHAINS),
-        24,
+        paper_runs.recurrent("headway"),
     ),
     Figure(
         "recurrent",
@@ -132,7 +125,6 @@ FIGURES = (
         "Figure 10, left",
         "The scale of new states has a minor effect.",
         paper_runs.recurrent("init-scale"),
-        24,
     ),
     Figure(
         "recurrent",
@@ -140,7 +132,6 @@ FIGURES = (
         "Figure 10, right",
         "States copied from the position before are less effective: they have had r' recurrences only.",
         paper_runs.recurrent("continuous"),
-        24,
     ),
     Figure(
         "recurrent",
@@ -148,7 +139,6 @@ FIGURES = (
         "Figures 6 and 8",
         "Throughput and the worst case of memory grow with the wave up to 64 or 128 positions; the median of memory hardly does.",
         paper_runs.wave,
-        24,
     ),
     Figure(
         "recurrent",
@@ -156,7 +146,6 @@ FIGURES = (
         "Table 3",
         "The sampler's texts overlap with those of static decoding, fewer are identical, and the model finds them as likely.",
         paper_runs.same_texts,
-        24,
     ),
     Figure(
         "nemotron",
@@ -171,7 +160,7 @@ FIGURES = (
         "sampler",
         "Figure 8",
         "A trained sampler fills more tokens per forward than confidence thresholds at equal accuracy; attention over the block helps.",
-        paper_runs.sampler,
+        paper_trainings.sampler,
         60,
     ),
     Figure(
@@ -180,7 +169,6 @@ FIGURES = (
         "Figure 5, left",
         "Tokens a forward grow with the block up to 64.",
         paper_runs.jacobi("blocks"),
-        16,
     ),
     Figure(
         "jacobi",
@@ -188,7 +176,6 @@ FIGURES = (
         "Section 4.2",
         "A running window accepts more than blocks of its size.",
         paper_runs.jacobi("windows"),
-        16,
     ),
     Figure(
         "jacobi",
@@ -196,7 +183,14 @@ FIGURES = (
         "Figure 5, right",
         "A second block and a verification size of 4 are best.",
         paper_runs.jacobi("multiblock"),
-        16,
+    ),
+    Figure(
+        "jacobi",
+        "forcings",
+        "Tables 4 and 5",
+        "Noise that grows from block to block teaches most, noise that shrinks least; masks under which noisy blocks see clean ones teach "
+        "half as much.",
+        paper_trainings.forcings,
     ),
     *(
         Figure("slowfast", option.replace("_", "-"), source, f"{option}: {shows}", paper_runs.knob(option), 48)

@@ -41,6 +41,7 @@ from pdkernels.training.trajectories import (
     collect_trajectories,
     noise_aware_sample,
     noise_ratios,
+    noiseless_sample,
 )
 
 __all__ = [
@@ -79,6 +80,7 @@ __all__ = [
     "noise_aware_sample",
     "noise_aware_terms",
     "noise_ratios",
+    "noiseless_sample",
     "orders",
     "pack_dual_stream",
     "pack_noise_aware",

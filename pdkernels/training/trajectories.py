@@ -203,6 +203,32 @@ def noise_aware_sample(
     return NoiseAwareSample(trajectory.prompt, clean, noisy)
 
 
+def noiseless_sample(prompt: Tensor, answer: Tensor, block_size: int, *, pad_token: int = 0) -> NoiseAwareSample:
+    """A given answer in blocks that have converged: it has the autoregressive loss alone, and keeps a model from forgetting.
+
+    Args:
+        prompt: ``(P,)`` ids.
+        answer: ``(n,)`` ids, the end token included.
+        block_size: tokens of a block.
+        pad_token: fills the last block.
+
+    Raises:
+        ValueError: a block size below 1, ids that are not one-dimensional.
+        TypeError: ids that are not int32 or int64.
+
+    Example:
+        >>> noiseless_sample(torch.tensor([7]), torch.tensor([1, 2, 3]), 2).clean.tolist()
+        [[1, 2], [3, 0]]
+    """
+    op = "training.noiseless_sample"
+    check_type(type(block_size) is int, op, "block_size", "be an int", type(block_size).__name__)
+    check(block_size >= 1, op, "block_size", "be at least 1", block_size)
+    check_index(op, "prompt", prompt, (None,), None)
+    check_index(op, "answer", answer, (None,), None)
+    blocks = torch.nn.functional.pad(answer, (0, -len(answer) % block_size), value=pad_token).view(-1, block_size)
+    return NoiseAwareSample(prompt, blocks, blocks)
+
+
 def _blocks(text: list[int], steps: Sequence[TraceStep], block_size: int, pad_token: int) -> list[Tensor]:
     """Records of each block of `text`, which ends with an end token if it does not fill its last block."""
     records: list[list[list[int]]] = [[] for _ in range(-(-len(text) // block_size))]

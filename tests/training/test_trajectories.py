@@ -20,6 +20,7 @@ from pdkernels.training import (
     collect_trajectories,
     noise_aware_sample,
     noise_ratios,
+    noiseless_sample,
     pack_noise_aware,
 )
 from tests.support.causal import SCRIPTS, VOCABULARY, FakeModel, from_list
@@ -234,3 +235,28 @@ def test_errors(call: Any, text: str) -> None:
     with pytest.raises(error) as caught:
         call()
     assert text in str(caught.value) and str(caught.value).startswith("pdkernels.training.")
+
+
+@given(st.lists(token, max_size=9), st.integers(1, 5))
+def test_a_noiseless_sample_has_no_rows_to_learn_from_others(answer: list[int], block_size: int) -> None:
+    sample = noiseless_sample(torch.tensor([1, 2]), torch.tensor(answer, dtype=torch.int64), block_size, pad_token=PAD)
+    assert sample.clean.flatten().tolist() == answer + [PAD] * (-len(answer) % block_size)
+    assert sample.clean.shape[1] == block_size and torch.equal(sample.clean, sample.noisy)
+    batch = pack_noise_aware([sample])
+    assert len(batch.student_rows) == 0
+    assert batch.ar_labels.tolist() == [2, *sample.clean.flatten().tolist()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"block_size": 0}, "block_size must be at least 1"),
+        ({"block_size": 1.0}, "block_size must be an int"),
+        ({"answer": torch.ones(2, 2, dtype=torch.int64)}, "answer must"),
+        ({"prompt": torch.ones(2)}, "prompt must"),
+    ],
+)
+def test_errors_of_a_noiseless_sample(arguments: dict[str, Any], said: str) -> None:
+    given_ = {"prompt": torch.tensor([1]), "answer": torch.tensor([2]), "block_size": 2} | arguments
+    with pytest.raises((ValueError, TypeError), match=said):
+        noiseless_sample(**given_)
