@@ -9,7 +9,9 @@ from typing import Any
 from bench.gpu_report import table
 from bench.tables import machine, share
 
-DEEP = Path(__file__).parent / "results/cpu/evaluation_deep.json"
+RESULTS = Path(__file__).parent / "results/cpu"
+DEEP = RESULTS / "evaluation_deep.json"
+BATCHES = RESULTS / "evaluation_batches.json"
 
 
 def evaluation_sweep(path: Path = DEEP) -> str:
@@ -19,13 +21,13 @@ def evaluation_sweep(path: Path = DEEP) -> str:
     found: dict[str, Any] = json.loads(path.read_text())
     facts = found["facts"]
     against = {(one["model"], one["label"]): one for one in found["comparisons"]}
-    lines = []
+    lines, several = [], len({row["model"] for row in found["rows"]}) > 1
     for row in found["rows"]:
         one = against.get((row["model"], row["label"]))
         speed = "-" if one is None or one["speedup"] is None else "{:.2f}x ({:.2f} to {:.2f})".format(*one["speedup"])
         lines.append(
             [
-                row["label"],
+                f"{row['model']}: {row['label']}" if several else row["label"],
                 share(row["right"], row["problems"]),
                 f"{row['forwards'] / row['problems']:.1f}",
                 f"{row['seconds'] / row['problems']:.3f}",

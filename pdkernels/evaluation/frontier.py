@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pdkernels._validation import check
+from pdkernels.evaluation.plot_rows import COLOURS, NAMES, friendly
 from pdkernels.evaluation.sweep import SweepRow
 
 _OP = "evaluation.frontier"
@@ -144,9 +145,6 @@ def fronts(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[str]]]
     return found
 
 
-_COLOURS = ("#4c78a8", "#e39c37", "#54a24b", "#b279a2", "#c44e52", "#7f6d5f", "#17becf")
-
-
 def plot_frontier(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Right answers against forwards and against seconds, with 95 % intervals; a line joins the front, whose points are numbered.
 
@@ -166,15 +164,13 @@ def plot_frontier(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
     check(bool(rows), f"{_OP}.plot_frontier", "rows", "hold at least one", "none")
     models = list(dict.fromkeys(row["model"] for row in rows))
-    methods = list(dict.fromkeys(row["method"] for row in rows if not row["baseline"]))
-    colours = dict(zip(methods, _COLOURS * (len(methods) // len(_COLOURS) + 1)))
     figure, grid = plt.subplots(
         len(models), 2, figsize=(11.5, 0.4 + 5.2 * len(models)), squeeze=False, sharey="row", layout="constrained"
     )
     for panels, model in zip(grid, models):
         own = [row for row in rows if row["model"] == model]
         for axis, (cost, of) in zip(panels, COSTS.items()):
-            _panel(axis, own, of, colours)
+            _panel(axis, own, of)
             costs = [of(row) for row in own]
             if max(costs) > 8 * min(costs):
                 axis.set_xscale("log")
@@ -191,12 +187,10 @@ def plot_frontier(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
-def _panel(
-    axis: Any, rows: Sequence[Mapping[str, Any]], of: Callable[[Any], float], colours: Mapping[str, str]
-) -> None:
+def _panel(axis: Any, rows: Sequence[Mapping[str, Any]], of: Callable[[Any], float]) -> None:
     for method in dict.fromkeys(row["method"] for row in rows):
         own = [row for row in rows if row["method"] == method]
-        colour = colours.get(method, "#777777")
+        colour = COLOURS.get(method, "#777777")
         shares = [100 * row["right"] / row["problems"] for row in own]
         ends = [[100 * end for end in row["interval"]] for row in own]
         below = [max(0.0, share - low) for share, (low, _) in zip(shares, ends)]
@@ -211,7 +205,7 @@ def _panel(
             elinewidth=0.8,
             markersize=5,
             alpha=0.9,
-            label=method.replace("_", " "),
+            label=NAMES.get(method, method.replace("_", " ")),
         )
     front = [rows[index] for index in pareto([(of(row), row["right"]) for row in rows])]
     axis.plot(
@@ -227,7 +221,6 @@ def _panel(
         point = (of(row), 100 * row["right"] / row["problems"])
         white = {"facecolor": "white", "edgecolor": "none", "pad": 0.4, "alpha": 0.8}
         axis.annotate(str(number), point, (6, 4), textcoords="offset points", fontsize=8, bbox=white)
-        settings = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in row["settings"].items())
-        key.append(f"{number}  {row['method'].replace('_', ' ')}{': ' * bool(settings)}{settings}")
+        key.append(f"{number}  {friendly(row['method'], None, row['settings'])}")
     axis.text(0, -0.17, "\n".join(key), transform=axis.transAxes, va="top", fontsize=7.5, color="#444444")
     axis.spines[["top", "right"]].set_visible(False)

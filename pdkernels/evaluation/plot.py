@@ -23,4 +23,4 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """
     rows = [row for row in rows if row["speedup"] is not None]
     check(bool(rows), "evaluation.plot", "rows", "hold figures to draw", "none")
-    plot_rows(rows, path, "The number behind a method is its width: tokens of a block or draft.")
+    plot_rows(rows, path, "The number after a method is its width: tokens of a block or draft.")
