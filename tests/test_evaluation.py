@@ -116,7 +116,7 @@ def test_the_rows_of_the_trained_models() -> None:
         ("tiny-jacobi", "jacobi_multiblock", None),
         ("tiny-trimode", "autoregressive", None),
         *(("tiny-trimode", *pair) for pair in speculation),
-        ("tiny-trimode", "block_diffusion", 16),
+        *(("tiny-trimode", "block_diffusion", width) for width in (4, 8, 16)),
     ]
 
 

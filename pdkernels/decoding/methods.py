@@ -94,7 +94,7 @@ _ALL = (
         protocol=BlockModel,
         steps=block_diffusion.BlockSteps,
         models=_TRIMODE,
-        widths=(16,),
+        widths=(4, 8, 16),
     ),
     Method(
         "planned",
