@@ -4,7 +4,7 @@
 
 SOURCE is a source tree of transformers, as a folder or as the path or address of a tarball; by default the tag of the version that is
 installed. (An sdist lacks the tests of models.) `tests/models/<m>/test_modeling_<m>.py` holds the generation tests of
-tests/generation/test_utils.py for that model. Each file runs twice: as it is, and with our attention and masks registered as "sdpa",
+tests/generation/test_utils.py for that model. The files run twice: as they are, and with our attention and masks registered as "sdpa",
 so that whatever asks for sdpa, by name or by default, gets ours. Tests that need a network, a GPU or another package skip or fail in
 both. Prints for each model how many tests pass with sdpa, how many of those with ours, and the names of the others with their errors.
 FILE gets the same as JSON; models of an earlier run with the same versions and choice stay in it. `python -m bench.report --write`
@@ -24,6 +24,7 @@ import tarfile
 import tempfile
 import urllib.request
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,8 @@ def version_of(tree: Path) -> str:
     return named[1] if named else tree.name
 
 
-def outcomes(tree: Path, model: str, chosen: str | None, ours: bool) -> dict[str, str]:
-    """What became of each test: "passed", "skipped", or its error in one line."""
+def outcomes(tree: Path, models: Sequence[str], chosen: str | None, ours: bool) -> dict[str, dict[str, str]]:
+    """What became of each test of each model: "passed", "skipped", or its error in one line."""
     here = Path(__file__).resolve()
     path = os.pathsep.join([str(here.parent), str(here.parent.parent), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -73,23 +74,23 @@ def outcomes(tree: Path, model: str, chosen: str | None, ours: bool) -> dict[str
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", here.stem, f"--junitxml={report}", "-o", "addopts="]
         command += ["-k", chosen] if chosen else []
-        command += [f"tests/models/{model}/test_modeling_{model}.py"]
+        command += [f"tests/models/{model}/test_modeling_{model}.py" for model in models]
         ran = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
         if not report.exists() or "error during collection" in ran.stdout:
-            sys.exit(f"pytest did not run {model}:\n{ran.stdout[-2000:]}\n{ran.stderr[-2000:]}")
+            sys.exit(f"pytest did not run {' '.join(models)}:\n{ran.stdout[-2000:]}\n{ran.stderr[-2000:]}")
         cases = list(ElementTree.parse(report).iter("testcase"))
-    found = {}
+    found: dict[str, dict[str, str]] = {model: {} for model in models}
     for case in cases:
         ends = {child.tag: (child.get("message") or "").strip().split("\n")[0][:160] for child in case}
         error = ends.get("failure", ends.get("error"))
-        name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
-        found[name] = error or "failed" if error is not None else "skipped" if "skipped" in ends else "passed"
+        module, _, group = case.get("classname", "").rpartition(".")
+        state = error or "failed" if error is not None else "skipped" if "skipped" in ends else "passed"
+        found[module.rpartition("test_modeling_")[2]][f"{group}::{case.get('name')}"] = state
     return found
 
 
-def compared(tree: Path, model: str, chosen: str | None) -> dict[str, Any]:
+def compared(theirs: dict[str, str], ours: dict[str, str]) -> dict[str, Any]:
     """How many tests of a model pass with sdpa, how many of these with ours, and the errors of the others."""
-    theirs, ours = (outcomes(tree, model, chosen, flag) for flag in (False, True))
     passed = [name for name, state in theirs.items() if state == "passed"]
     others = {name: ours.get(name, "not run") for name in passed if ours.get(name) != "passed"}
     return {"sdpa": len(passed), "pdkernels": len(passed) - len(others), "others": others}
@@ -114,12 +115,13 @@ def main() -> None:
         before = json.loads(options.out.read_text()) if options.out and options.out.exists() else {}
         models = before.pop("models", {})
         found: dict[str, Any] = {**facts, "models": models if before == facts else {}}
-        print("| model | pass with sdpa | of these with ours |\n|---|---|---|", flush=True)
+        theirs, ours = (outcomes(tree, options.models, options.tests, flag) for flag in (False, True))
+        print("| model | pass with sdpa | of these with ours |\n|---|---|---|")
         for model in options.models:
-            one = found["models"][model] = compared(tree, model, options.tests)
-            print(f"| {model} | {one['sdpa']} | {one['pdkernels']} |", flush=True)
-            if options.out:
-                options.out.write_text(json.dumps(found, indent=1) + "\n")
+            one = found["models"][model] = compared(theirs[model], ours[model])
+            print(f"| {model} | {one['sdpa']} | {one['pdkernels']} |")
+        if options.out:
+            options.out.write_text(json.dumps(found, indent=1) + "\n")
     others = [f"{m}: {name}: {e}" for m, one in found["models"].items() for name, e in one["others"].items()]
     print("\n".join(["", "pass with sdpa, not with ours:", *(others or ["none"])]))
 

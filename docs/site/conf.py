@@ -40,6 +40,8 @@ GoogleDocstring._parse_attribute_docstring = GoogleDocstring._consume_to_end
 
 html_theme = "furo"
 html_title = f"pdkernels {release}"
+html_static_path = ["static"]
+html_css_files = ["wide.css"]
 html_extra_path = ["start"]  # leads from the site's root to the first page
 html_show_copyright = False
 html_theme_options = {"light_css_variables": {"color-brand-primary": "#2f5d9b"}}
