@@ -252,8 +252,10 @@ void multiply(const LinearArgs& args, const X* x, int64_t x_stride, const W* wei
         const W* own = weight + first * args.weight_stride;
         const char* next = reinterpret_cast<const char*>(own + kBlock * args.weight_stride);
         const int64_t more = smaller(kBlock, args.outputs - first - kBlock) * args.weight_stride;
-        Ahead ahead{next, next + more * static_cast<int64_t>(sizeof(W))};
+        const int64_t share = more > 0 ? more * static_cast<int64_t>(sizeof(W)) / (strips * (last - group)) : 0;
+        Ahead ahead{next, next};
         const auto add = [&](int64_t p, int64_t begin, Sums& to) {
+          ahead.end += share;
           multiply_rows(smaller(kRows, args.rows - p * kRows), x + p * kRows * x_stride, x_stride, own,
                         args.weight_stride, outputs, begin, smaller(begin + depth, args.width), to.at, ahead);
         };
