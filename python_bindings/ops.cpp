@@ -107,13 +107,14 @@ std::tuple<Tensor, Tensor> attend_to_prefix(const Tensor& q, const Tensor& k_new
   unpack_starts(device, starts, args);
   unpack_rows(args);
   // Results of the splits of the prefix: sized by the capacity, so the same at every step.
-  Tensor parts = torch::stable::new_empty(
-      q, {args.splits > 1 ? args.splits : 0, rows.size(0), rows.size(1), rows.size(2), rows.size(3)},
-      ScalarType::Float);
-  Tensor parts_lse = torch::stable::new_empty(
-      q, {args.splits > 1 ? args.splits : 0, rows.size(0), rows.size(2), rows.size(1)}, ScalarType::Float);
-  args.parts = static_cast<float*>(parts.data_ptr());
-  args.parts_lse = static_cast<float*>(parts_lse.data_ptr());
+  OptionalTensor parts, parts_lse;
+  args.parts = args.parts_lse = nullptr;
+  if (args.splits > 1) {
+    const int64_t batch = rows.size(0), tokens = rows.size(1), heads = rows.size(2);
+    parts = torch::stable::new_empty(q, {args.splits, batch, tokens, heads, rows.size(3)}, ScalarType::Float);
+    parts_lse = torch::stable::new_empty(q, {args.splits, batch, heads, tokens}, ScalarType::Float);
+    args.parts = data<float>(*parts), args.parts_lse = data<float>(*parts_lse);
+  }
   pdkernels::cpu::speculative_attention(args);
   return {out, lse};
 }

@@ -114,12 +114,13 @@ class NewRows(NamedTuple):
 
     def attend_(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
         """Attention of `qkv` `(batch, rows, heads + 2 * kv_heads, head_dim)`, not yet rotated: q's shape."""
-        qk, v = qkv.split((qkv.shape[2] - self.kv_heads, self.kv_heads), -2)
+        # `split` of a tensor is a function in Python that calls this one.
+        qk, v = qkv.split_with_sizes((qkv.shape[2] - self.kv_heads, self.kv_heads), -2)
         if self.rotation.positions is None:
             qk = apply_rope(qk, self.rotation, self.style)
         else:
             apply_rope_(qk, self.rotation.cos, self.rotation.sin, self.rotation.positions, style=self.style)
-        q, k = qk.split((qk.shape[2] - self.kv_heads, self.kv_heads), -2)
+        q, k = qk.split_with_sizes((qk.shape[2] - self.kv_heads, self.kv_heads), -2)
         if self.rotation.query_scale is not None:
             q = q * self.rotation.query_scale.to(q.dtype)
         if self.cache is None:

@@ -87,11 +87,12 @@ class Layer(nn.Module):
 
         q and k are normed if the model norms them.
         """
-        config = self.config
-        middle, bias = (config.heads + config.kv_heads) * config.head_dim, self.qkv_bias
-        rows = {"qkv": slice(None), "qk": slice(middle), "v": slice(middle, None)}[part]
-        flat = linear(normed, self.qkv[rows], None if bias is None else bias[rows])
-        heads: torch.Tensor = flat.unflatten(-1, (-1, config.head_dim))
+        config, weight, bias = self.config, self.qkv, self.qkv_bias
+        if part != "qkv":
+            middle = (config.heads + config.kv_heads) * config.head_dim
+            rows = slice(middle) if part == "qk" else slice(middle, None)
+            weight, bias = weight[rows], None if bias is None else bias[rows]
+        heads: torch.Tensor = linear(normed, weight, bias).unflatten(-1, (-1, config.head_dim))
         if self.q_norm is None or self.k_norm is None or part == "v":
             return heads
         q, k, *v = heads.split([config.heads, *[config.kv_heads] * (len(part) - 1)], -2)

@@ -84,10 +84,25 @@ PDK_INLINE Vec add_pairs(Vec sum, Words a, Words b) {
 #endif
 }
 
+// The weights that are read next, which are fetched while these are multiplied.
+struct Ahead {
+  const char *at, *end;
+
+  // As much as a step over so many outputs reads: a vector of each.
+  template <int outputs>
+  PDK_INLINE void fetch() {
+    constexpr int bytes = outputs * static_cast<int>(sizeof(Vec));
+    if (at >= end) return;
+#pragma GCC unroll 8
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+    at += bytes;
+  }
+};
+
 // Adds the products of `rows` rows and `outputs` outputs over [begin, end) of the width, which are of one strip.
 template <int rows, int outputs>
 PDK_INLINE void multiply_strip(const Bfloat16* x, int64_t x_stride, const Bfloat16* weight, int64_t weight_stride,
-                               int64_t begin, int64_t end, Vec (*sums)[kRows]) {
+                               int64_t begin, int64_t end, Vec (*sums)[kRows], Ahead& ahead) {
   Vec total[outputs][rows] = {};
   const auto add = [&](int64_t at, int64_t to) {
     Words w[outputs];
@@ -101,7 +116,10 @@ PDK_INLINE void multiply_strip(const Bfloat16* x, int64_t x_stride, const Bfloat
     }
   };
   int64_t at = begin;
-  for (; at + 2 * kLanes <= end; at += 2 * kLanes) add(at, at + 2 * kLanes);
+  for (; at + 2 * kLanes <= end; at += 2 * kLanes) {
+    ahead.fetch<outputs>();
+    add(at, at + 2 * kLanes);
+  }
   if (at < end) add(at, end);
   for (int o = 0; o < outputs; ++o) {
     for (int r = 0; r < rows; ++r) sums[o][r] += total[o][r];
@@ -110,7 +128,7 @@ PDK_INLINE void multiply_strip(const Bfloat16* x, int64_t x_stride, const Bfloat
 
 template <int rows, int outputs, class W>
 PDK_INLINE void multiply_strip(const float* x, int64_t x_stride, const W* weight, int64_t weight_stride, int64_t begin,
-                               int64_t end, Vec (*sums)[kRows]) {
+                               int64_t end, Vec (*sums)[kRows], Ahead& ahead) {
   Vec total[outputs][rows] = {};
   const auto add = [&](const Vec(&w)[outputs], int64_t at) {
 #pragma GCC unroll 8
@@ -122,6 +140,7 @@ PDK_INLINE void multiply_strip(const float* x, int64_t x_stride, const W* weight
   };
   int64_t at = begin;
   for (; at + kStep<W> <= end; at += kStep<W>) {
+    ahead.fetch<outputs>();
     Vec w[outputs];
     if constexpr (kStep<W> == kLanes) {
 #pragma GCC unroll 8
@@ -150,17 +169,6 @@ PDK_INLINE void multiply_strip(const float* x, int64_t x_stride, const W* weight
   }
 }
 
-// What is read next, and how much of it is prefetched after each group of outputs: without it memory would be idle
-// while all rows are multiplied with the same weights. One or two rows are read as fast as memory allows anyway.
-struct Ahead {
-  const char *at, *end;
-  int64_t lines;
-
-  PDK_INLINE void fetch() {
-    for (int64_t i = 0; i < lines && at < end; ++i, at += 64) __builtin_prefetch(at, 0, 2);
-  }
-};
-
 // The same for any number of outputs.
 template <int rows, class X, class W>
 void multiply_block(const X* x, int64_t x_stride, const W* weight, int64_t weight_stride, int64_t outputs,
@@ -168,11 +176,10 @@ void multiply_block(const X* x, int64_t x_stride, const W* weight, int64_t weigh
   constexpr int group = kOutputs[rows];
   int64_t o = 0;
   for (; o + group <= outputs; o += group) {
-    multiply_strip<rows, group>(x, x_stride, weight + o * weight_stride, weight_stride, begin, end, sums + o);
-    ahead.fetch();
+    multiply_strip<rows, group>(x, x_stride, weight + o * weight_stride, weight_stride, begin, end, sums + o, ahead);
   }
   for (; o < outputs; ++o) {
-    multiply_strip<rows, 1>(x, x_stride, weight + o * weight_stride, weight_stride, begin, end, sums + o);
+    multiply_strip<rows, 1>(x, x_stride, weight + o * weight_stride, weight_stride, begin, end, sums + o, ahead);
   }
 }
 
@@ -244,10 +251,11 @@ void multiply(const LinearArgs& args, const X* x, int64_t x_stride, const W* wei
         const int64_t first = block * kBlock, outputs = smaller(kBlock, args.outputs - first);
         const W* own = weight + first * args.weight_stride;
         const char* next = reinterpret_cast<const char*>(own + kBlock * args.weight_stride);
-        const int64_t size = args.rows > 2 ? smaller(kBlock, args.outputs - first - kBlock) * args.weight_stride : 0;
-        const int64_t bytes = size > 0 ? size * static_cast<int64_t>(sizeof(W)) : 0;
-        Ahead ahead{next, next + bytes, bytes / (64 * strips * (last - group) * (kBlock / kOutputs[kRows])) + 1};
+        const int64_t more = smaller(kBlock, args.outputs - first - kBlock) * args.weight_stride;
+        const int64_t share = more > 0 ? more * static_cast<int64_t>(sizeof(W)) / (strips * (last - group)) : 0;
+        Ahead ahead{next, next};
         const auto add = [&](int64_t p, int64_t begin, Sums& to) {
+          ahead.end += share;
           multiply_rows(smaller(kRows, args.rows - p * kRows), x + p * kRows * x_stride, x_stride, own,
                         args.weight_stride, outputs, begin, smaller(begin + depth, args.width), to.at, ahead);
         };
