@@ -137,13 +137,15 @@ def _tail_step(
     left = new - start
     key = blocks.load(k + start * k_stride, k_stride, left, BLOCK_N, HEAD_DIM, D0, D1, True)
     value = blocks.load(v + start * v_stride, v_stride, left, BLOCK_N, HEAD_DIM, D0, D1, True)
-    seen = inside[:, None] & (tl.arange(0, BLOCK_N)[None, :] < left)
+    seen = inside[:, None]
+    if bitmap is None:
+        seen &= blocks.first_ones(left, BLOCK_N)[None, :]
     if starts is not None:
         seen &= start + tl.arange(0, BLOCK_N)[None, :] >= starts[:, None]
     if bitmap is not None:
         # `visible` counts rows from its argument.
         shift = tl.where(inside, row, 0) - tl.arange(0, BLOCK_M)
-        seen &= blocks.visible(bitmaps, bitmap, shift, column, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, False)
+        seen &= blocks.visible(bitmaps, bitmap, shift, column, left, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, False)
     return blocks.attend(query, key, value, seen, acc, peak, total, score_scale, D1, BASE_2, FOLD_SCALE)
 
 
