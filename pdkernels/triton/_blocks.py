@@ -85,7 +85,7 @@ def store(matrix, row_stride, left, block, HEAD_DIM: tl.constexpr, D0: tl.conste
 def _store_part(matrix, row_stride, left, part, HEAD_DIM: tl.constexpr, START: tl.constexpr):
     rows = tl.arange(0, part.shape[0])
     columns = START + tl.arange(0, part.shape[1])
-    inside = first_ones(left, part.shape[0])[:, None] & (columns[None, :] < HEAD_DIM)
+    inside = (rows[:, None] < left) & (columns[None, :] < HEAD_DIM)
     pointers = matrix + rows[:, None] * row_stride + columns[None, :]
     tl.store(pointers, part.to(matrix.dtype.element_ty), mask=inside)
 
