@@ -40,8 +40,10 @@ template <class T, int kSize, class Body>
 __device__ void for_packs(const TokenStatisticsArgs& args, const T* row, const Body& body) {
   for (int64_t pack = threadIdx.x; pack < args.width / kSize; pack += kCutThreads) {
     Pack<T, kSize> values = Pack<T, kSize>::load(row, pack);
+#pragma unroll 1
     for (int i = 0; i < args.num_suppressed; ++i) {
       const int64_t offset = args.suppress[i] - pack * kSize;
+#pragma unroll
       for (int j = 0; j < kSize; ++j) {
         if (offset == j) values.at[j] = from_float<T>(-INFINITY);
       }
