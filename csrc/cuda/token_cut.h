@@ -35,16 +35,48 @@ struct CutRoom {
   int bin, found;
 };
 
-// Calls body(logit) for this thread's part of the tokens that count.
+// Calls body(pack) for this thread's part of a row, where suppressed tokens are -inf.
+template <class T, int kSize, class Body>
+__device__ void for_packs(const TokenStatisticsArgs& args, const T* row, const Body& body) {
+  for (int64_t pack = threadIdx.x; pack < args.width / kSize; pack += kCutThreads) {
+    Pack<T, kSize> values = Pack<T, kSize>::load(row, pack);
+#pragma unroll 1
+    for (int i = 0; i < args.num_suppressed; ++i) {
+      const int64_t offset = args.suppress[i] - pack * kSize;
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) {
+        if (offset == j) values.at[j] = from_float<T>(-INFINITY);
+      }
+    }
+    body(values);
+  }
+}
+
+// Calls body(logit) for this thread's part of a row.
 template <class T, int kSize, class Body>
 __device__ void for_share(const TokenStatisticsArgs& args, const T* row, const Body& body) {
-  for (int64_t pack = threadIdx.x; pack < args.width / kSize; pack += kCutThreads) {
-    const Pack<T, kSize> values = Pack<T, kSize>::load(row, pack);
-    for (int j = 0; j < kSize; ++j) {
-      const int64_t token = pack * kSize + j;
-      if (args.num_suppressed == 0 || !args.suppresses_in(token, token + 1)) body(to_float(values.at[j]));
-    }
+  for_packs<T, kSize>(args, row, [&](const Pack<T, kSize>& values) {
+    for (int j = 0; j < kSize; ++j) body(to_float(values.at[j]));
+  });
+}
+
+// The largest logit of this thread's part of a row, NaN if there is one.
+template <class T, int kSize>
+__device__ float share_peak(const TokenStatisticsArgs& args, const T* row) {
+  float largest = -INFINITY;
+  const auto join = [&](float x) { largest = x > largest || x != x ? x : largest; };
+  if constexpr (sizeof(T) * kSize == 16) {
+    uint32_t most = Word<T>::kNothing;
+    for_packs<T, kSize>(args, row, [&](const Pack<T, kSize>& values) {
+      const uint4& words = reinterpret_cast<const uint4&>(values);
+      most = Word<T>::larger(most, words.x), most = Word<T>::larger(most, words.y);
+      most = Word<T>::larger(most, words.z), most = Word<T>::larger(most, words.w);
+    });
+    join(Word<T>::at(most, 0)), join(Word<T>::at(most, 4 / sizeof(T) - 1));
+  } else {
+    for_share<T, kSize>(args, row, join);
   }
+  return largest;
 }
 
 // Finds the first bin that has at least the target mass before or in it. A warp; each lane looks at neighbouring bins.
@@ -79,12 +111,8 @@ __global__ void __launch_bounds__(kCutThreads, kCutBlocks)
   const int64_t r = blockIdx.x, source = args.source(r);
   if (source < 0) return;
   const T* row = args.logits.row<const T>(source);
-  float largest = -INFINITY;
-  bool undefined = false;
-  for_share<T, kSize>(args, row, [&](float x) {
-    largest = x > largest ? x : largest;
-    undefined = undefined || x != x;
-  });
+  float largest = share_peak<T, kSize>(args, row);
+  bool undefined = largest != largest;
   for (int lanes = 16; lanes > 0; lanes /= 2) largest = fmaxf(largest, __shfl_xor_sync(kAll, largest, lanes));
   if (threadIdx.x % 32 == 0) room.largest[threadIdx.x / 32] = largest;
   if (threadIdx.x == 0) room.before = 0, room.found = 0;
@@ -133,7 +161,10 @@ __global__ void __launch_bounds__(kCutThreads, kCutBlocks)
 
   // The next ones: the bits of the cut's rank, since equals may be many. Few logits are left, and the order in which
   // they are kept does not matter.
-  const auto is_left = [&](float x) { return bin_of(x) == cut_bin; };
+  const auto is_left = [&](float x) {  // in the bin of the cut, which is not the last
+    const float distance = (largest - x) * bins_per_logit;
+    return distance >= static_cast<float>(cut_bin) && distance < static_cast<float>(cut_bin + 1);
+  };
   if (cut_bin < kBins - 1) {
     for_share<T, kSize>(args, row, [&](float x) {
       if (!is_left(x)) return;

@@ -25,8 +25,7 @@ class Blocking(NamedTuple):
 
 # Fixed, so that no call waits for autotuning: {(kernel, architecture): {largest head dimension: blocking}}.
 #   - Hopper and Blackwell: 8 warps are two warp groups of 64 rows each. 128 key columns halve the work on row maxima,
-#     against 64, and fill 224 KiB of shared memory at d=128 with three stages of K and V. The 72 bytes that ptxas spills
-#     there are stored before all loops and loaded after them.
+#     against 64, and fill 224 KiB of shared memory at d=128 with three stages of K and V.
 #   - The masked loop takes steps of half the width, since bits take registers: at full width ptxas spills, and serializes wgmma.
 #   - dQ has four stages at d=128; its registers leave room for only one program per SM anyway. With two, every step waited for the
 #     loads it had just issued (tests/ops/test_steady_loops.py).

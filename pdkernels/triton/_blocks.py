@@ -33,6 +33,12 @@ def addressable(x: Tensor) -> Tensor:
 
 
 @triton.jit
+def first_ones(left, COUNT: tl.constexpr):
+    """Which of COUNT indices are below `left`. Compared in 32 bits, though `left` is the difference of offsets in 64."""
+    return tl.arange(0, COUNT) < tl.minimum(left, COUNT).to(tl.int32)
+
+
+@triton.jit
 def zeros(ROWS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
     if D1 == 0:
         return (tl.zeros((ROWS, D0), tl.float32),)
@@ -60,7 +66,7 @@ def _load_part(matrix, row_stride, left, ROWS: tl.constexpr, HEAD_DIM: tl.conste
     columns = START + tl.arange(0, WIDTH)
     pointers = matrix + rows[:, None] * row_stride + columns[None, :]
     if MASKED:
-        return tl.load(pointers, mask=(rows[:, None] < left) & (columns[None, :] < HEAD_DIM), other=0.0)
+        return tl.load(pointers, mask=first_ones(left, ROWS)[:, None] & (columns[None, :] < HEAD_DIM), other=0.0)
     elif START + WIDTH > HEAD_DIM:
         return tl.load(pointers, mask=columns[None, :] < HEAD_DIM, other=0.0)
     else:
@@ -149,15 +155,16 @@ def load_rows(values, left, ROWS: tl.constexpr, OTHER: tl.constexpr, MASKED: tl.
     """One value per row; if `MASKED`, OTHER from row `left` on."""
     rows = tl.arange(0, ROWS)
     if MASKED:
-        return tl.load(values + rows, mask=rows < left, other=OTHER)
+        return tl.load(values + rows, mask=first_ones(left, ROWS), other=OTHER)
     else:
         return tl.load(values + rows)
 
 
 @triton.jit
-def visible(bitmaps, bitmap, row, column, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+def visible(bitmaps, bitmap, row, column, left, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr):  # fmt: skip
-    """The part ``[row : row + BLOCK_M, column : column + BLOCK_N]`` of a bitmap as booleans; all True for bitmap -1.
+    """The part ``[row : row + BLOCK_M, column : column + BLOCK_N]`` of a bitmap as booleans; all True for bitmap -1. Columns of the
+    part from `left` on are False, which costs nothing for each element; `left` None: none are.
 
     Words become bits by a reshape, which costs nothing: the compiler lets each thread load the words of its elements.
     """
@@ -173,6 +180,10 @@ def visible(bitmaps, bitmap, row, column, BLOCK_Q: tl.constexpr, BLOCK_K: tl.con
         spread = tl.reshape((loaded[:, None, :] >> bits[None, :, None]) & 1, (BLOCK_N, BLOCK_M))
     else:
         loaded = tl.load(bitmaps + rows[:, None] * TILE_WORDS + words[None, :], mask=bitmap >= 0, other=-1)
+        if left is not None:
+            kept = tl.minimum(left, BLOCK_N).to(tl.int32) + column % 32 - 32 * tl.arange(0, WORDS)
+            kept = tl.minimum(tl.maximum(kept, 0), 32)
+            loaded &= ((1 << kept.to(tl.int64)) - 1).to(tl.int32)[None, :]
         spread = tl.reshape((loaded[:, :, None] >> bits[None, None, :]) & 1, (BLOCK_M, BLOCK_N))
     return spread != 0
 

@@ -107,8 +107,7 @@ def _forward_kernel(
         keys_left = kv_len - key_start
         key = blocks.load(k + key_start * k_stride, k_stride, keys_left, BLOCK_MASKED, HEAD_DIM, D0, D1, True)
         bitmap = tl.load(lists + step // CUTS * 2 + 1)
-        seen = blocks.visible(bitmaps, bitmap, row, column, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_MASKED, False)
-        seen = seen & (tl.arange(0, BLOCK_MASKED)[None, :] < keys_left)
+        seen = blocks.visible(bitmaps, bitmap, row, column, keys_left, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_MASKED, False)
         p, shrink, peak, total = blocks.weigh(query, key, seen, peak, total, score_scale, D1, BASE_2, FOLD_SCALE)
         value = blocks.load(v + key_start * v_stride, v_stride, keys_left, BLOCK_MASKED, HEAD_DIM, D0, D1, True)
         acc = blocks.add_weighted(blocks.scale_rows(acc, shrink, D1), p, value, D1)
@@ -119,7 +118,7 @@ def _forward_kernel(
     rows = tl.arange(0, BLOCK_M)
     lse += (batch * heads + head) * q_len + start
     log_sum = (peak + tl.log2(total)) * LN_2 if BASE_2 else peak + tl.log(total)
-    tl.store(lse + rows, log_sum, mask=rows < left)
+    tl.store(lse + rows, log_sum, mask=blocks.first_ones(left, BLOCK_M))
 
 
 @triton.jit
@@ -167,8 +166,9 @@ def _dq_kernel(
     # +inf for rows that saw nothing: their weights come out as 0.
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E if BASE_2 else row_lse)
     in_saved = (batch * heads + head) * saved_stride + start
-    tl.store(lse_b + in_saved + rows, row_lse, mask=rows < left)
-    tl.store(delta + in_saved + rows, row_delta, mask=rows < left)
+    # Rows past the end of the sequence as well, whose weights come out as 0 too.
+    tl.store(lse_b + in_saved + rows, row_lse)
+    tl.store(delta + in_saved + rows, row_delta)
 
     acc = blocks.zeros(BLOCK_M, D0, D1)
     pair = begin
@@ -187,8 +187,7 @@ def _dq_kernel(
         key = blocks.load(k + key_start * k_stride, k_stride, keys_left, BLOCK_MASKED, HEAD_DIM, D0, D1, True)
         value = blocks.load(v + key_start * v_stride, v_stride, keys_left, BLOCK_MASKED, HEAD_DIM, D0, D1, True)
         bitmap = tl.load(lists + step // CUTS * 2 + 1)
-        seen = blocks.visible(bitmaps, bitmap, row, column, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_MASKED, False)
-        seen = seen & (tl.arange(0, BLOCK_MASKED)[None, :] < keys_left)
+        seen = blocks.visible(bitmaps, bitmap, row, column, keys_left, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_MASKED, False)
         acc = _dq_step(query, grad, key, value, seen, acc, row_lse, row_delta, score_scale, D1, BASE_2)
     acc = blocks.scale_rows(acc, tl.full((BLOCK_M,), scale, tl.float32), D1)
     acc = blocks.zero_rows(acc, row_lse == float("inf"), D1)
@@ -208,8 +207,8 @@ def _dkv_step(
     grad_out += head * grad_stride_h + start * grad_stride
     query = blocks.load(q, q_stride, left, BLOCK_M, HEAD_DIM, D0, D1, MASKED)
     grad = blocks.load(grad_out, grad_stride, left, BLOCK_M, HEAD_DIM, D0, D1, MASKED)
-    row_lse = blocks.load_rows(lse_b + head * saved_stride + start, left, BLOCK_M, float("inf"), MASKED)
-    row_delta = blocks.load_rows(delta + head * saved_stride + start, left, BLOCK_M, 0.0, MASKED)
+    row_lse = blocks.load_rows(lse_b + head * saved_stride + start, left, BLOCK_M, 0.0, False)
+    row_delta = blocks.load_rows(delta + head * saved_stride + start, left, BLOCK_M, 0.0, False)
     p = blocks.power(BASE_2, blocks.products(k, query, D1) * score_scale - row_lse[None, :])
     if MASKED:
         p = tl.where(seen, p, 0.0)
@@ -278,7 +277,7 @@ def _dkv_kernel(
         row = (step % CUTS) * BLOCK_MASKED
         query_start = tl.load(lists + step // CUTS * 2).to(tl.int64) * BLOCK_Q + row
         bitmap = tl.load(lists + step // CUTS * 2 + 1)
-        seen = blocks.visible(bitmaps, bitmap, row, column, BLOCK_Q, BLOCK_K, BLOCK_MASKED, BLOCK_N, True)
+        seen = blocks.visible(bitmaps, bitmap, row, column, None, BLOCK_Q, BLOCK_K, BLOCK_MASKED, BLOCK_N, True)
         acc_k, acc_v = _dkv_step(
             head, query_start, seen, key, value, acc_k, acc_v, grad_out, q, grad_stride, q_stride, grad_stride_h,
             q_stride_h, lse_b, delta, saved_stride, q_len, score_scale, HEAD_DIM, D0, D1, BLOCK_MASKED, BASE_2,
@@ -356,13 +355,13 @@ def backward(
     """
     grad_out, q, k, v = (addressable(x) for x in (grad_out, q, k, v))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    # Rows padded to whole vectors whatever the length: otherwise loads in the dK/dV kernel's pipeline would serialize wgmma.
-    saved_stride = triton.cdiv(q.shape[1], 16) * 16
+    of_q, q_tiles = _side(plan_rows, 0, q.shape[1], block_q)
+    # All rows of all tiles, which the dK/dV kernel reads without a mask, in whole vectors: otherwise these loads serialize wgmma.
+    saved_stride = triton.cdiv(q_tiles * block_q, 16) * 16
     lse_b, delta = (lse.new_empty((*lse.shape[:2], saved_stride)) for _ in range(2))
     inputs = (*grad_out.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     sizes = _sizes(q, k, scale)
-    batch, q_len, heads, _ = q.shape
-    of_q, q_tiles = _side(plan_rows, 0, q_len, block_q)
+    batch, _, heads, _ = q.shape
     of_k, k_tiles = _side(plan_rows, q_tiles, k.shape[1], block_k)
 
     blocking = choose_blocking("dq", q, block_q, block_k)

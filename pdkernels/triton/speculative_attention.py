@@ -137,13 +137,15 @@ def _tail_step(
     left = new - start
     key = blocks.load(k + start * k_stride, k_stride, left, BLOCK_N, HEAD_DIM, D0, D1, True)
     value = blocks.load(v + start * v_stride, v_stride, left, BLOCK_N, HEAD_DIM, D0, D1, True)
-    seen = inside[:, None] & (tl.arange(0, BLOCK_N)[None, :] < left)
+    seen = inside[:, None]
+    if bitmap is None:
+        seen &= blocks.first_ones(left, BLOCK_N)[None, :]
     if starts is not None:
         seen &= start + tl.arange(0, BLOCK_N)[None, :] >= starts[:, None]
     if bitmap is not None:
         # `visible` counts rows from its argument.
         shift = tl.where(inside, row, 0) - tl.arange(0, BLOCK_M)
-        seen &= blocks.visible(bitmaps, bitmap, shift, column, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, False)
+        seen &= blocks.visible(bitmaps, bitmap, shift, column, left, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, False)
     return blocks.attend(query, key, value, seen, acc, peak, total, score_scale, D1, BASE_2, FOLD_SCALE)
 
 
@@ -216,11 +218,11 @@ def _split_kernel(
         valid = rows < new * GROUP
         own_starts = tl.load(addresses, mask=valid, other=0).to(tl.int64)
     first = floor + split * keys
+    end = tl.minimum(first + keys, length)
     if starts is not None:
         # No row of the tile sees what is before its least start.
         least = tl.min(tl.where(valid, own_starts, length.to(tl.int64)), 0)
         first = tl.maximum(first, tl.minimum(least, length).to(tl.int32) // BLOCK_N * BLOCK_N)
-    end = tl.minimum(floor + (split + 1) * keys, length)
     whole = first + (end - first) // BLOCK_N * BLOCK_N
     acc, peak, total = _prefix_steps(
         first, whole, end, own_starts, query, acc, peak, total, k_cache, v_cache, kc_stride_b, vc_stride_b, kc_stride, vc_stride,
@@ -260,26 +262,32 @@ def _split_kernel(
             )  # fmt: skip
 
     heads = kv_heads * GROUP
-    in_results = split * all_rows.to(tl.int64) + begin + token
+    # (splits, batch, new, heads, head_dim) and (splits, batch, heads, new); packed (splits, rows, heads, head_dim), (splits, heads, rows)
+    if begins is None:
+        part = split * batch_size.to(tl.int64) + batch
+        in_results = part * new + token
+    else:
+        in_results = split * all_rows.to(tl.int64) + begin + token
     out_rows = out + (in_results * heads + head) * HEAD_DIM
     acc = blocks.divide_rows(acc, total, D1)
     blocks.store(out_rows[:, None], 0, rows_left, acc, HEAD_DIM, D0, D1)
     log_sum = (peak + tl.log2(total)) * LN_2 if BASE_2 else peak + tl.log(total)
-    # (splits, batch, heads, new), or of packed sequences (splits, heads, rows)
-    if begins is not None:
-        lse_rows = (split * heads + head) * all_rows + begin + token
+    if begins is None:
+        lse_rows = lse + (part * heads + head) * new
     else:
-        lse_rows = ((split * batch_size.to(tl.int64) + batch) * heads + head) * new + token
-    tl.store(lse + lse_rows, log_sum, mask=rows < new * GROUP)
+        lse_rows = lse + ((split * heads + head) * all_rows + begin)
+    tl.store(lse_rows + token, log_sum, mask=rows < new * GROUP)
     if APPEND:
         # The first split is always in use, and has the tail only if it is the only one. Nothing reads past the prefix.
         if split == 0:
             if sources is not None:
                 sources += batch * source_stride_b
-            elif begins is not None:
-                append_rows = new
+            if begins is not None:
+                row_tiles = tl.maximum(tl.cdiv(new * GROUP, BLOCK_M), 1)
+                if sources is None:
+                    append_rows = new
             append_part(
-                row_start // BLOCK_M, tl.maximum(tl.cdiv(new * GROUP, BLOCK_M), 1), lengths, counts, batch, sources, source_stride, append_rows, new,
+                row_start // BLOCK_M, row_tiles, lengths, counts, batch, sources, source_stride, append_rows, new,
                 capacity, table, pages, k_new, v_new, kn_stride, vn_stride, k_cache, v_cache, kc_stride_b, vc_stride_b,
                 kc_stride, vc_stride, HEAD_DIM, D0, D1, PAGE_SIZE,
             )  # fmt: skip
