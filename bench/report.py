@@ -16,7 +16,7 @@ from bench import gpu_report, plots
 from bench.gpu_report import table
 from bench.planned_report import evaluation_planned, planned_round
 from bench.rows import Row, best_settings, by_candidate, family, load
-from bench.sweep_report import BATCHES, evaluation_sweep
+from bench.sweep_report import evaluation_sweep
 from bench.tables import lines_relative_to_ours, machine, microseconds, ratio, relative_to_ours, share
 from bench.transformers_report import anchored, transformers_speed, transformers_tests
 
@@ -362,7 +362,6 @@ TABLES = {
     "evaluation picture": evaluation_picture,
     "evaluation recurrent": lambda rows: evaluation_of(rows, "recurrent", "step"),
     "evaluation deep": lambda rows: evaluation_sweep(),
-    "evaluation batches": lambda rows: evaluation_sweep(BATCHES),
     "evaluation masked": lambda rows: evaluation_of(rows, "masked", "forward"),
     "evaluation planned": evaluation_planned,
     "planner": planner,

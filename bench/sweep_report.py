@@ -9,9 +9,7 @@ from typing import Any
 from bench.gpu_report import table
 from bench.tables import machine, share
 
-RESULTS = Path(__file__).parent / "results/cpu"
-DEEP = RESULTS / "evaluation_deep.json"
-BATCHES = RESULTS / "evaluation_batches.json"
+DEEP = Path(__file__).parent / "results/cpu/evaluation_deep.json"
 
 
 def evaluation_sweep(path: Path = DEEP) -> str:
@@ -21,13 +19,13 @@ def evaluation_sweep(path: Path = DEEP) -> str:
     found: dict[str, Any] = json.loads(path.read_text())
     facts = found["facts"]
     against = {(one["model"], one["label"]): one for one in found["comparisons"]}
-    lines, several = [], len({row["model"] for row in found["rows"]}) > 1
+    lines = []
     for row in found["rows"]:
         one = against.get((row["model"], row["label"]))
         speed = "-" if one is None or one["speedup"] is None else "{:.2f}x ({:.2f} to {:.2f})".format(*one["speedup"])
         lines.append(
             [
-                f"{row['model']}: {row['label']}" if several else row["label"],
+                row["label"],
                 share(row["right"], row["problems"]),
                 f"{row['forwards'] / row['problems']:.1f}",
                 f"{row['seconds'] / row['problems']:.3f}",
