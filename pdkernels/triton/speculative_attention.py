@@ -137,9 +137,7 @@ def _tail_step(
     left = new - start
     key = blocks.load(k + start * k_stride, k_stride, left, BLOCK_N, HEAD_DIM, D0, D1, True)
     value = blocks.load(v + start * v_stride, v_stride, left, BLOCK_N, HEAD_DIM, D0, D1, True)
-    seen = inside[:, None]
-    if bitmap is None:
-        seen &= blocks.first_ones(left, BLOCK_N)[None, :]
+    seen = inside[:, None] & blocks.first_ones(left, BLOCK_N)[None, :] if bitmap is None else inside[:, None]
     if starts is not None:
         seen &= start + tl.arange(0, BLOCK_N)[None, :] >= starts[:, None]
     if bitmap is not None:
@@ -272,10 +270,7 @@ def _split_kernel(
     acc = blocks.divide_rows(acc, total, D1)
     blocks.store(out_rows[:, None], 0, rows_left, acc, HEAD_DIM, D0, D1)
     log_sum = (peak + tl.log2(total)) * LN_2 if BASE_2 else peak + tl.log(total)
-    if begins is None:
-        lse_rows = lse + (part * heads + head) * new
-    else:
-        lse_rows = lse + ((split * heads + head) * all_rows + begin)
+    lse_rows = lse + ((part * heads + head) * new if begins is None else (split * heads + head) * all_rows + begin)
     tl.store(lse_rows + token, log_sum, mask=rows < new * GROUP)
     if APPEND:
         # The first split is always in use, and has the tail only if it is the only one. Nothing reads past the prefix.
@@ -284,8 +279,7 @@ def _split_kernel(
                 sources += batch * source_stride_b
             if begins is not None:
                 row_tiles = tl.maximum(tl.cdiv(new * GROUP, BLOCK_M), 1)
-                if sources is None:
-                    append_rows = new
+                append_rows = new if sources is None else append_rows
             append_part(
                 row_start // BLOCK_M, row_tiles, lengths, counts, batch, sources, source_stride, append_rows, new,
                 capacity, table, pages, k_new, v_new, kn_stride, vn_stride, k_cache, v_cache, kc_stride_b, vc_stride_b,
