@@ -147,7 +147,8 @@ def _force(model: Any, trajectories: list[Any], order: Any, conditioning: Any) -
         batch = pack_noise_aware(samples, end_token=end, conditioning=conditioning, window=window)
         hidden = model.hidden(batch.tokens[None], positions=batch.positions, mask=batch.mask.plan())[0]
         listed = (batch.ar_rows, batch.student_rows, batch.teacher_rows)
-        loss = noise_aware_loss(*(model.logits(hidden[one]) for one in listed), batch, ar_weight=2.0).total
+        ar, student, teacher = (model.logits(hidden[rows]) for rows in listed)
+        loss = noise_aware_loss(ar, student, teacher, batch, ar_weight=2.0).total
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -87,7 +87,9 @@ class Layer(nn.Module):
 
         q and k are normed if the model norms them.
         """
-        config, weight, bias = self.config, self.qkv, self.qkv_bias
+        config = self.config
+        weight: torch.Tensor = self.qkv
+        bias: torch.Tensor | None = self.qkv_bias
         if part != "qkv":
             middle = (config.heads + config.kv_heads) * config.head_dim
             rows = slice(middle) if part == "qk" else slice(middle, None)
