@@ -415,7 +415,7 @@ def test_json_is_what_the_report_reads(measured: list[Row], tmp_path: Path) -> N
         "| small: wrong",
         "| small: block_diffusion, 4",
     ]
-    assert sums[4].endswith("| 0% | - | - | - | - | - | no, 0 of 2 |") and " yes |" in sums[3]
+    assert sums[4].endswith("| 0% (0% to 66%) | - | - | - | - | - | no, 0 of 2 |") and " yes |" in sums[3]
     assert report.TABLES["evaluation sums"]([]) == report.TABLES["evaluation picture"]([]) == "not measured"
     assert "images/bench_evaluation.png" in report.TABLES["evaluation picture"](rows)
 

@@ -48,21 +48,13 @@ def evaluation_table(rows: list[evaluation.Row]) -> Table:
     if not judged:
         del figures["tokens/\ncycle"]
     watched = ["peak\nMB"] if first.extra_memory is not None else []
-    for heading in (
-        *(["exact\nmatch", "95 %\ninterval"] if first.right is not None else []),
-        *figures,
-        *watched,
-        "identical\nto greedy",
-    ):
+    for heading in (*(["exact\nmatch"] if first.right is not None else []), *figures, *watched, "identical\nto greedy"):
         table.add_column(heading, justify="right", no_wrap=True)
     for model in dict.fromkeys(row.model for row in rows):
         table.add_row(Text(model, "bold"))
         method = None
         for row in (row for row in rows if row.model == model):
-            cells = []
-            if row.right is not None:
-                low, high = evaluation.interval(row.right, row.problems)
-                cells = [f"{row.right / row.problems:.0%}", f"{low:.0%}-{high:.0%}"]
+            cells = [] if row.right is None else [f"{row.right / row.problems:.0%}"]
             for form, name in figures.values():
                 value = getattr(row, name)
                 cells.append("-" if value is None else form.format(value))
