@@ -97,6 +97,8 @@ def draw(
 
 def greedy(logits: torch.Tensor, suppress: tuple[int, ...] = ()) -> torch.Tensor:
     """The most probable token of each row ``(..., V)`` other than those of `suppress`, the lowest id on ties."""
+    if not suppress:
+        return logits.argmax(-1)  # all that is needed
     return token_statistics(logits, suppress=suppress, top_k=1, backend=backend_of(logits.dtype)).ids
 
 

@@ -224,7 +224,7 @@ def find(paper: str | None = None, name: str | None = None) -> list[Figure]:
 
     Example:
         >>> [figure.name for figure in find("jacobi")]
-        ['blocks', 'windows', 'multiblock', 'knee']
+        ['blocks', 'windows', 'multiblock', 'forcings', 'knee']
     """
     known = ", ".join(PAPERS)
     check(paper is None or paper in PAPERS, _OP, "paper", f"be one of {known}", repr(paper))

@@ -36,7 +36,7 @@ def test_fused_ops_launch_less(found: launches.Found, tmp_path: Path, monkeypatc
     for _, _, was, now in found:
         assert was.products == now.products > 0 and now.ours > 0 and now.total < was.total
     greedy, drawn = found[0][3], found[1][3]
-    assert drawn == greedy  # both by `token_statistics`
+    assert drawn.ours == greedy.ours + 2  # `token_statistics` in place of an argmax
     monkeypatch.setattr(launches, "rows", lambda: found)
     assert launches.main(["--json", str(tmp_path / "nodes.json")]) == 0
     assert len(json.loads((tmp_path / "nodes.json").read_text())["simulated"]) == len(found)
