@@ -332,7 +332,7 @@ def test_tiny_files_say_what_they_are(tmp_path: Path) -> None:
     assert isinstance(zoo._load_tiny(tmp_path / "new.safetensors", None, "cpu"), Transformer)
     # Files that were written before there were two do not say it.
     with safe_open(tmp_path / "new.safetensors", framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
         facts = {name: fact for name, fact in file.metadata().items() if name != "architecture"}
     save_file(tensors, tmp_path / "old.safetensors", metadata=facts)
     assert isinstance(zoo._load_tiny(tmp_path / "old.safetensors", None, "cpu"), Transformer)
