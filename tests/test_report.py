@@ -97,7 +97,7 @@ def test_the_headline_shows_each_method_at_its_fastest(tmp_path: Path) -> None:
     masked = [row for row in rows if report.family(row) == "masked"]
     best = plots.fastest(masked)
     baseline = next(row for row in masked if row["baseline"])
-    assert {row["method"] for row in best} == {"dllm_cache", "fast_dllm", "slowfast"}
+    assert {row["method"] for row in best} == {"fast_dllm", "slowfast"}  # `dllm_cache` is less accurate
     assert all(row["right"] >= baseline["right"] and row["speedup"] > 1 for row in best)
     plots.headline(rows, tmp_path / "headline.png")
     assert (tmp_path / "headline.png").stat().st_size > 10_000
