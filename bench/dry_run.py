@@ -57,7 +57,7 @@ PLAYED = {
     "synchronize": lambda: None,
     "get_device_name": lambda device=0: "a GPU in name only",
     "get_device_properties": lambda device=0: SimpleNamespace(
-        L2_cache_size=2**12, total_memory=2**20, multi_processor_count=1
+        L2_cache_size=2**12, total_memory=2**33, multi_processor_count=1
     ),
     "get_device_capability": lambda device=0: (9, 0),
     "current_stream": Stream,

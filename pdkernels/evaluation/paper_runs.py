@@ -168,6 +168,7 @@ def same_texts(problems: int, progress: Progress) -> dict[str, Any]:
         "static": ("recurrent_static", {}),
         **{f"sampler, r' = {r}": ("recurrent_diffusion", {"inner_recurrence": r}) for r in (1, 2, 4, 8)},
         "sampler, r' = 4, noise 0.2": ("recurrent_diffusion", {"inner_recurrence": 4, "noise": 0.2}),
+        "sampler, r' = 4, threshold 1": ("recurrent_diffusion", {"inner_recurrence": 4, "threshold": 1.0}),
     }
     for number, (name, (method, options)) in enumerate(settings.items()):
         progress(name, number / len(settings))

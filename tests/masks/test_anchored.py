@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -128,6 +129,67 @@ def test_attention_and_gradients() -> None:
     ours, theirs = (torch.autograd.grad((x * weight).sum(), (q, k, v)) for x in (out, expected))
     for mine, other in zip(ours, theirs):
         torch.testing.assert_close(mine, other, rtol=0, atol=5e-6)
+
+
+class Drafter(torch.nn.Module):
+    """A layer as DFlash trains it: blocks of an anchor's token and masks read features of the target and themselves."""
+
+    def __init__(self, hidden: int = 64, vocabulary: int = 50) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(vocabulary + 1, hidden)  # the last is the mask
+        self.norms = torch.nn.ModuleList(torch.nn.RMSNorm(hidden) for _ in range(3))
+        self.q, self.kv = torch.nn.Linear(hidden, 64), torch.nn.Linear(hidden, 64)
+        self.out, self.head = torch.nn.Linear(64, hidden), torch.nn.Linear(hidden, vocabulary)
+        self.mlp = torch.nn.Sequential(torch.nn.Linear(hidden, 96), torch.nn.SiLU(), torch.nn.Linear(96, hidden))
+
+    def forward(self, features: Tensor, tokens: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        x = self.embedding(tokens)
+        normed = self.norms[0](x)
+        q = self.q(normed).unflatten(-1, (4, 16))
+        k, v = self.kv(torch.cat([features, normed], 1)).unflatten(-1, (4, 16)).split(2, -2)
+        x = x + self.out(attend(q, k, v).flatten(-2))
+        return self.head(self.norms[2](x + self.mlp(self.norms[1](x))))
+
+
+def test_training_steps_of_a_drafter() -> None:
+    """Anchors are drawn anew in each step; losses and weights are those of training with the published mask."""
+    torch.manual_seed(0)
+    documents = torch.tensor([0] * 40 + [1] * 50 + [-1] * 6)
+    texts, features, block = torch.randint(50, (2, 96)), torch.randn(2, 96, 64), 8
+    ours, theirs = Drafter(), Drafter()
+    theirs.load_state_dict(ours.state_dict())
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (ours, theirs)]
+    for _ in range(4):
+        anchors = torch.randperm(80)[:6].sort().values
+        mask = masks.anchored(documents, anchors, block)
+        plan, dense = mask.queries.plan(16, 32), dflash(documents, anchors, block, None, True)
+        positions = anchors[:, None] + torch.arange(block)
+        tokens = torch.full((2, 6, block), 50)
+        tokens[:, :, 0] = texts[:, anchors]
+        counted = (documents[positions] == documents[anchors][:, None]) & (torch.arange(block) > 0)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return pd.block_sparse_attention(q, k, v, plan)  # noqa: B023
+
+        def attend_densely(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            found = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense, enable_gqa=True)  # noqa: B023
+            return found.transpose(1, 2)
+
+        losses = []
+        for model, attention, optimizer in zip((ours, theirs), (attend, attend_densely), optimizers):
+            logits = model(features, tokens.flatten(1), attention).unflatten(1, (6, block))
+            losses.append(
+                torch.nn.functional.cross_entropy(
+                    logits[:, counted].flatten(0, 1), texts[:, positions[counted]].flatten()
+                )
+            )
+            optimizer.zero_grad()
+            losses[-1].backward()
+            optimizer.step()
+        torch.testing.assert_close(*losses, rtol=0, atol=1e-5)
+    for mine, other in zip(ours.parameters(), theirs.parameters()):
+        torch.testing.assert_close(mine, other, rtol=0, atol=2e-5)
 
 
 def test_masks_made_in_other_ways_are_equal() -> None:
