@@ -16,7 +16,7 @@ from bench import gpu_report, plots
 from bench.gpu_report import table
 from bench.planned_report import evaluation_planned, planned_round
 from bench.rows import Row, best_settings, by_candidate, family, load
-from bench.sweep_report import evaluation_sweep
+from bench.sweep_report import SWEEPS, evaluation_sweep
 from bench.tables import lines_relative_to_ours, machine, microseconds, ratio, relative_to_ours, share
 from bench.transformers_report import anchored, transformers_speed, transformers_tests
 
@@ -126,7 +126,7 @@ def evaluation_of(rows: list[Row], name: str, step: str) -> str:
             ]
         )
     header = [
-        f"{rows[0]['problems']} sums, batch size {rows[0]['batch_size']}",
+        f"{rows[0]['problems']} {rows[0]['task']}, batch size {rows[0]['batch_size']}",
         "exact match (95 % interval)",
         f"tokens per {step}",
         "tokens/s",
@@ -361,7 +361,7 @@ TABLES = {
     "evaluation source": lambda rows: evaluation(rows, "source"),
     "evaluation picture": evaluation_picture,
     "evaluation recurrent": lambda rows: evaluation_of(rows, "recurrent", "step"),
-    "evaluation deep": lambda rows: evaluation_sweep(),
+    **{f"evaluation {name}": lambda rows, path=path: evaluation_sweep(path) for name, path in SWEEPS.items()},
     "evaluation masked": lambda rows: evaluation_of(rows, "masked", "forward"),
     "evaluation planned": evaluation_planned,
     "planner": planner,

@@ -9,10 +9,15 @@ from typing import Any
 from bench.gpu_report import table
 from bench.tables import machine, share
 
-DEEP = Path(__file__).parent / "results/cpu/evaluation_deep.json"
+RESULTS = Path(__file__).parent / "results/cpu"
+SWEEPS = {
+    name: RESULTS / f"evaluation_{name.replace(' ', '_')}.json"
+    for name in ("deep", "deep sampled", "trimode", "trimode batch 8")
+}
+"""The tables and their files."""
 
 
-def evaluation_sweep(path: Path = DEEP) -> str:
+def evaluation_sweep(path: Path) -> str:
     """What is right, forwards and seconds per prompt, and the speed over the cheapest baseline that is right as often."""
     if not path.exists():
         return "not measured"

@@ -44,8 +44,8 @@ class Defaults(NamedTuple):
 
 FAMILIES: dict[str, Defaults] = {
     "transformer": Defaults(tuple(DEFAULT_METHODS), ("sums", "source")),
-    # On source text nothing is right or wrong, and these methods are about the compute needed to be right.
-    "recurrent": Defaults((MODELS["recurrent"].example,), ("sums",)),
+    # These methods are about the compute needed to be right: a model that needs its recurrences, and a task with answers.
+    "recurrent": Defaults(("tiny-deep",), ("chains",)),
     "masked": Defaults((MODELS["masked"].example,), ("sums",), canvas=128),
 }
 

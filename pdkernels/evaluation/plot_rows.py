@@ -51,7 +51,11 @@ _VALUES = {
     ("cycle", "published"): "as released",
 }
 _SILENT = {"gen_interval", "transfer_ratio", "window"}  # they come with options that are told
-_TITLES = {"sums": "Sums worked out digit by digit", "source": "Source text continued by 64 tokens"}
+_TITLES = {
+    "sums": "Sums worked out digit by digit",
+    "chains": "Chains of links followed to their ends",
+    "source": "Source text continued by 64 tokens",
+}
 _WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 
 

@@ -117,17 +117,17 @@ def plot_recurrent(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """What all candidates get right, and their speed.
 
     Args:
-        rows: the ``extra_info`` of `as_json` of a recurrent-depth model on sums.
+        rows: the ``extra_info`` of `as_json` of a recurrent-depth model on a task with answers.
         path: of the PNG.
 
     Raises:
-        ValueError: no row of a recurrent-depth method on sums.
+        ValueError: no row of a recurrent-depth method with answers.
         ImportError: no matplotlib.
     """
     rows = [
         row for row in rows if row["method"] in _COLOURS and row["right"] is not None and row["speedup"] is not None
     ]
-    check(bool(rows), "evaluation.plot_recurrent", "rows", "hold figures of recurrent-depth methods on sums", "none")
+    check(bool(rows), "evaluation.plot_recurrent", "rows", "hold figures of recurrent-depth methods on a task with answers", "none")
     plot_rows(rows, path, _NOTE, forwards=False)
 
 
