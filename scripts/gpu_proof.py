@@ -43,8 +43,8 @@ BENCHMARKS: dict[int, tuple[str, ...]] = {
     4: ("block_sparse_attention", "speculative_attention"),
     5: ("token_statistics", "kv_cache", "linear_token_statistics", "unmask", "verify_draft", "planner"),
 }
-# Decoding with the tiny models, and models of transformers, are measured on the host; loops without one are in part 3, next to their tests.
-_TAKEN = {"decoding", "decoding_step", "device_loop", "transformers", *BENCHMARKS[4], *BENCHMARKS[5]}
+# Decoding with the tiny models, SmolLM2 and models of transformers are measured on the host; loops without one are in part 3, next to their tests.
+_TAKEN = {"decoding", "decoding_step", "device_loop", "smollm2", "transformers", *BENCHMARKS[4], *BENCHMARKS[5]}
 _ALL = {path.stem.removeprefix("bench_") for path in (ROOT / "bench").glob("bench_*.py")}
 BENCHMARKS[6] = tuple(sorted(_ALL - _TAKEN))
 FACTS = """

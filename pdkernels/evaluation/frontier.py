@@ -169,6 +169,8 @@ def plot_frontier(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     )
     for panels, model in zip(grid, models):
         own = [row for row in rows if row["model"] == model]
+        lowest = 100 * min(row["interval"][0] for row in own)
+        bottom = 10 * int(lowest // 10) - 3 if lowest > 40 else -3
         for axis, (cost, of) in zip(panels, COSTS.items()):
             _panel(axis, own, of)
             costs = [of(row) for row in own]
@@ -179,7 +181,7 @@ def plot_frontier(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
                     told(ScalarFormatter())
             else:
                 axis.set_xlim(0, 1.06 * max(costs))
-            axis.set(xlabel=f"{cost} per prompt", ylim=(-3, 103))
+            axis.set(xlabel=f"{cost} per prompt", ylim=(bottom, 103))
         panels[0].set_ylabel("% right")
         panels[0].set_title(f"{model}, {own[0]['problems']} prompts, 95 % intervals", loc="left", fontsize=11)
         panels[1].legend(frameon=False, fontsize=8, loc="lower right")
