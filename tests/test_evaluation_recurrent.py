@@ -177,7 +177,9 @@ def test_the_picture_shows_the_figures(tmp_path: Path, monkeypatch: pytest.Monke
     assert [bar.get_width() for bar in speeds.patches] == [row["speedup"] for row in rows[:-1]]
     names = [label.get_text() for label in shares.get_yticklabels()]
     assert names[0] == "small" and names[2] == "fixed depth, r = 2" and names[5] == "parallel sampler, r' = 2"
-    with pytest.raises(ValueError, match="rows must hold figures of recurrent-depth methods on a task with answers, got none"):
+    with pytest.raises(
+        ValueError, match="rows must hold figures of recurrent-depth methods on a task with answers, got none"
+    ):
         plot_recurrent(rows[-1:], tmp_path / "nothing.png")
 
 

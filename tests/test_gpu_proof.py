@@ -41,9 +41,10 @@ def test_the_output_of_a_checker_is_summed_up() -> None:
 def test_every_benchmark_has_a_part() -> None:
     benchmarks = {path.stem.removeprefix("bench_") for path in (ROOT / "bench").glob("bench_*.py")}
     listed = [name for names in gpu_proof.BENCHMARKS.values() for name in names]
-    # Decoding with the tiny models, and models of transformers, are measured on the host; loops without one are in part 3, next to their
-    # tests.
-    assert sorted([*listed, "decoding", "decoding_step", "device_loop", "transformers"]) == sorted(benchmarks)
+    # Decoding with the tiny models, SmolLM2 and models of transformers are measured on the host; loops without one are in part 3, next to
+    # their tests.
+    on_the_host = ["decoding", "decoding_step", "device_loop", "smollm2", "transformers"]
+    assert sorted([*listed, *on_the_host]) == sorted(benchmarks)
 
 
 def test_steps_are_cut_off_and_continue(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

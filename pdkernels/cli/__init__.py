@@ -226,7 +226,9 @@ def evaluate(
     ] = None,
     task: Annotated[
         list[str] | None,
-        typer.Option(help="'sums', 'source' or 'chains'. By default the first two; chains for recurrent depth, sums for the other families."),
+        typer.Option(
+            help="'sums', 'source' or 'chains'. By default the first two; chains for recurrent depth, sums for the other families."
+        ),
     ] = None,
     problems: Annotated[int, typer.Option(min=1, help="Prompts per task.")] = 30,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts per generation.")] = 1,

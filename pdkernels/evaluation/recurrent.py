@@ -127,7 +127,13 @@ def plot_recurrent(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     rows = [
         row for row in rows if row["method"] in _COLOURS and row["right"] is not None and row["speedup"] is not None
     ]
-    check(bool(rows), "evaluation.plot_recurrent", "rows", "hold figures of recurrent-depth methods on a task with answers", "none")
+    check(
+        bool(rows),
+        "evaluation.plot_recurrent",
+        "rows",
+        "hold figures of recurrent-depth methods on a task with answers",
+        "none",
+    )
     plot_rows(rows, path, _NOTE, forwards=False)
 
 
