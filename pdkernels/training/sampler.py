@@ -32,7 +32,7 @@ class SamplerSteps(NamedTuple):
     final: Tensor
     """``(n, size)`` bool: whether the run ends with the best guess."""
     active: Tensor
-    """``(n, size)`` bool: positions that could be filled; the others are ignored."""
+    """``(n, size)`` bool: positions that could be filled, and were in the end; the others are ignored."""
     prompts: Tensor
     """``(n,)`` int64: the prompt of a step. Steps of a prompt share their final text, so split by prompts."""
 
@@ -126,8 +126,9 @@ def collect_sampler_steps(
             filled = torch.where(agreeing.any(1, keepdim=True), agreeing, best)
             block = torch.where(filled, guess, block)
         for features, guess, able in kept:
-            chosen = able.any(1)
-            found.append((features[chosen], (guess == block)[chosen], able[chosen], chosen.nonzero()[:, 0]))
+            outcome = able & (block != mask_token)  # what an end token leaves as masks has none
+            chosen = outcome.any(1)
+            found.append((features[chosen], (guess == block)[chosen], outcome[chosen], chosen.nonzero()[:, 0]))
         written += block_size
         tokens, counts = block, torch.where(going, block_size, 0)
         going = going & ~torch.isin(block, ends).any(1)
