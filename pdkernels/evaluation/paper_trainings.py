@@ -106,13 +106,16 @@ def forcings(problems: int, progress: Progress) -> dict[str, Any]:
         model = copy.deepcopy(start)
         if order:
             _force(model, trajectories, order, conditioning)
-        found = decoding.generate(model, task.prompts, "jacobi", block_size=FORCED_BLOCK, max_new_tokens=task.limit)
+        settings: dict[str, Any] = {"block_size": FORCED_BLOCK, "max_new_tokens": task.limit}
+        found = decoding.generate(model, task.prompts, "jacobi", **settings)
+        ahead = decoding.generate(model, task.prompts, "jacobi_multiblock", blocks=2, spawn_ratio=0.3, **settings)
         rows.append(
             {
                 "noise, and what noisy blocks see": name,
                 "right": sum(one.is_solved_by(text) for one, text in zip(task.problems or (), found.text or ())),
                 "tokens per forward": round(found.stats.tokens_per_forward, 3),
                 "forwards per token": round(1 / found.stats.tokens_per_forward, 3),
+                "tokens per forward, a block ahead": round(ahead.stats.tokens_per_forward, 3),
             }
         )
     return {
