@@ -11,6 +11,7 @@ import torch
 from pdkernels import decoding, models
 from pdkernels.decoding.methods import METHODS
 from pdkernels.evaluation import theory
+from pdkernels.evaluation.planned import evaluate_planned, held_out_orders
 from pdkernels.evaluation.row_times import measure_row_times
 from pdkernels.evaluation.speed_of_light import speed_of_light
 from pdkernels.evaluation.sweep import parse_sweep, sweep, sweep_candidates
@@ -314,3 +315,44 @@ JACOBI = {
 def jacobi(name: str) -> Run:
     """A sweep of Jacobi Forcing."""
     return lambda problems, progress: swept("tiny-jacobi", "transformer", JACOBI[name], problems, progress)
+
+
+# ---- Planned Diffusion
+
+_BOTH = ({"sparse": False}, {"sparse": True})
+PLANNED: dict[str, list[dict[str, Any]]] = {
+    "path": [{**sparse, **one} for sparse in _BOTH for one in ({"steps_ratio": 1.0}, {"threshold": 0.9})],
+    "lengths": [{"length_scale": factor} for factor in (0.5, 1.0, 1.5, 2.0, 2.5)],
+    "steps": [
+        {**sparse, name: value}
+        for sparse in _BOTH
+        for name, values in (("steps_ratio", (1.0, 0.75, 0.5, 0.25)), ("threshold", (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)))
+        for value in values
+    ],
+}
+
+
+def planned(name: str) -> Run:
+    """Orders that are right, and the forwards that waited for each other, under each of the settings."""
+
+    def run(problems: int, progress: Progress) -> dict[str, Any]:
+        prompts = held_out_orders(problems)
+        model = models.load("tiny-planned")
+        found = evaluate_planned(
+            "tiny-planned", model, prompts, batch_size=8, settings=PLANNED[name], progress=progress
+        )
+        rows = [
+            {
+                "": label.removeprefix("planned, "),
+                "right": score.items[0],
+                "valid plans": f"{score.valid_plans} of {score.problems}",
+                "critical path": round(score.critical_path, 1),
+                "forwards of the plan": round(score.forwards["plan"], 1),
+                "rounds": round(score.rounds, 2),
+            }
+            for label, score in found.items()
+        ]
+        orders = next(iter(found.values())).items[1]
+        return {"model": "tiny-planned", "prompts": problems, "task": "orders", "problems": orders, "rows": rows}
+
+    return run

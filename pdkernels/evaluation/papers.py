@@ -43,6 +43,7 @@ PAPERS = {
     "recurrent": "Efficient parallel samplers for recurrent-depth models",
     "nemotron": "Nemotron-Labs-Diffusion",
     "slowfast": "SlowFast Sampling",
+    "planned": "Planned Diffusion",
 }
 
 
@@ -204,6 +205,18 @@ FIGURES = (
             ("max_exploration", "Figure 5", "8 steps are enough."),
             ("window", "Figure 5", "2 steps are best."),
             ("variance", "Figure 5", "the strict bound, 1, is best."),
+        )
+    ),
+    *(
+        Figure("planned", name, source, shows, paper_runs.planned(name), 96)
+        for name, source, shows in (
+            (
+                "path",
+                "Figure 2, left and middle",
+                "Dense chunks are nearly as good as token by token on a critical path 2.3 times shorter, sparse ones somewhat worse.",
+            ),
+            ("lengths", "Figure 3, middle", "Quality peaks at the planned lengths; longer chunks take more steps."),
+            ("steps", "Figure 3, right", "Fewer steps and lower thresholds trade quality for time smoothly."),
         )
     ),
     Figure(

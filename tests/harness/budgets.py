@@ -94,14 +94,13 @@ def code_in(file: Path, folder: Path) -> tuple[dict[str, set[str]], set[str]]:
     tool = find_cuobjdump()
     assert tool is not None
     subprocess.run([tool, "--extract-elf", "all", str(file)], cwd=folder, capture_output=True, check=True)
-    # File names may have 90 for 90a, depending on the tool; what the assembler recorded inside is exact. Built in a folder whose
-    # name has a space, they begin with a part of that name and a dash.
+    # File names may have 90 for 90a, depending on the tool; what the assembler recorded inside is exact.
     compiled: dict[str, set[str]] = {}
     for cubin in folder.glob("*.cubin"):
         arch = re.search(rb"-arch sm_(\w+)", cubin.read_bytes())[1].decode()
-        compiled.setdefault(cubin.name.partition(".")[0].rpartition("-")[2], set()).add(arch)
+        compiled.setdefault(cubin.name.partition(".")[0], set()).add(arch)
     listing = run_compiler([tool, "--list-ptx", str(file)])
-    return compiled, {re.sub(r"\.\d+\.sm_", ".sm_", name) for name in re.findall(r"([^\s-]+)\.ptx", listing)}
+    return compiled, {re.sub(r"\.\d+\.sm_", ".sm_", name) for name in re.findall(r"(\S+)\.ptx", listing)}
 
 
 def find_cuobjdump() -> str | None:
