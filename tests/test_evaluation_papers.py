@@ -124,7 +124,7 @@ def test_pages_report_what_is_not_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["planed"], "paper must be one of jacobi, recurrent, nemotron, slowfast, planned, got 'planed'"),
+        (["planed"], "paper must be one of jacobi, recurrent, nemotron, slowfast, planned-diffusion, got 'planed'"),
         (["recurrent", "knee"], "figure must be one of prefill, decoding, static, cache, grid, threshold"),
         (["recurrent", "--resume"], "--resume must be with --output"),
     ],

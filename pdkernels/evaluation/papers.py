@@ -43,7 +43,7 @@ PAPERS = {
     "recurrent": "Efficient parallel samplers for recurrent-depth models",
     "nemotron": "Nemotron-Labs-Diffusion",
     "slowfast": "SlowFast Sampling",
-    "planned": "Planned Diffusion",
+    "planned-diffusion": "Planned Diffusion",
 }
 
 
@@ -208,7 +208,7 @@ FIGURES = (
         )
     ),
     *(
-        Figure("planned", name, source, shows, paper_runs.planned(name), 96)
+        Figure("planned-diffusion", name, source, shows, paper_runs.planned(name), 96)
         for name, source, shows in (
             (
                 "path",
