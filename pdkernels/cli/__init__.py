@@ -354,7 +354,7 @@ def evaluate(
                     progress=show,
                 )
         for chosen in tasks:
-            console.print(evaluation_table([row for row in rows if row.task == chosen.name]))
+            console.print(evaluation_table([row for row in rows if row.task == chosen.name], console.width))
         written = evaluation.as_json(rows, skipped)
         if json_path is not None and evaluation.is_first(group):
             json_path.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")

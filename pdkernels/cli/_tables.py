@@ -35,8 +35,9 @@ def generation_table(results: dict[str, DecodeResult[torch.Tensor, str]], same: 
     return table
 
 
-def evaluation_table(rows: list[evaluation.Row]) -> Table:
-    first = rows[0]
+def evaluation_table(rows: list[evaluation.Row], width: int) -> Table:
+    """Rows of one task. Shares have their interval where `width` columns leave room beside the longest name."""
+    first, intervals = rows[0], width >= 96
     prompts = f"{first.problems} prompts, batch size {first.batch_size}, threads {torch.get_num_threads()}"
     table = Table(
         box=box.SIMPLE_HEAD, padding=0, title=f"{first.task}: {prompts}", title_justify="left", title_style="bold"
@@ -48,13 +49,17 @@ def evaluation_table(rows: list[evaluation.Row]) -> Table:
     if not judged:
         del figures["tokens/\ncycle"]
     watched = ["peak\nMB"] if first.extra_memory is not None else []
-    for heading in (*(["exact\nmatch"] if first.right is not None else []), *figures, *watched, "identical\nto greedy"):
+    shares = ["exact\nmatch", *["95 %\ninterval"] * intervals] if first.right is not None else []
+    for heading in (*shares, *figures, *watched, "identical\nto greedy"):
         table.add_column(heading, justify="right", no_wrap=True)
     for model in dict.fromkeys(row.model for row in rows):
         table.add_row(Text(model, "bold"))
         method = None
         for row in (row for row in rows if row.model == model):
-            cells = [] if row.right is None else [f"{row.right / row.problems:.0%}"]
+            cells = []
+            if row.right is not None:
+                low, high = evaluation.interval(row.right, row.problems)
+                cells = [f"{row.right / row.problems:.0%}", *[f"{100 * low:.0f}-{high:.0%}"] * intervals]
             for form, name in figures.values():
                 value = getattr(row, name)
                 cells.append("-" if value is None else form.format(value))

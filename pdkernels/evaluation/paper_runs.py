@@ -268,7 +268,7 @@ def knee(problems: int, progress: Progress) -> dict[str, Any]:
     return {
         "model": "tiny-jacobi",
         "device": processor(),
-        "knee": found["knee"],
+        "knee": round(found["knee"], 1),
         "budget": found["budget"],
         "rows": rows,
     }

@@ -100,13 +100,13 @@ def forcings(problems: int, progress: Progress) -> dict[str, Any]:
     progress("trajectories", 0.0)
     options: dict[str, Any] = {"block_size": FORCED_BLOCK, "batch_size": 64, "max_new_tokens": task.limit}
     trajectories = collect_trajectories(start, [one.prompt for one in known], **options)
+    settings: dict[str, Any] = {"block_size": FORCED_BLOCK, "max_new_tokens": task.limit}
     rows = []
     for number, (name, (order, conditioning)) in enumerate([("not trained", ("", "")), *FORCINGS.items()]):
         progress(name, 0.1 + 0.9 * number / (1 + len(FORCINGS)))
         model = copy.deepcopy(start)
         if order:
             _force(model, trajectories, order, conditioning)
-        settings: dict[str, Any] = {"block_size": FORCED_BLOCK, "max_new_tokens": task.limit}
         found = decoding.generate(model, task.prompts, "jacobi", **settings)
         ahead = decoding.generate(model, task.prompts, "jacobi_multiblock", blocks=2, spawn_ratio=0.3, **settings)
         rows.append(

@@ -144,9 +144,8 @@ class DeviceLoop:
             self._record(None)
             cache = getattr(self._steps, "cache", None)
             for form in forms:
-                if (
-                    cache is not None
-                ):  # forms that are not due run too: with a short past there is room for what they store
+                # Forms that are not due run too: with a short past there is room for what they store.
+                if cache is not None:
                     cache.lengths.clamp_(max=1)
                 form()
         torch.cuda.current_stream().wait_stream(stream)

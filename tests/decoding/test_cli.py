@@ -216,7 +216,9 @@ def test_eval_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["--task", "sums", "--method", "quadratic_self_speculation", "--width", "16"]
     result = run("eval", "--model", "tiny-code", *arguments, "--problems", "2", COLUMNS="80")
     assert re.search(r"^ +quadratic_self_speculation, 16 +0% +.* yes *$", result.stdout, re.M), result.stdout
-    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert max(map(len, result.stdout.splitlines())) <= 80 and "interval" not in result.stdout
+    wide = run("eval", "--model", "tiny-code", *arguments, "--problems", "2", COLUMNS="96")
+    assert re.search(r"^ +quadratic_self_speculation, 16 +0% +0-66% .* yes *$", wide.stdout, re.M), wide.stdout
 
 
 def test_eval_writes_figures_and_picture(tmp_path: Path) -> None:

@@ -74,6 +74,11 @@ def test_nothing_after_an_end_is_requested() -> None:
     model.end_tokens = (int(text[8]),)
     steps = collect_sampler_steps(model, PROMPTS, 6, **options)
     assert 0 < len(steps.final) < len(everything.final)
+    # One position is filled in each step, so a block's steps count down to 1: what an end leaves as masks is never among them.
+    for number in range(3):
+        counts = steps.of(torch.tensor([number])).active.sum(1).tolist()
+        assert counts[-1] == 1
+        assert all(after == before - 1 or before == 1 for before, after in zip(counts, counts[1:]))
 
 
 def test_a_batch_is_its_prompts_alone() -> None:
