@@ -4,8 +4,6 @@
 slow and obvious references in `pd.reference`.
 """
 
-import typing as _typing
-
 from pdkernels import _python as _python
 from pdkernels import cache as cache
 from pdkernels import decoding as decoding
@@ -14,7 +12,6 @@ from pdkernels import models as models
 from pdkernels import ops as ops
 from pdkernels import reference as reference
 from pdkernels._native import has_native as has_native
-from pdkernels._renamed import renamed as _former_names
 from pdkernels.config import __version__ as __version__
 from pdkernels.config import show_config as show_config
 from pdkernels.ops import *  # noqa: F403
@@ -22,6 +19,3 @@ from pdkernels.ops import *  # noqa: F403
 _OTHERS = ("__version__", "cache", "decoding", "has_native", "masks", "models", "ops", "reference", "show_config")
 # As in `pdkernels.ops`: not through its name.
 vars()["__all__"] = [*_OTHERS, *vars(ops)["__all__"]]
-
-if not _typing.TYPE_CHECKING:
-    __getattr__ = _former_names(__name__)

@@ -6,6 +6,7 @@ call `fail` only then: building a message from sizes would pin the graph to them
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
 import os
@@ -88,6 +89,16 @@ def check_number(
 
 def check_flag(op: str, argument: str, value: object) -> None:
     check_type(isinstance(value, bool), op, argument, "be a bool", type(value).__name__)
+
+
+def did_you_mean(given: object, known: Iterable[str]) -> str:
+    """A hint for a misspelt name, to put before a remedy; empty if nothing known is close.
+
+    >>> did_you_mean("blocksize", ["block_size", "seed"])
+    "Did you mean 'block_size'? "
+    """
+    close = difflib.get_close_matches(str(given).lower(), list(known), 1)
+    return f"Did you mean {close[0]!r}? " if close else ""
 
 
 def check_memory(op: str, argument: str, value: object, nbytes: int, device: torch.device) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-from pdkernels._renamed import MOVED_OPTIONS, RENAMED_OPTIONS, renamed
-from pdkernels._validation import check, check_flag, check_type
+from pdkernels._validation import check, check_flag, check_type, did_you_mean
 from pdkernels.decoding._lanes import chunk_lanes
 from pdkernels.decoding._method import FAMILIES, SHARED, Method, family_of
 from pdkernels.decoding._plan import BAD_PLANS, BadPlan
@@ -60,9 +59,6 @@ __all__ = [
 
 _OP = "decoding.generate"
 
-if not TYPE_CHECKING:
-    __getattr__ = renamed(__name__)
-
 
 def available() -> tuple[str, ...]:
     """Names of the methods `generate` offers.
@@ -80,8 +76,8 @@ def find(method: str) -> Method:
     'decode block after block of this many tokens (default 16): inside a block the draft only shrinks.'
     """
     check_type(isinstance(method, str), _OP, "method", "be a str", type(method).__name__)
-    offered = ", ".join(METHODS)
-    check(method in METHODS, _OP, "method", "name a decoding method", repr(method), f"Known: {offered}.")
+    remedy = "" if method in METHODS else f"{did_you_mean(method, METHODS)}Known: {', '.join(METHODS)}."
+    check(method in METHODS, _OP, "method", "name a decoding method", repr(method), remedy)
     return METHODS[method]
 
 
@@ -238,17 +234,9 @@ def check_family(method: Method, model: Any) -> None:
 def check_options(method: Method, options: Mapping[str, Any]) -> None:
     """TypeError or ValueError for options that `method` does not have."""
     for name in options:
-        remedy = f"It accepts: {', '.join(method.options)}."
-        if RENAMED_OPTIONS.get(name) in method.options:
-            remedy = f"It is {RENAMED_OPTIONS[name]} now."
-        check_type(
-            name in method.options,
-            _OP,
-            "options",
-            f"be those of method {method.name!r}",
-            repr(name),
-            MOVED_OPTIONS.get((method.name, name), remedy),
-        )
+        known = name in method.options
+        remedy = "" if known else f"{did_you_mean(name, method.options)}It accepts: {', '.join(method.options)}."
+        check_type(known, _OP, "options", f"be those of method {method.name!r}", repr(name), remedy)
     page_size = options.get("page_size")
     if page_size is not None:
         check_type(type(page_size) is int, _OP, "page_size", "be an int", type(page_size).__name__)

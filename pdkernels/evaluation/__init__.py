@@ -1,8 +1,5 @@
 """Accuracy and speed of decoding methods side by side: the measurements and the plot of `python -m pdkernels eval`."""
 
-from typing import TYPE_CHECKING
-
-from pdkernels._renamed import renamed
 from pdkernels.evaluation import scaling, theory
 from pdkernels.evaluation.block_search import SCHEMES, BlockLimit, limit_of_block
 from pdkernels.evaluation.candidate import Candidate
@@ -89,6 +86,3 @@ __all__ = [
     "theory",
     "without_many_rows",
 ]
-
-if not TYPE_CHECKING:
-    __getattr__ = renamed(__name__)

@@ -1,9 +1,6 @@
 """A lean transformer and a recurrent-depth model on our caches, the trained tiny models, and real checkpoints from local
 folders."""
 
-from typing import TYPE_CHECKING
-
-from pdkernels._renamed import renamed
 from pdkernels.models.callable_model import CallableModel, from_callable
 from pdkernels.models.chat import ChatTemplate
 from pdkernels.models.config import TransformerConfig
@@ -85,6 +82,3 @@ __all__ = [
     "to_huginn_state_dict",
     "to_llada_state_dict",
 ]
-
-if not TYPE_CHECKING:
-    __getattr__ = renamed(__name__)

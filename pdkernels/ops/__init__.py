@@ -2,9 +2,7 @@
 
 # ruff: noqa: F403
 import types as _types
-import typing as _typing
 
-from pdkernels._renamed import renamed as _former_names
 from pdkernels.ops.block_sparse_attention import *
 from pdkernels.ops.feature_cache import *
 from pdkernels.ops.kv_cache import *
@@ -23,6 +21,3 @@ from pdkernels.ops.verify_draft import *
 vars()["__all__"] = sorted(
     name for name, value in vars().items() if name[0] != "_" and not isinstance(value, _types.ModuleType)
 )
-
-if not _typing.TYPE_CHECKING:
-    __getattr__ = _former_names(__name__)

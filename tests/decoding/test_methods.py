@@ -1,9 +1,8 @@
-"""The registry of methods: it is complete, nothing duplicates it, and a former name reports its successor."""
+"""The registry of methods: it is complete, nothing duplicates it, and a misspelt name is suggested."""
 
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 
 import pdkernels as pd
 from docs import methods as made
-from pdkernels import _renamed
 from pdkernels.decoding._method import FAMILIES, SHARED, described
 from pdkernels.decoding.methods import METHODS
 from tests.support.plans import example
@@ -104,34 +102,14 @@ def test_no_other_table_of_methods() -> None:
     assert [str(path.relative_to(ROOT)) for path in files if names_in(path) > 2] == []
 
 
-# ---- former names
-
-
-@pytest.mark.parametrize("module", _renamed.RENAMED)
-def test_former_names_report_the_present_ones(module: str) -> None:
-    loaded = importlib.import_module(module)
-    for former, present in _renamed.RENAMED[module].items():
-        with pytest.raises(AttributeError) as raised:
-            getattr(loaded, former)
-        assert str(raised.value) == f"module '{module}' has no attribute '{former}'. It is {module}.{present} now."
-        assert getattr(loaded, present) is not None
-    with pytest.raises(AttributeError) as raised:
-        getattr(loaded, "nothing")  # noqa: B009
-    assert str(raised.value) == f"module '{module}' has no attribute 'nothing'"
-
-
-def test_former_options_report_the_present_ones() -> None:
+def test_a_misspelt_name_is_suggested() -> None:
     model = pd.models.load("tiny-code")
-    with pytest.raises(TypeError, match=r"'jacobi', got 'draft_len'. It is block_size now\."):
-        pd.decoding.generate(model, [1], pd.decoding.find("jacobi"), draft_len=4)
-    with pytest.raises(
-        TypeError, match=r"got 'draft_len'. It accepts: temperature, allow_mask_token, seed, page_size\."
-    ):
-        pd.decoding.generate(model, [1], pd.decoding.find("autoregressive"), draft_len=4)
-    with pytest.raises(TypeError, match=r"got 'published'. The steps of the released code are pdkernels\.reference\."):
-        pd.decoding.generate(
-            pd.models.load("tiny-recurrent"), [1], pd.decoding.find("recurrent_diffusion"), published=True
-        )
+    with pytest.raises(TypeError, match=r"got 'blocksize'. Did you mean 'block_size'\? It accepts: block_size, window"):
+        pd.decoding.generate(model, [1], pd.decoding.find("jacobi"), blocksize=4)
+    with pytest.raises(TypeError, match=r"got 'nope'. It accepts: temperature, allow_mask_token, seed, page_size\."):
+        pd.decoding.generate(model, [1], pd.decoding.find("autoregressive"), nope=4)
+    with pytest.raises(ValueError, match=r"got 'jaccobi'. Did you mean 'jacobi'\? Known: autoregressive, jacobi, "):
+        pd.decoding.find("jaccobi")
 
 
 def test_the_default_of_an_unknown_option_is_refused_by_name() -> None:
