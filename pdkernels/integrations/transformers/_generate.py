@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check, fail
-from pdkernels.decoding import find
+from pdkernels._validation import check, check_type, fail, message
+from pdkernels.decoding import DecodeResult, Method, check_options, find
 from pdkernels.decoding import generate as decode
 from pdkernels.integrations.transformers._model import wrap
+from pdkernels.integrations.transformers._settings import (
+    FIELDS,
+    OP,
+    caller,
+    check_arguments,
+    check_fields,
+    check_inputs,
+    refuse,
+)
 
-OP = "generate"
-# Processors that only repeat the generation config, and how a method takes them.
-_SAMPLING = {"TemperatureLogitsWarper": "temperature", "TopKLogitsWarper": "top_k", "TopPLogitsWarper": "top_p"}
-_ENDS = ("MaxLengthCriteria", "EosTokenCriteria")
+# Of a draw. transformers applies them in this order.
+_FILTERS: dict[str, Callable[[Any], bool]] = {
+    "top_k": lambda value: value in (None, 0),
+    "top_p": lambda value: value is None or value >= 1,
+    "min_p": lambda value: value in (None, 0),
+}
+# Options of `pdkernels.decoding.generate` that are no method's and that transformers has no setting for.
+_SHARED = ("overflow", "trace")
 
 
 def generate(
@@ -26,31 +40,33 @@ def generate(
     stopping_criteria: Any = (),
     generation_config: Any = None,
     streamer: Any = None,
-    method: str = "jacobi",
+    method: str | None = None,
     method_options: Mapping[str, Any] | None = None,
     token_streamer: Any = None,
+    stop_strings: Any = None,
+    token_healing: Any = None,
     synced_gpus: bool = False,
     **model_kwargs: Any,
 ) -> Any:
     """Decodes with one of our methods instead of transformers' token-by-token decoding.
 
-    Call it through transformers: ``model.generate(**inputs, custom_generate=generate, method="jacobi")``. Greedy settings give the
-    tokens of transformers; with ``do_sample=True`` the draws are ours, with `temperature`, `top_k` and `top_p` for the methods
-    that have them. Settings that cannot be followed are refused.
+    Call it through transformers: ``model.generate(**inputs, custom_generate=generate)``. Greedy settings give the tokens of
+    transformers; with ``do_sample=True`` the draws are ours, with `temperature`, `top_k` and `top_p` for the methods
+    that have them. Every other setting and input of transformers is followed, refused by name, or one that changes no token.
 
     Args:
-        method: one of `pdkernels.decoding.available()`.
-        method_options: options of the method, such as ``{"block_size": 16}``.
-        token_streamer: a streamer for the new tokens of a single prompt. transformers 4.57 and 5.23 do not pass `streamer` to
-            functions like this one.
+        method: one of `pdkernels.decoding.available()`; None: "jacobi" with drafts that are looked up, for any model.
+        method_options: options of the method, such as ``{"block_size": 16}``, and `trace` and `overflow`.
+        token_streamer: the same as `streamer`.
+        stop_strings: refused, like `token_healing`; both need a tokenizer, which transformers does not pass on.
 
     Returns:
-        ``(batch, prompt + new)`` ids, padded with the pad token; with ``return_dict_in_generate=True`` an object with `sequences`, and
-        `stats` of `pdkernels.decoding.generate`.
+        ``(batch, prompt + new)`` int64 ids, padded with the pad token; with ``return_dict_in_generate=True`` an object with
+        `sequences`, and `stats` of `pdkernels.decoding.generate`.
 
     Raises:
-        NotImplementedError: logits processors, stopping criteria or modes that our methods do not support.
-        ValueError: as in `pdkernels.decoding.generate`.
+        NotImplementedError: settings, inputs, logits processors or stopping criteria that our methods do not support.
+        ValueError, TypeError: as in `pdkernels.decoding.generate`.
 
     Example:
         >>> import torch, transformers
@@ -59,82 +75,127 @@ def generate(
         ...     num_key_value_heads=1, head_dim=16, intermediate_size=48)
         >>> model = transformers.Qwen3ForCausalLM(config).eval()
         >>> prompt = torch.tensor([[1, 2, 3]])
-        >>> ours = model.generate(prompt, max_new_tokens=5, custom_generate=generate, method="jacobi")
+        >>> ours = model.generate(prompt, max_new_tokens=5, custom_generate=generate)
         >>> torch.equal(ours, model.generate(prompt, max_new_tokens=5))
         True
     """
-    config, known = generation_config, find(method)
-    options = dict(method_options or {})
-    beams = (getattr(config, "num_beams", None) or 1) == 1
-    check(beams, OP, "num_beams", "be 1", config.num_beams, "Beams are decoded by transformers' own generate.")
-    for processor in logits_processor or ():
-        name = type(processor).__name__
-        option = _SAMPLING.get(name)
-        if option is None:
-            _refuse("logits_processor", name)
-        if option not in known.options:
-            remedy = "transformers sets top_k=50 by default: pass top_k=0." if option == "top_k" else ""
-            fail(OP, option, f"be off for method {method!r}, which does not have it", getattr(config, option), remedy)
-        options.setdefault(option, getattr(config, option))
-    for criterion in stopping_criteria or ():
-        if type(criterion).__name__ not in _ENDS:
-            _refuse("stopping_criteria", type(criterion).__name__)
-    if getattr(config, "do_sample", False) and "temperature" in known.options:
-        options.setdefault("temperature", config.temperature if config.temperature is not None else 1.0)
-        options.setdefault("seed", int(torch.randint(2**31, ()).item()))  # as in transformers: a new one in each call
-    elif getattr(config, "do_sample", False):
-        fail(OP, "do_sample", f"be False for method {method!r}, which does not draw", True)
-    seen = model_kwargs.get("past_key_values")
-    empty = seen is None or seen.get_seq_length() == 0
-    check(empty, OP, "past_key_values", "be empty", "a cache with tokens", "Our methods keep their own caches.")
-    mask = model_kwargs.get("attention_mask")
-    if mask is not None:
-        left = bool((mask[:, :-1] <= mask[:, 1:]).all() and mask[:, -1].all())
-        check(left, OP, "attention_mask", "hide only padding on the left", "another mask")
-    prompts = [
-        ids if mask is None else ids[row.bool()] for ids, row in zip(input_ids, input_ids if mask is None else mask)
-    ]
-    length = input_ids.shape[1]
-    tell: Callable[[int, list[int], int], None] | None = None
-    streamer = streamer or token_streamer
-    if streamer is not None:
-        check(len(prompts) == 1, OP, "streamer", "be for one prompt", f"one for {len(prompts)}")
-
-        def put(sequence: int, ids: list[int], accepted: int) -> None:
-            for token in ids:
-                streamer.put(torch.tensor([token]))
-
-        tell = put
-
-    ends = _ids(config.eos_token_id)
-    before = model.config._attn_implementation
+    given = caller(model)
+    theirs = given.get("streamer") if streamer is None else streamer  # which has the prompt by now
+    listener = token_streamer if theirs is None else theirs
     try:
-        result = decode(
-            wrap(model),
-            prompts,
-            known,
-            max_new_tokens=config.max_length - length,
-            end_tokens=ends,
-            on_tokens=tell,
-            **options,
+        check(
+            theirs is None or token_streamer is None,
+            OP,
+            "token_streamer",
+            "be None beside a streamer",
+            type(token_streamer).__name__,
         )
-    finally:
-        model.set_attn_implementation(before)
-    if streamer is not None:
-        streamer.end()
-    pad = config.pad_token_id if config.pad_token_id is not None else (ends[0] if ends else 0)
-    width = max(len(ids) for ids in result.tokens)
-    out = torch.full((len(prompts), length + width), pad, dtype=input_ids.dtype, device=input_ids.device)
-    out[:, :length] = input_ids
-    for row, ids in zip(out, result.tokens):
-        row[length : length + len(ids)] = ids.to(out)
-    if getattr(config, "return_dict_in_generate", False):
-        from transformers.generation import GenerateDecoderOnlyOutput
+        if not given:
+            given = {
+                "logits_processor": list(logits_processor or ()),
+                "stopping_criteria": list(stopping_criteria or ()),
+                "synced_gpus": synced_gpus,
+            }
+        check_type(
+            generation_config is not None,
+            OP,
+            "generation_config",
+            "be a GenerationConfig",
+            "None",
+            "Call model.generate(..., custom_generate=generate).",
+        )
+        for name, value in (("stop_strings", stop_strings), ("token_healing", token_healing)):
+            if not FIELDS[name].allows(value):
+                refuse(name, value, FIELDS[name])
+        check_fields(generation_config)
+        check_arguments(given, logits_processor, stopping_criteria)
+        chosen, options = _method(method, method_options)
+        options = _draws(generation_config, chosen) | options
+        if getattr(model.config, "is_encoder_decoder", False):
+            raise NotImplementedError(message(OP, "model", "be a decoder", f"{type(model).__name__} with an encoder"))
+        remedy = "Start from a beginning-of-text token if the model has one."
+        check(input_ids.shape[-1] > 0, OP, "input_ids", "hold at least one token", tuple(input_ids.shape), remedy)
+        real = check_inputs(model, model_kwargs, input_ids, given)
+        options["repetition_penalty"] = _penalty(generation_config, logits_processor, bool(real.all()))
+        prompts = [ids[seen] for ids, seen in zip(input_ids, real)]
+        if listener is not None:
+            check(len(prompts) == 1, OP, "streamer", "be for one prompt", f"one for {len(prompts)}")
+            if theirs is None:
+                listener.put(input_ids.cpu())
+            options["on_tokens"] = _told(listener)
+        said = _ids(generation_config.eos_token_id)
+        vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        ends = tuple(token for token in said if 0 <= token < vocabulary)  # others never end a text
+        length = input_ids.shape[1]
+        new = generation_config.max_length - length
+        before = model.config._attn_implementation
+        try:
+            result = decode(wrap(model), prompts, chosen, max_new_tokens=new, end_tokens=ends, **options)
+        finally:
+            model.set_attn_implementation(before)
+    except BaseException:
+        if listener is not None:
+            with suppress(Exception):
+                listener.end()  # or who reads its queue would wait for ever
+        raise
+    if listener is not None:
+        listener.end()
+    pad = generation_config.pad_token_id
+    pad = next(iter(said), 0) if pad is None else int(pad)
+    return _returned(result, input_ids, pad, bool(generation_config.return_dict_in_generate))
 
-        said = GenerateDecoderOnlyOutput(sequences=out)
-        said["stats"] = result.stats
-        return said
-    return out
+
+def _method(name: str | None, given: Mapping[str, Any] | None) -> tuple[Method, dict[str, Any]]:
+    """The method and its options, those that have a setting of transformers left out."""
+    check_type(given is None or isinstance(given, Mapping), OP, "method_options", "be a dict", type(given).__name__)
+    chosen, options = find("jacobi" if name is None else name), dict(given or {})
+    check_options(chosen, {option: value for option, value in options.items() if option not in _SHARED})
+    for option in ("temperature", *_FILTERS):
+        remedy = f"Pass do_sample=True and {option} to the model's generate."
+        check(option not in options, OP, "method_options", f"not hold {option!r}", options.get(option), remedy)
+    if name is None:
+        options.setdefault("draft", "lookup")
+    return chosen, options
+
+
+def _draws(config: Any, method: Method) -> dict[str, Any]:
+    """The options of a method that `config` sets for draws."""
+    if not config.do_sample:
+        return {}
+    if "temperature" not in method.options:
+        fail(OP, "do_sample", f"be False for method {method.name!r}, which does not draw", True)
+    options: dict[str, Any] = {"temperature": 1.0 if config.temperature is None else float(config.temperature)}
+    options["seed"] = int(torch.randint(2**31, ()).item())  # as in transformers: a new one in each call
+    for option, is_off in _FILTERS.items():
+        value = getattr(config, option)
+        if is_off(value):
+            continue
+        if option not in method.options:
+            remedy = "transformers sets top_k=50 by default: pass top_k=0." if option == "top_k" else ""
+            fail(OP, option, f"be off for method {method.name!r}, which does not have it", value, remedy)
+        options[option] = value
+    return options
+
+
+def _penalty(config: Any, processors: Any, unpadded: bool) -> float:
+    penalty = config.repetition_penalty
+    if penalty in (None, 1):
+        return 1.0
+    for processor in processors or ():
+        if type(processor).__name__ == "RepetitionPenaltyLogitsProcessor":
+            # transformers 4 also makes the padding less likely.
+            skips = unpadded or getattr(processor, "prompt_ignore_length", None) is not None
+            remedy = "Decode these prompts one by one."
+            check(skips, OP, "repetition_penalty", "be 1 for padded prompts with this transformers", penalty, remedy)
+    return float(penalty)
+
+
+def _told(streamer: Any) -> Callable[[int, list[int], int], None]:
+    def put(sequence: int, ids: list[int], accepted: int) -> None:
+        for token in ids:
+            streamer.put(torch.tensor([token]))
+
+    return put
 
 
 def _ids(value: Any) -> tuple[int, ...]:
@@ -143,5 +204,17 @@ def _ids(value: Any) -> tuple[int, ...]:
     return () if value is None else (value,) if isinstance(value, int) else tuple(value)
 
 
-def _refuse(argument: str, name: str) -> NoReturn:
-    raise NotImplementedError(f"{OP}: {argument} must be none that decoding methods would have to ask, got {name}.")
+def _returned(result: DecodeResult[Any, Any], input_ids: Tensor, pad: int, whole: bool) -> Any:
+    batch, length = input_ids.shape
+    width = max(len(ids) for ids in result.tokens)
+    out = torch.full((batch, length + width), pad, dtype=torch.int64, device=input_ids.device)
+    out[:, :length] = input_ids
+    for row, ids in zip(out, result.tokens):
+        row[length : length + len(ids)] = ids.to(out)
+    if not whole:
+        return out
+    from transformers.generation import GenerateDecoderOnlyOutput
+
+    found = GenerateDecoderOnlyOutput(sequences=out)
+    found["stats"] = result.stats
+    return found

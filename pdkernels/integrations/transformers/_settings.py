@@ -1,0 +1,300 @@
+"""What `generate` does with each setting of transformers: one table for `GenerationConfig`, `generate` and models' inputs.
+
+transformers prepares some settings and drops others before it calls a custom `generate`. A setting is followed, refused by name, or
+listed here with the reason why it changes nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from pdkernels._validation import check, message
+
+OP = "generate"
+
+
+class Rule(NamedTuple):
+    """What becomes of a setting."""
+
+    kind: Literal["followed", "refused", "unused"]
+    words: str
+    """How it is followed, the remedy where it is refused, or why it changes nothing."""
+    off: tuple[Any, ...] = (None, False)
+    """Values of a refused setting that change nothing; 0 and False are one."""
+    draws: bool = False
+    """Whether transformers reads it under ``do_sample=True`` alone."""
+    wanted: str = "be off"
+
+    def allows(self, value: Any) -> bool:
+        return self.kind != "refused" or (not isinstance(value, Tensor) and value in self.off)
+
+
+def _followed(how: str) -> Rule:
+    return Rule("followed", how)
+
+
+def _unused(why: str) -> Rule:
+    return Rule("unused", why)
+
+
+def _refused(remedy: str, *off: Any, draws: bool = False, wanted: str = "be off") -> Rule:
+    return Rule("refused", remedy, (None, False, *off), draws, wanted)
+
+
+def _absent(remedy: str) -> Rule:
+    return _refused(remedy, wanted="be None")
+
+
+_THEIRS = "transformers' own generate does this."
+_BEAMS = "Beams are decoded by transformers' own generate."
+_LOGITS = "Decoding methods take a model's logits as they are, but for temperature and repetition_penalty."
+_OUTPUTS = "Decoding methods return tokens and stats, not what the forwards computed."
+_ASSISTANT = "Method 'jacobi' drafts without a second model."
+_CACHES = "Decoding methods keep their own caches."
+_IDS = "Decoding methods give a model token ids alone."
+_COMPILED = "Decoding methods do not compile the model."
+_WITH_ASSISTANT = "only assistants and prompt lookup read it, which are refused"
+_WITH_BEAMS = "only beams read it, which are refused"
+_OTHER_DRAWS = "Decoding methods do not filter this way."
+
+FIELDS: dict[str, Rule] = {
+    # Lengths
+    "max_length": _followed("the prompts' length and max_new_tokens are in it by then"),
+    "max_new_tokens": _followed("by max_length"),
+    "min_new_tokens": _refused("Texts end at the first end token."),  # before min_length, which it sets
+    "min_length": _refused("Texts end at the first end token."),
+    "early_stopping": _unused(_WITH_BEAMS),
+    "max_time": _refused("Limit max_new_tokens instead."),
+    "stop_strings": _refused(
+        "transformers drops the tokenizer that they need; pdkernels.decoding.generate(wrap(model, tokenizer), ...) takes stop_strings."
+    ),
+    # Strategy
+    "do_sample": _followed("by methods with a temperature; the random numbers are ours"),
+    "num_beams": _refused(_BEAMS, 1, wanted="be 1"),
+    "num_beam_groups": _refused(_BEAMS, 1, wanted="be 1"),
+    "use_mtp": _refused(_THEIRS),
+    "penalty_alpha": _refused(_THEIRS, 0.0),
+    "low_memory": _unused("only contrastive search reads it, which penalty_alpha asks for"),
+    "dola_layers": _refused(_THEIRS),
+    "diversity_penalty": _unused(_WITH_BEAMS),
+    "constraints": _refused(_BEAMS),
+    "force_words_ids": _refused(_BEAMS),
+    # Caches
+    "use_cache": Rule("refused", _CACHES, (None, True), wanted="be True"),
+    "cache_implementation": _refused(_CACHES, "dynamic"),
+    "cache_config": _refused(_CACHES),
+    "max_cache_len": _unused("only static caches read it, which cache_implementation asks for"),
+    "return_legacy_cache": _refused(_CACHES),
+    "prefill_chunk_size": _refused("The forward over the prompt is one forward."),
+    # Draws
+    "temperature": _followed("by methods with a temperature, under do_sample=True"),
+    "top_k": _followed("by methods with a top_k, under do_sample=True; others refuse it"),
+    "top_p": _followed("by methods with a top_p, under do_sample=True; others refuse it"),
+    "min_p": _followed("by methods with a min_p, under do_sample=True; others refuse it"),
+    "top_h": _refused(_OTHER_DRAWS, draws=True),
+    "typical_p": _refused(_OTHER_DRAWS, 1.0, draws=True),
+    "epsilon_cutoff": _refused(_OTHER_DRAWS, 0.0, draws=True),
+    "eta_cutoff": _refused(_OTHER_DRAWS, 0.0, draws=True),
+    # Logits
+    "repetition_penalty": _followed("as repetition_penalty of pdkernels.decoding.generate"),
+    "encoder_repetition_penalty": _refused(_LOGITS, 1.0),
+    "length_penalty": _unused(_WITH_BEAMS),
+    "no_repeat_ngram_size": _refused(_LOGITS),
+    "encoder_no_repeat_ngram_size": _refused(_LOGITS),
+    "bad_words_ids": _refused(_LOGITS),
+    "renormalize_logits": _unused("the likeliest token and the law of draws stay the same"),
+    "forced_bos_token_id": _refused(_LOGITS),
+    "forced_eos_token_id": _refused(_LOGITS),
+    "remove_invalid_values": _refused("Logits that are NaN are an error."),
+    "exponential_decay_length_penalty": _refused(_LOGITS),
+    "suppress_tokens": _refused(_LOGITS),
+    "begin_suppress_tokens": _refused(_LOGITS),
+    "sequence_bias": _refused(_LOGITS),
+    "token_healing": _refused("transformers drops the tokenizer that it needs."),
+    "guidance_scale": _refused(_LOGITS, 1),
+    "watermarking_config": _refused(_LOGITS),
+    # Outputs
+    "num_return_sequences": _followed("transformers repeats the prompts; each draws its own text"),
+    "output_attentions": _refused(_OUTPUTS),
+    "output_hidden_states": _refused(_OUTPUTS),
+    "output_scores": _refused(_OUTPUTS),
+    "output_logits": _refused(_OUTPUTS),
+    "return_dict_in_generate": _followed("with `sequences` and `stats`"),
+    # Tokens
+    "pad_token_id": _followed("after a text that ended before others"),
+    "bos_token_id": _followed("by transformers, which makes it the prompt where there is none"),
+    "eos_token_id": _followed("as end_tokens of pdkernels.decoding.generate"),
+    "decoder_start_token_id": _unused("only encoder-decoder models read it, which are refused"),
+    # Assistants
+    "is_assistant": _refused(_ASSISTANT),
+    "num_assistant_tokens": _unused(_WITH_ASSISTANT),
+    "num_assistant_tokens_schedule": _unused(_WITH_ASSISTANT),
+    "assistant_confidence_threshold": _unused(_WITH_ASSISTANT),
+    "assistant_lookbehind": _unused(_WITH_ASSISTANT),
+    "target_lookbehind": _unused(_WITH_ASSISTANT),
+    "assistant_ensemble_weight": _unused(_WITH_ASSISTANT),
+    "max_matching_ngram_size": _unused(_WITH_ASSISTANT),
+    "prompt_lookup_num_tokens": _refused(
+        "Method 'jacobi' looks drafts up with method_options={'draft': 'lookup', 'window': 10}."
+    ),
+    "assistant_early_exit": _refused(_ASSISTANT),
+    "speculation_type": _refused(_ASSISTANT),
+    # Performance
+    "compile_config": _refused(_COMPILED),
+    "disable_compile": _unused("nothing is compiled"),
+    "continuous_batching_config": _refused(_THEIRS),
+}
+"""Every field of `GenerationConfig`, from transformers 4.57 on."""
+
+METADATA = {
+    "transformers_version",
+    "_from_model_config",
+    "_commit_hash",
+    "_original_object_hash",
+    "_mask_length",
+    "_bos_token_tensor",
+    "_eos_token_tensor",
+    "_pad_token_tensor",
+    "_decoder_start_token_tensor",
+}
+"""What a `GenerationConfig` holds besides its fields."""
+
+ARGUMENTS: dict[str, Rule] = {
+    "inputs": _followed("as the prompts"),
+    "generation_config": _followed("field by field, as in FIELDS"),
+    "logits_processor": _refused(_LOGITS, wanted="be empty"),
+    "stopping_criteria": _refused("Texts end at eos_token_id or after max_new_tokens.", wanted="be empty"),
+    "prefix_allowed_tokens_fn": _absent(_LOGITS),
+    "synced_gpus": _refused("The processes of a model in shards do not write in step."),
+    "assistant_model": _absent(_ASSISTANT),
+    "streamer": _followed("token by token, for one prompt"),
+    "negative_prompt_ids": _absent("guidance_scale is refused as well."),
+    "negative_prompt_attention_mask": _absent("guidance_scale is refused as well."),
+    "custom_generate": _followed("it is what calls us"),
+    "tokenizer": _unused("stop_strings, token_healing and assistants read it, which are refused"),
+    "assistant_tokenizer": _unused(_WITH_ASSISTANT),
+    "trust_remote_code": _unused("only a custom_generate from the hub reads it"),
+}
+"""Every argument of transformers' `generate`, those that it takes from its keyword arguments included."""
+
+INPUTS: dict[str, Rule] = {
+    "input_ids": _followed("as the prompts"),
+    "attention_mask": _followed("where it hides padding on the left"),
+    "position_ids": _followed("where they count the tokens from 0"),
+    "past_key_values": _followed("transformers makes an empty one; those of callers are refused"),
+    "use_cache": FIELDS["use_cache"],
+    "cache_params": _unused("transformers makes it for models with a state, which `wrap` refuses"),
+    "cache_position": _unused("transformers 4 adds it; caches are ours"),
+    "logits_to_keep": _unused("decoding methods ask for the rows that they need"),
+    "num_logits_to_keep": _unused("as logits_to_keep"),
+    "return_dict": _unused("it concerns the forwards alone"),
+    "token_type_ids": _followed("where a model with images marks none"),
+    "mm_token_type_ids": _followed("where a model with images marks none"),
+}
+"""The inputs of models that `generate` knows; others are refused, since a decoder would not see them."""
+
+# Made from fields that are followed.
+_PROCESSORS = {
+    "TemperatureLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "MinPLogitsWarper",
+    "RepetitionPenaltyLogitsProcessor",
+    "LogitNormalization",
+}
+_CRITERIA = {"MaxLengthCriteria", "EosTokenCriteria"}
+
+
+def caller(model: Any) -> Mapping[str, Any]:
+    """The variables of the `generate` of transformers that called us, which passes on neither streamers nor assistants."""
+    from transformers import GenerationMixin
+
+    code = inspect.unwrap(GenerationMixin.generate).__code__
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is code and frame.f_locals.get("self") is model:
+            return frame.f_locals
+        frame = frame.f_back  # type: ignore[assignment]
+    return {}
+
+
+def refuse(name: str, value: Any, rule: Rule) -> NoReturn:
+    said = repr(value) if isinstance(value, (bool, int, float, str, list, tuple)) else ""
+    said = said if 0 < len(said) < 80 else type(value).__name__
+    raise NotImplementedError(message(OP, name, rule.wanted, said, rule.words))
+
+
+def check_fields(config: Any) -> None:
+    """NotImplementedError for a field of a `GenerationConfig` that cannot be followed."""
+    for name, rule in FIELDS.items():
+        value = getattr(config, name, None)
+        if not rule.allows(value) and (config.do_sample or not rule.draws):
+            refuse(name, value, rule)
+    fields = None
+    for name, value in vars(config).items():
+        if value is None or value is False or name in FIELDS or name in METADATA:
+            continue
+        # Entries of a file that are no fields change nothing in transformers either.
+        fields = vars(type(config)()) if fields is None else fields
+        if name in fields and value != getattr(config, "_get_default_generation_params", dict)().get(name):
+            refuse(name, value, _refused("This version of pdkernels does not know the setting."))
+
+
+def check_arguments(given: Mapping[str, Any], processors: Iterable[Any], criteria: Iterable[Any]) -> None:
+    """NotImplementedError for arguments of transformers' `generate` that cannot be followed.
+
+    `processors` and `criteria` are those that it made, in which a model may have put its own.
+    """
+    for name, rule in ARGUMENTS.items():
+        value = given.get(name)
+        if isinstance(value, list) and value:
+            refuse(name, value[0], rule)
+        if not isinstance(value, list) and not rule.allows(value):
+            refuse(name, value, rule)
+    for name, made, kinds in (
+        ("logits_processor", processors, _PROCESSORS),
+        ("stopping_criteria", criteria, _CRITERIA),
+    ):
+        for item in made or ():
+            if type(item).__name__ not in kinds:
+                refuse(name, item, ARGUMENTS[name])
+
+
+def check_inputs(model: Any, inputs: Mapping[str, Any], input_ids: Tensor, given: Mapping[str, Any]) -> Tensor:
+    """The real tokens of `input_ids`, as a mask; raises for inputs of a model that a decoder would not see."""
+    # First by the names that the caller gave: transformers makes encoder outputs of pictures.
+    asked = {name: value for name, value in given.get("kwargs", {}).items() if name not in FIELDS | ARGUMENTS}
+    for name, value in (asked | dict(inputs)).items():
+        empty = isinstance(value, dict) and all(item is None for item in value.values())  # of encoders
+        if value is None or value is False or empty:
+            continue
+        rule = INPUTS.get(name)
+        if rule is None or not rule.allows(value):
+            refuse(name, value, rule or _absent(_IDS))
+    cache = inputs.get("past_key_values")
+    own = given.get("kwargs", {}).get("past_key_values")  # of the caller: it would stay empty
+    if own is not None or getattr(cache, "get_seq_length", int)() > 0:
+        refuse("past_key_values", cache, _absent(_CACHES))
+    for name in ("token_type_ids", "mm_token_type_ids"):
+        types = inputs.get(name)
+        if types is not None and (not hasattr(model.config, "vision_config") or bool(types.any())):
+            refuse(name, types, _absent(_IDS))
+    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+    real = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
+    if mask is not None:
+        left = mask.shape == input_ids.shape and bool(
+            (real == (mask == 1)).all() and (real[:, :-1] <= real[:, 1:]).all() and real[:, -1:].all()
+        )
+        check(left, OP, "attention_mask", "hide only padding on the left", "another mask")
+    if positions is not None:
+        counted = real.long().cumsum(-1) - 1
+        fits = positions.shape[-1] == counted.shape[-1]
+        same = fits and bool(((positions == counted) | ~real).all())  # models with images have several numbers a token
+        check(same, OP, "position_ids", "count the tokens of a prompt from 0", "others", "Leave them out.")
+    return real
