@@ -251,7 +251,10 @@ class Never(transformers.StoppingCriteria):  # type: ignore[misc]
     ],
 )
 def test_an_argument_that_is_dropped_on_the_way_is_refused_by_name(argument: str, value: Any) -> None:
-    lists = {"logits_processor": transformers.LogitsProcessorList, "stopping_criteria": transformers.StoppingCriteriaList}
+    lists = {
+        "logits_processor": transformers.LogitsProcessorList,
+        "stopping_criteria": transformers.StoppingCriteriaList,
+    }
     if argument in lists:
         value = lists[argument](value)
     if argument == "assistant_model":
@@ -331,7 +334,9 @@ def test_the_result_has_the_dtype_of_transformers(dtype: torch.dtype) -> None:
     assert said.dtype == expected.dtype and torch.equal(said, expected)
 
 
-@pytest.mark.parametrize("lengths", [{}, {"max_length": 14}, {"max_new_tokens": 1}, {"max_length": 10, "max_new_tokens": 4}])
+@pytest.mark.parametrize(
+    "lengths", [{}, {"max_length": 14}, {"max_new_tokens": 1}, {"max_length": 10, "max_new_tokens": 4}]
+)
 def test_lengths(lengths: dict[str, Any]) -> None:
     settings = {"do_sample": False, "pad_token_id": 0, **lengths}
     model, ids = model_of("Llama"), prompts(2)

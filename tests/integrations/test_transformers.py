@@ -245,7 +245,9 @@ def test_custom_generate_ends_streams_and_returns() -> None:
         **settings,
     )
     assert torch.equal(ours.sequences, theirs) and ours.stats.forwards > 0
-    assert heard.ended and heard.tokens == theirs[0].tolist()  # the prompt first, as with every streamer of transformers
+    assert (
+        heard.ended and heard.tokens == theirs[0].tolist()
+    )  # the prompt first, as with every streamer of transformers
 
 
 def test_sampling_settings_reach_the_method() -> None:
