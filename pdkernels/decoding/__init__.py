@@ -185,7 +185,7 @@ def generate(
 
     Raises:
         ValueError: an unknown method, an empty prompt, one that is too long, ids outside the vocabulary, an option out of range,
-            a model whose logits are NaN.
+            a model whose logits are NaN, +inf or leave no possible token.
         TypeError: an unknown option, an argument of the wrong type, a model that lacks a member that the method needs.
 
     The forward over the prompt counts as a forward. Lossless methods (`is_lossless`) change only the cost of tokens: at

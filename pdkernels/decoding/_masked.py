@@ -219,7 +219,7 @@ class Canvas(CanvasRecord):
         penalty = self._session.repetition_penalty
         if not (sampling.guidance or sampling.late or sampling.top_k or penalty != 1 or self.logits_hook):
             guesses = statistics(model, hidden, **self._options(step))
-            self._look_for_nan(guesses, step)
+            self._look_for_broken(guesses, step)
             return guesses
         # These options need sums of logits, two distributions or the best tokens: the logits are computed once.
         logits = model.logits(hidden)
@@ -240,17 +240,17 @@ class Canvas(CanvasRecord):
                 without_(logits, token)
             logits = likeliest(logits, sampling.top_k, sampling.temperature, options.pop("top_p"))
         guesses = token_statistics(logits, backend=self._backend, **options)
-        self._look_for_nan(guesses, step)
+        self._look_for_broken(guesses, step)
         if sampling.late:
             options["suppress"] += sampling.late
             sure = token_statistics(logits, backend=self._backend, **options)
             guesses = guesses._replace(probs=sure.probs.masked_fill(is_end(guesses.ids, self._late), 0))
         return guesses
 
-    def _look_for_nan(self, guesses: TokenStatistics, step: Step) -> None:
+    def _look_for_broken(self, guesses: TokenStatistics, step: Step) -> None:
         """Records, for the next poll, sequences that have a guess without a probability."""
-        broken = guesses.probs.isnan() if step.full else guesses.probs.isnan() & (step.positions >= 0)
-        self.broken += broken.any(1)
+        broken = guesses.probs.isnan() | (guesses.ids < 0)
+        self.broken += (broken if step.full else broken & (step.positions >= 0)).any(1)
 
     def _options(self, step: Step) -> dict[str, Any]:
         sampling = self.sampling

@@ -91,7 +91,7 @@ class PlannedText:
         self.cached += len(self.rows)
         self.rows, self.round_lengths = [token], ()
         if token < 0:
-            self._session.fail_not_numbers(self.sequence)
+            self._session.fail_without_choice(self.sequence)
         if token == self._options.tags.sync or token in self._options.ends:
             self._begin_chunks(token)
             return

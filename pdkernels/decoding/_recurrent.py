@@ -317,7 +317,7 @@ def new_cache(session: Session, page_size: int | None, core: Core) -> Any:
 def after_prompts(
     session: Session, cache: Any, recurrences: int, sampling: Sampling, core: Core, settle: Settle | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None, int]:
-    """Puts the prompts into an empty cache. The tokens after them ``(batch, 1)``; the same ``(batch,)`` for the host, -1 from NaN; the
+    """Puts the prompts into an empty cache. The tokens after them ``(batch, 1)``; the same ``(batch,)`` for the host, -1 without a choice; the
     last states of `Prefill`; and how often the core ran. The host reads nothing here."""
     prompts, lengths = session.packed_prompts(session.longest, cache.lengths.device)
     last, counts = (lengths - 1)[:, None], session.ragged(lengths)

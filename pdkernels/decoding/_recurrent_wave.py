@@ -15,7 +15,7 @@ import torch
 from pdkernels.backends import backend_of
 from pdkernels.decoding._recurrent import NewState, Sampling, Schedule
 from pdkernels.decoding._sampling import random_words
-from pdkernels.decoding._session import Session, is_end, not_numbers
+from pdkernels.decoding._session import Session, is_end, without_choice
 from pdkernels.models.recurrent_depth import STATE_STD, RecurrentDepth
 from pdkernels.ops import recurrence_advance_, recurrence_exit, recurrence_inject
 
@@ -99,7 +99,7 @@ class Wave:
             whole: every sequence has that many rows, so none is padding.
 
         Returns:
-            Predictions ``(batch, rows)`` int64, of the token after each row, -1 where logits are NaN, and the distance of each row,
+            Predictions ``(batch, rows)`` int64, of the token after each row, -1 where logits give no choice, and the distance of each row,
             inf where there is none.
         """
         model, options, cache, width = self.model, self.options, self._cache, self.width
@@ -151,7 +151,8 @@ class Wave:
         )
         positions = cursor[:, None] + 1 + self._slot[:rows]
         logits = model.coda(state, context)
-        predictions = self.sampling.draw(logits, positions)
+        drawn = self.sampling.draw(logits, positions)
+        predictions = drawn.clamp(min=0)
         if self._text is not None:
             # Drafts come after the text at their own positions; only moving the cursor makes them part of it.
             self._text.scatter_(1, positions, predictions)
@@ -182,7 +183,7 @@ class Wave:
             guard=options.guard,
             backend=backend,
         )
-        return predictions.masked_fill(not_numbers(logits, predictions), -1), distance
+        return drawn.masked_fill(without_choice(logits, drawn), -1), distance
 
     def _filler(self) -> torch.Tensor | None:
         """Tokens from the text, ``(batch, headway - 1)``, for new rows without a prediction."""

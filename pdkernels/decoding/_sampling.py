@@ -102,6 +102,11 @@ def greedy(logits: torch.Tensor, suppress: tuple[int, ...] = ()) -> torch.Tensor
     return token_statistics(logits, suppress=suppress, top_k=1, backend=backend_of(logits.dtype)).ids
 
 
+def drafted(ids: torch.Tensor, mask_token: int) -> torch.Tensor:
+    """`ids` as the tokens of a draft: those of rows without a distribution, -1, become any other than the mask. A judge decides."""
+    return ids.masked_fill(ids < 0, int(mask_token == 0))
+
+
 def noise(temperature: float, seeds: torch.Tensor, step: torch.Tensor | int, positions: torch.Tensor) -> dict[str, Any]:
     """The arguments of `token_statistics` for a draw. Empty at temperature 0."""
     if temperature == 0:

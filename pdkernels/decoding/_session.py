@@ -18,21 +18,28 @@ def is_end(tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     return (tokens.unsqueeze(-1) == ends).any(-1)
 
 
-def not_numbers(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Which of `tokens` ``(batch, R)`` came from a row of `logits` ``(batch, R, V)`` with NaN, which the op and argmax select."""
-    return logits.gather(-1, tokens.clamp(min=0)[..., None])[..., 0].isnan()
+def without_choice(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Which of `tokens` ``(batch, R)`` came from a row of `logits` ``(batch, R, V)`` without a distribution.
+
+    The op and argmax select a NaN first, else a +inf; of a row without a possible token the op gives -1 and argmax a -inf.
+
+    >>> rows = torch.tensor([[[1.0, torch.nan], [torch.inf, 1.0], [-torch.inf, -torch.inf], [-torch.inf, 1.0]]])
+    >>> without_choice(rows, rows.argmax(-1))
+    tensor([[ True,  True,  True, False]])
+    """
+    return (tokens < 0) | ~logits.gather(-1, tokens.clamp(min=0)[..., None])[..., 0].isfinite()
 
 
 def marked(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """`tokens` ``(batch, R)`` for the host: -1 for the first one if its row ``(batch, 1, V)`` has NaN."""
+    """`tokens` ``(batch, R)`` for the host: -1 for the first one if its row ``(batch, 1, V)`` has no distribution."""
     first = tokens[:, :1]
-    return torch.cat([first.masked_fill(not_numbers(logits, first), -1), tokens[:, 1:]], 1)
+    return torch.cat([first.masked_fill(without_choice(logits, first), -1), tokens[:, 1:].clamp(min=0)], 1)
 
 
-def judged_by_nan(logits: torch.Tensor, predictions: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
-    """Which sequences, ``(batch,)``, accepted a draft from rows with NaN; the rows after `accepted` ``(batch,)`` are irrelevant."""
+def judged_without_choice(logits: torch.Tensor, predictions: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
+    """Which sequences, ``(batch,)``, accepted a draft from rows without a distribution; the rows after `accepted` ``(batch,)`` are irrelevant."""
     row = torch.arange(predictions.shape[1], device=accepted.device)
-    return (not_numbers(logits, predictions) & (row < accepted[:, None])).any(1)
+    return (without_choice(logits, predictions) & (row < accepted[:, None])).any(1)
 
 
 def sent(rows: list[list[int]], device: torch.device) -> torch.Tensor:
@@ -160,12 +167,12 @@ class Session:
     ) -> None:
         """Records a verified draft: ``draft[0]`` is on record since the previous step, the rest and the next token are new.
 
-        An `accepted` of -1 means that the model's logits were NaN.
+        An `accepted` of -1 means that the model's logits gave no choice.
         """
         if self.stopped[sequence]:
             return
         if accepted < 0:
-            self.fail_not_numbers(sequence)
+            self.fail_without_choice(sequence)
         self.accepted[sequence].append(accepted)
         if self.trace is not None and predictions is not None:
             self.trace[sequence].append(TraceStep(draft, predictions, accepted))
@@ -175,11 +182,11 @@ class Session:
         self.emit(sequence, new, accepted - 1)
 
     def emit(self, sequence: int, new: list[int], accepted_drafts: int) -> None:
-        """Records new tokens of a sequence, the first `accepted_drafts` of them accepted drafts; -1 came from NaN."""
+        """Records new tokens of a sequence, the first `accepted_drafts` of them accepted drafts; -1 is no choice."""
         if self.stopped[sequence]:
             return
         if new and min(new) < 0:
-            self.fail_not_numbers(sequence)
+            self.fail_without_choice(sequence)
         new = self.extend(sequence, new)
         self.report(sequence, new, min(accepted_drafts, len(new)))
 
@@ -207,8 +214,9 @@ class Session:
             self._on_tokens(sequence, new, accepted_drafts)
             self.callback_seconds += time.perf_counter() - started
 
-    def fail_not_numbers(self, sequence: int) -> NoReturn:
-        """Raises for logits with NaN, from which no token can be chosen."""
-        actual = f"NaN in sequence {sequence}, after {len(self.tokens[sequence])} new tokens"
-        remedy = "Look for NaN in its weights, or for overflow in fp16."
-        raise ValueError(message("decoding.generate", "model", "give logits that are numbers", actual, remedy))
+    def fail_without_choice(self, sequence: int) -> NoReturn:
+        """Raises for logits from which no token can be chosen."""
+        known = len(self.tokens[sequence])
+        actual = f"NaN, +inf or no possible token in sequence {sequence}, after {known} new tokens"
+        remedy = "Look for NaN in its weights, for overflow in fp16, or for a mask or hook that forbids every token."
+        raise ValueError(message("decoding.generate", "model", "give logits with a token to choose", actual, remedy))

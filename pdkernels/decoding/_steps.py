@@ -26,7 +26,7 @@ class Steps(ABC):
     """Built for the sizes of a session; `start` takes any session with the same batch and limits and no longer prompts.
 
     `entry` ``(batch, columns)`` int64 is rewritten by `start` and by every step. Its first column is the length of a sequence's
-    next draft, 0 when it is done; the second how many tokens of the last one were accepted, -1 if its logits were NaN, which
+    next draft, 0 when it is done; the second how many tokens of the last one were accepted, -1 if its logits gave no choice, which
     also ends the sequence; the others are specific to the method.
     """
 
@@ -77,7 +77,7 @@ class Steps(ABC):
 
     def recorded(self, session: Session, entries: list[Rows]) -> int:
         """Records a whole generation, and returns the forwards its sequences took part in."""
-        refuse_nan(session, entries)
+        refuse_broken(session, entries)
         opened = self.opened(session, entries[0])
         return opened + sum(self.stepped(session, before, rows) for before, rows in pairwise(entries))
 
@@ -135,12 +135,12 @@ def decoder(steps: type[Steps]) -> Callable[..., int]:
     return update_wrapper(decode, steps, assigned=("__doc__", "__module__"), updated=())
 
 
-def refuse_nan(session: Session, entries: list[Rows]) -> None:
-    """ValueError for an entry that reports NaN."""
+def refuse_broken(session: Session, entries: list[Rows]) -> None:
+    """ValueError for an entry that reports logits without a choice."""
     for rows in entries:
         for sequence, row in enumerate(rows):
             if row[1] < 0:
-                session.fail_not_numbers(sequence)
+                session.fail_without_choice(sequence)
 
 
 def run(steps: Steps, session: Session, replays: Sequence[Callable[[], None]] = ()) -> int:
@@ -152,7 +152,7 @@ def run(steps: Steps, session: Session, replays: Sequence[Callable[[], None]] = 
         return 0
     steps.start(session)
     rows = steps.entry.tolist()
-    refuse_nan(session, [rows])
+    refuse_broken(session, [rows])
     taken_part = steps.opened(session, rows)
     rows = steps.halt(session, rows)
     forms = [getattr(steps, name) for name in steps.forms]
@@ -163,7 +163,7 @@ def run(steps: Steps, session: Session, replays: Sequence[Callable[[], None]] = 
         else:
             forms[form](width, ragged=min(row[0] for row in rows) < width)
         before, rows = rows, steps.entry.tolist()
-        refuse_nan(session, [rows])
+        refuse_broken(session, [rows])
         taken_part += steps.stepped(session, before, rows)
         rows = steps.halt(session, rows)
     return taken_part

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampling, draw, latents
-from pdkernels.decoding._session import Session, is_end, not_numbers
+from pdkernels.decoding._session import Session, is_end, without_choice
 from pdkernels.decoding._steps import Rows, Steps, decoder, record_first
 
 _OP = "decoding.autoregressive"
@@ -58,10 +58,10 @@ class AutoregressiveSteps(Steps):
 
     def _write(self, token: torch.Tensor, logits: torch.Tensor) -> None:
         # No row of a finished sequence counts, whatever its logits are.
-        broken = not_numbers(logits, token)[:, 0] & (self.active > 0)
+        broken = without_choice(logits, token)[:, 0] & (self.active > 0)
         self.accepted.fill_(1).masked_fill_(broken, -1)
         self.remaining.masked_fill_(broken, 0)
-        self.token.copy_(token)
+        self.token.copy_(token.clamp(min=0))
         if self.ends is not None:
             self.remaining.masked_fill_(is_end(token[:, 0], self.ends), 0)
         self.active.copy_(self.remaining.clamp(max=1))

@@ -28,7 +28,7 @@ from pdkernels.decoding._sampling import (
     noise,
     statistics,
 )
-from pdkernels.decoding._session import Session, is_end, not_numbers
+from pdkernels.decoding._session import Session, is_end, without_choice
 from pdkernels.decoding._steps import Rows, Steps, decoder
 from pdkernels.decoding.traces import DenoiseStep
 from pdkernels.masks import TilePlan, full
@@ -143,7 +143,7 @@ class BlockSteps(Steps):
         if self.known:
             first = draw(logits, self.cache.lengths[:, None], self.temperature, self.seeds, OWN, self.banned)
             self.block[:, :1] = first
-            self._found(not_numbers(logits, first)[:, 0] & (self.left > 0), self.nothing)
+            self._found(without_choice(logits, first)[:, 0] & (self.left > 0), self.nothing)
         self._look()
 
     def step(self, width: int | None = None, ragged: bool = True) -> None:
@@ -163,7 +163,7 @@ class BlockSteps(Steps):
             able = (block == self.mask_token) & (self.slot < ends[:, None] + known)
             judged = judged_guesses(model, hidden, block, able, self.mask_token, self.sampler)
             ids, sure = (part[:, known:] for part in judged)
-        broken = (sure.isnan() & (block[:, known:] == self.mask_token)).any(1) & (self.taking > 0)
+        broken = ((sure.isnan() | (ids < 0)) & (block[:, known:] == self.mask_token)).any(1) & (self.taking > 0)
         number = self.passes.clamp(max=len(self.quotas) - 1).expand_as(self.nothing)
         done = unmask_(
             block[:, known:],

@@ -15,7 +15,7 @@ from pdkernels._validation import check, check_memory, check_type
 from pdkernels.decoding._filler import filler_words
 from pdkernels.decoding._lookup import Lookup
 from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_name, checked_sampling, draw, latents
-from pdkernels.decoding._session import Session, is_end, judged_by_nan, not_numbers
+from pdkernels.decoding._session import Session, is_end, judged_without_choice, without_choice
 from pdkernels.decoding._steps import DraftSteps, decoder
 from pdkernels.ops import verify_draft
 
@@ -101,10 +101,10 @@ class JacobiSteps(DraftSteps):
         rows = (prompt_lengths - 1)[:, None] + self.slot[: guesses + 1]
         counts = session.ragged(prompt_lengths + guesses)
         logits, best = self._said(self.history[:, : session.longest + guesses], counts, rows + 1, rows=rows)
-        self.draft[:, : guesses + 1] = best
+        self.draft[:, : guesses + 1] = best.clamp(min=0)
         self.cache.commit_(prompt_lengths)
 
-        broken = not_numbers(logits[:, :1], self.draft[:, :1])[:, 0]
+        broken = without_choice(logits[:, :1], best[:, :1])[:, 0]
         self.accepted.zero_().masked_fill_(broken, -1)
         self.remaining.fill_(self.limit - 1).masked_fill_(broken, 0)
         if self.ends is not None:
@@ -116,7 +116,7 @@ class JacobiSteps(DraftSteps):
         counts = self.draft_lengths if ragged else None
         positions = self.cache.lengths[:, None] + 1 + self.slot[:width]
         logits, predictions = self._said(self.draft[:, :width], counts, positions)
-        self.predictions[:, :width] = predictions
+        self.predictions[:, :width] = predictions.clamp(min=0)
         # Like its KV rows, a draft comes after the committed history at its own position: only a commit makes it part of it.
         committed = self.cache.lengths[:, None]  # grows in place with every commit
         if self.lookup is None:
@@ -132,7 +132,7 @@ class JacobiSteps(DraftSteps):
 
         # A partly accepted block continues with the rest of its draft; anything else starts from a full one. The model's
         # next token is in slot 0 either way. A finished sequence has nothing remaining, so its draft is empty.
-        broken = judged_by_nan(logits, predictions, verdict.accepted)
+        broken = judged_without_choice(logits, predictions, verdict.accepted)
         self.remaining.sub_(verdict.accepted).masked_fill_(verdict.ended | broken, 0)
         rest = self.draft_lengths - verdict.accepted
         self.draft.copy_(verdict.new_draft.clamp(min=0))  # a finished sequence has none

@@ -17,7 +17,7 @@ from pdkernels._validation import check, check_type
 from pdkernels.decoding._filler import filler_words
 from pdkernels.decoding._multiblock import Limits, Progress
 from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampling, draw
-from pdkernels.decoding._session import Session, marked, not_numbers
+from pdkernels.decoding._session import Session, marked, without_choice
 from pdkernels.masks import TilePlan, candidates
 from pdkernels.ops import verify_draft
 
@@ -88,7 +88,7 @@ def decode(
         tail = _tail(step.branches, step.length, device) if step.branches > 1 else (None, None)
         logits = model(step.tokens, cache=cache, counts=step.counts, mask=tail[0], positions=tail[1], rows=step.rows)
         best = said(logits, cache.lengths[:, None] + 1 + step.offsets)
-        predictions = best.view(session.batch, step.branches, -1)
+        predictions = best.clamp(min=0).view(session.batch, step.branches, -1)
         session.forwards += 1
 
         drafted = step.tokens.view(session.batch, step.branches, -1)[..., : step.width]
@@ -100,8 +100,8 @@ def decode(
         cache.commit_(verdict.accepted, source)
 
         # The one read of the device in a step.
-        nan = not_numbers(logits, best).view_as(predictions)[every, verdict.row][:, : step.width]
-        broken = (nan & (slot[: step.width] < verdict.accepted[:, None])).any(1)
+        lost = without_choice(logits, best).view_as(predictions)[every, verdict.row][:, : step.width]
+        broken = (lost & (slot[: step.width] < verdict.accepted[:, None])).any(1)
         accepted = verdict.accepted.masked_fill(broken, -1)
         columns = torch.stack([accepted, verdict.next_token, verdict.row], 1)
         poll = torch.cat([columns, predictions[every, verdict.row]], 1).tolist()

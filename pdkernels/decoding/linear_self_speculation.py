@@ -22,13 +22,14 @@ from pdkernels.decoding._sampling import (
     checked_sampling,
     checked_size,
     distribution,
+    drafted,
     draw,
     noise,
     statistics,
     uniforms,
     without_,
 )
-from pdkernels.decoding._session import Session, is_end, judged_by_nan, not_numbers
+from pdkernels.decoding._session import Session, is_end, judged_without_choice, without_choice
 from pdkernels.decoding._steps import Rows, Steps, decoder, record_first
 from pdkernels.decoding.traces import LinearStep
 from pdkernels.masks import full
@@ -115,7 +116,7 @@ class LinearSteps(Steps):
         last = (prompt_lengths - 1)[:, None]
         logits = self.model(prompts, cache=self.cache, counts=session.ragged(prompt_lengths), rows=last)
         first = draw(logits, prompt_lengths[:, None], self.temperature, self.seeds, OWN, self.banned)[:, 0]
-        broken = not_numbers(logits, first[:, None])[:, 0]
+        broken = without_choice(logits, first[:, None])[:, 0]
         self.cache.commit_(prompt_lengths)
         self.known.copy_(first)
         self.accepted.zero_().masked_fill_(broken, -1)
@@ -158,7 +159,7 @@ class LinearSteps(Steps):
         self.cache.commit_(verdict.accepted)
 
         # The verifier's next token is known, so it counts; a finished sequence has nothing remaining.
-        broken = judged_by_nan(judged, own, verdict.accepted)
+        broken = judged_without_choice(judged, own, verdict.accepted)
         self.remaining.sub_(verdict.accepted).masked_fill_(verdict.ended | broken, 0)
         self.draft_lengths.copy_(self.remaining.clamp(max=self.block_size))
         self.accepted.copy_(verdict.accepted).masked_fill_(broken, -1)
@@ -185,17 +186,18 @@ class LinearSteps(Steps):
         positions, numbers = self.cache.lengths[:, None] + self.slot[1:], self.forward[:, None]
         if self.rejection:  # which needs the probabilities of all tokens
             logits = without_(self.model.logits(hidden), self.mask_token)
-            masks.copy_(draw(logits, positions, self.temperature, self.seeds, numbers))
+            masks.copy_(drafted(draw(logits, positions, self.temperature, self.seeds, numbers), self.mask_token))
             return logits
         # Neither temperature nor noise enters the confidence.
         draws = noise(self.temperature, self.seeds, numbers, positions)
         guesses = statistics(self.model, hidden, suppress=self.mask_token, top_k=1, **draws)
+        ids = drafted(guesses.ids, self.mask_token)
         if self.threshold == 0:
-            masks.copy_(guesses.ids)
+            masks.copy_(ids)
             return None
         remaining = unmask_(
             masks,
-            guesses.ids,
+            ids,
             guesses.probs,
             mask_token=self.mask_token,
             windows=torch.stack([self.nothing, active * (self.block_size - 1)], 1),

@@ -244,7 +244,7 @@ class Rounds:
             for index, text in enumerate(filling):
                 *row, broken = read[index * width : (index + 1) * width]
                 if broken:
-                    self._session.fail_not_numbers(text.sequence)
+                    self._session.fail_without_choice(text.sequence)
                 contents, first = [], 0
                 for chunk in live[index]:
                     length = len(text.chunks[chunk])
@@ -271,7 +271,7 @@ class Rounds:
         return rows_of(self._cache, sequences), sent([sequences], self._device)[0]
 
     def _plan(self, texts: Sequence[PlannedText]) -> torch.Tensor:
-        """``(len(texts),)``: the tokens after their rows, which are stored; -1 where logits were NaN."""
+        """``(len(texts),)``: the tokens after their rows, which are stored; -1 where logits gave no choice."""
         cache, sequences = self._group(texts)
         width = max(len(text.rows) for text in texts)
         lines = [
@@ -291,7 +291,7 @@ class Rounds:
     def _fill(
         self, texts: Sequence[PlannedText], live: Sequence[list[int]], quotas: Sequence[list[int]]
     ) -> torch.Tensor:
-        """One step of all chunks: the canvases ``(len(texts), width)`` with what was committed, and whether a guess came from NaN,
+        """One step of all chunks: the canvases ``(len(texts), width)`` with what was committed, and whether a guess had no distribution,
         concatenated per row."""
         cache, sequences = self._group(texts)
         options, step = self._options, _StepTable(texts, live, quotas, self._options)

@@ -24,12 +24,13 @@ from pdkernels.decoding._sampling import (
     checked_sampling,
     checked_size,
     distribution,
+    drafted,
     draw,
     noise,
     statistics,
     without_,
 )
-from pdkernels.decoding._session import Session, is_end, judged_by_nan, not_numbers
+from pdkernels.decoding._session import Session, is_end, judged_without_choice, without_choice
 from pdkernels.decoding._steps import DraftSteps, decoder
 from pdkernels.masks import TilePlan, block_causal, causal, pack, quadratic
 from pdkernels.masks.speculation import InGroup
@@ -128,10 +129,10 @@ class QuadraticSteps(DraftSteps):
         first = draw(logits[:, :1], prompt_lengths[:, None], self.temperature, self.seeds, OWN, self.banned)
         positions = prompt_lengths[:, None] + 1 + self.slot[:-1]
         guesses = draw(logits[:, 1:], positions, self.temperature, self.seeds, 1, suppress=(self.mask_token,))
-        broken = not_numbers(logits[:, :1], first)[:, 0]
+        broken = without_choice(logits[:, :1], first)[:, 0]
         cache.commit_(prompt_lengths)
-        self.draft[:, :1] = first
-        self.draft[:, 1:] = guesses
+        self.draft[:, :1] = first.clamp(min=0)
+        self.draft[:, 1:] = drafted(guesses, self.mask_token)
         self.accepted.zero_().masked_fill_(broken, -1)
         self.remaining.fill_(self.limit - 1).masked_fill_(broken, 0)
         if self.ends is not None:
@@ -171,12 +172,12 @@ class QuadraticSteps(DraftSteps):
         hidden = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1]))
         draws = noise(self.temperature, self.seeds, self.forward[:, None], lengths[:, None] + 1 + self.slot[:-1])
         guesses = statistics(self.model, hidden, suppress=self.mask_token, top_k=1, **draws).ids
-        broken = judged_by_nan(judge, predictions, verdict.accepted)
+        broken = judged_without_choice(judge, predictions, verdict.accepted)
         self.remaining.sub_(verdict.accepted).masked_fill_(verdict.ended | broken, 0)
         self.draft_lengths.copy_(self.remaining.clamp(max=self.slots))
         self.accepted.copy_(verdict.accepted).masked_fill_(broken, -1)
         self.draft[:, 0] = verdict.next_token.clamp(min=0)  # -1 in a finished sequence is not an id
-        self.draft[:, 1:] = guesses
+        self.draft[:, 1:] = drafted(guesses, self.mask_token)
         self.predictions[:, :width] = predictions
 
 

@@ -142,7 +142,7 @@ def decode(
             break
         counts = None if all(active) else active_rows.to(cache.lengths.dtype)
         context = model.context(1, cache, counts)
-        state, term = core.begin(model, model.prelude(token, context), context, sampling.seeds)
+        state, term = core.begin(model, model.prelude(token.clamp(min=0), context), context, sampling.seeds)
         if core.copied and before is not None:
             state = before
         divergence = Divergence(criterion, state)

@@ -22,7 +22,7 @@ from pdkernels.decoding._recurrent import (
     prefill,
 )
 from pdkernels.decoding._sampling import Seed, checked_number, checked_size
-from pdkernels.decoding._session import Session, judged_by_nan
+from pdkernels.decoding._session import Session, judged_without_choice
 from pdkernels.ops import kv_trim_, verify_draft
 
 _OP = "decoding.recurrent_self_speculation"
@@ -100,7 +100,7 @@ def decode(
             chain.append(state if core.copied else None)
             # While drafting, the draft counts as text. A sequence whose draft is complete goes through the model too.
             cache.commit_((draft_lengths > row + 1).to(lengths.dtype))
-            block[:, row + 1 : row + 2] = sampling.draw(logits, (cursor + row + 1)[:, None])
+            block[:, row + 1 : row + 2] = sampling.draw(logits, (cursor + row + 1)[:, None]).clamp(min=0)
         kv_trim_(lengths, cursor)  # not the cache's own, which would release pages
 
         draft = block[:, :width]
@@ -123,7 +123,7 @@ def decode(
         draft_lengths = remaining.clamp(max=slots)
 
         # The one read of the device in a cycle.
-        accepted = verdict.accepted.masked_fill(judged_by_nan(logits, predictions, verdict.accepted), -1)
+        accepted = verdict.accepted.masked_fill(judged_without_choice(logits, predictions, verdict.accepted), -1)
         columns = [torch.stack([accepted, draft_lengths, verdict.next_token], 1), draft]
         if session.trace is not None:
             columns.append(predictions)

@@ -244,7 +244,10 @@ def test_nan_in_a_chunk() -> None:
             out = super().hidden(tokens, **options)
             return out if self.left else out * torch.nan
 
-    with pytest.raises(ValueError, match="give logits that are numbers, got NaN in sequence 0, after 4 new tokens"):
+    with pytest.raises(
+        ValueError,
+        match=r"give logits with a token to choose, got NaN, \+inf or no possible token in sequence 0, after 4 new tokens",
+    ):
         generate(Broken([*item(2), END]), [11], "planned", max_new_tokens=20)
 
 
