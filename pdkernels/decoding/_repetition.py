@@ -44,9 +44,9 @@ def tokens_seen(tokens: Tensor, visible: Tensor, vocabulary: int, mask_token: in
 class TextCache:
     """A cache that also keeps the tokens of its rows, `text` ``(batch, capacity + 1)``, in the slots of their K and V."""
 
-    def __init__(self, cache: Any, batch: int) -> None:
+    def __init__(self, cache: Any, batch: int, capacity: int) -> None:
         self.inner = cache
-        self.text = torch.zeros(batch, cache.capacity + 1, dtype=torch.int64, device=cache.lengths.device)
+        self.text = torch.zeros(batch, capacity + 1, dtype=torch.int64, device=cache.lengths.device)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -58,12 +58,14 @@ class TextCache:
 
     def commit_(self, counts: Tensor, source_index: Tensor | None = None) -> None:
         """As that of the cache; the tokens of rows that move go with them."""
-        if source_index is not None:
+        if source_index is None:  # an argument that caches of most methods need not have
+            self.inner.commit_(counts)
+        else:
             chosen = self.text.gather(1, self.slots(self.inner.lengths, 1) + source_index.clamp(min=0))
             slots = self.slots(self.inner.lengths, source_index.shape[1])
             kept = torch.arange(source_index.shape[1], device=counts.device) < counts[:, None]
             self.text.scatter_(1, slots, torch.where(kept, chosen, self.text.gather(1, slots)))
-        self.inner.commit_(counts, source_index)
+            self.inner.commit_(counts, source_index)
 
 
 class PenalisedModel:
@@ -82,7 +84,7 @@ class PenalisedModel:
         return getattr(self.model, name)
 
     def new_cache(self, batch: int, capacity: int, **options: Any) -> TextCache:
-        return TextCache(self.model.new_cache(batch, capacity, **options), batch)
+        return TextCache(self.model.new_cache(batch, capacity, **options), batch, capacity)
 
     def __call__(self, tokens: Tensor, *, cache: Any, rows: Tensor | None = None, **options: Any) -> Tensor:
         inner, seen = self._begin(tokens, cache, options.get("mask"), rows)
@@ -117,7 +119,7 @@ class PenalisedModel:
         if isinstance(cache, CacheRows):
             whole, index = cache.whole, cache.index
         texts = whole.text if index is None else whole.text.index_select(0, index)
-        config, mask_token = self.model.config, self.model.mask_token
+        config, mask_token = self.model.config, getattr(self.model, "mask_token", None)
         slots = whole.slots(lengths, length)
         known = torch.arange(texts.shape[1], device=tokens.device) < lengths[:, None]
         before = tokens_seen(texts, known[:, None], config.vocab_size, mask_token)
