@@ -37,6 +37,17 @@ def test_code_for_every_architecture_and_ptx(source: Path, tmp_path: Path) -> No
     assert ptx == {f"{code.stem}.sm_{CUDA_ARCHS[-1]}"}
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc (no GPU)")
+@pytest.mark.parametrize("source", kernel_sources(), ids=lambda source: source.stem)
+def test_every_kernel_compiles_for_later_gpus_too(source: Path) -> None:
+    """Wheels hold PTX for them: every kernel that is launched, with what fits into a block of any GPU."""
+    measured = measure(source, archs=["120"])
+    assert measured.keys() == load_budgets()[source.name].keys()
+    for kernel, found in measured.items():
+        assert found["sm_120"].registers <= 128 and found["sm_120"].shared <= 48 * 1024, kernel
+
+
 def test_no_budget_for_a_file_that_is_gone() -> None:
     gone = load_budgets().keys() - {source.name for source in kernel_sources()}
     assert not gone, f"remove {sorted(gone)} from tests/compile_budgets.json"

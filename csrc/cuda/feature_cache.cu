@@ -3,76 +3,79 @@
 #include "launch.h"
 #include "packs.h"
 #include "pdkernels/feature_cache.h"
+#include "rows.h"
 
 namespace pdkernels::cuda {
 namespace {
 
-constexpr int kRowThreads = 128;    // a row of 4096 half-precision values is four packs for each
-constexpr int kRowBlocksPerSm = 8;  // by default ptxas aims for more and spills
+constexpr int kRowThreads = 128;      // a row of 4096 half-precision values is four packs for each
+constexpr int kRowBlocksPerSm = 8;    // by default ptxas aims for more and spills
+constexpr int64_t kRowBlocks = 2048;  // that share the rows of a sequence: as many as a large GPU runs at once
+constexpr int kRowsAtOnce = 64;       // that a block looks up together
 constexpr int kChoiceThreads = 512;
 
-// Every block of a sequence finds the same faults, so that a bad sequence is left unchanged as a whole.
 __device__ bool sequence_fits(const StaleRowsArgs& args, int64_t b) {
   const int64_t start = args.starts.load(b), count = args.count(b);
   if (check_extent(args.pages, start, count, args.rows) != Fault::none || args.wish(b) < 0) return false;
-  bool fine = true;
-  for (int64_t i = threadIdx.x; i < count; i += blockDim.x)
-    fine = fine && args.pages.holds(args.pages.locate(b, start + i));
-  return __syncthreads_and(fine);
+  return pages_exist(args.pages, b, start, count);
 }
 
-// One block per row: the sums of its cosine, and its values into the cache if all are replaced. The order of the sums
-// is defined in feature_cache.h; a thread adds up kSize neighbouring numbers of a piece.
+// A block takes whole rows: the sums of a row's cosine, and its values into the cache if all are replaced. The order of
+// the sums is defined in feature_cache.h; a thread adds up kSize neighbouring numbers of a piece.
 template <class T, int kSize>
-__global__ void __launch_bounds__(kRowThreads) stale_key_kernel(const __grid_constant__ StaleRowsArgs args) {
+__global__ void __launch_bounds__(kRowThreads, kRowBlocksPerSm)
+    stale_key_kernel(const __grid_constant__ StaleRowsArgs args) {
   using Elements = Pack<T, kSize>;
   constexpr int kSums = 3, kPieceThreads = kNumbers / kSize, kPieces = kRowThreads / kPieceThreads;
   __shared__ float numbers[kPieces][kSums][kNumbers];
   __shared__ float sums[kSums];
-  const int64_t b = blockIdx.y, row = blockIdx.x;
-  if (!sequence_fits(args, b) || row >= args.count(b)) return;
-  const char* fresh = args.fresh(b, row);
-  char* cached = args.cached(b, args.starts.load(b) + row);
+  const int64_t b = blockIdx.y;
+  if (!sequence_fits(args, b)) return;
   const int64_t dim = args.head_dim, head_pieces = (dim + kPiece - 1) / kPiece;
   const int64_t pieces = dim > 0 ? args.v_row.row_bytes() / (dim * static_cast<int64_t>(sizeof(T))) * head_pieces : 0;
   const int of_piece = threadIdx.x / kPieceThreads, first_number = threadIdx.x % kPieceThreads * kSize;
   const int sum = threadIdx.x / kNumbers, number = threadIdx.x % kNumbers;
-  float total = 0;
-  bool moved = false;
-  for (int64_t first = 0; first < pieces; first += kPieces) {
-    float own[kSums][kSize] = {};
-    const int64_t piece = first + of_piece, head = piece / head_pieces;
-    if (piece < pieces) {
-      const int64_t start = piece % head_pieces * kPiece, left = dim - start;
-      for (int64_t i = first_number; i < kPiece && i < left; i += kNumbers) {
-        const int64_t at = (head * dim + start + i) * static_cast<int64_t>(sizeof(T));
-        const Elements x = *reinterpret_cast<const Elements*>(fresh + args.v_row.byte_offset(at));
-        Elements* slot = reinterpret_cast<Elements*>(cached + args.cache_row.byte_offset(at));
-        const Elements y = *slot;
-        for (int j = 0; j < kSize; ++j) {
-          const float p = to_float(x.at[j]), q = to_float(y.at[j]);
-          own[0][j] += __fmul_rn(p, p);
-          own[1][j] += __fmul_rn(q, q);
-          own[2][j] += __fmul_rn(p, q);
-          moved = moved || p != q;
+  for (int64_t row = blockIdx.x; row < args.count(b); row += gridDim.x) {
+    const char* fresh = args.fresh(b, row);
+    char* cached = args.cached(b, args.starts.load(b) + row);
+    float total = 0;
+    bool moved = false;
+    for (int64_t first = 0; first < pieces; first += kPieces) {
+      float own[kSums][kSize] = {};
+      const int64_t piece = first + of_piece, head = piece / head_pieces;
+      if (piece < pieces) {
+        const int64_t start = piece % head_pieces * kPiece, left = dim - start;
+        for (int64_t i = first_number; i < kPiece && i < left; i += kNumbers) {
+          const int64_t at = (head * dim + start + i) * static_cast<int64_t>(sizeof(T));
+          const Elements x = *reinterpret_cast<const Elements*>(fresh + args.v_row.byte_offset(at));
+          Elements* slot = reinterpret_cast<Elements*>(cached + args.cache_row.byte_offset(at));
+          const Elements y = *slot;
+          for (int j = 0; j < kSize; ++j) {
+            const float p = to_float(x.at[j]), q = to_float(y.at[j]);
+            own[0][j] += __fmul_rn(p, p);
+            own[1][j] += __fmul_rn(q, q);
+            own[2][j] += __fmul_rn(p, q);
+            moved = moved || p != q;
+          }
+          if (args.update == Update::kAll) *slot = x;
         }
-        if (args.update == Update::kAll) *slot = x;
+      }
+      __syncthreads();  // earlier pieces may still be read
+      for (int s = 0; s < kSums; ++s) {
+        for (int j = 0; j < kSize; ++j) numbers[of_piece][s][first_number + j] = own[s][j];
+      }
+      __syncthreads();
+      if (sum < kSums) {
+        for (int64_t i = 0; i < kPieces && first + i < pieces; ++i) total += numbers[i][sum][number];
       }
     }
-    __syncthreads();  // earlier pieces may still be read
-    for (int s = 0; s < kSums; ++s) {
-      for (int j = 0; j < kSize; ++j) numbers[of_piece][s][first_number + j] = own[s][j];
-    }
-    __syncthreads();
-    if (sum < kSums) {
-      for (int64_t i = 0; i < kPieces && first + i < pieces; ++i) total += numbers[i][sum][number];
-    }
+    for (int half = kNumbers / 2; half > 0; half /= 2) total += __shfl_xor_sync(0xffffffffu, total, half);
+    if (sum < kSums && number == 0) sums[sum] = total;
+    moved = __syncthreads_or(moved);
+    const float lengths = sqrtf(sums[0]) * sqrtf(sums[1]);
+    if (threadIdx.x == 0) args.keys[b * args.rows + row] = stale_key(sums[2], lengths, moved || !(lengths > 1e-8f));
+    __syncthreads();  // the next row has sums of its own
   }
-  for (int half = kNumbers / 2; half > 0; half /= 2) total += __shfl_xor_sync(0xffffffffu, total, half);
-  if (sum < kSums && number == 0) sums[sum] = total;
-  moved = __syncthreads_or(moved);
-  const float lengths = sqrtf(sums[0]) * sqrtf(sums[1]);
-  if (threadIdx.x == 0) args.keys[b * args.rows + row] = stale_key(sums[2], lengths, moved || !(lengths > 1e-8f));
 }
 
 // One block per sequence: finds where the lowest keys end, bit by bit, then numbers the chosen rows in order.
@@ -137,30 +140,32 @@ __global__ void __launch_bounds__(kRowThreads) gather_rows_kernel(GatherRowsArgs
     to[at] = given ? from[at] : Word{};
 }
 
-// One block per row, which searches the sequence's indices for its own.
+// A block takes `rows_each` rows, one after the other, and searches the sequence's indices for all of them at once.
 template <class T, int kSize>
-__global__ void __launch_bounds__(kRowThreads, kRowBlocksPerSm) add_cached_rows_kernel(AddCachedArgs args) {
+__global__ void __launch_bounds__(kRowThreads, kRowBlocksPerSm)
+    add_cached_rows_kernel(AddCachedArgs args, int64_t rows_each) {
   using Elements = Pack<T, kSize>;
-  __shared__ int64_t found;
-  const int64_t b = blockIdx.y, row = blockIdx.x;
-  if (threadIdx.x == 0) found = -1;
+  __shared__ int64_t found[kRowsAtOnce];
+  const int64_t b = blockIdx.y, first = blockIdx.x * rows_each;
+  for (int64_t i = threadIdx.x; i < rows_each; i += kRowThreads) found[i] = -1;
   __syncthreads();
-  bool fine = true;
-  for (int64_t j = threadIdx.x; j < args.replaced; j += kRowThreads) {
+  const bool fine = all_fine(args.replaced, [&](int64_t j) {
     const int64_t at = args.index.load(b, j);
-    fine = fine && args.in_range(at) && args.in_order(b, j);
-    if (at == row) found = j;
-  }
-  const bool replaced = __syncthreads_and(fine) && found >= 0;
-  const T* x = args.x.row<const T>(b, row);
-  T *cached = args.cached.row<T>(b, row), *out = static_cast<T*>(args.out) + (b * args.rows + row) * args.width;
-  const T* now = replaced ? args.fresh.row<const T>(b, found) : cached;
-  for (int64_t pack = threadIdx.x; pack < args.width / kSize; pack += kRowThreads) {
-    const Elements p = Elements::load(x, pack), q = Elements::load(now, pack);
-    Elements sum;
-    for (int j = 0; j < kSize; ++j) sum.at[j] = from_float<T>(to_float(p.at[j]) + to_float(q.at[j]));
-    if (replaced) q.store(cached, pack);
-    sum.store(out, pack);
+    if (at >= first && at < first + rows_each) found[at - first] = j;
+    return args.in_range(at) && args.in_order(b, j);
+  });
+  for (int64_t row = first; row < first + rows_each && row < args.rows; ++row) {
+    const int64_t source = fine ? found[row - first] : -1;
+    const T* x = args.x.row<const T>(b, row);
+    T *cached = args.cached.row<T>(b, row), *out = static_cast<T*>(args.out) + (b * args.rows + row) * args.width;
+    const T* now = source >= 0 ? args.fresh.row<const T>(b, source) : cached;
+    for (int64_t pack = threadIdx.x; pack < args.width / kSize; pack += kRowThreads) {
+      const Elements p = Elements::load(x, pack), q = Elements::load(now, pack);
+      Elements sum;
+      for (int j = 0; j < kSize; ++j) sum.at[j] = from_float<T>(to_float(p.at[j]) + to_float(q.at[j]));
+      if (source >= 0) q.store(cached, pack);
+      sum.store(out, pack);
+    }
   }
 }
 
@@ -183,10 +188,11 @@ cudaError_t select_stale_rows(const StaleRowsArgs& args, cudaStream_t stream) {
     with_element(args.element, [&](auto* element) {
       using T = std::remove_pointer_t<decltype(element)>;
       constexpr int kSize = 16 / sizeof(T);
+      const dim3 keys = grid_of(row_blocks(args.rows, kRowBlocks), args.batch);
       if (word == 16 && args.head_dim % kSize == 0) {
-        PDK_LAUNCH((stale_key_kernel<T, kSize>), grid_of(args.rows, args.batch), dim3(kRowThreads), 0, stream, args);
+        PDK_LAUNCH((stale_key_kernel<T, kSize>), keys, dim3(kRowThreads), 0, stream, args);
       } else {
-        PDK_LAUNCH((stale_key_kernel<T, 1>), grid_of(args.rows, args.batch), dim3(kRowThreads), 0, stream, args);
+        PDK_LAUNCH((stale_key_kernel<T, 1>), keys, dim3(kRowThreads), 0, stream, args);
       }
     });
   }
@@ -216,12 +222,14 @@ cudaError_t add_cached_rows(const AddCachedArgs& args, cudaStream_t stream) {
   with_element(args.element, [&](auto* element) {
     using T = std::remove_pointer_t<decltype(element)>;
     constexpr int kSize = 16 / sizeof(T);
+    const int64_t wanted = (args.rows + kRowBlocks - 1) / kRowBlocks,
+                  each = wanted < kRowsAtOnce ? wanted : kRowsAtOnce;
+    const dim3 grid = grid_of((args.rows + each - 1) / each, args.batch);
     const int64_t out = reinterpret_cast<int64_t>(args.out) | args.width * static_cast<int64_t>(sizeof(T));
     if (widest_word(bits_of<T>(args.x) | bits_of<T>(args.cached) | bits_of<T>(args.fresh) | out) == 16) {
-      PDK_LAUNCH((add_cached_rows_kernel<T, kSize>), grid_of(args.rows, args.batch), dim3(kRowThreads), 0, stream,
-                 args);
+      PDK_LAUNCH((add_cached_rows_kernel<T, kSize>), grid, dim3(kRowThreads), 0, stream, args, each);
     } else {
-      PDK_LAUNCH((add_cached_rows_kernel<T, 1>), grid_of(args.rows, args.batch), dim3(kRowThreads), 0, stream, args);
+      PDK_LAUNCH((add_cached_rows_kernel<T, 1>), grid, dim3(kRowThreads), 0, stream, args, each);
     }
   });
   return cudaGetLastError();

@@ -6,6 +6,7 @@
 #include "launch.h"
 #include "packs.h"
 #include "pdkernels/kv_cache.h"
+#include "rows.h"
 
 namespace pdkernels::cuda {
 namespace {
@@ -40,10 +41,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t length = args.lengths.load(b);
   const int64_t count = args.count(b);
   if (check_extent(cache.pages, length, count, args.max_rows) != Fault::none) return;
-  bool fine = true;
-  for (int64_t i = threadIdx.x; i < count; i += kThreads)
-    fine = fine && check_append_row(args, b, length, i) == Fault::none;
-  if (!__syncthreads_and(fine)) return;
+  if (!pages_exist(cache.pages, b, length, count)) return;
 
   const int side = cache.side(buffer);
   const RowLayout& row = cache.rows[side];

@@ -3,6 +3,7 @@
 #include "launch.h"
 #include "packs.h"
 #include "pdkernels/transformer_ops.h"
+#include "rows.h"
 
 namespace pdkernels::cuda {
 namespace {
@@ -130,57 +131,62 @@ __global__ void __launch_bounds__(kThreads) apply_rope_kernel(const __grid_const
 // Of apply_rope_append_kernel: with packs a thread does more of a head.
 template <int kSize>
 constexpr int kHeadsPerBlock = kSize == 1 ? 8 : 32;
+// And the most blocks that share the rows of a sequence, about as many as a large GPU runs at once.
+constexpr int64_t kRopeBlocks = 512;
 
-// A block has some heads of one row; a thread takes kSize pairs of components at a time, which it alone reads and
+// Whether all rows of a sequence can be stored where they should. Without slots only pages may be missing.
+__device__ bool rows_fit(const ApplyRopeAppendArgs& args, int64_t b, int64_t length, int64_t count) {
+  if (args.check_lengths(length, count) != Fault::none) return false;
+  if (!args.slots.given()) return args.in_tables(length, count) && pages_exist(args.pages, b, length, count);
+  return all_fine(args.rows, [&](int64_t i) { return args.row_fits(b, i, length, count); });
+}
+
+// A block has some heads of some rows; a thread takes kSize pairs of components at a time, which it alone reads and
 // writes.
 template <class T, int kSize>
 __global__ void __launch_bounds__(kThreads) apply_rope_append_kernel(const __grid_constant__ ApplyRopeAppendArgs args) {
   using Elements = Pack<T, kSize>;
   constexpr int kHeads = kHeadsPerBlock<kSize>;
-  const int64_t b = blockIdx.z, row = blockIdx.x;
-  const int64_t length = args.lengths.load(b), count = args.count(b);
-  // Every block of a sequence finds the same faults, so that a bad sequence is left unchanged as a whole.
-  if (args.check_lengths(length, count) != Fault::none || !(args.slots.given() || args.in_tables(length, count)))
-    return;
-  bool fine = true;
-  for (int64_t i = threadIdx.x; i < args.rows; i += kThreads) fine = fine && args.row_fits(b, i, length, count);
-  if (!__syncthreads_and(fine)) return;
-  const int64_t slot = args.slot(b, row);
-  if (slot < 0) return;
+  const int64_t b = blockIdx.z, length = args.lengths.load(b), count = args.count(b);
+  if (!rows_fit(args, b, length, count)) return;
 
   const unsigned packs = static_cast<unsigned>(args.head_dim / (2 * kSize));
   const int64_t first_head = static_cast<int64_t>(blockIdx.y) * kHeads, left = args.all_heads() - first_head;
   const unsigned items = static_cast<unsigned>(left < kHeads ? left : kHeads) * packs;
-  const float *cos = args.cos + args.table_row(length, slot), *sin = args.sin + args.table_row(length, slot);
-  for (unsigned item = threadIdx.x; item < items; item += kThreads) {
-    const int64_t head = first_head + item / packs;
-    const unsigned pack = item % packs;
-    const unsigned low = args.interleaved ? 2 * pack : pack, high = args.interleaved ? low + 1 : low + packs;
-    T* x = static_cast<T*>(args.qkv) + args.head_offset(b, row, head);
-    Elements first = Elements::load(x, low), second = Elements::load(x, high);
-    if (head < args.turned_heads()) {
-      float wide[2 * kSize];
-      for (int j = 0; j < kSize; ++j) {
-        wide[j] = to_float(first.at[j]);
-        wide[kSize + j] = to_float(second.at[j]);
-      }
-      if (args.bias != nullptr) {
-        const T* bias = static_cast<const T*>(args.bias) + head * args.head_dim;
-        const Elements first_bias = Elements::load(bias, low), second_bias = Elements::load(bias, high);
+  for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
+    const int64_t slot = args.slot(b, row);
+    if (slot < 0) continue;
+    const float *cos = args.cos + args.table_row(length, slot), *sin = args.sin + args.table_row(length, slot);
+    for (unsigned item = threadIdx.x; item < items; item += kThreads) {
+      const int64_t head = first_head + item / packs;
+      const unsigned pack = item % packs;
+      const unsigned low = args.interleaved ? 2 * pack : pack, high = args.interleaved ? low + 1 : low + packs;
+      T* x = static_cast<T*>(args.qkv) + args.head_offset(b, row, head);
+      Elements first = Elements::load(x, low), second = Elements::load(x, high);
+      if (head < args.turned_heads()) {
+        float wide[2 * kSize];
         for (int j = 0; j < kSize; ++j) {
-          wide[j] += to_float(first_bias.at[j]);
-          wide[kSize + j] += to_float(second_bias.at[j]);
+          wide[j] = to_float(first.at[j]);
+          wide[kSize + j] = to_float(second.at[j]);
         }
+        if (args.bias != nullptr) {
+          const T* bias = static_cast<const T*>(args.bias) + head * args.head_dim;
+          const Elements first_bias = Elements::load(bias, low), second_bias = Elements::load(bias, high);
+          for (int j = 0; j < kSize; ++j) {
+            wide[j] += to_float(first_bias.at[j]);
+            wide[kSize + j] += to_float(second_bias.at[j]);
+          }
+        }
+        first = turned<T, kSize>(wide, 0, cos + low * kSize, sin + low * kSize, args.interleaved);
+        second = turned<T, kSize>(wide, 1, cos + high * kSize, sin + high * kSize, args.interleaved);
+        first.store(x, low);
+        second.store(x, high);
       }
-      first = turned<T, kSize>(wide, 0, cos + low * kSize, sin + low * kSize, args.interleaved);
-      second = turned<T, kSize>(wide, 1, cos + high * kSize, sin + high * kSize, args.interleaved);
-      first.store(x, low);
-      second.store(x, high);
-    }
-    if (head >= args.heads && row < count) {
-      T* to = reinterpret_cast<T*>(args.target(b, length + slot, head));
-      first.store(to, low);
-      second.store(to, high);
+      if (head >= args.heads && row < count) {
+        T* to = reinterpret_cast<T*>(args.target(b, length + slot, head));
+        first.store(to, low);
+        second.store(to, high);
+      }
     }
   }
 }
@@ -245,7 +251,8 @@ cudaError_t apply_rope_append(const ApplyRopeAppendArgs& args, cudaStream_t stre
     }
     const auto launch = [&](auto size) {
       constexpr int kHeads = kHeadsPerBlock<size.value>;
-      const dim3 grid(static_cast<unsigned>(args.rows), static_cast<unsigned>((args.all_heads() + kHeads - 1) / kHeads),
+      const dim3 grid(row_blocks(args.rows, kRopeBlocks),
+                      static_cast<unsigned>((args.all_heads() + kHeads - 1) / kHeads),
                       static_cast<unsigned>(args.batch));
       PDK_LAUNCH((apply_rope_append_kernel<T, size.value>), grid, dim3(kThreads), 0, stream, args);
     };

@@ -32,11 +32,21 @@ def append_part(
         count = tl.load(counts + batch).to(tl.int64)
     fits = (length >= 0) & (count >= 0) & (count <= most) & (length <= capacity) & (count <= capacity - length)
     count = tl.where(fits, count, 0)
+    # Every program checks the whole sequence: its rows only if something names them, else its pages, if it has any.
     wrong = 0
-    for first in range(0, count, _CHECKED):
-        rows = first + tl.arange(0, _CHECKED)
-        page, _, source = _find(rows, rows < count, length, table, sources, source_stride, PAGE_SIZE)
-        wrong += tl.sum(((page < 0) | (page >= pages) | (source < 0) | (source >= new)).to(tl.int32))
+    if sources is not None:
+        for first in range(0, count, _CHECKED):
+            rows = first + tl.arange(0, _CHECKED)
+            page, _, source = _find(rows, rows < count, length, table, sources, source_stride, PAGE_SIZE)
+            wrong += tl.sum(((page < 0) | (page >= pages) | (source < 0) | (source >= new)).to(tl.int32))
+    elif PAGE_SIZE > 0:
+        # Nothing is read for a length out of range.
+        begin = tl.where(count > 0, length // PAGE_SIZE, 0)
+        end = tl.where(count > 0, tl.cdiv(length + count, PAGE_SIZE), 0)
+        for first in range(begin, end, _CHECKED):
+            at = first + tl.arange(0, _CHECKED)
+            page = tl.load(table + at, mask=at < end, other=0).to(tl.int64)
+            wrong += tl.sum(((page < 0) | (page >= pages)).to(tl.int32))
     count = tl.where(wrong == 0, count, 0)
     for first in range(part * _STORED, count, parts * _STORED):
         rows = first + tl.arange(0, _STORED)

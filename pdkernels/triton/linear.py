@@ -33,9 +33,10 @@ _TABLE = {"16-bit": Tiling(16, 32, 128, 4, 4), "fp32": Tiling(16, 32, 64, 4, 3)}
 @triton.jit(do_not_specialize=["rows"])
 def _linear(x, weight, bias, out, rows, outputs, width, x_stride, weight_stride,
             ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr):  # fmt: skip
-    # Programs that read the same weights are adjacent.
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    output = (tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.int64)
+    # Programs that read the same weights are adjacent. One dimension of the grid: the others end at 65,535.
+    row_tiles = tl.cdiv(rows, ROWS)
+    row = (tl.program_id(0) % row_tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    output = (tl.program_id(0) // row_tiles * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.int64)
     real_row, real_output = row < rows, output < outputs
     depth = tl.arange(0, DEPTH)
     x_at = x + row[:, None] * x_stride + depth[None, :]
@@ -62,8 +63,8 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
     tiling = _TABLE["fp32" if x.dtype == torch.float32 else "16-bit"]
-    grid = (triton.cdiv(rows, tiling.rows), triton.cdiv(outputs, tiling.outputs))
-    _linear[grid](
+    programs = triton.cdiv(rows, tiling.rows) * triton.cdiv(outputs, tiling.outputs)
+    _linear[(programs,)](
         x,
         weight,
         bias,

@@ -252,9 +252,9 @@ def _split_kernel(
                     HEAD_DIM, D0, D1, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_TAIL, BASE_2, FOLD_SCALE,
                 )  # fmt: skip
         for step in range(middle * CUTS, tl.load(plan_rows + tile * 4 + 2) * CUTS):
-            at = step // CUTS * 2
+            visit = step // CUTS * 2
             acc, peak, total = _tail_step(
-                tl.load(lists + at), step % CUTS * BLOCK_TAIL, tl.load(lists + at + 1), tail_starts, query, acc, peak, total, k_new,
+                tl.load(lists + visit), step % CUTS * BLOCK_TAIL, tl.load(lists + visit + 1), tail_starts, query, acc, peak, total, k_new,
                 v_new, kn_stride, vn_stride, bitmaps, new, row, score_scale,
                 HEAD_DIM, D0, D1, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_TAIL, BASE_2, FOLD_SCALE,
             )  # fmt: skip
@@ -293,7 +293,10 @@ def _merge_kernel(
     SPLITS: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The splits' results, each weighted by its share of the total sum of exponentials; SPLITS is at least `splits`."""
-    batch = tl.program_id(1).to(tl.int64)
+    # One dimension of the grid: the others end at 65,535.
+    tiles = tl.cdiv(new * heads, ROWS)
+    batch = (tl.program_id(0) // tiles).to(tl.int64)
+    row_start = tl.program_id(0) % tiles * ROWS
     _, _, _, in_use = _splits(lengths, floors, batch, capacity, splits)
     begin = batch * new
     first_lse = begin * heads
@@ -304,7 +307,7 @@ def _merge_kernel(
         new = tl.minimum(tl.load(begins + batch + 1).to(tl.int64) - begin, most).to(tl.int32)
         first_lse = begin
         lse_stride = all_rows
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    rows = row_start + tl.arange(0, ROWS)
     inside = rows < new * heads
     lse_rows = first_lse + (rows % heads).to(tl.int64) * lse_stride + rows // heads
     lse_step = all_rows.to(tl.int64) * heads
@@ -413,7 +416,7 @@ def forward(
     )  # fmt: skip
     if splits > 1:
         rows = 4
-        _merge_kernel[(triton.cdiv(new * heads, rows), batch)](
+        _merge_kernel[(triton.cdiv(new * heads, rows) * batch,)](
             parts, part_lse, lengths, floors, cu_seqlens, out, lse, batch, new, entries * rows_each, heads, capacity, splits,
             SPLITS=triton.next_power_of_2(splits), ROWS=rows, HEAD_DIM=head_dim,
             WIDTH=triton.next_power_of_2(head_dim), num_warps=4,

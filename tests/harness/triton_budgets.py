@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,25 @@ BUDGET_FILE = ROOT / "tests" / "triton_budgets.json"
 CACHE = ROOT / "build" / "triton_budgets"
 KERNELS = ROOT / "pdkernels" / "triton"
 # Dynamic shared memory a block may take, in bytes: CUDA programming guide, table of technical specifications.
-SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
+SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "sm_120": 99 * 1024}
 # The instructions of the tensor cores.
 TENSOR_CORES = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
 
 
-def measure(cases: list[str], module: str = "tests.harness.triton_budgets") -> dict[str, dict[str, Any]]:
-    """`{"sm_90:bf16:128 forward": figures}`, from `module` run as a separate process. Cached by the sources that go into it."""
+def measure(
+    cases: list[str], module: str = "tests.harness.triton_budgets", others: Sequence[Path] = ()
+) -> dict[str, dict[str, Any]]:
+    """`{"sm_90:bf16:128 forward": figures}`, from `module` run as a separate process. Cached by the sources that go into it; `others`
+    go into this one too."""
     import triton
 
-    sources = {Path(__file__), Path(sass.__file__), ROOT / f"{module.replace('.', '/')}.py", *KERNELS.glob("*.py")}
+    sources = {
+        Path(__file__),
+        Path(sass.__file__),
+        ROOT / f"{module.replace('.', '/')}.py",
+        *KERNELS.glob("*.py"),
+        *others,
+    }
     key = digest_text(triton.__version__, *cases, digest(sorted(sources)))
 
     def compile_cases(target: Path) -> None:

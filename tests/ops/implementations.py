@@ -64,6 +64,13 @@ class Simulated:
         """Orders in which threads and blocks may run: a missing barrier shows as different results."""
         return (schedule(self.library, order) for order in SCHEDULES)
 
+    def blocks(self, run: Callable[[], object]) -> int:
+        """How many blocks of threads a call launches."""
+        self.library.cudasim_blocks.restype = ctypes.c_uint64
+        before: int = self.library.cudasim_blocks()
+        run()
+        return int(self.library.cudasim_blocks()) - before
+
 
 @cache
 def simulated_ops() -> tuple[ctypes.CDLL, object]:

@@ -101,6 +101,7 @@ class Engine {
   std::recursive_mutex mutex;  // one launch at a time; recursive so that a launch from a kernel is an error, not a hang
   Schedule schedule;
   DynamicShared dynamic;
+  std::uint64_t blocks = 0;  // run so far
 
  private:
   static void thread_main();
@@ -160,6 +161,7 @@ void Engine::launch(const char* name, dim3 grid, dim3 block, std::size_t shared_
     std::memset(shared.data(), poison, shared.size());
     dynamic.poison(poison);
     run_block(threads);
+    ++blocks;
     if (!dynamic.guards_intact()) {
       stop("block " + text(blockIdx) + " wrote outside its " + std::to_string(shared_bytes) +
            " bytes of dynamic shared memory");
@@ -352,6 +354,12 @@ __attribute__((visibility("default"))) int cudasim_set_schedule(const char* text
 
 __attribute__((visibility("default"))) const char* cudasim_schedule() {
   return cudasim::engine().schedule.text().c_str();
+}
+
+// Blocks run by all launches so far.
+__attribute__((visibility("default"))) std::uint64_t cudasim_blocks() {
+  const std::lock_guard lock(cudasim::engine().mutex);
+  return cudasim::engine().blocks;
 }
 
 }  // extern "C"
