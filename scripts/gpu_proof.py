@@ -1,6 +1,7 @@
 """Proves the kernels on a GPU, part by part, and writes the results as JSON. How to call it: docs/gpu_proof.md.
 
-Part 1  builds; runs the tests that use the GPU, then all others
+Part 0  installs what is missing and builds; the others need it, and stop at once where it has not succeeded
+Part 1  runs the tests that use the GPU, then all others
 Part 2  compute-sanitizer: memcheck, racecheck, initcheck and synccheck on every op, side by side
 Part 3  CUDA graphs: capture, replay with changed data, no sync; whole generations in a graph, with their times
 Part 4  benchmarks of attention
@@ -15,6 +16,7 @@ what it has already found; the exit code is 0 only if everything passed. `--dry-
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -34,8 +36,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from scripts.proof_summaries import sanitizer_summary, test_summary  # noqa: E402
 
-# For each part, half an hour for all; the order in which they tell most is 3, 1, 4, 2, 5, 6.
-LIMITS = {1: 420.0, 2: 300.0, 3: 300.0, 4: 420.0, 5: 210.0, 6: 150.0}
+# For each part, half an hour for all; after 0 the order in which they tell most is 3, 1, 4, 2, 5, 6.
+LIMITS = {0: 240.0, 1: 390.0, 2: 270.0, 3: 270.0, 4: 360.0, 5: 180.0, 6: 90.0}
+# What part 0 leaves when it has succeeded: what it was built from, and for what.
+BUILT = ROOT / "build" / "gpu_proof.json"
 # Tests that launch something on a GPU; Triton's kernels are compiled for it there.
 ON_GPU = "(cuda or triton or capture or same_tokens) and not cudasim and not budgets and not interpreter"
 CHECKERS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -159,6 +163,52 @@ def ask(*command: str | Path) -> str:
         return ""
 
 
+def commit() -> str:
+    return os.environ.get("PDKERNELS_COMMIT") or ask("git", "rev-parse", "HEAD") or "unknown"
+
+
+def sources() -> str:
+    """Of what is compiled, edits since the commit included."""
+    known = hashlib.sha256()
+    for path in sorted([ROOT / "setup.py", *ROOT.glob("csrc/**/*.*"), *ROOT.glob("python_bindings/*.*")]):
+        known.update(path.read_bytes())
+    return known.hexdigest()[:16]
+
+
+def not_built(dry: bool) -> str:
+    """Why no other part can run here; "" if it can."""
+    remedy = "Run: scripts/gpu_proof.sh --part 0"
+    if not BUILT.is_file():
+        return f"part 0, which installs and builds, has not succeeded here. {remedy}"
+    built = json.loads(BUILT.read_text())
+    for what, now in (("commit", commit()), ("sources", sources())):
+        if built[what] != now:
+            return f"part 0 built {what} {built[what]}, but this is {now}. {remedy}"
+    if not dry and not built["cuda"]:
+        return f"part 0 ran with --dry-run and built no CUDA kernels. {remedy}"
+    if not Path(built["python"]).is_file():
+        return f"the environment of part 0, {built['python']}, is gone. {remedy}"
+    return ""
+
+
+def run_build(part: Part) -> None:
+    """Writes the mark that the other parts look for."""
+    BUILT.unlink(missing_ok=True)
+    cuda = {"MAX_JOBS": str(os.cpu_count() or 1)} | ({} if part.dry else {"PDKERNELS_BUILD_CUDA": "1"})
+    bootstrap = [sys.executable, "scripts/bootstrap.py", "--for", "test"]
+    step, said = part.run("build", [*bootstrap, "-c", "import sys; print(sys.executable)"], environment=cuda)
+    if step.returncode:
+        return
+    part.python = said.strip().splitlines()[-1]
+    # Imports it, so that a library that cannot be loaded fails here.
+    step, said = part.run("what was built", [part.python, "-c", FACTS], needs="" if part.dry else '"cuda_archs": "[^"]')
+    if step.returncode:
+        return
+    found = {"commit": commit(), "sources": sources(), "cuda": not part.dry, "python": part.python}
+    BUILT.parent.mkdir(exist_ok=True)
+    BUILT.write_text(json.dumps({**found, "versions": json.loads(said.strip().splitlines()[-1])}, indent=2) + "\n")
+
+
 def run_tests(part: Part) -> None:
     cores = os.cpu_count() or 1
     workers = max(1, min(12, cores - 2))
@@ -240,24 +290,18 @@ def run_benchmarks(part: Part) -> None:
         )
 
 
-PARTS = {1: run_tests, 2: run_checkers, 3: run_captures, **dict.fromkeys(BENCHMARKS, run_benchmarks)}
+PARTS = {0: run_build, 1: run_tests, 2: run_checkers, 3: run_captures, **dict.fromkeys(BENCHMARKS, run_benchmarks)}
 
 
 def prove(part: Part, gpu: str, driver: str) -> bool:
-    cuda = {"MAX_JOBS": str(os.cpu_count() or 1)} | ({} if part.dry else {"PDKERNELS_BUILD_CUDA": "1"})
-    step, said = part.run(
-        "build",
-        [sys.executable, "scripts/bootstrap.py", "--for", "test", "-c", "import sys; print(sys.executable)"],
-        environment=cuda,
-    )
-    if step.returncode == 0:
-        part.python = said.strip().splitlines()[-1]
+    if part.number > 0:
+        part.python = json.loads(BUILT.read_text())["python"]
     PARTS[part.number](part)
     facts = ask(part.python, "-c", FACTS)
     report = {
         "part": part.number,
         "command": " ".join(["scripts/gpu_proof.sh", *sys.argv[1:]]),
-        "commit": os.environ.get("PDKERNELS_COMMIT") or ask("git", "rev-parse", "HEAD") or "unknown",
+        "commit": commit(),
         "gpu": gpu or None,
         "driver": driver or None,
         "versions": json.loads(facts) if facts else None,
@@ -294,11 +338,13 @@ def main() -> None:
     out = Path(os.environ.get("OUT") or ROOT / "bench/results" / folder).resolve()
     out.mkdir(parents=True, exist_ok=True)
     together = options.seconds and time.monotonic() + options.seconds
-    good = [
-        prove(Part(out, number, together or time.monotonic() + LIMITS[number], options.dry_run), gpu, driver)
-        for number in options.part
-    ]
-    sys.exit(0 if all(good) else 1)
+    good = True
+    for number in options.part:
+        if number > 0 and (reason := not_built(options.dry_run)):
+            sys.exit(f"gpu_proof: {reason}")
+        ends = together or time.monotonic() + LIMITS[number]
+        good = prove(Part(out, number, ends, options.dry_run), gpu, driver) and good
+    sys.exit(0 if good else 1)
 
 
 if __name__ == "__main__":

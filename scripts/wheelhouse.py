@@ -1,8 +1,9 @@
 """Fetches what the tests and benchmarks need on a machine without network, as wheels into `wheelhouse/`.
 
-    python scripts/wheelhouse.py 3.12 [--without torch triton numpy ...]
+    python scripts/wheelhouse.py 3.12 [--without torch triton numpy ...] [--only gguf ...] [--limit 64]
 
-3.12: the Python there. `--without`: what is there already, by default torch and triton. Where the folder `wheelhouse/` exists,
+3.12: the Python there. `--without`: what is there already, by default torch and triton. `--only`: all that is missing there, without
+what it requires in turn. `--limit`: MiB that the wheels and the sources may have together. Where the folder `wheelhouse/` exists,
 `scripts/bootstrap.py` takes packages from it alone.
 """
 
@@ -26,11 +27,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("python", help="version of Python on that machine, such as 3.12")
     parser.add_argument("--without", nargs="*", default=["torch", "triton"], metavar="NAME")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
+    parser.add_argument("--limit", type=float, metavar="MIB")
     options = parser.parse_args()
     wanted = [*requirements("test"), *requirements("bench")]
-    pins = {r.pin: None for r in wanted if r.applies(options.python) and r.name not in options.without}
+    needed = {r.name: r.pin for r in wanted if r.applies(options.python)}
+    if unknown := [name for name in options.only if name not in needed]:
+        sys.exit(f"wheelhouse: {', '.join(unknown)} is nothing that requirements.txt needs for tests or benchmarks.")
+    pins = [
+        pin for name, pin in needed.items() if (name in options.only if options.only else name not in options.without)
+    ]
     target = ["--only-binary=:all:", "--implementation", "cp", "--python-version", options.python]
     target += [part for system in SYSTEMS for part in ("--platform", system)]
+    target += ["--no-deps"] if options.only else []
     folder = ROOT / "wheelhouse"
     subprocess.run(
         [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-q", *target, "-d", folder, *pins],
@@ -40,8 +49,31 @@ def main() -> None:
     for wheel in folder.glob("*.whl"):
         if wheel.name.startswith(left_out):  # another package asked for it
             wheel.unlink()
-    wheels = sorted(folder.glob("*.whl"))
-    print(f"wheelhouse: {len(wheels)} wheels, {sum(wheel.stat().st_size for wheel in wheels) / 2**20:.0f} MiB")
+    report(sorted(folder.glob("*.whl"), key=size, reverse=True), options.limit)
+
+
+def size(file: Path) -> int:
+    return file.stat().st_size
+
+
+def tracked() -> list[Path]:
+    """The sources, as far as git knows or would take them."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [path for name in listed.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def report(wheels: list[Path], limit: float | None) -> None:
+    """Prints their sizes, largest first, and ends the program if they are too large together with the sources."""
+    own, all_sources = sum(map(size, wheels)) / 2**20, sum(map(size, tracked())) / 2**20
+    print(
+        f"wheelhouse: {len(wheels)} wheel{'s' * (len(wheels) != 1)}, {own:.1f} MiB; with the sources {own + all_sources:.1f} MiB"
+    )
+    if limit is not None and own + all_sources > limit:
+        largest = ", ".join(f"{wheel.name.partition('-')[0]} {size(wheel) / 2**20:.1f}" for wheel in wheels[:5])
+        sys.exit(
+            f"wheelhouse: over the {limit:g} MiB of --limit. The largest wheels: {largest}. Name what is there: --without"
+        )
 
 
 if __name__ == "__main__":

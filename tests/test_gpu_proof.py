@@ -8,12 +8,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from bench import bench_block_sparse_attention as attention
-from scripts import gpu_proof, proof_summaries
+from scripts import gpu_proof, proof_summaries, wheelhouse
 from tests.harness.pretended_gpu import without_gpu
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,6 +59,73 @@ def test_steps_are_cut_off_and_continue(tmp_path: Path, capsys: pytest.CaptureFi
     assert [step.returncode for step in (late, empty, fine, lost)] == [124, 1, 0, 127]
     assert late.last_line == "begun" and said == "all is well\n" and "all is well" in part.log.read_text()
     assert fine.command == "python -c print('all is well')"
+
+
+def test_all_parts_fit_into_half_an_hour_and_each_into_a_call() -> None:
+    assert gpu_proof.LIMITS.keys() == gpu_proof.PARTS.keys()
+    assert sum(gpu_proof.LIMITS.values()) <= 1800 and max(gpu_proof.LIMITS.values()) <= 570
+
+
+def build(folder: Path, monkeypatch: pytest.MonkeyPatch, answers: list[str]) -> gpu_proof.Part:
+    """Part 0 with programs that print `answers` in place of its own; an answer that is empty fails."""
+    monkeypatch.setattr(gpu_proof, "BUILT", folder / "built.json")
+    part = gpu_proof.Part(folder, 0, gpu_proof.time.monotonic() + 60, dry=False)
+    run, left = part.run, iter(answers)
+
+    def instead(name: str, command: list[str | Path], **options: Any) -> tuple[gpu_proof.Step, str]:
+        said = next(left)
+        return run(name, [sys.executable, "-c", f"print({said!r}); raise SystemExit({int(not said)})"], **options)
+
+    monkeypatch.setattr(part, "run", instead)
+    gpu_proof.run_build(part)
+    return part
+
+
+FACTS = {"python": "3.12", "torch": "2.11", "compiled": {"cuda_archs": "90a"}}
+
+
+def test_other_parts_need_a_build_of_these_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDKERNELS_COMMIT", "one")
+    build(tmp_path, monkeypatch, [""])
+    assert gpu_proof.not_built(False).startswith("part 0, which installs and builds, has not succeeded here. Run: ")
+    # Built, but without kernels for CUDA, or a library that cannot be imported.
+    build(tmp_path, monkeypatch, [sys.executable, json.dumps(FACTS | {"compiled": {"cuda_archs": ""}})])
+    assert gpu_proof.not_built(False)
+    build(tmp_path, monkeypatch, [sys.executable, ""])
+    assert gpu_proof.not_built(False)
+    part = build(tmp_path, monkeypatch, ["making .venv\n" + sys.executable, json.dumps(FACTS)])
+    assert gpu_proof.not_built(False) == "" and part.python == sys.executable
+    assert json.loads(gpu_proof.BUILT.read_text())["versions"] == FACTS
+    monkeypatch.setenv("PDKERNELS_COMMIT", "two")
+    assert gpu_proof.not_built(False).startswith("part 0 built commit one, but this is two.")
+    monkeypatch.setenv("PDKERNELS_COMMIT", "one")
+    monkeypatch.setattr(gpu_proof, "sources", lambda: "edited")
+    assert "but this is edited" in gpu_proof.not_built(False)
+    monkeypatch.undo()
+    # A build that fails takes back the one before it.
+    monkeypatch.setenv("PDKERNELS_COMMIT", "one")
+    build(tmp_path, monkeypatch, [""])
+    assert gpu_proof.not_built(True)
+
+
+def test_a_part_stops_at_once_without_a_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_proof, "BUILT", tmp_path / "built.json")
+    monkeypatch.setattr(sys, "argv", ["gpu_proof.py", "--part", "3", "1", "--dry-run"])
+    monkeypatch.setenv("OUT", str(tmp_path))
+    with pytest.raises(SystemExit, match="gpu_proof: part 0, which installs and builds, has not succeeded here"):
+        gpu_proof.main()
+    assert not list(tmp_path.glob("part-*"))
+
+
+def test_the_wheelhouse_is_measured_with_the_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, kilobytes in (("small-1-py3-none-any.whl", 10), ("large-2-py3-none-any.whl", 3000)):
+        (tmp_path / name).write_bytes(bytes(1024 * kilobytes))
+    wheels = sorted(tmp_path.glob("*.whl"))
+    total = (3010 * 1024 + sum(map(wheelhouse.size, wheelhouse.tracked()))) / 2**20
+    wheelhouse.report(wheels, total + 0.1)
+    assert f"2 wheels, 2.9 MiB; with the sources {total:.1f} MiB" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"over the 3 MiB of --limit. The largest wheels: large 2.9, small 0.0"):
+        wheelhouse.report(wheels, 3)
 
 
 @without_gpu
