@@ -210,9 +210,7 @@ def _split_kernel(
     own_starts = None
     if starts is not None:
         at = begin + token if STARTS_BY_ROW else token.to(tl.int64)
-        addresses = (
-            starts + (entry * starts_stride_b if STARTS_BY_ROW else batch * starts_stride_b) + at * starts_stride
-        )
+        addresses = starts + (entry if STARTS_BY_ROW else batch) * starts_stride_b + at * starts_stride
         valid = rows < new * GROUP
         own_starts = tl.load(addresses, mask=valid, other=0).to(tl.int64)
     first = floor + split * keys
@@ -233,9 +231,7 @@ def _split_kernel(
 
     k_new += entry * kn_stride_b + kv_head * kn_stride_h
     v_new += entry * vn_stride_b + kv_head * vn_stride_h
-    tail_starts = None
-    if starts is not None:
-        tail_starts = own_starts - length
+    tail_starts = None if starts is None else own_starts - length
     plan_rows += batch * rows_stride
     CUTS: tl.constexpr = BLOCK_K // BLOCK_TAIL
     first_tile = row_start // GROUP // BLOCK_Q
