@@ -14,6 +14,7 @@ from pdkernels.decoding._repetition import PenalisedModel, checked_penalty
 from pdkernels.decoding._request import Overflow, check_model, checked_stops, finished, open_session
 from pdkernels.decoding._sampling import checked_mask_token, stream
 from pdkernels.decoding._session import MOST_POSITIONS
+from pdkernels.decoding._usual import default_method
 from pdkernels.decoding.methods import METHODS
 from pdkernels.decoding.recurrent_adaptive import ExitCheck
 from pdkernels.decoding.result import ChunkTokens, DecodeResult, DecodeStats, OnTokens, PlanReport, PlanRound
@@ -48,6 +49,7 @@ __all__ = [
     "TraceStep",
     "available",
     "chunk_lanes",
+    "default_method",
     "default_option",
     "find",
     "generate",

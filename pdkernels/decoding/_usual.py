@@ -1,0 +1,64 @@
+"""The method and options for a model when a caller names none: what it was trained for, else what costs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from pdkernels.decoding._method import family_of
+from pdkernels.decoding.methods import METHODS
+from pdkernels.models.protocols import missing
+
+# Nothing in a model tells that it was trained to jump ahead.
+_TRAINED_TO_JUMP = ("tiny-jacobi",)
+_BY_FAMILY = {"masked": "llada", "blocks": "fast_dllm_v2"}
+
+
+def default_method(
+    model: Any, options: Collection[str] = (), *, name: str = "", several: bool = False
+) -> tuple[str, dict[str, Any]]:
+    """The method for a model when the caller names none, and its options.
+
+    A model that was trained for a method gets it. Any other decodes token by token, with drafts that are looked up in the text: these
+    never change the tokens, and without a match a forward has one row, as without drafts.
+
+    Args:
+        model: as for `generate`.
+        options: names of those that the caller gives, which come before the choice's own. For one that only decoders of recurrent
+            depth have, such as `top_p`, the method is "recurrent_static".
+        name: the name that the model was loaded by. Only tiny-jacobi is recognised by it.
+        several: whether many prompts share a forward. Then nothing is looked up: forwards become fewer only where all of them
+            accept drafts, and every draft adds rows.
+
+    Returns:
+        The method's name, and the options that the choice includes.
+
+    >>> import pdkernels as pd
+    >>> default_method(pd.models.load("tiny-code"))
+    ('jacobi', {'draft': 'lookup'})
+    >>> default_method(pd.models.load("tiny-code"), several=True)
+    ('autoregressive', {})
+    >>> default_method(pd.models.load("tiny-trimode"))
+    ('linear_self_speculation', {})
+    """
+    method, chosen = _trained_for(model, name) or ("jacobi", {"draft": "lookup"})
+    if chosen and (several or missing(model, METHODS[method].asks)):
+        method, chosen = "autoregressive", {}
+    if family_of(model) == "recurrent" and not METHODS[method].options.keys() >= set(options):
+        return "recurrent_static", {}
+    return method, {option: value for option, value in chosen.items() if option not in options}
+
+
+def _trained_for(model: Any, name: str) -> tuple[str, dict[str, Any]] | None:
+    if getattr(model, "plan_tokens", None) is not None:
+        return "planned", {}
+    family = family_of(model)
+    if family in _BY_FAMILY:
+        return _BY_FAMILY[family], {}
+    if family == "transformer" and name in _TRAINED_TO_JUMP:
+        return "jacobi", {}
+    speculates = METHODS["linear_self_speculation"]
+    fills_masks = family == "transformer" and getattr(model, "mask_token", None) is not None
+    if fills_masks and not missing(model, speculates.asks):
+        return speculates.name, {}
+    return None
