@@ -11,8 +11,18 @@ from torch import Tensor
 from pdkernels._validation import check, check_choice, check_type, message
 from pdkernels.cache import Cache
 from pdkernels.integrations.transformers._attention import attention
-from pdkernels.integrations.transformers._cache import windowed
 from pdkernels.integrations.transformers._plans import PlanMask, mask_function
+from pdkernels.integrations.transformers._probe import (
+    TOKENS,
+    UNBOUNDED,
+    longest_plain,
+    prove,
+    random_tokens,
+    remembered,
+    shape_of,
+    undisturbed,
+)
+from pdkernels.integrations.transformers._shadow import head_of, shadow
 from pdkernels.masks import TilePlan, causal, full
 from pdkernels.models import Transformer
 from pdkernels.models.caches import new_cache
@@ -23,8 +33,6 @@ from pdkernels.ops.block_sparse_attention import block_sparse_attention
 from pdkernels.ops.speculative_attention import speculative_attention, speculative_attention_append_
 
 NAME = "pdkernels"
-# These models compute more than a product between the last norm and the logits.
-_LOGIT_RULES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 class Rows(NamedTuple):
@@ -70,6 +78,18 @@ class WrappedConfig:
     attention: Literal["causal", "bidirectional"]
     predicts: Literal["next", "own"]
     max_positions: int
+    trained_positions: int
+    """`max_positions` without regard to windows."""
+
+
+def run_body(body: Any, tokens: Tensor, positions: Tensor, step: Any) -> Tensor:
+    """The last hidden states of a model whose layers attend by ``step.attend``."""
+    # A 4-D mask is passed on unchanged; without one transformers would look for packed texts.
+    mask = PlanMask(len(tokens), tokens.shape[1], tokens.shape[1], 0, None, tokens.device)
+    mask.step = step
+    out = body(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False)
+    hidden: Tensor = out.last_hidden_state
+    return hidden
 
 
 class WrappedModel:
@@ -78,8 +98,11 @@ class WrappedModel:
     keeps_rows = True
     has_adapter = False
 
-    def __init__(self, model: Any, config: WrappedConfig, tokenizer: Any, mask_token: int | None) -> None:
+    def __init__(
+        self, model: Any, shadowed: Any, config: WrappedConfig, tokenizer: Any, mask_token: int | None
+    ) -> None:
         self.model, self.config, self.tokenizer, self.mask_token = model, config, tokenizer, mask_token
+        self._body, self._head = shadowed.base_model, head_of(shadowed)
         ends = getattr(model.generation_config, "eos_token_id", None)
         self.end_tokens = () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
 
@@ -149,55 +172,21 @@ class WrappedModel:
         plan = nothing_new(rows, tokens.device)
         return self._run(tokens, targets.clamp(min=0), Rows(plan, cache, None, visible, targets))
 
-    def _run(self, tokens: Tensor, positions: Tensor, rows: Rows | _Seen) -> Tensor:
-        # A 4-D mask is passed on unchanged; without one transformers would look for packed texts.
-        mask = PlanMask(len(tokens), tokens.shape[1], tokens.shape[1], 0, None, tokens.device)
-        mask.step = rows
-        out = self.model.base_model(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False)
-        hidden: Tensor = out.last_hidden_state
-        return hidden
+    def _run(self, tokens: Tensor, positions: Tensor, rows: Rows) -> Tensor:
+        # Drafts may reach beyond the last position; no row that counts sees those.
+        return run_body(self._body, tokens, positions.clamp(max=self.config.trained_positions - 1), rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The model's head."""
+        """What the model's class computes after its body: the head, and where it has them, scales and caps."""
         with torch.no_grad():
-            said: Tensor = self.model.get_output_embeddings()(hidden)
-        return said
+            out = self._head(hidden.reshape(1, -1, hidden.shape[-1]))
+        said: Tensor = out.logits
+        return said.view(*hidden.shape[:-1], said.shape[-1])
 
     def __call__(self, tokens: Tensor, *, rows: Any = None, **options: Any) -> Tensor:
         """As a forward of `Transformer`."""
         hidden = self.hidden(tokens, **options)
         return self.logits(hidden if rows is None else select_rows("WrappedModel", hidden, rows))
-
-
-class _Seen:
-    """Which layers take their attention from us."""
-
-    def __init__(self) -> None:
-        self.layers: set[int] = set()
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float | None) -> Tensor:
-        self.layers.add(layer)
-        return torch.zeros_like(q)
-
-
-def _attend_in(model: Any, wrapped: WrappedModel) -> None:
-    """Makes attention ours. Remote code that looks its attention up in another way than transformers' models is tried on a token."""
-    if getattr(model, "_can_set_attn_implementation", lambda: True)():
-        model.set_attn_implementation(NAME)
-        return
-    before, model.config._attn_implementation = model.config._attn_implementation, NAME
-    seen, token = _Seen(), torch.zeros(1, 1, dtype=torch.int64, device=wrapped.device)
-    cause: Exception | None = None
-    try:
-        with torch.no_grad():
-            wrapped._run(token, token, seen)
-    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
-        cause = error
-    if len(seen.layers) < wrapped.config.layers:
-        model.config._attn_implementation = before
-        words = f"take the attention of its {wrapped.config.layers} layers from AttentionInterface"
-        remedy = "pdkernels.models.from_callable takes any function from tokens to logits."
-        raise NotImplementedError(message("wrap", "model", words, type(model).__name__, remedy)) from cause
 
 
 def register() -> None:
@@ -256,34 +245,59 @@ def wrap(
         True
     """
     op = "wrap"
-    known = hasattr(model, "base_model") and hasattr(model, "get_output_embeddings") and hasattr(model, "config")
-    check_type(known, op, "model", "be a decoder of transformers", type(model).__name__)
-    check_type(
-        model.get_output_embeddings() is not None, op, "model", "have a language model head", type(model).__name__
-    )
+    model = _plain_model(op, model)
     check_choice(op, "attention", attention, ("causal", "bidirectional"))
     predicts = predicts or ("own" if attention == "bidirectional" else "next")
     check_choice(op, "predicts", predicts, ("next", "own"))
-    config = model.config.get_text_config(decoder=True)
-    for name in _LOGIT_RULES:
-        if getattr(config, name, None) not in (None, 1, 1.0):
-            raise NotImplementedError(f"{op}: {name} must be absent, got {getattr(config, name)}.")
     register()
-    positions, window = int(config.max_position_embeddings), windowed(config)
-    heads = config.num_attention_heads
+    shadowed = shadow(model, NAME)
+    read, keep = remembered(model, attention, predicts)
+    sizes: WrappedConfig | None = read()
+    if sizes is None:
+        with undisturbed(model.device):
+            sizes = _measured(model, shadowed, attention, predicts)
+        keep(sizes)
+    return WrappedModel(model, shadowed, sizes, tokenizer, mask_token)
+
+
+def _plain_model(op: str, model: Any) -> Any:
+    """The decoder itself, without what torch.compile or PEFT put around it."""
+    model = getattr(model, "_orig_mod", model)
+    known = hasattr(model, "base_model") and hasattr(model, "get_output_embeddings") and hasattr(model, "config")
+    check_type(known, op, "model", "be a decoder of transformers", type(model).__name__)
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        words = "be a decoder alone"
+        raise NotImplementedError(message(op, "model", words, f"{name}, an encoder with a decoder"))
+    check_type(model.get_output_embeddings() is not None, op, "model", "have a language model head", name)
+    return model
+
+
+def _measured(
+    model: Any, shadowed: Any, attention: Literal["causal", "bidirectional"], predicts: Literal["next", "own"]
+) -> WrappedConfig:
+    """Sizes of a model that is proven to compute with us what it computes by itself; others are refused."""
+    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    body = shadowed.base_model
+    found = shape_of(name, config, lambda *given: run_body(body, *given), model.device)
+    tokens = random_tokens(model, 2, TOKENS)
+    positions = int(getattr(config, "max_position_embeddings", None) or UNBOUNDED)
     sizes = WrappedConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        layers=config.num_hidden_layers,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        layers=found.layers,
+        kv_heads=found.kv_heads,
+        head_dim=found.head_dim,
         attention=attention,
         predicts=predicts,
-        max_positions=positions if window is None else min(positions, window),
+        max_positions=longest_plain(name, config, body, tokens, positions),
+        trained_positions=positions,
     )
-    wrapped = WrappedModel(model, sizes, tokenizer, mask_token)
-    _attend_in(model, wrapped)
-    return wrapped
+    own = getattr(model.config, "_attn_implementation", None)
+    prove(
+        name, WrappedModel(model, shadowed, sizes, None, None), shadow(model, "eager" if own == NAME else None), tokens
+    )
+    return sizes
 
 
 def from_transformers(model: Any, tokenizer: Any = None) -> Transformer:

@@ -8,7 +8,9 @@ over its own tokens.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
 
@@ -23,6 +25,10 @@ from pdkernels.masks import TilePlan
 TILE = 64
 _ROWS = 1024  # rows of a dense mask held at a time
 _TAKES_LENGTHS = "q_length" in inspect.signature(sdpa_mask).parameters  # 4.57 takes positions instead
+
+
+class MaskIsPlan(NotImplementedError):
+    """A model computes with its mask, which has no pairs."""
 
 
 class PlanMask(Tensor):
@@ -53,7 +59,7 @@ class PlanMask(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func._opname in ("contiguous", "clone", "detach", "_to_copy", "alias"):
             return args[0]
-        raise NotImplementedError(
+        raise MaskIsPlan(
             f'attn_implementation="pdkernels" keeps masks as tile plans, so {func} has no pairs to work on. '
             'Use attn_implementation="sdpa" for a model that computes with its mask.'
         )
@@ -101,6 +107,19 @@ def plan_of(visible: Callable[[int, int], Tensor], rows: int, keys: int) -> Tile
     return plans[0] if len(plans) == 1 else TilePlan.stack(plans)
 
 
+_ASKED: ContextVar[list[Callable[..., Any]] | None] = ContextVar("asked", default=None)
+
+
+@contextmanager
+def asked_masks(rules: list[Callable[..., Any]]) -> Iterator[None]:
+    """Adds to `rules` what the models of this thread ask `mask_function` for: functions of batch, head, row and key."""
+    token = _ASKED.set(rules)
+    try:
+        yield
+    finally:
+        _ASKED.reset(token)
+
+
 def mask_function(
     batch_size: int,
     q_length: int | None = None,
@@ -120,6 +139,8 @@ def mask_function(
     assert q_length is not None
     device = torch.device(device)
     compiling = torch.compiler.is_compiling()
+    if not compiling and (asked := _ASKED.get()) is not None and mask_function is not causal_mask_function:
+        asked.append(mask_function)
 
     def dense(first: int, last: int) -> Tensor:
         common = {"kv_offset": kv_offset, "mask_function": mask_function, "attention_mask": attention_mask}

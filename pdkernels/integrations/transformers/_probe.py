@@ -1,0 +1,265 @@
+"""Whether a model of transformers computes with our attention and our caches what it computes by itself.
+
+What decides is a run of a few tokens, since no config tells all that a class computes: layers that keep another state than keys
+and values, biases of positions, scaled logits.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from pdkernels._validation import message
+from pdkernels.integrations.transformers._cache import windowed
+from pdkernels.integrations.transformers._plans import MaskIsPlan, asked_masks
+from pdkernels.masks import causal, full
+
+OP = "wrap"
+UNBOUNDED = 1 << 30
+_ANY = "pdkernels.models.from_callable takes any function from tokens to logits."
+TOKENS, _PREFIX = 10, (6, 3)  # of the two texts of a proof, and how much of each is cached before its last step
+# How far two ways to compute logits may differ, in parts of their size. Wrong context changes them by about their size.
+_BUDGETS = {torch.float16: 0.05, torch.bfloat16: 0.15}
+_EXACT = 1e-3
+_FAULTS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, NotImplementedError)
+
+
+class Shape(NamedTuple):
+    """What a model's layers hand to attention."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+def refuse(expectation: str, actual: str, remedy: str = _ANY, cause: Exception | None = None) -> NoReturn:
+    raise NotImplementedError(message(OP, "model", expectation, actual, remedy)) from cause
+
+
+def reason(error: Exception) -> str:
+    """The first sentence of an error."""
+    words = " ".join(str(error).split()).removeprefix("pdkernels.") or type(error).__name__
+    return (words if len(words) <= 160 else words[:157] + "...").rstrip(".")
+
+
+class _Seen:
+    """Takes the place of attention, and notes who calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[int | None] = []
+        self.shapes: set[tuple[int, int, int, torch.dtype]] = set()
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int | None, scale: float | None) -> Tensor:
+        self.calls.append(layer)
+        self.shapes.add((k.shape[2], k.shape[3], v.shape[3], k.dtype))
+        return q.new_zeros(*q.shape[:3], v.shape[3])
+
+
+def shape_of(name: str, config: Any, run: Callable[[Tensor, Tensor, Any], Tensor], device: torch.device) -> Shape:
+    """Runs one token; refuses layers whose attention is not ours, exactly once each."""
+    seen, token = _Seen(), torch.zeros(1, 1, dtype=torch.int64, device=device)
+    cause: Exception | None = None
+    try:
+        with torch.no_grad():
+            run(token, token, seen)
+    except _FAULTS as error:
+        cause = error
+    layers = getattr(config, "num_hidden_layers", None) or len(set(seen.calls))
+    words = f"take the attention of its {layers} layers from AttentionInterface"
+    if isinstance(cause, MaskIsPlan):
+        refuse(words, name, cause=cause)
+    if cause is not None and (seen.calls or isinstance(cause, NotImplementedError)):
+        refuse("be one that our attention computes", f"{name}: {reason(cause)}", cause=cause)
+    if cause is not None:
+        refuse(words, f"{name}: {reason(cause)}", cause=cause)
+    if not seen.calls:
+        refuse(words, name)
+    missing = sorted(set(range(layers)) - set(seen.calls))
+    if missing:
+        some = f"{len(missing)} without it, which keep a state that is not keys and values"
+        refuse(words, f"{name} with {some}")
+    if sorted(seen.calls) != list(range(layers)):
+        refuse(f"{words}, once each", f"{name} with {len(seen.calls)} calls")
+    if len(seen.shapes) > 1:
+        refuse("have the same key and value heads in every layer", f"{name} with {len(seen.shapes)} kinds")
+    heads, key, value, dtype = seen.shapes.pop()
+    if key != value:
+        refuse("have keys and values of one width", f"{name} with {key} and {value}")
+    return Shape(layers, heads, key, dtype)
+
+
+def longest_plain(name: str, config: Any, body: Any, tokens: Tensor, positions: int) -> int:
+    """How many tokens a text may have so that every row sees all before it and positions mean one thing."""
+    for rule in _rotary_rules(config):
+        if rule.get("rope_type", rule.get("type")) in ("dynamic", "longrope"):
+            original = rule.get("original_max_position_embeddings")
+            original = original or getattr(config, "original_max_position_embeddings", None) or positions
+            positions = min(positions, int(original))
+    asked: list[Callable[..., Tensor]] = []
+    try:
+        with torch.no_grad(), asked_masks(asked):
+            body(input_ids=tokens, use_cache=False)
+    except _FAULTS:
+        asked = []  # our own masks still run; the comparison that follows decides
+    for window in (windowed(config), getattr(config, "attention_chunk_size", None)):
+        positions = positions if window is None else min(positions, int(window))
+    for visible in asked:
+        positions = min(positions, _sees_all(visible, min(positions, 1 << 20), tokens.device, positions))
+    if positions < 1:
+        refuse("have rows that see what precedes them", name)
+    return positions
+
+
+def _rotary_rules(config: Any) -> Iterator[dict[str, Any]]:
+    for field in ("rope_parameters", "rope_scaling"):
+        value = getattr(config, field, None)
+        if isinstance(value, dict):
+            yield value
+            yield from (rule for rule in value.values() if isinstance(rule, dict))
+
+
+def _sees_all(visible: Callable[..., Tensor], most: int, device: torch.device, otherwise: int) -> int:
+    """The first row that does not see all before it."""
+
+    def whole(row: int) -> bool:
+        keys = torch.arange(row + 1, device=device)
+        zero = torch.zeros_like(keys)
+        return bool(torch.as_tensor(visible(zero, zero, zero + row, keys)).all())
+
+    try:
+        if whole(most - 1):
+            return otherwise
+        low, high = 0, most - 1  # the first hidden row lies in low .. high
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if whole(middle) else (low, middle)
+        return low
+    except _FAULTS:
+        return otherwise  # a rule of these tokens, such as packed texts
+
+
+def random_tokens(model: Any, rows: int, columns: int) -> Tensor:
+    """Ids that have no meaning to the model's code, the same in every call, without a draw from torch's own generator."""
+    special: set[int] = set()
+
+    def search(fields: dict[str, Any]) -> None:
+        for name, value in fields.items():
+            if isinstance(value, dict):
+                search(value)
+            elif "token" in str(name) or str(name).endswith("index"):
+                special.update(item for item in (value if isinstance(value, list) else [value]) if type(item) is int)
+
+    search(model.config.to_dict())
+    try:
+        entries = len(model.get_input_embeddings().weight)
+    except (NotImplementedError, AttributeError, TypeError):
+        entries = 0
+    config = model.config.get_text_config(decoder=True)
+    count = min(entries or config.vocab_size, config.vocab_size)
+    plain = torch.tensor([token for token in range(min(count, 4096)) if token not in special] or [0])
+    drawn = torch.randint(len(plain), (rows, columns), generator=torch.Generator().manual_seed(0))
+    return plain[drawn].to(model.device)
+
+
+def prove(name: str, wrapped: Any, twin: Any, tokens: Tensor) -> None:
+    """Compares the model's own forward with ours on a cache, for two texts of unequal prefixes."""
+    try:
+        with torch.no_grad():
+            theirs = twin(input_ids=tokens, use_cache=True).logits
+    except _FAULTS as error:
+        refuse("run on tokens alone", f"{name}: {reason(error)}", cause=error)
+    try:
+        same, cached = _ours(wrapped, tokens, theirs)
+    except _FAULTS as error:
+        refuse("be one that our attention computes", f"{name}: {reason(error)}", cause=error)
+    budget = _BUDGETS.get(wrapped.dtype, _EXACT)
+    if not same <= budget:
+        refuse(
+            "compute the same with our attention as with its own",
+            f"{name}, whose logits differ by {same:.0%} of their size",
+        )
+    if not cached <= budget:
+        words = "compute the same from cached keys and values as from the whole text"
+        refuse(words, f"{name}, whose logits differ by {cached:.0%} of their size")
+
+
+def _ours(wrapped: Any, tokens: Tensor, theirs: Tensor) -> tuple[float, float]:
+    """The differences of a whole forward, and of steps on a cache."""
+    plain = wrapped.config.attention == "causal"
+    whole = wrapped(tokens, mask=causal(tokens.shape[1]).plan(64, 64, tokens.device))
+    if whole.shape != theirs.shape:
+        raise ValueError(f"logits have shape {tuple(whole.shape)} instead of {tuple(theirs.shape)}")
+    same = _difference(whole, theirs)
+    if wrapped.config.predicts == "own" or not plain:
+        everything = wrapped(tokens, mask=full(tokens.shape[1]).plan(64, 64, tokens.device))
+        same = min(same, _difference(everything, theirs))
+    counts = torch.tensor(_PREFIX, device=tokens.device)
+    cache = wrapped.new_cache(len(tokens), tokens.shape[1] + max(_PREFIX))
+    wrapped(tokens[:, : max(_PREFIX)], cache=cache, counts=counts, mask=_step(max(_PREFIX), tokens.device))
+    cache.commit_(counts)
+    rows = tokens.shape[1] - max(_PREFIX)
+    cached = []
+    for first, last in ((0, rows - 1), (rows - 1, rows)):
+        where = counts[:, None] + torch.arange(first, last, device=tokens.device)
+        step = wrapped(tokens.gather(1, where), cache=cache, mask=_step(last - first, tokens.device))
+        cache.commit_(torch.full_like(counts, last - first))
+        cached.append(_difference(step, whole.gather(1, where[..., None].expand(-1, -1, whole.shape[2]))))
+    return same, max(cached)
+
+
+def _step(rows: int, device: torch.device) -> Any:
+    return causal(rows).plan(64, 64, device)
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    """Of the rows' differences in parts of their spread, the largest; in half precision, where rounding may choose another
+    expert for a row, the median."""
+    half = ours.dtype in _BUDGETS
+    ours, theirs = ours.double(), theirs.double()
+    spread = (theirs - theirs.mean(-1, keepdim=True)).norm(dim=-1)
+    rows = (ours - theirs).norm(dim=-1) / spread.clamp(min=1e-12)
+    return float(rows.median() if half else rows.max())
+
+
+_PROVEN: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+_LOCK = threading.Lock()
+
+
+def remembered(model: Any, *settings: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    """Reads and keeps what was found about this model as it is now: its modules, hooks, configuration, dtype and place."""
+    modules = tuple((type(module), len(module._forward_hooks), "forward" in vars(module)) for module in model.modules())
+    config = json.dumps(model.config.to_dict(), default=repr, sort_keys=True)
+    key = (*settings, config, hash(modules), model.dtype, model.device)
+
+    def read() -> Any:
+        with _LOCK:
+            return _PROVEN.get(model, {}).get(key)
+
+    def keep(found: Any) -> None:
+        with _LOCK:
+            _PROVEN.setdefault(model, {})[key] = found
+
+    return read, keep
+
+
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """No autocast, no gradients; torch's random numbers go on as if nothing had run."""
+    cuda = device.type == "cuda"
+    before = torch.get_rng_state(), torch.cuda.get_rng_state(device) if cuda else None
+    try:
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        if not torch.equal(torch.get_rng_state(), before[0]):
+            torch.set_rng_state(before[0])
+        if before[1] is not None and not torch.equal(torch.cuda.get_rng_state(device), before[1]):
+            torch.cuda.set_rng_state(before[1], device)

@@ -1,0 +1,235 @@
+"""A model of transformers with another attention implementation, while the model itself stays as it is.
+
+transformers looks its attention up in the config of every module, so to run a model with another implementation means to change
+configs that whoever owns the model is using as well. A shadow has modules and configs of its own and the weights of the model.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+_KEPT = (str, bytes, int, float, bool, torch.Tensor, torch.dtype, torch.device, type, types.BuiltinFunctionType)
+_CONTAINERS = (list, tuple, dict, set)
+_DEEPEST = 4  # containers in containers that are searched for modules
+
+
+class Overlay(dict):  # type: ignore[type-arg]
+    """A dict that reads what another one holds now, and keeps to itself what is written here."""
+
+    def __init__(self, below: dict[Any, Any]) -> None:
+        super().__init__()
+        self._below = below
+        self._gone: set[Any] = set()
+
+    def __contains__(self, key: Any) -> bool:
+        return super().__contains__(key) or (key not in self._gone and key in self._below)
+
+    def __getitem__(self, key: Any) -> Any:
+        if super().__contains__(key):
+            return super().__getitem__(key)
+        if key in self._gone:
+            raise KeyError(key)
+        return self._below[key]
+
+    def __delitem__(self, key: Any) -> None:
+        if key not in self:
+            raise KeyError(key)
+        self._gone.add(key)
+        if super().__contains__(key):
+            super().__delitem__(key)
+
+    def __iter__(self) -> Iterator[Any]:
+        below = [key for key in tuple(self._below) if key not in self._gone or super(Overlay, self).__contains__(key)]
+        return iter(below + [key for key in super().__iter__() if key not in self._below])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def keys(self) -> Any:
+        return list(self)
+
+    def values(self) -> Any:
+        return [self[key] for key in self]
+
+    def items(self) -> Any:
+        return [(key, self[key]) for key in self]
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self[key] if key in self else default
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        if key not in self and default:
+            return default[0]
+        value = self[key]
+        del self[key]
+        return value
+
+    def copy(self) -> dict[Any, Any]:
+        return dict(self.items())
+
+    def __reduce__(self) -> Any:
+        return dict, (self.copy(),)
+
+
+def shadow(model: nn.Module, implementation: str | None = None) -> Any:
+    """A copy of the module tree, in evaluation mode, whose configs name `implementation` (None: what they name).
+
+    Parameters are those of `model`: new values, `model.to(...)` and quantized weights show in both. So do its buffers and hooks
+    until the shadow writes one, which stays its own. Modules that are exchanged later do not show.
+    """
+    return _Copier(implementation).module(model)
+
+
+class Given(nn.Module):
+    """Stands in the place of a model's body: its output is what it is given as embeddings or as tokens."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["body"] = body
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["body"], name)
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        for value in (*given, *named.values()):
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                return _Output((value,))
+        raise TypeError("a model's head does not pass its input to the body")
+
+
+class _Output(tuple):  # type: ignore[type-arg]
+    """What a body returns, in any of the forms that heads read; all but the hidden states is None."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self[0] if name == "last_hidden_state" else None
+
+
+def head_of(shadowed: Any) -> Callable[[torch.Tensor], Any]:
+    """The part of a shadow after its body: from hidden states ``(1, rows, hidden_size)`` to the class's own output."""
+    copier, body = _Copier(None), shadowed.base_model
+    for module in shadowed.modules():
+        copier.memo[id(module)] = module
+        if hasattr(module, "config"):
+            copier.configs[id(module.config)] = module.config
+    copier.memo[id(body)] = Given(body)
+    del copier.memo[id(shadowed)]
+    head = copier.module(shadowed)
+    embeds = "inputs_embeds" in inspect.signature(type(shadowed).forward).parameters
+    return functools.partial(_run_head, head, "inputs_embeds" if embeds else "input_ids")
+
+
+def _run_head(head: Any, name: str, hidden: torch.Tensor) -> Any:
+    return head(**{name: hidden, "use_cache": False})
+
+
+class _Copier:
+    def __init__(self, implementation: str | None) -> None:
+        self.implementation = implementation
+        self.memo: dict[int, Any] = {}
+        self.configs: dict[int, Any] = {}
+        self.kept: list[Any] = []  # ids in the memo stay those of living objects
+
+    def module(self, module: nn.Module) -> nn.Module:
+        module = getattr(module, "_orig_mod", module)  # torch.compile has traced the other attention
+        if id(module) in self.memo or isinstance(module, torch.jit.ScriptModule):
+            found: nn.Module = self.memo.get(id(module), module)
+            return found
+        made: nn.Module = object.__new__(type(module))
+        self.memo[id(module)] = made
+        self.kept.append(module)
+        for name, value in tuple(vars(module).items()):
+            made.__dict__[name] = self._attribute(name, value)
+        made.__dict__["training"] = False
+        _reset_rotary(made)
+        return made
+
+    def _attribute(self, name: str, value: Any) -> Any:
+        if name == "_parameters":
+            return value
+        if name == "_buffers" or (name.startswith("_") and "_hooks" in name and isinstance(value, dict)):
+            return Overlay(value)
+        if name == "_modules":
+            return {key: None if child is None else self.module(child) for key, child in tuple(value.items())}
+        if name == "_compiled_call_impl":  # of model.compile(): the traced module itself
+            return None
+        return self.value(value, 0)
+
+    def value(self, value: Any, depth: int) -> Any:
+        """The same value, with the shadow's modules and configs in it."""
+        if value is None or isinstance(value, _KEPT):
+            return value
+        if isinstance(value, nn.Module):
+            return self.module(value)
+        if _is_config(value):
+            return self.config(value)
+        if isinstance(value, types.MethodType):
+            owner = self.value(value.__self__, depth)
+            return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
+        if isinstance(value, functools.partial):
+            parts = [self.value(part, depth) for part in (value.func, value.args, value.keywords)]
+            made = functools.partial(parts[0], *parts[1], **parts[2])
+            made.__dict__.update({name: self.value(held, depth) for name, held in vars(value).items()})
+            return made
+        if isinstance(value, weakref.ref):
+            target = value()
+            new = self.value(target, depth) if isinstance(target, nn.Module) else target
+            return value if new is target else weakref.ref(new)
+        traced: Callable[..., Any] | None = getattr(value, "_torchdynamo_orig_callable", None)
+        if traced is not None:
+            return self.value(traced, depth)
+        if isinstance(value, _CONTAINERS) and depth < _DEEPEST:
+            return self._container(value, depth + 1)
+        return value
+
+    def _container(self, value: Any, depth: int) -> Any:
+        if isinstance(value, dict):
+            made = copy.copy(value)
+            for key, held in tuple(value.items()):
+                made[key] = self.value(held, depth)
+            return made
+        held = [self.value(item, depth) for item in tuple(value)]
+        if isinstance(value, tuple):
+            same = all(new is old for new, old in zip(held, value))
+            return value if same else type(value)(*held) if hasattr(value, "_fields") else type(value)(held)
+        if isinstance(value, set):
+            return type(value)(held)
+        made = copy.copy(value)
+        made[:] = held
+        return made
+
+    def config(self, config: Any) -> Any:
+        """One copy of every config: those inside another are often modules' own as well."""
+        self.kept.append(config)
+        made = copy.deepcopy(config, self.configs)
+        if self.implementation is not None and made._attn_implementation != self.implementation:
+            made._attn_implementation = self.implementation
+        return made
+
+
+def _is_config(value: Any) -> bool:
+    return hasattr(value, "_attn_implementation") and hasattr(value, "to_dict") and not isinstance(value, nn.Module)
+
+
+def _reset_rotary(module: nn.Module) -> None:
+    """Frequencies that follow the length of the text start anew, in tensors that the model does not write."""
+    kinds = getattr(module, "rope_type", None)
+    for layer, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+        prefix = "" if layer is None else f"{layer}_"
+        original = module.__dict__.get(f"{prefix}original_inv_freq", module._buffers.get(f"{prefix}original_inv_freq"))
+        if not isinstance(kind, str) or not isinstance(original, torch.Tensor):
+            continue
+        if "dynamic" in kind or kind == "longrope":
+            module._buffers[f"{prefix}inv_freq"] = original.clone()
+            if f"{prefix}max_seq_len_cached" in module.__dict__ and hasattr(module, "original_max_seq_len"):
+                module.__dict__[f"{prefix}max_seq_len_cached"] = module.original_max_seq_len
