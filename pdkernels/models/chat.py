@@ -1,92 +1,128 @@
-"""Chats as text: the template of a checkpoint, rendered by the optional library `jinja2` in a sandbox.
+"""Chats as text: the templates of a checkpoint, rendered by the optional library `jinja2` in a sandbox.
 
-A template is a program by whoever made the checkpoint. In the sandbox it can reach neither files nor Python internals, changes
-nothing, and a text that grows too long is refused; like any program it can still take time and memory.
+A template is a program by whoever made the checkpoint. The sandbox lets it reach neither files nor Python internals nor change
+anything, and it runs in a process of its own with limits of time and memory.
 
 Source of what templates may use: `utils/chat_template_utils.py` of github.com/huggingface/transformers.
 """
 
 from __future__ import annotations
 
-import json
+import dataclasses
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from functools import cached_property
-from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 from pdkernels._validation import check, check_type, fail
-from pdkernels.models.fields import OP, shown
-from pdkernels.models.folder import read_fields, read_text
+from pdkernels.models import template_process
+from pdkernels.models.fields import OP, shown, some
 
 Message: TypeAlias = Mapping[str, Any]
 Messages: TypeAlias = Sequence[Message]
 
-_JINJA, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
 _MOST = 1 << 22  # characters of a template, and of what it writes
 _OP = "ChatTemplate.render"
+_JINJA = (3, 1, 6)  # templates get out of the sandbox of earlier ones
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class ChatTemplate:
-    """A template with the special `tokens` that it may name. Errors mention `where`.
+    """One template, or several by name, with the special `tokens` that they may name. Errors mention `where`.
 
     >>> template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}", {"eos_token": "."})
     >>> template.render([{"role": "user", "content": "Hi"}])
     '<user>Hi.'
     """
 
-    def __init__(self, source: str, tokens: Mapping[str, str] = {}, where: str = "chat template") -> None:
-        check_type(isinstance(source, str), OP, where, "be text", type(source).__name__)
-        check(len(source) <= _MOST, OP, where, f"have at most {_MOST} characters", len(source))
+    def __init__(
+        self, source: str | Mapping[str, str], tokens: Mapping[str, str] = {}, where: str = "chat template"
+    ) -> None:
+        self.named = dict(source) if isinstance(source, Mapping) else None
+        for name, text in (self.named or {"": source}).items():
+            label = f"{where} {name!r}" if name else where
+            check_type(isinstance(text, str), OP, label, "be text", type(text).__name__)
+            check(len(text) <= _MOST, OP, label, f"have at most {_MOST} characters", len(text))
         self.source, self.tokens, self.where = source, dict(tokens), where
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.source, self.tokens, self.where)
 
-    def render(self, messages: Messages, *, add_generation_prompt: bool = True, **variables: Any) -> str:
-        """The text of a chat.
+    def render(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | str = False,
+        chat_template: str | None = None,
+        **variables: Any,
+    ) -> str:
+        """The text of a chat. All arguments are those of transformers' `apply_chat_template`.
 
         Args:
             messages: in order, each with a "role" and usually a "content".
-            add_generation_prompt: end with the beginning of the model's answer.
-            variables: further variables of the template, such as `enable_thinking` or `tools`.
+            add_generation_prompt: end with the beginning of the model's answer. None: unless the last message is continued.
+            continue_final_message: end within the last message, after its content or after the field of this name.
+            chat_template: the name of one of several templates. None: with `tools` the one called "tool_use", else "default".
+            variables: further variables of the template, such as `enable_thinking`, `tools` or `documents`.
 
         Raises:
-            ValueError: a template that is faulty, refuses these messages, or writes too much.
-            TypeError: something that is not a list of messages.
-            ImportError: without jinja2.
+            ValueError: a template that is faulty, refuses these messages, or takes too much time or memory.
+            TypeError: something that is not a list of messages; tools or documents that are not objects.
+            ImportError: without jinja2, or with one before 3.1.6.
         """
         check_messages(_OP, "messages", messages)
-        known = {**self.tokens, "tools": None, "documents": None, **variables}
-        known |= {"messages": [dict(message) for message in messages], "add_generation_prompt": add_generation_prompt}
-        parts, length = [], 0
+        for name in ("tools", "documents"):
+            given = variables.setdefault(name, None)
+            listed = given is None or (isinstance(given, Sequence) and all(isinstance(one, Mapping) for one in given))
+            check_type(listed, _OP, name, "be a list of JSON objects", shown(given))
+        source = self._chosen(chat_template, variables["tools"])
+        continued = "content" if continue_final_message is True else continue_final_message
+        prompt = not continued if add_generation_prompt is None else bool(add_generation_prompt)
+        check(not (prompt and continued), _OP, "add_generation_prompt", "be False with continue_final_message", True)
         try:
-            for part in self._compiled.generate(**known):
-                parts.append(part)
-                length += len(part)
-                if length > _MOST:
-                    break
-        except ImportError:
-            raise
-        except Exception as error:
+            chat = [_with_reasoning(_plain({k: v for k, v in one.items() if v is not None})) for one in messages]
+            known = _plain({**self.tokens, **variables})
+        except RecursionError:
+            fail(_OP, "messages", "be plain data", "lists or objects too deep inside each other")
+        ending = _mark_final(chat[-1], str(continued), source) if continued else None
+        self._check_library()
+        try:
+            text = template_process.render(
+                source, {**known, "messages": chat, "add_generation_prompt": prompt}, _MOST
+            )
+        except template_process.TemplateFault as error:
             self._fault(error)
-        check(length <= _MOST, OP, self.where, f"write at most {_MOST} characters", "more")
-        return "".join(parts)
+        check(len(text) <= _MOST, OP, self.where, f"write at most {_MOST} characters", "more")
+        return text if ending is None else _cut(text, ending)
 
-    @cached_property
-    def _compiled(self) -> Any:
+    def _chosen(self, name: str | None, tools: Any) -> str:
+        if self.named is None:
+            check(name is None, _OP, "chat_template", "be None where a checkpoint has one template", shown(name))
+            return str(self.source)
+        if name is None:
+            name = "tool_use" if tools is not None and "tool_use" in self.named else "default"
+        known = f"be one of {some(sorted(self.named), 60)}"
+        check(name in self.named, _OP, "chat_template", known, shown(name))
+        return self.named[name]
+
+    def _check_library(self) -> None:
+        how = "Install it with `pip install 'pdkernels[text]'`, or render the chat yourself and give its text."
         try:
-            return _environment().from_string(self.source)
+            import jinja2
         except ImportError as error:
+            raise ImportError(f"pdkernels.{OP}: {self.where} needs the optional library `jinja2`. {how}") from error
+        version = tuple(int(part) if part.isdigit() else 0 for part in jinja2.__version__.split(".")[:3])
+        if version < _JINJA:
+            least = ".".join(map(str, _JINJA))
             raise ImportError(
-                f"pdkernels.{OP}: {self.where} needs the optional library `jinja2`. "
-                "Install it with `pip install 'pdkernels[text]'`, or render the chat yourself and give its text."
-            ) from error
+                f"pdkernels.{OP}: {self.where} needs jinja2 {least} or newer, since templates get out of the sandbox of "
+                f"{jinja2.__version__}. {how}"
+            )
 
     def _fault(self, error: Exception) -> NoReturn:
         words = " ".join(str(error).split()).rstrip(".")
-        words = words if len(words) <= 200 else words[:197] + "..."
-        fail(OP, self.where, "render the messages", f"{type(error).__name__} ({words})")
+        words = words if len(words) <= 240 else words[:237] + "..."
+        fail(OP, self.where, "render the messages", words)
 
 
 def check_messages(op: str, argument: str, messages: Any) -> None:
@@ -99,60 +135,59 @@ def check_messages(op: str, argument: str, messages: Any) -> None:
         check(isinstance(message.get("role"), str), op, argument, words, f"a message with {sorted(map(str, message))}")
 
 
-def folder_template(folder: Path) -> ChatTemplate | None:
-    """The template of a checkpoint's folder: ``chat_template.jinja``, or that of ``tokenizer_config.json``."""
-    fields = read_fields(folder, _CONFIG)
-    source, where = read_text(folder, _JINJA), _JINJA
-    values = {} if fields is None else fields.values
-    if source is None:
-        source, where = values.get("chat_template"), f"{_CONFIG}: chat_template"
-    if isinstance(source, list):
-        # Several named ones; the others are for tools and documents.
-        named = {str(item.get("name")): item.get("template") for item in source if isinstance(item, dict)}
-        source = named.get("default")
-    if source is None:
-        return None
-    check(isinstance(source, str), OP, where, "be text", shown(source))
-    tokens = {}
-    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
-        token = values.get(name)
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str):
-            tokens[name] = token
-    return ChatTemplate(source, tokens, where)
+def _plain(value: Any) -> Any:
+    """The value as JSON has it: an object of any other kind could do more than a template may."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_plain(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
+        return _plain(value.item())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if callable(getattr(value, "model_dump", None)):
+        return _plain(value.model_dump())
+    return f"<{type(value).__name__}>"
 
 
-def _environment() -> Any:
-    """The environment of transformers, for which templates are written."""
-    import jinja2
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Reasoning under any of its names is found under the usual ones."""
+    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
-    class Generation(Extension):
-        """``{% generation %}``: marks what a model wrote, for training."""
 
-        tags = {"generation"}
+def _mark_final(message: dict[str, Any], field: str, source: str) -> str:
+    """Puts a mark after the text of the last message; returns that text."""
+    op, label = _OP, "continue_final_message"
+    text = message.get(field)
+    check(text is not None, op, label, "name a field of the last message", shown(field))
+    fields = [name for name in _REASONING if message.get(name) == text] if field in _REASONING else [field]
+    check(any(name in source for name in fields), op, label, "name a field that the template reads", shown(field))
+    if isinstance(text, (list, tuple)):
+        block = next((part for part in reversed(text) if isinstance(part, dict) and isinstance(part.get("text"), str)), None)
+        if block is None:
+            fail(op, label, "be for a last message with text", "one without")
+        text, block["text"] = block["text"], block["text"] + _CONTINUED
+        return str(text)
+    check_type(isinstance(text, str), op, label, "name a field with text", shown(text))
+    message.update(dict.fromkeys(fields, text + _CONTINUED))
+    return str(text)
 
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    def raise_exception(words: str) -> NoReturn:
-        raise jinja2.exceptions.TemplateError(words)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
+def _cut(text: str, ending: str) -> str:
+    """The rendered text up to the mark."""
+    mark = _CONTINUED.strip()
+    there = ending.strip() in text and mark in text
+    check(there, _OP, "continue_final_message", "be for a template that writes the last message", "one that leaves it out")
+    at = text.rindex(mark)
+    # A template that strips messages strips the space at the end of the mark too.
+    return text[:at] if text.startswith(_CONTINUED, at) else text[:at].rstrip()

@@ -60,6 +60,17 @@ def member(folder: Path, name: str, named_by: str = "") -> Path | None:
     return path
 
 
+def members(folder: Path, subfolder: str, ending: str) -> list[str]:
+    """The names, without the ending, of the entries of a subfolder that have it, in order; none if there is no subfolder."""
+    try:
+        names = sorted(entry.name for entry in (folder / subfolder).iterdir() if entry.name.endswith(ending))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except (OSError, ValueError) as error:
+        fail(OP, subfolder, "be a folder that can be read", _why(error))
+    return [name.removesuffix(ending) for name in names]
+
+
 def read_fields(folder: Path, name: str) -> Fields | None:
     """The JSON object in a file, None if there is no such file."""
     text = read_text(folder, name)

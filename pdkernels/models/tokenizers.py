@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import codecs
+import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from pdkernels._validation import check, check_type, fail
+from pdkernels._validation import check, check_type, fail, message
 from pdkernels.models.chat import ChatTemplate, Messages
+from pdkernels.models.tokenizer_bounds import check_bounds
+from pdkernels.models.tokenizer_files import TokenizerFiles
 
 
 class IncrementalDecoder(Protocol):
@@ -36,11 +39,17 @@ class Tokenizer(Protocol):
     def incremental(self) -> IncrementalDecoder: ...
 
 
-def _check_text(op: str, text: str) -> None:
-    check_type(isinstance(text, str), op, "text", "be a str", type(text).__name__)
-    stray = next((character for character in text if "\ud800" <= character <= "\udfff"), None)
-    remedy = "Bytes of another encoding become text with .decode(encoding)."
-    check(stray is None, op, "text", "hold Unicode characters alone", f"the surrogate {stray!r}", remedy)
+_FILE_BYTES = 1 << 28
+
+
+def check_text(op: str, text: str, argument: str = "text") -> None:
+    """TypeError or ValueError for what is not text that UTF-8 can hold."""
+    check_type(isinstance(text, str), op, argument, "be a str", type(text).__name__)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        remedy = "Bytes of another encoding become text with .decode(encoding)."
+        fail(op, argument, "hold Unicode characters alone", f"the surrogate {text[error.start]!r}", remedy)
 
 
 class ByteTokenizer:
@@ -63,7 +72,7 @@ class ByteTokenizer:
     end_tokens = (256,)
 
     def encode(self, text: str) -> list[int]:
-        _check_text("ByteTokenizer.encode", text)
+        check_text("ByteTokenizer.encode", text)
         return list(text.encode("utf-8"))
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -97,24 +106,33 @@ class _ByteStream:
 class JsonTokenizer:
     """The `tokenizer.json` of a checkpoint, through the optional library `tokenizers`. Special tokens are not decoded.
 
-    `chat_template` (or None) turns a list of messages into text.
+    `chat_template` (or None) turns a list of messages into text; `bos_token` is the id of the token that begins a text, or None.
     """
 
     def __init__(
         self, path: Path | str, *, end_tokens: tuple[int, ...] = (), chat_template: ChatTemplate | None = None
     ) -> None:
         tokenizers = library(path, ", or move the file away to work with token ids")
-        with naming(Path(path).name, "be what the library `tokenizers` reads"):
-            read = tokenizers.Tokenizer.from_file(str(path))
-        self._keep(read, Path(path).name, end_tokens, chat_template)
+        name = Path(path).name
+        text = _checked(Path(path))
+        with naming(name, "be what the library `tokenizers` reads"):
+            read = tokenizers.Tokenizer.from_str(text)
+        self._keep(read, name, end_tokens, chat_template)
 
     @classmethod
     def of(
-        cls, tokenizer: Any, name: str, *, end_tokens: tuple[int, ...] = (), chat_template: ChatTemplate | None = None
+        cls,
+        tokenizer: Any,
+        name: str,
+        *,
+        end_tokens: tuple[int, ...] = (),
+        chat_template: ChatTemplate | None = None,
+        bos_token: int | None = None,
     ) -> JsonTokenizer:
         """Wraps a tokenizer of the library; errors mention `name`."""
         made = cls.__new__(cls)
         made._keep(tokenizer, name, end_tokens, chat_template)
+        made.bos_token = bos_token
         return made
 
     def _keep(self, tokenizer: Any, name: str, end_tokens: tuple[int, ...], chat_template: ChatTemplate | None) -> None:
@@ -125,6 +143,35 @@ class JsonTokenizer:
         self._name = name
         self.end_tokens = end_tokens
         self.chat_template = chat_template
+        self.bos_token: int | None = None
+
+    @property
+    def byte_level(self) -> bool:
+        """Whether text is split into bytes, as GPT-2 and Llama 3 do."""
+        return any("ByteLevel" in str(part) for part in (self._tokenizer.pre_tokenizer, self._tokenizer.decoder))
+
+    def follow_(self, files: TokenizerFiles) -> None:
+        """Takes over what the files beside a tokenizer.json say.
+
+        Raises NotImplementedError for a clean-up of decoded text, which would change text that was streamed before.
+        """
+        model = type(self._tokenizer.model).__name__
+        if files.clean_up and model != "BPE":
+            label = "tokenizer_config.json: clean_up_tokenization_spaces"
+            raise NotImplementedError(message("models.load", label, f"be false for a tokenizer of kind {model}", True))
+        added = library(self._name).AddedToken
+        with naming(self._name, "take the tokens of tokenizer_config.json"):
+            known = self._tokenizer.get_added_tokens_decoder().values()
+            held = {token.content: token for token in known}
+            named = set(files.tokens.values())
+            for token in files.added:
+                made = added(token.content, special=token.special or token.content in named, **dict(token.options))
+                if token.content not in held or token.listed:
+                    self._tokenizer.add_tokens([made])
+            self._tokenizer.encode_special_tokens = files.split_special_tokens
+        self.chat_template = files.chat_template
+        begin = files.tokens.get("bos_token")
+        self.bos_token = None if begin is None else self.id_of(begin)
 
     @property
     def vocab_size(self) -> int:
@@ -135,10 +182,11 @@ class JsonTokenizer:
         found = self._tokenizer.token_to_id(token)
         return None if found is None else int(found)
 
-    def encode(self, text: str) -> list[int]:
-        _check_text("JsonTokenizer.encode", text)
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a text, between the special tokens that the tokenizer puts around one unless they are left out."""
+        check_text("JsonTokenizer.encode", text)
         with naming(self._name, "encode the text"):
-            return list(self._tokenizer.encode(text).ids)
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def encode_chat(self, messages: Messages, **variables: Any) -> list[int]:
         """The ids of a chat up to the start of the model's answer. `variables` are passed to the template.
@@ -156,7 +204,7 @@ class JsonTokenizer:
                 remedy,
             )
         text = self.chat_template.render(messages, **variables)
-        _check_text(op, text)
+        check_text(op, text)
         with naming(self._name, "encode the text"):
             return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
@@ -164,8 +212,39 @@ class JsonTokenizer:
         with naming(self._name, "decode the ids"):
             return str(self._tokenizer.decode([int(i) for i in ids]))
 
+    def decode_all(self, ids: Iterable[int]) -> str:
+        """The text with special tokens written out, in which stop strings are sought."""
+        with naming(self._name, "decode the ids"):
+            return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False))
+
     def incremental(self) -> IncrementalDecoder:
         return _JsonStream(self)
+
+
+def _checked(path: Path) -> str:
+    """The text of a tokenizer.json that stays within bounds."""
+    op, name = "models.load", path.name
+    try:
+        with path.open("rb") as file:
+            content = file.read(_FILE_BYTES + 1)
+        check(len(content) <= _FILE_BYTES, op, name, f"have at most {_FILE_BYTES} bytes", "more")
+        text = content.decode("utf-8")
+        values = json.loads(text, object_pairs_hook=lambda pairs: _once(pairs, name))
+    except RecursionError:
+        fail(op, name, "be JSON", "too many brackets inside each other")
+    except (OSError, ValueError) as error:
+        if str(error).startswith("pdkernels."):
+            raise
+        fail(op, name, "be JSON that can be read", " ".join(str(error).split())[:200])
+    check_bounds(values, name)
+    return text
+
+
+def _once(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:
+    """An object whose fields differ: of two, the library might read the one that was not checked."""
+    made = dict(pairs)
+    check(len(made) == len(pairs), "models.load", name, "name each field once", "one twice")
+    return made
 
 
 def library(path: Path | str, or_else: str = "") -> Any:

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save
 from pdkernels._validation import check, check_type, fail, message
 from pdkernels.models import gguf, hf, huginn, llada
 from pdkernels.models.adapters import MASK_FILE, named_adapter, read_adapter, read_mask_token
-from pdkernels.models.chat import folder_template
 from pdkernels.models.checkpoint import Checkpoint, Config
 from pdkernels.models.fields import OP, Fields, demand, shown
 from pdkernels.models.folder import Weights, member, read_fields
@@ -27,6 +26,7 @@ from pdkernels.models.plan_folder import plan_tokens_of
 from pdkernels.models.plan_tokens import PlanTokens
 from pdkernels.models.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
 from pdkernels.models.rope import FactorScaling, LinearScaling, Llama3Scaling, YarnScaling
+from pdkernels.models.tokenizer_files import read_tokenizer_files
 from pdkernels.models.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer
 from pdkernels.models.transformer import Transformer, TransformerConfig
 
@@ -253,7 +253,9 @@ def _folder_checkpoint(folder: Path, dtype: torch.dtype | None) -> Checkpoint:
         ends = fields.ids("eos_token_id", config.vocab_size) or ()
     mask_token = fields.token("mask_token_id", config.vocab_size, MASK_TOKENS.get(str(kind)))
     text = member(folder, "tokenizer.json")
-    tokenizer = None if text is None else JsonTokenizer(text, end_tokens=ends, chat_template=folder_template(folder))
+    tokenizer = None if text is None else JsonTokenizer(text, end_tokens=ends)
+    if tokenizer is not None:
+        tokenizer.follow_(read_tokenizer_files(folder, str(kind), tokenizer.byte_level))
     plans = plan_tokens_of(folder, tokenizer, config.vocab_size) if kind == "Dream" else None
     plan_tokens, plan_ends = plans or (None, ())
     ends = tuple(dict.fromkeys((*ends, *plan_ends)))

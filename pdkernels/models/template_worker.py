@@ -1,0 +1,141 @@
+"""Renders chat templates in a process of its own, whose memory and time the operating system limits.
+
+Run as a script by `template_process`, with nothing of this package: the process holds Python, jinja2 and a chat. A single
+expression of a template can take any time and memory (`'a' * 10**9`), and no check inside the process of the user could end it.
+
+A message is its length in 8 bytes and then its bytes. Requests are pickled; answers are JSON, since they come from foreign code.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, NoReturn
+
+
+def environment() -> Any:
+    """The environment of transformers, for which templates are written."""
+    import jinja2
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """``{% generation %}``: marks what a model wrote, for training."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            # A block of its own, as in transformers: what it sets stays inside.
+            return jinja2.nodes.CallBlock(self.call_method("_written"), [], [], body).set_lineno(line)
+
+        def _written(self, caller: Any) -> Any:
+            return caller()
+
+    class Namespace(jinja2.utils.Namespace):
+        """``namespace()`` without names that begin with an underscore."""
+
+        def __init__(*args: Any, **kwargs: Any) -> None:
+            self, values = args[0], dict(*args[1:], **kwargs)
+            for name in values:
+                Namespace._check(name)
+            jinja2.utils.Namespace.__init__(self, values)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            Namespace._check(name)
+            jinja2.utils.Namespace.__setitem__(self, name, value)
+
+        @staticmethod
+        def _check(name: Any) -> None:
+            if isinstance(name, str) and name.startswith("_"):
+                raise jinja2.exceptions.SecurityError(f"a namespace has no attribute {name!r}")
+
+    class Dict:
+        """``dict()`` and ``dict.fromkeys()``."""
+
+        def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+            return dict(*args, **kwargs)
+
+        def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+            return dict.fromkeys(*args, **kwargs)
+
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    def raise_exception(words: str) -> NoReturn:
+        raise jinja2.exceptions.TemplateError(words)
+
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    made.filters["tojson"] = tojson
+    made.globals |= {"raise_exception": raise_exception, "dict": Dict(), "namespace": Namespace}
+    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return made
+
+
+def render(compiled: Any, variables: dict[str, Any], most: int) -> str:
+    """The text, or the first `most` + 1 characters of it."""
+    parts, length = [], 0
+    for part in compiled.generate(**variables):
+        parts.append(part)
+        length += len(part)
+        if length > most:
+            break
+    return "".join(parts)[: most + 1]
+
+
+def main(path: list[str], memory: int, seconds: float) -> None:
+    """Answers requests until their stream ends. The first answer, an empty list, says that the process is ready."""
+    sys.path[:] = path
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    sys.stdout = sys.stderr
+    known, limit_time = environment(), _limits(memory)
+    compiled = lru_cache(16)(known.from_string)
+
+    def answer(kind: str, words: str) -> None:
+        content = json.dumps([kind, words]).encode()
+        answers.write(len(content).to_bytes(8, "little") + content)
+        answers.flush()
+
+    answer("ready", "")
+    while True:
+        size = int.from_bytes(requests.read(8), "little")
+        if not size:
+            return
+        limit_time(0.0)  # unpickling is the user's own data
+        source, variables, most = pickle.loads(requests.read(size))
+        limit_time(seconds)
+        try:
+            answer("text", render(compiled(source), variables, most))
+        except Exception as error:
+            kind = type(error).__name__
+            variables.clear()
+            answer(kind, " ".join(str(error)[:1000].split()))
+        limit_time(0.0)
+
+
+def _limits(memory: int) -> Any:
+    """Limits the memory of this process in bytes; returns a function that ends the process after some more seconds of work."""
+    try:
+        import resource
+        import signal
+    except ImportError:  # Windows: the reader's own clock is left
+        return lambda seconds: None
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # The signal's own action ends the process inside C code too.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    return lambda seconds: signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))

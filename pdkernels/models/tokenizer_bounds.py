@@ -1,0 +1,191 @@
+"""Bounds on what a tokenizer.json makes the library `tokenizers` do, checked before the library sees the file.
+
+The library follows a file without limits: a few replacements in a row multiply text until memory runs out, and nested
+repetitions in a pattern take time that grows exponentially. Published files stay far below these bounds.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from pdkernels._validation import check, message
+from pdkernels.models.fields import OP, shown
+
+_GROWTH = 32.0  # characters from one, by all replacements of a chain
+_PARTS = 64  # normalizers, splits, decoders; pieces of a template
+_ADDED = 1 << 17
+_LETTERS = 4096  # of one added token, pattern or replacement
+_SHORT = 256  # of what is put before or after each part of a text
+_REPEATS = 1000  # of counted repetitions inside each other
+_UNBOUNDED = 4  # repetitions without a limit in one alternative
+_DEEP = 16
+
+
+def check_bounds(values: Any, name: str) -> None:
+    """ValueError for a parsed tokenizer.json that asks for more than published ones do."""
+    check(isinstance(values, dict), OP, name, "hold an object", shown(values))
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
+        growth = 1.0
+        steps = list(_steps(values.get(part), f"{name}: {part}"))
+        check(len(steps) <= _PARTS, OP, f"{name}: {part}", f"have at most {_PARTS} parts", len(steps))
+        for step in steps:
+            growth *= _growth(step, f"{name}: {part}")
+        check(growth <= _GROWTH, OP, f"{name}: {part}", f"make at most {_GROWTH:.0f} characters of one", f"{growth:.0f}")
+    for step in _steps(values.get("post_processor"), f"{name}: post_processor"):
+        _check_template(step, f"{name}: post_processor")
+    _check_added(values.get("added_tokens"), f"{name}: added_tokens")
+    _check_model(values.get("model"), f"{name}: model")
+
+
+def _steps(part: Any, label: str, depth: int = 0) -> Iterator[dict[str, Any]]:
+    """The parts of a sequence, and of sequences in it."""
+    check(depth <= _DEEP, OP, label, f"have sequences at most {_DEEP} deep", "more")
+    if not isinstance(part, dict):
+        return  # for the library to refuse
+    listed = [value for name in ("normalizers", "pretokenizers", "decoders", "processors") if isinstance(value := part.get(name), list)]
+    if not listed:
+        yield part
+    for values in listed:
+        check(len(values) <= _PARTS, OP, label, f"have at most {_PARTS} parts", len(values))
+        for value in values:
+            yield from _steps(value, label, depth + 1)
+
+
+def _growth(step: dict[str, Any], label: str) -> float:
+    """How many characters a step makes of one, at most."""
+    for name in ("content", "replacement", "prepend", "prefix", "suffix"):
+        value = step.get(name)
+        fits = not isinstance(value, str) or len(value) <= _LETTERS
+        check(fits, OP, f"{label}: {name}", f"have at most {_LETTERS} characters", f"{len(value or '')}")
+    _check_map(step.get("precompiled_charsmap"), f"{label}: precompiled_charsmap")
+    pattern, content = step.get("pattern"), step.get("content")
+    found = 1
+    if isinstance(pattern, dict):
+        if isinstance(pattern.get("Regex"), str):
+            check_pattern(pattern["Regex"], f"{label}: pattern")
+        elif isinstance(pattern.get("String"), str):
+            check(len(pattern["String"]) <= _LETTERS, OP, f"{label}: pattern", f"have at most {_LETTERS} characters", len(pattern["String"]))
+            found = max(len(pattern["String"]), 1)
+    if step.get("type") != "Replace" or not isinstance(content, str):
+        return 1.0
+    # A pattern may match nothing, between any two characters, which are kept.
+    return max(1.0, len(content) / found + (0 if isinstance(pattern, dict) and pattern.get("String") else 1))
+
+
+def _check_template(step: dict[str, Any], label: str) -> None:
+    for name in ("single", "pair"):
+        pieces = step.get(name)
+        fits = not isinstance(pieces, list) or len(pieces) <= _PARTS
+        check(fits, OP, f"{label}: {name}", f"have at most {_PARTS} pieces", f"{len(pieces or [])}")
+    special = step.get("special_tokens")
+    for token in special.values() if isinstance(special, dict) else []:
+        ids = token.get("ids") if isinstance(token, dict) else None
+        fits = not isinstance(ids, list) or len(ids) <= _PARTS
+        check(fits, OP, f"{label}: special_tokens", f"have at most {_PARTS} ids each", f"{len(ids or [])}")
+
+
+def _check_added(tokens: Any, label: str) -> None:
+    if not isinstance(tokens, list):
+        return
+    check(len(tokens) <= _ADDED, OP, label, f"be at most {_ADDED}", len(tokens))
+    for token in tokens:
+        content = token.get("content") if isinstance(token, dict) else None
+        fits = not isinstance(content, str) or len(content) <= _LETTERS
+        check(fits, OP, label, f"have at most {_LETTERS} characters each", f"one with {len(content or '')}")
+
+
+def _check_model(model: Any, label: str) -> None:
+    if not isinstance(model, dict):
+        return
+    if model.get("dropout"):
+        words = message(OP, f"{label}: dropout", "be 0, or a text would have other ids each time", shown(model["dropout"]))
+        raise NotImplementedError(words)
+    for name, value in model.items():
+        fits = not isinstance(value, str) or len(value) <= _SHORT
+        check(fits, OP, f"{label}: {name}", f"have at most {_SHORT} characters", "more")
+    vocabulary = model.get("vocab")
+    if isinstance(vocabulary, list):
+        vocabulary = [entry[0] for entry in vocabulary if isinstance(entry, list) and entry and isinstance(entry[0], str)]
+    if isinstance(vocabulary, (dict, list)):
+        longest = max(map(len, vocabulary), default=0)
+        check(longest <= _LETTERS, OP, f"{label}: vocab", f"have tokens of at most {_LETTERS} characters", longest)
+
+
+def _check_map(encoded: Any, label: str) -> None:
+    """The table of a Precompiled normalizer: the size of its trie, the trie, and texts with a zero byte after each."""
+    if not isinstance(encoded, str):
+        return
+    try:
+        table = base64.b64decode(encoded)
+    except ValueError:
+        return  # for the library to refuse
+    longest = max(map(len, table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")))
+    check(longest <= _SHORT, OP, label, f"make at most {_SHORT} bytes of a character", longest)
+
+
+# ------------------------------------------------------------------------------------------------------ patterns
+
+_TOKEN = re.compile(
+    r"\\[pP]\{[^}]{0,64}\}|\\x\{[^}]{0,16}\}|\\.|\[|\]|\(\?[imxa-]*:|\(\?<?[=!]|\(\?>|\(\?[imxa-]*\)|\(\?|\(|\)|\||[*+?][+?]?|\{\d{0,9}(?:,\d{0,9})?\}\??|.",
+    re.DOTALL,
+)
+
+
+def check_pattern(pattern: str, label: str) -> None:
+    """ValueError for a pattern of Oniguruma whose search could take time beyond all measure: repetitions of what repeats."""
+    check(len(pattern) <= _LETTERS, OP, label, f"have at most {_LETTERS} characters", len(pattern))
+    # For each open group: what its alternatives vary in, the unbounded repetitions in this one, and its largest count.
+    open_groups: list[list[int]] = [[0, 0, 1]]
+    last: list[int] | None = None  # of the item just read
+    square = 0
+    for found in _TOKEN.finditer(pattern):
+        text = found.group()
+        if square:
+            square += (text == "[") - (text == "]")
+            last = [0, 0, 1]
+        elif text == "[":
+            square, last = 1, [0, 0, 1]
+        elif text.startswith("("):
+            _refuse_if(text == "(?" or pattern.startswith("(*", found.start()), label, "no calls or conditions", pattern)
+            if not text.endswith(")"):
+                open_groups.append([0, 0, 1])
+                _refuse_if(len(open_groups) > _DEEP, label, f"groups at most {_DEEP} deep", pattern)
+        elif text == ")" and len(open_groups) > 1:
+            last = open_groups.pop()
+            open_groups[-1][1] += last[1]
+            _refuse_if(open_groups[-1][1] > _UNBOUNDED, label, f"at most {_UNBOUNDED} unbounded repetitions in a row", pattern)
+        elif text == "|":
+            open_groups[-1][0], open_groups[-1][1] = 1, 0
+        elif (text[0] in "*+?" or re.fullmatch(r"\{(\d+,?\d*|,\d+)\}\??", text)) and last is not None:
+            least, most = _range(text)
+            varies = least != most
+            inside = last[0] and most > 1
+            _refuse_if(bool(inside), label, "no repetitions of what varies", pattern)
+            group = open_groups[-1]
+            count = last[2] * (1 if most > 10**6 else most)
+            group[2] = max(group[2], count)
+            _refuse_if(count > _REPEATS, label, f"at most {_REPEATS} counted repetitions", pattern)
+            if varies:
+                group[0] = 1
+            if most > 10**6:
+                group[1] += 1
+            _refuse_if(group[1] > _UNBOUNDED, label, f"at most {_UNBOUNDED} unbounded repetitions in a row", pattern)
+            last = [int(varies), 0, count]
+        else:
+            _refuse_if(bool(re.fullmatch(r"\\[1-9kgKR]", text)), label, "no references or calls", pattern)
+            last = [0, 0, 1]
+
+
+def _range(text: str) -> tuple[int, int]:
+    if text[0] != "{":
+        return (1 if text[0] == "+" else 0), (1 if text[0] == "?" else 10**9)
+    least, _, most = text.rstrip("?")[1:-1].partition(",")
+    first = int(least or 0)
+    return first, first if "," not in text else int(most) if most else 10**9
+
+
+def _refuse_if(condition: bool, label: str, expectation: str, pattern: str) -> None:
+    check(not condition, OP, label, f"have {expectation}", shown(pattern))
