@@ -122,6 +122,13 @@ class Fields:
                 self._refuse(name, f"be ids below vocab_size ({below})", token)
         return tuple(dict.fromkeys(listed))
 
+    def texts(self, name: str) -> list[str]:
+        """A list of strings, empty if absent."""
+        value = self.values.get(name, [])
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            self._refuse(name, "be a list of strings", value)
+        return list(value)
+
     def _found(self, name: str, default: Any) -> Any:
         if default is None:
             self.require([name])

@@ -18,8 +18,9 @@ from pdkernels.models import hf
 from pdkernels.models.checkpoint import Checkpoint
 from pdkernels.models.config import TransformerConfig
 from pdkernels.models.fields import OP, Fields, read_from, shown
+from pdkernels.models.gguf_ends import marks_of
 from pdkernels.models.gguf_file import GgufFile, GgufTensor
-from pdkernels.models.gguf_tokenizer import end_tokens, tokenizer
+from pdkernels.models.gguf_tokenizer import tokenizer
 from pdkernels.models.layout import Layout, Parts, Stored
 from pdkernels.models.rope import FactorScaling, LinearScaling, RopeScaling, YarnScaling
 
@@ -66,11 +67,11 @@ def read(path: Path, dtype: torch.dtype | None) -> Checkpoint:
     stored.pop(_FACTORS, None)
     layout.stored(stored)
     fields = Fields(file.fields, file.name)
-    ends = end_tokens(fields, config.vocab_size)
-    words = tokenizer(fields, config.vocab_size, ends)
+    marks = marks_of(fields, config.vocab_size)
+    words = tokenizer(fields, config.vocab_size, marks)
     chosen = dtype or _usual_dtype(file)
     # Adapters use the published names.
-    return Checkpoint(config, hf.layout(config), chosen, partial(_gather, file, layout, config, chosen), words, ends)
+    return Checkpoint(config, hf.layout(config), chosen, partial(_gather, file, layout, config, chosen), words, marks.ends)
 
 
 def _stored(file: GgufFile, name: str, tensor: GgufTensor) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from pdkernels._validation import check, fail, message
 from pdkernels.models.chat import ChatTemplate
 from pdkernels.models.fields import OP, Fields, shown
+from pdkernels.models.gguf_ends import CONTROL, USER, Marks
 from pdkernels.models.tokenizers import JsonTokenizer, library, naming
 
 _LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -19,16 +20,10 @@ _PRE = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), "llama3"),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), "qwen2"),
 }
-_UNKNOWN, _CONTROL, _USER = 2, 3, 4
+_UNKNOWN = 2
 
 
-def end_tokens(fields: Fields, vocab_size: int) -> tuple[int, ...]:
-    """The ids that end a text, a turn or a message."""
-    found = [fields.token(f"tokenizer.ggml.{name}_token_id", vocab_size) for name in ("eos", "eot", "eom")]
-    return tuple(dict.fromkeys(token for token in found if token is not None))
-
-
-def tokenizer(fields: Fields, vocab_size: int, ends: tuple[int, ...]) -> JsonTokenizer | None:
+def tokenizer(fields: Fields, vocab_size: int, marks: Marks) -> JsonTokenizer | None:
     """The tokenizer from the file's fields, None if it names no tokens."""
     if "tokenizer.ggml.tokens" not in fields.values:
         return None
@@ -49,17 +44,16 @@ def tokenizer(fields: Fields, vocab_size: int, ends: tuple[int, ...]) -> JsonTok
     kinds = fields.get("tokenizer.ggml.token_type", [1] * len(tokens))
     fits = isinstance(kinds, list) and len(kinds) == len(tokens)
     check(fits, OP, f"{label}token_type", "be one number for each token", shown(kinds))
+    kinds = [marks.kinds.get(index, kind) for index, kind in enumerate(kinds)]
     with naming(fields.where, "hold a tokenizer that the library `tokenizers` takes"):
         made = _assemble(_PRE[fields.get("tokenizer.ggml.pre")], vocabulary, pairs, kinds, library(fields.where))
         _begin(made, fields, tokens, library(fields.where))
-    return JsonTokenizer.of(made, fields.where, end_tokens=ends, chat_template=_template(fields, tokens))
+    begin, template = fields.token("tokenizer.ggml.bos_token_id", len(tokens)), _template(fields, tokens)
+    return JsonTokenizer.of(made, fields.where, end_tokens=marks.ends, chat_template=template, bos_token=begin)
 
 
 def _texts(fields: Fields, name: str) -> list[str]:
-    values = fields.get(f"tokenizer.ggml.{name}", [])
-    fits = isinstance(values, list) and all(isinstance(value, str) for value in values)
-    check(fits, OP, f"{fields.where}: tokenizer.ggml.{name}", "be a list of strings", shown(values))
-    return list(values)
+    return fields.texts(f"tokenizer.ggml.{name}")
 
 
 def _assemble(pre: str, vocabulary: dict[str, int], pairs: list[Any], kinds: list[int], tokenizers: Any) -> Any:
@@ -80,9 +74,9 @@ def _assemble(pre: str, vocabulary: dict[str, int], pairs: list[Any], kinds: lis
     # Control tokens are left out of decoded text, user-defined ones are not; both are matched whole, before text is split.
     by_kind = list(zip(vocabulary, kinds))
     made.add_special_tokens(
-        [added(token, special=True, normalized=False) for token, kind in by_kind if kind in (_UNKNOWN, _CONTROL)]
+        [added(token, special=True, normalized=False) for token, kind in by_kind if kind in (_UNKNOWN, CONTROL)]
     )
-    made.add_tokens([added(token, normalized=False) for token, kind in by_kind if kind == _USER])
+    made.add_tokens([added(token, normalized=False) for token, kind in by_kind if kind == USER])
     return made
 
 
@@ -102,13 +96,20 @@ def _begin(made: Any, fields: Fields, tokens: list[str], tokenizers: Any) -> Non
 
 
 def _template(fields: Fields, tokens: list[str]) -> ChatTemplate | None:
-    source = fields.get("tokenizer.chat_template")
-    if source is None:
+    """The file's templates: one, or several of which others than the default are fields with a name at their end."""
+    main = "tokenizer.chat_template"
+    found = {name.removeprefix(f"{main}."): value for name, value in fields.values.items() if name.startswith(f"{main}.")}
+    if main in fields.values:
+        found["default"] = fields.get(main)
+    for name in fields.texts("tokenizer.chat_templates"):
+        check(name in found, OP, f"{fields.where}: tokenizer.chat_templates", "name templates of the file", shown(name))
+    if not found:
         return None
     named = {
-        name: fields.token(f"tokenizer.ggml.{name}_token_id", len(tokens))
-        for name in ("bos", "eos", "padding", "unknown")
+        name: fields.token(f"tokenizer.ggml.{long}_token_id", len(tokens))
+        for name, long in {"pad": "padding", "unk": "unknown", "sep": "seperator"}.items()
     }
-    longer = {"padding": "pad", "unknown": "unk"}
-    words = {f"{longer.get(name, name)}_token": tokens[token] for name, token in named.items() if token is not None}
-    return ChatTemplate(source, words, f"{fields.where}: tokenizer.chat_template")
+    named |= {name: fields.token(f"tokenizer.ggml.{name}_token_id", len(tokens)) for name in ("bos", "eos", "cls", "mask")}
+    words = {f"{name}_token": tokens[token] for name, token in named.items() if token is not None}
+    sources = found["default"] if set(found) == {"default"} else found
+    return ChatTemplate(sources, words, f"{fields.where}: {main}")

@@ -203,7 +203,7 @@ def test_smollm2() -> None:
     except ImportError as error:
         pytest.skip(str(error))
     model = models.load("smollm2-135m-instruct")
-    assert (model.config.layers, model.config.hidden_size, model.end_tokens) == (30, 576, (2,))
+    assert (model.config.layers, model.config.hidden_size, model.end_tokens) == (30, 576, (2, 0, 4))
     # Ids that are published for this tokenizer.
     assert model.tokenizer.encode("Hello world! 123") == [19556, 905, 17, 216, 33, 34, 35]
     assert model.tokenizer.encode("  multiple   spaces") == [216, 2701, 256, 5600]

@@ -1,0 +1,71 @@
+"""Which tokens of a GGUF file end a text: those that it names, and those that llama.cpp knows by their text.
+
+Source: the end-of-generation tokens of `src/llama-vocab.cpp` in github.com/ggml-org/llama.cpp. Where several tokens have texts of
+one kind, that program takes any of them; here it is the first.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pdkernels.models.fields import Fields
+
+NORMAL, CONTROL, USER = 1, 3, 4
+
+_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "<end_of_utterance>")  # fmt: skip
+_TEXT = (*_TURN, "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "</s>", "<|eom_id|>", "[EOS]", "<eos>", "<turn|>", "<|tool_response>")  # fmt: skip
+_BY_TEXT = {
+    "eot": _TURN,
+    "eom": ("<|eom_id|>",),
+    "fim_pre": ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<PRE>", "<|code_prefix|>", "<|prefix|>"),
+    "fim_suf": ("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<SUF>", "<|code_suffix|>", "<|suffix|>"),
+    "fim_mid": ("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<MID>", "<|code_middle|>", "<|middle|>"),
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
+"""The texts that tell what a token is for, where no field does."""
+_OLDER = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
+_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+_RENDERED = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
+
+
+class Marks(NamedTuple):
+    """What is special about tokens of a file."""
+
+    ends: tuple[int, ...]
+    """Tokens that end a text, a turn or a message; the file's own first."""
+    kinds: dict[int, int]
+    """Kinds of tokens that are others than the file says."""
+
+
+def marks_of(fields: Fields, vocab_size: int) -> Marks:
+    """The end tokens, by llama.cpp's rule, and the kinds that it changes with them."""
+    tokens = fields.texts("tokenizer.ggml.tokens")
+    index = {token: number for number, token in reversed(list(enumerate(tokens)))}
+    roles: dict[str, int] = {}
+    kinds: dict[int, int] = {}
+    for role in ("eos", *_BY_TEXT):
+        named = fields.token(f"tokenizer.ggml.{role}_token_id", vocab_size)
+        if named is None and role in _OLDER:
+            named = fields.token(f"tokenizer.ggml.{_OLDER[role]}_token_id", vocab_size)
+        if named is None:
+            found = [index[text] for text in _BY_TEXT.get(role, ()) if text in index]
+            named = min(found, default=None)
+            kinds |= {} if named is None else {named: CONTROL}
+        if named is not None:
+            roles[role] = named
+    known = sorted(index[text] for text in _TEXT if text in index)
+    kinds |= dict.fromkeys(known, CONTROL)
+    kinds |= {index[text]: USER for text in _RENDERED if text in index}
+    ends = dict.fromkeys([*(roles[role] for role in _ENDS if role in roles), *known])
+    texts = {tokens[end]: end for end in ends if end < len(tokens)}
+    calls = "<|call|>" in texts or "<|calls|>" in texts
+    if "<|end|>" in texts and calls and ("<|return|>" in texts or "<|flush|>" in texts):
+        # These formats end each of several messages so, and a text otherwise.
+        kinds[texts["<|end|>"]] = USER
+        del ends[texts["<|end|>"]]
+    if "</s>" in texts and "<|tool_response>" in texts:
+        kinds[texts["</s>"]] = NORMAL
+        del ends[texts["</s>"]]
+    return Marks(tuple(ends), kinds)
