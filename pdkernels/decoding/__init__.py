@@ -179,6 +179,7 @@ def generate(
             multiplied. Every method then decodes the model with these logits, so lossless ones remain lossless. It takes the
             logits of all rows of a forward.
         stop_strings: a sequence ends with the token that completes one of these in its new text; they are kept in it, as end tokens are.
+            They are sought among special tokens too, which `text` leaves out.
         **options: options of the method, see below; `method_options` lists their names.
 
     Returns:

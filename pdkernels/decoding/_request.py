@@ -16,6 +16,7 @@ from pdkernels.decoding._replay import Source
 from pdkernels.decoding._session import MOST_POSITIONS, Session
 from pdkernels.decoding.result import DecodeResult, DecodeStats, OnTokens
 from pdkernels.models.protocols import LanguageModel, lacking, missing
+from pdkernels.models.tokenizers import check_text
 
 _OP = "decoding.generate"
 _PAGE = "See docs/own_models.md."
@@ -85,6 +86,15 @@ def checked_stops(model: Any, stop_strings: Sequence[str] | str) -> tuple[str, .
     for stop in given:
         check_type(isinstance(stop, str), _OP, "stop_strings", "be strings", type(stop).__name__)
         check(stop != "", _OP, "stop_strings", "not be empty", repr(stop))
+        check_text(_OP, stop, "stop_strings")
+        # A character whose last byte is missing decodes to it.
+        check(
+            "\ufffd" not in stop,
+            _OP,
+            "stop_strings",
+            "hold no U+FFFD, which stands for bytes of no character",
+            repr(stop),
+        )
     named = not given or model.tokenizer is not None
     check(named, _OP, "stop_strings", "be for a model with a tokenizer", "none", "Pass end_tokens.")
     return tuple(given)

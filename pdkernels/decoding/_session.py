@@ -50,6 +50,8 @@ def sent(rows: list[list[int]], device: torch.device) -> torch.Tensor:
 def first_stop(tokens: list[int], known: int, stops: Sequence[str], tokenizer: Any) -> int | None:
     """How many of `tokens` it takes for their text to hold one of `stops`, where the first `known` do not; None: it does not.
 
+    Special tokens are part of that text, although decoded texts leave them out: a stop string may be or contain one.
+
     >>> class Letters:
     ...     def decode(self, tokens):
     ...         return "".join(map(chr, tokens))
@@ -60,13 +62,14 @@ def first_stop(tokens: list[int], known: int, stops: Sequence[str], tokenizer: A
         return None
     # A part of the text says no quickly: its end, with more letters before the new tokens than a stop string has.
     longest, first = max(map(len, stops)) + 8, known
-    while first > 0 and len(tokenizer.decode(tokens[first:known])) < longest:
+    decode = getattr(tokenizer, "decode_all", tokenizer.decode)
+    while first > 0 and len(decode(tokens[first:known])) < longest:
         first = max(0, first - longest)
-    part = tokenizer.decode(tokens[first:])
+    part = decode(tokens[first:])
     if not any(stop in part for stop in stops):
         return None
     ends = range(known + 1, len(tokens) + 1)
-    return next((end for end in ends if any(stop in tokenizer.decode(tokens[:end]) for stop in stops)), None)
+    return next((end for end in ends if any(stop in decode(tokens[:end]) for stop in stops)), None)
 
 
 MOST_POSITIONS = 2**24

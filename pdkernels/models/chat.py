@@ -87,9 +87,7 @@ class ChatTemplate:
         ending = _mark_final(chat[-1], str(continued), source) if continued else None
         self._check_library()
         try:
-            text = template_process.render(
-                source, {**known, "messages": chat, "add_generation_prompt": prompt}, _MOST
-            )
+            text = template_process.render(source, {**known, "messages": chat, "add_generation_prompt": prompt}, _MOST)
         except template_process.TemplateFault as error:
             self._fault(error)
         check(len(text) <= _MOST, OP, self.where, f"write at most {_MOST} characters", "more")
@@ -173,7 +171,9 @@ def _mark_final(message: dict[str, Any], field: str, source: str) -> str:
     fields = [name for name in _REASONING if message.get(name) == text] if field in _REASONING else [field]
     check(any(name in source for name in fields), op, label, "name a field that the template reads", shown(field))
     if isinstance(text, (list, tuple)):
-        block = next((part for part in reversed(text) if isinstance(part, dict) and isinstance(part.get("text"), str)), None)
+        block = next(
+            (part for part in reversed(text) if isinstance(part, dict) and isinstance(part.get("text"), str)), None
+        )
         if block is None:
             fail(op, label, "be for a last message with text", "one without")
         text, block["text"] = block["text"], block["text"] + _CONTINUED
@@ -187,7 +187,9 @@ def _cut(text: str, ending: str) -> str:
     """The rendered text up to the mark."""
     mark = _CONTINUED.strip()
     there = ending.strip() in text and mark in text
-    check(there, _OP, "continue_final_message", "be for a template that writes the last message", "one that leaves it out")
+    check(
+        there, _OP, "continue_final_message", "be for a template that writes the last message", "one that leaves it out"
+    )
     at = text.rindex(mark)
     # A template that strips messages strips the space at the end of the mark too.
     return text[:at] if text.startswith(_CONTINUED, at) else text[:at].rstrip()

@@ -71,7 +71,9 @@ def read(path: Path, dtype: torch.dtype | None) -> Checkpoint:
     words = tokenizer(fields, config.vocab_size, marks)
     chosen = dtype or _usual_dtype(file)
     # Adapters use the published names.
-    return Checkpoint(config, hf.layout(config), chosen, partial(_gather, file, layout, config, chosen), words, marks.ends)
+    return Checkpoint(
+        config, hf.layout(config), chosen, partial(_gather, file, layout, config, chosen), words, marks.ends
+    )
 
 
 def _stored(file: GgufFile, name: str, tensor: GgufTensor) -> str:

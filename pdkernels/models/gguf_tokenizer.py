@@ -98,7 +98,9 @@ def _begin(made: Any, fields: Fields, tokens: list[str], tokenizers: Any) -> Non
 def _template(fields: Fields, tokens: list[str]) -> ChatTemplate | None:
     """The file's templates: one, or several of which others than the default are fields with a name at their end."""
     main = "tokenizer.chat_template"
-    found = {name.removeprefix(f"{main}."): value for name, value in fields.values.items() if name.startswith(f"{main}.")}
+    found = {
+        name.removeprefix(f"{main}."): value for name, value in fields.values.items() if name.startswith(f"{main}.")
+    }
     if main in fields.values:
         found["default"] = fields.get(main)
     for name in fields.texts("tokenizer.chat_templates"):
@@ -109,7 +111,9 @@ def _template(fields: Fields, tokens: list[str]) -> ChatTemplate | None:
         name: fields.token(f"tokenizer.ggml.{long}_token_id", len(tokens))
         for name, long in {"pad": "padding", "unk": "unknown", "sep": "seperator"}.items()
     }
-    named |= {name: fields.token(f"tokenizer.ggml.{name}_token_id", len(tokens)) for name in ("bos", "eos", "cls", "mask")}
+    named |= {
+        name: fields.token(f"tokenizer.ggml.{name}_token_id", len(tokens)) for name in ("bos", "eos", "cls", "mask")
+    }
     words = {f"{name}_token": tokens[token] for name, token in named.items() if token is not None}
     sources = found["default"] if set(found) == {"default"} else found
     return ChatTemplate(sources, words, f"{fields.where}: {main}")

@@ -33,7 +33,9 @@ def check_bounds(values: Any, name: str) -> None:
         check(len(steps) <= _PARTS, OP, f"{name}: {part}", f"have at most {_PARTS} parts", len(steps))
         for step in steps:
             growth *= _growth(step, f"{name}: {part}")
-        check(growth <= _GROWTH, OP, f"{name}: {part}", f"make at most {_GROWTH:.0f} characters of one", f"{growth:.0f}")
+        check(
+            growth <= _GROWTH, OP, f"{name}: {part}", f"make at most {_GROWTH:.0f} characters of one", f"{growth:.0f}"
+        )
     for step in _steps(values.get("post_processor"), f"{name}: post_processor"):
         _check_template(step, f"{name}: post_processor")
     _check_added(values.get("added_tokens"), f"{name}: added_tokens")
@@ -45,7 +47,11 @@ def _steps(part: Any, label: str, depth: int = 0) -> Iterator[dict[str, Any]]:
     check(depth <= _DEEP, OP, label, f"have sequences at most {_DEEP} deep", "more")
     if not isinstance(part, dict):
         return  # for the library to refuse
-    listed = [value for name in ("normalizers", "pretokenizers", "decoders", "processors") if isinstance(value := part.get(name), list)]
+    listed = [
+        value
+        for name in ("normalizers", "pretokenizers", "decoders", "processors")
+        if isinstance(value := part.get(name), list)
+    ]
     if not listed:
         yield part
     for values in listed:
@@ -67,7 +73,13 @@ def _growth(step: dict[str, Any], label: str) -> float:
         if isinstance(pattern.get("Regex"), str):
             check_pattern(pattern["Regex"], f"{label}: pattern")
         elif isinstance(pattern.get("String"), str):
-            check(len(pattern["String"]) <= _LETTERS, OP, f"{label}: pattern", f"have at most {_LETTERS} characters", len(pattern["String"]))
+            check(
+                len(pattern["String"]) <= _LETTERS,
+                OP,
+                f"{label}: pattern",
+                f"have at most {_LETTERS} characters",
+                len(pattern["String"]),
+            )
             found = max(len(pattern["String"]), 1)
     if step.get("type") != "Replace" or not isinstance(content, str):
         return 1.0
@@ -101,14 +113,18 @@ def _check_model(model: Any, label: str) -> None:
     if not isinstance(model, dict):
         return
     if model.get("dropout"):
-        words = message(OP, f"{label}: dropout", "be 0, or a text would have other ids each time", shown(model["dropout"]))
+        words = message(
+            OP, f"{label}: dropout", "be 0, or a text would have other ids each time", shown(model["dropout"])
+        )
         raise NotImplementedError(words)
     for name, value in model.items():
         fits = not isinstance(value, str) or len(value) <= _SHORT
         check(fits, OP, f"{label}: {name}", f"have at most {_SHORT} characters", "more")
     vocabulary = model.get("vocab")
     if isinstance(vocabulary, list):
-        vocabulary = [entry[0] for entry in vocabulary if isinstance(entry, list) and entry and isinstance(entry[0], str)]
+        vocabulary = [
+            entry[0] for entry in vocabulary if isinstance(entry, list) and entry and isinstance(entry[0], str)
+        ]
     if isinstance(vocabulary, (dict, list)):
         longest = max(map(len, vocabulary), default=0)
         check(longest <= _LETTERS, OP, f"{label}: vocab", f"have tokens of at most {_LETTERS} characters", longest)
@@ -149,14 +165,18 @@ def check_pattern(pattern: str, label: str) -> None:
         elif text == "[":
             square, last = 1, [0, 0, 1]
         elif text.startswith("("):
-            _refuse_if(text == "(?" or pattern.startswith("(*", found.start()), label, "no calls or conditions", pattern)
+            _refuse_if(
+                text == "(?" or pattern.startswith("(*", found.start()), label, "no calls or conditions", pattern
+            )
             if not text.endswith(")"):
                 open_groups.append([0, 0, 1])
                 _refuse_if(len(open_groups) > _DEEP, label, f"groups at most {_DEEP} deep", pattern)
         elif text == ")" and len(open_groups) > 1:
             last = open_groups.pop()
             open_groups[-1][1] += last[1]
-            _refuse_if(open_groups[-1][1] > _UNBOUNDED, label, f"at most {_UNBOUNDED} unbounded repetitions in a row", pattern)
+            _refuse_if(
+                open_groups[-1][1] > _UNBOUNDED, label, f"at most {_UNBOUNDED} unbounded repetitions in a row", pattern
+            )
         elif text == "|":
             open_groups[-1][0], open_groups[-1][1] = 1, 0
         elif (text[0] in "*+?" or re.fullmatch(r"\{(\d+,?\d*|,\d+)\}\??", text)) and last is not None:
