@@ -19,6 +19,8 @@ IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_python_blocks_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each page's blocks run in order, in one namespace, as a reader would type them."""
+    if page.name == "adding_an_op.md":  # excerpts, not programs
+        pytest.skip("has excerpts of files")
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     namespace: dict[str, object] = {}
     for block in blocks:
@@ -28,6 +30,15 @@ def test_python_blocks_run(page: Path, capsys: pytest.CaptureFixture[str]) -> No
             if error.name not in OPTIONAL:
                 raise
             pytest.skip(f"{error.name} is not installed")
+
+
+def test_excerpts_are_in_their_files() -> None:
+    """Each block of the walk-through starts with a comment that names the file it is from."""
+    page = (ROOT / "docs/adding_an_op.md").read_text()
+    excerpts = re.findall(r"^```(?:python|cpp)\n(?:#|//) (\S+)\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert len(excerpts) == page.count("```python") + page.count("```cpp") == 7
+    for file, text in excerpts:
+        assert text in (ROOT / file).read_text(), file
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
