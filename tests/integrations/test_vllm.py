@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, Generic, TypeVar
 
 import numpy
 import pytest
@@ -83,6 +84,156 @@ def test_batches_share_plans() -> None:
         for new in (1, 2, 16, 17, 64, 65, 128)
     }
     assert len(plans) == 3
+
+
+# ------------------------------------------------------------------------------------- the backend, without vLLM: stand-ins of its bases
+
+
+class Base:
+    """Of vLLM's `AttentionImpl`, which sets the sizes of groups before `__init__` runs."""
+
+    ranks = 1
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        made = super().__new__(cls)
+        made.dcp_world_size, made.pcp_world_size = cls.ranks, 1
+        return made
+
+
+class BaseBackend:
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return head_size in cls.get_supported_head_sizes()
+
+
+class BaseBuilder(Generic[TypeVar("M")]):
+    def __init__(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module that vLLM loads."""
+    bases = ModuleType("vllm.v1.attention.backend")
+    vars(bases).update(
+        AttentionImpl=Base, AttentionBackend=BaseBackend, AttentionMetadata=object, AttentionMetadataBuilder=BaseBuilder,
+        MultipleOf=lambda base: base,
+    )  # fmt: skip
+    for name in ("vllm", "vllm.v1", "vllm.v1.attention"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["vllm.v1.attention"].backend = bases
+    monkeypatch.setitem(sys.modules, bases.__name__, bases)
+    name = "pdkernels.integrations.vllm._attention"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module(name)
+    sys.modules.pop(name)
+
+
+LAYER = {"num_heads": 4, "head_size": 32, "scale": 0.3, "num_kv_heads": 2}
+# Arguments of `AttentionImpl.__init__` and those that models pass besides, with what changes the result.
+REFUSED = {
+    "alibi_slopes": [0.5, 0.25, 0.125, 0.0625],
+    "logits_soft_cap": 30.0,
+    "kv_sharing_target_layer_name": "model.layers.3.self_attn.attn",
+    "sinks": torch.zeros(4),
+    "use_alibi_sqrt": True,
+    "chunk_lookback": 128,
+    "a_later_argument": 3,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_change_the_result_is_refused(backend: Any, name: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"{name} must not be asked for"):
+        backend.Attention(**LAYER, **{name: REFUSED[name]})
+
+
+@pytest.mark.parametrize("kind", ["encoder", "encoder_only", "encoder_decoder"])
+def test_other_kinds_of_attention_are_refused(backend: Any, kind: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"attn_type must not be asked for, got {kind}"):
+        backend.Attention(**LAYER, attn_type=kind)
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla", "int8_per_token_head", "nvfp4", "new"])
+def test_caches_of_other_dtypes_are_refused(backend: Any, dtype: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"kv_cache_dtype must not be asked for, got {dtype}"):
+        backend.Attention(**LAYER, kv_cache_dtype=dtype)
+
+
+def test_what_changes_nothing_is_taken(backend: Any) -> None:
+    neutral = {"chunk_lookback": -1, "use_alibi_sqrt": False, "sinks": None, "logits_soft_cap": 0.0}
+    layer = backend.Attention(**LAYER, **neutral, sliding_window=5, kv_cache_dtype="bfloat16")
+    assert layer.window == 5
+    for window in (0, -1, 2.5):
+        with pytest.raises((ValueError, TypeError), match="sliding_window must be"):
+            backend.Attention(**LAYER, sliding_window=window)
+    with pytest.raises(NotImplementedError, match="head_size must be a multiple of 8"):
+        backend.Attention(**LAYER | {"head_size": 20})
+
+
+def test_keys_split_across_ranks_are_refused(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Base, "ranks", 2)
+    with pytest.raises(NotImplementedError, match="decode_context_parallel_size must not be asked for, got 2"):
+        backend.Attention(**LAYER)
+
+
+def of_a_step(**others: Any) -> SimpleNamespace:
+    """Two requests, of 3 and of 1 new tokens, with 4 and 20 tokens."""
+    begins = torch.tensor([0, 3, 4], dtype=torch.int32)
+    given = {
+        "num_reqs": 2,
+        "num_actual_tokens": 4,
+        "causal": True,
+        "query_start_loc": begins,
+        "query_start_loc_cpu": begins,
+        "max_query_len": 3,
+        "seq_lens": torch.tensor([4, 20], dtype=torch.int32),
+        "block_table_tensor": torch.tensor([[0, 1], [2, 3]], dtype=torch.int32),
+    }
+    return SimpleNamespace(**given | others)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"causal": torch.tensor([True, False])},
+        {"mm_req_doc_ranges": {0: [(0, 2)]}},
+        {"dcp_local_seq_lens": torch.tensor([2, 10])},
+        {"encoder_seq_lens": torch.tensor([7, 7])},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_steps_that_are_not_computed_are_refused(backend: Any, given: dict[str, Any]) -> None:
+    builder = backend.Builder(None, [], None, torch.device("cpu"))
+    with pytest.raises(NotImplementedError, match=next(iter(given))):
+        builder.build(0, of_a_step(**given))
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_a_layer_attends_with_its_window_and_groups(backend: Any, window: int | None, kv_heads: int) -> None:
+    torch.manual_seed(1)
+    step = backend.Builder(None, [], None, torch.device("cpu")).build(0, of_a_step(mm_req_doc_ranges={}))
+    layer = backend.Attention(**LAYER | {"num_kv_heads": kv_heads}, sliding_window=window)
+    q, k, v = torch.randn(4, 128), *torch.randn(2, 4, kv_heads * 32)
+    cache, out = torch.randn(4, kv_heads, 16, 64), torch.empty(4, 128)
+    before = cache.clone()
+    layer.forward(SimpleNamespace(head_size_v=32), q, k, v, cache, step, out)
+    for first, rows, length, pages in ((0, 3, 4, [0, 1]), (3, 1, 20, [2, 3])):
+        for row in range(rows):
+            position = length - rows + row
+            keys, values = (x.repeat_interleave(4 // kv_heads, 0) for x in
+                            before[pages].transpose(0, 1).flatten(1, 2).split(32, -1))  # fmt: skip
+            for new in range(rows):
+                for whole, mine in ((keys, k), (values, v)):
+                    own = mine[first + new].view(kv_heads, 32).repeat_interleave(4 // kv_heads, 0)
+                    whole[:, length - rows + new] = own
+            begin = 0 if window is None else max(0, position + 1 - window)
+            seen = slice(begin, position + 1)
+            weights = (torch.einsum("hd,hkd->hk", q[first + row].view(4, 32), keys[:, seen]) * 0.3).softmax(-1)
+            alone = torch.einsum("hk,hkd->hd", weights, values[:, seen])
+            torch.testing.assert_close(out[first + row].view(4, 32), alone, atol=2e-6, rtol=2e-5)
+    with pytest.raises(NotImplementedError, match="head_size_v must be 32"):
+        layer.forward(SimpleNamespace(head_size_v=16), q, k, v, cache, step, out)
 
 
 # ----------------------------------------------------------------------------------------------------- drafts, without vLLM

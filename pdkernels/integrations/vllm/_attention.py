@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from vllm.v1.attention import backend as base
 
-from pdkernels._validation import message
+from pdkernels._validation import integer, message
 from pdkernels.integrations.vllm._ragged import RaggedBatch
 
 OP = 'attention_backend="CUSTOM"'
+# What a step may bring along that changes what is visible, or where keys are. None of it is computed here.
+OF_A_STEP = {
+    "mm_req_doc_ranges": "tokens of an image that see each other",
+    "dcp_local_seq_lens": "keys that are split across ranks",
+    "encoder_seq_lens": "keys of an encoder",
+}
+
+
+def refuse(name: str, given: object) -> NoReturn:
+    raise NotImplementedError(message(OP, name, "not be asked for", given, "Take another backend of vLLM."))
 
 
 @dataclass
@@ -33,6 +43,10 @@ class Builder(base.AttentionMetadataBuilder[Metadata]):  # type: ignore[misc]
         common = common_attn_metadata
         if not isinstance(common.causal, bool):
             raise NotImplementedError(message(OP, "causal", "be one flag for all requests", "one for each"))
+        for name, what in OF_A_STEP.items():
+            given = getattr(common, name, None)
+            if given is not None and len(given) > 0:
+                refuse(name, what)
         requests = common.num_reqs
         batch = RaggedBatch(
             common.query_start_loc[: requests + 1],
@@ -69,14 +83,21 @@ class Attention(base.AttentionImpl):  # type: ignore[misc]
             "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
             "sinks": sinks,
             "attn_type": None if attn_type == "decoder" else attn_type,
-            "kv_cache_dtype": kv_cache_dtype if kv_cache_dtype.startswith(("fp8", "int", "nvfp4", "turbo")) else None,
-            **others,
+            "kv_cache_dtype": None if kv_cache_dtype in AttentionBackend.supported_kv_cache_dtypes else kv_cache_dtype,
+            "chunk_lookback": None if others.pop("chunk_lookback", -1) == -1 else "a lookback",
+            **{name: given for name, given in others.items() if given is not False},
         }
         for name, given in refused.items():
             if given is not None:
-                raise NotImplementedError(message(OP, name, "not be asked for", given, "Take another backend of vLLM."))
+                refuse(name, given)
+        # Set by vLLM before this runs.
+        for name, what in (("dcp_world_size", "decode"), ("pcp_world_size", "prefill")):
+            if getattr(self, name, 1) > 1:
+                refuse(f"{what}_context_parallel_size", getattr(self, name))
         if not AttentionBackend.supports_head_size(head_size):
             raise NotImplementedError(message(OP, "head_size", "be a multiple of 8 in [16, 256]", head_size))
+        if sliding_window is not None:
+            sliding_window = integer(OP, "sliding_window", sliding_window, 1)
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
         self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
         self.window = sliding_window
@@ -96,6 +117,8 @@ class Attention(base.AttentionImpl):  # type: ignore[misc]
         """Attention of all new tokens of the batch; their keys and values are stored in the same pass."""
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError(message(OP, "output_scale", "not be asked for", "a scale"))
+        if (width := getattr(layer, "head_size_v", self.head_size)) != self.head_size:
+            raise NotImplementedError(message(OP, "head_size_v", f"be {self.head_size}, the head_size", width))
         if attn_metadata is None:  # a step that measures memory
             return output.zero_()
         if self.window is not None and not attn_metadata.batch.causal:
