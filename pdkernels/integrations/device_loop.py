@@ -19,6 +19,7 @@ from pdkernels.decoding._session import MOST_POSITIONS, Session
 from pdkernels.decoding._steps import run
 from pdkernels.decoding.methods import METHODS
 from pdkernels.integrations.while_graph import WhileGraph, capture, kinds_of, require
+from pdkernels.models import RecurrentDepth, Transformer
 from pdkernels.ops import log_step_
 from pdkernels.ops._library import DEBUG_CHECKS
 
@@ -36,6 +37,26 @@ def available() -> bool:
     return True
 
 
+def _check_model(model: Any) -> None:
+    """NotImplementedError for a model whose forwards a graph may not repeat as they are."""
+    wanted, remedy = "be one of pdkernels.models.load or from_transformers", "Use pdkernels.decoding.generate."
+    found = f"a {type(model).__name__}"
+    if not isinstance(model, (Transformer, RecurrentDepth)):
+        raise NotImplementedError(message(_OP, "model", f"{wanted}, whose forward needs no host", found, remedy))
+    if hasattr(model, "ranks"):
+        raise NotImplementedError(message(_OP, "model", "be whole on one GPU", f"{found}, split across ranks", remedy))
+    for name, module in model.named_modules():
+        # Python code would run in the capture, and in no step after it.
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise NotImplementedError(
+                message(_OP, "model", "have no forward hooks", f"one at {name or 'the top'!r}", remedy)
+            )
+    for name, weight in (*model.named_parameters(), *model.named_buffers()):
+        if weight.device != model.device:
+            found = f"{name} on {weight.device} and others on {model.device}"
+            raise NotImplementedError(message(_OP, "model", "be whole on one GPU", found, remedy))
+
+
 class DeviceLoop:
     """One decoding method on one model, for generations that run on the device from the prompt to the last token.
 
@@ -45,7 +66,8 @@ class DeviceLoop:
     end. Tokens, stats and traces are those of `generate`.
 
     Args:
-        model: a model on a GPU, as for `generate`. Its weights are read in place for as long as this object lives.
+        model: a model of `pdkernels.models.load` or `from_transformers`, whole on one GPU. Its weights are read in place for as long
+            as this object lives.
         method: one that has `steps`; docs/device_loop.md lists them.
         batch: sequences of every generation.
         longest_prompt: most tokens that a prompt may have.
@@ -53,7 +75,8 @@ class DeviceLoop:
         **options: of the method, as in `generate`.
 
     Raises:
-        NotImplementedError: no GPU, an old driver, a method or an option that needs its host.
+        NotImplementedError: no GPU, an old driver; a method or an option that needs its host; a model whose forward may need it (of
+            `from_callable` or `wrap`, one of your own, one with forward hooks), or which other ranks or devices share.
         ImportError: no cuda-python.
         ValueError, TypeError: as in `generate`.
 
@@ -91,6 +114,7 @@ class DeviceLoop:
                     "Others decide between steps on the host: use pdkernels.decoding.generate.",
                 )
             )
+        _check_model(model)
         check_family(METHODS[method], model)
         check_options(METHODS[method], options)
         # The prompts' forward gives the first token; a loop is for more.

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import pdkernels as pd
+from pdkernels.decoding.methods import METHODS
 from pdkernels.integrations import while_graph
 from pdkernels.integrations.device_loop import DeviceLoop, available
 from tests.cudasim.build import ROOT, build_once, compiler, digest, digest_text, run_compiler
@@ -122,6 +123,85 @@ def test_enough_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bad_call(changed: dict[str, Any], text: str) -> None:
     with refused(text):
         DeviceLoop(pd.models.load("tiny-code"), **{"longest_prompt": 4, **changed})
+
+
+# --- models that cannot be captured -------------------------------------------------------------------------------------
+
+
+def split_across_ranks() -> Any:
+    """A part of a model, of a single rank."""
+    from pdkernels.distributed import parallelize
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        return parallelize(pd.models.load("tiny-code"), mesh)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def wrapped() -> Any:
+    transformers = pytest.importorskip("transformers")
+    from pdkernels.integrations.transformers import wrap
+
+    sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+    config = transformers.Qwen3Config(vocab_size=50, intermediate_size=48, **sizes)
+    return wrap(transformers.Qwen3ForCausalLM(config).eval())
+
+
+def of_a_function() -> Any:
+    table = torch.eye(7)
+    return pd.models.from_callable(lambda tokens: table[tokens], vocab_size=7)
+
+
+def with_hook() -> Any:
+    model = pd.models.load("tiny-code")
+    model.layers[1].register_forward_hook(lambda *_: None)
+    return model
+
+
+def on_two_devices() -> Any:
+    model = pd.models.load("tiny-code")
+    model.layers[2].to("meta")
+    return model
+
+
+def from_another_library() -> Any:
+    """A model of the protocol in docs/own_models.md, whose forward may do anything."""
+    own = pd.models.load("tiny-code")
+    return SimpleNamespace(config=own.config, device=own.device, tokenizer=None, end_tokens=(), new_cache=own.new_cache)
+
+
+OTHER_MODELS = {
+    split_across_ranks: "model must be whole on one GPU, got a ParallelTransformer, split across ranks. Use pdkernels",
+    wrapped: "model must be one of .*, whose forward needs no host, got a WrappedModel. Use pdkernels",
+    of_a_function: "model must be one of .*, whose forward needs no host, got a CallableModel. Use pdkernels",
+    from_another_library: "model must be one of .*, whose forward needs no host, got a SimpleNamespace. Use pdkernels",
+    with_hook: "model must have no forward hooks, got one at 'layers.1'. Use pdkernels",
+    on_two_devices: "model must be whole on one GPU, got layers.2.* on meta and others on cpu. Use pdkernels",
+}
+
+
+@pytest.mark.parametrize(("make", "text"), OTHER_MODELS.items(), ids=lambda x: getattr(x, "__name__", ""))
+def test_models_that_cannot_be_captured_are_refused(make: Any, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the machine has: as on one with a recent driver."""
+    monkeypatch.setattr(while_graph, "driver", driver_of(13000))
+    with refused(f"NotImplementedError: {text}"):
+        DeviceLoop(make(), "autoregressive", longest_prompt=4)
+
+
+@pytest.mark.parametrize("name", ["tiny-code", "tiny-trimode", "tiny-masked", "tiny-recurrent"])
+def test_every_method_is_taken_or_refused_by_name(name: str) -> None:
+    """Up to the GPU, which no CPU is: for every model, method and option."""
+    model = pd.models.load(name)
+    for method, known in METHODS.items():
+        text = "the model must be on a GPU"
+        if known.steps is None:
+            text = "method must be one of"
+        elif not known.supports(model):
+            text = "method must be|model must"
+        with pytest.raises((NotImplementedError, TypeError), match=text):
+            DeviceLoop(model, method, longest_prompt=4)
 
 
 # --- on a GPU -----------------------------------------------------------------------------------------------------------
