@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kRowThreads = 128;      // a row of 4096 half-precision values is four packs for each
 constexpr int kRowBlocksPerSm = 8;    // by default ptxas aims for more and spills
-constexpr int64_t kRowBlocks = 2048;  // that share the rows of a sequence: as many as a large GPU runs at once
+constexpr int64_t kRowBlocks = 1024;  // that share the rows of a sequence: as many as a large GPU runs at once
 constexpr int kRowsAtOnce = 64;       // that a block looks up together
 constexpr int kChoiceThreads = 512;
 
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocksPerSm)
 // One block per sequence: finds where the lowest keys end, bit by bit, then numbers the chosen rows in order.
 __global__ void __launch_bounds__(kChoiceThreads) choose_rows_kernel(const __grid_constant__ StaleRowsArgs args) {
   constexpr int kWarps = kChoiceThreads / 32;
-  __shared__ int lower_of[kWarps], equal_of[kWarps];
+  __shared__ int lower_of[kWarps], equal_of[kWarps], room[kWarps];
   const int64_t b = blockIdx.x;
   int64_t* index = args.index + b * args.most;
   const int64_t count = args.count(b), n = sequence_fits(args, b) ? args.chosen(b, count) : 0;
@@ -89,12 +89,9 @@ __global__ void __launch_bounds__(kChoiceThreads) choose_rows_kernel(const __gri
   if (n == 0) return;
   const uint32_t* keys = args.keys + b * args.rows;
   const Cut cut = lowest(n, [&](uint32_t key) {
-    int64_t smaller = 0;
-    for (int64_t first = 0; first < count; first += kChoiceThreads) {
-      const int64_t i = first + threadIdx.x;
-      smaller += __syncthreads_count(i < count && keys[i] < key);
-    }
-    return smaller;
+    int smaller = 0;
+    for (int64_t i = threadIdx.x; i < count; i += kChoiceThreads) smaller += keys[i] < key;
+    return static_cast<int64_t>(block_sum<kChoiceThreads>(smaller, room));
   });
   const int lane = threadIdx.x % 32, own = threadIdx.x / 32;
   int64_t lower = 0, equal = 0;  // rows before those of this round

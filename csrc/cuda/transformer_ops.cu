@@ -131,8 +131,9 @@ __global__ void __launch_bounds__(kThreads) apply_rope_kernel(const __grid_const
 // Of apply_rope_append_kernel: with packs a thread does more of a head.
 template <int kSize>
 constexpr int kHeadsPerBlock = kSize == 1 ? 8 : 32;
-// And the most blocks that share the rows of a sequence, about as many as a large GPU runs at once.
-constexpr int64_t kRopeBlocks = 512;
+// And the most blocks that share the rows of a sequence: with two blocks of heads about as many as a large GPU runs at
+// once. More of them would check the sequence again.
+constexpr int64_t kRopeBlocks = 192;
 
 // Whether all rows of a sequence can be stored where they should. Without slots only pages may be missing.
 __device__ bool rows_fit(const ApplyRopeAppendArgs& args, int64_t b, int64_t length, int64_t count) {

@@ -42,6 +42,8 @@ class Device(NamedTuple):
     """Cycles of a program outside its loops."""
     latency: float = 0.6e-6
     """Seconds of an access to memory that waits for another, with the instructions around it."""
+    near: int = 40
+    """Cycles of an access to what is in the first-level cache."""
 
 
 DEVICES = {"h200": Device("H200", 132, 1.7e9, 4.3e12, 28.0), "h100": Device("H100", 132, 1.7e9, 3.0e12, 28.0)}
@@ -197,6 +199,35 @@ def small(device: Device, launches: int, moved: float, waits: int) -> float:
     return launches * device.launch + moved / device.memory + waits * device.latency
 
 
+class Shared(NamedTuple):
+    """A kernel whose blocks share the rows of a sequence; each looks at all that could be wrong with it first (csrc/cuda/rows.h)."""
+
+    rows: int
+    moved: int
+    """Bytes, of all rows together."""
+    blocks: int
+    threads: int
+    resident: int
+    """Blocks that an SM holds at once."""
+    looks: int
+    """Rows or pages that a block looks at."""
+    waits: int
+    """Accesses of a look that wait for each other."""
+
+
+def shared(device: Device, work: Shared) -> float:
+    """Seconds: a block has four looks a thread under way, and two accesses after them until rows arrive."""
+    rounds = -(-work.blocks // (device.sms * work.resident))
+    check = (-(-work.looks // (4 * work.threads)) * work.waits + 2) * device.latency
+    return device.launch + work.moved / device.memory + rounds * check
+
+
+def choice(device: Device, rows: int, threads: int) -> float:
+    """Seconds of the kernel that finds the rows with the lowest keys, a block a sequence: 33 passes over them and one that writes."""
+    cycles = 34 * -(-rows // threads) * (device.near + threads / 32 * 8 / 4)
+    return device.launch + 2 * device.latency + cycles / device.clock
+
+
 def cut(device: Device, slots: Sequence[int], rows: int, width: int) -> float:
     """Seconds of the kernel that finds what top-p keeps: a block a row, which reads it in as many passes as there are `slots`, of a
     warp for 256 logits; a search through the bins after each pass but the first."""
@@ -260,9 +291,17 @@ def rows(device: Device, figures: dict[str, Any], slots: float | None, cuts: Seq
         Row(f"LM head, {count} rows", floor * us, goal * us, *head(device, figures, count, 126464, 4096))
         for count, floor, goal in ((256, 336, 370), (64, 241, 245))
     ]
-    wave, accepted = 512 * 5280 * 2, 8 * 147456
+    wave, accepted, prompt = 512 * 5280 * 2, 8 * 147456, 16384
+    # 32 heads and 8 of K and of V: q and k are written back, k and v stored.
+    turned = Shared(prompt, prompt * 256 * (48 + 40 + 16), 2 * 192, 256, 3, prompt, 2)
+    # Fresh and cached values are read, and the fresh ones stored; pages of 16.
+    stale = Shared(prompt, prompt * 2048 * 3, 1024, 128, 8, prompt // 16, 1)
     return [
         *found,
+        Row("rotation and append, 16,384 rows in slots", 101 * us, 130 * us, shared(device, turned)),
+        Row(
+            "choice of stale rows among 16,384", 23.4 * us, 50 * us, shared(device, stale) + choice(device, prompt, 512)
+        ),
         # Exit: sums, then two more looks at the row. Inject waits for numbers that say where a row comes from.
         Row("recurrence exit and inject, 512 rows", 6.3 * us, 9 * us, small(device, 2, 6 * wave, 3)),
         # Lengths, indices and pages before the rows, and the lengths again in the second launch.

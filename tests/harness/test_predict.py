@@ -36,6 +36,16 @@ def test_a_step_waits_for_what_it_has_to() -> None:
     assert step_cycles(H200, loop | {"loaded": 16384}, 8) == pytest.approx(16384 * 8 / 28)
 
 
+def test_rows_are_checked_in_linear_time() -> None:
+    """With a block a row, each of which looks at all rows, twice the rows took four times as long."""
+    work = predict.Shared(16384, 0, 2 * 192, 256, 3, 16384, 2)
+    seconds = predict.shared(H200, work) - H200.launch
+    assert predict.shared(H200, work._replace(rows=32768, looks=32768)) - H200.launch < 2 * seconds < 100e-6
+    by_row = work._replace(blocks=2 * work.rows)
+    assert predict.shared(H200, by_row) > 1.5e-3
+    assert predict.choice(H200, 32768, 512) < 2 * predict.choice(H200, 16384, 512)
+
+
 @pytest.fixture(scope="module")
 def figures() -> dict[str, Any]:
     from tests.harness.loop_figures import measure

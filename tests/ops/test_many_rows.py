@@ -14,7 +14,7 @@ from tests.ops.feature_cache_cases import CPU, make_selection, make_sum
 from tests.ops.implementations import implementation
 
 # The most blocks of a sequence in csrc/cuda/transformer_ops.cu and csrc/cuda/feature_cache.cu.
-ROPE, ROWS = 512, 2048
+ROPE, ROWS = 192, 1024
 
 
 def rope_case(rows: int, **options: Any) -> rope.Case:
