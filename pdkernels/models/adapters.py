@@ -5,7 +5,6 @@ Source: github.com/huggingface/peft, `tuners/lora`.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,19 +13,15 @@ from typing import NamedTuple
 import torch
 
 from pdkernels._validation import check, fail, message
-from pdkernels.models.fields import OP, Fields, shown, some
+from pdkernels.models.fields import OP, shown, some
 from pdkernels.models.folder import Weights, member, read_fields
 from pdkernels.models.layout import DTYPES, Layout
+from pdkernels.models.lora_config import CONFIG, OLORA, PISSA, PLAIN, LoraSettings, check_saved
 
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_WEIGHTS = "adapter_model.safetensors"
 MASK_FILE, _MASK = "mask_token.safetensors", "embedding"
 PACKAGED = Path(__file__).parent / "weights" / "adapters"
 _PREFIX = "base_model.model."
-# Kinds of LoRA that compute something other than W + scale * B @ A.
-_OTHERWISE = (
-    "use_dora use_qalora fan_in_fan_out alora_invocation_tokens target_parameters layer_replication "
-    "trainable_token_indices lora_bias megatron_config arrow_config use_bdlora monteclora_config velora_config"
-).split()
 _HALVES = {
     ".lora_A.weight": ("a", False),
     ".lora_B.weight": ("b", False),
@@ -36,16 +31,25 @@ _HALVES = {
 
 
 class Pair(NamedTuple):
-    """``W + scale * b @ a``; for an embedding, of its transpose."""
+    """``W + scale * b @ a``; for an embedding, of its transpose. PiSSA and OLoRA first take a part of W away, as PEFT does."""
 
     a: torch.Tensor
     b: torch.Tensor
     scale: float
     transposed: bool = False
+    start: str = PLAIN
 
-    def delta(self, dtype: torch.dtype) -> torch.Tensor:
-        product = self.b.to(dtype) @ self.a.to(dtype) * self.scale
-        return product.T if self.transposed else product
+    def add_to_(self, weight: torch.Tensor) -> None:
+        if self.start == PISSA:
+            left, values, right = torch.linalg.svd(weight, full_matrices=False)
+            rank = len(self.a)
+            weight -= left[:, :rank] * values[:rank] @ right[:rank]
+        elif self.start == OLORA:
+            q, r = torch.linalg.qr(weight)
+            rank = len(self.a)
+            weight -= q[:, :rank] @ r[:rank] * self.scale
+        product = self.b.to(weight.dtype) @ self.a.to(weight.dtype) * self.scale
+        weight += product.T if self.transposed else product
 
 
 class Adapter(NamedTuple):
@@ -68,7 +72,7 @@ class Adapter(NamedTuple):
                 if part in self.whole:
                     target.copy_(self.whole[part].view(target.shape))
                 if part in self.pairs:
-                    target += self.pairs[part].delta(wide).view(target.shape)
+                    self.pairs[part].add_to_(target.view(parts[part]))
             ours[name] = whole.to(dtype)
         return ours
 
@@ -79,6 +83,10 @@ class Adapter(NamedTuple):
         only = "change attention's output projections alone, which is what drafts are made with"
         if other:
             raise NotImplementedError(message(OP, f"drafter {self.name}", only, f"also {some(other)}"))
+        changed = next((pair.start for pair in self.pairs.values() if pair.start != PLAIN), None)
+        if changed is not None:
+            label, words = f"drafter {self.name}: {CONFIG}: init_lora_weights", "leave the model's own weights alone"
+            raise NotImplementedError(message(OP, label, words, repr(changed)))
         missing = [name for name in names if name not in self.pairs]
         check(not missing, OP, f"drafter {self.name}", "hold a pair for every layer", f"none for {some(missing)}")
         return [(pair.a.double(), pair.b.double() * pair.scale) for pair in map(self.pairs.__getitem__, names)]
@@ -96,16 +104,17 @@ def read_adapter(folder: str | Path, layout: Layout) -> Adapter:
         found = False
     remedy = f"Adapters of the package: {', '.join(available_adapters())}."
     check(found, OP, "adapter", "be a folder that exists", shown(str(folder)), remedy)
-    fields = read_fields(folder, _CONFIG)
+    fields = read_fields(folder, CONFIG)
     if fields is None:
-        fail(OP, "adapter", f"hold {_CONFIG}", f"none in {folder}")
-    _refuse_other_kinds(fields)
+        fail(OP, "adapter", f"hold {CONFIG}", f"none in {folder}")
+    settings = LoraSettings(fields)
     remedy = "Older adapters are adapter_model.bin, which may run code: save it again with PEFT."
     check(member(folder, _WEIGHTS) is not None, OP, "adapter", f"hold {_WEIGHTS}", f"none in {folder}", remedy)
     weights = Weights(folder, [_WEIGHTS])
     shapes = {name: shape for _, parts in layout.parts() for name, shape in parts.items()}
     halves: dict[str, dict[str, str]] = {}
     whole: dict[str, str] = {}
+    modules: dict[str, str] = {}
     for stored in weights.stored:
         ending = next((ending for ending in _HALVES if stored.endswith(ending)), None)
         module = stored.removesuffix(ending) + ".weight" if ending else stored.replace(".base_layer.", ".")
@@ -117,17 +126,22 @@ def read_adapter(folder: str | Path, layout: Layout) -> Adapter:
         key = name if ending is None else _HALVES[ending][0]
         check(key not in both, OP, f"{_WEIGHTS}: {shown(stored)}", "be there once", "twice")
         both[key] = stored
+        if ending is not None:
+            modules[name] = stored.removeprefix(_PREFIX).removesuffix(ending)
     for name in {*halves, *whole} & {layout.embedding, layout.head}:
         tied = "leave a head that is tied to the embedding alone"
         if layout.tied:
             raise NotImplementedError(message(OP, _WEIGHTS, tied, f"one that changes {name}", "Merge it with PEFT."))
     _check_shapes(weights, halves, whole, shapes)
-    scales = {name: _scale(fields, name, weights.stored[pair["a"]].shape[0]) for name, pair in halves.items()}
+    ranks = {name: weights.stored[pair["a"]].shape[0] for name, pair in halves.items()}
+    _check_modules(settings, layout, ranks, modules, whole)
     tensors = weights.tensors()
-    pairs = {
-        name: Pair(tensors[pair["a"]], tensors[pair["b"]], scales[name], "lora_embedding" in pair["a"])
-        for name, pair in halves.items()
-    }
+    pairs = {}
+    for name, pair in halves.items():
+        embedded = "lora_embedding" in pair["a"]
+        # PEFT changes neither embeddings nor base weights that the file itself holds.
+        start = PLAIN if embedded or name in whole else settings.start
+        pairs[name] = Pair(tensors[pair["a"]], tensors[pair["b"]], settings.scale(modules[name]), embedded, start)
     return Adapter(pairs, {name: tensors[stored] for name, stored in whole.items()}, folder.name)
 
 
@@ -139,7 +153,7 @@ def named_adapter(name_or_folder: str | Path) -> Path:
 
 def available_adapters() -> tuple[str, ...]:
     """Names of the adapters in the package."""
-    return tuple(sorted(path.parent.name for path in PACKAGED.glob(f"*/{_CONFIG}")))
+    return tuple(sorted(path.parent.name for path in PACKAGED.glob(f"*/{CONFIG}")))
 
 
 def read_mask_token(folder: str | Path, hidden_size: int) -> torch.Tensor | None:
@@ -154,18 +168,6 @@ def read_mask_token(folder: str | Path, hidden_size: int) -> torch.Tensor | None
     if actual.dtype not in DTYPES:
         raise NotImplementedError(message(OP, f"{MASK_FILE}: {_MASK}", f"be {', '.join(DTYPES)}", actual.dtype))
     return weights.tensors()[_MASK]
-
-
-def _refuse_other_kinds(fields: Fields) -> None:
-    kind = fields.get("peft_type")
-    if kind != "LORA":
-        raise NotImplementedError(message(OP, f"{_CONFIG}: peft_type", "be 'LORA'", shown(kind)))
-    for name in _OTHERWISE:
-        value = fields.get(name)
-        if value:
-            raise NotImplementedError(
-                message(OP, f"{_CONFIG}: {name}", "be absent", shown(value), "Merge it with PEFT.")
-            )
 
 
 def _published(stored: str, shapes: Mapping[str, object], layout: Layout) -> str | None:
@@ -200,20 +202,44 @@ def _check_shapes(
         check(fits, OP, f"{_WEIGHTS}: {name}", f"have pairs for a matrix {shapes[name]}", f"{a} and {b}")
 
 
-def _scale(fields: Fields, name: str, rank: int) -> float:
-    alpha = fields.number("lora_alpha", 8.0)
-    module = name.removesuffix(".weight")
-    for pattern, value in fields.part("alpha_pattern").values.items():
-        # Patterns come from the file: without repetition none of them can take long.
-        plain = re.fullmatch(r"[\w.^$|()\\-]{1,1000}", pattern) is not None
-        if not plain:
-            label = f"{_CONFIG}: alpha_pattern"
-            raise NotImplementedError(message(OP, label, "have patterns without repetition", shown(pattern)))
-        try:
-            matches = re.match(rf"(.*\.)?({pattern})$", module) is not None
-        except re.error as error:
-            fail(OP, f"{_CONFIG}: alpha_pattern", "hold regular expressions", f"{shown(pattern)} ({error})")
-        if matches:
-            alpha = Fields({"alpha": value}, f"{_CONFIG}: alpha_pattern").number("alpha")
-            break
-    return alpha / math.sqrt(rank) if fields.flag("use_rslora", False) else alpha / rank
+def _check_modules(
+    settings: LoraSettings,
+    layout: Layout,
+    ranks: Mapping[str, int],
+    modules: Mapping[str, str],
+    whole: Mapping[str, str],
+) -> None:
+    """PEFT uses exactly the tensors of the modules that adapter_config.json names; others it drops with a warning."""
+    outside = (layout.embedding, layout.head)
+    for name, module in modules.items():
+        used = settings.adapts(module, name not in outside)
+        check(
+            used is not False, OP, f"{CONFIG}: target_modules", "name every module of the file", f"not {shown(module)}"
+        )
+        rank = settings.rank(module)
+        label = f"{_WEIGHTS}: {shown(module)}"
+        check(ranks[name] == rank, OP, label, f"have rank {rank}, as {CONFIG} says", ranks[name])
+        scale = settings.scale(module)
+        fits = settings.start != PISSA or scale > 0
+        check(fits, OP, f"{CONFIG}: lora_alpha", "be positive with PiSSA", scale)
+    for name, stored in whole.items():
+        wrapped = f"{_module(name)}.weight" in modules
+        expected = "have .base_layer in its name if its module is adapted, and only then"
+        check(
+            (".base_layer." in stored) == wrapped,
+            OP,
+            f"{_WEIGHTS}: {shown(stored)}",
+            expected,
+            "a name that PEFT drops",
+        )
+    shapes = {name: shape for _, parts in layout.parts() for name, shape in parts.items()}
+    check_saved(settings, map(_module, shapes), map(_module, whole))
+    if not settings.starts_at_zero:
+        start = next((name.removesuffix(f"{module}.weight") for name, module in modules.items()), "")
+        matrices = [name for name, shape in shapes.items() if len(shape) == 2 and name not in modules]
+        missing = [name for name in matrices if settings.adapts(_module(name).removeprefix(start), name not in outside)]
+        check(not missing, OP, _WEIGHTS, "hold a pair for every module of target_modules", f"none for {some(missing)}")
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]

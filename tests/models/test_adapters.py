@@ -33,6 +33,8 @@ def lora(state: State, modules: list[str], rank: int = 3, prefix: str = "base_mo
 
 def save(folder: Path, tensors: State, **config: Any) -> Path:
     folder.mkdir(exist_ok=True)
+    targets = {name.partition(".lora_")[0].rpartition(".")[2] for name in tensors if ".lora_" in name}
+    config = {"target_modules": sorted(targets), **config}
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps({**CONFIG, **config}))
     return folder
@@ -122,9 +124,6 @@ def test_whole_tensors_biases_and_names_without_the_head(tmp_path: Path) -> None
         "model.layers.0.self_attn.k_proj.bias": torch.randn(8),
     }
     stored = {f"base_model.model.{name}": tensor for name, tensor in whole.items()}
-    stored["base_model.model.model.embed_tokens.base_layer.weight"] = stored.pop(
-        "base_model.model.model.embed_tokens.weight"
-    )
     adapter = save(tmp_path / "lora", {**tensors, **stored}, bias="all", modules_to_save=["lm_head"])
     expected = plain_logits({**plain_merged(state, tensors, 2.0), **whole}, BIASED, TOKENS)
     torch.testing.assert_close(logits(tmp_path, adapter=adapter), expected, rtol=1e-9, atol=1e-9)
@@ -278,14 +277,19 @@ def refused(name: str, value: Any) -> tuple[dict[str, Any], str]:
     [
         refused("peft_type", "LOHA"),
         refused("use_dora", True),
-        refused("fan_in_fan_out", True),
         refused("lora_bias", True),
         refused("alora_invocation_tokens", [1]),
         refused("target_parameters", ["experts"]),
         refused("layer_replication", [[0, 1]]),
         refused("trainable_token_indices", [1]),
-        ({"alpha_pattern": {"(a+)+b": 2}}, "alpha_pattern must have patterns without repetition, got '(a+)+b'."),
-        ({"alpha_pattern": {"(q": 2}}, "alpha_pattern must hold regular expressions, got '(q'"),
+        (
+            {"alpha_pattern": {"(q": 2}},
+            "alpha_pattern must hold regular expressions, got '(q': missing ) at position 12.",
+        ),
+        (
+            {"rank_pattern": {r"(a)\1": 2}},
+            "rank_pattern must hold patterns of names that can be matched in few steps, got an",
+        ),
         ({"lora_alpha": "six"}, "lora_alpha must be a number, got 'six'."),
         ({"use_rslora": "yes"}, "use_rslora must be true or false, got 'yes'."),
     ],
