@@ -56,7 +56,8 @@ def log_likelihood(
     order = sorted(range(len(texts)), key=lambda i: len(prefixes[i]) + len(texts[i]))
     for first in range(0, len(order), size):
         part = order[first : first + size]
-        rows = [[*prefixes[i], *texts[i]] for i in part]
+        # No row predicts anything after the last token, which thus need not fit into the model's positions.
+        rows = [[*prefixes[i], *texts[i][:-1]] for i in part]
         tokens = torch.zeros(len(part), max(map(len, rows)), dtype=torch.int64)
         for line, row in zip(tokens, rows):
             line[: len(row)] = torch.tensor(row)

@@ -75,7 +75,7 @@ class ChatTemplate:
             given = variables.setdefault(name, None)
             listed = given is None or (isinstance(given, Sequence) and all(isinstance(one, Mapping) for one in given))
             check_type(listed, _OP, name, "be a list of JSON objects", shown(given))
-        source = self._chosen(chat_template, variables["tools"])
+        source = self.chosen(chat_template, variables["tools"])
         continued = "content" if continue_final_message is True else continue_final_message
         prompt = not continued if add_generation_prompt is None else bool(add_generation_prompt)
         check(not (prompt and continued), _OP, "add_generation_prompt", "be False with continue_final_message", True)
@@ -93,7 +93,8 @@ class ChatTemplate:
         check(len(text) <= _MOST, OP, self.where, f"write at most {_MOST} characters", "more")
         return text if ending is None else _cut(text, ending)
 
-    def _chosen(self, name: str | None, tools: Any) -> str:
+    def chosen(self, name: str | None = None, tools: Any = None) -> str:
+        """The source of the template of this name, or of the one that is used with these tools."""
         if self.named is None:
             check(name is None, _OP, "chat_template", "be None where a checkpoint has one template", shown(name))
             return str(self.source)

@@ -49,7 +49,7 @@ def tokenizer(fields: Fields, vocab_size: int, marks: Marks) -> JsonTokenizer | 
         made = _assemble(_PRE[fields.get("tokenizer.ggml.pre")], vocabulary, pairs, kinds, library(fields.where))
         _begin(made, fields, tokens, library(fields.where))
     begin, template = fields.token("tokenizer.ggml.bos_token_id", len(tokens)), _template(fields, tokens)
-    return JsonTokenizer.of(made, fields.where, end_tokens=marks.ends, chat_template=template, bos_token=begin)
+    return JsonTokenizer.of(made, fields.where, end_tokens=marks.ends, chat_template=template, bos_token_id=begin)
 
 
 def _texts(fields: Fields, name: str) -> list[str]:

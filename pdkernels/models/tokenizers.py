@@ -106,7 +106,8 @@ class _ByteStream:
 class JsonTokenizer:
     """The `tokenizer.json` of a checkpoint, through the optional library `tokenizers`. Special tokens are not decoded.
 
-    `chat_template` (or None) turns a list of messages into text; `bos_token` is the id of the token that begins a text, or None.
+    `chat_template` (or None) turns a list of messages into text; `bos_token_id` and `eos_token_id` are the
+    ids that are named so beside it, or None.
     """
 
     def __init__(
@@ -127,12 +128,12 @@ class JsonTokenizer:
         *,
         end_tokens: tuple[int, ...] = (),
         chat_template: ChatTemplate | None = None,
-        bos_token: int | None = None,
+        bos_token_id: int | None = None,
     ) -> JsonTokenizer:
         """Wraps a tokenizer of the library; errors mention `name`."""
         made = cls.__new__(cls)
         made._keep(tokenizer, name, end_tokens, chat_template)
-        made.bos_token = bos_token
+        made.bos_token_id, made.eos_token_id = bos_token_id, next(iter(end_tokens), None)
         return made
 
     def _keep(self, tokenizer: Any, name: str, end_tokens: tuple[int, ...], chat_template: ChatTemplate | None) -> None:
@@ -143,7 +144,7 @@ class JsonTokenizer:
         self._name = name
         self.end_tokens = end_tokens
         self.chat_template = chat_template
-        self.bos_token: int | None = None
+        self.bos_token_id: int | None = None
 
     @property
     def byte_level(self) -> bool:
@@ -170,8 +171,8 @@ class JsonTokenizer:
                     self._tokenizer.add_tokens([made])
             self._tokenizer.encode_special_tokens = files.split_special_tokens
         self.chat_template = files.chat_template
-        begin = files.tokens.get("bos_token")
-        self.bos_token = None if begin is None else self.id_of(begin)
+        named_ids = [files.tokens.get(name) for name in ("bos_token", "eos_token")]
+        self.bos_token_id, self.eos_token_id = (None if token is None else self.id_of(token) for token in named_ids)
 
     @property
     def vocab_size(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 from typing import Any, NoReturn
 
 from lm_eval.api.model import TemplateLM
@@ -14,6 +16,9 @@ from pdkernels.decoding import find, generate, method_options
 from pdkernels.integrations.likelihood import Likelihood, log_likelihood, masked_log_likelihood
 
 OP = "HarnessModel"
+_LOG = logging.getLogger(__name__)
+# In the harness's order: of two, the earlier one counts.
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 # Options of tasks for a generation besides its length and stop texts. Neutral values pass.
 _NOTHING: dict[str, tuple[Any, ...]] = {"num_beams": (1,), "repetition_penalty": (1, 1.0), "num_return_sequences": (1,)}
 
@@ -35,6 +40,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             forward. As many forwards as the text has tokens; only tasks with the metric "is greedy" (LAMBADA) use it. False:
             none counts as greedy.
         seed: of all draws.
+        add_bos_token: whether texts begin with the BOS token. None: as the tokenizer has it. No second one is put before a text
+            that begins with it, as rendered chats do.
+        prefix_token_id: what precedes texts without a context and rolling windows. None: BOS, or the end token where there is none.
+        enable_thinking, chat_template_args: variables of the chat template.
         dtype, device: as in `pdkernels.models.load`.
         **options: of the method.
 
@@ -61,6 +70,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         dtype: str | None = None,
         device: str | None = None,
         max_batch_size: int | None = None,
+        add_bos_token: bool | None = None,
+        prefix_token_id: int | None = None,
+        enable_thinking: bool | None = None,
+        chat_template_args: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -79,12 +92,26 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         self.samples = integer(OP, "likelihood_samples", int(likelihood_samples), 1)
         self.check_greedy, self.seed = bool(check_greedy), int(seed)
         self.masked = getattr(self.model.config, "attention", "causal") == "bidirectional"
-        self.tokens = self.forwards = 0
+        self.add_bos_token, self.custom_prefix_token_id = add_bos_token, prefix_token_id
+        bos = self.bos_token_id is not None
+        check(bos or not add_bos_token, OP, "add_bos_token", "be for a tokenizer with a BOS token", "one without")
+        if prefix_token_id is not None:
+            size = self.model.config.vocab_size
+            fits = 0 <= integer(OP, "prefix_token_id", prefix_token_id, 0) < size
+            check(fits, OP, "prefix_token_id", f"be an id below {size}", prefix_token_id)
+        self.template_variables = dict(chat_template_args or {})
+        if enable_thinking is not None:
+            self.template_variables["enable_thinking"] = enable_thinking
+        self.template_name: str | None = None
+        self.tokens, self.forwards = 0, 0.0
 
     @property
     def tokens_per_forward(self) -> float:
-        """Stats of all generations so far."""
-        return self.tokens / max(self.forwards, 1)
+        """New tokens of all generations so far, over the forwards in which their sequences took part.
+
+        As in `DecodeStats`: the batch size does not change it, and 1.0 is one token at a time.
+        """
+        return self.tokens / self.forwards if self.tokens else 0.0
 
     @property
     def tokenizer_name(self) -> str:
@@ -92,24 +119,83 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return type(self.model.tokenizer).__name__
 
     @property
+    def bos_token_id(self) -> int | None:
+        """The token that begins a text; None if the tokenizer has none."""
+        found = getattr(self.model.tokenizer, "bos_token_id", None)
+        return None if found is None else int(found)
+
+    @property
     def eot_token_id(self) -> int:
-        """The first end token; also used as the prefix of texts without a context."""
-        ends = self.model.tokenizer.end_tokens
-        check(bool(ends), OP, "tokenizer", "have an end token for texts without a context", "none")
+        """The token that ends a text: the tokenizer's, or else the model's first one."""
+        found = getattr(self.model.tokenizer, "eos_token_id", None)
+        ends = (*(() if found is None else (found,)), *getattr(self.model, "end_tokens", ()))
+        check(
+            bool(ends),
+            OP,
+            "tokenizer",
+            "have an end token for texts without a context",
+            "none",
+            "Pass prefix_token_id.",
+        )
         return int(ends[0])
 
+    @property
+    def prefix_token_id(self) -> int:
+        """What precedes texts without a context, and rolling windows."""
+        for found in (self.custom_prefix_token_id, self.bos_token_id):
+            if found is not None:
+                return int(found)
+        return self.eot_token_id
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Ids. The tokenizer decides on special tokens; `add_special_tokens=False` leaves them out."""
-        ids, special = (list(self.model.tokenizer.encode(text)) for text in (string, ""))
-        plain = add_special_tokens is False and ids[: len(special)] == special
-        return ids[len(special) :] if plain else ids
+        """Ids, as the harness's model of transformers has them: with special tokens as the tokenizer adds them, `add_bos_token`
+        or `add_special_tokens` says, and without another BOS before a text that begins with it."""
+        special = self.add_bos_token if add_special_tokens is None else add_special_tokens
+        if add_special_tokens is None and self._begins(string):
+            special = False
+        if special is None or (special and not self.add_bos_token):
+            return list(self.model.tokenizer.encode(string))
+        ids = self._plain(string)
+        return [int(self.bos_token_id or 0), *ids] if special else ids
+
+    def _begins(self, string: str) -> bool:
+        tokenizer = self.model.tokenizer
+        if self.custom_prefix_token_id is None and self.bos_token_id is None and not self.model.end_tokens:
+            return False
+        begin = getattr(tokenizer, "decode_all", tokenizer.decode)([self.prefix_token_id])
+        return bool(begin) and string.startswith(begin)
+
+    def _plain(self, string: str) -> list[int]:
+        """Ids without special tokens around them."""
+        encode = self.model.tokenizer.encode
+        if "add_special_tokens" in inspect.signature(encode).parameters:
+            return list(encode(string, add_special_tokens=False))
+        ids, around = list(encode(string)), list(encode(""))
+        return ids[len(around) :] if ids[: len(around)] == around else ids
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The source of the template that chats are rendered with; a name chooses one of several."""
+        template = getattr(self.model.tokenizer, "chat_template", None)
+        if not chat_template or template is None:
+            return None if not chat_template else ""
+        self.template_name = chat_template if isinstance(chat_template, str) else None
+        return str(template.chosen(self.template_name))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The text of a chat, from the checkpoint's template."""
+        """The text of a chat, from the checkpoint's template. Without a generation prompt the last message is continued."""
         template = getattr(self.model.tokenizer, "chat_template", None)
         if template is None:
             raise NotImplementedError(f"{OP}: the checkpoint must have a chat template, got none.")
-        return str(template.render(chat_history, add_generation_prompt=add_generation_prompt))
+        settings: dict[str, Any] = {**self.template_variables, "add_generation_prompt": add_generation_prompt}
+        settings |= {"continue_final_message": not add_generation_prompt, "chat_template": self.template_name}
+        try:
+            return str(template.render(chat_history, **settings))
+        except ValueError as error:
+            rest = [message for message in chat_history if message["role"] != "system"]
+            if "TemplateError" not in str(error) or len(rest) == len(chat_history):
+                raise
+            _LOG.warning("The template refuses the chat; its system message is left out, as the harness does.")
+            return str(template.render(rest, **settings))
 
     def _likelihoods(self, prefixes: list[list[int]], texts: list[list[int]]) -> list[Likelihood]:
         if not self.masked:
@@ -129,8 +215,11 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         longest = self.model.config.max_positions
-        # As in the harness's own models: what does not fit is cut at its start.
-        prefixes = [prefix[-max(longest - len(text), 1) :] for _, prefix, text in requests]
+        for _, _, text in requests:
+            check(len(text) <= longest, OP, "text", f"have at most {longest} tokens, the model's positions", len(text))
+        # As in the harness's own models: what does not fit is cut at its start. A causal model does not read the last token.
+        room = longest if self.masked else longest + 1
+        prefixes = [prefix[-max(room - len(text), 1) :] for _, prefix, text in requests]
         found = self._likelihoods(prefixes, [text for _, _, text in requests])
         answers = [(likelihood.log_prob, likelihood.greedy) for likelihood in found]
         for request, answer in zip(requests, answers):
@@ -146,8 +235,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         answers = []
         for request in requests:
             (text,) = request.args
-            ids = self.tok_encode(text, add_special_tokens=False)
-            windows = get_rolling_token_windows(ids, self.eot_token_id, self.model.config.max_positions, 1)
+            ids = self.tok_encode(text)
+            windows = get_rolling_token_windows(ids, self.prefix_token_id, self.model.config.max_positions, 1)
             pairs = [make_disjoint_window(window) for window in windows]
             found = self._likelihoods([list(a) for a, _ in pairs], [list(b) for _, b in pairs])
             answers.append(sum(likelihood.log_prob for likelihood in found))
@@ -157,28 +246,26 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Texts up to the first stop text of each request."""
         answers: list[str] = [""] * len(requests)
-        groups: dict[tuple[int, float | None], list[int]] = {}
-        stops: list[list[str]] = []
+        groups: dict[tuple[int, float | None, tuple[str, ...]], list[int]] = {}
         for i, request in enumerate(requests):
-            until, limit, temperature = self._settings(request.args[1])
-            stops.append(until)
-            groups.setdefault((limit, temperature), []).append(i)
-        for (limit, temperature), members in groups.items():
+            groups.setdefault(self._settings(request.args[1]), []).append(i)
+        for (limit, temperature, stops), members in groups.items():
             for first in range(0, len(members), self.batch_size):
                 part = members[first : first + self.batch_size]
-                for i, text in zip(part, self._generate([requests[i].args[0] for i in part], limit, temperature)):
-                    cuts = [text.find(stop) for stop in stops[i] if stop in text]
+                texts = self._generate([requests[i].args[0] for i in part], limit, temperature, stops)
+                for i, text in zip(part, texts):
+                    cuts = [text.find(stop) for stop in stops if stop in text]
                     answers[i] = text[: min(cuts)] if cuts else text
                     self.cache_hook.add_partial("generate_until", requests[i].args, answers[i])
         return answers
 
-    def _generate(self, prompts: list[str], limit: int, temperature: float | None) -> list[str]:
+    def _generate(self, prompts: list[str], limit: int, temperature: float | None, stops: tuple[str, ...]) -> list[str]:
+        longest = self.model.config.max_positions
+        check(limit < longest, OP, "max_gen_toks", f"leave room for a prompt in {longest} positions", limit)
         ids = [self.tok_encode(prompt) for prompt in prompts]
-        for prompt in ids:
-            fits = len(prompt) + limit <= self.model.config.max_positions
-            check(
-                fits, OP, "prompt", f"leave room for {limit} tokens of {self.model.config.max_positions}", len(prompt)
-            )
+        if max(map(len, ids)) + limit > longest:
+            _LOG.warning("Prompts are cut at their start, as the harness does, to leave room for %d tokens.", limit)
+            ids = [prompt[limit - longest :] for prompt in ids]
         options = dict(self.options)
         if temperature is not None:
             if "temperature" not in method_options(self.method.name):
@@ -186,29 +273,27 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             options |= {"temperature": temperature}
         if "seed" in method_options(self.method.name):
             options.setdefault("seed", self.seed)
-        result = generate(self.model, ids, self.method, max_new_tokens=limit, **options)
+        result = generate(self.model, ids, self.method, max_new_tokens=limit, stop_strings=stops, **options)
         self.tokens += result.stats.tokens
-        self.forwards += result.stats.forwards
+        self.forwards += result.stats.tokens / (result.stats.tokens_per_forward or 1.0)
         assert result.text is not None
         return list(result.text)
 
-    def _settings(self, asked: dict[str, Any]) -> tuple[list[str], int, float | None]:
-        """Stop texts, most new tokens, and a temperature if the task samples."""
+    def _settings(self, asked: dict[str, Any]) -> tuple[int, float | None, tuple[str, ...]]:
+        """Most new tokens, a temperature if the task samples, and stop texts."""
         asked = dict(asked)
         until = asked.pop("until", None) or []
-        limit = None
-        for name in ("max_gen_toks", "max_new_tokens", "max_tokens"):
-            value = asked.pop(name, None)
-            limit = limit if value is None else int(value)
+        lengths = [value for name in _LENGTHS if (value := asked.pop(name, None)) is not None]
+        limit = integer(OP, "max_gen_toks", int(lengths[0]), 1) if lengths else self.max_new_tokens
         draws, temperature = asked.pop("do_sample", None), asked.pop("temperature", None)
         if draws is None:
             draws = bool(temperature)
         for name, value in asked.items():
             if value is not None and value not in _NOTHING.get(name, ()):
                 _refuse(name, value, "Give options of the method in model_args.")
-        stops = [until] if isinstance(until, str) else [stop for stop in until if stop]
+        stops = tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop)
         heat = (1.0 if temperature is None else float(temperature)) if draws else None
-        return stops, self.max_new_tokens if limit is None else limit, heat
+        return limit, heat, stops
 
 
 def _refuse(name: str, value: Any, remedy: str) -> NoReturn:
