@@ -54,8 +54,8 @@ template <class T, bool kWide>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     recurrence_inject_kernel(const __grid_constant__ InjectArgs args) {
   constexpr int kSize = Pack<T>::kSize;
-  const int64_t b = blockIdx.z, i = blockIdx.y;
-  const int64_t at = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kSize;
+  const int64_t b = blockIdx.z, i = blockIdx.x;
+  const int64_t at = (static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x) * kSize;
   if (at >= args.size) return;
   const int64_t count = args.size - at;
   T* to_state = args.out.row<T>(b, i) + at;
@@ -245,7 +245,8 @@ bool aligned(const BatchedRows& view, int64_t element_bytes) {
 template <class T>
 void launch_inject(const InjectArgs& args, cudaStream_t stream) {
   constexpr int64_t kBytes = sizeof(T), kTile = static_cast<int64_t>(kThreads) * Pack<T>::kSize;
-  const dim3 grid(static_cast<unsigned>((args.size + kTile - 1) / kTile), static_cast<unsigned>(args.rows),
+  // Rows come first: the other dimensions of a grid end at 65,535.
+  const dim3 grid(static_cast<unsigned>(args.rows), static_cast<unsigned>((args.size + kTile - 1) / kTile),
                   static_cast<unsigned>(args.batch));
   const bool wide = args.size * kBytes % 16 == 0 && aligned(args.state, kBytes) && aligned(args.embedding, kBytes) &&
                     aligned(args.previous, kBytes) && aligned(args.out, kBytes);

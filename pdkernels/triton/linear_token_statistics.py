@@ -293,8 +293,8 @@ def _merge_kernel(
         if k == 1:
             margin -= p
         if k < TOP_WANTED:
-            tl.store(out_top_ids + slot * TOP_WANTED + k, tl.where(empty, -1, best_id).to(tl.int64))
-            tl.store(out_top_probs + slot * TOP_WANTED + k, tl.where(empty, 0.0, p))
+            tl.store(out_top_ids + slot.to(tl.int64) * TOP_WANTED + k, tl.where(empty, -1, best_id).to(tl.int64))
+            tl.store(out_top_probs + slot.to(tl.int64) * TOP_WANTED + k, tl.where(empty, 0.0, p))
     if SAMPLED:
         scores = tl.load(drawn + 3 * (first + part), mask=mine, other=NONE)
         drawn_ids = tl.load(drawn + 3 * (first + part) + 1, mask=mine, other=FAR)

@@ -12,6 +12,8 @@ from tests.ops import test_apply_rope_append as rope
 from tests.ops import test_feature_cache as features
 from tests.ops.feature_cache_cases import CPU, make_selection, make_sum
 from tests.ops.implementations import implementation
+from tests.ops.recurrence_cases import make_rows
+from tests.ops.test_recurrence import check_inject
 
 # The most blocks of a sequence in csrc/cuda/transformer_ops.cu and csrc/cuda/feature_cache.cu.
 ROPE, ROWS = 192, 1024
@@ -97,3 +99,7 @@ def test_the_blocks_that_check_a_sequence_are_bounded(op: str, most: int) -> Non
     impl, call = implementation("cudasim"), rows_of(op)
     assert impl.blocks(call(impl, 40)) <= 41
     assert impl.blocks(call(impl, most + 300)) <= most
+
+
+def test_a_prompt_may_have_more_rows_than_the_second_dimension_of_a_grid(impl) -> None:
+    check_inject(impl, make_rows(2, batch=1, rows=2**16 + 5, size=1), noise=0.0)

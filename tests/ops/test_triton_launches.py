@@ -140,5 +140,46 @@ def test_heads_of_a_view_may_be_far_apart(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(run_kernels(q, k, v, plan, 0.25, grad, None), wanted))
 
 
+def far(memory: Tensor, values: Tensor, at: int) -> Tensor:
+    """A copy whose first dimension has a stride of 2**30 elements: its third entry is 2**31 from its first."""
+    strides = (2**30, *values.contiguous().stride()[1:])
+    return memory.as_strided(values.shape, strides, 2**31 + at).copy_(values)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the memory is that of the host, which the interpreter reads")
+def test_pages_and_rows_may_be_far_apart(tmp_path: Path) -> None:
+    """Caches and weights of more than 2**31 elements."""
+    from pdkernels.masks import causal
+    from pdkernels.triton import linear, linear_token_statistics, speculative_attention
+
+    memory = torch.from_file(str(tmp_path / "sparse"), shared=True, size=2**32 + 2**20, dtype=torch.float16)
+    draw = torch.Generator().manual_seed(1)
+    make = lambda *shape: torch.randn(shape, generator=draw).half()  # noqa: E731
+    q, k_new, v_new = make(1, 4, 2, 16), make(1, 4, 1, 16), make(1, 4, 1, 16)
+    k, v = make(3, 16, 1, 16), make(3, 16, 1, 16)
+    plan, table = causal(4).plan(16, 16).arguments, torch.tensor([[2, 0, 1]], dtype=torch.int32)
+
+    def attend(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, ...]:
+        arguments = (q, k_new, v_new, k_cache, v_cache, torch.tensor([37]), *plan, 0.25, table)
+        found = speculative_attention.forward(*arguments, append=True)
+        return *found, k_cache, v_cache
+
+    wanted = attend(k.clone(), v.clone())
+    assert all(torch.equal(a, b) for a, b in zip(attend(far(memory, k, 0), far(memory, v, 2**16)), wanted))
+    batch = [x.expand(3, -1, -1, -1) for x in (q, k_new, v_new)]
+    contiguous = (*batch, k, v, torch.tensor([16, 9, 16]), *plan, 0.25)
+    apart = (*batch, far(memory, k, 0), far(memory, v, 2**16), *contiguous[5:])
+    for a, b in zip(speculative_attention.forward(*apart), speculative_attention.forward(*contiguous)):
+        assert torch.equal(a, b)
+    x, weight = make(2, 40), make(3, 40)
+    assert torch.equal(linear.forward(x, far(memory, weight, 0), None), linear.forward(x, weight, None))
+    rest = (0.0, 0, None, 0, None, None, None, (), 2, "model")
+    for a, b in zip(
+        linear_token_statistics.forward(far(memory, make(3, 40), 2**17), far(memory, weight, 0), *rest),
+        linear_token_statistics.forward(memory.as_strided((3, 40), (2**30, 1), 2**31 + 2**17).clone(), weight, *rest),
+    ):
+        assert torch.equal(a, b)
+
+
 if __name__ == "__main__":
     main(sys.argv[1:])
