@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-from pdkernels.decoding._steps import Steps
+from pdkernels.decoding.steps import Steps
 from pdkernels.models.protocols import BidirectionalModel, BlockCausalModel, CausalModel, RecurrentModel
 
 Family = Literal["transformer", "recurrent", "masked", "blocks"]

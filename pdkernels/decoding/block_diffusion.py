@@ -29,7 +29,7 @@ from pdkernels.decoding._sampling import (
     statistics,
 )
 from pdkernels.decoding._session import Session, is_end, without_choice
-from pdkernels.decoding._steps import Rows, Steps, decoder
+from pdkernels.decoding.steps import Entry, Rows, Steps, decoder
 from pdkernels.decoding.traces import DenoiseStep
 from pdkernels.masks import TilePlan, full
 from pdkernels.models.sampler_head import SamplerHead
@@ -43,8 +43,8 @@ Refresh = Literal["causal", "bidirectional"]
 class BlockSteps(Steps):
     """Not the tokens of autoregressive decoding: a filled slot is never revised.
 
-    An entry: whether a sequence still needs tokens, how many slots were filled, the next form (1: a refresh), whether the sequence
-    takes part in it; the block.
+    An entry has `pending`, 1 while a sequence needs tokens; `accepted`, the slots that were filled; `taking`, whether the sequence takes part in
+    the next round; and the `block`. Form 1 is a refresh.
 
     Args:
         block_size: tokens of a block.
@@ -62,7 +62,7 @@ class BlockSteps(Steps):
 
     def __init__(
         self,
-        sizes: Session,
+        session: Session,
         *,
         block_size: int = 32,
         threshold: float | None = 0.9,
@@ -92,78 +92,75 @@ class BlockSteps(Steps):
             check_type(isinstance(sampler, SamplerHead), _OP, "sampler", "be a SamplerHead", type(sampler).__name__)
             check(temperature == 0, _OP, "temperature", "be 0 with a sampler", temperature)
         check(refresh in get_args(Refresh), _OP, "refresh", "be 'causal' or 'bidirectional'", repr(refresh))
-        seeds = checked_sampling(_OP, temperature, seed, sizes.batch)
-        self.model, self.limit = sizes.model, sizes.max_new_tokens
+        seeds = checked_sampling(_OP, temperature, seed, session.batch)
+        self.model, self.limit = session.model, session.max_new_tokens
         self.threshold, self.temperature, self.sampler = threshold, temperature, sampler
         self.mask_token = checked_mask_token(_OP, self.model, mask_token)
         self.banned = banned_tokens(_OP, self.model, allow_mask_token, self.mask_token)
-        self.block_size = block_size = sizes.block(block_size)
+        self.block_size = block_size = session.block(block_size)
         self.known = known = 1 if refresh == "causal" else 0  # slots of a new block that are not masks
 
-        self.cache = sizes.new_cache(page_size)
+        self.cache = session.new_cache(page_size)
         device = self.cache.device
-        self.seeds, self.ends = seeds.to(device), sizes.ends_on(device)
+        self.seeds, self.ends = seeds.to(device), session.ends_on(device)
         self.slot = torch.arange(block_size, device=device)
-        self.everything = full(block_size).plan(64, 64, device)
-        self.refreshed = None if refresh == "causal" else self.everything
+        self.bidirectional = full(block_size).plan(64, 64, device)
+        self.refreshed = None if refresh == "causal" else self.bidirectional
         quotas = _quotas(block_size - known, steps_per_block) if threshold is None else [1]
         self.quotas = torch.tensor(quotas or [0], device=device)
         self.nothing = torch.zeros_like(self.cache.lengths)  # rows that a denoising step stores
         self.forward = torch.zeros_like(self.cache.lengths)  # number of each sequence's last forward
         self.written, self.passes = self.nothing.new_zeros(1), self.nothing.new_zeros(1)
-        self.entry = self.nothing.new_zeros(sizes.batch, 4 + block_size)
-        self.left, self.filled, self.form, self.taking = self.entry[:, :4].unbind(1)
-        self.block = self.entry[:, 4:]
-        self.remaining = self.left  # only whether it is 0 matters
+        self.entry = Entry(session.batch, device, form=None, taking=None, block=block_size)
 
     @property
-    def most_entries(self) -> int:
+    def max_entries(self) -> int:
         """The prompts', and for each block one per mask and a refresh."""
         return 1 + -(-self.limit // self.block_size) * (self.block_size - self.known + 1)
 
     def start(self, session: Session) -> None:
         prompts, lengths = session.packed_prompts(session.longest, self.cache.device)
-        for state in (self.cache.lengths, self.written, self.forward, self.filled):
+        for state in (self.cache.lengths, self.written, self.forward, self.entry.accepted):
             state.zero_()
-        self.left.fill_(1)
+        self.entry.pending.fill_(1)
         self._extend(prompts, lengths, (lengths - 1)[:, None], None)
 
     def refresh(self, width: int | None = None, ragged: bool = True) -> None:
         """Makes the finished block part of the past."""
-        last = torch.full_like(self.nothing, self.block_size - 1)[:, None]
-        self._extend(self.block, self.left * self.block_size, last, self.refreshed)
+        entry, last = self.entry, torch.full_like(self.nothing, self.block_size - 1)[:, None]
+        self._extend(entry.block, entry.pending * self.block_size, last, self.refreshed)
 
     def _extend(self, tokens: torch.Tensor, counts: torch.Tensor, last: torch.Tensor, mask: TilePlan | None) -> None:
         """Stores `tokens`, and begins a block after them."""
         logits = self.model(tokens, cache=self.cache, counts=counts, mask=mask, rows=last)
-        self.forward += self.left
+        self.forward += self.entry.pending
         self.cache.commit_(counts)
         self.passes.zero_()
-        self.block.fill_(self.mask_token)
+        self.entry.block.fill_(self.mask_token)
         if self.known:
             first = draw(logits, self.cache.lengths[:, None], self.temperature, self.seeds, OWN, self.banned)
-            self.block[:, :1] = first
-            self._found(without_choice(logits, first)[:, 0] & (self.left > 0), self.nothing)
+            self.entry.block[:, :1] = first
+            self._found(without_choice(logits, first)[:, 0] & (self.entry.pending > 0), self.nothing)
         self._look()
 
     def step(self, width: int | None = None, ragged: bool = True) -> None:
-        model, block, known = self.model, self.block, self.known
-        hidden = model.hidden(block, cache=self.cache, counts=self.nothing, mask=self.everything)
-        self.forward += self.taking
+        model, entry, block, known = self.model, self.entry, self.entry.block, self.known
+        hidden = model.hidden(block, cache=self.cache, counts=self.nothing, mask=self.bidirectional)
+        self.forward += entry.taking
         stop = self.block_size - known
         if self.sampler is None:
             positions = self.cache.lengths[:, None] + self.slot[known:]
             draws = noise(self.temperature, self.seeds, self.forward[:, None], positions)
             # Neither temperature nor noise enters the confidence.
             guesses = statistics(model, hidden[:, known:], suppress=self.mask_token, top_k=1, **draws)
-            ids, sure, ends = guesses.ids, guesses.probs, self.taking * stop
+            ids, sure, ends = guesses.ids, guesses.probs, entry.taking * stop
         else:
             before_end = self._is_end().cumsum(1) == 0
-            ends = self.taking * (before_end.sum(1) - known).clamp(min=0)
+            ends = entry.taking * (before_end.sum(1) - known).clamp(min=0)
             able = (block == self.mask_token) & (self.slot < ends[:, None] + known)
             judged = judged_guesses(model, hidden, block, able, self.mask_token, self.sampler)
             ids, sure = (part[:, known:] for part in judged)
-        broken = ((sure.isnan() | (ids < 0)) & (block[:, known:] == self.mask_token)).any(1) & (self.taking > 0)
+        broken = ((sure.isnan() | (ids < 0)) & (block[:, known:] == self.mask_token)).any(1) & (entry.taking > 0)
         number = self.passes.clamp(max=len(self.quotas) - 1).expand_as(self.nothing)
         done = unmask_(
             block[:, known:],
@@ -180,38 +177,40 @@ class BlockSteps(Steps):
         self._look()
 
     def _is_end(self) -> torch.Tensor:
-        return torch.zeros_like(self.block, dtype=torch.bool) if self.ends is None else is_end(self.block, self.ends)
+        block = self.entry.block
+        return torch.zeros_like(block, dtype=torch.bool) if self.ends is None else is_end(block, self.ends)
 
     def _found(self, broken: torch.Tensor, filled: torch.Tensor) -> None:
-        self.filled.copy_(filled.masked_fill(broken, -1))
-        self.left.masked_fill_(broken, 0)
+        self.entry.accepted.copy_(filled.masked_fill(broken, -1))
+        self.entry.pending.masked_fill_(broken, 0)
 
     def _look(self) -> None:
         """Determines who drafts on. A block that is complete in all sequences is left for good."""
+        entry, pending = self.entry, self.entry.pending
         wanted = (self.limit - self.written).clamp(max=self.block_size)
         needed = self.slot < wanted
         ends = self._is_end() & needed
-        masks = (self.block == self.mask_token) & needed & (self.slot >= self.known)
+        masks = (entry.block == self.mask_token) & needed & (self.slot >= self.known)
         # A mask after an end token is not needed.
-        drafting = (masks & (ends.cumsum(1) - ends.long() == 0)).any(1) & (self.left > 0)
+        drafting = (masks & (ends.cumsum(1) - ends.long() == 0)).any(1) & (pending > 0)
         closed = ~drafting.any()
         after = self.written + wanted
-        self.left.masked_fill_(closed & (ends.any(1) | (after >= self.limit)), 0)
+        pending.masked_fill_(closed & (ends.any(1) | (after >= self.limit)), 0)
         self.written.copy_(torch.where(closed, after, self.written))
-        self.form.copy_(closed.expand_as(self.form))
-        self.taking.copy_(torch.where(closed, self.left, drafting))
+        entry.form.copy_(closed.expand_as(pending))
+        entry.taking.copy_(torch.where(closed, pending, drafting))
 
     def halt(self, session: Session, rows: Rows) -> Rows:
-        active = [row[0] > 0 for row in rows]
+        active = [row.pending > 0 for row in rows]
         if not any(on and stopped for on, stopped in zip(active, session.stopped, strict=True)):
             return rows
         super().halt(session, rows)
-        if rows[0][2]:
-            self.taking.copy_(self.left)
+        if rows[0].form:
+            self.entry.taking.copy_(self.entry.pending)
         else:
             self._look()
-        after: Rows = self.entry.tolist()
-        if after[0][2] > rows[0][2]:
+        after = self.entry.rows()
+        if after[0].form > rows[0].form:
             self._close(session, after, active)
         return after
 
@@ -223,32 +222,33 @@ class BlockSteps(Steps):
 
     def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
         session.forwards += 1
-        active = [row[0] > 0 for row in before]
-        if before[0][2]:
+        active = [row.pending > 0 for row in before]
+        if before[0].form:
             self._begun(session, rows, active)
             return sum(active)
-        for sequence, (old, new) in enumerate(zip(before, rows, strict=True)):
-            if old[3]:
-                _record(session, sequence, old[4:], new[4:], self.mask_token)
-        if rows[0][2]:
+        for sequence, (old, row) in enumerate(zip(before, rows, strict=True)):
+            if old.taking:
+                _record(session, sequence, old.block, row.block, self.mask_token)
+        if rows[0].form:
             self._close(session, rows, active)
-        return sum(row[3] for row in before)
+        return sum(row.taking for row in before)
 
     def _begun(self, session: Session, rows: Rows, active: list[bool]) -> None:
         for sequence, row in enumerate(rows):
             if active[sequence] and self.known:
-                session.record_first(sequence, row[4])
-        if rows[0][2]:
+                session.record_first(sequence, row.block[0])
+        if rows[0].form:
             self._close(session, rows, active)
 
     def _close(self, session: Session, rows: Rows, active: list[bool]) -> None:
         """Records what a complete block gives to the sequences that were active in it."""
         wanted = min(self.block_size, self.limit - self.past)
         self.past += wanted
-        for sequence, (_, _, _, _, *tokens) in enumerate(rows):
-            stop = next((n + 1 for n, token in enumerate(tokens[:wanted]) if token in session.end_tokens), wanted)
+        for sequence, row in enumerate(rows):
+            ends = (n + 1 for n, token in enumerate(row.block[:wanted]) if token in session.end_tokens)
+            stop = next(ends, wanted)
             if active[sequence] and stop > self.known:
-                session.emit(sequence, tokens[self.known : stop], stop - self.known)
+                session.emit(sequence, row.block[self.known : stop], stop - self.known)
 
 
 decode = decoder(BlockSteps)

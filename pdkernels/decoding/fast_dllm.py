@@ -24,7 +24,7 @@ from pdkernels.decoding._masked_forward import WholeCanvas
 from pdkernels.decoding._masked_model import check_keeps_rows
 from pdkernels.decoding._sampling import Seed, checked_name, checked_number, checked_sampling, checked_size
 from pdkernels.decoding._session import Session
-from pdkernels.decoding._steps import with_defaults
+from pdkernels.decoding.steps import with_defaults
 
 _OP = "decoding.fast_dllm"
 
@@ -176,17 +176,17 @@ class Rows(WholeCanvas):
 class FastSteps(CanvasSteps):
     """`decode` with the blocks' bounds on the device. With a cache a step has two forms: a block's later forwards, and its first."""
 
-    def __init__(self, sizes: Session, *, page_size: int | None = None, **options: Any) -> None:
+    def __init__(self, session: Session, *, page_size: int | None = None, **options: Any) -> None:
         chosen = with_defaults(decode, options)
         del chosen["page_size"]
-        canvas, blocks = begin(sizes, **chosen)
+        canvas, blocks = begin(session, **chosen)
         self.block_size, self.threshold, self.factor = chosen["block_size"], chosen["threshold"], chosen["factor"]
         self.cached = chosen["cache"] != "none"
         self.forms = ("step", "enter") if self.cached else ("step",)
-        self.next_token = int(self.cached and sizes.model.config.predicts == "next")
+        self.next_token = int(self.cached and session.model.config.predicts == "next")
         self.runs = None if chosen["steps"] is None else max(1, chosen["steps"] // blocks - self.next_token)
-        self.rows = Rows(sizes, canvas, page_size)
-        self._build(sizes, canvas, self.rows, self.block_size)
+        self.rows = Rows(session, canvas, page_size)
+        self._build(session, canvas, self.rows, self.block_size)
         self.width = len(self.slot) if chosen["cache"] == "dual" else self.limit
         # The block's first position, counted from the end of the prompt, and forwards over the block so far.
         self.begins, self.taken = torch.zeros_like(self.number), torch.zeros_like(self.number)
@@ -195,7 +195,7 @@ class FastSteps(CanvasSteps):
         super().start(session)
         self.begins.zero_()
         self.taken.zero_()
-        self.form.fill_(int(self.cached))
+        self.entry.form.fill_(int(self.cached))
 
     def step(self, width: int | None = None, ragged: bool = True) -> None:
         if not self.cached:
@@ -229,9 +229,9 @@ class FastSteps(CanvasSteps):
         inside = (self.offsets >= self.begins[:, None]) & (self.offsets < self._last[:, None])
         open_ = (masks & inside).any(1)
         # With a cache, sequences wait until the block is complete in all of them.
-        entry = ~(open_ & (self.left > 0)).any().expand_as(open_) if self.cached else torch.ones_like(open_)
-        self.taken.copy_(torch.where(open_ | ~entry, self.taken + 1, 0))
-        self.begins.copy_(torch.where(entry & ~open_, self._last, self.begins))
-        self.taking.copy_(self.left * (open_ | entry))
+        enters = ~(open_ & (self.entry.pending > 0)).any().expand_as(open_) if self.cached else torch.ones_like(open_)
+        self.taken.copy_(torch.where(open_ | ~enters, self.taken + 1, 0))
+        self.begins.copy_(torch.where(enters & ~open_, self._last, self.begins))
+        self.entry.taking.copy_(self.entry.pending * (open_ | enters))
         if self.cached:
-            self.form.copy_(entry)
+            self.entry.form.copy_(enters)

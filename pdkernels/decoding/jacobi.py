@@ -15,9 +15,9 @@ from pdkernels._validation import check, check_memory, check_type
 from pdkernels.decoding._filler import filler_words
 from pdkernels.decoding._lookup import Lookup
 from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_name, checked_sampling, draw, latents
-from pdkernels.decoding._session import Session, is_end, judged_without_choice, without_choice
-from pdkernels.decoding._steps import DraftSteps, decoder
-from pdkernels.ops import verify_draft
+from pdkernels.decoding._session import Session
+from pdkernels.decoding.steps import DraftSteps, decoder
+from pdkernels.ops import DraftVerdict, verify_draft
 
 _OP = "decoding.jacobi"
 
@@ -27,7 +27,7 @@ Draft = Literal["model", "lookup"]
 
 
 class JacobiSteps(DraftSteps):
-    """An entry: the next draft's length, what was accepted of the last one, the next draft, the predictions for the last one.
+    """One forward verifies the whole draft, and its predictions are the next one.
 
     Args:
         block_size: decode block after block of this many tokens (default 16): inside a block the draft only shrinks.
@@ -45,7 +45,7 @@ class JacobiSteps(DraftSteps):
 
     def __init__(
         self,
-        sizes: Session,
+        session: Session,
         *,
         block_size: int | None = None,
         window: int | None = None,
@@ -57,33 +57,25 @@ class JacobiSteps(DraftSteps):
     ) -> None:
         length = _checked_length(block_size, window)
         checked_name(_OP, "draft", draft, get_args(Draft))
-        seeds = checked_sampling(_OP, temperature, seed, sizes.batch)
-        self.model, self.limit, self.windowed = sizes.model, sizes.max_new_tokens, window is not None
-        self.temperature = temperature
-        self.banned = banned_tokens(_OP, self.model, allow_mask_token)
+        seeds = checked_sampling(_OP, temperature, seed, session.batch)
+        self.windowed, self.temperature = window is not None, temperature
+        self.banned = banned_tokens(_OP, session.model, allow_mask_token)
         # The last requested token needs no forward, so no draft is longer than limit - 1.
-        self.slots = max(1, min(length, self.limit - 1))
-        words = 100 * sizes.batch * self.limit * self.slots  # bytes of random words, temporaries included
+        batch, limit = session.batch, session.max_new_tokens
+        slots = max(1, min(length, limit - 1))
+        words = 100 * batch * limit * slots  # bytes of random words, temporaries included
         if draft == "model":
             check_memory(_OP, "block_size", length, words, torch.device("cpu"))
-        self.cache = sizes.new_cache(page_size)
-        device = self.cache.device
-        self.ends = sizes.ends_on(device)
-        self.seeds = seeds = seeds.to(device)
-        self.latents = latents(self.model, seeds)
-        self.slot = torch.arange(self.slots, device=device)
-        width = sizes.longest + self.limit + self.slots
-        self.lookup = Lookup(sizes.batch, width, self.slots, device) if draft == "lookup" else None
+        self.allocate(session, seeds, slots, page_size)
+        self.latents = latents(self.model, self.seeds)
+        width, device = session.longest + limit + slots, self.cache.device
+        self.lookup = Lookup(batch, width, slots, device) if draft == "lookup" else None
         if self.lookup is None:
-            self.words = filler_words(seeds, self.limit, self.slots)
-            self.history = torch.zeros(sizes.batch, width, dtype=torch.int64, device=device)
+            self.words = filler_words(self.seeds, limit, slots)
+            self.history = torch.zeros(batch, width, dtype=torch.int64, device=device)
         else:
             self.history = self.lookup.text
-        self.remaining = torch.zeros_like(self.cache.lengths)  # tokens left; 0 once a sequence is done
         self.number = torch.zeros(1, dtype=torch.int64, device=device)  # of the step
-        self.entry = self.remaining.new_zeros(sizes.batch, 2 + 2 * self.slots)
-        self.draft_lengths, self.accepted = self.entry[:, 0], self.entry[:, 1]
-        self.draft, self.predictions = self.entry[:, 2:].split(self.slots, 1)
 
     def start(self, session: Session) -> None:
         packed, prompt_lengths = session.packed_prompts(self.history.shape[1], self.cache.device)
@@ -100,62 +92,61 @@ class JacobiSteps(DraftSteps):
         self.cache.lengths.zero_()
         rows = (prompt_lengths - 1)[:, None] + self.slot[: guesses + 1]
         counts = session.ragged(prompt_lengths + guesses)
-        logits, best = self._said(self.history[:, : session.longest + guesses], counts, rows + 1, rows=rows)
-        self.draft[:, : guesses + 1] = best.clamp(min=0)
+        logits, best = self._predictions(self.history[:, : session.longest + guesses], counts, rows + 1, rows=rows)
+        self.entry.draft[:, : guesses + 1] = best.clamp(min=0)
         self.cache.commit_(prompt_lengths)
-
-        broken = without_choice(logits[:, :1], best[:, :1])[:, 0]
-        self.accepted.zero_().masked_fill_(broken, -1)
-        self.remaining.fill_(self.limit - 1).masked_fill_(broken, 0)
-        if self.ends is not None:
-            self.remaining.masked_fill_(is_end(self.draft[:, 0], self.ends), 0)
-        self.draft_lengths.copy_(self._looked_up() if self.lookup else self.remaining.clamp(max=self.slots))
+        self.begin(best[:, :1], logits[:, :1])
+        if self.lookup is not None:
+            self._look_up(self.lookup)
         self.number.fill_(1)
 
     def step(self, width: int | None = None, ragged: bool = True) -> None:
-        counts = self.draft_lengths if ragged else None
+        verdict, rest = self.verify(width, ragged)
+        self.draft(verdict, rest)
+
+    def verify(self, width: int | None, ragged: bool) -> tuple[DraftVerdict, torch.Tensor]:
+        """Verifies and commits the draft. Returns the verdict, and how many tokens of each draft were left."""
+        entry = self.entry
+        counts = entry.pending if ragged else None
         positions = self.cache.lengths[:, None] + 1 + self.slot[:width]
-        logits, predictions = self._said(self.draft[:, :width], counts, positions)
-        self.predictions[:, :width] = predictions.clamp(min=0)
+        logits, predictions = self._predictions(entry.draft[:, :width], counts, positions)
+        entry.predictions[:, :width] = predictions.clamp(min=0)
         # Like its KV rows, a draft comes after the committed history at its own position: only a commit makes it part of it.
         committed = self.cache.lengths[:, None]  # grows in place with every commit
         if self.lookup is None:
             refill = self.history.gather(1, self.words.index_select(1, self.number)[:, 0] % committed)
         else:
             refill = self.lookup.nothing
-        self.history.scatter_(1, committed + self.slot, self.draft)
+        self.history.scatter_(1, committed + self.slot, entry.draft)
         verdict = verify_draft(
-            self.draft, self.predictions, draft_lengths=self.draft_lengths, end_tokens=self.ends, refill=refill
+            entry.draft, entry.predictions, draft_lengths=entry.pending, end_tokens=self.ends, refill=refill
         )
         self.cache.commit_(verdict.accepted)
         self.number += 1
+        rest = entry.pending - verdict.accepted
+        self.judge(verdict, logits, predictions)
+        return verdict, rest
 
-        # A partly accepted block continues with the rest of its draft; anything else starts from a full one. The model's
-        # next token is in slot 0 either way. A finished sequence has nothing remaining, so its draft is empty.
-        broken = judged_without_choice(logits, predictions, verdict.accepted)
-        self.remaining.sub_(verdict.accepted).masked_fill_(verdict.ended | broken, 0)
-        rest = self.draft_lengths - verdict.accepted
-        self.draft.copy_(verdict.new_draft.clamp(min=0))  # a finished sequence has none
+    def draft(self, verdict: DraftVerdict, rest: torch.Tensor) -> None:
+        """A partly accepted block continues with the `rest` of its draft; anything else starts from a full one. The model's next
+        token is in slot 0 either way."""
+        entry = self.entry
+        entry.draft.copy_(verdict.new_draft.clamp(min=0))  # a finished sequence has none
         if self.lookup is not None:
             self.lookup.keep(verdict.new_draft, rest > 0)
-            next_lengths = self._looked_up()
-        elif self.windowed:
-            next_lengths = self.remaining.clamp(max=self.slots)
-        else:
-            next_lengths = torch.minimum(rest.masked_fill_(rest == 0, self.slots), self.remaining)
-        self.draft_lengths.copy_(next_lengths)
-        self.accepted.copy_(verdict.accepted).masked_fill_(broken, -1)
+            self._look_up(self.lookup)
+        elif not self.windowed:
+            entry.pending.copy_(torch.minimum(rest.masked_fill_(rest == 0, self.slots), self.remaining))
 
-    def _looked_up(self) -> torch.Tensor:
-        """Fills drafts after the known token in slot 0, and returns their lengths."""
-        assert self.lookup is not None
-        committed = self.cache.lengths
-        self.history.scatter_(1, committed[:, None], self.draft[:, :1])
-        guesses, found = self.lookup.draft(committed + 1)
-        self.draft[:, 1:] = guesses
-        return torch.minimum(1 + found, self.remaining)
+    def _look_up(self, lookup: Lookup) -> None:
+        """Fills drafts after the known token in slot 0, as far as something was found."""
+        committed, draft = self.cache.lengths, self.entry.draft
+        self.history.scatter_(1, committed[:, None], draft[:, :1])
+        guesses, found = lookup.draft(committed + 1)
+        draft[:, 1:] = guesses
+        self.entry.pending.copy_(torch.minimum(1 + found, self.remaining))
 
-    def _said(
+    def _predictions(
         self, tokens: torch.Tensor, counts: torch.Tensor | None, positions: torch.Tensor, **rows: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits, and the tokens drawn from them at `positions`."""

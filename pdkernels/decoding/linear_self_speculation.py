@@ -29,8 +29,8 @@ from pdkernels.decoding._sampling import (
     uniforms,
     without_,
 )
-from pdkernels.decoding._session import Session, is_end, judged_without_choice, without_choice
-from pdkernels.decoding._steps import Rows, Steps, decoder, record_first
+from pdkernels.decoding._session import Session
+from pdkernels.decoding.steps import DraftSteps, Rows, decoder, record_first
 from pdkernels.decoding.traces import LinearStep
 from pdkernels.masks import full
 from pdkernels.ops import unmask_, verify_draft
@@ -40,9 +40,9 @@ _OP = "decoding.linear_self_speculation"
 Verification = Literal["compare", "rejection"]
 
 
-class LinearSteps(Steps):
-    """An entry: the next block's length; what was accepted of the last one, the next form (1: a verification), the token after it,
-    the forwards it took; the last block, the verifier's predictions for it.
+class LinearSteps(DraftSteps):
+    """An entry has the token `known` after the last block, the `forwards` that the block took, the `block`, and the verifier's
+    `predictions` for it. Form 1 is a verification.
 
     Args:
         block_size: the known token and the masks that are drafted after it; 1 is autoregressive decoding.
@@ -56,7 +56,7 @@ class LinearSteps(Steps):
 
     def __init__(
         self,
-        sizes: Session,
+        session: Session,
         *,
         block_size: int = 32,
         threshold: float = 0.0,
@@ -68,7 +68,7 @@ class LinearSteps(Steps):
         page_size: int | None = None,
     ) -> None:
         checked_size(_OP, "block_size", block_size)
-        seeds = checked_sampling(_OP, temperature, seed, sizes.batch)
+        seeds = checked_sampling(_OP, temperature, seed, session.batch)
         checked_number(_OP, "threshold", threshold)
         checked_name(_OP, "verification", verification, get_args(Verification))
         check(
@@ -79,109 +79,93 @@ class LinearSteps(Steps):
             threshold,
             "Slots filled in later passes depend on others; use verification='compare'.",
         )
-        block_size = sizes.block(block_size)
-        self.model, self.limit = sizes.model, sizes.max_new_tokens
-        self.block_size, self.threshold, self.temperature = block_size, threshold, temperature
-        self.mask_token = checked_mask_token(_OP, self.model, mask_token)
-        self.banned = banned_tokens(_OP, self.model, allow_mask_token, self.mask_token)
+        self.block_size = block_size = session.block(block_size)
+        self.threshold, self.temperature = threshold, temperature
+        self.mask_token = checked_mask_token(_OP, session.model, mask_token)
+        self.banned = banned_tokens(_OP, session.model, allow_mask_token, self.mask_token)
         # At temperature 0 both verifications are the same.
         self.rejection = verification == "rejection" and temperature > 0 and block_size > 1
-        self.most_passes = min(1, block_size - 1) if threshold == 0 else block_size - 1  # each fills at least one slot
-        self.forms = ("step", "verify") if self.most_passes > 1 else ("step",)
+        self.max_passes = min(1, block_size - 1) if threshold == 0 else block_size - 1  # each fills at least one slot
+        self.forms = ("step", "verify") if self.max_passes > 1 else ("step",)
 
-        self.cache = sizes.new_cache(page_size)
-        device = self.cache.device
-        self.seeds = seeds.to(device)
-        self.ends = sizes.ends_on(device)
-        self.slot = torch.arange(block_size, device=device)
-        self.everything = full(block_size).plan(64, 64, device)
+        columns = {"form": None, "known": None, "forwards": None, "block": block_size, "predictions": block_size}
+        self.allocate(session, seeds, block_size, page_size, **columns)
+        self.bidirectional = full(block_size).plan(64, 64, self.cache.device)
         self.nothing = torch.zeros_like(self.cache.lengths)  # rows that a draft pass stores
-        self.remaining = torch.zeros_like(self.cache.lengths)  # tokens left; 0 once a sequence is done
         self.forward = torch.zeros_like(self.cache.lengths)  # number of each sequence's last forward
         self.begun = torch.zeros_like(self.cache.lengths)  # `forward` before the block
         self.drafting = torch.zeros_like(self.cache.lengths)  # 1 while a block has masks
-        self.fresh = torch.ones(1, dtype=torch.bool, device=device)  # the next pass begins a block
-        self.entry = self.remaining.new_zeros(sizes.batch, 5 + 2 * block_size)
-        self.draft_lengths, self.accepted, self.form, self.known, self.forwards = self.entry[:, :5].unbind(1)
-        self.block, self.predictions = self.entry[:, 5:].split(block_size, 1)
+        self.fresh = torch.ones(1, dtype=torch.bool, device=self.cache.device)  # the next pass begins a block
 
     @property
-    def most_entries(self) -> int:
+    def max_entries(self) -> int:
         """With draft passes as rounds, each of which fills a slot."""
-        return self.limit * (1 + (self.most_passes if len(self.forms) > 1 else 0))
+        return self.limit * (1 + (self.max_passes if len(self.forms) > 1 else 0))
 
     def start(self, session: Session) -> None:
         prompts, prompt_lengths = session.packed_prompts(session.longest, self.cache.device)
         self.cache.lengths.zero_()
         last = (prompt_lengths - 1)[:, None]
         logits = self.model(prompts, cache=self.cache, counts=session.ragged(prompt_lengths), rows=last)
-        first = draw(logits, prompt_lengths[:, None], self.temperature, self.seeds, OWN, self.banned)[:, 0]
-        broken = without_choice(logits, first[:, None])[:, 0]
+        first = draw(logits, prompt_lengths[:, None], self.temperature, self.seeds, OWN, self.banned)
         self.cache.commit_(prompt_lengths)
-        self.known.copy_(first)
-        self.accepted.zero_().masked_fill_(broken, -1)
-        self.remaining.fill_(self.limit - 1).masked_fill_(broken, 0)
-        if self.ends is not None:
-            self.remaining.masked_fill_(is_end(first, self.ends), 0)
-        self.draft_lengths.copy_(self.remaining.clamp(max=self.block_size))
+        self.begin(first, logits)
+        self.entry.known.copy_(first[:, 0])
         self.forward.fill_(1)
         self.begun.fill_(1)
-        self.form.zero_()
+        self.entry.form.zero_()
         self.fresh.fill_(True)
 
     def step(self, width: int | None = None, ragged: bool = True) -> None:
-        logits = self._draft()
+        logits = self.draft()
         if len(self.forms) > 1:
-            self.form.copy_((self.drafting == 0).all().expand_as(self.form))
+            self.entry.form.copy_((self.drafting == 0).all().expand_as(self.drafting))
         else:
-            self._judge(logits, width or self.block_size, ragged)
+            self._verify(logits, width or self.block_size, ragged)
 
     def verify(self, width: int | None = None, ragged: bool = True) -> None:
-        """Judges the block that passes have filled."""
-        self._judge(None, width or self.block_size, ragged)
-        self.form.zero_()
+        """Verifies the block that passes have filled."""
+        self._verify(None, width or self.block_size, ragged)
+        self.entry.form.zero_()
 
-    def _judge(self, logits: torch.Tensor | None, width: int, ragged: bool) -> None:
-        """`logits`: of the draft, if their distribution is needed."""
-        draft, lengths = self.block[:, :width], self.cache.lengths
-        judged = self.model(draft, cache=self.cache, counts=self.draft_lengths if ragged else None)
+    def _verify(self, drafted: torch.Tensor | None, width: int, ragged: bool) -> None:
+        """`drafted`: logits of the draft, if their distribution is needed."""
+        entry, lengths = self.entry, self.cache.lengths
+        draft = entry.block[:, :width]
+        logits = self.model(draft, cache=self.cache, counts=entry.pending if ragged else None)
         self.forward += 1
         positions = lengths[:, None] + 1 + self.slot[:width]
-        predictions = draw(judged, positions, self.temperature, self.seeds, OWN, self.banned)
+        predictions = draw(logits, positions, self.temperature, self.seeds, OWN, self.banned)
         own = predictions.clone() if self.rejection else predictions
-        if logits is not None and self.rejection:
+        if drafted is not None and self.rejection:
             tested = min(width, self.block_size - 1)  # the last row of a whole block has no guess to test
-            guesses = self.block[:, 1 : tested + 1]
+            guesses = entry.block[:, 1 : tested + 1]
             predictions[:, :tested] = self._verdicts(
-                judged[:, :tested], logits[:, :tested], guesses, positions[:, :tested]
+                logits[:, :tested], drafted[:, :tested], guesses, positions[:, :tested]
             )
-        verdict = verify_draft(draft, predictions, draft_lengths=self.draft_lengths, end_tokens=self.ends)
+        verdict = verify_draft(draft, predictions, draft_lengths=entry.pending, end_tokens=self.ends)
         self.cache.commit_(verdict.accepted)
-
-        # The verifier's next token is known, so it counts; a finished sequence has nothing remaining.
-        broken = judged_without_choice(judged, own, verdict.accepted)
-        self.remaining.sub_(verdict.accepted).masked_fill_(verdict.ended | broken, 0)
-        self.draft_lengths.copy_(self.remaining.clamp(max=self.block_size))
-        self.accepted.copy_(verdict.accepted).masked_fill_(broken, -1)
-        self.known.copy_(verdict.next_token)
-        self.forwards.copy_(self.forward - self.begun)
+        self.judge(verdict, logits, own)
+        entry.known.copy_(verdict.next_token)
+        entry.forwards.copy_(self.forward - self.begun)
         self.begun.copy_(self.forward)
         self.fresh.fill_(True)
-        self.predictions[:, :width] = predictions
+        entry.predictions[:, :width] = predictions
 
-    def _draft(self) -> torch.Tensor | None:
+    def draft(self) -> torch.Tensor | None:
         """A pass over the block after its known token; returns its logits if their distribution is needed."""
-        self.block[:, 0] = self.known.clamp(min=0)  # -1 in a finished sequence
-        masks = self.block[:, 1:].masked_fill_(self.fresh, self.mask_token)
-        active = (self.draft_lengths > 0).long()
+        block = self.entry.block
+        block[:, 0] = self.entry.known.clamp(min=0)  # -1 in a finished sequence
+        masks = block[:, 1:].masked_fill_(self.fresh, self.mask_token)
+        active = (self.entry.pending > 0).long()
         self.drafting.copy_(torch.where(self.fresh, active, self.drafting))
         self.fresh.fill_(False)
-        if self.most_passes == 0:
+        if self.max_passes == 0:
             return None
         self.forward += self.drafting
         # It only reads the cache: a draft pass leaves nothing but the draft.
         hidden = self.model.hidden(
-            self.block, cache=self.cache, counts=self.nothing, mask=self.everything, adapted=self.model.has_adapter
+            block, cache=self.cache, counts=self.nothing, mask=self.bidirectional, adapted=self.model.has_adapter
         )[:, 1:]
         positions, numbers = self.cache.lengths[:, None] + self.slot[1:], self.forward[:, None]
         if self.rejection:  # which needs the probabilities of all tokens
@@ -226,19 +210,19 @@ class LinearSteps(Steps):
         return torch.where(u * q.gather(-1, at)[..., 0] < p.gather(-1, at)[..., 0], guesses, others)
 
     def opened(self, session: Session, rows: Rows) -> int:
-        return record_first(session, rows, 3)
+        return record_first(session, [row.known for row in rows])
 
     def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
-        if len(self.forms) > 1 and not before[0][2]:
+        if len(self.forms) > 1 and not before[0].form:
             return 0  # a draft pass, which its verification counts
         taken_part = []
-        for sequence, ((length, *_), (_, accepted, _, known, forwards, *tokens)) in enumerate(zip(before, rows)):
-            if length:
-                drafted, judged = tokens[:length], tokens[self.block_size :][:length]
-                taken_part.append(forwards)
-                session.log_step(sequence, drafted, None, accepted=accepted, next_token=known)
+        for sequence, (old, row) in enumerate(zip(before, rows, strict=True)):
+            if length := old.pending:
+                draft, predictions = row.block[:length], row.predictions[:length]
+                taken_part.append(row.forwards)
+                session.log_step(sequence, draft, None, accepted=row.accepted, next_token=row.known)
                 if session.trace is not None:
-                    session.trace[sequence].append(LinearStep(drafted, judged, accepted, forwards))
+                    session.trace[sequence].append(LinearStep(draft, predictions, row.accepted, row.forwards))
         # The sequence drafted last took part in every forward.
         session.forwards += max(taken_part)
         return sum(taken_part)

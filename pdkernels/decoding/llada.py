@@ -24,7 +24,7 @@ from pdkernels.decoding._sampling import (
     checked_size,
 )
 from pdkernels.decoding._session import Session
-from pdkernels.decoding._steps import with_defaults
+from pdkernels.decoding.steps import with_defaults
 
 _OP = "decoding.llada"
 
@@ -88,15 +88,15 @@ def decode(
 class LladaSteps(CanvasSteps):
     """`decode` with a schedule on the device."""
 
-    def __init__(self, sizes: Session, **options: Any) -> None:
+    def __init__(self, session: Session, **options: Any) -> None:
         chosen = with_defaults(decode, options)
         revise, steps = chosen.pop("revise"), chosen["steps"]
         self.needs_host = "a `revise` above 0" if revise > 0 else ""
-        canvas, blocks = begin(_OP, sizes, **chosen)
+        canvas, blocks = begin(_OP, session, **chosen)
         rows = [(first, last, quota) for first, last in blocks for quota in quotas(last - first, steps, len(blocks))]
         self.schedule = torch.tensor(rows, device=canvas.tokens.device)
         widest = max(last - first for first, last in blocks)
-        self._build(sizes, canvas, WholeCanvas(sizes, canvas), widest, random=chosen["remasking"] == "random")
+        self._build(session, canvas, WholeCanvas(session, canvas), widest, random=chosen["remasking"] == "random")
 
     def _plan(self, first_only: bool = False) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         # A sequence that is done stays at its last step, in which nothing is filled.

@@ -30,11 +30,11 @@ from pdkernels.decoding._sampling import (
     statistics,
     without_,
 )
-from pdkernels.decoding._session import Session, is_end, judged_without_choice, without_choice
-from pdkernels.decoding._steps import DraftSteps, decoder
+from pdkernels.decoding._session import Session
+from pdkernels.decoding.steps import DraftSteps, decoder
 from pdkernels.masks import TilePlan, block_causal, causal, pack, quadratic
 from pdkernels.masks.speculation import InGroup
-from pdkernels.ops import verify_draft
+from pdkernels.ops import DraftVerdict, verify_draft
 
 _OP = "decoding.quadratic_self_speculation"
 
@@ -44,7 +44,7 @@ Ensemble = Literal["probability", "logit"]
 
 
 class QuadraticSteps(DraftSteps):
-    """An entry: the next draft's length, what was accepted of the last one; the next draft, what the verifier said to the last one.
+    """One forward verifies a draft and drafts the next one for every place where it may be rejected.
 
     Args:
         block_size: tokens of a draft, the known first one included; 1 is autoregressive decoding.
@@ -58,7 +58,7 @@ class QuadraticSteps(DraftSteps):
 
     def __init__(
         self,
-        sizes: Session,
+        session: Session,
         *,
         block_size: int = 16,
         masks_per_group: int | None = None,
@@ -72,7 +72,7 @@ class QuadraticSteps(DraftSteps):
         seed: Seed = 0,
         page_size: int | None = None,
     ) -> None:
-        block_size = sizes.block(checked_size(_OP, "block_size", block_size))
+        block_size = session.block(checked_size(_OP, "block_size", block_size))
         masks = _checked_masks(block_size, masks_per_group, label_shift, in_group)
         check_type(
             type(ensemble_weight) in (int, float), _OP, "ensemble_weight", "be a number", type(ensemble_weight).__name__
@@ -87,31 +87,22 @@ class QuadraticSteps(DraftSteps):
             "No mask is about the verifier's position.",
         )
         check(ensemble in get_args(Ensemble), _OP, "ensemble", "be 'probability' or 'logit'", repr(ensemble))
-        seeds = checked_sampling(_OP, temperature, seed, sizes.batch)
-        self.model, self.limit = sizes.model, sizes.max_new_tokens
+        seeds = checked_sampling(_OP, temperature, seed, session.batch)
         self.masks, self.in_group, self.temperature = masks, in_group, temperature
         self.ensemble_weight, self.ensemble = ensemble_weight, ensemble
         # Mixtures are drawn from in float64, by the reference, which promises no more than its result.
         self.needs_host = "an ensemble_weight below 1" if ensemble_weight < 1 else ""
-        self.mask_token = checked_mask_token(_OP, self.model, mask_token)
-        self.banned = banned_tokens(_OP, self.model, allow_mask_token, self.mask_token)
+        self.mask_token = checked_mask_token(_OP, session.model, mask_token)
+        self.banned = banned_tokens(_OP, session.model, allow_mask_token, self.mask_token)
         # The last requested token needs no forward, so no draft is longer than limit - 1.
-        self.slots = max(1, min(block_size, self.limit - 1))
-        rows_per_step = max(sizes.longest + masks, self.slots * (1 + masks))
+        slots = max(1, min(block_size, session.max_new_tokens - 1))
+        rows_per_step = max(session.longest + masks, slots * (1 + masks))
         check(rows_per_step <= _MOST_ROWS, _OP, "block_size", f"keep a step within {_MOST_ROWS} rows", rows_per_step)
 
-        self.cache = sizes.new_cache(page_size)  # its lengths grow in place with every commit
-        device = self.cache.device
-        self.seeds = seeds.to(device)
-        self.ends = sizes.ends_on(device)
-        self.slot = torch.arange(self.slots, device=device)
+        self.allocate(session, seeds, slots, page_size)
         self.guessing = 1 - label_shift + self.slot[:-1]  # masks of a group whose rows predict the next draft
-        self.whole = _layout(self.slots, masks, in_group, device)  # kept here for a graph
-        self.remaining = torch.zeros_like(self.cache.lengths)  # tokens left; 0 once a sequence is done
+        self.whole = _layout(slots, masks, in_group, self.cache.device)  # kept here for a graph
         self.forward = torch.zeros_like(self.cache.lengths)  # number of the last forward
-        self.entry = self.remaining.new_zeros(sizes.batch, 2 + 2 * self.slots)
-        self.draft_lengths, self.accepted = self.entry[:, :2].unbind(1)
-        self.draft, self.predictions = self.entry[:, 2:].split(self.slots, 1)
 
     def start(self, session: Session) -> None:
         """The prompt and one group after its last token, whose masks are already at their positions."""
@@ -129,56 +120,56 @@ class QuadraticSteps(DraftSteps):
         first = draw(logits[:, :1], prompt_lengths[:, None], self.temperature, self.seeds, OWN, self.banned)
         positions = prompt_lengths[:, None] + 1 + self.slot[:-1]
         guesses = draw(logits[:, 1:], positions, self.temperature, self.seeds, 1, suppress=(self.mask_token,))
-        broken = without_choice(logits[:, :1], first)[:, 0]
         cache.commit_(prompt_lengths)
-        self.draft[:, :1] = first.clamp(min=0)
-        self.draft[:, 1:] = drafted(guesses, self.mask_token)
-        self.accepted.zero_().masked_fill_(broken, -1)
-        self.remaining.fill_(self.limit - 1).masked_fill_(broken, 0)
-        if self.ends is not None:
-            self.remaining.masked_fill_(is_end(first[:, 0], self.ends), 0)
-        self.draft_lengths.copy_(self.remaining.clamp(max=self.slots))
+        self.begin(first, logits[:, :1])
+        self.entry.draft[:, :1] = first.clamp(min=0)
+        self.entry.draft[:, 1:] = drafted(guesses, self.mask_token)
         self.forward.fill_(1)
 
     def step(self, width: int | None = None, ragged: bool = True) -> None:
-        width, masks, lengths = width or self.slots, self.masks, self.cache.lengths
+        width = width or self.slots
+        verdict, hidden = self.verify(width)
+        self.draft(verdict, hidden, width)
+
+    def verify(self, width: int) -> tuple[DraftVerdict, torch.Tensor]:
+        """Verifies and commits the first `width` tokens of each draft. Returns the verdict, and the hidden rows of draft and masks."""
+        entry, masks, lengths = self.entry, self.masks, self.cache.lengths
         # A shorter draft of another sequence is followed by rows that it does not see.
         plan, offsets = self.whole if width == self.slots else _layout(width, masks, self.in_group, self.cache.device)
-        tokens = self.draft.new_full((len(self.draft), len(offsets)), self.mask_token)
-        tokens[:, :width] = self.draft[:, :width]
+        tokens = entry.draft.new_full((len(entry.draft), len(offsets)), self.mask_token)
+        tokens[:, :width] = entry.draft[:, :width]
         adapted: torch.Tensor | bool = False
         if self.model.has_adapter:
             adapted = torch.arange(len(offsets), device=tokens.device) >= width
         hidden = self.model.hidden(
-            tokens, cache=self.cache, counts=self.draft_lengths, mask=plan, positions=offsets, adapted=adapted
+            tokens, cache=self.cache, counts=entry.pending, mask=plan, positions=offsets, adapted=adapted
         )
         self.forward += 1
-        judge, unmixed = self.model.logits(hidden[:, :width]), self.banned
+        logits, unmixed = self.model.logits(hidden[:, :width]), self.banned
         if self.ensemble_weight < 1:
             diffusion = without_(self.model.logits(hidden[:, width::masks]), self.mask_token)
             for token in self.banned:
-                without_(judge, token)
+                without_(logits, token)
             unmixed = ()  # a mixture excludes such tokens too
-            judge = _mixed(judge, diffusion, self.ensemble_weight, self.ensemble)
+            logits = _mixed(logits, diffusion, self.ensemble_weight, self.ensemble)
         positions = lengths[:, None] + 1 + self.slot[:width]
-        predictions = draw(judge, positions, self.temperature, self.seeds, OWN, unmixed)
-        verdict = verify_draft(
-            self.draft[:, :width], predictions, draft_lengths=self.draft_lengths, end_tokens=self.ends
-        )
+        predictions = draw(logits, positions, self.temperature, self.seeds, OWN, unmixed)
+        verdict = verify_draft(entry.draft[:, :width], predictions, draft_lengths=entry.pending, end_tokens=self.ends)
         self.cache.commit_(verdict.accepted)
+        self.judge(verdict, logits, predictions)
+        entry.predictions[:, :width] = predictions
+        return verdict, hidden
 
+    def draft(self, verdict: DraftVerdict, hidden: torch.Tensor, width: int) -> None:
+        """Guesses from the group of masks after the last accepted token."""
         group = (verdict.accepted - 1).clamp_(min=0)
-        rows = width + group[:, None] * masks + self.guessing
+        rows = width + group[:, None] * self.masks + self.guessing
         hidden = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1]))
-        draws = noise(self.temperature, self.seeds, self.forward[:, None], lengths[:, None] + 1 + self.slot[:-1])
+        positions = self.cache.lengths[:, None] + 1 + self.slot[:-1]
+        draws = noise(self.temperature, self.seeds, self.forward[:, None], positions)
         guesses = statistics(self.model, hidden, suppress=self.mask_token, top_k=1, **draws).ids
-        broken = judged_without_choice(judge, predictions, verdict.accepted)
-        self.remaining.sub_(verdict.accepted).masked_fill_(verdict.ended | broken, 0)
-        self.draft_lengths.copy_(self.remaining.clamp(max=self.slots))
-        self.accepted.copy_(verdict.accepted).masked_fill_(broken, -1)
-        self.draft[:, 0] = verdict.next_token.clamp(min=0)  # -1 in a finished sequence is not an id
-        self.draft[:, 1:] = drafted(guesses, self.mask_token)
-        self.predictions[:, :width] = predictions
+        self.entry.draft[:, 0] = verdict.next_token.clamp(min=0)  # -1 in a finished sequence is not an id
+        self.entry.draft[:, 1:] = drafted(guesses, self.mask_token)
 
 
 decode = decoder(QuadraticSteps)

@@ -26,7 +26,7 @@ from pdkernels.decoding._recurrent import (
 from pdkernels.decoding._recurrent_wave import Mixer, Rule, Wave, WaveOptions
 from pdkernels.decoding._sampling import Seed, checked_flag, checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session
-from pdkernels.decoding._steps import Rows, Steps, decoder, number_of, record_first
+from pdkernels.decoding.steps import Entry, Rows, Steps, decoder, float_of, record_first
 from pdkernels.decoding.traces import RecurrentStep
 
 _OP = "decoding.recurrent_diffusion"
@@ -65,7 +65,7 @@ class WaveSteps(Steps):
 
     def __init__(
         self,
-        sizes: Session,
+        session: Session,
         *,
         inner_recurrence: int = 4,
         threshold: float = 0.03,
@@ -91,9 +91,9 @@ class WaveSteps(Steps):
         seed: Seed = 0,
         page_size: int | None = None,
     ) -> None:
-        model = checked_model(_OP, sizes)
+        model = checked_model(_OP, session)
         recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)
-        sampling = checked_sampling(_OP, sizes, temperature, top_p, min_p, top_k, seed)
+        sampling = checked_sampling(_OP, session, temperature, top_p, min_p, top_k, seed)
         for name, size in (
             ("inner_recurrence", inner_recurrence),
             ("headway", headway),
@@ -101,7 +101,7 @@ class WaveSteps(Steps):
         ):
             checked_size(_OP, name, size)
         checked_name(_OP, "exit", exit, get_args(Exit))
-        headway = min(headway, max_wavefront, max(1, sizes.max_new_tokens))  # more does not fit in the wave
+        headway = min(headway, max_wavefront, max(1, session.max_new_tokens))  # more does not fit in the wave
         if max_recurrences is not None:
             check_type(
                 type(max_recurrences) is int, _OP, "max_recurrences", "be an int", type(max_recurrences).__name__
@@ -134,21 +134,23 @@ class WaveSteps(Steps):
         check(noise != math.inf, _OP, "noise", "be finite", noise)
         self.model, self.limit, self.recurrences, self.inner = (
             model,
-            sizes.max_new_tokens,
+            session.max_new_tokens,
             recurrences,
             inner_recurrence,
         )
         self.sampling, self.core, self.most = sampling, core, most
         self.needs_host = "" if most > 0 else "max_recurrences=0, with which a row may never be ready"
-        self.cache = new_cache(sizes, page_size, core)
-        self.wave = Wave(sizes, self.cache, sizes.ends_on(self.cache.lengths.device), options, sampling)
-        self.remaining, self.room = self.wave.remaining, self.wave.room
-        self.entry = self.remaining.new_zeros(sizes.batch, 2 + 3 * self.room)
-        self.width, self.advance = self.entry[:, :2].unbind(1)
-        self.predictions, self.inputs, self.distances = self.entry[:, 2:].split(self.room, 1)
+        self.cache = new_cache(session, page_size, core)
+        self.wave = Wave(session, self.cache, session.ends_on(self.cache.lengths.device), options, sampling)
+        self.room = room = self.wave.room
+        self.entry = Entry(session.batch, self.wave.tokens.device, predictions=room, inputs=room, distances=room)
 
     @property
-    def most_entries(self) -> int:
+    def live(self) -> tuple[torch.Tensor, ...]:
+        return self.wave.remaining, self.wave.width, self.entry.pending
+
+    @property
+    def max_entries(self) -> int:
         """The first row of a wave is ready after `max_recurrences`, a step later if its token was new."""
         return 1 + self.limit * (1 + -(-self.most // self.inner))
 
@@ -156,52 +158,48 @@ class WaveSteps(Steps):
         self.cache.lengths.zero_()
         tokens, written, *_ = after_prompts(session, self.cache, self.recurrences, self.sampling, self.core)
         self.wave.start(session, tokens)
-        self.predictions[:, 0] = written
-        self._write(torch.zeros_like(self.advance), written < 0)
+        self.entry.predictions[:, 0] = written
+        self._write(torch.zeros_like(self.wave.advance), written < 0)
 
     def step(self, width: int | None = None, ragged: bool = True) -> None:
         wave, rows = self.wave, width or self.room
         if width is not None and wave.tokens.is_cuda:  # so that shapes repeat
             rows = min(1 << (rows - 1).bit_length(), self.room)
         active = wave.width > 0
-        self.inputs.copy_(wave.tokens[:, : self.room])
+        self.entry.inputs.copy_(wave.tokens[:, : self.room])
         predictions, distance = wave.step(rows, whole=not ragged and rows == width)
-        self.predictions[:, :rows] = predictions
-        self.distances[:, :rows] = distance.double().view(torch.int64)
+        self.entry.predictions[:, :rows] = predictions
+        self.entry.distances[:, :rows] = distance.double().view(torch.int64)
         # It would never settle.
         self._write(wave.advance, (predictions[:, 0] < 0) & active)
 
     def _write(self, advance: torch.Tensor, broken: torch.Tensor) -> None:
         self.wave.width.masked_fill_(broken, 0)
-        self.width.copy_(self.wave.width)
-        self.advance.copy_(advance.masked_fill(broken, -1))
-
-    def halt(self, session: Session, rows: Rows) -> Rows:
-        rows = super().halt(session, rows)
-        if any(session.stopped):
-            self.wave.width.copy_(self.width)
-        return rows
+        self.entry.pending.copy_(self.wave.width)
+        self.entry.accepted.copy_(advance.masked_fill(broken, -1))
 
     def opened(self, session: Session, rows: Rows) -> int:
         session.recurrences, session.counts_recurrences = self.recurrences, True
         self.cursors = [len(prompt) for prompt in session.prompts]
-        return record_first(session, rows, 2)
+        return record_first(session, [row.predictions[0] for row in rows])
 
     def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
         session.forwards += 1
         session.recurrences += self.inner
-        for sequence, ((width, *_), (_, frozen, *columns)) in enumerate(zip(before, rows)):
+        for sequence, (old, row) in enumerate(zip(before, rows, strict=True)):
+            width, frozen = old.pending, row.accepted
             if width == 0:
                 continue
-            predicted, drafts, bits = (columns[part * self.room :][:width] for part in range(3))
+            predicted = row.predictions[:width]
             if session.trace is not None:
-                moved = list(map(number_of, bits))
-                session.trace[sequence].append(RecurrentStep(self.cursors[sequence], drafts, predicted, moved, frozen))
+                moved = [float_of(bits) for bits in row.distances[:width]]
+                step = RecurrentStep(self.cursors[sequence], row.inputs[:width], predicted, moved, frozen)
+                session.trace[sequence].append(step)
             session.accepted[sequence].append(frozen)
             self.cursors[sequence] += frozen
             if frozen:  # all but the last of them were inputs of this step
                 session.emit(sequence, predicted[:frozen], frozen - 1)
-        return sum(row[0] > 0 for row in before)
+        return sum(row.pending > 0 for row in before)
 
 
 decode = decoder(WaveSteps)

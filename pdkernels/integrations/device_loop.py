@@ -16,8 +16,8 @@ from pdkernels.decoding import DecodeResult, OnTokens, check_family, check_optio
 from pdkernels.decoding._prompts import Prompts
 from pdkernels.decoding._request import finished, open_session
 from pdkernels.decoding._session import MOST_POSITIONS, Session
-from pdkernels.decoding._steps import run
 from pdkernels.decoding.methods import METHODS
+from pdkernels.decoding.steps import run
 from pdkernels.integrations.while_graph import WhileGraph, capture, kinds_of, require
 from pdkernels.models import RecurrentDepth, Transformer
 from pdkernels.ops import log_step_
@@ -142,14 +142,14 @@ class DeviceLoop:
                         "Use pdkernels.decoding.generate.",
                     )
                 )
-            entry = self._steps.entry
-            words = self._steps.most_entries * entry.numel()
+            entry = self._steps.entry.table
+            words = self._steps.max_entries * entry.numel()
             check_memory(_OP, "max_new_tokens", max_new_tokens, 8 * words, model.device)
-            self._log, self._count = entry.new_zeros(self._steps.most_entries, *entry.shape), entry.new_zeros(1)
+            self._log, self._count = entry.new_zeros(self._steps.max_entries, *entry.shape), entry.new_zeros(1)
             self._more = torch.zeros_like(self._count, dtype=torch.bool)
             # The next form is above 0 or not, like the work that is left: the same kernel sets that condition, with a log that starts
             # over in every round.
-            self._form = entry[:1, 2:3]
+            self._form = self._steps.entry.table_of("form" if len(self._steps.forms) > 1 else "pending")[:1]
             self._form_log, self._form_count = entry.new_zeros(2, 1, 1), entry.new_zeros(1)
             self._second = torch.zeros_like(self._more)
             # A graph reads addresses: moving the model elsewhere must not free them.
@@ -182,7 +182,7 @@ class DeviceLoop:
         form()
 
     def _record(self, handle: int | None) -> None:
-        log_step_(self._log, self._count, self._more, self._steps.entry, handle=handle)
+        log_step_(self._log, self._count, self._more, self._steps.entry.table, handle=handle)
 
     def _choose(self, handle: int) -> None:
         log_step_(self._form_log, self._form_count, self._second, self._form, handle=handle)

@@ -62,8 +62,8 @@ def by_the_log(
 ) -> pd.decoding.DecodeResult:
     """A generation that reads only `more` from the device; the session gets everything from the log, at the end."""
     session, single = open_session(model, prompts, limit, ends, trace=True)
-    entry = steps.entry
-    log, count = entry.new_zeros(steps.most_entries, *entry.shape), entry.new_zeros(1)
+    entry = steps.entry.table
+    log, count = entry.new_zeros(steps.max_entries, *entry.shape), entry.new_zeros(1)
     more = torch.ones(1, dtype=torch.bool)
     forms = [getattr(steps, name) for name in steps.forms]
 
@@ -71,7 +71,7 @@ def by_the_log(
         steps.start(session)
         pd.log_step_(log, count, more, entry)
         while more:
-            forms[int(entry[0, 2]) if len(forms) > 1 else 0]()
+            forms[int(steps.entry.form[0]) if len(forms) > 1 else 0]()
             pd.log_step_(log, count, more, entry)
         return steps.recorded(session, log[: int(count)].tolist())
 
@@ -140,7 +140,7 @@ def test_step_neither_reads_the_device_nor_sends_it_anything(
         if "page_size" in find(method).options:
             options = options | {"page_size": page_size}
         steps = find(method).steps(session, **options)
-        assert steps.entry.device.type == "meta"
+        assert steps.entry.table.device.type == "meta"
         steps.start(session)
         forms = [getattr(steps, name) for name in steps.forms]
         for form in forms:

@@ -7,7 +7,6 @@ host half turns entries, one per step, into the session's record. Here the two a
 
 from __future__ import annotations
 
-import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import update_wrapper
@@ -18,31 +17,23 @@ from typing import Any
 import torch
 
 from pdkernels.decoding._session import Session
-
-Rows = list[list[int]]
+from pdkernels.decoding.steps.entry import Entry, Rows
 
 
 class Steps(ABC):
-    """Built for the sizes of a session; `start` takes any session with the same batch and limits and no longer prompts.
+    """Built for the sizes of a session; `start` takes any session with the same batch and limits and no longer prompts."""
 
-    `entry` ``(batch, columns)`` int64 is rewritten by `start` and by every step. Its first column is the length of a sequence's
-    next draft, 0 when it is done; the second how many tokens of the last one were accepted, -1 if its logits gave no choice, which
-    also ends the sequence; the others are specific to the method.
-    """
-
-    entry: torch.Tensor
+    entry: Entry
+    """Rewritten by `start` and by every step. With two `forms` it has a column `form`: which is next, for all sequences, 0 or 1."""
     limit: int
     """Tokens of a generation."""
-    remaining: torch.Tensor
-    """``(batch,)``: tokens still to come; 0 once a sequence is done."""
     needs_host: str = ""
     """The option that makes a step read its device, or choose shapes; empty if none does."""
     forms: tuple[str, ...] = ("step",)
-    """Names of the methods that are rounds, with the arguments of `step`. Of two, the entry's third column says which is next, for
-    all sequences: 0 or 1."""
+    """Names of the methods that are rounds, with the arguments of `step`."""
 
     @abstractmethod
-    def __init__(self, sizes: Session, **options: Any) -> None:
+    def __init__(self, session: Session, **options: Any) -> None:
         """For sessions of these sizes; the keyword-only parameters are the method's options."""
 
     @abstractmethod
@@ -51,12 +42,17 @@ class Steps(ABC):
 
     @abstractmethod
     def step(self, width: int | None = None, ragged: bool = True) -> None:
-        """Runs one round for all sequences. No draft is longer than `width` (None: unknown); all have that length if not
+        """Runs one round for all sequences. Nothing pending is larger than `width` (None: unknown); all have that size if not
         `ragged`."""
 
     @property
-    def most_entries(self) -> int:
-        """Entries of a generation at most: one of the prompts and one per round, of which each gives a sequence a token."""
+    def live(self) -> tuple[torch.Tensor, ...]:
+        """Tensors ``(batch,)`` that are 0 for a sequence that is done: the host ends one by writing 0 into all of them."""
+        return (self.entry.pending,)
+
+    @property
+    def max_entries(self) -> int:
+        """The most entries of a generation: one for the prompts and one per round, each of which gives a sequence a token."""
         return self.limit
 
     @abstractmethod
@@ -71,52 +67,15 @@ class Steps(ABC):
         """Ends the sequences that a stop string has ended, on the device; returns the entry after that."""
         if not any(session.stopped):
             return rows
-        left = [row[0] for row in rows]
-        session.stop_(left, self.remaining, self.entry[:, 0])
-        return [[length, *row[1:]] for row, length in zip(rows, left, strict=True)]
+        session.stop_([row.pending for row in rows], *self.live)
+        return [row.finished() if stopped else row for row, stopped in zip(rows, session.stopped, strict=True)]
 
-    def recorded(self, session: Session, entries: list[Rows]) -> int:
-        """Records a whole generation, and returns the forwards its sequences took part in."""
-        refuse_broken(session, entries)
+    def recorded(self, session: Session, log: list[list[list[int]]]) -> int:
+        """Records a whole generation from the log of its entries, and returns the forwards its sequences took part in."""
+        entries = [self.entry.rows(values) for values in log]
+        refuse_no_choice(session, entries)
         opened = self.opened(session, entries[0])
         return opened + sum(self.stepped(session, before, rows) for before, rows in pairwise(entries))
-
-
-class DraftSteps(Steps):
-    """Steps with one verified draft each: after the first two columns an entry has the next draft, then the predictions for the
-    last one, `slots` each."""
-
-    slots: int
-
-    def opened(self, session: Session, rows: Rows) -> int:
-        return record_first(session, rows, 2)
-
-    def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
-        session.forwards += 1
-        judged = 2 + self.slots
-        for sequence, ((length, _, *draft), row) in enumerate(zip(before, rows)):
-            if length:
-                said = row[judged : judged + length]
-                session.log_step(sequence, draft[:length], said, accepted=row[1], next_token=row[2])
-        return sum(row[0] > 0 for row in before)
-
-
-def number_of(bits: int) -> float:
-    """The fp64 number of an int64, whose bits it has in an entry.
-
-    >>> number_of(torch.tensor(0.75, dtype=torch.float64).view(torch.int64).item())
-    0.75
-    """
-    number: float = struct.unpack("<d", struct.pack("<q", bits))[0]
-    return number
-
-
-def record_first(session: Session, rows: Rows, column: int) -> int:
-    """`Steps.opened` where the prompts have one forward, which gives a token each."""
-    session.forwards += 1
-    for sequence, row in enumerate(rows):
-        session.record_first(sequence, row[column])
-    return session.batch
 
 
 def with_defaults(decode: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -135,11 +94,11 @@ def decoder(steps: type[Steps]) -> Callable[..., int]:
     return update_wrapper(decode, steps, assigned=("__doc__", "__module__"), updated=())
 
 
-def refuse_broken(session: Session, entries: list[Rows]) -> None:
+def refuse_no_choice(session: Session, entries: list[Rows]) -> None:
     """ValueError for an entry that reports logits without a choice."""
     for rows in entries:
         for sequence, row in enumerate(rows):
-            if row[1] < 0:
+            if row.accepted < 0:
                 session.fail_without_choice(sequence)
 
 
@@ -151,19 +110,19 @@ def run(steps: Steps, session: Session, replays: Sequence[Callable[[], None]] = 
     if session.max_new_tokens == 0:
         return 0
     steps.start(session)
-    rows = steps.entry.tolist()
-    refuse_broken(session, [rows])
+    rows = steps.entry.rows()
+    refuse_no_choice(session, [rows])
     taken_part = steps.opened(session, rows)
     rows = steps.halt(session, rows)
     forms = [getattr(steps, name) for name in steps.forms]
-    while (width := max(row[0] for row in rows)) > 0:
-        form = rows[0][2] if len(forms) > 1 else 0
+    while (width := max(row.pending for row in rows)) > 0:
+        form = rows[0].form if len(forms) > 1 else 0
         if replays:
             replays[form]()
         else:
-            forms[form](width, ragged=min(row[0] for row in rows) < width)
-        before, rows = rows, steps.entry.tolist()
-        refuse_broken(session, [rows])
+            forms[form](width, ragged=min(row.pending for row in rows) < width)
+        before, rows = rows, steps.entry.rows()
+        refuse_no_choice(session, [rows])
         taken_part += steps.stepped(session, before, rows)
         rows = steps.halt(session, rows)
     return taken_part

@@ -1,0 +1,7 @@
+"""The contract between the device, which runs steps, and the host, which records them."""
+
+from pdkernels.decoding.steps.contract import Steps, decoder, run, with_defaults
+from pdkernels.decoding.steps.drafts import DraftSteps, record_first
+from pdkernels.decoding.steps.entry import Entry, Row, Rows, float_of
+
+__all__ = ["DraftSteps", "Entry", "Row", "Rows", "Steps", "decoder", "float_of", "record_first", "run", "with_defaults"]

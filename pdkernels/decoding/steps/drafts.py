@@ -1,0 +1,74 @@
+"""What all steps share that draft tokens and verify them: how a draft ends, and how long the next one may be."""
+
+from __future__ import annotations
+
+import torch
+
+from pdkernels.decoding._session import Session, is_end, judged_without_choice, without_choice
+from pdkernels.decoding.steps.contract import Steps
+from pdkernels.decoding.steps.entry import Entry, Rows
+from pdkernels.ops.verify_draft import DraftVerdict
+
+
+class DraftSteps(Steps):
+    """Steps with a verified draft each. A decoder calls `allocate` once, `begin` after the prompts' forward and `judge` after each
+    verification; it keeps its own way to draft and to verify.
+
+    An entry has `pending`, the length of the next draft; `draft`, that draft, whose first token is known; and `predictions`, what the
+    verifier said to the last one.
+    """
+
+    def allocate(
+        self, session: Session, seeds: torch.Tensor, slots: int, page_size: int | None, **columns: int | None
+    ) -> None:
+        """Cache and state for drafts of at most `slots` tokens. `columns` of the entry replace `draft` and `predictions`."""
+        self.model, self.limit, self.slots = session.model, session.max_new_tokens, slots
+        self.cache = session.new_cache(page_size)  # its lengths grow in place with every commit
+        device = self.cache.device
+        self.seeds, self.ends = seeds.to(device), session.ends_on(device)
+        self.slot = torch.arange(slots, device=device)
+        self.remaining = torch.zeros_like(self.cache.lengths)
+        """``(batch,)``: tokens still to come; 0 once a sequence is done."""
+        self.entry = Entry(session.batch, device, **(columns or {"draft": slots, "predictions": slots}))
+
+    @property
+    def live(self) -> tuple[torch.Tensor, ...]:
+        return self.remaining, self.entry.pending
+
+    def begin(self, first: torch.Tensor, logits: torch.Tensor) -> None:
+        """After the prompts: the tokens `first` ``(batch, 1)`` that were drawn from `logits` ``(batch, 1, V)``."""
+        no_choice = without_choice(logits, first)[:, 0]
+        self.entry.accepted.zero_().masked_fill_(no_choice, -1)
+        self.remaining.fill_(self.limit - 1).masked_fill_(no_choice, 0)
+        if self.ends is not None:
+            self.remaining.masked_fill_(is_end(first[:, 0], self.ends), 0)
+        self.entry.pending.copy_(self.remaining.clamp(max=self.slots))
+
+    def judge(self, verdict: DraftVerdict, logits: torch.Tensor, predictions: torch.Tensor) -> None:
+        """After a verification: the tokens `predictions` ``(batch, R)`` were drawn from the verifier's `logits` ``(batch, R, V)``.
+
+        The next draft is as long as slots and remaining tokens allow. A finished sequence has nothing remaining, so its draft is empty.
+        """
+        no_choice = judged_without_choice(logits, predictions, verdict.accepted)
+        self.remaining.sub_(verdict.accepted).masked_fill_(verdict.ended | no_choice, 0)
+        self.entry.pending.copy_(self.remaining.clamp(max=self.slots))
+        self.entry.accepted.copy_(verdict.accepted).masked_fill_(no_choice, -1)
+
+    def opened(self, session: Session, rows: Rows) -> int:
+        return record_first(session, [row.draft[0] for row in rows])
+
+    def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
+        session.forwards += 1
+        for sequence, (old, row) in enumerate(zip(before, rows, strict=True)):
+            if length := old.pending:
+                draft, predictions = old.draft[:length], row.predictions[:length]
+                session.log_step(sequence, draft, predictions, accepted=row.accepted, next_token=row.draft[0])
+        return sum(row.pending > 0 for row in before)
+
+
+def record_first(session: Session, tokens: list[int]) -> int:
+    """`Steps.opened` where the prompts have one forward, which gives a token each."""
+    session.forwards += 1
+    for sequence, token in enumerate(tokens):
+        session.record_first(sequence, token)
+    return session.batch
