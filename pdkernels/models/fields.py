@@ -61,6 +61,7 @@ class Fields:
         check(isinstance(values, Mapping), OP, where, "hold an object", shown(values))
         self.where = where
         self.values = {name: value for name, value in values.items() if value is not None}
+        self.null = values.keys() - self.values.keys()
 
     def __bool__(self) -> bool:
         return bool(self.values)

@@ -15,7 +15,9 @@ from pdkernels._validation import check, fail
 from pdkernels.models.fields import OP, Fields, shown, some
 from pdkernels.models.layout import Stored
 
-INDEX = "model.safetensors.index.json"
+INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_OTHERS = ("consolidated", "adapter_model", "mask_token")
+"""Files of other programs or with other contents, which often lie beside a checkpoint's own."""
 _TEXT_BYTES = 1 << 22
 _HEADER_BYTES = 1 << 24
 _KINDS = {
@@ -173,15 +175,21 @@ def _listed(folder: Path) -> dict[str, str]:
     check(bool(fits), OP, f"{INDEX}: weight_map", "name the file of each tensor", shown(weight_map))
     missing = [name for name in sorted(set(weight_map.values())) if member(folder, name, INDEX) is None]
     check(not missing, OP, "name_or_path", f"hold the files of {INDEX}", f"none called {some(missing)}")
+    if _SINGLE not in weight_map.values() and member(folder, _SINGLE) is not None:
+        fail(OP, INDEX, f"name {_SINGLE}, which is there too", "only other files", "Leave one of them out.")
     return dict(weight_map)
 
 
 def _found(folder: Path) -> list[str]:
     try:
-        names = sorted(path.name for path in folder.glob("*.safetensors"))
+        found = sorted(path.name for path in folder.glob("*.safetensors"))
     except OSError as error:
         fail(OP, "name_or_path", "be a folder that can be read", f"{folder} ({_why(error)})")
-    check(bool(names), OP, "name_or_path", "hold *.safetensors files", f"none in {folder}")
+    # With a model.safetensors, model.fp16.safetensors is the same in other numbers.
+    others = (*_OTHERS, "model.") if _SINGLE in found else _OTHERS
+    names = [name for name in found if name == _SINGLE or not name.startswith(others)]
+    only = f", only {some(found)}" if found else ""
+    check(bool(names), OP, "name_or_path", "hold *.safetensors files", f"none in {folder}{only}")
     return [name for name in names if member(folder, name) is not None]
 
 

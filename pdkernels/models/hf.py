@@ -5,23 +5,48 @@ Qwen2, Qwen3, Llama, Mistral, Ministral3, and the diffusion models Dream, Fast-d
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from pdkernels._validation import check
 from pdkernels.models.config import TransformerConfig
-from pdkernels.models.fields import Fields, demand, read_from, shown
+from pdkernels.models.fields import OP, Fields, demand, read_from, shown
+from pdkernels.models.hf_rope import read_rope
 from pdkernels.models.layout import Layout, Parts
-from pdkernels.models.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 NEMOTRON = "nemotron_labs_diffusion"
 ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "ministral3", "Dream", "Fast_dLLM_Qwen", "sdar", NEMOTRON)
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 MASK_TOKENS = {"Fast_dLLM_Qwen": 151665, "sdar": 151669}
 """The defaults of the published code for fields missing in a config.json."""
+
+
+class _Usual(NamedTuple):
+    """What a published class takes for fields that a config.json leaves out."""
+
+    positions: int
+    kv_heads: int | None = None
+    """None: one for each query head."""
+    head_dim: int | None = None
+    """None: that of hidden_size."""
+    eps: float = 1e-6
+    window: int | None = None
+    switched: bool = False
+    """Windows are switched on by use_sliding_window, from layer max_window_layers on."""
+    bias: bool = False
+    """attention_bias may be true."""
+
+
+_QWEN = _Usual(32768, 32, window=4096, switched=True, bias=True)
+_USUAL = {
+    **dict.fromkeys(("qwen2", "Dream", "Fast_dLLM_Qwen", "qwen3", "sdar"), _QWEN),
+    "llama": _Usual(2048, bias=True),
+    "mistral": _Usual(131072, 8, window=4096),
+    "ministral3": _Usual(262144, 8, 128, eps=1e-5),
+    NEMOTRON: _Usual(262144, 8, eps=1e-5),
+}
 
 _HEAD = "lm_head.weight"
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
@@ -34,7 +59,7 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
     compute (another architecture, activation, RoPE scaling or a sliding window), so that no checkpoint gives wrong results.
 
     >>> from_hf_config({"model_type": "qwen2", "vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2,
-    ...                 "num_attention_heads": 4, "intermediate_size": 96, "rope_theta": 1e6}).qkv_bias
+    ...                 "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}).qkv_bias
     True
     """
     fields = Fields(config)
@@ -47,18 +72,25 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
     like_qwen2, like_qwen3 = kind in ("qwen2", "Dream", "Fast_dLLM_Qwen"), kind in ("qwen3", "sdar")
     if like_qwen3:  # the published classes default to 128, regardless of the other sizes
         fields.require(("head_dim",))
+    usual = _USUAL[str(kind)]
     activation = fields.get("hidden_act", "silu")
-    demand(activation == "silu", "hidden_act", "be 'silu'", shown(activation))
+    demand(activation in ("silu", "swish"), "hidden_act", "be 'silu'", shown(activation))
     demand(not fields.flag("use_mrope", False), "use_mrope", "be false", True)
-    max_positions = fields.integer("max_position_embeddings", 2048)
-    windowed = fields.flag("use_sliding_window", not like_qwen2 and not like_qwen3)
-    window = fields.maybe_integer("sliding_window")
-    fits = not windowed or window is None or window >= max_positions
-    demand(fits, "sliding_window", f"be absent or cover all {max_positions} positions", window)
-    rope = fields.part("rope_parameters") or fields.part("rope_scaling")
+    demand(not fields.get("per_layer_config"), "per_layer_config", "be absent", shown(fields.get("per_layer_config")))
+    stated = fields.integer("max_position_embeddings", usual.positions)
+    with read_from("config.json"):
+        theta, scaling = read_rope(fields, stated, kind in ("ministral3", NEMOTRON), default=kind == "ministral3")
+    positions = stated if scaling is None else scaling.reach(stated)
+    _check_window(fields, usual, positions)
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    head_dim = max(hidden // heads, 1)
+    if usual.head_dim is not None and "head_dim" not in fields.null:
+        head_dim = usual.head_dim
+    # A null means one for each query head.
+    kv_heads = heads if usual.kv_heads is None or "num_key_value_heads" in fields.null else usual.kv_heads
     biased, mlp_biased = fields.flag("attention_bias", False), fields.flag("mlp_bias", False)
     demand(not mlp_biased or kind == "llama", "mlp_bias", "be false", True)
+    demand(not biased or usual.bias, "attention_bias", "be false", True)
     if kind == NEMOTRON:  # the default of its class is no token
         fields.require(("mask_token_id",))
     with read_from("config.json"):
@@ -67,12 +99,12 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
             hidden_size=hidden,
             layers=fields.integer("num_hidden_layers"),
             heads=heads,
-            kv_heads=fields.integer("num_key_value_heads", heads),
-            head_dim=fields.integer("head_dim", max(hidden // heads, 1)),
+            kv_heads=fields.integer("num_key_value_heads", kv_heads),
+            head_dim=fields.integer("head_dim", head_dim),
             intermediate_size=fields.integer("intermediate_size"),
-            rope_theta=rope.number("rope_theta", fields.number("rope_theta", 10000.0, above=0), above=0),
-            rope_scaling=_rope_scaling(rope, max_positions),
-            norm_eps=fields.number("rms_norm_eps", 1e-6, least=0),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            norm_eps=fields.number("rms_norm_eps", usual.eps, least=0),
             qkv_bias=biased or like_qwen2,
             output_bias=biased and (kind == "llama" or like_qwen3),
             mlp_bias=mlp_biased,
@@ -80,42 +112,33 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
             tied_head=fields.flag("tie_word_embeddings", False),
             attention="bidirectional" if kind == "Dream" else "causal",
             predicts="own" if kind == "sdar" else "next",
-            max_positions=max_positions,
+            max_positions=positions,
         )
 
 
-def _rope_scaling(rope: Fields, max_positions: int) -> RopeScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    demand(kind in ROPE_TYPES, "rope_type", f"be one of {', '.join(ROPE_TYPES)}", shown(kind))
-    share = rope.number("partial_rotary_factor", 1.0)
-    demand(share == 1.0, "partial_rotary_factor", "be 1", share)
-    beta = rope.number("llama_4_scaling_beta", 0.0, least=0)
-    demand(beta == 0 or kind == "yarn", "llama_4_scaling_beta", "be 0 without rope_type 'yarn'", beta)
-    if kind == "default":
-        return None
-    rope.require(("factor",))
-    factor = rope.number("factor", above=0) if kind == "yarn" else rope.number("factor", least=1)
-    if kind == "linear":
-        return LinearScaling(factor)
-    if kind == "llama3":
-        rope.require(("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"))
-        original = rope.integer("original_max_position_embeddings")
-        return Llama3Scaling(factor, original, rope.number("low_freq_factor"), rope.number("high_freq_factor"))
-
-    def magnitude(scale: float) -> float:
-        return 0.1 * scale * math.log(max(factor, 1.0)) + 1.0
-
-    one, other = rope.number("mscale", 0.0, least=0), rope.number("mscale_all_dim", 0.0, least=0)
-    usual = magnitude(one) / magnitude(other) if one and other else magnitude(1.0)
-    demand(rope.flag("truncate", True), "truncate", "be true", "false")
-    return YarnScaling(
-        factor=factor,
-        original_positions=rope.integer("original_max_position_embeddings", max_positions),
-        beta_fast=rope.number("beta_fast", 32.0, above=0),
-        beta_slow=rope.number("beta_slow", 1.0, above=0),
-        attention_factor=rope.number("attention_factor", usual, above=0),
-        query_beta=beta,
-    )
+def _check_window(fields: Fields, usual: _Usual, positions: int) -> None:
+    """Refuses windows that are shorter than the longest text, in the layers that have one."""
+    layers = fields.integer("num_hidden_layers")
+    types = fields.get("layer_types", [])
+    fits = isinstance(types, list) and all(isinstance(kind, str) for kind in types)
+    check(fits, OP, "config.json: layer_types", "be a list of names", shown(types))
+    known = {"full_attention", "attention"} | ({"sliding_attention"} if usual.switched else set())
+    other = next((kind for kind in types if kind not in known), "full_attention")
+    demand(other in known, "layer_types", "be 'full_attention' for every layer", shown(other))
+    if usual.switched:
+        switched = fields.flag("use_sliding_window", False)
+        slides = switched and fields.integer("max_window_layers", 28, least=0) < layers
+        if types:
+            slides = "sliding_attention" in types
+            demand(
+                switched or not slides, "layer_types", "be 'full_attention' without use_sliding_window", "other layers"
+            )
+    else:
+        slides = fields.flag("use_sliding_window", True)
+    window = fields.maybe_integer("sliding_window")
+    window = usual.window if window is None and "sliding_window" not in fields.null else window
+    fits = not slides or window is None or window >= positions
+    demand(fits, "sliding_window", f"be absent or cover all {positions} positions", window)
 
 
 def layout(config: TransformerConfig, kind: str = "") -> Layout:

@@ -71,7 +71,10 @@ class Layout(NamedTuple):
             ours[name] = joined if joined.dim() <= 2 else joined.flatten(0, -2)  # ours are vectors and matrices
         if self.tied and self.head in left:
             head, embedding = left[self.head], ours["embedding"]
-            same = (head.shape, head.dtype) == (embedding.shape, embedding.dtype) and torch.equal(head, embedding)
+            # One may be stored with more digits than the other.
+            same = head.shape == embedding.shape and any(
+                torch.equal(head.to(kind), embedding.to(kind)) for kind in {head.dtype, embedding.dtype}
+            )
             remedy = f"It is {self.source} that says whether they are tied."
             check(same, OP, self.head, "equal the embedding of a tied model", "another matrix", remedy)
         return ours

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 from pdkernels._validation import check, fail, message
 from pdkernels.models.fields import OP, Fields, shown, some
@@ -181,7 +181,7 @@ class LoraSettings:
         if not condition:
             raise NotImplementedError(message(OP, f"{CONFIG}: {field}", expectation, shown(actual), remedy))
 
-    def _unsupported(self, field: str, value: object, error: UnsupportedPattern) -> Any:
+    def _unsupported(self, field: str, value: object, error: UnsupportedPattern) -> NoReturn:
         label = f"{CONFIG}: {field}"
         if isinstance(error, InvalidPattern):
             fail(OP, label, "hold regular expressions", str(error))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 _STATES, _DEPTH, _LENGTH = 2000, 30, 4000
 _CLASSES = frozenset("dDwWsS")
@@ -17,7 +17,7 @@ _CONTROLS = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v"}
 _REPEAT = re.compile(r"\{(\d{0,4})(,?)(\d{0,4})\}")
 
 Test = Callable[[str], bool]
-Found = tuple[str, object, int]
+Found = tuple[str, Any, int]
 """Kind, argument and next state."""
 
 
@@ -80,7 +80,8 @@ class Pattern:
 
     def _reach(self, states: set[int], text: str, position: int) -> tuple[list[tuple[Test, int]], bool]:
         """The tests of the next character that these states lead to, and whether one of them ends the pattern."""
-        open_, seen, tests, ended = list(states), set(states), [], False
+        open_, seen, ended = list(states), set(states), False
+        tests: list[tuple[Test, int]] = []
         while open_:
             self._budget.spend(1)
             kind, argument, following = self._states[open_.pop()]
@@ -88,10 +89,8 @@ class Pattern:
             if kind == "end":
                 ended = True
             elif kind == "test":
-                assert callable(argument)
                 tests.append((argument, following))
             elif kind == "split":
-                assert isinstance(argument, tuple)
                 ways = argument
             elif self._holds(kind, argument, text, position):
                 ways = (following,)
@@ -101,7 +100,7 @@ class Pattern:
                     open_.append(way)
         return tests, ended
 
-    def _holds(self, kind: str, argument: object, text: str, position: int) -> bool:
+    def _holds(self, kind: str, argument: Any, text: str, position: int) -> bool:
         if kind == "start":
             return position == 0
         if kind == "stop":
@@ -110,7 +109,6 @@ class Pattern:
             sides = (text[position - 1 : position] if position else "", text[position : position + 1])
             one, other = (_word(side) for side in sides)
             return (one != other) is argument
-        assert isinstance(argument, tuple)
         start, wanted = argument
         return self._run(start, text, position) is wanted
 

@@ -32,6 +32,10 @@ class RopeScaling(ABC):
     def scaled(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
         """The scaled `frequencies` ``theta ** (-2i / head_dim)`` of all pairs, in radians per position."""
 
+    def reach(self, positions: int) -> int:
+        """The positions a model can use that its configuration says has `positions`."""
+        return positions
+
     def query_scale(self, positions: torch.Tensor) -> torch.Tensor | None:
         """An additional factor of q at each of the `positions`; None: 1."""
         return None
@@ -145,6 +149,10 @@ class YarnScaling(RopeScaling):
         pairs = torch.arange(len(frequencies), dtype=torch.float64, device=frequencies.device)
         slowed = ((pairs - low) / (high - low if high != low else 1e-3)).clamp(0, 1)
         return frequencies * (1 - slowed + slowed / self.factor)
+
+    def reach(self, positions: int) -> int:
+        # Files name either the original length or the extended one.
+        return max(positions, int(min(self.factor * self.original_positions, 2.0**31 - 1)))
 
     def query_scale(self, positions: torch.Tensor) -> torch.Tensor | None:
         if self.query_beta == 0:

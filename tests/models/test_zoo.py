@@ -297,7 +297,7 @@ def test_bad_dtype() -> None:
         ),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'."),
         (
-            {"sliding_window": 8, "use_sliding_window": True},
+            {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
             "sliding_window must be absent or cover all 64 positions, got 8.",
         ),
         (
@@ -306,7 +306,7 @@ def test_bad_dtype() -> None:
         ),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1, got 0.5."),
         (
-            {**QWEN3, "sliding_window": 8, "use_sliding_window": True},
+            {**QWEN3, "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
             "sliding_window must be absent or cover all 64 positions, got 8.",
         ),
         (

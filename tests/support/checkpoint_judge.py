@@ -73,12 +73,17 @@ def expected(fields: dict[str, Any], state: dict[str, torch.Tensor], tokens: lis
         ]
     if fields.get("tie_word_embeddings"):
         state.setdefault("model.embed_tokens.weight", state.get("lm_head.weight", torch.zeros(0)))
-    rope = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
+    rope = dict(fields.get("rope_scaling") or fields.get("rope_parameters") or {})
     rope = {name: value for name, value in rope.items() if value is not None}
     rope.setdefault("rope_type", rope.get("type", "default"))
     rope.setdefault("original_max_position_embeddings", fields.get("max_position_embeddings", 2048))
     rope = {"beta_fast": 32.0, "beta_slow": 1.0, **rope}
-    whole = {"num_key_value_heads": fields["num_attention_heads"], **fields, "rope_parameters": rope}
+    whole = {
+        "num_key_value_heads": fields["num_attention_heads"],
+        **fields,
+        "rope_parameters": rope,
+        "rope_scaling": None,
+    }
     everything = [[True] * len(tokens)] * len(tokens) if fields["model_type"] == "Dream" else None
     return plain_logits(state, whole, tokens, visible=everything)
 

@@ -54,8 +54,8 @@ def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rope_of(fields: dict[str, Any]) -> dict[str, Any]:
-    """The RoPE fields of a config.json besides its base, under either of the two published names."""
-    return fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    """The RoPE fields of a config.json besides its base, under either of the two published names; the older one wins."""
+    return fields.get("rope_scaling") or fields.get("rope_parameters") or {}
 
 
 def frequency(pair: int, head_dim: int, fields: dict[str, Any]) -> float:
@@ -207,6 +207,7 @@ MINISTRAL3 = {
     "num_key_value_heads": 4,
     "head_dim": 16,
     "intermediate_size": 24,
+    "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
     "max_position_embeddings": 64,
     "dtype": "bfloat16",
