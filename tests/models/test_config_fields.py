@@ -1,0 +1,209 @@
+"""Every field of transformers' config classes, and two spellings of one setting: its logits, or the field is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pdkernels import models
+
+transformers = pytest.importorskip("transformers")
+
+KINDS = ("llama", "qwen2", "qwen3", "mistral", "ministral3")
+TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]])
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+LLAMA3 = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
+)
+BETA = {"llama_4_scaling_beta": 0.1}
+
+
+def base(kind: str) -> dict[str, Any]:
+    fields: dict[str, Any] = dict(
+        model_type=kind,
+        architectures=[f"{kind.capitalize()}ForCausalLM"],
+        vocab_size=23,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=20,
+        max_position_embeddings=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+    )
+    if kind == "ministral3":
+        fields["rope_parameters"] = {**YARN, "rope_theta": 100.0, **BETA}
+    return fields
+
+
+def written(fields: dict[str, Any], folder: Path) -> torch.Tensor | None:
+    """Writes a random checkpoint whose config.json holds these fields; the logits, None if transformers refuses it."""
+    text = json.dumps(fields)
+    (folder / "config.json").write_text(text)
+    torch.manual_seed(0)
+    try:
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        model.save_pretrained(folder)
+        (folder / "config.json").write_text(text)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        with torch.no_grad():
+            return model(TOKENS)[0] if not model.config.return_dict else model(TOKENS).logits
+    except Exception:
+        return None
+
+
+def check(fields: dict[str, Any], named: tuple[str, ...], folder: Path) -> str:
+    """ "equal", or "refused" if the error names one of these fields."""
+    expected = written(fields, folder)
+    try:
+        ours = models.load(folder, dtype=torch.float32)
+    except (ValueError, NotImplementedError) as error:
+        assert str(error).startswith("pdkernels.models.load: ")
+        assert expected is None or any(name in str(error) for name in named), error
+        return "refused"
+    if expected is None:  # its class fails without this number, which is then 0
+        rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+        assert fields["model_type"] == "ministral3" and "llama_4_scaling_beta" not in rope
+        return "equal"
+    torch.testing.assert_close(ours(TOKENS), expected, rtol=1e-4, atol=2e-4)
+    return "equal"
+
+
+VALUES: dict[str, list[Any]] = {
+    "vocab_size": [29],
+    "hidden_size": [24],
+    "intermediate_size": [36],
+    "num_hidden_layers": [3],
+    "num_attention_heads": [2, 8],
+    "num_key_value_heads": [1, 4, None],
+    "head_dim": [16, None],
+    "hidden_act": ["gelu", "relu", "swish"],
+    "max_position_embeddings": [16, 4096],
+    "rms_norm_eps": [0.1],
+    "tie_word_embeddings": [True],
+    "attention_bias": [True],
+    "mlp_bias": [True],
+    "sliding_window": [4, 64, 4096, None],
+    "use_sliding_window": [True],
+    "max_window_layers": [0, 1],
+    "layer_types": [["full_attention"] * 2, ["full_attention", "sliding_attention"], ["sliding_attention"] * 2, ["chunked_attention"] * 2],
+    "rope_parameters": [None, {}, YARN, {**YARN, "rope_theta": 50.0}, LLAMA3, {"rope_type": "linear", "factor": 2.0}, {"type": "linear", "factor": 2.0},
+        {"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "linear", "type": "yarn", "factor": 2.0}, {**YARN, "attention_factor": 1.3, "beta_fast": 4, "beta_slow": 2},
+        {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2}, {**YARN, "truncate": False}, {**YARN, **BETA}, {"full_attention": {"rope_type": "linear", "factor": 2.0}}],
+    "attention_dropout": [0.5],
+    "initializer_range": [0.5],
+    "use_cache": [False],
+    "pretraining_tp": [2],
+    "pad_token_id": [3],
+    "bos_token_id": [4],
+    "eos_token_id": [5, [5, 6]],
+    "dtype": ["bfloat16"],
+    "chunk_size_feed_forward": [2],
+    "return_dict": [False],
+    "output_hidden_states": [True],
+    "is_encoder_decoder": [True],
+    "problem_type": ["regression"],
+    "id2label": [{"0": "a"}],
+    "label2id": [{"a": 0}],
+    "architectures": [["SomethingElse"]],
+    "transformers_version": ["4.40.0"],
+}  # fmt: skip
+
+PAIRS: dict[str, dict[str, Any]] = {
+    "a recipe beside rope_parameters": {"rope_scaling": YARN},
+    "a recipe with its base": {"rope_scaling": {**YARN, "rope_theta": 100.0}},
+    "a recipe of old": {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None, "rope_theta": 50.0},
+    "two rules": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": YARN},
+    "an empty rule": {"rope_scaling": {}},
+    "no rule": {"rope_scaling": None},
+    "a base outside": {"rope_theta": 7.0, "rope_parameters": None},
+    "a base in both places": {"rope_theta": 7.0},
+    "a base outside a rule": {"rope_theta": 7.0, "rope_scaling": YARN},
+    "a base outside rope_parameters without one": {"rope_theta": 7.0, "rope_parameters": {"rope_type": "default"}},
+    "the original length outside": {"original_max_position_embeddings": 4, "rope_scaling": YARN},
+    "the original length outside alone": {"original_max_position_embeddings": 4, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    "the original length nowhere": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    "the original length outside, llama3": {"original_max_position_embeddings": 4, "rope_scaling": LLAMA3},
+    "two types": {"rope_scaling": {**YARN, "type": "linear"}},
+    "a share outside": {"partial_rotary_factor": 0.5, "rope_scaling": YARN},
+    "a share inside": {"rope_scaling": {**YARN, "partial_rotary_factor": 0.5}},
+    "two dtypes": {"dtype": "float32", "torch_dtype": "bfloat16"},
+    "no window in use": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
+    "a window in one layer": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    "types against max_window_layers": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0, "layer_types": ["full_attention"] * 2},
+    "types without a switch": {"use_sliding_window": False, "sliding_window": 4, "layer_types": ["sliding_attention"] * 2},
+    "other names": {"num_kv_heads": 1, "n_positions": 9, "n_layer": 5, "n_head": 2},
+    "one layer with settings of its own": {"per_layer_config": {"1": {"sliding_window": 4}}},
+    "heads of another size": {"per_layer_config": {"1": {"intermediate_size": 12}}},
+}  # fmt: skip
+MISSING = ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_parameters", "sliding_window", "tie_word_embeddings")  # fmt: skip
+
+
+def cases() -> list[Any]:
+    found = []
+    for kind in KINDS:
+        fast = kind in ("qwen2", "ministral3")
+        every = [(f"{field}={value}"[:60], {field: value}) for field, values in VALUES.items() for value in values]
+        for name, changes in [*every, *PAIRS.items(), *((f"no {field}", {field: ...}) for field in MISSING)]:
+            touchy = any(part in name for part in ("rope", "window", "heads", "head_dim", "layer_types", "length", "no ", "base", "bias"))  # fmt: skip
+            marks = [] if fast and touchy else [pytest.mark.slow]
+            found.append(pytest.param(kind, changes, id=f"{kind}-{name}", marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("kind", "changes"), cases())
+@pytest.mark.filterwarnings("ignore")
+def test_logits_are_those_of_transformers(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    fields = {name: value for name, value in {**base(kind), **changes}.items() if value is not ...}
+    inside = [key for value in changes.values() if isinstance(value, dict) for key in value]
+    named = (*changes, *inside, *(f"{name}_" for name in changes), "sliding_window", "kv_heads")
+    check(fields, named, tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_field_is_left_out(kind: str) -> None:
+    config = type(transformers.AutoConfig.for_model(kind))
+    assert {field.name for field in dataclasses.fields(config)} <= set(VALUES), {
+        field.name for field in dataclasses.fields(config)
+    } - set(VALUES)
+
+
+NAMED = ["deepseek_v3", "llama4", "gemma2", "bloom", "mpt", "rwkv", "cohere", "cohere2", "gpt2"]
+
+
+@pytest.mark.parametrize("kinds", [NAMED, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore")
+def test_no_model_of_transformers_ends_in_a_foreign_error(kinds: list[str] | None, tmp_path: Path) -> None:
+    """Every model type, with the config.json that its class writes."""
+    refused, every = 0, list(transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES)
+    for kind in kinds or every:
+        try:
+            fields = transformers.AutoConfig.for_model(kind).to_dict()
+        except Exception:
+            fields = {}
+        (tmp_path / "config.json").write_text(json.dumps({**fields, "model_type": kind}, default=str))
+        with pytest.raises((ValueError, NotImplementedError)) as caught:
+            models.load(tmp_path)
+        assert str(caught.value).startswith("pdkernels.models.load: ") and "\n" not in str(caught.value)
+        refused += "model_type must be one of" in str(caught.value) or "quantization_config" in str(caught.value)
+    assert refused > (200 if kinds is None else len(kinds) - 1)
+
+
+def test_the_limit_of_yarn(tmp_path: Path) -> None:
+    """The factor times the original length, as in vLLM, but no less than max_position_embeddings, which some files extend."""
+    for scaling, expected in (
+        ({**YARN, "factor": 16.0}, 128),
+        (YARN, 64),
+        ({"rope_type": "yarn", "factor": 4.0}, 256),
+        ({**YARN, "factor": 1.0}, 64),
+        ({"rope_type": "linear", "factor": 4.0}, 64),
+    ):
+        assert models.from_hf_config({**base("qwen2"), "rope_scaling": scaling}).max_positions == expected
