@@ -67,7 +67,7 @@ def test_an_end_token_and_what_else_runs_it() -> None:
 def test_attention_that_cannot_be_chosen_is_refused() -> None:
     """As in the first published code, which has a class for each implementation."""
     model = random_llada2(fixed_attention=True)
-    words = "wrap: model must take the attention of its 3 layers from AttentionInterface, got Llada2ForDiffusion. "
+    words = "wrap: model must take the attention of its 3 layers from AttentionInterface, got Llada2ForDiffusion, which computes its own. "
     with pytest.raises(NotImplementedError, match=words + "pdkernels.models.from_callable takes any function"):
         wrap(model, mask_token=MASK, predicts="own")
     assert model.config._attn_implementation == "eager"

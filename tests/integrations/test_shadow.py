@@ -44,7 +44,8 @@ def small(name: str = "Llama", **more: Any) -> Any:
 
 def theirs(model: Any, new: int = 10, prompt: list[int] = PROMPT) -> list[int]:
     ids = torch.tensor([prompt])
-    out = model.generate(ids, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
+    settings = {"attention_mask": torch.ones_like(ids), "eos_token_id": None, "pad_token_id": 0}
+    out = model.generate(ids, max_new_tokens=new, do_sample=False, **settings)
     tokens: list[int] = out[0, len(prompt) :].tolist()
     return tokens
 

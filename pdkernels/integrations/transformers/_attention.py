@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pdkernels._validation import KERNEL_DTYPES, check_type, fail, message
 from pdkernels.integrations.transformers._cache import PAGES, Pages
-from pdkernels.integrations.transformers._plans import PlanMask, causal_plan, full_plan
+from pdkernels.integrations.transformers._plans import PlanMask, causal_plan, full_plan, note_rule
 from pdkernels.masks import TilePlan
 from pdkernels.models.recompute import nothing_new
 from pdkernels.ops._attention import takes_head_dim
@@ -18,9 +18,26 @@ from pdkernels.ops.block_sparse_attention import block_sparse_attention
 from pdkernels.ops.speculative_attention import speculative_attention
 
 OP = 'attn_implementation="pdkernels"'
-# What other implementations compute and these kernels do not, by argument name.
 WIDEST = 256  # heads supported by the kernels
-REFUSED = ("softcap", "s_aux", "sinks", "position_bias", "head_mask", "attention_bias")
+# What other implementations compute and these kernels do not, by argument name.
+REFUSED = {
+    "softcap": "a soft cap",
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "position_bias": "a bias of positions",
+    "head_mask": "a mask of heads",
+    "attention_bias": "a bias",
+    "block_indices": "a choice of key blocks",
+    "indices": "a choice of keys",
+}
+
+
+class NotOurs(NotImplementedError):
+    """Attention that these kernels do not compute; `what` says in a few words why."""
+
+    def __init__(self, words: str, what: str) -> None:
+        super().__init__(words)
+        self.what = what
 
 
 def attention(
@@ -43,7 +60,7 @@ def attention(
         return _wide(query, key, value, attention_mask, tile_plan, causal, scaling), None
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if step is not None:
-        return step.attend(q, k, v, module.layer_idx, scaling), None
+        return step.attend(q, k, v, getattr(module, "layer_idx", None), scaling), None
     if tile_plan is not None:
         check_type(
             isinstance(tile_plan, TilePlan),
@@ -64,6 +81,8 @@ def attention(
         return block_sparse_attention(q, k, v, plan_for(q.shape[1], k.shape[1], q.device), scale=scaling), None
     if not isinstance(attention_mask, PlanMask):
         return _dense(query, key, value, attention_mask, scaling), None
+    if attention_mask.rule is not None:
+        note_rule(attention_mask)
     if attention_mask.plan is not None:
         return block_sparse_attention(q, k, v, attention_mask.plan, scale=scaling), None
     return _after_prefix(q, k, v, attention_mask.offset, scaling), None
@@ -71,9 +90,9 @@ def attention(
 
 def _check(query: Tensor, dropout: float, rest: dict[str, Any]) -> None:
     remedy = 'Use attn_implementation="eager" for this model.'
-    for name in REFUSED:
+    for name, what in REFUSED.items():
         if rest.get(name) is not None:
-            raise NotImplementedError(message(OP, name, "be absent", "one", remedy))
+            raise NotOurs(message(OP, name, "be absent", "one", remedy), what)
     if rest.get("output_attentions"):
         raise NotImplementedError(message(OP, "output_attentions", "be False", True, remedy))
     if dropout:
@@ -84,7 +103,7 @@ def _check(query: Tensor, dropout: float, rest: dict[str, Any]) -> None:
     if not fits:
         found = f"{query.dtype} with heads of {query.shape[3]}"
         words = "be float32, float16 or bfloat16 with heads of a multiple of 8 in [16, 256]"
-        raise NotImplementedError(message(OP, "query", words, found, 'Use attn_implementation="sdpa".'))
+        raise NotOurs(message(OP, "query", words, found, 'Use attn_implementation="sdpa".'), found)
 
 
 def _after_prefix(q: Tensor, k: Tensor, v: Tensor, offset: Tensor | int, scale: float | None) -> Tensor:

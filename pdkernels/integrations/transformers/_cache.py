@@ -205,7 +205,7 @@ class PdLayer(CacheLayerMixin):  # type: ignore[misc]
 def windowed(config: Any) -> int | None:
     """The shortest sliding window of a model's layers; None: all layers see everything before them."""
     window = getattr(config, "sliding_window", None)
-    if window is None or getattr(config, "use_sliding_window", True) is False:
+    if not window or getattr(config, "use_sliding_window", True) is False:
         return None
     kinds = getattr(config, "layer_types", None)
     return int(window) if kinds is None or "sliding_attention" in kinds else None

@@ -11,6 +11,7 @@ from torch import Tensor
 from pdkernels._validation import check, check_choice, check_type, message
 from pdkernels.cache import Cache
 from pdkernels.integrations.transformers._attention import attention
+from pdkernels.integrations.transformers._given import check_loaded, without_adapter
 from pdkernels.integrations.transformers._plans import PlanMask, mask_function
 from pdkernels.integrations.transformers._probe import (
     TOKENS,
@@ -22,7 +23,8 @@ from pdkernels.integrations.transformers._probe import (
     shape_of,
     undisturbed,
 )
-from pdkernels.integrations.transformers._shadow import head_of, shadow
+from pdkernels.integrations.transformers._shadow import body_of, head_of, shadow
+from pdkernels.integrations.transformers._tokenizer import adapted
 from pdkernels.masks import TilePlan, causal, full
 from pdkernels.models import Transformer
 from pdkernels.models.caches import new_cache
@@ -102,7 +104,7 @@ class WrappedModel:
         self, model: Any, shadowed: Any, config: WrappedConfig, tokenizer: Any, mask_token: int | None
     ) -> None:
         self.model, self.config, self.tokenizer, self.mask_token = model, config, tokenizer, mask_token
-        self._body, self._head = shadowed.base_model, head_of(shadowed)
+        self._body, self._head = body_of(shadowed), head_of(shadowed)
         ends = getattr(model.generation_config, "eos_token_id", None)
         self.end_tokens = () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
 
@@ -216,21 +218,28 @@ def wrap(
     attention: Literal["causal", "bidirectional"] = "causal",
     predicts: Literal["next", "own"] | None = None,
 ) -> WrappedModel:
-    """A decoder of transformers for `pdkernels.decoding.generate`. No weight is copied; its attention becomes ours.
+    """A decoder of transformers for `pdkernels.decoding.generate`. No weight is copied, and nothing of the model changes.
+
+    It runs with our attention and caches in evaluation mode, as a second tree of modules with the same weights: new values of
+    weights, ``model.to(...)`` and hooks are followed, but after modules are exchanged or adapters switched it takes another `wrap`. A
+    few random tokens are run first, and compared with the model's own forward; models that do not compute the same are refused.
+    That is done once per model and configuration. Prompts of models for images are text.
 
     Block-causal models that fill masks (LLaDA2) are causal ones whose rows predict their own token: ``wrap(model, mask_token=156895,
     predicts="own")``, for the method "fast_dllm_v2".
 
     Args:
-        model: with a language model head, whose attention takes its implementation from `AttentionInterface`; remote code too.
-        tokenizer: with ``encode(text)`` and ``decode(ids)``, for text prompts.
+        model: with a language model head, whose attention takes its implementation from `AttentionInterface`; remote code, models
+            with PEFT's adapters and compiled ones too.
+        tokenizer: one of transformers, whose chat template then renders messages; or any with ``encode(text)`` and ``decode(ids)``.
         mask_token: the id that the model was trained to fill in.
         attention: what a row sees: the tokens up to itself, or all, for masked-diffusion models.
         predicts: which token a row's logits predict; None: "own" for a bidirectional model, else "next".
 
     Raises:
         TypeError: not a decoder of transformers.
-        NotImplementedError: heads, logits or windows that the decoders do not support, attention that cannot be chosen.
+        NotImplementedError: a model that keeps another state than keys and values, whose attention cannot be chosen or is none that the
+            kernels compute, that depends on more than tokens and positions, or whose weights are not in memory.
 
     Example:
         >>> import torch, transformers
@@ -257,19 +266,21 @@ def wrap(
         with undisturbed(model.device):
             sizes = _measured(model, shadowed, attention, predicts)
         keep(sizes)
-    return WrappedModel(model, shadowed, sizes, tokenizer, mask_token)
+    return WrappedModel(model, shadowed, sizes, adapted(tokenizer), mask_token)
 
 
 def _plain_model(op: str, model: Any) -> Any:
     """The decoder itself, without what torch.compile or PEFT put around it."""
-    model = getattr(model, "_orig_mod", model)
+    model = without_adapter(op, getattr(model, "_orig_mod", model))
     known = hasattr(model, "base_model") and hasattr(model, "get_output_embeddings") and hasattr(model, "config")
     check_type(known, op, "model", "be a decoder of transformers", type(model).__name__)
     name = type(model).__name__
+    check_loaded(op, model)
     if getattr(model.config, "is_encoder_decoder", False):
         words = "be a decoder alone"
         raise NotImplementedError(message(op, "model", words, f"{name}, an encoder with a decoder"))
-    check_type(model.get_output_embeddings() is not None, op, "model", "have a language model head", name)
+    whole = model.get_output_embeddings() is not None and body_of(model) is not None
+    check_type(whole, op, "model", "have a language model head", name)
     return model
 
 
@@ -278,7 +289,7 @@ def _measured(
 ) -> WrappedConfig:
     """Sizes of a model that is proven to compute with us what it computes by itself; others are refused."""
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
-    body = shadowed.base_model
+    body = body_of(shadowed)
     found = shape_of(name, config, lambda *given: run_body(body, *given), model.device)
     tokens = random_tokens(model, 2, TOKENS)
     positions = int(getattr(config, "max_position_embeddings", None) or UNBOUNDED)
@@ -319,9 +330,16 @@ def from_transformers(model: Any, tokenizer: Any = None) -> Transformer:
         >>> torch.allclose(from_transformers(model)(tokens), model(tokens).logits, atol=1e-5)
         True
     """
+    op = "from_transformers"
+    model = getattr(model, "_orig_mod", model)
+    if hasattr(model, "peft_config"):
+        remedy = "Call merge_and_unload() first, or use wrap."
+        raise NotImplementedError(message(op, "model", "be without adapters", type(model).__name__, remedy))
+    check_type(hasattr(model, "config"), op, "model", "be a decoder of transformers", type(model).__name__)
+    check_loaded(op, model)
     ends = getattr(model.generation_config, "eos_token_id", None)
     ends = () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    made = from_published(model.config.to_dict(), state, model.dtype, model.device, tokenizer, ends)
+    made = from_published(model.config.to_dict(), state, model.dtype, model.device, adapted(tokenizer), ends)
     assert isinstance(made, Transformer)  # transformers has no recurrent-depth model
     return made

@@ -42,6 +42,7 @@ class PlanMask(Tensor):
     plan: TilePlan | None
     offset: Tensor | int
     step: Any = None
+    rule: Callable[..., Any] | None = None
 
     @staticmethod
     def __new__(
@@ -57,7 +58,7 @@ class PlanMask(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func._opname in ("contiguous", "clone", "detach", "_to_copy", "alias"):
+        if func._opname in ("contiguous", "clone", "detach", "_to_copy", "to", "alias"):
             return args[0]
         raise MaskIsPlan(
             f'attn_implementation="pdkernels" keeps masks as tile plans, so {func} has no pairs to work on. '
@@ -107,17 +108,23 @@ def plan_of(visible: Callable[[int, int], Tensor], rows: int, keys: int) -> Tile
     return plans[0] if len(plans) == 1 else TilePlan.stack(plans)
 
 
-_ASKED: ContextVar[list[Callable[..., Any]] | None] = ContextVar("asked", default=None)
+_ASKED: ContextVar[list[Any] | None] = ContextVar("asked", default=None)
 
 
 @contextmanager
-def asked_masks(rules: list[Callable[..., Any]]) -> Iterator[None]:
-    """Adds to `rules` what the models of this thread ask `mask_function` for: functions of batch, head, row and key."""
+def asked_masks(rules: list[Any]) -> Iterator[None]:
+    """Adds to `rules` the masks by which layers attend in this thread: functions of batch, head, row and key."""
     token = _ASKED.set(rules)
     try:
         yield
     finally:
         _ASKED.reset(token)
+
+
+def note_rule(mask: PlanMask) -> None:
+    """Called with the mask of a layer that has a `rule`."""
+    if (asked := _ASKED.get()) is not None:
+        asked.append(mask.rule)
 
 
 def mask_function(
@@ -139,8 +146,6 @@ def mask_function(
     assert q_length is not None
     device = torch.device(device)
     compiling = torch.compiler.is_compiling()
-    if not compiling and (asked := _ASKED.get()) is not None and mask_function is not causal_mask_function:
-        asked.append(mask_function)
 
     def dense(first: int, last: int) -> Tensor:
         common = {"kv_offset": kv_offset, "mask_function": mask_function, "attention_mask": attention_mask}
@@ -163,4 +168,7 @@ def mask_function(
     # Only padding, packing and blocks make sequences differ.
     alike = batch_size == 1 or (q_length <= _ROWS and bool((first == first[:1]).all()))
     plan = plan_of(lambda a, b: (dense(a, b) if a else first)[: 1 if alike else None, 0], q_length, kv_length)
-    return PlanMask(batch_size, q_length, kv_length, int(q_offset), plan, device)
+    made = PlanMask(batch_size, q_length, kv_length, int(q_offset), plan, device)
+    if _ASKED.get() is not None:
+        made.rule = mask_function
+    return made

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import message
+from pdkernels.integrations.transformers._attention import NotOurs
 from pdkernels.integrations.transformers._cache import windowed
 from pdkernels.integrations.transformers._plans import MaskIsPlan, asked_masks
 from pdkernels.masks import causal, full
@@ -37,7 +38,6 @@ class Shape(NamedTuple):
     layers: int
     kv_heads: int
     head_dim: int
-    dtype: torch.dtype
 
 
 def refuse(expectation: str, actual: str, remedy: str = _ANY, cause: Exception | None = None) -> NoReturn:
@@ -45,9 +45,9 @@ def refuse(expectation: str, actual: str, remedy: str = _ANY, cause: Exception |
 
 
 def reason(error: Exception) -> str:
-    """The first sentence of an error."""
-    words = " ".join(str(error).split()).removeprefix("pdkernels.") or type(error).__name__
-    return (words if len(words) <= 160 else words[:157] + "...").rstrip(".")
+    """The kind and the first words of an error."""
+    words = " ".join(str(error).split()).removeprefix("pdkernels.")
+    return f"{type(error).__name__}: {words if len(words) <= 120 else words[:117] + '...'}".rstrip(".: ")
 
 
 class _Seen:
@@ -55,11 +55,11 @@ class _Seen:
 
     def __init__(self) -> None:
         self.calls: list[int | None] = []
-        self.shapes: set[tuple[int, int, int, torch.dtype]] = set()
+        self.shapes: set[tuple[int, int, int]] = set()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int | None, scale: float | None) -> Tensor:
         self.calls.append(layer)
-        self.shapes.add((k.shape[2], k.shape[3], v.shape[3], k.dtype))
+        self.shapes.add((k.shape[2], k.shape[3], v.shape[3]))
         return q.new_zeros(*q.shape[:3], v.shape[3])
 
 
@@ -74,26 +74,27 @@ def shape_of(name: str, config: Any, run: Callable[[Tensor, Tensor, Any], Tensor
         cause = error
     layers = getattr(config, "num_hidden_layers", None) or len(set(seen.calls))
     words = f"take the attention of its {layers} layers from AttentionInterface"
-    if isinstance(cause, MaskIsPlan):
-        refuse(words, name, cause=cause)
-    if cause is not None and (seen.calls or isinstance(cause, NotImplementedError)):
-        refuse("be one that our attention computes", f"{name}: {reason(cause)}", cause=cause)
+    if isinstance(cause, NotOurs):
+        refuse("have attention that our kernels compute", f"{name} with {cause.what}", cause=cause)
+    if isinstance(cause, MaskIsPlan) or (cause is None and not seen.calls):
+        refuse(words, f"{name}, which computes its own", cause=cause)
     if cause is not None:
-        refuse(words, f"{name}: {reason(cause)}", cause=cause)
-    if not seen.calls:
-        refuse(words, name)
-    missing = sorted(set(range(layers)) - set(seen.calls))
+        refuse("run on given tokens, positions and masks alone", f"{name} ({reason(cause)})", cause=cause)
+    numbers = [call for call in seen.calls if call is not None]
+    if len(numbers) < len(seen.calls):
+        refuse("number its layers (layer_idx)", name)
+    missing = sorted(set(range(layers)) - set(numbers))
     if missing:
-        some = f"{len(missing)} without it, which keep a state that is not keys and values"
+        some = f"{len(missing)} that do not, and keep another state than keys and values or none"
         refuse(words, f"{name} with {some}")
-    if sorted(seen.calls) != list(range(layers)):
+    if sorted(numbers) != list(range(layers)):
         refuse(f"{words}, once each", f"{name} with {len(seen.calls)} calls")
     if len(seen.shapes) > 1:
         refuse("have the same key and value heads in every layer", f"{name} with {len(seen.shapes)} kinds")
-    heads, key, value, dtype = seen.shapes.pop()
+    heads, key, value = seen.shapes.pop()
     if key != value:
         refuse("have keys and values of one width", f"{name} with {key} and {value}")
-    return Shape(layers, heads, key, dtype)
+    return Shape(layers, heads, key)
 
 
 def longest_plain(name: str, config: Any, body: Any, tokens: Tensor, positions: int) -> int:
@@ -103,7 +104,11 @@ def longest_plain(name: str, config: Any, body: Any, tokens: Tensor, positions: 
             original = rule.get("original_max_position_embeddings")
             original = original or getattr(config, "original_max_position_embeddings", None) or positions
             positions = min(positions, int(original))
-    asked: list[Callable[..., Tensor]] = []
+    if getattr(
+        config, "attn_temperature_tuning", False
+    ):  # Llama 4 scales queries by their place in the rows of a forward
+        positions = min(positions, int(getattr(config, "floor_scale", positions)))
+    asked: list[Any] = []
     try:
         with torch.no_grad(), asked_masks(asked):
             body(input_ids=tokens, use_cache=False)
@@ -175,11 +180,11 @@ def prove(name: str, wrapped: Any, twin: Any, tokens: Tensor) -> None:
         with torch.no_grad():
             theirs = twin(input_ids=tokens, use_cache=True).logits
     except _FAULTS as error:
-        refuse("run on tokens alone", f"{name}: {reason(error)}", cause=error)
+        refuse("run on tokens alone", f"{name} ({reason(error)})", cause=error)
     try:
         same, cached = _ours(wrapped, tokens, theirs)
     except _FAULTS as error:
-        refuse("be one that our attention computes", f"{name}: {reason(error)}", cause=error)
+        refuse("run with our attention and caches", f"{name} ({reason(error)})", cause=error)
     budget = _BUDGETS.get(wrapped.dtype, _EXACT)
     if not same <= budget:
         refuse(
@@ -188,7 +193,7 @@ def prove(name: str, wrapped: Any, twin: Any, tokens: Tensor) -> None:
         )
     if not cached <= budget:
         words = "compute the same from cached keys and values as from the whole text"
-        refuse(words, f"{name}, whose logits differ by {cached:.0%} of their size")
+        refuse(words, f"{name}, whose logits then differ by {cached:.0%} of their size")
 
 
 def _ours(wrapped: Any, tokens: Tensor, theirs: Tensor) -> tuple[float, float]:

@@ -97,7 +97,9 @@ class Given(nn.Module):
         self.__dict__["body"] = body
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["body"], name)
+        found = getattr(self.__dict__["body"], name)
+        # Some heads call the decoder in their body.
+        return Given(found) if isinstance(found, nn.Module) else found
 
     def forward(self, *given: Any, **named: Any) -> Any:
         for value in (*given, *named.values()):
@@ -115,9 +117,16 @@ class _Output(tuple):  # type: ignore[type-arg]
         return self[0] if name == "last_hidden_state" else None
 
 
+def body_of(model: Any) -> Any:
+    """The part of a model that ends with the last hidden states; None for a model that has none."""
+    body = model.base_model
+    body = getattr(model, "model", None) if body is model else body
+    return body if isinstance(body, nn.Module) and body is not model else None
+
+
 def head_of(shadowed: Any) -> Callable[[torch.Tensor], Any]:
     """The part of a shadow after its body: from hidden states ``(1, rows, hidden_size)`` to the class's own output."""
-    copier, body = _Copier(None), shadowed.base_model
+    copier, body = _Copier(None), body_of(shadowed)
     for module in shadowed.modules():
         copier.memo[id(module)] = module
         if hasattr(module, "config"):

@@ -1,0 +1,45 @@
+"""What a model of transformers may come in: adapters of PEFT, and weights that accelerate keeps elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pdkernels._validation import message
+
+
+def without_adapter(op: str, model: Any) -> Any:
+    """The model in a `PeftModel`, whose layers apply the active adapter. Adapters that do more than that are refused."""
+    adapters = getattr(model, "peft_config", None)
+    for config in adapters.values() if isinstance(adapters, dict) else ():
+        kind, remedy = getattr(config.peft_type, "value", config.peft_type), ""
+        if getattr(config, "is_prompt_learning", False):
+            words = "have adapters in its layers"
+        elif getattr(config, "alora_invocation_tokens", None):
+            words, kind = "have adapters that apply to all tokens", "activated LoRA"
+        else:
+            continue
+        remedy = "pdkernels.models.from_callable takes any function from tokens to logits."
+        raise NotImplementedError(message(op, "model", words, f"{type(model).__name__} with {kind}", remedy))
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def check_loaded(op: str, model: Any) -> None:
+    """NotImplementedError where weights are fetched when a module runs."""
+    if any(_elsewhere(module) for module in model.modules()):
+        actual = f"{type(model).__name__} with some that are offloaded"
+        remedy = "Load the model without offloading, onto a device that holds it."
+        raise NotImplementedError(message(op, "model", "hold all its weights", actual, remedy))
+
+
+def _elsewhere(module: Any) -> bool:
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return any(tensor is not None and tensor.is_meta for tensor in tensors) or any(
+        getattr(hook, "offload", False) for hook in _hooks(getattr(module, "_hf_hook", None))
+    )
+
+
+def _hooks(hook: Any) -> Iterator[Any]:
+    yield hook
+    for inner in getattr(hook, "hooks", ()):
+        yield from _hooks(inner)

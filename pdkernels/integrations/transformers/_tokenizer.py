@@ -1,0 +1,69 @@
+"""A tokenizer of transformers as models of this package have theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+from pdkernels._validation import check
+from pdkernels.models.chat import Messages, check_messages
+from pdkernels.models.tokenizers import IncrementalDecoder, JsonTokenizer
+
+OP = "transformers tokenizer"
+
+
+class TheirTokenizer:
+    """Encodes, renders chats and decodes as `tokenizer` does, which may also be a processor. Other attributes are its own."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.given, self.tokenizer = tokenizer, getattr(tokenizer, "tokenizer", tokenizer)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "tokenizer" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.tokenizer, name)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.tokenizer)
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        end = self.tokenizer.eos_token_id
+        return () if end is None else (end,)
+
+    @property
+    def bos_token(self) -> int | None:
+        begin: int | None = self.tokenizer.bos_token_id
+        return begin
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a text, with the special tokens that the tokenizer puts around one."""
+        return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def encode_chat(self, messages: Messages, **variables: Any) -> list[int]:
+        """The ids of a chat up to the start of the model's answer. The template writes all special tokens."""
+        check_messages(OP, "messages", messages)
+        known = getattr(self.given, "chat_template", None) is not None
+        check(
+            known, OP, "messages", "be for a tokenizer with a chat template", "one without", "Write the prompt as text."
+        )
+        options = {"add_generation_prompt": True, **variables}
+        text = self.given.apply_chat_template([dict(message) for message in messages], tokenize=False, **options)
+        return self.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
+
+    def decode_all(self, ids: Iterable[int]) -> str:
+        """The text with special tokens written out, in which stop strings are sought."""
+        return str(self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=False))
+
+    def incremental(self) -> IncrementalDecoder:
+        return JsonTokenizer.incremental(cast(JsonTokenizer, self))
+
+
+def adapted(tokenizer: Any) -> Any:
+    """One of transformers, adapted; another as it is."""
+    theirs = hasattr(tokenizer, "apply_chat_template") and not isinstance(tokenizer, TheirTokenizer)
+    return TheirTokenizer(tokenizer) if theirs else tokenizer

@@ -1,0 +1,190 @@
+"""Adapters, offloaded and quantized weights, half precision and tokenizers of transformers, through `wrap`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import pdkernels as pd
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed", minversion="4.57")
+from pdkernels.integrations.transformers import from_transformers, wrap  # noqa: E402
+from tests.integrations.test_shadow import PROMPT, ours, small, theirs  # noqa: E402
+from tests.support.state import state_of  # noqa: E402
+
+
+@pytest.mark.parametrize("name", ["LoraConfig", "LoHaConfig", "IA3Config"])
+def test_adapters_of_peft(name: str) -> None:
+    """The active adapter counts, also after another was activated, and none when they are switched off."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    more = {"feedforward_modules": []} if name == "IA3Config" else {"r": 4, "init_weights": False}
+    more = {"r": 4, "init_lora_weights": False, "lora_dropout": 0.5} if name == "LoraConfig" else more
+    config = getattr(peft, name)(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **more)
+    plain = theirs(small())
+    model = peft.get_peft_model(small(), config)
+    torch.manual_seed(1)
+    model.add_adapter("other", config)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if any(part in key for part in ("lora_", "hada_", "ia3_")):
+                parameter.normal_(std=2.0)
+    found = []
+    for adapter in ("default", "other"):
+        model.set_adapter(adapter)
+        model.eval()
+        found.append(theirs(model))
+        model.train()
+        before = state_of(model)
+        assert ours(wrap(model)) == found[-1]
+        assert state_of(model) == before
+    assert found[0] != found[1] and plain not in found
+    with model.disable_adapter():
+        assert ours(wrap(model)) == plain
+    with pytest.raises(
+        NotImplementedError, match="from_transformers: model must be without adapters.*merge_and_unload"
+    ):
+        from_transformers(model)
+    merged = model.merge_and_unload()
+    assert ours(wrap(merged)) == ours(from_transformers(merged)) == found[1]
+
+
+def test_adapters_outside_of_layers_are_refused() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = peft.get_peft_model(small(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(
+        NotImplementedError, match="wrap: model must have adapters in its layers, got .* with PROMPT_TUNING"
+    ):
+        wrap(model)
+    config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[3, 4])
+    with pytest.raises(NotImplementedError, match="apply to all tokens, got .* with activated LoRA"):
+        wrap(peft.get_peft_model(small(), config))
+
+
+@pytest.mark.parametrize("way", ["cpu", "disk", "meta"])
+@pytest.mark.parametrize("entry", [wrap, from_transformers])
+def test_weights_that_are_elsewhere_are_refused(way: str, entry: Any, tmp_path: Any) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model = small()
+    if way == "cpu":
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    elif way == "disk":
+        accelerate.disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
+    else:
+        model.to("meta")
+    with pytest.raises(
+        NotImplementedError, match=r"model must hold all its weights, got LlamaForCausalLM .* offloaded\. Load"
+    ):
+        entry(model)
+
+
+def test_a_dispatched_model_runs() -> None:
+    """With accelerate's hooks on every module, and all weights in place: no hook runs the model's own modules."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model = small()
+    expected = theirs(model)
+    accelerate.hooks.attach_align_device_hook_on_blocks(
+        model, execution_device={name: torch.device("cpu") for name, _ in model.named_modules()}
+    )
+    calls = []
+    for module in model.modules():
+        module.register_forward_hook(lambda module, given, out: calls.append(module))
+    assert ours(wrap(model)) == expected
+    assert calls and not {id(module) for module in calls} & {id(module) for module in model.modules()}
+
+
+class Int8Linear(torch.nn.Module):
+    """Weights of 8 bits in buffers, as libraries for quantization keep them."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("quantized", (linear.weight.detach() / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.quantized * self.scale).T
+
+
+def test_quantized_weights() -> None:
+    """Weights alone are as good as any. Inputs quantized by what else is in a forward depend on more than tokens."""
+    from torch.ao.quantization import quantize_dynamic
+
+    model = small()
+    for layer in model.model.layers:
+        layer.mlp.up_proj, layer.self_attn.q_proj = Int8Linear(layer.mlp.up_proj), Int8Linear(layer.self_attn.q_proj)
+    wrapped = wrap(model)
+    assert ours(wrapped) == theirs(model)
+    model.model.layers[0].self_attn.q_proj.scale = -model.model.layers[0].self_attn.q_proj.scale
+    assert ours(wrapped) == theirs(model)
+    with pytest.raises(
+        NotImplementedError, match="compute the same from cached keys and values as from the whole text"
+    ):
+        wrap(quantize_dynamic(small(), {torch.nn.Linear}, torch.qint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma3Text", "OlmoHybrid", "Bart", "Roberta"])
+def test_half_precision(name: str, dtype: torch.dtype) -> None:
+    """What computes the same is accepted in spite of rounding, and what does not is refused as in fp32."""
+    if not hasattr(transformers, f"{name}Config"):
+        pytest.skip("a newer architecture")
+    more: dict[str, Any] = {"is_decoder": True}
+    more |= {"layer_types": ["linear_attention", "full_attention"]} if name == "OlmoHybrid" else {}
+    more |= {"encoder_layers": 2, "decoder_layers": 2, "d_model": 32} if name == "Bart" else {}
+    more |= {"decoder_attention_heads": 2, "encoder_attention_heads": 2} if name == "Bart" else {}
+    model = small(name, **more).to(dtype)
+    if name in ("OlmoHybrid", "Bart", "Roberta"):
+        with pytest.raises(NotImplementedError, match="pdkernels.wrap: model must"):
+            wrap(model)
+        return
+    tokens = torch.arange(24)[None] % 50
+    logits, expected = wrap(model)(tokens), model(tokens).logits
+    assert logits.dtype == dtype
+    assert (logits - expected).norm() <= 0.05 * expected.norm()
+
+
+CHAT = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+
+
+def tokenizer(template: str | None = CHAT) -> Any:
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    words = ["<s>", "</s>", "<unk>", "[user]", "[assistant]", "Hi", "there", "is", "one"]
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens(["<s>", "</s>", "<unk>", "[user]", "[assistant]"])
+    made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    found = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    found.chat_template = template
+    return found
+
+
+@pytest.mark.parametrize("entry", [wrap, from_transformers])
+def test_texts_and_chats_as_the_tokenizer_encodes_them(entry: Any) -> None:
+    """One token begins a text, and none is added before the one that a template writes."""
+    model, theirs_ = small(), tokenizer()
+    ours_ = entry(model, theirs_)
+    messages = [{"role": "user", "content": "Hi there"}]
+    rendered = theirs_.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert rendered == [0, 3, 5, 6, 4] and ours_.tokenizer.encode_chat(messages) == rendered
+    assert ours_.tokenizer.encode("Hi there") == theirs_("Hi there")["input_ids"] == [0, 5, 6]
+    options: dict[str, Any] = {"max_new_tokens": 6, "end_tokens": ()}
+    for prompt, ids in ((messages, rendered), ("Hi there", [0, 5, 6])):
+        result = pd.decoding.generate(ours_, prompt, "autoregressive", **options)
+        assert result.tokens.tolist() == theirs(model, 6, ids)
+        assert result.text == theirs_.decode(result.tokens, skip_special_tokens=True)
+
+
+def test_a_tokenizer_without_a_template() -> None:
+    model = wrap(small(), tokenizer(None))
+    with pytest.raises(ValueError, match="messages must be for a tokenizer with a chat template"):
+        pd.decoding.generate(model, [{"role": "user", "content": "Hi"}], "autoregressive", max_new_tokens=2)
+    assert model.tokenizer.vocab_size == 9 and model.tokenizer.bos_token == 0 and model.tokenizer.end_tokens == (1,)
+    stream = model.tokenizer.incremental()
+    assert stream.feed([5]) + stream.feed([0, 6]) + stream.flush() == model.tokenizer.decode([5, 0, 6]) == "Hi there"
+    assert model.tokenizer.decode_all([0, 5]) == "<s> Hi" and len(PROMPT) == 5
