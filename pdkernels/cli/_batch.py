@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
 
-from pdkernels.cli._terminal import assigned_options, errors_reported
+from pdkernels._validation import check as demand
+from pdkernels.cli._terminal import DTYPE_HELP, assigned_options, errors_reported, named_dtype
 from pdkernels.decoding._method import SHARED
 from pdkernels.integrations.ray import generate_files
 
@@ -22,7 +26,9 @@ def batch(
     ],
     output: Annotated[Path, typer.Option(help="A .jsonl or .parquet file for prompts and texts; it must be new.")],
     model: Annotated[str, typer.Option(help="Name of a model, a checkpoint's folder, or a .gguf file.")] = "tiny-code",
-    method: Annotated[str, typer.Option(help="Decoding method.")] = "autoregressive",
+    method: Annotated[
+        str | None, typer.Option(help="Decoding method; by default the model's own, else token by token.")
+    ] = None,
     workers: Annotated[
         int, typer.Option(min=0, help="Processes of a Ray cluster, each with a model; 0: this one, without Ray.")
     ] = 0,
@@ -35,12 +41,28 @@ def batch(
         typer.Option(metavar="NAME=VALUE", help="Of the method, as block_size=16. May be given several times."),
     ] = None,
     device: Annotated[str, typer.Option(help="Where the models go: cpu or cuda.")] = "cpu",
+    dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
+    adapter: Annotated[Path | None, typer.Option(help="Folder of a PEFT LoRA adapter.")] = None,
+    temperature: Annotated[float | None, typer.Option(help=SHARED["temperature"])] = None,
+    top_p: Annotated[float | None, typer.Option(help=SHARED["top_p"])] = None,
+    on_error: Annotated[
+        str, typer.Option(help="For a prompt that fails: 'record' its error in place of a text, or 'stop'.")
+    ] = "record",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of this process, without workers.")] = None,
     cpus: Annotated[float, typer.Option(min=0, help="Cores that a worker takes.")] = 1,
 ) -> None:
-    """Generate for all prompts of files. The same command goes on with what was cut off."""
+    """Generate for all prompts of files. The same command goes on with what was cut off.
+
+    Exit code 0: every prompt has its text. 1: some have an error in its place, or the run could not end. 2: the call was refused.
+    """
     console = Console(stderr=True, highlight=False)
+    given = {"temperature": temperature, "top_p": top_p}
     with errors_reported(), Progress(*_COLUMNS, console=console, transient=True) as progress:
         bar = progress.add_task("", total=None)
+        demand(not (threads and workers), "batch", "--threads", "be without --workers, which take --cpus", threads)
+        if threads:
+            torch.set_num_threads(threads)
+        options = {name: value for name, value in given.items() if value is not None}
         report = generate_files(
             prompts,
             output,
@@ -51,12 +73,22 @@ def batch(
             column=column,
             seed=seed,
             device=device,
+            dtype=named_dtype("batch", dtype),
+            adapter=adapter,
+            on_error=on_error,  # type: ignore[arg-type]  # checked there
             cpus=cpus,
             progress=lambda done, total: progress.update(bar, completed=done, total=total),
             max_new_tokens=max_new_tokens,
-            **assigned_options("batch", option or []),
+            **options,
+            **assigned_options(
+                "batch", option or [], {*options, "max_new_tokens", *inspect.signature(generate_files).parameters}
+            ),
         )
     speed = report.tokens / report.seconds if report.seconds else 0.0
-    earlier = f", {report.resumed} of them by an earlier run" if report.resumed else ""
+    earlier = f", {report.resumed} in all by an earlier run" if report.resumed else ""
     by = f" by {len(report.workers)} workers" if workers else ""
-    console.print(f"{output}: {report.prompts} texts{earlier}; {report.tokens} new tokens{by}, {speed:.0f} a second")
+    bad = f", and {report.failed} prompts with an error in place of a text" if report.failed else ""
+    done = f"{output}: {report.prompts - report.failed} texts{bad}{earlier}"
+    console.print(Text(f"{done}; {report.tokens} new tokens{by}, {speed:.0f} a second"), soft_wrap=True)
+    if report.failed:
+        raise typer.Exit(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,8 +12,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from pdkernels._validation import check
+from pdkernels._validation import check, check_choice
 from pdkernels.evaluation.sweep import parse_value
+from pdkernels.models.layout import DTYPES
 from pdkernels.models.tokenizers import Tokenizer
 
 ACCEPTED = "bold green"
@@ -57,7 +58,7 @@ def visible(text: str) -> str:
 
 def is_ours(error: BaseException) -> bool:
     """Whether an error is one of ours about the input; any other is a bug."""
-    kinds = (ValueError, TypeError, NotImplementedError, ImportError)
+    kinds = (ValueError, TypeError, NotImplementedError, ImportError, OSError, RuntimeError)
     return isinstance(error, kinds) and str(error).startswith(("pdkernels.", "pdkernels: "))
 
 
@@ -68,18 +69,29 @@ def report(error: BaseException) -> None:
 
 @contextmanager
 def errors_reported() -> Iterator[None]:
-    """Errors that the user can fix become one sentence and exit code 2."""
+    """Errors become one sentence, with exit code 2 for what the user asked, 1 for what failed on the way, as on a full disk."""
     try:
         yield
-    except (ValueError, TypeError, NotImplementedError, ImportError) as error:
+    except (ValueError, TypeError, NotImplementedError, ImportError, OSError, RuntimeError) as error:
         if not is_ours(error):
             raise
         report(error)
-        raise typer.Exit(2) from None
+        failed = isinstance(error, (OSError, RuntimeError)) and not isinstance(error, NotImplementedError)
+        raise typer.Exit(1 if failed else 2) from None
 
 
-def assigned_options(command: str, given: Sequence[str]) -> dict[str, Any]:
-    """Options in the form NAME=VALUE; a value is JSON, or what a sweep takes.
+DTYPE_HELP = f"Of the weights: {', '.join(DTYPES)}; by default the checkpoint's."
+
+
+def named_dtype(command: str, name: str | None) -> torch.dtype | None:
+    """The dtype that the command line names."""
+    if name is not None:
+        check_choice(command, "--dtype", name, list(DTYPES))
+    return None if name is None else DTYPES[name]
+
+
+def assigned_options(command: str, given: Sequence[str], taken: Collection[str] = ()) -> dict[str, Any]:
+    """Options in the form NAME=VALUE; a value is JSON, or what a sweep takes. `taken` have flags of their own and a value already.
 
     >>> assigned_options("generate", ["block-size=8", 'stop_strings=["a", "b"]', "threshold=none", "order=entropy"])
     {'block_size': 8, 'stop_strings': ['a', 'b'], 'threshold': None, 'order': 'entropy'}
@@ -92,7 +104,11 @@ def assigned_options(command: str, given: Sequence[str]) -> dict[str, Any]:
             found = json.loads(value)
         except json.JSONDecodeError:
             found = parse_value(value)
-        options[name.replace("-", "_")] = found
+        name = name.replace("-", "_")
+        twice = name in options or name in taken
+        flag = f"--{name.replace('_', '-')}" if name in taken else "--option"
+        check(not twice, command, "--option", f"give each option once; {flag} has this one", name)
+        options[name] = found
     return options
 
 

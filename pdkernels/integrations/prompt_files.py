@@ -1,23 +1,19 @@
-"""Files of prompts, and files of what was generated from them, written so that a run that was cut off goes on.
-
-Results are appended to ``<output>.partial``, a line for each prompt, as they come. When all are there they are written to the output in
-the order of the prompts, and only then does the output exist.
-"""
+"""Files of prompts, and files of what was generated from them; `ledger` is what a run keeps until all is there."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
-from pdkernels._validation import check, fail
+from pdkernels._validation import check, fail, message
 
 OP = "integrations.generate_files"
-ADDED = ("text", "tokens")
-"""What a result has besides the fields of its prompt."""
+ADDED = ("text", "tokens", "error")
+"""What a result has besides the fields of its prompt; an error only where there is no text."""
 _SUFFIXES = (".jsonl", ".txt", ".parquet")
 _ROWS = 1024
 
@@ -29,6 +25,8 @@ class Prompt(NamedTuple):
     """Counted over all files, in their order."""
     fields: dict[str, Any]
     """What its line has, the prompt among them."""
+    error: str = ""
+    """Why nothing can be generated from it."""
 
 
 def arrow() -> Any:
@@ -49,7 +47,7 @@ def read_prompts(paths: Sequence[str | os.PathLike[str]], column: str) -> Iterat
     """
     number = 0
     for path in map(Path, paths):
-        for line, fields in _rows(path, column):
+        for line, fields, bad in _rows(path, column):
             where = f"{path}, line {line}"
             check(isinstance(fields, dict), OP, "prompts", "be objects", where)
             found = fields.get(column)
@@ -58,33 +56,50 @@ def read_prompts(paths: Sequence[str | os.PathLike[str]], column: str) -> Iterat
             check(fits, OP, "prompts", f"have a text or messages under {column!r}", where, remedy)
             for name in ADDED:
                 check(name not in fields, OP, "prompts", f"have no field {name!r}, which results add", where)
-            yield Prompt(number, fields)
+            error = message(OP, "prompts", "be UTF-8", f"{where}, with other bytes") if bad else ""
+            yield Prompt(number, fields, error)
             number += 1
 
 
-def _rows(path: Path, column: str) -> Iterator[tuple[int, Any]]:
-    """Line numbers and what they hold."""
+def _rows(path: Path, column: str) -> Iterator[tuple[int, Any, bool]]:
+    """Line numbers, what they hold, and whether bytes that are not UTF-8 were replaced."""
     check(path.suffix in _SUFFIXES, OP, "prompts", f"be in files that end in {', '.join(_SUFFIXES)}", str(path))
     check(path.is_file(), OP, "prompts", "be in files that exist", str(path))
     if path.suffix == ".parquet":
-        number = 0
-        for batch in arrow().ParquetFile(path).iter_batches(_ROWS):
-            for row in batch.to_pylist():
-                number += 1
-                yield number, row
+        yield from _parquet_rows(path)
         return
-    with path.open(encoding="utf-8") as file:
+    try:
+        # Bytes that are not UTF-8 become surrogates, which UTF-8 cannot hold; a mark of the byte order is no text.
+        file = path.open(encoding="utf-8-sig", errors="surrogateescape")
+    except OSError as error:
+        fail(OP, "prompts", "be in files that can be read", f"{path} ({error.strerror})")
+    with file:
         for number, line in enumerate(file, 1):
             line = line.rstrip("\r\n")
             if not line.strip():
                 continue
+            read = line.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+            bad = read != line
             if path.suffix == ".txt":
-                yield number, {column: line}
+                yield number, {column: read}, bad
                 continue
             try:
-                yield number, json.loads(line)
-            except json.JSONDecodeError as error:
+                yield number, json.loads(read), bad
+            except (ValueError, RecursionError) as error:
                 fail(OP, "prompts", "be JSON", f"{path}, line {number} ({error})")
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, Any, bool]]:
+    parquet, number = arrow(), 0
+    import pyarrow
+
+    try:
+        for batch in parquet.ParquetFile(path).iter_batches(_ROWS):
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row, False
+    except (pyarrow.ArrowException, OSError) as error:
+        fail(OP, "prompts", "be a whole Parquet file", f"{path} ({str(error).splitlines()[0]})")
 
 
 def check_output(path: Path) -> None:
@@ -96,99 +111,98 @@ def check_output(path: Path) -> None:
         arrow()
 
 
-class Ledger:
-    """Which prompts have their results, in ``<output>.partial``; its first line says of what run.
-
-    Args:
-        output: where the whole will be.
-        run: what decides about the texts. A ledger of another run is refused.
-    """
-
-    def __init__(self, output: Path, run: dict[str, Any]) -> None:
-        self.output = output
-        self.path = output.with_name(output.name + ".partial")
-        self.offsets: dict[int, int] = {}
-        """Where the line of each prompt starts."""
-        # As it comes back from the file.
-        run = json.loads(json.dumps(run))
-        if self.path.exists():
-            self._read(run)
-        if not self.path.exists() or self.path.stat().st_size == 0:
-            self.path.write_bytes(_line(run))
-        self._file = self.path.open("ab")
-
-    def _read(self, run: dict[str, Any]) -> None:
-        """What is there, without a line that was cut off."""
-        whole = 0
-        with self.path.open("rb") as file:
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                if whole:
-                    self.offsets[json.loads(line)["number"]] = whole
-                else:
-                    self._check_run(json.loads(line), run)
-                whole += len(line)
-        os.truncate(self.path, whole)
-
-    def _check_run(self, there: dict[str, Any], run: dict[str, Any]) -> None:
-        other = sorted(name for name in there.keys() | run.keys() if there.get(name) != run.get(name))
-        if other:
-            words = f"{self.path} of a run with another {', '.join(other)}"
-            fail(OP, "output", "be begun by the same run", words, "Give the same arguments, or delete the file.")
-
-    def add(self, number: int, result: dict[str, Any]) -> None:
-        """One result, once."""
-        if number not in self.offsets:
-            self.offsets[number] = self._file.tell()
-            self._file.write(_line({"number": number, **result}))
-
-    def flush(self) -> None:
-        """What was added is now safe from a kill of this process."""
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-    def finish(self, prompts: Iterable[Prompt]) -> None:
-        """Writes the output, prompts and results together in their order, and deletes the ledger."""
-        self.close()
-        unfinished = self.output.with_name(self.output.name + ".writing")
-        with self.path.open("rb") as file:
-            write = _write_parquet if self.output.suffix == ".parquet" else _write_lines
-            write(unfinished, self._joined(prompts, file))
-        os.replace(unfinished, self.output)
-        self.path.unlink()
-
-    def _joined(self, prompts: Iterable[Prompt], file: Any) -> Iterator[dict[str, Any]]:
-        for prompt in prompts:
-            file.seek(self.offsets[prompt.number])
-            result = json.loads(file.readline())
-            yield {**prompt.fields, **{name: result[name] for name in ADDED}}
+def json_line(content: dict[str, Any]) -> bytes:
+    """A line of JSON in UTF-8; half a surrogate pair, which UTF-8 cannot hold, is escaped."""
+    try:
+        return json.dumps(content, ensure_ascii=False).encode() + b"\n"
+    except UnicodeEncodeError:
+        return json.dumps(content).encode() + b"\n"
 
 
-def _line(content: dict[str, Any]) -> bytes:
-    return json.dumps(content, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+def writer(output: Path) -> Callable[[BinaryIO, Iterator[dict[str, Any]]], None]:
+    """What writes rows in the form that the output's name asks for."""
+    return _write_parquet if output.suffix == ".parquet" else _write_lines
 
 
-def _write_lines(path: Path, rows: Iterator[dict[str, Any]]) -> None:
-    with path.open("wb") as file:
-        file.writelines(_line(row) for row in rows)
+def _write_lines(file: BinaryIO, rows: Iterator[dict[str, Any]]) -> None:
+    file.writelines(map(json_line, rows))
 
 
-def _write_parquet(path: Path, rows: Iterator[dict[str, Any]]) -> None:
+def _write_parquet(file: BinaryIO, rows: Iterator[dict[str, Any]]) -> None:
     import pyarrow
 
     whole = list(rows)
     names = list(dict.fromkeys(name for row in whole for name in row))  # pyarrow takes the first row's for all
-    table = pyarrow.Table.from_pylist([{name: row.get(name) for name in names} for row in whole])
-    arrow().write_table(table, path)
+    try:
+        table = pyarrow.Table.from_pylist([{name: row.get(name) for name in names} for row in whole])
+    except (pyarrow.ArrowException, OverflowError, UnicodeEncodeError) as error:
+        remedy = (
+            "Rename the .parquet.partial file to .jsonl.partial, and repeat the call with that output: no text is lost."
+        )
+        fail(OP, "fields", "have one type each in a Parquet file", str(error).splitlines()[0], remedy)
+    arrow().write_table(table, file)
 
 
-def fingerprint(prompts: Iterable[Prompt]) -> tuple[int, str]:
-    """How many there are, and a hash of what they hold."""
-    count, digest = 0, hashlib.sha256()
-    for prompt in prompts:
-        digest.update(_line(prompt.fields))
-        count += 1
-    return count, digest.hexdigest()
+class Contents:
+    """What the prompts of a run hold, by which a file that changes while it runs is noticed."""
+
+    def __init__(self, prompts: Iterable[Prompt], output: Path) -> None:
+        self._sums = bytearray()
+        whole = hashlib.sha256()
+        for prompt in prompts:
+            if output.suffix == ".jsonl":
+                _check_json(prompt)
+            line = self._line(prompt)
+            whole.update(line)
+            self._sums += hashlib.sha256(line).digest()[:8]
+        self.digest = whole.hexdigest()
+        self.count = len(self._sums) // 8
+
+    def watched(self, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
+        """The same prompts; ValueError at the first that is another."""
+        count = 0
+        for prompt in prompts:
+            there = self._sums[8 * prompt.number : 8 * prompt.number + 8]
+            self._same(there == hashlib.sha256(self._line(prompt)).digest()[:8], prompt.number)
+            count += 1
+            yield prompt
+        self._same(count == self.count, count)
+
+    def _same(self, same: bool, number: int) -> None:
+        remedy = "Restore the file and repeat the call, or delete <output>.partial and start again."
+        check(same, OP, "prompts", "stay as they are during a run", f"another prompt {number}", remedy)
+
+    @staticmethod
+    def _line(prompt: Prompt) -> bytes:
+        return json.dumps([prompt.fields, bool(prompt.error)], default=repr).encode()
+
+
+def _check_json(prompt: Prompt) -> None:
+    for name, value in prompt.fields.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            remedy = "Name an output that ends in .parquet."
+            fail(OP, f"field {name!r}", "be JSON for an output of JSON lines", str(error), remedy)
+
+
+_SAMPLED = 1 << 20
+
+
+def model_identity(path: Path) -> str:
+    """A hash over the names and contents of a model's files; of one above 1 MiB, its size and the first 4 KiB of every MiB.
+
+    Training changes every matrix, so a sample finds it, and 14 GB take a second. Dates do not count: a copy is the same model.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        if not file.is_file() or file.name.startswith("."):
+            continue
+        size = file.stat().st_size
+        digest.update(json.dumps([file.name if file != path else "", size]).encode())
+        with file.open("rb") as opened:
+            digest.update(opened.read(_SAMPLED))
+            for start in range(_SAMPLED, size, _SAMPLED):
+                opened.seek(start)
+                digest.update(opened.read(4096))
+    return digest.hexdigest()

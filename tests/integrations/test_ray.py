@@ -16,7 +16,8 @@ import pytest
 
 import pdkernels as pd
 from pdkernels.cli._terminal import assigned_options
-from pdkernels.integrations.prompt_files import Ledger, check_output, read_prompts
+from pdkernels.integrations.ledger import Ledger
+from pdkernels.integrations.prompt_files import check_output, read_prompts, writer
 from pdkernels.integrations.ray import generate_files
 from tests.support.errors import refused
 
@@ -98,13 +99,14 @@ def test_another_run_is_refused(sums: Path, tmp_path: Path) -> None:
 
 
 def test_a_result_is_written_once(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "out.jsonl", {"model": "m"})
+    ledger = Ledger(tmp_path / "out.jsonl", {"model": "m"}, 1)
     for text in ("first", "second"):
         ledger.add(0, {"text": text, "tokens": 1})
+    ledger.flush()
     ledger.close()
-    again = Ledger(tmp_path / "out.jsonl", {"model": "m"})
+    again = Ledger(tmp_path / "out.jsonl", {"model": "m"}, 1)
     assert list(again.offsets) == [0]
-    again.finish([next(iter(read_prompts([write(tmp_path, "a.txt", "x")], "prompt")))])
+    again.finish(read_prompts([write(tmp_path, "a.txt", "x")], "prompt"), writer(tmp_path / "out.jsonl"))
     assert lines(tmp_path / "out.jsonl") == [{"prompt": "x", "text": "first", "tokens": 1}]
 
 
