@@ -157,7 +157,10 @@ def test_colour_only_where_it_is_wanted(environment: dict[str, str], coloured: b
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--method", "jacoby"], "method must name a decoding method, got 'jacoby'. Did you mean 'jacobi'? Known: autoregressive, jacobi"),
+        (
+            ["--method", "jacoby"],
+            "method must name a decoding method, got 'jacoby'. Did you mean 'jacobi'? Known: autoregressive, jacobi",
+        ),
         (["--method", "planned"], "model must have plan_tokens, got Transformer."),
         (["--method", "block_diffusion"], "mask_token must be given for a model that has none of its own"),
         (["--block-size", "0"], "block_size must be at least 1, got 0."),
@@ -270,7 +273,10 @@ def test_eval_reports_a_wrong_method(monkeypatch: pytest.MonkeyPatch) -> None:
             ["--model", "tiny-cod"],
             "name_or_path must name a model or a local folder, got 'tiny-cod'. Models: tiny-code",
         ),
-        (["--method", "jacoby"], "method must name a decoding method, got 'jacoby'. Did you mean 'jacobi'? Known: autoregressive, jacobi"),
+        (
+            ["--method", "jacoby"],
+            "method must name a decoding method, got 'jacoby'. Did you mean 'jacobi'? Known: autoregressive, jacobi",
+        ),
         (["--task", "poems"], "pdkernels.evaluation.make_task: task must be one of sums, source, chains, got 'poems'."),
         (["--plot", "picture.pdf"], "pdkernels.eval: --plot must be a path that ends in .png, got picture.pdf."),
         (["--json", f"{__file__}/figures.json"], "pdkernels.eval: --json must lie in a folder that can be made, got "),
