@@ -305,8 +305,8 @@ def generate_files(
             results = _on_ray(waiting, made, workers, needs, start_timeout) if workers else _here(waiting, made)
             with closing(results):
                 for worker, texts in results:
-                    for number, text, tokens, error in texts:
-                        ledger.add(number, {"text": text, "tokens": tokens, **({"error": error} if error else {})})
+                    for number, text, tokens, words in texts:
+                        ledger.add(number, {"text": text, "tokens": tokens, **({"error": words} if words else {})})
                         report.tokens += tokens
                     ledger.flush()
                     report.workers[worker] = report.workers.get(worker, 0) + len(texts)
