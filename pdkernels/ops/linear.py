@@ -71,7 +71,7 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     from pdkernels.triton.linear import forward
 
-    out = forward(x.reshape(-1, x.shape[-1]), weight, bias)
+    out = forward(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight, bias)
     return out.view(*x.shape[:-1], weight.shape[0])
 
 

@@ -4,7 +4,7 @@
 
 A case is an architecture, how far to compile (`ttir`: the front end, which checks types; `cubin`: to machine code), a public function
 which calls: with `3`, every combination of the choices of any three arguments occurs in some call; `presences`: all combinations of
-arguments that are absent or given; `extremes`: every row of the tables of blockings; `large`: sizes beyond a grid's second dimension. The choices of a function are those of its
+arguments that are absent or given; `extremes`: every row of the tables of blockings; `large` and `empty`: sizes beyond a grid's second dimension, and 0. The choices of a function are those of its
 parameters; one without an entry in `CHOICES` is an error, so a new argument enters here.
 
 Runs as a separate process, like `tests.harness.triton_budgets`: calls of our ops on CPU tensors go to the code that launches kernels
@@ -298,9 +298,21 @@ def large(name: str) -> Iterator[dict[str, Any]]:
         yield {key: values[0] for key, values in CHOICES[name].items()} | others | {size: count}
 
 
+def empty(name: str) -> Iterator[dict[str, Any]]:
+    """One call for each size that may be 0: it launches no grid of 0."""
+    plainest = {key: values[0] for key, values in CHOICES[name].items()}
+    for size in ("batch", "new", "capacity", "rows", "outputs", "width"):
+        # A row of no width has no statistics.
+        if size in plainest and (name, size) != ("linear_token_statistics", "width"):
+            yield plainest | {size: 0}
+    if name == "block_sparse_attention":
+        yield from (plainest | {"lengths": lengths} for lengths in ((0, 5), (5, 0), (0, 0)))
+
+
 EVERY: dict[str, Callable[[str], Iterator[dict[str, Any]]]] = {
     "extremes": extremes,
     "large": large,
+    "empty": empty,
     "presences": lambda name: presences(CHOICES[name]),
 }
 
