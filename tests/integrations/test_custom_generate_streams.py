@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 from pdkernels.integrations.transformers import generate  # noqa: E402
 from tests.integrations.test_custom_generate import (  # noqa: E402
     BASE,
+    FIVE,
     NEW,
     REFUSALS,
     SIZES,
@@ -157,6 +158,7 @@ def test_inputs_that_a_decoder_does_not_pass_on_are_refused(name: str, value: An
         ours(ids, **{name: value})
 
 
+@pytest.mark.skipif(not FIVE, reason="transformers 4 gives every new token the last of the given positions")
 def test_inputs_that_say_what_is_true_anyway_go_on() -> None:
     mask = torch.ones(2, 9, dtype=torch.int64)
     mask[0, :3] = 0
@@ -221,6 +223,7 @@ def vision(family: str) -> tuple[Any, torch.Tensor, dict[str, Any]]:
     return randomised(model), ids, pictures
 
 
+@pytest.mark.skipif(not FIVE, reason="in transformers 4 the language model of these is elsewhere")
 @pytest.mark.parametrize("family", ["llava", "qwen2.5-vl"])
 def test_pictures_are_refused_and_texts_go_on(family: str) -> None:
     model, ids, pictures = vision(family)
@@ -256,7 +259,7 @@ CHOICES: dict[str, list[Any]] = {
     "num_beams": [1, 2],
     "prompt_lookup_num_tokens": [None, 3],
     "use_cache": [True, False],
-    "cache_implementation": [None, "dynamic", "static"],
+    "cache_implementation": [None, "dynamic", *["static"] * FIVE],
     "suppress_tokens": [None, [4]],
     "typical_p": [1.0, 0.5],
     "num_assistant_tokens": [20, 3],

@@ -179,6 +179,7 @@ ARGUMENTS: dict[str, Rule] = {
     "custom_generate": _followed("it is what calls us"),
     "tokenizer": _unused("stop_strings, token_healing and assistants read it, which are refused"),
     "assistant_tokenizer": _unused(_WITH_ASSISTANT),
+    "use_model_defaults": _followed("by transformers 4, which completes the config"),
     "trust_remote_code": _unused("only a custom_generate from the hub reads it"),
 }
 """Every argument of transformers' `generate`, those that it takes from its keyword arguments included."""
