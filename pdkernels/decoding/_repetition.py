@@ -23,11 +23,13 @@ def checked_penalty(op: str, penalty: float) -> float:
 
 
 def penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """`logits` ``(..., V)`` with the tokens of `seen`, bool of the same shape, less likely by `penalty`.
+    """`logits` ``(..., V)`` with the tokens of `seen`, bool of the same shape, less likely by `penalty`; at least float32.
 
     >>> penalised(torch.tensor([2.0, -2.0, 1.0]), torch.tensor([True, True, False]), 2.0)
     tensor([ 1., -4.,  1.])
     """
+    # Rounded to 16 bits again, penalised logits would tie with their neighbours.
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
