@@ -402,9 +402,9 @@ def test_the_law_of_draws() -> None:
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
     [
-        ({"method": "jacoby"}, ValueError, "method must name a decoding method, got 'jacoby'"),
+        ({"method": "jacoby"}, ValueError, "method must name a decoding method, got 'jacoby'. Did you mean 'jacobi'"),
         ({"method": 3}, TypeError, "method must be a str"),
-        ({"method_options": {"blok_size": 8}}, TypeError, "'blok_size'.*block_size"),
+        ({"method_options": {"blok_size": 8}}, TypeError, "'blok_size'. Did you mean 'block_size'"),
         ({"method_options": {"max_new_tokens": 8}}, TypeError, "'max_new_tokens'"),
         ({"method_options": {"temperature": 0.5}}, ValueError, "method_options must not hold 'temperature'"),
         ({"method_options": [("block_size", 8)]}, TypeError, "method_options must be a dict"),

@@ -2,7 +2,7 @@
 
 - `register()` makes ``attn_implementation="pdkernels"`` work, for training, prefill and decoding.
 - `PdCache` is a cache that is written in place.
-- `generate` is for ``model.generate(custom_generate=generate, method="jacobi")``.
+- `generate` is for ``model.generate(custom_generate=generate)``.
 - `renoise` is the sampler of DiffusionGemma.
 - `wrap(model)` prepares any decoder of transformers for `pdkernels.decoding.generate`; `from_transformers(model)` converts one.
 
