@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -13,11 +13,27 @@ OP = "models.load"
 _LARGEST = 2**31 - 1
 
 
+class Kept(Sequence[Any]):
+    """An array that stays in its file: only its length is known until `read` is called."""
+
+    def __init__(self, count: int, read: Callable[[], list[Any]]) -> None:
+        self._count, self._read = count, read
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._read()[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._read())
+
+
 def shown(value: object) -> str:
     """A short description of what was found: files may hold anything, of any length."""
     if isinstance(value, Mapping):
         return f"an object of {len(value)} fields"
-    if isinstance(value, (list, tuple)) and len(value) > 8:
+    if isinstance(value, Kept) or (isinstance(value, (list, tuple)) and len(value) > 8):
         return f"a list of {len(value)}"
     if isinstance(value, int) and abs(value) >= 1 << 200:
         return f"a number of {value.bit_length()} bits"
@@ -126,9 +142,10 @@ class Fields:
     def texts(self, name: str) -> list[str]:
         """A list of strings, empty if absent."""
         value = self.values.get(name, [])
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        items = list(value) if isinstance(value, (list, Kept)) else [None]
+        if not all(isinstance(item, str) for item in items):
             self._refuse(name, "be a list of strings", value)
-        return list(value)
+        return items
 
     def _found(self, name: str, default: Any) -> Any:
         if default is None:

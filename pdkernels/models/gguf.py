@@ -17,7 +17,7 @@ from pdkernels._validation import check, fail, message
 from pdkernels.models import hf
 from pdkernels.models.checkpoint import Checkpoint
 from pdkernels.models.config import TransformerConfig
-from pdkernels.models.fields import OP, Fields, read_from, shown
+from pdkernels.models.fields import OP, Fields, Kept, read_from, shown
 from pdkernels.models.gguf_ends import marks_of
 from pdkernels.models.gguf_file import GgufFile, GgufTensor
 from pdkernels.models.gguf_tokenizer import tokenizer
@@ -67,6 +67,11 @@ def read(path: Path, dtype: torch.dtype | None) -> Checkpoint:
     stored.pop(_FACTORS, None)
     layout.stored(stored)
     fields = Fields(file.fields, file.name)
+    # Before all of them become strings.
+    tokens = fields.get("tokenizer.ggml.tokens")
+    count = len(tokens) if isinstance(tokens, (list, Kept)) else 0
+    rows = f"be as many as the embedding has rows ({config.vocab_size}), or fewer"
+    check(count <= config.vocab_size, OP, f"{file.name}: tokenizer.ggml.tokens", rows, count)
     marks = marks_of(fields, config.vocab_size)
     words = tokenizer(fields, config.vocab_size, marks)
     chosen = dtype or _usual_dtype(file)
@@ -111,6 +116,9 @@ def _config(file: GgufFile) -> TransformerConfig:
         if width != head_dim:
             _refuse(file.name, f"{kind}.{name}", f"be the size of a head ({head_dim})", width)
     positions = fields.integer("context_length", 2048)
+    with read_from(file.name):
+        scaling = _scaling(file, fields, head_dim, positions)
+    positions = positions if scaling is None else scaling.reach(positions)
     window = fields.integer("attention.sliding_window", positions, least=0)
     if 0 < window < positions:
         _refuse(file.name, f"{kind}.attention.sliding_window", f"be absent or cover all {positions} positions", window)
@@ -128,7 +136,7 @@ def _config(file: GgufFile) -> TransformerConfig:
             head_dim=head_dim,
             intermediate_size=fields.integer("feed_forward_length"),
             rope_theta=fields.number("rope.freq_base", 10000.0, above=0),
-            rope_scaling=_scaling(file, fields, head_dim, positions),
+            rope_scaling=scaling,
             norm_eps=fields.number("attention.layer_norm_rms_epsilon", least=0),
             qkv_bias=held("attn_q", "attn_k", "attn_v"),
             output_bias=held("attn_output"),

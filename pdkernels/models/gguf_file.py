@@ -11,19 +11,23 @@ import mmap
 import os
 import stat
 import struct
+from array import array
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from pdkernels._validation import check, fail, message
-from pdkernels.models.fields import OP, shown
+from pdkernels.models.fields import OP, Kept, shown
 
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q")
 _MOST = 1 << 24  # elements of an array, bytes of a string; a fraction of it for keys and tensors
-_MOST_NAMES = 1 << 16
+_MOST_NAMES, _MOST_STRINGS = 1 << 16, 1 << 20
+_MOST_TEXT = 1 << 23  # bytes of the strings outside of lists, together
+_SHORT = 16  # elements of an array that is read at once
+_KINDS = "tokenizer.ggml.token_type"
 _CHUNK = 1 << 20  # numbers dequantised at a time: whole blocks of every type
 
 
@@ -47,6 +51,7 @@ class GgufFile:
             version, tensors, keys = self._header()
             self.version = version
             self.fields: dict[str, Any] = {}
+            self._strings = self._characters = 0
             for _ in range(keys):
                 key = self._text("the name of a field")
                 check(key not in self.fields, OP, self.name, "name every field once", f"{shown(key)} twice")
@@ -105,7 +110,10 @@ class GgufFile:
 
     def _value(self, kind: int, key: str) -> Any:
         if kind == _STRING:
-            return self._text(key)
+            words = self._text(key)
+            self._characters += len(words)
+            check(self._characters <= _MOST_TEXT, OP, self.name, f"hold at most {_MOST_TEXT} bytes of text", "more")
+            return words
         if kind in _SCALARS:
             return self._number(_SCALARS[kind])
         if kind != _ARRAY:
@@ -114,11 +122,40 @@ class GgufFile:
         check(count <= _MOST, OP, f"{self.name}: {shown(key)}", f"hold at most {_MOST} values", count)
         if item == _STRING:
             self._room(8 * count, key)  # each takes 8 bytes for its length
-            return [self._text(key) for _ in range(count)]  # their bytes are in the file, so memory is bounded by it
+            return self._texts(count, key)
         if item not in _SCALARS:
             self._broken(f"be a list of numbers or strings in {shown(key)}", f"values of type {item}")
         code = f"<{count}{_SCALARS[item]}"
-        return list(struct.unpack(code, self._bytes(struct.calcsize(code), key)))
+        start = self._at
+        self._room(struct.calcsize(code), key)
+        self._at += struct.calcsize(code)
+
+        def read() -> list[Any]:
+            return list(struct.unpack_from(code, self._map, start))
+
+        # A number takes many times its size as an object, so only the array that is used becomes one.
+        return read() if count <= _SHORT or (key == _KINDS and count <= _MOST_STRINGS) else Kept(count, read)
+
+    def _texts(self, count: int, key: str) -> list[str] | Kept:
+        """An array of strings, checked. As objects they take many times their size."""
+        self._strings += count
+        most = f"hold at most {_MOST_STRINGS} strings in lists"
+        check(self._strings <= _MOST_STRINGS, OP, self.name, most, f"{self._strings} up to {shown(key)}")
+        if count <= _SHORT:
+            return [self._text(key) for _ in range(count)]
+        start, spans = self._at, array("Q")
+        for _ in range(count):
+            self._text(key)
+            spans.append(self._at)
+
+        def read() -> list[str]:
+            first, found = start, []
+            for end in spans:
+                found.append(self._map[first + 8 : end].decode("utf-8"))
+                first = end
+            return found
+
+        return Kept(count, read)
 
     def _table(self, count: int) -> dict[str, GgufTensor]:
         listed: dict[str, tuple[tuple[int, ...], int, int]] = {}
