@@ -142,7 +142,7 @@ class Fields:
     def texts(self, name: str) -> list[str]:
         """A list of strings, empty if absent."""
         value = self.values.get(name, [])
-        items = list(value) if isinstance(value, (list, Kept)) else [None]
+        items: list[Any] = list(value) if isinstance(value, (list, Kept)) else [None]
         if not all(isinstance(item, str) for item in items):
             self._refuse(name, "be a list of strings", value)
         return items

@@ -63,7 +63,9 @@ def read(path: Path, dtype: torch.dtype | None) -> Checkpoint:
     file = GgufFile(path)
     config = _config(file)
     layout = _layout(config, file.name)
-    stored = {name: Stored(tensor.shape, _stored(file, name, tensor)) for name, tensor in file.tensors.items()}
+    stored = {
+        name: Stored(tensor.shape, _stored(file, name, tensor), file.name) for name, tensor in file.tensors.items()
+    }
     stored.pop(_FACTORS, None)
     layout.stored(stored)
     fields = Fields(file.fields, file.name)

@@ -82,7 +82,8 @@ class GgufFile:
             part = flat[first : first + _CHUNK]
             # As one row: the package takes small groups of rows at a time.
             row = data[first // block * width :][: len(part) // block * width].reshape(1, -1)
-            numbers = self._quants.quants.dequantize(row, kind)
+            with numpy.errstate(all="ignore"):  # scales may be infinite or NaN
+                numbers = self._quants.quants.dequantize(row, kind)
             part.copy_(torch.from_numpy(numbers if numbers.flags.writeable else numbers.copy()).view(-1))
 
     # ---- the header

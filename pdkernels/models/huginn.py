@@ -62,7 +62,11 @@ def from_huginn_config(config: Mapping[str, Any]) -> RecurrentDepthConfig:
     ...                     "n_layers_in_coda": 2}).head_dim
     96
     """
-    fields = Fields({_OTHER_NAMES.get(name, name): value for name, value in Fields(config).values.items()})
+    given = Fields(config).values
+    for name, published in _OTHER_NAMES.items():
+        same = name not in given or given.get(published, given[name]) == given[name]
+        check(same, OP, f"config.json: {name}", f"equal {published}, which means the same", shown(given.get(name)))
+    fields = Fields({_OTHER_NAMES.get(name, name): value for name, value in given.items()})
     fields.require(_REQUIRED)
     for field, computed in _COMPUTED.items():
         actual = fields.get(field, computed)

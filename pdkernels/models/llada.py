@@ -19,6 +19,8 @@ from pdkernels.models.layout import Layout, Parts
 MODEL_TYPE = "llada"
 
 _REQUIRED = ("vocab_size", "d_model", "n_layers", "n_heads")
+# Transformers' names of these fields, which LLaDA's class takes as well.
+_OTHER_NAMES = {"hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"}
 _HEAD = "model.transformer.ff_out.weight"
 # If a config.json omits these, LLaDA's class uses other values.
 _NAMED = {"block_type": "llama", "layer_norm_type": "rms", "activation_type": "silu", "rope": True}
@@ -52,6 +54,9 @@ def from_llada_config(config: Mapping[str, Any]) -> TransformerConfig:
     """
     fields = Fields(config)
     fields.require(_REQUIRED)
+    for name, published in _OTHER_NAMES.items():
+        same = fields.get(name, fields.get(published)) == fields.get(published)
+        check(same, OP, f"config.json: {name}", f"equal {published}, which means the same", shown(fields.get(name)))
     for field, computed in _NAMED.items():
         actual = fields.get(field)
         demand(actual == computed, field, f"be {computed!r}", shown(actual))

@@ -18,6 +18,16 @@ def test_corrupted_checkpoints_are_refused_by_name_or_load_correctly(first: int,
     assert count / 10 < ends["right"] < 0.9 * count and len(ends) > 30
 
 
+@pytest.mark.parametrize(("first", "count"), [(0, 200), pytest.param(200, 39_800, marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore")
+def test_corrupted_adapters_and_gguf_files_are_refused_by_name_or_load(first: int, count: int, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    from tests.support import door_fuzz
+
+    ends = door_fuzz.run(first, count, tmp_path)
+    assert count / 20 < ends["right"] < 0.9 * count and len(ends) > 20
+
+
 def test_without_a_fault_all_load_correctly(tmp_path: Path) -> None:
     for number, (fields, content) in enumerate(checkpoint_fuzz.bases()):
         for shards in (1, 3):
