@@ -21,10 +21,10 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 _USUAL = "<|endoftext|>"
 _DEFAULTS: dict[str, dict[str, str]] = {
     "Qwen2Tokenizer": {"eos_token": _USUAL, "unk_token": _USUAL, "pad_token": _USUAL},
-    "GPT2Tokenizer": {"bos_token": _USUAL, "eos_token": _USUAL, "unk_token": _USUAL},
+    "GPT2Tokenizer": {"bos_token": _USUAL, "eos_token": _USUAL, "unk_token": _USUAL, "pad_token": ""},
     "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
 }
-"""Special tokens of transformers' classes where no file names others."""
+"""Special tokens of transformers' classes where no file names others; an empty one is none, whatever tokenizer.json pads with."""
 _MISTRAL = ("mistral", "ministral3")  # model types whose class is not used
 _CLEAN = "clean_up_tokenization_spaces"
 
@@ -53,8 +53,14 @@ class TokenizerFiles(NamedTuple):
     chat_template: ChatTemplate | None
 
 
-def read_tokenizer_files(folder: Path, model_type: str = "", byte_level: bool = True) -> TokenizerFiles:
-    """The files of a checkpoint's folder. `byte_level`: whether tokenizer.json splits text into bytes."""
+def read_tokenizer_files(
+    folder: Path, model_type: str = "", byte_level: bool = True, pad_token: str | None = None
+) -> TokenizerFiles:
+    """The files of a checkpoint's folder.
+
+    `byte_level`: whether tokenizer.json splits text into bytes; `pad_token`: what it pads with. Both decide on tokens that no
+    other file names.
+    """
     config = read_fields(folder, _CONFIG) or Fields({}, _CONFIG)
     versions = config.get("fast_tokenizer_files", [])
     alone = isinstance(versions, list) and set(map(str, versions)) <= {"tokenizer.json"}
@@ -67,6 +73,10 @@ def read_tokenizer_files(folder: Path, model_type: str = "", byte_level: bool = 
         raise NotImplementedError(message(OP, f"{_CONFIG}: {_CLEAN}", "be false for BPE", True))
     values, listed = _merged(folder, config)
     tokens = {**_defaults(config, model_type, byte_level), **_named(values)}
+    if pad_token is not None:
+        tokens.setdefault("pad_token", pad_token)
+    ordered = dict.fromkeys(name for name in (*_NAMED, *tokens) if tokens.get(name))
+    tokens = {name: tokens[name] for name in ordered}
     added = [*listed]
     known = {one.content for one in listed}
     more = [*tokens.values(), *_extra(values)]

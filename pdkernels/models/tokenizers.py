@@ -139,6 +139,7 @@ class JsonTokenizer:
     def _keep(self, tokenizer: Any, name: str, end_tokens: tuple[int, ...], chat_template: ChatTemplate | None) -> None:
         self._tokenizer = tokenizer
         # Some files hold the truncation or padding of training; a prompt is left as it is.
+        self.pad_token: str | None = (self._tokenizer.padding or {}).get("pad_token")
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._name = name

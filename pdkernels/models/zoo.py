@@ -255,7 +255,7 @@ def _folder_checkpoint(folder: Path, dtype: torch.dtype | None) -> Checkpoint:
     text = member(folder, "tokenizer.json")
     tokenizer = None if text is None else JsonTokenizer(text, end_tokens=ends)
     if tokenizer is not None:
-        tokenizer.follow_(read_tokenizer_files(folder, str(kind), tokenizer.byte_level))
+        tokenizer.follow_(read_tokenizer_files(folder, str(kind), tokenizer.byte_level, tokenizer.pad_token))
     plans = plan_tokens_of(folder, tokenizer, config.vocab_size) if kind == "Dream" else None
     plan_tokens, plan_ends = plans or (None, ())
     ends = tuple(dict.fromkeys((*ends, *plan_ends)))
