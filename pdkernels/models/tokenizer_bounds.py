@@ -64,27 +64,19 @@ def _growth(step: dict[str, Any], label: str) -> float:
     """How many characters a step makes of one, at most."""
     for name in ("content", "replacement", "prepend", "prefix", "suffix"):
         value = step.get(name)
-        fits = not isinstance(value, str) or len(value) <= _LETTERS
-        check(fits, OP, f"{label}: {name}", f"have at most {_LETTERS} characters", f"{len(value or '')}")
+        fits = not isinstance(value, str) or len(value) <= _SHORT
+        check(fits, OP, f"{label}: {name}", f"have at most {_SHORT} characters", f"{len(value or '')}")
     _check_map(step.get("precompiled_charsmap"), f"{label}: precompiled_charsmap")
     pattern, content = step.get("pattern"), step.get("content")
-    found = 1
-    if isinstance(pattern, dict):
-        if isinstance(pattern.get("Regex"), str):
-            check_pattern(pattern["Regex"], f"{label}: pattern")
-        elif isinstance(pattern.get("String"), str):
-            check(
-                len(pattern["String"]) <= _LETTERS,
-                OP,
-                f"{label}: pattern",
-                f"have at most {_LETTERS} characters",
-                len(pattern["String"]),
-            )
-            found = max(len(pattern["String"]), 1)
-    if step.get("type") != "Replace" or not isinstance(content, str):
+    plain = pattern.get("String") if isinstance(pattern, dict) else pattern
+    if isinstance(pattern, dict) and isinstance(pattern.get("Regex"), str):
+        check_pattern(pattern["Regex"], f"{label}: pattern")
+    if isinstance(plain, str):
+        check(len(plain) <= _LETTERS, OP, f"{label}: pattern", f"have at most {_LETTERS} characters", len(plain))
+    if pattern is None or not isinstance(content, str):
         return 1.0
     # A pattern may match nothing, between any two characters, which are kept.
-    return max(1.0, len(content) / found + (0 if isinstance(pattern, dict) and pattern.get("String") else 1))
+    return max(1.0, len(content) / len(plain) if isinstance(plain, str) and plain else len(content) + 1.0)
 
 
 def _check_template(step: dict[str, Any], label: str) -> None:
