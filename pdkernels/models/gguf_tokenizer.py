@@ -105,6 +105,9 @@ def _template(fields: Fields, tokens: list[str]) -> ChatTemplate | None:
         found["default"] = fields.get(main)
     for name in fields.texts("tokenizer.chat_templates"):
         check(name in found, OP, f"{fields.where}: tokenizer.chat_templates", "name templates of the file", shown(name))
+    for name, value in found.items():
+        label = main if name == "default" else f"{main}.{name}"
+        check(isinstance(value, str), OP, f"{fields.where}: {label}", "be text", shown(value))
     if not found:
         return None
     named = {

@@ -60,12 +60,16 @@ def _steps(part: Any, label: str, depth: int = 0) -> Iterator[dict[str, Any]]:
             yield from _steps(value, label, depth + 1)
 
 
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, (str, list)) else 0
+
+
 def _growth(step: dict[str, Any], label: str) -> float:
     """How many characters a step makes of one, at most."""
     for name in ("content", "replacement", "prepend", "prefix", "suffix"):
         value = step.get(name)
         fits = not isinstance(value, str) or len(value) <= _SHORT
-        check(fits, OP, f"{label}: {name}", f"have at most {_SHORT} characters", f"{len(value or '')}")
+        check(fits, OP, f"{label}: {name}", f"have at most {_SHORT} characters", _size(value))
     _check_map(step.get("precompiled_charsmap"), f"{label}: precompiled_charsmap")
     pattern, content = step.get("pattern"), step.get("content")
     plain = pattern.get("String") if isinstance(pattern, dict) else pattern
@@ -83,12 +87,12 @@ def _check_template(step: dict[str, Any], label: str) -> None:
     for name in ("single", "pair"):
         pieces = step.get(name)
         fits = not isinstance(pieces, list) or len(pieces) <= _PARTS
-        check(fits, OP, f"{label}: {name}", f"have at most {_PARTS} pieces", f"{len(pieces or [])}")
+        check(fits, OP, f"{label}: {name}", f"have at most {_PARTS} pieces", _size(pieces))
     special = step.get("special_tokens")
     for token in special.values() if isinstance(special, dict) else []:
         ids = token.get("ids") if isinstance(token, dict) else None
         fits = not isinstance(ids, list) or len(ids) <= _PARTS
-        check(fits, OP, f"{label}: special_tokens", f"have at most {_PARTS} ids each", f"{len(ids or [])}")
+        check(fits, OP, f"{label}: special_tokens", f"have at most {_PARTS} ids each", _size(ids))
 
 
 def _check_added(tokens: Any, label: str) -> None:
@@ -98,7 +102,7 @@ def _check_added(tokens: Any, label: str) -> None:
     for token in tokens:
         content = token.get("content") if isinstance(token, dict) else None
         fits = not isinstance(content, str) or len(content) <= _LETTERS
-        check(fits, OP, label, f"have at most {_LETTERS} characters each", f"one with {len(content or '')}")
+        check(fits, OP, label, f"have at most {_LETTERS} characters each", _size(content))
 
 
 def _check_model(model: Any, label: str) -> None:

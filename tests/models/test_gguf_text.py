@@ -209,3 +209,74 @@ def test_smollm2() -> None:
     assert model.tokenizer.encode("  multiple   spaces") == [216, 2701, 256, 5600]
     answer = generate(model, [{"role": "user", "content": "What is the capital of France?"}], max_new_tokens=20)
     assert answer.text == "The capital of France is Paris."
+
+
+# ---- tokens that end a text, and templates by name
+
+
+def ends(path: Path, words: dict[str, Any], texts: list[str], **fields: Any) -> tuple[Any, list[str]]:
+    """The model of a file with further tokens of the ordinary kind, and the texts of its end tokens."""
+    more = {"tokens": [*words["tokens"], *texts], "token_type": [*words["token_type"], *[1] * len(texts)]}
+    plain = {"eos_token_id": 0, "eot_token_id": None, "pre": "qwen2"}
+    kept = [token if i != 1 else "<|x|>" for i, token in enumerate(more["tokens"])]
+    kept[2] = "<|other|>"
+    model = load(path, words, **{**plain, **more, "tokens": kept, **fields})
+    return model, [kept[token] for token in model.end_tokens]
+
+
+# By hand from src/llama-vocab.cpp of llama.cpp; the eos of the file, "<|im_start|>", is always among them.
+ENDS: list[tuple[list[str], set[str]]] = [
+    (["<|endoftext|>", "<|im_end|>"], {"<|endoftext|>", "<|im_end|>"}),
+    (["<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"], {"<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"}),
+    (["</s>", "<end_of_turn>", "<eos>", "<turn|>"], {"</s>", "<end_of_turn>", "<eos>", "<turn|>"}),
+    (["</s>", "<|tool_response>"], {"<|tool_response>"}),
+    (["<|end|>"], {"<|end|>"}),
+    (["<|end|>", "<|return|>"], {"<|end|>", "<|return|>"}),
+    (["<|end|>", "<|return|>", "<|call|>"], {"<|return|>", "<|call|>"}),
+    (["<|end|>", "<|flush|>", "<|calls|>"], {"<|flush|>", "<|calls|>"}),
+    (["<|end|>", "<|flush|>", "<|return|>"], {"<|end|>", "<|flush|>", "<|return|>"}),
+    (["<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>"], {"<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>"}),
+    (["<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|fim_prefix|>"], {"<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"}),
+    (["<fim_pad>", "<reponame>", "<PAD>"], {"<fim_pad>", "<reponame>"}),
+    (["<|endoftext |>", "EOT", "<s>"], set()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("texts", "expected"), ENDS)
+def test_tokens_that_end_a_text(texts: list[str], expected: set[str], words: dict[str, Any], tmp_path: Path) -> None:
+    model, found = ends(tmp_path, words, texts)
+    assert found[0] == "<|im_start|>" and set(found[1:]) == expected and len(found) == len(set(found))
+    for text in expected:  # control tokens, although the file says otherwise
+        ids = model.tokenizer.encode(f"It{text}")
+        assert ids[-1] in model.end_tokens and model.tokenizer.decode(ids) == "It"
+    token = model.end_tokens[-1]
+    assert model.tokenizer.end_tokens == model.end_tokens and token in model.end_tokens
+    result = generate(model, "It's", max_new_tokens=40)
+    cut = [i for i, token in enumerate(result.tokens.tolist()) if token in model.end_tokens]
+    assert cut in ([], [len(result.tokens) - 1])
+
+
+def test_fields_that_name_end_tokens(words: dict[str, Any], tmp_path: Path) -> None:
+    fields = {"fim_pad_token_id": 7, "fim_sep_token_id": 8, "eom_token_id": 9, "eot_token_id": 10}
+    model, _ = ends(tmp_path, words, ["<|fim_pad|>", "<|channel|>"], **fields)
+    assert set(model.end_tokens) == {0, 7, 8, 9, 10}
+    ids = model.tokenizer.encode("It<|channel|>")  # always shown
+    assert len(ids) == len(model.tokenizer.encode("It")) + 1 and model.tokenizer.decode(ids) == "It<|channel|>"
+
+
+def test_templates_by_name(words: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("jinja2")
+    chat = [{"role": "user", "content": "apples"}]
+    assert load(tmp_path, words, pre="smollm").tokenizer.chat_template is None
+    named = {
+        "chat_template": "1{{ bos_token }}",
+        "chat_template.tool_use": "2{{ eos_token }}",
+        "chat_templates": ["tool_use"],
+    }
+    template = load(tmp_path, words, pre="smollm", **named).tokenizer.chat_template
+    assert template.render(chat) == "1<|im_start|>" and template.render(chat, tools=[{}]) == "2<|im_end|>"
+    sentence = r"m.gguf: tokenizer.chat_templates must name templates of the file, got 'rag'\."
+    with pytest.raises(ValueError, match=sentence):
+        load(tmp_path, words, pre="smollm", chat_templates=["rag"])
+    with pytest.raises(ValueError, match=r"m.gguf: tokenizer.chat_template.x must be text, got 5\."):
+        load(tmp_path, words, pre="smollm", **{"chat_template.x": 5})
