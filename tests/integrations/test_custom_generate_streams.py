@@ -1,8 +1,9 @@
-"""Streamers, inputs of models and random settings through `custom_generate`, against transformers' own generate."""
+"""Streamers, inputs of models, threads and random settings through `custom_generate`, against transformers' own generate."""
 
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -238,6 +239,42 @@ def test_pictures_are_refused_and_texts_go_on(family: str) -> None:
         inputs["mm_token_type_ids"] = torch.zeros_like(text)
     expected = model.generate(text, **inputs, **settings)
     assert torch.equal(model.generate(text, custom_generate=generate, **inputs, **settings), expected)
+
+
+# -------------------------------------------------------------------------------------------------------------- threads
+
+
+def test_threads_share_a_model_that_never_changes() -> None:
+    """Four decode with our methods while a fifth decodes with transformers and watches the model's config."""
+    model = model_of("Qwen3")
+    model.set_attn_implementation("sdpa")
+    rows = [prompts(1, tokens) for tokens in range(4, 14)]
+    expected = [model.generate(ids, **BASE) for ids in rows]
+    done, seen = threading.Event(), {model.config._attn_implementation}
+
+    def watch() -> int:
+        wrong = 0
+        while not done.is_set():
+            for ids, tokens in zip(rows, expected):
+                seen.add(model.config._attn_implementation)
+                wrong += not torch.equal(model.generate(ids, **BASE), tokens)
+        return wrong
+
+    def decode(call: int) -> bool:
+        ids = rows[call % len(rows)]
+        method = (None, "jacobi", "autoregressive")[call % 3]
+        said = model.generate(ids, custom_generate=generate, method=method, **BASE)
+        seen.add(model.config._attn_implementation)
+        return torch.equal(said, expected[call % len(rows)])
+
+    with ThreadPoolExecutor(1) as watcher, ThreadPoolExecutor(4) as workers:
+        watched = watcher.submit(watch)
+        try:
+            right = list(workers.map(decode, range(100)))
+        finally:
+            done.set()
+        assert all(right) and watched.result() == 0
+    assert seen == {"sdpa"}
 
 
 # ------------------------------------------------------------------------------------------------------ random settings

@@ -214,3 +214,17 @@ def test_an_overlay_reads_through_and_keeps_its_writes() -> None:
         del over["a"]
     over["a"] = 5
     assert over["a"] == 5 and copy.deepcopy(over) == {"a": 5, "b": 2, "c": 3, "d": 4}
+
+
+def test_an_overlay_is_true_where_it_holds_something() -> None:
+    below = {"a": 1}
+    overlay = Overlay(below)
+    assert overlay and not Overlay({})
+    del overlay["a"]
+    assert not overlay
+    overlay["b"] = 2
+    assert overlay
+    del overlay["b"]
+    assert not overlay
+    below["c"] = 3
+    assert overlay and len(overlay) == 1

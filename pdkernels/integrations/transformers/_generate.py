@@ -128,11 +128,7 @@ def generate(
         ends = tuple(token for token in said if 0 <= token < vocabulary)  # others never end a text
         length = input_ids.shape[1]
         new = generation_config.max_length - length
-        before = model.config._attn_implementation
-        try:
-            result = decode(wrap(model), prompts, chosen, max_new_tokens=new, end_tokens=ends, **options)
-        finally:
-            model.set_attn_implementation(before)
+        result = decode(wrap(model), prompts, chosen, max_new_tokens=new, end_tokens=ends, **options)
     except BaseException:
         if listener is not None:
             with suppress(Exception):

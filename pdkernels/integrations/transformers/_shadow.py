@@ -51,6 +51,11 @@ class Overlay(dict):  # type: ignore[type-arg]
         below = [key for key in tuple(self._below) if key not in self._gone or super(Overlay, self).__contains__(key)]
         return iter(below + [key for key in super().__iter__() if key not in self._below])
 
+    def __bool__(self) -> bool:
+        if self._gone:
+            return len(self) > 0
+        return bool(self._below) or super().__len__() > 0  # modules ask for their hooks in every call
+
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
