@@ -128,7 +128,7 @@ def case_name(case: str) -> str:
 def evaluations(rows: list[Row], images: Path) -> None:
     """The pictures that the command line draws."""
     for name, suffix, draw in (
-        ("transformer", "", plot),
+        ("causal", "", plot),
         ("recurrent", "_recurrent", plot_recurrent),
         ("masked", "_masked", plot_masked),
     ):
@@ -141,7 +141,7 @@ def evaluations(rows: list[Row], images: Path) -> None:
 
 
 GROUPS = {
-    "transformer": ("Same tokens as greedy decoding", "#e39c37"),
+    "causal": ("Same tokens as greedy decoding", "#e39c37"),
     "recurrent": ("Recurrent depth on chains of links, no less accurate", "#54a24b"),
     "masked": ("Masked diffusion, no less accurate", "#4c78a8"),
 }
@@ -159,7 +159,7 @@ def headline(rows: list[Row], path: Path) -> None:
     y, names = 0.0, {}
     white = {"facecolor": "white", "edgecolor": "none", "pad": 1}
     for name, (title, colour) in GROUPS.items():
-        own = [row for row in rows if family(row) == name and (row["lossless"] or name != "transformer")]
+        own = [row for row in rows if family(row) == name and (row["lossless"] or name != "causal")]
         axis.text(0, y, title, fontsize=10, fontweight="bold", va="center", bbox=white)
         for row in fastest(own):
             y += 1

@@ -72,7 +72,7 @@ def decoding(rows: list[Row]) -> str:
 
 def evaluation(rows: list[Row], task: str) -> str:
     """From `python -m pdkernels eval --json`."""
-    rows = [row for row in rows if row["op"] == "evaluation" and row["task"] == task and family(row) == "transformer"]
+    rows = [row for row in rows if row["op"] == "evaluation" and row["task"] == task and family(row) == "causal"]
     if not rows:
         return "not measured"
     forms = {
@@ -159,7 +159,7 @@ def smollm2(rows: list[Row]) -> str:
 
 
 def evaluation_picture(rows: list[Row]) -> str:
-    measured = any(family(row) == "transformer" for row in rows)
+    measured = any(family(row) == "causal" for row in rows)
     return "![Tokens per forward and speed by method](images/bench_evaluation.png)" if measured else "not measured"
 
 

@@ -37,7 +37,7 @@ def by_candidate(rows: list[Row], cases: list[tuple[str, dict[str, Any]]]) -> li
 
 def family(row: Row) -> str | None:
     """The evaluation's family that a row belongs to."""
-    return METHODS[row["method"]].family if row["op"] == "evaluation" else None
+    return METHODS[row["method"]].wing if row["op"] == "evaluation" else None
 
 
 # Candidates that differ only in settings: the table shows the best setting of each case.

@@ -9,8 +9,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from pdkernels.decoding._method import FAMILIES, SHARED
+from pdkernels.decoding._method import SHARED
 from pdkernels.decoding.methods import METHODS
+from pdkernels.models.capabilities import CAPABILITIES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "decoding.md"
@@ -31,9 +32,9 @@ KINDS = {"Prompt": "One", "Batch": "Many"}  # type of a single prompt, and of it
 
 def methods_table() -> str:
     """Every method, the models that it is for, its promise and its options."""
-    lines = ["| method | for | as greedy | what it does | options |", "|---|---|---|---|---|"]
+    lines = ["| method | requires | as greedy | what it does | options |", "|---|---|---|---|---|"]
     for method in METHODS.values():
-        models = ", ".join(FAMILIES[family].description for family in (method.family, *method.also))
+        models = ", ".join(name.replace("_", "-") for name in CAPABILITIES if name in method.requires)
         own = [f"`{option}`" for option in method.options.values() if not option.shared]
         own += [f"*{name}*" for name in SHARED if name in method.options and method.options[name].shared]
         promise = "yes" if method.lossless else "no"

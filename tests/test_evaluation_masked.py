@@ -13,7 +13,7 @@ from pdkernels import decoding, evaluation
 from pdkernels.cli import app
 from pdkernels.decoding.methods import METHODS
 from pdkernels.decoding.traces import MaskedStep
-from pdkernels.evaluation.comparison import family_of
+from pdkernels.evaluation.comparison import wing_of
 from pdkernels.evaluation.masked import masked_candidates, plot_canvas, plot_masked
 from pdkernels.models import ByteTokenizer
 from pdkernels.models.transformer import Transformer, TransformerConfig
@@ -42,15 +42,15 @@ def test_the_baseline_comes_first_and_every_option_is_known() -> None:
     assert found[0] == evaluation.Candidate("some", "llada")
     assert len(set(found)) == len(found)
     assert {candidate.method for candidate in found} == {
-        name for name, known in METHODS.items() if known.family == "masked"
+        name for name, known in METHODS.items() if known.wing == "masked"
     }
     for candidate in found:
         assert set(candidate.options) <= set(decoding.method_options(candidate.method)), candidate.label
 
 
 def test_families() -> None:
-    assert family_of(small_model()) == "masked"
-    assert family_of(small_model(attention="causal", predicts="next")) == "transformer"
+    assert wing_of(small_model()) == "masked"
+    assert wing_of(small_model(attention="causal", predicts="next")) == "causal"
     competing, skipped = evaluation.candidates({"some": small_model()})
     assert competing == masked_candidates("some") and skipped == []
 

@@ -56,7 +56,7 @@ def test_the_candidates_of_a_recurrent_model() -> None:
     found, skipped = candidates({"small": small_model()})
     assert skipped == [] and found[0] == STATIC and len(set(found)) == len(found)
     assert {candidate.method for candidate in found} == {
-        name for name, known in METHODS.items() if known.family == "recurrent"
+        name for name, known in METHODS.items() if known.wing == "recurrent"
     }
     for candidate in found:
         assert set(candidate.options) <= set(decoding.method_options(candidate.method))
@@ -79,7 +79,7 @@ def test_methods_go_with_their_models() -> None:
     assert skipped == [
         "plain with recurrent_diffusion: that method is for models of another kind, such as tiny-recurrent"
     ]
-    fitting = {name for name, known in METHODS.items() if known.family == "transformer" and not known.plans}
+    fitting = {name for name, known in METHODS.items() if known.wing == "causal"}
     assert {name for name in METHODS if decoding.supports(name, plain)} == fitting
 
 

@@ -183,7 +183,7 @@ def _run(
     decoding.generate(model, prompt[:100], chosen, max_new_tokens=min(4, max_new_tokens), **options)
     console.rule(Text(method, "bold"), align="left", style="dim")
     console.print(Text(visible(prompt), PROMPT), end="", soft_wrap=True)
-    if chosen.plans:  # their tokens do not come in text order, and not all are text
+    if chosen.wing == "planned":  # their tokens do not come in text order, and not all are text
         result = decoding.generate(model, prompt, chosen, max_new_tokens=max_new_tokens, **options)
         console.print(Text(visible(result.text or ""), ACCEPTED), soft_wrap=True)
         return result
@@ -204,10 +204,8 @@ app.command("reproduce")(reproduce)
 def evaluate(
     family: Annotated[
         str,
-        typer.Option(
-            help="'transformer', 'recurrent', 'masked' or 'planned': selects the default tiny models and tasks."
-        ),
-    ] = "transformer",
+        typer.Option(help="'causal', 'recurrent', 'masked' or 'planned': selects the default tiny models and tasks."),
+    ] = "causal",
     model: Annotated[
         list[str] | None,
         typer.Option(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from pdkernels._validation import check, check_flag, check_type, did_you_mean
+from pdkernels._validation import check, check_flag, check_type, did_you_mean, message
 from pdkernels.decoding._lanes import chunk_lanes
-from pdkernels.decoding._method import FAMILIES, SHARED, Method, family_of
+from pdkernels.decoding._method import SHARED, Method
 from pdkernels.decoding._plan import BAD_PLANS, BadPlan
 from pdkernels.decoding._prompts import Prompts
 from pdkernels.decoding._repetition import PenalisedModel, checked_penalty
@@ -28,6 +28,7 @@ from pdkernels.decoding.traces import (
     RecurrentStep,
     TraceStep,
 )
+from pdkernels.models.capabilities import capabilities
 
 __all__ = [
     "BAD_PLANS",
@@ -113,10 +114,7 @@ def default_option(method: str, option: str) -> Any:
 
 
 def supports(method: str, model: Any) -> bool:
-    """Whether `method` is for models of this kind: some are for `RecurrentDepth`, some for bidirectional Transformers
-    (``config.attention == "bidirectional"``), the others for causal Transformers; "autoregressive" and "jacobi"
-    are for the latter and for `RecurrentDepth`. Of the methods for causal ones only "fast_dllm_v2" is for those whose rows predict their
-    own token.
+    """Whether a model has the capabilities that `method` requires: see `pdkernels.models.capabilities`.
 
     >>> supports("jacobi", object()), supports("llada", object())
     (True, False)
@@ -206,7 +204,7 @@ def generate(
         (True, True)
     """
     chosen = method if isinstance(method, Method) else find(method)
-    check_family(chosen, model)
+    check_capabilities(chosen, model)
     check_options(chosen, options)
     check_model(model, chosen, options.get("page_size") is not None)
     check_flag(_OP, "infill", infill)
@@ -224,14 +222,15 @@ def generate(
     return finished(session, single, chosen.name, lambda: chosen.decode(session, **options))
 
 
-def check_family(method: Method, model: Any) -> None:
-    """TypeError for a model of another family than those of `method`."""
-    family = family_of(model)
-    if family == "transformer":  # methods for other models check for themselves
-        return
-    fitting = [name for name in METHODS if METHODS[name].supports(model)]
-    words, remedy = f"be for {FAMILIES[family].description}", f"These are: {', '.join(fitting)}."
-    check_type(method.supports(model), _OP, "method", words, repr(method.name), remedy)
+def check_capabilities(method: Method, model: Any) -> None:
+    """TypeError for a model that lacks a capability that `method` requires."""
+    offered = capabilities(model)
+    absent = sorted(method.requires - offered)
+    if absent:
+        words = f"fit the model ({', '.join(sorted(offered)) or 'no capabilities'})"
+        fitting = [name for name in METHODS if METHODS[name].supports(model)]
+        actual = f"{method.name!r}, which requires {', '.join(absent)}"
+        raise TypeError(message(_OP, "method", words, actual, f"These fit: {', '.join(fitting) or 'none'}."))
 
 
 def check_options(method: Method, options: Mapping[str, Any]) -> None:

@@ -37,6 +37,7 @@ from pdkernels.decoding._masked_trace import Record, masked_trace
 from pdkernels.decoding._repetition import penalised_rows
 from pdkernels.decoding._sampling import ORDER, likeliest, noise, statistics, uniforms, without_
 from pdkernels.decoding._session import Session, is_end, sent
+from pdkernels.models.capabilities import rows_ahead
 from pdkernels.ops import TokenStatistics, Unmasked, token_statistics, unmask_
 
 
@@ -92,7 +93,7 @@ class Canvas(CanvasRecord):
         model, self.limit = session.model, session.max_new_tokens
         self.sampling = sampling
         self._backend = backend_of(model.dtype)
-        self._shift = 1 if model.config.predicts == "next" else 0  # a row predicts the position this many after it
+        self._shift = rows_ahead(model)  # a row predicts the position this many after it
         width = session.longest + self.limit
         self._packed, self.prompt_lengths = session.packed_prompts(width + 2, model.device)
         self._position = torch.arange(width, device=model.device)

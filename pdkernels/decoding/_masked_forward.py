@@ -9,6 +9,7 @@ import torch
 from pdkernels.decoding._masked import Canvas
 from pdkernels.decoding._masked_model import check_alone
 from pdkernels.decoding._session import Session
+from pdkernels.models.capabilities import rows_ahead
 from pdkernels.models.feature_cache import FeatureCache
 
 # Forwards that compute the texts with and without the prompt, whatever the interval of guidance.
@@ -88,7 +89,7 @@ class KeptCanvas(WholeCanvas):
             FeatureCache(model, *sizes, page_size=page_size, **self._options) for _ in range(parts)
         )
         self._prompt_lengths = self._canvas.prompt_lengths.repeat(self._together)
-        self.first_row = self._canvas.prompt_lengths - int(model.config.predicts == "next")
+        self.first_row = self._canvas.prompt_lengths - rows_ahead(model)
 
     def __call__(self, ends: torch.Tensor | None = None, width: int | None = None) -> torch.Tensor:
         """``(batch, new positions, hidden_size)``. The canvases are cut at `ends` ``(batch,)``, after their prompts."""

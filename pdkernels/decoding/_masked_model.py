@@ -5,19 +5,14 @@ from __future__ import annotations
 from pdkernels._validation import check, check_type
 from pdkernels.decoding._sampling import checked_mask_token
 from pdkernels.decoding._session import Session
+from pdkernels.models.capabilities import capabilities
 
 
 def checked_masked_model(op: str, session: Session, mask_token: int | None) -> int:
     """The mask token of the session's model, which must be bidirectional."""
     model = session.model
-    attention = getattr(model.config, "attention", None)
-    check_type(
-        attention in ("bidirectional", "either"),
-        op,
-        "model",
-        "be a masked-diffusion model (config.attention 'bidirectional')",
-        type(model).__name__ if attention is None else f"attention {attention!r}",
-    )
+    offered = capabilities(model)
+    check_type("bidirectional" in offered, op, "model", "be bidirectional", ", ".join(sorted(offered)))
     return checked_mask_token(op, model, mask_token)
 
 

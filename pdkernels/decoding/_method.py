@@ -12,54 +12,25 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from pdkernels.decoding.steps import Steps
-from pdkernels.models.protocols import BidirectionalModel, BlockCausalModel, CausalModel, RecurrentModel
+from pdkernels.models.capabilities import Capability, capabilities
+from pdkernels.models.protocols import BidirectionalModel, BlockCausalModel, CausalModel, PlanningModel, RecurrentModel
 
-Family = Literal["transformer", "recurrent", "masked", "blocks"]
+Wing = Literal["causal", "recurrent", "masked", "planned"]
 
 
-class FamilyFacts(NamedTuple):
-    """The name of a family of models, a trained example in the package ("" if there is none), and the least its methods require."""
+class WingFacts(NamedTuple):
+    """A wing of decoders: a trained model in the package that demonstrates it, and the members of a model that its methods use."""
 
-    description: str
     example: str
     protocol: type
 
 
-FAMILIES: dict[Family, FamilyFacts] = {
-    "transformer": FamilyFacts("causal models", "tiny-code", CausalModel),
-    "recurrent": FamilyFacts("recurrent-depth models", "tiny-recurrent", RecurrentModel),
-    "masked": FamilyFacts("models that see both sides", "tiny-masked", BidirectionalModel),
-    # Causal only from block to block: a row knows nothing of the token after its own.
-    "blocks": FamilyFacts("block-causal models that predict their own tokens", "", BlockCausalModel),
+WINGS: dict[Wing, WingFacts] = {
+    "causal": WingFacts("tiny-code", CausalModel),
+    "recurrent": WingFacts("tiny-recurrent", RecurrentModel),
+    "masked": WingFacts("tiny-masked", BidirectionalModel),
+    "planned": WingFacts("tiny-planned", PlanningModel),
 }
-
-
-def families_of(model: object) -> tuple[Family, ...]:
-    """The families that a model belongs to; most belong to one.
-
-    >>> import pdkernels as pd
-    >>> families_of(pd.models.load("tiny-recurrent")), families_of(pd.models.from_callable(abs, vocab_size=3))
-    (('recurrent',), ('transformer', 'masked'))
-    """
-    config = getattr(model, "config", None)
-    if hasattr(config, "mean_recurrence"):
-        return ("recurrent",)
-    attention = getattr(config, "attention", "causal")
-    if attention == "either":
-        return ("transformer", "masked")
-    if attention == "bidirectional":
-        return ("masked",)
-    return ("blocks",) if getattr(config, "predicts", "next") == "own" else ("transformer",)
-
-
-def family_of(model: object) -> Family:
-    """The family whose methods come first for a model.
-
-    >>> import pdkernels as pd
-    >>> family_of(pd.models.load("tiny-code")), family_of(pd.models.load("tiny-recurrent"))
-    ('transformer', 'recurrent')
-    """
-    return families_of(model)[0]
 
 
 class SharedOptions:
@@ -139,52 +110,50 @@ class Method:
         name: as passed to `generate`.
         decode: fills a session; its keyword-only parameters are the options. One that spends more than a forward on a draft
             returns the forwards its sequences took part in, summed.
-        family: the models that it is for. An evaluation compares the others with the first method of a family.
-        also: other families that it runs on.
-        protocol: what it requires of a model; None: that of its family.
+        wing: the decoders it belongs to. An evaluation compares the others with the first method of a wing.
+        requires: capabilities of a model that it needs (`pdkernels.models.capabilities`).
+        protocol: the members of a model that it uses; None: those of its wing.
         lossless: whether it guarantees the tokens of greedy decoding, with default options and at temperature 0.
         steps: its step, if that needs no host: `pdkernels.integrations.device_loop` runs it on the device.
-        judges: whether it drafts tokens and verifies the drafts.
-        models: the trained models that demonstrate it; none: its family's example.
+        verifies_drafts: whether it drafts tokens and verifies the drafts.
+        models: the trained models that demonstrate it; none: its wing's example.
         widths: values of `block_size` in an evaluation; None is the fastest.
-        shown: whether an evaluation includes it by default.
+        in_default_evaluation: whether an evaluation includes it by default.
         title: what pictures call it.
-        plans: whether it is only for models with `plan_tokens`.
     """
 
     name: str
     decode: Callable[..., int | None]
-    family: Family = "transformer"
-    also: tuple[Family, ...] = ()
+    wing: Wing = "causal"
+    requires: frozenset[Capability] = frozenset({"causal"})
     protocol: type | None = None
     lossless: bool = False
     steps: type[Steps] | None = None
-    judges: bool = False
+    verifies_drafts: bool = False
     models: tuple[str, ...] = ()
     widths: tuple[int | None, ...] = ()
-    shown: bool = True
-    plans: bool = False
+    in_default_evaluation: bool = True
     title: str = ""
 
     @property
-    def asks(self) -> type:
-        """What it requires of a model."""
-        return self.protocol or FAMILIES[self.family].protocol
+    def model_protocol(self) -> type:
+        """The members of a model that it uses."""
+        return self.protocol or WINGS[self.wing].protocol
 
     @property
     def fills_prompts(self) -> bool:
         """Whether it can fill masks inside a prompt."""
-        return self.family == "masked"
+        return self.wing == "masked"
 
     @property
     def fills_canvases(self) -> bool:
         """Whether its texts are canvases (`decoding/_masked.py`)."""
-        return self.family == "masked" or self.protocol is BlockCausalModel
+        return self.wing == "masked" or self.protocol is BlockCausalModel
 
     @property
     def example(self) -> str:
         """A trained model that it is for."""
-        return self.models[0] if self.models else FAMILIES[self.family].example
+        return self.models[0] if self.models else WINGS[self.wing].example
 
     @property
     def summary(self) -> str:
@@ -210,12 +179,8 @@ class Method:
         return "mask_token" in self.options
 
     def supports(self, model: object) -> bool:
-        """Whether it is for models of this kind."""
-        return self.fits_family(model) and not (self.plans and getattr(model, "plan_tokens", None) is None)
-
-    def fits_family(self, model: object) -> bool:
-        """Whether the model belongs to a family that it runs on; members may still be missing."""
-        return not {self.family, *self.also}.isdisjoint(families_of(model))
+        """Whether a model has the capabilities that it requires; members may still be missing."""
+        return self.requires <= capabilities(model)
 
 
 def _written(annotation: Any) -> str:

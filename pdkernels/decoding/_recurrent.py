@@ -19,6 +19,7 @@ from pdkernels.backends import backend_of
 from pdkernels.decoding._sampling import OWN, Seed, checked_name, checked_number, checked_size, draw
 from pdkernels.decoding._sampling import checked_sampling as checked_seeds
 from pdkernels.decoding._session import Session, is_end, marked
+from pdkernels.models.capabilities import capabilities
 from pdkernels.models.fused import rms_norm
 from pdkernels.models.protocols import RecurrentPartsModel, missing
 from pdkernels.models.recurrent_depth import RecurrentDepth
@@ -127,7 +128,7 @@ def checked_model(op: str, session: Session) -> RecurrentDepth:
     """The model of `session`, with counting of recurrences switched on."""
     model: RecurrentDepth = session.model
     check_type(
-        hasattr(model.config, "mean_recurrence"),
+        "recurrent" in capabilities(model),
         op,
         "model",
         "be a recurrent-depth model",

@@ -15,7 +15,8 @@ from pdkernels.decoding._prompts import Prompts, token_lists
 from pdkernels.decoding._replay import Source
 from pdkernels.decoding._session import MOST_POSITIONS, Session
 from pdkernels.decoding.result import DecodeResult, DecodeStats, OnTokens
-from pdkernels.models.protocols import LanguageModel, lacking, missing
+from pdkernels.models.capabilities import rows_ahead
+from pdkernels.models.protocols import lacking, missing
 from pdkernels.models.tokenizers import check_text
 
 _OP = "decoding.generate"
@@ -28,10 +29,9 @@ def check_model(model: Any, method: Method, paged: bool) -> None:
     """TypeError for a model without a member that `method` needs."""
     actual = type(model).__name__
     check_type(hasattr(model, "config"), _OP, "model", "be a model", actual, "Load one with pdkernels.models.load.")
-    # A method checks for other models itself.
-    asked = method.asks if method.fits_family(model) else LanguageModel
-    if absent := missing(model, asked):
-        needed = f"have {absent} (pdkernels.models.{asked.__name__}) for method {method.name!r}"
+    protocol = method.model_protocol
+    if absent := missing(model, protocol):
+        needed = f"have {absent} (pdkernels.models.{protocol.__name__}) for method {method.name!r}"
         raise TypeError(message(_OP, "model", needed, f"{actual} without it", _PAGE))
     if paged and (absent := lacking(model, "new_cache", ("kind", "page_size"))):
         needed = f"have the argument `{absent}` of `new_cache` for a page_size"
@@ -69,7 +69,7 @@ def open_session(
         return Session(model, prompts, max_new_tokens, ends, on_tokens, trace), single
     firsts = [ids.index(fill_in) if fill_in in ids else len(ids) for ids in prompts]
     check(
-        min(firsts) > 0 or model.config.predicts == "own",
+        min(firsts) > 0 or rows_ahead(model) == 0,
         _OP,
         "prompt",
         "start with a token that is given, where rows predict the next one",

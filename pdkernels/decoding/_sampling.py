@@ -16,6 +16,7 @@ import torch
 from pdkernels._validation import check, check_type
 from pdkernels.backends import backend_of
 from pdkernels.decoding._session import MOST_POSITIONS
+from pdkernels.models.capabilities import capabilities
 from pdkernels.ops import TokenStatistics, token_statistics
 
 Name = TypeVar("Name", bound=str)
@@ -116,7 +117,7 @@ def noise(temperature: float, seeds: torch.Tensor, step: torch.Tensor | int, pos
 
 def latents(model: Any, seeds: torch.Tensor) -> dict[str, Any]:
     """Additional arguments for the forward of a recurrent-depth model: the seeds ``(batch,)`` of its initial states."""
-    return {"seed": seeds} if hasattr(getattr(model, "config", None), "mean_recurrence") else {}
+    return {"seed": seeds} if "recurrent" in capabilities(model) else {}
 
 
 def statistics(model: Any, hidden: torch.Tensor, **options: Any) -> TokenStatistics:

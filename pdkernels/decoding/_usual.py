@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from pdkernels.decoding._method import family_of
 from pdkernels.decoding.methods import METHODS
+from pdkernels.models.capabilities import capabilities
 from pdkernels.models.protocols import missing
 
 # Nothing in a model tells that it was trained to jump ahead.
 _TRAINED_TO_JUMP = ("tiny-jacobi",)
-_BY_FAMILY = {"masked": "llada", "blocks": "fast_dllm_v2"}
 
 
 def default_method(
@@ -42,23 +41,23 @@ def default_method(
     ('linear_self_speculation', {})
     """
     method, chosen = _trained_for(model, name) or ("jacobi", {"draft": "lookup"})
-    if chosen and (several or missing(model, METHODS[method].asks)):
+    if chosen and (several or missing(model, METHODS[method].model_protocol)):
         method, chosen = "autoregressive", {}
-    if family_of(model) == "recurrent" and not METHODS[method].options.keys() >= set(options):
+    if "recurrent" in capabilities(model) and not METHODS[method].options.keys() >= set(options):
         return "recurrent_static", {}
     return method, {option: value for option, value in chosen.items() if option not in options}
 
 
 def _trained_for(model: Any, name: str) -> tuple[str, dict[str, Any]] | None:
-    if getattr(model, "plan_tokens", None) is not None:
+    offered = capabilities(model)
+    if "plan_tokens" in offered:
         return "planned", {}
-    family = family_of(model)
-    if family in _BY_FAMILY:
-        return _BY_FAMILY[family], {}
-    if family == "transformer" and name in _TRAINED_TO_JUMP:
+    if "causal" not in offered:
+        return ("llada" if "bidirectional" in offered else "fast_dllm_v2"), {}
+    if "recurrent" not in offered and name in _TRAINED_TO_JUMP:
         return "jacobi", {}
     speculates = METHODS["linear_self_speculation"]
-    fills_masks = family == "transformer" and getattr(model, "mask_token", None) is not None
-    if fills_masks and not missing(model, speculates.asks):
+    fills_masks = speculates.supports(model) and getattr(model, "mask_token", None) is not None
+    if fills_masks and not missing(model, speculates.model_protocol):
         return speculates.name, {}
     return None

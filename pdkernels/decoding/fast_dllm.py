@@ -25,6 +25,7 @@ from pdkernels.decoding._masked_model import check_keeps_rows
 from pdkernels.decoding._sampling import Seed, checked_name, checked_number, checked_sampling, checked_size
 from pdkernels.decoding._session import Session
 from pdkernels.decoding.steps import with_defaults
+from pdkernels.models.capabilities import rows_ahead
 
 _OP = "decoding.fast_dllm"
 
@@ -68,7 +69,7 @@ def decode(
 
     rows = Rows(session, canvas, page_size)
     # With a cache, and rows that predict the next token: an entry fills only the first position.
-    next_token = int(cache != "none" and session.model.config.predicts == "next")
+    next_token = rows_ahead(session.model) if cache != "none" else 0
     rest = limit + block_size  # with a cache: positions from the beginning of the block on
     # The block's first position, counted from the end of the prompt, and forwards over the block so far.
     first, taken = [0] * session.batch, [0] * session.batch
@@ -183,7 +184,7 @@ class FastSteps(CanvasSteps):
         self.block_size, self.threshold, self.factor = chosen["block_size"], chosen["threshold"], chosen["factor"]
         self.cached = chosen["cache"] != "none"
         self.forms = ("step", "enter") if self.cached else ("step",)
-        self.next_token = int(self.cached and session.model.config.predicts == "next")
+        self.next_token = rows_ahead(session.model) if self.cached else 0
         self.runs = None if chosen["steps"] is None else max(1, chosen["steps"] // blocks - self.next_token)
         self.rows = Rows(session, canvas, page_size)
         self._build(session, canvas, self.rows, self.block_size)

@@ -28,6 +28,7 @@ from pdkernels.decoding._sampling import (
 )
 from pdkernels.decoding._session import Session
 from pdkernels.masks import block_causal
+from pdkernels.models.capabilities import rows_ahead
 
 _OP = "decoding.fast_dllm_v2"
 
@@ -157,7 +158,7 @@ class Blocks:
         self._session, self._canvas = session, canvas
         self._sizes, self._keep = (block_size, small_block_size), keep
         self._steps = small_block_size if steps is None else min(steps, small_block_size)
-        self._shift = int(session.model.config.predicts == "next")
+        self._shift = rows_ahead(session.model)
         self._cache = session.new_cache(page_size)
         self._row = torch.arange(min(block_size, canvas.tokens.shape[1]), device=canvas.tokens.device)
         self._blocks = [Block(start // block_size * block_size, self._shift) for start in canvas.starts]

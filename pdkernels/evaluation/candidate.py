@@ -9,9 +9,9 @@ from pdkernels import decoding
 from pdkernels.decoding.methods import METHODS
 
 
-def colours_of(family: str, *colours: str) -> dict[str, str]:
-    """A colour for each method of a family, in the registry's order; grey after the last colour."""
-    names = [name for name, method in METHODS.items() if method.family == family]
+def colours_of(wing: str, *colours: str) -> dict[str, str]:
+    """A colour for each method of a wing, in the registry's order; grey after the last colour."""
+    names = [name for name, method in METHODS.items() if method.wing == wing]
     return dict(zip_longest(names, colours[: len(names)], fillvalue="#bbbbbb"))
 
 

@@ -11,8 +11,7 @@ import torch
 
 from pdkernels import decoding
 from pdkernels._validation import check
-from pdkernels.decoding._method import FAMILIES as MODELS
-from pdkernels.decoding._method import family_of
+from pdkernels.decoding._method import WINGS, Wing
 from pdkernels.decoding.methods import METHODS
 from pdkernels.decoding.result import DecodeResult
 from pdkernels.evaluation.candidate import Candidate
@@ -21,6 +20,7 @@ from pdkernels.evaluation.masked import masked_candidates
 from pdkernels.evaluation.ranks import in_order, is_first, of_first, own_numbers
 from pdkernels.evaluation.recurrent import extra_memory, recurrent_candidates, with_full_wave
 from pdkernels.evaluation.tasks import Task
+from pdkernels.models.capabilities import capabilities
 
 _OP = "evaluation"
 
@@ -28,8 +28,10 @@ _Results = DecodeResult[list[torch.Tensor], list[str]]
 
 # The methods shown for the trained transformers.
 DEFAULT_METHODS = {
-    model: tuple(name for name, method in METHODS.items() if method.shown and model in method.models)
-    for model in dict.fromkeys(model for method in METHODS.values() if method.shown for model in method.models)
+    model: tuple(name for name, method in METHODS.items() if method.in_default_evaluation and model in method.models)
+    for model in dict.fromkeys(
+        model for method in METHODS.values() if method.in_default_evaluation for model in method.models
+    )
 }
 
 
@@ -43,10 +45,10 @@ class Defaults(NamedTuple):
 
 
 FAMILIES: dict[str, Defaults] = {
-    "transformer": Defaults(tuple(DEFAULT_METHODS), ("sums", "source")),
+    "causal": Defaults(tuple(DEFAULT_METHODS), ("sums", "source")),
     # These methods are about the compute needed to be right: a model that needs its recurrences, and a task with answers.
     "recurrent": Defaults(("tiny-deep",), ("chains",)),
-    "masked": Defaults((MODELS["masked"].example,), ("sums",), canvas=128),
+    "masked": Defaults((WINGS["masked"].example,), ("sums",), canvas=128),
 }
 
 # To find the fastest width these are tried on prompts that are not counted, so that no model is held to a width that
@@ -135,8 +137,16 @@ class Row:
 
 def baseline_of(model: Any) -> str:
     """The first method of a model's candidates, with default options: the others are compared with its tokens and its speed."""
-    own = [name for name, method in METHODS.items() if method.family == family_of(model)]
-    return own[0] if own else next(name for name, method in METHODS.items() if method.supports(model))
+    able = [method for method in METHODS.values() if method.supports(model)]
+    return next((method.name for method in able if method.wing == wing_of(model)), able[0].name)
+
+
+def wing_of(model: Any) -> Wing:
+    """The decoders that a model is evaluated with: of the wings whose methods it supports, recurrent depth comes first."""
+    offered = capabilities(model)
+    if "recurrent" in offered:
+        return "recurrent"
+    return "masked" if "bidirectional" in offered and "causal" not in offered else "causal"
 
 
 def candidates(
@@ -158,11 +168,11 @@ def candidates(
     found: list[Candidate] = []
     skipped = []
     for name, model in models.items():
-        family = family_of(model)
-        if not methods and family == "recurrent":
+        wing = wing_of(model)
+        if not methods and wing == "recurrent":
             found += recurrent_candidates(name)
             continue
-        if not methods and family == "masked":
+        if not methods and wing == "masked":
             found += masked_candidates(name)
             continue
         able = [method for method in known if not method.needs_mask_token or model.mask_token is not None]
@@ -370,7 +380,7 @@ def _row(
         cost["tokens_per_second"] = tokens / sum(seconds)
         cost["speedup"], cost["speedup_quartiles"] = statistics.median(ratios), _quartiles(ratios)
         accepted = [count for result in results for sequence in result.stats.accepted for count in sequence]
-        if accepted and decoding.find(candidate.method).judges:
+        if accepted and decoding.find(candidate.method).verifies_drafts:
             # The first token of a sequence comes from the prompt's forward, and the first of a draft is already known.
             cost["tokens_per_cycle"] = (tokens - len(texts)) / len(accepted)
             cost["accepted_per_cycle"] = sum(accepted) / len(accepted) - 1

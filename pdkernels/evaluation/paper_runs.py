@@ -314,7 +314,7 @@ JACOBI = {
 
 def jacobi(name: str) -> Run:
     """A sweep of Jacobi Forcing."""
-    return lambda problems, progress: swept("tiny-jacobi", "transformer", JACOBI[name], problems, progress)
+    return lambda problems, progress: swept("tiny-jacobi", "causal", JACOBI[name], problems, progress)
 
 
 # ---- Planned Diffusion

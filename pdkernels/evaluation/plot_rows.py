@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pdkernels.decoding._method import FAMILIES
+from pdkernels.decoding._method import WINGS
 from pdkernels.decoding.methods import METHODS
 from pdkernels.evaluation.planned import interval
 
@@ -18,10 +18,10 @@ _COLOURS = ("#4c78a8", "#b279a2", "#e39c37", "#54a24b", "#c44e52")
 
 
 def _coloured() -> dict[str, str]:
-    """A colour for each method, in the order of its family; what the others are compared with is grey."""
+    """A colour for each method, in the order of its wing; what the others are compared with is grey."""
     found: dict[str, str] = {}
-    for family in FAMILIES:
-        names = [name for name, method in METHODS.items() if method.family == family]
+    for wing in WINGS:
+        names = [name for name, method in METHODS.items() if method.wing == wing]
         found |= {name: _COLOURS[(index - 1) % len(_COLOURS)] if index else _GREY for index, name in enumerate(names)}
     return found
 

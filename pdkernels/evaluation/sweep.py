@@ -179,7 +179,7 @@ def rows_of(candidate: Candidate) -> int:
     method = decoding.find(candidate.method)
     if candidate.method == "recurrent_diffusion":
         return int(option("max_wavefront"))
-    size = option("block_size") if "block_size" in method.options and method.family == "transformer" else None
+    size = option("block_size") if "block_size" in method.options and method.wing == "causal" else None
     if size is None:
         return 1
     if candidate.method == "quadratic_self_speculation":

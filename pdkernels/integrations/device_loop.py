@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pdkernels._validation import check, check_memory, check_type, message
-from pdkernels.decoding import DecodeResult, OnTokens, check_family, check_options
+from pdkernels.decoding import DecodeResult, OnTokens, check_capabilities, check_options
 from pdkernels.decoding._prompts import Prompts
 from pdkernels.decoding._request import finished, open_session
 from pdkernels.decoding._session import MOST_POSITIONS, Session
@@ -115,7 +115,7 @@ class DeviceLoop:
                 )
             )
         _check_model(model)
-        check_family(METHODS[method], model)
+        check_capabilities(METHODS[method], model)
         check_options(METHODS[method], options)
         # The prompts' forward gives the first token; a loop is for more.
         sizes = {"batch": (batch, 1), "longest_prompt": (longest_prompt, 1), "max_new_tokens": (max_new_tokens, 2)}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import check, check_type, integer
-from pdkernels.decoding._method import families_of
+from pdkernels.models.capabilities import capabilities, rows_ahead
 
 OP = "log_likelihood"
 
@@ -114,9 +114,15 @@ def masked_log_likelihood(
         >>> right.log_prob > wrong.log_prob
         True
     """
-    _check_pairs(prefixes, texts, 1 if model.config.predicts == "next" else 0)
+    _check_pairs(prefixes, texts, rows_ahead(model))
     check(model.mask_token is not None, OP, "model", "have a mask token", "one without")
-    check_type("blocks" not in families_of(model), OP, "model", "see both sides", "a block-causal one")
+    check_type(
+        bool(capabilities(model) & {"causal", "bidirectional"}),
+        OP,
+        "model",
+        "be causal or bidirectional",
+        "a block-causal one",
+    )
     samples, size = integer(OP, "samples", samples, 1), integer(OP, "batch_size", batch_size, 1)
     found = []
     for prefix, text in zip(prefixes, texts):
@@ -149,7 +155,7 @@ def _weighted(model: Any, prefix: Sequence[int], text: Sequence[int], weights: T
     shown = torch.tensor(list(text), dtype=torch.int64).repeat(count, 1)
     masked = torch.where(weights > 0, model.mask_token, shown)
     tokens = torch.cat([torch.tensor(list(prefix), dtype=torch.int64).repeat(count, 1), masked], 1).to(model.device)
-    first = len(prefix) - int(model.config.predicts == "next")
+    first = len(prefix) - rows_ahead(model)
     logits = model(tokens, rows=slice(first, first + length)).float()
     said = logits.log_softmax(-1).cpu().gather(-1, shown[..., None])[..., 0]
     return float((said.double() * weights).sum())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pdkernels._validation import check, check_choice, check_memory, check_type, integer
+from pdkernels.models.capabilities import Capability
 from pdkernels.models.tokenizers import Tokenizer
 
 __all__ = ["CallableConfig", "CallableModel", "TokenCache", "from_callable"]
@@ -87,6 +88,12 @@ class CallableModel:
     ) -> None:
         self._f, self.config, self.mask_token, self.end_tokens = f, config, mask_token, end_tokens
         self.tokenizer, self.device, self.dtype = tokenizer, device, dtype
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        """Rows that predict their own token see the whole text; of rows that predict the next one only the caller knows."""
+        own = self.config.predicts == "own"
+        return frozenset(("bidirectional", "own_prediction") if own else ("causal", "bidirectional"))
 
     def new_cache(self, batch: int, capacity: int) -> TokenCache:
         """Room for the texts of a generation."""

@@ -18,6 +18,7 @@ import torch
 from pdkernels._validation import check, check_index, check_type
 from pdkernels.backends import backend_of
 from pdkernels.cache import PagedKVCache
+from pdkernels.models.capabilities import rows_ahead
 from pdkernels.models.recompute import RecomputedRows, recomputed_rows
 from pdkernels.models.transformer import Transformer
 from pdkernels.ops.feature_cache import add_cached_rows_, gather_rows, select_stale_rows_
@@ -129,7 +130,7 @@ class FeatureCache:
         self._intervals = prompt_interval, gen_interval
         self._ratio, self._update = transfer_ratio, "all" if baseline == "last" else "selected"
         self._backend = backend_of(model.dtype)
-        self._shift = 1 if model.config.predicts == "next" else 0
+        self._shift = rows_ahead(model)
         capacity = prompt_capacity + generated
         if page_size is None:
             self._kv = model.new_cache(batch, capacity)

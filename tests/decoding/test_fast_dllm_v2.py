@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pdkernels.decoding import available, generate, supports
+from pdkernels.decoding.methods import METHODS
 from pdkernels.masks import block_causal
 from pdkernels.models import Transformer, load
 from pdkernels.reference.fast_dllm_v2 import fast_dllm_v2
@@ -197,7 +198,11 @@ def test_no_other_method_takes_rows_that_predict_their_own_token() -> None:
             assert supports(method, model)
             continue
         assert not supports(method, model)
-        words = f"method must be for block-causal models that predict their own tokens, got '{method}'. These are: {METHOD}."
+        absent = ", ".join(sorted(METHODS[method].requires - {"block_causal", "own_prediction"}))
+        words = (
+            f"method must fit the model (block_causal, own_prediction), got '{method}', which requires {absent}. "
+            f"These fit: {METHOD}."
+        )
         with pytest.raises(TypeError) as raised:
             generate(model, [1], method, max_new_tokens=2)
         assert str(raised.value) == f"pdkernels.decoding.generate: {words}"
@@ -284,7 +289,9 @@ def test_errors(options: dict[str, Any], text: str, limit: int) -> None:
 
 
 def test_errors_of_the_model() -> None:
-    with pytest.raises(TypeError, match="method must be for models that see both sides, got 'fast_dllm_v2'"):
+    with pytest.raises(
+        TypeError, match=r"method must fit the model \(bidirectional, own_prediction\), got 'fast_dllm_v2'"
+    ):
         generate(deep_masked(0), [1], METHOD)
     model = Blockwise(hashed(0))
     model.config.predicts = "both"

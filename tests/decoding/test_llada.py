@@ -186,6 +186,6 @@ def test_errors() -> None:
 @pytest.mark.parametrize("method", [name for name in available() if not supports(name, small_masked(0))])
 def test_methods_for_other_models_are_refused(method: str) -> None:
     with pytest.raises(
-        TypeError, match=f"generate: method must be for models that see both sides, got '{method}'. These are: .*llada"
+        TypeError, match=f"generate: method must fit the model .*, got '{method}', which requires .*These fit: llada"
     ):
         generate(small_masked(0), [1], method, max_new_tokens=2)

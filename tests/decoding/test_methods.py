@@ -10,7 +10,7 @@ import pytest
 
 import pdkernels as pd
 from docs import methods as made
-from pdkernels.decoding._method import FAMILIES, SHARED, described
+from pdkernels.decoding._method import SHARED, WINGS, described
 from pdkernels.decoding.methods import METHODS
 from tests.support.plans import example
 
@@ -49,15 +49,15 @@ def test_every_option_is_described_and_nothing_else_is(name: str) -> None:
     assert not any(text == SHARED.get(option) for option, text in described(method.decode.__doc__).items())
 
 
-def test_first_method_of_a_family_is_its_baseline() -> None:
-    first = {method.family: method for method in reversed(METHODS.values())}
-    assert {family: method.name for family, method in first.items()} == {
-        "transformer": "autoregressive",
+def test_first_method_of_a_wing_is_its_baseline() -> None:
+    first = {method.wing: method for method in reversed(METHODS.values())}
+    assert {wing: method.name for wing, method in first.items()} == {
+        "causal": "autoregressive",
         "recurrent": "recurrent_static",
         "masked": "llada",
+        "planned": "planned",
     }
-    # No method is for these models alone.
-    assert set(first) == set(FAMILIES) - {"blocks"}
+    assert set(first) == set(WINGS)
     assert all(method.supports(example(method)) for method in METHODS.values())
 
 

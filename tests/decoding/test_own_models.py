@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import UserDict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import pdkernels as pd
-from pdkernels.decoding import available, find, generate
+from pdkernels.decoding import available, find, generate, supports
 from pdkernels.decoding.methods import METHODS
 from pdkernels.models import from_callable
+from pdkernels.models.capabilities import CAPABILITIES
 from pdkernels.models.protocols import missing, requirements
 from tests.support.causal import SCRIPTS, FakeModel
 from tests.support.masked import MASK, VOCABULARY, small_masked
@@ -84,12 +87,15 @@ def test_options_that_need_a_cache_are_refused() -> None:
     model = from_callable(Tiny(False), vocab_size=12, mask_token=11)
     with pytest.raises(TypeError, match=r"keeps_rows = True .* got CallableModel without it. Pass cache='none'"):
         generate(model, [1], "fast_dllm")
-    with pytest.raises(TypeError, match=r"method must be for models that see both sides, got 'jacobi'"):
+    with pytest.raises(
+        TypeError,
+        match=r"method must fit the model \(bidirectional, own_prediction\), got 'jacobi', which requires causal",
+    ):
         generate(model, [1], "jacobi")
     causal = from_callable(Tiny(True), vocab_size=12)
     with pytest.raises(TypeError, match=r"argument `kind` of `new_cache` for a page_size, got CallableModel"):
         generate(causal, [1], "jacobi", page_size=4)
-    with pytest.raises(TypeError, match=r"the argument `mask` of `__call__` \(pdkernels.models.BranchingModel\)"):
+    with pytest.raises(TypeError, match=r"got 'jacobi_multiblock', which requires block_causal. These fit: autoregressive"):
         generate(causal, [1], "jacobi_multiblock")
 
 
@@ -151,15 +157,17 @@ class Called(Without):
 def test_every_missing_member_is_named(method: str) -> None:
     known = METHODS[method]
     model = example(known)
-    assert missing(model, known.asks) == ""
-    for path, keywords in requirements(known.asks):
-        if path in {("config",), ("config", "mean_recurrence"), ("config", "attention"), ("config", "predicts")}:
-            continue  # without them it is a model of another family
+    assert missing(model, known.model_protocol) == ""
+    for path, keywords in requirements(known.model_protocol):
+        stated = {("config", "mean_recurrence"), ("config", "attention"), ("config", "predicts"), ("plan_tokens",)}
+        if path in stated | {("config",)}:
+            continue  # without them it has other capabilities
         lame = (Without if path == ("__call__",) else Called)(model, path)
         with pytest.raises(TypeError) as raised:
             generate(lame, [1, 2], known, max_new_tokens=2)
-        assert f"model must have the member `{'.'.join(path)}` (pdkernels.models.{known.asks.__name__})" in str(
-            raised.value
+        assert (
+            f"model must have the member `{'.'.join(path)}` (pdkernels.models.{known.model_protocol.__name__})"
+            in str(raised.value)
         )
         assert str(raised.value).endswith("without it. See docs/own_models.md.")
         for keyword in keywords:
@@ -264,3 +272,35 @@ def test_prompts_that_mean_nothing(prompt: Any, text: str) -> None:
     with pytest.raises((ValueError, TypeError)) as raised:
         generate(FakeModel(SCRIPTS["history"]), prompt, find("jacobi"))
     assert text in str(raised.value)
+
+
+def test_a_model_states_its_capabilities() -> None:
+    model = pd.models.load("tiny-code")
+
+    class Stated:
+        capabilities = frozenset({"causal"})
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(model, name)
+
+        def __call__(self, *arguments: Any, **options: Any) -> Any:
+            return model(*arguments, **options)
+
+    stated: Any = Stated()
+    assert [name for name in available() if supports(name, stated)] == ["autoregressive", "jacobi"]
+    assert generate(stated, [1, 2], "jacobi", max_new_tokens=4).tokens.tolist() == (
+        generate(model, [1, 2], max_new_tokens=4).tokens.tolist()
+    )
+    with pytest.raises(
+        TypeError, match=r"got 'block_diffusion', which requires block_causal. These fit: autoregressive"
+    ):
+        generate(stated, [1, 2], "block_diffusion")
+    Stated.capabilities = frozenset({"causal", "magic"})
+    with pytest.raises(ValueError, match=r"model.capabilities must be of causal, .*, got magic"):
+        supports("jacobi", stated)
+
+
+def test_the_page_lists_all_capabilities() -> None:
+    page = (Path(__file__).resolve().parent.parent.parent / "docs/own_models.md").read_text()
+    table = page.split("## Capabilities", 1)[1].split("## ", 1)[0]
+    assert re.findall(r"^\| `(\w+)` \| (.+) \|$", table, re.MULTILINE) == list(CAPABILITIES.items())

@@ -91,10 +91,14 @@ def test_stop_strings_end_texts(method: str) -> None:
             found = Letters().decode(tokens).find(stop)
             expected.append(tokens if found < 0 else tokens[: found + len(stop)])
         heard: list[list[int]] = [[], [], []]
-        listen = {} if METHODS[method].plans else {"on_tokens": lambda n, ids, _, heard=heard: heard[n].extend(ids)}
+        listen = (
+            {}
+            if (METHODS[method].wing == "planned")
+            else {"on_tokens": lambda n, ids, _, heard=heard: heard[n].extend(ids)}
+        )
         result = generate(model, BATCH, METHODS[method], stop_strings=[stop, "no such"], **listen, **options)
         assert [tokens.tolist() for tokens in result.tokens] == expected
-        assert METHODS[method].plans or heard == expected
+        assert (METHODS[method].wing == "planned") or heard == expected
         (prompt, own) = streams(BATCH, options)[sequence]
         alone = generate(model, prompt, METHODS[method], stop_strings=stop, **own)
         assert alone.tokens.tolist() == expected[sequence]

@@ -35,11 +35,11 @@ GROWTH = 3 * MIB  # allowance for what an allocator keeps; a leak of 1 KiB per g
 def model_of(method: str) -> Any:
     torch.manual_seed(0)
     known = find(method)
-    if known.family == "recurrent":
+    if known.wing == "recurrent":
         config = RecurrentDepthConfig(24, 16, 2, 8, 24, 1, 1, 1, mean_recurrence=3)
         return RecurrentDepth(config).requires_grad_(False)
-    kind: dict[str, Any] = {"attention": "bidirectional", "predicts": "own"} if known.family == "masked" else {}
-    tags = PlanTokens(16, 17, 18, 19, 20, 21, digits=range(10), unit=1) if known.plans else None
+    kind: dict[str, Any] = {"attention": "bidirectional", "predicts": "own"} if known.wing == "masked" else {}
+    tags = PlanTokens(16, 17, 18, 19, 20, 21, digits=range(10), unit=1) if (known.wing == "planned") else None
     model = Transformer(TransformerConfig(**SIZES, intermediate_size=24, **kind), mask_token=MASK, plan_tokens=tags)
     return model.requires_grad_(False)
 
@@ -72,7 +72,7 @@ def generations(count: int, seed: int = 0) -> Iterator[str]:
         if "small_block_size" in known.options:
             options["small_block_size"] = 2
         if chance.random() < 0.3:
-            ends = range(10, 16) if known.plans else range(MASK)  # not those of plans
+            ends = range(10, 16) if (known.wing == "planned") else range(MASK)  # not those of plans
             options["end_tokens"] = tuple(chance.sample(ends, 3))
         model = model_of(method)
         if method in ("llada", "dream", "slowfast", "jacobi", "autoregressive") and chance.random() < 0.3:

@@ -31,7 +31,7 @@ DRAWS: dict[str, dict[str, Any]] = {
 
 @cache
 def model_for(method: str) -> Any:
-    if find(method).plans:
+    if find(method).wing == "planned":
         return planning_model(1)
     causal = small_transformer(1)
     if supports(method, causal):

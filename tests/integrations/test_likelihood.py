@@ -35,7 +35,7 @@ def test_rows_that_predict_their_own_token_in_blocks_are_refused() -> None:
     model = deep_masked(0, "own", 8, "causal")
     with pytest.raises(TypeError, match="model must predict the next token, got one whose rows predict their own"):
         log_likelihood(model, [[1]], [[2]])
-    with pytest.raises(TypeError, match="model must see both sides, got a block-causal one"):
+    with pytest.raises(TypeError, match="model must be causal or bidirectional, got a block-causal one"):
         masked_log_likelihood(model, [[1]], [[2]])
 
 

@@ -1,0 +1,59 @@
+"""What a model can do for a decoder, in literals that it states and decoding methods require."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+from pdkernels._validation import check
+
+Capability = Literal["causal", "block_causal", "bidirectional", "own_prediction", "recurrent", "plan_tokens"]
+
+CAPABILITIES: dict[Capability, str] = {
+    "causal": "the logits of a row, which sees what comes before it, predict the next token",
+    "block_causal": "new rows see each other as a mask says, and everything cached",
+    "bidirectional": "rows see the whole text, and predict masked tokens",
+    "own_prediction": "the logits of a row predict its own token; otherwise the next one",
+    "recurrent": "the caller chooses how often the core runs",
+    "plan_tokens": "it writes plans with control tokens",
+}
+assert set(CAPABILITIES) == set(get_args(Capability))
+
+
+def capabilities(model: Any) -> frozenset[Capability]:
+    """What `model` states in its attribute `capabilities`; for a model without one, what its config says.
+
+    >>> import pdkernels as pd
+    >>> sorted(capabilities(pd.models.load("tiny-trimode"))), sorted(capabilities(pd.models.load("tiny-recurrent")))
+    (['block_causal', 'causal'], ['causal', 'recurrent'])
+    """
+    stated = getattr(model, "capabilities", None)
+    found = of_config(model) if stated is None else frozenset(stated)
+    unknown = sorted(found - set(CAPABILITIES))
+    check(not unknown, "decoding", "model.capabilities", f"be of {', '.join(CAPABILITIES)}", ", ".join(unknown))
+    return found
+
+
+def of_config(model: Any) -> frozenset[Capability]:
+    """The capabilities that follow from `config.attention`, `config.predicts`, `config.mean_recurrence` and `plan_tokens`."""
+    config = getattr(model, "config", None)
+    found: set[Capability] = set()
+    attention, own = getattr(config, "attention", "causal"), getattr(config, "predicts", "next") == "own"
+    if hasattr(config, "mean_recurrence"):
+        found |= {"causal", "recurrent"}
+    else:
+        if attention != "bidirectional":
+            found.add("block_causal")
+            if not own:
+                found.add("causal")
+        if attention != "causal":
+            found.add("bidirectional")
+    if own:
+        found.add("own_prediction")
+    if getattr(model, "plan_tokens", None) is not None:
+        found.add("plan_tokens")
+    return frozenset(found)
+
+
+def rows_ahead(model: Any) -> int:
+    """How far ahead the logits of a row predict: 0 for its own token, 1 for the next."""
+    return 0 if "own_prediction" in capabilities(model) else 1
