@@ -95,7 +95,9 @@ def test_options_that_need_a_cache_are_refused() -> None:
     causal = from_callable(Tiny(True), vocab_size=12)
     with pytest.raises(TypeError, match=r"argument `kind` of `new_cache` for a page_size, got CallableModel"):
         generate(causal, [1], "jacobi", page_size=4)
-    with pytest.raises(TypeError, match=r"got 'jacobi_multiblock', which requires block_causal. These fit: autoregressive"):
+    with pytest.raises(
+        TypeError, match=r"got 'jacobi_multiblock', which requires block_causal. These fit: autoregressive"
+    ):
         generate(causal, [1], "jacobi_multiblock")
 
 
