@@ -39,7 +39,10 @@ class Pair(NamedTuple):
     transposed: bool = False
     start: str = PLAIN
 
-    def add_to_(self, weight: torch.Tensor) -> None:
+    def add_to_(self, weight: torch.Tensor, name: str) -> None:
+        if self.start != PLAIN:
+            finite = bool(weight.isfinite().all())
+            check(finite, OP, name, f"hold finite numbers for an adapter of {self.start}", "others")
         if self.start == PISSA:
             left, values, right = torch.linalg.svd(weight, full_matrices=False)
             rank = len(self.a)
@@ -72,7 +75,7 @@ class Adapter(NamedTuple):
                 if part in self.whole:
                     target.copy_(self.whole[part].view(target.shape))
                 if part in self.pairs:
-                    self.pairs[part].add_to_(target.view(parts[part]))
+                    self.pairs[part].add_to_(target.view(parts[part]), part)
             ours[name] = whole.to(dtype)
         return ours
 

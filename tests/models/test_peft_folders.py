@@ -211,6 +211,22 @@ def test_pissa_converted_to_a_plain_adapter(base: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(models.load(base, adapter=tmp_path / "last")(TOKENS), trained, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+@pytest.mark.filterwarnings("ignore")
+def test_base_weights_that_are_no_numbers(init: str, base: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    adapter = saved(base, tmp_path / "lora", init_lora_weights=init)
+    state = load_file(base / "model.safetensors")
+    state["model.layers.0.self_attn.q_proj.weight"][0, 0] = float("nan")
+    save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((base / "config.json").read_bytes())
+    with pytest.raises(
+        ValueError, match=rf"q_proj\.weight must hold finite numbers for an adapter of {init}, got others"
+    ):
+        models.load(tmp_path, adapter=adapter)
+
+
 @pytest.mark.parametrize("init", ["pissa", "olora", False, "orthogonal"])
 @pytest.mark.filterwarnings("ignore")
 def test_a_module_without_tensors(init: Any, base: Path, tmp_path: Path) -> None:
