@@ -83,7 +83,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _is_list(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview))
 
 
 def _is_chat(prompt: Any) -> bool:

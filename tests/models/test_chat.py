@@ -175,3 +175,23 @@ def test_models_without_a_template(folder: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ImportError, match=r"m.gguf needs the optional library `jinja2`. Install it with"):
         ChatTemplate(CHATML, where="m.gguf").render(CHAT)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kind", "words"),
+    [
+        ("caf\udce9", ValueError, "text must hold Unicode characters alone, got the surrogate"),
+        (["ok", "\ud800"], ValueError, "text must hold Unicode characters alone, got the surrogate"),
+        ([{"role": "user", "content": "\udcff"}], ValueError, "text must hold Unicode characters alone"),
+        (b"raw", TypeError, "prompt must be text, token ids, messages or a list of these, got bytes"),
+        (bytearray(b"raw"), TypeError, "prompt must be text, token ids, messages or a list of these, got bytearray"),
+        ("x" * 10**6, ValueError, "prompt must leave room for max_new_tokens"),
+        ("", ValueError, "prompt must hold at least one token"),
+    ],
+)
+def test_text_that_no_model_takes(prompt: Any, kind: type[Exception], words: str, folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(CHATML)
+    model = models.load(folder)
+    with pytest.raises(kind, match=f"^pdkernels.*{words}"):
+        generate(model, prompt, max_new_tokens=2)
+    assert generate(model, "a\0b\ufffd", max_new_tokens=2).text is not None
