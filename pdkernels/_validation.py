@@ -27,6 +27,8 @@ Sizes = Sequence[int | None]
 
 
 def message(op: str, argument: str, expectation: str, actual: object, remedy: str = "") -> str:
+    if isinstance(actual, int) and actual.bit_length() > 256:  # Python refuses to write thousands of digits
+        actual = f"an int of {actual.bit_length()} bits"
     return f"pdkernels.{op}: {argument} must {expectation}, got {actual}.{' ' + remedy if remedy else ''}"
 
 
@@ -85,6 +87,13 @@ def check_number(
     check_type(isinstance(value, (int, float)), op, argument, "be a number", type(value).__name__)
     if not least <= value <= most:
         fail(op, argument, expectation, value)
+    check_fits_float(op, argument, value)
+
+
+def check_fits_float(op: str, argument: str, value: int | float) -> None:
+    """An int that a float holds exactly: larger ones are mistakes, and most of them no conversion takes."""
+    if isinstance(value, int) and abs(value) > 2**53:
+        fail(op, argument, "be a float, or an int of at most 53 bits", value)
 
 
 def check_flag(op: str, argument: str, value: object) -> None:
@@ -114,7 +123,7 @@ def check_memory(op: str, argument: str, value: object, nbytes: int, device: tor
 
 
 def check_choice(op: str, argument: str, value: object, known: Sequence[str]) -> None:
-    if value not in known:
+    if not isinstance(value, str) or value not in known:
         fail(op, argument, f"be one of {', '.join(map(repr, known))}", repr(value))
 
 

@@ -33,10 +33,15 @@ def block_sparse_attention(
     # A traced graph cannot branch on values.
     finite = torch.compiler.is_compiling() or all(bool(x.isfinite().all()) for x in (q, k, v))
     scores = (queries @ keys.transpose(2, 3) if finite else _visible_scores(queries, keys, hidden)) * scale
+    if finite and q.dtype == torch.float16 and not torch.compiler.is_compiling() and not bool(scores.isfinite().all()):
+        scores = queries.float() @ keys.float().transpose(2, 3) * scale  # beyond the range of float16
     scores = scores.to(torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype)
     scores = scores.masked_fill(hidden, -torch.inf)
     lse = scores.logsumexp(dim=-1)
-    weights = (scores - lse.masked_fill(lse.isneginf(), 0).unsqueeze(-1)).exp().to(q.dtype)
+    weights = (scores - lse.masked_fill(lse.isneginf(), 0).unsqueeze(-1)).exp()
+    # A large log-sum-exp is rounded by more than its logarithm adds to the largest score: only sums make them add up to 1.
+    total = weights.sum(-1, keepdim=True)
+    weights = (weights / total.masked_fill(total == 0, 1)).to(q.dtype)
     out = weights @ values if finite else _visible_sums(weights, values, hidden)
     return out.transpose(1, 2).contiguous(), lse
 

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check, check_type
+from pdkernels._validation import check, check_fits_float, check_type
 from pdkernels.decoding._cache_rows import CacheRows
 
 
 def checked_penalty(op: str, penalty: float) -> float:
     check_type(type(penalty) in (int, float), op, "repetition_penalty", "be a number", type(penalty).__name__)
     check(0 < penalty < float("inf"), op, "repetition_penalty", "be finite and above 0", penalty)
+    check_fits_float(op, "repetition_penalty", penalty)
     return float(penalty)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from pdkernels._validation import check, check_choice, check_type, message
+from pdkernels._validation import check, check_choice, check_flag, check_type, message
 from pdkernels.decoding._method import Method
 from pdkernels.decoding._prompts import Prompts, token_lists
 from pdkernels.decoding._replay import Source
@@ -56,9 +56,14 @@ def open_session(
     check(max_new_tokens >= 0, _OP, "max_new_tokens", "be at least 0", max_new_tokens)
     check(max_new_tokens <= MOST_POSITIONS, _OP, "max_new_tokens", f"be at most {MOST_POSITIONS}", max_new_tokens)
     check_choice(_OP, "overflow", overflow, get_args(Overflow))
+    check_flag(_OP, "trace", trace)
+    actual = type(on_tokens).__name__
+    check_type(on_tokens is None or callable(on_tokens), _OP, "on_tokens", "be a function", actual)
     vocabulary = model.config.vocab_size
     given = model.end_tokens if end_tokens is None else end_tokens
-    check_type(isinstance(given, Collection), _OP, "end_tokens", "be a sequence of ints", type(given).__name__)
+    # Tensors and NumPy scalars have the methods of collections and may refuse to be iterated.
+    several = isinstance(given, Collection) and getattr(given, "ndim", 1) > 0
+    check_type(several, _OP, "end_tokens", "be a sequence of ints", type(given).__name__)
     ends = tuple(given)
     for token in ends:
         check_type(_is_int(token), _OP, "end_tokens", "hold ints", type(token).__name__)
@@ -82,7 +87,8 @@ def open_session(
 def checked_stops(model: Any, stop_strings: Sequence[str] | str) -> tuple[str, ...]:
     """Strings that end a text, for a model that has text."""
     given = (stop_strings,) if isinstance(stop_strings, str) else stop_strings
-    check_type(isinstance(given, Collection), _OP, "stop_strings", "be strings", type(given).__name__)
+    several = isinstance(given, Collection) and not isinstance(given, torch.Tensor)
+    check_type(several, _OP, "stop_strings", "be strings", type(given).__name__)
     for stop in given:
         check_type(isinstance(stop, str), _OP, "stop_strings", "be strings", type(stop).__name__)
         check(stop != "", _OP, "stop_strings", "not be empty", repr(stop))
@@ -95,7 +101,7 @@ def checked_stops(model: Any, stop_strings: Sequence[str] | str) -> tuple[str, .
             "hold no U+FFFD, which stands for bytes of no character",
             repr(stop),
         )
-    named = not given or model.tokenizer is not None
+    named = len(given) == 0 or model.tokenizer is not None
     check(named, _OP, "stop_strings", "be for a model with a tokenizer", "none", "Pass end_tokens.")
     return tuple(given)
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from pdkernels._validation import check, check_type
+from pdkernels._validation import check, check_choice, check_fits_float, check_type
 from pdkernels.backends import backend_of
 from pdkernels.decoding._session import MOST_POSITIONS
 from pdkernels.models.capabilities import capabilities
@@ -154,8 +154,9 @@ def likeliest(logits: torch.Tensor, count: int, temperature: float, top_p: float
     """
     best = logits.topk(min(count, logits.shape[-1]), -1).values
     exact = torch.promote_types(logits.dtype, torch.float32)
-    total = (logits.to(exact) / (temperature or 1.0)).logsumexp(-1, keepdim=True)
-    mass = (best.to(exact) / (temperature or 1.0) - total).exp()
+    largest = best[..., :1].to(exact)  # at 0, so that neither a tiny temperature overflows nor a large sum is rounded
+    total = ((logits.to(exact) - largest) / (temperature or 1.0)).logsumexp(-1, keepdim=True)
+    mass = ((best.to(exact) - largest) / (temperature or 1.0) - total).exp()
     stay = (mass.cumsum(-1) - mass < top_p).sum(-1, keepdim=True)
     return logits.masked_fill(logits < best.gather(-1, (stay - 1).clamp(min=0)), -torch.inf)
 
@@ -165,6 +166,7 @@ def checked_sampling(op: str, temperature: float, seed: Seed, batch: int) -> tor
     check_type(_is_number(temperature), op, "temperature", "be a number", type(temperature).__name__)
     check(0 <= temperature < math.inf, op, "temperature", "be finite and at least 0", temperature)
     check(temperature == 0 or temperature >= 1e-30, op, "temperature", "be 0 or at least 1e-30", temperature)
+    check_fits_float(op, "temperature", temperature)
     return checked_seeds(op, seed, batch)
 
 
@@ -197,11 +199,12 @@ def checked_number(op: str, name: str, value: float, most: float = math.inf) -> 
     check_type(_is_number(value), op, name, "be a number", type(value).__name__)
     bounds = "be at least 0" if most == math.inf else f"be in 0 .. {most:g}"
     check(0 <= value <= most, op, name, bounds, value)
+    check_fits_float(op, name, value)
     return value
 
 
 def checked_name(op: str, name: str, value: Name, known: tuple[str, ...]) -> Name:
-    check(value in known, op, name, "be one of " + ", ".join(map(repr, known)), repr(value))
+    check_choice(op, name, value, known)
     return value
 
 

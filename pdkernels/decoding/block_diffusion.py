@@ -21,6 +21,7 @@ from pdkernels.decoding._sampling import (
     Seed,
     banned_tokens,
     checked_mask_token,
+    checked_name,
     checked_number,
     checked_sampling,
     checked_size,
@@ -91,7 +92,7 @@ class BlockSteps(Steps):
         if sampler is not None:
             check_type(isinstance(sampler, SamplerHead), _OP, "sampler", "be a SamplerHead", type(sampler).__name__)
             check(temperature == 0, _OP, "temperature", "be 0 with a sampler", temperature)
-        check(refresh in get_args(Refresh), _OP, "refresh", "be 'causal' or 'bidirectional'", repr(refresh))
+        checked_name(_OP, "refresh", refresh, get_args(Refresh))
         seeds = checked_sampling(_OP, temperature, seed, session.batch)
         self.model, self.limit = session.model, session.max_new_tokens
         self.threshold, self.temperature, self.sampler = threshold, temperature, sampler

@@ -17,7 +17,7 @@ from pdkernels._validation import check, check_type
 from pdkernels.decoding._filler import filler_words
 from pdkernels.decoding._multiblock import Limits, Progress
 from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampling, draw
-from pdkernels.decoding._session import Session, marked, without_choice
+from pdkernels.decoding._session import MOST_POSITIONS, Session, marked, without_choice
 from pdkernels.masks import TilePlan, candidates
 from pdkernels.ops import verify_draft
 
@@ -213,6 +213,9 @@ def _checked_limits(block_size: int, blocks: int, spawn_ratio: float, pool_size:
     ):
         check_type(type(value) is int, _OP, name, "be an int", type(value).__name__)
         check(value >= least, _OP, name, f"be at least {least}", value)
+    # More than a text can have is as good as that.
+    block_size, blocks = min(block_size, MOST_POSITIONS), min(blocks, MOST_POSITIONS)
+    pool_size, verification_size = min(pool_size, MOST_POSITIONS), min(verification_size, MOST_POSITIONS)
     check_type(type(spawn_ratio) in (int, float), _OP, "spawn_ratio", "be a number", type(spawn_ratio).__name__)
     check(0 <= spawn_ratio <= 1, _OP, "spawn_ratio", "be in [0, 1]", spawn_ratio)
     return Limits(block_size, blocks, math.ceil(spawn_ratio * block_size), pool_size, verification_size)

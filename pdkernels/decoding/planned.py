@@ -109,8 +109,8 @@ def decode(
     Returns:
         Forwards that the sequences took part in, summed.
     """
-    tags = _checked_tags(session, mask_token)
-    mask_token = checked_mask_token(_OP, session.model, mask_token)
+    checked = checked_mask_token(_OP, session.model, mask_token)
+    tags, mask_token = _checked_tags(session, mask_token), checked
     checked_flag(_OP, "sparse", sparse)
     checked_number(_OP, "steps_ratio", steps_ratio, 1.0)
     check(steps_ratio > 0, _OP, "steps_ratio", "be above 0", steps_ratio)

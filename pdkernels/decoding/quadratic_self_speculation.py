@@ -21,6 +21,7 @@ from pdkernels.decoding._sampling import (
     Seed,
     banned_tokens,
     checked_mask_token,
+    checked_name,
     checked_sampling,
     checked_size,
     distribution,
@@ -86,7 +87,7 @@ class QuadraticSteps(DraftSteps):
             ensemble_weight,
             "No mask is about the verifier's position.",
         )
-        check(ensemble in get_args(Ensemble), _OP, "ensemble", "be 'probability' or 'logit'", repr(ensemble))
+        checked_name(_OP, "ensemble", ensemble, get_args(Ensemble))
         seeds = checked_sampling(_OP, temperature, seed, session.batch)
         self.masks, self.in_group, self.temperature = masks, in_group, temperature
         self.ensemble_weight, self.ensemble = ensemble_weight, ensemble
@@ -211,7 +212,7 @@ def _checked_masks(block_size: int, masks_per_group: int | None, label_shift: in
     """Masks of a group."""
     checked_size(_OP, "block_size", block_size)
     check(type(label_shift) is int and label_shift in (0, 1), _OP, "label_shift", "be 0 or 1", label_shift)
-    check(in_group in get_args(InGroup), _OP, "in_group", "be 'bidirectional' or 'causal'", repr(in_group))
+    checked_name(_OP, "in_group", in_group, get_args(InGroup))
     least = block_size - label_shift
     if masks_per_group is None:
         return least

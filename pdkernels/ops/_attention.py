@@ -26,7 +26,7 @@ def given_scale(op: str, scale: float | None, q: Tensor) -> float:
         return q.shape[-1] ** -0.5 if q.dim() > 0 and q.shape[-1] > 0 else 1.0
     check_type(isinstance(scale, (int, float)), op, "scale", "be a number", type(scale).__name__)
     check(-LARGEST <= scale <= LARGEST, op, "scale", "be finite in float32", scale)
-    return scale
+    return float(scale) if isinstance(scale, int) else scale
 
 
 # The plan in the schema of an op: what `TilePlan.arguments` holds.

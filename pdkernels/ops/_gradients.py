@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from pdkernels._validation import message, refuse_tangents
+from pdkernels._validation import fail, message, refuse_tangents
 from pdkernels.ops._library import LIBRARY, NAMESPACE
 
 
@@ -30,6 +30,15 @@ def refuse_transforms(op: str, inputs: str) -> NoReturn:
     )
 
 
+def refuse_inference(op: str, arguments: tuple[Any, ...]) -> None:
+    """Autograd keeps the inputs of a forward, which tensors from inference mode do not allow."""
+    for tensor in arguments:
+        if isinstance(tensor, Tensor) and tensor.is_inference():
+            remedy = "Clone it outside of torch.inference_mode()."
+            actual = f"a tensor of shape {tuple(tensor.shape)} from it beside one that records gradients"
+            fail(op, "its inputs", "not be made in inference mode", actual, remedy)
+
+
 def register_gradients(op: torch._ops.OpOverload, function: type[torch.autograd.Function]) -> None:
     """`function` takes all arguments of the schema and runs where autograd records; elsewhere the op runs alone."""
     name = op._opname
@@ -41,6 +50,7 @@ def register_gradients(op: torch._ops.OpOverload, function: type[torch.autograd.
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
             if torch._C._are_functorch_transforms_active():
                 refuse_transforms(name, "its inputs")
+            refuse_inference(name, arguments)
             return function.apply(*arguments)
         with torch._C._AutoDispatchBelowAutograd():
             return op(*arguments)

@@ -30,7 +30,7 @@ def first_positions(
             starts = starts[:, None]
     if window is None:
         return starts
-    window = integer(op, "window", window, 1)
+    window = min(integer(op, "window", window, 1), 2**62)
     check_index(op, "lengths", lengths, (None,), q.device)
     if starts is not None:
         new = q.shape[1] if q.dim() > 1 and cu_seqlens is None and starts.shape[1:] != (1,) else 1

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from pdkernels import masks
-from pdkernels._validation import KERNEL_DTYPES, check_type, fail, message, refuse_tangents
+from pdkernels._validation import KERNEL_DTYPES, check_flag, check_type, fail, message, refuse_tangents
 from pdkernels.backends import Backend
 from pdkernels.masks import TilePlan
 from pdkernels.masks.tile_plan import PlanArguments
 from pdkernels.ops._attention import PLAN_SCHEMA, check_plan, dense_plan, given_scale, takes_head_dim
-from pdkernels.ops._gradients import refuse_second_derivative, refuse_transforms
+from pdkernels.ops._gradients import refuse_inference, refuse_second_derivative, refuse_transforms
 from pdkernels.ops._library import LIBRARY, Draw, call, define
 from pdkernels.reference import block_sparse_attention as reference
 
@@ -108,6 +108,7 @@ def block_sparse_attention(
             f"{plan.q_len} and {plan.kv_len}",
             "Build the mask for these lengths; pack(..., length=n) pads one.",
         )
+    check_flag(OP, "return_lse", return_lse)
     scale = given_scale(OP, scale, q)
     out, lse = call(attention_op, (q, k, v, *plan.arguments, scale), q, backend)
     return (out, lse) if return_lse else out
@@ -336,6 +337,7 @@ def _autograd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tens
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         if torch._C._are_functorch_transforms_active():
             refuse_transforms(OP, "q, k and v")
+        refuse_inference(OP, (q, k, v, *rest))
         results: tuple[Tensor, Tensor] = _Attention.apply(q, k, v, *rest)  # type: ignore[no-untyped-call]
         return results
     with torch._C._AutoDispatchBelowAutograd():

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pdkernels import masks
-from pdkernels._validation import check_type, fail, message, refuse_tangents
+from pdkernels._validation import check_flag, check_type, fail, message, refuse_tangents
 from pdkernels.backends import Backend
 from pdkernels.masks import TilePlan
 from pdkernels.ops._attention import PLAN_SCHEMA, given_scale
@@ -129,6 +129,7 @@ def speculative_attention(
         >>> pd.speculative_attention(q, k_new, v_new, k_cache, v_cache, lengths, mask.plan(32, 32)).shape
         torch.Size([2, 20, 8, 64])
     """
+    check_flag(OP, "return_lse", return_lse)
     arguments = _arguments(OP, q, k_new, v_new, k_cache, v_cache, lengths, plan, scale, cu_seqlens)
     options = _options(OP, q, lengths, plan, block_table, starts, window, cu_seqlens)
     out, lse = call(attention_op, (*arguments, *options), q, backend)
@@ -206,6 +207,7 @@ def speculative_attention_append_(
         >>> torch.equal(k_cache[:, 300:304], k_new[:, :4]), bool(k_cache[:, 304:].any())
         (True, False)
     """
+    check_flag(APPEND, "return_lse", return_lse)
     arguments = _arguments(APPEND, q, k_new, v_new, k_cache, v_cache, lengths, plan, scale, cu_seqlens)
     options = _options(APPEND, q, lengths, plan, block_table, starts, window, cu_seqlens)
     out, lse = call(append_op, (*arguments, *options, counts, source_index), q, backend)

@@ -230,7 +230,7 @@ def check_options(op: str, x: Tensor, width: int, options: Options) -> None:
         fail(op, "step", "be in [0, 2**32)", step)
     if not 1 <= top_k <= MAX_TOP_K or top_k > width:
         fail(op, "top_k", f"be in 1 .. min(V, {MAX_TOP_K}) = {min(MAX_TOP_K, int(width))}", top_k)
-    if distribution not in DISTRIBUTIONS:
+    if not isinstance(distribution, str) or distribution not in DISTRIBUTIONS:
         fail(op, "distribution", "be 'model' or 'sampling'", repr(distribution))
     _check_suppress(op, suppress, width)
     if row_index is not None:
@@ -239,7 +239,9 @@ def check_options(op: str, x: Tensor, width: int, options: Options) -> None:
 
 
 def _check_suppress(op: str, suppress: Sequence[int], width: int) -> None:
-    is_list = isinstance(suppress, (list, tuple)) and all(isinstance(token, int) for token in suppress)
+    is_list = isinstance(suppress, (list, tuple)) and all(
+        isinstance(token, int) and not isinstance(token, bool) for token in suppress
+    )
     check_type(is_list, op, "suppress", "be an int or a sequence of ints", repr(suppress))
     if len(suppress) > MAX_SUPPRESSED:
         fail(op, "suppress", f"have at most {MAX_SUPPRESSED} ids", len(suppress))

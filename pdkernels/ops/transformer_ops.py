@@ -172,7 +172,7 @@ def apply_rope_append_(
                 [ 0.,  0.]]), tensor([1., 1.]))
     """
     op = "apply_rope_append_"
-    if style not in STYLES:
+    if not isinstance(style, str) or style not in STYLES:
         fail(op, "style", "be 'half' or 'interleaved'", repr(style))
     arguments = (qkv, bias, cos, sin, k_cache, v_cache, lengths, counts, block_table, style == "interleaved", slots)
     call(apply_rope_append_op, arguments, qkv, backend)
@@ -215,7 +215,7 @@ def apply_rope_(
                 [-4.,  3.]])
     """
     op = "apply_rope_"
-    if style not in STYLES:
+    if not isinstance(style, str) or style not in STYLES:
         fail(op, "style", "be 'half' or 'interleaved'", repr(style))
     call(apply_rope_op, (x, cos, sin, positions, style == "interleaved"), x, backend)
 

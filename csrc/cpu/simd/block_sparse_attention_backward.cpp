@@ -13,17 +13,26 @@
 //   dQ = scale / w * (sum of weights * (products - delta) * keys - g / w * sum of weights * keys)
 //
 // and the other pass starts from delta + g / w and weights / w.
+//
+// In half precision rounding takes something noticeable from a large log-sum-exp only: such rows have their weights
+// divided by w too.
 #include "passes.h"
 #include "tiles_amx.h"
 
 namespace pdkernels::cpu::PDK_ISA {
 namespace {
 
+constexpr float kLargeLse = 4096;  // half of its last bit is as large as that of 16-bit results
+PDK_INLINE bool is_large(float lse) {
+  return (lse >= kLargeLse || lse <= -kLargeLse) && lse < kInfinity && lse > -kInfinity;
+}
+
 // What turns a score into a weight and a product into a gradient: for each lane if queries are in lanes, else for each
 // token.
 struct LaneStatistics {
   Vec lse[2], delta[2];
   Vec weights[2], gradients[2];  // per lane, summed over all tokens: w and g
+  bool large;                    // the log-sum-exp of any lane is
   PDK_INLINE Vec lse_of(int, int v) const { return lse[v]; }
   PDK_INLINE Vec delta_of(int, int v) const { return delta[v]; }
   PDK_INLINE Vec normalized(Vec weights, int) const { return weights; }  // w is not known yet
@@ -40,7 +49,7 @@ struct TokenStatistics {
   PDK_INLINE void add(int, Vec, Vec) const {}
 };
 
-// After all rows' delta: 1 / w, for float32.
+// After all rows' delta: 1 / w, where it is not 1.
 PDK_INLINE float* inverses(const AttentionGradArgs& args) {
   return args.delta + args.batch * args.q_heads * args.q_len;
 }
@@ -55,8 +64,9 @@ PDK_INLINE int64_t row_of(const AttentionGradArgs& args, int64_t batch, int64_t 
 // A query that saw nothing has a log-sum-exp of -inf; +inf in its place makes its weights 0.
 PDK_INLINE float usable(float lse) { return lse == -kInfinity ? kInfinity : lse; }
 
-// scores -> weights (if wanted), products -> gradients of the scores, both in place
-template <class Tiles, bool kExact, bool kKeepWeights, class Statistics>
+// scores -> weights (if wanted), products -> gradients of the scores, both in place. `kSums`: the sum of a row's weights
+// counts.
+template <class Tiles, bool kExact, bool kKeepWeights, bool kSums, class Statistics>
 void gradient_step(const Block* blocks, int num_blocks, float scale, Statistics& statistics, float* scores,
                    float* products) {
   constexpr int kVectors = Tiles::kVectors;
@@ -73,7 +83,7 @@ void gradient_step(const Block* blocks, int num_blocks, float scale, Statistics&
           const Vec score = rounded(reinterpret_cast<const Vec*>(score_block)[(j + k) * kVectors + v] * scale);
           const Vec product = reinterpret_cast<const Vec*>(product_block)[(j + k) * kVectors + v];
           weights[k] = exponential<kExact>(score - statistics.lse_of(token, v));
-          if constexpr (kExact) weights[k] = statistics.normalized(weights[k], token);
+          if constexpr (kSums) weights[k] = statistics.normalized(weights[k], token);
           gradients[k] = weights[k] * (product - statistics.delta_of(token, v));
           if (block.visible == nullptr) continue;
           const Ints visible = block.visible[(j + k) * kVectors + v];
@@ -89,7 +99,7 @@ void gradient_step(const Block* blocks, int num_blocks, float scale, Statistics&
     if constexpr (kKeepWeights) Tiles::pad_weights(score_block, block.count);
     Tiles::pad_weights(product_block, block.count);
   }
-  for (int v = 0; kExact && v < kVectors; ++v) statistics.add(v, weight_sums[v], gradient_sums[v]);
+  for (int v = 0; kSums && v < kVectors; ++v) statistics.add(v, weight_sums[v], gradient_sums[v]);
 }
 
 // Two operands per panel: queries and their gradients for dQ, keys and values for dK and dV. And one sum or two:
@@ -175,9 +185,27 @@ void start_queries(const AttentionGradArgs& args, int64_t batch, int64_t head, i
         args.delta[row] = delta;
       }
       lse = usable(args.lse[row]);
+      panel.statistics.large |= is_large(lse);
     }
     panel.statistics.lse[lane / kLanes][lane % kLanes] = lse;
     panel.statistics.delta[lane / kLanes][lane % kLanes] = delta;
+  }
+}
+
+// Half precision: divides the weights of rows with a large log-sum-exp by their sum, here and in the other pass.
+template <class Tiles>
+void normalize_queries(const AttentionGradArgs& args, int64_t batch, int64_t head, int64_t token, Panel<Tiles>& panel) {
+  Vec factor[Tiles::kVectors];
+  for (int lane = 0; lane < Tiles::kPanel; ++lane) {
+    const int v = lane / kLanes, i = lane % kLanes;
+    const float w = panel.statistics.weights[v][i];
+    const float inverse = is_large(panel.statistics.lse[v][i]) && w != 0 ? 1 / w : 1;
+    if (lane < panel.lanes.count) inverses(args)[row_of(args, batch, head, token, panel.lanes, lane)] = inverse;
+    factor[v][i] = args.scale * inverse;
+  }
+  for (int64_t d = 0; d < args.head_dim; ++d) {
+    for (int v = 0; v < Tiles::kVectors; ++v)
+      reinterpret_cast<Vec*>(panel.sums[0] + d * Tiles::kPanel)[v] *= factor[v];
   }
 }
 
@@ -244,8 +272,13 @@ void queries_tile(const AttentionGradArgs& args, int64_t batch, int64_t kv_head,
             if (n == 0) continue;
             Tiles::scores(memory.first.rows, panel.operands[0], args.head_dim, blocks, n, memory.scores);
             Tiles::scores(memory.second.rows, panel.operands[1], args.head_dim, blocks, n, memory.products);
-            gradient_step<Tiles, kExact, kExact>(blocks, n, args.scale, panel.statistics, memory.scores,
-                                                 memory.products);
+            if (kExact || panel.statistics.large) {
+              gradient_step<Tiles, kExact, kExact, true>(blocks, n, args.scale, panel.statistics, memory.scores,
+                                                         memory.products);
+            } else {
+              gradient_step<Tiles, kExact, kExact, false>(blocks, n, args.scale, panel.statistics, memory.scores,
+                                                          memory.products);
+            }
             accumulate<Tiles>(plain, keys.at, memory.first, memory.products, args.head_dim, blocks, n, panel.sums[0]);
             if constexpr (kExact)
               accumulate<Tiles>(plain, keys.at, memory.first, memory.scores, args.head_dim, blocks, n, panel.sums[1]);
@@ -256,7 +289,7 @@ void queries_tile(const AttentionGradArgs& args, int64_t batch, int64_t kv_head,
       if constexpr (kExact) {
         complete_queries(args, batch, head, token, panel);
       } else {
-        scale_sums<Tiles>(panel.sums[0], args.head_dim, args.scale);
+        normalize_queries(args, batch, head, token, panel);
       }
       const LanePointers<T, Tiles::kPanel> rows(args.dq, batch, token, head, panel.lanes);
       store_lanes<T, Tiles::kPanel>(panel.sums[0], args.head_dim, rows.at);
@@ -287,7 +320,11 @@ void keys_tile(const AttentionGradArgs& args, int64_t batch, int64_t kv_head, in
         [&](int64_t token, int64_t count, const uint32_t* bitmap, int64_t row) {
           for (int64_t in_group = 0; in_group < group; ++in_group) {
             const int64_t first_row = (batch * args.q_heads + head + in_group) * args.q_len + token;
-            for (int64_t j = 0; j < count; ++j) memory.lse[j] = usable(args.lse[first_row + j]);
+            bool large = false;
+            for (int64_t j = 0; j < count; ++j) {
+              memory.lse[j] = usable(args.lse[first_row + j]);
+              large |= is_large(memory.lse[j]);
+            }
             TokenStatistics statistics{memory.lse, args.delta + first_row, inverses(args) + first_row};
             const TokenPointers<const T> queries(args.q, batch, token, head + in_group, count);
             const TokenPointers<const T> grads(args.grad_out, batch, token, head + in_group, count);
@@ -303,7 +340,13 @@ void keys_tile(const AttentionGradArgs& args, int64_t batch, int64_t kv_head, in
               if (n == 0) continue;
               Tiles::scores(memory.first.rows, panel.operands[0], args.head_dim, blocks, n, memory.scores);
               Tiles::scores(memory.second.rows, panel.operands[1], args.head_dim, blocks, n, memory.products);
-              gradient_step<Tiles, kExact, true>(blocks, n, args.scale, statistics, memory.scores, memory.products);
+              if (kExact || large) {
+                gradient_step<Tiles, kExact, true, true>(blocks, n, args.scale, statistics, memory.scores,
+                                                         memory.products);
+              } else {
+                gradient_step<Tiles, kExact, true, false>(blocks, n, args.scale, statistics, memory.scores,
+                                                          memory.products);
+              }
               accumulate<Tiles>(plain_queries, queries.at, memory.first, memory.products, args.head_dim, blocks, n,
                                 panel.sums[0]);
               accumulate<Tiles>(plain_grads, grads.at, memory.second, memory.scores, args.head_dim, blocks, n,

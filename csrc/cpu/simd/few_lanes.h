@@ -79,7 +79,12 @@ void few_scores(const T* const* keys, int64_t count, const float* queries, int64
 // scores -> weights of one lane, in place, as in softmax_step; their sum in its order
 template <bool kExact>
 PDK_INLINE float few_weights(float* scores, int64_t count, float scale, float base) {
-  for (int64_t key = 0; key < count; key += kLanes) {
+  const bool far = !kExact && is_far(base);
+  for (int64_t key = 0; far && key < count; key += kLanes) {
+    Vec& at = *reinterpret_cast<Vec*>(scores + key);
+    at = exponential<false>(rounded(at * scale) - base);
+  }
+  for (int64_t key = 0; !far && key < count; key += kLanes) {
     Vec& at = *reinterpret_cast<Vec*>(scores + key);
     at = kExact ? exponential<true>(at - base) : exponential<false>(at * scale - base);
   }

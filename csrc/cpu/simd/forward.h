@@ -49,7 +49,8 @@ struct Memory {
 // with.
 //
 // Exact scores are rounded before the largest is subtracted: these are stored. The others are scaled again, with the
-// subtraction fused in masked and unmasked blocks alike, so that a lane's result does not depend on the other lanes.
+// subtraction fused in masked and unmasked blocks alike, so that a lane's result does not depend on the other lanes;
+// not in lanes with far scores.
 template <class Tiles, bool kExact>
 void softmax_step(Panel<Tiles>& panel, const Block* blocks, int num_blocks, float scale, float* scores, Vec* factor) {
   constexpr int kVectors = Tiles::kVectors;
@@ -74,25 +75,40 @@ void softmax_step(Panel<Tiles>& panel, const Block* blocks, int num_blocks, floa
     factor[v] = exponential<kExact>(panel.largest[v] - base[v]);
     panel.largest[v] = largest[v];
   }
-  for (int b = 0; b < num_blocks; ++b) {
-    float* block = scores + b * kBlock * Tiles::kPanel;
-    const Vec* row = reinterpret_cast<const Vec*>(block);
-    const int count = blocks[b].count;
-    const Ints* visible = blocks[b].visible;
-    const auto weight = [&](int j, int v) {
-      const Vec score = row[j * kVectors + v];
-      if constexpr (kExact) return exponential<true>(score - base[v]);
-      const Vec all = exponential<false>(score * scale - base[v]);
-      return visible == nullptr ? all : choose(visible[j * kVectors + v], all, Vec{});
-    };
-    for (int j = 0; j < count; j += 2) {
-      for (int v = 0; v < kVectors; ++v) {
-        const Vec even = weight(j, v), odd = j + 1 < count ? weight(j + 1, v) : Vec{};
-        sum[v] += even + odd;
-        Tiles::put_weights(block, j, v, even, odd);
+  // Another value to the compiler: with a product that is used twice it would not fuse the near lanes' subtraction.
+  const Vec scale_again = rounded(splat(scale));
+  const auto weigh = [&](auto any_far) {
+    for (int b = 0; b < num_blocks; ++b) {
+      float* block = scores + b * kBlock * Tiles::kPanel;
+      const Vec* row = reinterpret_cast<const Vec*>(block);
+      const int count = blocks[b].count;
+      const Ints* visible = blocks[b].visible;
+      const auto weight = [&](int j, int v) {
+        const Vec score = row[j * kVectors + v];
+        if constexpr (kExact) return exponential<true>(score - base[v]);
+        Vec below = score * scale - base[v];
+        if constexpr (decltype(any_far)::value) {
+          below = choose(is_far(base[v]), rounded(score * scale_again) - base[v], below);
+        }
+        const Vec all = exponential<false>(below);
+        return visible == nullptr ? all : choose(visible[j * kVectors + v], all, Vec{});
+      };
+      for (int j = 0; j < count; j += 2) {
+        for (int v = 0; v < kVectors; ++v) {
+          const Vec even = weight(j, v), odd = j + 1 < count ? weight(j + 1, v) : Vec{};
+          sum[v] += even + odd;
+          Tiles::put_weights(block, j, v, even, odd);
+        }
       }
+      Tiles::pad_weights(block, count);
     }
-    Tiles::pad_weights(block, count);
+  };
+  uint32_t far = 0;
+  for (int v = 0; !kExact && v < kVectors; ++v) far |= bits_of(is_far(base[v]));
+  if (far != 0) {
+    weigh(Count<1>{});
+  } else {
+    weigh(Count<0>{});
   }
   // As in accumulate(), a chunk's part is added when it is complete.
   for (int v = 0; v < kVectors; ++v) panel.total[v] = panel.total[v] * factor[v] + sum[v];

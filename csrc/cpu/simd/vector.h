@@ -51,6 +51,12 @@ PDK_INLINE Vec rounded(Vec x) {
   return x;
 }
 
+// From here on the rounding of a score may exceed what a fused subtraction of the largest one can take: it leaves up to
+// half a unit in the last place, whose exponential overflows or vanishes.
+constexpr float kFarScore = 0x1p27f;
+PDK_INLINE Ints is_far(Vec largest) { return (largest >= kFarScore) | (largest <= -kFarScore); }
+PDK_INLINE bool is_far(float largest) { return largest >= kFarScore || largest <= -kFarScore; }
+
 PDK_INLINE Ints lane_numbers() {
   Ints lanes{};
   for (int i = 0; i < kLanes; ++i) lanes[i] = i;
