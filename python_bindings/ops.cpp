@@ -24,13 +24,15 @@ void pdkernels::cpu::run_parallel(int64_t begin, int64_t end, int64_t grain, Ran
   TORCH_ERROR_CODE_CHECK(torch_parallel_for(begin, end, grain, function, context));
 }
 
+// A thread keeps what its last call took, or up to kKept: one call with very long rows must not hold memory for good.
 char* pdkernels::cpu::thread_scratch(int64_t bytes) {
+  constexpr int64_t kKept = int64_t{1} << 22;
   struct Free {
     void operator()(char* p) const { ::operator delete(p, std::align_val_t{64}); }
   };
   thread_local std::unique_ptr<char, Free> memory;
   thread_local int64_t size = 0;
-  if (size < bytes) {
+  if (size < bytes || (size > kKept && size / 4 > bytes)) {
     memory.reset();
     memory.reset(static_cast<char*>(::operator new(bytes, std::align_val_t{64})));
     size = bytes;

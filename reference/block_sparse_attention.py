@@ -40,8 +40,8 @@ def block_sparse_attention(
     lse = scores.logsumexp(dim=-1)
     weights = (scores - lse.masked_fill(lse.isneginf(), 0).unsqueeze(-1)).exp()
     # A large log-sum-exp is rounded by more than its logarithm adds to the largest score: only sums make them add up to 1.
-    total = weights.sum(-1, keepdim=True)
-    weights = (weights / total.masked_fill(total == 0, 1)).to(q.dtype)
+    total, near = weights.sum(-1, keepdim=True), (lse.abs() < 16384).unsqueeze(-1)
+    weights = (weights / total.masked_fill(near | (total == 0), 1)).to(q.dtype)
     out = weights @ values if finite else _visible_sums(weights, values, hidden)
     return out.transpose(1, 2).contiguous(), lse
 
