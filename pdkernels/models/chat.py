@@ -38,7 +38,8 @@ class ChatTemplate:
         self, source: str | Mapping[str, str], tokens: Mapping[str, str] = {}, where: str = "chat template"
     ) -> None:
         self.named = dict(source) if isinstance(source, Mapping) else None
-        for name, text in (self.named or {"": source}).items():
+        every: dict[str, Any] = {"": source} if self.named is None else self.named
+        for name, text in every.items():
             label = f"{where} {name!r}" if name else where
             check_type(isinstance(text, str), OP, label, "be text", type(text).__name__)
             check(len(text) <= _MOST, OP, label, f"have at most {_MOST} characters", len(text))
@@ -167,7 +168,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 def _mark_final(message: dict[str, Any], field: str, source: str) -> str:
     """Puts a mark after the text of the last message; returns that text."""
     op, label = _OP, "continue_final_message"
-    text = message.get(field)
+    text: Any = message.get(field)
     check(text is not None, op, label, "name a field of the last message", shown(field))
     fields = [name for name in _REASONING if message.get(name) == text] if field in _REASONING else [field]
     check(any(name in source for name in fields), op, label, "name a field that the template reads", shown(field))
