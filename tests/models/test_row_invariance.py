@@ -157,7 +157,7 @@ def test_statistics_of_a_row_do_not_depend_on_others(dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_recurrent_depth_of_one_recurrence(dtype: torch.dtype) -> None:
-    """With more, later rows read another recurrence of earlier ones: see docs/decoding.md."""
+    """With more, later rows read another recurrence of earlier ones: see docs/recurrent_depth.md."""
     config = RecurrentDepthConfig(
         vocab_size=VOCABULARY,
         hidden_size=48,
