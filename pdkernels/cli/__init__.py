@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,37 +24,29 @@ except ModuleNotFoundError as missing:
         raise
     sys.exit("The pdkernels command line needs typer and rich: pip install 'pdkernels[cli]'")
 
-import torch
 
 from pdkernels import decoding, evaluation, models
 from pdkernels._validation import check as demand
 from pdkernels.cli._batch import batch
 from pdkernels.cli._chat import chat
 from pdkernels.cli._demo import demo
+from pdkernels.cli._doctor import doctor
+from pdkernels.cli._generate import generate
+from pdkernels.cli._models import list_models
 from pdkernels.cli._plans import COLUMNS, evaluate_plans
 from pdkernels.cli._predict import predict
 from pdkernels.cli._reproduce import reproduce
 from pdkernels.cli._sweep import run_sweep
-from pdkernels.cli._tables import evaluation_table, generation_table
-from pdkernels.cli._terminal import (
-    ACCEPTED,
-    LEGEND,
-    PROMPT,
-    Stream,
-    assigned_options,
-    errors_reported,
-    use_threads,
-    visible,
-)
-from pdkernels.config import show_config
-from pdkernels.decoding._method import SHARED
+from pdkernels.cli._tables import evaluation_table
+from pdkernels.cli._terminal import check_file, errors_reported, use_threads
+from pdkernels.cli._usage import Commands, print_version
 from pdkernels.decoding.methods import METHODS
-from pdkernels.decoding.result import DecodeResult
 from pdkernels.models.zoo import WEIGHTS
 
 __all__ = ["app", "main"]
 
 app = typer.Typer(
+    cls=Commands,
     help="Parallel decoding of language models.",
     no_args_is_help=True,
     add_completion=False,
@@ -63,141 +54,21 @@ app = typer.Typer(
 )
 
 
-def _help(option: str) -> str:
-    """The help of an option of `generate`, from the decoders that have it."""
-    texts: dict[str, list[str]] = {}
-    for name, method in METHODS.items():
-        if option in method.options:
-            texts.setdefault(re.split(r"[:;.] |\.$", method.options[option].help)[0], []).append(name)
-    return "; ".join(f"{', '.join(names)}: {text}" for text, names in texts.items())
-
-
-@app.command()
-def generate(
-    prompt: Annotated[str, typer.Option(help="Text to continue.")],
-    model: Annotated[str, typer.Option(help="Name of a model, a checkpoint's folder, or a .gguf file.")] = "tiny-code",
-    method: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Decoding method, or 'all' for all that the model can run; by default 'jacobi' or 'llada'. May be given several times."
-        ),
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Most new tokens; an end token stops earlier.")] = 128,
-    block_size: Annotated[int | None, typer.Option(help=_help("block_size"))] = None,
-    window: Annotated[int | None, typer.Option(help=_help("window"))] = None,
-    seed: Annotated[int | None, typer.Option(help=SHARED["seed"])] = None,
-    page_size: Annotated[int | None, typer.Option(help=SHARED["page_size"])] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Any other option of the method; may be given several times."),
-    ] = None,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1, tokens of the text become less likely.")] = 1.0,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="A string that ends the text; may be given several times.")
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads; by default one for a tiny model, else torch's default.")
-    ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Compare with greedy autoregressive decoding; exit code 1 if different.")
-    ] = False,
-    html: Annotated[
-        Path | None,
-        typer.Option(dir_okay=False, writable=True, help="Write a page that replays the decoding into this file."),
-    ] = None,
-) -> None:
-    """Continue a prompt, show which tokens were accepted drafts, and what the generation cost."""
-    console = Console(highlight=False)
-    given = {"block_size": block_size, "window": window, "seed": seed, "page_size": page_size}
-    options = {name: value for name, value in given.items() if value is not None}
-    with errors_reported():
-        options |= assigned_options("generate", option or [])
-        language_model = models.load(model)
-        usual = next(name for name in METHODS if name != "autoregressive" and METHODS[name].supports(language_model))
-        methods = _methods(method or [usual], options, language_model)
-        if check:
-            greedy_exists = decoding.supports("autoregressive", language_model)
-            demand(
-                greedy_exists,
-                "generate",
-                "--check",
-                "be for a model that decodes token by token",
-                model,
-                "Leave it out.",
-            )
-        if html is not None:
-            demand(len(methods) == 1, "generate", "--html", "come with one --method", ", ".join(methods))
-            _make_folder("generate", "--html", html)
-        use_threads(threads, [language_model])
-        asked: dict[str, Any] = {"repetition_penalty": repetition_penalty, "stop_strings": stop or []}
-        traced = {"trace": html is not None, **asked}
-        results = {
-            name: _run(console, language_model, prompt, name, max_new_tokens, {**methods[name], **traced})
-            for name in methods
-        }
-        if html is not None:
-            next(iter(results.values())).save_html(html, f"{model}, {next(iter(methods))}")
-        greedy = None
-        if check:
-            greedy = results.get("autoregressive") or decoding.generate(
-                language_model, prompt, max_new_tokens=max_new_tokens, **asked
-            )
-
-    same = {name: greedy is None or result.tokens.equal(greedy.tokens) for name, result in results.items()}
-    console.print(generation_table(results, same if check else None))
-    if console.color_system is not None:
-        console.print(LEGEND)
-    if greedy is not None and any(same.values()):
-        quickest = min((name for name in results if same[name]), key=lambda name: results[name].stats.forwards)
-        fewer, all_of_them = results[quickest].stats.forwards, greedy.stats.forwards
-        if fewer < all_of_them:
-            console.print(f"{quickest}: the same tokens in {fewer} forwards of the model instead of {all_of_them}.")
-    if not all(same[name] for name in same if decoding.is_lossless(name)):
-        raise typer.Exit(1)
-
-
-def _methods(names: list[str], options: dict[str, Any], model: Any) -> dict[str, dict[str, Any]]:
-    """The options of each requested method. An option that none of them takes is an error, not ignored."""
-    if "all" in names:
-        fills_masks = model.mask_token is not None
-        names = [
-            name
-            for name, method in METHODS.items()
-            if method.supports(model) and (fills_masks or not method.needs_mask_token)
-        ]
-    accepted = {name: decoding.method_options(name) for name in names}
-    for option in options:
-        if not any(option in known for known in accepted.values()):
-            raise typer.BadParameter(f"--{option.replace('_', '-')} is no option of {' or '.join(accepted)}.")
-    return {
-        name: {option: value for option, value in options.items() if option in known}
-        for name, known in accepted.items()
-    }
-
-
-def _run(
-    console: Console, model: Any, prompt: str, method: str, max_new_tokens: int, options: dict[str, Any]
-) -> DecodeResult[torch.Tensor, str]:
-    # A few unseen tokens after a short prompt first, so that no method pays for the start of the process.
-    chosen = decoding.find(method)
-    decoding.generate(model, prompt[:100], chosen, max_new_tokens=min(4, max_new_tokens), **options)
-    console.rule(Text(method, "bold"), align="left", style="dim")
-    console.print(Text(visible(prompt), PROMPT), end="", soft_wrap=True)
-    if chosen.wing == "planned":  # their tokens do not come in text order, and not all are text
-        result = decoding.generate(model, prompt, chosen, max_new_tokens=max_new_tokens, **options)
-        console.print(Text(visible(result.text or ""), ACCEPTED), soft_wrap=True)
-        return result
-    stream = Stream(console, model.tokenizer)
-    result = decoding.generate(model, prompt, chosen, max_new_tokens=max_new_tokens, on_tokens=stream, **options)
-    stream.finish()
-    return result
-
-
+app.command()(generate)
 app.command("batch")(batch)
 app.command("chat")(chat)
 app.command("demo")(demo)
 app.command("predict")(predict)
 app.command("reproduce")(reproduce)
+
+
+@app.callback()
+def shared(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=print_version, help="Print the version.")
+    ] = False,
+) -> None:
+    """Parallel decoding of language models."""
 
 
 @app.command("eval")
@@ -272,7 +143,7 @@ def evaluate(
         demand(bool(sweep) or not (resume or most_rows), "eval", "--resume, --most-rows", "be with --sweep", "none")
         for option, path in (("--plot", plot), ("--json", json_path)):
             if path is not None:
-                _make_folder("eval", option, path)
+                check_file("eval", option, path)
         if plot is not None:
             demand(plot.suffix == ".png", "eval", "--plot", "be a path that ends in .png", str(plot))
             if importlib.util.find_spec("matplotlib") is None:
@@ -368,13 +239,6 @@ def evaluate(
         raise typer.Exit(1)
 
 
-def _make_folder(command: str, option: str, path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        demand(False, command, option, "lie in a folder that can be made", f"{path} ({error.strerror})")
-
-
 def _load_all(names: list[str]) -> tuple[dict[str, Any], list[str]]:
     """Models by name, and a line for each of the package's models that is missing here."""
     ours = {"tiny-planned", *(name for family in evaluation.FAMILIES.values() for name in family.models)}
@@ -405,22 +269,13 @@ def list_methods(
     Console(highlight=False).print(table)
 
 
-@app.command("models")
-def list_models() -> None:
-    """List the models that can be loaded by name."""
-    for name in models.available():
-        typer.echo(name)
-
-
-@app.command()
-def doctor() -> None:
-    """Show versions, what was compiled and what each op uses on each device."""
-    with errors_reported():
-        typer.echo(show_config())
+app.command("models")(list_models)
+app.command()(doctor)
 
 
 def main() -> None:
     """Entry point of the console script."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # generated text may have characters that this output cannot encode
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # generated text may have characters that this output cannot encode
     app(prog_name="pdkernels")

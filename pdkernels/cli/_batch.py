@@ -57,7 +57,10 @@ def batch(
     """
     console = Console(stderr=True, highlight=False)
     given = {"temperature": temperature, "top_p": top_p}
-    with errors_reported(), Progress(*_COLUMNS, console=console, transient=True) as progress:
+    with (
+        errors_reported(),
+        Progress(*_COLUMNS, console=console, transient=True, disable=not console.is_terminal) as progress,
+    ):
         bar = progress.add_task("", total=None)
         demand(not (threads and workers), "batch", "--threads", "be without --workers, which take --cpus", threads)
         if threads:

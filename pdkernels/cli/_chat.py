@@ -13,9 +13,21 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from pdkernels import decoding, models
+from pdkernels import decoding
 from pdkernels._validation import check as demand
-from pdkernels.cli._terminal import LEGEND, Stream, errors_reported, is_ours, report, use_threads, visible
+from pdkernels.cli._terminal import (
+    DEVICE_HELP,
+    DTYPE_HELP,
+    LEGEND,
+    Stream,
+    assigned_options,
+    errors_reported,
+    is_ours,
+    load,
+    report,
+    use_threads,
+    visible,
+)
 from pdkernels.decoding._method import SHARED
 
 COMMANDS = "Commands: /reset forgets the chat, /exit or Ctrl-D ends it; Ctrl-C stops an answer."
@@ -93,21 +105,34 @@ def chat(
     model: Annotated[str, typer.Option(help="Name of a model, a checkpoint's folder, or a .gguf file.")] = (
         "smollm2-135m-instruct"
     ),
-    method: Annotated[str, typer.Option(help="Decoding method.")] = "jacobi",
+    method: Annotated[
+        str | None,
+        typer.Option(help="Decoding method; by default the one the model was trained for, else 'jacobi' with lookups."),
+    ] = None,
     draft: Annotated[
-        str, typer.Option(help="For 'jacobi': 'lookup' for any model, 'model' for one that was trained to jump ahead.")
-    ] = "lookup",
+        str | None,
+        typer.Option(help="For 'jacobi': 'lookup' for any model, 'model' for one that was trained to jump ahead."),
+    ] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens of a draft or block; by default the method's.")] = None,
-    temperature: Annotated[float, typer.Option(help=SHARED["temperature"])] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    temperature: Annotated[float | None, typer.Option(help=SHARED["temperature"])] = None,
+    top_p: Annotated[float | None, typer.Option(help=SHARED["top_p"])] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the draws.")] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Any other option of the method; may be given several times."),
+    ] = None,
     system: Annotated[str | None, typer.Option(help="The system message that opens the chat.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 512,
+    device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "cpu",
+    dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's choice.")] = None,
 ) -> None:
     """Chat with a model. Accepted drafts are in colour; each answer ends with a line of figures."""
     console = Console(highlight=False)
     with errors_reported():
-        language_model: Any = models.load(model)
+        if method is not None:
+            decoding.find(method)
+        language_model: Any = load("chat", model, device, dtype)
         use_threads(threads, [language_model])
         demand(
             hasattr(language_model.tokenizer, "encode_chat"),
@@ -117,9 +142,14 @@ def chat(
             model,
             "Use generate to continue a text.",
         )
-        known = decoding.method_options(method)
-        given = {"draft": draft, "block_size": block_size, "temperature": temperature, "seed": seed}
-        options = {name: value for name, value in given.items() if name in known and value is not None}
+        given = {"draft": draft, "block_size": block_size, "temperature": temperature, "top_p": top_p, "seed": seed}
+        options = {name: value for name, value in given.items() if value is not None}
+        options |= assigned_options("chat", option or [], options)
+        if method is None:
+            method, chosen = decoding.default_method(language_model, options, name=model)
+            options = {**chosen, **options}
+        elif method == "jacobi":
+            options.setdefault("draft", "lookup")
         # A first, unseen answer: it absorbs the start-up cost, and what cannot work is refused before the first question.
         first = [{"role": "user", "content": "Hi"}]
         decoding.generate(language_model, first, decoding.find(method), max_new_tokens=1, **options)

@@ -19,7 +19,18 @@ from rich.table import Table
 from rich.text import Text
 
 from pdkernels import decoding, models
-from pdkernels.cli._terminal import LEGEND, PROMPT, Stream, errors_reported, use_threads, visible
+from pdkernels._validation import check as demand
+from pdkernels.cli._terminal import (
+    DEVICE_HELP,
+    DTYPE_HELP,
+    LEGEND,
+    PROMPT,
+    Stream,
+    errors_reported,
+    load,
+    use_threads,
+    visible,
+)
 from pdkernels.models.packaged import PACKAGED, packaged
 from pdkernels.models.zoo import WEIGHTS
 
@@ -58,6 +69,8 @@ def demo(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 128,
     rounds: Annotated[int, typer.Option(min=1, help="Measurements of each; the median counts.")] = 3,
+    device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "cpu",
+    dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's choice.")] = None,
 ) -> None:
     """Answer questions in every way that gives the same tokens, and show the cost of each.
@@ -66,7 +79,12 @@ def demo(
     """
     console, same = Console(highlight=False), True
     with errors_reported():
-        language_model: Any = models.load(model)
+        language_model: Any = load("demo", model, device, dtype)
+        remedy = "Use generate to continue a text."
+        chats = hasattr(language_model.tokenizer, "encode_chat")
+        demand(chats, "demo", "--model", "have a chat template", model, remedy)
+        one_by_one = decoding.supports(GREEDY, language_model)
+        demand(one_by_one, "demo", "--model", "decode token by token", model, "Use chat, or generate --method all.")
         use_threads(threads, [language_model])
         competitors = _competitors(model, language_model)
         for text in question or QUESTIONS:

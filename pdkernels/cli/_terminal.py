@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from pdkernels import models
 from pdkernels._validation import check, check_choice
 from pdkernels.evaluation.sweep import parse_value
 from pdkernels.models.layout import DTYPES
@@ -81,6 +84,24 @@ def errors_reported() -> Iterator[None]:
 
 
 DTYPE_HELP = f"Of the weights: {', '.join(DTYPES)}; by default the checkpoint's."
+
+
+DEVICE_HELP = "Where the model goes: cpu or cuda."
+
+
+def load(command: str, model: str, device: str, dtype: str | None) -> Any:
+    """The model that the command line names."""
+    asked: dict[str, Any] = {"dtype": named_dtype(command, dtype), "device": device}
+    usual = {"dtype": None, "device": "cpu"}
+    return models.load(model, **{name: value for name, value in asked.items() if value != usual[name]})
+
+
+def check_file(command: str, option: str, path: Path) -> None:
+    """Before anything runs: a file that could not be written at its end."""
+    check(not path.is_dir(), command, option, "be a file", f"the folder {path}")
+    check(path.parent.is_dir(), command, option, "lie in a folder that exists", str(path), "Make the folder first.")
+    writable = os.access(path if path.exists() else path.parent, os.W_OK)
+    check(writable, command, option, "be a file that can be written", str(path))
 
 
 def named_dtype(command: str, name: str | None) -> torch.dtype | None:

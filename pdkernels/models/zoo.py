@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -36,6 +37,9 @@ WEIGHTS = Path(__file__).parent / "weights"
 
 _SCALINGS = {rule.__name__: rule for rule in (FactorScaling, LinearScaling, Llama3Scaling, YarnScaling)}
 _CONFIGS = {Transformer.__name__: TransformerConfig, RecurrentDepth.__name__: RecurrentDepthConfig}
+
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def available() -> tuple[str, ...]:
@@ -229,6 +233,9 @@ def _folder(name: str, is_path: bool) -> Path:
         found = there = False
     if not found and there:
         fail(OP, "name_or_path", "be a folder", f"the file {shown(name)}", "Name the folder that holds it.")
+    if not found and not is_path and _HUB_NAME.fullmatch(name):
+        remedy = f"For a model of the Hugging Face hub: `hf download {name} --local-dir {name.partition('/')[2]}`, then name that folder."
+        fail(OP, "name_or_path", "be a folder that exists", f"{shown(name)}, which is missing", remedy)
     if not found and (is_path or os.sep in name or name.startswith((".", "~"))):
         fail(OP, "name_or_path", "be a folder that exists", f"{shown(name)}, which is missing")
     models = f"Models: {', '.join(available())}."

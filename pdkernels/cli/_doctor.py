@@ -1,0 +1,64 @@
+"""``python -m pdkernels doctor``: versions, what was compiled, and whether fewer threads would be faster just now."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+import typer
+
+from pdkernels.cli._terminal import errors_reported
+from pdkernels.config import show_config
+
+_SECONDS = 0.15  # of each count of threads
+_CLEARLY = 1.2
+
+
+def doctor() -> None:
+    """Show versions, what was compiled, what each op uses on each device, and whether fewer threads would be faster."""
+    with errors_reported():
+        typer.echo(show_config())
+        for line in thread_advice(torch.get_num_threads()):
+            typer.echo(line)
+
+
+def thread_advice(threads: int, measure: Callable[[int], float] | None = None) -> list[str]:
+    """What a step of decoding takes on one thread and on all, and what follows from that.
+
+    >>> thread_advice(2, {1: 0.002, 2: 0.1}.__getitem__)[-1]
+    'Fewer threads are faster: pass --threads 1, or set OMP_NUM_THREADS=1.'
+    """
+    lines = ["threads"]
+    if hasattr(os, "getloadavg"):
+        lines.append(f"  load        {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    if threads == 1:
+        return [*lines, "  There is one, so no others can be waited for."]
+    times = {count: (measure or _step_seconds)(count) for count in (1, threads)}
+    lines += [
+        f"  {count} {'thread ' if count == 1 else 'threads'}   {1e3 * each:.2f} ms a step"
+        for count, each in times.items()
+    ]
+    if times[1] * _CLEARLY < times[threads]:
+        return [*lines, "Fewer threads are faster: pass --threads 1, or set OMP_NUM_THREADS=1."]
+    return lines
+
+
+def _step_seconds(threads: int) -> float:
+    """Products with a row, as a forward of one token has; each ends when the last thread does."""
+    before = torch.get_num_threads()
+    weights, row = torch.ones(1024, 1024), torch.ones(1, 1024)
+    times = list[float]()
+    try:
+        torch.set_num_threads(threads)
+        stop = time.perf_counter() + _SECONDS
+        while len(times) < 3 or time.perf_counter() < stop:
+            start = time.perf_counter()
+            for _ in range(10):
+                row @ weights
+            times.append(time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(before)
+    return median(times)

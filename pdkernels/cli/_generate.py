@@ -1,0 +1,178 @@
+"""``python -m pdkernels generate``: a prompt continued by one method or several, with what each took."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from pdkernels import decoding
+from pdkernels._validation import check as demand
+from pdkernels._validation import did_you_mean
+from pdkernels.cli._tables import generation_table
+from pdkernels.cli._terminal import (
+    ACCEPTED,
+    DEVICE_HELP,
+    DTYPE_HELP,
+    LEGEND,
+    PROMPT,
+    Stream,
+    assigned_options,
+    check_file,
+    errors_reported,
+    load,
+    use_threads,
+    visible,
+)
+from pdkernels.decoding._method import SHARED
+from pdkernels.decoding.methods import METHODS
+from pdkernels.decoding.result import DecodeResult
+
+
+def _help(option: str) -> str:
+    """The help of an option of `generate`, from the decoders that have it."""
+    texts: dict[str, list[str]] = {}
+    for name, method in METHODS.items():
+        if option in method.options:
+            texts.setdefault(re.split(r"[:;.] |\.$", method.options[option].help)[0], []).append(name)
+    return "; ".join(f"{', '.join(names)}: {text}" for text, names in texts.items())
+
+
+def generate(
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    model: Annotated[str, typer.Option(help="Name of a model, a checkpoint's folder, or a .gguf file.")] = "tiny-code",
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Decoding method, or 'all' for all that the model can run; by default the one the model was trained for, else 'jacobi' with lookups. May be given several times."
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens; an end token stops earlier.")] = 128,
+    block_size: Annotated[int | None, typer.Option(help=_help("block_size"))] = None,
+    window: Annotated[int | None, typer.Option(help=_help("window"))] = None,
+    temperature: Annotated[float | None, typer.Option(help=SHARED["temperature"])] = None,
+    top_p: Annotated[float | None, typer.Option(help=SHARED["top_p"])] = None,
+    seed: Annotated[int | None, typer.Option(help=SHARED["seed"])] = None,
+    page_size: Annotated[int | None, typer.Option(help=SHARED["page_size"])] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Any other option of the method; may be given several times."),
+    ] = None,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1, tokens of the text become less likely.")] = 1.0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="A string that ends the text; may be given several times.")
+    ] = None,
+    device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "cpu",
+    dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads; by default one for a tiny model, else torch's default.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare with greedy autoregressive decoding; exit code 1 if different.")
+    ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, writable=True, help="Write a page that replays the decoding into this file."),
+    ] = None,
+) -> None:
+    """Continue a prompt, show which tokens were accepted drafts, and what the generation cost."""
+    console = Console(highlight=False)
+    given: dict[str, Any] = {"block_size": block_size, "window": window, "seed": seed, "page_size": page_size}
+    given |= {"temperature": temperature, "top_p": top_p}
+    options = {name: value for name, value in given.items() if value is not None}
+    with errors_reported():
+        named = assigned_options("generate", option or [], options)
+        if html is not None:
+            check_file("generate", "--html", html)
+            demand(len(method or [""]) == 1, "generate", "--html", "come with one --method", ", ".join(method or ()))
+            demand("all" not in (method or ()), "generate", "--html", "come with one --method", "all")
+        for name in set(method or ()) - {"all"}:
+            decoding.find(name)
+        language_model = load("generate", model, device, dtype)
+        if method:
+            methods = _methods(method, options, named, language_model)
+        else:
+            usual, chosen = decoding.default_method(language_model, {**options, **named}, name=model)
+            methods = _methods([usual], options, named, language_model)
+            methods[usual] = {**chosen, **methods[usual]}
+        if check:
+            greedy_exists = decoding.supports("autoregressive", language_model)
+            demand(
+                greedy_exists,
+                "generate",
+                "--check",
+                "be for a model that decodes token by token",
+                model,
+                "Leave it out.",
+            )
+        use_threads(threads, [language_model])
+        asked: dict[str, Any] = {"repetition_penalty": repetition_penalty, "stop_strings": stop or []}
+        traced = {"trace": html is not None, **asked}
+        results = {
+            name: _run(console, language_model, prompt, name, max_new_tokens, {**methods[name], **traced})
+            for name in methods
+        }
+        if html is not None:
+            next(iter(results.values())).save_html(html, f"{model}, {next(iter(methods))}")
+        greedy = None
+        if check:
+            greedy = results.get("autoregressive") or decoding.generate(
+                language_model, prompt, max_new_tokens=max_new_tokens, **asked
+            )
+
+    same = {name: greedy is None or result.tokens.equal(greedy.tokens) for name, result in results.items()}
+    console.print(generation_table(results, same if check else None))
+    if console.color_system is not None:
+        console.print(LEGEND)
+    if greedy is not None and any(same.values()):
+        quickest = min((name for name in results if same[name]), key=lambda name: results[name].stats.forwards)
+        fewer, all_of_them = results[quickest].stats.forwards, greedy.stats.forwards
+        if fewer < all_of_them:
+            console.print(f"{quickest}: the same tokens in {fewer} forwards of the model instead of {all_of_them}.")
+    if not all(same[name] for name in same if decoding.is_lossless(name)):
+        raise typer.Exit(1)
+
+
+def _methods(names: list[str], options: dict[str, Any], named: dict[str, Any], model: Any) -> dict[str, dict[str, Any]]:
+    """The options of each requested method. One that none of them takes is an error, in the form it was typed (`named`: by --option)."""
+    if "all" in names:
+        fills_masks = model.mask_token is not None
+        names = [
+            name
+            for name, method in METHODS.items()
+            if method.supports(model) and (fills_masks or not method.needs_mask_token)
+        ]
+    accepted = {name: decoding.method_options(name) for name in names}
+    known = list(dict.fromkeys(option for found in accepted.values() for option in found))
+    for option in options | named:
+        typed = f"--option {option}=" if option in named else f"--{option.replace('_', '-')}"
+        words = f"be an option of {' or '.join(accepted)}"
+        remedy = "" if option in known else f"{did_you_mean(option, known)}These are: {', '.join(known)}."
+        demand(option in known, "generate", typed, words, "one that is not", remedy)
+    return {
+        name: {option: value for option, value in (options | named).items() if option in found}
+        for name, found in accepted.items()
+    }
+
+
+def _run(
+    console: Console, model: Any, prompt: str, method: str, max_new_tokens: int, options: dict[str, Any]
+) -> DecodeResult[torch.Tensor, str]:
+    # A few unseen tokens after a short prompt first, so that no method pays for the start of the process.
+    chosen = decoding.find(method)
+    decoding.generate(model, prompt[:100], chosen, max_new_tokens=min(4, max_new_tokens), **options)
+    console.rule(Text(method, "bold"), align="left", style="dim")
+    console.print(Text(visible(prompt), PROMPT), end="", soft_wrap=True)
+    if chosen.wing == "planned":  # their tokens do not come in text order, and not all are text
+        result = decoding.generate(model, prompt, chosen, max_new_tokens=max_new_tokens, **options)
+        console.print(Text(visible(result.text or ""), ACCEPTED), soft_wrap=True)
+        return result
+    stream = Stream(console, model.tokenizer)
+    result = decoding.generate(model, prompt, chosen, max_new_tokens=max_new_tokens, on_tokens=stream, **options)
+    stream.finish()
+    return result

@@ -1,0 +1,45 @@
+"""What is typed wrongly is reported in one sentence, as all errors are."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from pdkernels._version import __version__
+from pdkernels.cli._terminal import report
+
+# Typer brings a click of its own in some versions; this is the base of its public errors.
+_ClickException: Any = typer.BadParameter.__mro__[2]
+
+
+class Commands(TyperGroup):
+    """The commands; exit code 2 for usage that is refused."""
+
+    def main(self, *arguments: Any, standalone_mode: bool = True, **named: Any) -> Any:
+        try:
+            code = super().main(*arguments, **named, standalone_mode=False)
+        except _ClickException as error:
+            context = getattr(error, "ctx", None)
+            words = error.format_message() if hasattr(error, "format_message") else str(error)
+            if type(error).__name__ == "NoArgsIsHelpError":
+                error.show()
+            else:
+                where = context.command_path if context is not None else "pdkernels"
+                words = " ".join(words.split()).rstrip(".")
+                end = "" if words.endswith("?") else "."
+                report(ValueError(f"pdkernels: {words}{end} `{where} --help` lists what there is."))
+            code = 2
+        except typer.Abort:
+            code = 1
+        if standalone_mode:
+            sys.exit(code if isinstance(code, int) else 0)
+        return code
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"pdkernels {__version__}")
+        raise typer.Exit
