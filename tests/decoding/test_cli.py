@@ -22,7 +22,6 @@ from pdkernels.decoding.methods import METHODS
 from pdkernels.models import ByteTokenizer, Transformer, TransformerConfig
 from pdkernels.models.zoo import WEIGHTS
 
-load_real = models.load
 GENERATE = ["generate", "--prompt", "def f(", "--max-new-tokens", "24"]
 
 
@@ -323,7 +322,7 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_runs(
 def test_models_and_doctor() -> None:
     shown = run("models", COLUMNS="200").stdout
     for name in models.available():
-        model = load_real(name)
+        model = models.load(name)
         usual = decoding.default_method(model, name=name)[0]
         size = sum(each.numel() for each in model.parameters()) / 1e6
         assert re.search(rf"^ +{name} +{size:.1f} M +\d+\.\d +{usual},", shown, re.M), shown
