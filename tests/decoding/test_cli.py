@@ -96,7 +96,7 @@ def test_a_planned_text_is_printed_without_its_plan(monkeypatch: pytest.MonkeyPa
         session.emit(0, [1, 72, 105], 0)
         session.text_of = lambda tokens: bytes(tokens[1:]).decode()
 
-    monkeypatch.setitem(METHODS, "plans", Method("plans", plans, plans=True))
+    monkeypatch.setitem(METHODS, "plans", Method("plans", plans, "planned"))
     monkeypatch.setattr(Method, "supports", lambda *_: True)
     result = run(*GENERATE, "--method", "plans")
     assert result.exit_code == 0 and "def f(Hi\n" in result.stdout
