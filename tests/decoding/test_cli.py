@@ -165,7 +165,7 @@ def test_colour_only_where_it_is_wanted(environment: dict[str, str], coloured: b
             ["--method", "jacoby"],
             "method must name a decoding method, got 'jacoby'. Did you mean 'jacobi'? Known: autoregressive, jacobi",
         ),
-        (["--method", "planned"], "model must have plan_tokens, got Transformer."),
+        (["--method", "planned"], "method must fit the model (block_causal, causal), got 'planned'"),
         (["--method", "block_diffusion"], "mask_token must be given for a model that has none of its own"),
         (["--block-size", "0"], "block_size must be at least 1, got 0."),
         (["--block-size", "4", "--window", "4"], "window must be given alone"),
