@@ -73,6 +73,10 @@ def expected(fields: dict[str, Any], state: dict[str, torch.Tensor], tokens: lis
         ]
     if fields.get("tie_word_embeddings"):
         state.setdefault("model.embed_tokens.weight", state.get("lm_head.weight", torch.zeros(0)))
+    if fields["model_type"] == "ministral3":  # what its class sets
+        yarn = dict(type="yarn", rope_theta=1e6, factor=16.0, original_max_position_embeddings=16384, mscale=1.0)
+        yarn |= dict(mscale_all_dim=1.0, llama_4_scaling_beta=0.1)
+        fields = {"rms_norm_eps": 1e-5, "rope_parameters": yarn, **fields}
     rope = dict(fields.get("rope_scaling") or fields.get("rope_parameters") or {})
     rope = {name: value for name, value in rope.items() if value is not None}
     rope.setdefault("rope_type", rope.get("type", "default"))
