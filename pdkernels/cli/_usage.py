@@ -18,9 +18,9 @@ _ClickException: Any = typer.BadParameter.__mro__[2]
 class Commands(TyperGroup):
     """The commands; exit code 2 for usage that is refused."""
 
-    def main(self, *arguments: Any, standalone_mode: bool = True, **named: Any) -> Any:
+    def main(self, args: Any = None, standalone_mode: bool = True, **named: Any) -> Any:
         try:
-            code = super().main(*arguments, **named, standalone_mode=False)
+            code = super().main(args, standalone_mode=False, **named)
         except _ClickException as error:
             context = getattr(error, "ctx", None)
             words = error.format_message() if hasattr(error, "format_message") else str(error)
