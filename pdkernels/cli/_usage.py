@@ -18,7 +18,7 @@ _ClickException: Any = typer.BadParameter.__mro__[2]
 class Commands(TyperGroup):
     """The commands; exit code 2 for usage that is refused."""
 
-    def main(self, args: Any = None, standalone_mode: bool = True, **named: Any) -> Any:
+    def main(self, args: Any = None, standalone_mode: bool = True, **named: Any) -> Any:  # type: ignore[override]  # by name
         try:
             code = super().main(args, standalone_mode=False, **named)
         except _ClickException as error:
