@@ -1,11 +1,12 @@
 """Every causal language model of the installed transformers through `wrap`: right, or refused in a sentence.
 
-    python scripts/architectures.py --out bench/results/architectures.json   # all, a few minutes
-    python scripts/architectures.py --out bench/results/architectures.json --types llama gpt2
+    python scripts/architectures.py                     # all, a few minutes
+    python scripts/architectures.py --types llama gpt2  # these anew
+    python scripts/architectures.py --types             # the table alone
 
 A model of each type has a small configuration and random weights that are large enough for wrong context to change its tokens.
-Greedy decoding of three prompts at once, token by token and with `jacobi`, is compared with the model's own `generate`. The table
-in docs/transformers.md is made from the file.
+Greedy decoding of three prompts at once, token by token and with `jacobi`, is compared with the model's own `generate`. What was found
+is kept in bench/results/transformers_architectures.json, from which the table in docs/transformers.md is made.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench/results/transformers_architectures.json"
 PAGE = ROOT / "docs/transformers.md"
 BEGIN, END = "<!-- architectures -->", "<!-- /architectures -->"
 V = 128
@@ -65,14 +67,22 @@ _ASSISTANT = {
     "head_dim": 16,
     "intermediate_size": 96,
     "hidden_size_per_layer_input": 0,
-    "num_kv_shared_layers": LAYERS,
+    "vocab_size_per_layer_input": 0,
+    "num_kv_shared_layers": 2,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
-_INDEXED = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16}
+_INDEXED = {
+    "indexer_budget": 32,
+    "indexer_compress_ratio": 2,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+}
 _IMAGES = {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3]}}}
 MORE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
-        ("glm46v", "glm4v", "glm_ocr", "paddleocr_vl", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl"), _IMAGES
+        ("glm46v", "glm4v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl"),
+        _IMAGES,
     ),
     "glm4v_moe": {
         "text_config": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}}
@@ -84,27 +94,32 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "zaya": {"num_experts_per_tok": 1},
     "molmo2": {"adapter_config": {"vision_feature_layer": [3, 2]}},
+    "qwen2_5_omni_thinker": {**_IMAGES, "vision_start_token_id": 5},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 5},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
     "bamba": {"attn_layer_indices": [1, 3]},
     "chameleon": {"vocabulary_map": {"<image>": 9}},
     "codegen": {"rotary_dim": 8},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
-    "dots3_note": {"text_config": {"num_key_value_heads": 4}},
+    "dots3_note": {"text_config": {"num_key_value_heads": 4, "per_layer_config": {}, "head_dim": 32}},
     "dots3_note_text": {"num_key_value_heads": 4},
     "gemma3n_text": {
         "intermediate_size": 96,
-        "activation_sparsity_pattern": 0.0,
+        "activation_sparsity_pattern": [0.0] * LAYERS,
         "num_kv_shared_layers": 2,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
-    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
-    "glm5_next": {"text_config": {"num_key_value_heads": 4}},
+    "glm5_next": {"text_config": {"num_key_value_heads": 4, "qk_rope_head_dim": 0}},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
-    **{name: {"text_config": _ASSISTANT, "backbone_hidden_size": 64} for name in WHOLE},
+    "gemma4_assistant": {"text_config": {**_ASSISTANT, "num_kv_shared_layers": LAYERS}, "backbone_hidden_size": 64},
+    "gemma4_unified_assistant": {"text_config": _ASSISTANT, "backbone_hidden_size": 64},
     "qwen4_exp": {"text_config": _INDEXED},
     "qwen4_exp_text": _INDEXED,
     "gptj": {"rotary_dim": 8},
+    "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]}}},
+    "granite4_vision": {"deepstack_layer_map": [], "downsample_rate": "4/8"},
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"] * 2}},
     "granite_docling": {"vision_config": {"out_hidden_size": 64}},
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba", "attention"]},
     "inkling2": {"vision_config": {"text_hidden_size": 64}},
@@ -175,8 +190,9 @@ def build(model_type: str, std: float = 0.15) -> Any:
     more = copy.deepcopy(MORE.get(model_type, {}))
     config = kind(**(more if model_type in WHOLE else small(kind(), more)))
     wanted = getattr(made, "config_class", None)
-    if wanted is not None and not isinstance(config, wanted):
-        config = config.get_text_config(decoder=True)
+    text = config.get_text_config(decoder=True)
+    if wanted is not None and not isinstance(config, wanted) and isinstance(text, wanted):
+        config = text
     model = made(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -187,13 +203,15 @@ def build(model_type: str, std: float = 0.15) -> Any:
 
 def verdict(model_type: str) -> tuple[str, str]:
     """ "works"; or "refused", "not built" or "fails" with the reason."""
-    try:
-        for std in (0.15, 0.4, 1.0):
-            result, words = _tried(build(model_type, std))
-            if result != "works" or int(words) >= 8:
-                break
-    except ImportError as error:
-        return "not built", str(error).strip().splitlines()[0]
+    result, words = "", ""
+    for std in (0.15, 0.4, 1.0):
+        try:
+            model = build(model_type, std)
+        except Exception as error:  # of a library that is not there, or of sizes that do not fit each other
+            return "not built", " ".join(str(error).split())[:120]
+        result, words = _tried(model)
+        if result != "works" or int(words) >= 8:
+            break
     return result, "" if result == "works" else words
 
 
@@ -216,26 +234,46 @@ def _tried(model: Any) -> tuple[str, str]:
     return "works", str(len({token for text in theirs for token in text}))
 
 
+def row(model_type: str) -> dict[str, str]:
+    """A model type's class, result and reason."""
+    try:
+        result, words = verdict(model_type)
+    except Exception as error:
+        result, words = "fails", f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return {"class": named()[model_type], "result": result, "reason": words}
+
+
+def table(found: dict[str, Any]) -> str:
+    """The results as Markdown."""
+    rows = found["types"]
+    works = sum(item["result"] == "works" for item in rows.values())
+    lines = [f"{works} of {len(rows)} types work.", "", "| model type | class | result |", "|---|---|---|"]
+    for name, item in sorted(rows.items()):
+        reason = item["reason"].removeprefix("pdkernels.wrap: model ").split(" pdkernels.models.from_callable")[0]
+        reason = reason.replace(f", got {item['class']},", ":").replace(f", got {item['class']}", ":").rstrip(".: ")
+        lines.append(f"| {name} | {item['class']} | {item['result']}{': ' * bool(reason)}{reason.replace('|', '/')} |")
+    return "\n".join([*lines, "", f"transformers {found['transformers']}, torch {found['torch']}"])
+
+
 def main() -> None:
+    import transformers
+
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--types", nargs="*")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    found = json.loads(given.out.read_text()) if given.out.exists() else {}
-    for model_type in given.types or named():
-        try:
-            found[model_type] = [named()[model_type], *verdict(model_type)]
-        except Exception as error:
-            found[model_type] = [
-                named()[model_type],
-                "fails",
-                f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
-            ]
-        print(model_type, *found[model_type], flush=True)
-        given.out.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n")
+    transformers.logging.set_verbosity_error()
+    found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"types": {}}
+    for model_type in named() if given.types is None else given.types:
+        found |= {"transformers": transformers.__version__, "torch": torch.__version__}
+        found["types"][model_type] = row(model_type)
+        print(model_type, *found["types"][model_type].values(), flush=True)
+        found["types"] = dict(sorted(found["types"].items()))
+        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
         gc.collect()
+    text = PAGE.read_text()
+    before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
+    PAGE.write_text(f"{before}\n{table(found)}\n{after}")
 
 
 if __name__ == "__main__":

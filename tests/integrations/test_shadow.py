@@ -203,6 +203,7 @@ def test_frequencies_that_follow_the_length(rule: str) -> None:
 def test_an_overlay_reads_through_and_keeps_its_writes() -> None:
     below = {"a": 1, "b": 2}
     over = Overlay(below)
+    assert over and not Overlay({})
     over["c"] = 3
     del over["a"]
     below["d"] = 4

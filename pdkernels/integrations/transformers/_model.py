@@ -18,6 +18,7 @@ from pdkernels.integrations.transformers._probe import (
     UNBOUNDED,
     longest_plain,
     prove,
+    prove_converted,
     random_tokens,
     remembered,
     shape_of,
@@ -315,7 +316,7 @@ def from_transformers(model: Any, tokenizer: Any = None) -> Transformer:
     """The weights of a transformers model in a `pdkernels.models.Transformer`, with its dtype and on its device.
 
     The architectures are those of `pdkernels.models.load`. Matrices that we store fused (q, k and v) are copied, the others
-    shared.
+    shared. The logits of a few random tokens, at early and at late positions, are compared with the model's own.
 
     Raises:
         NotImplementedError: an architecture or a setting that `Transformer` does not compute.
@@ -342,4 +343,6 @@ def from_transformers(model: Any, tokenizer: Any = None) -> Transformer:
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     made = from_published(model.config.to_dict(), state, model.dtype, model.device, adapted(tokenizer), ends)
     assert isinstance(made, Transformer)  # transformers has no recurrent-depth model
+    with undisturbed(model.device):
+        prove_converted(type(model).__name__, made, shadow(model), random_tokens(model, 1, TOKENS))
     return made

@@ -220,6 +220,22 @@ def _ours(wrapped: Any, tokens: Tensor, theirs: Tensor) -> tuple[float, float]:
     return same, max(cached)
 
 
+def prove_converted(name: str, made: Any, twin: Any, tokens: Tensor) -> None:
+    """Compares the logits of a model and of a conversion, at the first and the last positions."""
+    rows = torch.arange(tokens.shape[1], device=tokens.device)
+    # Far out the rounding of angles alone makes logits differ.
+    for first in (0, max(0, min(made.config.max_positions, 4096) - tokens.shape[1])):
+        where = rows + first
+        with torch.no_grad():
+            theirs = twin(input_ids=tokens, position_ids=where[None].expand(tokens.shape), use_cache=False).logits
+            ours = made(tokens, positions=where)
+        difference = _difference(ours, theirs)
+        if not difference <= _BUDGETS.get(made.dtype, _EXACT):
+            words = f"compute what its configuration says, as a {name} of transformers does"
+            actual = f"one whose logits differ by {difference:.0%} of their size"
+            raise NotImplementedError(message("from_transformers", "model", words, actual, "Use wrap."))
+
+
 def _step(rows: int, device: torch.device) -> Any:
     return causal(rows).plan(64, 64, device)
 

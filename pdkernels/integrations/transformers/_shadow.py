@@ -59,6 +59,11 @@ class Overlay(dict):  # type: ignore[type-arg]
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
+    def __bool__(self) -> bool:
+        if self._gone or super().__len__():
+            return len(self) > 0
+        return bool(self._below)
+
     def keys(self) -> Any:
         return list(self)
 
@@ -171,8 +176,12 @@ class _Copier:
     def _attribute(self, name: str, value: Any) -> Any:
         if name == "_parameters":
             return value
-        if name == "_buffers" or (name.startswith("_") and "_hooks" in name and isinstance(value, dict)):
+        if name == "_buffers":
+            return Overlay(value) if value else {}
+        if name == "_forward_hooks":  # transformers adds hooks of its own when it first runs
             return Overlay(value)
+        if name.startswith("_") and "_hooks" in name:
+            return value
         if name == "_modules":
             return {key: None if child is None else self.module(child) for key, child in tuple(value.items())}
         if name == "_compiled_call_impl":  # of model.compile(): the traced module itself

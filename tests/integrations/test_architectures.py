@@ -1,0 +1,86 @@
+"""Every language model of transformers through `wrap`: the tokens of its own `generate`, or a refusal that says why."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+transformers = pytest.importorskip("transformers", reason="the sweep is of transformers 5", minversion="5.20")
+from scripts import architectures  # noqa: E402
+
+FOUND: dict[str, dict[str, str]] = json.loads(architectures.RESULTS.read_text())["types"]
+# Decoded with wrong tokens from the second one on, before a model was tried first.
+REFUSED = {
+    "bamba": "2 that do not, and keep another state",
+    "bart": "from cached keys and values as from the whole text",
+    "bloom": "ValueError",
+    "diffllama": "once each, got DiffLlamaForCausalLM with 8 calls",
+    "falcon_h1": "from cached keys and values as from the whole text",
+    "gemma2": "a soft cap",
+    "gemma4_text": "the same key and value heads in every layer",
+    "gpt_oss": "attention sinks",
+    "granitemoehybrid": "2 that do not, and keep another state",
+    "jamba": "2 that do not, and keep another state",
+    "lfm2": "2 that do not, and keep another state",
+    "minimax": "2 that do not, and keep another state",
+    "minimax_m3_vl_text": "a choice of key blocks",
+    "mpt": "computes its own",
+    "nemotron_h": "keep another state",
+    "olmo_hybrid": "2 that do not, and keep another state",
+    "qwen3_5_text": "2 that do not, and keep another state",
+    "qwen3_next": "2 that do not, and keep another state",
+    "roberta": "with our attention as with its own",
+    "rwkv": "computes its own",
+    "udop": "be a decoder alone",
+}
+WORK = [
+    "cohere", "deepseek_v3", "gemma3_text", "gpt2", "granite", "llama4_text", "llava", "mistral", "olmoe", "opt", "phi3", "qwen2_5_vl",
+    "qwen2_moe", "stablelm",
+]  # fmt: skip
+
+
+def same(model_type: str) -> None:
+    """What is found now is what the table says."""
+    found: Any = architectures.row(model_type)
+    assert found["result"] == FOUND[model_type]["result"], found
+    assert found["result"] in ("works", "refused", "not built")
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_refused(model_type: str) -> None:
+    found = architectures.row(model_type)
+    assert found["result"] == "refused"
+    assert re.fullmatch(r"pdkernels\.wrap: model must .+, got .+\.", found["reason"])
+    assert REFUSED[model_type] in found["reason"]
+    assert FOUND[model_type] == found
+
+
+@pytest.mark.parametrize("model_type", WORK)
+def test_works(model_type: str) -> None:
+    assert (
+        architectures.row(model_type)
+        == {"class": architectures.named()[model_type], "result": "works", "reason": ""}
+        == FOUND[model_type]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", sorted(set(FOUND) - set(REFUSED) - set(WORK)))
+def test_all(model_type: str) -> None:
+    same(model_type)
+
+
+def test_the_table_is_whole() -> None:
+    """Every type of this version has a row, none failed, and the page shows what was found."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    recorded = json.loads(architectures.RESULTS.read_text())
+    if transformers.__version__ == recorded["transformers"]:
+        assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) <= set(FOUND) == set(architectures.named())
+    assert {item["result"] for item in FOUND.values()} == {"works", "refused", "not built"}
+    page = architectures.PAGE.read_text()
+    shown = page[page.index(architectures.BEGIN) + len(architectures.BEGIN) : page.index(architectures.END)]
+    assert shown.strip() == architectures.table(recorded).strip()
