@@ -59,11 +59,6 @@ class Overlay(dict):  # type: ignore[type-arg]
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def __bool__(self) -> bool:
-        if self._gone or super().__len__():
-            return len(self) > 0
-        return bool(self._below)
-
     def keys(self) -> Any:
         return list(self)
 
