@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench import report
-from docs import methods
+from scripts import methods
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -64,4 +64,4 @@ def test_no_table_is_empty(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_tables_of_methods_match_the_decoders(page: Path) -> None:
-    assert methods.page(page.read_text()) == page.read_text(), "run: python -m docs.methods"
+    assert methods.page(page.read_text()) == page.read_text(), "run: python -m scripts.methods"

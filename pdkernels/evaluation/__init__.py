@@ -1,7 +1,5 @@
 """Accuracy and speed of decoding methods side by side: the measurements and the plot of `python -m pdkernels eval`."""
 
-from pdkernels.evaluation import scaling, theory
-from pdkernels.evaluation.block_search import SCHEMES, BlockLimit, limit_of_block
 from pdkernels.evaluation.candidate import Candidate
 from pdkernels.evaluation.comparison import DEFAULT_METHODS, FAMILIES, Row, as_json, candidates, evaluate
 from pdkernels.evaluation.frontier import Comparison, compare, fronts, paired_difference, pareto, plot_frontier
@@ -17,11 +15,8 @@ from pdkernels.evaluation.planned import (
 from pdkernels.evaluation.plot import plot
 from pdkernels.evaluation.plot_chunks import plot_chunks
 from pdkernels.evaluation.plot_planned import plot_planned
-from pdkernels.evaluation.plot_theory import plot_theory
 from pdkernels.evaluation.ranks import is_first, launched_group
 from pdkernels.evaluation.recurrent import extra_memory, plot_recurrent, plot_wave
-from pdkernels.evaluation.row_times import RowTimes, fit_row_times, measure_row_times, plot_row_times
-from pdkernels.evaluation.speed_of_light import SpeedOfLight, speed_of_light
 from pdkernels.evaluation.sweep import (
     SweepRow,
     Swept,
@@ -36,15 +31,11 @@ from pdkernels.evaluation.tasks import TASKS, Task, make_task
 __all__ = [
     "DEFAULT_METHODS",
     "FAMILIES",
-    "SCHEMES",
     "TASKS",
-    "BlockLimit",
     "Candidate",
     "Comparison",
     "PlannedScore",
     "Row",
-    "RowTimes",
-    "SpeedOfLight",
     "SweepRow",
     "Swept",
     "Task",
@@ -54,15 +45,12 @@ __all__ = [
     "evaluate",
     "evaluate_planned",
     "extra_memory",
-    "fit_row_times",
     "fronts",
     "held_out_orders",
     "interval",
     "is_first",
     "launched_group",
-    "limit_of_block",
     "make_task",
-    "measure_row_times",
     "paired_difference",
     "pareto",
     "parse_sweep",
@@ -75,14 +63,9 @@ __all__ = [
     "plot_masked",
     "plot_planned",
     "plot_recurrent",
-    "plot_row_times",
-    "plot_theory",
     "plot_wave",
-    "scaling",
     "score_orders",
-    "speed_of_light",
     "sweep",
     "sweep_candidates",
-    "theory",
     "without_many_rows",
 ]

@@ -146,7 +146,7 @@ def _can(method: Method, model: Any) -> bool:
 def without_many_rows(candidates: Sequence[Candidate], most: int) -> tuple[list[Candidate], list[str]]:
     """Leaves out candidates whose forwards have more than `most` rows per sequence, and lists them.
 
-    Rows past the knee of a device cost time, so a search that starts from `RowTimes.knee` may skip blocks of more than twice
+    Rows past the knee of a device cost time, so a search that starts from the knee may skip blocks of more than twice
     that.
 
     >>> few, many = Candidate("m", "jacobi", settings=(("block_size", 8),)), Candidate("m", "jacobi", settings=(("block_size", 64),))

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import pdkernels as pd
-from docs import methods as made
 from pdkernels.decoding._method import SHARED, WINGS, described
 from pdkernels.decoding.methods import METHODS
+from scripts import methods as made
 from tests.support.plans import example
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -82,7 +82,7 @@ def test_generate_describes_all_methods_and_options() -> None:
 
 def test_signatures_are_those_of_the_decoders() -> None:
     source = made.REGISTRY.read_text()
-    assert made.registry(source) == source, "run: python -m docs.methods"
+    assert made.registry(source) == source, "run: python -m scripts.methods"
 
 
 def names_in(path: Path) -> int:

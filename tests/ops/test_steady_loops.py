@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import pytest
 
+from bench.predict.loop_figures import measure
 from tests.harness.budgets import find_cuobjdump
-from tests.harness.loop_figures import measure
 from tests.harness.triton_interpreter import requires_triton
 
 pytestmark = [requires_triton, pytest.mark.skipif(find_cuobjdump() is None, reason="needs cuobjdump")]

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
+from bench.papers.theory import DEVICES, Device
 from pdkernels._validation import check
-from pdkernels.evaluation.theory import DEVICES, Device
 
-_OP = "evaluation.scaling"
+_OP = "papers.scaling"
 _NUMBER = 2
 """Bytes of a weight, of an activation and of a cached number."""
 _SMALL = 1 << 16

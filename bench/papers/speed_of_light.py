@@ -14,13 +14,13 @@ from typing import Any, Literal
 
 import torch
 
+from bench.papers.block_search import Asking, Block, BlockLimit, Guesses, checked_schemes, searching
 from pdkernels._validation import check
 from pdkernels.decoding._prompts import token_lists
 from pdkernels.decoding._sampling import banned_tokens, checked_mask_token, greedy, statistics
-from pdkernels.evaluation.block_search import Asking, Block, BlockLimit, Guesses, checked_schemes, searching
 from pdkernels.masks import full
 
-_OP = "evaluation.speed_of_light"
+_OP = "papers.speed_of_light"
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def speed_of_light(
         model: with a mask token and a KV cache, such as "tiny-trimode".
         prompts: as `pdkernels.decoding.generate` takes a batch of them.
         block_size: tokens of a block. Blocks are always filled to their end.
-        schemes: names from `pdkernels.evaluation.SCHEMES`.
+        schemes: names from `bench.papers.SCHEMES`.
         max_new_tokens: no block begins after this many.
         refresh: as in `block_diffusion`: "causal" also gives the first token of every block.
         end_tokens: a text ends with the block that holds one. None: those of the model.

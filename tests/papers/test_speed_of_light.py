@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import pdkernels as pd
-from pdkernels.evaluation import SCHEMES, limit_of_block, speed_of_light
-from pdkernels.evaluation.block_search import Block
+from bench.papers import SCHEMES, limit_of_block, speed_of_light
+from bench.papers.block_search import Block
 from pdkernels.models import Transformer, TransformerConfig
-from pdkernels.reference import speed_of_light as plain
+from tests.papers import plain_search as plain
 
 MASK = -1
 Function = Callable[[Block], tuple[list[int], list[float]]]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pdkernels.evaluation import fit_row_times, plot_row_times, plot_theory, theory
+from bench.papers import fit_row_times, plot_row_times, plot_theory, theory
 
 
 def counted_pairs(length: int, factor: int) -> tuple[int, int, int]:

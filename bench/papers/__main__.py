@@ -1,4 +1,4 @@
-"""``python -m pdkernels reproduce``: tables of the papers in miniature."""
+"""``python -m bench.papers [PAPER] [TABLE]``: measures tables of the papers on the tiny models."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from bench.papers import runs, tables
 from pdkernels._validation import check as demand
 from pdkernels.cli._terminal import errors_reported, use_threads
-from pdkernels.evaluation import paper_runs, papers
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _COLUMNS = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
 
 
+@app.command()
 def reproduce(
-    paper: Annotated[str | None, typer.Argument(help=f"{', '.join(papers.PAPERS)}; none: what there is.")] = None,
+    paper: Annotated[str | None, typer.Argument(help=f"{', '.join(tables.PAPERS)}; none: what there is.")] = None,
     figure: Annotated[str | None, typer.Argument(help="Name of a table; none: all tables of the paper.")] = None,
     problems: Annotated[
         int | None,
@@ -46,11 +48,11 @@ def reproduce(
         if pages is not None:
             for found in sorted([*pages.glob("*.md"), *pages.parent.glob("*.md")]):
                 before = found.read_text(encoding="utf-8")
-                if (text := papers.page(before, pages / "results")) != before:
+                if (text := tables.page(before, pages / "results")) != before:
                     found.write_text(text, encoding="utf-8")
             return
-        chosen = papers.find(paper, figure)
-        demand(not resume or output is not None, "reproduce", "--resume", "be with --output", "none")
+        chosen = tables.find(paper, figure)
+        demand(not resume or output is not None, "papers", "--resume", "be with --output", "none")
         if paper is None:
             table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
             for heading in ("paper", "table", "in the paper", "what it shows there"):
@@ -71,10 +73,14 @@ def reproduce(
                 result = one.run(problems or one.problems, _shown_by(progress, progress.add_task(one.name, total=1.0)))
             if path is not None:
                 path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-            console.print(f"[bold]{papers.PAPERS[one.paper]}, {one.source}[/]", soft_wrap=True)
+            console.print(f"[bold]{tables.PAPERS[one.paper]}, {one.source}[/]", soft_wrap=True)
             console.print(one.shows, soft_wrap=True)
-            console.print(papers.as_table(result), soft_wrap=True, markup=False)
+            console.print(tables.as_table(result), soft_wrap=True, markup=False)
 
 
-def _shown_by(progress: Progress, bar: TaskID) -> paper_runs.Progress:
+def _shown_by(progress: Progress, bar: TaskID) -> runs.Progress:
     return lambda what, share: progress.update(bar, description=what, completed=share)
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m bench.papers")

@@ -1,6 +1,6 @@
 """What is generated from the registry of decoding methods: tables of the docs, and signatures for type checkers.
 
-``python -m docs.methods`` writes them.
+``python -m scripts.methods`` writes them.
 """
 
 from __future__ import annotations

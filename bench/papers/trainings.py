@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from bench.papers.runs import Progress
 from pdkernels import decoding, models
-from pdkernels.evaluation.paper_runs import Progress
 from pdkernels.evaluation.tasks import make_task
 
 TRAINED_ON, EPOCHS, BLOCK = 320, 12, 8

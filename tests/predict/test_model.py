@@ -1,4 +1,4 @@
-"""The model of `pdkernels predict`, and what it must say of today's kernels."""
+"""The model of `python -m bench.predict`, and what it must say of today's kernels."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from bench.predict import __main__ as command
+from bench.predict import model
+from bench.predict.model import DEVICES, Attention, makespan, step_cycles
 from pdkernels import masks
 from tests.cudasim.build import ROOT
-from tests.harness import predict
 from tests.harness.budgets import find_cuobjdump, find_nvcc
-from tests.harness.predict import DEVICES, Attention, makespan, step_cycles
 from tests.harness.triton_interpreter import requires_triton
 
 H200 = DEVICES["h200"]
@@ -38,17 +39,17 @@ def test_a_step_waits_for_what_it_has_to() -> None:
 
 def test_rows_are_checked_in_linear_time() -> None:
     """With a block a row, each of which looks at all rows, twice the rows took four times as long."""
-    work = predict.Shared(16384, 0, 2 * 192, 256, 3, 16384, 2)
-    seconds = predict.shared(H200, work) - H200.launch
-    assert predict.shared(H200, work._replace(rows=32768, looks=32768)) - H200.launch < 2 * seconds < 100e-6
+    work = model.Shared(16384, 0, 2 * 192, 256, 3, 16384, 2)
+    seconds = model.shared(H200, work) - H200.launch
+    assert model.shared(H200, work._replace(rows=32768, looks=32768)) - H200.launch < 2 * seconds < 100e-6
     by_row = work._replace(blocks=2 * work.rows)
-    assert predict.shared(H200, by_row) > 1.5e-3
-    assert predict.choice(H200, 32768, 512) < 2 * predict.choice(H200, 16384, 512)
+    assert model.shared(H200, by_row) > 1.5e-3
+    assert model.choice(H200, 32768, 512) < 2 * model.choice(H200, 16384, 512)
 
 
 @pytest.fixture(scope="module")
 def figures() -> dict[str, Any]:
-    from tests.harness.loop_figures import measure
+    from bench.predict.loop_figures import measure
 
     return measure()
 
@@ -66,10 +67,10 @@ def test_programs_end_together(name: str, figures: dict[str, Any]) -> None:
 @requires_triton
 @compiled
 def test_predictions(figures: dict[str, Any]) -> None:
-    found = {row.work: row for row in predict.rows(H200, figures, slots=650, cuts=[110, 250, 120])}
+    found = {row.work: row for row in model.rows(H200, figures, slots=650, cuts=[110, 250, 120])}
     assert all(row.floor < row.predicted for row in found.values())
     assert found["block-sparse forward, noise-aware 4608"].predicted <= 1.1 * 195e-6
-    (_, flex, _), (_, flash, _) = predict.controls(H200, figures)
+    (_, flex, _), (_, flash, _) = model.controls(H200, figures)
     assert 408 / 1.15 <= flex <= 496 * 1.15 and 560 / 1.15 <= flash <= 740 * 1.15
 
 
@@ -80,10 +81,10 @@ def test_predictions(figures: dict[str, Any]) -> None:
 def test_the_page_has_these_predictions(figures: dict[str, Any]) -> None:
     page = (ROOT / "docs" / "gpu_proof.md").read_text()
     table = page.partition("<!-- predict -->\n")[2].partition("\n<!-- /predict -->")[0]
-    assert table == predict.markdown(H200, figures, predict.region_slots(), predict.cut_slots())
+    assert table == model.markdown(H200, figures, model.region_slots(), model.cut_slots())
 
 
 def test_without_cuobjdump(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(predict, "find_cuobjdump", lambda: None)
-    assert predict.main(["--device", "h200"]) == 2
+    monkeypatch.setattr(command, "find_cuobjdump", lambda: None)
+    assert command.main(["--device", "h200"]) == 2
     assert "cuobjdump was not found" in capsys.readouterr().err

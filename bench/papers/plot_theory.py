@@ -1,10 +1,10 @@
-"""The picture of `pdkernels.evaluation.theory`: the cost of width in a prefill, and the width of decoding."""
+"""The picture of `bench.papers.theory`: the cost of width in a prefill, and the width of decoding."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from pdkernels.evaluation.theory import decode_budget, prefill_cost
+from bench.papers.theory import decode_budget, prefill_cost
 
 _COLOURS = ("#777777", "#4c78a8", "#c44e52")
 

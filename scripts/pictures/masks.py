@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pdkernels as pd
-from docs.picture_parts import IMAGES
 from pdkernels import masks as pdm
 from pdkernels.evaluation import plot_canvas, plot_chunks, plot_wave
 from pdkernels.training import chains
+from scripts.pictures.parts import IMAGES
 
 
 def masks() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import matplotlib.pyplot as plt
 
-from docs.picture_parts import ACCEPTED, COMMITTED, FREE, MODEL, REJECTED, canvas, cells, save
 from pdkernels import masks as pdm
+from scripts.pictures.parts import ACCEPTED, COMMITTED, FREE, MODEL, REJECTED, canvas, cells, save
 
 
 def kv_commit() -> None:

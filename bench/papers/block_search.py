@@ -233,7 +233,7 @@ def limit_of_block(
         >>> {scheme: (filling.committed, filling.exact) for scheme, filling in limit.fillings.items()}
         {'serial': ([[0], [1]], True), 'greedy': ([[0], [1]], True), 'first_all': ([[0], [1]], True)}
     """
-    checked_schemes("evaluation.limit_of_block", schemes, budget)
+    checked_schemes("papers.limit_of_block", schemes, budget)
     search = searching(tuple(block), mask, schemes, budget)
     try:
         asked = next(search)

@@ -1,4 +1,4 @@
-"""Draws the pictures of the docs: `python -m docs.pictures`, or some of them by name."""
+"""Draws the pictures of the docs: `python -m scripts.pictures`, or some of them by name."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable
 from types import ModuleType
 
-from docs import pictures_attention, pictures_choices, pictures_masks
-from docs.picture_parts import IMAGES
-from pdkernels.evaluation import plot_theory
+from bench.papers import plot_theory
+from scripts.pictures import attention, choices, masks
+from scripts.pictures.parts import IMAGES
 
 
 def theory() -> None:
@@ -22,6 +22,6 @@ def pictures(*modules: ModuleType) -> dict[str, Callable[[], None]]:
 
 
 if __name__ == "__main__":
-    known = pictures(pictures_attention, pictures_choices, pictures_masks) | {"theory": theory}
+    known = pictures(attention, choices, masks) | {"theory": theory}
     for chosen in sys.argv[1:] or known:
         known[chosen]()

@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt
 import torch
 
 import pdkernels as pd
-from docs.picture_parts import ACCEPTED, COMMITTED, FREE, MODEL, REJECTED, canvas, cells, save
+from scripts.pictures.parts import ACCEPTED, COMMITTED, FREE, MODEL, REJECTED, canvas, cells, save
 
 
 def logit_divergence() -> None:

@@ -1,4 +1,4 @@
-"""Measurements behind the tables of `pdkernels.evaluation.papers`: each takes a number of problems and reports its progress."""
+"""Measurements behind the tables of `bench.papers.tables`: each takes a number of problems and reports its progress."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from bench.papers import theory
+from bench.papers.row_times import measure_row_times
+from bench.papers.speed_of_light import speed_of_light
 from pdkernels import decoding, models
 from pdkernels.decoding.methods import METHODS
-from pdkernels.evaluation import theory
 from pdkernels.evaluation.planned import evaluate_planned, held_out_orders
-from pdkernels.evaluation.row_times import measure_row_times
-from pdkernels.evaluation.speed_of_light import speed_of_light
 from pdkernels.evaluation.sweep import parse_sweep, sweep, sweep_candidates
 from pdkernels.evaluation.tasks import make_task
 

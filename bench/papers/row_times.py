@@ -1,7 +1,7 @@
 """The cost of a forward over more rows on this device: seconds against rows, and the knee where rows stop being free.
 
 Source: "Jacobi Forcing", appendix D (figure 5): block size times candidates is bounded by the rows that a forward computes at
-the cost of one. `pdkernels.evaluation.theory.tensor_budget` is the same figure from a data sheet.
+the cost of one. `bench.papers.theory.tensor_budget` is the same figure from a data sheet.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from pdkernels._validation import check
 
-_OP = "evaluation.row_times"
+_OP = "papers.row_times"
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 

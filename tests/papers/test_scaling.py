@@ -8,20 +8,12 @@ import pytest
 import torch
 
 import pdkernels as pd
-from pdkernels.evaluation.scaling import (
-    EIGHT_BILLION,
-    RECIPES,
-    Shape,
-    largest_batch,
-    step_cost,
-    table,
-    tokens_per_second,
-)
-from pdkernels.evaluation.theory import DEVICES
+from bench.papers.scaling import EIGHT_BILLION, RECIPES, Shape, largest_batch, step_cost, table, tokens_per_second
+from bench.papers.theory import DEVICES
 from tests.support.errors import refused
 
 H200 = DEVICES["H200"]
-PAGE = Path(__file__).resolve().parent.parent / "docs/scaling.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/scaling.md"
 
 
 def test_weights_are_those_of_a_model() -> None:
@@ -54,9 +46,9 @@ def test_heads_that_ranks_share() -> None:
     """Two KV heads on four ranks: each reads one of them."""
     shape = Shape(256, 4, 4, 2, 64, 352, 257)
     assert step_cost(shape, H200, ranks=4).cache_bytes == step_cost(shape, H200, ranks=2).cache_bytes
-    with refused("evaluation.scaling.step_cost: ranks must divide the heads and the inner width, got 3"):
+    with refused("papers.scaling.step_cost: ranks must divide the heads and the inner width, got 3"):
         step_cost(shape, H200, ranks=3)
-    with refused("evaluation.scaling.step_cost: batch must be at least 1, got 0"):
+    with refused("papers.scaling.step_cost: batch must be at least 1, got 0"):
         step_cost(shape, H200, batch=0)
 
 

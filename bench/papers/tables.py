@@ -1,6 +1,6 @@
 """Tables of the papers in miniature: what each shows, how ours is measured, and its rows as plain values and as Markdown.
 
-`python -m pdkernels reproduce` runs them. A result is a dict of JSON values with `rows`, a list of dicts with the same keys, and the
+`python -m bench.papers` runs them. A result is a dict of JSON values with `rows`, a list of dicts with the same keys, and the
 facts that they depend on, so that pages are built only from committed files.
 """
 
@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.papers import runs, trainings
+from bench.papers.runs import Progress
 from pdkernels._validation import check
-from pdkernels.evaluation import paper_runs, paper_trainings
-from pdkernels.evaluation.paper_runs import Progress
 from pdkernels.evaluation.planned import interval
 
-_OP = "evaluation.papers"
+_OP = "papers"
 
 
 class Figure(NamedTuple):
@@ -35,7 +35,7 @@ class Figure(NamedTuple):
 
     @property
     def command(self) -> str:
-        return f"python -m pdkernels reproduce {self.paper} {self.name}"
+        return f"python -m bench.papers {self.paper} {self.name}"
 
 
 PAPERS = {
@@ -54,7 +54,7 @@ FIGURES = (
         "Table 4",
         "With an oracle, block diffusion fills 2.9 to 7.6 masks per forward in blocks of 4 to 32, about 1.37 times as many for each "
         "doubling of the block; a threshold fills about 3.",
-        paper_runs.limits,
+        runs.limits,
         24,
     ),
     Figure(
@@ -62,98 +62,94 @@ FIGURES = (
         "prefill",
         "Theorem 4.2",
         "A prefill by depth costs no more FLOPs than one by width; width takes less time for short prompts.",
-        paper_runs.prefill,
+        runs.prefill,
     ),
     Figure(
         "recurrent",
         "decoding",
         "Theorem 4.4",
         "In the same number of block applications the sampler finishes up to r / r' times the tokens.",
-        paper_runs.decode,
+        runs.decode,
     ),
     Figure(
         "recurrent",
         "static",
         "Table 1",
         "Accuracy grows with the number of recurrences, from 1.6 % at 4 to 41.8 % at 32.",
-        paper_runs.recurrent("static"),
+        runs.recurrent("static"),
     ),
     Figure(
         "recurrent",
         "cache",
         "Figure 3",
         "A cache that keeps the last recurrence alone is as accurate as one that keeps all, in r times less memory.",
-        paper_runs.recurrent("cache"),
+        runs.recurrent("cache"),
     ),
     Figure(
         "recurrent",
         "grid",
         "Figures 5, 7, 11 and 12",
         "More inner recurrences are slower and more often right; a noise of 0.2 dominates none.",
-        paper_runs.recurrent("grid"),
+        runs.recurrent("grid"),
     ),
     Figure(
         "recurrent",
         "threshold",
         "Figure 5, right",
         "The exit threshold trades speed for accuracy most directly.",
-        paper_runs.recurrent("threshold"),
+        runs.recurrent("threshold"),
     ),
     Figure(
-        "recurrent",
-        "momentum",
-        "Figure 6, left",
-        "Small momentum, but not none, is best.",
-        paper_runs.recurrent("momentum"),
+        "recurrent", "momentum", "Figure 6, left", "Small momentum, but not none, is best.", runs.recurrent("momentum")
     ),
     Figure(
         "recurrent",
         "noise",
         "Figure 9, left",
         "At four inner recurrences noise changes little.",
-        paper_runs.recurrent("noise"),
+        runs.recurrent("noise"),
     ),
     Figure(
         "recurrent",
         "headway",
         "Figure 9, right",
         "A headway above 1 gains little speed and costs accuracy.",
-        paper_runs.recurrent("headway"),
+        runs.recurrent("headway"),
     ),
     Figure(
         "recurrent",
         "init-scale",
         "Figure 10, left",
         "The scale of new states has a minor effect.",
-        paper_runs.recurrent("init-scale"),
+        runs.recurrent("init-scale"),
     ),
     Figure(
         "recurrent",
         "continuous",
         "Figure 10, right",
         "States copied from the position before are less effective: they have had r' recurrences only.",
-        paper_runs.recurrent("continuous"),
+        runs.recurrent("continuous"),
     ),
     Figure(
         "recurrent",
         "wave",
         "Figures 6 and 8",
         "Throughput and the worst case of memory grow with the wave up to 64 or 128 positions; the median of memory hardly does.",
-        paper_runs.wave,
+        runs.wave,
     ),
     Figure(
         "recurrent",
         "texts",
         "Table 3",
         "The sampler's texts overlap with those of static decoding, fewer are identical, and the model finds them as likely.",
-        paper_runs.same_texts,
+        runs.same_texts,
     ),
     Figure(
         "nemotron",
         "acceptance",
         "Figure 7",
         "Linear self-speculation accepts 6.82 tokens a draft on average over 11 categories, most in code and translations.",
-        paper_runs.acceptance,
+        runs.acceptance,
         36,
     ),
     Figure(
@@ -161,29 +157,25 @@ FIGURES = (
         "sampler",
         "Figure 8",
         "A trained sampler fills more tokens per forward than confidence thresholds at equal accuracy; attention over the block helps.",
-        paper_trainings.sampler,
+        trainings.sampler,
         60,
     ),
     Figure(
-        "jacobi",
-        "blocks",
-        "Figure 5, left",
-        "Tokens a forward grow with the block up to 64.",
-        paper_runs.jacobi("blocks"),
+        "jacobi", "blocks", "Figure 5, left", "Tokens a forward grow with the block up to 64.", runs.jacobi("blocks")
     ),
     Figure(
         "jacobi",
         "windows",
         "Section 4.2",
         "A running window accepts more than blocks of its size.",
-        paper_runs.jacobi("windows"),
+        runs.jacobi("windows"),
     ),
     Figure(
         "jacobi",
         "multiblock",
         "Figure 5, right",
         "A second block and a verification size of 4 are best.",
-        paper_runs.jacobi("multiblock"),
+        runs.jacobi("multiblock"),
     ),
     Figure(
         "jacobi",
@@ -191,10 +183,10 @@ FIGURES = (
         "Tables 4 and 5",
         "Noise that grows from block to block teaches most, noise that shrinks least; masks under which noisy blocks see clean ones teach "
         "half as much.",
-        paper_trainings.forcings,
+        trainings.forcings,
     ),
     *(
-        Figure("slowfast", option.replace("_", "-"), source, f"{option}: {shows}", paper_runs.knob(option), 48)
+        Figure("slowfast", option.replace("_", "-"), source, f"{option}: {shows}", runs.knob(option), 48)
         for option, source, shows in (
             (
                 "tau_min",
@@ -208,7 +200,7 @@ FIGURES = (
         )
     ),
     *(
-        Figure("planned-diffusion", name, source, shows, paper_runs.planned(name), 96)
+        Figure("planned-diffusion", name, source, shows, runs.planned(name), 96)
         for name, source, shows in (
             (
                 "path",
@@ -224,7 +216,7 @@ FIGURES = (
         "knee",
         "Figure 7",
         "A forward over up to 256 rows takes about as long as one over a single row on H200 and B200, up to 128 on A100.",
-        paper_runs.knee,
+        runs.knee,
     ),
 )
 

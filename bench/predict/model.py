@@ -1,6 +1,6 @@
 """How long the kernels would take on a GPU, from their machine code and their plans. Nothing here is measured.
 
-    python -m pdkernels predict --device h200        the table of docs/gpu_proof.md
+    python -m bench.predict --device h200        the table of docs/gpu_proof.md
 
 A step of a loop takes the cycles of its tensor products, plus the slots its warps issue where the loop waits for the products before
 it goes on (else the larger of both), plus what every such wait costs, plus the latency of loads that it waits for at once; and no
@@ -10,15 +10,13 @@ launch, its bytes, and a latency for each access to memory that waits for anothe
 
 from __future__ import annotations
 
-import argparse
 import heapq
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from pdkernels import masks
 from pdkernels.masks.tile_plan import TilePlan
-from tests.harness.budgets import find_cuobjdump, find_nvcc
+from tests.harness.budgets import find_nvcc
 
 
 class Device(NamedTuple):
@@ -357,33 +355,3 @@ def markdown(device: Device, figures: dict[str, Any], slots: float | None, cuts:
             f"| {name} | {loop['slots']} | {tensor} | {loop['mufu'] * kernel['warps'] // 4} |{wait} | {loop['spills']} | {cycles:.0f} |"
         )
     return "\n".join(lines)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Predicted times of the kernels on a GPU, from their machine code.")
-    parser.add_argument("--device", choices=sorted(DEVICES), default="h200")
-    device = DEVICES[parser.parse_args(arguments).device]
-    if find_cuobjdump() is None:
-        print(
-            "pdkernels predict: cuobjdump was not found. It comes with the CUDA toolkit and with triton.",
-            file=sys.stderr,
-        )
-        return 2
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        print(
-            "pdkernels predict: triton was not found, which compiles the kernels. pip install triton", file=sys.stderr
-        )
-        return 2
-    from tests.harness.loop_figures import measure
-
-    slots = region_slots()
-    print(f"Predicted for an {device.name}, not measured.\n\n{markdown(device, measure(), slots, cut_slots())}")
-    if slots is None:
-        print("\nToken statistics are missing: nvcc was not found. It comes with the CUDA toolkit.", file=sys.stderr)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

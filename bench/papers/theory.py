@@ -1,7 +1,7 @@
 """Theoretical gains of width, depth and block size: costs of prefilling and decoding with recurrent depth, and roofline budgets.
 
 Counts are exact integers. Times are in units of one forward over one row unless a device is given; they are models, not measurements
-(`pdkernels.evaluation.row_times` measures).
+(`bench.papers.row_times` measures).
 
 Sources: "Efficient parallel samplers for recurrent-depth models", theorems 4.2 and 4.4, remarks 4.3 and A.1 (counts are derived from
 its definitions of the layouts, since the theorems are informal);
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from pdkernels._validation import check
 
-_OP = "evaluation.theory"
+_OP = "papers.theory"
 
 
 class Device(NamedTuple):

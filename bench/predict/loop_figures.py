@@ -1,6 +1,6 @@
 """What the loops of the compiled Triton kernels for Hopper issue, wait for and spill, and how many programs an SM holds.
 
-    python -m tests.harness.loop_figures sm_90:bf16:128      a JSON object on stdout
+    python -m bench.predict.loop_figures sm_90:bf16:128      a JSON object on stdout
 
 Runs as a process of its own, as `tests.harness.triton_budgets` does, whose cache it shares.
 """
@@ -93,7 +93,7 @@ def main(cases: list[str]) -> None:
 
 def measure() -> dict[str, dict[str, Any]]:
     """The figures of all kernels, from a process of their own."""
-    return harness.measure([CASE], "tests.harness.loop_figures")
+    return harness.measure([CASE], "bench.predict.loop_figures")
 
 
 if __name__ == "__main__":
