@@ -111,10 +111,10 @@ class FeatureCache:
             prompt_due, new_due = (layer == 0 or flag for flag in due)
             if self.forwards == 1:
                 shape = (length, model.kv_heads, model.head_dim)
-                for rows in (self.k, self.v):
-                    rows.append(x.new_zeros(shape))
-                for rows in (self.attention, self.feed_forward):
-                    rows.append(torch.zeros_like(x))
+                for cached in (self.k, self.v):
+                    cached.append(x.new_zeros(shape))
+                for cached in (self.attention, self.feed_forward):
+                    cached.append(torch.zeros_like(x))
             k, v = self.k[layer], self.v[layer]
             chosen = new if new_due else []
             if not new_due and self.transfer_ratio > 0:

@@ -7,6 +7,7 @@ LLaDA and Dream.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -104,10 +105,11 @@ def fast_dllm(
             if cache == "none":
                 logits = bidirectional(model)(canvas.tokens)
             elif entry:
-                past = model.new_past()
-                logits = recomputed(model, canvas, 0, canvas.end, past)
+                cached = cast(MaskedTransformerReference, model)
+                past = cached.new_past()
+                logits = recomputed(cached, canvas, 0, canvas.end, past)
             else:
-                logits = recomputed(model, canvas, start, stop if cache == "dual" else canvas.end, past)
+                logits = recomputed(cached, canvas, start, stop if cache == "dual" else canvas.end, past)
             candidates = (start, start + 1) if single and entry else window
             guesses = guess(canvas, logits, candidates, temperature=temperature, seed=seed)
             if single and entry:

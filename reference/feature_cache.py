@@ -105,6 +105,7 @@ def add_cached_rows_(x: Tensor, cached: Tensor, rows: Tensor | None = None, inde
              [25.]]])
     """
     if index is not None:
+        assert rows is not None
         _check_index("add_cached_rows_", x, index)
         for b, numbers in enumerate(index.tolist()):
             for number, following in zip(numbers, numbers[1:]):

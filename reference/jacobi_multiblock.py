@@ -359,7 +359,7 @@ def _forward(
             of_row.append(own[start : start + len(block.draft)])
             start += len(block.draft)
         answers.append(of_row)
-    own = [prediction[: len(row)] for row, prediction in zip(rows, predictions)]
-    lengths = [accepted_length(row, prediction, ()) if row else 0 for row, prediction in zip(rows, own)]
-    row = lengths.index(max(lengths))
-    return row, own[row], answers
+    along = [prediction[: len(row)] for row, prediction in zip(rows, predictions)]
+    lengths = [accepted_length(row, prediction, ()) if row else 0 for row, prediction in zip(rows, along)]
+    winner = lengths.index(max(lengths))
+    return winner, along[winner], answers

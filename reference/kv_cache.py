@@ -89,7 +89,9 @@ def kv_commit_(
     moves = []
     for b, (length, count) in enumerate(zip(lengths.tolist(), counts.tolist())):
         slots.check(b, length, count, slots.capacity if source_index is None else source_index.shape[1])
-        for i in range(count if source_index is not None else 0):
+        for i in range(count):
+            if source_index is None:
+                break
             source = int(source_index[b, i])
             if not 0 <= source < slots.capacity - length:
                 _fail("kv_commit_", "source_index", f"be in [0, {slots.capacity - length - 1}]", source, b)

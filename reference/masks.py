@@ -66,7 +66,10 @@ def noise_aware_causal(
     """
     size, count = block_size, num_blocks
     prompt = [_Packed("prompt", 0, p, p) for p in range(prompt_len)]
-    block = lambda stream, j: [_Packed(stream, j, t, prompt_len + j * size + t) for t in range(size)]  # noqa: E731
+
+    def block(stream: str, j: int) -> list[_Packed]:
+        return [_Packed(stream, j, t, prompt_len + j * size + t) for t in range(size)]
+
     if layout == "interleaved":
         tokens = prompt + [token for j in range(count) for token in block("k", j) + block("l", j)]
     else:
@@ -85,6 +88,7 @@ def noise_aware_causal(
             return k.stream == "k" and k.block < q.block
         if conditioning == "clean":
             return k.stream == "l" and k.block < q.block
+        assert window is not None
         start = q.block // window * window
         return (k.stream == "l" and k.block < start) or (k.stream == "k" and start <= k.block < q.block)
 
@@ -140,7 +144,7 @@ def planned(
             shown.add(len(seen_by))
             seen_by.append(set(shown))
         start = len(seen_by)
-        spans = []
+        spans: list[tuple[int, int]] = []
         for length in chunks:
             begin = spans[-1][1] if spans else start
             spans.append((begin, begin + length))
@@ -191,7 +195,10 @@ def quadratic(
     """Self-speculation, closed form over (group g, rank r): ``(r_k == 0 and g_k <= g_q) or (g_k == g_q and r_q != 0)``, in the
     second part ``r_k <= r_q`` too for causal groups. Position ``g + r``."""
     count = block_size if masks_per_group is None else masks_per_group
-    size = lambda g: count if anchor_group or g > 0 else 0  # noqa: E731
+
+    def size(g: int) -> int:
+        return count if anchor_group or g > 0 else 0
+
     if layout == "interleaved":
         tokens = [(g, r) for g in range(block_size) for r in range(1 + size(g))]
     else:
@@ -224,7 +231,7 @@ def anchored(
     anchor_tokens = [int(anchor) for anchor in anchors]
     sizes = [block] * len(anchor_tokens) if isinstance(block, int) else [int(size) for size in block]
     # Number of the block or None, base token or anchor, offset in the block.
-    tokens = [(None, i, 0) for i in range(len(ids))]
+    tokens: list[tuple[int | None, int, int]] = [(None, i, 0) for i in range(len(ids))]
     tokens += [(j, anchor, t) for j, (anchor, size) in enumerate(zip(anchor_tokens, sizes)) for t in range(size)]
 
     def sees(q: tuple[int | None, int, int], k: tuple[int | None, int, int]) -> bool:

@@ -106,5 +106,6 @@ def published_loss(
     for row, chunk in enumerate(text.chunk):
         if chunk > 0 and masked[row] and row < last and text.chunk[row + 1] == chunk and not text.tag[row + 1]:
             labels[row] = row + 1
-    total = sum(F.cross_entropy(logits[row], torch.tensor(text.tokens[target])) for row, target in labels.items())
+    losses = (F.cross_entropy(logits[row], torch.tensor(text.tokens[target])) for row, target in labels.items())
+    total = sum(losses, logits.new_zeros(()))
     return total / t / (len(text.tokens) - (text.prompt - 1))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -64,6 +64,7 @@ def observed(criterion: str, state: Tensor, logits: Tensor | None) -> Tensor:
     """The quantity that a criterion compares between two checks, from states ``(T, E)`` and the logits ``(V,)`` of the last one."""
     if criterion in LATENT:
         return state
+    assert logits is not None
     distribution = torch.softmax(logits.double(), -1)
     if criterion == "entropy-diff":
         return -(distribution * torch.log(distribution + 1e-10)).sum()
@@ -169,7 +170,10 @@ def recurrent_adaptive(
         raise ValueError(f"pdkernels.recurrent_adaptive: first_check must be at least 1, got {first}.")
     if max_new_tokens == 0:
         return AdaptiveResult([], 0, 0, [])
-    limit = THRESHOLDS[criterion] if threshold is None and not callable(criterion) else threshold
+    usual = None if callable(criterion) else THRESHOLDS[criterion]
+    limit = cast(
+        float, usual if threshold is None else threshold
+    )  # None only beside a criterion that answers with bools
     most = recurrences if max_recurrences is None else max_recurrences
 
     past = model.new_past()
@@ -191,9 +195,10 @@ def recurrent_adaptive(
                 break
             counts, last = last >= min_recurrences, count
             if callable(criterion):
+                assert before is not None
                 value = criterion(z, before, partial(model.coda, z, start, past), count)
                 before = z
-                done = counts and (value if isinstance(value, bool) else value < threshold)
+                done = counts and (value if isinstance(value, bool) else value < limit)
                 values.append(float(value) if counts else math.inf)
                 continue
             seen = None if criterion in LATENT else model.coda(z, start, past)[-1]

@@ -63,8 +63,9 @@ class RecurrentPast:
                 raise ValueError(
                     f"pdkernels.RecurrentPast: slot {slot} must hold {rows} fresh rows. Run all parts first."
                 )
-        for slot, (k, v) in enumerate(self.fresh):
-            self.frozen[slot] = self.seen(slot, k[:rows], v[:rows])
+        for slot, fresh in enumerate(self.fresh):
+            assert fresh is not None
+            self.frozen[slot] = self.seen(slot, fresh[0][:rows], fresh[1][:rows])
         self.fresh = [None] * len(self.fresh)
         self.length += rows
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import pvariance
 from statistics import variance as unbiased
+from typing import cast
 
 import torch
 
@@ -165,7 +166,7 @@ def slowfast(
         forward: Forward = bidirectional(model)
     else:
         forward = FeatureCache(
-            model,
+            cast(MaskedTransformerReference, model),
             canvas.start,
             prompt_interval=prompt_interval,
             gen_interval=gen_interval,
@@ -180,9 +181,13 @@ def slowfast(
     for origin, stop in blocks(canvas, block_size):
         start = origin
         while canvas.masks((start, stop)) and not canvas.done:
+
+            def explore(span: Window = (start, stop)) -> Guesses:
+                return look(span, canvas.end)
+
             end = horizon(
                 canvas,
-                lambda span=(start, stop): look(span, canvas.end),
+                explore,
                 (start, stop),
                 max_exploration=max_exploration,
                 window=window,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -75,8 +77,8 @@ def speculative_attention(
         out.append(rows)
         lse.append(sums)
     if not out:
-        sums = (heads, 0) if cu_seqlens is not None else (0, heads, q.shape[1])
-        return torch.empty_like(q), q.new_empty(sums, dtype=torch.promote_types(q.dtype, torch.float32))
+        shape = (heads, 0) if cu_seqlens is not None else (0, heads, q.shape[1])
+        return torch.empty_like(q), q.new_empty(shape, dtype=torch.promote_types(q.dtype, torch.float32))
     if cu_seqlens is not None:
         return torch.cat(out, 1)[0], torch.cat(lse, 2)[0]
     return torch.cat(out), torch.cat(lse)
@@ -112,7 +114,7 @@ def speculative_attention_append_(
         >>> cache.flatten()
         tensor([0., 6., 7., 0.])
     """
-    options = {"starts": starts, "cu_seqlens": cu_seqlens, "block_table": block_table, "scale": scale}
+    options: dict[str, Any] = {"starts": starts, "cu_seqlens": cu_seqlens, "block_table": block_table, "scale": scale}
     results = speculative_attention(q, k_new, v_new, k_cache, v_cache, lengths, tail_mask, **options)
     if cu_seqlens is not None:  # a row of its own for each token, and padding rows after them
         tokens = cu_seqlens.diff()

@@ -86,8 +86,8 @@ def unmask_(
     """``(committed, remaining, done)``; as `pdkernels.unmask_`, which also takes tensors for `quota`, `need`, `seed` and `step`."""
     batch, length = tokens.shape
     shape = (batch,) if windows is None or windows.dim() == 2 else tuple(windows.shape[:2])
-    spans = (
-        [[(0, length)] for _ in range(batch)]
+    spans: list[list[list[int]]] = (
+        [[[0, length]] for _ in range(batch)]
         if windows is None
         else (windows if windows.dim() == 3 else windows[:, None]).tolist()
     )

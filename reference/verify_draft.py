@@ -45,7 +45,5 @@ def verify_draft(
         verdicts.append((accepted, next_token, next_token in ends, tail + filler[len(tail) :], row))
     columns = list(zip(*verdicts)) or [(), (), (), (), ()]
     dtypes = (torch.int64, torch.int64, torch.bool, torch.int64, torch.int64)
-    accepted, next_token, ended, new_draft, row = (
-        torch.tensor(column, dtype=dtype, device=draft.device) for column, dtype in zip(columns, dtypes)
-    )
-    return accepted, next_token, ended, new_draft.reshape(len(verdicts), width), row
+    results = [torch.tensor(column, dtype=dtype, device=draft.device) for column, dtype in zip(columns, dtypes)]
+    return results[0], results[1], results[2], results[3].reshape(len(verdicts), width), results[4]

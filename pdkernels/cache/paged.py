@@ -75,11 +75,6 @@ class PagedKVCache(KVCacheBase):
         owned = {page for pages in self._pages for page in pages}
         self._pool.release([page for page in self._pool.allocate(self.num_pages) if page not in owned])
 
-    @property
-    def available_pages(self) -> int:
-        """Pages without an owner."""
-        return self._pool.available
-
     def reserve_(self, lengths: int | Sequence[int]) -> None:
         """Makes sure that sequence ``b`` owns pages for ``lengths[b]`` tokens, or each sequence for a single number. Never frees pages.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from pdkernels.decoding._sampling import random_words
+from pdkernels._philox import random_words
 
 
 def filler_words(seeds: torch.Tensor, steps: int, slots: int) -> torch.Tensor:

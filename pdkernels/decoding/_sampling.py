@@ -26,7 +26,6 @@ ORDER = 2  # fourth word of the counter for the order of positions; draws of tok
 
 Seed = int | Sequence[int]
 
-_WORD = 0xFFFFFFFF
 _GOLDEN = (
     0x9E3779B97F4A7C15  # 2**64 over the golden ratio: multiples of it are far from each other and from small seeds
 )
@@ -40,41 +39,6 @@ def stream(seed: int, sequence: int) -> int:
     (7, '0x9e3779b97f4a7c1c')
     """
     return (seed + sequence * _GOLDEN) % 2**64
-
-
-def random_words(
-    seeds: torch.Tensor | int, step: torch.Tensor | int, rows: torch.Tensor, columns: int, use: int = 0
-) -> torch.Tensor:
-    """Philox4x32-10 words of ``(seed, step, row, 0 .. columns - 1)``: ``(*rows.shape, columns)`` int64 in 0 .. 2**32 - 1.
-
-    `seeds` and `step` broadcast against `rows`; `use` is the counter's fourth word. The same words as those of reference/philox.py.
-    """
-    if isinstance(seeds, torch.Tensor):
-        seeds = seeds[..., None]
-    blocks = -(-columns // 4)
-    c0 = torch.arange(blocks, device=rows.device).expand(*rows.shape, blocks)
-    c1 = rows.to(torch.int64)[..., None].expand_as(c0)
-    c2 = (torch.zeros_like(rows, dtype=torch.int64) + step)[..., None].expand_as(c0)
-    c3 = torch.full_like(c0, use)
-    k0, k1 = seeds & _WORD, (seeds >> 32) & _WORD
-    for _ in range(10):
-        # The product's low 64 bits are right even when int64 wraps; the mask removes the sign the shift brings in.
-        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = (
-            (product1 >> 32 & _WORD) ^ c1 ^ k0,
-            product1 & _WORD,
-            (product0 >> 32 & _WORD) ^ c3 ^ k1,
-            product0 & _WORD,
-        )
-        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
-    return torch.stack([c0, c1, c2, c3], dim=-1).flatten(-2)[..., :columns]
-
-
-def uniforms(
-    seeds: torch.Tensor | int, step: torch.Tensor | int, rows: torch.Tensor, columns: int, use: int = 0
-) -> torch.Tensor:
-    """fp64 in (0, 1), ``(*rows.shape, columns)``."""
-    return (random_words(seeds, step, rows, columns, use).double() + 0.5) / 2**32
 
 
 def draw(

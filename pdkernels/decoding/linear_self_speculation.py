@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 import torch
 
+from pdkernels._philox import uniforms
 from pdkernels._validation import check
 from pdkernels.backends import backend_of
 from pdkernels.decoding._sampling import (
@@ -26,7 +27,6 @@ from pdkernels.decoding._sampling import (
     draw,
     noise,
     statistics,
-    uniforms,
     without_,
 )
 from pdkernels.decoding._session import Session

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pdkernels._philox import uniforms_at
 from pdkernels._validation import check, check_type, fail
 from pdkernels.ops._collectives import gathered
-from pdkernels.reference.sampling import uniforms
 
 Results = tuple[Tensor, ...]
 Run = Callable[..., Results]
@@ -104,8 +104,8 @@ def recorded(scores: Tensor, there: Tensor, top_k: int, draws: Draws, part: Part
     prob = (logit * draws.inverse - total).exp()
     score = logit
     if draws.temperature > 0:
-        ids = (part.first_id + chosen)[:, None]
-        noise = torch.log(-torch.log(uniforms(draws.seeds, draws.steps, draws.positions[:, None], ids)))[:, 0]
+        uniform = uniforms_at(draws.seeds, draws.steps, draws.positions, part.first_id + chosen)
+        noise = torch.log(-torch.log(uniform))
         score = logit - draws.temperature * noise
     score = torch.where(drawn < 0, -torch.inf, score)
     numbers = [part.first_id + chosen, score, prob, entropy, total]

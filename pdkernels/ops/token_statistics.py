@@ -303,11 +303,9 @@ def merged_statistics(
 
 
 def _draws(given: Options) -> Draws:
-    def column(one: int, several: Tensor | None) -> Tensor | int:
-        return one if several is None else several[:, None]
-
     assert given.positions is not None
-    seeds, steps = column(given.seed, given.seeds), column(given.step, given.steps)
+    seeds = given.seed if given.seeds is None else given.seeds
+    steps = given.step if given.steps is None else given.steps
     positions = given.positions.long().clamp(min=0)
     return Draws(given.temperature, seeds, steps, positions, given.top_p, given.min_p, given.distribution)
 

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdkernels._philox import random_words, uniforms, uniforms_at
 from pdkernels.decoding import generate
-from pdkernels.decoding._sampling import draw, random_words
+from pdkernels.decoding._sampling import draw
 from pdkernels.reference import sampling
 from pdkernels.reference.autoregressive import autoregressive
 from pdkernels.reference.linear_self_speculation import linear_self_speculation
@@ -263,6 +264,10 @@ def test_random_words_are_those_of_the_reference(seed: int, step: int, rows: lis
     expected = plain_words(seed, torch.tensor(step), row_positions[:, None], torch.arange(columns))
     assert torch.equal(random_words(seed, step, row_positions, columns), expected)
     assert torch.equal(random_words(seed, torch.tensor([[step]]), row_positions[None], columns), expected[None])
+    column = columns // 2
+    at = uniforms_at(seed, step, row_positions, torch.full_like(row_positions, column))
+    assert torch.equal(at, (expected[:, column].double() + 0.5) / 2**32)
+    assert torch.equal(at, uniforms(seed, step, row_positions, columns)[:, column])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.4, 2.0])

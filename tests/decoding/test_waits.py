@@ -118,7 +118,7 @@ def test_caches_wait_for_nothing_but_pages_that_come_back() -> None:
         assert log == []
     with waits() as log:
         paged.reclaim_()
-    assert log == ["read", "upload"] and paged.available_pages == 2
+    assert log == ["read", "upload"] and (paged.block_table >= 0).sum().item() == 2
 
 
 def test_what_counts_as_waiting() -> None:
