@@ -3,7 +3,7 @@
 A search yields a block (a tuple of ids) and is sent the guesses for it, so a driver can answer many searches in one
 forward. Answers are cached: simulations meet the same blocks repeatedly.
 
-Source: Nemotron-Labs-Diffusion, section 4. The plain form is reference/speed_of_light.py.
+Source: Nemotron-Labs-Diffusion, section 4. The plain form is tests/papers/plain_search.py.
 """
 
 from __future__ import annotations
