@@ -60,7 +60,9 @@ def test_an_end_token_and_what_else_runs_it() -> None:
     model = both()[1]
     assert model.end_tokens == (END,) and model.config.attention == "causal"
     assert [name for name in pd.decoding.available() if pd.decoding.supports(name, model)] == ["fast_dllm_v2"]
-    with pytest.raises(TypeError, match="block-causal models that predict their own tokens, got 'jacobi'"):
+    with pytest.raises(
+        TypeError, match="method must fit the model .block_causal, own_prediction., got 'jacobi', which requires causal"
+    ):
         pd.decoding.generate(model, PROMPTS[0], "jacobi")
 
 

@@ -114,7 +114,9 @@ def longest_plain(name: str, config: Any, body: Any, tokens: Tensor, positions: 
             body(input_ids=tokens, use_cache=False)
     except _FAULTS:
         asked = []  # our own masks still run; the comparison that follows decides
-    for window in (windowed(config), getattr(config, "attention_chunk_size", None)):
+    kinds = getattr(config, "layer_types", None)
+    chunk = getattr(config, "attention_chunk_size", None) if kinds is None or "chunked_attention" in kinds else None
+    for window in (windowed(config), chunk):
         positions = positions if window is None else min(positions, int(window))
     for visible in asked:
         positions = min(positions, _sees_all(visible, min(positions, 1 << 20), tokens.device, positions))
