@@ -20,10 +20,10 @@ from torch.profiler import profile
 
 from bench.devices import by_device, sizes
 from bench.timing import compare
-from pdkernels.decoding import _recurrent_wave
-from pdkernels.decoding._recurrent import Core, Sampling, prefill
-from pdkernels.decoding._recurrent_wave import Wave, WaveOptions
 from pdkernels.decoding._session import Session
+from pdkernels.decoding.recurrent import _wave as _recurrent_wave
+from pdkernels.decoding.recurrent._parts import Core, Sampling, prefill
+from pdkernels.decoding.recurrent._wave import Wave, WaveOptions
 from pdkernels.models import fused
 from pdkernels.models.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
 

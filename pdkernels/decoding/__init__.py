@@ -1,4 +1,4 @@
-"""Decoding methods with one entry point, `generate`. One file per method; `methods.py` lists them."""
+"""Decoding methods with one entry point, `generate`: a folder for each kind of model, a file for each method."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from pdkernels._validation import check, check_flag, check_type, did_you_mean, message
-from pdkernels.decoding._lanes import chunk_lanes
 from pdkernels.decoding._method import SHARED, Method
-from pdkernels.decoding._plan import BAD_PLANS, BadPlan
 from pdkernels.decoding._prompts import Prompts
 from pdkernels.decoding._repetition import PenalisedModel, checked_penalty
 from pdkernels.decoding._request import Overflow, check_model, checked_stops, finished, open_session
@@ -16,7 +14,9 @@ from pdkernels.decoding._sampling import checked_mask_token, stream
 from pdkernels.decoding._session import MOST_POSITIONS
 from pdkernels.decoding._usual import default_method
 from pdkernels.decoding.methods import METHODS
-from pdkernels.decoding.recurrent_adaptive import ExitCheck
+from pdkernels.decoding.planned._lanes import chunk_lanes
+from pdkernels.decoding.planned._outline import BAD_PLANS, BadPlan
+from pdkernels.decoding.recurrent.recurrent_adaptive import ExitCheck
 from pdkernels.decoding.result import ChunkTokens, DecodeResult, DecodeStats, OnTokens, PlanReport, PlanRound
 from pdkernels.decoding.signatures import Generate
 from pdkernels.decoding.traces import (

@@ -147,7 +147,7 @@ class Method:
 
     @property
     def fills_canvases(self) -> bool:
-        """Whether its texts are canvases (`decoding/_masked.py`)."""
+        """Whether its texts are canvases (`decoding/canvas/canvas.py`)."""
         return self.wing == "masked" or self.protocol is BlockCausalModel
 
     @property

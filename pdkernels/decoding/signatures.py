@@ -80,6 +80,19 @@ class BlockDiffusion(Autoregressive, total=False):
     sampler: SamplerHead | None
 
 
+class FastDllmV2(Request, total=False):
+    block_size: int
+    small_block_size: int
+    threshold: float
+    steps: int | None
+    block_cache: bool
+    temperature: float
+    top_p: float
+    mask_token: int | None
+    seed: int | Sequence[int]
+    page_size: int | None
+
+
 class Planned(Request, total=False):
     sparse: bool
     steps_ratio: float
@@ -239,19 +252,6 @@ class FastDllm(Request, total=False):
     page_size: int | None
 
 
-class FastDllmV2(Request, total=False):
-    block_size: int
-    small_block_size: int
-    threshold: float
-    steps: int | None
-    block_cache: bool
-    temperature: float
-    top_p: float
-    mask_token: int | None
-    seed: int | Sequence[int]
-    page_size: int | None
-
-
 class Generate(Protocol):
     """The type of `pdkernels.decoding.generate`."""
 
@@ -324,6 +324,14 @@ class Generate(Protocol):
         self, model: Any, prompt: Batch, method: Literal["block_diffusion"], **options: Unpack[BlockDiffusion]
     ) -> Many: ...
     @overload
+    def __call__(
+        self, model: Any, prompt: Prompt, method: Literal["fast_dllm_v2"], **options: Unpack[FastDllmV2]
+    ) -> One: ...
+    @overload
+    def __call__(
+        self, model: Any, prompt: Batch, method: Literal["fast_dllm_v2"], **options: Unpack[FastDllmV2]
+    ) -> Many: ...
+    @overload
     def __call__(self, model: Any, prompt: Prompt, method: Literal["planned"], **options: Unpack[Planned]) -> One: ...
     @overload
     def __call__(self, model: Any, prompt: Batch, method: Literal["planned"], **options: Unpack[Planned]) -> Many: ...
@@ -394,14 +402,6 @@ class Generate(Protocol):
     @overload
     def __call__(
         self, model: Any, prompt: Batch, method: Literal["fast_dllm"], **options: Unpack[FastDllm]
-    ) -> Many: ...
-    @overload
-    def __call__(
-        self, model: Any, prompt: Prompt, method: Literal["fast_dllm_v2"], **options: Unpack[FastDllmV2]
-    ) -> One: ...
-    @overload
-    def __call__(
-        self, model: Any, prompt: Batch, method: Literal["fast_dllm_v2"], **options: Unpack[FastDllmV2]
     ) -> Many: ...
     @overload
     def __call__(self, model: Any, prompt: Prompt, method: Method, **options: Any) -> One: ...

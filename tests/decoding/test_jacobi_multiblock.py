@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from pdkernels import models
 from pdkernels.cache import ContiguousKVCache, PagedKVCache
-from pdkernels.decoding import DecodeResult, generate, jacobi_multiblock, method_options
-from pdkernels.decoding._multiblock import Limits, Progress, PseudoBlock
+from pdkernels.decoding import DecodeResult, generate, method_options
+from pdkernels.decoding.causal import jacobi_multiblock
+from pdkernels.decoding.causal._multiblock import Limits, Progress, PseudoBlock
 from pdkernels.models.transformer import Transformer
 from pdkernels.reference import jacobi_multiblock as reference
 from pdkernels.reference.autoregressive import Model, autoregressive

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdkernels.decoding import generate, planned
+from pdkernels.decoding import generate
+from pdkernels.decoding.planned import planned
 from tests.support.base import page_sizes, seeds, streams
 from tests.support.plans import END, MASK, assert_same, planning_model, references
 

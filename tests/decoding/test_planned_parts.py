@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdkernels.decoding._chunks import candidates, quota, steps_of
-from pdkernels.decoding._plan import BadPlan, fitted, items_as_published, items_by_last_number, text_pieces
+from pdkernels.decoding.planned._chunks import candidates, quota, steps_of
+from pdkernels.decoding.planned._outline import BadPlan, fitted, items_as_published, items_by_last_number, text_pieces
 from pdkernels.reference import planned as reference
 from tests.support.plans import CLOSE, OPEN, SYNC, TAGS
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdkernels.decoding import generate
-from pdkernels.decoding.quadratic_self_speculation import _mixed
+from pdkernels.decoding.causal.quadratic_self_speculation import _mixed
 from pdkernels.reference.autoregressive import autoregressive
 from pdkernels.reference.quadratic_self_speculation import quadratic_self_speculation, verifier
 from pdkernels.reference.sampling import sampled_autoregressive

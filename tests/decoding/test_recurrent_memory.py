@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from pdkernels import backends
-from pdkernels.decoding import generate, recurrent_diffusion
-from pdkernels.decoding._recurrent_wave import Wave
+from pdkernels.decoding import generate
+from pdkernels.decoding.recurrent import recurrent_diffusion
+from pdkernels.decoding.recurrent._wave import Wave
 from pdkernels.models.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
 from tests.decoding.test_memory import Allocations
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdkernels.decoding import RecurrentStep, available, generate, is_lossless, supports
-from pdkernels.decoding._recurrent import filtered
 from pdkernels.decoding.methods import METHODS
+from pdkernels.decoding.recurrent._parts import filtered
 from pdkernels.models.recurrent_depth import RecurrentDepth
 from pdkernels.reference.recurrent_sampling import filtered as plain_filtered
 from pdkernels.reference.recurrent_static import recurrent_static

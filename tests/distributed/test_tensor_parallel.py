@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import pdkernels as pd
 import pdkernels.distributed
-from pdkernels.decoding._recurrent import filtered
+from pdkernels.decoding.recurrent._parts import filtered
 from pdkernels.distributed import ShardedLogits, parallelize
 from pdkernels.distributed.shards import Shards
 from pdkernels.ops._collectives import gathered, summed

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdkernels.decoding._filler import filler_words
+from pdkernels.decoding.causal._filler import filler_words
 from pdkernels.reference.philox import as_seeds, philox4x32, random_words
 
 ONES = 0xFFFFFFFF

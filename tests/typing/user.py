@@ -81,11 +81,13 @@ def a_plan() -> str:
 
 def facts() -> list[str]:
     names = [name for name in pd.decoding.available() if pd.decoding.supports(name, model)]
+    method, options_of_default = pd.decoding.default_method(model)
+    assert isinstance(options_of_default, dict)
     lossless = [name for name in names if pd.decoding.is_lossless(name)]
     seeds = [pd.decoding.stream(0, number) for number in range(2)]
     assert len(seeds) == 2
     options = [f"{name}={pd.decoding.default_option('jacobi', name)}" for name in pd.decoding.method_options("jacobi")]
-    return [*lossless, *options, pd.show_config(), str(pd.has_native())]
+    return [method, *lossless, *options, pd.show_config(), str(pd.has_native())]
 
 
 def mistakes() -> None:

@@ -22,20 +22,6 @@ import torch
 from pdkernels._validation import check, check_choice, check_type
 from pdkernels.backends import backend_of
 from pdkernels.decoding._cache_rows import rows_of
-from pdkernels.decoding._chunks import Schedule
-from pdkernels.decoding._plan import joined, text_pieces
-from pdkernels.decoding._planned_text import (
-    BAD_PLAN_WAYS,
-    CACHES,
-    PARSERS,
-    RULES,
-    Keeping,
-    OnBadPlan,
-    Parser,
-    PlannedText,
-    PlanOptions,
-    Rule,
-)
 from pdkernels.decoding._sampling import (
     OWN,
     Seed,
@@ -50,6 +36,20 @@ from pdkernels.decoding._sampling import (
     without_,
 )
 from pdkernels.decoding._session import Session, sent
+from pdkernels.decoding.planned._chunks import Schedule
+from pdkernels.decoding.planned._outline import joined, text_pieces
+from pdkernels.decoding.planned._text import (
+    BAD_PLAN_WAYS,
+    CACHES,
+    PARSERS,
+    RULES,
+    Keeping,
+    OnBadPlan,
+    Parser,
+    PlannedText,
+    PlanOptions,
+    Rule,
+)
 from pdkernels.masks import Stage, TilePlan, pack, planned
 from pdkernels.models.plan_tokens import PlanTokens
 from pdkernels.ops import TokenStatistics, token_statistics, unmask_

@@ -12,10 +12,10 @@ from typing import Literal, get_args
 import torch
 
 from pdkernels._validation import check, check_memory, check_type
-from pdkernels.decoding._filler import filler_words
-from pdkernels.decoding._lookup import Lookup
 from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_name, checked_sampling, draw, latents
 from pdkernels.decoding._session import Session
+from pdkernels.decoding.causal._filler import filler_words
+from pdkernels.decoding.causal._lookup import Lookup
 from pdkernels.decoding.steps import DraftSteps, decoder
 from pdkernels.ops import DraftVerdict, verify_draft
 

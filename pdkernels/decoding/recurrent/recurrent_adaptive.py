@@ -18,7 +18,9 @@ from torch import Tensor
 
 from pdkernels._validation import check, check_type
 from pdkernels.backends import backend_of
-from pdkernels.decoding._recurrent import (
+from pdkernels.decoding._sampling import Seed, checked_flag, checked_name, checked_number, checked_size
+from pdkernels.decoding._session import Session, is_end, marked, sent
+from pdkernels.decoding.recurrent._parts import (
     Core,
     NewState,
     Schedule,
@@ -29,8 +31,6 @@ from pdkernels.decoding._recurrent import (
     checked_sampling,
     prefill,
 )
-from pdkernels.decoding._sampling import Seed, checked_flag, checked_name, checked_number, checked_size
-from pdkernels.decoding._session import Session, is_end, marked, sent
 from pdkernels.decoding.traces import AdaptiveStep
 from pdkernels.models.recurrent_depth import RecurrentDepth
 from pdkernels.ops import logit_divergence

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from pdkernels.decoding._masked import Canvas
-from pdkernels.decoding._masked_model import check_alone
 from pdkernels.decoding._session import Session
+from pdkernels.decoding.canvas.canvas import Canvas
+from pdkernels.decoding.canvas.checks import check_alone
 from pdkernels.models.capabilities import rows_ahead
 from pdkernels.models.feature_cache import FeatureCache
 

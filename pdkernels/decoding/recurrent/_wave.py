@@ -14,8 +14,8 @@ import torch
 
 from pdkernels._philox import random_words
 from pdkernels.backends import backend_of
-from pdkernels.decoding._recurrent import NewState, Sampling, Schedule
 from pdkernels.decoding._session import Session, is_end, without_choice
+from pdkernels.decoding.recurrent._parts import NewState, Sampling, Schedule
 from pdkernels.models.recurrent_depth import STATE_STD, RecurrentDepth
 from pdkernels.ops import recurrence_advance_, recurrence_exit, recurrence_inject
 

@@ -32,12 +32,12 @@ import torch
 from pdkernels._philox import uniforms
 from pdkernels._validation import check
 from pdkernels.backends import backend_of
-from pdkernels.decoding._masked_model import checked_masked_model as checked_masked_model
-from pdkernels.decoding._masked_record import CanvasRecord
-from pdkernels.decoding._masked_trace import Record, masked_trace
 from pdkernels.decoding._repetition import penalised_rows
 from pdkernels.decoding._sampling import ORDER, likeliest, noise, statistics, without_
 from pdkernels.decoding._session import Session, is_end, sent
+from pdkernels.decoding.canvas.checks import checked_masked_model as checked_masked_model
+from pdkernels.decoding.canvas.record import CanvasRecord
+from pdkernels.decoding.canvas.trace import Record, masked_trace
 from pdkernels.models.capabilities import rows_ahead
 from pdkernels.ops import TokenStatistics, Unmasked, token_statistics, unmask_
 

@@ -2,7 +2,7 @@
 
 The candidates of a step are the positions of a window, of which there are as many in every step; those without a mask are left out by
 their position, -1. So shapes are static, and the head still computes only rows of masks. A forward, the guesses and the choice
-of positions are those of the decoders that a host leads (`decoding/_masked.py`).
+of positions are those of the decoders that a host leads (`decoding/canvas/canvas.py`).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from pdkernels.decoding._masked import Canvas, Step
-from pdkernels.decoding._masked_forward import WholeCanvas
-from pdkernels.decoding._masked_record import CanvasRecord
 from pdkernels.decoding._session import Session, is_end
+from pdkernels.decoding.canvas.canvas import Canvas, Step
+from pdkernels.decoding.canvas.forward import WholeCanvas
+from pdkernels.decoding.canvas.record import CanvasRecord
 from pdkernels.decoding.steps import Entry, Row, Rows, Steps, float_of
 from pdkernels.decoding.traces import MaskedStep
 

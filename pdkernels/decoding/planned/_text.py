@@ -12,9 +12,9 @@ from itertools import accumulate
 from typing import Literal, get_args
 
 from pdkernels._validation import message
-from pdkernels.decoding._chunks import Schedule, candidates, quota, steps_of
-from pdkernels.decoding._plan import BadPlan, Item, fitted, items_as_published, items_by_last_number
 from pdkernels.decoding._session import Session
+from pdkernels.decoding.planned._chunks import Schedule, candidates, quota, steps_of
+from pdkernels.decoding.planned._outline import BadPlan, Item, fitted, items_as_published, items_by_last_number
 from pdkernels.decoding.result import ChunkTokens, PlanReport, PlanRound
 from pdkernels.decoding.traces import ChunkStep
 from pdkernels.models.plan_tokens import PlanTokens

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._filler import filler_words
-from pdkernels.decoding._multiblock import Limits, Progress
 from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampling, draw
 from pdkernels.decoding._session import MOST_POSITIONS, Session, marked, without_choice
+from pdkernels.decoding.causal._filler import filler_words
+from pdkernels.decoding.causal._multiblock import Limits, Progress
 from pdkernels.masks import TilePlan, candidates
 from pdkernels.ops import verify_draft
 

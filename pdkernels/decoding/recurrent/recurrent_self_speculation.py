@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._recurrent import (
+from pdkernels.decoding._sampling import Seed, checked_number, checked_size
+from pdkernels.decoding._session import Session, judged_without_choice
+from pdkernels.decoding.recurrent._parts import (
     NewState,
     Schedule,
     checked_core,
@@ -21,8 +23,6 @@ from pdkernels.decoding._recurrent import (
     checked_sampling,
     prefill,
 )
-from pdkernels.decoding._sampling import Seed, checked_number, checked_size
-from pdkernels.decoding._session import Session, judged_without_choice
 from pdkernels.ops import kv_trim_, verify_draft
 
 _OP = "decoding.recurrent_self_speculation"

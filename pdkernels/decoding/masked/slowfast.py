@@ -18,8 +18,6 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._masked import Canvas, SamplingOptions, Window, checked_masked_model
-from pdkernels.decoding._masked_forward import KeptCanvas, WholeCanvas
 from pdkernels.decoding._sampling import (
     Seed,
     checked_flag,
@@ -29,6 +27,8 @@ from pdkernels.decoding._sampling import (
     checked_size,
 )
 from pdkernels.decoding._session import MOST_POSITIONS, Session
+from pdkernels.decoding.canvas.canvas import Canvas, SamplingOptions, Window, checked_masked_model
+from pdkernels.decoding.canvas.forward import KeptCanvas, WholeCanvas
 
 _OP = "decoding.slowfast"
 

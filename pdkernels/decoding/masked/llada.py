@@ -12,9 +12,6 @@ from typing import Any, Literal, get_args
 import torch
 
 from pdkernels._validation import check
-from pdkernels.decoding._canvas_steps import CanvasSteps
-from pdkernels.decoding._masked import Canvas, SamplingOptions, Window, blocks_of, checked_masked_model, share
-from pdkernels.decoding._masked_forward import WholeCanvas
 from pdkernels.decoding._sampling import (
     Seed,
     checked_flag,
@@ -24,6 +21,9 @@ from pdkernels.decoding._sampling import (
     checked_size,
 )
 from pdkernels.decoding._session import Session
+from pdkernels.decoding.canvas.canvas import Canvas, SamplingOptions, Window, blocks_of, checked_masked_model, share
+from pdkernels.decoding.canvas.forward import WholeCanvas
+from pdkernels.decoding.canvas.steps import CanvasSteps
 from pdkernels.decoding.steps import with_defaults
 
 _OP = "decoding.llada"

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._masked import Canvas, SamplingOptions, Step, checked_masked_model
-from pdkernels.decoding._masked_forward import WholeCanvas
 from pdkernels.decoding._sampling import Seed, checked_name, checked_number, checked_sampling, checked_size
 from pdkernels.decoding._session import Session
+from pdkernels.decoding.canvas.canvas import Canvas, SamplingOptions, Step, checked_masked_model
+from pdkernels.decoding.canvas.forward import WholeCanvas
 from pdkernels.ops import TokenStatistics
 
 _OP = "decoding.dream"

@@ -13,7 +13,9 @@ from typing import Literal, get_args
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._recurrent import (
+from pdkernels.decoding._sampling import Seed, checked_flag, checked_name, checked_number, checked_size
+from pdkernels.decoding._session import Session
+from pdkernels.decoding.recurrent._parts import (
     NewState,
     Schedule,
     after_prompts,
@@ -23,9 +25,7 @@ from pdkernels.decoding._recurrent import (
     checked_sampling,
     new_cache,
 )
-from pdkernels.decoding._recurrent_wave import Mixer, Rule, Wave, WaveOptions
-from pdkernels.decoding._sampling import Seed, checked_flag, checked_name, checked_number, checked_size
-from pdkernels.decoding._session import Session
+from pdkernels.decoding.recurrent._wave import Mixer, Rule, Wave, WaveOptions
 from pdkernels.decoding.steps import Entry, Rows, Steps, decoder, float_of, record_first
 from pdkernels.decoding.traces import RecurrentStep
 

@@ -15,7 +15,6 @@ import torch
 
 from pdkernels._validation import check, check_type
 from pdkernels.backends import backend_of
-from pdkernels.decoding._masked import share
 from pdkernels.decoding._sampling import (
     OWN,
     Seed,
@@ -30,6 +29,7 @@ from pdkernels.decoding._sampling import (
     statistics,
 )
 from pdkernels.decoding._session import Session, is_end, without_choice
+from pdkernels.decoding.canvas.canvas import share
 from pdkernels.decoding.steps import Entry, Rows, Steps, decoder
 from pdkernels.decoding.traces import DenoiseStep
 from pdkernels.masks import TilePlan, full

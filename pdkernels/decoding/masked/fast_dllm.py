@@ -18,12 +18,12 @@ from typing import Any, Literal, get_args
 import torch
 
 from pdkernels._validation import check
-from pdkernels.decoding._canvas_steps import CanvasSteps
-from pdkernels.decoding._masked import Canvas, SamplingOptions, blocks_of, checked_masked_model, share
-from pdkernels.decoding._masked_forward import WholeCanvas
-from pdkernels.decoding._masked_model import check_keeps_rows
 from pdkernels.decoding._sampling import Seed, checked_name, checked_number, checked_sampling, checked_size
 from pdkernels.decoding._session import Session
+from pdkernels.decoding.canvas.canvas import Canvas, SamplingOptions, blocks_of, checked_masked_model, share
+from pdkernels.decoding.canvas.checks import check_keeps_rows
+from pdkernels.decoding.canvas.forward import WholeCanvas
+from pdkernels.decoding.canvas.steps import CanvasSteps
 from pdkernels.decoding.steps import with_defaults
 from pdkernels.models.capabilities import rows_ahead
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 
-from pdkernels.decoding._recurrent import (
+from pdkernels.decoding._sampling import Seed
+from pdkernels.decoding._session import Session, is_end, marked
+from pdkernels.decoding.recurrent._parts import (
     NewState,
     Schedule,
     checked_core,
@@ -17,8 +19,6 @@ from pdkernels.decoding._recurrent import (
     checked_sampling,
     prefill,
 )
-from pdkernels.decoding._sampling import Seed
-from pdkernels.decoding._session import Session, is_end, marked
 from pdkernels.decoding.traces import RecurrentStep
 
 _OP = "decoding.recurrent_static"

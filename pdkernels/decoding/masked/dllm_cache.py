@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import get_args
 
 from pdkernels._validation import check
-from pdkernels.decoding._masked_forward import KeptCanvas
 from pdkernels.decoding._sampling import Seed, checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session
-from pdkernels.decoding.llada import Remasking, begin, fill
+from pdkernels.decoding.canvas.forward import KeptCanvas
+from pdkernels.decoding.masked.llada import Remasking, begin, fill
 from pdkernels.models.feature_cache import Baseline
 
 _OP = "decoding.dllm_cache"

@@ -16,8 +16,6 @@ from __future__ import annotations
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._masked import Canvas, SamplingOptions, Step, share
-from pdkernels.decoding._masked_model import check_keeps_rows
 from pdkernels.decoding._sampling import (
     Seed,
     checked_flag,
@@ -27,6 +25,8 @@ from pdkernels.decoding._sampling import (
     checked_size,
 )
 from pdkernels.decoding._session import Session
+from pdkernels.decoding.canvas.canvas import Canvas, SamplingOptions, Step, share
+from pdkernels.decoding.canvas.checks import check_keeps_rows
 from pdkernels.masks import block_causal
 from pdkernels.models.capabilities import rows_ahead
 

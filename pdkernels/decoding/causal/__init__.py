@@ -1,0 +1,94 @@
+"""Decoders of causal models: token by token, by Jacobi iteration, by speculating on themselves, in blocks."""
+
+from __future__ import annotations
+
+from pdkernels.decoding._method import Method
+from pdkernels.decoding.causal import (
+    autoregressive,
+    block_diffusion,
+    fast_dllm_v2,
+    jacobi,
+    jacobi_multiblock,
+    linear_self_speculation,
+    quadratic_self_speculation,
+)
+from pdkernels.models.capabilities import Capability
+from pdkernels.models.protocols import BlockCausalModel, BlockModel, BranchingModel, SelfSpeculativeModel
+
+_TRI_MODE = ("tiny-trimode",)
+_MASKS_AMONG_ROWS: frozenset[Capability] = frozenset({"causal", "block_causal"})
+
+METHODS = (
+    Method(
+        "autoregressive",
+        autoregressive.decode,
+        title="token by token",
+        lossless=True,
+        steps=autoregressive.AutoregressiveSteps,
+        models=("tiny-code", "tiny-jacobi", *_TRI_MODE),
+    ),
+    Method(
+        "jacobi",
+        jacobi.decode,
+        title="Jacobi",
+        lossless=True,
+        steps=jacobi.JacobiSteps,
+        verifies_drafts=True,
+        models=("tiny-jacobi", "tiny-code"),
+        widths=(None,),
+    ),
+    Method(
+        "jacobi_multiblock",
+        jacobi_multiblock.decode,
+        title="Jacobi, several blocks",
+        requires=_MASKS_AMONG_ROWS,
+        protocol=BranchingModel,
+        lossless=True,
+        verifies_drafts=True,
+        models=("tiny-jacobi",),
+        widths=(None,),
+    ),
+    Method(
+        "linear_self_speculation",
+        linear_self_speculation.decode,
+        title="linear self-speculation",
+        requires=_MASKS_AMONG_ROWS,
+        protocol=SelfSpeculativeModel,
+        lossless=True,
+        steps=linear_self_speculation.LinearSteps,
+        verifies_drafts=True,
+        models=_TRI_MODE,
+        widths=(4, 8, 16),
+    ),
+    Method(
+        "quadratic_self_speculation",
+        quadratic_self_speculation.decode,
+        title="quadratic self-speculation",
+        requires=_MASKS_AMONG_ROWS,
+        protocol=SelfSpeculativeModel,
+        lossless=True,
+        steps=quadratic_self_speculation.QuadraticSteps,
+        verifies_drafts=True,
+        models=_TRI_MODE,
+        widths=(4, 8, 16),
+    ),
+    Method(
+        "block_diffusion",
+        block_diffusion.decode,
+        title="block diffusion",
+        requires=_MASKS_AMONG_ROWS,
+        protocol=BlockModel,
+        steps=block_diffusion.BlockSteps,
+        models=_TRI_MODE,
+        widths=(4, 8, 16),
+    ),
+    Method(
+        "fast_dllm_v2",
+        fast_dllm_v2.decode,
+        title="Fast-dLLM v2",
+        requires=frozenset({"block_causal"}),
+        protocol=BlockCausalModel,
+        models=_TRI_MODE,
+        in_default_evaluation=False,
+    ),
+)

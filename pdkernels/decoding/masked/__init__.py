@@ -1,0 +1,17 @@
+"""Decoders of masked-diffusion models: a canvas of masks is filled in any order."""
+
+from __future__ import annotations
+
+from pdkernels.decoding._method import Method
+from pdkernels.decoding.masked import dllm_cache, dream, fast_dllm, llada, slowfast
+from pdkernels.models.capabilities import Capability
+
+_BIDIRECTIONAL: frozenset[Capability] = frozenset({"bidirectional"})
+
+METHODS = (
+    Method("llada", llada.decode, "masked", _BIDIRECTIONAL, title="LLaDA", steps=llada.LladaSteps),
+    Method("dream", dream.decode, "masked", _BIDIRECTIONAL, title="Dream"),
+    Method("slowfast", slowfast.decode, "masked", _BIDIRECTIONAL, title="SlowFast"),
+    Method("dllm_cache", dllm_cache.decode, "masked", _BIDIRECTIONAL, title="dLLM-Cache"),
+    Method("fast_dllm", fast_dllm.decode, "masked", _BIDIRECTIONAL, title="Fast-dLLM", steps=fast_dllm.FastSteps),
+)
