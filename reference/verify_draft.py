@@ -13,7 +13,7 @@ def verify_draft(
     end_tokens: Tensor | None = None,
     refill: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``(accepted, next_token, ended, new_draft, row)``; shapes as in ``pdkernels.verify_draft``."""
+    """``(accepted, next_token, ended, new_draft, candidate)``; shapes as in ``pdkernels.verify_draft``."""
     drafts = draft.tolist() if draft.dim() == 3 else draft.unsqueeze(1).tolist()
     models = predictions.tolist() if draft.dim() == 3 else predictions.unsqueeze(1).tolist()
     ends = set() if end_tokens is None else set(end_tokens.tolist())
@@ -29,20 +29,20 @@ def verify_draft(
         if length == 0:
             verdicts.append((0, -1, False, filler, 0))
             continue
-        accepted, row = 0, 0
+        accepted, candidate = 0, 0
         for c, (tokens, answer) in enumerate(zip(rows, answers)):
             matched = 1
             while matched < length and tokens[matched] == answer[matched - 1]:
                 matched += 1
             if matched > accepted:
-                accepted, row = matched, c
-        next_token = answers[row][accepted - 1]
-        for i, token in enumerate(rows[row][:accepted]):
+                accepted, candidate = matched, c
+        next_token = answers[candidate][accepted - 1]
+        for i, token in enumerate(rows[candidate][:accepted]):
             if token in ends:
                 accepted, next_token = i + 1, token
                 break
-        tail = answers[row][accepted - 1 : length]
-        verdicts.append((accepted, next_token, next_token in ends, tail + filler[len(tail) :], row))
+        tail = answers[candidate][accepted - 1 : length]
+        verdicts.append((accepted, next_token, next_token in ends, tail + filler[len(tail) :], candidate))
     columns = list(zip(*verdicts)) or [(), (), (), (), ()]
     dtypes = (torch.int64, torch.int64, torch.bool, torch.int64, torch.int64)
     results = [torch.tensor(column, dtype=dtype, device=draft.device) for column, dtype in zip(columns, dtypes)]

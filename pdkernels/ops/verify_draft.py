@@ -28,8 +28,8 @@ class DraftVerdict(NamedTuple):
     """(batch,) bool: an end token is among the accepted tokens or is the next one."""
     new_draft: Tensor
     """(batch, width) int64: the model's tokens from `next_token` on, then `refill`."""
-    row: Tensor
-    """(batch,) int64: the winning candidate."""
+    candidate: Tensor
+    """(batch,) int64: the index of the candidate with the longest accepted part; 0 without candidates."""
 
 
 def verify_draft(
@@ -50,7 +50,7 @@ def verify_draft(
         predictions  b c d y z        d = next_token, accepted = 3 (a b c)
         new_draft    d y z r r        the model's tokens from there on, then refill
 
-    With candidates the row with the longest accepted part wins, the lowest index on ties. If an end token is among the
+    With several candidates the one with the longest accepted part wins, the first of them on ties. If an end token is among the
     accepted tokens they are cut after the first one, which is repeated as `next_token`; if only `next_token` is an end
     token it is *not* counted in `accepted`. Both set `ended`.
 

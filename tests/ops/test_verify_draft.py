@@ -85,11 +85,11 @@ def test_what_the_verdict_promises(impl, call: dict[str, torch.Tensor]) -> None:
     draft, predictions = (t if t.dim() == 3 else t[:, None] for t in (call["draft"], call["predictions"]))
     ends = set(call["end_tokens"].tolist()) if "end_tokens" in call else set()
     for b in range(draft.shape[0]):
-        accepted, row = int(verdict.accepted[b]), int(verdict.row[b])
+        accepted, winner = int(verdict.accepted[b]), int(verdict.candidate[b])
         if accepted == 0:
             assert verdict.next_token[b] == -1 and not verdict.ended[b]
             continue
-        d, p = draft[b, row].tolist(), predictions[b, row].tolist()
+        d, p = draft[b, winner].tolist(), predictions[b, winner].tolist()
         assert d[1:accepted] == p[: accepted - 1]
         inside = [token for token in d[:accepted] if token in ends]
         assert inside in ([], [d[accepted - 1]])
@@ -122,7 +122,7 @@ def test_ties_go_to_the_lowest_candidate(impl) -> None:
     predictions = torch.tensor([[[2, 3, 4]] * 4] * 2)
     lengths = torch.tensor([3, 2])
     verdict = check_equal(impl, {"draft": draft, "predictions": predictions, "draft_lengths": lengths})
-    assert verdict.row.tolist() == [3, 1]
+    assert verdict.candidate.tolist() == [3, 1]
 
 
 def test_new_draft_is_the_models_continuation_then_refill(impl) -> None:

@@ -96,21 +96,21 @@ def decode(
             drafted, predictions[..., : step.width], draft_lengths=step.draft_lengths, end_tokens=ends
         )
         # The winner's rows move to the front; a lone branch is already there.
-        source = None if step.branches == 1 else verdict.row[:, None] * step.length + slot[: step.width]
+        source = None if step.branches == 1 else verdict.candidate[:, None] * step.length + slot[: step.width]
         cache.commit_(verdict.accepted, source)
 
         # The one read of the device in a step.
-        lost = without_choice(logits, best).view_as(predictions)[every, verdict.row][:, : step.width]
+        lost = without_choice(logits, best).view_as(predictions)[every, verdict.candidate][:, : step.width]
         broken = (lost & (slot[: step.width] < verdict.accepted[:, None])).any(1)
         accepted = verdict.accepted.masked_fill(broken, -1)
-        columns = torch.stack([accepted, verdict.next_token, verdict.row], 1)
-        poll = torch.cat([columns, predictions[every, verdict.row]], 1).tolist()
+        columns = torch.stack([accepted, verdict.next_token, verdict.candidate], 1)
+        poll = torch.cat([columns, predictions[every, verdict.candidate]], 1).tolist()
         fresh = words[:, session.forwards - 1].tolist()
         for sequence, (progress, line) in enumerate(zip(active, poll)):
             if progress is None:
                 continue
-            accepted, next_token, row, *own = line
-            draft = step.drafts[sequence][row]
+            accepted, next_token, candidate, *own = line
+            draft = step.drafts[sequence][candidate]
             answers = own[: len(draft)]
             session.log_step(sequence, draft, answers, accepted, next_token)
             if next_token in session.end_tokens or accepted == progress.left or session.stopped[sequence]:
