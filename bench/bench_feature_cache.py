@@ -53,7 +53,7 @@ def select_job(rows: int, dtype: torch.dtype, device: str, draw: Callable[..., T
     similarity = F.cosine_similarity(v[0].double(), before[0].double(), dim=-1)
 
     def ours() -> tuple[Tensor, Tensor]:
-        index = pd.select_stale_rows_(heads, cache, starts, count=count)
+        index = pd.select_stale_rows_(heads, cache, starts, max_selected=count)
         return index, pd.gather_rows(x, index)
 
     def check(name: str, result: tuple[Tensor, Tensor]) -> None:

@@ -19,8 +19,8 @@ def select_stale_rows_(
     v: Tensor,
     v_cache: Tensor,
     starts: Tensor,
-    count: int,
-    wanted: Tensor | None = None,
+    max_selected: int,
+    quota: Tensor | None = None,
     counts: Tensor | None = None,
     update: str = "all",
     block_table: Tensor | None = None,
@@ -37,14 +37,14 @@ def select_stale_rows_(
     targets, limits = [], []
     for b, start in enumerate(starts.tolist()):
         number = rows if counts is None else int(counts[b])
-        limit = count if wanted is None else int(wanted[b])
+        limit = max_selected if quota is None else int(quota[b])
         store.check(b, start, number, rows)
         if limit < 0:
-            _fail(op, "wanted", "be at least 0", limit, b)
+            _fail(op, "quota", "be at least 0", limit, b)
         targets.append([store(b, start + i) for i in range(number)])
-        limits.append(min(limit, count))
+        limits.append(min(limit, max_selected))
 
-    index = torch.full((batch, count), -1, device=v.device)
+    index = torch.full((batch, max_selected), -1, device=v.device)
     for b, slots in enumerate(targets):
         if not slots:
             continue

@@ -375,7 +375,7 @@ def run_feature_rows(rng: random.Random, device: torch.device, bad: bool, op: st
         call, tensors = pd.add_cached_rows_, (x, cached, torch.randn(batch, chosen, width).to(dtype), index)
     else:
         starts = torch.randint(0, 4, (batch,)) + (99 if bad else 0)
-        call = partial(pd.select_stale_rows_, count=chosen)
+        call = partial(pd.select_stale_rows_, max_selected=chosen)
         tensors = (x[:, :, None], torch.randn(batch, rows + 4, 1, width).to(dtype), starts)
     wanted = call(*(t.clone() for t in tensors), backend="reference") if not bad else None
     found = attempt(bad, lambda: call(*(t.clone().to(device) for t in tensors)))

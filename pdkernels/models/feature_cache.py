@@ -292,8 +292,8 @@ class FeatureCache:
 
     def _moved_(self, v: torch.Tensor, layer: int, step: _Step) -> torch.Tensor | None:
         """Numbers of the rows whose values differ most from the cached ones, which those of `v` replace; None: no row."""
-        most = int(self._generated * self._ratio)
-        wanted = None if step.counts is None else (step.counts.double() * self._ratio).long()
+        max_selected = int(self._generated * self._ratio)
+        quota = None if step.counts is None else (step.counts.double() * self._ratio).long()
         starts, fresh, cached, table, update = (
             step.prompt_lengths,
             v,
@@ -308,7 +308,7 @@ class FeatureCache:
             mine = mine.gather(1, slots.expand(-1, -1, *mine.shape[2:]))
             if update == "all":
                 select_stale_rows_(
-                    v, cached, starts, count=0, counts=step.counts, block_table=table, backend=self._backend
+                    v, cached, starts, max_selected=0, counts=step.counts, block_table=table, backend=self._backend
                 )
             fresh, cached = (x.contiguous() for x in self._model.with_all_heads(torch.stack((v, mine))))
             starts, table, update = torch.zeros_like(starts), None, "none"
@@ -316,14 +316,14 @@ class FeatureCache:
             fresh,
             cached,
             starts,
-            count=most,
-            wanted=wanted,
+            max_selected=max_selected,
+            quota=quota,
             counts=step.counts,
             update=update,
             block_table=table,
             backend=self._backend,
         )
-        return rows if most else None
+        return rows if max_selected else None
 
     def _keep(self, cached: torch.Tensor, added: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """`added`, after caching its rows at `positions` ``(batch, generated)``."""

@@ -29,7 +29,7 @@ from pdkernels.reference import feature_cache as reference
 __all__ = ["add_cached_rows_", "gather_rows", "select_stale_rows_"]
 
 SELECT, GATHER, ADD = "select_stale_rows_", "gather_rows", "add_cached_rows_"
-MOST_CHOSEN = 2**20
+MAX_SELECTED = 2**20
 
 
 def select_stale_rows_(
@@ -37,8 +37,8 @@ def select_stale_rows_(
     v_cache: Tensor,
     starts: Tensor,
     *,
-    count: int,
-    wanted: Tensor | None = None,
+    max_selected: int,
+    quota: Tensor | None = None,
     counts: Tensor | None = None,
     update: str = "all",
     block_table: Tensor | None = None,
@@ -57,19 +57,19 @@ def select_stale_rows_(
         v_cache: one layer, ``(B, capacity, kv_heads, D)``, or with `block_table` ``(num_pages, page_size, kv_heads, D)``; dtype
             of `v`. Written, so it shares no memory with other arguments.
         starts: ``(B,)`` int32 or int64, the slot of row 0.
-        count: the most rows to choose, 0 or more: the width of the result. At most 2**20, or G if that is larger.
-        wanted: ``(B,)`` int32 or int64, how many each sequence wants; None: `count`. Values above `count` count as `count`.
-        counts: ``(B,)`` int32 or int64, rows that count; None: all of them. Others are neither chosen nor stored.
-        update: which cached values are replaced by those of `v`: ``"all"`` of the rows that count, the ``"selected"`` ones, or
+        max_selected: the largest number of rows to choose from a sequence, and the width of the result. At most 2**20, or G if that is larger.
+        quota: ``(B,)`` int32 or int64, rows to choose from each sequence, capped at `max_selected`; None: `max_selected`.
+        counts: ``(B,)`` int32 or int64, valid rows of each sequence; None: all of them. The others are padding: neither chosen nor stored.
+        update: which cached values are replaced by those of `v`: ``"all"`` of the valid rows, the ``"selected"`` ones, or
             ``"none"``. So the next call compares with the step before (published), or with each row's last recomputation.
         block_table: ``(B, max_pages)`` int32 or int64; slot ``p`` lives in page ``block_table[b, p // page_size]``.
         backend: see `pdkernels.show_config`. The reference takes float64 too.
 
     Returns:
-        ``(B, count)`` int64: row numbers in ascending order, then -1 where a sequence has or wants fewer.
+        ``(B, max_selected)`` int64: row numbers in ascending order, then -1 where fewer are chosen.
 
     Raises:
-        ValueError: shapes that do not fit; starts, counts, wanted or pages out of range (nothing is written then). On CUDA such
+        ValueError: shapes that do not fit; starts, counts, quotas or pages out of range (nothing is written then). On CUDA such
             a sequence gets -1 and its cache is left as it was, unless ``PDKERNELS_DEBUG_CHECKS=1``.
         TypeError: dtypes that do not fit.
         NotImplementedError: an input that requires a gradient while gradients are recorded.
@@ -83,13 +83,13 @@ def select_stale_rows_(
         >>> import torch, pdkernels as pd
         >>> cached = torch.tensor([1.0, 0.0]).expand(1, 3, 1, 2).clone()
         >>> v = torch.tensor([[[[2.0, 0.0]], [[0.0, 1.0]], [[1.0, 1.0]]]])    # as before, turned by 90 and by 45 degrees
-        >>> pd.select_stale_rows_(v, cached, torch.tensor([0]), count=2)
+        >>> pd.select_stale_rows_(v, cached, torch.tensor([0]), max_selected=2)
         tensor([[1, 2]])
         >>> torch.equal(cached, v)
         True
     """
     out: Tensor = call(
-        select_stale_rows_op, (v, v_cache, starts, count, wanted, counts, update, block_table), v, backend
+        select_stale_rows_op, (v, v_cache, starts, max_selected, quota, counts, update, block_table), v, backend
     )
     return out
 
@@ -160,8 +160,8 @@ def _fake_select(
     v: Tensor,
     v_cache: Tensor,
     starts: Tensor,
-    count: int,
-    wanted: Tensor | None = None,
+    max_selected: int,
+    quota: Tensor | None = None,
     counts: Tensor | None = None,
     update: str = "all",
     block_table: Tensor | None = None,
@@ -178,16 +178,16 @@ def _fake_select(
         fail(SELECT, "v_cache", f"have a batch of {batch} like v", v_cache.shape[0])
     if block_table is not None and v_cache.shape[1] < 1:
         fail(SELECT, "v_cache", "have a page size of at least 1", 0)
-    check_int(SELECT, "count", count, 0)
-    if count > MOST_CHOSEN and count > v.shape[1]:
+    check_int(SELECT, "max_selected", max_selected, 0)
+    if max_selected > MAX_SELECTED and max_selected > v.shape[1]:
         remedy = "Rows of the result past those of v are -1."
-        fail(SELECT, "count", f"be at most the {v.shape[1]} rows of v, or {MOST_CHOSEN}", count, remedy)
+        fail(SELECT, "max_selected", f"be at most the {v.shape[1]} rows of v, or {MAX_SELECTED}", max_selected, remedy)
     check_cuda_batch(SELECT, "v", v)
     check_choice(SELECT, "update", update, reference.UPDATES)
     check_index(SELECT, "starts", starts, (batch,), v.device)
-    check_indices(SELECT, (batch,), v.device, wanted=wanted, counts=counts)
+    check_indices(SELECT, (batch,), v.device, quota=quota, counts=counts)
     check_indices(SELECT, (batch, None), v.device, block_table=block_table)
-    return v.new_empty((batch, count), dtype=torch.int64)
+    return v.new_empty((batch, max_selected), dtype=torch.int64)
 
 
 def _fake_gather(x: Tensor, index: Tensor) -> Tensor:
@@ -217,7 +217,7 @@ def _fake_add(x: Tensor, cached: Tensor, rows: Tensor | None = None, index: Tens
 
 def _example_select(draw: Draw) -> dict[str, Any]:
     cache = draw.floats(2, 20, 2, 8)
-    return {"v": draw.floats(2, 12, 2, 8), "v_cache": cache, "starts": draw.ints(0, 7, 2), "count": 4}
+    return {"v": draw.floats(2, 12, 2, 8), "v_cache": cache, "starts": draw.ints(0, 7, 2), "max_selected": 4}
 
 
 def _example_gather(draw: Draw) -> dict[str, Any]:
@@ -230,7 +230,7 @@ def _example_add(draw: Draw) -> dict[str, Any]:
 
 
 select_stale_rows_op = define(
-    "select_stale_rows_(Tensor v, Tensor(a!) v_cache, Tensor starts, SymInt count, Tensor? wanted=None, Tensor? counts=None, "
+    "select_stale_rows_(Tensor v, Tensor(a!) v_cache, Tensor starts, SymInt max_selected, Tensor? quota=None, Tensor? counts=None, "
     'str update="all", Tensor? block_table=None) -> Tensor',
     fake=_fake_select,
     reference=reference.select_stale_rows_,

@@ -38,15 +38,19 @@ class Selection(Call):
     v: Tensor
     v_cache: Tensor
     starts: Tensor
-    count: int
-    wanted: Tensor | None
+    max_selected: int
+    quota: Tensor | None
     counts: Tensor | None
     update: str
     block_table: Tensor | None
 
     def run(self, select) -> Tensor:
         options = dict(
-            count=self.count, wanted=self.wanted, counts=self.counts, update=self.update, block_table=self.block_table
+            max_selected=self.max_selected,
+            quota=self.quota,
+            counts=self.counts,
+            update=self.update,
+            block_table=self.block_table,
         )
         return select(self.v, self.v_cache, self.starts, **options)
 
@@ -54,7 +58,7 @@ class Selection(Call):
         """One sequence of the same storages."""
         parts = {
             name: t[b : b + 1]
-            for name in ("v", "starts", "wanted", "counts", "block_table")
+            for name in ("v", "starts", "quota", "counts", "block_table")
             if (t := getattr(self, name)) is not None
         }
         return replace(self, **parts, v_cache=self.v_cache if self.block_table is not None else self.v_cache[b : b + 1])
@@ -68,11 +72,11 @@ def make_selection(
     kv_heads: int = 2,
     head_dim: int = 8,
     dtype: torch.dtype = torch.float32,
-    count: int = 3,
+    max_selected: int = 3,
     page_size: int | None = None,
     capacity: int = 16,
     pad: int = 0,
-    wanted: bool = True,
+    quota: bool = True,
     counts: bool = True,
     update: str = "all",
     index_dtype: torch.dtype = torch.int64,
@@ -104,13 +108,13 @@ def make_selection(
             slot = (b, start + i) if ids is None else (ids[b, (start + i) // page_size], (start + i) % page_size)
             v_cache[slot] = old.view(kv_heads, head_dim).to(dtype)
             v[b, i] = (new * rng.uniform(1, 20)).view(kv_heads, head_dim).to(dtype)
-    wishes = [rng.choice([0, count // 2, count, count + 3]) for _ in range(batch)]
+    quotas = [rng.choice([0, max_selected // 2, max_selected, max_selected + 3]) for _ in range(batch)]
     return Selection(
         v,
         v_cache,
         torch.tensor(starts, dtype=index_dtype),
-        count,
-        torch.tensor(wishes, dtype=index_dtype) if wanted else None,
+        max_selected,
+        torch.tensor(quotas, dtype=index_dtype) if quota else None,
         torch.tensor(numbers, dtype=index_dtype) if counts else None,
         update,
         ids,
@@ -127,11 +131,11 @@ def selections(draw: st.DrawFn) -> Selection:
         kv_heads=draw(st.integers(1, 3)),
         head_dim=draw(st.sampled_from([8, 16, 34, 64])),
         dtype=draw(st.sampled_from(DTYPES)),
-        count=draw(st.integers(0, rows + 2)),
+        max_selected=draw(st.integers(0, rows + 2)),
         page_size=draw(st.sampled_from([None, 1, 3, 16])),
         capacity=draw(st.integers(rows, 20)),
         pad=draw(st.integers(0, 2)),
-        wanted=draw(st.booleans()),
+        quota=draw(st.booleans()),
         counts=draw(st.booleans()),
         update=draw(st.sampled_from(reference.UPDATES)),
         index_dtype=draw(st.sampled_from([torch.int32, torch.int64])),

@@ -144,7 +144,17 @@ def number(rng: random.Random, arguments: Arguments) -> None:
         "factor",
         "strict",
     ]
-    names += ["count", "horizon", "noise", "momentum", "headway", "min_recurrences", "eps", "update", "stability"]
+    names += [
+        "max_selected",
+        "horizon",
+        "noise",
+        "momentum",
+        "headway",
+        "min_recurrences",
+        "eps",
+        "update",
+        "stability",
+    ]
     arguments[rng.choice(names)] = rng.choice(NUMBERS)
 
 

@@ -52,7 +52,7 @@ def test_select_sizes_of_llada(impl, update: str) -> None:
         kv_heads=32,
         head_dim=128,
         dtype=torch.bfloat16,
-        count=6,
+        max_selected=6,
         capacity=30,
         update=update,
         counts=False,
@@ -63,19 +63,20 @@ def test_select_sizes_of_llada(impl, update: str) -> None:
 @pytest.mark.parametrize("rows, count", [(512, 100), (1100, 700)])
 def test_select_among_more_rows_than_a_block_has_threads(impl, rows: int, count: int) -> None:
     check_run(
-        impl, make_selection(rows, rows=rows, kv_heads=1, head_dim=8, count=count, capacity=rows + 3, wanted=False)
+        impl,
+        make_selection(rows, rows=rows, kv_heads=1, head_dim=8, max_selected=count, capacity=rows + 3, quota=False),
     )
 
 
 @pytest.mark.parametrize("batch, rows, count", [(0, 3, 2), (2, 0, 2), (2, 3, 0), (1, 1, 1), (1, 2, 9)])
 @pytest.mark.parametrize("update", reference.UPDATES)
 def test_select_empty_and_single(impl, batch: int, rows: int, count: int, update: str) -> None:
-    check_run(impl, make_selection(11, batch=batch, rows=rows, count=count, update=update))
+    check_run(impl, make_selection(11, batch=batch, rows=rows, max_selected=count, update=update))
 
 
 def test_select_from_values_of_no_size(impl) -> None:
     v, cache = torch.zeros(2, 3, 1, 0, device=impl.device), torch.zeros(2, 4, 1, 0, device=impl.device)
-    index = impl.select_stale_rows_(v, cache, torch.zeros(2, dtype=torch.int64, device=impl.device), count=2)
+    index = impl.select_stale_rows_(v, cache, torch.zeros(2, dtype=torch.int64, device=impl.device), max_selected=2)
     assert index.tolist() == [[0, 1], [0, 1]]
 
 
@@ -104,7 +105,7 @@ def test_ties_and_nan(impl, dtype: torch.dtype) -> None:
     start = torch.zeros(1, dtype=torch.int64, device=impl.device)
     for count in range(len(pairs) + 2):
         left = cache.clone()
-        index = impl.select_stale_rows_(v, left, start, count=count)
+        index = impl.select_stale_rows_(v, left, start, max_selected=count)
         assert index.tolist() == [sorted(order[:count]) + [-1] * (count - len(pairs))]
         assert torch.equal(left.nan_to_num(7), v.nan_to_num(7))
 
@@ -120,7 +121,7 @@ def test_selection_does_not_see_the_dtype_of_similarities(impl) -> None:
     similarity = torch.cosine_similarity(v.double().flatten(2), cache.double().flatten(2), dim=-1)[0]
     assert similarity.bfloat16().unique().numel() < 4 and similarity.sort().values.diff().min() > 1e-7
     index = impl.select_stale_rows_(
-        v.to(impl.device), cache.to(impl.device), torch.zeros(1, dtype=torch.int64, device=impl.device), count=16
+        v.to(impl.device), cache.to(impl.device), torch.zeros(1, dtype=torch.int64, device=impl.device), max_selected=16
     )
     assert index[0].tolist() == similarity.argsort()[:16].sort().values.tolist()
 
@@ -151,7 +152,7 @@ def test_rounds_of_a_choice_do_not_depend_on_the_order_of_threads() -> None:
     impl, case = (
         implementation("cudasim"),
         make_selection(
-            5, batch=1, rows=1030, kv_heads=1, head_dim=8, count=300, capacity=1030, wanted=False, counts=False
+            5, batch=1, rows=1030, kv_heads=1, head_dim=8, max_selected=300, capacity=1030, quota=False, counts=False
         ),
     )
     for order in impl.schedules():
@@ -165,7 +166,8 @@ def test_threads_share_the_work(threads: int) -> None:
     torch.set_num_threads(threads)
     try:
         check_run(
-            implementation("cpu"), make_selection(13, batch=3, rows=40, kv_heads=8, head_dim=64, count=9, capacity=50)
+            implementation("cpu"),
+            make_selection(13, batch=3, rows=40, kv_heads=8, head_dim=64, max_selected=9, capacity=50),
         )
         check_sum(implementation("cpu"), make_sum(13, batch=3, rows=40, replaced=9, width=2000))
         x, index = torch.randn(3, 40, 9000), torch.randint(-1, 40, (3, 20))
@@ -177,14 +179,14 @@ def test_threads_share_the_work(threads: int) -> None:
 @pytest.mark.parametrize("pad", [0, 1])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_vector_unit(level_ops: object, dtype: torch.dtype, pad: int) -> None:
-    case = make_selection(17, rows=9, head_dim=34, dtype=dtype, count=4, pad=pad, page_size=3, update="selected")
+    case = make_selection(17, rows=9, head_dim=34, dtype=dtype, max_selected=4, pad=pad, page_size=3, update="selected")
     actual = case.moved(CPU)
     tensors = (
         actual.v,
         actual.v_cache,
         actual.starts,
-        actual.count,
-        actual.wanted,
+        actual.max_selected,
+        actual.quota,
         actual.counts,
         actual.update,
         actual.block_table,
@@ -218,7 +220,11 @@ def test_rows_that_moved_at_all_come_before_rows_that_did_not(impl, dtype: torch
         for count in (2, 3, 5):
             still = [i for i in range(20) if i not in moved]
             found = impl.select_stale_rows_(
-                v.to(impl.device), cached.to(impl.device), torch.tensor([0]).to(impl.device), count=count, update="none"
+                v.to(impl.device),
+                cached.to(impl.device),
+                torch.tensor([0]).to(impl.device),
+                max_selected=count,
+                update="none",
             ).tolist()[0]
             assert set(found) <= set(moved) if count < 3 else found == sorted(moved + still[: count - 3])
 
@@ -247,7 +253,7 @@ def test_every_device_chooses_as_the_reference(impl, dtype: torch.dtype) -> None
     """Heads of a piece and of more, read in packs and one by one, and more pieces than a block of threads takes at a time."""
     for v, cached, starts, expected in nearly_parallel(dtype, (34, 34, 128, 128, 200, 264, 1, 17, 1400, 3001)):
         v, cached, starts = (x.to(impl.device) for x in (v, cached, starts))
-        assert torch.equal(impl.select_stale_rows_(v, cached, starts, count=8, update="none").cpu(), expected)
+        assert torch.equal(impl.select_stale_rows_(v, cached, starts, max_selected=8, update="none").cpu(), expected)
 
 
 # --- gather_rows -------------------------------------------------------------------------------------------------------
@@ -328,9 +334,9 @@ def test_sum_does_not_depend_on_the_order_of_threads() -> None:
 def test_opcheck() -> None:
     ops = torch.ops.pdkernels
     for device in [torch.device(name) for name in NAMES if name != "cudasim"]:
-        for options in ({}, {"wanted": False, "counts": False, "page_size": 3, "update": "selected"}):
+        for options in ({}, {"quota": False, "counts": False, "page_size": 3, "update": "selected"}):
             c = make_selection(19, **options).moved(device)
-            call = (c.v, c.v_cache, c.starts, c.count, c.wanted, c.counts, c.update, c.block_table)
+            call = (c.v, c.v_cache, c.starts, c.max_selected, c.quota, c.counts, c.update, c.block_table)
             torch.library.opcheck(ops.select_stale_rows_.default, call)
         s = make_sum(19).moved(device)
         s.x.zero_(), s.cached.zero_(), s.rows.fill_(1)
@@ -343,8 +349,8 @@ def test_fullgraph_without_recompiles() -> None:
     torch._dynamo.reset()
     counter = CompileCounter()
 
-    def step(v, v_cache, starts, wanted, x, cached):
-        index = pd.select_stale_rows_(v, v_cache, starts, count=v.shape[1] // 2, wanted=wanted)
+    def step(v, v_cache, starts, quota, x, cached):
+        index = pd.select_stale_rows_(v, v_cache, starts, max_selected=v.shape[1] // 2, quota=quota)
         return index, pd.add_cached_rows_(x, cached, pd.gather_rows(x, index) * 2, index)
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
@@ -352,8 +358,8 @@ def test_fullgraph_without_recompiles() -> None:
         case, expected = (make_selection(seed, batch=batch, rows=rows, kv_heads=3, capacity=20) for _ in range(2))
         x = torch.randn(batch, rows, width)
         cached, kept = torch.ones(batch, rows, width), torch.ones(batch, rows, width)
-        actual = compiled(case.v, case.v_cache, case.starts, case.wanted, x, cached)
-        wanted = step(expected.v, expected.v_cache, expected.starts, expected.wanted, x, kept)
+        actual = compiled(case.v, case.v_cache, case.starts, case.quota, x, cached)
+        wanted = step(expected.v, expected.v_cache, expected.starts, expected.quota, x, kept)
         assert all(torch.equal(a, b) for a, b in zip(actual, wanted)) and torch.equal(cached, kept)
         assert all(torch.equal(a, b) for a, b in zip(case.bytes(), expected.bytes()))
     assert counter.frame_count == 1

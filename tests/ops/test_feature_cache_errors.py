@@ -39,7 +39,7 @@ SELECT = {
     r"starts \+ counts must be at most the capacity 16, got 17 for sequence 0": dict(
         starts=filled(GOOD.starts, 0, 13), counts=filled(GOOD.counts, 0, 4)
     ),
-    r"wanted must be at least 0, got -3 for sequence 1\. 0 chooses nothing": {"wanted": filled(GOOD.wanted, 1, -3)},
+    r"quota must be at least 0, got -3 for sequence 1\. 0 chooses nothing": {"quota": filled(GOOD.quota, 1, -3)},
     r"TypeError: v must be a tensor, got list": {"v": [1.0]},
     r"v must have shape \(B, G, kv_heads, D\), got \(7, 2, 8\)": {"v": GOOD.v[0]},
     r"TypeError: v must be float32, float16 or bfloat16, got torch\.int32": {"v": GOOD.v.int()},
@@ -51,11 +51,11 @@ SELECT = {
     r"v_cache must have shape \(B or pages, slots, 2, 8\), got \(2, 16, 1, 8\)": {"v_cache": GOOD.v_cache[:, :, :1]},
     r"v_cache must have a contiguous last dimension, got strides": {"v_cache": GOOD.v_cache.mT.contiguous().mT},
     r"v_cache must have a batch of 2 like v, got 1": {"v_cache": GOOD.v_cache[:1]},
-    r"count must be at least 0, got -1": {"count": -1},
-    r"TypeError: count must be an int, got float": {"count": 1.5},
+    r"max_selected must be at least 0, got -1": {"max_selected": -1},
+    r"TypeError: max_selected must be an int, got float": {"max_selected": 1.5},
     r"update must be one of 'all', 'selected', 'none', got 'some'": {"update": "some"},
     r"starts must have shape \(2\), got \(1,\)": {"starts": GOOD.starts[:1]},
-    r"TypeError: wanted must be an int32 or int64 tensor, got torch\.float32": {"wanted": GOOD.wanted.float()},
+    r"TypeError: quota must be an int32 or int64 tensor, got torch\.float32": {"quota": GOOD.quota.float()},
     r"counts must be on cpu, got meta": {"counts": GOOD.counts.to("meta")},
     r"NotImplementedError: v must not require a gradient": {"v": GOOD.v.clone().requires_grad_()},
 }
@@ -158,9 +158,9 @@ def test_bad_gather(call: dict[str, object], text: str) -> None:
 def test_a_bad_sequence_is_refused_or_left_alone(impl, seed: int, page_size: int | None, update: str) -> None:
     """The CPU refuses what the reference refuses and writes nothing; CUDA serves the other sequences."""
     rng = random.Random(seed)
-    case = make_selection(seed, batch=3, rows=4, kv_heads=1, count=2, page_size=page_size, update=update)
+    case = make_selection(seed, batch=3, rows=4, kv_heads=1, max_selected=2, page_size=page_size, update=update)
     for _ in range(rng.randint(0, 2)):
-        rng.choice([case.starts, case.counts, case.wanted])[rng.randrange(3)] = rng.choice([*WILD, rng.randint(0, 16)])
+        rng.choice([case.starts, case.counts, case.quota])[rng.randrange(3)] = rng.choice([*WILD, rng.randint(0, 16)])
     if page_size:
         case.block_table.view(-1)[rng.randrange(case.block_table.numel())] = rng.choice([-1, 10**6])
     actual, expected = case.moved(impl.device if not impl.raises else CPU), case.moved(CPU)

@@ -56,7 +56,7 @@ def test_rope_append_leaves_a_sequence_alone_for_its_last_row(impl, way: str) ->
 @pytest.mark.parametrize("update", ["all", "selected", "none"])
 def test_select_stale_rows(impl, update: str) -> None:
     sizes = {"batch": 1, "kv_heads": 1, "rows": ROWS + 70, "capacity": ROWS + 90, "page_size": 3}
-    features.check_run(impl, make_selection(4, count=9, update=update, counts=False, wanted=False, **sizes))
+    features.check_run(impl, make_selection(4, max_selected=9, update=update, counts=False, quota=False, **sizes))
 
 
 def test_select_leaves_a_sequence_alone_for_its_last_page(impl) -> None:
@@ -86,7 +86,7 @@ def rows_of(op: str) -> Callable[[Any, int], Callable[[], object]]:
     def select(impl: Any, rows: int) -> Callable[[], object]:
         v, cache = torch.randn(1, rows, 1, 8), torch.randn(rows, 1, 1, 8)
         table = torch.arange(rows)[None]
-        return lambda: impl.select_stale_rows_(v, cache, torch.tensor([0]), count=3, block_table=table)
+        return lambda: impl.select_stale_rows_(v, cache, torch.tensor([0]), max_selected=3, block_table=table)
 
     return select
 

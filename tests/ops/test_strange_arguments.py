@@ -38,8 +38,8 @@ def test_sparse_and_absurd_tensors(op: str) -> None:
 def test_absurd_sizes() -> None:
     v, starts = torch.zeros(1, 4, 1, 8), torch.zeros(1, dtype=torch.int64)
     for count in (2**62, 2**20 + 1, 2**64):
-        with pytest.raises(ValueError, match="select_stale_rows_: count must be"):
-            pd.select_stale_rows_(v, v.clone(), starts, count=count)
+        with pytest.raises(ValueError, match="select_stale_rows_: max_selected must be"):
+            pd.select_stale_rows_(v, v.clone(), starts, max_selected=count)
     draft = torch.zeros(1, 1, 4, dtype=torch.int64)
     with pytest.raises(ValueError, match="draft must have 1 to 65536 candidates"):
         pd.verify_draft(draft.expand(1, 65537, 4), draft.expand(1, 65537, 4))

@@ -118,7 +118,7 @@ def caches(k: Tensor, v: Tensor, k_new: Tensor, v_new: Tensor, lengths: Tensor, 
     pd.kv_append_(k, v, k_new, v_new, lengths, counts=lengths)
     pd.kv_commit_([k], [v], lengths, lengths, index)
     pd.kv_trim_(lengths, lengths)
-    rows: Tensor = pd.select_stale_rows_(v_new, v, lengths, count=4)
+    rows: Tensor = pd.select_stale_rows_(v_new, v, lengths, max_selected=4)
     return pd.add_cached_rows_(pd.gather_rows(k, rows), k, rows, index)
 
 
