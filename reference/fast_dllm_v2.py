@@ -86,7 +86,7 @@ def fast_dllm_v2(
             guesses = guess(
                 canvas, logits, window, temperature=temperature, seed=seed, distribution="sampling", top_p=kept
             )
-        chosen = surest(guesses.confidence, threshold=threshold, strict=True, need=share, quota=share)
+        chosen = surest(guesses.confidence, threshold=threshold, strict=True, min_count=share, quota=share)
         canvas.commit(guesses, chosen, window)
 
     start = canvas.start // block_size * block_size

@@ -195,14 +195,14 @@ def surest(
     *,
     quota: int = 1,
     threshold: float | None = None,
-    need: int = 1,
+    min_count: int = 1,
     factor: float | None = None,
     strict: bool = False,
 ) -> list[int]:
     """The positions to commit, the most confident one first (unmask.py has the order and the rules).
 
     - quota: that many, or all if there are fewer.
-    - threshold: all that reach it (strict: exceed it); if fewer than `need` do, `quota` of them.
+    - threshold: all that reach it (strict: exceed it); if fewer than `min_count` do, `quota` of them.
     - factor: Fast-dLLM's rule as in its code: with c_1 >= c_2 >= .. >= c_m, find the first n >= 2 with
       c_n < 1 - factor / (n + 1) and commit n - 1 positions; but all m if n = m, or if there is no such n. The paper commits the
       largest n with (n + 1) (1 - c_n) < factor: ignoring a failure at only the last rank is a slip of the code.
@@ -220,7 +220,7 @@ def surest(
         [confidence[position] for position in positions],
         quota=quota,
         threshold=threshold,
-        need=need,
+        min_count=min_count,
         factor=factor,
         strict=strict,
     )

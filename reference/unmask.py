@@ -41,11 +41,17 @@ def ranked(confidence: Sequence[float]) -> list[int]:
 
 
 def count_to_commit(
-    best_first: Sequence[float], *, quota: int, threshold: float | None, need: int, factor: float | None, strict: bool
+    best_first: Sequence[float],
+    *,
+    quota: int,
+    threshold: float | None,
+    min_count: int,
+    factor: float | None,
+    strict: bool,
 ) -> int:
     """How many candidates, given their ranked confidences, a rule commits.
 
-    >>> rule = {"quota": 1, "need": 1, "strict": False}
+    >>> rule = {"quota": 1, "min_count": 1, "strict": False}
     >>> count_to_commit([0.95, 0.9, 0.4], threshold=0.9, factor=None, **rule)
     2
     >>> count_to_commit([0.5, 0.4], threshold=0.9, factor=None, **rule)
@@ -60,7 +66,7 @@ def count_to_commit(
         return m if not fails or fails[0] == m else fails[0] - 1
     if threshold is not None:
         passing = sum(c > threshold if strict else c >= threshold for c in best_first)
-        return passing if passing >= need else min(quota, m)
+        return passing if passing >= min_count else min(quota, m)
     return min(quota, m)
 
 
@@ -74,8 +80,8 @@ def unmask_(
     quota: int = 1,
     quotas: Tensor | None = None,
     threshold: float | None = None,
-    need: int = 1,
-    needs: Tensor | None = None,
+    min_count: int = 1,
+    min_counts: Tensor | None = None,
     factor: float | None = None,
     strict: bool = False,
     seed: int = 0,
@@ -83,7 +89,7 @@ def unmask_(
     step: int = 0,
     steps: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``(committed, remaining, done)``; as `pdkernels.unmask_`, which also takes tensors for `quota`, `need`, `seed` and `step`."""
+    """``(committed, remaining, done)``; as `pdkernels.unmask_`, which also takes tensors for `quota`, `min_count`, `seed` and `step`."""
     batch, length = tokens.shape
     shape = (batch,) if windows is None or windows.dim() == 2 else tuple(windows.shape[:2])
     spans: list[list[list[int]]] = (
@@ -100,7 +106,7 @@ def unmask_(
             else (tensor if tensor.dim() == 2 else tensor[:, None]).tolist()
         )
 
-    wanted, needed = numbers(quotas, quota), numbers(needs, need)
+    wanted, needed = numbers(quotas, quota), numbers(min_counts, min_count)
     for b in range(batch):
         _check(b, length, at[b], spans[b], wanted[b], needed[b])
 
@@ -121,7 +127,12 @@ def unmask_(
             ]
             order = [eligible[i] for i in ranked([scores[r] for r in eligible])]
             n = count_to_commit(
-                [scores[r] for r in order], quota=most, threshold=threshold, need=least, factor=factor, strict=strict
+                [scores[r] for r in order],
+                quota=most,
+                threshold=threshold,
+                min_count=least,
+                factor=factor,
+                strict=strict,
             )
             for r in order[:n]:
                 row[at[b][r]] = guesses[r]
@@ -136,7 +147,9 @@ def unmask_(
     return first, second, third
 
 
-def _check(b: int, length: int, at: list[int], spans: list[list[int]], quotas: list[int], needs: list[int]) -> None:
+def _check(
+    b: int, length: int, at: list[int], spans: list[list[int]], quotas: list[int], min_counts: list[int]
+) -> None:
     def fail(what: str, actual: object) -> None:
         raise ValueError(f"pdkernels.unmask_: {what}, got {actual} for sequence {b}.")
 
@@ -154,7 +167,7 @@ def _check(b: int, length: int, at: list[int], spans: list[list[int]], quotas: l
     for before, after in zip(filled, filled[1:]):
         if after[0] < before[1]:
             fail("windows must not overlap", f"{before} and {after}")
-    for name, numbers in (("quota", quotas), ("need", needs)):
+    for name, numbers in (("quota", quotas), ("min_count", min_counts)):
         for number in numbers:
             if number < 0:
                 fail(f"{name} must not be negative", number)

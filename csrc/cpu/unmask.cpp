@@ -96,7 +96,7 @@ void unmask(const UnmaskArgs& args) {
     if (args.starts.given()) check_windows(args, b);
     if (args.positions.given()) check_positions(args, b, last_seen);
     check_numbers(args.quota, "quota", args, b);
-    check_numbers(args.need, "need", args, b);
+    check_numbers(args.need, "min_count", args, b);
   }
   const std::unique_ptr<uint64_t[]> keys(new uint64_t[args.batch * args.candidates]);
   const int64_t work = args.length + args.segments * args.candidates;

@@ -48,7 +48,7 @@ def unmask_(
     windows: Tensor | None = None,
     quota: int | Tensor = 1,
     threshold: float | None = None,
-    need: int | Tensor = 1,
+    min_count: int | Tensor = 1,
     factor: float | None = None,
     strict: bool = False,
     seed: int | Tensor = 0,
@@ -70,7 +70,7 @@ def unmask_(
     given                   ``n``
     ======================  ==========================================================================================
     nothing                 ``min(quota, m)``
-    `threshold`             ``c``, how many have ``confidence >= threshold`` (`strict`: ``>``), if ``c >= need``; else ``min(quota, m)``
+    `threshold`             ``c``, how many have ``confidence >= threshold`` (`strict`: ``>``), if ``c >= min_count``; else ``min(quota, m)``
     `factor`                ``k - 1`` for the first rank ``k >= 2`` with ``confidence < 1 - factor / (k + 1)``; ``m`` if there is none,
                             or if it is the last rank (as released); NaN is below any such number
     ======================  ==========================================================================================
@@ -85,7 +85,7 @@ def unmask_(
             token r, and there are as many candidates as tokens.
         windows: ``(batch, 2)`` int32 or int64, half-open ranges ``[start, end)`` of tokens, or ``(batch, segments, 2)``: disjoint
             segments, each with its own ranking and quota. Empty ones are allowed. None: all tokens.
-        quota, need: int, or int32 or int64 tensor of the shape of the results; not negative.
+        quota, min_count: int, or int32 or int64 tensor of the shape of the results; not negative.
         threshold, factor: at most one of them; a factor is finite and not negative.
         strict: see `threshold`.
         seed, step: of the random order; each an int or a ``(batch,)`` int32 or int64 tensor.
@@ -96,20 +96,20 @@ def unmask_(
 
     Raises:
         ValueError: shapes that do not fit; both `threshold` and `factor`; on the CPU windows outside ``[0, length]``, windows that
-            overlap, positions outside ``[-1, length)`` or given twice, a negative quota or need (nothing is written then). On CUDA
+            overlap, positions outside ``[-1, length)`` or given twice, a negative quota or min_count (nothing is written then). On CUDA
             a sequence with such values is left as it was, ``committed`` 0, ``remaining`` counted in what its windows share with
             the tokens; positions given twice are not detected, and any one of the guesses is kept. ``PDKERNELS_DEBUG_CHECKS=1``
             raises there.
         TypeError: dtypes that do not fit.
 
     Without a confidence, the uniform number ``(word + 0.5) / 2**32`` of a candidate's position is used instead, word 0 of
-    ``philox4x32((0, position, step, 2), seed)``: quotas then commit at random positions, ``threshold=1 - p, need=0`` each
+    ``philox4x32((0, position, step, 2), seed)``: quotas then commit at random positions, ``threshold=1 - p, min_count=0`` each
     position with probability p.
 
     One launch, no host sync; deterministic, and the same for a sequence alone and in a batch.
 
-    Source: LLaDA, Algorithm 4 (quotas); Fast-dLLM, section 3.3 (threshold: ``need=1, quota=1``; factor); LLaDA2
-    (``need=quota, strict=True``); SlowFast Sampling, section 3 (``need=1, quota=k``).
+    Source: LLaDA, Algorithm 4 (quotas); Fast-dLLM, section 3.3 (threshold: ``min_count=1, quota=1``; factor); LLaDA2
+    (``min_count=quota, strict=True``); SlowFast Sampling, section 3 (``min_count=1, quota=k``).
 
     Example:
         >>> import torch, pdkernels as pd
@@ -122,9 +122,9 @@ def unmask_(
         (tensor([1]), tensor([[5, 1, 7, 0, 9, 4]]))
     """
     quota, quotas = _number(quota)
-    need, needs = _number(need)
+    min_count, min_counts = _number(min_count)
     step, steps = _number(step)
-    rule = (quota, quotas, threshold, need, needs, factor, strict)
+    rule = (quota, quotas, threshold, min_count, min_counts, factor, strict)
     arguments = (tokens, ids, confidence, mask_token, positions, windows, *rule, *keys(OP, seed), step, steps)
     return Unmasked(*call(unmask_op, arguments, tokens, backend))
 
@@ -143,8 +143,8 @@ def _check(
     quota: int,
     quotas: Tensor | None,
     threshold: float | None,
-    need: int,
-    needs: Tensor | None,
+    min_count: int,
+    min_counts: Tensor | None,
     factor: float | None,
     strict: bool,
     seed: int,
@@ -180,9 +180,9 @@ def _check(
     if factor is not None:
         check_number(OP, "factor", factor, 0, FINITE, "be finite and not negative")
     check_int(OP, "mask_token", mask_token)
-    for name, number in (("quota", quota), ("need", need), ("step", step)):
+    for name, number in (("quota", quota), ("min_count", min_count), ("step", step)):
         check_int(OP, name, number, kind="an int or a tensor")
-    for name, number, tensor in (("quota", quota, quotas), ("need", need, needs)):
+    for name, number, tensor in (("quota", quota, quotas), ("min_count", min_count, min_counts)):
         if tensor is not None:
             check_index(OP, name, tensor, shape, device)
         elif number < 0:
@@ -217,7 +217,7 @@ def _example(draw: Draw) -> dict[str, Any]:
 # SymInt: otherwise what changes from step to step would pin a compiled graph to one step.
 unmask_op = define(
     "unmask_(Tensor(a!) tokens, Tensor ids, Tensor? confidence, int mask_token, Tensor? positions, Tensor? windows, SymInt quota, "
-    "Tensor? quotas, float? threshold, SymInt need, Tensor? needs, float? factor, bool strict, int seed, Tensor? seeds, SymInt step, Tensor? steps) "
+    "Tensor? quotas, float? threshold, SymInt min_count, Tensor? min_counts, float? factor, bool strict, int seed, Tensor? seeds, SymInt step, Tensor? steps) "
     "-> (Tensor, Tensor, Tensor)",
     fake=_fake,
     reference=reference.unmask_,

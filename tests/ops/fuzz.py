@@ -139,7 +139,7 @@ def number(rng: random.Random, arguments: Arguments) -> None:
         "min_p",
         "temperature",
         "quota",
-        "need",
+        "min_count",
         "threshold",
         "factor",
         "strict",

@@ -52,7 +52,7 @@ def by_sorting(case: Case) -> Outcome:
         for g, (start, end) in enumerate(case.windows(b)):
             number = {
                 name: int(x[b].flatten()[g] if isinstance(x := options[name], Tensor) else x)
-                for name in ("quota", "need")
+                for name in ("quota", "min_count")
             }
             open_ = (places >= start) & (places < end) & (case.ids[b] >= 0) & (case.ids[b] != MASK)
             open_[open_.clone()] = tokens[b, places[open_]] == MASK
@@ -66,7 +66,7 @@ def by_sorting(case: Case) -> Outcome:
             if options.get("threshold") is not None:
                 tau = options["threshold"]
                 c = int((best > tau if options["strict"] else best >= tau).sum())
-                n = c if c >= number["need"] else n
+                n = c if c >= number["min_count"] else n
             if options.get("factor") is not None:
                 holds = best >= 1 - options["factor"] / torch.arange(2, m + 2).double()
                 holds[:1] = True
@@ -96,7 +96,7 @@ def test_lengths(impl, rule: str, length: int) -> None:
         tokens[torch.rand(1, length, generator=generator) < 0.2] = 3
         confidence = torch.rand(1, length, generator=generator) ** 0.01
         options = {"quota": {"quota": length // 3}, "threshold": {"threshold": 0.99}, "factor": {"factor": 4.0}}[rule]
-        common = {"mask_token": MASK, "quota": 1, "need": 1, "seed": seed, "step": 1, "strict": False}
+        common = {"mask_token": MASK, "quota": 1, "min_count": 1, "seed": seed, "step": 1, "strict": False}
         case = Case(
             tokens,
             torch.randint(10, 99, (1, length), generator=generator),
@@ -189,15 +189,15 @@ def step(impl, confidence: list[float] | None, canvas: str = "", **options: obje
         ([0.9, 0.95, 0.3], {"threshold": 0.5}, "xx_"),
         ([0.2, 0.3, 0.1], {"threshold": 0.5}, "_x_"),  # none passes: the best quota
         ([0.2, 0.3, 0.1], {"threshold": 0.5, "quota": 2}, "xx_"),
-        ([0.6, 0.3, 0.1], {"threshold": 0.5, "quota": 2, "need": 2}, "xx_"),  # not enough pass
-        ([0.6, 0.7, 0.8], {"threshold": 0.5, "quota": 2, "need": 2}, "xxx"),
-        ([0.2, 0.3], {"threshold": 0.5, "need": 0}, "__"),
-        ([0.5, 0.75], {"threshold": 0.5, "need": 0}, "xx"),
-        ([0.5, 0.75], {"threshold": 0.5, "need": 0, "strict": True}, "_x"),
-        ([0.9, 0.95], {"threshold": 0.9, "need": 0}, "_x"),  # 0.9 in float32 is less than 0.9
-        ([math.nan, -math.inf], {"threshold": -math.inf, "need": 0}, "_x"),
-        ([math.inf, 3e38], {"threshold": math.inf, "need": 0}, "x_"),
-        ([math.inf, 3e38], {"threshold": math.inf, "need": 0, "strict": True}, "__"),
+        ([0.6, 0.3, 0.1], {"threshold": 0.5, "quota": 2, "min_count": 2}, "xx_"),  # not enough pass
+        ([0.6, 0.7, 0.8], {"threshold": 0.5, "quota": 2, "min_count": 2}, "xxx"),
+        ([0.2, 0.3], {"threshold": 0.5, "min_count": 0}, "__"),
+        ([0.5, 0.75], {"threshold": 0.5, "min_count": 0}, "xx"),
+        ([0.5, 0.75], {"threshold": 0.5, "min_count": 0, "strict": True}, "_x"),
+        ([0.9, 0.95], {"threshold": 0.9, "min_count": 0}, "_x"),  # 0.9 in float32 is less than 0.9
+        ([math.nan, -math.inf], {"threshold": -math.inf, "min_count": 0}, "_x"),
+        ([math.inf, 3e38], {"threshold": math.inf, "min_count": 0}, "x_"),
+        ([math.inf, 3e38], {"threshold": math.inf, "min_count": 0, "strict": True}, "__"),
         ([0.99, 0.01], {"factor": 1.0}, "xx"),  # a failure at the last rank does not count
         ([0.01], {"factor": 1.0}, "x"),
         ([0.01, 0.02], {"factor": 0.0}, "xx"),
@@ -318,7 +318,7 @@ def test_random_order_with_a_threshold_is_a_coin_for_each_position() -> None:
     trials, length, p = 500, 40, 0.3
     tokens = torch.full((trials, length), MASK)
     committed = pd.unmask_(
-        tokens, torch.zeros_like(tokens), mask_token=MASK, threshold=1 - p, need=0, step=torch.arange(trials)
+        tokens, torch.zeros_like(tokens), mask_token=MASK, threshold=1 - p, min_count=0, step=torch.arange(trials)
     ).committed
     mean, spread = length * p, math.sqrt(length * p * (1 - p))
     assert abs(committed.double().mean() - mean) < 4 * spread / math.sqrt(trials)
@@ -335,12 +335,12 @@ def test_opcheck() -> None:
             options = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in case.options.items()}
             numbers = {
                 name: (0, x) if isinstance(x := options.get(name, 0), Tensor) else (x, None)
-                for name in ("quota", "need", "step")
+                for name in ("quota", "min_count", "step")
             }
             rule_options = (
                 *numbers["quota"],
                 options.get("threshold"),
-                *numbers["need"],
+                *numbers["min_count"],
                 options.get("factor"),
                 options.get("strict", False),
             )
@@ -366,9 +366,9 @@ def test_fullgraph_without_recompiles() -> None:
     torch._dynamo.reset()
     counter = CompileCounter()
 
-    def body(tokens: Tensor, ids: Tensor, confidence: Tensor, need: Tensor, quota: int, moment: int) -> Tensor:
+    def body(tokens: Tensor, ids: Tensor, confidence: Tensor, min_count: Tensor, quota: int, moment: int) -> Tensor:
         result = pd.unmask_(
-            tokens, ids, confidence, mask_token=MASK, threshold=0.5, need=need, quota=quota, step=moment
+            tokens, ids, confidence, mask_token=MASK, threshold=0.5, min_count=min_count, quota=quota, step=moment
         )
         return result.remaining + result.committed
 

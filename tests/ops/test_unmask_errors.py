@@ -56,8 +56,8 @@ BAD = {
     r"quota must have shape \(2\), got \(1,\)": {"quota": torch.tensor([1])},
     r"quota must have shape \(2, 2\), got \(2,\)": {"quota": torch.tensor([1, 2]), "windows": SEGMENTS},
     "TypeError: quota must be an int32 or int64 tensor, got torch.float32": {"quota": torch.tensor([0.5, 0.5])},
-    "need must not be negative, got -1": {"need": -1},
-    "need must not be negative, got -3 for sequence 0": {"need": torch.tensor([-3, 0])},
+    "min_count must not be negative, got -1": {"min_count": -1},
+    "min_count must not be negative, got -3 for sequence 0": {"min_count": torch.tensor([-3, 0])},
     "threshold must be None where a factor is given, got 0.5. They are two rules": {"threshold": 0.5, "factor": 1.0},
     "threshold must be a number, got nan": {"threshold": float("nan")},
     "factor must be finite and not negative, got -1.0": {"factor": -1.0},
@@ -94,7 +94,7 @@ VALUES = [
     {"positions": P - torch.tensor([[0], [1]])},
     {"positions": torch.where(P == 3, torch.tensor([[3], [2**40]]), P)},
     {"quota": torch.tensor([2, -1])},
-    {"threshold": 0.5, "need": torch.tensor([0, -1])},
+    {"threshold": 0.5, "min_count": torch.tensor([0, -1])},
 ]
 
 

@@ -96,7 +96,7 @@ def make_case(
         cuts = integers(0, length + 1, batch, 2 * max(segments, 1)).sort(1).values.unflatten(1, (-1, 2))
         options["windows"] = (cuts.flip(1) if segments else cuts[:, 0]).to(index)
         shape = options["windows"].shape[:-1]
-    for name in ("quota", "need"):
+    for name in ("quota", "min_count"):
         most = rng.choice([2, length + 3])
         options[name] = integers(0, most, *shape).to(index) if rng.random() < 0.5 else rng.randint(0, most)
     if rule == "threshold":
@@ -116,7 +116,7 @@ class Outcome(NamedTuple):
 def expected(case: Case) -> Outcome:
     """With the reference, where integers that may be tensors are two arguments."""
     options, tokens = dict(case.options), case.tokens.clone()
-    for name, plural in (("quota", "quotas"), ("need", "needs"), ("step", "steps")):
+    for name, plural in (("quota", "quotas"), ("min_count", "min_counts"), ("step", "steps")):
         if isinstance(options.get(name), Tensor):
             options[plural] = options.pop(name)
     return Outcome(tokens, *reference.unmask_(tokens, case.ids, case.confidence, **options))

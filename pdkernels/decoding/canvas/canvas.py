@@ -276,7 +276,7 @@ class Canvas(CanvasRecord):
         shown: torch.Tensor | None = None,
         **rule: Any,
     ) -> Unmasked:
-        """Fills in the most confident positions of `step` by the `rule` of `unmask_` (quota, threshold, need, factor, strict).
+        """Fills in the most confident positions of `step` by the `rule` of `unmask_` (quota, threshold, min_count, factor, strict).
 
         A `confidence` of None: random positions. The trace has `shown` in place of it, if that is given.
         """

@@ -99,7 +99,7 @@ def decode(
         step, hidden = blocks.forward()
         guesses = canvas.guess(hidden, step, step.columns[0])
         least = step.columns[3]
-        canvas.commit(step, guesses.ids, guesses.probs, threshold=threshold, strict=True, need=least, quota=least)
+        canvas.commit(step, guesses.ids, guesses.probs, threshold=threshold, strict=True, min_count=least, quota=least)
         canvas.poll()
         blocks.move_on()
     return canvas.finish()

@@ -117,7 +117,7 @@ def decode(
         guesses = canvas.guess(forward(), step)
         stays = _stays(number, steps, eps)
         if algorithm == "origin":
-            canvas.commit(step, guesses.ids, None, threshold=stays, need=0)
+            canvas.commit(step, guesses.ids, None, threshold=stays, min_count=0)
             canvas.poll()
             masks = max(canvas.open_counts())
         else:
@@ -180,12 +180,12 @@ def _fill_polled(
             quotas = [count if at_last else 1 for count, at_last in zip(masks, last, strict=True)]
         else:
             quotas = [int(count * (1 - share)) for count, share in zip(masks, stays, strict=True)]
-        needs = [count + 1 if at_last else 1 for count, at_last in zip(masks, last, strict=True)]
-        step = canvas.open([(0, len(answer)) for answer in canvas.answers], [quotas, needs])
+        min_counts = [count + 1 if at_last else 1 for count, at_last in zip(masks, last, strict=True)]
+        step = canvas.open([(0, len(answer)) for answer in canvas.answers], [quotas, min_counts])
         guesses = canvas.guess(forward(), step)
-        quota, need = step.columns
+        quota, min_count = step.columns
         if algorithm == "confidence_threshold":
-            canvas.commit(step, guesses.ids, guesses.probs, quota=quota, need=need, threshold=threshold)
+            canvas.commit(step, guesses.ids, guesses.probs, quota=quota, min_count=min_count, threshold=threshold)
         else:
             scores = _scores(canvas, step, guesses, algorithm, order_temperature)
             canvas.commit(step, guesses.ids, scores, quota=quota)
