@@ -353,10 +353,10 @@ def test_layers_are_counted_before_they_are_made(fields: dict[str, Any], field: 
     made = {"n_layers": lambda: weights("llada"), "n_layers_in_coda": tensors}
     state = made.get(field, lambda: random_checkpoint(LLAMA, dtype=torch.float32))()
     write(tmp_path, {**fields, field: 2**31 - 1, **({"n_layers": None} if fields is HUGINN else {})}, state)
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(ValueError, match=r"must hold every tensor of its config\.json, got \d+ for \d{10} layers"):
         models.load(tmp_path)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 @pytest.mark.parametrize(

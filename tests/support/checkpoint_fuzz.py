@@ -375,8 +375,8 @@ def judge(seed: int, folder: Path) -> str:
     for mutate in chosen:
         mutate(rng, made)
     made.write(folder)
-    start = time.perf_counter()
-    signal.setitimer(signal.ITIMER_REAL, 4 * SECONDS)
+    start = time.process_time()
+    signal.setitimer(signal.ITIMER_REAL, 30 * SECONDS)  # by the clock, on a machine that may be busy
     try:
         model = models.load(folder)
         answer = "right"
@@ -384,7 +384,7 @@ def judge(seed: int, folder: Path) -> str:
         answer = str(error)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     assert seconds < SECONDS, f"{seconds:.1f} s"
     if answer == "right":
         check_right(model, folder)

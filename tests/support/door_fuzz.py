@@ -144,8 +144,8 @@ def gguf_case(rng: random.Random, folder: Path) -> Callable[[], Any]:
 def judge(seed: int, folder: Path) -> str:
     rng = random.Random(seed)
     load = rng.choice([adapter_case, gguf_case])(rng, folder)
-    start = time.perf_counter()
-    signal.setitimer(signal.ITIMER_REAL, 4 * SECONDS)
+    start = time.process_time()
+    signal.setitimer(signal.ITIMER_REAL, 30 * SECONDS)  # by the clock, on a machine that may be busy
     try:
         model = load()
         model(torch.tensor([[3, 1, 4]]))
@@ -154,7 +154,7 @@ def judge(seed: int, folder: Path) -> str:
         answer = str(error)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     assert seconds < SECONDS, f"{seconds:.1f} s"
     if answer == "right":
         return answer
