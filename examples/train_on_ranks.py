@@ -67,7 +67,7 @@ def sample(seed: int, step: int, number: int) -> DualStreamSample:
     own = hash((seed, step, number)) % 2**31
     problem = next(iter(arithmetic(own)))
     ids = as_ids([(problem.prompt + problem.steps).encode()]).long()
-    masked, share = draw_masks(len(ids), torch.Generator().manual_seed(own), least=0.2)
+    masked, share = draw_masks(len(ids), torch.Generator().manual_seed(own), min_p_mask=0.2)
     return DualStreamSample(ids, masked & (torch.arange(len(ids)) >= len(problem.prompt)), share)
 
 

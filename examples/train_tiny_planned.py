@@ -54,8 +54,8 @@ END_TOKEN, MASK_TOKEN = ByteTokenizer.end_token, ByteTokenizer.vocab_size
 UNIT = 8
 """Chunks of 8 n tokens begin 8 n + 2 apart: how far one is from its plan, modulo 8, says which one it is."""
 PLAN_TOKENS = PlanTokens(*range(MASK_TOKEN + 1, MASK_TOKEN + 7), digits=range(ord("0"), ord("9") + 1), unit=UNIT)
-MOST_PADS = 4
-LEAST_MASKED = 0.3
+MAX_PADS = 4
+MIN_MASKED = 0.3
 ALL_MASKED = 0.5
 """Share of the texts whose round is masked as a whole, as it is when its first tokens are filled in."""
 TILE = 64
@@ -121,9 +121,9 @@ def batch_of(
     used = 0
     for problem in orders(number, **hardness(progress)):
         sample = sample_of(problem, tags_removed=tags_removed, ablate=ablate)
-        layout = lay_out(sample, PLAN_TOKENS, END_TOKEN, most_pads=MOST_PADS, generator=generator)
-        least = 1.0 if torch.rand((), generator=generator) < ALL_MASKED else LEAST_MASKED
-        noisy.append(draw_chunk_masks(layout, generator, noise="one", least=least))
+        layout = lay_out(sample, PLAN_TOKENS, END_TOKEN, max_pads=MAX_PADS, generator=generator)
+        least = 1.0 if torch.rand((), generator=generator) < ALL_MASKED else MIN_MASKED
+        noisy.append(draw_chunk_masks(layout, generator, noise="one", min_p_mask=least))
         used += len(layout.tokens)
         if used >= tokens:
             break

@@ -48,7 +48,7 @@ WIDTHS = (4, 8, 16)
 TILE = 64
 WINDOW = 256
 """Bytes of a piece of source."""
-LEAST_MASKED = 0.2
+MIN_MASKED = 0.2
 ADAPTER_RANK = 8
 ADAPTER_SCALE = 4.0
 
@@ -78,7 +78,7 @@ def masked_positions(tokens: int, prompt_len: int, width: int, generator: torch.
     positions = torch.arange(tokens)
     masked, share = torch.ones(tokens, dtype=torch.bool), 1.0
     if kind >= 2:
-        masked, share = draw_masks(tokens, generator, least=LEAST_MASKED)
+        masked, share = draw_masks(tokens, generator, min_p_mask=MIN_MASKED)
     if kind % 2:
         masked, share = masked & (positions % width != 0), share * (1 - 1 / width)
     return masked & (positions >= prompt_len), share

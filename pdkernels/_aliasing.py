@@ -114,8 +114,8 @@ def overlap(a: Tensor, b: Tensor) -> bool:
         item = tensor.element_size()
         for size, stride in zip(tensor.shape, tensor.stride()):
             if size > 1 and stride > 0:
-                least, most = terms.get(stride * item, (0, 0))
-                terms[stride * item] = (least, most + size - 1) if sign > 0 else (least - size + 1, most)
+                minimum, maximum = terms.get(stride * item, (0, 0))
+                terms[stride * item] = (minimum, maximum + size - 1) if sign > 0 else (minimum - size + 1, maximum)
     distance = b.data_ptr() - a.data_ptr()
     numbers = [(stride, *bounds) for stride, bounds in terms.items()]
     return _finds(numbers, distance - a.element_size() + 1, distance + b.element_size() - 1)
@@ -149,8 +149,8 @@ def _finds(terms: list[Term], low: int, high: int) -> bool:
     """Whether a sum with a number from each term lies in ``[low, high]``; True if the search takes too long."""
     terms = sorted(terms, reverse=True)
     rests = [(0, 0, 0)]  # least and most of what follows a term, and the common divisor
-    for stride, least, most in reversed(terms):
-        rests.append((rests[-1][0] + stride * least, rests[-1][1] + stride * most, math.gcd(rests[-1][2], stride)))
+    for stride, minimum, maximum in reversed(terms):
+        rests.append((rests[-1][0] + stride * minimum, rests[-1][1] + stride * maximum, math.gcd(rests[-1][2], stride)))
     rests.reverse()
     steps = 10000
 
@@ -161,11 +161,11 @@ def _finds(terms: list[Term], low: int, high: int) -> bool:
         steps -= 1
         if steps < 0:
             return True
-        least, most, divisor = rests[k]
-        if high // divisor * divisor < low or high < least or low > most:
+        minimum, maximum, divisor = rests[k]
+        if high // divisor * divisor < low or high < minimum or low > maximum:
             return False
-        stride, fewest, largest = terms[k]
-        first = max(fewest, -((rests[k + 1][1] - low) // stride))
+        stride, minimum, largest = terms[k]
+        first = max(minimum, -((rests[k + 1][1] - low) // stride))
         last = min(largest, (high - rests[k + 1][0]) // stride)
         return any(finds(k + 1, low - stride * x, high - stride * x) for x in range(first, last + 1))
 

@@ -1,4 +1,5 @@
-"""The checks of the whole package, and one grammar for every error: ``pdkernels.<op>: <argument> must <expectation>, got <actual>. <remedy>``.
+"""The checks of the whole package, and one grammar for errors: ``pdkernels.<op>: <argument> must <expectation>, got <actual>. <remedy>``.
+Where that reads badly, `refuse` and `sentence` take a free sentence instead.
 
 ValueError for shapes and values, TypeError for types and dtypes. In functions that torch.compile traces, test first and
 call `fail` only then: building a message from sizes would pin the graph to them.
@@ -32,6 +33,21 @@ def message(op: str, argument: str, expectation: str, actual: object, remedy: st
     return f"pdkernels.{op}: {argument} must {expectation}, got {actual}.{' ' + remedy if remedy else ''}"
 
 
+def sentence(op: str, words: str, remedy: str = "") -> str:
+    """A message in words of its own, for what the grammar of `message` cannot say well.
+
+    >>> sentence("eval", "--resume needs --json, which names the file to continue")
+    'pdkernels.eval: --resume needs --json, which names the file to continue.'
+    """
+    return f"pdkernels.{op}: {words}{'' if words.endswith('.') else '.'}{' ' + remedy if remedy else ''}"
+
+
+def refuse(condition: bool, op: str, words: str, remedy: str = "") -> None:
+    """ValueError with a free sentence if `condition` holds."""
+    if condition:
+        raise ValueError(sentence(op, words, remedy))
+
+
 def fail(op: str, argument: str, expectation: str, actual: object, remedy: str = "") -> NoReturn:
     raise ValueError(message(op, argument, expectation, actual, remedy))
 
@@ -51,26 +67,26 @@ def check_type(condition: bool, op: str, argument: str, expectation: str, actual
 # ------------------------------------------------------------------------------------------------- numbers and names
 
 
-def integer(op: str, argument: str, value: object, least: int) -> int:
-    """The value as a Python int, at least `least`. NumPy integers are accepted, bools are not."""
+def integer(op: str, argument: str, value: object, minimum: int) -> int:
+    """The value as a Python int, at least `minimum`. NumPy integers are accepted, bools are not."""
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         number = None
     if number is None or isinstance(value, bool):
         raise TypeError(message(op, argument, "be an integer", type(value).__name__))
-    if number < least:
-        fail(op, argument, f"be {least} or more", number)
+    if number < minimum:
+        fail(op, argument, f"be {minimum} or more", number)
     return number
 
 
 def check_int(
-    op: str, argument: str, value: Any, least: int | None = None, remedy: str = "", kind: str = "an int"
+    op: str, argument: str, value: Any, minimum: int | None = None, remedy: str = "", kind: str = "an int"
 ) -> None:
     """An int, which may be symbolic in a traced graph."""
     check_type(isinstance(value, (int, torch.SymInt)), op, argument, f"be {kind}", type(value).__name__)
-    if least is not None and value < least:
-        fail(op, argument, f"be at least {least}", value, remedy)
+    if minimum is not None and value < minimum:
+        fail(op, argument, f"be at least {minimum}", value, remedy)
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         fail(op, argument, "be a number of 64 bits", value)
 
@@ -79,13 +95,13 @@ def check_number(
     op: str,
     argument: str,
     value: Any,
-    least: float = -math.inf,
-    most: float = math.inf,
+    minimum: float = -math.inf,
+    maximum: float = math.inf,
     expectation: str = "be a number",
 ) -> None:
     """A number in ``[least, most]``, worded as `expectation`; NaN always fails."""
     check_type(isinstance(value, (int, float)), op, argument, "be a number", type(value).__name__)
-    if not least <= value <= most:
+    if not minimum <= value <= maximum:
         fail(op, argument, expectation, value)
     check_fits_float(op, argument, value)
 

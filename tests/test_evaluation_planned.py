@@ -68,10 +68,10 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for threshold in (0.5, 0.9)
     ]
     for wrong, said in (
-        (["--task", "sums"], "--family planned must"),
+        (["--task", "sums"], "--family planned takes no --method"),
         (["--sweep", "treshold=1"], "sweep must name an option of planned, got treshold"),
         (["--sweep", "threshold=1", "--sweep", "threshold=.5"], "sweep must name an option once"),
-        (["--sweep", "threshold=1", "--resume"], "--resume, --most-rows must be for another family than planned"),
+        (["--sweep", "threshold=1", "--resume"], "--family planned takes neither --resume nor --max-rows"),
     ):
         refused = runner.invoke(cli.app, ["eval", "--family", "planned", *wrong])
         assert refused.exit_code == 2 and said in " ".join(refused.output.split()), refused.output

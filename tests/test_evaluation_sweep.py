@@ -295,7 +295,7 @@ def test_the_command_writes_rows_and_continues_from_them(command: Any, tmp_path:
 
 
 def test_rows_may_be_bounded(command: Any) -> None:
-    result = command(*SWEEP, "--most-rows", "3")
+    result = command(*SWEEP, "--max-rows", "3")
     assert (
         result.exit_code == 0
         and "left out tiny-trimode: block_diffusion, block_size 4, threshold 0.5: 4 rows" in result.output
@@ -305,14 +305,14 @@ def test_rows_may_be_bounded(command: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--resume"], "--resume, --most-rows must be with --sweep"),
-        ([*SWEEP, "--resume"], "--resume must be with --json"),
-        ([*SWEEP, "--width", "4"], "--width must be --sweep block_size=... in a sweep"),
+        (["--resume"], "--resume and --max-rows need --sweep"),
+        ([*SWEEP, "--resume"], "--resume needs --json"),
+        ([*SWEEP, "--width", "4"], "--width is not for sweeps. Write --sweep block_size=..."),
+        ([*SWEEP, "--json", "other.json", "--resume"], "--resume cannot continue other.json"),
         (
-            [*SWEEP, "--json", "other.json", "--resume"],
-            "--resume must continue a file that a sweep wrote, but other.json",
+            [*SWEEP, "--json", "seed.json", "--resume"],
+            "--resume cannot continue seed.json: its seed is 5, that of this run is 0",
         ),
-        ([*SWEEP, "--json", "seed.json", "--resume"], "--resume must have the seed of seed.json, got 0, not 5"),
         (["--sweep", "treshold=1"], "name an option of a method that the models can run, got treshold"),
     ],
 )

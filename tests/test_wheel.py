@@ -100,7 +100,7 @@ def test_a_python_that_the_wheel_is_not_for(wheel: Path, tmp_path: Path) -> None
     interpreter = new_environment(tmp_path / "venv")
     output = python("import pdkernels", executable=interpreter, cwd=tmp_path, fails=True).stderr
     version = ".".join(map(str, sys.version_info[:2]))
-    assert f"_host must be there for Python {version}, got cpython-39-x86_64-linux-gnu. Build it with" in output
+    assert f"_host was not built for Python {version}, only for cpython-39-x86_64-linux-gnu. Build it with" in output
 
 
 @pytest.mark.slow

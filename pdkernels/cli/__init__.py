@@ -27,6 +27,7 @@ except ModuleNotFoundError as missing:
 
 from pdkernels import decoding, evaluation, models
 from pdkernels._validation import check as demand
+from pdkernels._validation import refuse
 from pdkernels.cli._batch import batch
 from pdkernels.cli._chat import chat
 from pdkernels.cli._demo import demo
@@ -108,7 +109,7 @@ def evaluate(
             help="Values to try for an option of the methods, or METHOD.OPTION=...; all combinations if given several times.",
         ),
     ] = None,
-    most_rows: Annotated[
+    max_rows: Annotated[
         int | None, typer.Option(min=1, help="In a sweep, leave out candidates with more rows in a forward.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the sweep in the file of --json.")] = False,
@@ -132,11 +133,13 @@ def evaluate(
     with errors_reported(), evaluation.launched_group() as group:
         console.quiet = not evaluation.is_first(group)
         # Fail now rather than after minutes.
-        alone = group is None or not (sweep or family == "planned")
-        demand(alone, "eval", "--sweep and --family planned", "be run by one process", "several of torchrun")
+        shared_out = group is not None and (sweep or family == "planned")
+        refuse(
+            bool(shared_out), "eval", "--sweep and --family planned run in one process, but torchrun started several"
+        )
         if sweep and plot == Path("frontier"):
             plot = Path("frontier.png")
-        demand(bool(sweep) or not (resume or most_rows), "eval", "--resume, --most-rows", "be with --sweep", "none")
+        refuse(not sweep and bool(resume or max_rows), "eval", "--resume and --max-rows need --sweep")
         for option, path in (("--plot", plot), ("--json", json_path)):
             if path is not None:
                 check_file("eval", option, path)
@@ -144,13 +147,11 @@ def evaluate(
             demand(plot.suffix == ".png", "eval", "--plot", "be a path that ends in .png", str(plot))
             if importlib.util.find_spec("matplotlib") is None:
                 raise ImportError(
-                    "pdkernels.eval: --plot must have matplotlib, got none. Install it with `pip install 'pdkernels[bench]'`."
+                    "pdkernels.eval: --plot needs matplotlib. Install it with `pip install 'pdkernels[bench]'`."
                 )
         if family == "planned":
-            searched = resume or most_rows
-            demand(not searched, "eval", "--resume, --most-rows", "be for another family than planned", repr(searched))
-            one = method or width or task
-            demand(not one, "eval", "--family planned", "be without --method, --width and --task", repr(one))
+            refuse(bool(resume or max_rows), "eval", "--family planned takes neither --resume nor --max-rows")
+            refuse(bool(method or width or task), "eval", "--family planned takes no --method, --width or --task")
             swept = [evaluation.parse_sweep(each) for each in sweep or ()]
             settings = evaluation.planned_settings(swept) if swept else None
             loaded, absent = _load_all(model or ["tiny-planned"])
@@ -177,7 +178,7 @@ def evaluate(
         loaded, absent = _load_all(model or list(known.models))
         if sweep:
             demand(tasks[0].problems is not None, "eval", "--task", "be sums or chains in a sweep", tasks[0].name)
-            demand(not width, "eval", "--width", "be --sweep block_size=... in a sweep", width)
+            refuse(bool(width), "eval", "--width is not for sweeps", "Write --sweep block_size=... instead.")
             demand(bool(loaded), "eval", "--model", "name at least one model that exists", "none")
             use_threads(threads, list(loaded.values()))
             chosen_methods = [decoding.find(name).name for name in method or ()]
@@ -189,7 +190,7 @@ def evaluate(
                 tasks[0],
                 seed=seed,
                 batch_size=batch_size,
-                most_rows=most_rows,
+                max_rows=max_rows,
                 path=json_path,
                 resume=resume,
                 plot=plot,

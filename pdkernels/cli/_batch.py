@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from pdkernels._validation import check as demand
+from pdkernels._validation import refuse
 from pdkernels.cli._terminal import DTYPE_HELP, assigned_options, errors_reported, named_dtype
 from pdkernels.decoding._method import SHARED
 from pdkernels.integrations.ray import generate_files
@@ -62,7 +62,7 @@ def batch(
         Progress(*_COLUMNS, console=console, transient=True, disable=not console.is_terminal) as progress,
     ):
         bar = progress.add_task("", total=None)
-        demand(not (threads and workers), "batch", "--threads", "be without --workers, which take --cpus", threads)
+        refuse(bool(threads and workers), "batch", "--threads is for this process", "Pass --cpus for --workers.")
         if threads:
             torch.set_num_threads(threads)
         options = {name: value for name, value in given.items() if value is not None}

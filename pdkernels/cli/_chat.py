@@ -86,19 +86,19 @@ class Chat:
 
     def _room(self, tokens: int) -> int:
         """New tokens that fit into the model's positions."""
-        most = getattr(self.model.config, "max_positions", None)
-        if most is None:
+        maximum = getattr(self.model.config, "max_positions", None)
+        if maximum is None:
             return self.max_new_tokens
         remedy = "Start again with /reset."
         demand(
-            tokens < most,
+            tokens < maximum,
             "chat",
             "the chat",
-            f"leave room for an answer in {most} positions",
+            f"leave room for an answer in {maximum} positions",
             f"{tokens} tokens",
             remedy,
         )
-        return min(self.max_new_tokens, int(most) - tokens)
+        return min(self.max_new_tokens, int(maximum) - tokens)
 
 
 def chat(

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from pdkernels import decoding
 from pdkernels._validation import check as demand
-from pdkernels._validation import did_you_mean
+from pdkernels._validation import did_you_mean, refuse
 from pdkernels.cli._tables import generation_table
 from pdkernels.cli._terminal import (
     ACCEPTED,
@@ -102,13 +102,8 @@ def generate(
             methods[usual] = {**chosen, **methods[usual]}
         if check:
             greedy_exists = decoding.supports("autoregressive", language_model)
-            demand(
-                greedy_exists,
-                "generate",
-                "--check",
-                "be for a model that decodes token by token",
-                model,
-                "Leave it out.",
+            refuse(
+                not greedy_exists, "generate", f"--check needs a model that decodes token by token; {model} does not"
             )
         use_threads(threads, [language_model])
         asked: dict[str, Any] = {"repetition_penalty": repetition_penalty, "stop_strings": stop or []}
@@ -151,9 +146,9 @@ def _methods(names: list[str], options: dict[str, Any], named: dict[str, Any], m
     known = list(dict.fromkeys(option for found in accepted.values() for option in found))
     for option in options | named:
         typed = f"--option {option}=" if option in named else f"--{option.replace('_', '-')}"
-        words = f"be an option of {' or '.join(accepted)}"
-        remedy = "" if option in known else f"{did_you_mean(option, known)}These are: {', '.join(known)}."
-        demand(option in known, "generate", typed, words, "one that is not", remedy)
+        words = f"{typed} is not an option of {' or '.join(accepted)}"
+        remedy = "" if option in known else f"{did_you_mean(option, known)}The options: {', '.join(known)}."
+        refuse(option not in known, "generate", words, remedy)
     return {
         name: {option: value for option, value in (options | named).items() if option in found}
         for name, found in accepted.items()

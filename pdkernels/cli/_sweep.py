@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pdkernels import evaluation
-from pdkernels._validation import check as demand
+from pdkernels._validation import refuse
 from pdkernels.evaluation import machine
 from pdkernels.evaluation.frontier import Comparison
 from pdkernels.evaluation.sweep import Measured, SweepRow
@@ -35,15 +35,15 @@ def run_sweep(
     *,
     seed: int,
     batch_size: int,
-    most_rows: int | None,
+    max_rows: int | None,
     path: Path | None,
     resume: bool,
     plot: Path | None,
 ) -> None:
     """Measure, print, write JSON and draw. With `resume` what `path` holds of the same sweep is not measured again."""
     candidates = evaluation.sweep_candidates(loaded, [evaluation.parse_sweep(text) for text in swept], methods)
-    if most_rows is not None:
-        candidates, left_out = evaluation.without_many_rows(candidates, most_rows)
+    if max_rows is not None:
+        candidates, left_out = evaluation.without_many_rows(candidates, max_rows)
         for line in left_out:
             console.print(Text.assemble(("left out ", "yellow"), line), soft_wrap=True)
     facts = {"task": task.name, "problems": len(task.prompts), "seed": seed, "batch_size": batch_size} | machine.facts()
@@ -88,7 +88,7 @@ def run_sweep(
 
 
 def _kept(path: Path | None, facts: dict[str, Any]) -> Measured:
-    demand(path is not None, "eval", "--resume", "be with --json, which names the file to continue", "none")
+    refuse(path is None, "eval", "--resume needs --json, which names the file to continue")
     assert path is not None
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
@@ -97,16 +97,13 @@ def _kept(path: Path | None, facts: dict[str, Any]) -> Measured:
         return {}
     except (ValueError, KeyError, TypeError):
         before, measured = None, {}
-    demand(
-        before is not None, "eval", "--resume", f"continue a file that a sweep wrote, but {path} is not one", "another"
-    )
+    refuse(before is None, "eval", f"--resume cannot continue {path}, which no sweep wrote")
     for name, value in facts.items():
-        demand(
-            before.get(name) == value,
+        other = before.get(name)
+        refuse(
+            other != value,
             "eval",
-            "--resume",
-            f"have the {name} of {path}",
-            f"{value}, not {before.get(name)}",
+            f"--resume cannot continue {path}: its {name} is {other}, that of this run is {value}",
         )
     found: Measured = measured
     return found

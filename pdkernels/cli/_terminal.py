@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pdkernels import models
-from pdkernels._validation import check, check_choice
+from pdkernels._validation import check, check_choice, refuse
 from pdkernels.evaluation.sweep import parse_value
 from pdkernels.models.layout import DTYPES
 from pdkernels.models.tokenizers import Tokenizer
@@ -128,7 +128,13 @@ def assigned_options(command: str, given: Sequence[str], taken: Collection[str] 
         name = name.replace("-", "_")
         twice = name in options or name in taken
         flag = f"--{name.replace('_', '-')}" if name in taken else "--option"
-        check(not twice, command, "--option", f"give each option once; {flag} has this one", name)
+        refuse(
+            twice,
+            command,
+            f"{name} is given twice, by {flag} and by --option"
+            if name in taken
+            else f"--option {name}= is given twice",
+        )
         options[name] = found
     return options
 

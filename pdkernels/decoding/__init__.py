@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from pdkernels._validation import check, check_flag, check_type, did_you_mean, message
+from pdkernels._validation import check, check_flag, check_type, did_you_mean, message, sentence
 from pdkernels.decoding._method import SHARED, Method
 from pdkernels.decoding._prompts import Prompts
 from pdkernels.decoding._repetition import PenalisedModel, checked_penalty
 from pdkernels.decoding._request import Overflow, check_model, checked_stops, finished, open_session
 from pdkernels.decoding._sampling import checked_mask_token, stream
-from pdkernels.decoding._session import MOST_POSITIONS
+from pdkernels.decoding._session import MAX_POSITIONS
 from pdkernels.decoding._usual import default_method
 from pdkernels.decoding.methods import METHODS
 from pdkernels.decoding.planned._lanes import chunk_lanes
@@ -238,9 +238,10 @@ def check_options(method: Method, options: Mapping[str, Any]) -> None:
     for name in options:
         known = name in method.options
         remedy = "" if known else f"{did_you_mean(name, method.options)}It accepts: {', '.join(method.options)}."
-        check_type(known, _OP, "options", f"be those of method {method.name!r}", repr(name), remedy)
+        if not known:
+            raise TypeError(sentence(_OP, f"method {method.name!r} has no option {name!r}", remedy))
     page_size = options.get("page_size")
     if page_size is not None:
         check_type(type(page_size) is int, _OP, "page_size", "be an int", type(page_size).__name__)
         check(page_size >= 1, _OP, "page_size", "be at least 1", page_size)
-        check(page_size <= MOST_POSITIONS, _OP, "page_size", f"be at most {MOST_POSITIONS}", page_size)
+        check(page_size <= MAX_POSITIONS, _OP, "page_size", f"be at most {MAX_POSITIONS}", page_size)

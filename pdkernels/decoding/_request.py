@@ -9,11 +9,11 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from pdkernels._validation import check, check_choice, check_flag, check_type, message
+from pdkernels._validation import check, check_choice, check_flag, check_type, message, refuse
 from pdkernels.decoding._method import Method
 from pdkernels.decoding._prompts import Prompts, token_lists
 from pdkernels.decoding._replay import Source
-from pdkernels.decoding._session import MOST_POSITIONS, Session
+from pdkernels.decoding._session import MAX_POSITIONS, Session
 from pdkernels.decoding.result import DecodeResult, DecodeStats, OnTokens
 from pdkernels.models.capabilities import rows_ahead
 from pdkernels.models.protocols import lacking, missing
@@ -54,7 +54,7 @@ def open_session(
     """
     check_type(_is_int(max_new_tokens), _OP, "max_new_tokens", "be an int", type(max_new_tokens).__name__)
     check(max_new_tokens >= 0, _OP, "max_new_tokens", "be at least 0", max_new_tokens)
-    check(max_new_tokens <= MOST_POSITIONS, _OP, "max_new_tokens", f"be at most {MOST_POSITIONS}", max_new_tokens)
+    check(max_new_tokens <= MAX_POSITIONS, _OP, "max_new_tokens", f"be at most {MAX_POSITIONS}", max_new_tokens)
     check_choice(_OP, "overflow", overflow, get_args(Overflow))
     check_flag(_OP, "trace", trace)
     actual = type(on_tokens).__name__
@@ -73,12 +73,11 @@ def open_session(
     if fill_in is None:
         return Session(model, prompts, max_new_tokens, ends, on_tokens, trace), single
     firsts = [ids.index(fill_in) if fill_in in ids else len(ids) for ids in prompts]
-    check(
-        min(firsts) > 0 or rows_ahead(model) == 0,
+    unpredicted = min(firsts) == 0 and rows_ahead(model) > 0
+    refuse(
+        unpredicted,
         _OP,
-        "prompt",
-        "start with a token that is given, where rows predict the next one",
-        "a mask",
+        "the prompt starts with a mask, but rows of this model predict the next token, so none predicts the first",
     )
     kept, tails = zip(*((ids[:first], ids[first:]) for ids, first in zip(prompts, firsts, strict=True)), strict=True)
     return Session(model, list(kept), max_new_tokens, ends, on_tokens, trace, tails), single
@@ -101,8 +100,8 @@ def checked_stops(model: Any, stop_strings: Sequence[str] | str) -> tuple[str, .
             "hold no U+FFFD, which stands for bytes of no character",
             repr(stop),
         )
-    named = len(given) == 0 or model.tokenizer is not None
-    check(named, _OP, "stop_strings", "be for a model with a tokenizer", "none", "Pass end_tokens.")
+    unnamed = len(given) > 0 and model.tokenizer is None
+    refuse(unnamed, _OP, "stop_strings need a model with a tokenizer", "Pass end_tokens instead.")
     return tuple(given)
 
 
@@ -111,7 +110,7 @@ def _check_length(model: Any, longest: int, max_new_tokens: int, overflow: Overf
     total, trained = longest + max_new_tokens, getattr(model.config, "max_positions", None)
     expectation = "leave room for max_new_tokens in {} positions"
     actual = f"{longest} tokens and {max_new_tokens} more"
-    check(total <= MOST_POSITIONS, _OP, "prompt", expectation.format(MOST_POSITIONS), actual)
+    check(total <= MAX_POSITIONS, _OP, "prompt", expectation.format(MAX_POSITIONS), actual)
     if trained is None or total <= trained:
         return
     expectation = expectation.format(f"the model's {trained}")

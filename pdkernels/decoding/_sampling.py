@@ -13,9 +13,9 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from pdkernels._validation import check, check_choice, check_fits_float, check_type
+from pdkernels._validation import check, check_choice, check_fits_float, check_type, refuse
 from pdkernels.backends import backend_of
-from pdkernels.decoding._session import MOST_POSITIONS
+from pdkernels.decoding._session import MAX_POSITIONS
 from pdkernels.models.capabilities import capabilities
 from pdkernels.ops import TokenStatistics, token_statistics
 
@@ -41,7 +41,7 @@ def stream(seed: int, sequence: int) -> int:
     return (seed + sequence * _GOLDEN) % 2**64
 
 
-def draw(
+def sample(
     logits: torch.Tensor,
     positions: torch.Tensor,
     temperature: float,
@@ -94,13 +94,13 @@ def statistics(model: Any, hidden: torch.Tensor, **options: Any) -> TokenStatist
 
 
 def distribution(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """fp64 probabilities that `draw` draws from, at a temperature above 0."""
+    """fp64 probabilities that `sample` draws from, at a temperature above 0."""
     logits = logits.double()
     # The best logit is at 0: divided by a tiny temperature, others would overflow.
     return torch.softmax((logits - logits.amax(-1, keepdim=True)) / temperature, -1)
 
 
-def without_(logits: torch.Tensor, token: int) -> torch.Tensor:
+def suppress_(logits: torch.Tensor, token: int) -> torch.Tensor:
     """Makes `token` impossible, in place: a guess is never the mask token, which would leave its slot masked."""
     logits[..., token] = -torch.inf
     return logits
@@ -154,15 +154,15 @@ def _is_number(value: object) -> bool:
 def checked_size(op: str, name: str, value: int) -> int:
     check_type(type(value) is int, op, name, "be an int", type(value).__name__)
     check(value >= 1, op, name, "be at least 1", value)
-    check(value <= MOST_POSITIONS, op, name, f"be at most {MOST_POSITIONS}", value)
+    check(value <= MAX_POSITIONS, op, name, f"be at most {MAX_POSITIONS}", value)
     return value
 
 
-def checked_number(op: str, name: str, value: float, most: float = math.inf) -> float:
-    """A number from 0 up to `most`."""
+def checked_number(op: str, name: str, value: float, maximum: float = math.inf) -> float:
+    """A number from 0 up to `maximum`."""
     check_type(_is_number(value), op, name, "be a number", type(value).__name__)
-    bounds = "be at least 0" if most == math.inf else f"be in 0 .. {most:g}"
-    check(0 <= value <= most, op, name, bounds, value)
+    bounds = "be at least 0" if maximum == math.inf else f"be in 0 .. {maximum:g}"
+    check(0 <= value <= maximum, op, name, bounds, value)
     check_fits_float(op, name, value)
     return value
 
@@ -180,14 +180,7 @@ def checked_flag(op: str, name: str, value: bool) -> bool:
 def checked_mask_token(op: str, model: Any, given: int | None) -> int:
     """The id of masked slots: `given`, or the model's own."""
     token: Any = getattr(model, "mask_token", None) if given is None else given
-    check(
-        token is not None,
-        op,
-        "mask_token",
-        "be given for a model that has none of its own",
-        None,
-        "Pass the id that the model was trained to fill in.",
-    )
+    refuse(token is None, op, "the model has no mask token", "Pass mask_token, the id that it was trained to fill in.")
     check_type(type(token) is int, op, "mask_token", "be an int", type(token).__name__)
     vocabulary = model.config.vocab_size
     check(0 <= token < vocabulary, op, "mask_token", f"be an id in 0 .. {vocabulary - 1}", token)

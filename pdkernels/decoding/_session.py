@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from pdkernels._validation import message
+from pdkernels._validation import sentence
 from pdkernels.decoding.result import OnTokens, PlanReport
 from pdkernels.decoding.traces import TraceStep
 
@@ -18,7 +18,7 @@ def is_end(tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     return (tokens.unsqueeze(-1) == ends).any(-1)
 
 
-def without_choice(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def has_no_choice(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Which of `tokens` ``(batch, R)`` came from a row of `logits` ``(batch, R, V)`` without a distribution.
 
     The op and argmax select a NaN first, else a +inf; of a row without a possible token the op gives -1 and argmax a -inf.
@@ -30,19 +30,19 @@ def without_choice(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return (tokens < 0) | ~logits.gather(-1, tokens.clamp(min=0)[..., None])[..., 0].isfinite()
 
 
-def marked(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def flag_no_choice(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """`tokens` ``(batch, R)`` for the host: -1 for the first one if its row ``(batch, 1, V)`` has no distribution."""
     first = tokens[:, :1]
-    return torch.cat([first.masked_fill(without_choice(logits, first), -1), tokens[:, 1:].clamp(min=0)], 1)
+    return torch.cat([first.masked_fill(has_no_choice(logits, first), -1), tokens[:, 1:].clamp(min=0)], 1)
 
 
-def judged_without_choice(logits: torch.Tensor, predictions: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
+def accepted_without_choice(logits: torch.Tensor, predictions: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
     """Which sequences, ``(batch,)``, accepted a draft from rows without a distribution; the rows after `accepted` ``(batch,)`` are irrelevant."""
     row = torch.arange(predictions.shape[1], device=accepted.device)
-    return (without_choice(logits, predictions) & (row < accepted[:, None])).any(1)
+    return (has_no_choice(logits, predictions) & (row < accepted[:, None])).any(1)
 
 
-def sent(rows: list[list[int]], device: torch.device) -> torch.Tensor:
+def to_device_async(rows: list[list[int]], device: torch.device) -> torch.Tensor:
     """A table of int64 numbers, sent to the device in one copy that the host does not wait for."""
     return torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
 
@@ -72,7 +72,7 @@ def first_stop(tokens: list[int], known: int, stops: Sequence[str], tokenizer: A
     return next((end for end in ends if any(stop in decode(tokens[:end]) for stop in stops)), None)
 
 
-MOST_POSITIONS = 2**24
+MAX_POSITIONS = 2**24
 """Limit of a text, regardless of the model."""
 
 _BLOCK = 256  # no published model is trained on longer blocks
@@ -220,6 +220,6 @@ class Session:
     def fail_without_choice(self, sequence: int) -> NoReturn:
         """Raises for logits from which no token can be chosen."""
         known = len(self.tokens[sequence])
-        actual = f"NaN, +inf or no possible token in sequence {sequence}, after {known} new tokens"
+        words = f"the model's logits leave no token to choose: NaN, +inf or only -inf in sequence {sequence}, after {known} new tokens"
         remedy = "Look for NaN in its weights, for overflow in fp16, or for a mask or hook that forbids every token."
-        raise ValueError(message("decoding.generate", "model", "give logits with a token to choose", actual, remedy))
+        raise ValueError(sentence("decoding.generate", words, remedy))

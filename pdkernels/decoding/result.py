@@ -10,7 +10,7 @@ from typing import Generic, NamedTuple
 import torch
 from typing_extensions import TypeVar
 
-from pdkernels._validation import message
+from pdkernels._validation import sentence
 from pdkernels.decoding._replay import Source, write_page
 from pdkernels.decoding.traces import Trace
 
@@ -146,7 +146,7 @@ class DecodeResult(Generic[Tokens, Text]):
         remedy = "Call generate(..., trace=True)."
         stats = self.stats
         if self._source is None or stats.trace is None:
-            raise ValueError(message(op, "stats.trace", "hold steps", "None", remedy))
+            raise ValueError(sentence(op, "the result has no trace to replay", remedy))
         topics = None if stats.plans is None else [plan.rounds for plan in stats.plans]
         facts = {"method": stats.method, "forwards": stats.forwards, "tokens": stats.tokens}
         facts |= {"tokens per forward": round(stats.tokens_per_forward, 2), "seconds": round(stats.seconds, 3)}

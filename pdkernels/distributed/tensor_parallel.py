@@ -168,8 +168,8 @@ class ParallelRecurrentDepth(RecurrentDepth):
     def _look_up(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.ranks.look_up(tokens, self.embedding)
 
-    def _said(self, normed: torch.Tensor) -> torch.Tensor:
-        return self.ranks.logits(super()._said(normed))
+    def _project(self, normed: torch.Tensor) -> torch.Tensor:
+        return self.ranks.logits(super()._project(normed))
 
 
 def _slice_vocabulary(model: Transformer | RecurrentDepth, rows: int) -> None:

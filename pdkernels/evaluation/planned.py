@@ -27,7 +27,7 @@ PLANNED_SETTINGS: tuple[dict[str, Any], ...] = tuple(
     for sparse in (False, True)
     for settings in (
         *({"steps_ratio": share} for share in (1.0, 0.75, 0.5, 0.25)),
-        *({"threshold": least} for least in (0.5, 0.7, 0.9)),
+        *({"threshold": minimum} for minimum in (0.5, 0.7, 0.9)),
         *({"length_scale": factor} for factor in (0.5, 1.5, 2.0)),
         {"threshold": 0.9, "temperature": 1.0},
     )

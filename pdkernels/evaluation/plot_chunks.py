@@ -39,10 +39,10 @@ def plot_chunks(
 
     check(bool(trace), "evaluation.plot_chunks", "trace", "hold steps", "an empty one")
     lanes: list[tuple[int, str, dict[int, tuple[int, int]]]] = []
-    most = 1
+    maximum = 1
     for number in sorted({step.round for step in trace}):
         steps = [step for step in trace if step.round == number]
-        most = max(most, len(steps))
+        maximum = max(maximum, len(steps))
         for chunk in range(len(steps[0].canvas)):
             written = {
                 position: (forward, token)
@@ -54,7 +54,7 @@ def plot_chunks(
             lanes.append((number, topics[number][chunk] if named else f"chunk {chunk}", written))
     columns = 1 + max(max(written, default=0) for _, _, written in lanes)
     figure, axis = plt.subplots(figsize=(max(6.0, 0.26 * columns + 2.5), 0.42 * len(lanes) + 1.4), layout="constrained")
-    norm, colours = Normalize(1, most), colormaps["viridis"]
+    norm, colours = Normalize(1, maximum), colormaps["viridis"]
     scale = ScalarMappable(norm, colours)
     ticks, names, y, before = [], [], 0.0, lanes[0][0]
     for number, name, written in lanes:
@@ -64,7 +64,7 @@ def plot_chunks(
             axis.barh(y, 0.92, left=position - 0.46, height=0.8, color=colours(norm(forward + 1)))
             text = _text(tokenizer, token)
             if text.isprintable():
-                colour = "#222222" if forward + 1 > 0.6 * most else "white"
+                colour = "#222222" if forward + 1 > 0.6 * maximum else "white"
                 axis.text(position, y, text, ha="center", va="center", fontsize=7, color=colour)
         ticks.append(y)
         names.append(f"round {number + 1}, {name}")

@@ -143,8 +143,8 @@ def _can(method: Method, model: Any) -> bool:
     return method.supports(model) and not (method.needs_mask_token and model.mask_token is None)
 
 
-def without_many_rows(candidates: Sequence[Candidate], most: int) -> tuple[list[Candidate], list[str]]:
-    """Leaves out candidates whose forwards have more than `most` rows per sequence, and lists them.
+def without_many_rows(candidates: Sequence[Candidate], maximum: int) -> tuple[list[Candidate], list[str]]:
+    """Leaves out candidates whose forwards have more than `maximum` rows per sequence, and lists them.
 
     Rows past the knee of a device cost time, so a search that starts from the knee may skip blocks of more than twice
     that.
@@ -156,7 +156,7 @@ def without_many_rows(candidates: Sequence[Candidate], most: int) -> tuple[list[
     kept, left_out = [], []
     for candidate in candidates:
         rows = rows_of(candidate)
-        if rows <= most:
+        if rows <= maximum:
             kept.append(candidate)
         else:
             left_out.append(f"{candidate.model}: {candidate.label}: {rows} rows")

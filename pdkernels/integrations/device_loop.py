@@ -15,7 +15,7 @@ from pdkernels._validation import check, check_memory, check_type, message
 from pdkernels.decoding import DecodeResult, OnTokens, check_capabilities, check_options
 from pdkernels.decoding._prompts import Prompts
 from pdkernels.decoding._request import finished, open_session
-from pdkernels.decoding._session import MOST_POSITIONS, Session
+from pdkernels.decoding._session import MAX_POSITIONS, Session
 from pdkernels.decoding.methods import METHODS
 from pdkernels.decoding.steps import run
 from pdkernels.integrations.while_graph import WhileGraph, capture, kinds_of, require
@@ -119,10 +119,10 @@ class DeviceLoop:
         check_options(METHODS[method], options)
         # The prompts' forward gives the first token; a loop is for more.
         sizes = {"batch": (batch, 1), "longest_prompt": (longest_prompt, 1), "max_new_tokens": (max_new_tokens, 2)}
-        for name, (size, least) in sizes.items():
+        for name, (size, minimum) in sizes.items():
             check_type(type(size) is int, _OP, name, "be an int", type(size).__name__)
-            check(size >= least, _OP, name, f"be at least {least}", size)
-            check(size <= MOST_POSITIONS, _OP, name, f"be at most {MOST_POSITIONS}", size)
+            check(size >= minimum, _OP, name, f"be at least {minimum}", size)
+            check(size <= MAX_POSITIONS, _OP, name, f"be at most {MAX_POSITIONS}", size)
         require(_OP, model.device)
         check(
             not DEBUG_CHECKS, _OP, "PDKERNELS_DEBUG_CHECKS", "be unset", 1, "Its checks read the device in every step."

@@ -66,11 +66,11 @@ def log_likelihood(
         starts = torch.tensor([len(prefixes[i]) - 1 for i in part])
         wanted = (starts[:, None] + torch.arange(longest)).clamp(max=tokens.shape[1] - 1)
         logits = model(tokens.to(model.device), rows=wanted.to(model.device)).float()
-        said, best = logits.log_softmax(-1).cpu(), logits.argmax(-1).cpu()
+        log_probs, best = logits.log_softmax(-1).cpu(), logits.argmax(-1).cpu()
         for j, i in enumerate(part):
             text = torch.tensor(list(texts[i]), dtype=torch.int64)
             length = len(text)
-            log_prob = said[j, torch.arange(length), text].double().sum().item()
+            log_prob = log_probs[j, torch.arange(length), text].double().sum().item()
             found[i] = Likelihood(log_prob, bool((best[j, :length] == text).all()))
     return [likelihood for likelihood in found if likelihood is not None]
 
@@ -157,11 +157,11 @@ def _weighted(model: Any, prefix: Sequence[int], text: Sequence[int], weights: T
     tokens = torch.cat([torch.tensor(list(prefix), dtype=torch.int64).repeat(count, 1), masked], 1).to(model.device)
     first = len(prefix) - rows_ahead(model)
     logits = model(tokens, rows=slice(first, first + length)).float()
-    said = logits.log_softmax(-1).cpu().gather(-1, shown[..., None])[..., 0]
-    return float((said.double() * weights).sum())
+    log_probs = logits.log_softmax(-1).cpu().gather(-1, shown[..., None])[..., 0]
+    return float((log_probs.double() * weights).sum())
 
 
-def _check_pairs(prefixes: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], least: int = 1) -> None:
+def _check_pairs(prefixes: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], minimum: int = 1) -> None:
     check(len(prefixes) == len(texts), OP, "prefixes", f"be as many as texts ({len(texts)})", len(prefixes))
-    short = min(map(len, prefixes), default=least)
-    check(short >= least, OP, "prefixes", f"have at least {least} tokens", f"one with {short}")
+    short = min(map(len, prefixes), default=minimum)
+    check(short >= minimum, OP, "prefixes", f"have at least {minimum} tokens", f"one with {short}")

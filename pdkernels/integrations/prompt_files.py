@@ -35,7 +35,7 @@ def arrow() -> Any:
         import pyarrow.parquet
     except ModuleNotFoundError as missing:
         remedy = "Install it with `pip install pyarrow`."
-        raise ImportError(f"pdkernels.{OP}: Parquet files must have pyarrow, got none. {remedy}") from missing
+        raise ImportError(f"pdkernels.{OP}: Parquet files need pyarrow. {remedy}") from missing
     return pyarrow.parquet
 
 

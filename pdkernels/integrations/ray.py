@@ -370,7 +370,7 @@ def _ray() -> Any:
         import ray.data
     except ModuleNotFoundError as missing:
         remedy = "Install it with `pip install 'ray[data]'`, or pass workers=0."
-        raise ImportError(f"pdkernels.{OP}: workers must have ray[data], got none. {remedy}") from missing
+        raise ImportError(f"pdkernels.{OP}: workers need ray[data]. {remedy}") from missing
     return ray
 
 

@@ -155,7 +155,7 @@ def _call(answer: tuple[Any, ...]) -> Any:
     """The results of a driver function, without its status."""
     status, *values = answer
     if status != driver.CUresult.CUDA_SUCCESS:
-        said = driver.cuGetErrorString(status)[1]
-        actual = f"{status.name} ({said.decode()})" if said else status.name
+        description = driver.cuGetErrorString(status)[1]
+        actual = f"{status.name} ({description.decode()})" if description else status.name
         raise RuntimeError(message("integrations.while_graph", "the driver", "take the graph", actual))
     return values[0] if len(values) == 1 else values

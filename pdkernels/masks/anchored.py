@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pdkernels import _host
 from pdkernels._validation import INDEX_DTYPES, check, check_type
-from pdkernels.masks.segment_mask import MOST_TOKENS, SegmentMask, arange, check_tokens, choice, flag, integer
+from pdkernels.masks.segment_mask import MAX_TOKENS, SegmentMask, arange, check_tokens, choice, flag, integer
 
 
 class AnchoredMask(SegmentMask):
@@ -125,8 +125,8 @@ def anchored(
         sizes = anchor_tokens.new_full(anchor_tokens.shape, integer(op, "block", block, 0))
     choice(op, "inside", inside, ("full", "causal"))
     choice(op, "base", base, ("none", "causal"))
-    reach = MOST_TOKENS if window is None else integer(op, "window", window, 0)
-    rows = int(sizes.clamp(0, MOST_TOKENS).sum())
+    reach = MAX_TOKENS if window is None else integer(op, "window", window, 0)
+    rows = int(sizes.clamp(0, MAX_TOKENS).sum())
     check_tokens(op, "block", len(ids) + rows, len(anchor_tokens))
     positions = torch.empty(len(ids) + rows, dtype=torch.int64, device="cpu")
     table = _host.SegmentMask.anchored(

@@ -40,7 +40,7 @@ PARTIAL = "#b00020"
 # Pixels of the matrix in either direction; longer masks show a sample of their rows and columns.
 MOST = 1400
 # A label needs this share of the matrix.
-LEAST_SHARE = 0.035
+MIN_SHARE = 0.035
 
 
 class Run(Protocol):
@@ -172,7 +172,7 @@ def _strips(axes: Axes, mask: Picture, colours: dict[str, str]) -> None:
                 start = 1 - end / total
                 corner, box, middle = (1.006, start), (thick, extent), (1.012 + thick, start + extent / 2)
             _bar(axes, corner, box, colours[kind])
-            needed = LEAST_SHARE if not horizontal else 0.011 * len(label) + 0.01
+            needed = MIN_SHARE if not horizontal else 0.011 * len(label) + 0.01
             if share >= needed:
                 vertical, side = ("bottom", "center") if horizontal else ("center", "left")
                 axes.text(
@@ -211,11 +211,11 @@ def _labelled(mask: Picture, window: tuple[int, int]) -> list[tuple[int, int, st
             runs[-1].append(span)
         else:
             runs.append([span])
-    least = 2 * LEAST_SHARE * (window[1] - window[0])
+    minimum = 2 * MIN_SHARE * (window[1] - window[0])
     runs = [
         part
         for run in runs
-        for part in ([run] if any(end - begin < least for _, begin, end in run) else [[span] for span in run])
+        for part in ([run] if any(end - begin < minimum for _, begin, end in run) else [[span] for span in run])
     ]
     bars = []
     for run in runs:

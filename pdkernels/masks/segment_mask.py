@@ -20,8 +20,8 @@ from pdkernels.masks.tile_plan import TilePlan, numbered
 arange = partial(torch.arange, device="cpu")
 
 # Longer masks do not fit the 32-bit numbers of a plan.
-MOST_TOKENS = 2**31 - 1
-MOST_SEGMENTS = 2**22  # each is a Python object
+MAX_TOKENS = 2**31 - 1
+MAX_SEGMENTS = 2**22  # each is a Python object
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -372,20 +372,20 @@ _plan_of_a_step = lru_cache(maxsize=16)(_make_plan)
 # What builders share
 
 
-def integer(builder: str, argument: str, value: object, least: int) -> int:
-    """The value as a Python int, at least `least`."""
-    number = _validation.integer(f"masks.{builder}", argument, value, least)
-    if number > MOST_TOKENS:
+def integer(builder: str, argument: str, value: object, minimum: int) -> int:
+    """The value as a Python int, at least `minimum`."""
+    number = _validation.integer(f"masks.{builder}", argument, value, minimum)
+    if number > MAX_TOKENS:
         fail(f"masks.{builder}", argument, "be less than 2**31", number)
     return number
 
 
 def check_tokens(builder: str, argument: str, tokens: int, segments: int) -> None:
     """Checks that an argument makes a mask that fits a plan, of segments that fit in memory as a list."""
-    if tokens > MOST_TOKENS:
+    if tokens > MAX_TOKENS:
         fail(f"masks.{builder}", argument, "make a mask of less than 2**31 tokens", tokens)
-    if segments > MOST_SEGMENTS:
-        fail(f"masks.{builder}", argument, f"make at most {MOST_SEGMENTS} segments", segments)
+    if segments > MAX_SEGMENTS:
+        fail(f"masks.{builder}", argument, f"make at most {MAX_SEGMENTS} segments", segments)
 
 
 def flag(builder: str, argument: str, value: object) -> bool:

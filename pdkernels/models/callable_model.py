@@ -120,10 +120,10 @@ class CallableModel:
         logits: Tensor | None = None
         for length in sorted(set(lengths) - {0}):
             of_it = [sequence for sequence, other in enumerate(lengths) if other == length]
-            said = self._run(tokens[of_it, :length])
+            found = self._run(tokens[of_it, :length])
             if logits is None:
-                logits = said.new_zeros(*tokens.shape, said.shape[-1])
-            logits[of_it, :length] = said
+                logits = found.new_zeros(*tokens.shape, found.shape[-1])
+            logits[of_it, :length] = found
         if logits is None:
             return torch.zeros(*tokens.shape, self.config.vocab_size, dtype=self.dtype, device=self.device)
         return logits
@@ -133,8 +133,8 @@ class CallableModel:
         return hidden
 
     def _run(self, tokens: Tensor) -> Tensor:
-        said = self._f(tokens)
-        logits: Tensor = getattr(said, "logits", said)
+        found = self._f(tokens)
+        logits: Tensor = getattr(found, "logits", found)
         expected = (*tokens.shape, self.config.vocab_size)
         floats = isinstance(logits, Tensor) and logits.is_floating_point()
         actual = getattr(logits, "dtype", type(logits).__name__)

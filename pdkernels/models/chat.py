@@ -19,7 +19,7 @@ from pdkernels.models.fields import OP, shown, some
 Message: TypeAlias = Mapping[str, Any]
 Messages: TypeAlias = Sequence[Message]
 
-_MOST = 1 << 22  # characters of a template, and of what it writes
+_MAX = 1 << 22  # characters of a template, and of what it writes
 _OP = "ChatTemplate.render"
 _JINJA = (3, 1, 6)  # templates get out of the sandbox of earlier ones
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -42,7 +42,7 @@ class ChatTemplate:
         for name, text in every.items():
             label = f"{where} {name!r}" if name else where
             check_type(isinstance(text, str), OP, label, "be text", type(text).__name__)
-            check(len(text) <= _MOST, OP, label, f"have at most {_MOST} characters", len(text))
+            check(len(text) <= _MAX, OP, label, f"have at most {_MAX} characters", len(text))
         self.source, self.tokens, self.where = source, dict(tokens), where
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -88,10 +88,10 @@ class ChatTemplate:
         ending = _mark_final(chat[-1], str(continued), source) if continued else None
         self._check_library()
         try:
-            text = template_process.render(source, {**known, "messages": chat, "add_generation_prompt": prompt}, _MOST)
+            text = template_process.render(source, {**known, "messages": chat, "add_generation_prompt": prompt}, _MAX)
         except template_process.TemplateFault as error:
             self._fault(error)
-        check(len(text) <= _MOST, OP, self.where, f"write at most {_MOST} characters", "more")
+        check(len(text) <= _MAX, OP, self.where, f"write at most {_MAX} characters", "more")
         return text if ending is None else _cut(text, ending)
 
     def chosen(self, name: str | None = None, tools: Any = None) -> str:
@@ -113,9 +113,9 @@ class ChatTemplate:
             raise ImportError(f"pdkernels.{OP}: {self.where} needs the optional library `jinja2`. {how}") from error
         version = tuple(int(part) if part.isdigit() else 0 for part in jinja2.__version__.split(".")[:3])
         if version < _JINJA:
-            least = ".".join(map(str, _JINJA))
+            minimum = ".".join(map(str, _JINJA))
             raise ImportError(
-                f"pdkernels.{OP}: {self.where} needs jinja2 {least} or newer, since templates get out of the sandbox of "
+                f"pdkernels.{OP}: {self.where} needs jinja2 {minimum} or newer, since templates get out of the sandbox of "
                 f"{jinja2.__version__}. {how}"
             )
 

@@ -189,9 +189,9 @@ class FeatureCache:
         return self._everything(step) if prompt_due and new_due else self._some(step, prompt_due, new_due)
 
     def _check(self, tokens: torch.Tensor, prompt_lengths: torch.Tensor, visible: torch.Tensor | None) -> None:
-        most, generated = len(self._prompt_rows), self._generated
+        maximum, generated = len(self._prompt_rows), self._generated
         batch = self._kv.batch
-        check_index(_OP, "tokens", tokens, (batch, most + generated), self._model.device)
+        check_index(_OP, "tokens", tokens, (batch, maximum + generated), self._model.device)
         check_index(_OP, "prompt_lengths", prompt_lengths, (batch,), tokens.device)
         if visible is not None:
             check_index(_OP, "visible", visible, (batch,), tokens.device)
@@ -199,20 +199,20 @@ class FeatureCache:
             return
         low, high = (int(value) for value in prompt_lengths.aminmax())
         check(
-            low >= self._shift and high <= most,
+            low >= self._shift and high <= maximum,
             _OP,
             "prompt_lengths",
-            f"lie in [{self._shift}, {most}]",
+            f"lie in [{self._shift}, {maximum}]",
             f"{low}..{high}",
         )
         if visible is not None:
-            least = 0 if self.step else generated
+            minimum = 0 if self.step else generated
             low, high = (int(value) for value in (visible - prompt_lengths).aminmax())
             check(
-                low >= least and high <= generated,
+                low >= minimum and high <= generated,
                 _OP,
                 "visible",
-                f"be {least} to {generated} positions after the prompt",
+                f"be {minimum} to {generated} positions after the prompt",
                 f"{low} to {high}",
             )
 

@@ -41,10 +41,10 @@ def shown(value: object) -> str:
     return words if len(words) <= 80 else words[:77] + "..."
 
 
-def some(names: Iterable[str], most: int = 4) -> str:
+def some(names: Iterable[str], maximum: int = 4) -> str:
     """The first of these names, and how many more there are."""
     listed = [name if name.isprintable() and len(name) <= 120 else shown(name) for name in names]
-    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
+    return ", ".join(listed[:maximum]) + (f" and {len(listed) - maximum} more" if len(listed) > maximum else "")
 
 
 def demand(condition: bool, field: str, expectation: str, actual: object) -> None:
@@ -91,24 +91,24 @@ class Fields:
         """The field unchecked."""
         return self.values.get(name, default)
 
-    def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """An integer of at least `least`. Without a default it is required."""
+    def integer(self, name: str, default: int | None = None, minimum: int = 1) -> int:
+        """An integer of at least `minimum`. Without a default it is required."""
         value = self._found(name, default)
-        if type(value) is not int or not least <= value <= _LARGEST:
-            self._refuse(name, f"be an integer from {least} to {_LARGEST}", value)
+        if type(value) is not int or not minimum <= value <= _LARGEST:
+            self._refuse(name, f"be an integer from {minimum} to {_LARGEST}", value)
         return int(value)
 
     def maybe_integer(self, name: str) -> int | None:
         return self.integer(name) if name in self.values else None
 
     def number(
-        self, name: str, default: float | None = None, least: float = -math.inf, above: float = -math.inf
+        self, name: str, default: float | None = None, minimum: float = -math.inf, above: float = -math.inf
     ) -> float:
-        """A finite number, at least `least` and more than `above`. Without a default it is required."""
+        """A finite number, at least `minimum` and more than `above`. Without a default it is required."""
         value = self._found(name, default)
-        if type(value) in (int, float) and abs(value) < 1e300 and value >= least and value > above:
+        if type(value) in (int, float) and abs(value) < 1e300 and value >= minimum and value > above:
             return float(value)
-        bound = f" of at least {least}" if least > -math.inf else f" above {above}" if above > -math.inf else ""
+        bound = f" of at least {minimum}" if minimum > -math.inf else f" above {above}" if above > -math.inf else ""
         self._refuse(name, f"be a number{bound}", value)
 
     def flag(self, name: str, default: bool) -> bool:

@@ -121,7 +121,7 @@ def _config(file: GgufFile) -> TransformerConfig:
     with read_from(file.name):
         scaling = _scaling(file, fields, head_dim, positions)
     positions = positions if scaling is None else scaling.reach(positions)
-    window = fields.integer("attention.sliding_window", positions, least=0)
+    window = fields.integer("attention.sliding_window", positions, minimum=0)
     if 0 < window < positions:
         _refuse(file.name, f"{kind}.attention.sliding_window", f"be absent or cover all {positions} positions", window)
 
@@ -139,7 +139,7 @@ def _config(file: GgufFile) -> TransformerConfig:
             intermediate_size=fields.integer("feed_forward_length"),
             rope_theta=fields.number("rope.freq_base", 10000.0, above=0),
             rope_scaling=scaling,
-            norm_eps=fields.number("attention.layer_norm_rms_epsilon", least=0),
+            norm_eps=fields.number("attention.layer_norm_rms_epsilon", minimum=0),
             qkv_bias=held("attn_q", "attn_k", "attn_v"),
             output_bias=held("attn_output"),
             mlp_bias=held("ffn_gate", "ffn_up", "ffn_down"),

@@ -23,9 +23,9 @@ from pdkernels.models.fields import OP, Kept, shown
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q")
-_MOST = 1 << 24  # elements of an array, bytes of a string; a fraction of it for keys and tensors
-_MOST_NAMES, _MOST_STRINGS = 1 << 16, 1 << 20
-_MOST_TEXT = 1 << 23  # bytes of the strings outside of lists, together
+_MAX = 1 << 24  # elements of an array, bytes of a string; a fraction of it for keys and tensors
+_MAX_NAMES, _MAX_STRINGS = 1 << 16, 1 << 20
+_MAX_TEXT = 1 << 23  # bytes of the strings outside of lists, together
 _SHORT = 16  # elements of an array that is read at once
 _KINDS = "tokenizer.ggml.token_type"
 _CHUNK = 1 << 20  # numbers dequantised at a time: whole blocks of every type
@@ -106,21 +106,21 @@ class GgufFile:
         if version not in (2, 3):
             self._unsupported("have version 2 or 3, little-endian", version, "Convert the model again.")
         for count, what in ((tensors, "tensors"), (keys, "fields")):
-            check(count <= _MOST_NAMES, OP, self.name, f"have at most {_MOST_NAMES} {what}", count)
+            check(count <= _MAX_NAMES, OP, self.name, f"have at most {_MAX_NAMES} {what}", count)
         return version, tensors, keys
 
     def _value(self, kind: int, key: str) -> Any:
         if kind == _STRING:
             words = self._text(key)
             self._characters += len(words)
-            check(self._characters <= _MOST_TEXT, OP, self.name, f"hold at most {_MOST_TEXT} bytes of text", "more")
+            check(self._characters <= _MAX_TEXT, OP, self.name, f"hold at most {_MAX_TEXT} bytes of text", "more")
             return words
         if kind in _SCALARS:
             return self._number(_SCALARS[kind])
         if kind != _ARRAY:
             self._broken(f"have a known type of {shown(key)}", kind)
         item, count = self._number("I"), self._number("Q")
-        check(count <= _MOST, OP, f"{self.name}: {shown(key)}", f"hold at most {_MOST} values", count)
+        check(count <= _MAX, OP, f"{self.name}: {shown(key)}", f"hold at most {_MAX} values", count)
         if item == _STRING:
             self._room(8 * count, key)  # each takes 8 bytes for its length
             return self._texts(count, key)
@@ -135,13 +135,13 @@ class GgufFile:
             return list(struct.unpack_from(code, self._map, start))
 
         # A number takes many times its size as an object, so only the array that is used becomes one.
-        return read() if count <= _SHORT or (key == _KINDS and count <= _MOST_STRINGS) else Kept(count, read)
+        return read() if count <= _SHORT or (key == _KINDS and count <= _MAX_STRINGS) else Kept(count, read)
 
     def _texts(self, count: int, key: str) -> list[str] | Kept:
         """An array of strings, checked. As objects they take many times their size."""
         self._strings += count
-        most = f"hold at most {_MOST_STRINGS} strings in lists"
-        check(self._strings <= _MOST_STRINGS, OP, self.name, most, f"{self._strings} up to {shown(key)}")
+        maximum = f"hold at most {_MAX_STRINGS} strings in lists"
+        check(self._strings <= _MAX_STRINGS, OP, self.name, maximum, f"{self._strings} up to {shown(key)}")
         if count <= _SHORT:
             return [self._text(key) for _ in range(count)]
         start, spans = self._at, array("Q")
@@ -222,8 +222,8 @@ class GgufFile:
         end = start + _LENGTH.unpack_from(self._map, self._at)[0] if start <= self._size else start
         if end > self._size:
             self._broken(f"continue for a string in {shown(what)}", f"{self._size - self._at} bytes more")
-        if end - start > _MOST:
-            fail(OP, self.name, f"hold strings of at most {_MOST} bytes", f"{end - start} in {shown(what)}")
+        if end - start > _MAX:
+            fail(OP, self.name, f"hold strings of at most {_MAX} bytes", f"{end - start} in {shown(what)}")
         self._at = end
         return self._map[start:end].decode("utf-8")
 

@@ -104,7 +104,7 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
             intermediate_size=fields.integer("intermediate_size"),
             rope_theta=theta,
             rope_scaling=scaling,
-            norm_eps=fields.number("rms_norm_eps", usual.eps, least=0),
+            norm_eps=fields.number("rms_norm_eps", usual.eps, minimum=0),
             qkv_bias=biased or like_qwen2,
             output_bias=biased and (kind == "llama" or like_qwen3),
             mlp_bias=mlp_biased,
@@ -127,7 +127,7 @@ def _check_window(fields: Fields, usual: _Usual, positions: int) -> None:
     demand(other in known, "layer_types", "be 'full_attention' for every layer", shown(other))
     if usual.switched:
         switched = fields.flag("use_sliding_window", False)
-        slides = switched and fields.integer("max_window_layers", 28, least=0) < layers
+        slides = switched and fields.integer("max_window_layers", 28, minimum=0) < layers
         if types:
             slides = "sliding_attention" in types
             demand(

@@ -54,13 +54,13 @@ def read_rope(
 def _scaling(rope: Fields, max_positions: int, scaled_queries: bool) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     demand(kind in ROPE_TYPES, "rope_type", f"be one of {', '.join(ROPE_TYPES)}", shown(kind))
-    beta = rope.number("llama_4_scaling_beta", 0.0, least=0)
+    beta = rope.number("llama_4_scaling_beta", 0.0, minimum=0)
     demand(beta == 0 or kind == "yarn", "llama_4_scaling_beta", "be 0 without rope_type 'yarn'", beta)
     demand(beta == 0 or scaled_queries, "llama_4_scaling_beta", "be 0 except in Ministral3 models", beta)
     if kind == "default":
         return None
     rope.require(("factor",))
-    factor = rope.number("factor", above=0) if kind == "yarn" else rope.number("factor", least=1)
+    factor = rope.number("factor", above=0) if kind == "yarn" else rope.number("factor", minimum=1)
     if kind == "linear":
         return LinearScaling(factor)
     original = rope.integer("original_max_position_embeddings", max_positions)
@@ -71,7 +71,7 @@ def _scaling(rope: Fields, max_positions: int, scaled_queries: bool) -> RopeScal
     def magnitude(scale: float) -> float:
         return 0.1 * scale * math.log(max(factor, 1.0)) + 1.0
 
-    one, other = rope.number("mscale", 0.0, least=0), rope.number("mscale_all_dim", 0.0, least=0)
+    one, other = rope.number("mscale", 0.0, minimum=0), rope.number("mscale_all_dim", 0.0, minimum=0)
     usual = magnitude(one) / magnitude(other) if one and other else magnitude(1.0)
     demand(rope.flag("truncate", True), "truncate", "be true", "false")
     return YarnScaling(

@@ -90,7 +90,7 @@ def from_huginn_config(config: Mapping[str, Any]) -> RecurrentDepthConfig:
             coda_layers=fields.integer("n_layers_in_coda"),
             mean_recurrence=fields.integer("mean_recurrence", 32),
             rope_theta=fields.number("rope_base", 50000.0, above=0),
-            norm_eps=fields.number("norm_eps", 1e-6, least=0),
+            norm_eps=fields.number("norm_eps", 1e-6, minimum=0),
             max_positions=fields.integer("block_size", 4096),
         )
     layers, parts = fields.get("n_layers", ours.layers), f"be the sum of its three parts ({ours.layers})"

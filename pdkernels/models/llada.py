@@ -76,7 +76,7 @@ def from_llada_config(config: Mapping[str, Any]) -> TransformerConfig:
             head_dim=hidden // heads,
             intermediate_size=fields.integer("mlp_hidden_size", fields.integer("mlp_ratio", 4) * hidden),
             rope_theta=fields.number("rope_theta", 10000.0, above=0),
-            norm_eps=fields.number("rms_norm_eps", 1e-5, least=0),
+            norm_eps=fields.number("rms_norm_eps", 1e-5, minimum=0),
             qkv_bias=fields.flag("include_qkv_bias", False),
             tied_head=fields.flag("weight_tying", True),
             attention="bidirectional",

@@ -216,22 +216,22 @@ class Pattern:
             return item
         if anchor:
             self._invalid("nothing to repeat")
-        least, most = bounds
+        minimum, maximum = bounds
         self._take("?")  # lazy: the same texts match
         if self._text[self._at : self._at + 1] in ("*", "+", "?") or _REPEAT.match(self._text, self._at):
             raise UnsupportedPattern("a repetition that is repeated")
 
         def build(following: int) -> int:
-            if most is None:
+            if maximum is None:
                 loop = self._add("split", (), -1)
                 self._states[loop] = ("split", (item(loop), following), -1)
                 following = loop
             else:
                 end = following
-                for _ in range(most - least):
+                for _ in range(maximum - minimum):
                     self._budget.spend(1)
                     following = self._add("split", (item(following), end), -1)
-            for _ in range(least):
+            for _ in range(minimum):
                 self._budget.spend(1)
                 following = item(following)
             return following
@@ -247,11 +247,11 @@ class Pattern:
             return None
         self._at = found.end()
         low, comma, high = found.groups()
-        least = int(low or 0)
-        most = None if comma and not high else int(high) if high else least
-        if most is not None and most < least:
+        minimum = int(low or 0)
+        maximum = None if comma and not high else int(high) if high else minimum
+        if maximum is not None and maximum < minimum:
             self._invalid("min repeat greater than max repeat")
-        return least, most
+        return minimum, maximum
 
     # ---- reading
 

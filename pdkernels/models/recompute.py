@@ -128,13 +128,13 @@ def recomputed_rows(
 
 def _check_values(cache: Cache, starts: torch.Tensor, slots: torch.Tensor, visible: torch.Tensor) -> int:
     """On the host, before any layer writes. Returns the most positions visible in any sequence."""
-    fewest, most = (int(value) for value in visible.aminmax())
+    minimum, maximum = (int(value) for value in visible.aminmax())
     check(
-        fewest >= 0 and most <= cache.capacity,
+        minimum >= 0 and maximum <= cache.capacity,
         _OP,
         "visible",
         f"lie in [0, {cache.capacity}], the cache's capacity",
-        f"{fewest}..{most}",
+        f"{minimum}..{maximum}",
     )
     low = int(starts.min())
     check(low >= 0, _OP, "starts", "not be negative", low)
@@ -156,7 +156,7 @@ def _check_values(cache: Cache, starts: torch.Tensor, slots: torch.Tensor, visib
             owned.tolist(),
             "Call cache.reserve_ before.",
         )
-    return most
+    return maximum
 
 
 @lru_cache(maxsize=256)

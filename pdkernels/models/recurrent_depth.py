@@ -286,7 +286,7 @@ class RecurrentDepth(nn.Module):
             x = self._run(self.coda_layers, x, context, slot)
         if rows is not None:
             x = select_rows("RecurrentDepth", x, rows)
-        return self._said(rms_norm(x, self.norm, self.config.norm_eps))
+        return self._project(rms_norm(x, self.norm, self.config.norm_eps))
 
     def _kept(self, context: ForwardContext) -> int:
         """Recurrences whose K and V the cache keeps apart."""
@@ -296,7 +296,7 @@ class RecurrentDepth(nn.Module):
     def _look_up(self, tokens: torch.Tensor) -> torch.Tensor:
         return F.embedding(tokens, self.embedding)
 
-    def _said(self, normed: torch.Tensor) -> torch.Tensor:
+    def _project(self, normed: torch.Tensor) -> torch.Tensor:
         return linear(normed, self.embedding)
 
     def _run(

@@ -36,9 +36,9 @@ class _Process:
         self._running: subprocess.Popen[bytes] | None = None
         self._owner = 0
 
-    def render(self, source: str, variables: dict[str, Any], most: int) -> str:
-        """The text of a template, at most about `most` characters of it; `TemplateFault` if there is none."""
-        request = pickle.dumps((source, variables, most), protocol=4)
+    def render(self, source: str, variables: dict[str, Any], maximum: int) -> str:
+        """The text of a template, at most about `maximum` characters of it; `TemplateFault` if there is none."""
+        request = pickle.dumps((source, variables, maximum), protocol=4)
         with self._lock:
             running = self._started()
             try:

@@ -82,15 +82,15 @@ def environment() -> Any:
     return made
 
 
-def render(compiled: Any, variables: dict[str, Any], most: int) -> str:
-    """The text, or the first `most` + 1 characters of it."""
+def render(compiled: Any, variables: dict[str, Any], maximum: int) -> str:
+    """The text, or the first `maximum` + 1 characters of it."""
     parts, length = [], 0
     for part in compiled.generate(**variables):
         parts.append(part)
         length += len(part)
-        if length > most:
+        if length > maximum:
             break
-    return "".join(parts)[: most + 1]
+    return "".join(parts)[: maximum + 1]
 
 
 def main(path: list[str], memory: int, seconds: float) -> None:
@@ -112,10 +112,10 @@ def main(path: list[str], memory: int, seconds: float) -> None:
         if not size:
             return
         limit_time(0.0)  # unpickling is the user's own data
-        source, variables, most = pickle.loads(requests.read(size))
+        source, variables, maximum = pickle.loads(requests.read(size))
         limit_time(seconds)
         try:
-            answer("text", render(compiled(source), variables, most))
+            answer("text", render(compiled(source), variables, maximum))
         except Exception as error:
             kind = type(error).__name__
             variables.clear()

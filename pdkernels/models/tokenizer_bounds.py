@@ -176,17 +176,17 @@ def check_pattern(pattern: str, label: str) -> None:
         elif text == "|":
             open_groups[-1][0], open_groups[-1][1] = 1, 0
         elif (text[0] in "*+?" or re.fullmatch(r"\{(\d+,?\d*|,\d+)\}\??", text)) and last is not None:
-            least, most = _range(text)
-            varies = least != most
-            inside = last[0] and most > 1
+            minimum, maximum = _range(text)
+            varies = minimum != maximum
+            inside = last[0] and maximum > 1
             _refuse_if(bool(inside), label, "no repetitions of what varies", pattern)
             group = open_groups[-1]
-            count = last[2] * (1 if most > 10**6 else most)
+            count = last[2] * (1 if maximum > 10**6 else maximum)
             group[2] = max(group[2], count)
             _refuse_if(count > _REPEATS, label, f"at most {_REPEATS} counted repetitions", pattern)
             if varies:
                 group[0] = 1
-            if most > 10**6:
+            if maximum > 10**6:
                 group[1] += 1
             _refuse_if(group[1] > _UNBOUNDED, label, f"at most {_UNBOUNDED} unbounded repetitions in a row", pattern)
             last = [int(varies), 0, count]
@@ -198,9 +198,9 @@ def check_pattern(pattern: str, label: str) -> None:
 def _range(text: str) -> tuple[int, int]:
     if text[0] != "{":
         return (1 if text[0] == "+" else 0), (1 if text[0] == "?" else 10**9)
-    least, _, most = text.rstrip("?")[1:-1].partition(",")
-    first = int(least or 0)
-    return first, first if "," not in text else int(most) if most else 10**9
+    minimum, _, maximum = text.rstrip("?")[1:-1].partition(",")
+    first = int(minimum or 0)
+    return first, first if "," not in text else int(maximum) if maximum else 10**9
 
 
 def _refuse_if(condition: bool, label: str, expectation: str, pattern: str) -> None:

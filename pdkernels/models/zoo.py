@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
-from pdkernels._validation import check, check_type, fail, message
+from pdkernels._validation import check, check_type, did_you_mean, fail, message, refuse
 from pdkernels.models import gguf, hf, huginn, llada
 from pdkernels.models.adapters import MASK_FILE, named_adapter, read_adapter, read_mask_token
 from pdkernels.models.checkpoint import Checkpoint, Config
@@ -97,12 +97,12 @@ def load(
     """
     given, device = checked_request(name_or_path, dtype, device)
     if given in available():
-        plain = adapter is None and drafter is None
-        check(plain, OP, "adapter", "be for a checkpoint", f"one for the tiny model {given}")
+        adapted = adapter is not None or drafter is not None
+        refuse(adapted, OP, f"adapters are for checkpoints, and {given} is a tiny model")
         return _load_tiny(WEIGHTS / f"{given}.safetensors", dtype, device)
     if given.endswith(".safetensors") and Path(given).is_file():
-        plain = adapter is None and drafter is None
-        check(plain, OP, "adapter", "be for a checkpoint", f"one for the file {shown(given)}")
+        adapted = adapter is not None or drafter is not None
+        refuse(adapted, OP, f"adapters are for checkpoints, and {shown(given)} is the file of a single model")
         return _load_trained(Path(given), dtype, device)
     if given in PACKAGED:
         given = str(packaged(given))
@@ -183,8 +183,8 @@ def _load_tiny(path: Path, dtype: torch.dtype | None, device: torch.device | str
         metadata, tensors = file.metadata(), len(file.keys())
     fields = json.loads(metadata["config"])
     # Before modules are built: every layer has tensors.
-    most = max((value for name, value in fields.items() if "layers" in name), default=0)
-    check(most <= tensors, OP, f"config of {path.name}", "have no more layers than tensors", most)
+    maximum = max((value for name, value in fields.items() if "layers" in name), default=0)
+    check(maximum <= tensors, OP, f"config of {path.name}", "have no more layers than tensors", maximum)
     # When YaRN was the only rule, it was stored under this name.
     scaling = fields.pop("yarn", None) or fields.get("rope_scaling")
     if scaling is not None:
@@ -238,7 +238,7 @@ def _folder(name: str, is_path: bool) -> Path:
         fail(OP, "name_or_path", "be a folder that exists", f"{shown(name)}, which is missing", remedy)
     if not found and (is_path or os.sep in name or name.startswith((".", "~"))):
         fail(OP, "name_or_path", "be a folder that exists", f"{shown(name)}, which is missing")
-    models = f"Models: {', '.join(available())}."
+    models = f"{did_you_mean(name, (*available(), *PACKAGED))}Models: {', '.join(available())}."
     check(found and name != "", OP, "name_or_path", "name a model or a local folder", shown(name), models)
     return folder
 

@@ -76,8 +76,8 @@ def chains(
     op = "training.chains"
     check_type(type(seed) is int, op, "seed", "be an int", type(seed).__name__)
     check(1 <= count[0] <= count[1], op, "count", "be a range from 1 on", count)
-    most = len(NAMES) // count[0] - 1
-    check(1 <= hops[0] <= hops[1] <= most, op, "hops", f"be a range within 1 .. {most}", hops)
+    maximum = len(NAMES) // count[0] - 1
+    check(1 <= hops[0] <= hops[1] <= maximum, op, "hops", f"be a range within 1 .. {maximum}", hops)
     check(asked >= 1, op, "asked", "be at least 1", asked)
     numbers = random.Random(seed)
     while True:

@@ -64,17 +64,17 @@ class Orders(NamedTuple):
         >>> asked.right("*p:2;px:3 6 9 12 15 18 21 24;4r:iv;")
         {'4r': False, '*p': True, 'px': False}
         """
-        said: dict[str, list[str]] = {}
+        answers_of: dict[str, list[str]] = {}
         for piece in text.split(";")[:-1]:
-            said.setdefault(piece[:3], []).append(piece[3:])
+            answers_of.setdefault(piece[:3], []).append(piece[3:])
         found = {}
         for order in self.prompt.strip().split(";")[:-1]:
-            argument, answers = order[0], said.get(f"{order}:", [])
+            argument, answers = order[0], answers_of.get(f"{order}:", [])
             if order == PICK:
                 found[order] = len(answers) == 1 and len(answers[0]) == 1 and answers[0] in DIGITS
                 continue
             if argument == PICKED:
-                argument = (said.get(f"{PICK}:") or [""])[0]
+                argument = (answers_of.get(f"{PICK}:") or [""])[0]
             known = len(argument) == 1 and argument in DIGITS
             found[order] = known and answers == [written_out(order[1], int(argument))]
         return found

@@ -152,21 +152,21 @@ def noise_aware_loss(
 
 
 def draw_masks(
-    count: int, generator: torch.Generator, *, least: float = 1e-3, frozen_prefix: int = 0
+    count: int, generator: torch.Generator, *, min_p_mask: float = 1e-3, frozen_prefix: int = 0
 ) -> tuple[Tensor, float]:
     """Which tokens of a sequence the noisy copy hides, and the probability with which each was hidden.
 
     Args:
         count: tokens of the sequence.
         generator: for the draws; the result is on its device.
-        least: eps of ``p_mask = (1 - eps) * t + eps`` with t uniform on [0, 1], one for the sequence.
+        min_p_mask: eps of ``p_mask = (1 - eps) * t + eps`` with t uniform on [0, 1], one for the sequence.
         frozen_prefix: this many tokens at the front are never hidden: the prompt, in fine-tuning on answers.
 
     Returns:
         ``(count,)`` bool and p_mask: the last two fields of a `DualStreamSample`. With few tokens there may be no True.
 
     Raises:
-        ValueError: a negative count, a prefix longer than the sequence, `least` outside (0, 1].
+        ValueError: a negative count, a prefix longer than the sequence, `min_p_mask` outside (0, 1].
         TypeError: sizes that are not ints, a generator of another type.
 
     Source: Nemotron-Labs-Diffusion, released training code.
@@ -186,9 +186,9 @@ def draw_masks(
     )
     check(count >= 0, op, "count", "be at least 0", count)
     check(0 <= frozen_prefix <= count, op, "frozen_prefix", f"lie in 0 .. {count}", frozen_prefix)
-    check(0 < least <= 1, op, "least", "lie in (0, 1]", least)
+    check(0 < min_p_mask <= 1, op, "min_p_mask", "lie in (0, 1]", min_p_mask)
     t = float(torch.rand((), dtype=torch.float64, generator=generator, device=generator.device))
-    p_mask = (1 - least) * t + least
+    p_mask = (1 - min_p_mask) * t + min_p_mask
     masked = torch.rand(count, generator=generator, device=generator.device) < p_mask
     masked[:frozen_prefix] = False
     return masked, p_mask

@@ -97,21 +97,21 @@ def lay_out(
     plan_tokens: PlanTokens,
     end_token: int,
     *,
-    most_pads: int = 0,
+    max_pads: int = 0,
     generator: torch.Generator | None = None,
 ) -> PlannedLayout:
     """A sample in text order: prompt, then in each round plan, chunks and sync, then tail and end token.
 
     The last round has a sync only if a tail follows. Items without a number get the smallest one whose chunk holds the content and
-    up to `most_pads` pads; the chunk is filled up to ``number * unit``, so that the plan matches its chunk, and a
+    up to `max_pads` pads; the chunk is filled up to ``number * unit``, so that the plan matches its chunk, and a
     decoder that follows it makes a chunk of this length.
 
     Args:
         sample: ids. Given numbers have at most two digits.
         plan_tokens: of the model.
         end_token: ends the text.
-        most_pads: the minimum number of pads in a chunk is drawn from 0 .. `most_pads`; the paper's augmentation has 10.
-        generator: for the draws; needed if `most_pads` is not 0.
+        max_pads: the minimum number of pads in a chunk is drawn from 0 .. `max_pads`; the paper's augmentation has 10.
+        generator: for the draws; needed if `max_pads` is not 0.
 
     Raises:
         ValueError: a round without items, a topic that ends with a digit, an empty topic, a number that is not in 0 .. 99 or would
@@ -136,8 +136,8 @@ def lay_out(
         isinstance(plan_tokens, PlanTokens), op, "plan_tokens", "be those of a model", type(plan_tokens).__name__
     )
     integer(op, "end_token", end_token, 0)
-    most_pads = integer(op, "most_pads", most_pads, 0)
-    check(most_pads == 0 or generator is not None, op, "generator", "be given with most_pads", None)
+    max_pads = integer(op, "max_pads", max_pads, 0)
+    check(max_pads == 0 or generator is not None, op, "generator", "be given with max_pads", None)
     banned = {*plan_tokens.control, end_token}
     prompt, tail = _ids(op, "prompt", sample.prompt), _ids(op, "tail", sample.tail, banned)
     ids, stages, planned_from = list(prompt), [], 0
@@ -152,8 +152,8 @@ def lay_out(
             check(sane, op, "topic", "be ids that do not end with a digit", topic, "Put a space before the number.")
             inside = _ids(op, "content", item.content, banned - {plan_tokens.pad})
             pads = 0
-            if most_pads:
-                pads = int(torch.randint(most_pads + 1, (), generator=generator))
+            if max_pads:
+                pads = int(torch.randint(max_pads + 1, (), generator=generator))
             units = item.number
             if units is None:
                 units = max(1, -(-(len(inside) + pads) // plan_tokens.unit))
@@ -187,9 +187,14 @@ def lay_out(
 
 
 def draw_chunk_masks(
-    layout: PlannedLayout, generator: torch.Generator, *, noise: Noise = "text", least: float = 1e-3, tags: bool = False
+    layout: PlannedLayout,
+    generator: torch.Generator,
+    *,
+    noise: Noise = "text",
+    min_p_mask: float = 1e-3,
+    tags: bool = False,
 ) -> NoisyPlan:
-    """Masks tokens of chunks, each with the same probability ``p_mask = (1 - least) * t + least``, t uniform on [0, 1].
+    """Masks tokens of chunks, each with the same probability ``p_mask = (1 - min_p_mask) * t + min_p_mask``, t uniform on [0, 1].
 
     Args:
         layout: from `lay_out`. Prompt, plans, syncs and the tags of chunks are never masked.
@@ -197,11 +202,11 @@ def draw_chunk_masks(
         noise: t is drawn once for the "text", or for each "round": then a noisy round may follow one that is nearly clean. "one"
             masks tokens of only one round, also drawn; as in decoding, the rounds before it are clean. A token then is masked with
             probability ``p_mask / rounds``, which is the `p_mask` of the result.
-        least: the smallest probability.
+        min_p_mask: the smallest probability.
         tags: mask the two tags of a chunk too, as the released code does; a decoder never does that.
 
     Raises:
-        ValueError: an unknown name, `least` outside (0, 1].
+        ValueError: an unknown name, `min_p_mask` outside (0, 1].
         TypeError: another layout or generator, `tags` that is not a bool.
 
     Source: Planned Diffusion, equation 10; its released code for `tags`.
@@ -212,7 +217,7 @@ def draw_chunk_masks(
         >>> from pdkernels.training import PlanItem, PlannedSample, draw_chunk_masks, lay_out
         >>> plan_tokens = PlanTokens(10, 11, 12, 13, 14, 15, digits=range(10), unit=2)
         >>> layout = lay_out(PlannedSample([30], [[PlanItem([31], [40, 41])]]), plan_tokens, end_token=16)
-        >>> draw_chunk_masks(layout, torch.Generator().manual_seed(0), least=1.0).masked.int().tolist()
+        >>> draw_chunk_masks(layout, torch.Generator().manual_seed(0), min_p_mask=1.0).masked.int().tolist()
         [0, 0, 0, 0, 0, 0, 1, 1, 0, 0]
     """
     op = "training.draw_chunk_masks"
@@ -220,13 +225,13 @@ def draw_chunk_masks(
     known = isinstance(generator, torch.Generator)
     check_type(known, op, "generator", "be a torch.Generator", type(generator).__name__)
     check_choice(op, "noise", noise, get_args(Noise))
-    check_number(op, "least", least, 0, 1, "lie in (0, 1]")
-    check(least > 0, op, "least", "lie in (0, 1]", least)
+    check_number(op, "min_p_mask", min_p_mask, 0, 1, "lie in (0, 1]")
+    check(min_p_mask > 0, op, "min_p_mask", "lie in (0, 1]", min_p_mask)
     check_flag(op, "tags", tags)
     rounds = max(int(layout.rounds.max()) + 1, 1)
     device = generator.device
     shares = torch.rand(rounds if noise == "round" else 1, generator=generator, device=device).cpu()
-    shares = ((1 - least) * shares + least).expand(rounds)
+    shares = ((1 - min_p_mask) * shares + min_p_mask).expand(rounds)
     chance = torch.rand(len(layout.tokens), generator=generator, device=device).cpu()
     masked = (layout.rounds >= 0 if tags else layout.content) & (chance < shares[layout.rounds.clamp(min=0)])
     if noise == "one":
@@ -279,7 +284,7 @@ def pack_planned(
         >>> from pdkernels.training import PlanItem, PlannedSample, draw_chunk_masks, lay_out, pack_planned
         >>> plan_tokens = PlanTokens(10, 11, 12, 13, 14, 15, digits=range(10), unit=2)
         >>> layout = lay_out(PlannedSample([30], [[PlanItem([31], [40, 41])]]), plan_tokens, end_token=16)
-        >>> noisy = draw_chunk_masks(layout, torch.Generator().manual_seed(0), least=1.0)
+        >>> noisy = draw_chunk_masks(layout, torch.Generator().manual_seed(0), min_p_mask=1.0)
         >>> batch = pack_planned([noisy], plan_tokens, mask_token=9)
         >>> batch.tokens.tolist()
         [30, 12, 31, 1, 13, 10, 9, 9, 11, 16]
@@ -402,7 +407,7 @@ def planned_loss(
         >>> from pdkernels.training import PlanItem, PlannedSample, draw_chunk_masks, lay_out, pack_planned, planned_loss
         >>> plan_tokens = PlanTokens(10, 11, 12, 13, 14, 15, digits=range(10), unit=2)
         >>> layout = lay_out(PlannedSample([30], [[PlanItem([31], [40, 41])]]), plan_tokens, end_token=16)
-        >>> noisy = draw_chunk_masks(layout, torch.Generator().manual_seed(0), least=1.0)
+        >>> noisy = draw_chunk_masks(layout, torch.Generator().manual_seed(0), min_p_mask=1.0)
         >>> batch = pack_planned([noisy], plan_tokens, mask_token=9)
         >>> loss = planned_loss(torch.zeros(5, 42), torch.zeros(2, 42), batch)    # log(42) = 3.7377 on each of 7 rows, over 9
         >>> [round(float(part), 4) for part in loss]

@@ -31,7 +31,7 @@ __all__ = ["Item", "PlanError", "Round", "as_sample", "format", "parse", "withou
 
 _TAG = re.compile(r"(?:<promise>-)?<topic>|</topic>|<async>|</async>|<sync/>")
 _PADS = re.compile(r"(?:\s*\[PAD\])+\s*$")
-_MOST = 99
+_MAX = 99
 
 
 class Item(NamedTuple):
@@ -180,8 +180,8 @@ def _item(reader: _Reader, inside: str, start: int) -> tuple[str, int | None]:
     number = None
     if words and words[-1].isascii() and words[-1].isdigit():
         number = int(words[-1][:9])
-        if not 1 <= number <= _MOST:
-            reader.fail(f"have numbers from 1 to {_MOST}", words[-1], start + inside.rindex(words[-1]))
+        if not 1 <= number <= _MAX:
+            reader.fail(f"have numbers from 1 to {_MAX}", words[-1], start + inside.rindex(words[-1]))
         inside = words[0] if len(words) == 2 else ""
     topic = inside.strip()
     if not topic:
@@ -225,7 +225,7 @@ def format(rounds: Iterable[Sequence[Item]]) -> str:
             last = topic.split()[-1]
             clear = number is not None or not (last.isascii() and last.isdigit())
             check(clear, op, "topic", "not end with a number where none follows it", repr(topic))
-            check(number is None or 1 <= number <= _MOST, op, "number", f"lie in 1 .. {_MOST}", number)
+            check(number is None or 1 <= number <= _MAX, op, "number", f"lie in 1 .. {_MAX}", number)
         plan = "".join(f"<topic>{topic}{'' if n is None else f' {n}'}</topic>" for topic, _, n in items)
         parts.append("\n".join([plan, *(f"<async>{item.content}</async>" for item in items)]))
     check(bool(parts), op, "rounds", "not be empty", "none")

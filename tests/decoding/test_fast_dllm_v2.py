@@ -299,7 +299,7 @@ def test_errors_of_the_model() -> None:
         generate(model, [1], METHOD)
     with pytest.raises(TypeError, match=r"model must have the member `config.attention` .*, got FakeModel without it"):
         generate(FakeModel(SCRIPTS["position"]), [1], METHOD)
-    with pytest.raises(ValueError, match="mask_token must be given for a model that has none of its own, got None"):
+    with pytest.raises(ValueError, match="the model has no mask token"):
         model = Blockwise(hashed(0))
         model.mask_token = None
         generate(model, [1], METHOD)

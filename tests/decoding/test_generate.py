@@ -140,19 +140,22 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"end_tokens": ["x"]}, TypeError, GENERATE + "end_tokens must hold ints, got str."),
     ({"method": 3}, TypeError, GENERATE + "method must be a str, got int."),
-    ({"method": "jacoby"}, ValueError, GENERATE + "method must name a decoding method, got 'jacoby'. " + NAMES),
+    (
+        {"method": "jacoby"},
+        ValueError,
+        GENERATE + "method must name a decoding method, got 'jacoby'. Did you mean 'jacobi'? " + NAMES,
+    ),
     (
         {"method": "autoregressive", "block_size": 4},
         TypeError,
-        GENERATE
-        + "options must be those of method 'autoregressive', got 'block_size'. It accepts: temperature, allow_mask_token, "
+        GENERATE + "method 'autoregressive' has no option 'block_size'. It accepts: temperature, allow_mask_token, "
         "seed, page_size.",
     ),
     (
         {"blocksize": 4},
         TypeError,
-        GENERATE + "options must be those of method 'jacobi', got 'blocksize'. "
-        "It accepts: block_size, window, draft, temperature, allow_mask_token, seed, page_size.",
+        GENERATE + "method 'jacobi' has no option 'blocksize'. "
+        "Did you mean 'block_size'? It accepts: block_size, window, draft, temperature, allow_mask_token, seed, page_size.",
     ),
     ({"page_size": 0}, ValueError, GENERATE + "page_size must be at least 1, got 0."),
     ({"page_size": "big"}, TypeError, GENERATE + "page_size must be an int, got str."),
@@ -163,7 +166,7 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"window": 4, "block_size": 4},
         ValueError,
-        JACOBI + "window must be given alone, got window=4 and block_size=4. "
+        JACOBI + "block_size=4 and window=4 exclude each other. "
         "Give block_size to decode block by block, or window to keep one running draft.",
     ),
 ]

@@ -100,11 +100,9 @@ def test_errors() -> None:
         generate(FakeModel(len), [1], "jacobi", infill=True)
     with pytest.raises(TypeError, match="infill must be a bool, got int"):
         generate(model, [1], find("llada"), infill=1)
-    with pytest.raises(ValueError, match="prompt must start with a token that is given, where rows predict the next"):
+    with pytest.raises(ValueError, match="the prompt starts with a mask, but rows of this model predict the next"):
         generate(small_masked(2, "next"), [M, 1], "llada", infill=True)
-    with pytest.raises(
-        ValueError, match="prompt must be a single one for infill=True on a feature cache, got 2 of them"
-    ):
+    with pytest.raises(ValueError, match="infill=True on a feature cache takes one prompt, got 2"):
         generate(deep_masked(3), [[1, M], [2, M]], "dllm_cache", infill=True)
     with pytest.raises(ValueError, match="steps must be None with infill=True"):
         generate(model, [1, M], "fast_dllm", infill=True, threshold=None, steps=6, max_new_tokens=4, block_size=2)

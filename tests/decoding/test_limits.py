@@ -118,7 +118,7 @@ def broken(method: str) -> Any:
 
 
 NAN = (
-    "pdkernels.decoding.generate: model must give logits with a token to choose, got NaN, +inf or no possible token in sequence 0, "
+    "pdkernels.decoding.generate: the model's logits leave no token to choose: NaN, +inf or only -inf in sequence 0, "
     "after 0 new tokens. "
 )
 

@@ -174,7 +174,7 @@ def test_errors() -> None:
             ({"late_end": None}, "TypeError: late_end must be a bool, got NoneType."),
             (
                 {"late_end": True, "remasking": "random"},
-                "late_end must be False with remasking='random', which asks no confidence, got True.",
+                "late_end must be False with remasking='random', which ignores confidence, got True.",
             ),
             ({"temperature": -1.0}, "temperature must be finite and at least 0, got -1.0."),
             ({"seed": 1.5}, "TypeError: seed must be an int or a list of ints, got float."),

@@ -89,7 +89,7 @@ class Spoiled:
 
 def fault(sequence: int) -> str:
     return (
-        r"pdkernels.decoding.generate: model must give logits with a token to choose, got NaN, \+inf or no possible token in "
+        r"pdkernels.decoding.generate: the model's logits leave no token to choose: NaN, \+inf or only -inf in "
         rf"sequence {sequence}, after \d+ new tokens\. Look for NaN in its weights, for overflow in fp16, or for a mask or hook "
         "that forbids every token"
     )

@@ -245,8 +245,7 @@ def test_nan_in_a_chunk() -> None:
             return out if self.left else out * torch.nan
 
     with pytest.raises(
-        ValueError,
-        match=r"give logits with a token to choose, got NaN, \+inf or no possible token in sequence 0, after 4 new tokens",
+        ValueError, match=r"logits leave no token to choose: NaN, \+inf or only -inf in sequence 0, after 4 new tokens"
     ):
         generate(Broken([*item(2), END]), [11], "planned", max_new_tokens=20)
 
@@ -270,8 +269,8 @@ def test_nan_in_a_chunk() -> None:
         ({"joiner": 1}, TypeError, "joiner must be a str or None, got int."),
         ({"top_p": 2}, ValueError, "top_p must be in 0 .. 1, got 2."),
         ({"top_k": 0}, ValueError, "top_k must be at least 1, got 0."),
-        ({"mask_token": SYNC}, ValueError, f"mask_token must be no token of plans, got {SYNC}."),
-        ({"end_tokens": [SYNC]}, ValueError, f"end_tokens must hold no token of plans, got {SYNC}."),
+        ({"mask_token": SYNC}, ValueError, f"mask_token must not be a plan token, got {SYNC}."),
+        ({"end_tokens": [SYNC]}, ValueError, f"end_tokens must hold no plan token, got {SYNC}."),
     ],
 )
 def test_bad_options(options: dict[str, Any], error: type[Exception], words: str) -> None:

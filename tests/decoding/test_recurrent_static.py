@@ -182,8 +182,7 @@ ERRORS: list[tuple[str, dict[str, Any], str]] = [
     (
         "recurrent_diffusion",
         {"published": True},
-        "TypeError: pdkernels.decoding.generate: options must be those of method 'recurrent_diffusion', got 'published'. "
-        "It accepts: ",
+        "TypeError: pdkernels.decoding.generate: method 'recurrent_diffusion' has no option 'published'. It accepts: ",
     ),
 ]
 

@@ -115,6 +115,6 @@ def test_ids_without_a_tokenizer(tmp_path: Path) -> None:
 
 def test_no_trace(tmp_path: Path) -> None:
     result = pd.decoding.generate(pd.models.load("tiny-code"), "a", max_new_tokens=1)
-    with refused(r"save_html: stats.trace must hold steps, got None\. Call generate\(\.\.\., trace=True\)\."):
+    with refused(r"save_html: the result has no trace to replay\. Call generate\(\.\.\., trace=True\)\."):
         result.save_html(tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()

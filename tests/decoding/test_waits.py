@@ -59,7 +59,7 @@ def test_one_read_of_the_device_per_step(method: str, options: dict[str, Any]) -
             break  # once more otherwise: plans of masks are made on the host, but only once
     assert len(forwards) >= stats.forwards > 2
     assert "read" not in log[: forwards[0]], "nothing is read before the first forward"
-    assert "upload" not in log[forwards[1] :], "a step waits for a copy to the device: use _session.sent"
+    assert "upload" not in log[forwards[1] :], "a step waits for a copy to the device: use _session.to_device_async"
     # Drafting and verifying are one step, unless draft passes continue up to a threshold: then the device is read after each
     # forward. The single mask of a block of 2 needs no second pass.
     passes = "threshold" in options and options.get("block_size") != 2

@@ -111,4 +111,4 @@ def test_a_killed_process_loses_and_doubles_nothing(tmp_path: Path, alone: list[
 @pytest.mark.slow
 def test_sweeps_are_for_one_process() -> None:
     refused = command("--sweep", "block_size=2,4", ranks=2)
-    assert refused.returncode != 0 and "--sweep and --family planned must be run by one process" in refused.stderr
+    assert refused.returncode != 0 and "--sweep and --family planned run in one process" in refused.stderr

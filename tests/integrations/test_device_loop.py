@@ -113,7 +113,7 @@ def test_enough_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
         "NotImplementedError: method must be one of autoregressive, jacobi, linear_self_speculation, .*, got 'dream'": {
             "method": "dream"
         },
-        "TypeError: options must be those of method 'autoregressive', got 'window'": {"window": 3},
+        "TypeError: method 'autoregressive' has no option 'window'": {"window": 3},
         "batch must be at least 1, got 0": {"batch": 0},
         "TypeError: longest_prompt must be an int, got float": {"longest_prompt": 1.5},
         "max_new_tokens must be at least 2, got 1": {"max_new_tokens": 1},

@@ -350,7 +350,7 @@ def test_invalid_folders(base: tuple[Path, State], tmp_path: Path) -> None:
     (empty / "adapter_config.json").write_text(json.dumps(CONFIG))
     with pytest.raises(ValueError, match=r"adapter must hold adapter_model.safetensors, .* save it again with PEFT"):
         models.load(folder, adapter=empty)
-    with pytest.raises(ValueError, match="adapter must be for a checkpoint, got one for the tiny model tiny-code"):
+    with pytest.raises(ValueError, match="adapters are for checkpoints, and tiny-code is a tiny model"):
         models.load("tiny-code", adapter=empty)
 
 

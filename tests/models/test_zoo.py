@@ -277,7 +277,7 @@ def test_unknown_name() -> None:
     with pytest.raises(ValueError) as caught:
         models.load("tiny-cod")
     assert str(caught.value) == (
-        "pdkernels.models.load: name_or_path must name a model or a local folder, got 'tiny-cod'. "
+        "pdkernels.models.load: name_or_path must name a model or a local folder, got 'tiny-cod'. Did you mean 'tiny-code'? "
         f"Models: {', '.join(models.available())}."
     )
 
@@ -393,7 +393,7 @@ def test_a_file_of_a_training_script_is_loaded_by_its_path(tmp_path: Path) -> No
         loaded = models.load(given)
         assert isinstance(loaded, Transformer) and loaded.config == model.config
         assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
-    with pytest.raises(ValueError, match="adapter must be for a checkpoint, got one for the file"):
+    with pytest.raises(ValueError, match="adapters are for checkpoints, and .* is the file of a single model"):
         models.load(path, adapter=tmp_path)
 
 

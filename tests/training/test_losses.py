@@ -235,22 +235,22 @@ def test_through_a_model_the_head_runs_on_listed_rows_only() -> None:
 @given(st.integers(0, 40), st.data(), seeds, st.floats(1e-3, 1.0))
 def test_masks_spare_the_prompt_and_are_reproducible(count: int, data: st.DataObject, seed: int, least: float) -> None:
     frozen = data.draw(st.integers(0, count))
-    masked, p_mask = draw_masks(count, generator(seed), least=least, frozen_prefix=frozen)
+    masked, p_mask = draw_masks(count, generator(seed), min_p_mask=least, frozen_prefix=frozen)
     assert masked.shape == (count,) and masked.dtype == torch.bool and not masked[:frozen].any()
     assert least <= p_mask <= 1 and type(p_mask) is float
-    again, p_again = draw_masks(count, generator(seed), least=least, frozen_prefix=frozen)
+    again, p_again = draw_masks(count, generator(seed), min_p_mask=least, frozen_prefix=frozen)
     assert torch.equal(masked, again) and p_mask == p_again
 
 
 def test_masks_have_their_stated_frequency() -> None:
     random, shares = generator(0), []
     for _ in range(200):
-        masked, p_mask = draw_masks(500, random, least=0.2)
+        masked, p_mask = draw_masks(500, random, min_p_mask=0.2)
         shares.append(p_mask)
         # Five standard deviations.
         assert abs(int(masked.sum()) - 500 * p_mask) <= 5 * math.sqrt(500 * p_mask * (1 - p_mask)) + 1e-9
     assert min(shares) < 0.25 and max(shares) > 0.95 and abs(sum(shares) / 200 - 0.6) < 0.08
-    masked, p_mask = draw_masks(50, random, least=1.0, frozen_prefix=20)
+    masked, p_mask = draw_masks(50, random, min_p_mask=1.0, frozen_prefix=20)
     assert p_mask == 1.0 and masked.tolist() == [False] * 20 + [True] * 30
 
 
@@ -258,7 +258,7 @@ def test_masks_estimate_the_sum_over_all_tokens() -> None:
     """Why masked rows are divided by p_mask: the weights of masked tokens add up to the number of tokens, on average."""
     random, total = generator(4), 0.0
     for _ in range(3000):
-        masked, p_mask = draw_masks(20, random, least=0.05)
+        masked, p_mask = draw_masks(20, random, min_p_mask=0.05)
         total += float(masked.sum()) / p_mask
     assert abs(total / 3000 / 20 - 1) < 0.02
 
@@ -285,7 +285,7 @@ N, M = len(BATCH.ar_rows), len(BATCH.masked_rows)
         ),
         "frozen_prefix must lie in 0 .. 3, got 4": lambda: draw_masks(3, generator(0), frozen_prefix=4),
         "count must be at least 0, got -1": lambda: draw_masks(-1, generator(0)),
-        "least must lie in (0, 1], got 0.0": lambda: draw_masks(3, generator(0), least=0.0),
+        "min_p_mask must lie in (0, 1], got 0.0": lambda: draw_masks(3, generator(0), min_p_mask=0.0),
         "TypeError: generator must be a torch.Generator, got NoneType": lambda: draw_masks(3, None),
         "TypeError: count must be an int, got float": lambda: draw_masks(3.0, generator(0)),
     }.items(),

@@ -104,8 +104,8 @@ def test_the_layout_of_thirty_tokens() -> None:
 
 @settings(max_examples=40)
 @given(samples(), st.integers(0, 5), st.integers(0, 99))
-def test_numbers_tell_the_length_of_their_chunks(sample: PlannedSample, most_pads: int, seed: int) -> None:
-    layout = lay_out(sample, OWN, END, most_pads=most_pads, generator=generator(seed))
+def test_numbers_tell_the_length_of_their_chunks(sample: PlannedSample, max_pads: int, seed: int) -> None:
+    layout = lay_out(sample, OWN, END, max_pads=max_pads, generator=generator(seed))
     text = text_of(layout)
     assert sum(stage.plan + sum(stage.chunks) + stage.sync for stage in layout.stages) == len(text.tokens)
     assert layout.content.tolist() == [chunk > 0 and not tag for chunk, tag in zip(text.chunk, text.tag)]
@@ -116,7 +116,7 @@ def test_numbers_tell_the_length_of_their_chunks(sample: PlannedSample, most_pad
         inside = [t for t, chunk, tag in zip(text.tokens, text.chunk, text.tag) if chunk == index and not tag]
         assert len(inside) == number * OWN.unit and inside[: len(item.content)] == item.content
         assert set(inside[len(item.content) :]) <= {PAD}
-        assert len(item.content) <= len(inside) < max(1, len(item.content) + most_pads) + OWN.unit
+        assert len(item.content) <= len(inside) < max(1, len(item.content) + max_pads) + OWN.unit
 
 
 def test_numbers_that_are_given_stay() -> None:
@@ -130,7 +130,7 @@ def test_numbers_that_are_given_stay() -> None:
 @pytest.mark.parametrize("tags", [False, True])
 def test_tags_are_masked_only_if_asked(tags: bool) -> None:
     layout = lay_out(EXAMPLE, OWN, END)
-    noisy = draw_chunk_masks(layout, generator(0), least=1.0, tags=tags)
+    noisy = draw_chunk_masks(layout, generator(0), min_p_mask=1.0, tags=tags)
     assert torch.equal(noisy.masked, layout.rounds >= 0 if tags else layout.content)
 
 
@@ -163,7 +163,7 @@ def test_one_round_is_noisy_and_its_weights_make_up_for_the_others() -> None:
     layout = lay_out(EXAMPLE, OWN, END)
     random, weights = generator(4), torch.zeros(30)
     for _ in range(2000):
-        _, masked, p_mask = draw_chunk_masks(layout, random, noise="one", least=0.5)
+        _, masked, p_mask = draw_chunk_masks(layout, random, noise="one", min_p_mask=0.5)
         assert len(set(layout.rounds[masked].tolist())) <= 1
         assert bool((p_mask[layout.content] <= 0.5).all()) and bool((p_mask[layout.content] >= 0.25).all())
         weights += masked / p_mask
@@ -217,7 +217,7 @@ def test_the_loss_of_a_batch_is_that_of_its_texts(
     texts: list[PlannedSample], seed: int, sparse: bool, predicts: str, past: str, padding: int
 ) -> None:
     model, random = small_model(), generator(seed)
-    noisy = [draw_chunk_masks(lay_out(text, OWN, END), random, noise="round", least=0.1) for text in texts]
+    noisy = [draw_chunk_masks(lay_out(text, OWN, END), random, noise="round", min_p_mask=0.1) for text in texts]
     used = len(pack_planned(noisy, TOKENS[predicts], MASK, sparse=sparse, past=past).tokens)
     batch = pack_planned(noisy, TOKENS[predicts], MASK, used + padding, sparse=sparse, past=past)
     ours = loss_of(model, batch)
@@ -266,7 +266,7 @@ def test_a_text_without_chunks_has_the_autoregressive_loss() -> None:
 
 def test_only_masked_content_and_plans_have_gradients() -> None:
     """And the batch's rows are exactly those whose logits the loss depends on."""
-    noisy = draw_chunk_masks(lay_out(EXAMPLE, OWN, END), generator(2), least=0.4)
+    noisy = draw_chunk_masks(lay_out(EXAMPLE, OWN, END), generator(2), min_p_mask=0.4)
     batch = pack_planned([noisy], OWN, MASK)
     logits = torch.randn(30, VOCAB, generator=generator(0), requires_grad=True)
     planned_loss(logits[batch.ar_rows], logits[batch.masked_rows], batch).total.backward()
@@ -280,7 +280,7 @@ def test_weights_stay_finite_and_are_right_on_average() -> None:
     random, total, least = generator(3), 0.0, 1e-3
     layout = lay_out(EXAMPLE, OWN, END)
     for _ in range(4000):
-        noisy = draw_chunk_masks(layout, random, least=least)
+        noisy = draw_chunk_masks(layout, random, min_p_mask=least)
         batch = pack_planned([noisy], OWN, MASK)
         assert bool((batch.masked_weights <= 1 / least * (1 + 1e-6)).all())
         total += float(batch.masked_weights.sum())
@@ -320,11 +320,11 @@ NOISY = everything_masked(LAYOUT)
         "lay_out: number must have at most two digits, got 100.": lambda: lay_out(
             PlannedSample([20], [[PlanItem([24], [25] * 200)]]), OWN, END
         ),
-        "lay_out: generator must be given with most_pads, got None.": lambda: lay_out(EXAMPLE, OWN, END, most_pads=3),
+        "lay_out: generator must be given with max_pads, got None.": lambda: lay_out(EXAMPLE, OWN, END, max_pads=3),
         "TypeError: lay_out: sample must be a PlannedSample, got list.": lambda: lay_out([], OWN, END),
         "TypeError: lay_out: prompt must hold ids, got str.": lambda: lay_out(PlannedSample("ab"), OWN, END),
-        "draw_chunk_masks: least must lie in (0, 1], got 0.0.": lambda: draw_chunk_masks(
-            LAYOUT, generator(0), least=0.0
+        "draw_chunk_masks: min_p_mask must lie in (0, 1], got 0.0.": lambda: draw_chunk_masks(
+            LAYOUT, generator(0), min_p_mask=0.0
         ),
         "draw_chunk_masks: noise must be one of 'text', 'round', 'one', got 'chunk'.": lambda: draw_chunk_masks(
             LAYOUT, generator(0), noise="chunk"

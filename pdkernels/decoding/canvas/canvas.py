@@ -33,8 +33,8 @@ from pdkernels._philox import uniforms
 from pdkernels._validation import check
 from pdkernels.backends import backend_of
 from pdkernels.decoding._repetition import penalised_rows
-from pdkernels.decoding._sampling import ORDER, likeliest, noise, statistics, without_
-from pdkernels.decoding._session import Session, is_end, sent
+from pdkernels.decoding._sampling import ORDER, likeliest, noise, statistics, suppress_
+from pdkernels.decoding._session import Session, is_end, to_device_async
 from pdkernels.decoding.canvas.checks import checked_masked_model as checked_masked_model
 from pdkernels.decoding.canvas.record import CanvasRecord
 from pdkernels.decoding.canvas.trace import Record, masked_trace
@@ -99,12 +99,12 @@ class Canvas(CanvasRecord):
         self._packed, self.prompt_lengths = session.packed_prompts(width + 2, model.device)
         self._position = torch.arange(width, device=model.device)
         # One tensor, for one read.
-        self.tokens, self.fact, self.broken = self._packed[:, :width], self._packed[:, width], self._packed[:, -1]
+        self.tokens, self.fact, self.no_choice = self._packed[:, :width], self._packed[:, width], self._packed[:, -1]
         self.given = self._position < self.prompt_lengths[:, None]
         self.totals = self.prompt_lengths + self.limit
         if session.tails is not None:
             lengths = [[n + len(ids)] for n, ids in zip(session.limits, session.prompts, strict=True)]
-            self.totals = sent(lengths, model.device)[:, 0]
+            self.totals = to_device_async(lengths, model.device)[:, 0]
         self._mask_new()
         self._known = self._packed[:, min(self.starts) :]
         # On the device once: a copy from the host in every step would wait.
@@ -135,7 +135,7 @@ class Canvas(CanvasRecord):
         """Writes what the prompts hold after their first masks; end tokens in it do not end the text."""
         texts = [prompt + tail for prompt, tail in zip(self._session.prompts, tails, strict=True)]
         width = self.tokens.shape[1]
-        rows = sent([ids + [self.mask_token] * (width - len(ids)) for ids in texts], self.tokens.device)
+        rows = to_device_async([ids + [self.mask_token] * (width - len(ids)) for ids in texts], self.tokens.device)
         self.given |= rows != self.mask_token
         self.tokens.copy_(torch.where(rows != self.mask_token, rows, self.tokens))
 
@@ -168,7 +168,7 @@ class Canvas(CanvasRecord):
             line += [column[sequence] for column in columns]
             line += positions + [-1] * (width - len(positions))
             line.append(self._numbers[sequence])
-        packed = sent(lines, self.tokens.device)
+        packed = to_device_async(lines, self.tokens.device)
         number, more = self._number(), 2 + len(columns)
         return Step(
             packed[:, :2],
@@ -186,7 +186,7 @@ class Canvas(CanvasRecord):
         if self._span is None or self._span[0] != (first, last):
             ends = [min(last, own) if on else first for own, on in zip(self._limits, self.active, strict=True)]
             rows = [[n + first, n + end] for n, end in zip(self.starts, ends, strict=True)]
-            windows = sent(rows, self.tokens.device)
+            windows = to_device_async(rows, self.tokens.device)
             inside = (self._position >= windows[:, :1]) & (self._position < windows[:, 1:])
             # The largest ranks come first: positions ascend, and what is outside or not masked has rank 0.
             ranks = (self._position.shape[0] - self._position) * inside
@@ -239,7 +239,7 @@ class Canvas(CanvasRecord):
         options = self._options(step)
         if sampling.top_k is not None:  # with top_p, which uses the distribution of all tokens
             for token in options["suppress"]:
-                without_(logits, token)
+                suppress_(logits, token)
             logits = likeliest(logits, sampling.top_k, sampling.temperature, options.pop("top_p"))
         guesses = token_statistics(logits, backend=self._backend, **options)
         self._look_for_broken(guesses, step)
@@ -251,8 +251,8 @@ class Canvas(CanvasRecord):
 
     def _look_for_broken(self, guesses: TokenStatistics, step: Step) -> None:
         """Records, for the next poll, sequences that have a guess without a probability."""
-        broken = guesses.probs.isnan() | (guesses.ids < 0)
-        self.broken += (broken if step.full else broken & (step.positions >= 0)).any(1)
+        no_choice = guesses.probs.isnan() | (guesses.ids < 0)
+        self.no_choice += (no_choice if step.full else no_choice & (step.positions >= 0)).any(1)
 
     def _options(self, step: Step) -> dict[str, Any]:
         sampling = self.sampling
@@ -312,7 +312,9 @@ class Canvas(CanvasRecord):
         """Takes over `texts` ``(batch, L)`` of the sequences that take part, but not prompts, and no masks in the `last` step of one."""
         fits = texts.shape == self.tokens.shape
         check(fits, "decoding.dream", "tokens_hook", f"return texts of shape {tuple(self.tokens.shape)}", texts.shape)
-        flags = sent([[on, final] for on, final in zip(self._part, last, strict=True)], self.tokens.device).bool()
+        flags = to_device_async(
+            [[on, final] for on, final in zip(self._part, last, strict=True)], self.tokens.device
+        ).bool()
         new = ~self.given & (self._position < self.totals[:, None]) & flags[:, :1]
         new &= ~(flags[:, 1:] & (texts == self.mask_token))
         self.tokens.copy_(torch.where(new, texts, self.tokens))
@@ -331,10 +333,10 @@ class Canvas(CanvasRecord):
             [start + n for n in filled] + [-1] * (width - len(filled))
             for start, filled in zip(self.starts, self._asked, strict=True)
         ]
-        positions = sent(lines, self.tokens.device)
+        positions = to_device_async(lines, self.tokens.device)
         rows = positions - self._shift - (0 if first is None else first[:, None])
         hidden = hidden.gather(1, rows.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1]))
-        logits = without_(self._session.model.logits(hidden), self.mask_token).double()
+        logits = suppress_(self._session.model.logits(hidden), self.mask_token).double()
         at = positions.clamp(min=0)
         held = self.tokens.gather(1, at)
         likely = logits.log_softmax(-1).gather(-1, held[..., None])[..., 0]

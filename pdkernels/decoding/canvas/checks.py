@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdkernels._validation import check, check_type
+from pdkernels._validation import check_type, refuse
 from pdkernels.decoding._sampling import checked_mask_token
 from pdkernels.decoding._session import Session
 from pdkernels.models.capabilities import capabilities
@@ -30,11 +30,6 @@ def check_keeps_rows(op: str, session: Session, remedy: str) -> None:
 
 def check_alone(session: Session) -> None:
     """Required for a feature cache, whose refreshes are scheduled for all texts together."""
-    check(
-        session.tails is None or session.batch == 1,
-        "decoding.generate",
-        "prompt",
-        "be a single one for infill=True on a feature cache",
-        f"{session.batch} of them",
-        "Generate them one by one.",
-    )
+    several = session.tails is not None and session.batch > 1
+    words = f"infill=True on a feature cache takes one prompt, got {session.batch}"
+    refuse(several, "decoding.generate", words, "Generate them one by one.")

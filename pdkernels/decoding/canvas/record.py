@@ -66,8 +66,8 @@ class CanvasRecord:
         answers = zip(self.active, self.answers, strict=True)
         return [on * answer[first:last].count(self.mask_token) for on, answer in answers]
 
-    def look(self, sequence: int, answer: list[int], broken: bool) -> None:
-        """Takes note of what the new positions of a sequence hold now, and emits what is final of it. `broken`: logits gave no choice.
+    def look(self, sequence: int, answer: list[int], no_choice: bool) -> None:
+        """Takes note of what the new positions of a sequence hold now, and emits what is final of it. `no_choice`: logits gave no choice.
 
         Tokens with no mask before them are final and go on record. A sequence is done with its last
         position, or with an end token among those.
@@ -78,7 +78,7 @@ class CanvasRecord:
             return
         self._doubted[sequence] |= {n for n in self._asked[sequence] if answer[n] == self.mask_token}
         self._asked[sequence] = []
-        if broken:
+        if no_choice:
             session.fail_without_choice(sequence)
         last = own if self.settled is None else min(own, self.settled)
         recorded = known = self._recorded[sequence]

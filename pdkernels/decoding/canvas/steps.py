@@ -90,9 +90,9 @@ class CanvasSteps(Steps):
         over = ~masks.any(1)
         if self.ends is not None:
             over |= (is_end(entry.answer, self.ends) & (masks.cumsum(1) == 0)).any(1)
-        broken = canvas.broken > 0
-        entry.accepted.copy_(done.committed.masked_fill(broken, -1))
-        entry.pending.masked_fill_(over | broken, 0)
+        no_choice = canvas.no_choice > 0
+        entry.accepted.copy_(done.committed.masked_fill(no_choice, -1))
+        entry.pending.masked_fill_(over | no_choice, 0)
         self._move(masks)
 
     def opened(self, session: Session, rows: Rows) -> int:
@@ -108,7 +108,7 @@ class CanvasSteps(Steps):
             session.accepted[sequence].append(new.accepted)
             if session.trace is not None:
                 session.trace[sequence].append(self._traced(session.prompts[sequence], old, new))
-            record.look(sequence, new.answer, broken=False)
+            record.look(sequence, new.answer, no_choice=False)
         return sum(part)
 
     def _traced(self, prompt: list[int], old: Row, new: Row) -> MaskedStep:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampling, draw, latents
-from pdkernels.decoding._session import Session, is_end, without_choice
+from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampling, latents, sample
+from pdkernels.decoding._session import Session, has_no_choice, is_end
 from pdkernels.decoding.steps import DraftSteps, Rows, decoder
 
 _OP = "decoding.autoregressive"
@@ -46,7 +46,7 @@ class AutoregressiveSteps(DraftSteps):
         token = self._draw(logits, self.cache.lengths + 1)
         self.cache.commit_(entry.pending)
         # No row of a finished sequence counts, whatever its logits are.
-        no_choice = without_choice(logits, token)[:, 0] & (entry.pending > 0)
+        no_choice = has_no_choice(logits, token)[:, 0] & (entry.pending > 0)
         entry.accepted.fill_(1).masked_fill_(no_choice, -1)
         self.remaining.sub_(entry.pending).masked_fill_(no_choice, 0)
         entry.draft.copy_(token.clamp(min=0))
@@ -55,7 +55,7 @@ class AutoregressiveSteps(DraftSteps):
         entry.pending.copy_(self.remaining.clamp(max=1))
 
     def _draw(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return draw(logits, positions[:, None], self.temperature, self.seeds, OWN, self.banned)
+        return sample(logits, positions[:, None], self.temperature, self.seeds, OWN, self.banned)
 
     def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
         session.forwards += 1

@@ -24,11 +24,11 @@ from pdkernels.decoding._sampling import (
     checked_number,
     checked_sampling,
     checked_size,
-    draw,
     noise,
+    sample,
     statistics,
 )
-from pdkernels.decoding._session import Session, is_end, without_choice
+from pdkernels.decoding._session import Session, has_no_choice, is_end
 from pdkernels.decoding.canvas.canvas import share
 from pdkernels.decoding.steps import Entry, Rows, Steps, decoder
 from pdkernels.decoding.traces import DenoiseStep
@@ -139,9 +139,9 @@ class BlockSteps(Steps):
         self.passes.zero_()
         self.entry.block.fill_(self.mask_token)
         if self.known:
-            first = draw(logits, self.cache.lengths[:, None], self.temperature, self.seeds, OWN, self.banned)
+            first = sample(logits, self.cache.lengths[:, None], self.temperature, self.seeds, OWN, self.banned)
             self.entry.block[:, :1] = first
-            self._found(without_choice(logits, first)[:, 0] & (self.entry.pending > 0), self.nothing)
+            self._found(has_no_choice(logits, first)[:, 0] & (self.entry.pending > 0), self.nothing)
         self._look()
 
     def step(self, width: int | None = None, ragged: bool = True) -> None:
@@ -161,7 +161,7 @@ class BlockSteps(Steps):
             able = (block == self.mask_token) & (self.slot < ends[:, None] + known)
             judged = judged_guesses(model, hidden, block, able, self.mask_token, self.sampler)
             ids, sure = (part[:, known:] for part in judged)
-        broken = ((sure.isnan() | (ids < 0)) & (block[:, known:] == self.mask_token)).any(1) & (entry.taking > 0)
+        no_choice = ((sure.isnan() | (ids < 0)) & (block[:, known:] == self.mask_token)).any(1) & (entry.taking > 0)
         number = self.passes.clamp(max=len(self.quotas) - 1).expand_as(self.nothing)
         done = unmask_(
             block[:, known:],
@@ -174,16 +174,16 @@ class BlockSteps(Steps):
             backend=backend_of(sure.dtype),
         )
         self.passes += 1
-        self._found(broken, done.committed)
+        self._found(no_choice, done.committed)
         self._look()
 
     def _is_end(self) -> torch.Tensor:
         block = self.entry.block
         return torch.zeros_like(block, dtype=torch.bool) if self.ends is None else is_end(block, self.ends)
 
-    def _found(self, broken: torch.Tensor, filled: torch.Tensor) -> None:
-        self.entry.accepted.copy_(filled.masked_fill(broken, -1))
-        self.entry.pending.masked_fill_(broken, 0)
+    def _found(self, no_choice: torch.Tensor, filled: torch.Tensor) -> None:
+        self.entry.accepted.copy_(filled.masked_fill(no_choice, -1))
+        self.entry.pending.masked_fill_(no_choice, 0)
 
     def _look(self) -> None:
         """Determines who drafts on. A block that is complete in all sequences is left for good."""

@@ -98,8 +98,8 @@ def decode(
         canvas.begin()
         step, hidden = blocks.forward()
         guesses = canvas.guess(hidden, step, step.columns[0])
-        least = step.columns[3]
-        canvas.commit(step, guesses.ids, guesses.probs, threshold=threshold, strict=True, min_count=least, quota=least)
+        minimum = step.columns[3]
+        canvas.commit(step, guesses.ids, guesses.probs, threshold=threshold, strict=True, min_count=minimum, quota=minimum)
         canvas.poll()
         blocks.move_on()
     return canvas.finish()
@@ -189,8 +189,8 @@ class Blocks:
         first, last = ([block.rows[part] for block in blocks] for part in range(2))
         counts = [more * (there - here) for more, here, there in zip(on, first, last, strict=True)]
         small, ends = self._sizes[1], [block.end for block in blocks]
-        least = [1 if block.complete else share(small, self._steps, block.step) for block in blocks]
-        step = canvas.open(windows, [first, counts, ends, least])
+        minimum = [1 if block.complete else share(small, self._steps, block.step) for block in blocks]
+        step = canvas.open(windows, [first, counts, ends, minimum])
         wide = any(more and block.whole for more, block in zip(on, blocks, strict=True))
         rows = step.columns[0][:, None] + self._row[: None if wide else small]
         tokens = canvas.tokens.gather(1, rows.clamp(max=canvas.tokens.shape[1] - 1))

@@ -11,8 +11,8 @@ from typing import Literal, get_args
 
 import torch
 
-from pdkernels._validation import check, check_memory, check_type
-from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_name, checked_sampling, draw, latents
+from pdkernels._validation import check, check_memory, check_type, refuse
+from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_name, checked_sampling, latents, sample
 from pdkernels.decoding._session import Session
 from pdkernels.decoding.causal._filler import filler_words
 from pdkernels.decoding.causal._lookup import Lookup
@@ -151,7 +151,7 @@ class JacobiSteps(DraftSteps):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits, and the tokens drawn from them at `positions`."""
         logits = self.model(tokens, cache=self.cache, counts=counts, **rows, **self.latents)
-        return logits, draw(logits, positions, self.temperature, self.seeds, OWN, self.banned)
+        return logits, sample(logits, positions, self.temperature, self.seeds, OWN, self.banned)
 
 
 decode = decoder(JacobiSteps)
@@ -159,14 +159,9 @@ decode = decoder(JacobiSteps)
 
 def _checked_length(block_size: int | None, window: int | None) -> int:
     """Length of a full draft."""
-    check(
-        block_size is None or window is None,
-        _OP,
-        "window",
-        "be given alone",
-        f"window={window} and block_size={block_size}",
-        "Give block_size to decode block by block, or window to keep one running draft.",
-    )
+    both = block_size is not None and window is not None
+    words = f"block_size={block_size} and window={window} exclude each other"
+    refuse(both, _OP, words, "Give block_size to decode block by block, or window to keep one running draft.")
     for name, value in (("block_size", block_size), ("window", window)):
         if value is not None:
             check_type(type(value) is int, _OP, name, "be an int", type(value).__name__)

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampling, draw
-from pdkernels.decoding._session import MOST_POSITIONS, Session, marked, without_choice
+from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampling, sample
+from pdkernels.decoding._session import MAX_POSITIONS, Session, flag_no_choice, has_no_choice
 from pdkernels.decoding.causal._filler import filler_words
 from pdkernels.decoding.causal._multiblock import Limits, Progress
 from pdkernels.masks import TilePlan, candidates
@@ -26,7 +26,7 @@ _OP = "decoding.jacobi_multiblock"
 # Branches are padded to a multiple of this many tokens, so that few plans serve all steps.
 BRANCH_STEP = 8
 
-Said = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # the tokens drawn from logits at positions
+Predict = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # the tokens drawn from logits at positions
 
 
 def decode(
@@ -71,10 +71,10 @@ def decode(
 
     numbers = seeds.to(device)
 
-    def said(logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return draw(logits, positions, temperature, numbers, OWN, banned)
+    def predict(logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return sample(logits, positions, temperature, numbers, OWN, banned)
 
-    drafts = _first_drafts(session, cache, words[:, 0], max(1, min(block_size, limit - 1)), said)
+    drafts = _first_drafts(session, cache, words[:, 0], max(1, min(block_size, limit - 1)), predict)
     active: list[Progress | None] = [None] * session.batch
     for sequence, (prompt, draft) in enumerate(zip(session.prompts, drafts)):
         session.record_first(sequence, draft[0])
@@ -87,7 +87,7 @@ def decode(
         step = _packed(active, device)
         tail = _tail(step.branches, step.length, device) if step.branches > 1 else (None, None)
         logits = model(step.tokens, cache=cache, counts=step.counts, mask=tail[0], positions=tail[1], rows=step.rows)
-        best = said(logits, cache.lengths[:, None] + 1 + step.offsets)
+        best = predict(logits, cache.lengths[:, None] + 1 + step.offsets)
         predictions = best.clamp(min=0).view(session.batch, step.branches, -1)
         session.forwards += 1
 
@@ -100,9 +100,9 @@ def decode(
         cache.commit_(verdict.accepted, source)
 
         # The one read of the device in a step.
-        lost = without_choice(logits, best).view_as(predictions)[every, verdict.candidate][:, : step.width]
-        broken = (lost & (slot[: step.width] < verdict.accepted[:, None])).any(1)
-        accepted = verdict.accepted.masked_fill(broken, -1)
+        lost = has_no_choice(logits, best).view_as(predictions)[every, verdict.candidate][:, : step.width]
+        no_choice = (lost & (slot[: step.width] < verdict.accepted[:, None])).any(1)
+        accepted = verdict.accepted.masked_fill(no_choice, -1)
         columns = torch.stack([accepted, verdict.next_token, verdict.candidate], 1)
         poll = torch.cat([columns, predictions[every, verdict.candidate]], 1).tolist()
         fresh = words[:, session.forwards - 1].tolist()
@@ -182,7 +182,7 @@ def _tail(branches: int, length: int, device: torch.device) -> tuple[TilePlan, t
     return mask.plan(32, 32, device), mask.positions.to(device)
 
 
-def _first_drafts(session: Session, cache: Any, words: torch.Tensor, slots: int, said: Said) -> list[list[int]]:
+def _first_drafts(session: Session, cache: Any, words: torch.Tensor, slots: int, predict: Predict) -> list[list[int]]:
     """Prompt and first draft in one forward: the exact first token, and guesses based on fillers."""
     device = cache.lengths.device
     padded, lengths = session.packed_prompts(session.longest + slots - 1, device)
@@ -194,7 +194,7 @@ def _first_drafts(session: Session, cache: Any, words: torch.Tensor, slots: int,
     logits = session.model(padded, cache=cache, counts=counts, rows=last)
     session.forwards += 1
     cache.commit_(lengths)
-    rows: list[list[int]] = marked(logits[:, :1], said(logits, last + 1)).tolist()
+    rows: list[list[int]] = flag_no_choice(logits[:, :1], predict(logits, last + 1)).tolist()
     return rows
 
 
@@ -205,17 +205,17 @@ def _room(limits: Limits, max_new_tokens: int) -> int:
 
 
 def _checked_limits(block_size: int, blocks: int, spawn_ratio: float, pool_size: int, verification_size: int) -> Limits:
-    for name, value, least in (
+    for name, value, minimum in (
         ("block_size", block_size, 1),
         ("blocks", blocks, 1),
         ("pool_size", pool_size, 0),
         ("verification_size", verification_size, 1),
     ):
         check_type(type(value) is int, _OP, name, "be an int", type(value).__name__)
-        check(value >= least, _OP, name, f"be at least {least}", value)
+        check(value >= minimum, _OP, name, f"be at least {minimum}", value)
     # More than a text can have is as good as that.
-    block_size, blocks = min(block_size, MOST_POSITIONS), min(blocks, MOST_POSITIONS)
-    pool_size, verification_size = min(pool_size, MOST_POSITIONS), min(verification_size, MOST_POSITIONS)
+    block_size, blocks = min(block_size, MAX_POSITIONS), min(blocks, MAX_POSITIONS)
+    pool_size, verification_size = min(pool_size, MAX_POSITIONS), min(verification_size, MAX_POSITIONS)
     check_type(type(spawn_ratio) in (int, float), _OP, "spawn_ratio", "be a number", type(spawn_ratio).__name__)
     check(0 <= spawn_ratio <= 1, _OP, "spawn_ratio", "be in [0, 1]", spawn_ratio)
     return Limits(block_size, blocks, math.ceil(spawn_ratio * block_size), pool_size, verification_size)

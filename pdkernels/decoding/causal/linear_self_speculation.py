@@ -24,10 +24,10 @@ from pdkernels.decoding._sampling import (
     checked_size,
     distribution,
     drafted,
-    draw,
     noise,
+    sample,
     statistics,
-    without_,
+    suppress_,
 )
 from pdkernels.decoding._session import Session
 from pdkernels.decoding.steps import DraftSteps, Rows, decoder, record_first
@@ -107,7 +107,7 @@ class LinearSteps(DraftSteps):
         self.cache.lengths.zero_()
         last = (prompt_lengths - 1)[:, None]
         logits = self.model(prompts, cache=self.cache, counts=session.ragged(prompt_lengths), rows=last)
-        first = draw(logits, prompt_lengths[:, None], self.temperature, self.seeds, OWN, self.banned)
+        first = sample(logits, prompt_lengths[:, None], self.temperature, self.seeds, OWN, self.banned)
         self.cache.commit_(prompt_lengths)
         self.begin(first, logits)
         self.entry.known.copy_(first[:, 0])
@@ -135,7 +135,7 @@ class LinearSteps(DraftSteps):
         logits = self.model(draft, cache=self.cache, counts=entry.pending if ragged else None)
         self.forward += 1
         positions = lengths[:, None] + 1 + self.slot[:width]
-        predictions = draw(logits, positions, self.temperature, self.seeds, OWN, self.banned)
+        predictions = sample(logits, positions, self.temperature, self.seeds, OWN, self.banned)
         own = predictions.clone() if self.rejection else predictions
         if drafted is not None and self.rejection:
             tested = min(width, self.block_size - 1)  # the last row of a whole block has no guess to test
@@ -169,8 +169,8 @@ class LinearSteps(DraftSteps):
         )[:, 1:]
         positions, numbers = self.cache.lengths[:, None] + self.slot[1:], self.forward[:, None]
         if self.rejection:  # which needs the probabilities of all tokens
-            logits = without_(self.model.logits(hidden), self.mask_token)
-            masks.copy_(drafted(draw(logits, positions, self.temperature, self.seeds, numbers), self.mask_token))
+            logits = suppress_(self.model.logits(hidden), self.mask_token)
+            masks.copy_(drafted(sample(logits, positions, self.temperature, self.seeds, numbers), self.mask_token))
             return logits
         # Neither temperature nor noise enters the confidence.
         draws = noise(self.temperature, self.seeds, numbers, positions)
@@ -200,13 +200,13 @@ class LinearSteps(DraftSteps):
         decoding", algorithm 1. It needs the probabilities of all tokens, and their difference, so fp64.
         """
         if self.banned:
-            judged = without_(judged.clone(), self.mask_token)
+            judged = suppress_(judged.clone(), self.mask_token)
         p, q = distribution(judged, self.temperature), distribution(drafted, self.temperature)
         u = uniforms(self.seeds[:, None], self.forward[:, None], positions, 1)[..., 0]
         at = guesses[..., None]
         # Empty where p equals q, but there the guess is accepted. Logarithms need no more digits than logits have.
         rest = (p - q).clamp(min=0).log().to(torch.promote_types(judged.dtype, torch.float32))
-        others = draw(rest, positions, 1.0, self.seeds, OWN)
+        others = sample(rest, positions, 1.0, self.seeds, OWN)
         return torch.where(u * q.gather(-1, at)[..., 0] < p.gather(-1, at)[..., 0], guesses, others)
 
     def opened(self, session: Session, rows: Rows) -> int:

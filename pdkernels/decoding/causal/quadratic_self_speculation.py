@@ -26,10 +26,10 @@ from pdkernels.decoding._sampling import (
     checked_size,
     distribution,
     drafted,
-    draw,
     noise,
+    sample,
     statistics,
-    without_,
+    suppress_,
 )
 from pdkernels.decoding._session import Session
 from pdkernels.decoding.steps import DraftSteps, decoder
@@ -39,7 +39,7 @@ from pdkernels.ops import DraftVerdict, verify_draft
 
 _OP = "decoding.quadratic_self_speculation"
 
-_MOST_ROWS = 2**20
+_MAX_ROWS = 2**20
 
 Ensemble = Literal["probability", "logit"]
 
@@ -98,7 +98,7 @@ class QuadraticSteps(DraftSteps):
         # The last requested token needs no forward, so no draft is longer than limit - 1.
         slots = max(1, min(block_size, session.max_new_tokens - 1))
         rows_per_step = max(session.longest + masks, slots * (1 + masks))
-        check(rows_per_step <= _MOST_ROWS, _OP, "block_size", f"keep a step within {_MOST_ROWS} rows", rows_per_step)
+        check(rows_per_step <= _MAX_ROWS, _OP, "block_size", f"keep a step within {_MAX_ROWS} rows", rows_per_step)
 
         self.allocate(session, seeds, slots, page_size)
         self.guessing = 1 - label_shift + self.slot[:-1]  # masks of a group whose rows predict the next draft
@@ -118,9 +118,9 @@ class QuadraticSteps(DraftSteps):
         plan = _prompt_plan([len(prompt) for prompt in session.prompts], masks, self.in_group, device)
         cache.lengths.zero_()
         logits = self.model(tokens, cache=cache, counts=prompt_lengths, mask=plan, rows=rows, adapted=adapted)
-        first = draw(logits[:, :1], prompt_lengths[:, None], self.temperature, self.seeds, OWN, self.banned)
+        first = sample(logits[:, :1], prompt_lengths[:, None], self.temperature, self.seeds, OWN, self.banned)
         positions = prompt_lengths[:, None] + 1 + self.slot[:-1]
-        guesses = draw(logits[:, 1:], positions, self.temperature, self.seeds, 1, suppress=(self.mask_token,))
+        guesses = sample(logits[:, 1:], positions, self.temperature, self.seeds, 1, suppress=(self.mask_token,))
         cache.commit_(prompt_lengths)
         self.begin(first, logits[:, :1])
         self.entry.draft[:, :1] = first.clamp(min=0)
@@ -148,13 +148,13 @@ class QuadraticSteps(DraftSteps):
         self.forward += 1
         logits, unmixed = self.model.logits(hidden[:, :width]), self.banned
         if self.ensemble_weight < 1:
-            diffusion = without_(self.model.logits(hidden[:, width::masks]), self.mask_token)
+            diffusion = suppress_(self.model.logits(hidden[:, width::masks]), self.mask_token)
             for token in self.banned:
-                without_(logits, token)
+                suppress_(logits, token)
             unmixed = ()  # a mixture excludes such tokens too
             logits = _mixed(logits, diffusion, self.ensemble_weight, self.ensemble)
         positions = lengths[:, None] + 1 + self.slot[:width]
-        predictions = draw(logits, positions, self.temperature, self.seeds, OWN, unmixed)
+        predictions = sample(logits, positions, self.temperature, self.seeds, OWN, unmixed)
         verdict = verify_draft(entry.draft[:, :width], predictions, draft_lengths=entry.pending, end_tokens=self.ends)
         self.cache.commit_(verdict.accepted)
         self.judge(verdict, logits, predictions)
@@ -213,15 +213,15 @@ def _checked_masks(block_size: int, masks_per_group: int | None, label_shift: in
     checked_size(_OP, "block_size", block_size)
     check(type(label_shift) is int and label_shift in (0, 1), _OP, "label_shift", "be 0 or 1", label_shift)
     checked_name(_OP, "in_group", in_group, get_args(InGroup))
-    least = block_size - label_shift
+    minimum = block_size - label_shift
     if masks_per_group is None:
-        return least
+        return minimum
     check_type(type(masks_per_group) is int, _OP, "masks_per_group", "be an int", type(masks_per_group).__name__)
     check(
-        masks_per_group >= least,
+        masks_per_group >= minimum,
         _OP,
         "masks_per_group",
-        f"be at least {least}",
+        f"be at least {minimum}",
         masks_per_group,
         "Every draft token after the first comes from a mask.",
     )

@@ -138,8 +138,8 @@ def _fill_all(
     masks = canvas.open_counts()
     runs = [count if steps is None else steps for count in masks]
     for number in range(max(runs)):
-        canvas.begin([number < most for most in runs])
-        stays = [_stays(number, most, eps) if number < most else 1.0 for most in runs]
+        canvas.begin([number < maximum for maximum in runs])
+        stays = [_stays(number, maximum, eps) if number < maximum else 1.0 for maximum in runs]
         quotas = [int(count * (1 - share)) for count, share in zip(masks, stays, strict=True)]
         step = canvas.open([(0, len(answer)) for answer in canvas.answers], [quotas])
         guesses = canvas.guess(forward(), step)
@@ -168,12 +168,12 @@ def _fill_polled(
         canvas.settled = 0
     for number in range(max(runs)):
         masks = canvas.open_counts()
-        part = [number < most and count > 0 for most, count in zip(runs, masks, strict=True)]
+        part = [number < maximum and count > 0 for maximum, count in zip(runs, masks, strict=True)]
         if not any(part):
             break
         canvas.begin(part)
-        last = [number == most - 1 for most in runs]
-        stays = [_stays(number, most, eps) if number < most else 1.0 for most in runs]
+        last = [number == maximum - 1 for maximum in runs]
+        stays = [_stays(number, maximum, eps) if number < maximum else 1.0 for maximum in runs]
         if (
             algorithm == "confidence_threshold"
         ):  # the last step needs more confident positions than there are, so its quota counts

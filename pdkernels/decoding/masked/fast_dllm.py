@@ -153,7 +153,7 @@ def begin(
         "steps",
         "be None with infill=True",
         steps,
-        "Blocks then have unlike numbers of masks.",
+        "The blocks then have different numbers of masks.",
     )
     return Canvas(session, mask_token, SamplingOptions(seeds, temperature)), blocks
 

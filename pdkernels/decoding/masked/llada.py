@@ -152,7 +152,7 @@ def begin(
         not late_end or remasking != "random",
         op,
         "late_end",
-        "be False with remasking='random', which asks no confidence",
+        "be False with remasking='random', which ignores confidence",
         late_end,
     )
     ends = session.end_tokens
@@ -187,7 +187,9 @@ def fill_all(canvas: Canvas, forward: WholeCanvas, blocks: list[Window], steps: 
         masks = canvas.open_counts(first, last)
         runs = [count if steps is None else min(count, steps // len(blocks)) for count in masks]
         for run in range(max(runs)):
-            quotas = [share(count, most, run) if run < most else 0 for count, most in zip(masks, runs, strict=True)]
+            quotas = [
+                share(count, maximum, run) if run < maximum else 0 for count, maximum in zip(masks, runs, strict=True)
+            ]
             part = [more > 0 for more in quotas]
             if not any(on and more for on, more in zip(canvas.active, part, strict=True)):
                 continue

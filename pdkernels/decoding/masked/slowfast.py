@@ -26,7 +26,7 @@ from pdkernels.decoding._sampling import (
     checked_sampling,
     checked_size,
 )
-from pdkernels.decoding._session import MOST_POSITIONS, Session
+from pdkernels.decoding._session import MAX_POSITIONS, Session
 from pdkernels.decoding.canvas.canvas import Canvas, SamplingOptions, Window, checked_masked_model
 from pdkernels.decoding.canvas.forward import KeptCanvas, WholeCanvas
 
@@ -105,10 +105,10 @@ def decode(
         "k_slow": (k_slow, 0),
         "k_fast": (k_fast, 1),
     }
-    for name, (size, least) in sizes.items():
+    for name, (size, minimum) in sizes.items():
         check_type(type(size) is int, _OP, name, "be an int", type(size).__name__)
-        check(size >= least, _OP, name, f"be at least {least}", size)
-        check(size <= MOST_POSITIONS, _OP, name, f"be at most {MOST_POSITIONS}", size)
+        check(size >= minimum, _OP, name, f"be at least {minimum}", size)
+        check(size <= MAX_POSITIONS, _OP, name, f"be at most {MAX_POSITIONS}", size)
     checked_number(_OP, "variance", variance)
     checked_number(_OP, "tau_min", tau_min)
     checked_number(_OP, "tau_high", tau_high)

@@ -188,12 +188,12 @@ class PlannedText:
         self._count("chunks", sum(len(content) + 2 for content in contents))
         before, done = self.chunks, []
         self.chunks = [list(chunk) for chunk in before]
-        for chunk, content, most in zip(live, contents, looked_at, strict=True):
+        for chunk, content, maximum in zip(live, contents, looked_at, strict=True):
             new = {index: token for index, token in enumerate(content) if before[chunk][index] == mask != token}
             committed |= {(chunk, index): token for index, token in new.items()}
             if not new:
                 continue
-            self._refused[chunk] = most - len(new)
+            self._refused[chunk] = maximum - len(new)
             self._stale[chunk] = before[chunk]
             self.chunks[chunk] = content
             if mask not in content:

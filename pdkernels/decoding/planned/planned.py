@@ -33,9 +33,9 @@ from pdkernels.decoding._sampling import (
     likeliest,
     noise,
     statistics,
-    without_,
+    suppress_,
 )
-from pdkernels.decoding._session import Session, sent
+from pdkernels.decoding._session import Session, to_device_async
 from pdkernels.decoding.planned._chunks import Schedule
 from pdkernels.decoding.planned._outline import joined, text_pieces
 from pdkernels.decoding.planned._text import (
@@ -161,11 +161,11 @@ def _checked_tags(session: Session, mask_token: int | None) -> PlanTokens:
     check_type(isinstance(tags, PlanTokens), _OP, "model", "have plan_tokens", type(session.model).__name__, remedy)
     assert isinstance(tags, PlanTokens)
     own = (*tags.control, *tags.digits)
-    check(mask_token not in own, _OP, "mask_token", "be no token of plans", mask_token)
+    check(mask_token not in own, _OP, "mask_token", "not be a plan token", mask_token)
     for token in session.end_tokens:
-        check(token not in own, _OP, "end_tokens", "hold no token of plans", token)
-    most = MAX_SUPPRESSED - len(tags.control)
-    check(len(session.end_tokens) <= most, _OP, "end_tokens", f"be at most {most}", len(session.end_tokens))
+        check(token not in own, _OP, "end_tokens", "hold no plan token", token)
+    maximum = MAX_SUPPRESSED - len(tags.control)
+    check(len(session.end_tokens) <= maximum, _OP, "end_tokens", f"be at most {maximum}", len(session.end_tokens))
     return tags
 
 
@@ -200,7 +200,7 @@ class Guesses:
             return statistics(self._model, hidden, suppress=banned, top_p=self._top_p, **options)
         logits = self._model.logits(hidden)
         for token in banned:
-            without_(logits, token)
+            suppress_(logits, token)
         logits = likeliest(logits, self._top_k, self._temperature, self._top_p)
         return token_statistics(logits, backend=backend_of(logits.dtype), **options)
 
@@ -230,7 +230,7 @@ class Rounds:
             if planning:
                 grown = {text.sequence: len(text.rows) for text in planning}
                 counts = [[grown.get(sequence, 0)] for sequence in range(self._session.batch)]
-                self._cache.commit_(sent(counts, self._device)[:, 0])
+                self._cache.commit_(to_device_async(counts, self._device)[:, 0])
             live = [text.live for text in filling]
             quotas = [text.quotas(chunks) for text, chunks in zip(filling, live, strict=True)]
             if filling:
@@ -242,8 +242,8 @@ class Rounds:
             width = len(read) // max(len(filling), 1)
             frozen = dict[int, list[int]]()
             for index, text in enumerate(filling):
-                *row, broken = read[index * width : (index + 1) * width]
-                if broken:
+                *row, no_choice = read[index * width : (index + 1) * width]
+                if no_choice:
                     self._session.fail_without_choice(text.sequence)
                 contents, first = [], 0
                 for chunk in live[index]:
@@ -261,14 +261,14 @@ class Rounds:
             [len(own), *own, *[0] * (width - len(own))]
             for own in (rows.get(sequence, []) for sequence in range(self._session.batch))
         ]
-        table = sent(lines, self._device)
+        table = to_device_async(lines, self._device)
         self._cache.commit_(table[:, 0], table[:, 1:])
 
     def _group(self, texts: Sequence[PlannedText]) -> tuple[Any, torch.Tensor]:
         """The cache rows of these sequences, and their numbers."""
         self._session.forwards += 1
         sequences = [text.sequence for text in texts]
-        return rows_of(self._cache, sequences), sent([sequences], self._device)[0]
+        return rows_of(self._cache, sequences), to_device_async([sequences], self._device)[0]
 
     def _plan(self, texts: Sequence[PlannedText]) -> torch.Tensor:
         """``(len(texts),)``: the tokens after their rows, which are stored; -1 where logits gave no choice."""
@@ -278,7 +278,7 @@ class Rounds:
             [*text.rows, *[0] * (width - len(text.rows)), len(text.rows), text.cached + len(text.rows)]
             for text in texts
         ]
-        table = sent(lines, self._device)
+        table = to_device_async(lines, self._device)
         tokens, counts, positions = table[:, :width], table[:, width], table[:, width + 1 :]
         ragged = any(len(text.rows) < width for text in texts)
         layouts = tuple((text.round_lengths, True) for text in texts)
@@ -295,7 +295,7 @@ class Rounds:
         concatenated per row."""
         cache, sequences = self._group(texts)
         options, step = self._options, _StepTable(texts, live, quotas, self._options)
-        table = sent(step.lines, self._device)
+        table = to_device_async(step.lines, self._device)
         canvas, shifts, positions, offsets, segment, windows, quota, stored, number = table.split(step.widths, 1)
         layouts = tuple((lengths, False) for lengths in step.layouts)
         hidden = self._model.hidden(
@@ -310,7 +310,7 @@ class Rounds:
         hidden = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1]))
         found = self._guess(hidden, sequences, number, offsets, self._banned)
         there = positions >= 0
-        broken = ((found.probs.isnan() | (found.ids < 0)) & there).any(1, keepdim=True)
+        no_choice = ((found.probs.isnan() | (found.ids < 0)) & there).any(1, keepdim=True)
         scores = {"entropy": -found.entropy, "confidence": found.probs, "margin": found.margin}[self._order]
         limits: dict[str, Any] = {"quota": quota}
         if options.threshold is not None and options.rule == "threshold":
@@ -330,7 +330,7 @@ class Rounds:
             backend=backend_of(scores.dtype),
             **limits,
         )
-        return torch.cat([canvas, broken.to(canvas.dtype)], 1).flatten()
+        return torch.cat([canvas, no_choice.to(canvas.dtype)], 1).flatten()
 
 
 class _StepTable:
@@ -342,8 +342,8 @@ class _StepTable:
         tags, mask = options.tags, options.mask_token
         self.layouts = [tuple(len(text.chunks[chunk]) + 2 for chunk in own) for text, own in zip(texts, live)]
         masks = [sum(text.chunks[chunk].count(mask) for chunk in own) for text, own in zip(texts, live)]
-        rows, most, chunks = max(map(sum, self.layouts)), max(masks), max(map(len, live))
-        self.widths = [rows, rows, most, most, most, 2 * chunks, chunks, 1, 1]
+        rows, maximum, chunks = max(map(sum, self.layouts)), max(masks), max(map(len, live))
+        self.widths = [rows, rows, maximum, maximum, maximum, 2 * chunks, chunks, 1, 1]
         self.gaps = any(len(own) < len(text.chunks) for text, own in zip(texts, live))
         self.lines = []
         for text, own, quota in zip(texts, live, quotas):
@@ -363,7 +363,7 @@ class _StepTable:
                 canvas += [tags.chunk_open, *content, tags.chunk_close]
                 shifts += range(starts[chunk] - text.frozen, starts[chunk + 1] - text.frozen)
             offsets = [text.cached + shifts[position] for position in positions]
-            spare, empty = most - len(positions), chunks - len(own)
+            spare, empty = maximum - len(positions), chunks - len(own)
             line = [*canvas, *[tags.pad] * (rows - len(canvas)), *shifts, *[0] * (rows - len(shifts))]
             line += [*positions, *[-1] * spare, *offsets, *[-1] * spare, *segment, *[0] * spare]
             stored = len(canvas) if options.freezes else 0

@@ -16,9 +16,9 @@ from torch.overrides import has_torch_function_unary
 
 from pdkernels._validation import check, check_type
 from pdkernels.backends import backend_of
-from pdkernels.decoding._sampling import OWN, Seed, checked_name, checked_number, checked_size, draw
+from pdkernels.decoding._sampling import OWN, Seed, checked_name, checked_number, checked_size, sample
 from pdkernels.decoding._sampling import checked_sampling as checked_seeds
-from pdkernels.decoding._session import Session, is_end, marked
+from pdkernels.decoding._session import Session, flag_no_choice, is_end
 from pdkernels.models.capabilities import capabilities
 from pdkernels.models.fused import rms_norm
 from pdkernels.models.protocols import RecurrentPartsModel, missing
@@ -41,11 +41,11 @@ class Sampling(NamedTuple):
     top_k: int | None
     seeds: torch.Tensor  # (batch,) int64, on the device of the model
 
-    def draw(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def sample(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """One token for each row of `logits` ``(batch, R, V)``, for `positions` ``(batch, R)``: int64."""
         if self.temperature > 0:
             logits = filtered(logits, self.temperature, self.top_p, self.min_p, self.top_k)
-        return draw(logits, positions, self.temperature, self.seeds, OWN)
+        return sample(logits, positions, self.temperature, self.seeds, OWN)
 
 
 def filtered(
@@ -243,14 +243,14 @@ class Core(NamedTuple):
 def checked_core(
     op: str,
     model: RecurrentDepth,
-    most: int,
+    maximum: int,
     init_scale: float,
     kept_recurrences: int,
     core_noise: float = 0.0,
     core_noise_schedule: Schedule = "harmonic",
     new_state: NewState = "fresh",
 ) -> Core:
-    """Of options of a decoder whose tokens have at most `most` recurrences: more are not worth keeping."""
+    """Of options of a decoder whose tokens have at most `maximum` recurrences: more are not worth keeping."""
     checked_number(op, "init_scale", init_scale)
     check(init_scale != math.inf, op, "init_scale", "be finite", init_scale)
     check_type(type(kept_recurrences) is int, op, "kept_recurrences", "be an int", type(kept_recurrences).__name__)
@@ -259,8 +259,8 @@ def checked_core(
     check(core_noise != math.inf, op, "core_noise", "be finite", core_noise)
     checked_name(op, "core_noise_schedule", core_noise_schedule, get_args(Schedule))
     checked_name(op, "new_state", new_state, get_args(NewState))
-    kept = most if kept_recurrences == 0 else min(kept_recurrences, most)
-    core = Core(init_scale, kept, core_noise, core_noise_schedule, most, new_state == "copied")
+    kept = maximum if kept_recurrences == 0 else min(kept_recurrences, maximum)
+    core = Core(init_scale, kept, core_noise, core_noise_schedule, maximum, new_state == "copied")
     asked = None if core.plain and init_scale == 1 else missing(model, RecurrentPartsModel)
     check_type(
         not asked, op, "model", f"have {asked} for these options", type(model).__name__, "See docs/own_models.md."
@@ -329,6 +329,6 @@ def after_prompts(
         logits, state, recurrences = settle(cache, prompts, counts, last)
     if state is not None:
         state = state.gather(1, last[..., None].expand(-1, -1, state.shape[-1])) if core.copied else None
-    tokens = sampling.draw(logits, lengths[:, None])
+    tokens = sampling.sample(logits, lengths[:, None])
     cache.commit_(lengths)
-    return tokens, marked(logits, tokens)[:, 0], state, recurrences
+    return tokens, flag_no_choice(logits, tokens)[:, 0], state, recurrences

@@ -14,7 +14,7 @@ import torch
 
 from pdkernels._philox import random_words
 from pdkernels.backends import backend_of
-from pdkernels.decoding._session import Session, is_end, without_choice
+from pdkernels.decoding._session import Session, has_no_choice, is_end
 from pdkernels.decoding.recurrent._parts import NewState, Sampling, Schedule
 from pdkernels.models.recurrent_depth import STATE_STD, RecurrentDepth
 from pdkernels.ops import recurrence_advance_, recurrence_exit, recurrence_inject
@@ -151,7 +151,7 @@ class Wave:
         )
         positions = cursor[:, None] + 1 + self._slot[:rows]
         logits = model.coda(state, context)
-        drawn = self.sampling.draw(logits, positions)
+        drawn = self.sampling.sample(logits, positions)
         predictions = drawn.clamp(min=0)
         if self._text is not None:
             # Drafts come after the text at their own positions; only moving the cursor makes them part of it.
@@ -183,7 +183,7 @@ class Wave:
             guard=options.guard,
             backend=backend,
         )
-        return drawn.masked_fill(without_choice(logits, drawn), -1), distance
+        return drawn.masked_fill(has_no_choice(logits, drawn), -1), distance
 
     def _filler(self) -> torch.Tensor | None:
         """Tokens from the text, ``(batch, headway - 1)``, for new rows without a prediction."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from pdkernels._validation import check, check_type
 from pdkernels.backends import backend_of
 from pdkernels.decoding._sampling import Seed, checked_flag, checked_name, checked_number, checked_size
-from pdkernels.decoding._session import Session, is_end, marked, sent
+from pdkernels.decoding._session import Session, flag_no_choice, is_end, to_device_async
 from pdkernels.decoding.recurrent._parts import (
     Core,
     NewState,
@@ -118,14 +118,14 @@ def decode(
         checked_name(_OP, "criterion", criterion, get_args(Criterion))
     default = 0.0 if callable(criterion) else THRESHOLDS[criterion]
     limit = default if threshold is None else checked_number(_OP, "threshold", threshold)
-    most = recurrences if max_recurrences is None else checked_size(_OP, "max_recurrences", max_recurrences)
+    maximum = recurrences if max_recurrences is None else checked_size(_OP, "max_recurrences", max_recurrences)
     check_type(type(min_recurrences) is int, _OP, "min_recurrences", "be an int", type(min_recurrences).__name__)
     check(min_recurrences >= 0, _OP, "min_recurrences", "be at least 0", min_recurrences)
     checked_size(_OP, "check_every", check_every)
     first_check = check_every if first_check is None else checked_size(_OP, "first_check", first_check)
     checked_flag(_OP, "adaptive_prompt", adaptive_prompt)
     noise = core_noise, core_noise_schedule
-    core = checked_core(_OP, model, max(most, recurrences), init_scale, kept_recurrences, *noise, new_state)
+    core = checked_core(_OP, model, max(maximum, recurrences), init_scale, kept_recurrences, *noise, new_state)
     if session.max_new_tokens == 0:
         return
     rule = Rule(criterion, limit, min_recurrences, check_every, first_check)
@@ -150,9 +150,9 @@ def decode(
         needed = [0] * session.batch
         values: list[list[float]] = [[] for _ in active]
         count, last, logits, polled = 0, 0, None, False  # `last`: recurrences at the last check
-        while count < most and any(still_open):
+        while count < maximum and any(still_open):
             wanted = check_every if last else first_check
-            run = min(wanted, most - count)
+            run = min(wanted, maximum - count)
             # A settled row runs too, but is not stored.
             current_context = (
                 context if still_open == active else context._replace(counts=open_rows.to(cache.lengths.dtype))
@@ -201,11 +201,11 @@ def decode(
         if logits is None:
             logits = model.coda(state, context)
         if core.kept > 1:
-            core.fill(model, cache, 1, counts, sent([needed], cache.lengths.device)[0])
+            core.fill(model, cache, 1, counts, to_device_async([needed], cache.lengths.device)[0])
         before = state
         cache.commit_(active_rows.to(cache.lengths.dtype))
-        token = sampling.draw(logits, cache.lengths[:, None])
-        written = marked(logits, token)[:, 0]
+        token = sampling.sample(logits, cache.lengths[:, None])
+        written = flag_no_choice(logits, token)[:, 0]
         if ends is not None:
             active_rows = active_rows & ~is_end(token[:, 0], ends)
         session.forwards += 1
@@ -243,11 +243,11 @@ class Rule(NamedTuple):
 
 def own_verdict(criterion: OwnCriterion, seen: ExitCheck, limit: float) -> tuple[Tensor, Tensor]:
     """What a criterion of the caller's says, ``(batch,)`` each: values for the trace, and which are done."""
-    said = criterion(seen)
-    check_type(isinstance(said, Tensor), _OP, "criterion", "return a tensor", type(said).__name__)
+    measured = criterion(seen)
+    check_type(isinstance(measured, Tensor), _OP, "criterion", "return a tensor", type(measured).__name__)
     batch = len(seen.counts)
-    check(said.shape == (batch,), _OP, "criterion", f"return a tensor of shape ({batch},)", tuple(said.shape))
-    return said.float(), said if said.dtype == torch.bool else said < limit
+    check(measured.shape == (batch,), _OP, "criterion", f"return a tensor of shape ({batch},)", tuple(measured.shape))
+    return measured.float(), measured if measured.dtype == torch.bool else measured < limit
 
 
 def _last_rows(model: RecurrentDepth, state: Tensor, context: Any, last: Tensor | None) -> Tensor:
@@ -260,7 +260,7 @@ def _settled_prompts(
     model: RecurrentDepth,
     core: Core,
     rule: Rule,
-    most: int,
+    maximum: int,
     seeds: Tensor,
     cache: Any,
     tokens: Tensor,
@@ -277,9 +277,9 @@ def _settled_prompts(
     divergence = Divergence(criterion, state, real)
     goes_on, still_open, needed = torch.ones_like(lengths, dtype=torch.bool), [True] * len(tokens), [0] * len(tokens)
     count, checked = 0, 0
-    while count < most and any(still_open):
+    while count < maximum and any(still_open):
         wanted = check_every if checked else first_check
-        run = min(wanted, most - count)
+        run = min(wanted, maximum - count)
         now = context if all(still_open) else context._replace(counts=lengths * goes_on)
         refined = core.run(model, state, term, now, seeds, count, run)
         state = torch.where(goes_on[:, None, None], refined, state)
@@ -299,7 +299,7 @@ def _settled_prompts(
             goes_on = goes_on & ~done
             still_open = goes_on.tolist()
     if core.kept > 1:
-        core.fill(model, cache, tokens.shape[1], counts, sent([needed], last.device)[0])
+        core.fill(model, cache, tokens.shape[1], counts, to_device_async([needed], last.device)[0])
     return model.coda(state, context, last), state, count
 
 

@@ -107,9 +107,9 @@ class WaveSteps(Steps):
                 type(max_recurrences) is int, _OP, "max_recurrences", "be an int", type(max_recurrences).__name__
             )
             check(max_recurrences >= 0, _OP, "max_recurrences", "be at least 0", max_recurrences)
-        most = 4 * recurrences if max_recurrences is None else max_recurrences
+        maximum = 4 * recurrences if max_recurrences is None else max_recurrences
         if exit == "fixed":
-            most = min(recurrences, most) if most > 0 else recurrences
+            maximum = min(recurrences, maximum) if maximum > 0 else recurrences
         steady = recurrences // inner_recurrence + 1 if stability is None else checked_size(_OP, "stability", stability)
         core = checked_core(_OP, model, max(recurrences, inner_recurrence), init_scale, kept_recurrences)
         options = WaveOptions(
@@ -126,7 +126,7 @@ class WaveSteps(Steps):
             horizon=recurrences,
             rule=checked_name(_OP, "rule", rule, get_args(Rule)),
             guard=checked_flag(_OP, "guard", guard),
-            max_recurrences=most,
+            max_recurrences=maximum,
             stability=steady if exit == "token-stability" else 0,
             init_scale=init_scale,
             kept=core.kept,
@@ -138,8 +138,8 @@ class WaveSteps(Steps):
             recurrences,
             inner_recurrence,
         )
-        self.sampling, self.core, self.most = sampling, core, most
-        self.needs_host = "" if most > 0 else "max_recurrences=0, with which a row may never be ready"
+        self.sampling, self.core, self.maximum = sampling, core, maximum
+        self.needs_host = "" if maximum > 0 else "max_recurrences=0, with which a row may never be ready"
         self.cache = new_cache(session, page_size, core)
         self.wave = Wave(session, self.cache, session.ends_on(self.cache.lengths.device), options, sampling)
         self.room = room = self.wave.room
@@ -152,7 +152,7 @@ class WaveSteps(Steps):
     @property
     def max_entries(self) -> int:
         """The first row of a wave is ready after `max_recurrences`, a step later if its token was new."""
-        return 1 + self.limit * (1 + -(-self.most // self.inner))
+        return 1 + self.limit * (1 + -(-self.maximum // self.inner))
 
     def start(self, session: Session) -> None:
         self.cache.lengths.zero_()
@@ -173,10 +173,10 @@ class WaveSteps(Steps):
         # It would never settle.
         self._write(wave.advance, (predictions[:, 0] < 0) & active)
 
-    def _write(self, advance: torch.Tensor, broken: torch.Tensor) -> None:
-        self.wave.width.masked_fill_(broken, 0)
+    def _write(self, advance: torch.Tensor, no_choice: torch.Tensor) -> None:
+        self.wave.width.masked_fill_(no_choice, 0)
         self.entry.pending.copy_(self.wave.width)
-        self.entry.accepted.copy_(advance.masked_fill(broken, -1))
+        self.entry.accepted.copy_(advance.masked_fill(no_choice, -1))
 
     def opened(self, session: Session, rows: Rows) -> int:
         session.recurrences, session.counts_recurrences = self.recurrences, True

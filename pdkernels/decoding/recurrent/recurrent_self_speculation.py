@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pdkernels._validation import check, check_type
 from pdkernels.decoding._sampling import Seed, checked_number, checked_size
-from pdkernels.decoding._session import Session, judged_without_choice
+from pdkernels.decoding._session import Session, accepted_without_choice
 from pdkernels.decoding.recurrent._parts import (
     NewState,
     Schedule,
@@ -73,8 +73,8 @@ def decode(
     check(block_size >= 0, _OP, "block_size", "be at least 0", block_size)
     checked_size(_OP, "draft_recurrences", draft_recurrences)
     checked_number(_OP, "verification_threshold", verification_threshold, 1.0)
-    most, noise = max(recurrences, draft_recurrences), (core_noise, core_noise_schedule)
-    core = checked_core(_OP, model, most, init_scale, kept_recurrences, *noise, new_state)
+    maximum, noise = max(recurrences, draft_recurrences), (core_noise, core_noise_schedule)
+    core = checked_core(_OP, model, maximum, init_scale, kept_recurrences, *noise, new_state)
     limit = session.max_new_tokens
     if limit == 0:
         return 0
@@ -100,14 +100,14 @@ def decode(
             chain.append(state if core.copied else None)
             # While drafting, the draft counts as text. A sequence whose draft is complete goes through the model too.
             cache.commit_((draft_lengths > row + 1).to(lengths.dtype))
-            block[:, row + 1 : row + 2] = sampling.draw(logits, (cursor + row + 1)[:, None]).clamp(min=0)
+            block[:, row + 1 : row + 2] = sampling.sample(logits, (cursor + row + 1)[:, None]).clamp(min=0)
         kv_trim_(lengths, cursor)  # not the cache's own, which would release pages
 
         draft = block[:, :width]
         counts = None if min(host_lengths) == width else draft_lengths
         begun = _begun(chain, draft_lengths, slot[:width])
         logits, states = core.forward(model, draft, cache, recurrences, sampling.seeds, counts, before=begun)
-        predictions = sampling.draw(logits, cursor[:, None] + 1 + slot[:width])
+        predictions = sampling.sample(logits, cursor[:, None] + 1 + slot[:width])
         if verification_threshold < 1:
             predictions = _lenient(predictions, logits, draft, draft_lengths, verification_threshold)
         verdict = verify_draft(draft, predictions, draft_lengths=draft_lengths, end_tokens=ends)
@@ -123,7 +123,7 @@ def decode(
         draft_lengths = remaining.clamp(max=slots)
 
         # The one read of the device in a cycle.
-        accepted = verdict.accepted.masked_fill(judged_without_choice(logits, predictions, verdict.accepted), -1)
+        accepted = verdict.accepted.masked_fill(accepted_without_choice(logits, predictions, verdict.accepted), -1)
         columns = [torch.stack([accepted, draft_lengths, verdict.next_token], 1), draft]
         if session.trace is not None:
             columns.append(predictions)

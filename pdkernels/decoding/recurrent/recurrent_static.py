@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from pdkernels.decoding._sampling import Seed
-from pdkernels.decoding._session import Session, is_end, marked
+from pdkernels.decoding._session import Session, flag_no_choice, is_end
 from pdkernels.decoding.recurrent._parts import (
     NewState,
     Schedule,
@@ -62,12 +62,12 @@ def decode(
         before = state if core.copied else None
         logits, state = core.forward(model, token, cache, recurrences, sampling.seeds, before=before)
         cache.commit_(active_rows)
-        token = sampling.draw(logits, cache.lengths[:, None])
+        token = sampling.sample(logits, cache.lengths[:, None])
         if ends is not None:
             active_rows = active_rows.masked_fill(is_end(token[:, 0], ends), 0)
         session.forwards += 1
         session.recurrences += recurrences
-        following = marked(logits, token)[:, 0].tolist()  # the one read of the device in a step
+        following = flag_no_choice(logits, token)[:, 0].tolist()  # the one read of the device in a step
         for sequence in range(session.batch):
             if active[sequence]:
                 if session.trace is not None:

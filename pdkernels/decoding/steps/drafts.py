@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pdkernels.decoding._session import Session, is_end, judged_without_choice, without_choice
+from pdkernels.decoding._session import Session, accepted_without_choice, has_no_choice, is_end
 from pdkernels.decoding.steps.contract import Steps
 from pdkernels.decoding.steps.entry import Entry, Rows
 from pdkernels.ops.verify_draft import DraftVerdict
@@ -37,7 +37,7 @@ class DraftSteps(Steps):
 
     def begin(self, first: torch.Tensor, logits: torch.Tensor) -> None:
         """After the prompts: the tokens `first` ``(batch, 1)`` that were drawn from `logits` ``(batch, 1, V)``."""
-        no_choice = without_choice(logits, first)[:, 0]
+        no_choice = has_no_choice(logits, first)[:, 0]
         self.entry.accepted.zero_().masked_fill_(no_choice, -1)
         self.remaining.fill_(self.limit - 1).masked_fill_(no_choice, 0)
         if self.ends is not None:
@@ -49,7 +49,7 @@ class DraftSteps(Steps):
 
         The next draft is as long as slots and remaining tokens allow. A finished sequence has nothing remaining, so its draft is empty.
         """
-        no_choice = judged_without_choice(logits, predictions, verdict.accepted)
+        no_choice = accepted_without_choice(logits, predictions, verdict.accepted)
         self.remaining.sub_(verdict.accepted).masked_fill_(verdict.ended | no_choice, 0)
         self.entry.pending.copy_(self.remaining.clamp(max=self.slots))
         self.entry.accepted.copy_(verdict.accepted).masked_fill_(no_choice, -1)

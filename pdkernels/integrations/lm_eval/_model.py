@@ -215,8 +215,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         longest = self.model.config.max_positions
-        most = max((len(text) for _, _, text in requests), default=0)
-        check(most <= longest, OP, "text", f"have at most {longest} tokens, the model's positions", most)
+        maximum = max((len(text) for _, _, text in requests), default=0)
+        check(maximum <= longest, OP, "text", f"have at most {longest} tokens, the model's positions", maximum)
         # As in the harness's own models: what does not fit is cut at its start. A causal model does not read the last token.
         room = longest if self.masked else longest + 1
         prefixes = [prefix[-max(room - len(text), 1) :] for _, prefix, text in requests]

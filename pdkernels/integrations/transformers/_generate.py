@@ -123,9 +123,9 @@ def generate(
             if theirs is None:
                 listener.put(input_ids.cpu())
             options["on_tokens"] = _told(listener)
-        said = _ids(generation_config.eos_token_id)
+        stated = _ids(generation_config.eos_token_id)
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
-        ends = tuple(token for token in said if 0 <= token < vocabulary)  # others never end a text
+        ends = tuple(token for token in stated if 0 <= token < vocabulary)  # others never end a text
         length = input_ids.shape[1]
         new = generation_config.max_length - length
         result = decode(wrap(model), prompts, chosen, max_new_tokens=new, end_tokens=ends, **options)
@@ -137,7 +137,7 @@ def generate(
     if listener is not None:
         listener.end()
     pad = generation_config.pad_token_id
-    pad = next(iter(said), 0) if pad is None else int(pad)
+    pad = next(iter(stated), 0) if pad is None else int(pad)
     return _returned(result, input_ids, pad, bool(generation_config.return_dict_in_generate))
 
 

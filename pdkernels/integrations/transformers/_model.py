@@ -183,8 +183,8 @@ class WrappedModel:
         """What the model's class computes after its body: the head, and where it has them, scales and caps."""
         with torch.no_grad():
             out = self._head(hidden.reshape(1, -1, hidden.shape[-1]))
-        said: Tensor = out.logits
-        return said.view(*hidden.shape[:-1], said.shape[-1])
+        logits: Tensor = out.logits
+        return logits.view(*hidden.shape[:-1], logits.shape[-1])
 
     def __call__(self, tokens: Tensor, *, rows: Any = None, **options: Any) -> Tensor:
         """As a forward of `Transformer`."""

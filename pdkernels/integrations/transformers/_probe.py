@@ -133,7 +133,7 @@ def _rotary_rules(config: Any) -> Iterator[dict[str, Any]]:
             yield from (rule for rule in value.values() if isinstance(rule, dict))
 
 
-def _sees_all(visible: Callable[..., Tensor], most: int, device: torch.device, otherwise: int) -> int:
+def _sees_all(visible: Callable[..., Tensor], maximum: int, device: torch.device, otherwise: int) -> int:
     """The first row that does not see all before it."""
 
     def whole(row: int) -> bool:
@@ -142,9 +142,9 @@ def _sees_all(visible: Callable[..., Tensor], most: int, device: torch.device, o
         return bool(torch.as_tensor(visible(zero, zero, zero + row, keys)).all())
 
     try:
-        if whole(most - 1):
+        if whole(maximum - 1):
             return otherwise
-        low, high = 0, most - 1  # the first hidden row lies in low .. high
+        low, high = 0, maximum - 1  # the first hidden row lies in low .. high
         while low < high:
             middle = (low + high) // 2
             low, high = (middle + 1, high) if whole(middle) else (low, middle)

@@ -226,9 +226,9 @@ def caller(model: Any) -> Mapping[str, Any]:
 
 
 def refuse(name: str, value: Any, rule: Rule) -> NoReturn:
-    said = repr(value) if isinstance(value, (bool, int, float, str, list, tuple)) else ""
-    said = said if 0 < len(said) < 80 else type(value).__name__
-    raise NotImplementedError(message(OP, name, rule.wanted, said, rule.words))
+    shown = repr(value) if isinstance(value, (bool, int, float, str, list, tuple)) else ""
+    shown = shown if 0 < len(shown) < 80 else type(value).__name__
+    raise NotImplementedError(message(OP, name, rule.wanted, shown, rule.words))
 
 
 def check_fields(config: Any) -> None:

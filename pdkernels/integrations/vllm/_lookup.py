@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 from pdkernels.decoding.causal._lookup import GROWTH, LEAST, REACH
 
 
-def looked_up(text: numpy.ndarray, most: int) -> list[int]:
-    """What followed an earlier occurrence of the last tokens of `text` ``(tokens,)``, at most `most` tokens.
+def looked_up(text: numpy.ndarray, maximum: int) -> list[int]:
+    """What followed an earlier occurrence of the last tokens of `text` ``(tokens,)``, at most `maximum` tokens.
 
     The rule of ``jacobi(draft="lookup")`` without its pool of rejected tokens: the longest match of at most `REACH` tokens wins,
     then the latest one; a short match gives a short draft, one of a single token gives none.
@@ -34,7 +34,7 @@ def looked_up(text: numpy.ndarray, most: int) -> list[int]:
         length, after = compared, int(ends[-1])
     if length < LEAST:
         return []
-    count = most if length == REACH else min(most, GROWTH * length)
+    count = maximum if length == REACH else min(maximum, GROWTH * length)
     followed: list[int] = text[after : after + count].tolist()
     # A text that runs in a loop is drafted at full length.
     return (followed * -(-count // len(followed)))[:count]
@@ -65,7 +65,7 @@ class LookupProposer:
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        self.most = int(vllm_config.speculative_config.num_speculative_tokens)
+        self.maximum = int(vllm_config.speculative_config.num_speculative_tokens)
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """No model to load."""
@@ -85,6 +85,6 @@ class LookupProposer:
             token_ids_cpu: ``(requests, longest)`` the texts.
         """
         return [
-            looked_up(token_ids_cpu[request, : num_tokens_no_spec[request]], self.most) if len(new) else []
+            looked_up(token_ids_cpu[request, : num_tokens_no_spec[request]], self.maximum) if len(new) else []
             for request, new in enumerate(sampled_token_ids)
         ]
