@@ -24,7 +24,7 @@ def has_no_choice(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     The op and argmax select a NaN first, else a +inf; of a row without a possible token the op gives -1 and argmax a -inf.
 
     >>> rows = torch.tensor([[[1.0, torch.nan], [torch.inf, 1.0], [-torch.inf, -torch.inf], [-torch.inf, 1.0]]])
-    >>> without_choice(rows, rows.argmax(-1))
+    >>> has_no_choice(rows, rows.argmax(-1))
     tensor([[ True,  True,  True, False]])
     """
     return (tokens < 0) | ~logits.gather(-1, tokens.clamp(min=0)[..., None])[..., 0].isfinite()

@@ -99,7 +99,9 @@ def decode(
         step, hidden = blocks.forward()
         guesses = canvas.guess(hidden, step, step.columns[0])
         minimum = step.columns[3]
-        canvas.commit(step, guesses.ids, guesses.probs, threshold=threshold, strict=True, min_count=minimum, quota=minimum)
+        canvas.commit(
+            step, guesses.ids, guesses.probs, threshold=threshold, strict=True, min_count=minimum, quota=minimum
+        )
         canvas.poll()
         blocks.move_on()
     return canvas.finish()

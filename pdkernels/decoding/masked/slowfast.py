@@ -156,7 +156,7 @@ def decode(
         quota = [k_fast if span.fast else k_slow for span in spans]
         slow = [int(not span.fast) for span in spans]
         step = canvas.open([span.window for span in spans], [ends, min_counts, quota, slow])
-        visible, min_counts, quotas, exploring = step.columns
+        visible, min_count, quotas, exploring = step.columns
         width = max(end for end, on in zip(ends, canvas.active, strict=True) if on)
         guesses = canvas.guess(forward(visible, width), step, forward.first_row)
         if step.positions.shape[1]:
@@ -164,7 +164,7 @@ def decode(
             canvas.fact.copy_(torch.where(sure, step.positions, -1).amax(1))
         else:
             canvas.fact.fill_(-1)
-        rule: dict[str, Any] = {"quota": quotas, "min_count": min_counts, "strict": not published}
+        rule: dict[str, Any] = {"quota": quotas, "min_count": min_count, "strict": not published}
         if not published or explore == tau_high:
             canvas.commit(step, guesses.ids, guesses.probs, threshold=tau_high, **rule)
         else:  # one threshold for all sequences: what reaches its own is above 1, and in a slow step one position is enough
