@@ -247,7 +247,7 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"threshold": math.nan}, "threshold must be at least 0, got nan."),
     ({"steps_per_block": 4}, "steps_per_block must be None with a threshold, got 4. Pass threshold=None."),
     ({"steps_per_block": 0, "threshold": None}, "steps_per_block must be at least 1, got 0."),
-    ({"refresh": "never"}, "refresh must be 'causal' or 'bidirectional', got 'never'."),
+    ({"refresh": "never"}, "refresh must be one of 'causal', 'bidirectional', got 'never'."),
     ({"temperature": -1.0}, "temperature must be finite and at least 0, got -1.0."),
     ({"seed": 1.5}, "TypeError: seed must be an int or a list of ints, got float."),
     ({"mask_token": 24}, "mask_token must be an id in 0 .. 23, got 24."),

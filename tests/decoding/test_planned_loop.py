@@ -281,7 +281,7 @@ def test_bad_options(options: dict[str, Any], error: type[Exception], words: str
 
 def test_a_model_without_plans() -> None:
     config = TransformerConfig(23, 16, 1, 2, 1, 8, 24)
-    with pytest.raises(TypeError, match="model must have plan_tokens, got Transformer. Pass plan_tokens="):
+    with pytest.raises(TypeError, match="got 'planned', which requires plan_tokens"):
         generate(Transformer(config, mask_token=22), [1], "planned", max_new_tokens=4)
     # A bidirectional model plans too, as the released checkpoints do.
     dream = planning_model.__wrapped__(0)
