@@ -197,13 +197,13 @@ def test_copy(benchmark, op: str, dtype: str, width: int, device: str) -> None:
 
 
 class Steps:
-    """Bookkeeping of `batch` waves of `width` rows, half of them settled; the tensors are put back before every round."""
+    """Bookkeeping of `batch` waves of `width` rows, half of them converged; the tensors are put back before every round."""
 
     def __init__(self, batch: int, width: int, device: str) -> None:
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, 50000, (batch, width + 1), generator=generator)
         self.predictions = tokens[:, 1:].clone().to(device)
-        self.settled = (torch.arange(width) < width // 2).expand(batch, width).contiguous().to(device)
+        self.converged = (torch.arange(width) < width // 2).expand(batch, width).contiguous().to(device)
         counts = torch.full((batch, width), COUNT)
         numbers = [torch.full((batch,), n) for n in (width, 100, 0, 3, 10**6)]
         self.first = [x.to(device) for x in (tokens, counts, torch.zeros_like(counts), *numbers)]
@@ -211,7 +211,7 @@ class Steps:
         self.reset()
 
     def reset(self) -> None:
-        self.tokens, self.recurrences, self.stable, *self.numbers = (x.clone() for x in self.first)
+        self.tokens, self.recurrences, self.unchanged_steps, *self.numbers = (x.clone() for x in self.first)
 
 
 def advance_ours(s: Steps) -> None:
@@ -219,9 +219,9 @@ def advance_ours(s: Steps) -> None:
         s.tokens,
         s.predictions,
         s.recurrences,
-        s.stable,
+        s.unchanged_steps,
         *s.numbers,
-        settled=s.settled,
+        converged=s.converged,
         inner_recurrence=4,
         end_tokens=s.ends,
     )
@@ -234,11 +234,11 @@ def advance_torch(s: Steps) -> None:
     position = torch.arange(room, device=width.device)
     inside = position < width[:, None]
     again = inside & (s.recurrences > 0) & (s.predictions == s.tokens[:, 1:])
-    s.stable.copy_(torch.where(again, s.stable + 1, 0))
+    s.unchanged_steps.copy_(torch.where(again, s.unchanged_steps + 1, 0))
     s.recurrences += 4 * inside
     changed = torch.zeros_like(inside)
     changed[:, 1:] = s.predictions[:, :-1] != s.tokens[:, 1:-1]
-    leading = (s.settled & inside & ~changed).long().cumprod(1).sum(1)
+    leading = (s.converged & inside & ~changed).long().cumprod(1).sum(1)
     frozen = torch.minimum(leading, remaining)
     is_end = torch.isin(s.predictions, s.ends) & (position < frozen[:, None])
     ended = is_end.any(1)
@@ -251,7 +251,7 @@ def advance_torch(s: Steps) -> None:
     source = torch.arange(room + 1, device=width.device) + frozen[:, None]
     s.tokens.copy_(torch.where(source <= width[:, None], chain.gather(1, source.clamp(max=room)), s.tokens))
     source = source[:, :-1]
-    for counts in (s.recurrences, s.stable):
+    for counts in (s.recurrences, s.unchanged_steps):
         counts.copy_(torch.where(source < width[:, None], counts.gather(1, source.clamp(max=room - 1)), 0))
     width.copy_(torch.where(ended, 0, torch.minimum((width - frozen + 1).clamp(max=room), remaining)))
 
@@ -266,7 +266,8 @@ def test_recurrence_advance(benchmark, name: str, batch: int, width: int, device
     setup, other = Steps(batch, width, device), Steps(batch, width, device)
     ADVANCES[name](setup), advance_ours(other)
     for a, b in zip(
-        (setup.recurrences, setup.stable, *setup.numbers), (other.recurrences, other.stable, *other.numbers)
+        (setup.recurrences, setup.unchanged_steps, *setup.numbers),
+        (other.recurrences, other.unchanged_steps, *other.numbers),
     ):
         assert torch.equal(a, b)
     assert torch.equal(setup.tokens[:, : width // 2 + 1], other.tokens[:, : width // 2 + 1])

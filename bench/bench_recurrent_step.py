@@ -84,7 +84,7 @@ class Setup:
             max_wavefront=rows,
             rule="prefix",
             new_state="fresh",
-            guard=True,
+            keep_changed=True,
             max_recurrences=0,
             stability=0,
             init_scale=1.0,

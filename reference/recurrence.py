@@ -187,7 +187,7 @@ def recurrence_exit(
     min_recurrences: int = 1,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``(state, distance, settled)``; see `pdkernels.recurrence_exit`. In float64 the distance is float64 too."""
+    """``(state, distance, converged)``; see `pdkernels.recurrence_exit`. In float64 the distance is float64 too."""
     offsets = {"advance": advance} if older_advance is None else {"advance": advance, "older_advance": older_advance}
     _check_rows("recurrence_exit", width, x.shape[1], **offsets)
     rows = x.shape[1]
@@ -217,13 +217,13 @@ def recurrence_advance_(
     tokens: Tensor,
     predictions: Tensor,
     recurrences: Tensor,
-    stable: Tensor,
+    unchanged_steps: Tensor,
     width: Tensor,
     cursor: Tensor,
     advance: Tensor,
     steps: Tensor,
     remaining: Tensor,
-    settled: Tensor | None = None,
+    converged: Tensor | None = None,
     inner_recurrence: int = 1,
     max_wavefront: int = 0,
     max_recurrences: int = 0,
@@ -232,12 +232,12 @@ def recurrence_advance_(
     headway: int = 1,
     filler: Tensor | None = None,
     end_tokens: Tensor | None = None,
-    guard: bool = True,
+    keep_changed: bool = True,
     keep_last: bool = False,
 ) -> None:
-    """Freezes rows and starts new ones, in place; see `pdkernels.recurrence_advance_`. `max_wavefront` 0: as many as there is room for."""
-    room = recurrences.shape[1]
-    cap = max_wavefront or room
+    """Freezes rows and starts new ones, in place; see `pdkernels.recurrence_advance_`. `max_wavefront` 0: the capacity."""
+    capacity = recurrences.shape[1]
+    cap = max_wavefront or capacity
     _check_rows("recurrence_advance_", width, min(predictions.shape[1], cap), cursor=cursor, remaining=remaining)
     ends = set() if end_tokens is None else set(end_tokens.tolist())
     for b, w in enumerate(width.tolist()):
@@ -245,8 +245,8 @@ def recurrence_advance_(
         if w == 0:
             continue
         inputs, guesses = tokens[b].tolist(), predictions[b].tolist()
-        counts, unchanged = recurrences[b].tolist(), stable[b].tolist()
-        done = [False] * w if settled is None else settled[b].tolist()
+        counts, unchanged = recurrences[b].tolist(), unchanged_steps[b].tolist()
+        done = [False] * w if converged is None else converged[b].tolist()
         ready = []
         for i in range(w):
             unchanged[i] = unchanged[i] + 1 if counts[i] > 0 and guesses[i] == inputs[i + 1] else 0
@@ -257,7 +257,7 @@ def recurrence_advance_(
             k = max((i + 1 for i in range(w) if ready[i]), default=0)
         else:
             k = next((i for i in range(w) if not ready[i]), w)
-        if guard:
+        if keep_changed:
             k = min(k, next((i for i in range(1, w) if guesses[i - 1] != inputs[i]), w))
         if keep_last:
             k = max(k - 1, 0)
@@ -272,12 +272,12 @@ def recurrence_advance_(
         wave = 0 if ended or left == 0 else min(w - n + headway, cap, left)
         if wave > 0:
             new = [inputs[0], *guesses[:w]]
-            guessed = [0] * min(headway - 1, room) if filler is None else filler[b].tolist()
+            guessed = [0] * min(headway - 1, capacity) if filler is None else filler[b].tolist()
             row = new[n:] + guessed[: max(wave - 1 - (w - n), 0)]
             tokens[b, : len(row)] = torch.tensor(row).to(tokens.dtype)  # truncated to its bits, as in the kernels
             kept = min(w - n, wave)
-            counts = counts[n : n + kept] + [0] * (room - kept)
-            unchanged = unchanged[n : n + kept] + [0] * (room - kept)
+            counts = counts[n : n + kept] + [0] * (capacity - kept)
+            unchanged = unchanged[n : n + kept] + [0] * (capacity - kept)
         width[b] = wave
         recurrences[b] = torch.tensor(counts, dtype=recurrences.dtype)
-        stable[b] = torch.tensor(unchanged, dtype=stable.dtype)
+        unchanged_steps[b] = torch.tensor(unchanged, dtype=unchanged_steps.dtype)

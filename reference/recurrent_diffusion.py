@@ -74,7 +74,7 @@ def recurrent_diffusion(
     rule: str = "prefix",
     exit: str = "latent-diff",
     new_state: str = "fresh",
-    guard: bool = True,
+    keep_changed: bool = True,
     max_recurrences: int | None = None,
     stability: int | None = None,
     temperature: float = 0.0,
@@ -84,7 +84,7 @@ def recurrent_diffusion(
     end_tokens: Sequence[int] = (),
     seed: int = 0,
 ) -> RecurrentResult:
-    """Refines a wave of positions, freezes what has settled, appends new positions.
+    """Refines a wave of positions, freezes what has converged, appends new positions.
 
     The prompt is one forward of `recurrences`, which gives the first token; the wave then starts with that token's position. One
     sampler step, for rows at positions p (a row is *new* in its first step):
@@ -92,7 +92,7 @@ def recurrent_diffusion(
     1. ``e = prelude(tokens)``; an old row's is ``(1 - momentum) * e + momentum * (its e of the last step)`` (equation 1).
     2. An old row's state is mixed with ``init(step, p)``, step = sampler steps so far (equation 2); a new one is ``init(0, p)``.
     3. `inner_recurrence` recurrences and the coda over the wave, then one token per row.
-    4. Rows are *ready* by `exit`; the leading ready ones freeze, by `rule` and `guard`, cut after the first end token and
+    4. Rows are *ready* by `exit`; the leading ready ones freeze, by `rule` and `keep_changed`, cut after the first end token and
        after `max_new_tokens`.
     5. The wave grows by `headway` rows at its end, as far as `max_wavefront` and the tokens left allow. The first takes
        the last row's prediction as its token, the others guesses from the text: ``text[word(seed, step, 0, j) mod len(text)]``,
@@ -117,7 +117,7 @@ def recurrent_diffusion(
             steps before. "token-stability": its prediction has been the same in the last `stability` steps and the one before
             them. "fixed": it has had `recurrences` (Algorithm 1).
         new_state: "fresh", or "copied": that of the last row that stays in the wave, if any.
-        guard: freeze no row whose token changed in this step: its K and V belong to the old token.
+        keep_changed: keep rows whose token changed in this step: their K and V belong to the old token.
         max_recurrences: a row is ready at the latest after this many, regardless of `exit`; 0: no limit, and a model that does
             not settle never ends. None: ``4 * recurrences``.
         stability: steps for "token-stability"; None: ``recurrences // inner_recurrence + 1``.
@@ -196,7 +196,7 @@ def recurrent_diffusion(
             for i, p in enumerate(wave)
         ]
         frozen = leading(ready, rule)
-        if guard:
+        if keep_changed:
             changed = [i for i in range(1, len(wave)) if predictions[i - 1] != inputs[wave[i]]]
             frozen = min([frozen, *changed])
         frozen = min(frozen, max_new_tokens - len(tokens))

@@ -262,7 +262,7 @@ def run_exit(rng: random.Random, device: torch.device, bad: bool) -> None:
 def run_advance(rng: random.Random, device: torch.device, bad: bool) -> None:
     dtype = rng.choice([torch.int32, torch.int64])
     case = recurrence_cases.make_advance(
-        rng.randrange(2**20), batch=rng.randint(1, 3), room=rng.choice([1, 2, 6, 200]), dtype=dtype
+        rng.randrange(2**20), batch=rng.randint(1, 3), capacity=rng.choice([1, 2, 6, 200]), dtype=dtype
     )
     if bad:
         spoil(rng, [case.wave.width, case.wave.cursor, case.wave.remaining, case.wave.tokens, case.wave.recurrences])

@@ -160,7 +160,7 @@ class RecurrentDiffusion(Request, total=False):
     max_wavefront: int
     rule: Literal["prefix", "last"]
     new_state: Literal["fresh", "copied"]
-    guard: bool
+    keep_changed: bool
     init_scale: float
     kept_recurrences: int
     recurrences: int | None

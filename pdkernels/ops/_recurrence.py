@@ -120,13 +120,13 @@ def fake_advance(
     tokens: Tensor,
     predictions: Tensor,
     recurrences: Tensor,
-    stable: Tensor,
+    unchanged_steps: Tensor,
     width: Tensor,
     cursor: Tensor,
     advance: Tensor,
     steps: Tensor,
     remaining: Tensor,
-    settled: Tensor | None,
+    converged: Tensor | None,
     inner_recurrence: int,
     max_wavefront: int,
     max_recurrences: int,
@@ -135,25 +135,25 @@ def fake_advance(
     headway: int,
     filler: Tensor | None = None,
     end_tokens: Tensor | None = None,
-    guard: bool = True,
+    keep_changed: bool = True,
     keep_last: bool = False,
 ) -> None:
     check_index(ADVANCE, "tokens", tokens, (None, None), None)
-    device, batch, room = tokens.device, tokens.shape[0], tokens.shape[1] - 1
-    check_index(ADVANCE, "recurrences", recurrences, (batch, room), device)
-    check_index(ADVANCE, "stable", stable, (batch, room), device)
+    device, batch, capacity = tokens.device, tokens.shape[0], tokens.shape[1] - 1
+    check_index(ADVANCE, "recurrences", recurrences, (batch, capacity), device)
+    check_index(ADVANCE, "unchanged_steps", unchanged_steps, (batch, capacity), device)
     check_index(ADVANCE, "predictions", predictions, (batch, None), device)
     rows = predictions.shape[1]
-    if rows > room:
-        fail(ADVANCE, "predictions", f"have at most {room} columns", tuple(predictions.shape))
+    if rows > capacity:
+        fail(ADVANCE, "predictions", f"have at most {capacity} columns", tuple(predictions.shape))
     vectors = (("width", width), ("cursor", cursor), ("advance", advance), ("steps", steps), ("remaining", remaining))
     for name, vector in vectors:
         check_index(ADVANCE, name, vector, (batch,), device)
-    if settled is not None:
-        check_type(isinstance(settled, Tensor), ADVANCE, "settled", "be a tensor", type(settled).__name__)
-        check_type(settled.dtype == torch.bool, ADVANCE, "settled", "be a bool tensor", settled.dtype)
-        check_shape(ADVANCE, "settled", settled, predictions.shape, " like predictions")
-        check_device(ADVANCE, "settled", settled, device)
+    if converged is not None:
+        check_type(isinstance(converged, Tensor), ADVANCE, "converged", "be a tensor", type(converged).__name__)
+        check_type(converged.dtype == torch.bool, ADVANCE, "converged", "be a bool tensor", converged.dtype)
+        check_shape(ADVANCE, "converged", converged, predictions.shape, " like predictions")
+        check_device(ADVANCE, "converged", converged, device)
     check_int(ADVANCE, "inner_recurrence", inner_recurrence, 1)
     if inner_recurrence > 2**31 - 1:
         fail(ADVANCE, "inner_recurrence", "be at most 2**31 - 1", inner_recurrence)
@@ -161,7 +161,7 @@ def fake_advance(
     check_int(ADVANCE, "max_recurrences", max_recurrences, 0)
     check_int(ADVANCE, "stability", stability, 0)
     check_choice(ADVANCE, "rule", rule, reference.RULES)
-    if max_wavefront > room:
-        fail(ADVANCE, "max_wavefront", f"be at most the {room} rows there is room for", max_wavefront)
+    if max_wavefront > capacity:
+        fail(ADVANCE, "max_wavefront", f"be at most the capacity of {capacity} rows", max_wavefront)
     check_indices(ADVANCE, (batch, headway - 1), device, filler=filler)
     check_indices(ADVANCE, (None,), device, end_tokens=end_tokens)

@@ -35,7 +35,7 @@ class RecurrenceExit(NamedTuple):
     """(batch, rows, hidden): the normalised states, dtype of x; zeros past the wave."""
     distance: Tensor
     """(batch, rows) float32: how far each state moved, relative to its length; +inf where there is nothing to compare with."""
-    settled: Tensor
+    converged: Tensor
     """(batch, rows) bool: the distance is below the threshold."""
 
 
@@ -148,7 +148,7 @@ def recurrence_exit(
     """The core's last norm and the exit test of each row, in one pass.
 
     ``state = rms_norm(x + residual) * weight``: the sum and its norm in float32, rounded to the dtype, then times the weight in
-    that dtype. A row has settled once its state stops moving::
+    that dtype. A row has converged once its state stops moving::
 
         distance = |state - before| / |state|                      before = previous[b, i + advance[b]]
         distance = |state - 2 before + first| / |state|            first = older[b, i + advance[b] + older_advance[b]]
@@ -164,7 +164,7 @@ def recurrence_exit(
         previous: ``(batch, rows_before, hidden)`` states of the previous step, before any noise; None: no comparison.
         recurrences: ``(batch, >= rows)`` int32 or int64, recurrences at each row *before* this step.
         width, advance: ``(batch,)`` int32 or int64, as `recurrence_advance_` left them.
-        threshold: rows with a smaller distance have settled. 0.03 in the paper.
+        threshold: rows with a smaller distance have converged. 0.03 in the paper.
         older, older_advance: ``(batch, rows_then, hidden)`` states of the step before `previous`, and the `advance` of that step.
         min_recurrences: 1 or more; with `older` the recurrences of two steps, so that a row has both states.
         eps: of the norm.
@@ -179,7 +179,7 @@ def recurrence_exit(
         TypeError: dtypes that do not fit.
         NotImplementedError: an input that requires a gradient while gradients are recorded.
 
-    Deterministic and independent of the batch. A zero state that does not move has the distance 0; NaN never settles.
+    Deterministic and independent of the batch. A zero state that does not move has the distance 0; NaN never converges.
 
     Source: equation 3 and Algorithm 2 line 15; norm_4 of Huginn-0125's sandwich block.
 
@@ -188,7 +188,7 @@ def recurrence_exit(
         >>> zero, two = torch.zeros(1, dtype=torch.int64), torch.full((1,), 2)
         >>> x = torch.tensor([[[3., 3.], [3., -3.]]]); previous = torch.tensor([[[1., 1.], [1., 1.]]])
         >>> result = pd.recurrence_exit(x, 0 * x, torch.ones(2), previous, torch.tensor([[4, 4]]), two, zero, threshold=0.03)
-        >>> result.state, result.distance.round(decimals=3), result.settled
+        >>> result.state, result.distance.round(decimals=3), result.converged
         (tensor([[[ 1.0000,  1.0000],
                  [ 1.0000, -1.0000]]]), tensor([[0.0000, 1.4140]]), tensor([[ True, False]]))
     """
@@ -200,14 +200,14 @@ def recurrence_advance_(
     tokens: Tensor,
     predictions: Tensor,
     recurrences: Tensor,
-    stable: Tensor,
+    unchanged_steps: Tensor,
     width: Tensor,
     cursor: Tensor,
     advance: Tensor,
     steps: Tensor,
     remaining: Tensor,
     *,
-    settled: Tensor | None = None,
+    converged: Tensor | None = None,
     inner_recurrence: int,
     max_wavefront: int | None = None,
     max_recurrences: int = 0,
@@ -216,7 +216,7 @@ def recurrence_advance_(
     headway: int = 1,
     filler: Tensor | None = None,
     end_tokens: Tensor | None = None,
-    guard: bool = True,
+    keep_changed: bool = True,
     keep_last: bool = False,
     backend: Backend = "auto",
 ) -> None:
@@ -232,32 +232,32 @@ def recurrence_advance_(
 
     For each sequence with ``w = width[b] > 0`` rows, in this order:
 
-    1. ``recurrences[b, i] += inner_recurrence`` and ``steps[b] += 1``. ``stable[b, i]`` is incremented where an old row predicted
-       ``tokens[b, i + 1]`` again, and is 0 elsewhere.
-    2. A row is ready if it has settled, has `max_recurrences` (if above 0), or was stable `stability` times (if above 0). Rule
+    1. ``recurrences[b, i] += inner_recurrence`` and ``steps[b] += 1``. ``unchanged_steps[b, i]`` is incremented where an old row
+       predicted ``tokens[b, i + 1]`` again, and is 0 elsewhere.
+    2. A row is ready if it has converged, has `max_recurrences` (if above 0), or `stability` unchanged steps (if above 0). Rule
        "prefix" freezes the ready rows before the first that is not (equation 3), "last" all up to the last ready one (Algorithm 2).
-    3. `guard`: never a row whose input, or an input between row 0 and it, changed in this step: the K and V that the cache
-       holds for it belong to another token. `keep_last`: one row fewer (the published code keeps it as the first).
+    3. `keep_changed`: rows stay in the wave from the first one whose input changed in this step: the cache holds K and V of its old
+       input. `keep_last`: the last of the rows stays too, and is the first of the next step, as in the published code.
     4. ``n`` of them freeze: no more than ``remaining[b]``, and none past the first end token among the predictions.
        ``advance[b] = n``, ``cursor[b] += n``, ``remaining[b] -= n``.
     5. After an end token, or with nothing remaining, ``width[b] = 0``: the sequence has finished. Its tokens, recurrences and
-       stable are no longer shifted.
+       unchanged steps are not shifted.
     6. Otherwise ``width[b] = min(w - n + headway, max_wavefront, remaining[b])``; the remaining rows shift by ``n``, each input
        being the prediction of the row before it; the first new row gets the last prediction, others `filler`.
 
-    A finished sequence (``width[b] == 0``) does not change, except for ``advance[b] = 0``. Past a wave, recurrences and stable
+    A finished sequence (``width[b] == 0``) does not change, except for ``advance[b] = 0``. Past a wave, recurrences and unchanged steps
     are 0 and tokens are unspecified.
 
     Args:
-        tokens: ``(batch, room + 1)`` int32 or int64.
-        predictions: ``(batch, rows)`` int32 or int64, ``rows <= room``: the widest wave of this step, or more.
-        recurrences, stable: ``(batch, room)`` int32 or int64.
+        tokens: ``(batch, capacity + 1)`` int32 or int64.
+        predictions: ``(batch, rows)`` int32 or int64, ``rows <= capacity``: the widest wave of this step, or more.
+        recurrences, unchanged_steps: ``(batch, capacity)`` int32 or int64.
         width, cursor, advance, steps, remaining: ``(batch,)`` int32 or int64. `cursor` may be the lengths of a KV cache;
             `remaining` counts tokens that may still be frozen; `advance` is only written.
-        settled: ``(batch, rows)`` bool, as from `recurrence_exit`; None: no row is.
+        converged: ``(batch, rows)`` bool, as from `recurrence_exit`; None: no row is.
         inner_recurrence: recurrences of this step.
-        max_wavefront: in ``[1, room]``; None: room.
-        max_recurrences, stability, rule, guard, keep_last: see above.
+        max_wavefront: in ``[1, capacity]``; None: capacity.
+        max_recurrences, stability, rule, keep_changed, keep_last: see above.
         headway: rows that join a wave in each step, 1 or more.
         filler: ``(batch, headway - 1)`` int32 or int64, inputs of new rows without a prediction; None: 0.
         end_tokens: ``(n,)`` ids that end a sequence.
@@ -277,19 +277,19 @@ def recurrence_advance_(
     Example:
         >>> import torch, pdkernels as pd
         >>> tokens, predictions = torch.tensor([[5, 6, 7, 0, 0]]), torch.tensor([[6, 7, 8]])
-        >>> recurrences, stable = torch.tensor([[8, 8, 4, 0]]), torch.zeros(1, 4, dtype=torch.int64)
+        >>> recurrences, unchanged_steps = torch.tensor([[8, 8, 4, 0]]), torch.zeros(1, 4, dtype=torch.int64)
         >>> width, cursor, advance, steps, remaining = (torch.tensor([n]) for n in (3, 10, 0, 2, 100))
-        >>> settled = torch.tensor([[True, True, False]])
-        >>> pd.recurrence_advance_(tokens, predictions, recurrences, stable, width, cursor, advance, steps, remaining,
-        ...                        settled=settled, inner_recurrence=4)
+        >>> converged = torch.tensor([[True, True, False]])
+        >>> pd.recurrence_advance_(tokens, predictions, recurrences, unchanged_steps, width, cursor, advance, steps, remaining,
+        ...                        converged=converged, inner_recurrence=4)
         >>> advance.item(), cursor.item(), width.item(), tokens[0, :2].tolist(), recurrences[0].tolist()
         (2, 12, 2, [7, 8], [8, 0, 0, 0])
     """
     if max_wavefront is not None:
-        check_int(ADVANCE, "max_wavefront", max_wavefront, 1, "Pass None for as many rows as there is room for.")
-    tensors = (tokens, predictions, recurrences, stable, width, cursor, advance, steps, remaining, settled)
+        check_int(ADVANCE, "max_wavefront", max_wavefront, 1, "Pass None for the whole capacity.")
+    tensors = (tokens, predictions, recurrences, unchanged_steps, width, cursor, advance, steps, remaining, converged)
     limits = (inner_recurrence, max_wavefront or 0, max_recurrences, stability, rule, headway)
-    call(advance_op, (*tensors, *limits, filler, end_tokens, guard, keep_last), tokens, backend)
+    call(advance_op, (*tensors, *limits, filler, end_tokens, keep_changed, keep_last), tokens, backend)
 
 
 def _wave(draw: Draw) -> dict[str, Any]:
@@ -315,9 +315,9 @@ def _example_exit(draw: Draw) -> dict[str, Any]:
 
 
 def _example_advance(draw: Draw) -> dict[str, Any]:
-    tokens, predictions, settled = draw.ints(0, 8, 2, 7), draw.ints(0, 8, 2, 6), draw.ints(0, 1, 2, 6).bool()
-    wave = {**_wave(draw), "stable": torch.zeros(2, 6, dtype=torch.int64), "remaining": draw.ints(9, 19, 2)}
-    return {"tokens": tokens, "predictions": predictions, **wave, "settled": settled, "inner_recurrence": 4}
+    tokens, predictions, converged = draw.ints(0, 8, 2, 7), draw.ints(0, 8, 2, 6), draw.ints(0, 1, 2, 6).bool()
+    wave = {**_wave(draw), "unchanged_steps": torch.zeros(2, 6, dtype=torch.int64), "remaining": draw.ints(9, 19, 2)}
+    return {"tokens": tokens, "predictions": predictions, **wave, "converged": converged, "inner_recurrence": 4}
 
 
 inject_op = define(
@@ -336,10 +336,10 @@ exit_op = define(
     example=_example_exit,
 )
 advance_op = define(
-    "recurrence_advance_(Tensor(a!) tokens, Tensor predictions, Tensor(b!) recurrences, Tensor(c!) stable, Tensor(d!) width, "
-    "Tensor(e!) cursor, Tensor(f!) advance, Tensor(g!) steps, Tensor(h!) remaining, Tensor? settled, int inner_recurrence, "
+    "recurrence_advance_(Tensor(a!) tokens, Tensor predictions, Tensor(b!) recurrences, Tensor(c!) unchanged_steps, Tensor(d!) width, "
+    "Tensor(e!) cursor, Tensor(f!) advance, Tensor(g!) steps, Tensor(h!) remaining, Tensor? converged, int inner_recurrence, "
     "int max_wavefront, int max_recurrences, int stability, str rule, int headway, Tensor? filler=None, Tensor? end_tokens=None, "
-    "bool guard=True, bool keep_last=False) -> ()",
+    "bool keep_changed=True, bool keep_last=False) -> ()",
     fake=fake_advance,
     reference=reference.recurrence_advance_,
     example=_example_advance,

@@ -35,7 +35,7 @@ sampler_options = st.fixed_dictionaries(
         "max_wavefront": st.integers(1, 6),
         "rule": st.sampled_from(["prefix", "last"]),
         "new_state": st.sampled_from(["fresh", "copied"]),
-        "guard": st.booleans(),
+        "keep_changed": st.booleans(),
         "recurrences": st.integers(1, 8),
         "max_recurrences": st.integers(1, 20),
         "stability": st.integers(1, 4),
@@ -209,7 +209,7 @@ def test_poisoned_rows_after_the_text_are_never_read(page_size: int | None, monk
 
 def test_the_prefix_rule_and_the_last_one_differ() -> None:
     """Equation 3 and line 16 of Algorithm 2: the second freezes rows that are not ready."""
-    options = {"inner_recurrence": 1, "threshold": 0.03, "guard": False, "max_recurrences": 30}
+    options = {"inner_recurrence": 1, "threshold": 0.03, "keep_changed": False, "max_recurrences": 30}
     early = {}
     for rule in ("prefix", "last"):
         stats = generate(models(2)[0], BATCH, METHOD, rule=rule, max_new_tokens=10, trace=True, **options).stats
@@ -222,13 +222,13 @@ def test_the_prefix_rule_and_the_last_one_differ() -> None:
     assert early["prefix"] == 0 < early["last"]
 
 
-@pytest.mark.parametrize("guard", [True, False])
-def test_the_guard_keeps_rows_whose_input_changed(guard: bool) -> None:
+@pytest.mark.parametrize("keep_changed", [True, False])
+def test_rows_stay_whose_input_changed(keep_changed: bool) -> None:
     """Without it a row may freeze with K and V of a token that is not in the text."""
     stale = 0
     for seed in range(4):
-        options = {"threshold": 2.0, "inner_recurrence": 1, "guard": guard, "seed": seed, "headway": 2}
+        options = {"threshold": 2.0, "inner_recurrence": 1, "keep_changed": keep_changed, "seed": seed, "headway": 2}
         trace = generate(models(1)[0], BATCH, METHOD, max_new_tokens=16, trace=True, **options).stats.trace
         for step in (step for steps in trace for step in steps):
             stale += sum(step.predictions[i - 1] != step.tokens[i] for i in range(1, step.frozen))
-    assert (stale == 0) == guard
+    assert (stale == 0) == keep_changed

@@ -176,7 +176,7 @@ ERRORS: list[tuple[str, dict[str, Any], str]] = [
     ("recurrent_diffusion", {"noise": float("inf")}, DIFFUSION + "noise must be finite, got inf."),
     ("recurrent_diffusion", {"exit": "now"}, DIFFUSION + "exit must be one of 'latent-diff', 'fixed', "),
     ("recurrent_diffusion", {"rule": "all"}, DIFFUSION + "rule must be one of 'prefix', 'last', got 'all'."),
-    ("recurrent_diffusion", {"guard": 1}, "TypeError: " + DIFFUSION + "guard must be a bool, got int."),
+    ("recurrent_diffusion", {"keep_changed": 1}, "TypeError: " + DIFFUSION + "keep_changed must be a bool, got int."),
     ("recurrent_diffusion", {"max_recurrences": -1}, DIFFUSION + "max_recurrences must be at least 0, got -1."),
     ("recurrent_diffusion", {"stability": 0}, DIFFUSION + "stability must be at least 1, got 0."),
     (

@@ -162,8 +162,8 @@ def test_calls_that_are_refused(sums: Path, tmp_path: Path) -> None:
 
 
 def test_options_of_the_command_line() -> None:
-    found = assigned_options("batch", ["block_size=16", "guard=true", "draft=ngram"])
-    assert found == dict(block_size=16, guard=True, draft="ngram")
+    found = assigned_options("batch", ["block_size=16", "keep_changed=true", "draft=ngram"])
+    assert found == dict(block_size=16, keep_changed=True, draft="ngram")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")

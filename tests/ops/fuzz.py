@@ -51,7 +51,7 @@ NUMBERS = [
     numpy.float32(1.5),
     [],
 ]
-COUNTERS = ["recurrences", "stable", "steps", "cursor"]  # ops increment these
+COUNTERS = ["recurrences", "unchanged_steps", "steps", "cursor"]  # ops increment these
 SECONDS = 60
 
 Change = Callable[[random.Random, Arguments], None]

@@ -140,7 +140,7 @@ class Wave(NamedTuple):
     tokens: Tensor
     predictions: Tensor
     recurrences: Tensor
-    stable: Tensor
+    unchanged_steps: Tensor
     width: Tensor
     cursor: Tensor
     advance: Tensor
@@ -163,12 +163,12 @@ class AdvanceCase(NamedTuple):
         return AdvanceCase(self.wave.to(device), options)
 
 
-def make_advance(seed: int, *, batch: int = 3, room: int = 6, dtype: torch.dtype = torch.int64) -> AdvanceCase:
-    """Few different tokens and mostly settled rows, so that every case occurs."""
+def make_advance(seed: int, *, batch: int = 3, capacity: int = 6, dtype: torch.dtype = torch.int64) -> AdvanceCase:
+    """Few different tokens and mostly converged rows, so that every case occurs."""
     rng = random.Random(seed)
-    rows = rng.choice([room, rng.randint(0, room)])
-    cap = rng.choice([None, rng.randint(max(rows, 1), room)]) if room else None
-    headway = rng.choice([1, 1, 2, 3, room + 2])
+    rows = rng.choice([capacity, rng.randint(0, capacity)])
+    cap = rng.choice([None, rng.randint(max(rows, 1), capacity)]) if capacity else None
+    headway = rng.choice([1, 1, 2, 3, capacity + 2])
     vocabulary = rng.choice([2, 4, 50])
 
     def table(columns: int, most: int) -> Tensor:
@@ -179,7 +179,7 @@ def make_advance(seed: int, *, batch: int = 3, room: int = 6, dtype: torch.dtype
     def vector(*choices: int) -> Tensor:
         return torch.tensor([rng.choice(choices) for _ in range(batch)], dtype=dtype)
 
-    tokens, predictions = table(room + 1, vocabulary - 1), table(rows, vocabulary - 1)
+    tokens, predictions = table(capacity + 1, vocabulary - 1), table(rows, vocabulary - 1)
     agree = rng.choice([0.3, 0.9, 1.0])
     for b in range(batch):
         for i in range(rows):
@@ -188,17 +188,17 @@ def make_advance(seed: int, *, batch: int = 3, room: int = 6, dtype: torch.dtype
     wave = Wave(
         tokens,
         predictions,
-        table(room, 9),
-        table(room, 4),
+        table(capacity, 9),
+        table(capacity, 4),
         vector(rows, rows, *range(rows + 1)),
         vector(0, 7, 2**31 - 99),
         vector(0, 3),
         vector(0, 11),
-        vector(0, 1, 2, room, 1000),
+        vector(0, 1, 2, capacity, 1000),
     )
     share = rng.choice([0.0, 0.5, 0.9, 1.0])
     options: dict[str, object] = {
-        "settled": rng.choice(
+        "converged": rng.choice(
             [
                 None,
                 torch.tensor([[rng.random() < share for _ in range(rows)] for _ in range(batch)])
@@ -214,7 +214,7 @@ def make_advance(seed: int, *, batch: int = 3, room: int = 6, dtype: torch.dtype
         "headway": headway,
         "filler": rng.choice([None, table(headway - 1, vocabulary - 1)]),
         "end_tokens": rng.choice([None, torch.tensor([vocabulary - 1, 77], dtype=dtype)]),
-        "guard": rng.random() < 0.6,
+        "keep_changed": rng.random() < 0.6,
         "keep_last": rng.random() < 0.3,
     }
     return AdvanceCase(wave, options)

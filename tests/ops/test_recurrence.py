@@ -216,7 +216,7 @@ def check_exit(impl, rows: Rows, **options: object) -> pd.RecurrenceExit:
         actual.distance,
         stored,
     )
-    assert torch.equal(actual.settled, actual.distance.double() < options["threshold"])
+    assert torch.equal(actual.converged, actual.distance.double() < options["threshold"])
     return actual
 
 
@@ -287,7 +287,7 @@ def test_what_counts_as_settled(impl) -> None:
     result = pd.RecurrenceExit(
         *(t.cpu() for t in impl.recurrence_exit(*(t.to(impl.device) for t in arguments), threshold=0.03))
     )
-    assert result.settled.tolist() == [[True, False, False, False, False]]
+    assert result.converged.tolist() == [[True, False, False, False, False]]
     assert result.distance[0, 1].item() == pytest.approx(2**0.5, rel=1e-5)
     assert result.distance[0, 2:].tolist() == [torch.inf] * 3  # new; no row 4 a step ago; after the wave
     assert (result.state[0, 4] == 0).all()
@@ -299,7 +299,7 @@ def test_zeros_are_settled_and_nan_never_is(impl) -> None:
     numbers = (torch.full((1, 4), 4), torch.tensor([4]), torch.tensor([0]))
     arguments = (x, torch.zeros_like(x), torch.ones(5), torch.zeros_like(x), *numbers)
     result = impl.recurrence_exit(*(t.to(impl.device) for t in arguments), threshold=1e9)
-    assert result.distance[0, 0] == 0 and result.settled[0].tolist() == [True, True, False, False]
+    assert result.distance[0, 0] == 0 and result.converged[0].tolist() == [True, True, False, False]
     assert result.distance[0, 2:].isnan().all()
 
 

@@ -18,7 +18,7 @@ calls = st.builds(
     make_advance,
     st.integers(0, 2**20),
     batch=st.integers(0, 3),
-    room=st.sampled_from([0, 1, 2, 5, 6, 40, 200]),
+    capacity=st.sampled_from([0, 1, 2, 5, 6, 40, 200]),
     dtype=st.sampled_from([torch.int32, torch.int64]),
 )
 
@@ -64,13 +64,13 @@ class Sequence:
                 "before": int(wave.tokens[b, i + 1]),
                 "prediction": int(wave.predictions[b, i]),
                 "count": int(wave.recurrences[b, i]),
-                "stable": int(wave.stable[b, i]),
+                "unchanged_steps": int(wave.unchanged_steps[b, i]),
             }
             for i in range(self.width)
         ]
-        settled = case.options["settled"]
+        converged = case.options["converged"]
         for i, row in enumerate(self.rows):
-            row["settled"] = settled is not None and bool(settled[b, i])
+            row["converged"] = converged is not None and bool(converged[b, i])
         filler = case.options["filler"]
         self.filler = [0] * (case.options["headway"] - 1) if filler is None else filler[b].tolist()
         ends = case.options["end_tokens"]
@@ -83,16 +83,20 @@ class Sequence:
         for i, row in enumerate(self.rows):
             known = row["count"] > 0
             row["count"] += options["inner_recurrence"]
-            row["stable"] = row["stable"] + 1 if known and row["prediction"] == row["before"] else 0
+            row["unchanged_steps"] = row["unchanged_steps"] + 1 if known and row["prediction"] == row["before"] else 0
             limit, patience = options["max_recurrences"], options["stability"]
-            if row["settled"] or (limit and row["count"] >= limit) or (patience and row["stable"] >= patience):
+            if (
+                row["converged"]
+                or (limit and row["count"] >= limit)
+                or (patience and row["unchanged_steps"] >= patience)
+            ):
                 ready.add(i)
         everything = set(range(len(self.rows)))
         if options["rule"] == "prefix":
             freeze = min(everything - ready, default=len(self.rows))
         else:
             freeze = max(ready, default=-1) + 1
-        if options["guard"]:
+        if options["keep_changed"]:
             stale = {i for i in everything - {0} if self.rows[i - 1]["prediction"] != self.rows[i]["input"]}
             freeze = min([freeze, *stale])
         if options["keep_last"] and freeze:
@@ -108,7 +112,7 @@ class Sequence:
         chain = [self.rows[0]["input"], *(row["prediction"] for row in self.rows)]
         rows = [{**row, "input": token} for row, token in zip(self.rows, chain)][len(text) :]
         joining = [chain[-1], *self.filler]
-        rows += [{"input": token, "count": 0, "stable": 0} for token in joining]
+        rows += [{"input": token, "count": 0, "unchanged_steps": 0} for token in joining]
         return text, rows[: min(options["max_wavefront"] or 10**9, left)]
 
 
@@ -131,14 +135,14 @@ def test_is_what_the_rules_say(impl, case: AdvanceCase) -> None:
         if rows:
             padding = [0] * (room - len(rows))
             assert after.recurrences[b].tolist() == [row["count"] for row in rows] + padding
-            assert after.stable[b].tolist() == [row["stable"] for row in rows] + padding
+            assert after.unchanged_steps[b].tolist() == [row["unchanged_steps"] for row in rows] + padding
 
 
 # --- by hand -------------------------------------------------------------------------------------------------------------------
 
 
 def settle(impl, pattern: str, **options: object) -> tuple[Wave, Wave]:
-    """A wave whose rows are settled where `pattern` has an x, every input as predicted; before and after."""
+    """A wave whose rows are converged where `pattern` has an x, every input as predicted; before and after."""
     w, room = len(pattern), len(pattern) + 3
     text = torch.arange(100, 101 + room)
     wave = Wave(
@@ -148,8 +152,8 @@ def settle(impl, pattern: str, **options: object) -> tuple[Wave, Wave]:
         torch.zeros(1, room, dtype=torch.int64),
         *(torch.tensor([n]) for n in (w, 50, 0, 7, 1000)),
     )
-    settled = torch.tensor([[mark == "x" for mark in pattern]])
-    return wave, run(impl, AdvanceCase(wave, {"settled": settled, "inner_recurrence": 4, **options}))
+    converged = torch.tensor([[mark == "x" for mark in pattern]])
+    return wave, run(impl, AdvanceCase(wave, {"converged": converged, "inner_recurrence": 4, **options}))
 
 
 @pytest.mark.parametrize(
@@ -179,17 +183,17 @@ def test_prefix_and_last(impl, pattern: str, prefix: int, last: int) -> None:
 def test_guard_stops_at_the_first_changed_input(impl) -> None:
     before, _ = settle(impl, "xxxx")
     before.predictions[0, 1] = 7  # row 2's input becomes 7: rows 2 and 3 of the cache belong to 102 and 103
-    options = {"settled": torch.ones(1, 4, dtype=torch.bool), "inner_recurrence": 4}
+    options = {"converged": torch.ones(1, 4, dtype=torch.bool), "inner_recurrence": 4}
     after = run(impl, AdvanceCase(before, options))
     assert after.advance.item() == 2 and after.tokens[0, :3].tolist() == [7, 103, 104]
-    assert run(impl, AdvanceCase(before, {**options, "guard": False})).advance.item() == 4
+    assert run(impl, AdvanceCase(before, {**options, "keep_changed": False})).advance.item() == 4
 
 
 def test_filler_rows_never_freeze_after_a_wrong_guess(impl) -> None:
     _, after = settle(impl, "x.", headway=4, filler=torch.tensor([[1, 2, 3]]))
     assert after.width.item() == 5 and after.tokens[0, :5].tolist() == [101, 102, 1, 2, 3]
     predictions = torch.tensor([[102, 103, 104, 105, 106]])
-    everything = {"settled": torch.ones(1, 5, dtype=torch.bool), "inner_recurrence": 4}
+    everything = {"converged": torch.ones(1, 5, dtype=torch.bool), "inner_recurrence": 4}
     after = run(impl, AdvanceCase(after._replace(predictions=predictions), everything))
     assert after.advance.item() == 2 and after.tokens[0, :3].tolist() == [103, 104, 105]
 
@@ -198,7 +202,7 @@ def test_headway_is_capped_by_the_wavefront_and_what_remains(impl) -> None:
     assert settle(impl, "x..", headway=3, max_wavefront=4)[1].width.item() == 4
     before, _ = settle(impl, "x..")
     before.remaining[0] = 2
-    options = {"settled": torch.tensor([[True, False, False]]), "inner_recurrence": 4}
+    options = {"converged": torch.tensor([[True, False, False]]), "inner_recurrence": 4}
     after = run(impl, AdvanceCase(before, options))
     assert (after.width.item(), after.remaining.item()) == (1, 1)
     assert after.recurrences[0].tolist() == [8, 0, 0, 0, 0, 0]
@@ -224,7 +228,7 @@ def test_the_end(impl, end: int, remaining: int, frozen: int, text: list[int] | 
     before, _ = settle(impl, "xxx.")
     before.remaining[0] = remaining
     options = dict(
-        settled=torch.tensor([[True, True, True, False]]), inner_recurrence=4, end_tokens=torch.tensor([55, end])
+        converged=torch.tensor([[True, True, True, False]]), inner_recurrence=4, end_tokens=torch.tensor([55, end])
     )
     after = run(impl, AdvanceCase(before, options))
     assert after.advance.item() == frozen and after.remaining.item() == remaining - frozen
@@ -245,14 +249,14 @@ def test_stability_and_the_limit(impl) -> None:
     for _ in range(3):
         predictions = torch.tensor([[101, 102, 103, 104, 105]])[:, : int(wave.width)] + int(wave.cursor) - 50
         wave = run(impl, AdvanceCase(wave._replace(predictions=predictions), {"inner_recurrence": 4, "stability": 2}))
-        widths.append((wave.advance.item(), wave.stable[0, :3].tolist()))
+        widths.append((wave.advance.item(), wave.unchanged_steps[0, :3].tolist()))
     assert widths == [(0, [1, 0, 0]), (1, [1, 0, 0]), (1, [1, 0, 0])]
     assert settle(impl, "...", max_recurrences=8)[1].advance.item() == 3
     assert settle(impl, "...", max_recurrences=9)[1].advance.item() == 0
 
 
 def test_a_wavefront_of_one_is_autoregression(impl) -> None:
-    """With max_recurrences = inner_recurrence a token a step, whatever has settled."""
+    """With max_recurrences = inner_recurrence a token a step, whatever has converged."""
     wave = Wave(
         torch.tensor([[5, 0]]),
         torch.tensor([[6]]),
@@ -291,11 +295,11 @@ def test_many_steps_keep_states_and_positions_together(impl) -> None:
         assert all(last[i + advance] == here[i] for i in old), "a row was taken for its neighbour"
         predictions = torch.zeros(1, room, dtype=torch.int64)
         predictions[0, :w] = target[torch.tensor(here) + 1]
-        settled = torch.rand(1, room, generator=generator) < 0.6
+        converged = torch.rand(1, room, generator=generator) < 0.6
         wave = run(
             impl,
             AdvanceCase(
-                wave._replace(predictions=predictions), {"settled": settled, "inner_recurrence": 4, "rule": "last"}
+                wave._replace(predictions=predictions), {"converged": converged, "inner_recurrence": 4, "rule": "last"}
             ),
         )
         last = here
@@ -344,7 +348,7 @@ def test_result_does_not_depend_on_the_order_of_threads(case: AdvanceCase) -> No
 
 @pytest.mark.parametrize("name, value", [("width", 7), ("width", -1), ("remaining", -1), ("cursor", -1)])
 def test_a_bad_sequence_is_left_alone_on_cuda(device_impl, name: str, value: int) -> None:
-    case = make_advance(3, batch=3, room=6)
+    case = make_advance(3, batch=3, capacity=6)
     wanted = expected(case)
     getattr(case.wave, name)[1] = value
     after = run(device_impl, case)
@@ -366,29 +370,29 @@ def test_fullgraph_without_recompiles() -> None:
     torch._dynamo.reset()
     counter = CompileCounter()
 
-    def step(wave: Wave, settled: Tensor) -> Tensor:
-        pd.recurrence_advance_(*wave, settled=settled, inner_recurrence=4)
+    def step(wave: Wave, converged: Tensor) -> Tensor:
+        pd.recurrence_advance_(*wave, converged=converged, inner_recurrence=4)
         return wave.cursor + wave.advance
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
     for seed, (batch, room) in enumerate([(2, 4), (3, 5), (2, 9), (4, 7)]):
-        wave = make_advance(seed, batch=batch, room=room).wave
+        wave = make_advance(seed, batch=batch, capacity=room).wave
         predictions = wave.tokens[:, 1:].clone()
         wave = wave._replace(predictions=predictions, width=torch.full((batch,), 3), remaining=torch.full((batch,), 50))
-        settled, mine = torch.rand(batch, room) < 0.7, wave.clone()
-        assert torch.equal(compiled(wave, settled), step(mine, settled)) and equal(wave, mine)
+        converged, mine = torch.rand(batch, room) < 0.7, wave.clone()
+        assert torch.equal(compiled(wave, converged), step(mine, converged)) and equal(wave, mine)
     assert counter.frame_count == 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_graph_capture_and_replay() -> None:
-    wave = make_advance(1, batch=2, room=6).wave.to(torch.device("cuda"))
-    settled, mine = torch.ones(2, wave.predictions.shape[1], dtype=torch.bool, device="cuda"), wave.clone()
-    pd.recurrence_advance_(*wave.clone(), settled=settled, inner_recurrence=4)
+    wave = make_advance(1, batch=2, capacity=6).wave.to(torch.device("cuda"))
+    converged, mine = torch.ones(2, wave.predictions.shape[1], dtype=torch.bool, device="cuda"), wave.clone()
+    pd.recurrence_advance_(*wave.clone(), converged=converged, inner_recurrence=4)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        pd.recurrence_advance_(*wave, settled=settled, inner_recurrence=4)
+        pd.recurrence_advance_(*wave, converged=converged, inner_recurrence=4)
     for _ in range(3):
         graph.replay()
-        pd.recurrence_advance_(*mine, settled=settled, inner_recurrence=4)
+        pd.recurrence_advance_(*mine, converged=converged, inner_recurrence=4)
         assert equal(wave, mine)

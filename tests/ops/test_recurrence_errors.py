@@ -27,7 +27,7 @@ ADVANCE = Wave(
     *(torch.tensor([n, n]) for n in (3, 9, 0, 1, 50)),
 )._asdict() | {"inner_recurrence": 4}
 E = ROWS.embedding
-SETTLED = torch.zeros(2, 4, dtype=torch.bool)
+CONVERGED = torch.zeros(2, 4, dtype=torch.bool)
 LONG = torch.zeros(2, 9, dtype=torch.int64)
 
 
@@ -88,17 +88,17 @@ BAD_ADVANCE = [
     ({"tokens": LONG}, r"advance_: recurrences must have shape \(2, 8\), got \(2, 4\)"),
     ({"tokens": E}, "TypeError: tokens must be an int32 or int64 tensor"),
     ({"predictions": LONG}, r"predictions must have at most 4 columns, got \(2, 9\)"),
-    ({"stable": LONG}, r"stable must have shape \(2, 4\)"),
-    ({"settled": SETTLED.long()}, "TypeError: settled must be a bool tensor, got torch.int64"),
-    ({"settled": SETTLED[:, :2]}, r"settled must have shape \(2, 4\) like predictions, got \(2, 2\)"),
+    ({"unchanged_steps": LONG}, r"unchanged_steps must have shape \(2, 4\)"),
+    ({"converged": CONVERGED.long()}, "TypeError: converged must be a bool tensor, got torch.int64"),
+    ({"converged": CONVERGED[:, :2]}, r"converged must have shape \(2, 4\) like predictions, got \(2, 2\)"),
     ({"width": two(3, 5)}, r"width must be in \[0, 4\], got 5 for sequence 1"),
     ({"max_wavefront": "x"}, "TypeError: max_wavefront must be an int, got str"),
     ({"headway": 1.5}, "TypeError: headway must be an int, got float"),
-    ({"guard": "x"}, "TypeError: guard must be a bool, got str"),
+    ({"keep_changed": "x"}, "TypeError: keep_changed must be a bool, got str"),
     ({"max_wavefront": 2}, r"width must be in \[0, 2\], got 3 for sequence 0"),
     ({"remaining": two(3, -1)}, "remaining must not be negative, got -1 for sequence 1"),
     ({"max_wavefront": 0}, "max_wavefront must be at least 1, got 0. Pass None"),
-    ({"max_wavefront": 5}, "max_wavefront must be at most the 4 rows there is room for, got 5"),
+    ({"max_wavefront": 5}, "max_wavefront must be at most the capacity of 4 rows, got 5"),
     ({"inner_recurrence": 0}, "inner_recurrence must be at least 1, got 0"),
     ({"headway": 0}, "headway must be at least 1, got 0"),
     ({"stability": -1}, "stability must be at least 0, got -1"),

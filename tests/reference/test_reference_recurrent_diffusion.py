@@ -109,7 +109,7 @@ def test_without_a_limit_every_row_settles() -> None:
 @given(data=st.data())
 @settings(max_examples=40)
 def test_the_tokens_of_a_model_that_settles_at_once(data: st.DataObject) -> None:
-    """Whatever the schedule, the guard keeps what a wrong draft would have left: tokens are exactly the script's."""
+    """Whatever the schedule, rows whose input changed are kept, so tokens are exactly the script's."""
     name = data.draw(st.sampled_from(sorted(SCRIPTS)))
     prompt = data.draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=5))
     limit, headway, cap = data.draw(st.integers(0, 20)), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 7))
@@ -149,7 +149,7 @@ def test_without_the_guard_stale_keys_stay() -> None:
     kept = Scripted(script)
     with_guard = recurrent_diffusion(kept, prompt, 16, **options)
     stale = Scripted(script)
-    without = recurrent_diffusion(stale, prompt, 16, guard=False, **options)
+    without = recurrent_diffusion(stale, prompt, 16, keep_changed=False, **options)
     assert kept.stored == [*prompt, *with_guard.tokens][:-1]
     assert stale.stored != [*prompt, *without.tokens][:-1]
     assert without.forwards < with_guard.forwards
@@ -341,7 +341,7 @@ def by_rows(model: Any, prompt: list[int], limit: int, seed: int, **options: Any
             2 if options["exit"] == "token-stability" else 0,
             options["rule"],
             headway,
-            guard=options["guard"],
+            keep_changed=options["keep_changed"],
             filler=torch.tensor([fillers(words, text)], dtype=torch.int64),
         )
         past.freeze(int(advance))
@@ -371,7 +371,7 @@ def test_against_the_row_kernels_references(data: st.DataObject) -> None:
         "exit": draw("latent-diff", "latent-acceleration", "token-stability", "fixed"),
         "stability": 2,
         "new_state": draw("fresh", "copied"),
-        "guard": draw(True, False),
+        "keep_changed": draw(True, False),
         "max_recurrences": 6,
     }
     model = tiny(seed, state_scale=draw(0.3, 1.0))

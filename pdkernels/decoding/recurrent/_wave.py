@@ -38,7 +38,7 @@ class WaveOptions(NamedTuple):
     max_wavefront: int
     rule: Rule
     new_state: NewState
-    guard: bool
+    keep_changed: bool
     max_recurrences: int
     stability: int
     init_scale: float
@@ -49,8 +49,8 @@ class Wave:
     """Rows of all sequences; `width` is how many a sequence has, 0 once it has finished.
 
     Attributes:
-        room: most rows of a sequence.
-        tokens: ``(batch, room + 1)`` int64, inputs of the rows; past a wave any valid id.
+        capacity: the largest number of rows of a sequence.
+        tokens: ``(batch, capacity + 1)`` int64, inputs of the rows; past a wave any valid id.
         width, advance: ``(batch,)`` int64, rows of each sequence, and how many the last step froze.
         remaining: ``(batch,)`` int64, tokens still to come.
     """
@@ -63,23 +63,26 @@ class Wave:
         self._cache, self._ends = cache, ends
         # Only requested tokens get a row: the wave ends where the text will.
         self._limit = limit = session.max_new_tokens
-        self.room = max(1, min(options.max_wavefront, limit - 1))
+        self.capacity = max(1, min(options.max_wavefront, limit - 1))
         cursor, batch = cache.lengths, session.batch
-        self._slot = torch.arange(self.room, device=cursor.device)
-        self.tokens = cursor.new_zeros(batch, self.room + 1)
-        self._recurrences, self._stable = cursor.new_zeros(batch, self.room), cursor.new_zeros(batch, self.room)
+        self._slot = torch.arange(self.capacity, device=cursor.device)
+        self.tokens = cursor.new_zeros(batch, self.capacity + 1)
+        self._recurrences, self._unchanged_steps = (
+            cursor.new_zeros(batch, self.capacity),
+            cursor.new_zeros(batch, self.capacity),
+        )
         self.remaining, self.width, self.advance, self._steps = (torch.zeros_like(cursor) for _ in range(4))
         # A row is new until its first recurrence, whatever is in these.
-        rows = self.model.exit_weight.new_zeros(batch, self.room, len(self.model.exit_weight))
+        rows = self.model.exit_weight.new_zeros(batch, self.capacity, len(self.model.exit_weight))
         self._state, self._blended = rows, torch.zeros_like(rows)
         self._older = (torch.zeros_like(rows), torch.zeros_like(cursor)) if options.compared == 2 else None
         self._text: torch.Tensor | None = None
         if options.headway > 1:  # guesses are sampled from the text
-            self._text = cursor.new_zeros(batch, session.longest + limit + self.room)
+            self._text = cursor.new_zeros(batch, session.longest + limit + self.capacity)
 
     def start(self, session: Session, tokens: torch.Tensor) -> None:
         """Begins with the `tokens` ``(batch, 1)`` after the prompts that are in the cache."""
-        for state in (self.tokens, self._recurrences, self._stable, self.advance, self._steps):
+        for state in (self.tokens, self._recurrences, self._unchanged_steps, self.advance, self._steps):
             state.zero_()
         self.tokens[:, :1] = tokens
         self.remaining.fill_(self._limit - 1)
@@ -134,7 +137,7 @@ class Wave:
             x = model.core(x, term, one)
         x, residual = model.core_parts(x, term, contexts[-1])
         older, older_advance = self._older or (None, None)
-        state, distance, settled = recurrence_exit(
+        state, distance, converged = recurrence_exit(
             x,
             residual,
             model.exit_weight,
@@ -165,22 +168,22 @@ class Wave:
             self.tokens,
             predictions,
             self._recurrences,
-            self._stable,
+            self._unchanged_steps,
             width,
             cursor,
             self.advance,
             self._steps,
             self.remaining,
-            settled=settled if options.compared else None,
+            converged=converged if options.compared else None,
             inner_recurrence=options.inner_recurrence,
-            max_wavefront=self.room,
+            max_wavefront=self.capacity,
             max_recurrences=options.max_recurrences,
             stability=options.stability,
             rule=options.rule,
             headway=options.headway,
             filler=filler,
             end_tokens=self._ends,
-            guard=options.guard,
+            keep_changed=options.keep_changed,
             backend=backend,
         )
         return drawn.masked_fill(has_no_choice(logits, drawn), -1), distance

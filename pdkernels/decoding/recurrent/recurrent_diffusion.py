@@ -54,10 +54,10 @@ class WaveSteps(Steps):
         max_wavefront: most active positions. 1 is autoregressive decoding with adaptive exits.
         rule: "prefix" freezes rows before the first that is not ready, "last" all up to the last that is.
         new_state: a new row starts "fresh" from the state of its position or "copied" from that of the previous row.
-        guard: freeze no row whose input changed in this step: its K and V belong to the old token.
+        keep_changed: keep rows whose input changed in this step: their K and V belong to the old token.
         recurrences: of the prompt; None: those the model was trained for.
         max_recurrences: a row is ready at the latest after this many; None: 4 * `recurrences`; 0: never, if the model does not
-            settle.
+            converge.
         stability: None: ``recurrences // inner_recurrence + 1``.
         kept_recurrences: as elsewhere; those of a step count from 0 in every step, as in the released code.
         seed: of states, noise, draws and guesses.
@@ -78,7 +78,7 @@ class WaveSteps(Steps):
         max_wavefront: int = 128,
         rule: Rule = "prefix",
         new_state: NewState = "fresh",
-        guard: bool = True,
+        keep_changed: bool = True,
         init_scale: float = 1.0,
         kept_recurrences: int = 1,
         recurrences: int | None = None,
@@ -125,7 +125,7 @@ class WaveSteps(Steps):
             compared=_COMPARED.get(exit, 0),
             horizon=recurrences,
             rule=checked_name(_OP, "rule", rule, get_args(Rule)),
-            guard=checked_flag(_OP, "guard", guard),
+            keep_changed=checked_flag(_OP, "keep_changed", keep_changed),
             max_recurrences=maximum,
             stability=steady if exit == "token-stability" else 0,
             init_scale=init_scale,
@@ -142,8 +142,10 @@ class WaveSteps(Steps):
         self.needs_host = "" if maximum > 0 else "max_recurrences=0, with which a row may never be ready"
         self.cache = new_cache(session, page_size, core)
         self.wave = Wave(session, self.cache, session.ends_on(self.cache.lengths.device), options, sampling)
-        self.room = room = self.wave.room
-        self.entry = Entry(session.batch, self.wave.tokens.device, predictions=room, inputs=room, distances=room)
+        self.capacity = capacity = self.wave.capacity
+        self.entry = Entry(
+            session.batch, self.wave.tokens.device, predictions=capacity, inputs=capacity, distances=capacity
+        )
 
     @property
     def live(self) -> tuple[torch.Tensor, ...]:
@@ -162,11 +164,11 @@ class WaveSteps(Steps):
         self._write(torch.zeros_like(self.wave.advance), written < 0)
 
     def step(self, width: int | None = None, ragged: bool = True) -> None:
-        wave, rows = self.wave, width or self.room
+        wave, rows = self.wave, width or self.capacity
         if width is not None and wave.tokens.is_cuda:  # so that shapes repeat
-            rows = min(1 << (rows - 1).bit_length(), self.room)
+            rows = min(1 << (rows - 1).bit_length(), self.capacity)
         active = wave.width > 0
-        self.entry.inputs.copy_(wave.tokens[:, : self.room])
+        self.entry.inputs.copy_(wave.tokens[:, : self.capacity])
         predictions, distance = wave.step(rows, whole=not ragged and rows == width)
         self.entry.predictions[:, :rows] = predictions
         self.entry.distances[:, :rows] = distance.double().view(torch.int64)
