@@ -408,7 +408,7 @@ def test_the_law_of_draws() -> None:
         ({"method_options": {"max_new_tokens": 8}}, TypeError, "'max_new_tokens'"),
         ({"method_options": {"temperature": 0.5}}, ValueError, "method_options must not hold 'temperature'"),
         ({"method_options": [("block_size", 8)]}, TypeError, "method_options must be a dict"),
-        ({"method": "llada"}, (TypeError, ValueError), "model must be a masked-diffusion"),
+        ({"method": "llada"}, (TypeError, ValueError), "got 'llada', which requires bidirectional"),
         ({"metod": "jacobi"}, ValueError, "metod"),
     ],
 )
