@@ -31,14 +31,12 @@ KINDS = {"Prompt": "One", "Batch": "Many"}  # type of a single prompt, and of it
 
 
 def methods_table() -> str:
-    """Every method, the models that it is for, its promise and its options."""
-    lines = ["| method | requires | as greedy | what it does | options |", "|---|---|---|---|---|"]
+    """Every method, the models that it is for and its promise."""
+    lines = ["| method | requires | as greedy | what it does |", "|---|---|---|---|"]
     for method in METHODS.values():
         models = ", ".join(name.replace("_", "-") for name in CAPABILITIES if name in method.requires)
-        own = [f"`{option}`" for option in method.options.values() if not option.shared]
-        own += [f"*{name}*" for name in SHARED if name in method.options and method.options[name].shared]
         promise = "yes" if method.lossless else "no"
-        lines.append(f"| `{method.name}` | {models} | {promise} | {method.summary} | {', '.join(own)} |")
+        lines.append(f"| `{method.name}` | {models} | {promise} | {method.summary} |")
     return "\n".join(lines)
 
 

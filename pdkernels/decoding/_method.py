@@ -37,22 +37,22 @@ class SharedOptions:
     """Options with one meaning in all methods, unless a method's docstring describes them.
 
     Args:
-        mask_token: id of masked positions; None: the model's own.
-        temperature: of the draws; 0 is greedy.
-        top_p, min_p, top_k: draw from likely tokens only; None: from all.
-        seed: of all random numbers; an int, from which each sequence derives its own stream (`stream`), or a list with one for
-            each sequence.
-        allow_mask_token: whether the text may contain the mask token of a model that has one; by default it is impossible.
-        recurrences: of the prompt and of every token; None: those the model was trained for.
+        mask_token: id of the mask token; None: the model's own.
+        temperature: sampling temperature; 0 is greedy.
+        top_p, min_p, top_k: sample from likely tokens only; None: from all.
+        seed: seed of all random numbers: an int, from which each sequence derives its own stream (`stream`), or a list with one seed
+            per sequence.
+        allow_mask_token: whether the model may emit its mask token; by default it cannot.
+        recurrences: how many recurrences the prompt and every token get; None: as many as the model was trained for.
         init_scale: factor of a recurrent-depth model's initial states; 0 starts from zeros.
-        kept_recurrences: recurrences of a row whose K and V the cache keeps apart: recurrence t of later rows reads number t modulo
-            this, or the last one where a row stopped before. 1 shares one among all, 0 keeps all.
-        core_noise: share of noise, of deviation 1, that a state has at the beginning of each recurrence but the first.
-        core_noise_schedule: how that share falls with the number t of the recurrence: "harmonic" as 1 / (1 + t), "root" as its
-            root, "linear" down to 0 after all recurrences, "constant" not at all.
-        new_state: "fresh" starts a token's recurrences from the state of its position, "copied" from the last one of the token
+        kept_recurrences: how many recurrences of a token have their own K and V in the cache. Recurrence t of later tokens reads number t
+            modulo this, or the last one of a token that stopped earlier. 1 shares one among all, 0 keeps all.
+        core_noise: share of noise, of standard deviation 1, in a state at the beginning of every recurrence but the first.
+        core_noise_schedule: how that share falls with the number t of the recurrence: "harmonic" as 1 / (1 + t), "root" as the square
+            root of that, "linear" down to 0 after the last recurrence, "constant" not at all.
+        new_state: "fresh" starts a token's recurrences from the initial state of its position, "copied" from the last state of the token
             before it.
-        page_size: rows per page of the KV cache; None keeps the cache contiguous.
+        page_size: slots per page of the KV cache; None keeps the cache contiguous.
     """
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from os import PathLike
 from pathlib import Path
@@ -20,6 +20,7 @@ from pdkernels.decoding.traces import (
     RecurrentStep,
     TraceStep,
 )
+from pdkernels.models.plan_tokens import PlanTokens
 
 # How a token came about.
 MODEL, DRAFT, FILLED = "model", "draft", "filled"
@@ -31,6 +32,24 @@ class Source(NamedTuple):
     prompts: list[list[int]]
     tokens: list[list[int]]  # after the prompts
     tokenizer: Any
+    names: Mapping[int, str] = {}
+    """Of special tokens that the tokenizer has no text for."""
+
+
+def special_names(model: Any) -> dict[int, str]:
+    """Names of a model's special tokens, for a page.
+
+    >>> from types import SimpleNamespace
+    >>> special_names(SimpleNamespace(mask_token=7, end_tokens=(5,)))
+    {5: '⟨end⟩', 7: '⟨mask⟩'}
+    """
+    tags = getattr(model, "plan_tokens", None)
+    found = dict.fromkeys(getattr(model, "end_tokens", ()), "⟨end⟩")
+    if tags is not None:
+        found |= {getattr(tags, name): f"⟨{name}⟩" for name in PlanTokens.control_names()}
+    if getattr(model, "mask_token", None) is not None:
+        found[model.mask_token] = "⟨mask⟩"
+    return found
 
 
 class Write(NamedTuple):
@@ -212,9 +231,11 @@ def write_page(
     def text(token: int) -> str:
         try:
             piece = "" if source.tokenizer is None else source.tokenizer.decode([token])
+            if piece == "" and hasattr(source.tokenizer, "decode_all"):
+                piece = source.tokenizer.decode_all([token])
         except ValueError:  # a byte tokenizer has no tags
             piece = ""
-        return piece or f"⟨{token}⟩"  # special tokens have no text
+        return piece or source.names.get(token) or f"⟨{token}⟩"
 
     sequences = [
         _sequence(steps, prompt, tokens, None if rounds is None else rounds[number], text)

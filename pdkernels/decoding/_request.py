@@ -12,7 +12,7 @@ import torch
 from pdkernels._validation import check, check_choice, check_flag, check_type, message, refuse
 from pdkernels.decoding._method import Method
 from pdkernels.decoding._prompts import Prompts, token_lists
-from pdkernels.decoding._replay import Source
+from pdkernels.decoding._replay import Source, special_names
 from pdkernels.decoding._session import MAX_POSITIONS, Session
 from pdkernels.decoding.result import DecodeResult, DecodeStats, OnTokens
 from pdkernels.models.capabilities import rows_ahead
@@ -148,7 +148,8 @@ def finished(session: Session, single: bool, method: str, decode: Callable[[], i
     if session.model.tokenizer is not None:
         decode_text = session.text_of or session.model.tokenizer.decode
         text = [decode_text(sequence) for sequence in written]
-    source = None if session.trace is None else Source(session.prompts, session.tokens, session.model.tokenizer)
+    model = session.model
+    source = Source(session.prompts, session.tokens, model.tokenizer, special_names(model)) if session.trace else None
     if single:
         return DecodeResult(ids[0], None if text is None else text[0], stats, source)
     return DecodeResult(ids, text, stats, source)

@@ -44,7 +44,7 @@ class PlanTokens:
         check_choice(op, "predicts", self.predicts, get_args(Predicts))
         check_type(isinstance(self.digits, Sequence), op, "digits", "be ten ids", type(self.digits).__name__)
         object.__setattr__(self, "digits", tuple(self.digits))
-        for name, value in [(name, getattr(self, name)) for name in self._names()] + [
+        for name, value in [(name, getattr(self, name)) for name in self.control_names()] + [
             ("digits", d) for d in self.digits
         ]:
             check_type(type(value) is int, op, name, "be an int", type(value).__name__)
@@ -56,13 +56,14 @@ class PlanTokens:
         check(len(set(ids)) == len(ids), op, "ids", "differ from each other", ids)
 
     @classmethod
-    def _names(cls) -> list[str]:
+    def control_names(cls) -> list[str]:
+        """The fields that hold a control token."""
         return [field.name for field in fields(cls) if field.name not in ("digits", "unit", "predicts")]
 
     @property
     def control(self) -> tuple[int, ...]:
         """The six control tokens, in the order of the fields."""
-        return tuple(getattr(self, name) for name in self._names())
+        return tuple(getattr(self, name) for name in self.control_names())
 
 
 PUBLISHED = PlanTokens(151667, 151668, 151669, 151670, 151671, 151672, digits=range(15, 25), predicts="next")

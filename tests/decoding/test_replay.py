@@ -41,7 +41,7 @@ def lanes_of(page: Path) -> list[tuple[dict, list[list[str | None]]]]:
 
 def pieces(result: pd.decoding.DecodeResult, tokens: torch.Tensor) -> list[str]:
     decode = result._source.tokenizer.decode
-    return [decode([token]) or f"⟨{token}⟩" for token in tokens.tolist()]
+    return [decode([token]) or {256: "⟨end⟩"}[token] for token in tokens.tolist()]
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if not (METHODS[name].wing == "planned")])
@@ -89,9 +89,16 @@ def test_chunks_are_lanes(tmp_path: Path) -> None:
         names = [lane["name"] for lane in sequence["lanes"]]
         assert names[0].startswith("round 1, chunk 1: ")
         # Each chunk is in the text as it was written.
-        whole = "".join(
-            f"⟨{token}⟩" if token > 256 else model.tokenizer.decode([token]) for token in result.tokens[number].tolist()
-        )
+        tags = model.plan_tokens
+        names = {
+            tags.chunk_open: "⟨chunk_open⟩",
+            tags.chunk_close: "⟨chunk_close⟩",
+            tags.pad: "⟨pad⟩",
+            tags.sync: "⟨sync⟩",
+        }
+        names |= {tags.topic_open: "⟨topic_open⟩", tags.topic_close: "⟨topic_close⟩"}
+        ids = result.tokens[number].tolist()
+        whole = "".join(names[token] if token > 256 else model.tokenizer.decode([token]) for token in ids)
         assert all("".join(lane) in whole for lane in lanes)
 
 
@@ -111,6 +118,24 @@ def test_ids_without_a_tokenizer(tmp_path: Path) -> None:
     )
     pd.decoding.generate(model, [3], max_new_tokens=3, trace=True).save_html(tmp_path / "page.html")
     assert lanes_of(tmp_path / "page.html")[0][1] == [["⟨4⟩", "⟨5⟩", "⟨6⟩"]]
+
+
+def test_special_tokens_have_the_names_of_their_tokenizer(tmp_path: Path) -> None:
+    library = pytest.importorskip("tokenizers")
+    words = library.Tokenizer(library.models.WordLevel({"a": 0, "<|end|>": 1, "b": 2}, unk_token="a"))
+    words.add_special_tokens(["<|end|>"])
+    model = pd.models.from_callable(
+        lambda tokens: torch.nn.functional.one_hot((tokens + 1) % 4, 4).float(),
+        vocab_size=4,
+        tokenizer=pd.models.tokenizers.JsonTokenizer.of(words, "words"),
+        end_tokens=(3,),
+    )
+    result = pd.decoding.generate(model, [0], max_new_tokens=2, trace=True)
+    result.save_html(tmp_path / "page.html")
+    assert lanes_of(tmp_path / "page.html")[0][1] == [["<|end|>", "b"]]
+    result = pd.decoding.generate(model, [2], max_new_tokens=1, trace=True)
+    result.save_html(tmp_path / "page.html")
+    assert lanes_of(tmp_path / "page.html")[0][1] == [["⟨end⟩"]]
 
 
 def test_no_trace(tmp_path: Path) -> None:

@@ -48,15 +48,15 @@ class BlockSteps(Steps):
     the next round; and the `block`. Form 1 is a refresh.
 
     Args:
-        block_size: tokens of a block.
+        block_size: tokens per block.
         threshold: fill every slot whose confidence reaches it, and always the best one. None: fill the most confident ones,
             evenly over `steps_per_block`.
         steps_per_block: forwards per block if `threshold` is None; by default as many as there are masks.
         refresh: "causal" runs a finished block through the model causally, which also gives the next block's first token;
-            "bidirectional" is for models whose past is causal by blocks.
-        temperature: of the candidates; slots are chosen by the confidence at temperature 1.
-        sampler: a trained network whose scores replace the confidence; for temperature 0. Slots after an end token are
-            left alone.
+            "bidirectional" is for block-causal models.
+        temperature: sampling temperature of the guesses; slots are chosen by their confidence at temperature 1.
+        sampler: a trained network whose scores replace the confidence; for temperature 0. It leaves slots after an end
+            token masked.
     """
 
     forms = ("step", "refresh")

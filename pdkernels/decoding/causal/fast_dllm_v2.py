@@ -52,13 +52,13 @@ def decode(
     Args:
         block_size: positions of a block; blocks are counted from the text's first token.
         small_block_size: positions of a block that are filled together, from left to right.
-        threshold: fill every position whose confidence is above it, or if those are fewer than the step's share, its share of the
-            most confident ones.
-        steps: most forwards that fill a small block; its positions are shared evenly by them. None: one for each position.
+        threshold: fill every position whose confidence is above it, but at least the step's share of positions, the most confident ones
+            first.
+        steps: maximum forwards per small block, over which its positions are spread evenly. None: one per position.
         block_cache: keep K and V of the block between its forwards, which then run only the small block's rows, unless its
             first position is masked and predicted by the row before it. False: all run the whole block.
-        temperature: of the guesses; their confidence is that of the distribution they are drawn from.
-        top_p: draw only from the most likely tokens of this mass, at a temperature above 0.
+        temperature: sampling temperature of the guesses; their confidence is their probability at that temperature.
+        top_p: sample only from the most likely tokens that have this probability mass, at a temperature above 0.
 
     Returns:
         Forwards that the sequences took part in, summed.

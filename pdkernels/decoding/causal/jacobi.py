@@ -32,14 +32,14 @@ class JacobiSteps(DraftSteps):
     Args:
         block_size: decode block after block of this many tokens (default 16): inside a block the draft only shrinks.
         window: keep a draft of this many tokens instead, refilled after every forward. Excludes `block_size`.
-        draft: source of guesses. "model": the predictions for the last draft, and random tokens of the text where there
+        draft: where guesses come from. "model": the predictions for the previous draft, and random tokens of the text where there
             are none; for models trained to jump ahead. "lookup": what followed earlier occurrences of the last tokens,
-            in the text or in rejected drafts; for any model, where the answer quotes its prompt or repeats itself. `block_size` and
-            `window` then both limit a draft, which is short after a short match, and only the known token without one.
-        temperature: of the draws; 0 is greedy. A draw's noise depends on its position and seed, so the tokens are those that
-            `autoregressive` draws with the same seed, whatever was drafted.
-        seed: of the draws, and of the tokens that fill a draft before the model has guessed them, which change the forwards needed,
-            not the tokens. One for all sequences or a list, as elsewhere; for a recurrent-depth model also the seed of the
+            in the text or in rejected drafts; it suits any model if the answer quotes its prompt or repeats itself. `block_size` or
+            `window` then only limits the draft: a short match gives a short draft, and no match gives none.
+        temperature: sampling temperature; 0 is greedy. The noise of a sample is keyed by its position and seed, so the tokens are those
+            that `autoregressive` samples with the same seed, whatever was drafted.
+        seed: seed of the samples, and of the random tokens that fill a draft until the model has made guesses. Those change how many
+            forwards it takes, not the tokens. An int or a list, as elsewhere; for a recurrent-depth model it also seeds the
             initial states.
     """
 

@@ -46,14 +46,14 @@ def decode(
 
     Args:
         block_size: tokens per block.
-        blocks: the most active blocks, the one being committed included.
+        blocks: maximum number of active blocks, including the one being committed.
         spawn_ratio: a block opens the next one when this share of its tokens is accepted.
-        pool_size: sequences kept to find candidates in, the oldest dropped first; 0 for no candidates.
-        verification_size: the most rows tried per forward, the draft included; 1 for no candidates.
-        temperature: of the draws; 0 is greedy. A draw's noise depends on its position and seed, so the tokens are those that
-            `autoregressive` draws with the same seed, whatever was drafted.
-        seed: of the draws, and of the tokens that fill a draft before the model has guessed them, which change the forwards needed,
-            never the tokens. One for all sequences or a list, as elsewhere.
+        pool_size: how many rejected sequences are kept to find candidates in; the oldest is dropped first. 0: no candidates.
+        verification_size: maximum number of candidates verified per forward, including the draft; 1: only the draft.
+        temperature: sampling temperature; 0 is greedy. The noise of a sample is keyed by its position and seed, so the tokens are those
+            that `autoregressive` samples with the same seed, whatever was drafted.
+        seed: seed of the samples, and of the random tokens that fill a draft until the model has made guesses. Those change how many
+            forwards it takes, not the tokens. An int or a list, as elsewhere.
     """
     limits = _checked_limits(block_size, blocks, spawn_ratio, pool_size, verification_size)
     seeds = checked_sampling(_OP, temperature, seed, session.batch)

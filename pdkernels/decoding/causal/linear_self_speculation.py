@@ -45,13 +45,13 @@ class LinearSteps(DraftSteps):
     `predictions` for it. Form 1 is a verification.
 
     Args:
-        block_size: the known token and the masks that are drafted after it; 1 is autoregressive decoding.
+        block_size: tokens per block: a known token and the masks drafted after it. 1 is autoregressive decoding.
         threshold: 0 fills a block in one draft pass. Above, a pass fills the slots whose confidence reaches it, and always the
             best one, until none is masked. Only the confidences tell whether another pass is needed, so the device is read once
             per forward, not once per step. A speculative pass would cost a forward, more than the wait.
-        temperature: of draft and verifier; 0 is greedy.
-        verification: "compare" accepts a draft token that equals the verifier's own draw, "rejection" accepts draft token x
-            with probability ``min(1, p(x) / q(x))``: the same distribution, more accepted. It needs threshold 0.
+        temperature: sampling temperature of drafter and verifier; 0 is greedy.
+        verification: "compare" accepts a draft token that equals the verifier's own sample, "rejection" accepts draft token x
+            with probability ``min(1, p(x) / q(x))``: this keeps the distribution and accepts more. It requires threshold 0.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class LinearSteps(DraftSteps):
     def _verdicts(
         self, judged: torch.Tensor, drafted: torch.Tensor, guesses: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """The tokens at `positions`: a guess with probability ``min(1, p / q)``, else a draw from ``max(p - q, 0)``.
+        """The tokens at `positions`: a guess with probability ``min(1, p / q)``, else a sample from ``max(p - q, 0)``.
 
         All ``(batch, R)``, the logits ``(batch, R, V)``. Leviathan et al., "Fast inference from transformers via speculative
         decoding", algorithm 1. It needs the probabilities of all tokens, and their difference, so fp64.

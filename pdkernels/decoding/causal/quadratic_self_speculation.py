@@ -48,13 +48,13 @@ class QuadraticSteps(DraftSteps):
     """One forward verifies a draft and drafts the next one for every place where it may be rejected.
 
     Args:
-        block_size: tokens of a draft, the known first one included; 1 is autoregressive decoding.
-        masks_per_group: at least ``block_size - label_shift``, which is the default.
+        block_size: tokens per draft, including the known first one; 1 is autoregressive decoding.
+        masks_per_group: number of masks in each group, at least ``block_size - label_shift``, which is the default.
         label_shift: 0 if a mask's row predicts its own position, 1 if it predicts the next.
         in_group: "bidirectional" or "causal" attention among the masks of a group.
-        ensemble_weight: weight of the autoregressive rows in the verifier, 0 .. 1; the rest is that of the first masks.
-        ensemble: "probability" or "logit", what is averaged.
-        temperature: of guesses and verifier; 0 is greedy.
+        ensemble_weight: weight of the autoregressive rows in the verifier, 0 .. 1; the first masks of the groups have the rest.
+        ensemble: what is averaged, "probability" or "logit".
+        temperature: sampling temperature of drafter and verifier; 0 is greedy.
     """
 
     def __init__(

@@ -41,12 +41,13 @@ def decode(
     """Fills `session` block by block, the most confident positions of a block first. A filled position is never revised.
 
     Args:
-        prompt_interval: forwards from one refresh of the prompt to the next (K_p). 1 for this and the next is `llada`.
+        prompt_interval: forwards from one refresh of the prompt to the next (K_p). 1 here and in `gen_interval` is `llada`.
         gen_interval: forwards from one refresh of the new positions to the next (K_r).
-        transfer_ratio: share of the new positions that each layer computes in between, those whose values changed most (rho).
-        baseline: "last": changed since the previous forward, as published; "recomputed": since the position was last computed.
-        guidance_interval: forwards from one forward of the text without the prompt to the next (the code's cfg_interval); the
-            first five forwards have one each. In between, the last difference due to the prompt is used.
+        transfer_ratio: share of the new positions that each layer recomputes in between: those whose V changed most (rho).
+        baseline: what that change is measured from: "last", the previous forward, as published; "recomputed", the forward that last computed
+            the position.
+        guidance_interval: forwards from one unconditional forward to the next (the code's cfg_interval); each of the first five forwards
+            has one. In between, the last difference between both is reused.
         block_size, steps, remasking, guidance, no_end, late_end, temperature: as in `llada`.
 
     The texts with and without the prompt that `guidance` compares have a cache each, which counts its own forwards.

@@ -47,21 +47,21 @@ def decode(
     """Fills `session` as its masks would disappear over time: ``m (1 - s / t)`` of m between the times t and s.
 
     Args:
-        steps: forwards; None: one per token, or as many as a threshold takes. The last one fills what is left.
-        algorithm: what is filled first: "entropy" the positions of least entropy, "maskgit_plus" the most probable guesses,
-            "topk_margin" those furthest ahead of the second best; "origin": every position with probability ``1 - s / t``;
-            "confidence_threshold" all guesses whose probability reaches `threshold`, and the best one anyway.
-        threshold: of "confidence_threshold".
-        logits_hook: called as ``(step, texts, positions, logits)`` with the logits ``(batch, R, vocab_size)`` of the open `positions`
-            ``(batch, R)`` of the texts ``(batch, L)``, -1 where there is none; guesses are made of what it returns.
-        tokens_hook: called as ``(step, texts)`` after every step with a copy; the texts are what it returns, which may hold other tokens after
-            the prompts, and masks again, for the steps that are left. What the prompts are it cannot change. No token is final before the
-            last one.
+        steps: number of forwards; None: one per token, or as many as a threshold takes. The last one fills all remaining positions.
+        algorithm: which positions are filled first. "entropy": those of lowest entropy. "maskgit_plus": those with the most probable
+            guesses. "topk_margin": those with the largest margin to the second-best token. "origin": every position with probability
+            ``1 - s / t``. "confidence_threshold": all whose guess reaches the probability `threshold`, and always the best one.
+        threshold: the threshold of "confidence_threshold".
+        logits_hook: called as ``(step, texts, positions, logits)`` with the texts ``(batch, L)``, their masked `positions` ``(batch, R)``,
+            padded with -1, and the logits ``(batch, R, vocab_size)`` there. Guesses come from the logits that it returns.
+        tokens_hook: called as ``(step, texts)`` after every step with a copy of the texts; what it returns replaces them. It may change
+            or mask tokens after the prompts, which later steps fill again, but not the prompts. With it no token is final before the
+            last step.
         eps: the time of the last step; the first is 1.
-        temperature: of the guesses and of the distribution that scores them.
-        top_p: guess among the likeliest tokens of this mass, and score their distribution.
-        top_k: guess among this many of the likeliest tokens, and score their distribution; with `top_p`, among what both leave.
-        order_temperature: above 0 the positions are drawn, without replacement, from ``softmax(scores / order_temperature)``.
+        temperature: sampling temperature of the guesses, and of the distribution that scores them.
+        top_p: sample from, and score, only the likeliest tokens that have this probability mass.
+        top_k: sample from, and score, only this many of the likeliest tokens; with `top_p`, both limits apply.
+        order_temperature: above 0, positions are sampled without replacement from ``softmax(scores / order_temperature)``.
 
     Returns:
         Forwards that the sequences took part in, summed.

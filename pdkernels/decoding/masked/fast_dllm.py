@@ -51,10 +51,10 @@ def decode(
         block_size: new positions that are filled together.
         cache: "dual" recomputes only the block, "prefix" the block and everything after it, "none" the whole canvas.
         threshold: fill every position whose confidence reaches it, and always the most confident one.
-        factor: fill positions in order of confidence as long as that of the n-th is at least ``1 - factor / (n + 1)``.
-        steps: forwards, shared evenly by the blocks, if `threshold` and `factor` are None: the positions of a block are shared
-            evenly by its forwards. None: one per token.
-        temperature: of the guesses; positions are chosen by the confidence at temperature 1.
+        factor: fill positions in order of confidence while the confidence of the n-th is at least ``1 - factor / (n + 1)``.
+        steps: number of forwards, if `threshold` and `factor` are None. They are divided evenly among the blocks, and the positions of a
+            block evenly among its forwards. None: one per token.
+        temperature: sampling temperature of the guesses; positions are chosen by their confidence at temperature 1.
 
     Where rows predict the next token and there is a cache, a block's first forward fills only the block's first position, however
     confident it is: that is predicted by the row before the block, which its other forwards leave out.

@@ -49,16 +49,17 @@ def decode(
 
     Args:
         block_size: new positions that are filled together; None: all of them.
-        steps: forwards, shared evenly by the blocks; None: one per token. No more are run than a block has positions.
-        remasking: "low_confidence" fills the most confident positions, "random" any.
-        guidance: w of classifier-free guidance, ``logits = without + (1 + w) (with - without)`` the prompt. Above 0 a forward
-            has two rows for each position.
-        no_end: end tokens are never guessed.
-        late_end: end tokens have confidence 0, so they come last.
-        revise: above 0, a step also masks the positions of its block again whose token has less than this probability in its
-            forward, each position once. Steps fill equal shares until a block is full, maybe more than `steps`; no token is on record
-            before that.
-        temperature: of the guesses; positions are chosen by the confidence at temperature 1.
+        steps: number of forwards, divided evenly among the blocks; None: one per token. A block never takes more forwards than it has
+            positions.
+        remasking: "low_confidence" fills the most confident positions, "random" random ones.
+        guidance: weight w of classifier-free guidance: ``logits = uncond + (1 + w) (cond - uncond)``, where `uncond` does not see the prompt.
+            Above 0 a forward computes every position twice.
+        no_end: never guess end tokens.
+        late_end: give end tokens confidence 0, so that they are filled last.
+        revise: above 0, a step masks positions of its block again if its forward gives their token less than this probability, each
+            position at most once. Steps fill equal shares until the block is full, which may take more than `steps`; tokens are
+            reported only then.
+        temperature: sampling temperature of the guesses; positions are chosen by their confidence at temperature 1.
 
     Returns:
         Forwards that the sequences took part in, summed.

@@ -76,22 +76,22 @@ def decode(
 
     Args:
         block_size: new positions that are filled before those after them; None: all of them.
-        max_exploration: K_max, most slow steps of a cycle. 0: every span is a whole block.
-        window: W_hist, how many of the last candidates for the span's end are compared.
-        variance: sigma^2; the end is stable if their variance is less.
+        max_exploration: K_max, the maximum number of slow steps in a cycle. 0: every span is a whole block.
+        window: W_hist, how many recent candidates for the end of the span are compared.
+        variance: sigma^2; the end is stable if their variance is below this.
         tau_min: the last position with more confidence than this is the candidate of a slow step.
         tau_high: a fast step fills all positions with more confidence than this.
         tau_explore: a slow step of the released loops fills all positions with that much confidence; None: `tau_high`.
-        k_slow: positions that a slow step fills.
-        k_fast: positions that a fast step fills if none is confident.
+        k_slow: how many positions a slow step fills.
+        k_fast: how many positions a fast step fills if none is confident.
         cycle: where the span ends: "last" at the last candidate once that is stable, else at their mean; "mean" at the mean, as
             equation 9 says; "published" as the released code, which always takes all `max_exploration` steps, fills confident
             positions in those too, and counts confidences that equal a threshold; "dream" as its variant for Dream,
             whose settings are ``max_exploration=6, tau_min=0.1, tau_explore=0.8, tau_high=0.9``.
         drop_suffix: fast steps after the first leave out everything after the span, as the released code does.
-        prompt_interval, gen_interval, transfer_ratio: those of `dllm_cache`, whose feature cache then runs the forwards;
+        prompt_interval, gen_interval, transfer_ratio: as in `dllm_cache`, whose feature cache then runs the forwards;
             without a `prompt_interval` nothing is cached.
-        temperature: of the guesses; positions are chosen by the confidence at temperature 1.
+        temperature: sampling temperature of the guesses; positions are chosen by their confidence at temperature 1.
 
     Returns:
         Forwards that the sequences took part in, summed.

@@ -86,16 +86,16 @@ def decode(
     """Fills `session` round by round. Not the tokens of autoregressive decoding: a filled chunk is never revised.
 
     Args:
-        sparse: chunks of a round do not see each other.
+        sparse: whether the chunks of a round cannot see each other.
         steps_ratio: steps of a round per token of its longest chunk, above 0 and at most 1.
-        order: score that ranks the positions of a chunk: the "entropy" of their distribution, the "confidence" in the guess, or the
+        order: the score that ranks the positions of a chunk: the "entropy" of their distribution, the "confidence" in the guess, or the
             "margin" between the two likeliest tokens. None: entropy, or confidence if there is a threshold.
-        threshold: fill by confidence, not by schedule.
-        rule: with a threshold: "threshold" fills all positions of a chunk that reach it, and always the most confident one;
-            "published" at most the schedule's share plus as many as were rejected in the previous step.
-        schedule: "published" as released, or "even" shares.
-        length_scale: factor of all lengths that plans request.
-        unit: tokens per unit of a number in a plan; None: that of the model.
+        threshold: fill positions by confidence with this threshold, instead of by schedule.
+        rule: what a threshold does. "threshold" fills all positions of a chunk that reach it, and always the most confident one;
+            "published" fills at most the schedule's share plus as many as the previous step rejected.
+        schedule: how many positions each step fills: "published", as released, or "even" shares.
+        length_scale: factor of the lengths that plans request.
+        unit: how many tokens a 1 in a plan stands for; None: the model's own.
         cache: "exact"; "drop_finished", for sparse chunks: the same, but a finished chunk is left out of further steps;
             "published": later rounds, and with dense chunks the other chunks, see a chunk as it was before its last tokens were
             filled in.
@@ -104,7 +104,7 @@ def decode(
         on_bad_plan: "stop" ends the text there, "raise" raises `BadPlan`.
         max_rounds: end after this many rounds.
         joiner: text between chunks; None: a line break before a digit, else a space.
-        top_p, top_k: filters of all draws; None: none.
+        top_p, top_k: sample plan and chunk tokens from likely tokens only; None: from all.
 
     Returns:
         Forwards that the sequences took part in, summed.

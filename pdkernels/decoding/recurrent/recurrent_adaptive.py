@@ -39,17 +39,17 @@ _OP = "decoding.recurrent_adaptive"
 
 
 class ExitCheck(NamedTuple):
-    """What an exit criterion of your own may look at, of the tokens that are computed now."""
+    """What your own exit criterion gets to see: the tokens that are being computed."""
 
     state: Tensor
-    """``(batch, rows, hidden)``, after `recurrences` of them; a token has one row, a prompt as many as it has tokens."""
+    """``(batch, rows, hidden)``, the states after `recurrences` recurrences; a token has one row, a prompt one for each of its tokens."""
     before: Tensor
-    """The same at the check before, or in the beginning."""
+    """The states at the previous check, or the initial ones."""
     recurrences: int
     logits: Callable[[], Tensor]
-    """Gives those of the last row of each sequence, ``(batch, vocab_size)``: this runs the coda."""
+    """Computes the logits of the last row of each sequence, ``(batch, vocab_size)``; this runs the coda."""
     counts: Tensor
-    """``(batch,)``: rows that count; the others are padding."""
+    """``(batch,)``: how many rows of each sequence are valid; the others are padding."""
 
 
 OwnCriterion = Callable[[ExitCheck], Tensor]
@@ -95,21 +95,21 @@ def decode(
     token has been started, which affects only the stats' seconds.
 
     Args:
-        criterion: what is compared with the previous check: "latent-diff" ``|z - z_last| / |z|`` of the states, "cosine" 1 - their
+        criterion: what is compared between two checks: "latent-diff" ``|z - z_last| / |z|`` of the states, "cosine" 1 - their
             cosine, "entropy-diff" the entropies of the next token's distributions, "kl" their divergence, "minp-kl" that of
             distributions without unlikely tokens; a token is done below the threshold. "argmax-stability" counts checks in a
             row that count and leave the likeliest token unchanged; done at the threshold. Or a function of an `ExitCheck` whose
             result ``(batch,)`` says which tokens are done, as bools or as numbers below the threshold.
-        threshold: None: 0.03, 1e-3, 1e-3, 1e-3, 1e-5 and 5, in this order; of a function, 0.
-        max_recurrences: of a token; None: `recurrences`. Those left after the last check run without one.
-        min_recurrences: a check counts only if what it is compared with has had this many. With 0 the first one counts too, and is
-            compared with the initial state, an entropy of 100 or the uniform distribution, as in the released code.
-        check_every: recurrences between two checks.
-        first_check: recurrences before the first check; None: `check_every`. ``first_check=n + 1`` with ``min_recurrences=0`` is
+        threshold: when a token is done; None: 0.03, 1e-3, 1e-3, 1e-3, 1e-5 and 5 for the criteria in this order, 0 for a function.
+        max_recurrences: maximum recurrences of a token; None: `recurrences`. Those after the last check run unchecked.
+        min_recurrences: a check counts only if the state it compares with has had this many. With 0 the first check counts too: it
+            compares with the initial state, an entropy of 100 or the uniform distribution, as in the released code.
+        check_every: number of recurrences between two checks.
+        first_check: recurrences before the first check; None: `check_every`. ``first_check=n + 1`` with ``min_recurrences=0`` has
             the phase of the released code with ``min_steps=n``: its first check comes after one more recurrence, and counts.
-        adaptive_prompt: a prompt stops by the same criterion, all its rows together: of states the mean over them counts, of
-            distributions that of the last row. By default it has its `recurrences`.
-        recurrences: of the prompt, the most of them if it is adaptive; None: those the model was trained for.
+        adaptive_prompt: stop the prompt by the same criterion, all its rows together: states count by their mean over the rows,
+            distributions by the last row. By default it gets `recurrences`.
+        recurrences: recurrences of the prompt, or their maximum if it is adaptive; None: as many as the model was trained for.
     """
     model = checked_model(_OP, session)
     recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)

@@ -41,26 +41,25 @@ class WaveSteps(Steps):
     An entry: rows of a sequence's wave, how many were frozen; predictions and inputs of the rows, their distances as bits of fp64.
 
     Args:
-        inner_recurrence: recurrences of a step.
+        inner_recurrence: recurrences per step.
         threshold: a row is ready if its state moved by less than this since the last step, relative to its norm.
         exit: what makes a row ready: "latent-diff" that distance; "latent-acceleration" the second difference of three steps;
             "token-stability" a prediction that has stayed the same for `stability` steps; "fixed" its `recurrences` (Algorithm 1).
-        noise: share of new noise that a step mixes into a state.
+        noise: share of fresh noise that a step mixes into a state.
         schedule: how that share decays with a position's recurrences: "linear" (None), down to 0 after `recurrences`, "harmonic",
             "root", or "constant" not at all.
-        mixer: "linear" or "sqrt", which keeps the variance.
+        mixer: how noise is mixed in: "linear", or "sqrt", which keeps the variance.
         momentum: share of the last step's embedding in a row's embedding.
-        headway: positions that a step appends.
-        max_wavefront: most active positions. 1 is autoregressive decoding with adaptive exits.
-        rule: "prefix" freezes rows before the first that is not ready, "last" all up to the last that is.
+        headway: how many positions a step appends.
+        max_wavefront: maximum number of active positions. 1 is autoregressive decoding with adaptive exits.
+        rule: "prefix" freezes the rows before the first one that is not ready, "last" all rows up to the last one that is.
         new_state: a new row starts "fresh" from the state of its position or "copied" from that of the previous row.
-        keep_changed: keep rows whose input changed in this step: their K and V belong to the old token.
-        recurrences: of the prompt; None: those the model was trained for.
-        max_recurrences: a row is ready at the latest after this many; None: 4 * `recurrences`; 0: never, if the model does not
-            converge.
-        stability: None: ``recurrences // inner_recurrence + 1``.
+        keep_changed: never freeze a row whose input changed in this step, because its K and V are those of the old token.
+        recurrences: recurrences of the prompt; None: as many as the model was trained for.
+        max_recurrences: a row is ready after this many at the latest; None: 4 * `recurrences`; 0: no limit.
+        stability: steps for which a prediction must stay the same; None: ``recurrences // inner_recurrence + 1``.
         kept_recurrences: as elsewhere; those of a step count from 0 in every step, as in the released code.
-        seed: of states, noise, draws and guesses.
+        seed: seed of initial states, noise, samples and guesses.
     """
 
     def __init__(

@@ -54,14 +54,14 @@ def decode(
     where states have converged, not by construction.
 
     Args:
-        block_size: most tokens of a draft, one recurrent forward each; 0 is `recurrent_static`.
-        draft_recurrences: of these forwards.
-        verification_threshold: below 1 a drafted token also counts if the judge's own distribution gives it at least so many times
-            the probability of the likeliest one.
-        new_state: "copied" starts a drafted token's recurrences from the last state of the token before it, and the judge's from the
-            states that the drafts left; "fresh" all from those of their positions.
-        recurrences: of the prompt and of the verifying forwards; None: those the model was trained for.
-        temperature: of drafts and verifier, which draw a position's token with the same numbers; 0 is greedy.
+        block_size: maximum tokens per draft, each drafted by a forward; 0 is `recurrent_static`.
+        draft_recurrences: recurrences of a drafting forward.
+        verification_threshold: below 1, a drafted token is also accepted if the verifier gives it at least this share of the likeliest token's
+            probability.
+        new_state: "copied" starts a drafted token's recurrences from the last state of the token before it, and the verifier's from the
+            states that the drafts left; "fresh" starts all from the initial states of their positions.
+        recurrences: recurrences of the prompt and of the verifying forwards; None: as many as the model was trained for.
+        temperature: sampling temperature of drafter and verifier, which sample a position with the same random numbers; 0 is greedy.
 
     Returns:
         Forwards that the sequences took part in, summed.

@@ -42,7 +42,8 @@ def decode(
 ) -> None:
     """Fills `session` with one token per forward.
 
-    By default the cache keeps one row per position, whatever the recurrences: later tokens read that of the last recurrence in all of theirs.
+    By default the cache keeps one slot per position, however many recurrences there are: all recurrences of later tokens read the K and V
+    of the last one.
     """
     model = checked_model(_OP, session)
     recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)
