@@ -212,7 +212,6 @@ def refuse_tangents(op: str, arguments: Iterable[Any]) -> None:
     for given in arguments:
         for tensor in given if isinstance(given, (list, tuple)) else (given,):
             if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+                words = "an input has a tangent, and the kernels have no derivative in forward mode"
                 remedy = "Pass backend='reference', which PyTorch differentiates, or the primal alone."
-                raise NotImplementedError(
-                    message(op, "its inputs", "have no tangent (forward mode)", "a tensor with one", remedy)
-                )
+                raise NotImplementedError(sentence(op, words, remedy))

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from pdkernels._validation import fail, message, refuse_tangents
+from pdkernels._validation import message, refuse_tangents, sentence
 from pdkernels.ops._library import LIBRARY, NAMESPACE
 
 
@@ -25,18 +25,15 @@ def refuse_second_derivative(op: str) -> None:
 
 def refuse_transforms(op: str, inputs: str) -> NoReturn:
     remedy = "Call .backward() or torch.autograd.grad, or pass backend='reference'."
-    raise NotImplementedError(
-        message(op, inputs, "be differentiated by torch.autograd", "a derivative by torch.func", remedy)
-    )
+    raise NotImplementedError(sentence(op, f"torch.func cannot differentiate {inputs}", remedy))
 
 
 def refuse_inference(op: str, arguments: tuple[Any, ...]) -> None:
     """Autograd keeps the inputs of a forward, which tensors from inference mode do not allow."""
     for tensor in arguments:
         if isinstance(tensor, Tensor) and tensor.is_inference():
-            remedy = "Clone it outside of torch.inference_mode()."
-            actual = f"a tensor of shape {tuple(tensor.shape)} from it beside one that records gradients"
-            fail(op, "its inputs", "not be made in inference mode", actual, remedy)
+            words = f"the input of shape {tuple(tensor.shape)} was made in inference mode, so autograd cannot keep it"
+            raise ValueError(sentence(op, words, "Clone it outside of torch.inference_mode()."))
 
 
 def register_gradients(op: torch._ops.OpOverload, function: type[torch.autograd.Function]) -> None:

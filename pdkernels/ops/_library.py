@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pdkernels import _native, backends
 from pdkernels._aliasing import check_memory, check_written
-from pdkernels._validation import check_flag, check_type, fail, message, refuse_tangents
+from pdkernels._validation import check_flag, check_type, fail, message, refuse_tangents, sentence
 
 NAMESPACE = __name__.partition(".")[0]  # of the package itself: a copy under another name has ops of its own
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
@@ -263,21 +263,14 @@ def _explain(spec: OpSpec, arguments: tuple[Any, ...], error: Exception) -> None
         error = again
     if type(error) is RuntimeError and any(word in str(error) for word in ("allocate memory", "overflow")):
         remedy = "Pass smaller tensors, or parts of them."
-        raise MemoryError(message(spec.name, "its results", "fit into memory", "sizes that do not", remedy)) from None
+        raise MemoryError(sentence(spec.name, "its results do not fit into memory", remedy)) from None
 
 
 def _refuse_transforms(spec: OpSpec) -> NoReturn:
     """torch.vmap runs other ops sample by sample, but has no rule for what is written."""
+    words = f"{spec.written[0]} cannot be written inside torch.vmap or another transform of torch.func"
     remedy = "Call the op on the whole batch: its tensors have a batch dimension."
-    raise NotImplementedError(
-        message(
-            spec.name,
-            spec.written[0],
-            "not be written inside a transform of torch.func",
-            "torch.vmap or another one",
-            remedy,
-        )
-    ) from None
+    raise NotImplementedError(sentence(spec.name, words, remedy)) from None
 
 
 def _without_gradients(spec: OpSpec, arguments: tuple[Any, ...], backend: str) -> tuple[Any, ...]:

@@ -20,6 +20,7 @@ from pdkernels._validation import (
     check_shape,
     check_type,
     fail,
+    refuse,
 )
 from pdkernels.reference import recurrence as reference
 
@@ -104,8 +105,10 @@ def fake_exit(
     _counts(EXIT, recurrences, rows, batch, x.device)
     check_index(EXIT, "width", width, (batch,), x.device)
     check_index(EXIT, "advance", advance, (batch,), x.device)
-    if (older is None) != (older_advance is None) or (older is not None and previous is None):
-        fail(EXIT, "older", "come with older_advance and previous", "only some of them")
+    refuse(older is None and older_advance is not None, EXIT, "older_advance is given without older")
+    if older is not None and (previous is None or older_advance is None):
+        missing = [name for name, x in (("previous", previous), ("older_advance", older_advance)) if x is None]
+        refuse(True, EXIT, f"older is given without {' and '.join(missing)}", "A second difference takes all three.")
     if older is not None:
         _rows(EXIT, "older", older, x, (batch, None, size))
         check_index(EXIT, "older_advance", older_advance, (batch,), x.device)

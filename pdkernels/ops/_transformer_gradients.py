@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check_floats, check_number, fail, refuse_tangents
+from pdkernels._validation import check_floats, check_number, fail, refuse, refuse_tangents
 from pdkernels.ops._gradients import register_gradients
 from pdkernels.ops._library import NAMESPACE, Draw, define
 from pdkernels.reference import transformer_ops as reference
@@ -33,10 +33,11 @@ def _fake_add_rms_norm_backward(
     for name, tensor in (("weight", weight), ("next_weight", next_weight)):
         if tensor is not None:
             check_floats(NORM, name, tensor, x.shape[-1:], like=x)
-    if (grad_next is None) != (next_weight is None) or (grad is None and grad_next is None):
-        fail(NORM, "grad_next", "be given with a next_weight, or grad without one", None)
-    if weight is None and next_weight is None:
-        fail(NORM, "weight", "be given without a next_weight", None)
+    refuse(grad_next is None and next_weight is not None, NORM, "grad_next is missing beside next_weight")
+    refuse(grad_next is not None and next_weight is None, NORM, "next_weight is missing beside grad_next")
+    refuse(grad is None and grad_next is None, NORM, "grad and grad_next are missing", "Pass one of them, or both.")
+    either = weight is not None or next_weight is not None
+    refuse(not either, NORM, "weight and next_weight are missing", "Pass one of them, or both.")
     check_number(NORM, "eps", eps, 0, expectation="be at least 0")
     of_weights = [x.new_empty(0 if w is None else x.shape[-1]) for w in (weight, next_weight)]
     return x.new_empty(x.shape), of_weights[0], of_weights[1]

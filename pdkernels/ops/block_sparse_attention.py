@@ -100,7 +100,7 @@ def block_sparse_attention(
         remedy = "Call mask.plan(block_q, block_k, q.device)." if hasattr(plan, "plan") else ""
         raise TypeError(message(OP, "plan", "be a TilePlan", type(plan).__name__, remedy))
     if q.dim() == 4 and k.dim() == 4 and (plan.q_len != q.shape[1] or plan.kv_len != k.shape[1]):
-        wanted = f"be of {q.shape[1]} rows and {k.shape[1]} columns like q and k"
+        wanted = f"have {q.shape[1]} rows and {k.shape[1]} columns like q and k"
         fail(
             OP,
             "plan",

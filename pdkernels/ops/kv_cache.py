@@ -250,8 +250,9 @@ def _check_new(op: str, argument: str, new: list[Tensor], cache: list[Tensor], l
     _check_layers(op, argument, new)
     first, target = new[0], cache[0]
     if first.shape[-4] != lengths.shape[0] or first.shape[-2:] != target.shape[-2:]:
-        wanted = (lengths.shape[0], "rows", *target.shape[-2:])
-        fail(op, argument, f"have shape {wanted} in its last four dimensions", tuple(first.shape))
+        layers = "layers, " if first.dim() == 5 else ""
+        wanted = f"({layers}{lengths.shape[0]}, rows, {target.shape[-2]}, {target.shape[-1]})"
+        fail(op, argument, f"have shape {wanted} like lengths and the cache", tuple(first.shape))
     if _num_layers(new) != _num_layers(cache):
         fail(op, argument, f"have the cache's {_num_layers(cache)} layers", _num_layers(new))
     remedy = "Convert it with .to()."

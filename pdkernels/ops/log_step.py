@@ -71,7 +71,7 @@ def _fake(log: Tensor, count: Tensor, more: Tensor, entry: Tensor, handle: int |
         if not tensor.is_contiguous():
             fail(op, name, "be contiguous", f"strides {tensor.stride()}")
     if entry.dim() != 2 or entry.shape[1] == 0:
-        fail(op, "entry", "have shape (batch, columns), with a column at least", tuple(entry.shape))
+        fail(op, "entry", "have shape (batch, columns), with at least one column", tuple(entry.shape))
     if log.dim() != 3 or log.shape[1:] != entry.shape:
         fail(op, "log", f"have shape (steps, {entry.shape[0]}, {entry.shape[1]})", tuple(log.shape))
     check_shape(op, "count", count, (1,))

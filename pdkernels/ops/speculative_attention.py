@@ -234,8 +234,9 @@ def _arguments(
         raise TypeError(message(op, "plan", "be a TilePlan", type(plan).__name__, remedy))
     new = q.shape[1] if q.dim() == 4 and cu_seqlens is None else plan.q_len
     if plan.q_len != new or plan.kv_len != new:
-        remedy = "Build the mask for the new tokens alone; the prefix is seen by all."
-        fail(op, "plan", f"be of {new} rows and columns, the new tokens", f"{plan.q_len} and {plan.kv_len}", remedy)
+        remedy = "Build the mask for the new tokens alone: all of them see the whole prefix."
+        wanted = f"have {new} rows and {new} columns, one for each new token"
+        fail(op, "plan", wanted, f"{plan.q_len} and {plan.kv_len}", remedy)
     return (q, k_new, v_new, k_cache, v_cache, lengths, *plan.arguments, given_scale(op, scale, q))
 
 

@@ -247,7 +247,7 @@ def _check_suppress(op: str, suppress: Sequence[int], width: int) -> None:
         fail(op, "suppress", f"have at most {MAX_SUPPRESSED} ids", len(suppress))
     for token in suppress:
         if not 0 <= token < width:
-            fail(op, "suppress", f"be ids in 0 .. {int(width) - 1}", token)
+            fail(op, "suppress", f"hold ids in [0, {int(width) - 1}]", token)
 
 
 def chosen_rows(op: str, x: Tensor, width: int, given: Options) -> tuple[Tensor, Tensor | None, Options]:

@@ -22,6 +22,7 @@ from pdkernels._validation import (
     check_type,
     fail,
     message,
+    refuse,
 )
 from pdkernels.backends import Backend
 from pdkernels.ops import _transformer_gradients as gradients
@@ -229,8 +230,8 @@ def _fake_add_rms_norm(
         fail(op, "x", "have shape (..., E)", tuple(x.shape))
     if residual is not None:
         check_floats(op, "residual", residual, x.shape, like=x, whose=" like x")
-    if weight is None and (residual is None or next_weight is None):
-        fail(op, "weight", "be given without a residual and a next_weight", None)
+    remedy = "Only a call with a residual and a next_weight may leave it out."
+    refuse(weight is None and (residual is None or next_weight is None), op, "weight is missing", remedy)
     for name, tensor in (("weight", weight), ("next_weight", next_weight)):
         if tensor is not None:
             check_floats(op, name, tensor, x.shape[-1:], like=x)
@@ -249,7 +250,7 @@ def _check_tables(op: str, cos: Tensor, sin: Tensor, head_dim: int, device: torc
     for name, tensor in (("cos", cos), ("sin", sin)):
         check_type(isinstance(tensor, Tensor), op, name, "be a tensor", type(tensor).__name__)
         if tensor.dim() != 2 or tensor.shape[0] < 1 or tensor.shape[1] != head_dim:
-            fail(op, name, f"have shape (P, {head_dim}) of at least one position", tuple(tensor.shape))
+            fail(op, name, f"have shape (P, {head_dim}) with at least one position", tuple(tensor.shape))
         check_shape(op, name, tensor, cos.shape, " like cos")
         check_device(op, name, tensor, device)
         if tensor.dtype not in (torch.float32, torch.float64) or tensor.dtype != cos.dtype:

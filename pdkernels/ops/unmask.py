@@ -17,6 +17,8 @@ from pdkernels._validation import (
     check_shape,
     check_type,
     fail,
+    refuse,
+    sentence,
 )
 from pdkernels.backends import Backend
 from pdkernels.ops._library import Draw, call, define, keys
@@ -159,8 +161,8 @@ def _check(
     candidates = ids.shape[1]
     if positions is None:
         if candidates != length:
-            wanted = f"be given for {candidates} candidates of {length} tokens"
-            fail(OP, "positions", wanted, None, "Without them candidate r is for token r.")
+            words = f"positions are missing: there are {candidates} candidates for {length} tokens"
+            raise ValueError(sentence(OP, words, "Without positions candidate r is for token r."))
     else:
         check_index(OP, "positions", positions, (batch, candidates), device)
     if confidence is not None:
@@ -187,10 +189,9 @@ def _check(
             check_index(OP, name, tensor, shape, device)
         elif number < 0:
             fail(OP, name, "not be negative", number)
-    if threshold is not None and factor is not None:
-        fail(OP, "threshold", "be None where a factor is given", threshold, "They are two rules; choose one.")
-    if strict and threshold is None:
-        fail(OP, "strict", "come with a threshold", True)
+    refuse(threshold is not None and factor is not None, OP, "threshold and factor are two rules", "Pass one of them.")
+    remedy = "It says whether a confidence must exceed the threshold or may equal it."
+    refuse(strict and threshold is None, OP, "strict needs a threshold", remedy)
     if mask_token < 0:
         fail(OP, "mask_token", "not be negative", mask_token, "Negative ids mark candidates without a guess.")
     check_indices(OP, (batch,), device, seed=seeds, step=steps)

@@ -133,7 +133,7 @@ def softcap(score, b, h, q, k):
         r"return_lse must be False with return_aux": {"return_lse": True, "return_aux": AuxRequest(lse=True)},
         r"key must have the 4 heads of query, got 2\. Or give enable_gqa=True\.": {"enable_gqa": False},
         r"TypeError: block_mask must be a BlockMask, got Tensor\.": {"block_mask": torch.ones(50, 50)},
-        r"plan must be of 50 rows and 50 columns": {"block_mask": block_mask(causal, kv_len=40)},
+        r"plan must have 50 rows and 50 columns": {"block_mask": block_mask(causal, kv_len=40)},
         r"block_mask must have one head, got 2": {
             "block_mask": create_block_mask(lambda b, h, q, k: k <= q + h, None, 2, 50, 50, device="cpu", BLOCK_SIZE=16)
         },

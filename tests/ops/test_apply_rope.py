@@ -304,9 +304,9 @@ TABLE = {
     r"x must have an even head_dim of at least 2, got 0": {"x": GOOD.x[..., :0]},
     r"x must have a contiguous last dimension, got strides": {"x": GOOD.x[..., ::2]},
     r"TypeError: cos must be a tensor, got NoneType": {"cos": None},
-    r"cos must have shape \(P, 32\) of at least one position, got \(40, 4\)": {"cos": GOOD.cos[:, :4]},
-    r"of at least one position, got \(0, 32\)": {"cos": GOOD.cos[:0], "sin": GOOD.sin[:0]},
-    r"of at least one position, got \(\)": {"cos": GOOD.cos[0, 0]},
+    r"cos must have shape \(P, 32\) with at least one position, got \(40, 4\)": {"cos": GOOD.cos[:, :4]},
+    r"with at least one position, got \(0, 32\)": {"cos": GOOD.cos[:0], "sin": GOOD.sin[:0]},
+    r"with at least one position, got \(\)": {"cos": GOOD.cos[0, 0]},
     r"sin must have shape \(40, 32\) like cos, got \(9, 32\)": {"sin": GOOD.sin[:9]},
     r"TypeError: sin must be float32, got torch\.bfloat16": {"sin": GOOD.sin.bfloat16()},
     r"TypeError: cos must be float32.*for the kernels, got torch\.float64": dict(

@@ -57,7 +57,9 @@ APPEND = {
     r"TypeError: k_new must be torch\.float32 like the cache, got torch\.float64\. Convert it": {
         "k_new": GOOD.k_new.double()
     },
-    r"v_new must have shape \(2, 'rows', 2, 4\) in its last four dimensions": {"v_new": GOOD.v_new[..., :1, :]},
+    r"v_new must have shape \(layers, 2, rows, 2, 4\) like lengths and the cache, got \(\d, 2, \d, 1, 4\)": {
+        "v_new": GOOD.v_new[..., :1, :]
+    },
     r"k_new must have shape": {"k_new": GOOD.k_new[:, :1]},
     r"k_new must have the cache's 2 layers, got 1": {"k_new": GOOD.k_new[:1]},
     r"v_new must have 4 rows like k_new, got 3": {"v_new": GOOD.v_new[:, :, :3]},

@@ -274,7 +274,7 @@ H, W, IDS = torch.zeros(2, 4), torch.zeros(9, 4), torch.tensor([0, 1])
         ({"top_k": 10}, r"top_k must be in 1 \.\. min\(V, 16\) = 9, got 10"),
         ({"top_p": 1.5}, r"top_p must be in \[0, 1\], got 1\.5"),
         ({"distribution": "any"}, r"distribution must be 'model' or 'sampling', got 'any'"),
-        ({"suppress": 9}, r"suppress must be ids in 0 \.\. 8, got 9"),
+        ({"suppress": 9}, r"suppress must hold ids in \[0, 8\], got 9"),
         (
             {"step": torch.zeros(3, dtype=torch.int64)},
             r"step must broadcast to the shape \(2,\) of the rows, got \(3,\)",

@@ -151,7 +151,7 @@ def test_graph_capture_and_replay_with_changed_data() -> None:
         "TypeError: log must be torch.int64, got torch.int32": {"log": torch.zeros(3, 2, 4, dtype=torch.int32)},
         "TypeError: more must be torch.bool, got torch.float32": {"more": torch.zeros(1)},
         r"entry must have shape \(batch, columns\)": {"entry": torch.zeros(2, 4, 1, dtype=torch.int64)},
-        r"with a column at least, got \(2, 0\)": {"entry": torch.zeros(2, 0, dtype=torch.int64)},
+        r"with at least one column, got \(2, 0\)": {"entry": torch.zeros(2, 0, dtype=torch.int64)},
         r"entry must be contiguous, got strides \(8, 2\)": {"entry": torch.zeros(2, 8, dtype=torch.int64)[:, ::2]},
         r"log must have shape \(steps, 2, 4\), got \(3, 2, 5\)": {"log": torch.zeros(3, 2, 5, dtype=torch.int64)},
         r"count must have shape \(1\), got \(2,\)": {"count": torch.zeros(2, dtype=torch.int64)},

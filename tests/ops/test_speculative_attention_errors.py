@@ -80,7 +80,7 @@ TRACED = {
         "k_cache": PAGED.k_cache[:, :0],
         "v_cache": PAGED.v_cache[:, :0],
     },
-    "plan must be of 20 rows and columns, the new tokens, got 20 and 44. Build the mask for the new tokens alone; the prefix is seen by all.": {
+    "plan must have 20 rows and 20 columns, one for each new token, got 20 and 44. Build the mask for the new tokens alone: all of them see the whole prefix.": {
         "plan": masks.causal(20, 44).plan(16, 32)
     },
     "plan must have 2 samples like q, got 3. Stack one plan for each sample, or pass a single plan that all samples share.": {

@@ -302,7 +302,7 @@ NUMBERS = torch.zeros(2, dtype=torch.int64)
         r"row_index must be in \[-1, 1\], got -2 for row 0": {"row_index": NUMBERS - 2},
         r"TypeError: suppress must be an int or a sequence of ints, got 'abc'": {"suppress": "abc"},
         r"TypeError: suppress must be an int or a sequence of ints, got None": {"suppress": None},
-        r"suppress must be ids in 0 \.\. 39, got 40": {"suppress": 40},
+        r"suppress must hold ids in \[0, 39\], got 40": {"suppress": 40},
         r"suppress must have at most 16 ids, got 17": {"suppress": list(range(17))},
         r"top_k must be in 1 \.\. min\(V, 16\) = 16, got 0": {"top_k": 0},
         r"top_k must be in 1 \.\. min\(V, 16\) = 16, got 17": {"top_k": 17},

@@ -328,10 +328,10 @@ NORMS = [
         {"next_weight": W.bfloat16()},
         r"TypeError: next_weight must be torch\.float32 like the others, got torch\.bfloat16",
     ),
-    ({"weight": None}, r"weight must be given without a residual and a next_weight, got None"),
+    ({"weight": None}, r"weight is missing\. Only a call with a residual and a next_weight may leave it out\."),
     (
         {"weight": None, "residual": None, "next_weight": W},
-        r"weight must be given without a residual and a next_weight, got None",
+        r"weight is missing\. Only a call with a residual and a next_weight may leave it out\.",
     ),
     ({"eps": -1.0}, r"eps must be at least 0, got -1\.0"),
     ({"eps": "small"}, r"TypeError: eps must be a number, got str"),

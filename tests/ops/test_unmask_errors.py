@@ -21,7 +21,7 @@ BAD = {
     r"ids must have shape \(2, any\), got \(1, 4\)": {"ids": IDS[:1]},
     "TypeError: ids must be torch.int64 like tokens, got torch.int32": {"ids": IDS.int()},
     "ids must be on cpu, got meta": {"ids": IDS.to("meta")},
-    "positions must be given for 3 candidates of 4 tokens, got None. Without them": {
+    "positions are missing: there are 3 candidates for 4 tokens. Without positions": {
         "ids": IDS[:, :3],
         "confidence": C[:, :3],
     },
@@ -58,11 +58,11 @@ BAD = {
     "TypeError: quota must be an int32 or int64 tensor, got torch.float32": {"quota": torch.tensor([0.5, 0.5])},
     "min_count must not be negative, got -1": {"min_count": -1},
     "min_count must not be negative, got -3 for sequence 0": {"min_count": torch.tensor([-3, 0])},
-    "threshold must be None where a factor is given, got 0.5. They are two rules": {"threshold": 0.5, "factor": 1.0},
+    "threshold and factor are two rules. Pass one": {"threshold": 0.5, "factor": 1.0},
     "threshold must be a number, got nan": {"threshold": float("nan")},
     "factor must be finite and not negative, got -1.0": {"factor": -1.0},
     "factor must be finite and not negative, got inf": {"factor": float("inf")},
-    "strict must come with a threshold, got True": {"strict": True},
+    "strict needs a threshold. It says": {"strict": True},
     "TypeError: threshold must be a number, got str": {"threshold": "high"},
     "TypeError: factor must be a number, got str": {"factor": "high"},
     "TypeError: mask_token must be an int, got float": {"mask_token": 0.0},

@@ -38,8 +38,6 @@ def test_what_is_written_is_refused(op: str) -> None:
     if not isinstance(x, Tensor):
         pytest.skip("a list of tensors")
     before = x.clone()
-    with refused(
-        rf"NotImplementedError: {op}: {name} must not be written inside a transform of torch.func, got torch.vmap"
-    ):
+    with refused(rf"NotImplementedError: {op}: {name} cannot be written inside torch.vmap"):
         torch.vmap(lambda x: run(op, made | {name: x}))(x.expand(2, *x.shape).clone())
     assert torch.equal(x, before)
