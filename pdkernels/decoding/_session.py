@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -47,10 +48,17 @@ def to_device_async(rows: list[list[int]], device: torch.device) -> torch.Tensor
     return torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
 
 
-def first_stop(tokens: list[int], known: int, stops: Sequence[str], tokenizer: Any) -> int | None:
+def first_stop(
+    tokens: list[int],
+    known: int,
+    stops: Sequence[str],
+    tokenizer: Any,
+    text_of: Callable[..., str] | None = None,
+) -> int | None:
     """How many of `tokens` it takes for their text to hold one of `stops`, where the first `known` do not; None: it does not.
 
-    Special tokens are part of that text, although decoded texts leave them out: a stop string may be or contain one.
+    Special tokens are part of that text, although decoded texts leave them out: a stop string may be or contain one. `text_of`
+    is the session's, of tokens that are not all text.
 
     >>> class Letters:
     ...     def decode(self, tokens):
@@ -63,6 +71,8 @@ def first_stop(tokens: list[int], known: int, stops: Sequence[str], tokenizer: A
     # A part of the text says no quickly: its end, with more letters before the new tokens than a stop string has.
     longest, first = max(map(len, stops)) + 8, known
     decode = getattr(tokenizer, "decode_all", tokenizer.decode)
+    if text_of is not None:
+        decode, first = partial(text_of, decode=decode), 0  # what is text depends on all tokens before
     while first > 0 and len(decode(tokens[first:known])) < longest:
         first = max(0, first - longest)
     part = decode(tokens[first:])
@@ -111,7 +121,8 @@ class Session:
         self.forwards = 0
         self.recurrences, self.counts_recurrences = 0, False  # set by methods that choose how often a model's core runs
         self.plans: list[PlanReport] | None = None  # set by methods that plan
-        self.text_of: Callable[[list[int]], str] | None = None  # if not the decoding of all tokens
+        # If not the decoding of all tokens: takes them, and `decode` for a function other than the tokenizer's.
+        self.text_of: Callable[..., str] | None = None
         self.callback_seconds = 0.0
         self.repetition_penalty = 1.0  # of methods whose texts are canvases; those on a cache have a model that does it
         self.stop_strings: tuple[str, ...] = ()
@@ -196,7 +207,7 @@ class Session:
     def extend(self, sequence: int, new: list[int]) -> list[int]:
         """Puts tokens on record, up to the one that completes a stop string, and returns those; `stopped` says whether one did."""
         known = self.tokens[sequence]
-        found = first_stop([*known, *new], len(known), self.stop_strings, self.model.tokenizer)
+        found = first_stop([*known, *new], len(known), self.stop_strings, self.model.tokenizer, self.text_of)
         kept = list(new) if found is None else new[: found - len(known)]
         self.tokens[sequence] += kept
         self.stopped[sequence] = found is not None

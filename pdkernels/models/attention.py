@@ -9,6 +9,7 @@ a dense mask. For tests and small experiments.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -20,10 +21,11 @@ from pdkernels.cache import Cache
 from pdkernels.masks import TilePlan
 from pdkernels.masks import causal as causal_mask
 from pdkernels.models.rope import RopeStyle, Rotation, apply_rope
-from pdkernels.ops._attention import takes_head_dim
+from pdkernels.ops._attention import LARGEST, takes_head_dim
 from pdkernels.ops.block_sparse_attention import block_sparse_attention
 from pdkernels.ops.speculative_attention import speculative_attention, speculative_attention_append_
 from pdkernels.ops.transformer_ops import apply_rope_
+from pdkernels.reference.block_sparse_attention import block_sparse_attention as dense_attention
 
 
 class Visibility(NamedTuple):
@@ -189,6 +191,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: Visibi
         return block_sparse_attention(q, k, v, visibility.mask)
     if visibility.mask is None and q.requires_grad and q.device.type == "cpu":
         return _by_matmul(q, k, v, visibility.causal)
+    if q.device.type == "cpu" and not _is_ordinary(q, k, v):
+        return _by_formula(q, k, v, visibility)
     return F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -197,6 +201,26 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: Visibi
         is_causal=visibility.causal,
         enable_gqa=q.shape[2] != k.shape[2],
     ).transpose(1, 2)
+
+
+def _is_ordinary(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether all numbers and scores are finite. PyTorch's CPU kernels return 0 for a row whose scores are all NaN, and spread a value
+    that is not finite to the rows that do not see it."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or type(q) is not torch.Tensor:
+        return True  # no branch on values there
+    if q.numel() == 0 or k.numel() == 0:
+        return True
+    largest = [max(abs(float(end)) for end in torch.aminmax(x.detach())) for x in (q, k, v)]
+    return largest[0] * largest[1] * q.shape[3] < LARGEST and largest[2] < math.inf
+
+
+def _by_formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: Visibility) -> torch.Tensor:
+    rows, keys = q.shape[1], k.shape[1]
+    if visibility.mask is None:
+        seen = torch.ones(rows, keys, dtype=torch.bool, device=q.device)
+        return dense_attention(q, k, v, seen.tril() if visibility.causal else seen)[0]
+    assert isinstance(visibility.mask, torch.Tensor) and visibility.mask.shape[1] == 1, "one mask for all heads"
+    return dense_attention(q, k, v, visibility.mask[:, 0].expand(len(q), rows, keys))[0]
 
 
 def _by_matmul(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:

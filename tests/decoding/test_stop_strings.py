@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from pdkernels import models
 from pdkernels.decoding import generate
 from pdkernels.decoding._session import first_stop
 from pdkernels.decoding.methods import METHODS
@@ -25,7 +26,7 @@ def words(size: int, special: list[int]) -> JsonTokenizer:
     return JsonTokenizer.of(made, "words")
 
 
-@pytest.mark.parametrize("method", NAMES)
+@pytest.mark.parametrize("method", [name for name in NAMES if METHODS[name].wing != "planned"])
 def test_a_special_token_ends_a_text_in_every_method(method: str) -> None:
     model, options = with_text(method), SIZES.get(method, {}) | {"max_new_tokens": 8, "end_tokens": ()}
     whole = [tokens.tolist() for tokens in generate(model, BATCH, METHODS[method], **options).tokens]
@@ -85,3 +86,21 @@ def test_strings_that_no_text_holds(stop: str, words: str) -> None:
     model: Any = with_text("autoregressive")
     with pytest.raises(ValueError, match=rf"pdkernels\.decoding\.generate: stop_strings must {words}"):
         generate(model, [1, 2], stop_strings=stop)
+
+
+@pytest.mark.parametrize("prompt", ["1x;1w;\n", "2r;5m;1u;\n"])
+def test_stop_strings_of_planned_texts(prompt: str) -> None:
+    """The search is in the text alone: plans and tags are not part of it, even where they have no text at all."""
+    model = models.load("tiny-planned")
+    options = {"method": "planned", "max_new_tokens": 40}
+    free = generate(model, prompt, **options)
+    assert free.text is not None and chr(free.tokens[1]) in "15", "the plan begins with this digit"
+    for at in range(len(free.text)):
+        for stop in (free.text[at], free.text[max(0, at - 2) : at + 1], "no such"):
+            found = generate(model, prompt, stop_strings=stop, **options)
+            end = free.text.find(stop)
+            # The line break between two chunks comes with the first token of the second one.
+            end += len(stop) + stop.endswith("\n") if end >= 0 else 0
+            assert found.text == (free.text if end < 0 else free.text[:end])
+            assert found.stats.plans[0].reason == (free.stats.plans[0].reason if end < 0 else "stop")
+            assert torch.equal(found.tokens, free.tokens[: len(found.tokens)])

@@ -141,6 +141,9 @@ def decode(
         tags, mask_token, ends, sparse, steps_ratio, schedule, threshold, rule, unit * length_scale, cache, parser,
         on_bad_plan, max_rounds,
     )  # fmt: skip
+    if session.model.tokenizer is not None:
+        others, plain = {mask_token, *ends}, session.model.tokenizer.decode
+        session.text_of = lambda tokens, decode=plain: joined(text_pieces(tokens, tags, others), tags, decode, joiner)
     texts = [PlannedText(session, sequence, options) for sequence in range(session.batch)]
     guess = Guesses(session.model, seeds, temperature, top_p, top_k)
     if session.max_new_tokens > 0:  # else no cache is needed
@@ -148,10 +151,6 @@ def decode(
             texts
         )
     session.plans = [text.report for text in texts]
-    if session.model.tokenizer is not None:
-        others = {mask_token, *ends}
-        decode_text = session.model.tokenizer.decode
-        session.text_of = lambda tokens: joined(text_pieces(tokens, tags, others), tags, decode_text, joiner)
     return sum(text.number for text in texts)
 
 
