@@ -49,11 +49,7 @@ def to_device_async(rows: list[list[int]], device: torch.device) -> torch.Tensor
 
 
 def first_stop(
-    tokens: list[int],
-    known: int,
-    stops: Sequence[str],
-    tokenizer: Any,
-    text_of: Callable[..., str] | None = None,
+    tokens: list[int], known: int, stops: Sequence[str], tokenizer: Any, text_of: Callable[..., str] | None = None
 ) -> int | None:
     """How many of `tokens` it takes for their text to hold one of `stops`, where the first `known` do not; None: it does not.
 

@@ -73,7 +73,6 @@ def _scaling(rope: Fields, max_positions: int, scaled_queries: bool) -> RopeScal
 
     one, other = rope.number("mscale", 0.0, minimum=0), rope.number("mscale_all_dim", 0.0, minimum=0)
     usual = magnitude(one) / magnitude(other) if one and other else magnitude(1.0)
-    demand(rope.flag("truncate", True), "truncate", "be true", "false")
     return YarnScaling(
         factor=factor,
         original_positions=original,
@@ -81,4 +80,5 @@ def _scaling(rope: Fields, max_positions: int, scaled_queries: bool) -> RopeScal
         beta_slow=rope.number("beta_slow", 1.0, above=0),
         attention_factor=rope.number("attention_factor", usual, above=0),
         query_beta=beta,
+        truncate=rope.flag("truncate", True),
     )

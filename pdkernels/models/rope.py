@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from pdkernels._validation import FINITE, check, check_int, check_number
+from pdkernels._validation import FINITE, check, check_flag, check_int, check_number
 
 RopeStyle = Literal["half", "interleaved"]
 
@@ -112,7 +112,8 @@ class YarnScaling(RopeScaling):
 
     Pairs that turn more than `beta_fast` times within the original positions keep their frequency, those that turn less
     than `beta_slow` times are divided by `factor`, the others are interpolated. `attention_factor` multiplies rotated q
-    and k. q at position p is further multiplied by 1 + query_beta * ln(1 + floor(p / original_positions)).
+    and k. q at position p is further multiplied by 1 + query_beta * ln(1 + floor(p / original_positions)). `truncate`: the ends of the
+    interpolation are rounded outward to whole pairs.
     """
 
     factor: float
@@ -121,9 +122,11 @@ class YarnScaling(RopeScaling):
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     query_beta: float = 0.0
+    truncate: bool = True
 
     def __post_init__(self) -> None:
         op = "YarnScaling"
+        check_flag(op, "truncate", self.truncate)
         check_number(op, "factor", self.factor, 0, FINITE, "be positive")
         check(self.factor > 0, op, "factor", "be positive", self.factor)
         check_int(op, "original_positions", self.original_positions, 1)
@@ -144,8 +147,10 @@ class YarnScaling(RopeScaling):
         def pair_that_turns(times: float) -> float:
             return head_dim * math.log(self.original_positions / (times * 2 * math.pi)) / (2 * math.log(theta))
 
-        low = max(math.floor(pair_that_turns(self.beta_fast)), 0)
-        high = min(math.ceil(pair_that_turns(self.beta_slow)), head_dim - 1)
+        low, high = pair_that_turns(self.beta_fast), pair_that_turns(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
         pairs = torch.arange(len(frequencies), dtype=torch.float64, device=frequencies.device)
         slowed = ((pairs - low) / (high - low if high != low else 1e-3)).clamp(0, 1)
         return frequencies * (1 - slowed + slowed / self.factor)

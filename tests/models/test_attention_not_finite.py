@@ -65,7 +65,9 @@ def test_scores_that_overflow() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 def test_a_nan_in_a_weight_shows_in_all_logits(dtype: torch.dtype) -> None:
-    config = TransformerConfig(vocab_size=19, hidden_size=32, layers=1, heads=2, kv_heads=1, head_dim=16, intermediate_size=12)
+    config = TransformerConfig(
+        vocab_size=19, hidden_size=32, layers=1, heads=2, kv_heads=1, head_dim=16, intermediate_size=12
+    )
     for name in ("qkv", "output", "gate_up", "down"):
         model = Transformer(config).to(dtype).requires_grad_(False)
         weight = next(x for own, x in model.named_parameters() if name in own and x.dim() == 2)

@@ -17,10 +17,11 @@ from pdkernels.models import (
     Transformer,
     TransformerConfig,
     YarnScaling,
+    from_hf_config,
     zoo,
 )
 from pdkernels.models.rope import rope_tables
-from tests.support.checkpoints import LINEAR, LLAMA31, MINISTRAL3, frequency
+from tests.support.checkpoints import LINEAR, LLAMA31, MINISTRAL3, QWEN3, frequency
 
 # Sizes and figures of Llama 3.1 8B and Llama 3.2 1B.
 LLAMA31_8B: dict[str, Any] = {
@@ -113,3 +114,25 @@ def test_errors(make: Any, message: str) -> None:
     with pytest.raises(ValueError) as caught:
         make()
     assert str(caught.value) == f"pdkernels.{message}"
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+@pytest.mark.parametrize(("head_dim", "theta", "factor", "original"), [(64, 150000.0, 32.0, 4096), (16, 100.0, 4.0, 8)])
+def test_yarn_with_and_without_whole_pairs(
+    truncate: bool, head_dim: int, theta: float, factor: float, original: int
+) -> None:
+    """Against transformers; the first sizes are those of gpt-oss, which does not truncate."""
+    rules = pytest.importorskip("transformers.modeling_rope_utils")
+    transformers = pytest.importorskip("transformers")
+    rope = dict(rope_type="yarn", rope_theta=theta, factor=factor, truncate=truncate)
+    rope |= dict(original_max_position_embeddings=original, beta_fast=32.0 if head_dim == 64 else 1.0, beta_slow=0.1)
+    fields = QWEN3 | dict(head_dim=head_dim, rope_parameters=rope, rope_scaling=None)
+    config = transformers.Qwen3Config(**fields)
+    expected, magnitude = rules.ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+    scaling = from_hf_config(fields).rope_scaling
+    assert isinstance(scaling, YarnScaling) and scaling.truncate is truncate
+    plain = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    torch.testing.assert_close(scaling.scaled(plain, theta).float(), expected, rtol=1e-5, atol=0)
+    assert scaling.attention_factor == pytest.approx(magnitude, rel=1e-6)
+    other = YarnScaling(factor, original, rope["beta_fast"], 0.1, truncate=not truncate)
+    assert not torch.allclose(other.scaled(plain, theta).float(), expected, rtol=1e-3)

@@ -82,8 +82,10 @@ def frequency(pair: int, head_dim: int, fields: dict[str, Any]) -> float:
     def boundary(turns: float) -> float:
         return head_dim * math.log(original / (2 * math.pi * turns)) / (2 * math.log(theta))
 
-    low = max(math.floor(boundary(rope["beta_fast"])), 0)
-    high = min(math.ceil(boundary(rope["beta_slow"])), head_dim - 1)
+    low, high = boundary(rope["beta_fast"]), boundary(rope["beta_slow"])
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
     ramp = min(1.0, max(0.0, (pair - low) / (high - low if high != low else 0.001)))
     return ramp * plain / rope["factor"] + (1 - ramp) * plain
 
