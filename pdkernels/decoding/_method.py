@@ -113,7 +113,8 @@ class Method:
         wing: the decoders it belongs to. An evaluation compares the others with the first method of a wing.
         requires: capabilities of a model that it needs (`pdkernels.models.capabilities`).
         protocol: the members of a model that it uses; None: those of its wing.
-        lossless: whether it guarantees the tokens of greedy decoding, with default options and at temperature 0.
+        lossless: whether it guarantees the tokens of greedy decoding, with default options and at temperature 0. Causal methods do so
+            for models without recurrences: on a recurrent-depth model a draft's rows read each other before these have settled.
         steps: its step, if that needs no host: `pdkernels.integrations.device_loop` runs it on the device.
         verifies_drafts: whether it drafts tokens and verifies the drafts.
         models: the trained models that demonstrate it; none: its wing's example.

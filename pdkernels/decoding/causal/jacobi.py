@@ -29,6 +29,9 @@ Draft = Literal["model", "lookup"]
 class JacobiSteps(DraftSteps):
     """One forward verifies the whole draft, and its predictions are the next one.
 
+    On a recurrent-depth model with more than one recurrence the tokens may differ from those of `autoregressive`, at temperature 0 too:
+    rows of one draft read each other after as many recurrences as they have had, and cached rows after all of them.
+
     Args:
         block_size: decode block after block of this many tokens (default 16): inside a block the draft only shrinks.
         window: keep a draft of this many tokens instead, refilled after every forward. Excludes `block_size`.
