@@ -25,7 +25,6 @@ from pdkernels.ops._attention import LARGEST, takes_head_dim
 from pdkernels.ops.block_sparse_attention import block_sparse_attention
 from pdkernels.ops.speculative_attention import speculative_attention, speculative_attention_append_
 from pdkernels.ops.transformer_ops import apply_rope_
-from pdkernels.reference.block_sparse_attention import block_sparse_attention as dense_attention
 
 
 class Visibility(NamedTuple):
@@ -215,12 +214,25 @@ def _is_ordinary(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 def _by_formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: Visibility) -> torch.Tensor:
-    rows, keys = q.shape[1], k.shape[1]
-    if visibility.mask is None:
+    """Pair by pair: a product with what a row does not see is left out, since 0 times NaN is NaN."""
+    rows, keys, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    seen = visibility.mask
+    if seen is None:
         seen = torch.ones(rows, keys, dtype=torch.bool, device=q.device)
-        return dense_attention(q, k, v, seen.tril() if visibility.causal else seen)[0]
-    assert isinstance(visibility.mask, torch.Tensor) and visibility.mask.shape[1] == 1, "one mask for all heads"
-    return dense_attention(q, k, v, visibility.mask[:, 0].expand(len(q), rows, keys))[0]
+        seen = seen.tril() if visibility.causal else seen
+    assert isinstance(seen, torch.Tensor)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    queries = q.transpose(1, 2).to(wide)
+    pairs = seen[..., None]
+    heads = []
+    for head in range(q.shape[2]):  # one at a time, for the memory
+        key, value = (x[:, :, head // group].to(wide)[:, None, None] for x in (k, v))
+        scores = (torch.where(pairs, queries[:, head, None, :, None], 0) * torch.where(pairs, key, 0)).sum(-1)
+        scores = (scores * q.shape[3] ** -0.5).masked_fill(~seen, -torch.inf)
+        nothing = scores.isneginf().all(-1, keepdim=True)
+        weights = scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0).masked_fill(~seen, 0)
+        heads.append((weights[..., None] * torch.where(pairs, value, 0)).sum(-2))
+    return torch.cat(heads, 1).transpose(1, 2).to(v.dtype)
 
 
 def _by_matmul(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
