@@ -8,7 +8,7 @@ tests/generation/test_utils.py for that model. The files run twice: as they are,
 so that whatever asks for sdpa, by name or by default, gets ours. Tests that need a network, a GPU or another package skip or fail in
 both. Prints for each model how many tests pass with sdpa, how many of those with ours, and the names of the others with their errors.
 FILE gets the same as JSON; models of an earlier run with the same versions and choice stay in it. `python -m bench.report --write`
-makes the table of docs/transformers.md from bench/results/transformers_tests.json.
+makes the table of docs/transformers_tests.md from bench/results/transformers_tests.json.
 Needs pytest, parameterized and whatever else the tests import.
 """
 

@@ -338,7 +338,7 @@ def test_an_interrupted_sweep_keeps_what_it_has(command: Any, tmp_path: Path, mo
     with monkeypatch.context() as patched:
         patched.setitem(evaluation.sweep.__globals__, "_generate", stopped)
         result = command(*SWEEP, "--json", "s.json")
-    assert result.exit_code == 130 and "s.json keeps what is measured, continue with --resume" in " ".join(
+    assert result.exit_code == 130 and "s.json holds the results so far; continue with --resume" in " ".join(
         result.output.split()
     )
     before = json.loads((tmp_path / "s.json").read_text())["measured"]

@@ -87,7 +87,7 @@ def evaluate(
     width: Annotated[
         list[int] | None,
         typer.Option(
-            min=1, help="Tokens of a block or draft. May be given several times; by default what suits the method."
+            min=1, help="Tokens per block or draft. May be given several times; the default depends on the method."
         ),
     ] = None,
     task: Annotated[
@@ -98,7 +98,7 @@ def evaluate(
     ] = None,
     problems: Annotated[int, typer.Option(min=1, help="Prompts per task.")] = 30,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts per generation.")] = 1,
-    seed: Annotated[int, typer.Option(help="Seed of the choice of prompts.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for choosing the prompts.")] = 0,
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads; by default one for tiny models, else torch's default.")
     ] = None,
@@ -110,24 +110,24 @@ def evaluate(
         ),
     ] = None,
     max_rows: Annotated[
-        int | None, typer.Option(min=1, help="In a sweep, leave out candidates with more rows in a forward.")
+        int | None, typer.Option(min=1, help="In a sweep, skip candidates whose forwards have more rows than this.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the sweep in the file of --json.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the sweep in the file given by --json.")] = False,
     plot: Annotated[
         Path | None,
         typer.Option(
             dir_okay=False,
             writable=True,
-            help="Draw the figures into this PNG (needs matplotlib); 'frontier', for a sweep, is frontier.png.",
+            help="Plot the figures into this PNG file (needs matplotlib); for a sweep, 'frontier' means frontier.png.",
         ),
     ] = None,
     json_path: Annotated[
-        Path | None, typer.Option("--json", dir_okay=False, writable=True, help="Write the figures into this file.")
+        Path | None, typer.Option("--json", dir_okay=False, writable=True, help="Write the figures to this JSON file.")
     ] = None,
 ) -> None:
     """Compare decoding methods: right answers, tokens per forward, and speed against autoregressive decoding.
 
-    Under torchrun the prompts are shared by its processes.
+    Under torchrun the processes share the prompts.
     """
     console = Console(highlight=False)
     with errors_reported(), evaluation.launched_group() as group:
@@ -230,9 +230,7 @@ def evaluate(
             )
             draw([benchmark["extra_info"] for benchmark in written["benchmarks"]], plot)
     if any(row.broken for row in rows):
-        console.print(
-            Text("A lossless method did not give greedy decoding's tokens: it has no figures of speed.", "bold red")
-        )
+        console.print(Text("A lossless method differed from greedy decoding, so its speed is not shown.", "bold red"))
         raise typer.Exit(1)
 
 
@@ -251,7 +249,7 @@ def _load_all(names: list[str]) -> tuple[dict[str, Any], list[str]]:
 @app.command("methods")
 def list_methods(
     names: Annotated[
-        list[str] | None, typer.Argument(help="Methods whose options are shown; none: all methods.")
+        list[str] | None, typer.Argument(help="Methods whose options to show; without any, all methods are listed.")
     ] = None,
 ) -> None:
     """List the decoding methods, or the options of some of them."""

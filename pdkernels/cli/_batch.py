@@ -1,4 +1,4 @@
-"""``python -m pdkernels batch``: files of prompts in, a file of texts out, on as many workers as Ray has."""
+"""``python -m pdkernels batch``: reads files of prompts and writes a file of texts, on Ray workers if asked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _COLUMNS = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("
 
 def batch(
     prompts: Annotated[
-        list[Path], typer.Argument(help="Files: .jsonl (an object a line), .txt (a prompt a line), .parquet.")
+        list[Path],
+        typer.Argument(help="Files of prompts: .jsonl (one object per line), .txt (one prompt per line) or .parquet."),
     ],
     output: Annotated[Path, typer.Option(help="A .jsonl or .parquet file for prompts and texts; it must be new.")],
     model: Annotated[str, typer.Option(help="Name of a model, a checkpoint's folder, or a .gguf file.")] = "tiny-code",
@@ -30,30 +31,34 @@ def batch(
         str | None, typer.Option(help="Decoding method; by default the model's own, else token by token.")
     ] = None,
     workers: Annotated[
-        int, typer.Option(min=0, help="Processes of a Ray cluster, each with a model; 0: this one, without Ray.")
+        int,
+        typer.Option(
+            min=0,
+            help="Number of worker processes in a Ray cluster, each with its own model; 0: run in this process, without Ray.",
+        ),
     ] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts per generation.")] = 8,
-    column: Annotated[str, typer.Option(help="Field with the prompt.")] = "prompt",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens of a prompt at most.")] = 128,
+    column: Annotated[str, typer.Option(help="Name of the field that holds the prompt.")] = "prompt",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum new tokens per prompt.")] = 128,
     seed: Annotated[int, typer.Option(min=0, help=SHARED["seed"])] = 0,
     option: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Of the method, as block_size=16. May be given several times."),
+        typer.Option(metavar="NAME=VALUE", help="A method option, such as block_size=16. May be given several times."),
     ] = None,
-    device: Annotated[str, typer.Option(help="Where the models go: cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device of the models: cpu or cuda.")] = "cpu",
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
     adapter: Annotated[Path | None, typer.Option(help="Folder of a PEFT LoRA adapter.")] = None,
     temperature: Annotated[float | None, typer.Option(help=SHARED["temperature"])] = None,
     top_p: Annotated[float | None, typer.Option(help=SHARED["top_p"])] = None,
     on_error: Annotated[
-        str, typer.Option(help="For a prompt that fails: 'record' its error in place of a text, or 'stop'.")
+        str, typer.Option(help="What to do when a prompt fails: 'record' its error instead of a text, or 'stop'.")
     ] = "record",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of this process, without workers.")] = None,
-    cpus: Annotated[float, typer.Option(min=0, help="Cores that a worker takes.")] = 1,
+    cpus: Annotated[float, typer.Option(min=0, help="CPU cores per worker.")] = 1,
 ) -> None:
-    """Generate for all prompts of files. The same command goes on with what was cut off.
+    """Generate for all prompts of files. The same command resumes an interrupted run.
 
-    Exit code 0: every prompt has its text. 1: some have an error in its place, or the run could not end. 2: the call was refused.
+    Exit code 0: every prompt has a text. 1: some have an error instead, or the run could not finish. 2: the arguments were refused.
     """
     console = Console(stderr=True, highlight=False)
     given = {"temperature": temperature, "top_p": top_p}

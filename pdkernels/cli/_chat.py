@@ -107,25 +107,27 @@ def chat(
     ),
     method: Annotated[
         str | None,
-        typer.Option(help="Decoding method; by default the one the model was trained for, else 'jacobi' with lookups."),
+        typer.Option(
+            help="Decoding method; by default the one the model was trained for, else 'jacobi' with prompt lookup."
+        ),
     ] = None,
     draft: Annotated[
         str | None,
         typer.Option(help="For 'jacobi': 'lookup' for any model, 'model' for one that was trained to jump ahead."),
     ] = None,
-    block_size: Annotated[int | None, typer.Option(help="Tokens of a draft or block; by default the method's.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens per draft or block; by default the method's.")] = None,
     temperature: Annotated[float | None, typer.Option(help=SHARED["temperature"])] = None,
     top_p: Annotated[float | None, typer.Option(help=SHARED["top_p"])] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the draws.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Sampling seed.")] = None,
     option: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Any other option of the method; may be given several times."),
     ] = None,
     system: Annotated[str | None, typer.Option(help="The system message that opens the chat.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 512,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per answer.")] = 512,
     device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "cpu",
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's choice.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's setting.")] = None,
 ) -> None:
     """Chat with a model. Accepted drafts are in colour; each answer ends with a line of figures."""
     console = Console(highlight=False)

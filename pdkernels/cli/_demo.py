@@ -67,11 +67,11 @@ def demo(
         list[str] | None,
         typer.Option(help="May be given several times; by default one whose answer quotes it, and one other."),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 128,
-    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each; the median counts.")] = 3,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Maximum tokens per answer.")] = 128,
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements per prompt; the median is shown.")] = 3,
     device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "cpu",
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's choice.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's setting.")] = None,
 ) -> None:
     """Answer questions in every way that gives the same tokens, and show the cost of each.
 

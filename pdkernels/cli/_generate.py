@@ -1,4 +1,4 @@
-"""``python -m pdkernels generate``: a prompt continued by one method or several, with what each took."""
+"""``python -m pdkernels generate``: continues a prompt with one or several methods, and shows the cost of each."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def generate(
     method: Annotated[
         list[str] | None,
         typer.Option(
-            help="Decoding method, or 'all' for all that the model can run; by default the one the model was trained for, else 'jacobi' with lookups. May be given several times."
+            help="Decoding method, or 'all' for every method that the model supports; by default the one it was trained for, else 'jacobi' with prompt lookup. May be given several times."
         ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens; an end token stops earlier.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum new tokens; an end token stops earlier.")] = 128,
     block_size: Annotated[int | None, typer.Option(help=_help("block_size"))] = None,
     window: Annotated[int | None, typer.Option(help=_help("window"))] = None,
     temperature: Annotated[float | None, typer.Option(help=SHARED["temperature"])] = None,
@@ -63,7 +63,9 @@ def generate(
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Any other option of the method; may be given several times."),
     ] = None,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1, tokens of the text become less likely.")] = 1.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1, tokens that are already in the text become less likely.")
+    ] = 1.0,
     stop: Annotated[
         list[str] | None, typer.Option(help="A string that ends the text; may be given several times.")
     ] = None,
@@ -73,14 +75,15 @@ def generate(
         int | None, typer.Option(min=1, help="CPU threads; by default one for a tiny model, else torch's default.")
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Compare with greedy autoregressive decoding; exit code 1 if different.")
+        bool,
+        typer.Option("--check", help="Compare with greedy autoregressive decoding; exit code 1 if the tokens differ."),
     ] = False,
     html: Annotated[
         Path | None,
         typer.Option(dir_okay=False, writable=True, help="Write a page that replays the decoding into this file."),
     ] = None,
 ) -> None:
-    """Continue a prompt, show which tokens were accepted drafts, and what the generation cost."""
+    """Continue a prompt; show which tokens were accepted drafts, and the cost of the generation."""
     console = Console(highlight=False)
     given: dict[str, Any] = {"block_size": block_size, "window": window, "seed": seed, "page_size": page_size}
     given |= {"temperature": temperature, "top_p": top_p}

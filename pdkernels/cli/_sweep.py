@@ -69,7 +69,7 @@ def run_sweep(
             )
     except KeyboardInterrupt:
         keep(measured, at_once=True)
-        left = f"{path} keeps what is measured, continue with --resume" if path else "nothing is kept without --json"
+        left = f"{path} holds the results so far; continue with --resume" if path else "without --json nothing is saved"
         console.print(f"stopped: {left}.", soft_wrap=True)
         raise typer.Exit(130) from None
     comparisons = evaluation.compare(rows)
@@ -77,8 +77,8 @@ def run_sweep(
     fronts = evaluation.fronts(listed)
     console.print(_table(rows, comparisons, fronts))
     console.print(
-        "Forwards and seconds are per prompt. Speed: seconds of the cheapest baseline that is right as often (at most 3 points less) "
-        "over the row's own; none if no baseline is. * is on the front of right answers over forwards, ° over seconds. 95 % intervals."
+        "Forwards and seconds are per prompt. Speed is relative to the cheapest baseline whose accuracy is at most 3 points lower; - if "
+        "there is none. * is on the front of accuracy over forwards, ° over seconds. Intervals are 95 %."
     )
     if path is not None:
         found = {"rows": listed, "fronts": fronts, "comparisons": [vars(one) for one in comparisons]}

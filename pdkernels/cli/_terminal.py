@@ -23,7 +23,7 @@ from pdkernels.models.tokenizers import Tokenizer
 ACCEPTED = "bold green"
 GIVEN = "default"
 PROMPT = "dim"
-LEGEND = Text.assemble(("accepted drafts", ACCEPTED), ", ", ("given by the model itself", GIVEN))
+LEGEND = Text.assemble(("accepted drafts", ACCEPTED), ", ", ("the model's own tokens", GIVEN))
 
 # Below this many parameters other threads cost more than they save.
 _TINY = 20_000_000
@@ -83,10 +83,10 @@ def errors_reported() -> Iterator[None]:
         raise typer.Exit(1 if failed else 2) from None
 
 
-DTYPE_HELP = f"Of the weights: {', '.join(DTYPES)}; by default the checkpoint's."
+DTYPE_HELP = f"Dtype of the weights: {', '.join(DTYPES)}; by default the checkpoint's."
 
 
-DEVICE_HELP = "Where the model goes: cpu or cuda."
+DEVICE_HELP = "Device of the model: cpu or cuda."
 
 
 def load(command: str, model: str, device: str, dtype: str | None) -> Any:

@@ -34,7 +34,7 @@ PLANNED_SETTINGS: tuple[dict[str, Any], ...] = tuple(
 )
 """Options that an evaluation shows. Lists of picks are most informative with drawn picks: two greedy guesses agree anyway."""
 _LIMIT = 320
-"""Most new tokens, plans and pads included: two rounds of four chunks of 32 would fit."""
+"""Maximum new tokens, plans and pads included: two rounds of four chunks of 32 would fit."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class Task(NamedTuple):
     warm_up: list[str]
     """Prompts of the same kind that are not counted."""
     limit: int
-    """Most new tokens."""
+    """Maximum new tokens."""
     end_tokens: tuple[int, ...] | None
     """End tokens; None: those of the model."""
     problems: Sequence[Judge] | None

@@ -30,7 +30,7 @@ class CallableConfig:
 
     @property
     def attention(self) -> Literal["bidirectional", "either"]:
-        """Rows that predict their own token see both sides; for rows that predict the next only the caller knows."""
+        """Models whose rows predict their own token are bidirectional; of those that predict the next token only the caller knows."""
         return "bidirectional" if self.predicts == "own" else "either"
 
 

@@ -281,7 +281,7 @@ def test_eval_reports_a_wrong_method(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 1
     assert re.search(r"^ +wrong +- +- +- +- +no, 0 of 2 *$", result.stdout, re.M)
     assert re.search(r"^ +jacobi, 4 .* yes *$", result.stdout, re.M)
-    assert "it has no figures of speed" in result.stdout
+    assert "so its speed is not shown" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -280,7 +280,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return list(result.text)
 
     def _settings(self, asked: dict[str, Any]) -> tuple[int, float | None, tuple[str, ...]]:
-        """Most new tokens, a temperature if the task samples, and stop texts."""
+        """Maximum new tokens, a temperature if the task samples, and stop strings."""
         asked = dict(asked)
         until = asked.pop("until", None) or []
         lengths = [value for name in _LENGTHS if (value := asked.pop(name, None)) is not None]
