@@ -89,7 +89,7 @@ def draw(mask: Picture, path: str | PathLike[str], plan: TilePlan | None, title:
     _lines(axes, mask)
     _strips(axes, mask, colours)
     shape = f"{shown_q} x {shown_k}, {mask.density:.1%} visible"
-    entries = _kind_legend(colours)
+    entries = _kind_legend(mask, colours)
     if plan is not None:
         _tiles(axes, plan)
         entries += _tile_legend()
@@ -106,7 +106,7 @@ def draw(mask: Picture, path: str | PathLike[str], plan: TilePlan | None, title:
     axes.tick_params(labelsize=8, colors=INK)
     axes.spines[:].set_color("#bbbbbb")
     if entries:
-        columns = max(1, min(len(entries), int(figure.get_figwidth() / 1.3)))
+        columns = max(1, min(len(entries), int(figure.get_figwidth() / 1.9)))
         figure.legend(handles=entries, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
     figure.savefig(path, format="png", dpi=120)
 
@@ -248,13 +248,25 @@ def _tiles(axes: Axes, plan: TilePlan) -> None:
     )
 
 
-def _kind_legend(colours: dict[str, str]) -> list[Any]:
+def _kind_legend(mask: Picture, colours: dict[str, str]) -> list[Any]:
+    """The colours that the picture holds: of the keys' kinds, and both shades of them where both are there."""
     from matplotlib.patches import Patch
 
-    return [
+    shown = {mask.segments[number].kind for number, _, _ in _spans(mask, mask.columns)}
+    entries = [
         Patch(facecolor=colour, label=f"{kind} keys" if kind != "tokens" else "keys")
         for kind, colour in colours.items()
+        if kind in shown
     ]
+    rows, columns = _sampled(mask.rows), _sampled(mask.columns)
+    if rows.numel() == 0 or columns.numel() == 0:
+        return entries
+    ids, visible = mask.segment_ids.to(torch.int64), mask.visible(rows, columns)
+    own = ids[rows, None] == ids[columns]
+    if bool((visible & own).any()) and bool((visible & ~own).any()):
+        entries.append(Patch(facecolor="#7f7f7f", label="dark: in the query's segment"))
+        entries.append(Patch(facecolor="#bfbfbf", label="pale: in another segment"))
+    return entries
 
 
 def _tile_legend() -> list[Any]:
