@@ -20,8 +20,10 @@
 #include "simd/kernels.h"
 #include "unpack_attention.h"
 
-void pdkernels::cpu::run_parallel(int64_t begin, int64_t end, int64_t grain, RangeFunction function, void* context) {
-  TORCH_ERROR_CODE_CHECK(torch_parallel_for(begin, end, grain, function, context));
+int64_t pdkernels::cpu::max_threads() {
+  uint32_t threads = 1;
+  TORCH_ERROR_CODE_CHECK(torch_get_num_threads(&threads));
+  return threads;
 }
 
 // A thread keeps what its last call took, or up to kKept: one call with very long rows must not hold memory for good.
