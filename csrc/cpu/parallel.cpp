@@ -29,7 +29,7 @@ constexpr int64_t kHelpers = 511;  // of a loop
 constexpr int64_t kWoken = 2;      // by the caller, and by each thread that joins while more are wanted
 
 // Decoding has a loop every few microseconds: waking a thread for each would cost more than waiting for the next one.
-constexpr int64_t kIdleSpin = 100'000;  // ns
+constexpr int64_t kIdleSpin = 100'000, kWakingTime = 300'000;  // ns
 // A spinning thread that sees the clock jump this far was set aside: others want its core, and it must not waste its share.
 constexpr int64_t kSetAside = 100'000;
 constexpr int kModestRounds = 64;  // without spinning, after that
@@ -211,10 +211,11 @@ class Idle {
     } else if (spins_ && spin(seen, start)) {
       return;
     }
+    const bool in_vain = spins_;
     sleepers.word.fetch_add(1);
     while (published.word.load() == seen) sleep_while(published.word, seen);
     sleepers.word.fetch_sub(1);
-    spins_ = now() - start < kIdleSpin;  // so it would have been worth while
+    spins_ = !in_vain && now() - start < kWakingTime + kIdleSpin;  // spinning would have been worth while
   }
 
  private:

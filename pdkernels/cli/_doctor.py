@@ -12,6 +12,7 @@ import typer
 
 from pdkernels.cli._terminal import errors_reported
 from pdkernels.config import show_config
+from pdkernels.ops import linear
 
 _SECONDS = 0.15  # of each count of threads
 _CLEARLY = 1.2
@@ -57,7 +58,7 @@ def _step_seconds(threads: int) -> float:
         while len(times) < 3 or time.perf_counter() < stop:
             start = time.perf_counter()
             for _ in range(10):
-                row @ weights
+                linear(row, weights)
             times.append(time.perf_counter() - start)
     finally:
         torch.set_num_threads(before)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import Any, Literal
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import pdkernels as pd
 from pdkernels import models
 from pdkernels.cache import Cache
 from pdkernels.decoding import find, generate
@@ -89,6 +91,49 @@ def test_a_forked_child_with_one_thread_works() -> None:
         finally:
             os._exit(2)
     assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_forked_child_runs_ops_on_threads_of_its_own() -> None:
+    """Which hung while loops ran on OpenMP's threads."""
+    x, weight = torch.randn(4, 256), torch.randn(1024, 256)
+    expected = pd.linear(x, weight).numpy().tobytes()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # ends a child that hangs
+        try:
+            os._exit(0 if all(pd.linear(x, weight).numpy().tobytes() == expected for _ in range(50)) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_bits_do_not_depend_on_threads() -> None:
+    """Whoever computes a chunk rounds, and treats subnormal numbers, as the caller does."""
+    x, weight = torch.randn(8, 512), torch.randn(2048, 512)
+    logits, tiny = torch.randn(8, 50_000), torch.full((64, 4096), 1e-39)
+    seen = []
+    try:
+        for flush in (False, True):
+            torch.set_flush_denormal(flush)
+            for threads in (1, 2, 3, 2):
+                torch.set_num_threads(threads)
+                for _ in range(20):
+                    statistics = pd.token_statistics(logits)
+                    parts = [pd.linear(x, weight), statistics.logsumexp, statistics.ids, pd.silu_and_mul(tiny)]
+                    seen.append((flush, b"".join(part.numpy().tobytes() for part in parts)))
+    finally:
+        torch.set_flush_denormal(False)
+    assert len(set(seen)) == 2
 
 
 def again(value: Any) -> Any:
