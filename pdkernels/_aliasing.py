@@ -16,15 +16,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from pdkernels._validation import fail, message
 
-# stride * x for an integer x in [least, most]; stride above 0
+# stride * x for an integer x in [minimum, maximum]; stride above 0
 Term = tuple[int, int, int]
 
 
 # Kernels walk all entries of a dimension: an expanded one has as many as its shape says, unlimited by memory.
-MOST_EXPANDED = 2**31 - 1
+MAX_EXPANDED = 2**31 - 1
 
 
-def check_memory(op: str, arguments: Iterable[tuple[str, Any]]) -> None:
+def check_dense(op: str, arguments: Iterable[tuple[str, Any]]) -> None:
     """TypeError for tensors that are not dense, ValueError for expanded ones of absurd sizes."""
     compiling = torch.compiler.is_compiling()
     for name, given in arguments:
@@ -35,8 +35,8 @@ def check_memory(op: str, arguments: Iterable[tuple[str, Any]]) -> None:
                 raise TypeError(message(op, name, "be a dense tensor", tensor.layout, "Convert it with .to_dense()."))
             if compiling or isinstance(tensor, FakeTensor):
                 continue
-            if any(n > MOST_EXPANDED and stride == 0 for n, stride in zip(tensor.shape, tensor.stride())):
-                expectation = f"have at most {MOST_EXPANDED} entries in an expanded dimension"
+            if any(n > MAX_EXPANDED and stride == 0 for n, stride in zip(tensor.shape, tensor.stride())):
+                expectation = f"have at most {MAX_EXPANDED} entries in an expanded dimension"
                 fail(op, name, expectation, f"shape {tuple(tensor.shape)}")
 
 

@@ -99,7 +99,7 @@ def check_number(
     maximum: float = math.inf,
     expectation: str = "be a number",
 ) -> None:
-    """A number in ``[least, most]``, worded as `expectation`; NaN always fails."""
+    """A number in ``[minimum, maximum]``, worded as `expectation`; NaN always fails."""
     check_type(isinstance(value, (int, float)), op, argument, "be a number", type(value).__name__)
     if not minimum <= value <= maximum:
         fail(op, argument, expectation, value)
@@ -126,7 +126,7 @@ def did_you_mean(given: object, known: Iterable[str]) -> str:
     return f"Did you mean {close[0]!r}? " if close else ""
 
 
-def check_memory(op: str, argument: str, value: object, nbytes: int, device: torch.device) -> None:
+def check_fits_memory(op: str, argument: str, value: object, nbytes: int, device: torch.device) -> None:
     """Checks that what `value` of an argument requires fits in the machine's or GPU's total memory."""
     if device.type == "cpu" and hasattr(os, "sysconf"):
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

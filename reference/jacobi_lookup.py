@@ -18,7 +18,7 @@ from .autoregressive import Model
 from .jacobi import JacobiResult, JacobiStep, accepted_length
 from .sampling import predictions as own_tokens
 
-REACH = 5  # most tokens compared
+REACH = 5  # the largest number of tokens compared
 LEAST = 2  # a match of one token is too weak
 GROWTH = 3  # tokens drafted per matching token
 POOL = 4  # rejected tails kept
@@ -39,8 +39,8 @@ def longest_match(last: Sequence[int], searched: Sequence[int]) -> tuple[int, in
     return best
 
 
-def looked_up(text: Sequence[int], pool: Iterable[Sequence[int]], most: int) -> list[int]:
-    """At most `most` tokens to try after `text`: what followed its last tokens earlier, in the text or in an entry of `pool`.
+def looked_up(text: Sequence[int], pool: Iterable[Sequence[int]], maximum: int) -> list[int]:
+    """At most `maximum` tokens to try after `text`: what followed its last tokens earlier, in the text or in an entry of `pool`.
 
     The longest match wins, then the text over the pool, then the newer one. What followed in the text may reach the end of the
     text; it then continues with the draft itself, so that a loop is drafted at full length.
@@ -56,10 +56,10 @@ def looked_up(text: Sequence[int], pool: Iterable[Sequence[int]], most: int) -> 
             length, followed = own, list(entry[after:])
     own, after = longest_match(last, text[:-1])
     if own >= length:
-        length, followed = own, list(islice(cycle(text[after:]), most))
+        length, followed = own, list(islice(cycle(text[after:]), maximum))
     if length < LEAST:
         return []
-    return followed[: most if length == REACH else min(most, GROWTH * length)]
+    return followed[: maximum if length == REACH else min(maximum, GROWTH * length)]
 
 
 def jacobi_lookup(
@@ -89,8 +89,8 @@ def jacobi_lookup(
     while tokens[-1] not in end_tokens and len(tokens) < max_new_tokens:
         history = prompt + tokens[:-1]
         # The last requested token is never verified by its own forward.
-        most = min(block_size, max_new_tokens - len(tokens)) - 1
-        draft = [tokens[-1], *looked_up(prompt + tokens, pool, block_size - 1)[:most]]
+        maximum = min(block_size, max_new_tokens - len(tokens)) - 1
+        draft = [tokens[-1], *looked_up(prompt + tokens, pool, block_size - 1)[:maximum]]
         predictions = own_tokens(model, history + draft, temperature, seed)[len(history) :]
         accepted = accepted_length(draft, predictions, end_tokens)
         trace.append(JacobiStep(draft, predictions, accepted))

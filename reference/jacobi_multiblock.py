@@ -87,10 +87,10 @@ def continuation(entry: Sequence[int], draft: Sequence[int]) -> list[int] | None
     return found + list(draft[len(found) :])
 
 
-def recycled(pool: Iterable[Sequence[int]], draft: Sequence[int], most: int) -> list[list[int]]:
-    """At most `most` candidates for `draft`, the newest entry's first; no duplicates, and not the draft itself.
+def recycled(pool: Iterable[Sequence[int]], draft: Sequence[int], maximum: int) -> list[list[int]]:
+    """At most `maximum` candidates for `draft`, the newest entry's first; no duplicates, and not the draft itself.
 
-    >>> recycled([[4, 5], [4, 1, 2], [9, 4, 6]], [4, 1, 2], most=3)
+    >>> recycled([[4, 5], [4, 1, 2], [9, 4, 6]], [4, 1, 2], maximum=3)
     [[4, 6, 2], [4, 5, 2]]
     """
     rows: list[list[int]] = []
@@ -98,7 +98,7 @@ def recycled(pool: Iterable[Sequence[int]], draft: Sequence[int], most: int) -> 
         row = continuation(entry, draft)
         if row is not None and row != draft and row not in rows:
             rows.append(row)
-    return rows[:most]
+    return rows[:maximum]
 
 
 def jacobi_multiblock(

@@ -39,11 +39,11 @@ class _Slots:
             _fail(self.op, "block_table", f"hold pages in [0, {self.pages - 1}]", page, sequence)
         return page, position % self.page_size
 
-    def check(self, sequence: int, length: int, count: int, most: int) -> None:
+    def check(self, sequence: int, length: int, count: int, max_count: int) -> None:
         if not 0 <= length <= self.capacity:
             _fail(self.op, "lengths", f"be in [0, {self.capacity}]", length, sequence)
-        if not 0 <= count <= most:
-            _fail(self.op, "counts", f"be in [0, {most}]", count, sequence)
+        if not 0 <= count <= max_count:
+            _fail(self.op, "counts", f"be in [0, {max_count}]", count, sequence)
         if length + count > self.capacity:
             _fail(self.op, "lengths + counts", f"be at most the capacity {self.capacity}", length + count, sequence)
 

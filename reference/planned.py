@@ -146,8 +146,8 @@ def fitted(lengths: Sequence[int], room: int) -> list[int] | None:
     while sum(cut) + 2 * len(cut) > room:
         if max(cut) == 0:
             return None
-        most = max(cut)
-        last = max(offset for offset, length in enumerate(cut) if length == most)
+        longest = max(cut)
+        last = max(offset for offset, length in enumerate(cut) if length == longest)
         cut[last] -= 1
     return cut
 
@@ -359,9 +359,9 @@ def planned(
                         sure = sum(score >= threshold for score in scores)
                         count = max(1, sure)
                         if rule == "published":
-                            most = threshold_quota(len(offsets), step, steps, carry[number])
-                            count = min(count, most)
-                            carry[number] = most - count
+                            maximum = threshold_quota(len(offsets), step, steps, carry[number])
+                            count = min(count, maximum)
+                            carry[number] = maximum - count
                     for rank in best[:count]:
                         committed[number, offsets[rank]] = ids[rank]
                 base += len(chunk) + 2

@@ -92,10 +92,10 @@ def noise_share(counts: Tensor, noise: float, schedule: str, horizon: int, dtype
     return share / _root(1 + counts) if schedule == "root" else share
 
 
-def _check_rows(op: str, width: Tensor, most: int, **numbers: Tensor) -> None:
+def _check_rows(op: str, width: Tensor, max_width: int, **numbers: Tensor) -> None:
     for b, value in enumerate(width.tolist()):
-        if not 0 <= value <= most:
-            raise ValueError(f"pdkernels.{op}: width must be in [0, {most}], got {value} for sequence {b}.")
+        if not 0 <= value <= max_width:
+            raise ValueError(f"pdkernels.{op}: width must be in [0, {max_width}], got {value} for sequence {b}.")
         for name, tensor in numbers.items():
             if int(tensor[b]) < 0:
                 raise ValueError(f"pdkernels.{op}: {name} must not be negative, got {int(tensor[b])} for sequence {b}.")

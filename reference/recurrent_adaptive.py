@@ -174,11 +174,11 @@ def recurrent_adaptive(
     limit = cast(
         float, usual if threshold is None else threshold
     )  # None only beside a criterion that answers with bools
-    most = recurrences if max_recurrences is None else max_recurrences
+    maximum = recurrences if max_recurrences is None else max_recurrences
 
     past = model.new_past()
 
-    def settled(inputs: Sequence[int], state: Tensor | None, most: int) -> tuple[Tensor, Tensor, int, list[float]]:
+    def settled(inputs: Sequence[int], state: Tensor | None, maximum: int) -> tuple[Tensor, Tensor, int, list[float]]:
         """Logits and states of `inputs` after the frozen rows, their recurrences, the values of the checks."""
         start = past.length
         e = model.prelude(torch.tensor(list(inputs)), start, past)
@@ -186,9 +186,9 @@ def recurrent_adaptive(
         before = z if callable(criterion) else None
         count, last, stable, done = 0, 0, 0, False
         values: list[float] = []
-        while count < most and not done:
+        while count < maximum and not done:
             wanted = check_every if last else first
-            run = min(wanted, most - count)
+            run = min(wanted, maximum - count)
             z = refine(model, z, e, start, past, run)
             count += run
             if run < wanted:
@@ -226,7 +226,7 @@ def recurrent_adaptive(
     trace: list[AdaptiveStep] = []
     while tokens[-1] not in end_tokens and len(tokens) < max_new_tokens:
         cursor = past.length
-        logits, z, count, values = settled(tokens[-1:], z[-1:] if new_state == "copied" else None, most)
+        logits, z, count, values = settled(tokens[-1:], z[-1:] if new_state == "copied" else None, maximum)
         past.freeze(1)
         predictions = choose(logits, [cursor + 1], temperature, top_p, min_p, seed, top_k)
         trace.append(AdaptiveStep(cursor, tokens[-1], predictions[0], count, values))

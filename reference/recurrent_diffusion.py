@@ -110,7 +110,7 @@ def recurrent_diffusion(
         mixer: "linear" takes ``(1 - beta) z + beta init``, "sqrt" the square roots of both factors.
         momentum: eta of equation 1.
         headway: positions that a step appends.
-        max_wavefront: most positions in the wave, at least 1.
+        max_wavefront: the largest number of positions in the wave, at least 1.
         rule: "prefix" or "last", see :func:`leading`.
         exit: what makes a row ready. "latent-diff": its distance ``|z - z_last| / |z|``, both aligned by position, z the states
             at the ends of this step and of the last. "latent-acceleration": ``|z - 2 z_last + z_before| / |z|``, which needs two
@@ -141,9 +141,9 @@ def recurrent_diffusion(
     )
     if max_new_tokens == 0:
         return RecurrentResult([], 0, 0, [])
-    most = 4 * recurrences if max_recurrences is None else max_recurrences
+    maximum = 4 * recurrences if max_recurrences is None else max_recurrences
     if exit == "fixed":
-        most = min(recurrences, most) if most > 0 else recurrences
+        maximum = min(recurrences, maximum) if maximum > 0 else recurrences
     stable_steps = recurrences // inner_recurrence + 1 if stability is None else stability
     compared = {"latent-diff": 1, "latent-acceleration": 2}.get(exit)  # steps before this one that a distance needs
 
@@ -191,7 +191,7 @@ def recurrent_diffusion(
             stable[p] = stable.get(p, 0) + 1 if before and guess[p + 1] == predictions[i] else 0
         ready = [
             distance[i] < threshold
-            or (most > 0 and counts[i] + inner_recurrence >= most)
+            or (maximum > 0 and counts[i] + inner_recurrence >= maximum)
             or (exit == "token-stability" and stable[p] >= stable_steps)
             for i, p in enumerate(wave)
         ]

@@ -153,9 +153,9 @@ def slowfast(
         "k_slow": (k_slow, 0),
         "k_fast": (k_fast, 1),
     }
-    for name, (value, least) in sizes.items():
-        if value < least:
-            raise ValueError(f"{op}: {name} must be at least {least}, got {value}.")
+    for name, (value, minimum) in sizes.items():
+        if value < minimum:
+            raise ValueError(f"{op}: {name} must be at least {minimum}, got {value}.")
     canvas = Canvas(prompt, max_new_tokens, mask_token, end_tokens)
     if prompt_interval is None:
         if gen_interval != 1 or transfer_ratio != 0:

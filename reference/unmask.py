@@ -106,9 +106,9 @@ def unmask_(
             else (tensor if tensor.dim() == 2 else tensor[:, None]).tolist()
         )
 
-    wanted, needed = numbers(quotas, quota), numbers(min_counts, min_count)
+    own_quotas, own_min_counts = numbers(quotas, quota), numbers(min_counts, min_count)
     for b in range(batch):
-        _check(b, length, at[b], spans[b], wanted[b], needed[b])
+        _check(b, length, at[b], spans[b], own_quotas[b], own_min_counts[b])
 
     committed: list[int] = []
     remaining: list[int] = []
@@ -119,7 +119,7 @@ def unmask_(
             scores = random_order(own, moment, [max(p, 0) for p in at[b]])
         else:
             scores = confidence[b].tolist()
-        for (start, end), most, least in zip(spans[b], wanted[b], needed[b]):
+        for (start, end), own_quota, own_min_count in zip(spans[b], own_quotas[b], own_min_counts[b]):
             eligible = [
                 r
                 for r, p in enumerate(at[b])
@@ -128,9 +128,9 @@ def unmask_(
             order = [eligible[i] for i in ranked([scores[r] for r in eligible])]
             n = count_to_commit(
                 [scores[r] for r in order],
-                quota=most,
+                quota=own_quota,
                 threshold=threshold,
-                min_count=least,
+                min_count=own_min_count,
                 factor=factor,
                 strict=strict,
             )

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check_memory, integer, message
+from pdkernels._validation import check_fits_memory, integer, message
 from pdkernels.ops.kv_cache import kv_append_, kv_commit_, kv_trim_
 
 
@@ -36,7 +36,7 @@ class KVCacheBase:
         self.kv_heads, self.head_dim = integer(name, "kv_heads", kv_heads, 1), integer(name, "head_dim", head_dim, 1)
         argument = "capacity" if type(self).__name__ == "ContiguousKVCache" else "page_size"
         nbytes = 2 * self.layers * pages * slots * self.kv_heads * self.head_dim * dtype.itemsize
-        check_memory(name, argument, slots, nbytes, torch.device(device))
+        check_fits_memory(name, argument, slots, nbytes, torch.device(device))
         self.k = torch.zeros(self.layers, pages, slots, self.kv_heads, self.head_dim, dtype=dtype, device=device)
         self.v = torch.zeros_like(self.k)
         self.lengths = torch.zeros(self.batch, dtype=torch.int64, device=device)

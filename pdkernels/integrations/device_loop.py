@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pdkernels._validation import check, check_memory, check_type, message
+from pdkernels._validation import check, check_fits_memory, check_type, message
 from pdkernels.decoding import DecodeResult, OnTokens, check_capabilities, check_options
 from pdkernels.decoding._prompts import Prompts
 from pdkernels.decoding._request import finished, open_session
@@ -144,7 +144,7 @@ class DeviceLoop:
                 )
             entry = self._steps.entry.table
             words = self._steps.max_entries * entry.numel()
-            check_memory(_OP, "max_new_tokens", max_new_tokens, 8 * words, model.device)
+            check_fits_memory(_OP, "max_new_tokens", max_new_tokens, 8 * words, model.device)
             self._log, self._count = entry.new_zeros(self._steps.max_entries, *entry.shape), entry.new_zeros(1)
             self._more = torch.zeros_like(self._count, dtype=torch.bool)
             # The next form is above 0 or not, like the work that is left: the same kernel sets that condition, with a log that starts

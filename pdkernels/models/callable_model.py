@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from pdkernels._validation import check, check_choice, check_memory, check_type, integer
+from pdkernels._validation import check, check_choice, check_fits_memory, check_type, integer
 from pdkernels.models.capabilities import Capability
 from pdkernels.models.tokenizers import Tokenizer
 
@@ -43,7 +43,7 @@ class TokenCache:
     """
 
     def __init__(self, batch: int, capacity: int, device: torch.device) -> None:
-        check_memory("CallableModel.new_cache", "capacity", capacity, 8 * batch * (capacity + 1), device)
+        check_fits_memory("CallableModel.new_cache", "capacity", capacity, 8 * batch * (capacity + 1), device)
         self.batch, self.capacity, self.device = batch, capacity, device
         self.tokens = torch.zeros(batch, capacity + 1, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pdkernels import _native, backends
-from pdkernels._aliasing import check_memory, check_written
+from pdkernels._aliasing import check_dense, check_written
 from pdkernels._validation import check_flag, check_type, fail, message, refuse_tangents, sentence
 
 NAMESPACE = __name__.partition(".")[0]  # of the package itself: a copy under another name has ops of its own
@@ -38,9 +38,9 @@ class Draw:
     def floats(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.randn(shape, generator=self.generator).to(dtype or self.dtype)
 
-    def ints(self, least: int, most: int, *shape: int) -> Tensor:
-        """Integers in ``[least, most]``."""
-        return torch.randint(least, most + 1, shape, generator=self.generator)
+    def ints(self, low: int, high: int, *shape: int) -> Tensor:
+        """Integers in ``[low, high]``."""
+        return torch.randint(low, high + 1, shape, generator=self.generator)
 
     def rows(self, batch: int, count: int, of: int) -> Tensor:
         """`count` distinct numbers below `of` for each sequence, ascending."""
@@ -174,7 +174,7 @@ def _with_memory_checked(
 
     def run(*arguments: Any, **options: Any) -> Any:
         given = [*zip(names, arguments), *options.items()]
-        check_memory(op, given)
+        check_dense(op, given)
         results = fake(*arguments, **options)
         if written:
             check_written(op, written, given)

@@ -161,13 +161,14 @@ def _check_values(
                 fail(op, f"cu_seqlens[{b}]", wanted, f"{here} for sequence {b}", remedy)
         tokens = [end - begin for begin, end in zip(begins, begins[1:])]
     for b, length in enumerate(lengths.tolist()):
-        most = 0 if op == OP else tokens[b] if source_index is None else source_index.shape[1]
-        count = most if counts is None else int(counts[b])
+        max_count = 0 if op == OP else tokens[b] if source_index is None else source_index.shape[1]
+        count = max_count if counts is None else int(counts[b])
         if not 0 <= length <= capacity:
             remedy = f"The cache holds {capacity} rows per sequence."
             fail(op, "lengths", f"be in [0, {capacity}]", f"{length} for sequence {b}", remedy)
-        if not 0 <= count <= most:
-            fail(op, "counts", f"be in [0, {most}]", f"{count} for sequence {b}", "Only the rows given can be written.")
+        if not 0 <= count <= max_count:
+            remedy = "Only the rows given can be written."
+            fail(op, "counts", f"be in [0, {max_count}]", f"{count} for sequence {b}", remedy)
         if length + count > capacity:
             remedy = "Make the cache larger, reserve more pages, or write fewer rows."
             wanted = f"be at most the capacity {capacity}"

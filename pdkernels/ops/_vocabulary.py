@@ -78,19 +78,19 @@ def recorded(scores: Tensor, there: Tensor, top_k: int, draws: Draws, part: Part
 
     `there` ``(rows,)``: which rows exist. `run` computes the statistics of `scores`, or of substitutes for them.
     """
-    least = min(ranked(top_k), part.width)
+    local_top_k = min(ranked(top_k), part.width)
     if draws.filtered:
         kept = scores.masked_fill(scores < _cut(scores, there, draws, part), -torch.inf)
         sampling = draws.distribution == "sampling"
-        found = run(kept, top_k=least) if sampling else run(scores, top_k=least, temperature=0.0)
+        found = run(kept, top_k=local_top_k) if sampling else run(scores, top_k=local_top_k, temperature=0.0)
         drawn = found[0] if sampling else run(kept, top_k=1)[0]
     else:
-        found = run(scores, top_k=least)
+        found = run(scores, top_k=local_top_k)
         drawn = found[0]
     _, _, top_ids, top_probs, _, entropy, total = found
     rows = torch.arange(len(scores), device=scores.device)
     exact = scores.double()
-    first = torch.arange(least, device=scores.device)
+    first = torch.arange(local_top_k, device=scores.device)
     # A slice in which everything is impossible still has ids, which may be among the row's first.
     top_ids = torch.where((top_ids < 0).all(-1, keepdim=True), first, top_ids)
     top_logits = exact[rows[:, None], top_ids]
@@ -110,7 +110,7 @@ def recorded(scores: Tensor, there: Tensor, top_k: int, draws: Draws, part: Part
     score = torch.where(drawn < 0, -torch.inf, score)
     numbers = [part.first_id + chosen, score, prob, entropy, total]
     numbers += [torch.full_like(total, part.first_id), torch.full_like(total, part.width)]
-    spare = ranked(top_k) - least
+    spare = ranked(top_k) - local_top_k
     pad = torch.nn.functional.pad
     tops = (
         pad(part.first_id + top_ids.double(), (0, spare), value=-1.0),

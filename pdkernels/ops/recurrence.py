@@ -294,7 +294,7 @@ def recurrence_advance_(
 
 def _wave(draw: Draw) -> dict[str, Any]:
     """Two waves of at most six rows."""
-    numbers = {name: draw.ints(least, most, 2) for name, least, most in (("cursor", 0, 8), ("width", 1, 6))}
+    numbers = {name: draw.ints(low, high, 2) for name, low, high in (("cursor", 0, 8), ("width", 1, 6))}
     return {
         "recurrences": draw.ints(0, 8, 2, 6),
         **numbers,

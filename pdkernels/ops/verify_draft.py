@@ -14,7 +14,7 @@ from pdkernels.reference import verify_draft as reference
 
 __all__ = ["DraftVerdict", "verify_draft"]
 
-MOST_CANDIDATES = 2**16
+MAX_CANDIDATES = 2**16
 
 
 class DraftVerdict(NamedTuple):
@@ -94,8 +94,8 @@ def _fake(
     device, batch, width = draft.device, draft.shape[0], draft.shape[-1]
     check_index(op, "draft", draft, draft.shape, device)
     check_index(op, "predictions", predictions, draft.shape, device)
-    if draft.dim() == 3 and not 1 <= draft.shape[1] <= MOST_CANDIDATES:
-        fail(op, "draft", f"have 1 to {MOST_CANDIDATES} candidates", tuple(draft.shape))
+    if draft.dim() == 3 and not 1 <= draft.shape[1] <= MAX_CANDIDATES:
+        fail(op, "draft", f"have 1 to {MAX_CANDIDATES} candidates", tuple(draft.shape))
     check_indices(op, (batch,), device, draft_lengths=draft_lengths)
     check_indices(op, (None,), device, end_tokens=end_tokens)
     check_indices(op, (batch, width), device, refill=refill)

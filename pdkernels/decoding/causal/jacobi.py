@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 import torch
 
-from pdkernels._validation import check, check_memory, check_type, refuse
+from pdkernels._validation import check, check_fits_memory, check_type, refuse
 from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_name, checked_sampling, latents, sample
 from pdkernels.decoding._session import Session
 from pdkernels.decoding.causal._filler import filler_words
@@ -68,7 +68,7 @@ class JacobiSteps(DraftSteps):
         slots = max(1, min(length, limit - 1))
         words = 100 * batch * limit * slots  # bytes of random words, temporaries included
         if draft == "model":
-            check_memory(_OP, "block_size", length, words, torch.device("cpu"))
+            check_fits_memory(_OP, "block_size", length, words, torch.device("cpu"))
         self.allocate(session, seeds, slots, page_size)
         self.latents = latents(self.model, self.seeds)
         width, device = session.longest + limit + slots, self.cache.device
