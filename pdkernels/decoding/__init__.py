@@ -131,7 +131,7 @@ def _documented(function: Callable[..., DecodeResult[Any, Any]]) -> Generate:
             lines += [f"        {option}: {option.help}" for option in method.options.values() if not option.shared]
             shared = [str(option) for option in method.options.values() if option.shared]
             lines += [f"        And {', '.join(shared)}.", ""]
-        lines += ["    In all of them:"]
+        lines += ["    Options with the same meaning in all methods:"]
         lines += [f"        {name}: {text}" for name, text in SHARED.items()]
         function.__doc__ += "\n" + "".join(f"    {line}\n" if line else "\n" for line in lines) + "    "
     return cast(Generate, function)
@@ -173,11 +173,11 @@ def generate(
             continues.
         infill: also fill mask tokens inside prompts, for methods on bidirectional models. The result then is the whole
             text, the prompt included, and end tokens count only after the prompt; `max_new_tokens` may be 0.
-        repetition_penalty: above 1 tokens that a row sees become less likely for it: positive logits are divided by it and negative ones
-            multiplied. Every method then decodes the model with these logits, so lossless ones remain lossless. It takes the
+        repetition_penalty: above 1, tokens that a row sees become less likely: their positive logits are divided by this, negative ones
+            multiplied. Every method then decodes the model with these logits, so lossless methods stay lossless. It needs the
             logits of all rows of a forward.
         stop_strings: a sequence ends with the token that completes one of these in its new text; they are kept in it, as end tokens are.
-            They are sought among special tokens too, which `text` leaves out.
+            They are searched for in special tokens too, although `text` leaves those out.
         **options: options of the method, see below; `method_options` lists their names.
 
     Returns:
@@ -185,13 +185,13 @@ def generate(
         lists of those for a batch.
 
     Raises:
-        ValueError: an unknown method, an empty prompt, one that is too long, ids outside the vocabulary, an option out of range,
-            a model whose logits are NaN, +inf or leave no possible token.
-        TypeError: an unknown option, an argument of the wrong type, a model that lacks a member that the method needs.
+        ValueError: an unknown method; a prompt that is empty or too long; ids outside the vocabulary; an option out of range;
+            logits that are NaN, +inf or leave no possible token.
+        TypeError: an unknown option; an argument of the wrong type; a model without a member that the method needs.
 
     The forward over the prompt counts as a forward. Lossless methods (`is_lossless`) change only the cost of tokens: at
-    temperature 0 (and `ensemble_weight` 1) they give the tokens of greedy autoregressive decoding, on logits that do not depend on
-    how many rows per forward has. Above it they draw from the model's own distribution.
+    temperature 0 (and `ensemble_weight` 1) they emit the tokens of greedy autoregressive decoding, if logits do not depend on
+    the number of rows in a forward. Above it they sample from the model's own distribution.
 
     Example:
         >>> import torch

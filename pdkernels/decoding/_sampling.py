@@ -1,7 +1,7 @@
-"""Draws of the sampling decoders, batched and on the device; the plain form is reference/sampling.py.
+"""Sampling of tokens, batched and on the device; the plain form is reference/sampling.py.
 
-A draw depends on a position of the text: its random numbers are keyed by the seed of the sequence (`stream`), by what is drawn
-(`OWN`, or the number of the sequence's guessing forward), by the position and by the vocabulary id. So a sequence draws the
+A sample's random numbers are keyed by the seed of the sequence (`stream`), by what is sampled
+(`OWN`, or the number of the sequence's guessing forward), by the position and by the vocabulary id. So a sequence gets the
 same tokens alone, in a batch and in the reference, and no random state is stored.
 """
 
@@ -51,7 +51,7 @@ def sample(
 ) -> torch.Tensor:
     """One token for each row of `logits` ``(batch, R, V)``, for `positions` ``(batch, R)``: int64 ``(batch, R)``.
 
-    An exact draw from ``softmax(logits / temperature)``; the argmax at temperature 0. Ties go to the lowest id. `seeds` are
+    An exact sample from ``softmax(logits / temperature)``; the argmax at temperature 0. Ties go to the lowest id. `seeds` are
     ``(batch,)``, `step` is a number or broadcasts against `positions`.
     """
     if temperature == 0:
@@ -68,12 +68,12 @@ def greedy(logits: torch.Tensor, suppress: tuple[int, ...] = ()) -> torch.Tensor
 
 
 def drafted(ids: torch.Tensor, mask_token: int) -> torch.Tensor:
-    """`ids` as the tokens of a draft: those of rows without a distribution, -1, become any other than the mask. A judge decides."""
+    """`ids` as the tokens of a draft: those of rows without a distribution, -1, become any token but the mask, for the verifier to judge."""
     return ids.masked_fill(ids < 0, int(mask_token == 0))
 
 
 def noise(temperature: float, seeds: torch.Tensor, step: torch.Tensor | int, positions: torch.Tensor) -> dict[str, Any]:
-    """The arguments of `token_statistics` for a draw. Empty at temperature 0."""
+    """The arguments of `token_statistics` for sampling; empty at temperature 0."""
     if temperature == 0:
         return {}
     return {"temperature": temperature, "seed": seeds[:, None], "step": step, "positions": positions}
@@ -94,7 +94,7 @@ def statistics(model: Any, hidden: torch.Tensor, **options: Any) -> TokenStatist
 
 
 def distribution(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """fp64 probabilities that `sample` draws from, at a temperature above 0."""
+    """The fp64 probabilities of `sample`, at a temperature above 0."""
     logits = logits.double()
     # The best logit is at 0: divided by a tiny temperature, others would overflow.
     return torch.softmax((logits - logits.amax(-1, keepdim=True)) / temperature, -1)

@@ -20,7 +20,7 @@ def is_end(tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
 
 
 def has_no_choice(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Which of `tokens` ``(batch, R)`` came from a row of `logits` ``(batch, R, V)`` without a distribution.
+    """Which of `tokens` ``(batch, R)`` were chosen from a row of `logits` ``(batch, R, V)`` that has no distribution.
 
     The op and argmax select a NaN first, else a +inf; of a row without a possible token the op gives -1 and argmax a -inf.
 
@@ -32,7 +32,7 @@ def has_no_choice(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def flag_no_choice(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """`tokens` ``(batch, R)`` for the host: -1 for the first one if its row ``(batch, 1, V)`` has no distribution."""
+    """`tokens` ``(batch, R)`` for the host, with -1 as the first one if its row of `logits` ``(batch, 1, V)`` has no distribution."""
     first = tokens[:, :1]
     return torch.cat([first.masked_fill(has_no_choice(logits, first), -1), tokens[:, 1:].clamp(min=0)], 1)
 
@@ -44,7 +44,7 @@ def accepted_without_choice(logits: torch.Tensor, predictions: torch.Tensor, acc
 
 
 def to_device_async(rows: list[list[int]], device: torch.device) -> torch.Tensor:
-    """A table of int64 numbers, sent to the device in one copy that the host does not wait for."""
+    """Rows as an int64 tensor on the device, in one copy that the host does not wait for."""
     return torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
 
 
@@ -64,7 +64,7 @@ def first_stop(
     """
     if not stops or known == len(tokens):
         return None
-    # A part of the text says no quickly: its end, with more letters before the new tokens than a stop string has.
+    # Most texts hold no stop string, which their end shows: the new tokens, after more characters than a stop string has.
     longest, first = max(map(len, stops)) + 8, known
     decode = getattr(tokenizer, "decode_all", tokenizer.decode)
     if text_of is not None:
