@@ -211,7 +211,9 @@ def raw_options(
     steps = for_rows("step", step) if type(step) is not int and isinstance(step, Tensor) else None
     if isinstance(suppress, int):
         suppress = [suppress]
-    elif isinstance(suppress, (list, tuple)) or (isinstance(suppress, Iterable) and not isinstance(suppress, str)):
+    elif isinstance(suppress, (list, tuple)) or (
+        isinstance(suppress, Iterable) and not isinstance(suppress, str) and getattr(suppress, "ndim", 1) > 0
+    ):  # a tensor without dimensions says that it can be iterated, and cannot
         suppress = list(suppress)
     return (temperature, number, seeds, step if steps is None else 0, steps, positions, row_index, suppress, *rest)
 
