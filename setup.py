@@ -116,7 +116,7 @@ def host_compiler() -> tuple[list[str], list[object]]:
     """The C++ compiler's command, and the flags of every unit that it compiles."""
     flags: list[object] = ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
     flags += ["-Werror"] if os.environ.get("CI") else []
-    return shlex.split(find_compiler()), [*flags, "-I", ROOT / "csrc/include"]
+    return shlex.split(find_compiler()), [*flags, "-I", ROOT / "csrc"]
 
 
 def find_nvcc() -> str | None:
@@ -315,7 +315,7 @@ class BuildNative(build_ext):
             ninja.linker("link_ops", [*cxx, "-shared", *optimise], libraries)
             return ninja.build(f"{folder}_ops.so", "link_ops", *objects)
 
-        own = ["-I", ROOT / "csrc/include", "-I", ROOT / "csrc/cuda"]
+        own = ["-I", ROOT / "csrc", "-I", ROOT / "csrc/cuda"]
         host_flags = ["-ccbin", cxx[0], "--threads", "3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
         on_device = ["-DPDKERNELS_DEVICE_CUDA", *NVCC_FLAGS, "-lineinfo", *smallest_code(nvcc), *host_flags]
         on_device += [*cuda_targets(archs), *own, *with_torch]

@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "pdkernels/overlap.h"
+#include "host/overlap.h"
 
 namespace pdkernels::bindings {
 

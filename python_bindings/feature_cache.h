@@ -1,7 +1,7 @@
 // Steps that recompute only some rows: see pdkernels/ops/feature_cache.py.
 #pragma once
 
-#include "pdkernels/feature_cache.h"
+#include "ops/feature_cache.h"
 #include "transformer_ops.h"
 
 namespace pdkernels::PDK_DEVICE::bindings {

@@ -3,8 +3,8 @@
 #include <pybind11/stl.h>
 
 #include "host_planner.h"
-#include "pdkernels/cpu_isa.h"
-#include "pdkernels/page_allocator.h"
+#include "host/cpu_isa.h"
+#include "host/page_allocator.h"
 
 namespace py = pybind11;
 

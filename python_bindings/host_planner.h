@@ -7,9 +7,9 @@
 
 #include <array>
 
-#include "pdkernels/anchored_mask.h"
-#include "pdkernels/segment_mask.h"
-#include "pdkernels/tile_plan.h"
+#include "host/anchored_mask.h"
+#include "host/segment_mask.h"
+#include "host/tile_plan.h"
 
 namespace py = pybind11;
 

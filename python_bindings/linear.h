@@ -1,7 +1,7 @@
 // Products with few rows: see pdkernels/ops/linear.py. On CUDA they are Triton's.
 #pragma once
 
-#include "pdkernels/linear.h"
+#include "ops/linear.h"
 #include "transformer_ops.h"
 
 #ifndef PDKERNELS_DEVICE_CUDA

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "device.h"
-#include "pdkernels/log_step.h"
+#include "ops/log_step.h"
 
 namespace pdkernels::PDK_DEVICE::bindings {
 

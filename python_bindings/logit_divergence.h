@@ -1,7 +1,7 @@
 // The distance between two distributions: see pdkernels/ops/logit_divergence.py.
 #pragma once
 
-#include "pdkernels/logit_divergence.h"
+#include "ops/logit_divergence.h"
 #include "transformer_ops.h"
 
 #include <cmath>

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "device.h"
-#include "pdkernels/recurrence.h"
+#include "ops/recurrence.h"
 
 namespace pdkernels::PDK_DEVICE::bindings {
 

@@ -1,7 +1,7 @@
 // Statistics of logits: see pdkernels/ops/token_statistics.py.
 #pragma once
 
-#include "pdkernels/token_statistics.h"
+#include "ops/token_statistics.h"
 #include "transformer_ops.h"
 
 namespace pdkernels::PDK_DEVICE::bindings {

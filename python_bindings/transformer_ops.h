@@ -2,7 +2,7 @@
 #pragma once
 
 #include "device.h"
-#include "pdkernels/transformer_ops_backward.h"
+#include "ops/transformer_ops_backward.h"
 
 namespace pdkernels::PDK_DEVICE::bindings {
 

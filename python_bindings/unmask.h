@@ -2,7 +2,7 @@
 #pragma once
 
 #include "device.h"
-#include "pdkernels/unmask.h"
+#include "ops/unmask.h"
 
 #include <cmath>
 

@@ -16,8 +16,8 @@
 #include <tuple>
 #include <vector>
 
-#include "pdkernels/block_sparse_attention.h"
-#include "pdkernels/kv_cache.h"
+#include "ops/block_sparse_attention.h"
+#include "ops/kv_cache.h"
 
 // A condition is its own message.
 #define PDK_FITS(...) STD_TORCH_CHECK((__VA_ARGS__), "pdkernels: arguments must fit: " #__VA_ARGS__)

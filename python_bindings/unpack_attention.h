@@ -1,7 +1,7 @@
 // Tensors -> the argument structs of the attention kernels. As in unpack.h: geometry is checked here, without messages.
 #pragma once
 
-#include "pdkernels/speculative_attention.h"
+#include "ops/speculative_attention.h"
 #include "unpack.h"
 
 namespace pdkernels::bindings {

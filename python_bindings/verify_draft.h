@@ -2,7 +2,7 @@
 #pragma once
 
 #include "device.h"
-#include "pdkernels/verify_draft.h"
+#include "ops/verify_draft.h"
 
 namespace pdkernels::PDK_DEVICE::bindings {
 

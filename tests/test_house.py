@@ -56,7 +56,7 @@ def files_of(family: str) -> list[list[str]]:
     """What a family must have: of each list at least one file."""
     # A kernel that has no values to check is in simd/ alone.
     native = [
-        [f"csrc/include/pdkernels/{family}.h"],
+        [f"csrc/ops/{family}.h"],
         [f"csrc/cpu/{family}.cpp", f"csrc/cpu/simd/{family}.cpp"],
         [f"python_bindings/{'unpack_attention' if family in ATTENTION_FAMILIES else family}.h"],
     ]
@@ -202,9 +202,31 @@ def test_kernels_know_neither_torch_nor_python() -> None:
     assert [
         relative(path) for path in SOURCES if path.is_relative_to(ROOT / "csrc") and foreign.search(path.read_text())
     ] == []
-    for path in (ROOT / "csrc/include").rglob("*.h"):
-        quoted = re.findall(r'#include\s*"([^"]+)"', path.read_text())
-        assert all(name.startswith("pdkernels/") for name in quoted), relative(path)
+
+
+# What a file of csrc may include from other folders of csrc. A CPU kernel asks the host for the vector level.
+INCLUDES = {"common": {"common"}, "host": {"common", "host"}, "ops": {"common", "ops"}}
+INCLUDES |= {"cpu": {"common", "ops"}, "cuda": {"common", "ops"}, "cpu/simd/dispatch.h": {"ops", "host"}}
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if path.is_relative_to(ROOT / "csrc")], ids=relative)
+def test_includes_point_one_way(path: Path) -> None:
+    name = path.relative_to(ROOT / "csrc")
+    quoted = re.findall(r'#include\s*"([^"]+)"', path.read_text())
+    folders = {included.partition("/")[0] for included in quoted if not (path.parent / included).is_file()}
+    allowed = INCLUDES.get(str(name), INCLUDES[name.parts[0]])
+    assert {folder for folder in folders if (ROOT / "csrc" / folder).is_dir()} <= allowed
+
+
+def test_op_headers_do_not_depend_on_one_another() -> None:
+    """Only one that extends the arguments of another op includes it; what several share is in common."""
+    found = {
+        path.stem: set(re.findall(r'#include\s*"ops/(\w+)\.h"', path.read_text()))
+        for path in (ROOT / "csrc/ops").glob("*.h")
+    }
+    assert {name: included for name, included in found.items() if included} == {
+        "speculative_attention": {"block_sparse_attention"}
+    }
 
 
 def test_no_file_is_endless() -> None:

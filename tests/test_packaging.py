@@ -322,7 +322,7 @@ def test_compiles_for_aarch64(unit: Path) -> None:
         "-DTORCH_TARGET_VERSION=0x020b000000000000",
     ]
     facts = [f'-DPDKERNELS_{name}="0"' for name in ("VERSION", "TORCH_VERSION", "CUDA_ARCHS")]
-    includes = [f"-I{ROOT}/csrc/include", f"-I{ROOT}/csrc/cpu", *(f"-isystem{folder}" for folder in folders)]
+    includes = [f"-I{ROOT}/csrc", f"-I{ROOT}/csrc/cpu", *(f"-isystem{folder}" for folder in folders)]
     run(compiler, *flags, *facts, *includes, unit)
 
 

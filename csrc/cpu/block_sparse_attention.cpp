@@ -1,5 +1,5 @@
 // Block-sparse attention on the CPU: checks the plan, then calls the kernel that was compiled for this processor.
-#include "pdkernels/block_sparse_attention.h"
+#include "ops/block_sparse_attention.h"
 
 #include "check_plan.h"
 #include "simd/dispatch.h"

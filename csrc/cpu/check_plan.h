@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "fault.h"
-#include "pdkernels/block_sparse_attention.h"
+#include "ops/block_sparse_attention.h"
 
 namespace pdkernels::cpu {
 

@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "pdkernels/kv_cache.h"
+#include "ops/kv_cache.h"
 
 namespace pdkernels::cpu {
 

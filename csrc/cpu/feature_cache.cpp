@@ -4,7 +4,7 @@
 
 #include "check_rows.h"
 #include "parallel.h"
-#include "pdkernels/feature_cache.h"
+#include "ops/feature_cache.h"
 #include "simd/dispatch.h"
 
 namespace pdkernels::cpu {

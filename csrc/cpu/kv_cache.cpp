@@ -7,7 +7,7 @@
 
 #include "check_rows.h"
 #include "parallel.h"
-#include "pdkernels/kv_cache.h"
+#include "ops/kv_cache.h"
 
 namespace pdkernels::cpu {
 namespace {

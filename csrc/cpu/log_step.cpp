@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "fault.h"
-#include "pdkernels/log_step.h"
+#include "ops/log_step.h"
 
 namespace pdkernels::cpu {
 

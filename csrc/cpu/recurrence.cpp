@@ -1,6 +1,6 @@
 // The recurrent-depth sampler's step on the CPU: checks values, then calls the kernel compiled for this processor. The
 // bookkeeping of tokens is a few integers per sequence: one thread and plain loops.
-#include "pdkernels/recurrence.h"
+#include "ops/recurrence.h"
 
 #include "fault.h"
 #include "simd/dispatch.h"

@@ -1,6 +1,6 @@
 // Speculative attention on the CPU: checks lengths, pages, rows and the plan, then calls the kernel compiled for this
 // processor.
-#include "pdkernels/speculative_attention.h"
+#include "ops/speculative_attention.h"
 
 #include "check_plan.h"
 #include "check_rows.h"

@@ -4,7 +4,7 @@
 
 #include "fault.h"
 #include "parallel.h"
-#include "pdkernels/token_statistics.h"
+#include "ops/token_statistics.h"
 #include "simd/dispatch.h"
 
 namespace pdkernels::cpu {

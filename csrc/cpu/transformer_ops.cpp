@@ -1,5 +1,5 @@
 // Rotary embedding on the CPU: values are checked here, simd/transformer_ops.cpp computes.
-#include "pdkernels/transformer_ops.h"
+#include "ops/transformer_ops.h"
 #include "check_rows.h"
 #include "simd/dispatch.h"
 

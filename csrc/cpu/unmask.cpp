@@ -1,5 +1,5 @@
 // Committing guesses on the CPU: threads over sequences, a partial sort of the eligible candidates of each segment.
-#include "pdkernels/unmask.h"
+#include "ops/unmask.h"
 
 #include <algorithm>
 #include <functional>

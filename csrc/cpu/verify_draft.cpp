@@ -1,5 +1,5 @@
 // Greedy draft verification on the CPU: a few hundred tokens at most, so one thread and plain loops.
-#include "pdkernels/verify_draft.h"
+#include "ops/verify_draft.h"
 #include "fault.h"
 
 namespace pdkernels::cpu {

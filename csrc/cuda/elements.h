@@ -4,7 +4,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "pdkernels/block_sparse_attention.h"
+#include "ops/block_sparse_attention.h"
 
 namespace pdkernels::cuda {
 

@@ -2,7 +2,7 @@
 // bytes where they are aligned, and the choice among a sequence's rows stays on the device.
 #include "launch.h"
 #include "packs.h"
-#include "pdkernels/feature_cache.h"
+#include "ops/feature_cache.h"
 #include "rows.h"
 
 namespace pdkernels::cuda {

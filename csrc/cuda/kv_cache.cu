@@ -5,7 +5,7 @@
 // of one buffer of one sequence; blocks touch disjoint bytes, so their order does not matter.
 #include "launch.h"
 #include "packs.h"
-#include "pdkernels/kv_cache.h"
+#include "ops/kv_cache.h"
 #include "rows.h"
 
 namespace pdkernels::cuda {

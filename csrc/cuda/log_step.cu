@@ -1,6 +1,6 @@
 // Logs a step's entry on CUDA and sets the condition of a graph's conditional node: one block.
 #include "launch.h"
-#include "pdkernels/log_step.h"
+#include "ops/log_step.h"
 
 namespace pdkernels::cuda {
 namespace {

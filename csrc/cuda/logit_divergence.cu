@@ -2,7 +2,7 @@
 // second one mostly finds them in the second-level cache. The arithmetic is that of csrc/cpu/simd/logit_divergence.cpp.
 #include "launch.h"
 #include "packs.h"
-#include "pdkernels/logit_divergence.h"
+#include "ops/logit_divergence.h"
 
 namespace pdkernels::cuda {
 namespace {

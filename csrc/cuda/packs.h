@@ -3,7 +3,7 @@
 #pragma once
 
 #include "elements.h"
-#include "pdkernels/transformer_ops.h"
+#include "ops/transformer_ops.h"
 
 namespace pdkernels::cuda {
 

@@ -2,8 +2,8 @@
 // the device; a value out of range there is clamped, and recurrence_advance_ leaves its sequence unchanged.
 #include "elements.h"
 #include "launch.h"
-#include "pdkernels/philox.h"
-#include "pdkernels/recurrence.h"
+#include "common/philox.h"
+#include "ops/recurrence.h"
 
 namespace pdkernels::cuda {
 namespace {

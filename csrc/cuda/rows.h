@@ -4,7 +4,7 @@
 // blocks keeps that linear in the rows: with more rows a block takes several.
 #pragma once
 
-#include "pdkernels/kv_cache.h"
+#include "ops/kv_cache.h"
 
 namespace pdkernels::cuda {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "packs.h"
-#include "pdkernels/token_statistics.h"
+#include "ops/token_statistics.h"
 
 namespace pdkernels::cuda {
 

@@ -2,7 +2,7 @@
 // every byte moves once and in packs of 16. Second reads of a row come from the first-level cache.
 #include "launch.h"
 #include "packs.h"
-#include "pdkernels/transformer_ops.h"
+#include "ops/transformer_ops.h"
 #include "rows.h"
 
 namespace pdkernels::cuda {

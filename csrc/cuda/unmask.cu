@@ -3,7 +3,7 @@
 // keys, and needs no memory but the keys themselves.
 #include "elements.h"
 #include "launch.h"
-#include "pdkernels/unmask.h"
+#include "ops/unmask.h"
 
 namespace pdkernels::cuda {
 namespace {

@@ -1,6 +1,6 @@
 // Greedy draft verification on CUDA: one block per sequence, one warp per candidate, 32 positions per ballot.
 #include "launch.h"
-#include "pdkernels/verify_draft.h"
+#include "ops/verify_draft.h"
 
 namespace pdkernels::cuda {
 namespace {

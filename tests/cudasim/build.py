@@ -76,15 +76,19 @@ def build_library(
     *,
     include_dirs: Sequence[Path | str] = (),
     system_include_dirs: Sequence[Path | str] = (),
+    headers: Sequence[Path | str] = (),
     defines: Sequence[str] = (),
     link_flags: Sequence[str] = (),
 ) -> Path:
     """Compile `sources` (.cu or .cpp) and the runtime into `build/cudasim/lib<name>-<hash>.so` and return its path.
 
-    Headers under `include_dirs` are part of the hash by content; `system_include_dirs` (torch, say) by path only.
+    Headers under `include_dirs` are part of the hash by content; `system_include_dirs` (torch, say) by path only, except
+    for those in the folders `headers`.
     `defines` are "NAME" or "NAME=VALUE". A failing compilation raises RuntimeError with the compiler's output.
     """
-    own = _Compilation([*RUNTIME_INCLUDE_DIRS, *map(Path, include_dirs)], system_include_dirs, defines)
+    own = _Compilation(
+        [*RUNTIME_INCLUDE_DIRS, *map(Path, include_dirs)], system_include_dirs, map(Path, headers), defines
+    )
     runtime = _Compilation(RUNTIME_INCLUDE_DIRS)  # without the caller's flags: compiled once for all
     objects = [own.object(Path(source)) for source in sources]
     objects += [runtime.object(source) for source in RUNTIME_SOURCES]
@@ -104,13 +108,18 @@ class _Compilation:
     """A compiler command without its source."""
 
     def __init__(
-        self, include_dirs: Sequence[Path], system_include_dirs: Sequence[Path | str] = (), defines: Sequence[str] = ()
+        self,
+        include_dirs: Sequence[Path],
+        system_include_dirs: Sequence[Path | str] = (),
+        headers: Iterable[Path] = (),
+        defines: Sequence[str] = (),
     ) -> None:
         self.command = [compiler(), *COMMON_FLAGS, *(f"-D{define}" for define in defines)]
         for flag, directories in (("-I", include_dirs), ("-isystem", system_include_dirs)):
             for directory in directories:
                 self.command += [flag, _from_root(Path(directory))]
-        self.key = digest_text(_version(compiler()), *(digest(headers_under(directory)) for directory in include_dirs))
+        hashed = [*include_dirs, *headers]
+        self.key = digest_text(_version(compiler()), *(digest(headers_under(directory)) for directory in hashed))
 
     def object(self, source: Path) -> _Object:
         arguments = [

@@ -78,8 +78,9 @@ def simulated_ops() -> tuple[ctypes.CDLL, object]:
     path = build_library(
         "pdkernels_cudasim",
         [*sorted((ROOT / "csrc/cuda").glob("*.cu")), ROOT / "python_bindings/ops.cpp"],
-        include_dirs=[ROOT / "csrc/include", ROOT / "csrc/cuda", ROOT / "python_bindings"],
-        system_include_dirs=[Path(include) for include in cpp_extension.include_paths()],
+        include_dirs=[ROOT / "csrc/cuda", ROOT / "python_bindings"],
+        headers=[ROOT / "csrc" / folder for folder in ("common", "host", "ops")],
+        system_include_dirs=[ROOT / "csrc", *map(Path, cpp_extension.include_paths())],
         defines=[
             "TORCH_TARGET_VERSION=0x020b000000000000",
             "PDKERNELS_DEVICE_CUDA",

@@ -1,7 +1,7 @@
 // Which blocks of a chunk a panel visits, derived from a tile's bitmap.
 #pragma once
 
-#include "pdkernels/block_sparse_attention.h"
+#include "ops/block_sparse_attention.h"
 #include "tiles.h"
 
 namespace pdkernels::cpu::PDK_ISA {

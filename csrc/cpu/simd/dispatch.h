@@ -3,7 +3,7 @@
 #pragma once
 
 #include "kernels.h"
-#include "pdkernels/cpu_isa.h"
+#include "host/cpu_isa.h"
 
 #ifdef __x86_64__
 #define PDK_DISPATCH(kernel, args)                                                \

@@ -4,13 +4,13 @@
 
 #include <cstdint>
 
-#include "pdkernels/feature_cache.h"
-#include "pdkernels/linear.h"
-#include "pdkernels/logit_divergence.h"
-#include "pdkernels/recurrence.h"
-#include "pdkernels/speculative_attention.h"
-#include "pdkernels/token_statistics.h"
-#include "pdkernels/transformer_ops.h"
+#include "ops/feature_cache.h"
+#include "ops/linear.h"
+#include "ops/logit_divergence.h"
+#include "ops/recurrence.h"
+#include "ops/speculative_attention.h"
+#include "ops/token_statistics.h"
+#include "ops/transformer_ops.h"
 
 namespace pdkernels::cpu {
 

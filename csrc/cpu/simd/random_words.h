@@ -1,7 +1,7 @@
-// Random words of Philox in vectors: those of csrc/include/pdkernels/philox.h, for one step and one row of the problem.
+// Random words of Philox in vectors: those of csrc/common/philox.h, for one step and one row of the problem.
 #pragma once
 
-#include "pdkernels/philox.h"
+#include "common/philox.h"
 #include "strips.h"
 
 namespace pdkernels::cpu::PDK_ISA {

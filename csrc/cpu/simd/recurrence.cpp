@@ -1,5 +1,5 @@
 // Input and output of a step of the recurrent-depth sampler: a work item is a row.
-#include "pdkernels/recurrence.h"
+#include "ops/recurrence.h"
 #include "kernels.h"
 #include "random_words.h"
 #include "rms_norm.h"

@@ -3,7 +3,7 @@
 // A row that sees all keys up to its own gets the same bits whether these are cached or new, and however many other
 // rows there are: lanes are independent, a key that a lane does not see adds an exact 0 to its sums, and chunks and
 // splits are cut at positions that are the same for all.
-#include "pdkernels/speculative_attention.h"
+#include "ops/speculative_attention.h"
 #include "forward.h"
 
 namespace pdkernels::cpu::PDK_ISA {

@@ -2,7 +2,7 @@
 // during its passes: the largest logit and the first tokens, sums of exponentials, and the draw. Tokens that cannot be
 // among the first of the row, or win its draw, are ruled out by one comparison per strip, because a thread knows the
 // results of the parts before.
-#include "pdkernels/token_statistics.h"
+#include "ops/token_statistics.h"
 #include "kernels.h"
 #include "random_words.h"
 

@@ -1,7 +1,7 @@
 // The ops between a transformer's matrix products. Rows are independent, so threads share them freely; a single row is
 // too short to be cut.
 #include "kernels.h"
-#include "pdkernels/transformer_ops_backward.h"
+#include "ops/transformer_ops_backward.h"
 #include "rms_norm.h"
 
 namespace pdkernels::cpu::PDK_ISA {

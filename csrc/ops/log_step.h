@@ -1,7 +1,7 @@
 // Logging the results of a decoding step, shared by the CPU and the CUDA kernel.
 #pragma once
 
-#include "pdkernels/platform.h"
+#include "common/platform.h"
 
 namespace pdkernels {
 

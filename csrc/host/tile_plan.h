@@ -18,7 +18,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "pdkernels/segment_mask.h"
+#include "host/segment_mask.h"
 
 namespace pdkernels {
 

@@ -1,7 +1,7 @@
 // Arguments of the kernels that compare two distributions of the next token, on the CPU and on CUDA.
 #pragma once
 
-#include "pdkernels/transformer_ops.h"
+#include "ops/transformer_ops.h"
 
 namespace pdkernels {
 

@@ -7,8 +7,8 @@
 
 #include <cstring>
 
-#include "pdkernels/index_view.h"
-#include "pdkernels/philox.h"
+#include "common/index_view.h"
+#include "common/philox.h"
 
 namespace pdkernels {
 

@@ -5,7 +5,7 @@
 // page b, as large as the capacity. Kernels move bytes and ignore element types.
 #pragma once
 
-#include "pdkernels/index_view.h"
+#include "common/index_view.h"
 
 namespace pdkernels {
 

@@ -1,7 +1,7 @@
 // Arguments of products with few rows.
 #pragma once
 
-#include "pdkernels/transformer_ops.h"
+#include "ops/transformer_ops.h"
 
 namespace pdkernels {
 

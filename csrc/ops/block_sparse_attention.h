@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "pdkernels/platform.h"
+#include "common/platform.h"
 
 namespace pdkernels {
 

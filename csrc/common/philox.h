@@ -3,7 +3,7 @@
 // Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), section 3.3.
 #pragma once
 
-#include "pdkernels/index_view.h"
+#include "common/index_view.h"
 
 namespace pdkernels {
 

@@ -1,8 +1,8 @@
 // Arguments of the kernels of steps that recompute only some rows, on the CPU and on CUDA.
 #pragma once
 
-#include "pdkernels/block_sparse_attention.h"
-#include "pdkernels/kv_cache.h"
+#include "ops/block_sparse_attention.h"
+#include "ops/kv_cache.h"
 
 namespace pdkernels {
 

@@ -6,9 +6,9 @@
 // anyway.
 #pragma once
 
-#include "pdkernels/block_sparse_attention.h"
-#include "pdkernels/index_view.h"
-#include "pdkernels/philox.h"
+#include "ops/block_sparse_attention.h"
+#include "common/index_view.h"
+#include "common/philox.h"
 
 namespace pdkernels {
 

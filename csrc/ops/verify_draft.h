@@ -4,7 +4,7 @@
 // before the first draft token that the model would not have produced itself.
 #pragma once
 
-#include "pdkernels/index_view.h"
+#include "common/index_view.h"
 
 namespace pdkernels {
 

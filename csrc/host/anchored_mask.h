@@ -8,7 +8,7 @@
 #include <unordered_set>
 #include <vector>
 
-#include "pdkernels/segment_mask.h"
+#include "host/segment_mask.h"
 
 namespace pdkernels {
 

@@ -2,9 +2,9 @@
 // tokens, the score of a draw, and a softmax whose vocabulary is cut into parts.
 #pragma once
 
-#include "pdkernels/index_view.h"
-#include "pdkernels/philox.h"
-#include "pdkernels/transformer_ops.h"
+#include "common/index_view.h"
+#include "common/philox.h"
+#include "ops/transformer_ops.h"
 
 namespace pdkernels {
 

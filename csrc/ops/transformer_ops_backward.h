@@ -1,7 +1,7 @@
 // Arguments of the gradients of the norms and of the gate.
 #pragma once
 
-#include "pdkernels/transformer_ops.h"
+#include "ops/transformer_ops.h"
 
 namespace pdkernels {
 

@@ -2,7 +2,7 @@
 // through this view, so one kernel serves both widths.
 #pragma once
 
-#include "pdkernels/platform.h"
+#include "common/platform.h"
 
 namespace pdkernels {
 
