@@ -1,8 +1,9 @@
 // Steps that recompute only some rows: see pdkernels/ops/feature_cache.py.
 #pragma once
 
+#include "device.h"
 #include "ops/feature_cache.h"
-#include "transformer_ops.h"
+#include "unpack_rows.h"
 
 namespace pdkernels::PDK_DEVICE::bindings {
 
@@ -37,20 +38,6 @@ inline Tensor select_stale_rows(const Tensor& v, Tensor& v_cache, const Tensor& 
   return index;
 }
 
-// A tensor (batch, rows, ...) with contiguous rows; any other is copied.
-inline Tensor with_whole_rows(const Tensor& t) {
-  int64_t step = 1;
-  for (int64_t d = t.dim() - 1; d > 1; --d) {
-    if (t.size(d) != 1 && t.stride(d) != step) return torch::stable::contiguous(t);
-    step *= t.size(d);
-  }
-  return t;
-}
-
-inline BatchRows batch_rows(const Tensor& t, int64_t unit = 1) {
-  return {t.data_ptr(), t.stride(0) * unit, t.stride(1) * unit};
-}
-
 inline Tensor gather_rows(const Tensor& x, const Tensor& index) {
   const Launch launch(x);
   const SameDevice device(x);
@@ -63,7 +50,7 @@ inline Tensor gather_rows(const Tensor& x, const Tensor& index) {
   std::vector<int64_t> shape{args.batch, args.picked};
   for (int64_t d = 2; d < x.dim(); ++d) args.row_bytes *= x.size(d), shape.push_back(x.size(d));
   Tensor out = torch::stable::new_empty(x, shape, x.scalar_type());
-  args.x = batch_rows(held, size);
+  args.x = rows_view(held, size);
   args.out = bytes(out);
   launch(PDK_DEVICE::gather_rows, args);
   return out;
@@ -87,9 +74,9 @@ inline Tensor add_cached_rows(const Tensor& x, Tensor& cached, const OptionalTen
   if (rows.has_value()) {
     device.require(*rows, x.scalar_type(), {args.batch, args.replaced, args.width});
     fresh = with_whole_rows(*rows);
-    args.fresh = batch_rows(*fresh);
+    args.fresh = rows_view(*fresh);
   }
-  args.x = batch_rows(held), args.cached = batch_rows(cached);
+  args.x = rows_view(held), args.cached = rows_view(cached);
   Tensor out = torch::stable::new_empty(x, {args.batch, args.rows, args.width}, x.scalar_type());
   args.out = out.data_ptr();
   launch(PDK_DEVICE::add_cached_rows, args);

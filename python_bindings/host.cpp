@@ -2,9 +2,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "host_planner.h"
 #include "host/cpu_isa.h"
 #include "host/page_allocator.h"
+#include "host_planner.h"
 
 namespace py = pybind11;
 

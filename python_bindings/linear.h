@@ -1,8 +1,9 @@
 // Products with few rows: see pdkernels/ops/linear.py. On CUDA they are Triton's.
 #pragma once
 
+#include "device.h"
 #include "ops/linear.h"
-#include "transformer_ops.h"
+#include "unpack_rows.h"
 
 #ifndef PDKERNELS_DEVICE_CUDA
 
@@ -11,11 +12,11 @@ namespace pdkernels::PDK_DEVICE::bindings {
 inline Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
   const Launch launch(x);
   const SameDevice device(x);
-  const Rows rows(x);
+  const FlatRows rows(x);
   device.require(weight);
   PDK_FITS(weight.dim() == 2 && weight.size(1) == rows.width);
   PDK_FITS(weight.scalar_type() == x.scalar_type() || x.scalar_type() == ScalarType::Float);
-  const Rows weights(weight);
+  const FlatRows weights(weight);
   LinearArgs args;
   args.element = row_element(x), args.weight_element = row_element(weight);
   args.rows = rows.count, args.width = rows.width, args.outputs = weight.size(0);

@@ -1,8 +1,9 @@
 // The distance between two distributions: see pdkernels/ops/logit_divergence.py.
 #pragma once
 
+#include "device.h"
 #include "ops/logit_divergence.h"
-#include "transformer_ops.h"
+#include "unpack_rows.h"
 
 #include <cmath>
 
@@ -12,12 +13,12 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> logit_divergence(const Tensor&
                                                                    double min_p) {
   const Launch launch(logits);
   const SameDevice device(logits);
-  const Rows rows(logits);
+  const FlatRows rows(logits);
   PDK_FITS(rows.width > 0 && min_p >= 0 && min_p <= 1);
   LogitDivergenceArgs args;
   args.element = row_element(logits);
   args.logits = rows.view();
-  const std::optional<Rows> other = rows_like(device, previous, logits);
+  const std::optional<FlatRows> other = rows_like(device, previous, logits);
   if (other) args.previous = other->view();
   args.rows = rows.count, args.width = rows.width;
   args.log_min_p = static_cast<float>(std::log(min_p));

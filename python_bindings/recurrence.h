@@ -3,24 +3,9 @@
 
 #include "device.h"
 #include "ops/recurrence.h"
+#include "unpack_rows.h"
 
 namespace pdkernels::PDK_DEVICE::bindings {
-
-inline BatchedRows rows_view(const SameDevice& device, const Tensor& t, ScalarType dtype, int64_t batch, int64_t size) {
-  device.require(t, dtype, {batch, -1, size});
-  PDK_FITS(size <= 1 || t.stride(2) == 1);
-  return {t.data_ptr(), t.stride(0), t.stride(1), t.size(1)};
-}
-
-inline BatchedRows rows_view(const SameDevice& device, const OptionalTensor& t, ScalarType dtype, int64_t batch,
-                             int64_t size) {
-  if (!t.has_value()) return {};
-  BatchedRows view = rows_view(device, *t, dtype, batch, size);
-  // Marks it as given, even if it has no bytes to point to.
-  static char nothing;
-  if (view.data == nullptr) view.data = &nothing;
-  return view;
-}
 
 inline IndexView counts_view(const SameDevice& device, const Tensor& t, int64_t batch, int64_t rows) {
   PDK_FITS(t.dim() == 2 && t.size(1) >= rows);

@@ -1,8 +1,9 @@
 // Statistics of logits: see pdkernels/ops/token_statistics.py.
 #pragma once
 
+#include "device.h"
 #include "ops/token_statistics.h"
-#include "transformer_ops.h"
+#include "unpack_rows.h"
 
 namespace pdkernels::PDK_DEVICE::bindings {
 
@@ -14,7 +15,7 @@ inline Statistics token_statistics(const Tensor& logits, double temperature, int
                                    double top_p, double min_p, const std::string& distribution, int64_t first_id) {
   const Launch launch(logits);
   const SameDevice device(logits);
-  const Rows rows(logits);
+  const FlatRows rows(logits);
   constexpr int64_t kWords = int64_t{1} << 32;
   PDK_FITS(rows.width > 0 && rows.width < kWords && step >= 0 && step < kWords);
   PDK_FITS((temperature == 0 || temperature >= 1e-30) && temperature <= 1e30 && top_p >= 0 && top_p <= 1 &&

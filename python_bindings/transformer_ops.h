@@ -2,52 +2,19 @@
 #pragma once
 
 #include "device.h"
+#include "ops/transformer_ops.h"
 #include "ops/transformer_ops_backward.h"
+#include "unpack_rows.h"
 
 namespace pdkernels::PDK_DEVICE::bindings {
-
-// A tensor (..., width) as rows. A layout without a single row stride is copied.
-struct Rows {
-  Tensor held;
-  int64_t count = 1, width, stride = 0;
-
-  explicit Rows(const Tensor& t) : held(t) {
-    PDK_FITS(t.dim() > 0);
-    width = t.size(t.dim() - 1);
-    if (!describe()) held = torch::stable::contiguous(t), stride = width;
-  }
-  RowsView view() const { return {held.data_ptr(), stride}; }
-
- private:
-  bool describe() {
-    bool fits = width <= 1 || held.stride(held.dim() - 1) == 1;
-    for (int64_t d = held.dim() - 2; d >= 0; --d) {
-      const int64_t size = held.size(d);
-      if (size != 1) {
-        if (count == 1) stride = held.stride(d);
-        fits = fits && (count == 1 || held.stride(d) == stride * count);
-      }
-      count *= size;
-    }
-    return fits;
-  }
-};
-
-// Rows of a tensor that must have the shape of another one.
-inline std::optional<Rows> rows_like(const SameDevice& device, const OptionalTensor& t, const Tensor& other) {
-  if (!t.has_value()) return std::nullopt;
-  device.require(*t, other.scalar_type());
-  PDK_FITS(sizes_of(*t) == sizes_of(other));
-  return Rows(*t);
-}
 
 inline std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const OptionalTensor& residual,
                                                const OptionalTensor& weight, const OptionalTensor& next_weight,
                                                double eps) {
   const Launch launch(x);
   const SameDevice device(x);
-  const Rows rows(x);
-  const std::optional<Rows> other = rows_like(device, residual, x);
+  const FlatRows rows(x);
+  const std::optional<FlatRows> other = rows_like(device, residual, x);
   const auto weights = [&](const OptionalTensor& t) {
     if (!t.has_value()) return OptionalTensor();
     device.require(*t, x.scalar_type(), {rows.width});
@@ -75,12 +42,12 @@ inline std::tuple<Tensor, Tensor, Tensor> add_rms_norm_backward(const OptionalTe
                                                                 const OptionalTensor& next_weight, double eps) {
   const Launch launch(x);
   const SameDevice device(x);
-  const Rows rows(x);
+  const FlatRows rows(x);
   PDK_FITS(eps >= 0 && (weight.has_value() || next_weight.has_value()) && (grad.has_value() || grad_next.has_value()) &&
            grad_next.has_value() == next_weight.has_value());
-  const std::optional<Rows> held[3] = {rows_like(device, grad, x), rows_like(device, grad_next, x),
-                                       rows_like(device, residual, x)};
-  const auto view = [](const std::optional<Rows>& of) { return of ? of->view() : RowsView{}; };
+  const std::optional<FlatRows> held[3] = {rows_like(device, grad, x), rows_like(device, grad_next, x),
+                                           rows_like(device, residual, x)};
+  const auto view = [](const std::optional<FlatRows>& of) { return of ? of->view() : RowsView{}; };
   Tensor dx = torch::stable::new_empty(x, shape_of(x, rows.width), x.scalar_type());
   AddRmsNormBackwardArgs args;
   args.element = row_element(x);
@@ -109,7 +76,7 @@ inline std::tuple<Tensor, Tensor, Tensor> add_rms_norm_backward(const OptionalTe
 
 inline Tensor silu_and_mul(const Tensor& x) {
   const Launch launch(x);
-  const Rows rows(x);
+  const FlatRows rows(x);
   PDK_FITS(rows.width % 2 == 0);
   Tensor out = torch::stable::new_empty(x, shape_of(x, rows.width / 2), x.scalar_type());
   SiluAndMulArgs args;
@@ -123,7 +90,7 @@ inline Tensor silu_and_mul(const Tensor& x) {
 inline Tensor silu_and_mul_backward(const Tensor& grad, const Tensor& x) {
   const Launch launch(x);
   const SameDevice device(x);
-  const Rows rows(x), grads(grad);
+  const FlatRows rows(x), grads(grad);
   device.require(grad, x.scalar_type());
   PDK_FITS(rows.width % 2 == 0 && sizes_of(grad) == shape_of(x, rows.width / 2));
   Tensor dx = torch::stable::new_empty(x, shape_of(x, rows.width), x.scalar_type());

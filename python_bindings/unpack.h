@@ -16,7 +16,7 @@
 #include <tuple>
 #include <vector>
 
-#include "ops/block_sparse_attention.h"
+#include "common/element.h"
 #include "ops/kv_cache.h"
 
 // A condition is its own message.

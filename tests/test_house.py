@@ -39,8 +39,6 @@ SOURCES = sorted(
 LONGEST = 700
 # Folders of a checkout that the installed package has not.
 OUTSIDE = ("tests", "bench", "docs", "scripts", "examples")
-# Their bindings are in ops.cpp; what turns their tensors into pointers is shared.
-ATTENTION_FAMILIES = {"block_sparse_attention", "speculative_attention"}
 
 # A module may import from its own room and from rooms of a lower rank.
 RANKS = {"reference": 0, "base": 0, "masks": 1, "triton": 2, "ops": 3, "cache": 4, "models": 5}
@@ -58,7 +56,7 @@ def files_of(family: str) -> list[list[str]]:
     native = [
         [f"csrc/ops/{family}.h"],
         [f"csrc/cpu/{family}.cpp", f"csrc/cpu/simd/{family}.cpp"],
-        [f"python_bindings/{'unpack_attention' if family in ATTENTION_FAMILIES else family}.h"],
+        [f"python_bindings/{family}.h"],
     ]
     return [
         [f"reference/{family}.py"],

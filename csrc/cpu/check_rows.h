@@ -1,6 +1,7 @@
 // Checks, with their messages, of ops that write rows after the committed ones of a cache.
 #pragma once
 
+#include "common/cache_layout.h"
 #include "fault.h"
 
 namespace pdkernels::cpu {
@@ -13,14 +14,14 @@ inline void report(const char* op, Fault fault, const PageMap& pages, int64_t b,
                    int64_t max_rows, const std::string& lengths = "lengths") {
   const int64_t capacity = pages.capacity();
   switch (fault) {
-    case Fault::none:
-    case Fault::source:  // reported once the row is known
-    case Fault::page: return;
-    case Fault::length:
+    case Fault::kNone:
+    case Fault::kSource:  // reported once the row is known
+    case Fault::kPage: return;
+    case Fault::kLength:
       fail(op, b, lengths, range(0, capacity), length,
            "The cache holds " + std::to_string(capacity) + " rows per sequence.");
-    case Fault::count: fail(op, b, "counts", range(0, max_rows), count, "Only the rows given can be written.");
-    case Fault::room:
+    case Fault::kCount: fail(op, b, "counts", range(0, max_rows), count, "Only the rows given can be written.");
+    case Fault::kRoom:
       fail(op, b, lengths + " + counts", "be at most the capacity " + std::to_string(capacity), length + count,
            "Make the cache larger, reserve more pages, or write fewer rows.");
   }

@@ -1,10 +1,9 @@
 // The error message for a fault found in one sequence.
 #pragma once
 
+#include <cstdint>
 #include <stdexcept>
 #include <string>
-
-#include "ops/kv_cache.h"
 
 namespace pdkernels::cpu {
 

@@ -3,8 +3,8 @@
 #include <cstring>
 
 #include "check_rows.h"
-#include "parallel.h"
 #include "ops/feature_cache.h"
+#include "parallel.h"
 #include "simd/dispatch.h"
 
 namespace pdkernels::cpu {

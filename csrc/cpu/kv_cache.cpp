@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "check_rows.h"
-#include "parallel.h"
 #include "ops/kv_cache.h"
+#include "parallel.h"
 
 namespace pdkernels::cpu {
 namespace {

@@ -3,8 +3,8 @@
 #include <cmath>
 
 #include "fault.h"
-#include "parallel.h"
 #include "ops/token_statistics.h"
+#include "parallel.h"
 #include "simd/dispatch.h"
 
 namespace pdkernels::cpu {

@@ -4,7 +4,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "ops/block_sparse_attention.h"
+#include "common/element.h"
 
 namespace pdkernels::cuda {
 

@@ -1,8 +1,8 @@
 // Steps that recompute only some rows, on CUDA. Cost is bytes and launches: rows are read once, in packs of 16
 // bytes where they are aligned, and the choice among a sequence's rows stays on the device.
 #include "launch.h"
-#include "packs.h"
 #include "ops/feature_cache.h"
+#include "packs.h"
 #include "rows.h"
 
 namespace pdkernels::cuda {
@@ -16,7 +16,7 @@ constexpr int kChoiceThreads = 512;
 
 __device__ bool sequence_fits(const StaleRowsArgs& args, int64_t b) {
   const int64_t start = args.starts.load(b), count = args.count(b);
-  if (check_extent(args.pages, start, count, args.rows) != Fault::none || args.wish(b) < 0) return false;
+  if (check_extent(args.pages, start, count, args.rows) != Fault::kNone || args.wish(b) < 0) return false;
   return pages_exist(args.pages, b, start, count);
 }
 
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocksPerSm)
 int64_t bits_of(const RowLayout& row) { return row.page_stride | row.slot_stride | row.head_stride | row.head_bytes; }
 
 template <class T>
-int64_t bits_of(const BatchRows& rows) {
+int64_t bits_of(const BatchRowsView& rows) {
   return reinterpret_cast<int64_t>(rows.data) | (rows.batch_stride | rows.row_stride) * static_cast<int64_t>(sizeof(T));
 }
 

@@ -4,8 +4,8 @@
 // unchanged, so nothing is ever written outside the cache. A block owns a column tile (some bytes of every row)
 // of one buffer of one sequence; blocks touch disjoint bytes, so their order does not matter.
 #include "launch.h"
-#include "packs.h"
 #include "ops/kv_cache.h"
+#include "packs.h"
 #include "rows.h"
 
 namespace pdkernels::cuda {
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kThreads)
   const CacheView& cache = args.cache;
   const int64_t length = args.lengths.load(b);
   const int64_t count = args.count(b);
-  if (check_extent(cache.pages, length, count, args.max_rows) != Fault::none) return;
+  if (check_extent(cache.pages, length, count, args.max_rows) != Fault::kNone) return;
   if (!pages_exist(cache.pages, b, length, count)) return;
 
   const int side = cache.side(buffer);
@@ -70,10 +70,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const CacheView& cache = args.cache;
   const int64_t length = args.lengths.load(b);
   const int64_t count = args.counts.load(b);
-  if (check_extent(cache.pages, length, count, args.max_rows) != Fault::none) return;
+  if (check_extent(cache.pages, length, count, args.max_rows) != Fault::kNone) return;
   bool fine = true;
   for (int64_t i = threadIdx.x; i < count; i += kThreads)
-    fine = fine && check_commit_row(args, b, length, i) == Fault::none;
+    fine = fine && check_commit_row(args, b, length, i) == Fault::kNone;
   if (!__syncthreads_and(fine)) return;
 
   const RowLayout& row = cache.rows[cache.side(buffer)];
@@ -101,10 +101,10 @@ __global__ void __launch_bounds__(kThreads) kv_advance_kernel(const __grid_const
   const int64_t b = blockIdx.x;
   const int64_t length = args.lengths.load(b);
   const int64_t count = args.counts.load(b);
-  bool fine = check_extent(args.cache.pages, length, count, args.max_rows) == Fault::none;
+  bool fine = check_extent(args.cache.pages, length, count, args.max_rows) == Fault::kNone;
   if (fine && args.source_index.given()) {
     for (int64_t i = threadIdx.x; i < count; i += kThreads)
-      fine = fine && check_commit_row(args, b, length, i) == Fault::none;
+      fine = fine && check_commit_row(args, b, length, i) == Fault::kNone;
   }
   if (__syncthreads_and(fine) && threadIdx.x == 0) args.lengths.store(length + count, b);
 }

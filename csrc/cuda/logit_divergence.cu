@@ -1,8 +1,8 @@
 // The distance between two distributions of the next token, on CUDA: one block per row, two passes over its logits. The
 // second one mostly finds them in the second-level cache. The arithmetic is that of csrc/cpu/simd/logit_divergence.cpp.
 #include "launch.h"
-#include "packs.h"
 #include "ops/logit_divergence.h"
+#include "packs.h"
 
 namespace pdkernels::cuda {
 namespace {

@@ -2,8 +2,8 @@
 // allows.
 #pragma once
 
+#include "common/rows_view.h"
 #include "elements.h"
-#include "ops/transformer_ops.h"
 
 namespace pdkernels::cuda {
 
@@ -18,7 +18,7 @@ struct alignas(sizeof(T) * kSize) Pack {
 
 template <class T>
 bool in_packs(const RowsView& rows) {
-  return (reinterpret_cast<int64_t>(rows.data) | rows.stride * static_cast<int64_t>(sizeof(T))) % 16 == 0;
+  return (reinterpret_cast<int64_t>(rows.data) | rows.row_stride * static_cast<int64_t>(sizeof(T))) % 16 == 0;
 }
 
 // The widest word, 16 bytes at most, that divides all addresses, strides and sizes: `bits` is the bitwise or of them.

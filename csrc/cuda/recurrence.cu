@@ -1,8 +1,8 @@
 // A step of the recurrent-depth sampler on CUDA, one launch per op. Values that change from step to step are read on
 // the device; a value out of range there is clamped, and recurrence_advance_ leaves its sequence unchanged.
+#include "common/philox.h"
 #include "elements.h"
 #include "launch.h"
-#include "common/philox.h"
 #include "ops/recurrence.h"
 
 namespace pdkernels::cuda {
@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(kAdvanceThreads) recurrence_advance_kernel(con
 // --- launches
 
 // Whether all of a view's rows start at multiples of 16 bytes.
-bool aligned(const BatchedRows& view, int64_t element_bytes) {
+bool aligned(const BatchRowsView& view, int64_t element_bytes) {
   if (!view.given()) return true;
   const int64_t bits =
       reinterpret_cast<int64_t>(view.data) | view.batch_stride * element_bytes | view.row_stride * element_bytes;

@@ -4,7 +4,7 @@
 // blocks keeps that linear in the rows: with more rows a block takes several.
 #pragma once
 
-#include "ops/kv_cache.h"
+#include "common/cache_layout.h"
 
 namespace pdkernels::cuda {
 

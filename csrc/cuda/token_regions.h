@@ -1,8 +1,8 @@
 // A warp's region of a row of logits: its largest, its sums, its draw.
 #pragma once
 
-#include "packs.h"
 #include "ops/token_statistics.h"
+#include "packs.h"
 
 namespace pdkernels::cuda {
 

@@ -1,8 +1,8 @@
 // The ops between a transformer's matrix products, on CUDA: a few reads and one write per row, so what matters is that
 // every byte moves once and in packs of 16. Second reads of a row come from the first-level cache.
 #include "launch.h"
-#include "packs.h"
 #include "ops/transformer_ops.h"
+#include "packs.h"
 #include "rows.h"
 
 namespace pdkernels::cuda {
@@ -137,7 +137,7 @@ constexpr int64_t kRopeBlocks = 192;
 
 // Whether all rows of a sequence can be stored where they should. Without slots only pages may be missing.
 __device__ bool rows_fit(const ApplyRopeAppendArgs& args, int64_t b, int64_t length, int64_t count) {
-  if (args.check_lengths(length, count) != Fault::none) return false;
+  if (args.check_lengths(length, count) != Fault::kNone) return false;
   if (!args.slots.given()) return args.in_tables(length, count) && pages_exist(args.pages, b, length, count);
   return all_fine(args.rows, [&](int64_t i) { return args.row_fits(b, i, length, count); });
 }

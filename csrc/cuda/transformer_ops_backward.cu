@@ -1,7 +1,7 @@
 // Gradients of the norms and of the gate, on CUDA.
 #include "launch.h"
-#include "packs.h"
 #include "ops/transformer_ops_backward.h"
+#include "packs.h"
 
 namespace pdkernels::cuda {
 namespace {

@@ -13,14 +13,14 @@
 
 namespace pdkernels {
 
-enum class CpuIsa { portable, avx2, avx512, avx512_bf16, amx };
+enum class CpuIsa { kPortable, kAvx2, kAvx512, kAvx512Bf16, kAmx };
 
 inline const char* name_of(CpuIsa isa) {
   switch (isa) {
-    case CpuIsa::avx2: return "avx2";
-    case CpuIsa::avx512: return "avx512";
-    case CpuIsa::avx512_bf16: return "avx512_bf16";
-    case CpuIsa::amx: return "amx";
+    case CpuIsa::kAvx2: return "avx2";
+    case CpuIsa::kAvx512: return "avx512";
+    case CpuIsa::kAvx512Bf16: return "avx512_bf16";
+    case CpuIsa::kAmx: return "amx";
     default: return "portable";
   }
 }
@@ -40,21 +40,21 @@ inline bool request_amx() {
 
 inline CpuIsa detect_cpu_isa() {
   __builtin_cpu_init();
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return CpuIsa::portable;
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return CpuIsa::kPortable;
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (!avx512) return CpuIsa::avx2;
-  if (!__builtin_cpu_supports("avx512bf16")) return CpuIsa::avx512;
+  if (!avx512) return CpuIsa::kAvx2;
+  if (!__builtin_cpu_supports("avx512bf16")) return CpuIsa::kAvx512;
   // Leaf 7: EDX bit 22 is AMX-BF16, bit 24 AMX-TILE. Read here, since not every compiler knows their names.
   unsigned eax = 7, ebx = 0, ecx = 0, edx = 0;
   __asm__("cpuid" : "+a"(eax), "=b"(ebx), "+c"(ecx), "=d"(edx));
   const bool amx = (edx >> 22 & 1) && (edx >> 24 & 1);
-  return amx && request_amx() ? CpuIsa::amx : CpuIsa::avx512_bf16;
+  return amx && request_amx() ? CpuIsa::kAmx : CpuIsa::kAvx512Bf16;
 }
 
 #else
 
-inline CpuIsa detect_cpu_isa() { return CpuIsa::portable; }
+inline CpuIsa detect_cpu_isa() { return CpuIsa::kPortable; }
 
 #endif
 
@@ -62,7 +62,7 @@ inline CpuIsa detect_cpu_isa() { return CpuIsa::portable; }
 inline CpuIsa lowered_by_environment(CpuIsa found) {
   const char* wanted = std::getenv("PDKERNELS_CPU_ISA");
   if (wanted == nullptr) return found;
-  for (CpuIsa level : {CpuIsa::portable, CpuIsa::avx2, CpuIsa::avx512, CpuIsa::avx512_bf16, CpuIsa::amx}) {
+  for (CpuIsa level : {CpuIsa::kPortable, CpuIsa::kAvx2, CpuIsa::kAvx512, CpuIsa::kAvx512Bf16, CpuIsa::kAmx}) {
     if (std::strcmp(wanted, name_of(level)) == 0) return level < found ? level : found;
   }
   throw std::invalid_argument("pdkernels: PDKERNELS_CPU_ISA must be portable, avx2, avx512, avx512_bf16 or amx, got '" +
@@ -72,7 +72,7 @@ inline CpuIsa lowered_by_environment(CpuIsa found) {
 inline CpuIsa cpu_isa() {
 #ifdef PDKERNELS_EMULATE_ISA
   // A build for tests: the units of all levels are compiled for any processor, and each call may ask for another level.
-  return lowered_by_environment(CpuIsa::amx);
+  return lowered_by_environment(CpuIsa::kAmx);
 #else
   static const CpuIsa isa = lowered_by_environment(detect_cpu_isa());
   return isa;

@@ -3,11 +3,10 @@
 
 #include <cstdint>
 
+#include "common/element.h"
 #include "common/platform.h"
 
 namespace pdkernels {
-
-enum class Element { kFloat, kHalf, kBfloat16 };
 
 // (batch, tokens, heads, head_dim) with a contiguous last dimension; strides in elements.
 struct HeadsView {

@@ -1,8 +1,10 @@
 // Arguments of the kernels of steps that recompute only some rows, on the CPU and on CUDA.
 #pragma once
 
-#include "ops/block_sparse_attention.h"
-#include "ops/kv_cache.h"
+#include "common/cache_layout.h"
+#include "common/element.h"
+#include "common/order_key.h"
+#include "common/rows_view.h"
 
 namespace pdkernels {
 
@@ -15,9 +17,7 @@ PDK_HD uint32_t stale_key(float dot, float lengths, bool moved) {
   constexpr float kLargest = 3.4028235e38f;
   if (!(lengths <= kLargest) || dot != dot) return 0;
   if (!moved) return ~0u;
-  const float similarity = dot / (lengths > 1e-8f ? lengths : 1e-8f) + 0.0f;  // -0 becomes 0
-  const uint32_t bits = __builtin_bit_cast(uint32_t, similarity);
-  return bits >> 31 ? ~bits : bits | 0x80000000u;
+  return order_key(dot / (lengths > 1e-8f ? lengths : 1e-8f));
 }
 
 // The order of the sums of a cosine, on all devices and in the reference. A head is cut into pieces of kPiece
@@ -73,20 +73,9 @@ struct StaleRowsArgs {
   }
 };
 
-// Rows of contiguous elements, strides in elements.
-struct BatchRows {
-  void* data = nullptr;
-  int64_t batch_stride = 0, row_stride = 0;
-
-  template <class T>
-  PDK_HD T* row(int64_t b, int64_t i) const {
-    return static_cast<T*>(data) + b * batch_stride + i * row_stride;
-  }
-};
-
 // out[b, j] = x[b, index[b, j]], in bytes; -1 gives zeros.
 struct GatherRowsArgs {
-  BatchRows x;
+  BatchRowsView x;
   char* out;  // (batch, picked, row_bytes)
   IndexView index;
   int64_t batch, rows, picked, row_bytes;
@@ -97,7 +86,7 @@ struct GatherRowsArgs {
 // cached[b, index[b, j]] = rows[b, j], then out = x + cached.
 struct AddCachedArgs {
   Element element;
-  BatchRows x, cached, fresh;
+  BatchRowsView x, cached, fresh;
   void* out;  // (batch, rows, width)
   IndexView index;
   int64_t batch, rows, width, replaced;

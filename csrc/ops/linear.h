@@ -1,7 +1,8 @@
 // Arguments of products with few rows.
 #pragma once
 
-#include "ops/transformer_ops.h"
+#include "common/element.h"
+#include "common/rows_view.h"
 
 namespace pdkernels {
 

@@ -1,7 +1,8 @@
 // Arguments of the kernels that compare two distributions of the next token, on the CPU and on CUDA.
 #pragma once
 
-#include "ops/transformer_ops.h"
+#include "common/element.h"
+#include "common/rows_view.h"
 
 namespace pdkernels {
 

@@ -6,24 +6,12 @@
 // anyway.
 #pragma once
 
-#include "ops/block_sparse_attention.h"
+#include "common/element.h"
 #include "common/index_view.h"
 #include "common/philox.h"
+#include "common/rows_view.h"
 
 namespace pdkernels {
-
-// (batch, rows, size) with a contiguous last dimension; strides in elements.
-struct BatchedRows {
-  void* data = nullptr;  // nullptr: the optional argument was not given
-  int64_t batch_stride = 0, row_stride = 0, rows = 0;
-
-  PDK_HD bool given() const { return data != nullptr; }
-  PDK_HD bool has(int64_t i) const { return i >= 0 && i < rows; }
-  template <class T>
-  PDK_HD T* row(int64_t b, int64_t i) const {
-    return static_cast<T*>(data) + b * batch_stride + i * row_stride;
-  }
-};
 
 // --- the normal distribution truncated at +-3
 
@@ -61,7 +49,7 @@ enum class NoiseSchedule { kConstant, kLinear, kHarmonic, kRoot };
 
 struct InjectArgs {
   Element element;
-  BatchedRows state, embedding, previous, out;  // out: rows of 2 * size
+  BatchRowsView state, embedding, previous, out;  // (batch, rows, size); out: rows of 2 * size
   IndexView recurrences, cursor, width, advance, steps;
   int64_t batch = 0, rows = 0, size = 0;
   PhiloxSeeds seeds;
@@ -119,7 +107,7 @@ PDK_HD F blend(float keep, F x, float share, F y) {
 
 struct ExitArgs {
   Element element;
-  BatchedRows x, residual, previous, older, state;
+  BatchRowsView x, residual, previous, older, state;
   const void* weight = nullptr;
   IndexView recurrences, width, advance, older_advance;
   int64_t batch = 0, rows = 0, size = 0, min_recurrences = 1;

@@ -2,8 +2,8 @@
 // all of them see and a tail of new tokens; and which of the new tokens it stores after that prefix.
 #pragma once
 
+#include "common/cache_layout.h"
 #include "ops/block_sparse_attention.h"
-#include "ops/kv_cache.h"
 
 namespace pdkernels {
 

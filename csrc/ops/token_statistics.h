@@ -2,9 +2,11 @@
 // tokens, the score of a draw, and a softmax whose vocabulary is cut into parts.
 #pragma once
 
+#include "common/element.h"
 #include "common/index_view.h"
+#include "common/order_key.h"
 #include "common/philox.h"
-#include "ops/transformer_ops.h"
+#include "common/rows_view.h"
 
 namespace pdkernels {
 
@@ -19,14 +21,13 @@ constexpr int kMaxSuppressed = 16;
 // A token as a number that grows in this order. 0 means no token, as does a logit of -inf.
 PDK_HD uint64_t token_key(float logit, int64_t id) {
   if (logit == -__builtin_inff()) return 0;
-  const uint32_t bits = __builtin_bit_cast(uint32_t, logit + 0.0f);  // -0 and 0 are equals
-  const uint32_t rank = logit != logit ? 0xffffffffu : bits >> 31 ? ~bits : bits | 0x80000000u;
+  const uint32_t ordered = order_key(logit), rank = logit != logit ? 0xffffffffu : ordered;
   return static_cast<uint64_t>(rank) << 32 | (0xffffffffu - static_cast<uint32_t>(id));
 }
 PDK_HD int64_t key_id(uint64_t key) { return 0xffffffffu - static_cast<uint32_t>(key); }
 PDK_HD float key_logit(uint64_t key) {
-  const uint32_t rank = static_cast<uint32_t>(key >> 32);
-  return key == 0 ? -__builtin_inff() : __builtin_bit_cast(float, rank >> 31 ? rank & 0x7fffffffu : ~rank);
+  const float logit = float_of(static_cast<uint32_t>(key >> 32));
+  return key == 0 ? -__builtin_inff() : logit;
 }
 
 // The smallest float that is not below x.

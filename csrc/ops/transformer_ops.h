@@ -1,22 +1,11 @@
 // Arguments of the kernels between a transformer's matrix products, on the CPU and on CUDA.
 #pragma once
 
-#include "ops/block_sparse_attention.h"
-#include "ops/kv_cache.h"
+#include "common/cache_layout.h"
+#include "common/element.h"
+#include "common/rows_view.h"
 
 namespace pdkernels {
-
-// Rows of contiguous elements, `stride` elements apart.
-struct RowsView {
-  void* data = nullptr;
-  int64_t stride = 0;
-
-  PDK_HD bool given() const { return data != nullptr; }
-  template <class T>
-  PDK_HD T* row(int64_t i) const {
-    return static_cast<T*>(data) + i * stride;
-  }
-};
 
 // y = rms_norm(x + residual) * weight, next = rms_norm(y) * next_weight. Arguments that are nullptr are left out.
 struct AddRmsNormArgs {
@@ -58,7 +47,7 @@ struct ApplyRopeAppendArgs {
   // With slots, only the slots that are written can be outside the cache.
   PDK_HD Fault check_lengths(int64_t length, int64_t count) const {
     const Fault fault = check_extent(pages, length, count, rows);
-    return fault == Fault::room && slots.given() ? Fault::none : fault;
+    return fault == Fault::kRoom && slots.given() ? Fault::kNone : fault;
   }
   // The first `count` positions from `length` on have rows in the tables. The length must have been checked before.
   PDK_HD bool in_tables(int64_t length, int64_t count) const { return count <= positions - length; }

@@ -1,7 +1,8 @@
 // Arguments of the gradients of the norms and of the gate.
 #pragma once
 
-#include "ops/transformer_ops.h"
+#include "common/element.h"
+#include "common/rows_view.h"
 
 namespace pdkernels {
 

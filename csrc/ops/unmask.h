@@ -5,9 +5,8 @@
 // the keys from some key up, and the rules use keys only; 0 is not a key.
 #pragma once
 
-#include <cstring>
-
 #include "common/index_view.h"
+#include "common/order_key.h"
 #include "common/philox.h"
 
 namespace pdkernels {
@@ -19,21 +18,8 @@ constexpr uint32_t kLowestScore = 0x007FFFFFu, kHighestScore = 0xFF800000u;
 
 enum class UnmaskRule { kQuota, kThreshold, kFactor };
 
-PDK_HD uint32_t score_of(float confidence) {
-  if (confidence != confidence) return 0;
-  confidence += 0.0f;  // both zeros are equal
-  uint32_t bits;
-  memcpy(&bits, &confidence, sizeof bits);
-  return bits >> 31 != 0 ? ~bits : bits | 0x80000000u;
-}
-
 PDK_HD float confidence_of(uint32_t score) {
-  if (score < kLowestScore) score = kLowestScore;
-  if (score > kHighestScore) score = kHighestScore;
-  const uint32_t bits = score >> 31 != 0 ? score & 0x7FFFFFFFu : ~score;
-  float confidence;
-  memcpy(&confidence, &bits, sizeof bits);
-  return confidence;
+  return float_of(score < kLowestScore ? kLowestScore : score > kHighestScore ? kHighestScore : score);
 }
 
 // One number for all, or a tensor (batch, segments).
@@ -76,7 +62,10 @@ struct UnmaskArgs {
   PDK_HD bool position_fits(int64_t b, int64_t r) const { return position(b, r) >= -1 && position(b, r) < length; }
 
   PDK_HD uint32_t score(int64_t b, int64_t r, int64_t position) const {
-    if (confidence != nullptr) return score_of(confidence[b * confidence_stride0 + r * confidence_stride1]);
+    if (confidence != nullptr) {
+      const float x = confidence[b * confidence_stride0 + r * confidence_stride1];
+      return x != x ? 0 : order_key(x);
+    }
     const int64_t moment = steps.given() ? steps.load(b) : step;
     const PhiloxWords counter{{0, static_cast<uint32_t>(position), static_cast<uint32_t>(moment), kRandomOrder}};
     return philox4x32(counter, seeds.key(b)).word[0];

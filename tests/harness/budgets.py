@@ -26,7 +26,7 @@ from setup import CUDA_ARCHS, NVCC_FLAGS, cuda_targets
 from tests.cudasim.build import ROOT, build_once, digest, digest_text, headers_under, run_compiler
 
 KERNEL_FOLDER = ROOT / "csrc" / "cuda"
-INCLUDE_DIRS = (ROOT / "csrc" / "include", KERNEL_FOLDER)
+INCLUDE_DIRS = (ROOT / "csrc", KERNEL_FOLDER)
 BUDGET_FILE = ROOT / "tests" / "compile_budgets.json"
 CACHE = ROOT / "build" / "budgets"
 

@@ -2,17 +2,17 @@
 // standard library.
 #pragma once
 
-#include "kernels.h"
 #include "host/cpu_isa.h"
+#include "kernels.h"
 
 #ifdef __x86_64__
 #define PDK_DISPATCH(kernel, args)                                                \
   switch (::pdkernels::cpu_isa()) {                                               \
-    case CpuIsa::portable: return ::pdkernels::cpu::portable::kernel(args);       \
-    case CpuIsa::avx2: return ::pdkernels::cpu::avx2::kernel(args);               \
-    case CpuIsa::avx512: return ::pdkernels::cpu::avx512::kernel(args);           \
-    case CpuIsa::avx512_bf16: return ::pdkernels::cpu::avx512_bf16::kernel(args); \
-    case CpuIsa::amx: return ::pdkernels::cpu::amx::kernel(args);                 \
+    case CpuIsa::kPortable: return ::pdkernels::cpu::portable::kernel(args);      \
+    case CpuIsa::kAvx2: return ::pdkernels::cpu::avx2::kernel(args);              \
+    case CpuIsa::kAvx512: return ::pdkernels::cpu::avx512::kernel(args);          \
+    case CpuIsa::kAvx512Bf16: return ::pdkernels::cpu::avx512_bf16::kernel(args); \
+    case CpuIsa::kAmx: return ::pdkernels::cpu::amx::kernel(args);                \
   }
 #else
 #define PDK_DISPATCH(kernel, args) return ::pdkernels::cpu::portable::kernel(args);

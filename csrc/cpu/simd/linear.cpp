@@ -287,9 +287,9 @@ void linear_of(const LinearArgs& args) {
   if constexpr (__is_same(T, Bfloat16) && __is_same(W, Bfloat16)) return AmxLinear(args).run();
 #endif
   if constexpr (kPairs && __is_same(T, Bfloat16) && __is_same(W, Bfloat16)) {
-    multiply<T>(args, args.x.row<const T>(0), args.x.stride, weight);
+    multiply<T>(args, args.x.row<const T>(0), args.x.row_stride, weight);
   } else if (args.wide == nullptr) {
-    multiply<T>(args, args.x.row<const float>(0), args.x.stride, weight);
+    multiply<T>(args, args.x.row<const float>(0), args.x.row_stride, weight);
   } else {
     const int64_t stride = args.padded_width();
     for_rows(args.rows, args.width, [&](int64_t r) {

@@ -1,25 +1,18 @@
-// Tensors -> the argument structs of the attention kernels. As in unpack.h: geometry is checked here, without messages.
+// Attention under a tile plan: see pdkernels/ops/block_sparse_attention.py. On CUDA it is Triton's.
 #pragma once
 
-#include "ops/speculative_attention.h"
-#include "unpack.h"
+#include "device.h"
+#include "ops/block_sparse_attention.h"
 
-namespace pdkernels::bindings {
+#ifndef PDKERNELS_DEVICE_CUDA
+
+namespace pdkernels::PDK_DEVICE::bindings {
 
 // The parts of a TilePlan that an op takes, in the order of its schema.
 struct PlanArguments {
   Tensor rows, lists, bitmaps;
   int64_t block_q, block_k;
 };
-
-inline Element element_of(const Tensor& t) {
-  switch (t.scalar_type()) {
-    case ScalarType::Float: return Element::kFloat;
-    case ScalarType::Half: return Element::kHalf;
-    case ScalarType::BFloat16: return Element::kBfloat16;
-    default: STD_TORCH_CHECK(false, "pdkernels: q, k and v must be float32, float16 or bfloat16");
-  }
-}
 
 inline HeadsView heads_view(const SameDevice& device, const Tensor& t, ScalarType dtype, int64_t batch, int64_t tokens,
                             int64_t heads, int64_t head_dim) {
@@ -70,7 +63,7 @@ inline void unpack_attention(const Tensor& q, const Tensor& k, const Tensor& v, 
                              const PlanArguments& plan, double scale, bool packed, AttentionArgs& args) {
   const SameDevice device(q);
   STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4, "pdkernels: q, k and v must have 4 dimensions");
-  args.element = element_of(q);
+  args.element = row_element(q);
   args.batch = q.size(0), args.q_len = q.size(1), args.q_heads = q.size(2), args.head_dim = q.size(3);
   args.kv_len = k.size(1), args.kv_heads = k.size(2);
   args.block_q = plan.block_q, args.block_k = plan.block_k, args.scale = static_cast<float>(scale);
@@ -92,63 +85,51 @@ inline void unpack_attention(const Tensor& q, const Tensor& k, const Tensor& v, 
   if (!packed) unpack_plan(device, plan, args);  // of each sequence otherwise
 }
 
-// Packed sequences, (rows, heads, head_dim): one entry until here, from here on as many as there are lengths, under a
-// plan of at most `max_new` rows each.
-inline void unpack_packed(const SameDevice& device, const Tensor& row_begins, int64_t max_new,
-                          const PlanArguments& plan, SpeculativeArgs& args) {
-  args.batch = row_begins.size(0) - 1, args.q_len = args.kv_len = max_new;
-  args.row_begins = index_view(device, row_begins, 1, args.batch + 1);
-  unpack_plan(device, plan, args);
-}
-
-inline void unpack_prefix(const SameDevice& device, const Tensor& k_cache, const Tensor& v_cache, const Tensor& lengths,
-                          const OptionalTensor& block_table, SpeculativeArgs& args) {
-  STD_TORCH_CHECK(args.kv_len == args.q_len, "pdkernels: k_new must have as many tokens as q");
-  STD_TORCH_CHECK(k_cache.dim() == 4, "pdkernels: caches must have 4 dimensions");
-  args.pages.num_pages = k_cache.size(0);
-  args.pages.page_size = k_cache.size(1);
-  args.pages.block_table = index_view(device, block_table, 2, args.batch);
-  args.pages.pages_per_sequence = block_table.has_value() ? block_table->size(1) : 1;
-  STD_TORCH_CHECK(block_table.has_value() ? args.pages.page_size > 0 : args.pages.num_pages == args.batch,
-                  "pdkernels: the cache must have a batch entry a sequence, or pages of at least one slot");
-  const auto view = [&](const Tensor& t) {
-    return heads_view(device, t, k_cache.scalar_type(), args.pages.num_pages, args.pages.page_size, args.kv_heads,
-                      args.head_dim);
-  };
-  args.k_cache = view(k_cache);
-  args.v_cache = view(v_cache);
-  STD_TORCH_CHECK(element_of(k_cache) == args.element, "pdkernels: the cache must have the dtype of q");
-  args.lengths = index_view(device, lengths, 1, args.batch);
-  args.splits = count_splits(args.pages.capacity() + args.q_len);
-  args.op = "speculative_attention";
-  args.append_rows = 0;
-}
-
-inline void unpack_starts(const SameDevice& device, const OptionalTensor& starts, SpeculativeArgs& args) {
-  if (!starts.has_value()) return;
-  STD_TORCH_CHECK(starts->dim() == 2, "pdkernels: starts must have 2 dimensions");
-  const int64_t entries = starts->size(0), rows = starts->size(1);
-  args.starts = index_view(device, starts, 2, entries);
-  args.starts_by_row = args.packed() && entries == 1 && rows == args.lse_stride && !(args.batch == 1 && rows == 1);
-  if (args.starts_by_row) {
-    args.starts.stride0 = args.starts.stride1;
-  } else {
-    STD_TORCH_CHECK(entries == args.batch && (rows == 1 || (rows == args.q_len && !args.packed())),
-                    "pdkernels: starts must have an entry a sequence or a row");
-    if (rows == 1) args.starts.stride1 = 0;
-  }
-}
-
-inline void unpack_append(const SameDevice& device, const OptionalTensor& counts, const OptionalTensor& source_index,
-                          SpeculativeArgs& args) {
-  args.op = "speculative_attention_append_";
-  args.counts = index_view(device, counts, 1, args.batch);
-  args.source_index = index_view(device, source_index, 2, args.batch);
-  args.append_rows = source_index.has_value() ? source_index->size(1) : args.q_len;
-}
-
 inline Tensor new_like(const Tensor& t) {
   return torch::stable::new_empty(t, {t.size(0), t.size(1), t.size(2), t.size(3)}, t.scalar_type());
 }
 
-}  // namespace pdkernels::bindings
+inline std::tuple<Tensor, Tensor> block_sparse_attention(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                         const Tensor& plan_rows, const Tensor& plan_lists,
+                                                         const Tensor& bitmaps, int64_t block_q, int64_t block_k,
+                                                         double scale) {
+  STD_TORCH_CHECK(q.dim() == 4, "pdkernels: q must have 4 dimensions");
+  Tensor out = new_like(q);
+  Tensor lse = torch::stable::new_empty(q, {q.size(0), q.size(2), q.size(1)}, ScalarType::Float);
+  AttentionArgs args;
+  unpack_attention(q, k, v, out, lse, {plan_rows, plan_lists, bitmaps, block_q, block_k}, scale, false, args);
+  const Launch launch(q);
+  launch(PDK_DEVICE::block_sparse_attention, args);
+  return {out, lse};
+}
+
+inline std::tuple<Tensor, Tensor, Tensor> block_sparse_attention_backward(
+    const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
+    const Tensor& plan_rows, const Tensor& plan_lists, const Tensor& bitmaps, int64_t block_q, int64_t block_k,
+    double scale, const OptionalTensor& grad_lse) {
+  AttentionGradArgs args;
+  unpack_attention(q, k, v, out, lse, {plan_rows, plan_lists, bitmaps, block_q, block_k}, scale, false, args);
+  const SameDevice device(q);
+  Tensor dq = new_like(q), dk = new_like(k), dv = new_like(v);
+  // Two numbers per row that the first pass leaves for the second.
+  Tensor delta = torch::stable::new_empty(lse, {2, args.batch * args.q_heads * args.q_len}, ScalarType::Float);
+  const auto view = [&](const Tensor& t, int64_t tokens, int64_t heads) {
+    return heads_view(device, t, q.scalar_type(), args.batch, tokens, heads, args.head_dim);
+  };
+  args.grad_out = view(grad_out, args.q_len, args.q_heads);
+  args.dq = view(dq, args.q_len, args.q_heads);
+  args.dk = view(dk, args.kv_len, args.kv_heads);
+  args.dv = view(dv, args.kv_len, args.kv_heads);
+  args.grad_lse = grad_lse.has_value() ? row_numbers(device, *grad_lse, args) : nullptr;
+  args.delta = static_cast<float*>(delta.data_ptr());
+  const Launch launch(q);
+  launch(PDK_DEVICE::block_sparse_attention_backward, args);
+  return {dq, dk, dv};
+}
+
+PDK_IMPL("block_sparse_attention", block_sparse_attention)
+PDK_IMPL("block_sparse_attention_backward", block_sparse_attention_backward)
+
+}  // namespace pdkernels::PDK_DEVICE::bindings
+
+#endif
