@@ -211,7 +211,7 @@ def test_intervals_of_pairs() -> None:
     difference, low, high = paired_difference(better, alike)
     assert difference == pytest.approx(0.2) and 0.1 < low < 0.2 < high < 0.3
     assert paired_difference(alike, better)[0] == pytest.approx(-difference)
-    with pytest.raises(ValueError, match="answers must be to the same prompts"):
+    with pytest.raises(ValueError, match="answers must be for the same prompts"):
         paired_difference([True], [])
     ratio, low, high = paired_ratio([2.0, 2.2, 1.8, 2.0] * 10, [1.0] * 40)
     assert ratio == pytest.approx(2.0) and 1.9 < low < 2.0 < high < 2.1

@@ -45,7 +45,7 @@ def paired_difference(ours: Sequence[bool], theirs: Sequence[bool]) -> tuple[flo
         >>> paired_difference([True, False], [True, False])[0]
         0.0
     """
-    check(len(ours) == len(theirs) > 0, _OP, "answers", "be to the same prompts", (len(ours), len(theirs)))
+    check(len(ours) == len(theirs) > 0, _OP, "answers", "be for the same prompts", (len(ours), len(theirs)))
     gained = sum(a and not b for a, b in zip(ours, theirs))
     lost = sum(b and not a for a, b in zip(ours, theirs))
     count = len(ours) + 2
@@ -60,7 +60,7 @@ def paired_ratio(theirs: Sequence[float], ours: Sequence[float]) -> tuple[float,
     >>> paired_ratio([2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
     (2.0, 2.0, 2.0)
     """
-    check(len(ours) == len(theirs) > 0, _OP, "seconds", "be of the same batches", (len(theirs), len(ours)))
+    check(len(ours) == len(theirs) > 0, _OP, "seconds", "be for the same batches", (len(theirs), len(ours)))
     chance, count = random.Random(0), len(ours)
     drawn = []
     for _ in range(_RESAMPLED):

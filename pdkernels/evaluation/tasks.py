@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple, Protocol
 
-from pdkernels._validation import check
+from pdkernels._validation import check, did_you_mean
 from pdkernels.training import Problem, arithmetic, chains, standard_library
 
 TASKS = ("sums", "source", "chains")
@@ -62,7 +62,7 @@ def make_task(name: str, problems: int, seed: int = 0, *, canvas: int | None = N
         True
     """
     op = "evaluation.make_task"
-    check(name in TASKS, op, "task", f"be one of {', '.join(TASKS)}", repr(name))
+    check(name in TASKS, op, "task", f"be one of {', '.join(TASKS)}", repr(name), did_you_mean(name, TASKS).strip())
     check(problems >= 1, op, "problems", "be at least 1", problems)
     count = _WARM_UP + problems
     if name == "sums":

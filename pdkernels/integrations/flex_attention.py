@@ -44,7 +44,7 @@ def to_block_mask(
     """
     op = "integrations.to_block_mask"
     check_type(isinstance(mask, SegmentMask), op, "mask", "be a SegmentMask", type(mask).__name__)
-    check(mask.q_len > 0, op, "mask", "have at least one row, as FlexAttention wants", mask.shape)
+    check(mask.q_len > 0, op, "mask", "have at least one row, as FlexAttention requires", mask.shape)
     block_q, block_k = block_size if isinstance(block_size, Sequence) else (block_size, block_size)
     lists = mask.plan(block_q, block_k).block_lists(ragged_is_partial=True)
     partial_count, partial, full_count, full = (tensor[None, None].to(device) for tensor in lists)
@@ -157,7 +157,7 @@ def flex_attention(
             what = getattr(given, "__name__", type(given).__name__)
             raise NotImplementedError(message(op, name, "be None", what, remedy))
     if return_aux is not None and return_aux.max_scores:
-        raise NotImplementedError(message(op, "return_aux", "ask for no maximal scores", "max_scores=True"))
+        raise NotImplementedError(message(op, "return_aux", "not ask for the maximal scores", "max_scores=True"))
     check(not (return_lse and return_aux is not None), op, "return_lse", "be False with return_aux", return_lse)
     q_heads, kv_heads = query.shape[1], key.shape[1]
     check(

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from pdkernels._validation import check, fail, message
+from pdkernels._validation import check, fail, message, refuse
 from pdkernels.integrations.prompt_files import OP, Prompt, json_line
 
 _TORN_REMEDY = "Nothing was changed. Restore the file, or delete that line: its prompt is then generated again."
@@ -111,9 +111,8 @@ class Ledger:
             self._damaged(1, "which does not say of what run it is", _HEADER_REMEDY)
         other = sorted(name for name in there.keys() | run.keys() if there.get(name) != run.get(name))
         if other or line != self._header:
-            words = f"{self.path} of a run with another {', '.join(other) or 'first line'}"
-            remedy = "Give the same arguments, or delete the file."
-            fail(OP, "output", "be begun by the same run", words, remedy)
+            words = f"{self.path} is from a run with different values of {', '.join(other) or 'its first line'}"
+            refuse(True, OP, words, "Give the same arguments, or delete the file.")
 
     def _parsed(self, line: bytes, number: int) -> dict[str, Any]:
         """A line's result, if it is as it was written."""

@@ -26,7 +26,7 @@ from typing import Any, Literal, NoReturn, get_args
 import torch
 
 from pdkernels import models
-from pdkernels._validation import check, check_choice, check_type, integer, message
+from pdkernels._validation import check, check_choice, check_type, integer, message, sentence
 from pdkernels._version import __version__
 from pdkernels.decoding import check_options, default_method, find, generate, stream
 from pdkernels.integrations.ledger import Ledger, ledger_path, refuse_links
@@ -174,7 +174,9 @@ def _about_prompts(error: Exception) -> str | None:
     if isinstance(error, (ValueError, TypeError, NotImplementedError)) and words.startswith("pdkernels."):
         return words
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in words:
-        return message(OP, "a prompt", "fit in memory", (words or type(error).__name__).splitlines()[0].rstrip("."))
+        return sentence(
+            OP, f"a prompt does not fit in memory ({(words or type(error).__name__).splitlines()[0].rstrip('.')})"
+        )
     return None
 
 

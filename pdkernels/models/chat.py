@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
-from pdkernels._validation import check, check_type, fail
+from pdkernels._validation import check, check_type, fail, refuse, sentence
 from pdkernels.models import template_process
 from pdkernels.models.fields import OP, shown, some
 
@@ -177,7 +177,7 @@ def _mark_final(message: dict[str, Any], field: str, source: str) -> str:
             (part for part in reversed(text) if isinstance(part, dict) and isinstance(part.get("text"), str)), None
         )
         if block is None:
-            fail(op, label, "be for a last message with text", "one without")
+            raise ValueError(sentence(op, f"{label} needs a last message with text"))
         text, block["text"] = block["text"], block["text"] + _CONTINUED
         return str(text)
     check_type(isinstance(text, str), op, label, "name a field with text", shown(text))
@@ -189,9 +189,7 @@ def _cut(text: str, ending: str) -> str:
     """The rendered text up to the mark."""
     mark = _CONTINUED.strip()
     there = ending.strip() in text and mark in text
-    check(
-        there, _OP, "continue_final_message", "be for a template that writes the last message", "one that leaves it out"
-    )
+    refuse(not there, _OP, "continue_final_message needs a template that writes the last message")
     at = text.rindex(mark)
     # A template that strips messages strips the space at the end of the mark too.
     return text[:at] if text.startswith(_CONTINUED, at) else text[:at].rstrip()

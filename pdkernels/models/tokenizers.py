@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from pdkernels._validation import check, check_type, fail, message
+from pdkernels._validation import check, check_type, fail, message, sentence
 from pdkernels.models.chat import ChatTemplate, Messages
 from pdkernels.models.tokenizer_bounds import check_bounds
 from pdkernels.models.tokenizer_files import TokenizerFiles
@@ -49,7 +49,7 @@ def check_text(op: str, text: str, argument: str = "text") -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         remedy = "Bytes of another encoding become text with .decode(encoding)."
-        fail(op, argument, "hold Unicode characters alone", f"the surrogate {text[error.start]!r}", remedy)
+        fail(op, argument, "hold only Unicode characters", f"the surrogate {text[error.start]!r}", remedy)
 
 
 class ByteTokenizer:
@@ -198,13 +198,7 @@ class JsonTokenizer:
         op = "JsonTokenizer.encode_chat"
         remedy = "Write the prompt as text."
         if self.chat_template is None:
-            fail(
-                op,
-                "messages",
-                "be for a checkpoint with a chat template",
-                f"one for {self._name}, which has none",
-                remedy,
-            )
+            raise ValueError(sentence(op, f"messages need a chat template, and {self._name} has none", remedy))
         text = self.chat_template.render(messages, **variables)
         check_text(op, text)
         with naming(self._name, "encode the text"):

@@ -158,7 +158,7 @@ def auc(scores: Tensor, labels: Tensor) -> float:
         positive > 0 and negative > 0,
         "training.auc",
         "labels",
-        "be of both kinds",
+        "contain both kinds",
         f"{positive} true, {negative} false",
     )
     _, group, size = scores.double().unique(sorted=True, return_inverse=True, return_counts=True)

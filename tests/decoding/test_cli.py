@@ -185,7 +185,7 @@ def test_colour_only_where_it_is_wanted(environment: dict[str, str], coloured: b
             "`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`, then name that folder.",
         ),
         (["--model", "no-such-model"], "name_or_path must name a model or a local folder"),
-        (["--prompt", "caf\udce9"], "text must hold Unicode characters alone"),
+        (["--prompt", "caf\udce9"], "text must hold only Unicode characters"),
         (
             ["--model", "tiny-masked", "--check"],
             "--check needs a model that decodes token by token; tiny-masked does not.",

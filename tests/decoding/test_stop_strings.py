@@ -80,7 +80,7 @@ def test_transformers_stops_at_the_same_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stop", "words"), [("\ufffd", r"hold no U\+FFFD"), ("a\ud800", "hold Unicode characters alone, got the surrogate")]
+    ("stop", "words"), [("\ufffd", r"hold no U\+FFFD"), ("a\ud800", "hold only Unicode characters, got the surrogate")]
 )
 def test_strings_that_no_text_holds(stop: str, words: str) -> None:
     model: Any = with_text("autoregressive")

@@ -73,7 +73,7 @@ def test_streamers_for_several_prompts_are_refused() -> None:
 
     for argument in ("streamer", "token_streamer"):
         heard = Counts()
-        with pytest.raises(ValueError, match="streamer must be for one prompt, got one for 2"):
+        with pytest.raises(ValueError, match="a streamer takes one prompt, got 2"):
             ours(prompts(2), **{argument: heard})
         assert heard.ended == 1
     with pytest.raises(ValueError, match="token_streamer must be None beside a streamer"):

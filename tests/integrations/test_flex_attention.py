@@ -129,7 +129,9 @@ def softcap(score, b, h, q, k):
     {
         r"NotImplementedError: score_mod must be None, got softcap\. Fold it": {"score_mod": softcap},
         r"NotImplementedError: kernel_options must be None, got dict\.": {"kernel_options": {"BLOCK_M": 64}},
-        r"NotImplementedError: return_aux must ask for no maximal scores": {"return_aux": AuxRequest(max_scores=True)},
+        r"NotImplementedError: return_aux must not ask for the maximal scores": {
+            "return_aux": AuxRequest(max_scores=True)
+        },
         r"return_lse must be False with return_aux": {"return_lse": True, "return_aux": AuxRequest(lse=True)},
         r"key must have the 4 heads of query, got 2\. Or give enable_gqa=True\.": {"enable_gqa": False},
         r"TypeError: block_mask must be a BlockMask, got Tensor\.": {"block_mask": torch.ones(50, 50)},

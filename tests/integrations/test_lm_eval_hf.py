@@ -171,8 +171,8 @@ def test_tokens_per_forward_are_those_of_a_sequence(tmp_path: Path) -> None:
     ("options", "words"),
     [
         ({"prefix_token_id": 300}, "prefix_token_id must be an id below 300, got 300"),
-        ({"add_bos_token": True}, "add_bos_token must be for a tokenizer with a BOS token"),
-        ({"blok_size": 3}, "options must be of method 'autoregressive', got blok_size"),
+        ({"add_bos_token": True}, "add_bos_token needs a tokenizer with a BOS token"),
+        ({"blok_size": 3}, "method 'autoregressive' has no option blok_size"),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], words: str, tmp_path: Path) -> None:

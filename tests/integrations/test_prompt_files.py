@@ -157,7 +157,7 @@ def test_what_is_said_of_a_damaged_ledger(tmp_path: Path) -> None:
         (head + rows[0].replace(b"text of", b"Text of"), "line 2, whose checksum is wrong"),
         (head[:-9] + b"\n" + rest, "line 1, which does not say of what run it is"),
         (b"notes of mine", "line 1, which does not say of what run it is"),
-        (head.replace(b"3", b"4") + rest, "of a run with another seed"),
+        (head.replace(b"3", b"4") + rest, "from a run with different values of seed"),
     ]:  # fmt: skip
         assert words in outcome(tmp_path, content)
     for content in (b"", head, head[:5], head + rest, head + rest[:-30], head + rows[0] + b"\0" * 50):
@@ -334,7 +334,7 @@ def begun(sums: Path, out: Path, **options: Any) -> None:
 def test_a_run_is_bound_to_its_inputs(sums: Path, tmp_path: Path, other: dict[str, Any], name: str) -> None:
     out = tmp_path / "out.jsonl"
     begun(sums, out)
-    with refused(f"of a run with another {name}. Give the same arguments, or delete the file."):
+    with refused(f"from a run with different values of {name}. Give the same arguments, or delete the file."):
         generate_files(sums, out, **{**OPTIONS, **other})
 
 
@@ -342,7 +342,7 @@ def test_the_column_is_an_input(tmp_path: Path) -> None:
     file = tmp_path / "two.jsonl"
     file.write_text("".join(json.dumps({"a": text, "b": text[::-1]}) + "\n" for text in SUMS))
     begun(file, tmp_path / "out.jsonl", column="a")
-    with refused("of a run with another column"):
+    with refused("from a run with different values of column"):
         generate_files(file, tmp_path / "out.jsonl", column="b", **OPTIONS)
 
 

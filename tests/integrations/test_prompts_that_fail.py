@@ -82,7 +82,7 @@ def test_memory_that_one_batch_lacks(sums: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(ray, "generate", small)
     assert generate_files(sums, tmp_path / "out.jsonl", **OPTIONS).failed == 1
     found = lines(tmp_path / "out.jsonl")
-    assert "a prompt must fit in memory" in found[3]["error"]
+    assert "a prompt does not fit in memory" in found[3]["error"]
     assert [row["text"] for row in found] == [text if i != 3 else None for i, text in enumerate(texts(SUMS))]
 
 
@@ -113,7 +113,7 @@ def test_stop_ends_the_run_at_the_first_error(mixed: Path, tmp_path: Path) -> No
     kept = Path(f"{out}.partial").read_text().splitlines()
     assert len(kept) == 3
     mixed.write_bytes(mixed.read_bytes().replace(b"\xe9", b"\xc3\xa9"))
-    with refused("of a run with another prompts"):
+    with refused("from a run with different values of prompts"):
         generate_files(mixed, out, batch_size=2, on_error="stop", **OPTIONS)
 
 

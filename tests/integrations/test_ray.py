@@ -91,10 +91,10 @@ def test_another_run_is_refused(sums: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     with pytest.raises(Stopped):
         generate_files(sums, out, "tiny-trimode", batch_size=2, progress=stop_after(2), **METHOD)
-    with refused(f"{OP}output must be begun by the same run, got {out}.partial of a run with another options, seed"):
+    with refused(f"{OP}{out}.partial is from a run with different values of options, seed"):
         generate_files(sums, out, "tiny-trimode", seed=1, **{**METHOD, "block_size": 4})
     sums.write_text(sums.read_text() + '{"prompt": "1 + 1 = ?"}\n')
-    with refused("of a run with another prompts. Give the same arguments, or delete the file."):
+    with refused("from a run with different values of prompts. Give the same arguments, or delete the file."):
         generate_files(sums, out, "tiny-trimode", **METHOD)
 
 

@@ -182,7 +182,7 @@ def test_texts_and_chats_as_the_tokenizer_encodes_them(entry: Any) -> None:
 
 def test_a_tokenizer_without_a_template() -> None:
     model = wrap(small(), tokenizer(None))
-    with pytest.raises(ValueError, match="messages must be for a tokenizer with a chat template"):
+    with pytest.raises(ValueError, match="messages need a tokenizer with a chat template"):
         pd.decoding.generate(model, [{"role": "user", "content": "Hi"}], "autoregressive", max_new_tokens=2)
     assert model.tokenizer.vocab_size == 9 and model.tokenizer.bos_token == 0 and model.tokenizer.end_tokens == (1,)
     stream = model.tokenizer.incremental()

@@ -170,7 +170,7 @@ def test_invalid_messages(messages: Any, kind: type[Exception], words: str, fold
 def test_models_without_a_template(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="prompt must be no messages .the model has no chat template., got a chat"):
         generate(models.load("tiny-code"), CHAT)
-    with pytest.raises(ValueError, match=r"encode_chat: messages must be for a checkpoint with a chat template"):
+    with pytest.raises(ValueError, match=r"encode_chat: messages need a chat template"):
         generate(models.load(folder), CHAT)
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ImportError, match=r"m.gguf needs the optional library `jinja2`. Install it with"):
@@ -180,9 +180,9 @@ def test_models_without_a_template(folder: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("prompt", "kind", "words"),
     [
-        ("caf\udce9", ValueError, "text must hold Unicode characters alone, got the surrogate"),
-        (["ok", "\ud800"], ValueError, "text must hold Unicode characters alone, got the surrogate"),
-        ([{"role": "user", "content": "\udcff"}], ValueError, "text must hold Unicode characters alone"),
+        ("caf\udce9", ValueError, "text must hold only Unicode characters, got the surrogate"),
+        (["ok", "\ud800"], ValueError, "text must hold only Unicode characters, got the surrogate"),
+        ([{"role": "user", "content": "\udcff"}], ValueError, "text must hold only Unicode characters"),
         (b"raw", TypeError, "prompt must be text, token ids, messages or a list of these, got bytes"),
         (bytearray(b"raw"), TypeError, "prompt must be text, token ids, messages or a list of these, got bytearray"),
         ("x" * 10**6, ValueError, "prompt must leave room for max_new_tokens"),

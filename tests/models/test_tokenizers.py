@@ -49,8 +49,7 @@ def test_byte_errors() -> None:
     with pytest.raises(TypeError, match=r"pdkernels\.ByteTokenizer\.encode: text must be a str, got bytes\."):
         TOKENIZER.encode(b"x")
     with pytest.raises(
-        ValueError,
-        match=r"pdkernels\.ByteTokenizer\.encode: text must hold Unicode characters alone, got the surrogate",
+        ValueError, match=r"pdkernels\.ByteTokenizer\.encode: text must hold only Unicode characters, got the surrogate"
     ):
         TOKENIZER.encode("caf\udce9")  # how a shell passes a byte that is not UTF-8
 
@@ -90,5 +89,5 @@ def test_json_tokenizer(tmp_path: Path) -> None:
     assert not any("\ufffd" in piece for piece in pieces)
     with pytest.raises(TypeError, match="text must be a str, got int"):
         tokenizer.encode(3)
-    with pytest.raises(ValueError, match=r"pdkernels\.JsonTokenizer\.encode: text must hold Unicode characters alone"):
+    with pytest.raises(ValueError, match=r"pdkernels\.JsonTokenizer\.encode: text must hold only Unicode characters"):
         tokenizer.encode("\ud83d")

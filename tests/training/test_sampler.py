@@ -102,7 +102,7 @@ def test_auc_is_what_counting_pairs_gives() -> None:
         assert auc(torch.tensor(scores, dtype=torch.float64), torch.tensor(labels)) == pytest.approx(
             sum(pairs) / len(pairs)
         )
-    with pytest.raises(ValueError, match="labels must be of both kinds, got 2 true, 0 false"):
+    with pytest.raises(ValueError, match="labels must contain both kinds, got 2 true, 0 false"):
         auc(torch.zeros(2), torch.ones(2))
 
 

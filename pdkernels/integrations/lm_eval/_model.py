@@ -11,7 +11,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from pdkernels import models
-from pdkernels._validation import check, integer
+from pdkernels._validation import check, integer, refuse
 from pdkernels.decoding import find, generate, method_options
 from pdkernels.integrations.likelihood import Likelihood, log_likelihood, masked_log_likelihood
 
@@ -42,7 +42,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         seed: of all draws.
         add_bos_token: whether texts begin with the BOS token. None: as the tokenizer has it. No second one is put before a text
             that begins with it, as rendered chats do.
-        prefix_token_id: what precedes texts without a context and rolling windows. None: BOS, or the end token where there is none.
+        prefix_token_id: the token that precedes texts without a context, and rolling windows. None: BOS, or the end token if there is no BOS.
         enable_thinking, chat_template_args: variables of the chat template.
         dtype, device: as in `pdkernels.models.load`.
         **options: of the method.
@@ -85,7 +85,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         check(self.model.tokenizer is not None, OP, "pretrained", "have a tokenizer", "a model without")
         self.method = find(method)
         unknown = sorted(set(options) - set(method_options(method)))
-        check(not unknown, OP, "options", f"be of method {method!r}", ", ".join(unknown))
+        refuse(bool(unknown), OP, f"method {method!r} has no option {', '.join(unknown)}")
         self.options = options
         self.batch_size = integer(OP, "batch_size", int(batch_size), 1)
         self.max_new_tokens = integer(OP, "max_new_tokens", int(max_new_tokens), 1)
@@ -94,7 +94,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         self.masked = getattr(self.model.config, "attention", "causal") == "bidirectional"
         self.add_bos_token, self.custom_prefix_token_id = add_bos_token, prefix_token_id
         bos = self.bos_token_id is not None
-        check(bos or not add_bos_token, OP, "add_bos_token", "be for a tokenizer with a BOS token", "one without")
+        refuse(bool(add_bos_token) and not bos, OP, "add_bos_token needs a tokenizer with a BOS token")
         if prefix_token_id is not None:
             size = self.model.config.vocab_size
             fits = 0 <= integer(OP, "prefix_token_id", prefix_token_id, 0) < size
@@ -185,7 +185,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         """The text of a chat, from the checkpoint's template. Without a generation prompt the last message is continued."""
         template = getattr(self.model.tokenizer, "chat_template", None)
         if template is None:
-            raise NotImplementedError(f"{OP}: the checkpoint must have a chat template, got none.")
+            raise NotImplementedError(f"{OP}: the checkpoint has no chat template.")
         settings: dict[str, Any] = {**self.template_variables, "add_generation_prompt": add_generation_prompt}
         settings |= {"continue_final_message": not add_generation_prompt, "chat_template": self.template_name}
         try:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check, check_type, fail, message
+from pdkernels._validation import check, check_type, fail, message, sentence
 from pdkernels.decoding import DecodeResult, Method, check_options, find
 from pdkernels.decoding import generate as decode
 from pdkernels.integrations.transformers._model import wrap
@@ -119,7 +119,8 @@ def generate(
         options["repetition_penalty"] = _penalty(generation_config, logits_processor, bool(real.all()))
         prompts = [ids[seen] for ids, seen in zip(input_ids, real)]
         if listener is not None:
-            check(len(prompts) == 1, OP, "streamer", "be for one prompt", f"one for {len(prompts)}")
+            if len(prompts) > 1:
+                raise ValueError(sentence(OP, f"a streamer takes one prompt, got {len(prompts)}"))
             if theirs is None:
                 listener.put(input_ids.cpu())
             options["on_tokens"] = _told(listener)
@@ -159,7 +160,7 @@ def _draws(config: Any, method: Method) -> dict[str, Any]:
     if not config.do_sample:
         return {}
     if "temperature" not in method.options:
-        fail(OP, "do_sample", f"be False for method {method.name!r}, which does not draw", True)
+        fail(OP, "do_sample", f"be False for method {method.name!r}, which does not sample", True)
     options: dict[str, Any] = {"temperature": 1.0 if config.temperature is None else float(config.temperature)}
     options["seed"] = int(torch.randint(2**31, ()).item())  # as in transformers: a new one in each call
     for option, is_off in _FILTERS.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, cast
 
-from pdkernels._validation import check
+from pdkernels._validation import refuse
 from pdkernels.models.chat import Messages, check_messages
 from pdkernels.models.tokenizers import IncrementalDecoder, JsonTokenizer
 
@@ -45,9 +45,7 @@ class TheirTokenizer:
         """The ids of a chat up to the start of the model's answer. The template writes all special tokens."""
         check_messages(OP, "messages", messages)
         known = getattr(self.given, "chat_template", None) is not None
-        check(
-            known, OP, "messages", "be for a tokenizer with a chat template", "one without", "Write the prompt as text."
-        )
+        refuse(not known, OP, "messages need a tokenizer with a chat template", "Write the prompt as text.")
         options = {"add_generation_prompt": True, **variables}
         text = self.given.apply_chat_template([dict(message) for message in messages], tokenize=False, **options)
         return self.encode(text, add_special_tokens=False)

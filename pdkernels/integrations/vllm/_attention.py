@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from vllm.v1.attention import backend as base
 
-from pdkernels._validation import integer, message
+from pdkernels._validation import integer, message, sentence
 from pdkernels.integrations.vllm._ragged import RaggedBatch
 
 OP = 'attention_backend="CUSTOM"'
@@ -21,7 +21,9 @@ OF_A_STEP = {
 
 
 def refuse(name: str, given: object) -> NoReturn:
-    raise NotImplementedError(message(OP, name, "not be asked for", given, "Take another backend of vLLM."))
+    raise NotImplementedError(
+        sentence(OP, f"{name} is not supported, got {given}", "Choose another attention backend of vLLM.")
+    )
 
 
 @dataclass
@@ -116,15 +118,14 @@ class Attention(base.AttentionImpl):  # type: ignore[misc]
     ) -> torch.Tensor:
         """Attention of all new tokens of the batch; their keys and values are stored in the same pass."""
         if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError(message(OP, "output_scale", "not be asked for", "a scale"))
+            raise NotImplementedError(sentence(OP, "output_scale is not supported"))
         if (width := getattr(layer, "head_size_v", self.head_size)) != self.head_size:
             raise NotImplementedError(message(OP, "head_size_v", f"be {self.head_size}, the head_size", width))
         if attn_metadata is None:  # a step that measures memory
             return output.zero_()
         if self.window is not None and not attn_metadata.batch.causal:
-            raise NotImplementedError(
-                message(OP, "sliding_window", "not be asked for without causal order", self.window)
-            )
+            words = f"sliding_window={self.window} is supported for causal attention only"
+            raise NotImplementedError(sentence(OP, words))
         shape = (-1, self.num_heads, self.head_size)
         attn_metadata.batch.attend(
             query.view(shape),
