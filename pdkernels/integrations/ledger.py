@@ -111,7 +111,7 @@ class Ledger:
             self._damaged(1, "which does not say of what run it is", _HEADER_REMEDY)
         other = sorted(name for name in there.keys() | run.keys() if there.get(name) != run.get(name))
         if other or line != self._header:
-            words = f"{self.path} is from a run with different values of {', '.join(other) or 'its first line'}"
+            words = f"output cannot be resumed: {self.path} is from a run with different values of {', '.join(other) or 'its first line'}"
             refuse(True, OP, words, "Give the same arguments, or delete the file.")
 
     def _parsed(self, line: bytes, number: int) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def outcome(folder: Path, content: bytes) -> str:
     try:
         go_on(out)
     except ValueError as error:
-        assert str(error).startswith("pdkernels.integrations.generate_files: output must ")
+        assert str(error).startswith("pdkernels.integrations.generate_files: output ")
         assert partial.read_bytes() == content and not out.exists()
         return str(error)
     assert lines(out) == JOINED and not partial.exists()

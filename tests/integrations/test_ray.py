@@ -91,7 +91,7 @@ def test_another_run_is_refused(sums: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     with pytest.raises(Stopped):
         generate_files(sums, out, "tiny-trimode", batch_size=2, progress=stop_after(2), **METHOD)
-    with refused(f"{OP}{out}.partial is from a run with different values of options, seed"):
+    with refused(f"{OP}output cannot be resumed: {out}.partial is from a run with different values of options, seed"):
         generate_files(sums, out, "tiny-trimode", seed=1, **{**METHOD, "block_size": 4})
     sums.write_text(sums.read_text() + '{"prompt": "1 + 1 = ?"}\n')
     with refused("from a run with different values of prompts. Give the same arguments, or delete the file."):
