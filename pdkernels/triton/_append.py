@@ -17,20 +17,20 @@ _STORED = tl.constexpr(16)
 
 @triton.jit
 def append_part(
-    part, parts, lengths, counts, batch, sources, source_stride, most, new, capacity, table, pages,
+    part, parts, lengths, counts, batch, sources, source_stride, max_count, new, capacity, table, pages,
     k, v, k_stride, v_stride, k_cache, v_cache, k_page, v_page, kc_stride, vc_stride,
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Stores one of `parts` parts of the rows of a sequence and KV head; together they store each row once.
 
     Row ``i`` is new token ``sources[i]``, or `i` without `sources`, and goes to position ``lengths[batch] + i``; there are
-    ``counts[batch]`` of them, or `most`. The other pointers are those of the sequence and head. PAGE_SIZE 0 means no table.
+    ``counts[batch]`` of them, or `max_count`. The other pointers are those of the sequence and head. PAGE_SIZE 0 means no table.
     """
     length = tl.load(lengths + batch).to(tl.int64)
-    count = most.to(tl.int64)
+    count = max_count.to(tl.int64)
     if counts is not None:
         count = tl.load(counts + batch).to(tl.int64)
-    fits = (length >= 0) & (count >= 0) & (count <= most) & (length <= capacity) & (count <= capacity - length)
+    fits = (length >= 0) & (count >= 0) & (count <= max_count) & (length <= capacity) & (count <= capacity - length)
     count = tl.where(fits, count, 0)
     # Every program checks the whole sequence: its rows only if something names them, else its pages, if it has any.
     wrong = 0

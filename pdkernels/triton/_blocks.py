@@ -108,10 +108,10 @@ def zero_rows(block, rows, D1: tl.constexpr):
 
 
 @triton.jit
-def divide_rows(block, total, D1: tl.constexpr):
+def divide_rows(block, l_i, D1: tl.constexpr):
     """Weighted values divided by the sums of their weights. A row without weights is 0, even if its zeros met infinite values."""
-    nothing = total == 0.0
-    return zero_rows(scale_rows(block, 1.0 / tl.where(nothing, 1.0, total), D1), nothing, D1)
+    nothing = l_i == 0.0
+    return zero_rows(scale_rows(block, 1.0 / tl.where(nothing, 1.0, l_i), D1), nothing, D1)
 
 
 @triton.jit
@@ -189,32 +189,33 @@ def visible(bitmaps, bitmap, row, column, left, BLOCK_Q: tl.constexpr, BLOCK_K: 
 
 
 @triton.jit
-def weigh(query, key, seen, peak, total, score_scale, D1: tl.constexpr, BASE_2: tl.constexpr,
+def online_softmax(query, key, mask, m_i, l_i, score_scale, D1: tl.constexpr, BASE_2: tl.constexpr,
           FOLD_SCALE: tl.constexpr):  # fmt: skip
-    """(weights of a step of the online softmax, factor of older sums, peak, total); `seen` None: everything is visible."""
+    """``(p, alpha, m_i, l_i)``: the weights of a step, the factor of what was added up before it, and the running maximum and sum of
+    each row. `mask` None: everything is visible."""
     s = products(query, key, D1)
     factor = score_scale
     if not FOLD_SCALE:
         s *= score_scale
         factor = 1.0
-    if seen is not None:
-        s = tl.where(seen, s, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(s, 1) * factor)
-    origin = new_peak
-    if seen is not None:
-        # Rows that have seen nothing yet have a peak of -inf; any finite origin keeps their weights at 0.
-        origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    if mask is not None:
+        s = tl.where(mask, s, float("-inf"))
+    m_ij = tl.maximum(m_i, tl.max(s, 1) * factor)
+    origin = m_ij
+    if mask is not None:
+        # A row without a visible key so far has the maximum -inf; any finite origin keeps its weights at 0.
+        origin = tl.where(m_ij == float("-inf"), 0.0, m_ij)
     p = power(BASE_2, s * factor - origin[:, None])
-    shrink = power(BASE_2, peak - origin)
-    return p, shrink, new_peak, total * shrink + tl.sum(p, 1)
+    alpha = power(BASE_2, m_i - origin)
+    return p, alpha, m_ij, l_i * alpha + tl.sum(p, 1)
 
 
 @triton.jit
-def attend(query, key, value, seen, acc, peak, total, score_scale,
+def attention_step(query, key, value, mask, acc, m_i, l_i, score_scale,
            D1: tl.constexpr, BASE_2: tl.constexpr, FOLD_SCALE: tl.constexpr):  # fmt: skip
     """A step of the online softmax and its weighted values."""
-    p, shrink, peak, total = weigh(query, key, seen, peak, total, score_scale, D1, BASE_2, FOLD_SCALE)
-    return add_weighted(scale_rows(acc, shrink, D1), p, value, D1), peak, total
+    p, alpha, m_i, l_i = online_softmax(query, key, mask, m_i, l_i, score_scale, D1, BASE_2, FOLD_SCALE)
+    return add_weighted(scale_rows(acc, alpha, D1), p, value, D1), m_i, l_i
 
 
 @triton.jit

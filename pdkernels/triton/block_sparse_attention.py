@@ -89,16 +89,16 @@ def _forward_kernel(
     q += batch * q_stride_b + head * q_stride_h + start * q_stride
     query = blocks.load(q, q_stride, left, BLOCK_M, HEAD_DIM, D0, D1, True)
     acc = blocks.zeros(BLOCK_M, D0, D1)
-    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
     pair = begin
     steps, at, range_end = blocks.first_range(lists, begin, middle, BLOCK_K // BLOCK_N)
     for _ in range(0, steps):
         key_start = at.to(tl.int64) * BLOCK_N
         key = blocks.load(k + key_start * k_stride, k_stride, 0, BLOCK_N, HEAD_DIM, D0, D1, False)
-        p, shrink, peak, total = blocks.weigh(query, key, None, peak, total, score_scale, D1, BASE_2, FOLD_SCALE)
+        p, alpha, m_i, l_i = blocks.online_softmax(query, key, None, m_i, l_i, score_scale, D1, BASE_2, FOLD_SCALE)
         value = blocks.load(v + key_start * v_stride, v_stride, 0, BLOCK_N, HEAD_DIM, D0, D1, False)
-        acc = blocks.add_weighted(blocks.scale_rows(acc, shrink, D1), p, value, D1)
+        acc = blocks.add_weighted(blocks.scale_rows(acc, alpha, D1), p, value, D1)
         pair, at, range_end = blocks.next_step(lists, begin, middle, pair, at, range_end, BLOCK_K // BLOCK_N)
     CUTS: tl.constexpr = BLOCK_K // BLOCK_MASKED
     for step in range(middle * CUTS, end * CUTS):
@@ -107,25 +107,25 @@ def _forward_kernel(
         keys_left = kv_len - key_start
         key = blocks.load(k + key_start * k_stride, k_stride, keys_left, BLOCK_MASKED, HEAD_DIM, D0, D1, True)
         bitmap = tl.load(lists + step // CUTS * 2 + 1)
-        seen = blocks.visible(bitmaps, bitmap, row, column, keys_left, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_MASKED, False)
-        p, shrink, peak, total = blocks.weigh(query, key, seen, peak, total, score_scale, D1, BASE_2, FOLD_SCALE)
+        mask = blocks.visible(bitmaps, bitmap, row, column, keys_left, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_MASKED, False)
+        p, alpha, m_i, l_i = blocks.online_softmax(query, key, mask, m_i, l_i, score_scale, D1, BASE_2, FOLD_SCALE)
         value = blocks.load(v + key_start * v_stride, v_stride, keys_left, BLOCK_MASKED, HEAD_DIM, D0, D1, True)
-        acc = blocks.add_weighted(blocks.scale_rows(acc, shrink, D1), p, value, D1)
+        acc = blocks.add_weighted(blocks.scale_rows(acc, alpha, D1), p, value, D1)
 
     out += ((batch * q_len + start) * heads + head) * HEAD_DIM
-    acc = blocks.divide_rows(acc, total, D1)
+    acc = blocks.divide_rows(acc, l_i, D1)
     blocks.store(out, heads * HEAD_DIM, left, acc, HEAD_DIM, D0, D1)
     rows = tl.arange(0, BLOCK_M)
     lse += (batch * heads + head) * q_len + start
-    log_sum = (peak + tl.log2(total)) * LN_2 if BASE_2 else peak + tl.log(total)
+    log_sum = (m_i + tl.log2(l_i)) * LN_2 if BASE_2 else m_i + tl.log(l_i)
     tl.store(lse + rows, log_sum, mask=blocks.first_ones(left, BLOCK_M))
 
 
 @triton.jit
-def _dq_step(query, grad, key, value, seen, acc, row_lse, delta, score_scale, D1: tl.constexpr, BASE_2: tl.constexpr):
+def _dq_step(query, grad, key, value, mask, acc, row_lse, delta, score_scale, D1: tl.constexpr, BASE_2: tl.constexpr):
     p = blocks.power(BASE_2, blocks.products(query, key, D1) * score_scale - row_lse[:, None])
-    if seen is not None:
-        p = tl.where(seen, p, 0.0)
+    if mask is not None:
+        p = tl.where(mask, p, 0.0)
     ds = p * (blocks.products(grad, value, D1) - delta[:, None])
     return blocks.add_weighted(acc, ds, key, D1)
 
@@ -187,8 +187,8 @@ def _dq_kernel(
         key = blocks.load(k + key_start * k_stride, k_stride, keys_left, BLOCK_MASKED, HEAD_DIM, D0, D1, True)
         value = blocks.load(v + key_start * v_stride, v_stride, keys_left, BLOCK_MASKED, HEAD_DIM, D0, D1, True)
         bitmap = tl.load(lists + step // CUTS * 2 + 1)
-        seen = blocks.visible(bitmaps, bitmap, row, column, keys_left, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_MASKED, False)
-        acc = _dq_step(query, grad, key, value, seen, acc, row_lse, row_delta, score_scale, D1, BASE_2)
+        mask = blocks.visible(bitmaps, bitmap, row, column, keys_left, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_MASKED, False)
+        acc = _dq_step(query, grad, key, value, mask, acc, row_lse, row_delta, score_scale, D1, BASE_2)
     acc = blocks.scale_rows(acc, tl.full((BLOCK_M,), scale, tl.float32), D1)
     acc = blocks.zero_rows(acc, row_lse == float("inf"), D1)
     blocks.store(dq + in_result, heads * HEAD_DIM, left, acc, HEAD_DIM, D0, D1)
@@ -196,12 +196,12 @@ def _dq_kernel(
 
 @triton.jit
 def _dkv_step(
-    head, start, seen, k, v, dk, dv, grad_out, q, grad_stride, q_stride, grad_stride_h, q_stride_h, lse_b, delta,
+    head, start, mask, k, v, dk, dv, grad_out, q, grad_stride, q_stride, grad_stride_h, q_stride_h, lse_b, delta,
     saved_stride, q_len, score_scale,
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_M: tl.constexpr, BASE_2: tl.constexpr,
 ):  # fmt: skip
     """Scores are transposed, keys by queries, so that weights are left operands straight from registers."""
-    MASKED: tl.constexpr = seen is not None
+    MASKED: tl.constexpr = mask is not None
     left = q_len - start
     q += head * q_stride_h + start * q_stride
     grad_out += head * grad_stride_h + start * grad_stride
@@ -211,7 +211,7 @@ def _dkv_step(
     row_delta = blocks.load_rows(delta + head * saved_stride + start, left, BLOCK_M, 0.0, False)
     p = blocks.power(BASE_2, blocks.products(k, query, D1) * score_scale - row_lse[None, :])
     if MASKED:
-        p = tl.where(seen, p, 0.0)
+        p = tl.where(mask, p, 0.0)
     dv = blocks.add_weighted(dv, p, grad, D1)
     ds = p * (blocks.products(v, grad, D1) - row_delta[None, :])
     dk = blocks.add_weighted(dk, ds, query, D1)
@@ -277,9 +277,9 @@ def _dkv_kernel(
         row = (step % CUTS) * BLOCK_MASKED
         query_start = tl.load(lists + step // CUTS * 2).to(tl.int64) * BLOCK_Q + row
         bitmap = tl.load(lists + step // CUTS * 2 + 1)
-        seen = blocks.visible(bitmaps, bitmap, row, column, None, BLOCK_Q, BLOCK_K, BLOCK_MASKED, BLOCK_N, True)
+        mask = blocks.visible(bitmaps, bitmap, row, column, None, BLOCK_Q, BLOCK_K, BLOCK_MASKED, BLOCK_N, True)
         acc_k, acc_v = _dkv_step(
-            head, query_start, seen, key, value, acc_k, acc_v, grad_out, q, grad_stride, q_stride, grad_stride_h,
+            head, query_start, mask, key, value, acc_k, acc_v, grad_out, q, grad_stride, q_stride, grad_stride_h,
             q_stride_h, lse_b, delta, saved_stride, q_len, score_scale, HEAD_DIM, D0, D1, BLOCK_MASKED, BASE_2,
         )  # fmt: skip
     acc_k = blocks.scale_rows(acc_k, tl.full((BLOCK_N,), scale, tl.float32), D1)

@@ -52,7 +52,7 @@ _TABLE: dict[str, tuple[Tiling, Tiling, Tiling]] = {
 FEW_ROWS = 64
 
 # Most parts of a vocabulary: about two for each SM of a large GPU, to keep the tail short.
-MOST_PARTS = 256
+MAX_PARTS = 256
 
 # In the range of float32: 1 / T of a smaller temperature would be infinite.
 LARGEST = torch.finfo(torch.float32).max
@@ -115,8 +115,8 @@ def _row(row_index, slot, inside, rows):
 
 @triton.jit
 def _nothing(ROWS: tl.constexpr, TOP: tl.constexpr, TOP_WIDTH: tl.constexpr):
-    """Statistics of no column: peak, sum, weighted sum; order, id and logit of the draw; orders and ids of the TOP largest in any
-    order, where padding is never the least."""
+    """Statistics of no column: maximum, sum, weighted sum; order, id and logit of the draw; orders and ids of the TOP largest in any
+    order, where padding is never the smallest."""
     rank = tl.arange(0, TOP_WIDTH)[None, :]
     zeros = tl.zeros((ROWS,), tl.float32)
     nobody = tl.zeros((ROWS,), tl.int32)
@@ -129,23 +129,23 @@ def _nothing(ROWS: tl.constexpr, TOP: tl.constexpr, TOP_WIDTH: tl.constexpr):
 def _join(statistics, logits, start, end, scale, temperature, seed, step, position, suppressed,
           TOP: tl.constexpr, SAMPLED: tl.constexpr, SUPPRESSED: tl.constexpr):  # fmt: skip
     """The statistics after the columns from `start` on, up to `end`, joined them."""
-    peak, total, weighted, best, best_id, best_logit, top, top_ids = statistics
+    m_i, l_i, weighted, best, best_id, best_logit, top, top_ids = statistics
     column = start + tl.arange(0, logits.shape[1])
     real = (column < end)[None, :]
     for i in tl.static_range(SUPPRESSED):
         logits = tl.where((2 * column + 3 == suppressed[i])[None, :], float("-inf"), logits)
 
-    # Sums of exp(x - peak) and of (x - peak) exp(x - peak), x = scale * logit. A sum of 0 must not become 0 * -inf.
+    # Sums of exp(x - m_i) and of (x - m_i) exp(x - m_i), x = scale * logit. A sum of 0 must not become 0 * -inf.
     counting = tl.where(real, logits, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(counting, 1))
-    origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    m_ij = tl.maximum(m_i, tl.max(counting, 1))
+    origin = tl.where(m_ij == float("-inf"), 0.0, m_ij)
     x = (counting - origin[:, None]) * scale
     p = tl.exp(x)
-    moved = (peak - origin) * scale
-    shrink = tl.exp(moved)
-    weighted = (weighted + tl.where(moved == float("-inf"), 0.0, moved * total)) * shrink
+    moved = (m_i - origin) * scale
+    alpha = tl.exp(moved)
+    weighted = (weighted + tl.where(moved == float("-inf"), 0.0, moved * l_i)) * alpha
     weighted += tl.sum(tl.where(x == float("-inf"), 0.0, x * p), 1)
-    total = total * shrink + tl.sum(p, 1)
+    l_i = l_i * alpha + tl.sum(p, 1)
 
     if SAMPLED:
         scores = logits - temperature * _noise(seed, step, position, start, logits.shape[1])
@@ -160,13 +160,13 @@ def _join(statistics, logits, start, end, scale, temperature, seed, step, positi
     for _ in tl.static_range(TOP):
         found, found_id = _first(order, column[None, :], 1)
         order = tl.where(column[None, :] == found_id[:, None], NONE, order)
-        # Replaces the least, of equals the one with the highest id. An equal one is not taken: its id is higher still.
-        least = tl.min(top, 1)
-        last = tl.max(tl.where(top == least[:, None], top_ids, NONE), 1)
-        taken = (found > least)[:, None] & (top == least[:, None]) & (top_ids == last[:, None])
+        # Replaces the smallest, of equals the one with the highest id. An equal one is not taken: its id is higher still.
+        smallest = tl.min(top, 1)
+        last = tl.max(tl.where(top == smallest[:, None], top_ids, NONE), 1)
+        taken = (found > smallest)[:, None] & (top == smallest[:, None]) & (top_ids == last[:, None])
         top = tl.where(taken, found[:, None], top)
         top_ids = tl.where(taken, found_id[:, None], top_ids)
-    return new_peak, total, weighted, best, best_id, best_logit, top, top_ids
+    return m_ij, l_i, weighted, best, best_id, best_logit, top, top_ids
 
 
 @triton.jit
@@ -236,10 +236,10 @@ def _parts_kernel(
                 TOP, SAMPLED, SUPPRESSED,
             )  # fmt: skip
 
-    peak, total, weighted, best, best_id, best_logit, top, top_ids = statistics
+    m_i, l_i, weighted, best, best_id, best_logit, top, top_ids = statistics
     result = slot.to(tl.int64) * parts + part
-    tl.store(sums + 3 * result, peak, mask=there)
-    tl.store(sums + 3 * result + 1, total, mask=there)
+    tl.store(sums + 3 * result, m_i, mask=there)
+    tl.store(sums + 3 * result + 1, l_i, mask=there)
     tl.store(sums + 3 * result + 2, weighted, mask=there)
     if SAMPLED:
         tl.store(drawn + 3 * result, best, mask=there)
@@ -261,18 +261,18 @@ def _merge_kernel(
     first = slot.to(tl.int64) * parts
     part = tl.arange(0, PARTS)
     mine = (part < parts) & there
-    peak = tl.load(sums + 3 * (first + part), mask=mine, other=float("-inf"))
-    total = tl.load(sums + 3 * (first + part) + 1, mask=mine, other=0.0)
+    m_i = tl.load(sums + 3 * (first + part), mask=mine, other=float("-inf"))
+    l_i = tl.load(sums + 3 * (first + part) + 1, mask=mine, other=0.0)
     weighted = tl.load(sums + 3 * (first + part) + 2, mask=mine, other=0.0)
-    origin = tl.max(peak, 0)
+    origin = tl.max(m_i, 0)
     origin = tl.where(origin == float("-inf"), 0.0, origin)
-    moved = (peak - origin) * scale
-    shrink = tl.exp(moved)
-    weighted = tl.sum((weighted + tl.where(moved == float("-inf"), 0.0, moved * total)) * shrink, 0)
-    total = tl.sum(total * shrink, 0)
+    moved = (m_i - origin) * scale
+    alpha = tl.exp(moved)
+    weighted = tl.sum((weighted + tl.where(moved == float("-inf"), 0.0, moved * l_i)) * alpha, 0)
+    l_i = tl.sum(l_i * alpha, 0)
     # The sum is 0 only if all logits are -inf or there is no row: the largest adds 1.
-    empty = total == 0.0
-    divisor = tl.where(empty, 1.0, total)
+    empty = l_i == 0.0
+    divisor = tl.where(empty, 1.0, l_i)
 
     rank = tl.arange(0, TOP_WIDTH)[None, :]
     kept = mine[:, None] & (rank < TOP)
@@ -378,7 +378,7 @@ def choose_parts(vocabulary: int, columns: int) -> tuple[int, int]:
     ((4, 247), (1, 1))
     """
     tiles = triton.cdiv(vocabulary, columns)
-    of_a_part = triton.cdiv(tiles, MOST_PARTS)
+    of_a_part = triton.cdiv(tiles, MAX_PARTS)
     return of_a_part, triton.cdiv(tiles, of_a_part)
 
 

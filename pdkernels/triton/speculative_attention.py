@@ -60,7 +60,7 @@ SHORTEST_SPLIT = tl.constexpr(256)
 SPLIT_STEP = tl.constexpr(128)
 
 # Most splits of a prefix.
-MOST_SPLITS = 64
+MAX_SPLITS = 64
 # Programs that run at once: an A100 has 108 SMs, an H200 132, a B200 148.
 PROGRAMS_AT_ONCE = 132
 # Overhead of a split, in keys: writing float32 results and reading them back.
@@ -83,7 +83,7 @@ def _splits(lengths, floors, batch, capacity, splits):
 
 @triton.jit
 def _prefix_steps(
-    first, last, end, starts, query, acc, peak, total, k, v, k_page, v_page, k_stride, v_stride, table, score_scale,
+    first, last, end, starts, query, acc, m_i, l_i, k, v, k_page, v_page, k_stride, v_stride, table, score_scale,
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BASE_2: tl.constexpr, FOLD_SCALE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -93,12 +93,12 @@ def _prefix_steps(
         start = first + step * BLOCK_N
         left = end - start
         rows = tl.arange(0, BLOCK_N)
-        seen = None
+        mask = None
         if MASKED:
-            seen = rows[None, :] < left
+            mask = rows[None, :] < left
         if starts is not None:
             late = start + rows[None, :] >= starts[:, None]
-            seen = seen & late if MASKED else late
+            mask = mask & late if MASKED else late
         if PAGE_SIZE % BLOCK_N == 0:  # a step lies within one page; a contiguous cache has no pages
             slot = start.to(tl.int64)
             if PAGE_SIZE > 0:
@@ -120,13 +120,15 @@ def _prefix_steps(
             v_rows = v + (page * v_page + slot * v_stride)
             key = blocks.load(k_rows[:, None], 0, left, BLOCK_N, HEAD_DIM, D0, D1, MASKED)
             value = blocks.load(v_rows[:, None], 0, left, BLOCK_N, HEAD_DIM, D0, D1, MASKED)
-        acc, peak, total = blocks.attend(query, key, value, seen, acc, peak, total, score_scale, D1, BASE_2, FOLD_SCALE)
-    return acc, peak, total
+        acc, m_i, l_i = blocks.attention_step(
+            query, key, value, mask, acc, m_i, l_i, score_scale, D1, BASE_2, FOLD_SCALE
+        )
+    return acc, m_i, l_i
 
 
 @triton.jit
 def _tail_step(
-    tile, column, bitmap, starts, query, acc, peak, total, k, v, k_stride, v_stride, bitmaps, new, row, score_scale,
+    tile, column, bitmap, starts, query, acc, m_i, l_i, k, v, k_stride, v_stride, bitmaps, new, row, score_scale,
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BASE_2: tl.constexpr, FOLD_SCALE: tl.constexpr,
@@ -137,14 +139,14 @@ def _tail_step(
     left = new - start
     key = blocks.load(k + start * k_stride, k_stride, left, BLOCK_N, HEAD_DIM, D0, D1, True)
     value = blocks.load(v + start * v_stride, v_stride, left, BLOCK_N, HEAD_DIM, D0, D1, True)
-    seen = inside[:, None] & blocks.first_ones(left, BLOCK_N)[None, :] if bitmap is None else inside[:, None]
+    mask = inside[:, None] & blocks.first_ones(left, BLOCK_N)[None, :] if bitmap is None else inside[:, None]
     if starts is not None:
-        seen &= start + tl.arange(0, BLOCK_N)[None, :] >= starts[:, None]
+        mask &= start + tl.arange(0, BLOCK_N)[None, :] >= starts[:, None]
     if bitmap is not None:
         # `visible` counts rows from its argument.
         shift = tl.where(inside, row, 0) - tl.arange(0, BLOCK_M)
-        seen &= blocks.visible(bitmaps, bitmap, shift, column, left, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, False)
-    return blocks.attend(query, key, value, seen, acc, peak, total, score_scale, D1, BASE_2, FOLD_SCALE)
+        mask &= blocks.visible(bitmaps, bitmap, shift, column, left, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, False)
+    return blocks.attention_step(query, key, value, mask, acc, m_i, l_i, score_scale, D1, BASE_2, FOLD_SCALE)
 
 
 @triton.jit(
@@ -180,8 +182,8 @@ def _split_kernel(
     begin = batch * new
     if begins is not None:
         begin = tl.load(begins + batch).to(tl.int64)
-        most = new
-        new = tl.minimum(tl.load(begins + batch + 1).to(tl.int64) - begin, most).to(tl.int32)
+        max_new = new
+        new = tl.minimum(tl.load(begins + batch + 1).to(tl.int64) - begin, max_new).to(tl.int32)
         q += begin * q_stride
         k_new += begin * kn_stride
         v_new += begin * vn_stride
@@ -197,8 +199,8 @@ def _split_kernel(
     q_rows = q + (entry * q_stride_b + token.to(tl.int64) * q_stride + head * q_stride_h)
     query = blocks.load(q_rows[:, None], 0, rows_left, BLOCK_M, HEAD_DIM, D0, D1, True)
     acc = blocks.zeros(BLOCK_M, D0, D1)
-    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
 
     k_cache += kv_head * kc_stride_h
     v_cache += kv_head * vc_stride_h
@@ -216,16 +218,16 @@ def _split_kernel(
     first = floor + split * keys
     end = tl.minimum(first + keys, length)
     if starts is not None:
-        # No row of the tile sees what is before its least start.
-        least = tl.min(tl.where(valid, own_starts, length.to(tl.int64)), 0)
-        first = tl.maximum(first, tl.minimum(least, length).to(tl.int32) // BLOCK_N * BLOCK_N)
+        # No row of the tile sees what is before its first start.
+        first_start = tl.min(tl.where(valid, own_starts, length.to(tl.int64)), 0)
+        first = tl.maximum(first, tl.minimum(first_start, length).to(tl.int32) // BLOCK_N * BLOCK_N)
     whole = first + (end - first) // BLOCK_N * BLOCK_N
-    acc, peak, total = _prefix_steps(
-        first, whole, end, own_starts, query, acc, peak, total, k_cache, v_cache, kc_stride_b, vc_stride_b, kc_stride, vc_stride,
+    acc, m_i, l_i = _prefix_steps(
+        first, whole, end, own_starts, query, acc, m_i, l_i, k_cache, v_cache, kc_stride_b, vc_stride_b, kc_stride, vc_stride,
         table, score_scale, HEAD_DIM, D0, D1, BLOCK_N, PAGE_SIZE, BASE_2, FOLD_SCALE, False,
     )  # fmt: skip
-    acc, peak, total = _prefix_steps(
-        whole, end, end, own_starts, query, acc, peak, total, k_cache, v_cache, kc_stride_b, vc_stride_b, kc_stride, vc_stride,
+    acc, m_i, l_i = _prefix_steps(
+        whole, end, end, own_starts, query, acc, m_i, l_i, k_cache, v_cache, kc_stride_b, vc_stride_b, kc_stride, vc_stride,
         table, score_scale, HEAD_DIM, D0, D1, BLOCK_LAST, PAGE_SIZE, BASE_2, FOLD_SCALE, True,
     )  # fmt: skip
 
@@ -242,15 +244,15 @@ def _split_kernel(
         for pair in range(tl.load(plan_rows + tile * 4), middle):
             first_key = tl.load(lists + 2 * pair)
             for step in range(0, (tl.load(lists + 2 * pair + 1) - first_key) * CUTS):
-                acc, peak, total = _tail_step(
-                    first_key + step // CUTS, step % CUTS * BLOCK_TAIL, None, tail_starts, query, acc, peak, total, k_new, v_new, kn_stride,
+                acc, m_i, l_i = _tail_step(
+                    first_key + step // CUTS, step % CUTS * BLOCK_TAIL, None, tail_starts, query, acc, m_i, l_i, k_new, v_new, kn_stride,
                     vn_stride, bitmaps, new, row, score_scale,
                     HEAD_DIM, D0, D1, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_TAIL, BASE_2, FOLD_SCALE,
                 )  # fmt: skip
         for step in range(middle * CUTS, tl.load(plan_rows + tile * 4 + 2) * CUTS):
             visit = step // CUTS * 2
-            acc, peak, total = _tail_step(
-                tl.load(lists + visit), step % CUTS * BLOCK_TAIL, tl.load(lists + visit + 1), tail_starts, query, acc, peak, total, k_new,
+            acc, m_i, l_i = _tail_step(
+                tl.load(lists + visit), step % CUTS * BLOCK_TAIL, tl.load(lists + visit + 1), tail_starts, query, acc, m_i, l_i, k_new,
                 v_new, kn_stride, vn_stride, bitmaps, new, row, score_scale,
                 HEAD_DIM, D0, D1, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_TAIL, BASE_2, FOLD_SCALE,
             )  # fmt: skip
@@ -263,9 +265,9 @@ def _split_kernel(
     else:
         in_results = split * all_rows.to(tl.int64) + begin + token
     out_rows = out + (in_results * heads + head) * HEAD_DIM
-    acc = blocks.divide_rows(acc, total, D1)
+    acc = blocks.divide_rows(acc, l_i, D1)
     blocks.store(out_rows[:, None], 0, rows_left, acc, HEAD_DIM, D0, D1)
-    log_sum = (peak + tl.log2(total)) * LN_2 if BASE_2 else peak + tl.log(total)
+    log_sum = (m_i + tl.log2(l_i)) * LN_2 if BASE_2 else m_i + tl.log(l_i)
     lse_rows = lse + ((part * heads + head) * new if begins is None else (split * heads + head) * all_rows + begin)
     tl.store(lse_rows + token, log_sum, mask=rows < new * GROUP)
     if APPEND:
@@ -299,8 +301,8 @@ def _merge_kernel(
     lse_stride = new
     if begins is not None:
         begin = tl.load(begins + batch).to(tl.int64)
-        most = new
-        new = tl.minimum(tl.load(begins + batch + 1).to(tl.int64) - begin, most).to(tl.int32)
+        max_new = new
+        new = tl.minimum(tl.load(begins + batch + 1).to(tl.int64) - begin, max_new).to(tl.int32)
         first_lse = begin
         lse_stride = all_rows
     rows = row_start + tl.arange(0, ROWS)
@@ -312,9 +314,9 @@ def _merge_kernel(
         part_lse + split[:, None] * lse_step + lse_rows[None, :],
         mask=(split[:, None] < in_use) & inside[None, :], other=float("-inf"),
     )  # fmt: skip
-    peak = tl.max(log_sums, 0)
-    origin = tl.where(peak == float("-inf"), 0.0, peak)
-    total = tl.sum(tl.exp(log_sums - origin[None, :]), 0)
+    m_i = tl.max(log_sums, 0)
+    origin = tl.where(m_i == float("-inf"), 0.0, m_i)
+    l_i = tl.sum(tl.exp(log_sums - origin[None, :]), 0)
 
     columns = tl.arange(0, WIDTH)
     offsets = (begin * heads + rows)[:, None] * HEAD_DIM + columns[None, :]
@@ -323,9 +325,9 @@ def _merge_kernel(
     for part in tl.range(0, in_use, loop_unroll_factor=4):
         weight = tl.exp(tl.load(part_lse + part * lse_step + lse_rows, mask=inside, other=float("-inf")) - origin)
         acc += weight[:, None] * tl.load(parts + part * lse_step * HEAD_DIM + offsets, mask=there, other=0.0)
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    acc = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
     tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=there)
-    tl.store(lse + lse_rows, origin + tl.log(total), mask=inside)
+    tl.store(lse + lse_rows, origin + tl.log(l_i), mask=inside)
 
 
 def forward(
@@ -421,7 +423,7 @@ def forward(
 
 
 def _first_starts(starts: Tensor, cu_seqlens: Tensor, batch: int) -> Tensor:
-    """The least of each packed sequence's starts, one a row; no sequence without rows has one that matters."""
+    """The smallest of each packed sequence's starts, one a row; no sequence without rows has one that matters."""
     rows = torch.arange(starts.shape[1], device=starts.device, dtype=cu_seqlens.dtype)
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), rows, right=True).clamp(max=batch - 1)
     none = starts.new_full((batch,), torch.iinfo(starts.dtype).max)
@@ -445,5 +447,5 @@ def choose_splits(capacity: int, programs: int) -> int:
     [1, 5, 11]
     """
     waves = lambda splits: triton.cdiv(programs * splits, PROGRAMS_AT_ONCE)  # noqa: E731
-    most = max(1, min(MOST_SPLITS, capacity // SHORTEST_SPLIT.value))
-    return min(range(1, most + 1), key=lambda splits: waves(splits) * (capacity / splits + SPLIT_OVERHEAD))
+    max_splits = max(1, min(MAX_SPLITS, capacity // SHORTEST_SPLIT.value))
+    return min(range(1, max_splits + 1), key=lambda splits: waves(splits) * (capacity / splits + SPLIT_OVERHEAD))

@@ -45,7 +45,7 @@ def same_bits(a: pd.TokenStatistics, b: pd.TokenStatistics) -> bool:
 @pytest.fixture
 def few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part has several tiles, and the last one fewer."""
-    monkeypatch.setattr(kernels, "MOST_PARTS", 2)
+    monkeypatch.setattr(kernels, "MAX_PARTS", 2)
 
 
 CASES = [(dtype, *draw) for i, dtype in enumerate(dot_dtypes()) for draw in DRAWS[i % 2 :: 2]]
@@ -164,7 +164,7 @@ def test_empty(shape: tuple[int, ...]) -> None:
 def test_every_column_is_in_one_part() -> None:
     for vocabulary in (1, 127, 128, 129, 32768, 32769, 50257, 126464, 2**20 + 1):
         tiles, parts = kernels.choose_parts(vocabulary, 128)
-        assert parts <= kernels.MOST_PARTS and (parts - 1) * tiles * 128 < vocabulary <= parts * tiles * 128
+        assert parts <= kernels.MAX_PARTS and (parts - 1) * tiles * 128 < vocabulary <= parts * tiles * 128
 
 
 def test_memory_does_not_grow_with_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:

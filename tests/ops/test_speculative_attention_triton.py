@@ -256,6 +256,6 @@ def test_splits_fill_the_gpu_and_no_more() -> None:
     for programs in (1, 8, 24, 80, 280):
         for capacity in (512, 4096, 65536, 2**20):
             splits = kernels.choose_splits(capacity, programs)
-            assert 1 <= splits <= min(capacity // kernels.SHORTEST_SPLIT.value, kernels.MOST_SPLITS)
+            assert 1 <= splits <= min(capacity // kernels.SHORTEST_SPLIT.value, kernels.MAX_SPLITS)
     assert kernels.choose_splits(2**16, 8) == 16  # 128 programs on 132 SMs
     assert kernels.choose_splits(512, 280) == 1
