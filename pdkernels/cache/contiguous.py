@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check_fits_memory, integer, message
+from pdkernels._validation import check, check_fits_memory, integer, message
 from pdkernels.ops.kv_cache import kv_append_, kv_commit_, kv_trim_
 
 
@@ -17,6 +18,7 @@ class KVCacheBase:
 
     k: Tensor
     v: Tensor
+    capacity: int
     lengths: Tensor
     block_table: Tensor | None = None
 
@@ -81,6 +83,44 @@ class KVCacheBase:
             ]
         except TypeError:
             raise TypeError(message(op, argument, "be an int, or one per sequence", values)) from None
+
+    def copy_row_(self, row: int, other: Any, other_row: int, length: int) -> None:
+        """Replaces sequence `row` by the first `length` tokens of a sequence of another cache, of either kind, in all layers.
+
+        No other sequence changes, and the host does not wait. A paged cache must have the pages already: `resize_row_`.
+
+        Raises:
+            ValueError: a cache with other layers, heads or dtype, or more tokens than there is room for.
+
+        Example:
+            >>> import torch
+            >>> from pdkernels.cache import ContiguousKVCache
+            >>> cache, other = (ContiguousKVCache(1, batch, 4, 1, 2) for batch in (3, 1))
+            >>> other.append_(0, torch.ones(1, 2, 1, 2), torch.ones(1, 2, 1, 2))
+            >>> cache.copy_row_(1, other, 0, 2); cache.lengths, cache.k[0, :, 0, 0, 0]
+            (tensor([0, 2, 0]), tensor([0., 1., 0.]))
+        """
+        op = f"cache.{type(self).__name__}.copy_row_"
+        kinds = [(one.layers, one.kv_heads, one.head_dim, one.dtype) for one in (self, other)]
+        check(kinds[0] == kinds[1], op, "other", "have the same layers, heads and dtype", kinds[1])
+        check(0 <= length <= self._room(row), op, "length", f"be in [0, {self._room(row)}]", length)
+        index = self._index(row, length)
+        for mine, rows in zip((self.k, self.v), other.row(other_row, length), strict=True):
+            mine[(slice(None), *index)] = rows
+        self.lengths[row].fill_(length)
+
+    def row(self, row: int, length: int) -> tuple[Tensor, Tensor]:
+        """K and V of one sequence, the first `length` positions in all layers: ``(layers, length, kv_heads, head_dim)``."""
+        index = self._index(row, length)
+        return self.k[(slice(None), *index)], self.v[(slice(None), *index)]
+
+    def _index(self, row: int, length: int) -> tuple[Any, Any]:
+        """Indices of a layer for the first `length` positions of a sequence."""
+        return row, slice(length)
+
+    def _room(self, row: int) -> int:
+        """Tokens that a sequence has room for."""
+        return self.capacity
 
     def reset_(self) -> None:
         """Empties every sequence."""

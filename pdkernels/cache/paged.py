@@ -12,6 +12,8 @@ from pdkernels._host import PageAllocator
 from pdkernels._validation import check, integer, message
 from pdkernels.cache.contiguous import KVCacheBase
 
+_REMEDY = "Trim, or raise num_pages."
+
 
 class PagedKVCache(KVCacheBase):
     """Pages of `page_size` tokens from a pool of `num_pages`, handed out as sequences grow.
@@ -97,13 +99,36 @@ class PagedKVCache(KVCacheBase):
         missing = [max(0, -(-n // self.page_size) - len(pages)) for n, pages in zip(lengths, self._pages)]
         if sum(missing) > self._pool.available:
             actual = f"{sum(missing)} more with {self._pool.available} free"
-            raise MemoryError(
-                message(op, "lengths", f"fit the pool of {self.num_pages} pages", actual, "Trim, or raise num_pages.")
-            )
+            raise MemoryError(message(op, "lengths", f"fit the pool of {self.num_pages} pages", actual, _REMEDY))
         for pages, count in zip(self._pages, missing):
             pages += self._pool.allocate(count)
         if any(missing):
             self._publish()
+
+    def resize_row_(self, row: int, tokens: int) -> None:
+        """Makes sequence `row` own the pages of `tokens` tokens, no more and no fewer; others keep theirs.
+
+        Raises:
+            ValueError: more tokens than the block table can name.
+            MemoryError: the pool is too small; no page is allocated then.
+
+        Example:
+            >>> from pdkernels.cache import PagedKVCache
+            >>> cache = PagedKVCache(layers=1, batch=2, num_pages=3, page_size=2, kv_heads=1, head_dim=4)
+            >>> cache.reserve_([3, 1]); cache.resize_row_(0, 2); cache.resize_row_(1, 4); cache.block_table.tolist()
+            [[0, -1, -1], [2, 1, -1]]
+        """
+        op, pages = "cache.PagedKVCache.resize_row_", self._pages[row]
+        check(0 <= tokens <= self.capacity, op, "tokens", f"be in [0, {self.capacity}]", tokens)
+        wanted = -(-tokens // self.page_size)
+        if wanted - len(pages) > self._pool.available:
+            actual = f"{wanted - len(pages)} more pages with {self._pool.available} free"
+            raise MemoryError(message(op, "tokens", f"fit the pool of {self.num_pages} pages", actual, _REMEDY))
+        if wanted == len(pages):
+            return
+        self._pool.release(pages[wanted:])
+        self._pages[row] = pages[:wanted] + self._pool.allocate(max(0, wanted - len(pages)))
+        self._publish()
 
     def trim_(self, new_lengths: int | Sequence[int] | Tensor) -> None:
         """Shortens sequences. Pages past the new lengths return to the pool.
@@ -127,6 +152,13 @@ class PagedKVCache(KVCacheBase):
         table = self.block_table[:, :pages].clamp(min=0).to(torch.int64)
         k, v = (side[layer][table].flatten(1, 2)[:, :length] for side in (self.k, self.v))
         return k, v
+
+    def _index(self, row: int, length: int) -> tuple[Any, Any]:
+        at = torch.arange(length, device=self.device)
+        return self.block_table[row, at // self.page_size].long(), at % self.page_size
+
+    def _room(self, row: int) -> int:
+        return len(self._pages[row]) * self.page_size
 
     def _release_after(self, lengths: Sequence[int]) -> None:
         before = self._pool.available

@@ -70,6 +70,11 @@ class TextCache:
             self.text.scatter_(1, slots, torch.where(kept, chosen, self.text.gather(1, slots)))
             self.inner.commit_(counts, source_index)
 
+    def copy_row_(self, row: int, other: TextCache, other_row: int, length: int) -> None:
+        """As that of the cache, with the tokens."""
+        self.inner.copy_row_(row, other.inner, other_row, length)
+        self.text[row, :length] = other.text[other_row, :length]
+
 
 class PenalisedModel:
     """What a decoder takes for the model. Its hidden rows are their logits, so that each is penalised where it is computed.

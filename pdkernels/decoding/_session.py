@@ -119,6 +119,7 @@ class Session:
         self.plans: list[PlanReport] | None = None  # set by methods that plan
         # If not the decoding of all tokens: takes them, and `decode` for a function other than the tokenizer's.
         self.text_of: Callable[..., str] | None = None
+        self.canvas: Any = None  # the host's half of a canvas, of steps that fill one
         self.callback_seconds = 0.0
         self.repetition_penalty = 1.0  # of methods whose texts are canvases; those on a cache have a model that does it
         self.stop_strings: tuple[str, ...] = ()

@@ -42,6 +42,8 @@ class TokenCache:
         lengths: ``(batch,)`` int64, how much of each text is committed.
     """
 
+    block_table: Tensor | None = None
+
     def __init__(self, batch: int, capacity: int, device: torch.device) -> None:
         check_fits_memory("CallableModel.new_cache", "capacity", capacity, 8 * batch * (capacity + 1), device)
         self.batch, self.capacity, self.device = batch, capacity, device
@@ -53,6 +55,12 @@ class TokenCache:
     def commit_(self, counts: Tensor) -> None:
         """Lengthens the texts."""
         self.lengths += counts
+
+    def copy_row_(self, row: int, other: TokenCache, other_row: int, length: int) -> None:
+        """Replaces text `row` by the first `length` tokens of one of another cache."""
+        self.tokens[row, :length] = other.tokens[other_row, :length]
+        self.lengths[row].fill_(length)
+        self._most, self._visible = max(self._most, length), None
 
     def append_(self, tokens: Tensor) -> Tensor:
         """Writes `tokens` ``(batch, T)`` after the committed ones. Returns the texts, as wide as the longest is known to be."""

@@ -87,6 +87,7 @@ class Canvas(CanvasRecord):
         given: ``(batch, L)`` bool, what no forward fills.
         fact: ``(batch,)`` int64, a value that the next poll returns.
         broken: ``(batch,)`` int64, not 0 once a guess had no probability.
+        seeds: ``(batch,)`` int64, of draws and random orders.
     """
 
     def __init__(self, session: Session, mask_token: int, sampling: SamplingOptions) -> None:
@@ -108,7 +109,7 @@ class Canvas(CanvasRecord):
         self._mask_new()
         self._known = self._packed[:, min(self.starts) :]
         # On the device once: a copy from the host in every step would wait.
-        self._seeds = sampling.seeds.to(model.device)
+        self.seeds = sampling.seeds.to(model.device)
         self._late = torch.tensor(sampling.late, dtype=torch.int64, device=model.device)
         if session.tails is not None:
             self._take_in(session.tails)
@@ -117,6 +118,11 @@ class Canvas(CanvasRecord):
         self._committed: list[torch.Tensor] = []
         self._records: list[Record] = []
         self.logits_hook: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+
+    @property
+    def state(self) -> tuple[torch.Tensor, ...]:
+        """As `Steps.state`."""
+        return self._packed, self.prompt_lengths, self.totals, self.given
 
     def restart(self, session: Session) -> None:
         """Puts the prompts of another session, no longer ones, in the place of these: on the device, not in the record."""
@@ -261,7 +267,7 @@ class Canvas(CanvasRecord):
             "top_k": 1,
             "top_p": sampling.top_p,
             "distribution": sampling.distribution,
-            **noise(sampling.temperature, self._seeds, step.number, step.positions),
+            **noise(sampling.temperature, self.seeds, step.number, step.positions),
         }
         if not step.full:
             row = torch.arange(step.positions.numel(), device=step.positions.device).view_as(step.positions)
@@ -292,7 +298,7 @@ class Canvas(CanvasRecord):
         """`commit` without the record."""
         if confidence is None:
             number = step.number
-            rule |= {"seed": self._seeds, "step": number if isinstance(number, int) else number[:, 0]}
+            rule |= {"seed": self.seeds, "step": number if isinstance(number, int) else number[:, 0]}
         return unmask_(
             self.tokens,
             ids,
@@ -306,7 +312,7 @@ class Canvas(CanvasRecord):
 
     def turns(self, step: Step) -> torch.Tensor:
         """fp64 in (0, 1): the numbers that replace the confidence for random choices."""
-        return uniforms(self._seeds[:, None], step.number, step.positions.clamp(min=0), 1, ORDER)[..., 0]
+        return uniforms(self.seeds[:, None], step.number, step.positions.clamp(min=0), 1, ORDER)[..., 0]
 
     def rewrite(self, texts: torch.Tensor, last: Sequence[bool]) -> None:
         """Takes over `texts` ``(batch, L)`` of the sequences that take part, but not prompts, and no masks in the `last` step of one."""

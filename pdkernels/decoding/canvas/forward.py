@@ -24,6 +24,7 @@ class WholeCanvas:
     Attributes:
         first_row: positions of the first rows; None: 0.
         width: positions of a canvas.
+        cache: of the model.
     """
 
     first_row: torch.Tensor | None = None
@@ -36,10 +37,15 @@ class WholeCanvas:
         self._start(session, page_size)
 
     def _start(self, session: Session, page_size: int | None) -> None:
-        self._model, self._cache = session.model, session.new_cache(page_size, copies=self._copies)
+        self._model, self.cache = session.model, session.new_cache(page_size, copies=self._copies)
         self._visible = self._canvas.totals.repeat(self._copies)
         self._starts = torch.zeros_like(self._visible)
         self._counts = session.ragged(self._visible)
+
+    @property
+    def state(self) -> tuple[torch.Tensor, ...]:
+        """As `Steps.state`, after `restart`."""
+        return self._visible.view(self._copies, -1).unbind()
 
     def restart(self) -> None:
         """After `Canvas.restart`; texts may be of different lengths from now on."""
@@ -53,7 +59,7 @@ class WholeCanvas:
         if ends is not None:
             visible = counts = ends.clamp(max=width)
         hidden: torch.Tensor = self._model.recompute(
-            self._tokens()[:, :width], self._cache, self._starts, counts=counts, visible=visible
+            self._tokens()[:, :width], self.cache, self._starts, counts=counts, visible=visible
         )
         return hidden
 
@@ -85,7 +91,7 @@ class KeptCanvas(WholeCanvas):
         model, parts = session.model, 1 if self._guidance_interval == 1 else self._copies
         self._together = self._copies // parts
         sizes = self._together * session.batch, session.longest, session.max_new_tokens
-        self._cache, *self._free = (
+        self.cache, *self._free = (
             FeatureCache(model, *sizes, page_size=page_size, **self._options) for _ in range(parts)
         )
         self._prompt_lengths = self._canvas.prompt_lengths.repeat(self._together)
@@ -93,9 +99,9 @@ class KeptCanvas(WholeCanvas):
 
     def __call__(self, ends: torch.Tensor | None = None, width: int | None = None) -> torch.Tensor:
         """``(batch, new positions, hidden_size)``. The canvases are cut at `ends` ``(batch,)``, after their prompts."""
-        visible, before = None if ends is None else ends.repeat(self._together), self._cache.step
+        visible, before = None if ends is None else ends.repeat(self._together), self.cache.step
         tokens = self._tokens()
-        hidden: torch.Tensor = self._cache.forward(tokens[: len(self._prompt_lengths)], self._prompt_lengths, visible)
+        hidden: torch.Tensor = self.cache.forward(tokens[: len(self._prompt_lengths)], self._prompt_lengths, visible)
         if not self._free:
             return hidden
         if before % self._guidance_interval == 0 or before < _ALWAYS_GUIDED:

@@ -23,8 +23,13 @@ class CanvasSteps(Steps):
     """An entry has `pending`, 1 while a sequence has masks that it needs; `accepted`, how many were filled; `taking`, whether it takes part in the
     next round; the last window, from `first` up to `last`; the `answer`, its new positions; and fp64 `scores` of the window's positions, as bits.
 
+    A sequence that joins has as many new positions as the others: windows and schedules are made for their number.
+
     Subclasses define `__init__`, which calls `_build`, and `_plan`.
     """
+
+    any_limit = False
+    keeps_pages = True
 
     def _build(self, session: Session, canvas: Canvas, forward: WholeCanvas, widest: int, random: bool = False) -> None:
         """`widest`: positions of a window at most."""
@@ -32,10 +37,18 @@ class CanvasSteps(Steps):
         device, batch = canvas.tokens.device, session.batch
         self.slot = torch.arange(min(widest, self.limit), device=device)
         self.offsets = torch.arange(self.limit, device=device)
-        self.ends = session.ends_on(device)
+        self.cache, self.seeds, self.ends = forward.cache, canvas.seeds, session.ends_on(device)
         self.number = canvas.prompt_lengths.new_zeros(batch)  # of each sequence's last forward
         columns = {"form": None, "taking": None, "first": None, "last": None}
         self.entry = Entry(batch, device, **columns, answer=self.limit, scores=len(self.slot))
+
+    @property
+    def state(self) -> tuple[torch.Tensor, ...]:
+        return *super().state, self.number, *self.canvas.state, *self.forward.state
+
+    @property
+    def live(self) -> tuple[torch.Tensor, ...]:
+        return self.entry.pending, self.entry.taking
 
     @property
     def max_entries(self) -> int:
@@ -96,12 +109,13 @@ class CanvasSteps(Steps):
         self._move(masks)
 
     def opened(self, session: Session, rows: Rows) -> int:
-        self.record = CanvasRecord(session, self.canvas.mask_token)
+        session.canvas = CanvasRecord(session, self.canvas.mask_token)
         return 0  # the prompts have no forward of their own
 
     def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
-        record, part = self.record, [row.taking > 0 for row in before]
-        record.begin(part)
+        record, part = session.canvas, [row.taking > 0 for row in before]
+        if any(part):
+            record.begin(part)
         for sequence, (old, new, taking) in enumerate(zip(before, rows, part, strict=True)):
             if not taking:
                 continue

@@ -30,17 +30,17 @@ class Lookup:
     def __init__(self, batch: int, width: int, slots: int, device: torch.device) -> None:
         gap = slots + 1  # an entry and at least one _NOTHING after it, which stops every match and draft
         self._start = REACH - 1 + POOL * gap
-        self._tokens = torch.full((batch, self._start + width), _NOTHING, dtype=torch.int64, device=device)
-        self._pool = self._tokens[:, REACH - 1 : self._start].unflatten(1, (POOL, gap))
-        self.text = self._tokens[:, self._start :]
-        self._after = torch.arange(REACH, self._tokens.shape[1], device=device)  # index after each possible match
+        self.tokens = torch.full((batch, self._start + width), _NOTHING, dtype=torch.int64, device=device)
+        self._pool = self.tokens[:, REACH - 1 : self._start].unflatten(1, (POOL, gap))
+        self.text = self.tokens[:, self._start :]
+        self._after = torch.arange(REACH, self.tokens.shape[1], device=device)  # index after each possible match
         self._slot = torch.arange(slots - 1, device=device)
         self._last = torch.arange(-REACH, 0, device=device)
-        self.nothing = self._tokens.new_full((batch, slots), _NOTHING)
+        self.nothing = self.tokens.new_full((batch, slots), _NOTHING)
 
     def clear(self) -> None:
         """Forgets everything."""
-        self._tokens.fill_(_NOTHING)
+        self.tokens.fill_(_NOTHING)
 
     def keep(self, tails: torch.Tensor, kept: torch.Tensor) -> None:
         """Puts `tails` ``(batch, slots)``, -1 where they are shorter, into the pools of the sequences for which `kept` ``(batch,)``."""
@@ -55,18 +55,18 @@ class Lookup:
         """
         ends = self._start + lengths[:, None]
         source = ends + self._last
-        last = self._tokens.gather(1, source).masked_fill(source < self._start, _MISSING)
+        last = self.tokens.gather(1, source).masked_fill(source < self._start, _MISSING)
         starts = len(self._after)
-        matched = torch.zeros_like(self._tokens[:, :starts], dtype=torch.int32)
+        matched = torch.zeros_like(self.tokens[:, :starts], dtype=torch.int32)
         for token in range(REACH):  # oldest first, so that the run left over ends at the last token
-            matched = (matched + 1) * (self._tokens[:, token : token + starts] == last[:, token : token + 1])
+            matched = (matched + 1) * (self.tokens[:, token : token + starts] == last[:, token : token + 1])
         # Something must follow, within the text.
-        matched = matched * ((self._tokens[:, REACH:] != _NOTHING) & (self._after < ends))
-        size = self._tokens.shape[1]
+        matched = matched * ((self.tokens[:, REACH:] != _NOTHING) & (self._after < ends))
+        size = self.tokens.shape[1]
         best = (matched * size + self._after).amax(1, keepdim=True)
         length, after = best // size, best % size
 
-        followed = self._tokens.gather(1, after + self._slot % (ends - after).clamp(min=1))
+        followed = self.tokens.gather(1, after + self._slot % (ends - after).clamp(min=1))
         there = (followed != _NOTHING).long().cumprod(1).sum(1)
         grown = torch.where(length < REACH, GROWTH * length, len(self._slot)) * (length >= LEAST)
         return followed.clamp(min=0), torch.minimum(there, grown[:, 0])

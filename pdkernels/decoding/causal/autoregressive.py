@@ -36,7 +36,7 @@ class AutoregressiveSteps(DraftSteps):
         logits = self.model(prompts, cache=self.cache, counts=session.ragged(prompt_lengths), rows=last, **self.latents)
         first = self._draw(logits, prompt_lengths)
         self.cache.commit_(prompt_lengths)
-        self.begin(first, logits)
+        self.begin(session, first, logits)
         self.entry.draft.copy_(first.clamp(min=0))
 
     def step(self, width: int | None = None, ragged: bool = True) -> None:
@@ -58,11 +58,12 @@ class AutoregressiveSteps(DraftSteps):
         return sample(logits, positions[:, None], self.temperature, self.seeds, OWN, self.banned)
 
     def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
-        session.forwards += 1
+        taken_part = sum(row.pending for row in before)
+        session.forwards += taken_part > 0
         for sequence, (old, row) in enumerate(zip(before, rows, strict=True)):
             if old.pending:
                 session.log_step(sequence, old.draft, row.draft, accepted=1, next_token=row.draft[0])
-        return sum(row.pending for row in before)
+        return taken_part
 
 
 decode = decoder(AutoregressiveSteps)

@@ -4,11 +4,12 @@ Source: "Nemotron-Labs-Diffusion", section 3.2. The plain form is reference/bloc
 draw the same tokens and fill the same slots.
 
 All sequences of a batch fill their blocks in step: blocks are equally long, and a sequence whose block is done waits for
-the others before all of them are refreshed in one forward.
+the others before all of them are refreshed in one forward. Its tokens do not wait.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -30,7 +31,7 @@ from pdkernels.decoding._sampling import (
 )
 from pdkernels.decoding._session import Session, has_no_choice, is_end
 from pdkernels.decoding.canvas.canvas import share
-from pdkernels.decoding.steps import Entry, Rows, Steps, decoder
+from pdkernels.decoding.steps import Entry, Row, Rows, Steps, decoder
 from pdkernels.decoding.traces import DenoiseStep
 from pdkernels.masks import TilePlan, full
 from pdkernels.models.sampler_head import SamplerHead
@@ -111,8 +112,21 @@ class BlockSteps(Steps):
         self.quotas = torch.tensor(quotas or [0], device=device)
         self.nothing = torch.zeros_like(self.cache.lengths)  # rows that a denoising step stores
         self.forward = torch.zeros_like(self.cache.lengths)  # number of each sequence's last forward
-        self.written, self.passes = self.nothing.new_zeros(1), self.nothing.new_zeros(1)
+        self.limits = torch.full_like(self.nothing, self.limit)
+        self.written = torch.zeros_like(self.nothing)  # tokens of the blocks before this one
+        self.passes = torch.zeros_like(self.nothing)  # steps over this block
         self.entry = Entry(session.batch, device, form=None, taking=None, block=block_size)
+
+    @property
+    def state(self) -> tuple[torch.Tensor, ...]:
+        return *super().state, self.limits, self.written, self.passes, self.forward
+
+    def joined(self) -> None:
+        self._look()  # sequences that wait for a refresh wait for the new one too
+
+    def end(self, sequences: Sequence[int]) -> None:
+        super().end(sequences)
+        self._look()
 
     @property
     def max_entries(self) -> int:
@@ -123,13 +137,16 @@ class BlockSteps(Steps):
         prompts, lengths = session.packed_prompts(session.longest, self.cache.device)
         for state in (self.cache.lengths, self.written, self.forward, self.entry.accepted):
             state.zero_()
+        self.limits.fill_(session.max_new_tokens)
         self.entry.pending.fill_(1)
         self._extend(prompts, lengths, (lengths - 1)[:, None], None)
 
     def refresh(self, width: int | None = None, ragged: bool = True) -> None:
         """Makes the finished block part of the past."""
         entry, last = self.entry, torch.full_like(self.nothing, self.block_size - 1)[:, None]
-        self._extend(entry.block, entry.pending * self.block_size, last, self.refreshed)
+        counts = entry.pending * self.block_size
+        self.written += counts
+        self._extend(entry.block, counts, last, self.refreshed)
 
     def _extend(self, tokens: torch.Tensor, counts: torch.Tensor, last: torch.Tensor, mask: TilePlan | None) -> None:
         """Stores `tokens`, and begins a block after them."""
@@ -162,7 +179,7 @@ class BlockSteps(Steps):
             judged = judged_guesses(model, hidden, block, able, self.mask_token, self.sampler)
             ids, sure = (part[:, known:] for part in judged)
         no_choice = ((sure.isnan() | (ids < 0)) & (block[:, known:] == self.mask_token)).any(1) & (entry.taking > 0)
-        number = self.passes.clamp(max=len(self.quotas) - 1).expand_as(self.nothing)
+        number = self.passes.clamp(max=len(self.quotas) - 1)
         done = unmask_(
             block[:, known:],
             ids,
@@ -186,70 +203,53 @@ class BlockSteps(Steps):
         self.entry.pending.masked_fill_(no_choice, 0)
 
     def _look(self) -> None:
-        """Determines who drafts on. A block that is complete in all sequences is left for good."""
+        """Determines who drafts on, who is done, and whether all others have completed their blocks. Again, it says the same."""
         entry, pending = self.entry, self.entry.pending
-        wanted = (self.limit - self.written).clamp(max=self.block_size)
-        needed = self.slot < wanted
+        missing = (self.limits - self.written)[:, None]
+        needed = self.slot < missing
         ends = self._is_end() & needed
         masks = (entry.block == self.mask_token) & needed & (self.slot >= self.known)
         # A mask after an end token is not needed.
         drafting = (masks & (ends.cumsum(1) - ends.long() == 0)).any(1) & (pending > 0)
         closed = ~drafting.any()
-        after = self.written + wanted
-        pending.masked_fill_(closed & (ends.any(1) | (after >= self.limit)), 0)
-        self.written.copy_(torch.where(closed, after, self.written))
+        pending.masked_fill_(~drafting & (ends.any(1) | (missing[:, 0] <= self.block_size)), 0)
         entry.form.copy_(closed.expand_as(pending))
         entry.taking.copy_(torch.where(closed, pending, drafting))
 
-    def halt(self, session: Session, rows: Rows) -> Rows:
-        active = [row.pending > 0 for row in rows]
-        if not any(on and stopped for on, stopped in zip(active, session.stopped, strict=True)):
-            return rows
-        super().halt(session, rows)
-        if rows[0].form:
-            self.entry.taking.copy_(self.entry.pending)
-        else:
-            self._look()
-        after = self.entry.rows()
-        if after[0].form > rows[0].form:
-            self._close(session, after, active)
-        return after
-
     def opened(self, session: Session, rows: Rows) -> int:
-        self.past = 0  # tokens of blocks that are complete
         session.forwards += 1
-        self._begun(session, rows, [True] * session.batch)
+        for sequence, row in enumerate(rows):
+            self._begun(session, sequence, row)
         return session.batch
 
     def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
-        session.forwards += 1
-        active = [row.pending > 0 for row in before]
-        if before[0].form:
-            self._begun(session, rows, active)
-            return sum(active)
+        taken_part = sum(row.taking for row in before)
+        session.forwards += taken_part > 0
         for sequence, (old, row) in enumerate(zip(before, rows, strict=True)):
-            if old.taking:
-                _record(session, sequence, old.block, row.block, self.mask_token)
-        if rows[0].form:
-            self._close(session, rows, active)
-        return sum(row.taking for row in before)
+            if not old.taking:
+                continue
+            if old.form:
+                self._begun(session, sequence, row)
+                continue
+            _record(session, sequence, old.block, row.block, self.mask_token)
+            if row.form or not row.taking:
+                self._close(session, sequence, row.block)
+        return taken_part
 
-    def _begun(self, session: Session, rows: Rows, active: list[bool]) -> None:
-        for sequence, row in enumerate(rows):
-            if active[sequence] and self.known:
-                session.record_first(sequence, row.block[0])
-        if rows[0].form:
-            self._close(session, rows, active)
+    def _begun(self, session: Session, sequence: int, row: Row) -> None:
+        if self.known:
+            session.record_first(sequence, row.block[0])
+        if row.form or not row.taking:
+            self._close(session, sequence, row.block)
 
-    def _close(self, session: Session, rows: Rows, active: list[bool]) -> None:
-        """Records what a complete block gives to the sequences that were active in it."""
-        wanted = min(self.block_size, self.limit - self.past)
-        self.past += wanted
-        for sequence, row in enumerate(rows):
-            ends = (n + 1 for n, token in enumerate(row.block[:wanted]) if token in session.end_tokens)
-            stop = next(ends, wanted)
-            if active[sequence] and stop > self.known:
-                session.emit(sequence, row.block[self.known : stop], stop - self.known)
+    def _close(self, session: Session, sequence: int, block: list[int]) -> None:
+        """Records what a complete block gives."""
+        before = len(session.tokens[sequence]) - self.known
+        wanted = min(self.block_size, session.max_new_tokens - before)
+        ends = (n + 1 for n, token in enumerate(block[:wanted]) if token in session.end_tokens)
+        stop = next(ends, wanted)
+        if stop > self.known:
+            session.emit(sequence, block[self.known : stop], stop - self.known)
 
 
 decode = decoder(BlockSteps)

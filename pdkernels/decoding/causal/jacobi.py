@@ -74,11 +74,23 @@ class JacobiSteps(DraftSteps):
         width, device = session.longest + limit + slots, self.cache.device
         self.lookup = Lookup(batch, width, slots, device) if draft == "lookup" else None
         if self.lookup is None:
-            self.words = filler_words(self.seeds, limit, slots)
+            self.words = filler_words(self.seeds, limit + 1, slots)  # the last ones for a sequence that is done
             self.history = torch.zeros(batch, width, dtype=torch.int64, device=device)
         else:
             self.history = self.lookup.text
-        self.number = torch.zeros(1, dtype=torch.int64, device=device)  # of the step
+        self.number = torch.zeros_like(self.remaining)  # of each sequence's step
+        self.sequence = torch.arange(batch, device=device)
+        self.after = self.slot + 1
+
+    @property
+    def state(self) -> tuple[torch.Tensor, ...]:
+        texts = (self.history, self.words) if self.lookup is None else (self.lookup.tokens,)
+        return *super().state, self.number, *texts
+
+    def reseed(self, seeds: torch.Tensor) -> None:
+        super().reseed(seeds)
+        if self.lookup is None:
+            self.words.copy_(filler_words(self.seeds, self.words.shape[1], self.slots))
 
     def start(self, session: Session) -> None:
         packed, prompt_lengths = session.packed_prompts(self.history.shape[1], self.cache.device)
@@ -98,7 +110,7 @@ class JacobiSteps(DraftSteps):
         logits, best = self._predictions(self.history[:, : session.longest + guesses], counts, rows + 1, rows=rows)
         self.entry.draft[:, : guesses + 1] = best.clamp(min=0)
         self.cache.commit_(prompt_lengths)
-        self.begin(best[:, :1], logits[:, :1])
+        self.begin(session, best[:, :1], logits[:, :1])
         if self.lookup is not None:
             self._look_up(self.lookup)
         self.number.fill_(1)
@@ -111,13 +123,13 @@ class JacobiSteps(DraftSteps):
         """Verifies and commits the draft. Returns the verdict, and how many tokens of each draft were left."""
         entry = self.entry
         counts = entry.pending if ragged else None
-        positions = self.cache.lengths[:, None] + 1 + self.slot[:width]
+        positions = self.cache.lengths[:, None] + self.after[:width]
         logits, predictions = self._predictions(entry.draft[:, :width], counts, positions)
         entry.predictions[:, :width] = predictions.clamp(min=0)
         # Like its KV rows, a draft comes after the committed history at its own position: only a commit makes it part of it.
         committed = self.cache.lengths[:, None]  # grows in place with every commit
         if self.lookup is None:
-            refill = self.history.gather(1, self.words.index_select(1, self.number)[:, 0] % committed)
+            refill = self.history.gather(1, self.words[self.sequence, self.number] % committed)
         else:
             refill = self.lookup.nothing
         self.history.scatter_(1, committed + self.slot, entry.draft)
@@ -125,7 +137,8 @@ class JacobiSteps(DraftSteps):
             entry.draft, entry.predictions, draft_lengths=entry.pending, end_tokens=self.ends, refill=refill
         )
         self.cache.commit_(verdict.accepted)
-        self.number += 1
+        # A sequence that is done accepts nothing and stays at its number: there are no more words than steps of a generation.
+        self.number += verdict.accepted.sign()
         rest = entry.pending - verdict.accepted
         self.judge(verdict, logits, predictions)
         return verdict, rest

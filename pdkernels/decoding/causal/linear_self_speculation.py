@@ -95,12 +95,20 @@ class LinearSteps(DraftSteps):
         self.forward = torch.zeros_like(self.cache.lengths)  # number of each sequence's last forward
         self.begun = torch.zeros_like(self.cache.lengths)  # `forward` before the block
         self.drafting = torch.zeros_like(self.cache.lengths)  # 1 while a block has masks
-        self.fresh = torch.ones(1, dtype=torch.bool, device=self.cache.device)  # the next pass begins a block
+        self.fresh = torch.ones_like(self.drafting, dtype=torch.bool)  # the next pass begins a block
 
     @property
     def max_entries(self) -> int:
         """With draft passes as rounds, each of which fills a slot."""
         return self.limit * (1 + (self.max_passes if len(self.forms) > 1 else 0))
+
+    @property
+    def state(self) -> tuple[torch.Tensor, ...]:
+        return *super().state, self.forward, self.begun, self.drafting, self.fresh
+
+    def joined(self) -> None:
+        # Another pass changes nothing in a block that is filled: its sequence waits for those that are not.
+        self.entry.form.zero_()
 
     def start(self, session: Session) -> None:
         prompts, prompt_lengths = session.packed_prompts(session.longest, self.cache.device)
@@ -109,7 +117,7 @@ class LinearSteps(DraftSteps):
         logits = self.model(prompts, cache=self.cache, counts=session.ragged(prompt_lengths), rows=last)
         first = sample(logits, prompt_lengths[:, None], self.temperature, self.seeds, OWN, self.banned)
         self.cache.commit_(prompt_lengths)
-        self.begin(first, logits)
+        self.begin(session, first, logits)
         self.entry.known.copy_(first[:, 0])
         self.forward.fill_(1)
         self.begun.fill_(1)
@@ -156,7 +164,7 @@ class LinearSteps(DraftSteps):
         """A pass over the block after its known token; returns its logits if their distribution is needed."""
         block = self.entry.block
         block[:, 0] = self.entry.known.clamp(min=0)  # -1 in a finished sequence
-        masks = block[:, 1:].masked_fill_(self.fresh, self.mask_token)
+        masks = block[:, 1:].masked_fill_(self.fresh[:, None], self.mask_token)
         active = (self.entry.pending > 0).long()
         self.drafting.copy_(torch.where(self.fresh, active, self.drafting))
         self.fresh.fill_(False)
@@ -224,7 +232,7 @@ class LinearSteps(DraftSteps):
                 if session.trace is not None:
                     session.trace[sequence].append(LinearStep(draft, predictions, row.accepted, row.forwards))
         # The sequence drafted last took part in every forward.
-        session.forwards += max(taken_part)
+        session.forwards += max(taken_part, default=0)
         return sum(taken_part)
 
 

@@ -105,6 +105,10 @@ class QuadraticSteps(DraftSteps):
         self.whole = _layout(slots, masks, in_group, self.cache.device)  # kept here for a graph
         self.forward = torch.zeros_like(self.cache.lengths)  # number of the last forward
 
+    @property
+    def state(self) -> tuple[torch.Tensor, ...]:
+        return *super().state, self.forward
+
     def start(self, session: Session) -> None:
         """The prompt and one group after its last token, whose masks are already at their positions."""
         cache, masks, device = self.cache, self.masks, self.cache.device
@@ -122,7 +126,7 @@ class QuadraticSteps(DraftSteps):
         positions = prompt_lengths[:, None] + 1 + self.slot[:-1]
         guesses = sample(logits[:, 1:], positions, self.temperature, self.seeds, 1, suppress=(self.mask_token,))
         cache.commit_(prompt_lengths)
-        self.begin(first, logits[:, :1])
+        self.begin(session, first, logits[:, :1])
         self.entry.draft[:, :1] = first.clamp(min=0)
         self.entry.draft[:, 1:] = drafted(guesses, self.mask_token)
         self.forward.fill_(1)

@@ -13,6 +13,7 @@ forward.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -24,7 +25,7 @@ from pdkernels.decoding.canvas.canvas import Canvas, SamplingOptions, blocks_of,
 from pdkernels.decoding.canvas.checks import check_keeps_rows
 from pdkernels.decoding.canvas.forward import WholeCanvas
 from pdkernels.decoding.canvas.steps import CanvasSteps
-from pdkernels.decoding.steps import with_defaults
+from pdkernels.decoding.steps import Row, with_defaults
 from pdkernels.models.capabilities import rows_ahead
 
 _OP = "decoding.fast_dllm"
@@ -169,7 +170,7 @@ class Rows(WholeCanvas):
             rows = rows.clamp(max=self.width - 1)
         tokens = self._canvas.tokens.gather(1, rows)
         hidden: torch.Tensor = self._model.recompute(
-            tokens, self._cache, starts, counts=counts, visible=self._canvas.totals
+            tokens, self.cache, starts, counts=counts, visible=self._canvas.totals
         )
         return hidden
 
@@ -191,6 +192,17 @@ class FastSteps(CanvasSteps):
         self.width = len(self.slot) if chosen["cache"] == "dual" else self.limit
         # The block's first position, counted from the end of the prompt, and forwards over the block so far.
         self.begins, self.taken = torch.zeros_like(self.number), torch.zeros_like(self.number)
+
+    @property
+    def state(self) -> tuple[torch.Tensor, ...]:
+        return *super().state, self.begins, self.taken
+
+    def ready(self, rows: Sequence[Row]) -> bool:
+        # Only the forward that a block begins with computes whole canvases.
+        return not self.cached or rows[0].form == 1 or not any(row.pending for row in rows)
+
+    def joined(self) -> None:
+        self.entry.form.fill_(int(self.cached))
 
     def start(self, session: Session) -> None:
         super().start(session)

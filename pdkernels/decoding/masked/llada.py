@@ -92,7 +92,7 @@ class LladaSteps(CanvasSteps):
     def __init__(self, session: Session, **options: Any) -> None:
         chosen = with_defaults(decode, options)
         revise, steps = chosen.pop("revise"), chosen["steps"]
-        self.needs_host = "a `revise` above 0" if revise > 0 else ""
+        self.lacks = self.needs_host = "a `revise` above 0" if revise > 0 else ""
         canvas, blocks = begin(_OP, session, **chosen)
         rows = [(first, last, quota) for first, last in blocks for quota in quotas(last - first, steps, len(blocks))]
         self.schedule = torch.tensor(rows, device=canvas.tokens.device)

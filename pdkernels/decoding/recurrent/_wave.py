@@ -62,7 +62,7 @@ class Wave:
         self.options, self.sampling = options, sampling
         self._cache, self._ends = cache, ends
         # Only requested tokens get a row: the wave ends where the text will.
-        self._limit = limit = session.max_new_tokens
+        limit = session.max_new_tokens
         self.capacity = max(1, min(options.max_wavefront, limit - 1))
         cursor, batch = cache.lengths, session.batch
         self._slot = torch.arange(self.capacity, device=cursor.device)
@@ -80,12 +80,18 @@ class Wave:
         if options.headway > 1:  # guesses are sampled from the text
             self._text = cursor.new_zeros(batch, session.longest + limit + self.capacity)
 
+    @property
+    def state(self) -> tuple[torch.Tensor, ...]:
+        """As `Steps.state`."""
+        kept = (self.tokens, self._recurrences, self._unchanged_steps, self.remaining, self.width, self.advance, self._steps)
+        return *kept, self._state, self._blended, *(self._older or ()), *(() if self._text is None else (self._text,))
+
     def start(self, session: Session, tokens: torch.Tensor) -> None:
         """Begins with the `tokens` ``(batch, 1)`` after the prompts that are in the cache."""
         for state in (self.tokens, self._recurrences, self._unchanged_steps, self.advance, self._steps):
             state.zero_()
         self.tokens[:, :1] = tokens
-        self.remaining.fill_(self._limit - 1)
+        self.remaining.fill_(session.max_new_tokens - 1)
         if self._ends is not None:
             self.remaining.masked_fill_(is_end(tokens[:, 0], self._ends), 0)
         self.width.copy_(self.remaining.clamp(max=1))

@@ -137,7 +137,7 @@ class WaveSteps(Steps):
             recurrences,
             inner_recurrence,
         )
-        self.sampling, self.core, self.maximum = sampling, core, maximum
+        self.sampling, self.seeds, self.core, self.maximum = sampling, sampling.seeds, core, maximum
         self.needs_host = "" if maximum > 0 else "max_recurrences=0, with which a row may never be ready"
         self.cache = new_cache(session, page_size, core)
         self.wave = Wave(session, self.cache, session.ends_on(self.cache.lengths.device), options, sampling)
@@ -145,6 +145,10 @@ class WaveSteps(Steps):
         self.entry = Entry(
             session.batch, self.wave.tokens.device, predictions=capacity, inputs=capacity, distances=capacity
         )
+
+    @property
+    def state(self) -> tuple[torch.Tensor, ...]:
+        return *super().state, *self.wave.state
 
     @property
     def live(self) -> tuple[torch.Tensor, ...]:
@@ -181,12 +185,12 @@ class WaveSteps(Steps):
 
     def opened(self, session: Session, rows: Rows) -> int:
         session.recurrences, session.counts_recurrences = self.recurrences, True
-        self.cursors = [len(prompt) for prompt in session.prompts]
         return record_first(session, [row.predictions[0] for row in rows])
 
     def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
-        session.forwards += 1
-        session.recurrences += self.inner
+        taken_part = sum(row.pending > 0 for row in before)
+        session.forwards += taken_part > 0
+        session.recurrences += self.inner * (taken_part > 0)
         for sequence, (old, row) in enumerate(zip(before, rows, strict=True)):
             width, frozen = old.pending, row.accepted
             if width == 0:
@@ -194,13 +198,13 @@ class WaveSteps(Steps):
             predicted = row.predictions[:width]
             if session.trace is not None:
                 moved = [float_of(bits) for bits in row.distances[:width]]
-                step = RecurrentStep(self.cursors[sequence], row.inputs[:width], predicted, moved, frozen)
+                cursor = len(session.prompts[sequence]) + len(session.tokens[sequence]) - 1
+                step = RecurrentStep(cursor, row.inputs[:width], predicted, moved, frozen)
                 session.trace[sequence].append(step)
             session.accepted[sequence].append(frozen)
-            self.cursors[sequence] += frozen
             if frozen:  # all but the last of them were inputs of this step
                 session.emit(sequence, predicted[:frozen], frozen - 1)
-        return sum(row.pending > 0 for row in before)
+        return taken_part
 
 
 decode = decoder(WaveSteps)

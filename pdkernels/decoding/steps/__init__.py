@@ -3,5 +3,18 @@
 from pdkernels.decoding.steps.contract import Steps, decoder, run, with_defaults
 from pdkernels.decoding.steps.drafts import DraftSteps, record_first
 from pdkernels.decoding.steps.entry import Entry, Row, Rows, float_of
+from pdkernels.decoding.steps.running import RunningBatch
 
-__all__ = ["DraftSteps", "Entry", "Row", "Rows", "Steps", "decoder", "float_of", "record_first", "run", "with_defaults"]
+__all__ = [
+    "DraftSteps",
+    "Entry",
+    "Row",
+    "Rows",
+    "RunningBatch",
+    "Steps",
+    "decoder",
+    "float_of",
+    "record_first",
+    "run",
+    "with_defaults",
+]

@@ -3,6 +3,9 @@
 The device half has static shapes, keeps its state in tensors that are allocated once and change in place, and reads nothing
 back: it can be captured in a graph, and whole generations can run without the host (`pdkernels.integrations.device_loop`). The
 host half turns entries, one per step, into the session's record. Here the two alternate.
+
+All that a step reads of a sequence is in its row of `state` and of the cache. So between two steps another sequence can take a row:
+`admit` copies those rows from steps that have run its prompt alone (`RunningBatch`).
 """
 
 from __future__ import annotations
@@ -21,14 +24,25 @@ from pdkernels.decoding.steps.entry import Entry, Rows
 
 
 class Steps(ABC):
-    """Built for the sizes of a session; `start` takes any session with the same batch and limits and no longer prompts."""
+    """Built for the sizes of a session; `start` takes any session with the same batch and limits and no longer prompts, and with
+    `any_limit` also lower limits, equal for all sequences."""
 
     entry: Entry
     """Rewritten by `start` and by every step. With two `forms` it has a column `form`: which is next, for all sequences, 0 or 1."""
     limit: int
     """Tokens of a generation."""
+    cache: Any
+    """Of the model: it has the committed tokens of a sequence, or of its canvas."""
+    seeds: torch.Tensor
+    """``(batch,)`` int64: they key the random numbers of a sequence."""
     needs_host: str = ""
     """The option that makes a step read its device, or choose shapes; empty if none does."""
+    lacks: str = ""
+    """The option of the method that these steps do not follow; empty if they follow all."""
+    any_limit: bool = True
+    """Whether a generation may have fewer tokens than `limit`."""
+    keeps_pages: bool = False
+    """Whether a step writes to the cache of a sequence that is done as if it continued."""
     forms: tuple[str, ...] = ("step",)
     """Names of the methods that are rounds, with the arguments of `step`."""
 
@@ -51,6 +65,43 @@ class Steps(ABC):
         return (self.entry.pending,)
 
     @property
+    def state(self) -> tuple[torch.Tensor, ...]:
+        """Tensors ``(batch, ..)`` with all that a step reads of a sequence, besides its part of the cache: a sequence joins with its
+        rows of these."""
+        return self.entry.table, self.seeds
+
+    def reseed(self, seeds: torch.Tensor) -> None:
+        """Replaces the seeds, for the next `start`."""
+        self.seeds.copy_(seeds)
+
+    def ready(self, rows: Rows) -> bool:
+        """Whether a sequence can join before the next step; `rows` is the last entry. If not, it can after some more steps."""
+        return True
+
+    def admit(self, row: int, staging: Steps, length: int, capacity: int) -> None:
+        """Replaces sequence `row` by the one that `staging` has started; no other sequence changes, except that it may wait.
+
+        `staging` was built with the same options for the same sizes, but for one sequence. The cache has `length` tokens of that, and
+        room for `capacity`. Nothing here waits for the device, but pages change. MemoryError, before any change: there are too few.
+        """
+        for copy in range(row, self.cache.batch, len(self.entry.table)):
+            if self.cache.block_table is not None:
+                self.cache.resize_row_(copy, capacity)
+            self.cache.copy_row_(copy, staging.cache, copy // len(self.entry.table), length)
+        for mine, other in zip(self.state, staging.state, strict=True):
+            mine[row].copy_(other[0])
+        self.joined()
+
+    def joined(self) -> None:  # noqa: B027, most have nothing to adapt
+        """After a sequence has joined: adapts what the entry says of all sequences."""
+
+    def end(self, sequences: Sequence[int]) -> None:
+        """Ends these sequences on the device, whatever they have."""
+        for tensor in self.live:
+            for sequence in sequences:
+                tensor[sequence] = 0
+
+    @property
     def max_entries(self) -> int:
         """The most entries of a generation: one for the prompts and one per round, each of which gives a sequence a token."""
         return self.limit
@@ -65,10 +116,11 @@ class Steps(ABC):
 
     def halt(self, session: Session, rows: Rows) -> Rows:
         """Ends the sequences that a stop string has ended, on the device; returns the entry after that."""
-        if not any(session.stopped):
+        stopped = [n for n, row in enumerate(rows) if session.stopped[n] and row.pending > 0]
+        if not stopped:
             return rows
-        session.stop_([row.pending for row in rows], *self.live)
-        return [row.finished() if stopped else row for row, stopped in zip(rows, session.stopped, strict=True)]
+        self.end(stopped)
+        return self.entry.rows()
 
     def recorded(self, session: Session, log: list[list[list[int]]]) -> int:
         """Records a whole generation from the log of its entries, and returns the forwards its sequences took part in."""
@@ -102,6 +154,17 @@ def refuse_no_choice(session: Session, entries: list[Rows]) -> None:
                 session.fail_without_choice(sequence)
 
 
+def next_entry(steps: Steps, rows: Rows, replays: Sequence[Callable[[], None]] = ()) -> Rows:
+    """Runs a round, given the last entry, in which something is pending."""
+    form = rows[0].form if len(steps.forms) > 1 else 0
+    if replays:
+        replays[form]()
+    else:
+        width = max(row.pending for row in rows)
+        getattr(steps, steps.forms[form])(width, ragged=min(row.pending for row in rows) < width)
+    return steps.entry.rows()
+
+
 def run(steps: Steps, session: Session, replays: Sequence[Callable[[], None]] = ()) -> int:
     """A whole generation, with one read of the device per round. Returns the forwards its sequences took part in.
 
@@ -114,14 +177,8 @@ def run(steps: Steps, session: Session, replays: Sequence[Callable[[], None]] = 
     refuse_no_choice(session, [rows])
     taken_part = steps.opened(session, rows)
     rows = steps.halt(session, rows)
-    forms = [getattr(steps, name) for name in steps.forms]
-    while (width := max(row.pending for row in rows)) > 0:
-        form = rows[0].form if len(forms) > 1 else 0
-        if replays:
-            replays[form]()
-        else:
-            forms[form](width, ragged=min(row.pending for row in rows) < width)
-        before, rows = rows, steps.entry.rows()
+    while any(row.pending for row in rows):
+        before, rows = rows, next_entry(steps, rows, replays)
         refuse_no_choice(session, [rows])
         taken_part += steps.stepped(session, before, rows)
         rows = steps.halt(session, rows)

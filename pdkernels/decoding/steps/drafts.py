@@ -32,14 +32,18 @@ class DraftSteps(Steps):
         self.entry = Entry(session.batch, device, **(columns or {"draft": slots, "predictions": slots}))
 
     @property
+    def state(self) -> tuple[torch.Tensor, ...]:
+        return *super().state, self.remaining
+
+    @property
     def live(self) -> tuple[torch.Tensor, ...]:
         return self.remaining, self.entry.pending
 
-    def begin(self, first: torch.Tensor, logits: torch.Tensor) -> None:
-        """After the prompts: the tokens `first` ``(batch, 1)`` that were drawn from `logits` ``(batch, 1, V)``."""
+    def begin(self, session: Session, first: torch.Tensor, logits: torch.Tensor) -> None:
+        """After the prompts of `session`: the tokens `first` ``(batch, 1)`` that were drawn from `logits` ``(batch, 1, V)``."""
         no_choice = has_no_choice(logits, first)[:, 0]
         self.entry.accepted.zero_().masked_fill_(no_choice, -1)
-        self.remaining.fill_(self.limit - 1).masked_fill_(no_choice, 0)
+        self.remaining.fill_(session.max_new_tokens - 1).masked_fill_(no_choice, 0)
         if self.ends is not None:
             self.remaining.masked_fill_(is_end(first[:, 0], self.ends), 0)
         self.entry.pending.copy_(self.remaining.clamp(max=self.slots))
@@ -58,12 +62,13 @@ class DraftSteps(Steps):
         return record_first(session, [row.draft[0] for row in rows])
 
     def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
-        session.forwards += 1
+        taken_part = sum(row.pending > 0 for row in before)
+        session.forwards += taken_part > 0
         for sequence, (old, row) in enumerate(zip(before, rows, strict=True)):
             if length := old.pending:
                 draft, predictions = old.draft[:length], row.predictions[:length]
                 session.log_step(sequence, draft, predictions, accepted=row.accepted, next_token=row.draft[0])
-        return sum(row.pending > 0 for row in before)
+        return taken_part
 
 
 def record_first(session: Session, tokens: list[int]) -> int:

@@ -31,12 +31,6 @@ class Row:
         except KeyError:
             raise AttributeError(f"an entry has {', '.join(self._places)}, but not {name}") from None
 
-    def finished(self) -> Row:
-        """This row for a sequence that is done: nothing is pending."""
-        values = list(self._values)
-        values[0] = 0
-        return Row(self._places, values)
-
 
 Rows = list[Row]
 

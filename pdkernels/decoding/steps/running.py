@@ -1,0 +1,221 @@
+"""A running batch: its rows are requests that join and leave between two steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pdkernels._validation import check, message
+from pdkernels.decoding._sampling import checked_seeds
+from pdkernels.decoding._session import Session
+from pdkernels.decoding.steps.contract import Steps, next_entry, refuse_no_choice
+
+_OP = "decoding.steps.RunningBatch"
+
+# What a row without a request keeps in the cache: one token, and a slot for the one that a step writes after it.
+_IDLE = 2
+
+
+class RunningBatch:
+    """A batch of a method's steps, each row of which serves one request after another.
+
+    A request is a `Session` of one prompt, with a limit, stop strings, a callback and a trace of its own. It gets the tokens, the
+    accepted counts and the trace that it has alone, whatever else is in the batch: its first token and state come from steps of
+    batch 1 (`Steps.admit`), and its random numbers from its seed and positions.
+
+    Args:
+        kind: the steps of a method.
+        largest: a session with the sizes of the batch: as many prompts as there are rows, all as long as the longest that may come,
+            and the largest limit. Its model, end tokens and penalty are those of all requests.
+        **options: of the method, but no seed.
+
+    Raises:
+        NotImplementedError: an option that the method's steps do not follow, or a model whose cache cannot take over a sequence.
+        ValueError: a seed, a session that fills masks in prompts, or an option out of range.
+
+    The state is allocated here, once. The prompt ``[0]`` runs in every row, so that rows without a request hold something valid.
+
+    Example:
+        >>> import torch
+        >>> from pdkernels.decoding import find, generate
+        >>> from pdkernels.decoding.steps import RunningBatch
+        >>> from pdkernels.models.transformer import Transformer, TransformerConfig
+        >>> model = Transformer(TransformerConfig(vocab_size=11, hidden_size=16, layers=2, heads=4, kv_heads=2,
+        ...                                       head_dim=8, intermediate_size=24))
+        >>> def request(prompt, limit):
+        ...     return Session(model, [prompt], limit, (), None, False)
+        >>> batch = RunningBatch(find("jacobi").steps, Session(model, [[0] * 4] * 2, 9, (), None, False), block_size=3)
+        >>> first, second = request([3, 1, 4], 9), request([1, 5], 5)
+        >>> batch.admit(0, first); done = batch.step()  # the second one joins while the first one runs
+        >>> batch.admit(1, second)
+        >>> while batch.busy:
+        ...     for row in batch.step():
+        ...         forwards = batch.retire(row)
+        >>> second.tokens == [generate(model, [1, 5], "jacobi", max_new_tokens=5, block_size=3).tokens.tolist()]
+        True
+    """
+
+    @torch.inference_mode()
+    def __init__(self, kind: type[Steps], largest: Session, **options: Any) -> None:
+        check("seed" not in options, _OP, "seed", "be given to admit", options.get("seed"))
+        check(largest.tails is None, _OP, "largest", "have no masks in prompts", "some")
+        self._largest, batch = largest, largest.batch
+        self.steps = kind(largest, **options)
+        self._staging = kind(self._sized([[0] * largest.longest]), **options)
+        for absent, what in ((self.steps.lacks, "options"), (self._other_cache(), "model")):
+            if absent:
+                raise NotImplementedError(message(_OP, what, "let sequences join and leave", absent))
+        self.sessions: list[Session | None] = [None] * batch
+        """The request of each row."""
+        self._taken_part = [0] * batch
+        self._errors: dict[int, Exception] = {}
+        self.steps.start(self._sized([[0]] * batch))
+        self.steps.end(range(batch))
+        for row in range(batch):
+            self._give_back(row)
+        self._rows = self.steps.entry.rows()
+
+    @property
+    def free(self) -> list[int]:
+        """Rows without a request."""
+        return [row for row, session in enumerate(self.sessions) if session is None]
+
+    @property
+    def busy(self) -> bool:
+        """Whether there are requests, done or not."""
+        return any(self.sessions)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request can join before the next step. If not, it can after some more steps."""
+        return self.steps.ready(self._rows)
+
+    @torch.inference_mode()
+    def admit(self, row: int, session: Session, seed: int = 0) -> None:
+        """Runs a request's prompt and puts the request in a free row, while the other rows stay where they are.
+
+        Args:
+            row: one of `free`.
+            session: of one prompt, with the batch's model and end tokens, and no larger than `largest`.
+            seed: as that of `generate` for the prompt alone.
+
+        Raises:
+            ValueError: a row that is taken, a request that does not fit, logits without a choice; or the batch is not `ready`.
+            MemoryError: the pool of pages is too small for the prompt and its new tokens.
+
+        Nothing has changed after an error. The host waits for the prompt's forward.
+        """
+        self._check(row, session)
+        staging, steps = self._staging, self.steps
+        staging.reseed(checked_seeds(_OP, seed, 1))
+        staging.start(session)
+        first = staging.entry.rows()
+        refuse_no_choice(session, [first])
+        length = 0 if steps.keeps_pages else session.longest
+        steps.admit(row, staging, length, session.longest + session.max_new_tokens)
+        self._rows = steps.entry.rows()
+        self.sessions[row], self._taken_part[row] = session, 0
+        self._record(row, lambda: staging.opened(session, first))
+        self._stop()
+
+    @torch.inference_mode()
+    def step(self) -> list[int]:
+        """Runs one round, if anything is pending. Returns the rows whose requests are done: `retire` takes them out.
+
+        An error in the record of a request, of its logits or its callback, ends this request alone: `retire` raises it.
+        """
+        before = self._rows
+        if any(row.pending for row in before):
+            self._rows = next_entry(self.steps, before)
+            for row, session in enumerate(self.sessions):
+                if session is not None and before[row].pending:
+                    self._step(row, session, before[row])
+            self._stop()
+        return [row for row, session in enumerate(self.sessions) if session and not self._rows[row].pending]
+
+    @torch.inference_mode()
+    def retire(self, row: int) -> int:
+        """Frees the row of a request, done or not, and returns the forwards it took part in. Its session has the rest.
+
+        Raises:
+            ValueError: a row without a request.
+            Exception: what ended the request, if that was an error.
+        """
+        check(self.sessions[row] is not None, _OP, "row", f"hold a request; {self._taken()} do", row)
+        self.sessions[row] = None
+        if self._rows[row].pending:
+            self._end([row])
+        self._give_back(row)
+        error = self._errors.pop(row, None)
+        if error is not None:
+            raise error
+        return self._taken_part[row]
+
+    def _sized(self, prompts: list[list[int]]) -> Session:
+        """A session for other prompts, of the same sizes."""
+        known = self._largest
+        session = Session(known.model, prompts, known.max_new_tokens, known.end_tokens, None, False)
+        session.repetition_penalty = known.repetition_penalty
+        return session
+
+    def _other_cache(self) -> str:
+        cache = self.steps.cache
+        return "" if hasattr(cache, "copy_row_") else f"one whose {type(cache).__name__} has no copy_row_"
+
+    def _taken(self) -> list[int]:
+        return [row for row, session in enumerate(self.sessions) if session is not None]
+
+    def _check(self, row: int, session: Session) -> None:
+        largest, limit = self._largest, session.max_new_tokens
+        check(row in self.free, _OP, "row", f"be one of {self.free}", row)
+        check(self.ready, _OP, "admit", "be called when `ready`", "before", "Run more steps.")
+        check(session.batch == 1, _OP, "session", "have one prompt", session.batch)
+        check(session.model is largest.model, _OP, "session", "have the model of the batch", "another")
+        check(session.tails is None, _OP, "session", "have no masks in its prompt", "some")
+        check(
+            session.longest <= largest.longest, _OP, "prompt", f"have at most {largest.longest} tokens", session.longest
+        )
+        for name in ("end_tokens", "repetition_penalty"):
+            mine, other = getattr(largest, name), getattr(session, name)
+            check(mine == other, _OP, name, f"be those of the batch, {mine}", other)
+        if self.steps.any_limit:
+            most = largest.max_new_tokens
+            check(1 <= limit <= most, _OP, "max_new_tokens", f"be in 1 .. {most}", limit)
+        else:
+            wanted = f"be {largest.max_new_tokens}, that of the batch, for a method that fills a canvas"
+            check(limit == largest.max_new_tokens, _OP, "max_new_tokens", wanted, limit)
+
+    def _step(self, row: int, session: Session, before: Any) -> None:
+        def record() -> int:
+            rows = [self._rows[row]]
+            refuse_no_choice(session, [rows])
+            return self.steps.stepped(session, [before], rows)
+
+        self._record(row, record)
+
+    def _record(self, row: int, record: Any) -> None:
+        try:
+            self._taken_part[row] += record()
+        except Exception as error:
+            self._errors[row] = error
+
+    def _stop(self) -> None:
+        """Ends the requests that a stop string or an error has ended."""
+        stopped = [row for row, session in enumerate(self.sessions) if session and session.stopped[0]]
+        ended = [row for row in (*stopped, *self._errors) if self._rows[row].pending]
+        if ended:
+            self._end(ended)
+
+    def _end(self, rows: list[int]) -> None:
+        self.steps.end(rows)
+        self._rows = self.steps.entry.rows()
+
+    def _give_back(self, row: int) -> None:
+        """Returns the pages of a row without a request, but for what a step reads and writes of it."""
+        cache = self.steps.cache
+        if self.steps.keeps_pages:
+            return
+        cache.lengths[row].clamp_(max=1)
+        if cache.block_table is not None:
+            cache.resize_row_(row, _IDLE)
