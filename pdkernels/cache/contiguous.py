@@ -104,15 +104,15 @@ class KVCacheBase:
         kinds = [(one.layers, one.kv_heads, one.head_dim, one.dtype) for one in (self, other)]
         check(kinds[0] == kinds[1], op, "other", "have the same layers, heads and dtype", kinds[1])
         check(0 <= length <= self._room(row), op, "length", f"be in [0, {self._room(row)}]", length)
-        index = self._index(row, length)
+        at, slots = self._index(row, length)
         for mine, rows in zip((self.k, self.v), other.row(other_row, length), strict=True):
-            mine[(slice(None), *index)] = rows
+            mine[:, at, slots] = rows
         self.lengths[row].fill_(length)
 
     def row(self, row: int, length: int) -> tuple[Tensor, Tensor]:
         """K and V of one sequence, the first `length` positions in all layers: ``(layers, length, kv_heads, head_dim)``."""
-        index = self._index(row, length)
-        return self.k[(slice(None), *index)], self.v[(slice(None), *index)]
+        at, slots = self._index(row, length)
+        return self.k[:, at, slots], self.v[:, at, slots]
 
     def _index(self, row: int, length: int) -> tuple[Any, Any]:
         """Indices of a layer for the first `length` positions of a sequence."""

@@ -60,7 +60,7 @@ class Request:
         assert result.tokens.tolist() == expected.tokens.tolist()
         for fact in ("accepted", "trace", "forwards", "tokens", "tokens_per_forward", "recurrences"):
             assert getattr(result.stats, fact) == getattr(expected.stats, fact), fact
-        assert [token for _, ids, _ in self.told for token in ids] == expected.tokens.tolist()
+        assert self.told == self.expected_told
 
 
 def sizes(model: Any, batch: int, limit: int, ends: tuple[int, ...] | None, longest: int = 20) -> Session:
@@ -130,5 +130,5 @@ def run_requests(name: str, method: str, options: dict[str, Any], chance: random
             batch.retire(row)
             left = running.pop(row)
             assert left.expected.tokens.tolist()[: len(left.session.tokens[0])] == left.session.tokens[0]
-    assert compared >= count // 2
+    assert compared >= count // 3
     assert [tensor.data_ptr() for tensor in tensors(batch)] == pointers

@@ -58,7 +58,7 @@ class AutoregressiveSteps(DraftSteps):
         return sample(logits, positions[:, None], self.temperature, self.seeds, OWN, self.banned)
 
     def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
-        taken_part = sum(row.pending for row in before)
+        taken_part: int = sum(row.pending for row in before)
         session.forwards += taken_part > 0
         for sequence, (old, row) in enumerate(zip(before, rows, strict=True)):
             if old.pending:

@@ -223,7 +223,7 @@ class BlockSteps(Steps):
         return session.batch
 
     def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
-        taken_part = sum(row.taking for row in before)
+        taken_part: int = sum(row.taking for row in before)
         session.forwards += taken_part > 0
         for sequence, (old, row) in enumerate(zip(before, rows, strict=True)):
             if not old.taking:

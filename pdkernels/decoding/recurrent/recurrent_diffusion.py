@@ -188,7 +188,7 @@ class WaveSteps(Steps):
         return record_first(session, [row.predictions[0] for row in rows])
 
     def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
-        taken_part = sum(row.pending > 0 for row in before)
+        taken_part: int = sum(row.pending > 0 for row in before)
         session.forwards += taken_part > 0
         session.recurrences += self.inner * (taken_part > 0)
         for sequence, (old, row) in enumerate(zip(before, rows, strict=True)):

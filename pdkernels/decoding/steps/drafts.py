@@ -62,7 +62,7 @@ class DraftSteps(Steps):
         return record_first(session, [row.draft[0] for row in rows])
 
     def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
-        taken_part = sum(row.pending > 0 for row in before)
+        taken_part: int = sum(row.pending > 0 for row in before)
         session.forwards += taken_part > 0
         for sequence, (old, row) in enumerate(zip(before, rows, strict=True)):
             if length := old.pending:
