@@ -103,7 +103,7 @@ class KVCacheBase:
         op = f"cache.{type(self).__name__}.copy_row_"
         kinds = [(one.layers, one.kv_heads, one.head_dim, one.dtype) for one in (self, other)]
         check(kinds[0] == kinds[1], op, "other", "have the same layers, heads and dtype", kinds[1])
-        check(0 <= length <= self._room(row), op, "length", f"be in [0, {self._room(row)}]", length)
+        check(0 <= length <= self._row_capacity(row), op, "length", f"be in [0, {self._row_capacity(row)}]", length)
         at, slots = self._index(row, length)
         for mine, rows in zip((self.k, self.v), other.row(other_row, length), strict=True):
             mine[:, at, slots] = rows
@@ -118,7 +118,7 @@ class KVCacheBase:
         """Indices of a layer for the first `length` positions of a sequence."""
         return row, slice(length)
 
-    def _room(self, row: int) -> int:
+    def _row_capacity(self, row: int) -> int:
         """Tokens that a sequence has room for."""
         return self.capacity
 

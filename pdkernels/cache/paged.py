@@ -157,7 +157,7 @@ class PagedKVCache(KVCacheBase):
         at = torch.arange(length, device=self.device)
         return self.block_table[row, at // self.page_size].long(), at % self.page_size
 
-    def _room(self, row: int) -> int:
+    def _row_capacity(self, row: int) -> int:
         return len(self._pages[row]) * self.page_size
 
     def _release_after(self, lengths: Sequence[int]) -> None:

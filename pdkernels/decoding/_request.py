@@ -13,7 +13,7 @@ from pdkernels._validation import check, check_choice, check_flag, check_type, m
 from pdkernels.decoding._method import Method
 from pdkernels.decoding._prompts import Prompts, token_lists
 from pdkernels.decoding._replay import Source, special_names
-from pdkernels.decoding._session import MAX_POSITIONS, Session
+from pdkernels.decoding._session import MAX_POSITIONS, Session, inference
 from pdkernels.decoding.result import DecodeResult, DecodeStats, OnTokens
 from pdkernels.models.capabilities import rows_ahead
 from pdkernels.models.protocols import lacking, missing
@@ -123,8 +123,7 @@ def _check_length(model: Any, longest: int, max_new_tokens: int, overflow: Overf
 def finished(session: Session, single: bool, method: str, decode: Callable[[], int | None]) -> DecodeResult[Any, Any]:
     """The result of `generate` from a session that `decode` fills."""
     started = time.perf_counter()
-    # Caches have the model's dtype, whatever autocast around the call would do to K and V.
-    with torch.inference_mode(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+    with inference():
         forwards = decode()
     seconds = time.perf_counter() - started - session.callback_seconds
 

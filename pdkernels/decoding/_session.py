@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -12,6 +13,13 @@ import torch
 from pdkernels._validation import sentence
 from pdkernels.decoding.result import OnTokens, PlanReport
 from pdkernels.decoding.traces import TraceStep
+
+
+@contextmanager
+def inference() -> Iterator[None]:
+    """What all decoding runs in. Caches have the model's dtype, whatever autocast around a call would do to K and V."""
+    with torch.inference_mode(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
 
 
 def is_end(tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -69,6 +69,27 @@ class CacheMachine(RuleBasedStateMachine):
         if isinstance(self.cache, PagedKVCache):
             assert owned_pages(self.cache) == sum(-(-n // self.cache.page_size) for n in wanted)
 
+    @rule(data=st.data(), page_size=st.sampled_from([None, 1, 4]))
+    def take_over_a_row(self, data: st.DataObject, page_size: int | None) -> None:
+        row, length, source = (data.draw(st.integers(0, most)) for most in (BATCH - 1, CAPACITY, BATCH - 1))
+        other = make(page_size)
+        if isinstance(other, PagedKVCache):
+            other.reserve_(CAPACITY)
+        numbers = torch.arange(self.next_row, self.next_row + BATCH * CAPACITY).view(BATCH, CAPACITY)
+        self.next_row += BATCH * CAPACITY
+        for layer in range(LAYERS):
+            new = (numbers * 10 + layer).float()[..., None, None].repeat(1, 1, HEADS, DIM)
+            other.append_(layer, new, -new)
+        if isinstance(self.cache, PagedKVCache):
+            before = [pages[:] for pages in self.cache._pages]
+            self.cache.resize_row_(row, length)
+            assert owned_pages(self.cache) == self.cache.num_pages - self.cache._pool.available
+            after = self.cache._pages
+            assert len(after[row]) == -(-length // self.cache.page_size)
+            assert all(old == new for b, (old, new) in enumerate(zip(before, after, strict=True)) if b != row)
+        self.cache.copy_row_(row, other, source, length)
+        self.rows[row] = numbers[source, :length].tolist()
+
     @rule()
     def reset(self) -> None:
         self.cache.reset_()
@@ -115,6 +136,31 @@ def test_reclaim_after_lengths_changed_on_the_device() -> None:
     assert cache.block_table.tolist() == [[0, 1, -1, -1]]
     cache.reserve_([8])  # the pool has the other pages again
     assert owned_pages(cache) == 4
+
+
+def test_a_row_takes_only_free_pages() -> None:
+    cache = PagedKVCache(1, 2, num_pages=3, page_size=4, kv_heads=1, head_dim=2)
+    cache.reserve_([5, 1])
+    with pytest.raises(MemoryError, match=r"resize_row_: tokens must fit the pool of 3 pages, got 1 more pages with 0"):
+        cache.resize_row_(1, 8)
+    assert cache.block_table.tolist() == [[0, 1, -1], [2, -1, -1]]
+    cache.resize_row_(0, 0)
+    cache.resize_row_(1, 12)
+    assert cache.block_table[0].tolist() == [-1] * 3 and sorted(cache.block_table[1].tolist()) == [0, 1, 2]
+
+
+def test_rows_that_a_cache_cannot_take_over() -> None:
+    cache, paged = make(None), make(4)
+    with pytest.raises(
+        ValueError, match=r"copy_row_: other must have the same layers, heads and dtype, got \(2, 1, 4,"
+    ):
+        cache.copy_row_(0, ContiguousKVCache(LAYERS, 1, 4, 1, DIM), 0, 1)
+    with pytest.raises(ValueError, match=r"ContiguousKVCache.copy_row_: length must be in \[0, 12\], got 13"):
+        cache.copy_row_(0, cache, 1, 13)
+    with pytest.raises(ValueError, match=r"PagedKVCache.copy_row_: length must be in \[0, 0\], got 1"):
+        paged.copy_row_(0, cache, 0, 1)
+    with pytest.raises(ValueError, match=r"resize_row_: tokens must be in \[0, 12\], got 13"):
+        paged.resize_row_(0, 13)
 
 
 def test_writing_without_pages_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 import pdkernels as pd
 from pdkernels.cache import PagedKVCache
 from pdkernels.decoding import find
+from pdkernels.decoding._repetition import PenalisedModel
 from pdkernels.decoding._request import finished, open_session
 from pdkernels.decoding._session import Session
 from pdkernels.decoding.steps import RunningBatch
+from tests.harness.pretended_gpu import pretended_gpu, waits, without_gpu
 from tests.integrations.test_steps import CASES, STARTS, SUMS
 
 MORE = [
@@ -132,3 +135,181 @@ def run_requests(name: str, method: str, options: dict[str, Any], chance: random
             assert left.expected.tokens.tolist()[: len(left.session.tokens[0])] == left.session.tokens[0]
     assert compared >= count // 3
     assert [tensor.data_ptr() for tensor in tensors(batch)] == pointers
+
+
+def reachable(value: Any, seen: set[int]) -> list[torch.Tensor]:
+    """All tensors that steps hold, but for those of the model, of sessions, of options and of caches."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if id(value) in seen or isinstance(value, (Session, torch.nn.Module)):
+        return []
+    seen.add(id(value))
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in reachable(item, seen)]
+    if isinstance(value, dict):
+        return [tensor for item in value.values() for tensor in reachable(item, seen)]
+    if type(value).__module__.startswith("pdkernels.decoding"):
+        return reachable(vars(value), seen)
+    return []
+
+
+@pytest.mark.parametrize("case", ALL, ids=IDS)
+def test_state_is_all_that_steps_change(case: tuple[str, str, dict[str, Any]]) -> None:
+    """A tensor that is missing in `state` stays that of the sequence before, which tokens need not show."""
+    name, method, options = case
+    model, masked = pd.models.load(name), name == "tiny-masked"
+    with torch.inference_mode():
+        steps = find(method).steps(sizes(model, 5, 12, None), **options)
+        held = reachable(steps, set())
+        before = [tensor.clone() for tensor in held]
+        changed = set()
+        for seed in (3, 4):
+            steps.reseed(torch.arange(5) + seed)
+            session, _ = open_session(model, (SUMS * 2 if masked else STARTS)[:5], 12, None)
+            steps.start(session)
+            for _ in range(3):
+                for form in steps.forms:
+                    getattr(steps, form)()
+                changed |= {n for n, (old, new) in enumerate(zip(before, held, strict=True)) if not same(old, new)}
+        declared = {tensor.untyped_storage().data_ptr() for tensor in steps.state}
+        missing = [held[n].shape for n in changed if held[n].untyped_storage().data_ptr() not in declared]
+        assert len(changed) > 3 and missing == []
+        assert {len(tensor) for tensor in steps.state} == {5}
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def test_penalised_models_and_functions_keep_texts_in_their_caches() -> None:
+    code = pd.models.load("tiny-code")
+    penalised = PenalisedModel(code, 1.7)
+    function = pd.models.from_callable(lambda tokens: code(tokens), vocab_size=code.config.vocab_size)
+    for model, penalty in ((penalised, 1.7), (function, 1.0)):
+        plain = code if penalty > 1 else function
+        requests = []
+        for seed, prompt in enumerate(([5, 6, 7, 5, 6], [9], [8, 8, 4])):
+            session, _ = open_session(model, prompt, 10, ())
+            alone = pd.decoding.generate(
+                plain, prompt, "jacobi", max_new_tokens=10, end_tokens=(), seed=seed, block_size=4,
+                temperature=0.8, repetition_penalty=penalty,
+            )  # fmt: skip
+            requests.append((session, seed, alone))
+        batch = RunningBatch(find("jacobi").steps, sizes(model, 2, 10, ()), block_size=4, temperature=0.8)
+        for session, seed, _ in requests:
+            while not batch.free:
+                for row in batch.step():
+                    batch.retire(row)
+            batch.admit(batch.free[0], session, seed)
+            batch.step()
+        while batch.busy:
+            for row in batch.step():
+                batch.retire(row)
+        for session, _, alone in requests:
+            assert session.tokens[0] == alone.tokens.tolist() and session.accepted == alone.stats.accepted
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
+    code, steps = pd.models.load("tiny-code"), find("jacobi").steps
+    batch = RunningBatch(steps, sizes(code, 2, 8, (3,), longest=6), page_size=2)
+
+    def request(prompt: Any = (1, 2), limit: int = 8, ends: tuple[int, ...] = (3,), model: Any = code) -> Session:
+        return open_session(model, [*prompt], limit, ends)[0]
+
+    other = RunningBatch(steps, sizes(code, 2, 8, (3,), longest=6), page_size=2)
+    before = [tensor.clone() for tensor in tensors(batch)]
+    for session, words in (
+        (request([1] * 7), "prompt must have at most 6 tokens, got 7"),
+        (request(limit=9), r"max_new_tokens must be in 1 \.\. 8, got 9"),
+        (request(limit=0), r"max_new_tokens must be in 1 \.\. 8, got 0"),
+        (request(ends=()), r"end_tokens must be those of the batch, \(3,\), got \(\)"),
+        (request([[1], [2]]), "session must have one prompt, got 2"),
+        (request(model=PenalisedModel(code, 1.5)), "session must have the model of the batch"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            batch.admit(0, session)
+    taken = batch.steps.cache._pool.allocate(batch.steps.cache._pool.available - 4)
+    with pytest.raises(MemoryError, match="fit the pool"):
+        batch.admit(0, request(limit=8, prompt=[1] * 6))
+    assert all(torch.equal(old, new) for old, new in zip(before, tensors(batch), strict=True))
+    batch.steps.cache._pool.release(taken)
+    for one in (batch, other):  # the refused requests have left nothing behind
+        one.admit(1, request())
+    with pytest.raises(ValueError, match=r"row must be one of \[0\], got 1"):
+        batch.admit(1, request())
+    with pytest.raises(ValueError, match=r"row must hold a request; \[1\] do, got 0"):
+        batch.retire(0)
+    assert all(torch.equal(old, new) for old, new in zip(tensors(batch), tensors(other), strict=True))
+
+    with pytest.raises(ValueError, match="seed must be given to admit, got 3"):
+        RunningBatch(steps, sizes(code, 2, 8, ()), seed=3)
+    masked, canvas = pd.models.load("tiny-masked"), find("llada").steps
+    with pytest.raises(NotImplementedError, match="let sequences join and leave, got a `revise` above 0"):
+        RunningBatch(canvas, sizes(masked, 2, 4, ()), revise=0.2)
+    with pytest.raises(ValueError, match="max_new_tokens must be 4, that of the batch"):
+        RunningBatch(canvas, sizes(masked, 2, 4, ())).admit(0, request(limit=3, ends=(), model=masked))
+    cached = RunningBatch(find("fast_dllm").steps, sizes(masked, 2, 4, ()), threshold=1.0)
+    cached.admit(0, request(limit=4, ends=(), model=masked))
+    cached.step()
+    assert not cached.ready
+    with pytest.raises(ValueError, match="when `ready`"):
+        cached.admit(1, request(limit=4, ends=(), model=masked))
+
+
+class NoCopyRow:
+    """A cache of someone's own model, which cannot take over a sequence."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "copy_row_":
+            raise AttributeError(name)
+        return getattr(self._cache, name)
+
+
+def test_a_cache_that_cannot_take_over_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = pd.models.load("tiny-code")
+    made = type(code).new_cache
+    monkeypatch.setattr(type(code), "new_cache", lambda self, *sizes, **kind: NoCopyRow(made(self, *sizes, **kind)))
+    with pytest.raises(NotImplementedError, match="got one whose NoCopyRow has no copy_row_"):
+        RunningBatch(find("autoregressive").steps, sizes(code, 1, 4, ()))
+
+
+def test_a_request_that_fails_ends_alone() -> None:
+    code = pd.models.load("tiny-code")
+
+    def fails(sequence: int, ids: list[int], accepted: int) -> None:
+        if len(failing.tokens[0]) > 3:
+            raise OSError("closed")
+
+    failing, _ = open_session(code, "import os\n", 12, (), fails)
+    other, _ = open_session(code, "class Node:", 12, ())
+    batch = RunningBatch(find("autoregressive").steps, sizes(code, 2, 12, ()))
+    batch.admit(0, failing)
+    batch.admit(1, other)
+    assert [batch.step() for _ in range(11)] == [[], [], *[[0]] * 8, [0, 1]]
+    with pytest.raises(OSError, match="closed"):
+        batch.retire(0)
+    batch.retire(1)
+    assert (
+        other.tokens[0] == pd.decoding.generate(code, "class Node:", max_new_tokens=12, end_tokens=()).tokens.tolist()
+    )
+    assert len(failing.tokens[0]) == 4
+
+
+@without_gpu
+@pytest.mark.parametrize("case", ALL, ids=IDS)
+def test_a_step_reads_the_device_once(case: tuple[str, str, dict[str, Any]]) -> None:
+    name, method, options = case
+    with pretended_gpu():
+        model = copy.deepcopy(pd.models.load(name)).to("cuda")
+        batch = RunningBatch(find(method).steps, sizes(model, 2, 6, ()), **options)
+        for row, prompt in enumerate(("7 + 1", "10 + 4")):
+            batch.admit(row, open_session(model, prompt, 6, ())[0])
+        with waits() as log:
+            steps = 0
+            while batch.busy and not batch.step():
+                steps += 1
+        reads = 2 if options.get("ensemble_weight", 1) < 1 else 1  # the reference mixes distributions on the host
+        assert steps > 0 and log.count("read") <= (steps + 1) * reads

@@ -83,7 +83,15 @@ class Wave:
     @property
     def state(self) -> tuple[torch.Tensor, ...]:
         """As `Steps.state`."""
-        kept = (self.tokens, self._recurrences, self._unchanged_steps, self.remaining, self.width, self.advance, self._steps)
+        kept = (
+            self.tokens,
+            self._recurrences,
+            self._unchanged_steps,
+            self.remaining,
+            self.width,
+            self.advance,
+            self._steps,
+        )
         return *kept, self._state, self._blended, *(self._older or ()), *(() if self._text is None else (self._text,))
 
     def start(self, session: Session, tokens: torch.Tensor) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from pdkernels._validation import check, message
 from pdkernels.decoding._sampling import checked_seeds
-from pdkernels.decoding._session import Session
+from pdkernels.decoding._session import Session, inference
 from pdkernels.decoding.steps.contract import Steps, next_entry, refuse_no_choice
 
 _OP = "decoding.steps.RunningBatch"
@@ -56,7 +54,7 @@ class RunningBatch:
         True
     """
 
-    @torch.inference_mode()
+    @inference()
     def __init__(self, kind: type[Steps], largest: Session, **options: Any) -> None:
         check("seed" not in options, _OP, "seed", "be given to admit", options.get("seed"))
         check(largest.tails is None, _OP, "largest", "have no masks in prompts", "some")
@@ -91,7 +89,7 @@ class RunningBatch:
         """Whether a request can join before the next step. If not, it can after some more steps."""
         return self.steps.ready(self._rows)
 
-    @torch.inference_mode()
+    @inference()
     def admit(self, row: int, session: Session, seed: int = 0) -> None:
         """Runs a request's prompt and puts the request in a free row, while the other rows stay where they are.
 
@@ -119,7 +117,7 @@ class RunningBatch:
         self._record(row, lambda: staging.opened(session, first))
         self._stop()
 
-    @torch.inference_mode()
+    @inference()
     def step(self) -> list[int]:
         """Runs one round, if anything is pending. Returns the rows whose requests are done: `retire` takes them out.
 
@@ -134,7 +132,7 @@ class RunningBatch:
             self._stop()
         return [row for row, session in enumerate(self.sessions) if session and not self._rows[row].pending]
 
-    @torch.inference_mode()
+    @inference()
     def retire(self, row: int) -> int:
         """Frees the row of a request, done or not, and returns the forwards it took part in. Its session has the rest.
 
@@ -180,8 +178,8 @@ class RunningBatch:
             mine, other = getattr(largest, name), getattr(session, name)
             check(mine == other, _OP, name, f"be those of the batch, {mine}", other)
         if self.steps.any_limit:
-            most = largest.max_new_tokens
-            check(1 <= limit <= most, _OP, "max_new_tokens", f"be in 1 .. {most}", limit)
+            maximum = largest.max_new_tokens
+            check(1 <= limit <= maximum, _OP, "max_new_tokens", f"be in 1 .. {maximum}", limit)
         else:
             wanted = f"be {largest.max_new_tokens}, that of the batch, for a method that fills a canvas"
             check(limit == largest.max_new_tokens, _OP, "max_new_tokens", wanted, limit)
