@@ -1,8 +1,8 @@
 // The threads behind parallel_for.
 //
 // A loop is cut into more chunks than threads, and a chunk belongs to whoever claims it first. The caller claims chunks
-// like the others, so it waits for nothing but chunks that another thread has begun. A thread that has not been woken yet,
-// or that the system has set aside between chunks, holds nobody up.
+// like the others, so it waits for nothing but chunks that another thread has begun. A thread that has not been woken
+// yet, or that the system has set aside between chunks, holds nobody up.
 #include "parallel.h"
 
 #include <linux/futex.h>
@@ -30,7 +30,8 @@ constexpr int64_t kWoken = 2;      // by the caller, and by each thread that joi
 
 // Decoding has a loop every few microseconds: waking a thread for each would cost more than waiting for the next one.
 constexpr int64_t kIdleSpin = 100'000, kWakingTime = 300'000;  // ns
-// A spinning thread that sees the clock jump this far was set aside: others want its core, and it must not waste its share.
+// A spinning thread that sees the clock jump this far was set aside: others want its core, and it must not waste its
+// share.
 constexpr int64_t kSetAside = 100'000;
 constexpr int kModestRounds = 64;  // without spinning, after that
 
@@ -89,9 +90,7 @@ struct Loop {
   std::atomic<bool> failed{false};
   std::exception_ptr error{};
 
-  int64_t start_of(int64_t chunk) const {
-    return begin + items / chunks * chunk + std::min(chunk, items % chunks);
-  }
+  int64_t start_of(int64_t chunk) const { return begin + items / chunks * chunk + std::min(chunk, items % chunks); }
 
   void run(int64_t chunk) {
     if (failed.load(std::memory_order_relaxed)) return;
@@ -293,12 +292,13 @@ Place* take_place(int64_t helpers) {
 
 void run_parallel(int64_t begin, int64_t end, int64_t grain, RangeFunction function, void* context) {
   const int64_t items = end - begin, size = std::max<int64_t>(1, grain);
-  const int64_t threads = inside_a_loop ? 1 : std::min((items + size - 1) / size, std::min(max_threads(), kHelpers + 1));
+  const int64_t threads =
+      inside_a_loop ? 1 : std::min((items + size - 1) / size, std::min(max_threads(), kHelpers + 1));
   Place* place = threads > 1 ? take_place(threads - 1) : nullptr;
   if (place == nullptr) return function(begin, end, context);
 
   const int64_t start = now(), least = std::max<int64_t>(1, size / kChunksPerThread);
-  Loop loop{function, context, begin, items, std::min(threads * kChunksPerThread, (items + least - 1) / least),
+  Loop loop{function,       context, begin, items, std::min(threads * kChunksPerThread, (items + least - 1) / least),
             float_control()};
   const uint64_t generation = place->open(loop, threads - 1);
   published.word.fetch_add(1);

@@ -1,5 +1,5 @@
-// Loops on several threads. The library has threads of its own, not OpenMP's: those meet in a barrier at the end of every
-// loop, so that on a busy machine all of them wait for one that the system has set aside.
+// Loops on several threads. The library has threads of its own, not OpenMP's: those meet in a barrier at the end of
+// every loop, so that on a busy machine all of them wait for one that the system has set aside.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@ void run_parallel(int64_t begin, int64_t end, int64_t grain, RangeFunction funct
 // How many threads the calling one may use: torch's setting, which the bindings ask for.
 int64_t max_threads();
 
-// Calls body(begin, end) on disjoint ranges, on at most one thread for every `grain` items. Which thread gets a range, and
-// where it is cut, differs between calls. What a range throws is thrown here, once no other one is running.
+// Calls body(begin, end) on disjoint ranges, on at most one thread for every `grain` items. Which thread gets a range,
+// and where it is cut, differs between calls. What a range throws is thrown here, once no other one is running.
 template <class Body>
 void parallel_for(int64_t begin, int64_t end, int64_t grain, const Body& body) {
   if (end - begin <= grain) {

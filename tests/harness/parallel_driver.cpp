@@ -140,6 +140,7 @@ int main(int argc, char**) {
     std::thread(fork_child).join();
   }
   threads = 1;
-  parallel_for(0, 100, 1, [](int64_t begin, int64_t end) { require(begin == 0 && end == 100, "one thread cuts a loop"); });
+  parallel_for(0, 100, 1,
+               [](int64_t begin, int64_t end) { require(begin == 0 && end == 100, "one thread cuts a loop"); });
   std::puts("done");
 }

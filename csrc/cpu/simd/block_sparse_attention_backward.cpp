@@ -64,8 +64,8 @@ PDK_INLINE int64_t row_of(const AttentionGradArgs& args, int64_t batch, int64_t 
 // A query that saw nothing has a log-sum-exp of -inf; +inf in its place makes its weights 0.
 PDK_INLINE float usable(float lse) { return lse == -kInfinity ? kInfinity : lse; }
 
-// scores -> weights (if wanted), products -> gradients of the scores, both in place. `kSums`: the sum of a row's weights
-// counts.
+// scores -> weights (if wanted), products -> gradients of the scores, both in place. `kSums`: the sum of a row's
+// weights counts.
 template <class Tiles, bool kExact, bool kKeepWeights, bool kSums, class Statistics>
 void gradient_step(const Block* blocks, int num_blocks, float scale, Statistics& statistics, float* scores,
                    float* products) {
@@ -204,8 +204,7 @@ void normalize_queries(const AttentionGradArgs& args, int64_t batch, int64_t hea
     factor[v][i] = args.scale * inverse;
   }
   for (int64_t d = 0; d < args.head_dim; ++d) {
-    for (int v = 0; v < Tiles::kVectors; ++v)
-      reinterpret_cast<Vec*>(panel.sums[0] + d * Tiles::kPanel)[v] *= factor[v];
+    for (int v = 0; v < Tiles::kVectors; ++v) reinterpret_cast<Vec*>(panel.sums[0] + d * Tiles::kPanel)[v] *= factor[v];
   }
 }
 
@@ -315,45 +314,45 @@ void keys_tile(const AttentionGradArgs& args, int64_t batch, int64_t kv_head, in
       Tiles::pack_panel(v.at, args.head_dim, panel.operands[1]);
       for (float* sums : panel.sums) __builtin_memset(sums, 0, Tiles::sums_size(args.head_dim) * sizeof(float));
     }
-    for_chunks(
-        args, args.of_k, args.block_q, args.q_len, batch, tile,
-        [&](int64_t token, int64_t count, const uint32_t* bitmap, int64_t row) {
-          for (int64_t in_group = 0; in_group < group; ++in_group) {
-            const int64_t first_row = (batch * args.q_heads + head + in_group) * args.q_len + token;
-            bool large = false;
-            for (int64_t j = 0; j < count; ++j) {
-              memory.lse[j] = usable(args.lse[first_row + j]);
-              large |= is_large(memory.lse[j]);
-            }
-            TokenStatistics statistics{memory.lse, args.delta + first_row, inverses(args) + first_row};
-            const TokenPointers<const T> queries(args.q, batch, token, head + in_group, count);
-            const TokenPointers<const T> grads(args.grad_out, batch, token, head + in_group, count);
-            Tiles::pack(queries.at, count, args.head_dim, memory.first);
-            Tiles::pack(grads.at, count, args.head_dim, memory.second);
-            const bool plain_queries = adds_nothing_hidden(queries.at, count, args.head_dim, bitmap);
-            const bool plain_grads = adds_nothing_hidden(grads.at, count, args.head_dim, bitmap);
-            for (int64_t i = 0; i < panels; ++i) {
-              Panel<Tiles>& panel = memory.panels[i];
-              Block blocks[kChunk / kBlock];
-              const int n = blocks_of_columns<Tiles>(bitmap, args.bitmaps.words_per_row, begin + i * Tiles::kPanel,
-                                                     panel.lanes.count, row, count, blocks, memory.visible);
-              if (n == 0) continue;
-              Tiles::scores(memory.first.rows, panel.operands[0], args.head_dim, blocks, n, memory.scores);
-              Tiles::scores(memory.second.rows, panel.operands[1], args.head_dim, blocks, n, memory.products);
-              if (kExact || large) {
-                gradient_step<Tiles, kExact, true, true>(blocks, n, args.scale, statistics, memory.scores,
-                                                         memory.products);
-              } else {
-                gradient_step<Tiles, kExact, true, false>(blocks, n, args.scale, statistics, memory.scores,
-                                                          memory.products);
-              }
-              accumulate<Tiles>(plain_queries, queries.at, memory.first, memory.products, args.head_dim, blocks, n,
-                                panel.sums[0]);
-              accumulate<Tiles>(plain_grads, grads.at, memory.second, memory.scores, args.head_dim, blocks, n,
-                                panel.sums[1]);
-            }
-          }
-        });
+    for_chunks(args, args.of_k, args.block_q, args.q_len, batch, tile,
+               [&](int64_t token, int64_t count, const uint32_t* bitmap, int64_t row) {
+                 for (int64_t in_group = 0; in_group < group; ++in_group) {
+                   const int64_t first_row = (batch * args.q_heads + head + in_group) * args.q_len + token;
+                   bool large = false;
+                   for (int64_t j = 0; j < count; ++j) {
+                     memory.lse[j] = usable(args.lse[first_row + j]);
+                     large |= is_large(memory.lse[j]);
+                   }
+                   TokenStatistics statistics{memory.lse, args.delta + first_row, inverses(args) + first_row};
+                   const TokenPointers<const T> queries(args.q, batch, token, head + in_group, count);
+                   const TokenPointers<const T> grads(args.grad_out, batch, token, head + in_group, count);
+                   Tiles::pack(queries.at, count, args.head_dim, memory.first);
+                   Tiles::pack(grads.at, count, args.head_dim, memory.second);
+                   const bool plain_queries = adds_nothing_hidden(queries.at, count, args.head_dim, bitmap);
+                   const bool plain_grads = adds_nothing_hidden(grads.at, count, args.head_dim, bitmap);
+                   for (int64_t i = 0; i < panels; ++i) {
+                     Panel<Tiles>& panel = memory.panels[i];
+                     Block blocks[kChunk / kBlock];
+                     const int n =
+                         blocks_of_columns<Tiles>(bitmap, args.bitmaps.words_per_row, begin + i * Tiles::kPanel,
+                                                  panel.lanes.count, row, count, blocks, memory.visible);
+                     if (n == 0) continue;
+                     Tiles::scores(memory.first.rows, panel.operands[0], args.head_dim, blocks, n, memory.scores);
+                     Tiles::scores(memory.second.rows, panel.operands[1], args.head_dim, blocks, n, memory.products);
+                     if (kExact || large) {
+                       gradient_step<Tiles, kExact, true, true>(blocks, n, args.scale, statistics, memory.scores,
+                                                                memory.products);
+                     } else {
+                       gradient_step<Tiles, kExact, true, false>(blocks, n, args.scale, statistics, memory.scores,
+                                                                 memory.products);
+                     }
+                     accumulate<Tiles>(plain_queries, queries.at, memory.first, memory.products, args.head_dim, blocks,
+                                       n, panel.sums[0]);
+                     accumulate<Tiles>(plain_grads, grads.at, memory.second, memory.scores, args.head_dim, blocks, n,
+                                       panel.sums[1]);
+                   }
+                 }
+               });
     for (int64_t i = 0; i < panels; ++i) {
       Panel<Tiles>& panel = memory.panels[i];
       scale_sums<Tiles>(panel.sums[0], args.head_dim, args.scale);
