@@ -42,7 +42,7 @@ def test_a_prompt_that_fails_costs_no_other_its_text(mixed: Path, tmp_path: Path
     assert all(row["tokens"] == 0 and row["error"].startswith("pdkernels.") for row in bad)
     assert bad[0]["prompt"] == "caf\ufffd" and bad[0]["id"] == 2
     assert f"prompts must be UTF-8, got {mixed}, line 3" in bad[0]["error"]
-    assert bad[1]["prompt"] == "\ud83d" and "Unicode characters alone" in bad[1]["error"]
+    assert bad[1]["prompt"] == "\ud83d" and "only Unicode characters" in bad[1]["error"]
     assert "hold at least one token" in bad[2]["error"]
     assert all("error" not in row for row in [*found[:2], *found[5:]])
 
