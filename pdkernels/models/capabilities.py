@@ -13,8 +13,8 @@ CAPABILITIES: dict[Capability, str] = {
     "block_causal": "new rows see each other as a mask says, and everything cached",
     "bidirectional": "rows see the whole text, and predict masked tokens",
     "own_prediction": "the logits of a row predict its own token; otherwise the next one",
-    "recurrent": "the caller chooses how often the core runs",
-    "plan_tokens": "it writes plans with control tokens",
+    "recurrent": "the caller chooses the number of recurrences",
+    "plan_tokens": "the model writes plans with control tokens",
 }
 assert set(CAPABILITIES) == set(get_args(Capability))
 

@@ -278,7 +278,7 @@ def test_draws_are_those_of_the_reference(temperature: float) -> None:
     steps = torch.tensor([[3], [8]])
     actual = sample(logits, positions, temperature, torch.tensor([11, -4]), steps)
     for row in range(2):
-        expected = sampling.sample(logits[row], positions[row].tolist(), temperature, (11, -4)[row], int(steps[row]))
+        expected = sampling.draw(logits[row], positions[row].tolist(), temperature, (11, -4)[row], int(steps[row]))
         assert actual[row].tolist() == expected
 
 
@@ -318,5 +318,5 @@ def test_a_model_without_a_mask_token() -> None:
     model.mask_token = None
     with pytest.raises(ValueError) as raised:
         generate(model, [1], METHOD, max_new_tokens=4)
-    assert str(raised.value) == OP + ("the model has no mask token. Pass the id that the model was trained to fill in.")
+    assert str(raised.value) == OP + ("the model has no mask token. Pass mask_token, the id that it was trained to fill in.")
     assert len(generate(model, [1], METHOD, max_new_tokens=4, mask_token=VOCABULARY).tokens) == 4
