@@ -318,5 +318,7 @@ def test_a_model_without_a_mask_token() -> None:
     model.mask_token = None
     with pytest.raises(ValueError) as raised:
         generate(model, [1], METHOD, max_new_tokens=4)
-    assert str(raised.value) == OP + ("the model has no mask token. Pass mask_token, the id that it was trained to fill in.")
+    assert str(raised.value) == OP + (
+        "the model has no mask token. Pass mask_token, the id that it was trained to fill in."
+    )
     assert len(generate(model, [1], METHOD, max_new_tokens=4, mask_token=VOCABULARY).tokens) == 4
