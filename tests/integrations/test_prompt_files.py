@@ -229,12 +229,15 @@ def test_two_processes_into_one_output(sums: Path, tmp_path: Path, rounds: int) 
 # ---- kills
 
 
-@pytest.mark.parametrize("rounds", [6, pytest.param(60, marks=pytest.mark.slow)])
-def test_a_kill_at_any_moment_of_writing_loses_nothing(tmp_path: Path, rounds: int) -> None:
+@pytest.mark.parametrize("kills", [7, pytest.param(70, marks=pytest.mark.slow)])
+def test_a_kill_at_any_moment_of_writing_loses_nothing(tmp_path: Path, kills: int) -> None:
+    """Runs, one after the other, until that many kills met one at work: how many runs that takes is the machine's affair."""
     draw = random.Random(0)
-    killed = 0
-    for number in range(rounds):
-        out, longest = tmp_path / f"{number}.jsonl", 0.012
+    killed = runs = 0
+    while killed < kills:
+        assert runs < 20 * kills
+        out, longest = tmp_path / f"{runs}.jsonl", 0.012
+        runs += 1
         while not out.exists() or Path(f"{out}.partial").exists():
             child, longest = os.fork(), 1.5 * longest
             if child == 0:
@@ -246,7 +249,7 @@ def test_a_kill_at_any_moment_of_writing_loses_nothing(tmp_path: Path, rounds: i
             os.kill(child, signal.SIGKILL)
             killed += os.waitpid(child, 0)[1] == signal.SIGKILL
         assert lines(out) == JOINED
-    assert killed > rounds and len(list(tmp_path.iterdir())) == rounds
+    assert len(list(tmp_path.iterdir())) == runs
 
 
 def test_a_kill_between_any_two_steps_of_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
