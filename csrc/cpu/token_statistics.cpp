@@ -47,10 +47,11 @@ class Row {
     args_.ids[r_] = missing ? -1 : key_id(drawn);
     args_.probs[r_] = missing ? 0.0f : number(probability(drawn));
     args_.margin[r_] =
-        missing ? 0.0f
-                : number((0 - std::expm1((double{key_logit(top_[1])} - sums_.largest) * inverse_)) / sums_.total);
+        missing
+            ? 0.0f
+            : number((0 - std::expm1((double{key_logit(top_[1])} - sums_.largest) * inv_temperature_)) / sums_.total);
     args_.entropy[r_] = missing ? 0.0f : number(std::log(sums_.total) - sums_.weighted / sums_.total);
-    args_.logsumexp[r_] = missing ? -INFINITY : number(sums_.largest * inverse_ + std::log(sums_.total));
+    args_.logsumexp[r_] = missing ? -INFINITY : number(sums_.largest * inv_temperature_ + std::log(sums_.total));
     for (int i = 0; i < args_.top_k; ++i) {
       args_.top_ids[r_ * args_.top_k + i] = missing ? -1 : top_[i] != 0 ? key_id(top_[i]) : impossible(i);
       args_.top_probs[r_ * args_.top_k + i] = missing ? 0.0f : number(probability(top_[i]));
@@ -59,7 +60,7 @@ class Row {
 
  private:
   void add(const TokenPart& part) {
-    sums_.join(part.sums, inverse_, [](double x) { return std::exp(x); });
+    sums_.join(part.sums, inv_temperature_, [](double x) { return std::exp(x); });
     undefined_ = undefined_ || part.undefined;
     if (part.drawn != 0 && part.score > score_) score_ = part.score, drawn_ = part.drawn;
     for (int i = 0; i < args_.num_ranked() && part.top[i] != 0; ++i) {
@@ -69,7 +70,7 @@ class Row {
     }
   }
   double probability(uint64_t key) const {
-    return key == 0 ? 0 : std::exp((double{key_logit(key)} - sums_.largest) * inverse_) / sums_.total;
+    return key == 0 ? 0 : std::exp((double{key_logit(key)} - sums_.largest) * inv_temperature_) / sums_.total;
   }
   // After the possible tokens come the others, the lowest id first.
   int64_t impossible(int rank) const {
@@ -88,7 +89,7 @@ class Row {
 
   const TokenStatisticsArgs& args_;
   const int64_t r_;
-  const double inverse_ = args_.inverse();
+  const double inv_temperature_ = args_.inv_temperature();
   uint64_t top_[kMaxTopK + 1] = {};
   uint64_t drawn_ = 0;
   double score_ = -INFINITY;

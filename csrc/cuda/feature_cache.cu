@@ -26,15 +26,15 @@ template <class T, int kSize>
 __global__ void __launch_bounds__(kRowThreads, kRowBlocksPerSm)
     stale_key_kernel(const __grid_constant__ StaleRowsArgs args) {
   using Elements = Pack<T, kSize>;
-  constexpr int kSums = 3, kPieceThreads = kNumbers / kSize, kPieces = kRowThreads / kPieceThreads;
-  __shared__ float numbers[kPieces][kSums][kNumbers];
+  constexpr int kSums = 3, kPieceThreads = kPartialSums / kSize, kPieces = kRowThreads / kPieceThreads;
+  __shared__ float numbers[kPieces][kSums][kPartialSums];
   __shared__ float sums[kSums];
   const int64_t b = blockIdx.y;
   if (!sequence_fits(args, b)) return;
-  const int64_t dim = args.head_dim, head_pieces = (dim + kPiece - 1) / kPiece;
+  const int64_t dim = args.head_dim, head_pieces = (dim + kPieceComponents - 1) / kPieceComponents;
   const int64_t pieces = dim > 0 ? args.v_row.row_bytes() / (dim * static_cast<int64_t>(sizeof(T))) * head_pieces : 0;
   const int of_piece = threadIdx.x / kPieceThreads, first_number = threadIdx.x % kPieceThreads * kSize;
-  const int sum = threadIdx.x / kNumbers, number = threadIdx.x % kNumbers;
+  const int sum = threadIdx.x / kPartialSums, number = threadIdx.x % kPartialSums;
   for (int64_t row = blockIdx.x; row < args.count(b); row += gridDim.x) {
     const char* fresh = args.fresh(b, row);
     char* cached = args.cached(b, args.starts.load(b) + row);
@@ -44,8 +44,8 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocksPerSm)
       float own[kSums][kSize] = {};
       const int64_t piece = first + of_piece, head = piece / head_pieces;
       if (piece < pieces) {
-        const int64_t start = piece % head_pieces * kPiece, left = dim - start;
-        for (int64_t i = first_number; i < kPiece && i < left; i += kNumbers) {
+        const int64_t start = piece % head_pieces * kPieceComponents, left = dim - start;
+        for (int64_t i = first_number; i < kPieceComponents && i < left; i += kPartialSums) {
           const int64_t at = (head * dim + start + i) * static_cast<int64_t>(sizeof(T));
           const Elements x = *reinterpret_cast<const Elements*>(fresh + args.v_row.byte_offset(at));
           Elements* slot = reinterpret_cast<Elements*>(cached + args.cache_row.byte_offset(at));
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocksPerSm)
         for (int64_t i = 0; i < kPieces && first + i < pieces; ++i) total += numbers[i][sum][number];
       }
     }
-    for (int half = kNumbers / 2; half > 0; half /= 2) total += __shfl_xor_sync(0xffffffffu, total, half);
+    for (int half = kPartialSums / 2; half > 0; half /= 2) total += __shfl_xor_sync(0xffffffffu, total, half);
     if (sum < kSums && number == 0) sums[sum] = total;
     moved = __syncthreads_or(moved);
     const float lengths = sqrtf(sums[0]) * sqrtf(sums[1]);

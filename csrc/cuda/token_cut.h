@@ -119,16 +119,16 @@ __global__ void __launch_bounds__(kCutThreads, kCutBlocks)
   undefined = __syncthreads_or(undefined);
   for (int warp = 0; warp < kCutThreads / 32; ++warp) largest = fmaxf(largest, room.largest[warp]);
   undefined = undefined || largest == INFINITY;
-  const double heat = args.heat();
-  const double floor = args.min_p > 0 ? largest + heat * log(args.min_p) : -INFINITY;
+  const double temperature = args.softmax_temperature();
+  const double floor = args.min_p > 0 ? largest + temperature * log(args.min_p) : -INFINITY;
   if (undefined || largest == -INFINITY || args.top_p >= 1) {
     if (threadIdx.x == 0) args.cuts[r] = undefined ? -INFINITY : at_least(floor);
     return;
   }
 
   // A token with less than (1 - top_p) / V of the largest token's mass is outside the nucleus: it goes to the last bin.
-  const double reach = heat * log((1 - args.top_p) / static_cast<double>(args.width)) - 1e-5 * heat;
-  const float slope = static_cast<float>(1 / heat), bins_per_logit = static_cast<float>((kBins - 1) / -reach);
+  const double reach = temperature * log((1 - args.top_p) / static_cast<double>(args.width)) - 1e-5 * temperature;
+  const float slope = static_cast<float>(1 / temperature), bins_per_logit = static_cast<float>((kBins - 1) / -reach);
   const auto mass_of = [&](float x) { return static_cast<Mass>(expf((x - largest) * slope) * kMass); };
   const auto bin_of = [&](float x) {
     return static_cast<int>(fminf((largest - x) * bins_per_logit, static_cast<float>(kBins - 1)));

@@ -6,9 +6,9 @@
 
 namespace pdkernels::cuda {
 
-constexpr int kRegion = 2048;        // tokens of a region
-constexpr int kEach = kRegion / 32;  // of a lane
-constexpr uint32_t kNobody = ~0u;    // no token: ids are smaller
+constexpr int kRegion = 2048;                 // tokens of a region
+constexpr int kLogitsPerLane = kRegion / 32;  // of a region
+constexpr uint32_t kNoToken = ~0u;            // no token: ids are smaller
 constexpr unsigned kAll = 0xffffffffu;
 
 // What is known of a region. Sums are of 2^x and x 2^x, x = log2(e) (logit - largest) / temperature.
@@ -17,7 +17,7 @@ struct Region {
   float total, weighted;
   float score;     // of the drawn token in the same units, within half of margin_of
   float logit;     // its logit
-  uint32_t drawn;  // the token with the best score, kNobody for none
+  uint32_t drawn;  // the token with the best score, kNoToken for none
 };
 static_assert(sizeof(Region) * (kVocabularyPart / kRegion) <= sizeof(TokenPart));
 
@@ -44,10 +44,10 @@ constexpr double kLog2E = 1.4426950408889634;
 struct Exponents {
   float largest, factor, rest;
 
-  __device__ Exponents(float logit, double inverse)
+  __device__ Exponents(float logit, double inv_temperature)
       : largest(logit),
-        factor(static_cast<float>(inverse * kLog2E)),
-        rest(static_cast<float>(inverse * kLog2E - factor)) {}
+        factor(static_cast<float>(inv_temperature * kLog2E)),
+        rest(static_cast<float>(inv_temperature * kLog2E - factor)) {}
   __device__ float of(float logit) const {
     const float distance = logit - largest;
     return fmaf(distance, factor, distance * rest);
@@ -111,7 +111,7 @@ struct Word<__nv_bfloat16> {
 // is past the row and where a token is suppressed or below the cut.
 template <class T>
 struct Row {
-  static constexpr int kSize = 16 / sizeof(T), kPacks = kEach / kSize;
+  static constexpr int kSize = 16 / sizeof(T), kPacks = kLogitsPerLane / kSize;
   const T* logits;
   int64_t width;
   float cut;
@@ -177,7 +177,7 @@ struct Share {
   template <class Hidden>
   __device__ void hide(const Hidden& hidden) {
 #pragma unroll
-    for (int j = 0; j < kEach; ++j) {
+    for (int j = 0; j < kLogitsPerLane; ++j) {
       const uint32_t part = kInWord == 1 ? ~0u : j % 2 == 0 ? 0xffffu : 0xffff0000u;
       uint32_t& word = words[j / kInWord];
       if (hidden(j)) word = (word & ~part) | (Word<T>::kNothing & part);
@@ -197,7 +197,7 @@ struct Share {
   __device__ void add(const Exponents& exponents, float& total, float& weighted) const {
     total = weighted = 0;
 #pragma unroll
-    for (int first = 0; first < kEach; first += 8) {
+    for (int first = 0; first < kLogitsPerLane; first += 8) {
       float few = 0, few_weighted = 0;
 #pragma unroll
       for (int j = first; j < first + 8; ++j) add_power<kClamps>(exponents.of(at(j)), few, few_weighted);
@@ -291,7 +291,7 @@ __device__ void draw(const TokenStatisticsArgs& args, int64_t r, int64_t region,
   const PhiloxKey key = args.seeds.key(r);
   // A lane's best so far. The largest logit loses at most log2(-ln u) of the smallest u.
   float best = -INFINITY, warp_best = -4.6f, logit = 0;
-  uint32_t drawn = kNobody;
+  uint32_t drawn = kNoToken;
 #pragma unroll 1
   for (int pack = 0; pack < Row<T>::kPacks; ++pack) {
     const int64_t first = Row<T>::token(region, pack);
@@ -317,7 +317,7 @@ __device__ void draw(const TokenStatisticsArgs& args, int64_t r, int64_t region,
         if (x == -INFINITY || score + margin < best) continue;
         const uint32_t id = static_cast<uint32_t>(token + j);
         // Ids ascend, so an equal score does not replace the earlier one.
-        if (drawn != kNobody && score < best + margin &&
+        if (drawn != kNoToken && score < best + margin &&
             !(exact_score(args, r, id, x) > exact_score(args, r, drawn, logit)))
           continue;
         best = score, drawn = id, logit = x;
@@ -327,7 +327,7 @@ __device__ void draw(const TokenStatisticsArgs& args, int64_t r, int64_t region,
     for (int lanes = 16; lanes > 0; lanes /= 2) all = fmaxf(all, __shfl_xor_sync(kAll, all, lanes));
     warp_best = fmaxf(warp_best, all);
   }
-  const bool close = drawn != kNobody && !(best + margin < warp_best);
+  const bool close = drawn != kNoToken && !(best + margin < warp_best);
   const unsigned lanes = __ballot_sync(kAll, close);
   if (lanes == 0) return;
   int winner = __ffs(static_cast<int>(lanes)) - 1;

@@ -24,9 +24,9 @@ __global__ void __launch_bounds__(kThreads) token_region_kernel(const __grid_con
   const Share<T> share(args, row, region);
   Region found = {};
   found.largest = warp_peak(share.peak());
-  found.drawn = kNobody;
+  found.drawn = kNoToken;
   if (found.largest != -INFINITY) {
-    const Exponents exponents(found.largest, args.inverse());
+    const Exponents exponents(found.largest, args.inv_temperature());
     float total, weighted;
     share.template add<false>(exponents, total, weighted);
     if (__any_sync(kAll, weighted != weighted)) share.template add<true>(exponents, total, weighted);
@@ -42,16 +42,16 @@ __global__ void __launch_bounds__(kThreads) token_region_kernel(const __grid_con
 // --- a row
 
 // How far a region's exponents are from those of the row, whose largest logit is given.
-__device__ double drop_of(const Region& region, float largest, double inverse) {
-  return (static_cast<double>(region.largest) - largest) * (inverse * kLog2E);
+__device__ double drop_of(const Region& region, float largest, double inv_temperature) {
+  return (static_cast<double>(region.largest) - largest) * (inv_temperature * kLog2E);
 }
 
 // Joins the sums of a row's regions; every lane gets them.
-__device__ DistributionSums joined(const Region* regions, int64_t count, float largest, double inverse) {
+__device__ DistributionSums joined(const Region* regions, int64_t count, float largest, double inv_temperature) {
   double total = 0, weighted = 0;
   for (int64_t c = threadIdx.x % 32; c < count; c += 32) {
     const Region& region = regions[c];
-    const double drop = drop_of(region, largest, inverse), factor = exp2(drop);
+    const double drop = drop_of(region, largest, inv_temperature), factor = exp2(drop);
     if (factor == 0) continue;
     total += factor * region.total;
     weighted += factor * (region.weighted + drop * region.total);
@@ -62,18 +62,18 @@ __device__ DistributionSums joined(const Region* regions, int64_t count, float l
 // The token that wins the draw: of the regions whose rough scores are close to the best one's, by exact scores.
 __device__ Drawn drawn_of(const TokenStatisticsArgs& args, int64_t r, const Region* regions, int64_t count,
                           float largest) {
-  const double inverse = 1 / args.temperature;
-  const auto score_of = [&](const Region& region) { return drop_of(region, largest, inverse) + region.score; };
+  const double inv_temperature = 1 / args.temperature;
+  const auto score_of = [&](const Region& region) { return drop_of(region, largest, inv_temperature) + region.score; };
   double best = -INFINITY;
   for (int64_t c = threadIdx.x % 32; c < count; c += 32) {
-    if (regions[c].drawn != kNobody) best = fmax(best, score_of(regions[c]));
+    if (regions[c].drawn != kNoToken) best = fmax(best, score_of(regions[c]));
   }
   for (int lanes = 16; lanes > 0; lanes /= 2) best = fmax(best, __shfl_xor_sync(kAll, best, lanes));
-  const float margin = margin_of(Exponents(largest, inverse));
+  const float margin = margin_of(Exponents(largest, inv_temperature));
   Drawn drawn{0, 0};
   for (int64_t c = threadIdx.x % 32; c < count; c += 32) {
     const Region& region = regions[c];
-    if (region.drawn == kNobody || score_of(region) + margin < best) continue;
+    if (region.drawn == kNoToken || score_of(region) + margin < best) continue;
     drawn.join(exact_score(args, r, region.drawn, region.logit), token_key(region.logit, region.drawn));
   }
   return warp_winner(drawn);
@@ -142,16 +142,16 @@ __global__ void __launch_bounds__(kThreads, 4) token_row_kernel(const __grid_con
   const int lane = threadIdx.x, top_k = args.top_k;
   const uint64_t first = __shfl_sync(kAll, top, 0), second = __shfl_sync(kAll, top, 1);
   const bool missing = first == 0, undefined = !missing && !(key_logit(first) < INFINITY);
-  const double inverse = args.inverse();
+  const double inv_temperature = args.inv_temperature();
   const bool defined = !missing && !undefined;
   const DistributionSums sums =
-      defined ? joined(regions, count, key_logit(first), inverse) : DistributionSums{-INFINITY, 0, 0};
+      defined ? joined(regions, count, key_logit(first), inv_temperature) : DistributionSums{-INFINITY, 0, 0};
   const uint64_t chosen = args.draws() && defined ? drawn_of(args, r, regions, count, sums.largest).key : first;
   const auto probability = [&](uint64_t key) -> float {
     if (undefined) return NAN;
-    return key == 0
-               ? 0.0f
-               : static_cast<float>(exp((static_cast<double>(key_logit(key)) - sums.largest) * inverse) / sums.total);
+    return key == 0 ? 0.0f
+                    : static_cast<float>(exp((static_cast<double>(key_logit(key)) - sums.largest) * inv_temperature) /
+                                         sums.total);
   };
   // After the possible tokens come the others, the lowest id first.
   const int possible = __popc(__ballot_sync(kAll, top != 0));
@@ -171,8 +171,9 @@ __global__ void __launch_bounds__(kThreads, 4) token_row_kernel(const __grid_con
   args.ids[r] = missing ? -1 : key_id(chosen);
   args.probs[r] = probability(chosen);
   args.entropy[r] = number(log(sums.total) - sums.weighted / sums.total);
-  args.logsumexp[r] = missing ? -INFINITY : number(sums.largest * inverse + log(sums.total));
-  args.margin[r] = number((0 - expm1((static_cast<double>(key_logit(second)) - sums.largest) * inverse)) / sums.total);
+  args.logsumexp[r] = missing ? -INFINITY : number(sums.largest * inv_temperature + log(sums.total));
+  args.margin[r] =
+      number((0 - expm1((static_cast<double>(key_logit(second)) - sums.largest) * inv_temperature)) / sums.total);
 }
 
 template <class T, bool kPacks>

@@ -20,11 +20,11 @@ PDK_HD uint32_t stale_key(float dot, float lengths, bool moved) {
   return order_key(dot / (lengths > 1e-8f ? lengths : 1e-8f));
 }
 
-// The order of the sums of a cosine, on all devices and in the reference. A head is cut into pieces of kPiece
-// components. Component i of a piece is added to partial sum i % kNumbers, as a rounded product; the partial sums of
-// the pieces are added up piece by piece, those of the row in halves: i and i + 8, then i and i + 4, ...
-constexpr int kPiece = 128;
-constexpr int kNumbers = 16;
+// The order of the sums of a cosine, on all devices and in the reference. A head is cut into pieces of kPieceComponents
+// components. Component i of a piece is added to partial sum i % kPartialSums, as a rounded product; the partial sums
+// of the pieces are added up piece by piece, those of the row in halves: i and i + 8, then i and i + 4, ...
+constexpr int kPieceComponents = 128;
+constexpr int kPartialSums = 16;
 
 // Where the lowest keys end: those below `key` belong to them, and the first `ties` of those equal to it.
 struct Cut {

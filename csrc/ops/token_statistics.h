@@ -63,14 +63,14 @@ struct DistributionSums {
 
   // Sums of two sets of tokens. A set without any has a largest of -inf.
   template <class Exponential>
-  PDK_HD void join(DistributionSums other, double inverse, const Exponential& exponential) {
+  PDK_HD void join(DistributionSums other, double inv_temperature, const Exponential& exponential) {
     if (other.largest > largest) {
       const DistributionSums mine = *this;
       *this = other;
       other = mine;
     }
     if (other.largest == -__builtin_inff()) return;
-    const double drop = (static_cast<double>(other.largest) - largest) * inverse, factor = exponential(drop);
+    const double drop = (static_cast<double>(other.largest) - largest) * inv_temperature, factor = exponential(drop);
     total += factor * other.total;
     weighted += factor * (other.weighted + drop * other.total);
   }
@@ -109,10 +109,13 @@ struct TokenStatisticsArgs {
   PDK_HD int num_ranked() const { return top_k < 2 ? 2 : top_k; }  // the margin needs two
   PDK_HD bool draws() const { return temperature > 0; }
   PDK_HD bool filtered() const { return (top_p < 1 || min_p > 0) && (draws() || sampling); }
-  PDK_HD double heat() const { return draws() ? temperature : 1; }
-  PDK_HD double inverse() const { return sampling ? 1 / heat() : 1; }  // factor of the distribution's logits
+  PDK_HD double softmax_temperature() const { return draws() ? temperature : 1; }
+  // The factor of the distribution's logits.
+  PDK_HD double inv_temperature() const { return sampling ? 1 / softmax_temperature() : 1; }
   // Its relative error as a float: over long distances that exceeds a rounding.
-  PDK_HD float inverse_rest() const { return static_cast<float>(inverse() / static_cast<float>(inverse()) - 1); }
+  PDK_HD float inv_temperature_rest() const {
+    return static_cast<float>(inv_temperature() / static_cast<float>(inv_temperature()) - 1);
+  }
   // The row of logits of an entry, -1 for none.
   PDK_HD int64_t source(int64_t r) const {
     const int64_t row = row_index.given() ? row_index.load(r) : r;

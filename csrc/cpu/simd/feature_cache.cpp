@@ -8,8 +8,8 @@ namespace {
 
 // The partial sums of a row; feature_cache.h defines the order.
 struct Sum {
-  static constexpr int kParts = kNumbers / kLanes;
-  static_assert(kNumbers % kLanes == 0);
+  static constexpr int kParts = kPartialSums / kLanes;
+  static_assert(kPartialSums % kLanes == 0);
   Vec parts[kParts]{};
 
   PDK_INLINE void add(int part, Vec x, Vec y) { parts[part] += rounded(x * y); }
@@ -17,9 +17,9 @@ struct Sum {
     for (int part = 0; part < kParts; ++part) parts[part] += piece.parts[part];
   }
   float total() const {
-    float numbers[kNumbers];
+    float numbers[kPartialSums];
     __builtin_memcpy(numbers, parts, sizeof numbers);
-    for (int half = kNumbers / 2; half > 0; half /= 2) {
+    for (int half = kPartialSums / 2; half > 0; half /= 2) {
       for (int i = 0; i < half; ++i) numbers[i] += numbers[i + half];
     }
     return numbers[0];
@@ -40,7 +40,7 @@ uint32_t key_of(const StaleRowsArgs& args, const char* fresh, const char* cached
       same &= x == y;
     };
     int64_t at = 0;
-    for (; at + kNumbers <= size; at += kNumbers) {
+    for (; at + kPartialSums <= size; at += kPartialSums) {
       for (int part = 0; part < Sum::kParts; ++part) add(part, at + part * kLanes, Whole{});
     }
     for (int part = 0; at < size; ++part, at += kLanes) add(part, at, Part{smaller(kLanes, size - at)});
@@ -51,9 +51,9 @@ uint32_t key_of(const StaleRowsArgs& args, const char* fresh, const char* cached
     const char* b = cached + head * args.cache_row.head_stride;
     const int64_t end = args.v_row.head_bytes, step = dim * static_cast<int64_t>(sizeof(T));
     for (int64_t byte = 0; byte < end; byte += step) {
-      for (int64_t at = 0; at < dim; at += kPiece) {
+      for (int64_t at = 0; at < dim; at += kPieceComponents) {
         add_piece(reinterpret_cast<const T*>(a + byte) + at, reinterpret_cast<const T*>(b + byte) + at,
-                  smaller(kPiece, dim - at));
+                  smaller(kPieceComponents, dim - at));
       }
     }
   }

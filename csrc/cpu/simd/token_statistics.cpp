@@ -71,14 +71,14 @@ struct VectorSums {
 };
 
 template <bool kTempered, bool kHoldsFirst, class T>
-PDK_INLINE void add_strip(const T* logits, int64_t begin, int64_t end, float shift, float inverse, float rest,
+PDK_INLINE void add_strip(const T* logits, int64_t begin, int64_t end, float shift, float inv_temperature, float rest,
                           VectorSums& sums) {
   Vec total{}, weighted{};
   Ints first{};
   const auto add = [&](Vec x) {
     x -= shift;
     if constexpr (kTempered) {
-      x *= inverse;
+      x *= inv_temperature;
       x = larger(splat(2 * kLeastExponent), x);
       x += x * rest;
     }
@@ -98,17 +98,18 @@ PDK_INLINE void add_strip(const T* logits, int64_t begin, int64_t end, float shi
   sums.first -= sum_of(first);
 }
 
-// Sums of e^x and x e^x, x = (logit - largest) inverse. `peaks` are the largest logits of each strip, lane by lane.
+// Sums of e^x and x e^x, x = (logit - largest) inv_temperature. `peaks` are the largest logits of each strip, lane by
+// lane.
 template <bool kTempered, class T>
 PDK_INLINE DistributionSums sums_of(const T* logits, int64_t count, float largest, const Vec (&peaks)[kStrips],
-                                    float inverse, float rest) {
+                                    float inv_temperature, float rest) {
   const float shift = largest == -kInfinity ? 0 : largest;  // NaNs must propagate even if all others are -inf
   VectorSums sums;
   for_strips(0, count, [&](int64_t begin, int64_t end) {
     if (bits_of(peaks[begin / kStrip] == largest) != 0) {
-      add_strip<kTempered, true>(logits, begin, end, shift, inverse, rest, sums);
+      add_strip<kTempered, true>(logits, begin, end, shift, inv_temperature, rest, sums);
     } else {
-      add_strip<kTempered, false>(logits, begin, end, shift, inverse, rest, sums);
+      add_strip<kTempered, false>(logits, begin, end, shift, inv_temperature, rest, sums);
     }
   });
   return {largest, static_cast<double>(sums.first) + sum_of(sums.total), sum_of(sums.weighted)};
@@ -173,9 +174,10 @@ void statistics_of(const TokenStatisticsArgs& args, const T* logits, int64_t cou
                    TokenPart& part) {
   Vec peaks[kStrips];
   const float largest = find_top(logits, count, first_id, args.num_ranked(), peaks, part.top, runners);
-  const float inverse = static_cast<float>(args.inverse());
-  part.sums = inverse == 1 ? sums_of<false>(logits, count, largest, peaks, inverse, 0)
-                           : sums_of<true>(logits, count, largest, peaks, inverse, args.inverse_rest());
+  const float inv_temperature = static_cast<float>(args.inv_temperature());
+  part.sums = inv_temperature == 1
+                  ? sums_of<false>(logits, count, largest, peaks, inv_temperature, 0)
+                  : sums_of<true>(logits, count, largest, peaks, inv_temperature, args.inv_temperature_rest());
   part.undefined = part.sums.total != part.sums.total;
   if (!part.undefined) return;
   for (uint64_t& key : part.top) key = 0;
@@ -252,7 +254,7 @@ struct Nucleus {
 // The smallest logit that a draw may take, -inf if nothing is dropped or the row has no distribution.
 template <class T>
 float cut_of(const TokenStatisticsArgs& args, int64_t r) {
-  const double heat = args.heat();
+  const double temperature = args.softmax_temperature();
   const int64_t width = args.width;
   float* logits = reinterpret_cast<float*>(thread_scratch(2 * width * static_cast<int64_t>(sizeof(float)) + 64));
   float* masses = logits + width;
@@ -268,19 +270,19 @@ float cut_of(const TokenStatisticsArgs& args, int64_t r) {
   for (int lane = 0; lane < kLanes; ++lane) largest = peak[lane] > largest ? peak[lane] : largest;
   if (bits_of(unordered) != 0 || largest == -kInfinity || largest == kInfinity) return -kInfinity;
 
-  const float floor = args.min_p > 0 ? at_least(largest + heat * __builtin_log(args.min_p)) : -kInfinity;
+  const float floor = args.min_p > 0 ? at_least(largest + temperature * __builtin_log(args.min_p)) : -kInfinity;
   if (args.top_p >= 1) return floor;
 
   // All of a token's mass before it: a token with less than (1 - top_p) / V of it is outside the nucleus.
-  const double reach = heat * __builtin_log((1 - args.top_p) / static_cast<double>(width)) - 1e-5 * heat;
-  const float inverse = static_cast<float>(1 / heat), lowest = static_cast<float>(reach * 1.00001);
+  const double reach = temperature * __builtin_log((1 - args.top_p) / static_cast<double>(width)) - 1e-5 * temperature;
+  const float inv_temperature = static_cast<float>(1 / temperature), lowest = static_cast<float>(reach * 1.00001);
   double total = 0;
   int64_t count = 0;
   for_strips(0, width, [&](int64_t first, int64_t last) {
     Vec sum{};
     for_vectors(first, last, [&](int64_t at, auto lanes) {
       const Vec logit = load(logits + at, lanes, -kInfinity), below = logit - largest;
-      Vec x = below * inverse;
+      Vec x = below * inv_temperature;
       x = x < kLeastExponent ? splat(kLeastExponent) : x;
       const Vec e = exponential_term(x);
       sum += e;
