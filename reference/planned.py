@@ -8,6 +8,7 @@ token. Order of generation: plan, stop token, chunks.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor
 
 from .autoregressive import Model
-from .masked_sampling import margin, negative_entropy, probability, timesteps
-from .planned_rows import Published, Whole, scaffold
+from .masked_sampling import margin, negative_entropy, probability
+from .masks import planned as planned_mask
 from .sampling import OWN, draw, without
 from .token_statistics import kept
 from .unmask import ranked
@@ -110,32 +111,6 @@ def _item(inside: list[int], digits: list[int]) -> Item:
     return Item(inside[:start], min(int("".join(str(digits.index(t)) for t in inside[start:stop])), LARGEST))
 
 
-def parse_published(text: Sequence[int], tags: Any) -> list[Item]:
-    """As published: in everything after the last sync token, wherever that is, each opening and the next closing token make an
-    item; its number is its first digit, and the next token if that is a digit too.
-
-    >>> tags = Tags(10, 11, 12, 13, 14, 15, range(10))
-    >>> [item.number for item in parse_published([12, 20, 1, 21, 4, 13, 12, 22, 1, 0, 0, 13], tags)]
-    [1, 10]
-    """
-    text, digits = list(text), list(tags.digits)
-    if tags.sync in text:
-        text = text[len(text) - text[::-1].index(tags.sync) :]
-    items: list[Item] = []
-    while tags.topic_open in text:
-        text = text[text.index(tags.topic_open) + 1 :]
-        if tags.topic_close not in text:
-            break
-        inside, text = text[: text.index(tags.topic_close)], text[text.index(tags.topic_close) + 1 :]
-        offsets = [offset for offset, token in enumerate(inside) if token in digits]
-        if not offsets:
-            raise BadPlan("no number")
-        first = offsets[0]
-        two = [token for token in inside[first : first + 2] if token in digits]
-        items.append(Item(inside[:first], int("".join(str(digits.index(token)) for token in two))))
-    return items
-
-
 def fitted(lengths: Sequence[int], room: int) -> list[int] | None:
     """Lengths of chunks that fit into `room` tokens with their tags: the longest ones are cut to fit; None: not even the tags fit.
 
@@ -155,45 +130,60 @@ def fitted(lengths: Sequence[int], room: int) -> list[int] | None:
 # ------------------------------------------------------------------------------------------------- schedules
 
 
-def steps_of(longest: int, ratio: float, schedule: str) -> int:
-    """Forwards of a round whose longest chunk has this many masks. Published: r l, rounded down, which may be 0; here at least 1.
+def steps_of(longest: int, ratio: float) -> int:
+    """Forwards of a round whose longest chunk has this many masks.
 
-    >>> steps_of(10, 0.25, "published"), steps_of(10, 0.25, "even"), steps_of(2, 0.25, "published")
-    (2, 3, 1)
+    >>> steps_of(10, 0.25), steps_of(2, 0.25), steps_of(0, 1.0)
+    (3, 1, 0)
     """
-    if longest == 0:
-        return 0
-    exact = longest * ratio
-    return max(1, int(exact) if schedule == "published" else -int(-exact // 1))
+    return -int(-longest * ratio // 1)
 
 
-def quota(masks: int, step: int, steps: int, schedule: str) -> int:
-    """How many of a chunk's masks a step commits.
+def quota(masks: int, step: int, steps: int) -> int:
+    """How many of a chunk's masks a step commits: the same share in each of the steps left, rounded up.
 
-    >>> masks, commits = 40, []
-    >>> for step in range(10):
-    ...     commits.append(quota(masks, step, 10, "published"))
-    ...     masks -= commits[-1]
-    >>> commits
-    [3, 4, 4, 4, 4, 4, 4, 4, 4, 5]
+    >>> quota(7, 0, 3), quota(4, 1, 3), quota(2, 2, 3)
+    (3, 2, 2)
     """
-    if step >= steps - 1:
-        return masks
-    if schedule == "even":
-        return -(-masks // (steps - step))
-    times = timesteps(steps)
-    return min(masks, max(1, int(masks * (1 - times[step + 1] / times[step]))))
+    return -(-masks // (steps - step))
 
 
-def threshold_quota(masks: int, step: int, steps: int, carry: int) -> int:
-    """The candidates of a step of the published threshold rule; `carry`: those that the previous step rejected. Unlike there, no
-    more than exist.
+# ------------------------------------------------------------------------------------------------------- logits
 
-    >>> threshold_quota(40, 0, 20, 0), threshold_quota(9, 25, 20, 30), threshold_quota(9, 25, 20, 3)
-    (2, 9, 4)
-    """
-    share = masks // (steps - step) if step < steps else 1
-    return min(masks, max(1, share) + carry)
+Stage = tuple[int, tuple[int, ...], bool]
+
+
+def scaffold(chunks: Sequence[Sequence[int]], tags: Any) -> list[int]:
+    return list(itertools.chain.from_iterable([tags.chunk_open, *chunk, tags.chunk_close] for chunk in chunks))
+
+
+class Whole:
+    """Every forward runs over the whole text."""
+
+    def __init__(self, model: Model, tags: Any, sparse: bool) -> None:
+        self._model, self._tags, self._sparse = model, tags, sparse
+        self._stages = list[Stage]()
+        self._start = 0  # of the round, after the last sync
+
+    def plan(self, text: list[int]) -> Tensor:
+        """``(1, V)``, for the last token."""
+        return self._forward(text, (len(text) - self._start, (), False))[-1:]
+
+    def fill(self, text: list[int], chunks: list[list[int]]) -> list[Tensor]:
+        """``(n + 2, V)`` for each chunk that has masks, tags included; the others are ignored."""
+        lengths = tuple(len(chunk) + 2 for chunk in chunks)
+        rows = self._forward(text + scaffold(chunks, self._tags), (len(text) - self._start, lengths, False))
+        return list(rows[len(text) :].split(lengths))
+
+    def end(self, text: list[int], chunks: list[list[int]]) -> None:
+        """The text now ends with these chunks and a sync token."""
+        lengths = tuple(len(chunk) + 2 for chunk in chunks)
+        self._stages.append((len(text) - self._start - sum(lengths) - 1, lengths, True))
+        self._start = len(text)
+
+    def _forward(self, tokens: list[int], stage: Stage) -> Tensor:
+        mask, positions = planned_mask([*self._stages, stage], self._sparse)
+        return self._model(torch.tensor([tokens], dtype=torch.int64), positions[None], mask)[0]
 
 
 # ------------------------------------------------------------------------------------------------------ decoder
@@ -226,6 +216,29 @@ class _Sampling(NamedTuple):
         return ids, scores.tolist()
 
 
+class Choices:
+    """What a run decides by rules that the released code does not share."""
+
+    def __init__(self, tags: Any, mask_token: int, steps_ratio: float, threshold: float | None) -> None:
+        self.tags, self.mask_token, self.steps_ratio, self.threshold = tags, mask_token, steps_ratio, threshold
+
+    def rows(self, model: Model, sparse: bool) -> Whole:
+        return Whole(model, self.tags, sparse)
+
+    def items(self, text: list[int], plan: list[int]) -> list[Item]:
+        """Of a text that ends with this plan."""
+        return parse_last_number(plan, self.tags)
+
+    def steps_of(self, longest: int) -> int:
+        return steps_of(longest, self.steps_ratio)
+
+    def count(self, chunk: int, scores: list[float], step: int, steps: int) -> int:
+        """How many of a chunk's guesses with these scores a step commits."""
+        if self.threshold is None:
+            return quota(len(scores), step, steps)
+        return max(1, sum(score >= self.threshold for score in scores))
+
+
 @torch.no_grad()
 def planned(
     model: Model,
@@ -238,12 +251,8 @@ def planned(
     steps_ratio: float = 1.0,
     order: str | None = None,
     threshold: float | None = None,
-    rule: str = "threshold",
-    schedule: str = "published",
     length_scale: float = 1.0,
     unit: int | None = None,
-    cache: str = "exact",
-    parser: str = "last_number",
     on_bad_plan: str = "stop",
     max_rounds: int | None = None,
     temperature: float = 0.0,
@@ -251,14 +260,15 @@ def planned(
     top_k: int | None = None,
     end_tokens: Sequence[int] = (),
     seed: int = 0,
+    choices: type[Choices] = Choices,
 ) -> PlannedResult:
     """Rounds of a plan and its chunks, until a plan ends with an end token.
 
     In each step of a round all chunks that have masks commit their most confident ones. All share one clock, which the longest
     chunk sets. Guesses for masks are never the mask, a control token other than the filler, or an end token.
 
-    Where the published code differs: it may guess any token; it never checks whether the chunks fit; an empty plan is an assertion;
-    with r l below 1 it fills nothing; its threshold rule may request more candidates than exist.
+    Where the published code differs, besides its `choices` (bench/papers/released/plain_planned.py): it may guess any token; it never
+    checks whether the chunks fit; an empty plan is an assertion.
 
     Args:
         model: callable ``(tokens (1, T), positions (1, T), mask (T, T) bool) -> logits (1, T, V)``. Plan rows predict the next
@@ -269,16 +279,12 @@ def planned(
         sparse: chunks of a round do not see each other.
         steps_ratio: r; a round has r times as many steps as its longest chunk has masks.
         order: score that ranks masks: "entropy", "confidence" or "margin"; None: entropy, or confidence with a threshold.
-        threshold: commit by confidence instead. With `rule` "threshold" all that reach it, and always the best one; with
-            "published" those among the schedule's share plus what was rejected before.
-        schedule: "published" or "even" shares.
+        threshold: commit all whose confidence reaches it instead, and always the best one.
         length_scale, unit: a chunk has ``int(number * unit * length_scale)`` masks; unit None: that of the tags.
-        cache: "exact", or "published": rows of a chunk are kept from the forward that filled its last token, where that was
-            still a mask. Dense chunks of the same round see them too.
-        parser: "last_number" or "published".
         on_bad_plan: "stop" or "raise".
         max_rounds: end after this many; None: no limit.
         temperature, top_p, top_k: of all draws.
+        choices: the rules of parser, schedule, threshold and cache.
 
     >>> tags = Tags(10, 11, 12, 13, 14, 15, range(10), unit=1)
     >>> script = [12, 2, 13, 12, 1, 13, 9]
@@ -293,7 +299,8 @@ def planned(
     order = order or ("entropy" if threshold is None else "confidence")
     sampling = _Sampling(temperature, top_p, top_k, seed)
     text, limit = list(prompt), len(prompt) + max_new_tokens
-    rows = Published(model, tags, mask_token, sparse) if cache == "published" else Whole(model, tags, sparse)
+    rules = choices(tags, mask_token, steps_ratio, threshold)
+    rows = rules.rows(model, sparse)
     banned = [mask_token, *(set(_control(tags)) - {tags.pad}), *end_tokens]
     unit = tags.unit if unit is None else unit
     rounds, trace = list[PlannedRound](), list[PlannedStep]()
@@ -317,7 +324,7 @@ def planned(
                 text.append(token)
         plan, name = text[first:], "sync" if stop == tags.sync else "end"
         try:
-            items = parse_published(text, tags) if parser == "published" else parse_last_number(plan, tags)
+            items = rules.items(text, plan)
             if not plan and not items and name == "sync" and rounds and not rounds[-1].plan and not rounds[-1].chunks:
                 raise BadPlan("no items")
         except BadPlan as bad:
@@ -334,8 +341,7 @@ def planned(
             return done("length")
 
         chunks = [[mask_token] * length for length in lengths]
-        steps, step = steps_of(max(lengths, default=0), steps_ratio, schedule), 0
-        carry = [0] * len(chunks)
+        steps, step = rules.steps_of(max(lengths, default=0)), 0
         while any(mask_token in chunk for chunk in chunks):
             steps_taken += 1
             logits = rows.fill(text, chunks)
@@ -352,22 +358,11 @@ def planned(
                         banned,
                         order,
                     )
-                    best = ranked(scores)
-                    if threshold is None:
-                        count = quota(len(offsets), step, steps, schedule)
-                    else:
-                        sure = sum(score >= threshold for score in scores)
-                        count = max(1, sure)
-                        if rule == "published":
-                            maximum = threshold_quota(len(offsets), step, steps, carry[number])
-                            count = min(count, maximum)
-                            carry[number] = maximum - count
-                    for rank in best[:count]:
+                    for rank in ranked(scores)[: rules.count(number, scores, step, steps)]:
                         committed[number, offsets[rank]] = ids[rank]
                 base += len(chunk) + 2
             for (number, offset), token in committed.items():
                 chunks[number][offset] = token
-            rows.filled(chunks)
             trace.append(PlannedStep(len(rounds), before, committed))
             step += 1
         rounds.append(PlannedRound(plan, items, chunks, step, name))

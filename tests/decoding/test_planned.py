@@ -30,8 +30,8 @@ rules = st.sampled_from(
         {"order": "confidence"},
         {"threshold": 0.0},
         {"threshold": 0.3},
-        {"threshold": 0.2, "rule": "published"},
-        {"threshold": 1.5, "rule": "published"},
+        {"threshold": 0.2},
+        {"threshold": 1.5},
     ]
 )
 draws = st.sampled_from(
@@ -45,15 +45,11 @@ draws = st.sampled_from(
     predicts=st.sampled_from(["own", "next"]),
     batch=prompt_lists,
     limit=st.integers(0, 48),
-    kind=st.sampled_from(
-        [(False, "exact"), (True, "exact"), (True, "drop_finished"), (True, "published"), (False, "published")]
-    ),
+    kind=st.sampled_from([(False, "exact"), (True, "exact"), (True, "drop_finished")]),
     steps_ratio=st.sampled_from([1.0, 1.0, 0.75, 0.5, 0.25, 0.01]),
-    schedule=st.sampled_from(["published", "even"]),
     rule=rules,
     distribution=draws,
     sizes=st.sampled_from([{}, {"unit": 1}, {"length_scale": 1.5}, {"length_scale": 0.5}, {"length_scale": 0.0}]),
-    parser=st.sampled_from(["last_number", "last_number", "published"]),
     max_rounds=st.sampled_from([None, None, 1, 2]),
     seed=seeds,
     page_size=page_sizes,
@@ -61,9 +57,10 @@ draws = st.sampled_from(
 def test_equals_the_reference(
     weights, predicts, batch, limit, kind, rule, distribution, sizes, page_size, **options
 ) -> None:
-    options |= {"sparse": kind[0], "cache": kind[1]} | rule | distribution | sizes
+    options |= {"sparse": kind[0]} | rule | distribution | sizes
     model = planning_model(weights, predicts)
-    result = generate(model, batch, METHOD, max_new_tokens=limit, trace=True, page_size=page_size, **options)
+    given = {"max_new_tokens": limit, "trace": True, "page_size": page_size, "cache": kind[1]}
+    result = generate(model, batch, METHOD, **given, **options)
     assert_same(result, references(model, batch, limit, **options))
 
 
@@ -115,7 +112,8 @@ def test_one_plans_while_another_fills_and_a_third_is_done(monkeypatch: pytest.M
 
     monkeypatch.setattr(planned, "PlannedText", Watched)
     model, batch = planning_model(1), [[11, 3, END], [12, 12, 12, END], [10, END]]
-    options: dict[str, Any] = {"temperature": 0.7, "seed": 1, "sparse": True, "cache": "drop_finished"}
-    result = generate(model, batch, METHOD, max_new_tokens=64, page_size=3, trace=True, **options)
+    options: dict[str, Any] = {"temperature": 0.7, "seed": 1, "sparse": True}
+    given = {"max_new_tokens": 64, "trace": True, "page_size": 3, "cache": "drop_finished"}
+    result = generate(model, batch, METHOD, **given, **options)
     assert any(len(set(phases)) == 3 for phases in seen)
     assert_same(result, references(model, batch, 64, **options))

@@ -1,4 +1,4 @@
-"""The cache of planned diffusion: exact after every round, without extra forwards; dropped and published rows; parts of a batch."""
+"""The cache of planned diffusion: exact after every round, without extra forwards; dropped rows; parts of a batch."""
 
 from __future__ import annotations
 
@@ -77,30 +77,6 @@ def test_kernels_give_the_tokens_of_the_reference(sparse: bool) -> None:
     for page_size in (None, 16):
         result = generate(model, PROMPTS[:3], "planned", max_new_tokens=40, page_size=page_size, trace=True, **options)
         assert_same(result, expected)
-
-
-@pytest.mark.parametrize("sparse", [False, True])
-def test_published_rows_are_those_from_before_the_last_tokens(sparse: bool) -> None:
-    """Later rounds see masks in finished chunks, and write other tokens because of it. Dense chunks of the same round see them too."""
-    model = planning_model(0)
-    options: dict[str, Any] = {
-        "max_new_tokens": 56,
-        "temperature": 0.7,
-        "seed": 1,
-        "sparse": sparse,
-        "steps_ratio": 0.5,
-    }
-    stale, exact = (generate(model, PROMPTS[:2], "planned", cache=cache, **options) for cache in ("published", "exact"))
-    assert any(not torch.equal(a, b) for a, b in zip(stale.tokens, exact.tokens, strict=True))
-    assert stale.stats.plans is not None and exact.stats.plans is not None
-    for a, b in zip(stale.stats.plans, exact.stats.plans, strict=True):
-        assert a.rounds[0] == b.rounds[0]  # nothing is cached yet
-    assert_same(
-        stale,
-        references(
-            model, PROMPTS[:2], 56, **{k: v for k, v in options.items() if k != "max_new_tokens"}, cache="published"
-        ),
-    )
 
 
 @pytest.mark.parametrize("paged", [False, True])

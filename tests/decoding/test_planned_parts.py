@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdkernels.decoding.planned._chunks import candidates, quota, steps_of
-from pdkernels.decoding.planned._outline import BadPlan, fitted, items_as_published, items_by_last_number, text_pieces
+from bench.papers.released import plain_planned
+from bench.papers.released import planned as released
+from pdkernels.decoding.planned import _chunks
+from pdkernels.decoding.planned._outline import BadPlan, fitted, items_by_last_number, text_pieces
 from pdkernels.reference import planned as reference
 from tests.support.plans import CLOSE, OPEN, SYNC, TAGS
 
@@ -49,7 +51,7 @@ def item(*tokens: int) -> list[int]:
     ],
 )
 def test_the_parsers(tokens: list[int], published: Any, last: Any) -> None:
-    for parse in (items_as_published, reference.parse_published):
+    for parse in (released.items_as_released, plain_planned.released_items):
         assert numbers(parse, tokens) == published
     for parse in (items_by_last_number, reference.parse_last_number):
         assert numbers(parse, tokens) == last
@@ -58,7 +60,7 @@ def test_the_parsers(tokens: list[int], published: Any, last: Any) -> None:
 @given(tokens=st.lists(st.sampled_from([OPEN, CLOSE, SYNC, 0, 1, 2, W, X]), max_size=16))
 def test_parsers_equal_the_reference(tokens: list[int]) -> None:
     for mine, plain in (
-        (items_as_published, reference.parse_published),
+        (released.items_as_released, plain_planned.released_items),
         (items_by_last_number, reference.parse_last_number),
     ):
         found, expected = numbers(mine, tokens), numbers(plain, tokens)
@@ -67,11 +69,15 @@ def test_parsers_equal_the_reference(tokens: list[int]) -> None:
             assert [each.topic for each in mine(tokens, TAGS)] == [each.topic for each in plain(tokens, TAGS)]
 
 
-def commits(masks: int, steps: int, schedule: Any) -> list[int]:
+SCHEDULES: dict[str, tuple[Any, Any]] = {"even": (_chunks, reference), "released": (released, plain_planned)}
+
+
+def commits(masks: int, steps: int, schedule: str) -> list[int]:
     found: list[int] = []
+    ours, plain = SCHEDULES[schedule]
     while masks:
-        found.append(quota(masks, len(found), steps, schedule))
-        assert found[-1] == reference.quota(masks, len(found) - 1, steps, schedule) >= 1
+        found.append(ours.quota(masks, len(found), steps))
+        assert found[-1] == plain.quota(masks, len(found) - 1, steps) >= 1
         masks -= found[-1]
     return found
 
@@ -87,10 +93,16 @@ def commits(masks: int, steps: int, schedule: Any) -> list[int]:
 )
 def test_the_released_schedule(ratio: float, steps: int, longest: list[int], middle: list[int]) -> None:
     """Chunks of 40, 20 and 10 tokens."""
-    assert steps_of(40, ratio, "published") == steps
-    assert commits(40, steps, "published") == longest
-    assert commits(20, steps, "published") == middle
-    assert commits(10, steps, "published") == [1] * 10
+    assert released.steps_of(40, ratio) == steps
+    assert commits(40, steps, "released") == longest
+    assert commits(20, steps, "released") == middle
+    assert commits(10, steps, "released") == [1] * 10
+
+
+def test_a_step_per_token_commits_the_same_with_both_schedules() -> None:
+    for longest in range(1, 40):
+        for masks in range(1, longest + 1):
+            assert commits(masks, longest, "even") == commits(masks, longest, "released") == [1] * masks
 
 
 def test_even_shares() -> None:
@@ -102,23 +114,20 @@ def test_even_shares() -> None:
     masks=st.integers(0, 60),
     longest=st.integers(0, 60),
     ratio=st.floats(0.01, 1.0),
-    schedule=st.sampled_from(["published", "even"]),
+    schedule=st.sampled_from(list(SCHEDULES)),
     step=st.integers(0, 70),
     refused=st.integers(0, 80),
 )
 def test_schedules_equal_the_reference(masks, longest, ratio, schedule, step, refused) -> None:
-    steps = steps_of(longest, ratio, schedule)
-    assert steps == reference.steps_of(longest, ratio, schedule) and (steps >= 1) == (longest >= 1)
+    ours, plain = SCHEDULES[schedule]
+    steps = ours.steps_of(longest, ratio)
+    assert steps == plain.steps_of(longest, ratio) and (steps >= 1) == (longest >= 1)
     if masks <= longest:
         found = commits(masks, steps, schedule)
         assert sum(found) == masks and len(found) <= steps
     if masks:
-        assert (
-            1
-            <= candidates(masks, step, steps, refused)
-            == reference.threshold_quota(masks, step, steps, refused)
-            <= masks
-        )
+        looked_at = released.candidates(masks, step, steps, refused)
+        assert 1 <= looked_at == plain_planned.threshold_quota(masks, step, steps, refused) <= masks
 
 
 @given(lengths=st.lists(st.integers(0, 30) | st.just(10**9), max_size=6), room=st.integers(0, 80))

@@ -109,7 +109,7 @@ class Scripted(CachedFake):
 
 def written(script: list[int], **options: Any) -> tuple[list[int], Any]:
     """The new tokens of a scripted model, and the report."""
-    result = generate(Scripted(script), [11], "planned", **({"max_new_tokens": 60} | options))
+    result = generate(Scripted(script), [11], **({"method": "planned", "max_new_tokens": 60} | options))
     return result.tokens.tolist(), result.stats.plans[0]
 
 
@@ -122,9 +122,11 @@ def plain(model: Transformer) -> Any:
     return forward
 
 
-def references(model: Transformer, batch: list[list[int]], limit: int, **options: Any) -> list[PlannedResult]:
+def references(
+    model: Transformer, batch: list[list[int]], limit: int, reference: Any = planned, **options: Any
+) -> list[PlannedResult]:
     return [
-        planned(plain(model), prompt, limit, model.plan_tokens, mask_token=MASK, **own)
+        reference(plain(model), prompt, limit, model.plan_tokens, mask_token=MASK, **own)
         for prompt, own in streams(batch, {"end_tokens": (END,)} | options)
     ]
 

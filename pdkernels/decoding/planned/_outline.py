@@ -70,38 +70,6 @@ def _last_number(inside: Sequence[int], tags: PlanTokens) -> Item:
     return Item(list(inside[:first]), number)
 
 
-def items_as_published(text: Sequence[int], tags: PlanTokens) -> list[Item]:
-    """As the released parser reads them: everything after the last sync token of the text, the prompt included, is scanned, and the
-    number of an item is its first digit, with the next token if that is a digit too.
-
-    Raises `BadPlan`.
-
-    >>> tags = PlanTokens(10, 11, 12, 13, 14, 15, digits=range(10))
-    >>> items_as_published([12, 20, 1, 21, 4, 13, 12, 22, 1, 0, 0, 13], tags)
-    [Item(topic=[20], number=1), Item(topic=[22], number=10)]
-    """
-    first = max((index + 1 for index, token in enumerate(text) if token == tags.sync), default=0)
-    items = []
-    opened: int | None = None
-    for index in range(first, len(text)):
-        if text[index] == tags.topic_open and opened is None:
-            opened = index + 1
-        elif text[index] == tags.topic_close and opened is not None:
-            items.append(_first_digits(text[opened:index], tags))
-            opened = None
-    return items
-
-
-def _first_digits(inside: Sequence[int], tags: PlanTokens) -> Item:
-    for index, token in enumerate(inside):
-        if token in tags.digits:
-            number = tags.digits.index(token)
-            if index + 1 < len(inside) and inside[index + 1] in tags.digits:
-                number = 10 * number + tags.digits.index(inside[index + 1])
-            return Item(list(inside[:index]), number)
-    raise BadPlan("no number")
-
-
 def fitted(lengths: Sequence[int], room: int) -> list[int] | None:
     """Lengths of chunks that fit into `room` tokens, their tags included; the longest ones are cut to a common length, the
     first of them may be one token longer. None: there is no room for the tags.
@@ -150,7 +118,7 @@ def text_pieces(tokens: Sequence[int], tags: PlanTokens, others: Collection[int]
 
 
 def joined(pieces: Sequence[Sequence[int]], tags: PlanTokens, decode: Callable[..., str], joiner: str | None) -> str:
-    """Joins the pieces of a text. A `joiner` of None is a space, or a line break before a digit, as published."""
+    """Joins the pieces of a text. A `joiner` of None is a space, or a line break before a digit."""
     text = ""
     for piece in pieces:
         if text:

@@ -13,17 +13,15 @@ from typing import Literal, get_args
 
 from pdkernels._validation import message
 from pdkernels.decoding._session import Session
-from pdkernels.decoding.planned._chunks import Schedule, candidates, quota, steps_of
-from pdkernels.decoding.planned._outline import BadPlan, Item, fitted, items_as_published, items_by_last_number
+from pdkernels.decoding.planned._chunks import quota, steps_of
+from pdkernels.decoding.planned._outline import BadPlan, Item, fitted, items_by_last_number
 from pdkernels.decoding.result import ChunkTokens, PlanReport, PlanRound
 from pdkernels.decoding.traces import ChunkStep
 from pdkernels.models.plan_tokens import PlanTokens
 
-Rule = Literal["threshold", "published"]
-Keeping = Literal["exact", "drop_finished", "published"]
-Parser = Literal["last_number", "published"]
+Keeping = Literal["exact", "drop_finished"]
 OnBadPlan = Literal["stop", "raise"]
-RULES, CACHES, PARSERS, BAD_PLAN_WAYS = (get_args(kind) for kind in (Rule, Keeping, Parser, OnBadPlan))
+CACHES, BAD_PLAN_WAYS = get_args(Keeping), get_args(OnBadPlan)
 
 
 @dataclass(frozen=True)
@@ -35,20 +33,12 @@ class PlanOptions:
     ends: tuple[int, ...]
     sparse: bool
     steps_ratio: float
-    schedule: Schedule
     threshold: float | None
-    rule: Rule
     unit: float
     """Masks per unit of a number, the scale included."""
     cache: Keeping
-    parser: Parser
     on_bad_plan: OnBadPlan
     max_rounds: int | None
-
-    @property
-    def freezes(self) -> bool:
-        """Whether rows of complete chunks enter the cache in the middle of a round, for the others to see."""
-        return self.cache == "published" and not self.sparse
 
 
 class PlannedText:
@@ -61,25 +51,24 @@ class PlannedText:
         round_lengths: of the chunks among `rows`, tags included; empty for plain text.
         chunks: contents of the round's chunks.
         cached: tokens in the cache, as scheduled by the host.
-        frozen: those of them in the round's chunks.
         number: forwards that it took part in.
+        stores_steps: whether a step writes its rows to the cache, uncommitted.
     """
+
+    stores_steps = False
 
     def __init__(self, session: Session, sequence: int, options: PlanOptions) -> None:
         self._session, self.sequence, self._options = session, sequence, options
-        self._prompt = session.prompts[sequence]
         self._limit = session.limits[sequence]
         self.phase: Literal["plan", "fill", "done"] = "plan" if self._limit else "done"
-        self.rows = list(self._prompt)
+        self.rows = list(session.prompts[sequence])
         self.round_lengths: tuple[int, ...] = ()
         self.chunks: list[list[int]] = []
-        self.cached = self.frozen = self.number = 0
+        self.cached = self.number = 0
         self._plan: list[int] = []
         self._items: list[Item] = []
         self._numbered = 0  # chunks of earlier rounds
         self._step = self._steps = 0
-        self._refused: list[int] = []
-        self._stale: list[list[int]] = []
         self.report = PlanReport([], "length", dict.fromkeys(("plan", "chunks", "refresh"), 0), {})
         self.report.rows.update(self.report.forwards)
 
@@ -127,10 +116,7 @@ class PlannedText:
             return
         self._cut = lengths != asked
         self.chunks = [[options.mask_token] * length for length in lengths]
-        self._stale = [list(chunk) for chunk in self.chunks]
-        self._refused = [0] * len(lengths)
-        self.frozen = 0
-        self._step, self._steps = 0, steps_of(max(lengths, default=0), options.steps_ratio, options.schedule)
+        self._step, self._steps = 0, self._steps_of(max(lengths, default=0))
         self.phase = "fill"
         for chunk, length in enumerate(lengths):
             if length == 0:
@@ -139,14 +125,15 @@ class PlannedText:
             self._end_round()
 
     def _parsed(self) -> list[Item]:
-        if self._options.parser == "published":
-            return items_as_published(self._prompt + self._session.tokens[self.sequence], self._options.tags)
         items = items_by_last_number(self._plan, self._options.tags)
         if not self._plan and self._stop_name == "sync" and self.report.rounds:
             last = self.report.rounds[-1]
             if not last.plan and not last.lengths:
                 raise BadPlan("no items")
         return items
+
+    def _steps_of(self, longest: int) -> int:
+        return steps_of(longest, self._options.steps_ratio)
 
     @property
     def _stop_name(self) -> str:
@@ -165,36 +152,29 @@ class PlannedText:
     def _is_open(self, chunk: int) -> bool:
         return self._options.mask_token in self.chunks[chunk]
 
+    @property
+    def chunk_starts(self) -> list[int]:
+        """Where the round's chunks begin, counted from the cached tokens on."""
+        return list(accumulate((len(content) + 2 for content in self.chunks), initial=0))
+
     def quotas(self, live: Sequence[int]) -> list[int]:
-        """How many masks of each of these chunks the next step commits, or, with the published threshold rule, considers."""
-        options, found = self._options, []
-        for chunk in live:
-            masks = self.chunks[chunk].count(options.mask_token)
-            if options.threshold is None:
-                found.append(quota(masks, self._step, self._steps, options.schedule))
-            elif options.rule == "published":
-                found.append(candidates(masks, self._step, self._steps, self._refused[chunk]))
-            else:
-                found.append(1)
-        return found
+        """How many masks of each of these chunks the next step commits; with a threshold, at least."""
+        if self._options.threshold is not None:
+            return [1] * len(live)
+        counts = [self.chunks[chunk].count(self._options.mask_token) for chunk in live]
+        return [quota(masks, self._step, self._steps) for masks in counts]
 
-    def filled(self, live: Sequence[int], contents: Sequence[list[int]], looked_at: Sequence[int]) -> list[int]:
-        """Takes the `contents` that a step left in the chunks `live`; `looked_at` are the numbers from `quotas`.
-
-        Returns the rows of the step that stay in the cache: with the published cache of dense chunks, those of chunks
-        that are now complete, as the step computed them.
-        """
+    def filled(self, live: Sequence[int], contents: Sequence[list[int]]) -> None:
+        """Takes the `contents` that a step left in the chunks `live`."""
         mask, committed = self._options.mask_token, dict[tuple[int, int], int]()
         self._count("chunks", sum(len(content) + 2 for content in contents))
         before, done = self.chunks, []
         self.chunks = [list(chunk) for chunk in before]
-        for chunk, content, maximum in zip(live, contents, looked_at, strict=True):
+        for chunk, content in zip(live, contents, strict=True):
             new = {index: token for index, token in enumerate(content) if before[chunk][index] == mask != token}
             committed |= {(chunk, index): token for index, token in new.items()}
             if not new:
                 continue
-            self._refused[chunk] = maximum - len(new)
-            self._stale[chunk] = before[chunk]
             self.chunks[chunk] = content
             if mask not in content:
                 done.append(chunk)
@@ -203,19 +183,10 @@ class PlannedText:
             step = ChunkStep(len(self.report.rounds), before, committed)
             self._session.trace[self.sequence].append(step)
         self._step += 1
-        freezing = list[int]()
-        if self._options.freezes:
-            starts = accumulate((len(content) + 2 for content in contents), initial=0)
-            for start, chunk in zip(starts, live):
-                if not self._is_open(chunk):
-                    freezing += range(start, start + len(self.chunks[chunk]) + 2)
-            self.frozen += len(freezing)
-            self.cached += len(freezing)
         for chunk in done:
             self._tell(chunk)
         if not any(map(self._is_open, range(len(self.chunks)))):
             self._end_round()
-        return freezing
 
     def _tell(self, chunk: int) -> None:
         """Reports a complete chunk."""
@@ -230,15 +201,12 @@ class PlannedText:
         """Ends a round. The final rows of its chunks enter the cache with the sync token, in the forward that it needs anyway."""
         self._session.extend(self.sequence, self._scaffold(self.chunks))
         self._session.emit(self.sequence, [self._stop], 0)
-        options = self._options
-        entering = self._stale if options.cache == "published" else self.chunks
-        if self.frozen:  # all of them are in the cache
-            entering = []
+        entering = self._entering()
         self.rows = [*self._scaffold(entering), self._stop]
         self.round_lengths = tuple(len(chunk) + 2 for chunk in entering)
         lengths = [len(chunk) for chunk in self.chunks]
         self._numbered += len(self.chunks)
-        last = len(self.report.rounds) + 1 == options.max_rounds
+        last = len(self.report.rounds) + 1 == self._options.max_rounds
         stopped = self._session.stopped[self.sequence]
         if stopped or self._stop_name == "end" or self._cut or last or self._left == 0:
             reason = "end" if self._stop_name == "end" else "rounds" if last and not self._cut else "length"
@@ -246,6 +214,10 @@ class PlannedText:
             return
         self._record(lengths, self._stop_name)
         self.phase = "plan"
+
+    def _entering(self) -> list[list[int]]:
+        """The contents whose rows enter the cache."""
+        return self.chunks
 
     # The record
 

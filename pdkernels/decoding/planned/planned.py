@@ -12,9 +12,8 @@ enter the cache, and one for those that fill chunks, if there are any, and one r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any, Literal, get_args
 
 import torch
@@ -36,20 +35,8 @@ from pdkernels.decoding._sampling import (
     suppress_,
 )
 from pdkernels.decoding._session import Session, to_device_async
-from pdkernels.decoding.planned._chunks import Schedule
 from pdkernels.decoding.planned._outline import joined, text_pieces
-from pdkernels.decoding.planned._text import (
-    BAD_PLAN_WAYS,
-    CACHES,
-    PARSERS,
-    RULES,
-    Keeping,
-    OnBadPlan,
-    Parser,
-    PlannedText,
-    PlanOptions,
-    Rule,
-)
+from pdkernels.decoding.planned._text import BAD_PLAN_WAYS, CACHES, Keeping, OnBadPlan, PlannedText, PlanOptions
 from pdkernels.masks import Stage, TilePlan, pack, planned
 from pdkernels.models.plan_tokens import PlanTokens
 from pdkernels.ops import TokenStatistics, token_statistics, unmask_
@@ -62,17 +49,16 @@ Order = Literal["entropy", "confidence", "margin"]
 
 def decode(
     session: Session,
+    text: Callable[[Session, int, PlanOptions], PlannedText] | None = None,
+    rounds: type[Rounds] | None = None,
     *,
     sparse: bool = False,
     steps_ratio: float = 1.0,
     order: Order | None = None,
     threshold: float | None = None,
-    rule: Rule = "threshold",
-    schedule: Schedule = "published",
     length_scale: float = 1.0,
     unit: int | None = None,
     cache: Keeping = "exact",
-    parser: Parser = "last_number",
     on_bad_plan: OnBadPlan = "stop",
     max_rounds: int | None = None,
     joiner: str | None = None,
@@ -90,17 +76,11 @@ def decode(
         steps_ratio: steps of a round per token of its longest chunk, above 0 and at most 1.
         order: the score that ranks the positions of a chunk: the "entropy" of their distribution, the "confidence" in the guess, or the
             "margin" between the two likeliest tokens. None: entropy, or confidence if there is a threshold.
-        threshold: fill positions by confidence with this threshold, instead of by schedule.
-        rule: what a threshold does. "threshold" fills all positions of a chunk that reach it, and always the most confident one;
-            "published" fills at most the schedule's share plus as many as the previous step rejected.
-        schedule: how many positions each step fills: "published", as released, or "even" shares.
+        threshold: fill all positions of a chunk whose confidence reaches this, and always the most confident one, instead of as many
+            as would be filled at equal shares per step.
         length_scale: factor of the lengths that plans request.
         unit: how many tokens a 1 in a plan stands for; None: the model's own.
-        cache: "exact"; "drop_finished", for sparse chunks: the same, but a finished chunk is left out of further steps;
-            "published": later rounds, and with dense chunks the other chunks, see a chunk as it was before its last tokens were
-            filled in.
-        parser: "last_number" reads the last number of an item; "published" the first two digits, and prompts are parsed as
-            plans too.
+        cache: "exact"; "drop_finished", for sparse chunks: the same, but a finished chunk is left out of further steps.
         on_bad_plan: "stop" ends the text there, "raise" raises `BadPlan`.
         max_rounds: end after this many rounds.
         joiner: text between chunks; None: a line break before a digit, else a space.
@@ -120,14 +100,11 @@ def decode(
         checked_number(_OP, "threshold", threshold)
         by_confidence = order in (None, "confidence")
         check(by_confidence, _OP, "order", "be 'confidence' with a threshold", repr(order), "Leave one of them out.")
-    check_choice(_OP, "rule", rule, RULES)
-    check_choice(_OP, "schedule", schedule, get_args(Schedule))
     checked_number(_OP, "length_scale", length_scale, 1000.0)
     unit = tags.unit if unit is None else checked_size(_OP, "unit", unit)
     check_choice(_OP, "cache", cache, CACHES)
     fits = cache != "drop_finished" or sparse
     check(fits, _OP, "cache", "not drop chunks that others see", repr(cache), "Pass sparse=True.")
-    check_choice(_OP, "parser", parser, PARSERS)
     check_choice(_OP, "on_bad_plan", on_bad_plan, BAD_PLAN_WAYS)
     if max_rounds is not None:
         checked_size(_OP, "max_rounds", max_rounds)
@@ -138,20 +115,18 @@ def decode(
     seeds = checked_sampling(_OP, temperature, seed, session.batch)
     ends = session.end_tokens
     options = PlanOptions(
-        tags, mask_token, ends, sparse, steps_ratio, schedule, threshold, rule, unit * length_scale, cache, parser,
-        on_bad_plan, max_rounds,
-    )  # fmt: skip
+        tags, mask_token, ends, sparse, steps_ratio, threshold, unit * length_scale, cache, on_bad_plan, max_rounds
+    )
     if session.model.tokenizer is not None:
         others, plain = {mask_token, *ends}, session.model.tokenizer.decode
         session.text_of = lambda tokens, decode=plain: joined(text_pieces(tokens, tags, others), tags, decode, joiner)
-    texts = [PlannedText(session, sequence, options) for sequence in range(session.batch)]
+    texts = [(text or PlannedText)(session, sequence, options) for sequence in range(session.batch)]
     guess = Guesses(session.model, seeds, temperature, top_p, top_k)
     if session.max_new_tokens > 0:  # else no cache is needed
-        Rounds(session, options, guess, order or ("entropy" if threshold is None else "confidence"), page_size).run(
-            texts
-        )
-    session.plans = [text.report for text in texts]
-    return sum(text.number for text in texts)
+        order = order or ("entropy" if threshold is None else "confidence")
+        (rounds or Rounds)(session, options, guess, order, page_size).run(texts)
+    session.plans = [own.report for own in texts]
+    return sum(own.number for own in texts)
 
 
 def _checked_tags(session: Session, mask_token: int | None) -> PlanTokens:
@@ -221,47 +196,37 @@ class Rounds:
     def run(self, texts: Sequence[PlannedText]) -> None:
         """Until all are done."""
         while unfinished := [text for text in texts if text.phase != "done"]:
-            planning = [text for text in unfinished if text.phase == "plan"]
-            plain = [text for text in planning if not text.round_lengths]
-            entering = [text for text in planning if text.round_lengths]
-            filling = [text for text in unfinished if text.phase == "fill"]
-            answers = [self._plan(group) for group in (plain, entering) if group]
-            if planning:
-                grown = {text.sequence: len(text.rows) for text in planning}
-                counts = [[grown.get(sequence, 0)] for sequence in range(self._session.batch)]
-                self._cache.commit_(to_device_async(counts, self._device)[:, 0])
-            live = [text.live for text in filling]
-            quotas = [text.quotas(chunks) for text, chunks in zip(filling, live, strict=True)]
-            if filling:
-                answers.append(self._fill(filling, live, quotas))
-            # The one read of the device in a step.
-            read = torch.cat(answers).tolist()
-            for text in (*plain, *entering):
-                text.planned(read.pop(0))
-            width = len(read) // max(len(filling), 1)
-            frozen = dict[int, list[int]]()
-            for index, text in enumerate(filling):
-                *row, no_choice = read[index * width : (index + 1) * width]
-                if no_choice:
-                    self._session.fail_without_choice(text.sequence)
-                contents, first = [], 0
-                for chunk in live[index]:
-                    length = len(text.chunks[chunk])
-                    contents.append(row[first + 1 : first + 1 + length])
-                    first += length + 2
-                frozen[text.sequence] = text.filled(live[index], contents, quotas[index])
-            if any(frozen.values()):
-                self._freeze(frozen)
+            self._step(unfinished)
 
-    def _freeze(self, rows: dict[int, list[int]]) -> None:
-        """Keeps the given rows of each sequence's last step."""
-        width = max(map(len, rows.values()))
-        lines = [
-            [len(own), *own, *[0] * (width - len(own))]
-            for own in (rows.get(sequence, []) for sequence in range(self._session.batch))
-        ]
-        table = to_device_async(lines, self._device)
-        self._cache.commit_(table[:, 0], table[:, 1:])
+    def _step(self, texts: Sequence[PlannedText]) -> None:
+        planning = [text for text in texts if text.phase == "plan"]
+        plain = [text for text in planning if not text.round_lengths]
+        entering = [text for text in planning if text.round_lengths]
+        filling = [text for text in texts if text.phase == "fill"]
+        answers = [self._plan(group) for group in (plain, entering) if group]
+        if planning:
+            grown = {text.sequence: len(text.rows) for text in planning}
+            counts = [[grown.get(sequence, 0)] for sequence in range(self._session.batch)]
+            self._cache.commit_(to_device_async(counts, self._device)[:, 0])
+        live = [text.live for text in filling]
+        if filling:
+            quotas = [text.quotas(chunks) for text, chunks in zip(filling, live, strict=True)]
+            answers.append(self._fill(filling, live, quotas))
+        # The one read of the device in a step.
+        read = torch.cat(answers).tolist()
+        for text in (*plain, *entering):
+            text.planned(read.pop(0))
+        width = len(read) // max(len(filling), 1)
+        for index, text in enumerate(filling):
+            *row, no_choice = read[index * width : (index + 1) * width]
+            if no_choice:
+                self._session.fail_without_choice(text.sequence)
+            contents, first = [], 0
+            for chunk in live[index]:
+                length = len(text.chunks[chunk])
+                contents.append(row[first + 1 : first + 1 + length])
+                first += length + 2
+            text.filled(live[index], contents)
 
     def _group(self, texts: Sequence[PlannedText]) -> tuple[Any, torch.Tensor]:
         """The cache rows of these sequences, and their numbers."""
@@ -295,7 +260,8 @@ class Rounds:
         cache, sequences = self._group(texts)
         options, step = self._options, _StepTable(texts, live, quotas, self._options)
         table = to_device_async(step.lines, self._device)
-        canvas, shifts, positions, offsets, segment, windows, quota, stored, number = table.split(step.widths, 1)
+        canvas, shifts, positions, offsets, windows, quota, stored, number = table.split(step.widths, 1)
+        windows = windows.unflatten(1, (-1, 2))
         layouts = tuple((lengths, False) for lengths in step.layouts)
         hidden = self._model.hidden(
             canvas,
@@ -311,13 +277,6 @@ class Rounds:
         there = positions >= 0
         no_choice = ((found.probs.isnan() | (found.ids < 0)) & there).any(1, keepdim=True)
         scores = {"entropy": -found.entropy, "confidence": found.probs, "margin": found.margin}[self._order]
-        limits: dict[str, Any] = {"quota": quota}
-        if options.threshold is not None and options.rule == "threshold":
-            limits = {"quota": 1, "threshold": options.threshold}
-        elif options.threshold is not None:
-            sure = (scores.double() >= options.threshold) & there
-            reached = torch.zeros_like(quota).scatter_add_(1, segment, sure.to(quota.dtype))
-            limits = {"quota": torch.minimum(quota, reached).clamp_(min=1)}
         canvas = canvas.clone()  # the op must not write to memory that it reads
         unmask_(
             canvas,
@@ -325,11 +284,18 @@ class Rounds:
             scores,
             mask_token=options.mask_token,
             positions=positions,
-            windows=windows.unflatten(1, (-1, 2)),
+            windows=windows,
             backend=backend_of(scores.dtype),
-            **limits,
+            **self._limits(scores, positions, windows, quota),
         )
         return torch.cat([canvas, no_choice.to(canvas.dtype)], 1).flatten()
+
+    def _limits(
+        self, scores: torch.Tensor, positions: torch.Tensor, windows: torch.Tensor, quota: torch.Tensor
+    ) -> dict[str, Any]:
+        """The rule of `unmask_` that commits guesses."""
+        threshold = self._options.threshold
+        return {"quota": quota} if threshold is None else {"quota": 1, "threshold": threshold}
 
 
 class _StepTable:
@@ -342,30 +308,28 @@ class _StepTable:
         self.layouts = [tuple(len(text.chunks[chunk]) + 2 for chunk in own) for text, own in zip(texts, live)]
         masks = [sum(text.chunks[chunk].count(mask) for chunk in own) for text, own in zip(texts, live)]
         rows, maximum, chunks = max(map(sum, self.layouts)), max(masks), max(map(len, live))
-        self.widths = [rows, rows, maximum, maximum, maximum, 2 * chunks, chunks, 1, 1]
+        self.widths = [rows, rows, maximum, maximum, 2 * chunks, chunks, 1, 1]
         self.gaps = any(len(own) < len(text.chunks) for text, own in zip(texts, live))
         self.lines = []
         for text, own, quota in zip(texts, live, quotas):
             canvas: list[int] = []
             shifts: list[int] = []  # of these rows, from the cached length on
             positions: list[int] = []
-            segment: list[int] = []
             windows: list[int] = []
-            starts = [0, *accumulate(len(content) + 2 for content in text.chunks)]
-            for number, chunk in enumerate(own):
+            starts = text.chunk_starts
+            for chunk in own:
                 content = text.chunks[chunk]
                 first = len(canvas) + 1
                 windows += [first, first + len(content)]
                 found = [first + index for index, token in enumerate(content) if token == mask]
                 positions += found
-                segment += [number] * len(found)
                 canvas += [tags.chunk_open, *content, tags.chunk_close]
-                shifts += range(starts[chunk] - text.frozen, starts[chunk + 1] - text.frozen)
+                shifts += range(starts[chunk], starts[chunk + 1])
             offsets = [text.cached + shifts[position] for position in positions]
             spare, empty = maximum - len(positions), chunks - len(own)
             line = [*canvas, *[tags.pad] * (rows - len(canvas)), *shifts, *[0] * (rows - len(shifts))]
-            line += [*positions, *[-1] * spare, *offsets, *[-1] * spare, *segment, *[0] * spare]
-            stored = len(canvas) if options.freezes else 0
+            line += [*positions, *[-1] * spare, *offsets, *[-1] * spare]
+            stored = len(canvas) if text.stores_steps else 0
             line += [*windows, *[0] * (2 * empty), *quota, *[0] * empty, stored, text.number + 1]
             self.lines.append(line)
 

@@ -1,7 +1,7 @@
-"""The published decoder of planned diffusion, with a cache that is overwritten in place: tokens, rounds and steps are those of
-``generate(method="planned", cache="published")``.
+"""The released decoder of planned diffusion: the plain form on random options, and the released loop with a cache that is
+overwritten in place. Tokens, rounds and steps are those of the method `PLANNED`.
 
-As released: keys and values of all positions are in one buffer; a step computes the rows of all chunks that still have masks and
+In that loop keys and values of all positions are in one buffer; a step computes the rows of all chunks that still have masks and
 writes theirs; nothing is refreshed when a chunk is complete. Shifted logits, entropy of the distribution, one clock for all chunks.
 Two of its faults are left out: it may guess control tokens, and rows of an empty chunk are never computed.
 """
@@ -14,13 +14,62 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
+from bench.papers.released.plain_planned import released_planned
+from bench.papers.released.planned import PLANNED
 from pdkernels.decoding import generate
-from tests.support.plans import CLOSE, END, MASK, OPEN, planning_model
+from tests.decoding.test_planned import draws, prompt_lists, rules
+from tests.support.base import page_sizes, seeds
+from tests.support.plans import CLOSE, END, MASK, OPEN, assert_same, planning_model, references
 
 PROMPTS = [[END], [11, 3, END], [12, 12, 12, END], [10, END], [14, 2, END], [13, 13, 4, END]]
+BATCH = [[END], [11, 3, END], [12, 12, 12, END], [10, END]]
 LIMIT, ROUNDS = 200, 3
+ways = st.sampled_from(["released", "released", "ours"])
+
+
+@settings(max_examples=20)
+@given(
+    weights=st.integers(0, 2),
+    predicts=st.sampled_from(["own", "next"]),
+    batch=prompt_lists,
+    limit=st.integers(0, 48),
+    sparse=st.booleans(),
+    steps_ratio=st.sampled_from([1.0, 1.0, 0.75, 0.5, 0.25, 0.01]),
+    way_of=st.fixed_dictionaries({part: ways for part in ("rule", "schedule", "keeping", "parser")}),
+    limits=rules,
+    distribution=draws,
+    sizes=st.sampled_from([{}, {"unit": 1}, {"length_scale": 1.5}, {"length_scale": 0.5}, {"length_scale": 0.0}]),
+    max_rounds=st.sampled_from([None, None, 1, 2]),
+    seed=seeds,
+    page_size=page_sizes,
+)
+def test_equals_the_plain_form(
+    weights, predicts, batch, limit, way_of, limits, distribution, sizes, page_size, **options
+) -> None:
+    options |= way_of | limits | distribution | sizes
+    model = planning_model(weights, predicts)
+    result = generate(model, batch, PLANNED, max_new_tokens=limit, trace=True, page_size=page_size, **options)
+    assert_same(result, references(model, batch, limit, released_planned, **options))
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_released_rows_are_those_from_before_the_last_tokens(sparse: bool) -> None:
+    """Later rounds see masks in finished chunks, and write other tokens because of it. Dense chunks of the same round see them too."""
+    model = planning_model(0)
+    options: dict[str, Any] = {"temperature": 0.7, "seed": 1, "sparse": sparse, "steps_ratio": 0.5}
+    stale, exact = (
+        generate(model, BATCH[:2], PLANNED, max_new_tokens=56, keeping=keeping, **options)
+        for keeping in ("released", "ours")
+    )
+    assert any(not torch.equal(a, b) for a, b in zip(stale.tokens, exact.tokens, strict=True))
+    assert stale.stats.plans is not None and exact.stats.plans is not None
+    for a, b in zip(stale.stats.plans, exact.stats.plans, strict=True):
+        assert a.rounds[0] == b.rounds[0]  # nothing is cached yet
+    assert_same(stale, references(model, BATCH[:2], 56, released_planned, **options))
 
 
 class Buffers:
@@ -62,7 +111,7 @@ class Buffers:
         return torch.cat((a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()), -1)
 
 
-def published(model: Any, prompt: list[int], sparse: bool, ratio: float) -> tuple[list[int], list[int], int]:
+def released_loop(model: Any, prompt: list[int], sparse: bool, ratio: float) -> tuple[list[int], list[int], int]:
     """New tokens, the steps of each round, and how many chunks became complete while others were not."""
     tags, size = model.plan_tokens, len(prompt) + LIMIT
     buffers = Buffers(model, size)
@@ -127,16 +176,16 @@ def published(model: Any, prompt: list[int], sparse: bool, ratio: float) -> tupl
 
 @pytest.mark.parametrize("ratio", [1.0, 0.5])
 @pytest.mark.parametrize("sparse", [False, True])
-def test_it_writes_what_the_published_loop_writes(sparse: bool, ratio: float) -> None:
+def test_it_writes_what_the_released_loop_writes(sparse: bool, ratio: float) -> None:
     model, compared, early = deepcopy(planning_model(0, "next")), 0, 0
     model.head[OPEN, CLOSE] += 0.25  # plans of several chunks
     options: dict[str, Any] = {"sparse": sparse, "steps_ratio": ratio, "max_rounds": ROUNDS, "max_new_tokens": LIMIT}
-    result = generate(model, PROMPTS, "planned", cache="published", **options)
+    result = generate(model, PROMPTS, PLANNED, parser="ours", **options)
     assert result.stats.plans is not None
     for prompt, tokens, report in zip(PROMPTS, result.tokens, result.stats.plans, strict=True):
         if report.reason not in ("end", "rounds"):
             continue
-        expected, steps, finished = published(model, prompt, sparse, ratio)
+        expected, steps, finished = released_loop(model, prompt, sparse, ratio)
         assert tokens.tolist() == expected
         assert [each.steps for each in report.rounds] == steps
         compared += len(steps)
