@@ -1,8 +1,8 @@
 """What a step of a masked-diffusion sampler costs outside the model: ours and the published loops, in plain PyTorch.
 
 The model returns fixed logits, and the clock is stopped meanwhile. Tokens are compared before anything is timed. LLaDA fills one
-position a forward in a block, by confidence in float64. SlowFast's loop is that of its released code (``cycle="published"``):
-it guesses the whole canvas in every forward, and reads the device for each of its decisions.
+position a forward in a block, by confidence in float64. SlowFast's loop is that of its released code, for ours as well
+(bench/papers/released): it guesses the whole canvas in every forward, and reads the device for each of its decisions.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import pdkernels as pd
+from bench.papers.released.slowfast import SLOWFAST
 from bench.timing import compare
 
 PROMPT, NEW = 16, 32
@@ -136,8 +137,8 @@ PUBLISHED: dict[str, Callable[[FixedLogits], tuple[Tensor, int]]] = {"llada": ll
 
 
 def ours(model: FixedLogits, method: str) -> tuple[Tensor, int]:
-    options = {"cycle": "published"} if method == "slowfast" else {}
-    result = pd.decoding.generate(model, list(range(PROMPT)), method, max_new_tokens=NEW, **options)
+    chosen = SLOWFAST if method == "slowfast" else pd.decoding.find(method)
+    result = pd.decoding.generate(model, list(range(PROMPT)), chosen, max_new_tokens=NEW)
     return result.tokens, result.stats.forwards
 
 

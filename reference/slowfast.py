@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from statistics import pvariance
-from statistics import variance as unbiased
 from typing import cast
 
 import torch
@@ -27,45 +26,25 @@ def horizon(
     window: int,
     variance: float,
     tau_min: float,
-    tau_high: float,
     k_slow: int,
     cycle: str,
-    origin: int,
 ) -> int:
     """The slow phase between the start and the end of `span`; returns the end of the fast phase's span, after its start.
 
     `look` runs a forward and guesses every mask of the span.
     """
     start, stop = span
-    published, dream = cycle in ("published", "dream"), cycle == "dream"
-    ends = (
-        [0] * window if dream else []
-    )  # candidates, each the position after the last confident one, counted from `origin`
+    ends = list[int]()  # candidates, each the position after the last confident one
     stable = False
-    for _ in range(max_exploration):
-        if canvas.done or (cycle != "published" and not canvas.masks(span)) or (stable and not published):
-            break
+    while len(ends) < max_exploration and canvas.masks(span) and not canvas.done and not stable:
         guesses = look()
-        if not stable:
-            clear = [p for p, c in guesses.confidence.items() if c > tau_min or (published and c == tau_min)]
-            ends.append(max(clear, default=start) + 1 - origin)
-            recent = ends[-window:]
-            if dream:
-                stable = window > 1 and unbiased(recent) <= variance
-            else:
-                stable = len(ends) >= window and pvariance(recent) < variance
-        if published:
-            canvas.commit(guesses, surest(guesses.confidence, threshold=tau_high, quota=k_slow), span)
-        else:
-            canvas.commit(guesses, surest(guesses.confidence, quota=k_slow), span)
+        ends.append(max((p for p, c in guesses.confidence.items() if c > tau_min), default=start) + 1)
+        stable = len(ends) >= window and pvariance(ends[-window:]) < variance
+        canvas.commit(guesses, surest(guesses.confidence, quota=k_slow), span)
     recent = ends[-window:]
-    if not recent or max_exploration == 0:
+    if not recent:
         return stop
-    if stable and cycle != "mean":
-        return origin + recent[-1]
-    if dream:
-        return max(origin + round(sum(recent) / len(recent)), start + 1)
-    return origin + sum(recent) // len(recent)
+    return recent[-1] if stable and cycle == "last" else sum(recent) // len(recent)
 
 
 @torch.no_grad()
@@ -81,7 +60,6 @@ def slowfast(
     variance: float = 1.0,
     tau_min: float = 0.1,
     tau_high: float = 0.85,
-    tau_explore: float | None = None,
     k_slow: int = 1,
     k_fast: int = 1,
     cycle: str = "last",
@@ -92,6 +70,8 @@ def slowfast(
     temperature: float = 0.0,
     end_tokens: Sequence[int] = (),
     seed: int = 0,
+    explored: Callable[..., int] = horizon,
+    strict: bool = True,
 ) -> MaskedResult:
     """Cycles of a slow and a fast phase, each starting where the last one ended, until a block has no mask.
 
@@ -108,19 +88,7 @@ def slowfast(
     after it the last note if they are stable, and a position to be determined conservatively if not. cycle="mean" is the
     equation, rounded down to a position; cycle="last" the sentences, where the conservative position is that mean, as in the code.
 
-    cycle="published" is the loop of the released code. The span ends as for "last". No slow phase ends early: if the notes are
-    stable no more are taken, but `max_exploration` forwards are made, even of a full block. Slow forwards commit all guesses
-    that reach `tau_high`, or else the `k_slow` best ones (the code's "two or more, else the best one" is the same), and
-    equality reaches both thresholds.
-
-    Where the published code differs otherwise: in a batch a full span still takes a position of confidence -inf and overwrites its
-    token. It stores the logits of the suffix that it leaves out and never commits by them; here they are not kept. Its softmax
-    is in the model's dtype. Its cycles are at most 256.
-
-    cycle="dream" is the released loop for Dream, whose settings are ``max_exploration=6, tau_min=0.1, tau_explore=0.8, tau_high=0.9``:
-    as "published", but notes of 0 precede the first one, the unbiased variance may equal `variance`, the mean is rounded, and
-    the slow phase ends with the last mask of the block. A mean before the cycle's start, where that code would not go on, is one
-    position after it.
+    The released loops differ: see bench/papers/released/plain_slowfast.py.
 
     Args:
         model, prompt, max_new_tokens, mask_token, temperature, end_tokens, seed: as in
@@ -130,14 +98,15 @@ def slowfast(
         window: W_hist, at least 1.
         variance: sigma squared, below which the last notes are stable. With the paper's, two notes may be one position apart.
         tau_min, tau_high: of the slow and the fast phase.
-        tau_explore: `tau_high` of the slow steps of the released loops; None: the same.
         k_slow, k_fast: never given by the paper; 1 in the code. k_fast is at least 1.
-        cycle: "last", "mean", "published" or "dream".
+        cycle: "last" or "mean".
         drop_suffix: the fast forwards of a cycle, except its first, leave out everything after the span. That is what the
             paper's out-of-span caching amounts to in the code; the span no longer attends to the masks after it, so results change.
         prompt_interval, gen_interval, transfer_ratio: of a :class:`~pdkernels.reference.dllm_cache.FeatureCache` that all
             forwards go through; needs a model with parts (masked_model.py). None: no cache. A forward without the suffix
             leaves the cached rows of the suffix unchanged.
+        explored: the slow phase, :func:`horizon` or one like it.
+        strict: whether a fast step fills only what exceeds `tau_high`, not what equals it.
 
     >>> said = lambda tokens, positions, mask: torch.eye(9, dtype=torch.float64)[positions % 8] * (8.0 - positions[..., None])
     >>> result = slowfast(said, [0, 1], 5, mask_token=8, tau_min=0.5)
@@ -145,8 +114,8 @@ def slowfast(
     ([2, 3, 4, 5, 6], [((2, 7), [2]), ((2, 7), [3]), ((2, 7), [4]), ((2, 7), [5]), ((2, 7), [6])])
     """
     op = "pdkernels.slowfast"
-    if cycle not in ("last", "mean", "published", "dream"):
-        raise ValueError(f"{op}: cycle must be 'last', 'mean', 'published' or 'dream', got {cycle!r}.")
+    if cycle not in ("last", "mean"):
+        raise ValueError(f"{op}: cycle must be 'last' or 'mean', got {cycle!r}.")
     sizes = {
         "max_exploration": (max_exploration, 0),
         "window": (window, 1),
@@ -178,14 +147,13 @@ def slowfast(
         canvas.forwards += 1
         return guess(canvas, forward(canvas.tokens[:rows]), span, temperature=temperature, seed=seed)
 
-    for origin, stop in blocks(canvas, block_size):
-        start = origin
+    for start, stop in blocks(canvas, block_size):
         while canvas.masks((start, stop)) and not canvas.done:
 
             def explore(span: Window = (start, stop)) -> Guesses:
                 return look(span, canvas.end)
 
-            end = horizon(
+            end = explored(
                 canvas,
                 explore,
                 (start, stop),
@@ -193,15 +161,13 @@ def slowfast(
                 window=window,
                 variance=variance,
                 tau_min=tau_min,
-                tau_high=tau_high if tau_explore is None else tau_explore,
                 k_slow=k_slow,
                 cycle=cycle,
-                origin=origin,
             )
             rows = canvas.end
             while canvas.masks((start, end)) and not canvas.done:
                 guesses = look((start, end), rows)
-                chosen = surest(guesses.confidence, threshold=tau_high, quota=k_fast, strict=cycle in ("last", "mean"))
+                chosen = surest(guesses.confidence, threshold=tau_high, quota=k_fast, strict=strict)
                 canvas.commit(guesses, chosen, (start, end))
                 rows = end if drop_suffix else canvas.end
             start = end

@@ -98,12 +98,9 @@ class Planned(Request, total=False):
     steps_ratio: float
     order: Literal["entropy", "confidence", "margin"] | None
     threshold: float | None
-    rule: Literal["threshold", "published"]
-    schedule: Literal["published", "even"]
     length_scale: float
     unit: int | None
-    cache: Literal["exact", "drop_finished", "published"]
-    parser: Literal["last_number", "published"]
+    cache: Literal["exact", "drop_finished"]
     on_bad_plan: Literal["stop", "raise"]
     max_rounds: int | None
     joiner: str | None
@@ -209,10 +206,9 @@ class Slowfast(Request, total=False):
     variance: float
     tau_min: float
     tau_high: float
-    tau_explore: float | None
     k_slow: int
     k_fast: int
-    cycle: Literal["last", "mean", "published", "dream"]
+    cycle: Literal["last", "mean"]
     drop_suffix: bool
     prompt_interval: int | None
     gen_interval: int

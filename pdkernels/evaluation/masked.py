@@ -32,7 +32,6 @@ _COMPETING: tuple[tuple[str, dict[str, Any]], ...] = (
     ("fast_dllm", {"block_size": 16, "cache": "dual", "threshold": 0.97}),
     ("fast_dllm", {"block_size": 16, "cache": "dual", "threshold": None, "factor": 0.2}),
     ("slowfast", {}),
-    ("slowfast", {"cycle": "published", "tau_min": 0.3, "tau_high": 0.9, "max_exploration": 6}),
     ("slowfast", _SURER),
     ("slowfast", {**_SURER, "prompt_interval": 100, "gen_interval": 2, "transfer_ratio": 0.25}),
     ("slowfast", {**_SURE, "block_size": 16}),

@@ -44,12 +44,7 @@ _OPTIONS = {
     "max_exploration": "slow steps {}",
     "prompt_interval": "feature cache",
 }
-_VALUES = {
-    ("cache", "none"): "no cache",
-    ("cache", "prefix"): "prefix cache",
-    ("cache", "dual"): "dual cache",
-    ("cycle", "published"): "as released",
-}
+_VALUES = {("cache", "none"): "no cache", ("cache", "prefix"): "prefix cache", ("cache", "dual"): "dual cache"}
 _SILENT = {"gen_interval", "transfer_ratio", "window"}  # they come with options that are told
 _TITLES = {
     "sums": "Sums worked out digit by digit",

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import pdkernels as pd
+from bench.papers.released.planned import PLANNED
+from bench.papers.released.slowfast import SLOWFAST
 from tests.harness.pretended_gpu import Pretended, pretended_gpu, without_gpu
 from tests.support.plans import example
 
@@ -38,12 +40,13 @@ CASES += [
     ("dream", {"temperature": 0.8}),
     *[("fast_dllm", {"block_size": 16, "cache": cache, "threshold": 0.9}) for cache in ("none", "prefix", "dual")],
     ("slowfast", {"prompt_interval": 100, "gen_interval": 2, "transfer_ratio": 0.25}),
-    ("slowfast", {"cycle": "published"}),
+    (SLOWFAST, {"tau_explore": 0.5}),
+    (PLANNED, {"steps_ratio": 0.5}),
 ]
 
 
-def model_of(method: str) -> str:
-    return pd.decoding.find(method).example
+def found(method: str | pd.decoding.Method) -> pd.decoding.Method:
+    return pd.decoding.find(method) if isinstance(method, str) else method
 
 
 @pytest.fixture
@@ -52,27 +55,28 @@ def gpu() -> Iterator[None]:
         yield
 
 
-def request(method: str) -> tuple[list[str], int]:
+def request(method: pd.decoding.Method) -> tuple[list[str], int]:
     """Prompts that suit the method's model, and the number of tokens to generate."""
-    if model_of(method) == "tiny-planned":
+    if method.example == "tiny-planned":
         return ["1x;1w;\n", "2r;5m;1u;\n"], 80
-    return PROMPTS, 16 if model_of(method) == MASKED else 8
+    return PROMPTS, 16 if method.example == MASKED else 8
 
 
-def generate(device: str, method: str, options: dict[str, Any]) -> pd.decoding.DecodeResult:
+def generate(device: str, method: pd.decoding.Method, options: dict[str, Any]) -> pd.decoding.DecodeResult:
     prompts, limit = request(method)
-    return pd.decoding.generate(
-        example(pd.decoding.find(method)).to(device), prompts, method, max_new_tokens=limit, end_tokens=(), **options
-    )
+    model = example(method).to(device)
+    return pd.decoding.generate(model, prompts, method, max_new_tokens=limit, end_tokens=(), **options)
 
 
 @pytest.mark.parametrize(
     ("method", "options"),
     CASES,
-    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)) or "plain",
+    ids=lambda value: (
+        "-".join(map(str, value)) or "plain" if isinstance(value, dict) else getattr(value, "title", value)
+    ),
 )
-def test_same_tokens_on_a_gpu(method: str, options: dict[str, Any], gpu: None) -> None:
-    here, there = generate("cpu", method, options), generate("cuda", method, options)
+def test_same_tokens_on_a_gpu(method: str | pd.decoding.Method, options: dict[str, Any], gpu: None) -> None:
+    here, there = (generate(device, found(method), options) for device in ("cpu", "cuda"))
     for a, b in zip(here.tokens, there.tokens, strict=True):
         assert a.device == torch.device("cpu") == b.device and not isinstance(b, Pretended)
         assert torch.equal(a, b)

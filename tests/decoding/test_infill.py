@@ -22,7 +22,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("dream", {"steps": 4, "algorithm": "maskgit_plus", "temperature": 0.7, "order_temperature": 0.3}),
     ("dream", {"steps": 5, "algorithm": "origin"}),
     ("slowfast", {"max_exploration": 3}),
-    ("slowfast", {"block_size": 2, "cycle": "published", "max_exploration": 2}),
+    ("slowfast", {"block_size": 2, "cycle": "mean", "max_exploration": 2}),
     ("fast_dllm", {"block_size": 2}),
     ("fast_dllm", {"block_size": 3, "cache": "prefix", "page_size": 3}),
     ("fast_dllm", {"cache": "none", "threshold": None, "factor": 0.5}),

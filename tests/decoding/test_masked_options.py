@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from pdkernels.decoding import generate
 from pdkernels.reference.dream import dream
 from pdkernels.reference.llada import llada
-from pdkernels.reference.slowfast import slowfast
 from tests.support.base import Plain, streams
 from tests.support.masked import MASK, prompts, small_masked
 from tests.support.masked_promises import assert_same
@@ -74,32 +73,6 @@ def test_hooks_of_dream() -> None:
     for (prompt, own), tokens in zip(streams(BATCH, options), told.tokens, strict=True):
         assert MASK not in tokens.tolist()
         assert torch.equal(generate(model, prompt, "dream", tokens_hook=masked_again, **own).tokens, tokens)
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    seed=st.integers(0, 2),
-    batch=prompts,
-    limit=st.integers(1, 14),
-    options=st.fixed_dictionaries(
-        {
-            "cycle": st.sampled_from(["dream", "dream", "published"]),
-            "block_size": st.sampled_from([None, 4]),
-            "max_exploration": st.sampled_from([6, 1, 2, 0]),
-            "window": st.sampled_from([2, 1, 3]),
-            "variance": st.sampled_from([1.0, 5.0]),
-            "tau_min": st.sampled_from([0.1, 0.3]),
-            "tau_explore": st.sampled_from([0.3, 0.6, 2.0]),
-            "tau_high": st.sampled_from([0.4, 0.9]),
-            "k_slow": st.sampled_from([1, 2]),
-        }
-    ),
-    ends=ends_,
-)
-def test_slowfast_for_dream(seed: int, batch: Any, limit: int, options: Any, ends: list[int]) -> None:
-    options = {"end_tokens": ends, **options}
-    result = generate(small_masked(seed), batch, "slowfast", max_new_tokens=limit, trace=True, **options)
-    assert_same(result, references(slowfast, small_masked(seed), batch, limit, **options))
 
 
 @settings(max_examples=25, deadline=None)

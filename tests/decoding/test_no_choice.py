@@ -111,7 +111,7 @@ def forms(method: str) -> list[dict[str, Any]]:
         "llada": [{"remasking": "random"}, {"guidance": 0.5}, {"late_end": True}],
         "dream": [{"algorithm": name} for name in ("origin", "maskgit_plus", "topk_margin", "confidence_threshold")]
         + [{"top_k": 3}],
-        "slowfast": [{"cycle": "published"}, {"k_slow": 0}, {"prompt_interval": 3}],
+        "slowfast": [{"cycle": "mean"}, {"k_slow": 0}, {"prompt_interval": 3}],
         "recurrent_diffusion": [{"headway": 2}, {"exit": "fixed"}, {"max_recurrences": 0}],
         "recurrent_adaptive": [{"criterion": "kl"}, {"adaptive_prompt": True}],
         "planned": [{"order": "confidence"}],

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pdkernels as pd
+from bench.papers.released.slowfast import SLOWFAST
 from pdkernels.decoding import generate
 from pdkernels.reference.dllm_cache import FeatureCache
 from pdkernels.reference.slowfast import slowfast
@@ -22,7 +23,7 @@ METHOD = "slowfast"
 
 cycle_options = st.fixed_dictionaries(
     {
-        "cycle": st.sampled_from(["last", "mean", "published"]),
+        "cycle": st.sampled_from(["last", "mean"]),
         "block_size": st.sampled_from([None, None, 1, 4, 7]),
         "max_exploration": st.sampled_from([3, 0, 1, 2, 5, 8]),
         "window": st.sampled_from([2, 1, 3, 4]),
@@ -33,6 +34,13 @@ cycle_options = st.fixed_dictionaries(
         "k_fast": st.sampled_from([1, 2, 3]),
         "drop_suffix": st.sampled_from([True, True, False]),
         "temperature": st.sampled_from([0.0, 0.0, 0.8]),
+    }
+)
+cache_options = st.fixed_dictionaries(
+    {
+        "prompt_interval": st.integers(1, 7),
+        "gen_interval": st.integers(1, 4),
+        "transfer_ratio": st.sampled_from([0, 0.3, 0.5, 1.0]),
     }
 )
 ends_ = st.lists(st.integers(0, MASK - 1), max_size=2)
@@ -80,13 +88,7 @@ class Kept:
     batch=prompts,
     limit=st.integers(1, 14),
     options=cycle_options,
-    cache=st.fixed_dictionaries(
-        {
-            "prompt_interval": st.integers(1, 7),
-            "gen_interval": st.integers(1, 4),
-            "transfer_ratio": st.sampled_from([0, 0.3, 0.5, 1.0]),
-        }
-    ),
+    cache=cache_options,
     ends=ends_,
     seed=seeds,
 )
@@ -97,7 +99,7 @@ def test_on_a_feature_cache_equals_the_reference(
     options = {"end_tokens": ends, "seed": seed} | options
     # Something has to change between two forwards: otherwise all values are equal up to rounding, and their order is
     # undefined.
-    if options["k_slow"] == 0 or options["cycle"] == "published":
+    if options["k_slow"] == 0:
         options |= {"k_slow": 1, "block_size": None}
     transformer = small_masked(*model)
     result = generate(transformer, batch, METHOD, max_new_tokens=limit, trace=True, **options, **cache)
@@ -183,8 +185,8 @@ def test_exploring_continues_until_the_end_is_stable() -> None:
 
         return script
 
-    def slow_steps(wander: int, **options: Any) -> tuple[int, tuple[int, int]]:
-        result = generate(Scripted(wandering(wander)), [1], METHOD, max_new_tokens=40, trace=True, **options)
+    def slow_steps(wander: int, method: Any = METHOD, **options: Any) -> tuple[int, tuple[int, int]]:
+        result = generate(Scripted(wandering(wander)), [1], method, max_new_tokens=40, trace=True, **options)
         windows = [step.window for step in result.stats.trace[0]]
         first_fast = next(number for number, window in enumerate(windows) if window != (1, 41))
         return first_fast, windows[first_fast]
@@ -196,7 +198,7 @@ def test_exploring_continues_until_the_end_is_stable() -> None:
     assert slow_steps(3, variance=2.5, cycle="mean") == (2, (1, 8))
     assert slow_steps(3, max_exploration=3) == (3, (1, 11))
     assert slow_steps(1, window=3, cycle="mean") == (3, (1, 6))
-    assert slow_steps(1, cycle="published", tau_high=2.0) == (8, (6, 41))  # still 8 steps: they fill the span
+    assert slow_steps(1, SLOWFAST, tau_high=2.0) == (8, (6, 41))  # still 8 steps: they fill the span
 
 
 def test_without_exploration_it_is_decoding_by_threshold() -> None:
@@ -227,7 +229,7 @@ def test_confidences_that_equal_a_threshold() -> None:
     sure = generate(Scripted(flat), [1], METHOD, max_new_tokens=1, trace=True).stats.trace[0][0].confidence[1]
     options: dict[str, Any] = {"max_new_tokens": 6, "tau_high": sure, "max_exploration": 0}
     assert generate(Scripted(flat), [1], METHOD, **options).stats.forwards == 6
-    assert generate(Scripted(flat), [1], METHOD, cycle="published", **options).stats.forwards == 1
+    assert generate(Scripted(flat), [1], SLOWFAST, **options).stats.forwards == 1
 
 
 def test_a_trained_model_adds() -> None:
@@ -240,9 +242,7 @@ def test_a_trained_model_adds() -> None:
     assert all(a[:15] == b[:15] for a, b in zip(careful.text, quick.text, strict=True))
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"cycle": "published", "max_exploration": 3}, {"block_size": 4, "tau_high": 0.4}]
-)
+@pytest.mark.parametrize("options", [{}, {"cycle": "mean", "max_exploration": 3}, {"block_size": 4, "tau_high": 0.4}])
 def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(options: dict[str, Any]) -> None:
     shared.assert_alone_as_in_a_batch(METHOD, **options)
 
@@ -263,9 +263,8 @@ def test_streaming_gives_every_token_once() -> None:
     shared.assert_streaming_gives_every_token_once(METHOD)
 
 
-@pytest.mark.parametrize("cycle", ["last", "published"])
-def test_one_read_of_the_device_per_step(cycle: str) -> None:
-    shared.assert_one_read_per_step(METHOD, cycle=cycle)
+def test_one_read_of_the_device_per_step() -> None:
+    shared.assert_one_read_per_step(METHOD)
 
 
 def test_no_tokens_need_no_forward() -> None:
@@ -285,7 +284,7 @@ def test_errors() -> None:
             ({"variance": -1}, "variance must be at least 0, got -1."),
             ({"tau_min": "low"}, "TypeError: tau_min must be a number, got str."),
             ({"tau_high": -0.5}, "tau_high must be at least 0, got -0.5."),
-            ({"cycle": "median"}, "cycle must be one of 'last', 'mean', 'published', 'dream', got 'median'."),
+            ({"cycle": "median"}, "cycle must be one of 'last', 'mean', got 'median'."),
             ({"prompt_interval": 0}, "prompt_interval must be at least 1, got 0."),
             ({"prompt_interval": 2, "gen_interval": 0}, "gen_interval must be at least 1, got 0."),
             ({"prompt_interval": 2, "transfer_ratio": 2.0}, "transfer_ratio must be in 0 .. 1, got 2.0."),

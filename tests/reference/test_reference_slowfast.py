@@ -1,9 +1,11 @@
-"""SlowFast Sampling: the published loop rewritten with offsets, the paper's loop too, and settings that equal other schedules."""
+"""SlowFast Sampling: the paper's loop rewritten, and settings that equal other schedules."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -19,92 +21,6 @@ from tests.support.masked import MASK, Rule, ScriptedMasked, fixed, moody, sprea
 
 RULES = {"fixed": fixed([0.3, 0.9, 0.5, 0.95, 0.7, 0.15]), "spreading": spreading, "moody": moody}
 rules = st.sampled_from(list(RULES.values()))
-
-
-def retold(
-    rule: Rule,
-    prompt: list[int],
-    size: int,
-    blocks: int,
-    exploration: int,
-    window: int,
-    deviation: float,
-    tau_min: float,
-    tau_high: float,
-    drop: bool,
-) -> tuple[list[int], list[int]]:
-    """The published loop as written: offsets in the block, a deque, a single best position. Its tokens, and rows per forward."""
-    x = prompt + [MASK] * (size * blocks)
-    rows: list[int] = []
-
-    def commit(block: int, low: int, high: int, seen: int) -> list[float]:
-        rows.append(seen)
-        said = [rule(x[:seen], block + o) if block + o < seen else None for o in range(size)]
-        conf = [said[o][1] if x[block + o] == MASK and low <= o < high else -math.inf for o in range(size)]  # type: ignore[index]
-        sure = [o for o in range(size) if conf[o] >= tau_high]
-        picked = sure if len(sure) >= 2 else [max(range(size), key=lambda o: (conf[o], -o))]
-        for o in picked:
-            if conf[o] > -math.inf:
-                x[block + o] = said[o][0]  # type: ignore[index]
-        return conf
-
-    for number in range(blocks):
-        block, last = len(prompt) + number * size, 0
-        while MASK in x[block : block + size]:
-            pushed: deque[int] = deque(maxlen=window)
-            actual, frozen = size, False
-            for step in range(exploration):
-                if MASK not in x:
-                    return x[len(prompt) :], rows
-                conf = commit(block, last, size, len(x))
-                if frozen:
-                    continue
-                high_enough = [o - last for o in range(last, size) if conf[o] >= tau_min]
-                pushed.append(min(max(last + (1 + high_enough[-1] if high_enough else 1), 1), size))
-                mean = sum(pushed) / len(pushed)
-                if len(pushed) == window and math.sqrt(sum((e - mean) ** 2 for e in pushed) / window) < deviation:
-                    actual, frozen = pushed[-1], True
-                elif len(pushed) == window or step == exploration - 1:
-                    actual = int(mean)
-            seen = len(x)
-            while MASK in x[block + last : block + actual]:
-                commit(block, last, actual, seen)
-                seen = block + actual if drop else len(x)
-            last = actual
-    return x[len(prompt) :], rows
-
-
-@settings(max_examples=60)
-@given(
-    rule=rules,
-    size=st.integers(1, 9),
-    blocks=st.integers(1, 2),
-    exploration=st.integers(0, 5),
-    window=st.integers(1, 4),
-    variance=st.sampled_from([0.5, 1.0, 4.0]),
-    tau_min=st.sampled_from([0.2, 0.4, 0.8]),
-    tau_high=st.sampled_from([0.6, 0.93, 2.0]),
-    drop=st.booleans(),
-)
-def test_the_published_loop(rule, size, blocks, exploration, window, variance, tau_min, tau_high, drop) -> None:
-    model = ScriptedMasked(rule)
-    result = slowfast(
-        model,
-        [3, 1],
-        size * blocks,
-        mask_token=MASK,
-        block_size=size,
-        max_exploration=exploration,
-        window=window,
-        variance=variance,
-        tau_min=tau_min,
-        tau_high=tau_high,
-        cycle="published",
-        drop_suffix=drop,
-    )
-    tokens, rows = retold(rule, [3, 1], size, blocks, exploration, window, math.sqrt(variance), tau_min, tau_high, drop)
-    assert result.tokens == tokens
-    assert [len(call) for call in model.calls] == rows and result.forwards == len(rows) == len(result.trace)
 
 
 @settings(max_examples=50)
@@ -212,9 +128,6 @@ def test_cycles_by_hand() -> None:
     ] * 2
     sure = ScriptedMasked(lambda tokens, position: (word(position), 0.9))
     assert slowfast(sure, [3], 10, mask_token=MASK).forwards == 3
-    assert (
-        slowfast(sure, [3], 10, mask_token=MASK, cycle="published").forwards == 1
-    )  # slow forwards commit what is confident
 
 
 def test_notes_before_the_window_are_forgotten_and_the_paper_wants_more_than_tau_min() -> None:
@@ -226,16 +139,8 @@ def test_notes_before_the_window_are_forgotten_and_the_paper_wants_more_than_tau
     assert [step.window for step in result.trace[:5]] == [(1, 9)] * 3 + [(1, 5), (5, 9)]
 
     sure = ScriptedMasked(lambda tokens, position: (word(position), 1.0))
-    run = lambda cycle: slowfast(  # noqa: E731
-        sure, [3], 4, mask_token=MASK, tau_min=1.0, tau_high=2.0, max_exploration=2, cycle=cycle
-    )
-    assert [step.window for step in run("last").trace] == [
-        (1, 5),
-        (1, 5),
-        (2, 5),
-        (2, 5),
-    ]  # 1 does not exceed 1: one position
-    assert [step.window for step in run("published").trace] == [(1, 5)] * 4
+    run = slowfast(sure, [3], 4, mask_token=MASK, tau_min=1.0, tau_high=2.0, max_exploration=2)
+    assert [step.window for step in run.trace] == [(1, 5), (1, 5), (2, 5), (2, 5)]  # 1 does not exceed 1: one position
 
 
 @settings(max_examples=25)
@@ -268,7 +173,7 @@ def test_predicting_the_next_token_and_sampling() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cycle": "first"}, "cycle must be 'last', 'mean', 'published' or 'dream', got 'first'"),
+        ({"cycle": "first"}, "cycle must be 'last' or 'mean', got 'first'"),
         ({"max_exploration": -1}, "max_exploration must be at least 0, got -1"),
         ({"window": 0}, "window must be at least 1, got 0"),
         ({"k_slow": -1}, "k_slow must be at least 0, got -1"),
@@ -284,14 +189,23 @@ MODEL = MaskedTransformerReference(random_weights("llada", layers=3, seed=3), he
 CACHED = {"mask_token": 12, "tau_min": 0.4, "tau_high": 0.6}
 
 
-@pytest.mark.parametrize("cycle", ["last", "mean", "published"])
+INTERVALS = [(15, 1, 0.0), (4, 3, 0.25), (100, 100, 0.5)]
+
+
+@pytest.mark.parametrize("cycle", ["last", "mean"])
 @pytest.mark.parametrize("drop", [True, False])
-@pytest.mark.parametrize(("prompt_interval", "gen_interval", "ratio"), [(15, 1, 0.0), (4, 3, 0.25), (100, 100, 0.5)])
+@pytest.mark.parametrize("intervals", INTERVALS)
 def test_every_forward_goes_through_the_feature_cache(
-    cycle: str, drop: bool, prompt_interval: int, gen_interval: int, ratio: float
+    cycle: str, drop: bool, intervals: tuple[int, int, float]
 ) -> None:
-    options = {"prompt_interval": prompt_interval, "gen_interval": gen_interval, "transfer_ratio": ratio}
-    result = slowfast(MODEL, [3, 1, 4], 12, cycle=cycle, drop_suffix=drop, **options, **CACHED)  # type: ignore[arg-type]
+    check_every_forward_goes_through_the_feature_cache(partial(slowfast, cycle=cycle), drop, intervals)
+
+
+def check_every_forward_goes_through_the_feature_cache(
+    sampler: Callable[..., Any], drop: bool, intervals: tuple[int, int, float]
+) -> None:
+    options = dict(zip(("prompt_interval", "gen_interval", "transfer_ratio"), intervals))
+    result = sampler(MODEL, [3, 1, 4], 12, drop_suffix=drop, **options, **CACHED)
     assert len(result.tokens) == 12 and result.forwards == len(result.trace)
     cache = FeatureCache(MODEL, 3, **options)  # type: ignore[arg-type]
     behind, short = False, 0

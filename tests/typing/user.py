@@ -47,7 +47,7 @@ def every_method() -> list[pd.decoding.DecodeResult[Tensor, str]]:
         generate(model, ids, "recurrent_diffusion", exit="fixed", headway=2),
         generate(model, ids, "llada", remasking="random", steps=4),
         generate(model, ids, "dream", algorithm="topk_margin"),
-        generate(model, ids, "slowfast", cycle="published"),
+        generate(model, ids, "slowfast", cycle="mean"),
         generate(model, ids, "dllm_cache", baseline="recomputed", guidance=1.0),
         generate(model, ids, "fast_dllm", cache="prefix"),
         generate(model, ids, "fast_dllm_v2", small_block_size=4, mask_token=7),

@@ -27,12 +27,13 @@ from pdkernels.decoding._sampling import (
     checked_size,
 )
 from pdkernels.decoding._session import MAX_POSITIONS, Session
-from pdkernels.decoding.canvas.canvas import Canvas, SamplingOptions, Window, checked_masked_model
+from pdkernels.decoding.canvas.canvas import Canvas, SamplingOptions, Step, Window, checked_masked_model
 from pdkernels.decoding.canvas.forward import KeptCanvas, WholeCanvas
+from pdkernels.ops import TokenStatistics
 
 _OP = "decoding.slowfast"
 
-Cycle = Literal["last", "mean", "published", "dream"]
+Cycle = Literal["last", "mean"]
 
 
 class Options(NamedTuple):
@@ -44,7 +45,6 @@ class Options(NamedTuple):
     variance: float
     tau_min: float
     tau_high: float
-    tau_explore: float
     k_slow: int
     k_fast: int
     cycle: Cycle
@@ -53,6 +53,7 @@ class Options(NamedTuple):
 
 def decode(
     session: Session,
+    loop: type[Loop] | None = None,
     *,
     block_size: int | None = None,
     max_exploration: int = 8,
@@ -60,7 +61,6 @@ def decode(
     variance: float = 1.0,
     tau_min: float = 0.1,
     tau_high: float = 0.85,
-    tau_explore: float | None = None,
     k_slow: int = 1,
     k_fast: int = 1,
     cycle: Cycle = "last",
@@ -81,13 +81,10 @@ def decode(
         variance: sigma^2; the end is stable if their variance is below this.
         tau_min: the last position with more confidence than this is the candidate of a slow step.
         tau_high: a fast step fills all positions with more confidence than this.
-        tau_explore: a slow step of the released loops fills all positions with that much confidence; None: `tau_high`.
         k_slow: how many positions a slow step fills.
         k_fast: how many positions a fast step fills if none is confident.
         cycle: where the span ends: "last" at the last candidate once that is stable, else at their mean; "mean" at the mean, as
-            equation 9 says; "published" as the released code, which always takes all `max_exploration` steps, fills confident
-            positions in those too, and counts confidences that equal a threshold; "dream" as its variant for Dream,
-            whose settings are ``max_exploration=6, tau_min=0.1, tau_explore=0.8, tau_high=0.9``.
+            equation 9 says.
         drop_suffix: fast steps after the first leave out everything after the span, as the released code does.
         prompt_interval, gen_interval, transfer_ratio: as in `dllm_cache`, whose feature cache then runs the forwards;
             without a `prompt_interval` nothing is cached.
@@ -112,8 +109,6 @@ def decode(
     checked_number(_OP, "variance", variance)
     checked_number(_OP, "tau_min", tau_min)
     checked_number(_OP, "tau_high", tau_high)
-    if tau_explore is not None:
-        checked_number(_OP, "tau_explore", tau_explore)
     checked_name(_OP, "cycle", cycle, get_args(Cycle))
     checked_flag(_OP, "drop_suffix", drop_suffix)
     if prompt_interval is not None:
@@ -141,41 +136,57 @@ def decode(
             session, canvas, prompt_interval=prompt_interval, gen_interval=gen_interval, transfer_ratio=transfer_ratio
         )
     size = limit if block_size is None else block_size
-    explore = tau_high if tau_explore is None else tau_explore
-    options = Options(
-        size, max_exploration, window, variance, tau_min, tau_high, explore, k_slow, k_fast, cycle, drop_suffix
-    )
-    spans = [Span(own, options) for own in session.limits]
-    published = cycle in ("published", "dream")
-    while canvas.unfinished:
-        canvas.begin()
-        # A finished canvas costs little.
-        ends = [start + on * span.shown() for start, on, span in zip(canvas.starts, canvas.active, spans, strict=True)]
-        # A slow step of the paper never fills more than its few, however many positions are confident.
-        min_counts = [1 if published or span.fast else limit + 1 for span in spans]
-        quota = [k_fast if span.fast else k_slow for span in spans]
-        slow = [int(not span.fast) for span in spans]
-        step = canvas.open([span.window for span in spans], [ends, min_counts, quota, slow])
-        visible, min_count, quotas, exploring = step.columns
-        width = max(end for end, on in zip(ends, canvas.active, strict=True) if on)
-        guesses = canvas.guess(forward(visible, width), step, forward.first_row)
-        if step.positions.shape[1]:
-            sure = guesses.probs >= tau_min if published else guesses.probs > tau_min
-            canvas.fact.copy_(torch.where(sure, step.positions, -1).amax(1))
-        else:
-            canvas.fact.fill_(-1)
-        rule: dict[str, Any] = {"quota": quotas, "min_count": min_count, "strict": not published}
-        if not published or explore == tau_high:
-            canvas.commit(step, guesses.ids, guesses.probs, threshold=tau_high, **rule)
-        else:  # one threshold for all sequences: what reaches its own is above 1, and in a slow step one position is enough
-            own = torch.where(exploring > 0, explore, tau_high)[:, None]
-            lifted = torch.where(guesses.probs.double() >= own, guesses.probs + 2, guesses.probs)
-            canvas.commit(step, guesses.ids, lifted, shown=guesses.probs, threshold=1.5, **rule)
-        furthest = canvas.poll()
-        for sequence, span in enumerate(spans):
-            if canvas.active[sequence]:
-                span.step(furthest[sequence] - canvas.starts[sequence], partial(canvas.is_open, sequence))
-    return canvas.finish()
+    options = Options(size, max_exploration, window, variance, tau_min, tau_high, k_slow, k_fast, cycle, drop_suffix)
+    return (loop or Loop)(session, canvas, forward, options).run()
+
+
+class Loop:
+    """The steps of a batch."""
+
+    def __init__(self, session: Session, canvas: Canvas, forward: WholeCanvas | KeptCanvas, options: Options) -> None:
+        self._canvas, self._forward, self._options = canvas, forward, options
+        self._spans = [self._span(limit) for limit in session.limits]
+
+    def run(self) -> int:
+        """Until all are full; returns the forwards that the sequences took part in."""
+        canvas, spans = self._canvas, self._spans
+        while canvas.unfinished:
+            canvas.begin()
+            # A finished canvas costs little.
+            ends = [at + on * span.shown() for at, on, span in zip(canvas.starts, canvas.active, spans, strict=True)]
+            step = canvas.open([span.window for span in spans], [ends, *self._columns()])
+            width = max(end for end, on in zip(ends, canvas.active, strict=True) if on)
+            guesses = canvas.guess(self._forward(step.columns[0], width), step, self._forward.first_row)
+            if step.positions.shape[1]:
+                sure = self._is_sure(guesses.probs)
+                canvas.fact.copy_(torch.where(sure, step.positions, -1).amax(1))
+            else:
+                canvas.fact.fill_(-1)
+            self._commit(step, guesses)
+            furthest = canvas.poll()
+            for sequence, span in enumerate(spans):
+                if canvas.active[sequence]:
+                    span.step(furthest[sequence] - canvas.starts[sequence], partial(canvas.is_open, sequence))
+        return canvas.finish()
+
+    def _span(self, limit: int) -> Span:
+        return Span(limit, self._options)
+
+    def _columns(self) -> list[list[int]]:
+        """Of each sequence: how many positions a step fills, and how many must be confident for it to fill those instead."""
+        options = self._options
+        quotas = [options.k_fast if span.fast else options.k_slow for span in self._spans]
+        # A slow step never fills more than its few, however many positions are confident.
+        return [quotas, [1 if span.fast else MAX_POSITIONS for span in self._spans]]
+
+    def _is_sure(self, probs: torch.Tensor) -> torch.Tensor:
+        """Where a candidate for the end of a span may be."""
+        return probs > self._options.tau_min
+
+    def _commit(self, step: Step, guesses: TokenStatistics) -> None:
+        _, quota, min_count = step.columns
+        rule: dict[str, Any] = {"threshold": self._options.tau_high, "quota": quota, "min_count": min_count}
+        self._canvas.commit(step, guesses.ids, guesses.probs, strict=True, **rule)
 
 
 class Span:
@@ -190,11 +201,10 @@ class Span:
 
     def __init__(self, limit: int, options: Options) -> None:
         self._limit, self._options = limit, options
-        self.start = self._first = self.taken = 0
+        self.start = self.taken = 0
         self.last = self.end = min(options.block_size, limit)
         self.fast = options.max_exploration == 0
-        self._settled = False
-        self._candidates = self._before()  # from the cycle's slow steps, as many as are compared
+        self._candidates: list[int] = []  # from the cycle's slow steps, as many as are compared
 
     @property
     def window(self) -> Window:
@@ -215,13 +225,8 @@ class Span:
             self.start = self.end
             if not is_open(self.start, self.last):
                 self.start, self.last = self.last, min(self.last + options.block_size, self._limit)
-                self._first = self.start
             self.end, self.fast, self.taken = self.last, options.max_exploration == 0, 0
-            self._settled, self._candidates = False, self._before()
-
-    def _before(self) -> list[int]:
-        """Candidates that count before the first one."""
-        return [self._first] * self._options.window if self._options.cycle == "dream" else []
+            self._candidates = []
 
     def _explored(self, candidate: int, done: bool) -> None:
         """A slow step: where does the span end?"""
@@ -229,16 +234,6 @@ class Span:
         seen = self._candidates = [*self._candidates, candidate][-options.window :]
         spread = len(seen) * sum(n * n for n in seen) - sum(seen) ** 2  # the variance, times len(seen) ** 2
         stable = len(seen) == options.window and spread < options.variance * len(seen) ** 2
-        mean = sum(seen) // len(seen)
-        if (
-            options.cycle == "dream"
-        ):  # the unbiased variance, of lengths from the block's start on, whose mean is rounded
-            stable = len(seen) > 1 and spread <= options.variance * len(seen) * (len(seen) - 1)
-            rounded = round(sum(n - self._first for n in seen) / len(seen))
-            mean = max(self._first + rounded, self.start + 1)
-        if not self._settled:
-            self.end = candidate if stable and options.cycle != "mean" else mean
-            self._settled = stable
-        ends_early = (stable and options.cycle in ("last", "mean")) or (done and options.cycle != "published")
-        if self.taken >= options.max_exploration or ends_early:
+        self.end = candidate if stable and options.cycle == "last" else sum(seen) // len(seen)
+        if stable or done or self.taken >= options.max_exploration:
             self.fast, self.taken = True, 0
