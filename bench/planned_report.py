@@ -44,9 +44,10 @@ def evaluation_planned(rows: list[Row]) -> str:
         for row in own:
             right, count = row["items"]
             low, high = row["interval"]
+            schedule = f", {row['schedule']} schedule" if "schedule" in row else ""
             lines.append(
                 [
-                    f"{row['model']}: {label(row['settings'])}",
+                    f"{row['model']}: {label(row['settings'])}{schedule}",
                     f"{right / count:.1%} ({low:.1%} to {high:.1%})",
                     "-" if row["valid_plans"] is None else f"{row['valid_plans'] / row['problems']:.0%}",
                     f"{row['critical_path']:.1f}",

@@ -9,11 +9,14 @@ from typing import Any
 import torch
 
 from bench.papers import theory
+from bench.papers.released.planned import PLANNED as RELEASED_PLANNED
+from bench.papers.released.slowfast import SLOWFAST as RELEASED_SLOWFAST
 from bench.papers.row_times import measure_row_times
 from bench.papers.speed_of_light import speed_of_light
 from pdkernels import decoding, models
 from pdkernels.decoding.methods import METHODS
-from pdkernels.evaluation.planned import evaluate_planned, held_out_orders
+from pdkernels.evaluation.candidate import Candidate
+from pdkernels.evaluation.planned import held_out_orders, score_orders
 from pdkernels.evaluation.sweep import parse_sweep, sweep, sweep_candidates
 from pdkernels.evaluation.tasks import make_task
 
@@ -234,6 +237,43 @@ def knob(option: str) -> Callable[[int, Progress], dict[str, Any]]:
     return run
 
 
+LOOPS: dict[str, tuple[str | decoding.Method, dict[str, Any]]] = {
+    "the paper's text": ("slowfast", {}),
+    "its equation 9": ("slowfast", {"cycle": "mean"}),
+    "released for LLaDA": (RELEASED_SLOWFAST, {"max_exploration": 6, "tau_min": 0.3, "tau_high": 0.9}),
+    "released for Dream": (
+        RELEASED_SLOWFAST,
+        {"loop": "dream", "max_exploration": 6, "tau_min": 0.1, "tau_explore": 0.8, "tau_high": 0.9},
+    ),
+}
+
+
+def loops(problems: int, progress: Progress) -> dict[str, Any]:
+    """The paper's loops at its settings, and the released ones at theirs."""
+    model, task, rows = models.load("tiny-masked"), make_task("sums", problems, canvas=128), []
+    for number, (name, (method, settings)) in enumerate(LOOPS.items()):
+        progress(name, number / len(LOOPS))
+        chosen = decoding.find(method) if isinstance(method, str) else method
+        forwards = tokens = right = 0.0
+        for first in range(0, problems, 8):
+            batch = slice(first, first + 8)
+            given: dict[str, Any] = {"max_new_tokens": task.limit, "end_tokens": task.end_tokens, **settings}
+            found = decoding.generate(model, task.prompts[batch], chosen, **given)
+            tokens += found.stats.tokens
+            forwards += found.stats.tokens / found.stats.tokens_per_forward
+            solved = zip((task.problems or ())[batch], found.text or (), strict=True)
+            right += sum(problem.is_solved_by(text) for problem, text in solved)
+        rows.append(
+            {
+                "": name,
+                "right": int(right),
+                "forwards per prompt": round(forwards / problems, 2),
+                "tokens per forward": round(tokens / forwards, 3),
+            }
+        )
+    return {"model": "tiny-masked", "task": "sums", "problems": problems, "rows": rows}
+
+
 def swept(
     name: str, family: str, swept: Sequence[str], problems: int, progress: Progress, task_name: str = "sums"
 ) -> dict[str, Any]:
@@ -332,27 +372,34 @@ PLANNED: dict[str, list[dict[str, Any]]] = {
 }
 
 
+SCHEDULE: dict[str, Any] = {"rule": "ours", "keeping": "ours", "parser": "ours"}
+"""The paper's schedule of steps is that of the released code, and nothing else of it."""
+
+
 def planned(name: str) -> Run:
     """Orders that are right, and the forwards that waited for each other, under each of the settings."""
 
     def run(problems: int, progress: Progress) -> dict[str, Any]:
         prompts = held_out_orders(problems)
         model = models.load("tiny-planned")
-        found = evaluate_planned(
-            "tiny-planned", model, prompts, batch_size=8, settings=PLANNED[name], progress=progress
-        )
+        found = []
+        for number, settings in enumerate(PLANNED[name]):
+            label = Candidate("tiny-planned", "planned", settings=tuple(settings.items())).label
+            progress(label, number / len(PLANNED[name]))
+            score = score_orders(model, prompts, RELEASED_PLANNED, batch_size=8, **settings, **SCHEDULE)
+            found.append((label.removeprefix("planned, "), score))
         rows = [
             {
-                "": label.removeprefix("planned, "),
+                "": label,
                 "right": score.items[0],
                 "valid plans": f"{score.valid_plans} of {score.problems}",
                 "critical path": round(score.critical_path, 1),
                 "forwards of the plan": round(score.forwards["plan"], 1),
                 "rounds": round(score.rounds, 2),
             }
-            for label, score in found.items()
+            for label, score in found
         ]
-        orders = next(iter(found.values())).items[1]
+        orders = found[0][1].items[1]
         return {"model": "tiny-planned", "prompts": problems, "task": "orders", "problems": orders, "rows": rows}
 
     return run

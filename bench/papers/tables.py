@@ -199,6 +199,14 @@ FIGURES = (
             ("variance", "Figure 5", "the strict bound, 1, is best."),
         )
     ),
+    Figure(
+        "slowfast",
+        "loops",
+        "Section 3.3 and the released code",
+        "The paper ends a span in two ways; its code for LLaDA and its code for Dream in a third and a fourth.",
+        runs.loops,
+        96,
+    ),
     *(
         Figure("planned-diffusion", name, source, shows, runs.planned(name), 96)
         for name, source, shows in (

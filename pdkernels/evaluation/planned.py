@@ -120,7 +120,7 @@ def held_out_orders(problems: int, seed: int = 0) -> list[Orders]:
 def score_orders(
     model: Any,
     problems: Sequence[Orders],
-    method: str = "planned",
+    method: str | decoding.Method = "planned",
     *,
     batch_size: int = 1,
     advance: Callable[[int], None] = lambda count: None,
@@ -131,7 +131,7 @@ def score_orders(
     Args:
         model: with a tokenizer; for "planned" one with `plan_tokens`.
         problems: of `held_out_orders`.
-        method: "planned", or another method for a model trained on the same answers without plans.
+        method: "planned", or another method for a model trained on the same answers without plans; a name, or a `Method`.
         batch_size: prompts per generation.
         advance: called after each generation with its number of prompts.
         options: of the method.
@@ -142,7 +142,8 @@ def score_orders(
     op = "evaluation.score_orders"
     check(len(problems) > 0, op, "problems", "hold orders", "none")
     check(batch_size >= 1, op, "batch_size", "be at least 1", batch_size)
-    joined = {"joiner": ""} if method == "planned" else {}
+    chosen = decoding.find(method) if isinstance(method, str) else method
+    joined = {"joiner": ""} if "joiner" in chosen.options else {}
     counts = {kind: [0, 0] for kind in KINDS}
     reports: list[PlanReport] = []
     tokens = characters = valid = 0
@@ -150,7 +151,7 @@ def score_orders(
     for first in range(0, len(problems), batch_size):
         batch = problems[first : first + batch_size]
         prompts = [problem.prompt for problem in batch]
-        result = decoding.generate(model, prompts, decoding.find(method), max_new_tokens=_LIMIT, **joined, **options)
+        result = decoding.generate(model, prompts, chosen, max_new_tokens=_LIMIT, **joined, **options)
         stats, texts = result.stats, list(result.text or ())
         tokens, seconds = tokens + stats.tokens, seconds + stats.seconds
         characters += sum(len(text) for text in texts)

@@ -71,9 +71,7 @@ def generate(device: str, method: pd.decoding.Method, options: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("method", "options"),
     CASES,
-    ids=lambda value: (
-        "-".join(map(str, value)) or "plain" if isinstance(value, dict) else getattr(value, "title", value)
-    ),
+    ids=lambda value: value if isinstance(value, str) else getattr(value, "title", "") or "-".join(value) or "plain",
 )
 def test_same_tokens_on_a_gpu(method: str | pd.decoding.Method, options: dict[str, Any], gpu: None) -> None:
     here, there = (generate(device, found(method), options) for device in ("cpu", "cuda"))

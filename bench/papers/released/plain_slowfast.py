@@ -47,7 +47,7 @@ def released_slowfast(
         block_size=block_size or max(max_new_tokens, 1),
     )
     given = {"tau_high": tau_high, "block_size": block_size, "explored": explored, "strict": False}
-    return slowfast(model, prompt, max_new_tokens, **given, **options)  # type: ignore[arg-type]
+    return slowfast(model, prompt, max_new_tokens, **given, **options)
 
 
 def _horizon(

@@ -53,7 +53,7 @@ class Options(NamedTuple):
 
 def decode(
     session: Session,
-    loop: type[Loop] | None = None,
+    loop: Callable[..., Loop] | None = None,
     *,
     block_size: int | None = None,
     max_exploration: int = 8,
