@@ -20,7 +20,6 @@ from pdkernels.training.losses import JointLoss, _check_rows, _exact
 
 Noise = Literal["text", "round", "one"]
 Past = Literal["noisy", "clean"]
-Objective = Literal["aligned", "published"]
 
 
 class PlanItem(NamedTuple):
@@ -81,15 +80,15 @@ class PlannedBatch(NamedTuple):
     ar_labels: Tensor
     """(n,) the ids they predict: those of the next such row."""
     ar_weights: Tensor
-    """(n,) float32, 1; under the published objective 1 / (p_mask * response tokens of the sample)."""
+    """(n,) float32, 1."""
     masked_rows: Tensor
     """(m,) rows whose logits predict masked tokens."""
     masked_labels: Tensor
     """(m,) the ids of these tokens."""
     masked_weights: Tensor
-    """(m,) float32, 1 / p_mask; under the published objective also divided by the response tokens of the sample."""
+    """(m,) float32, 1 / p_mask."""
     normaliser: Tensor
-    """() float32: response tokens of all samples; under the published objective the number of samples."""
+    """() float32: response tokens of all samples."""
 
 
 def lay_out(
@@ -249,7 +248,6 @@ def pack_planned(
     *,
     sparse: bool = False,
     past: Past = "noisy",
-    objective: Objective = "aligned",
     pad_token: int = 0,
 ) -> PlannedBatch:
     """Packs samples under the mask of planned diffusion, masked from each other.
@@ -263,20 +261,17 @@ def pack_planned(
         sparse: whether the chunks of a round are masked from each other.
         past: what later rounds see of a round's chunks. "noisy": one copy of the text, masks included. "clean": `planned_streams`,
             whose noisy chunks see earlier rounds clean, as in decoding, at the cost of a second copy of these chunks.
-        objective: "aligned": the loss reads masked tokens of content. "published": as in the released code: rows that are
-            masked themselves predict the token after them in their chunk, masked or not; every term is divided by p_mask and by
-            the sample's response tokens; the end token predicts itself. It needs ``past="noisy"`` and masks drawn per text.
         pad_token: the id of the padding, which attends to nothing and to which no row attends.
 
     Returns:
         A batch of one packed sequence.
 
     Raises:
-        ValueError: an unknown name, tensors of other shapes, a mask outside chunks or, with "aligned", on their tags,
-            probabilities outside (0, 1], more tokens than `length`, the published objective with a clean past.
+        ValueError: an unknown name, tensors of other shapes, a mask outside chunks or on their tags, probabilities outside
+            (0, 1], more tokens than `length`.
         TypeError: other samples or dtypes.
 
-    Source: Planned Diffusion, section 4.2 and equation 10; its released training code for the published objective.
+    Source: Planned Diffusion, section 4.2 and equation 10.
 
     Example:
         >>> import torch
@@ -295,14 +290,11 @@ def pack_planned(
     """
     op = "training.pack_planned"
     check_choice(op, "past", past, get_args(Past))
-    check_choice(op, "objective", objective, get_args(Objective))
     integer(op, "mask_token", mask_token, 0)
     integer(op, "pad_token", pad_token, 0)
     check_type(
         isinstance(plan_tokens, PlanTokens), op, "plan_tokens", "be those of a model", type(plan_tokens).__name__
     )
-    published = objective == "published"
-    check(past == "noisy" or not published, op, "past", "be 'noisy' with the published objective", repr(past))
     masks: list[SegmentMask] = []
     tokens: list[Tensor] = []
     # For each sample (rows, labels, weights) of its plan and of its masked tokens.
@@ -310,7 +302,7 @@ def pack_planned(
     chunks: list[tuple[Tensor, Tensor, Tensor]] = []
     first = responses = 0
     for sample in samples:
-        _check_noisy(op, sample, published)
+        _check_noisy(op, sample)
         layout, masked, p_mask = sample
         ids, chunk = layout.tokens, layout.rounds >= 0
         noisy = ids.masked_fill(masked, mask_token)
@@ -325,29 +317,18 @@ def pack_planned(
             clean_row = torch.full((len(ids),), -1, device="cpu")
             clean_row[mask.positions[copies:]] = torch.arange(copies, mask.q_len, device="cpu")
         response = len(ids) - layout.prompt_len
-        plan = (~chunk).nonzero()[:, 0]
-        plan = plan[max(layout.prompt_len - 1, 0) :]
-        ar_labels = ids[plan[1:]]
+        plan = (~chunk).nonzero()[:, 0][max(layout.prompt_len - 1, 0) :]
         hidden = masked.nonzero()[:, 0]
-        if published:
-            ar_labels = torch.cat([ar_labels, ids[-1:]])
-            hidden = hidden[layout.content[hidden + 1]] + 1  # the row is masked, its target may be
-            source = hidden - 1
-            scale = response + (layout.prompt_len > 0)  # counted from the last row of the prompt
-        else:
-            plan = plan[:-1]
-            source = hidden if plan_tokens.predicts == "own" else hidden - 1
-            scale = 1
-        weight = 1 / (p_mask[plan] * scale) if published else torch.ones(len(plan), device="cpu")
-        plans.append((clean_row[plan] + first, ar_labels, weight))
-        chunks.append((noisy_row[source] + first, ids[hidden], 1 / (p_mask[hidden] * scale)))
+        source = hidden if plan_tokens.predicts == "own" else hidden - 1
+        plans.append((clean_row[plan[:-1]] + first, ids[plan[1:]], torch.ones(len(plan) - 1, device="cpu")))
+        chunks.append((noisy_row[source] + first, ids[hidden], 1 / p_mask[hidden]))
         masks.append(mask)
         tokens.append(part)
         first, responses = first + len(part), responses + response
     check(length is None or first <= length, op, "length", f"be at least the {first} tokens of the samples", length)
     whole = pack(masks, length)
     padding = torch.full((whole.q_len - first,), pad_token, dtype=torch.int64, device="cpu")
-    normaliser = torch.tensor(float(max(len(samples) if published else responses, 1)), device="cpu")
+    normaliser = torch.tensor(float(max(responses, 1)), device="cpu")
     return PlannedBatch(
         torch.cat([*tokens, padding]), whole.positions, whole, *_joined(plans), *_joined(chunks), normaliser
     )
@@ -398,8 +379,7 @@ def planned_loss(
         ValueError: logits that are not one row of floats per label.
         TypeError: logits that are not floating.
 
-    Source: Planned Diffusion, equation 10. The released code also divides the first sum by the noise
-    (``objective="published"`` of `pack_planned`).
+    Source: Planned Diffusion, equation 10. The released code also divides the first sum by the noise.
 
     Example:
         >>> import torch
@@ -426,7 +406,7 @@ def _ids(op: str, name: str, ids: Sequence[int], banned: set[int] = frozenset())
     return listed
 
 
-def _check_noisy(op: str, sample: NoisyPlan, published: bool) -> None:
+def _check_noisy(op: str, sample: NoisyPlan) -> None:
     check_type(isinstance(sample, NoisyPlan), op, "samples", "hold NoisyPlans", type(sample).__name__)
     layout, masked, p_mask = sample
     check_type(isinstance(layout, PlannedLayout), op, "layout", "be a PlannedLayout", type(layout).__name__)
@@ -435,8 +415,6 @@ def _check_noisy(op: str, sample: NoisyPlan, published: bool) -> None:
         actual = getattr(tensor, "dtype", type(tensor).__name__)
         check_type(actual == dtype, op, name, f"be a {str(dtype).removeprefix('torch.')} tensor", actual)
         check(tensor.shape == (count,), op, name, f"have shape ({count},)", tuple(tensor.shape))
-    allowed = layout.rounds >= 0 if published else layout.content
-    where = "in chunks" if published else "inside the tags of chunks"
-    stray = (masked & ~allowed).nonzero()[:, 0].tolist()
-    check(not stray, op, "masked", f"be True {where} alone", f"True at {stray[:1]}")
+    stray = (masked & ~layout.content).nonzero()[:, 0].tolist()
+    check(not stray, op, "masked", "be True inside the tags of chunks alone", f"True at {stray[:1]}")
     check(bool(((p_mask > 0) & (p_mask <= 1)).all()), op, "p_mask", "lie in (0, 1]", "others")

@@ -1,4 +1,4 @@
-"""Planned batches against the text written token by token: layout, noise, labels, and the loss of both objectives."""
+"""Planned batches against the text written token by token: layout, noise, labels, and the loss."""
 
 from __future__ import annotations
 
@@ -189,18 +189,6 @@ def test_labels_of_thirty_tokens(predicts: str) -> None:
     assert batch.normaliser == 26
 
 
-def test_published_labels_of_thirty_tokens() -> None:
-    """Rows that are masked predict the next token; whether that is masked does not matter."""
-    layout = lay_out(EXAMPLE, OWN, END)
-    masked = torch.zeros(30, dtype=torch.bool)
-    masked[[12, 14, 16, 17, 27, 28]] = True
-    noisy = NoisyPlan(layout, masked, torch.full((30,), 0.25))
-    batch = pack_planned([noisy], TOKENS["next"], MASK, objective="published")
-    assert list(zip(batch.masked_rows.tolist(), batch.masked_labels.tolist())) == [(12, 25), (16, 28), (17, PAD)]
-    assert batch.ar_rows.tolist()[-1] == 29 and batch.ar_labels.tolist()[-1] == END
-    assert torch.allclose(batch.ar_weights, torch.full((15,), 4 / 27)) and batch.normaliser == 1
-
-
 # ---- loss
 
 
@@ -237,21 +225,6 @@ def test_the_loss_of_a_batch_is_that_of_its_texts(
     torch.testing.assert_close(ours.autoregressive, plans / responses, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(ours.masked, chunks / responses, rtol=1e-6, atol=1e-9)
     assert ours.total == ours.autoregressive + ours.masked
-
-
-@pytest.mark.parametrize("sparse", [False, True])
-def test_the_published_loss(sparse: bool) -> None:
-    model = small_model()
-    noisy = [draw_chunk_masks(lay_out(EXAMPLE, OWN, END), generator(seed), tags=True) for seed in range(3)]
-    ours = loss_of(model, pack_planned(noisy, TOKENS["next"], MASK, sparse=sparse, objective="published"))
-    logits_of = lambda ids, see: model(ids[None], mask=see)[0]  # noqa: E731
-    theirs = [
-        plain.published_loss(
-            logits_of, text_of(layout), masked.tolist(), float(p_mask[0].double()), MASK, sparse=sparse
-        )
-        for layout, masked, p_mask in noisy
-    ]
-    torch.testing.assert_close(ours.total, sum(theirs) / 3, rtol=1e-6, atol=0)
 
 
 def test_a_text_without_chunks_has_the_autoregressive_loss() -> None:
@@ -334,9 +307,6 @@ NOISY = everything_masked(LAYOUT)
         ),
         "pack_planned: masked must be True inside the tags of chunks alone, got True at [12].": lambda: pack_planned(
             [NOISY._replace(masked=LAYOUT.rounds >= 0)], OWN, MASK
-        ),
-        "pack_planned: past must be 'noisy' with the published objective, got 'clean'.": lambda: pack_planned(
-            [NOISY], OWN, MASK, past="clean", objective="published"
         ),
         "pack_planned: length must be at least the 30 tokens of the samples, got 29.": lambda: pack_planned(
             [NOISY], OWN, MASK, 29

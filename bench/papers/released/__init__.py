@@ -1,6 +1,5 @@
-"""What the authors' released code does where it differs from our decoders: its loops and its faults, for comparison, not for use.
+"""What the authors' released code does where it differs from ours: its loops, its losses and its faults, to compare with, not to use.
 
-`planned` and `slowfast` hold methods for `pdkernels.decoding.generate`, made of our decoders' parts. The others are plain PyTorch:
-`plain_planned` and `plain_slowfast` are what those two are tested with; `plain_recurrent` and `plain_multiblock` follow code that is
-only compared with.
+`planned` and `slowfast` hold methods for `pdkernels.decoding.generate`, made of parts of our decoders; `planned_training` makes a batch.
+The `plain_` modules write that code out in plain PyTorch: tests compare the others with them, and our own methods with the rest.
 """

@@ -12,10 +12,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bench.papers.released.plain_recurrent import FREEZES, Memory, ReleasedResult, released_recurrent
 from pdkernels.reference.philox import random_words
 from pdkernels.reference.recurrent_depth import RecurrentDepthReference, RecurrentPast
 from pdkernels.reference.recurrent_diffusion import recurrent_diffusion
-from pdkernels.reference.recurrent_published import FREEZES, Memory, PublishedResult, recurrent_published
 from pdkernels.reference.recurrent_sampling import choose, position_states, rows
 from tests.support.base import page_sizes
 from tests.support.causal import SCRIPTS, VOCABULARY, Script
@@ -44,11 +44,11 @@ def greedy(logits: Tensor, positions: Sequence[int]) -> list[int]:
 
 def run(
     script: Script | str, limit: int, settle: Any = lambda position: 0, **options: Any
-) -> tuple[PublishedResult, Scripted]:
+) -> tuple[ReleasedResult, Scripted]:
     """Without noise, which the scripted states do not support."""
     model = Scripted(SCRIPTS[script] if isinstance(script, str) else script, settle)
     options = {"init": zeros, "sample": greedy, "noise": 0.0, "inner_recurrence": 1, "recurrences": 4, **options}
-    return recurrent_published(model, PROMPT, limit, **options), model
+    return released_recurrent(model, PROMPT, limit, **options), model
 
 
 def far(positions: int) -> float:
@@ -234,10 +234,10 @@ class Spy:
         return self.model.core(state, e, start, past)
 
 
-def spied(**options: Any) -> tuple[PublishedResult, Spy]:
+def spied(**options: Any) -> tuple[ReleasedResult, Spy]:
     spy = Spy(tiny(2, state_scale=0.2))
     options = {"init": init, "sample": greedy, "recurrences": 4, "inner_recurrence": 2, **options}
-    return recurrent_published(spy, PROMPT, 6, **options), spy
+    return released_recurrent(spy, PROMPT, 6, **options), spy
 
 
 def test_a_new_embedding_is_damped() -> None:
@@ -318,8 +318,8 @@ def test_states_that_do_not_meet() -> None:
     options: dict[str, Any] = {"freeze": "latent-acceleration-2", "headway": 2, "noise": 0.3, "max_steps": 3}
     options |= {"init": position_states(model.hidden_size), "sample": greedy}
     with pytest.raises(ValueError, match="the states of three steps must meet"):
-        recurrent_published(model, [1, 2], 12, **options)
-    assert len(recurrent_published(model, [1, 2, 3, 4, 5, 6], 12, **options).trace) == 5
+        released_recurrent(model, [1, 2], 12, **options)
+    assert len(released_recurrent(model, [1, 2, 3, 4, 5, 6], 12, **options).trace) == 5
 
 
 @given(
@@ -330,7 +330,7 @@ def test_invariants_of_all_modes(freeze: str, seed: int, headway: int, cap: int)
     """The cache is as long as the text minus one token, the text only grows, and consists of what the trace froze."""
     cap = 128 if freeze == "fixed" else cap
     model, prompt = Spy(tiny(seed, state_scale=0.2)), PROMPT * 3
-    result = recurrent_published(
+    result = released_recurrent(
         model,
         prompt,
         6,
@@ -392,8 +392,8 @@ def test_the_parts_of_our_model_take_the_same_steps(
     # Rows that never settle would run for 4096 steps.
     options = dict(recurrences=RECURRENCES, noise=0.0, freeze=freeze, stop_tokens=ends, max_steps=25) | options
 
-    def sampled(parts: Any, stretched: float = 1.0) -> PublishedResult:
-        return recurrent_published(
+    def sampled(parts: Any, stretched: float = 1.0) -> ReleasedResult:
+        return released_recurrent(
             parts,
             prompt,
             limit,
@@ -406,7 +406,7 @@ def test_the_parts_of_our_model_take_the_same_steps(
             **options,
         )
 
-    def ours() -> PublishedResult:
+    def ours() -> ReleasedResult:
         return sampled(Parts(model, len(prompt) + limit + 2 * options["max_wavefront"], page_size))
 
     try:
@@ -424,7 +424,7 @@ def test_the_parts_of_our_model_take_the_same_steps(
     assert same(result, expected, 1e-6)
 
 
-def same(a: PublishedResult, b: PublishedResult, tolerance: float) -> bool:
+def same(a: ReleasedResult, b: ReleasedResult, tolerance: float) -> bool:
     """Whether two runs took the same steps, with close distances."""
     return (
         a.tokens == b.tokens

@@ -1,7 +1,7 @@
 """The diffusion-forcing sampler step by step as in its authors' code, bugs included: for comparison, not for use.
 
 Source: the released code of "Efficient parallel samplers for recurrent-depth models and their connection to diffusion language
-models". Differences from recurrent_diffusion.py:
+models". Differences from pdkernels.reference.recurrent_diffusion:
 
 - The states that a step is compared with are stored after the cut, but read as if they had been stored before it: after a
   step that froze i rows, each position is compared with one i positions further on, and hardly anything freezes. The first step
@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .recurrent_sampling import Init, RecurrentModel, RecurrentStep, forward, refine, rows
+from pdkernels.reference.recurrent_sampling import Init, RecurrentModel, RecurrentStep, forward, refine, rows
 
 FREEZES = ("latent-diff", "latent-acceleration-1", "latent-acceleration-2", "token-stability", "fixed")
 
@@ -36,14 +36,14 @@ Sample = Callable[[Tensor, Sequence[int]], list[int]]
 Guess = Callable[[int, int], list[int]]
 
 
-class PublishedResult(NamedTuple):
+class ReleasedResult(NamedTuple):
     tokens: list[int]  # frozen tokens without the prompt: possibly more than requested, and not cut after a stop token
     forwards: int  # sampler steps, and the prompt's forward
     trace: list[RecurrentStep]  # `distance` covers rows 0, 1, ..., possibly fewer than the wave has
     standing: int  # steps after which the wave could not grow by `headway`
 
 
-def recurrent_published(
+def released_recurrent(
     model: RecurrentModel,
     prompt: Sequence[int],
     max_new_tokens: int,
@@ -65,7 +65,7 @@ def recurrent_published(
     stop_tokens: Sequence[int] = (),
     max_positions: int = 4096,
     max_steps: int = 4096,
-) -> PublishedResult:
+) -> ReleasedResult:
     """Options as in :func:`~pdkernels.reference.recurrent_diffusion.recurrent_diffusion`, with the defaults of the released code.
 
     It always starts with a full prefill: without one, the released code takes the whole prompt as its first wave.
@@ -91,7 +91,7 @@ def recurrent_published(
             "fixed" freezes while the wave cannot grow by `headway`: the released code then moves the cache, but not the states,
             and reads past its sequence in the next step.
     """
-    op = "pdkernels.recurrent_published"
+    op = "papers.released_recurrent"
     if freeze not in FREEZES:
         raise ValueError(f"{op}: freeze must be one of {FREEZES}, got {freeze!r}.")
     if schedule not in ("harmonic", "constant"):
@@ -192,7 +192,7 @@ def recurrent_published(
             break
         memory.keep(states, old_cursor)
         old_cursor, last_cut = cursor, cut
-    return PublishedResult(frozen[len(prompt) :], 1 + len(trace), trace, standing)
+    return ReleasedResult(frozen[len(prompt) :], 1 + len(trace), trace, standing)
 
 
 class Memory:
@@ -222,7 +222,7 @@ class Memory:
         before = self.before[cursor - self.before_cursor : end - self.before_cursor]
         if len({len(now), len(last), len(before)} - {1}) > 1:
             raise ValueError(
-                "pdkernels.recurrent_published: the states of three steps must meet for freeze='latent-acceleration-2', got "
+                "papers.released_recurrent: the states of three steps must meet for freeze='latent-acceleration-2', got "
                 f"{len(now)}, {len(last)} and {len(before)} rows, on which the released code fails too. Use another freeze."
             )
         return relative(now - 2 * last + before, now, 1e-6)
