@@ -55,6 +55,10 @@ def gpu() -> Iterator[None]:
         yield
 
 
+def label(value: str | pd.decoding.Method | dict[str, Any]) -> str:
+    return value if isinstance(value, str) else getattr(value, "title", "") or "-".join(value) or "plain"
+
+
 def request(method: pd.decoding.Method) -> tuple[list[str], int]:
     """Prompts that suit the method's model, and the number of tokens to generate."""
     if method.example == "tiny-planned":
@@ -68,11 +72,7 @@ def generate(device: str, method: pd.decoding.Method, options: dict[str, Any]) -
     return pd.decoding.generate(model, prompts, method, max_new_tokens=limit, end_tokens=(), **options)
 
 
-@pytest.mark.parametrize(
-    ("method", "options"),
-    CASES,
-    ids=lambda value: value if isinstance(value, str) else getattr(value, "title", "") or "-".join(value) or "plain",
-)
+@pytest.mark.parametrize(("method", "options"), CASES, ids=label)
 def test_same_tokens_on_a_gpu(method: str | pd.decoding.Method, options: dict[str, Any], gpu: None) -> None:
     here, there = (generate(device, found(method), options) for device in ("cpu", "cuda"))
     for a, b in zip(here.tokens, there.tokens, strict=True):

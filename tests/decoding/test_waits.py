@@ -13,9 +13,9 @@ import torch
 
 import pdkernels as pd
 from pdkernels.cache import ContiguousKVCache, PagedKVCache
-from tests.decoding.test_devices import CASES, MASKED, PROMPTS, model_of, request
+from tests.decoding.test_devices import CASES, MASKED, PROMPTS, found, label, request
 from tests.harness.pretended_gpu import pretended_gpu, waits, without_gpu
-from tests.support.plans import END, example, planning_model
+from tests.support.plans import END, planning_model
 
 pytestmark = without_gpu
 
@@ -37,21 +37,19 @@ def gpu() -> Iterator[None]:
 
 
 @cache
-def on_gpu(method: str) -> Any:
-    return example(pd.decoding.find(method)).to("cuda")
+def on_gpu(name: str) -> Any:
+    return pd.models.load(name).to("cuda")
 
 
-def watched(method: str, options: dict[str, Any]) -> tuple[list[str], pd.decoding.DecodeStats]:
-    model, (prompts, limit) = on_gpu(method), request(method)
+def watched(method: str | pd.decoding.Method, options: dict[str, Any]) -> tuple[list[str], pd.decoding.DecodeStats]:
+    model, (prompts, limit) = on_gpu(found(method).example), request(found(method))
     with waits(model.embedding) as log:
         stats = pd.decoding.generate(model, prompts, method, max_new_tokens=limit, **options).stats
     return log, stats
 
 
-@pytest.mark.parametrize(
-    ("method", "options"), STEPS, ids=[f"{method}-{'-'.join(options) or 'plain'}" for method, options in STEPS]
-)
-def test_one_read_of_the_device_per_step(method: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("method", "options"), STEPS, ids=label)
+def test_one_read_of_the_device_per_step(method: str | pd.decoding.Method, options: dict[str, Any]) -> None:
     for _ in range(2):
         log, stats = watched(method, options)
         forwards = [n for n, event in enumerate(log) if event == "forward"]
@@ -66,7 +64,7 @@ def test_one_read_of_the_device_per_step(method: str, options: dict[str, Any]) -
     whole = method == "recurrent_self_speculation" or (method == "linear_self_speculation" and not passes)
     steps = max(map(len, stats.accepted)) if whole else stats.forwards - 1
     # A canvas keeps the trace of its forwards on the device until it is full.
-    record = model_of(method) == MASKED or method == "fast_dllm_v2"
+    record = found(method).example == MASKED or method == "fast_dllm_v2"
     assert log.count("read") <= 1 + steps + record
     between = [log[here:there].count("read") for here, there in pairwise(forwards)]
     assert max(between) == 1 and log[forwards[-1] :].count("read") <= 1 + record
@@ -85,7 +83,7 @@ def test_one_read_of_the_device_per_step(method: str, options: dict[str, Any]) -
 )
 def test_adaptive_exits_read_the_device_once_per_check(options: dict[str, Any], stops: bool) -> None:
     """A token is read with the first check after it, which belongs to a token that is not needed if it was the last."""
-    model, method = on_gpu("recurrent_adaptive"), "recurrent_adaptive"
+    model, method = on_gpu("tiny-recurrent"), "recurrent_adaptive"
     free = pd.decoding.generate(model, PROMPTS, method, max_new_tokens=4, end_tokens=(), **options).tokens
     ends = tuple({int(tokens[-1]) for tokens in free}) if stops else ()
     log, stats = watched(method, {**options, "end_tokens": ends})
