@@ -16,6 +16,9 @@ class PageAllocator:
     @property
     def num_pages(self) -> int: ...
 
+class HugePages(Buffer):
+    def __init__(self, bytes: int) -> None: ...
+
 class TilePlan(Buffer):
     @property
     def extents(self) -> list[tuple[int, int]]: ...

@@ -67,6 +67,13 @@ def build_info() -> dict[str, str]:
     return info
 
 
+def touch(address: int, nbytes: int) -> None:
+    """Writes zeros into fresh memory, a byte of every page, from the threads that kernels run on."""
+    entry = getattr(ctypes.CDLL(str(library_path())), "pdkernels_touch", None) if has_native() else None
+    if entry is not None:  # not in an older library
+        entry(ctypes.c_void_p(address), ctypes.c_int64(nbytes))
+
+
 def cuda_archs() -> list[str]:
     """Architectures the CUDA kernels were compiled for, such as ``["80", "90a", "100"]``."""
     return [arch for arch in build_info().get("cuda_archs", "").split(";") if arch]

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "host/cpu_isa.h"
+#include "host/huge_pages.h"
 #include "host/page_allocator.h"
 #include "host_planner.h"
 
@@ -36,6 +37,24 @@ Example:
            "Returns pages. ValueError for an id that is unknown or not in use; nothing is returned then.")
       .def_property_readonly("available", &pdkernels::PageAllocator::available, "Pages that are free.")
       .def_property_readonly("num_pages", &pdkernels::PageAllocator::num_pages, "Pages in the pool.");
+
+  py::class_<pdkernels::HugePages>(m, "HugePages", py::module_local(), py::buffer_protocol(),
+                                   R"(Zeroed memory in huge pages, if the system has them, as a writable buffer.
+
+Args:
+    bytes: its size. MemoryError if the system refuses it.
+
+Example:
+    >>> from pdkernels._host import HugePages
+    >>> memory = memoryview(HugePages(5))
+    >>> memory[0] = 7
+    >>> bytes(memory)
+    b'\\x07\\x00\\x00\\x00\\x00'
+)")
+      .def(py::init<int64_t>(), py::arg("bytes"))
+      .def_buffer([](pdkernels::HugePages& memory) {
+        return py::buffer_info(reinterpret_cast<uint8_t*>(memory.data()), static_cast<py::ssize_t>(memory.bytes()));
+      });
 
   bind_planner(m);
 }

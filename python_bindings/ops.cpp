@@ -15,6 +15,7 @@
 
 #ifndef PDKERNELS_DEVICE_CUDA  // what the CPU's kernels expect of this library
 
+#include <algorithm>
 #include <memory>
 #include <new>
 
@@ -41,6 +42,16 @@ char* pdkernels::cpu::thread_scratch(int64_t bytes) {
     size = bytes;
   }
   return memory.get();
+}
+
+// Makes the system provide the pages of fresh memory, each next to the thread that touches it: where a machine has
+// several memories, those who read a matrix find its parts spread over all of them. Cut as a kernel cuts the matrix.
+extern "C" __attribute__((visibility("default"))) void pdkernels_touch(char* memory, int64_t bytes) {
+  constexpr int64_t kHuge = int64_t{1} << 21, kPage = int64_t{1} << 12;
+  pdkernels::cpu::parallel_for(0, (bytes + kHuge - 1) / kHuge, 1, [&](int64_t from, int64_t to) {
+    const int64_t end = std::min(to * kHuge, bytes);
+    for (int64_t at = from * kHuge; at < end; at += kPage) *static_cast<volatile char*>(memory + at) = 0;
+  });
 }
 
 #endif

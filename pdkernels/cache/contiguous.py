@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pdkernels import _memory
 from pdkernels._validation import check, check_fits_memory, integer, message
 from pdkernels.ops.kv_cache import kv_append_, kv_commit_, kv_trim_
 
@@ -39,8 +40,8 @@ class KVCacheBase:
         argument = "capacity" if type(self).__name__ == "ContiguousKVCache" else "page_size"
         nbytes = 2 * self.layers * pages * slots * self.kv_heads * self.head_dim * dtype.itemsize
         check_fits_memory(name, argument, slots, nbytes, torch.device(device))
-        self.k = torch.zeros(self.layers, pages, slots, self.kv_heads, self.head_dim, dtype=dtype, device=device)
-        self.v = torch.zeros_like(self.k)
+        shape = (self.layers, pages, slots, self.kv_heads, self.head_dim)
+        self.k, self.v = (_memory.zeros(shape, dtype, device) for _ in range(2))
         self.lengths = torch.zeros(self.batch, dtype=torch.int64, device=device)
 
     @property

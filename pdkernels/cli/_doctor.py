@@ -1,4 +1,4 @@
-"""``python -m pdkernels doctor``: versions, what was compiled, and whether fewer threads would be faster just now."""
+"""``python -m pdkernels doctor``: versions, what was compiled, huge pages, and whether fewer threads would be faster just now."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from statistics import median
 import torch
 import typer
 
+from pdkernels import _memory
 from pdkernels.cli._terminal import errors_reported
 from pdkernels.config import show_config
 from pdkernels.ops import linear
@@ -19,11 +20,21 @@ _CLEARLY = 1.2
 
 
 def doctor() -> None:
-    """Show versions, what was compiled, what each op uses on each device, and whether fewer threads would be faster."""
+    """Show versions, what was compiled, what each op uses on each device, huge pages, and whether fewer threads would be faster."""
     with errors_reported():
         typer.echo(show_config())
+        typer.echo("\n".join(memory_lines()))
         for line in thread_advice(torch.get_num_threads()):
             typer.echo(line)
+
+
+def memory_lines() -> list[str]:
+    """Whether weights and caches lie in huge pages.
+
+    >>> memory_lines()[0]
+    'memory'
+    """
+    return ["memory", *(f"  {name:<12}{value}" for name, value in _memory.report().items()), ""]
 
 
 def thread_advice(threads: int, measure: Callable[[int], float] | None = None) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pdkernels import _memory
 from pdkernels._validation import check
 from pdkernels.distributed.mesh import group_of
 from pdkernels.distributed.shards import Piece, Shards
@@ -53,7 +54,7 @@ def load(
         return parallelize(load_whole(given, dtype=dtype), group).to(usable)
     shards = Shards(found.config, dist.get_rank(group), dist.get_world_size(group))
     read = _read(found.layout, found.weights, shards)
-    parts = ((name, tensor.to(usable, found.dtype)) for name, tensor in read)
+    parts = ((name, _memory.moved(tensor, found.dtype, usable)) for name, tensor in read)
     facts: dict[str, Any] = {"tokenizer": found.tokenizer, "end_tokens": found.end_tokens}
     if hasattr(found.config, "predicts"):  # a Transformer's
         facts |= {"mask_token": found.mask_token, "plan_tokens": found.plan_tokens}

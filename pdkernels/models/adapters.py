@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from pdkernels import _memory
 from pdkernels._validation import check, fail, message
 from pdkernels.models.fields import OP, shown, some
 from pdkernels.models.folder import Weights, member, read_fields
@@ -76,7 +77,7 @@ class Adapter(NamedTuple):
                     target.copy_(self.whole[part].view(target.shape))
                 if part in self.pairs:
                     self.pairs[part].add_to_(target.view(parts[part]), part)
-            ours[name] = whole.to(dtype)
+            ours[name] = _memory.copied(whole, dtype)
         return ours
 
     def drafting(self, layout: Layout) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -23,8 +23,8 @@ class Checkpoint(NamedTuple):
     config: Config
     layout: Layout
     dtype: torch.dtype
-    state: Callable[[], dict[str, torch.Tensor]]
-    """Reads our parameters."""
+    state: Callable[[torch.dtype | None, torch.device], dict[str, torch.Tensor]]
+    """Reads our parameters to a device, in this dtype; None: in that of the file, or for GGUF the checkpoint's."""
     tokenizer: Tokenizer | None
     end_tokens: tuple[int, ...]
     mask_token: int | None = None

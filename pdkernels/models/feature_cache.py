@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import torch
 
+from pdkernels import _memory
 from pdkernels._validation import check, check_index, check_type
 from pdkernels.backends import backend_of
 from pdkernels.cache import PagedKVCache
@@ -139,8 +140,7 @@ class FeatureCache:
             assert isinstance(self._kv, PagedKVCache)
             self._kv.reserve_([capacity] * batch)
         features = (model.config.layers, batch, generated, model.config.hidden_size)
-        self._attention = torch.zeros(features, dtype=model.dtype, device=model.device)
-        self._feed_forward = torch.zeros_like(self._attention)
+        self._attention, self._feed_forward = (_memory.zeros(features, model.dtype, model.device) for _ in range(2))
         self._prompt_rows = torch.arange(prompt_capacity, device=model.device)
         self._new_rows = torch.arange(generated, device=model.device)
         self._after_first: torch.Tensor | None = None  # what the layers after the first add to a prompt's last row

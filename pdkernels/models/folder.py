@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import math
 import os
 import stat
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from pdkernels import _memory
 from pdkernels._validation import check, fail
 from pdkernels.models.fields import OP, Fields, shown, some
-from pdkernels.models.layout import Stored
+from pdkernels.models.layout import DTYPES, Layout, Stored
 
 INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _OTHERS = ("consolidated", "adapter_model", "mask_token")
 """Files of other programs or with other contents, which often lie beside a checkpoint's own."""
 _TEXT_BYTES = 1 << 22
+_READ_BYTES = 1 << 23  # at a time, where numbers are converted
 _HEADER_BYTES = 1 << 24
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -109,6 +114,7 @@ class Weights:
     def __init__(self, folder: Path, files: list[str] | None = None) -> None:
         self.stored: dict[str, Stored] = {}
         self._open: dict[str, Any] = {}
+        self._places: dict[str, tuple[Path, int]] = {}
         listed = _listed(folder) if files is None else {}
         for file in files or dict.fromkeys(listed.values()) or _found(folder):
             self._read_header(folder / file, file)
@@ -123,6 +129,76 @@ class Weights:
             return {name: self._open[known.file].get_tensor(name) for name, known in self.stored.items()}
         except (SafetensorError, OSError, RuntimeError, ValueError) as error:
             fail(OP, some(sorted(self._open)), "be readable as safetensors", _why(error))
+
+    def parameters(self, layout: Layout, dtype: torch.dtype | None, device: torch.device) -> dict[str, torch.Tensor]:
+        """Our parameters, as `Layout.gather` makes them of all tensors, but one after the other; `dtype` None: as stored."""
+        ours = {}
+        for name, parts in layout.parts():
+            sources = {layout.name_in(self.stored, part): shape for part, shape in parts.items()}
+            kinds = [DTYPES[self.stored[source].dtype] for source in sources]
+            rows = sum(math.prod(shape[:-1]) if len(shape) > 1 else shape[0] for shape in sources.values())
+            last = next(iter(sources.values()))
+            shape = (rows, last[-1]) if len(last) > 1 else (rows,)
+            whole = _memory.empty(shape, dtype or reduce(torch.promote_types, kinds))
+            first = 0
+            for source, shape in sources.items():
+                count = math.prod(shape)
+                self.read_into_(whole.view(-1)[first : first + count], source)
+                first += count
+            ours[name] = whole.to(device)
+        if layout.tied and {layout.head, layout.embedding} <= self.stored.keys():
+            layout.check_tied(self._equal(layout.head, layout.embedding))
+        return ours
+
+    def _equal(self, name: str, other: str) -> bool:
+        """Whether two tensors have equal numbers in the dtype of one of them."""
+        known = [self.stored[name], self.stored[other]]
+        if known[0].shape != known[1].shape:
+            return False
+        kinds, count, same = {DTYPES[one.dtype] for one in known}, math.prod(known[0].shape), True
+        step = _READ_BYTES // 8
+        for kind in kinds:
+            same = True
+            for start in range(0, count, step):
+                pieces = [torch.empty(min(step, count - start), dtype=DTYPES[one.dtype]) for one in known]
+                for piece, one in zip(pieces, (name, other)):
+                    self.read_into_(piece, one, start)
+                same = torch.equal(*(piece.to(kind) for piece in pieces))
+                if not same:
+                    break
+            if same:
+                return True
+        return same
+
+    def read_into_(self, target: torch.Tensor, name: str, first: int = 0) -> None:
+        """The numbers of a tensor from the `first` on, as many as `target` has room for, a contiguous tensor of any dtype.
+
+        Bytes go from the file straight into it: the file is not mapped, so nothing is in memory twice.
+        """
+        known = DTYPES[self.stored[name].dtype]
+        flat = target.view(-1)
+        if known == target.dtype:
+            return self._read_bytes(flat, name, first)
+        step = _READ_BYTES // known.itemsize
+        buffer = torch.empty(min(step, len(flat)), dtype=known)
+        for start in range(0, len(flat), step):
+            piece = buffer[: len(flat) - start]
+            self._read_bytes(piece, name, first + start)
+            flat[start : start + step] = piece
+
+    def _read_bytes(self, target: torch.Tensor, name: str, first: int) -> None:
+        path, start = self._places[name]
+        memory = memoryview((ctypes.c_ubyte * target.nbytes).from_address(target.data_ptr()))
+        done = 0
+        try:
+            with path.open("rb", buffering=0) as file:
+                file.seek(start + first * target.itemsize)
+                while done < len(memory):
+                    got = file.readinto(memory[done:])
+                    check(bool(got), OP, path.name, "be a whole safetensors file", "one that was cut off meanwhile")
+                    done += got or 0
+        except OSError as error:
+            fail(OP, path.name, "be readable as safetensors", _why(error))
 
     def part(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
         """The slice from `start` to `stop` along dimension `dim` of a 1-D or 2-D tensor; no more is read."""
@@ -147,9 +223,11 @@ class Weights:
         try:
             with path.open("rb") as file:
                 size = int.from_bytes(file.read(8), "little")
-            header = f"have a header of at most {_HEADER_BYTES} bytes"
-            check(size <= _HEADER_BYTES, OP, name, header, size, "Is it a whole safetensors file?")
-            opened: Any = safe_open(path, framework="pt")
+                header = f"have a header of at most {_HEADER_BYTES} bytes"
+                check(size <= _HEADER_BYTES, OP, name, header, size, "Is it a whole safetensors file?")
+                header_text = file.read(size)
+            opened: Any = safe_open(path, framework="pt")  # which checks the header
+            entries = json.loads(header_text)
             self._open[name] = opened
             for tensor in opened.keys():
                 known = opened.get_slice(tensor)
@@ -158,10 +236,21 @@ class Weights:
                     other = self.stored[tensor].file
                     fail(OP, name, f"hold no tensor that {other} holds too", some([tensor]), "Leave one of them out.")
                 self.stored[tensor] = Stored(tuple(known.get_shape()), _NUMBERS.get(dtype, dtype), name)
+                self._places[tensor] = path, 8 + size + _offset(entries.get(tensor), self.stored[tensor])
         except (SafetensorError, OSError, RuntimeError, ValueError) as error:
             if str(error).startswith("pdkernels."):
                 raise
             fail(OP, name, "be a whole safetensors file", _why(error))
+
+
+def _offset(entry: Any, known: Stored) -> int:
+    """Where a tensor's data begins after the header. What the library read of a header with names given twice may differ."""
+    start, end = entry["data_offsets"]
+    dtype = DTYPES.get(known.dtype)
+    fits = tuple(entry["shape"]) == known.shape
+    if not fits or (dtype is not None and end - start != math.prod(known.shape) * dtype.itemsize):
+        raise ValueError("its header names a tensor twice")
+    return int(start)
 
 
 def _listed(folder: Path) -> dict[str, str]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from pdkernels import _memory
 from pdkernels._validation import check, fail, message
 from pdkernels.models import hf
 from pdkernels.models.checkpoint import Checkpoint
@@ -200,7 +201,14 @@ def _name(published: str) -> str:
     return f"blk.{index}.{_INSIDE[module]}.{kind}"
 
 
-def _gather(file: GgufFile, layout: Layout, config: TransformerConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _gather(
+    file: GgufFile,
+    layout: Layout,
+    config: TransformerConfig,
+    usual: torch.dtype,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
     """Our parameters, tensor by tensor: no more than a few rows are ever held twice."""
     heads = (
         {"attn_q": config.heads, "attn_k": config.kv_heads} if file.fields["general.architecture"] == "llama" else {}
@@ -208,7 +216,7 @@ def _gather(file: GgufFile, layout: Layout, config: TransformerConfig, dtype: to
     ours = {}
     for name, parts in layout.parts():
         shape = (sum(part[0] for part in parts.values()), *next(iter(parts.values()))[1:])
-        whole = torch.empty(shape, dtype=dtype)
+        whole = _memory.empty(shape, dtype or usual)
         first = 0
         for theirs, part in parts.items():
             target = whole[first : first + part[0]]
@@ -219,7 +227,7 @@ def _gather(file: GgufFile, layout: Layout, config: TransformerConfig, dtype: to
                 # Their RoPE pairs adjacent components, so the writer interleaved the halves of each head.
                 pairs = target.view(turned, config.head_dim // 2, 2, -1)
                 target.copy_(pairs.transpose(1, 2).reshape(part))
-        ours[name] = whole
+        ours[name] = whole.to(device)
     return ours
 
 

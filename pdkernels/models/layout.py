@@ -72,12 +72,16 @@ class Layout(NamedTuple):
         if self.tied and self.head in left:
             head, embedding = left[self.head], ours["embedding"]
             # One may be stored with more digits than the other.
-            same = head.shape == embedding.shape and any(
-                torch.equal(head.to(kind), embedding.to(kind)) for kind in {head.dtype, embedding.dtype}
+            self.check_tied(
+                head.shape == embedding.shape
+                and any(torch.equal(head.to(kind), embedding.to(kind)) for kind in {head.dtype, embedding.dtype})
             )
-            remedy = f"It is {self.source} that says whether they are tied."
-            check(same, OP, self.head, "equal the embedding of a tied model", "another matrix", remedy)
         return ours
+
+    def check_tied(self, same: bool) -> None:
+        """Refuses a stored head that is not the `same` as the embedding."""
+        remedy = f"It is {self.source} that says whether they are tied."
+        check(same, OP, self.head, "equal the embedding of a tied model", "another matrix", remedy)
 
     def name_in(self, names: Mapping[str, object], part: str) -> str:
         """The name under which a checkpoint with these `names` stores a part: a tied head may be stored as the embedding."""

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
+from pdkernels import _memory
 from pdkernels._validation import check, check_type, did_you_mean, fail, message, refuse
 from pdkernels.models import gguf, hf, huginn, llada
 from pdkernels.models.adapters import MASK_FILE, named_adapter, read_adapter, read_mask_token
@@ -110,7 +112,8 @@ def load(
     # Before the weights: a bad adapter then costs nothing.
     merge = None if adapter is None else read_adapter(named_adapter(adapter), found.layout)
     draft, mask = (None, None) if drafter is None else _drafter(named_adapter(drafter), found)
-    state = found.state()
+    # What is merged is rounded once, after that.
+    state = found.state(found.dtype, device) if merge is None else found.state(None, torch.device("cpu"))
     if merge is not None:
         state = merge.merged(state, found.layout, found.dtype)
     for index, (a, b) in enumerate(draft or ()):
@@ -120,7 +123,7 @@ def load(
         # An extra row that occurs in no text: forwards without masks do not change.
         for name in ("embedding", "head"):
             if name in state:
-                state[name] = torch.cat([state[name], mask.to(state[name])[None]])
+                state[name] = _with_row(state[name], mask)
     return _assemble(
         found.config, state, found.dtype, device, found.tokenizer, found.end_tokens, found.mask_token, found.plan_tokens
     )
@@ -141,6 +144,13 @@ def checkpoint_of(given: str, is_path: bool, dtype: torch.dtype | None) -> Check
     if given.lower().endswith(".gguf") and os.path.isfile(given):
         return gguf.read(Path(given), dtype)
     return _folder_checkpoint(_folder(given, is_path), dtype)
+
+
+def _with_row(matrix: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """A matrix with one more row."""
+    whole = _memory.empty((len(matrix) + 1, matrix.shape[1]), matrix.dtype)
+    whole[:-1], whole[-1] = matrix, row
+    return whole.to(matrix.device)
 
 
 def _drafter(folder: Path, found: Checkpoint) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor | None]:
@@ -268,10 +278,7 @@ def _folder_checkpoint(folder: Path, dtype: torch.dtype | None) -> Checkpoint:
     ends = tuple(dict.fromkeys((*ends, *plan_ends)))
     weights = Weights(folder)
     layout.stored(weights.stored)
-
-    def state() -> dict[str, torch.Tensor]:
-        return layout.gather(weights.tensors())
-
+    state = partial(weights.parameters, layout)
     return Checkpoint(config, layout, dtype, state, tokenizer, ends, mask_token, plan_tokens, weights)
 
 
@@ -336,5 +343,7 @@ def _assemble(
     for name, parameter in model.named_parameters():
         shape = tuple(parameter.shape)
         check(state[name].shape == shape, OP, name, f"have shape {shape}", tuple(state[name].shape))
-    model.load_state_dict({name: tensor.to(device, dtype) for name, tensor in state.items()}, assign=True)
+    # One after the other: what is converted or moved is in memory once.
+    placed = {name: _memory.moved(state.pop(name), dtype, device) for name in list(state)}
+    model.load_state_dict(placed, assign=True)
     return model.requires_grad_(False).eval()

@@ -1,0 +1,151 @@
+"""Memory of weights and caches on the CPU: in huge pages where the system allows it.
+
+A thread reads large matrices faster there, since the processor looks up a page every 2 MiB instead of every 4 KiB. Nothing else
+about such a tensor is special: it can be copied, pickled, shared and written after a fork, and it gives its memory back.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from pdkernels import _native
+from pdkernels._host import HugePages
+from pdkernels._validation import refuse
+
+_LEAST = 1 << 17  # bytes: what is smaller gains nothing, and there are many of them
+_SYSTEM = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_NODES = Path("/sys/devices/system/node/has_memory")
+_MIB = 1 << 20
+
+
+def asked() -> bool:
+    """What ``PDKERNELS_HUGE_PAGES`` says: on unless it is 0."""
+    value = os.environ.get("PDKERNELS_HUGE_PAGES", "")
+    refuse(value not in ("", "0", "1"), "HUGE_PAGES", f"PDKERNELS_HUGE_PAGES must be 0 or 1, got {value!r}")
+    return value != "0"
+
+
+@cache
+def setting() -> str:
+    """The system's own setting: always, madvise or never; "" if it has none."""
+    try:
+        chosen = re.search(r"\[(\w+)\]", _SYSTEM.read_text())
+    except OSError:
+        return ""
+    return "" if chosen is None else chosen[1]
+
+
+def enabled() -> bool:
+    """Whether `empty` asks for huge pages."""
+    return asked() and setting() in ("always", "madvise")
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor on the CPU like that of `torch.empty`: in huge pages if it is large and the system has them.
+
+    >>> empty((2, 3), torch.bfloat16).shape
+    torch.Size([2, 3])
+    """
+    placed = _placed(shape, dtype)
+    if placed is None:
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    if _several_memories():
+        _native.touch(placed.data_ptr(), placed.nbytes)
+    return placed
+
+
+def copied(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy in the memory of `empty`.
+
+    >>> copied(torch.ones(2), torch.float64)
+    tensor([1., 1.], dtype=torch.float64)
+    """
+    return empty(tensor.shape, dtype).copy_(tensor)
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """The tensor of `torch.zeros`, on the CPU where `empty` would put it.
+
+    >>> zeros((2,), torch.float32)
+    tensor([0., 0.])
+    """
+    placed = _placed(shape, dtype) if torch.device(device).type == "cpu" else None
+    return torch.zeros(tuple(shape), dtype=dtype, device=device) if placed is None else placed
+
+
+def moved(tensor: Tensor, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """`tensor.to(device, dtype)`; numbers that are converted on the CPU go into the memory of `empty`.
+
+    >>> moved(torch.ones(2), torch.float64, "cpu")
+    tensor([1., 1.], dtype=torch.float64)
+    """
+    converts = tensor.dtype != dtype and tensor.device.type == "cpu" == torch.device(device).type
+    return copied(tensor, dtype) if converts else tensor.to(device, dtype)
+
+
+def report() -> dict[str, str]:
+    """For people: what is asked for, what the system says, and what a trial allocation gets."""
+    lines = {"huge pages": "on" if enabled() else "off" if setting() else "off: the system has none"}
+    if not asked():
+        lines["huge pages"] = "off: PDKERNELS_HUGE_PAGES=0"
+    try:
+        lines["system"] = _SYSTEM.read_text().strip()
+    except OSError:
+        lines["system"] = f"no {_SYSTEM}"
+    if enabled():
+        trial = empty((16 * _MIB,), torch.uint8)
+        before = huge_bytes(trial)
+        trial.fill_(1)
+        lines["trial"] = f"{(huge_bytes(trial) - before) // _MIB} of {trial.nbytes // _MIB} MiB are in huge pages"
+    return lines
+
+
+def huge_bytes(tensor: Tensor) -> int:
+    """Bytes in huge pages of the mappings that hold a tensor, as the system counts them; 0 if it does not say."""
+    first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    found, inside = 0, False
+    try:
+        lines = Path("/proc/self/smaps").read_text().splitlines()
+    except OSError:
+        return 0
+    for line in lines:
+        name, _, value = line.partition(" ")
+        if "-" in name:
+            low, high = (int(part, 16) for part in name.split("-"))
+            inside = low < last and first < high
+        elif inside and name == "AnonHugePages:":
+            found += 1024 * int(value.split()[0])
+    return found
+
+
+@cache
+def _several_memories() -> bool:
+    """Whether the machine has more than one NUMA node with memory: a list such as 0-1 instead of 0."""
+    try:
+        return not _NODES.read_text().strip().isdigit()
+    except OSError:
+        return False
+
+
+def _placed(shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+    """Zeros in huge pages; None where ordinary memory is as good or the only choice."""
+    count = math.prod(shape)
+    # A mode makes tensors of its own kind.
+    if count * dtype.itemsize < _LEAST or not enabled() or _get_current_dispatch_mode() is not None:
+        return None
+    try:
+        memory = HugePages(count * dtype.itemsize)
+    except MemoryError:
+        return None
+    flat = torch.frombuffer(memory, dtype=dtype, count=count)
+    # Not a view of it, whose writes autograd would follow.
+    return torch.empty(0, dtype=dtype, device="cpu").set_(flat.untyped_storage(), 0, tuple(shape))
