@@ -146,6 +146,7 @@ def _placed(shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         memory = HugePages(count * dtype.itemsize)
     except MemoryError:
         return None
-    flat = torch.frombuffer(memory, dtype=dtype, count=count)
-    # Not a view of it, whose writes autograd would follow.
-    return torch.empty(0, dtype=dtype, device="cpu").set_(flat.untyped_storage(), 0, tuple(shape))
+    shaped = torch.frombuffer(memory, dtype=dtype, count=count).view(tuple(shape))
+    # Not a view, whose writes autograd would follow.
+    fresh = torch.empty(0, dtype=dtype, device="cpu")
+    return fresh.set_(shaped.untyped_storage(), 0, shaped.shape, shaped.stride())

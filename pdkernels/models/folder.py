@@ -24,6 +24,7 @@ _OTHERS = ("consolidated", "adapter_model", "mask_token")
 """Files of other programs or with other contents, which often lie beside a checkpoint's own."""
 _TEXT_BYTES = 1 << 22
 _READ_BYTES = 1 << 23  # at a time, where numbers are converted
+_COMPARED = 1 << 20  # numbers at a time
 _HEADER_BYTES = 1 << 24
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -115,6 +116,7 @@ class Weights:
         self.stored: dict[str, Stored] = {}
         self._open: dict[str, Any] = {}
         self._places: dict[str, tuple[Path, int]] = {}
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         listed = _listed(folder) if files is None else {}
         for file in files or dict.fromkeys(listed.values()) or _found(folder):
             self._read_header(folder / file, file)
@@ -138,8 +140,7 @@ class Weights:
             kinds = [DTYPES[self.stored[source].dtype] for source in sources]
             rows = sum(math.prod(shape[:-1]) if len(shape) > 1 else shape[0] for shape in sources.values())
             last = next(iter(sources.values()))
-            shape = (rows, last[-1]) if len(last) > 1 else (rows,)
-            whole = _memory.empty(shape, dtype or reduce(torch.promote_types, kinds))
+            whole = _memory.empty((rows, *last[1:][-1:]), dtype or reduce(torch.promote_types, kinds))
             first = 0
             for source, shape in sources.items():
                 count = math.prod(shape)
@@ -153,22 +154,16 @@ class Weights:
     def _equal(self, name: str, other: str) -> bool:
         """Whether two tensors have equal numbers in the dtype of one of them."""
         known = [self.stored[name], self.stored[other]]
-        if known[0].shape != known[1].shape:
-            return False
-        kinds, count, same = {DTYPES[one.dtype] for one in known}, math.prod(known[0].shape), True
-        step = _READ_BYTES // 8
-        for kind in kinds:
-            same = True
-            for start in range(0, count, step):
-                pieces = [torch.empty(min(step, count - start), dtype=DTYPES[one.dtype]) for one in known]
-                for piece, one in zip(pieces, (name, other)):
-                    self.read_into_(piece, one, start)
-                same = torch.equal(*(piece.to(kind) for piece in pieces))
-                if not same:
-                    break
-            if same:
-                return True
-        return same
+        count = math.prod(known[0].shape)
+
+        def same(start: int, dtype: torch.dtype) -> bool:
+            pieces = [torch.empty(min(_COMPARED, count - start), dtype=dtype) for _ in known]
+            for piece, one in zip(pieces, (name, other)):
+                self.read_into_(piece, one, start)
+            return torch.equal(*pieces)
+
+        dtypes, starts = {DTYPES[one.dtype] for one in known}, range(0, count, _COMPARED)
+        return known[0].shape == known[1].shape and any(all(same(start, dtype) for start in starts) for dtype in dtypes)
 
     def read_into_(self, target: torch.Tensor, name: str, first: int = 0) -> None:
         """The numbers of a tensor from the `first` on, as many as `target` has room for, a contiguous tensor of any dtype.
@@ -179,8 +174,9 @@ class Weights:
         flat = target.view(-1)
         if known == target.dtype:
             return self._read_bytes(flat, name, first)
-        step = _READ_BYTES // known.itemsize
-        buffer = torch.empty(min(step, len(flat)), dtype=known)
+        if self._buffer.numel() == 0:  # one for all tensors: the heap would not take a freed one again
+            self._buffer = torch.empty(_READ_BYTES, dtype=torch.uint8)
+        buffer, step = self._buffer.view(known), _READ_BYTES // known.itemsize
         for start in range(0, len(flat), step):
             piece = buffer[: len(flat) - start]
             self._read_bytes(piece, name, first + start)

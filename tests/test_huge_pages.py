@@ -1,0 +1,249 @@
+"""Weights and caches in huge pages: tensors like any other, and a loader that holds nothing twice."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+import pdkernels as pd
+from pdkernels import _memory, _native
+from pdkernels.models import hf
+from tests.support.checkpoints import random_checkpoint
+
+MIB = 1 << 20
+given = pytest.mark.skipif(not _memory.enabled(), reason="the system gives no huge pages")
+FIELDS: dict[str, Any] = {
+    "model_type": "qwen2",
+    "vocab_size": 1100,
+    "hidden_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "intermediate_size": 400,
+    "dtype": "bfloat16",
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def filled(size: int = 8 * MIB) -> torch.Tensor:
+    tensor = _memory.empty((size // 4096, 1024), torch.float32)
+    torch.arange(tensor.numel(), out=tensor.view(-1))
+    return tensor
+
+
+def written(folder: Path, state: dict[str, torch.Tensor], fields: dict[str, Any], files: int = 1) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(fields))
+    names = sorted(state)
+    for index in range(files):
+        part = {name: state[name].contiguous() for name in names[index::files]}
+        save_file(part, folder / ("model.safetensors" if files == 1 else f"part{index}.safetensors"))
+    if files > 1:
+        listed = {name: f"part{index}.safetensors" for index in range(files) for name in names[index::files]}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
+    return folder
+
+
+@given
+def test_the_memory_is_in_huge_pages_and_given_back() -> None:
+    gc.collect()
+    before = resident()
+    tensor = filled(64 * MIB)
+    assert _memory.huge_bytes(tensor) >= 62 * MIB and resident() - before >= 62 * MIB
+    part = tensor[5:6].clone()
+    del tensor
+    assert resident() - before < 8 * MIB and part[0, 0] == 5 * 1024
+
+
+@given
+def test_small_blocks_are_neighbours_and_each_gives_its_own_pages_back() -> None:
+    gc.collect()
+    before = resident()
+    blocks = [filled(MIB) for _ in range(40)]
+    assert max(_memory.huge_bytes(block) for block in blocks) >= 24 * MIB  # of the mapping that holds them
+    assert len({block.untyped_storage().data_ptr() for block in blocks}) == 40
+    assert all(block.untyped_storage().nbytes() == MIB for block in blocks)
+    del blocks[1::2]
+    expected = filled(MIB)
+    assert all(torch.equal(block, expected) for block in blocks)
+    assert resident() - before < 28 * MIB
+    blocks.clear()
+    assert resident() - before < 8 * MIB
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_fresh_memory_is_zero(dtype: torch.dtype) -> None:
+    for _ in range(3):  # the second one follows memory that was written
+        tensor = _memory.zeros((3, 1 << 18), dtype)
+        assert not tensor.any()
+        tensor.fill_(1)
+
+
+def test_small_tensors_and_other_devices_are_ordinary() -> None:
+    assert _memory._placed((8, 8), torch.float32) is None
+    assert _memory.zeros((1 << 20,), torch.float32, "meta").device.type == "meta"
+    assert _memory.empty((0, 5), torch.float32).shape == (0, 5)
+
+
+def test_no_memory_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(size: int) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_memory, "HugePages", refuse)
+        assert not _memory.zeros((1 << 20,), torch.float32).any()
+    with pytest.raises(MemoryError):
+        _memory.HugePages(1 << 60)
+    with pytest.raises(RuntimeError, match="allocate"):
+        _memory.empty((1 << 48,), torch.float32)
+
+
+def test_tensors_of_a_mode_are_of_its_kind() -> None:
+    with FakeTensorMode():
+        assert isinstance(_memory.zeros((1 << 20,), torch.float32), FakeTensor)
+    with torch.inference_mode():
+        assert _memory.empty((1 << 20,), torch.float32).is_inference()
+
+
+def test_copies_pickles_and_shared_memory() -> None:
+    tensor = filled()
+    saved = io.BytesIO()
+    torch.save(tensor, saved)
+    assert saved.tell() < tensor.nbytes + 4096
+    saved.seek(0)
+    for other in (copy.deepcopy(tensor), pickle.loads(pickle.dumps(tensor)), torch.load(saved)):
+        assert torch.equal(other, tensor) and other.data_ptr() != tensor.data_ptr()
+    expected = tensor.clone()
+    assert not tensor.is_shared() and tensor.share_memory_().is_shared() and torch.equal(tensor, expected)
+
+
+def test_a_forked_child_has_a_copy_of_its_own() -> None:
+    tensor = filled()
+    expected = tensor.clone()
+    child = os.fork()
+    if child == 0:
+        same = torch.equal(tensor, expected)
+        tensor.zero_()
+        own = filled()
+        os._exit(0 if same and torch.equal(own, expected) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert torch.equal(tensor, expected)
+
+
+def test_touching_on_the_threads_of_kernels_leaves_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_memory, "_several_memories", lambda: True)
+    before = resident()
+    tensor = _memory.empty((16 * MIB + 5,), torch.uint8)
+    if _native.has_native() and _memory.enabled():
+        assert resident() - before >= 14 * MIB
+        assert not tensor.any()
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "paged"])
+def test_caches(kind: str) -> None:
+    model = pd.models.load("tiny-code")
+    cache = model.new_cache(batch=4, capacity=4096, kind=kind)
+    assert not cache.k.any() and not cache.v.any()
+    if _memory.enabled():
+        assert _memory.huge_bytes(cache.k.fill_(1)) >= cache.k.nbytes // 2
+    other = pickle.loads(pickle.dumps(cache))
+    assert torch.equal(other.k, cache.k)
+
+
+def test_the_variable_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDKERNELS_HUGE_PAGES", "0")
+    assert _memory._placed((1 << 20,), torch.float32) is None
+    assert _memory.report()["huge pages"] == "off: PDKERNELS_HUGE_PAGES=0"
+    monkeypatch.setenv("PDKERNELS_HUGE_PAGES", "no")
+    with pytest.raises(ValueError, match=r"PDKERNELS_HUGE_PAGES must be 0 or 1, got 'no'"):
+        _memory.empty((1 << 20,), torch.float32)
+
+
+@given
+def test_the_report_says_what_the_system_says() -> None:
+    lines = _memory.report()
+    assert lines["system"] == Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text().strip()
+    assert lines["huge pages"] == "on" and lines["trial"].endswith("of 16 MiB are in huge pages")
+
+
+@pytest.mark.parametrize("setting, expected", [("never", "off"), ("", "off: the system has none")])
+def test_a_system_without_them(setting: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_memory, "setting", lambda: setting)
+    assert _memory.report()["huge pages"] == expected and "trial" not in _memory.report()
+    assert _memory._placed((1 << 20,), torch.float32) is None
+
+
+@pytest.mark.parametrize("files", [1, 3])
+@pytest.mark.parametrize("stored", DTYPES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_loader_equals_safetensors_own(tied: bool, stored: torch.dtype, files: int, tmp_path: Path) -> None:
+    fields = FIELDS | {"tie_word_embeddings": tied}
+    state = random_checkpoint(fields, dtype=stored)
+    state["model.norm.weight"] = state["model.norm.weight"].float()  # of another dtype than the rest
+    folder = written(tmp_path / "checkpoint", state, fields, files)
+    read = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    expected = hf.layout(hf.from_hf_config(fields)).gather(read)
+    for dtype in DTYPES:
+        model = pd.models.load(folder, dtype=dtype)
+        loaded = model.state_dict()
+        assert loaded.keys() == expected.keys() and (model.head is None) == tied
+        for name, tensor in loaded.items():
+            assert tensor.dtype == dtype and torch.equal(tensor, expected[name].to(dtype)), name
+
+
+@given
+def test_a_loaded_model_is_in_huge_pages_and_behaves_like_any_other(tmp_path: Path) -> None:
+    fields = FIELDS | {"tie_word_embeddings": True}
+    folder = written(tmp_path / "checkpoint", random_checkpoint(fields, dtype=torch.bfloat16), fields)
+    model = pd.models.load(folder)
+    large = [p for p in model.parameters() if p.nbytes >= _memory._LEAST]
+    assert large and all(_memory.huge_bytes(p) > 0 for p in large)
+    save_file(model.state_dict(), tmp_path / "copy.safetensors")  # refuses tensors that share a storage
+    tokens = torch.tensor([[1, 2, 3]])
+    expected = model(tokens)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(tokens), expected)
+    wide = model.to(torch.float32)
+    assert wide.embedding.dtype == torch.float32 and wide.head is None
+    assert torch.equal(wide.to(torch.bfloat16)(tokens), expected)
+
+
+LOAD = """
+import sys, torch, pdkernels as pd
+status = lambda name: next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith(name)) << 10
+pd.models.load("tiny-code")(torch.tensor([[1]]))
+open("/proc/self/clear_refs", "w").write("5")  # the peak counts from here
+before = status("VmRSS")
+model = pd.models.load(sys.argv[1], dtype=getattr(torch, sys.argv[2]))
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.parametrize("stored, dtype", [("bfloat16", "bfloat16"), ("float32", "bfloat16")])
+def test_loading_holds_nothing_twice(stored: str, dtype: str, tmp_path: Path) -> None:
+    fields = FIELDS | {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 4, "vocab_size": 16384}
+    state = random_checkpoint(fields, dtype=getattr(torch, stored))
+    folder = written(tmp_path / "checkpoint", state, fields)
+    size = sum(tensor.numel() for tensor in state.values()) * getattr(torch, dtype).itemsize
+    command = [sys.executable, "-c", LOAD, str(folder), dtype]
+    for huge in ("1", "0"):
+        env = os.environ | {"PDKERNELS_HUGE_PAGES": huge, "OMP_NUM_THREADS": "1"}
+        ran = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+        assert size * 0.9 < int(ran.stdout) < size * 1.15 + 16 * MIB, f"{int(ran.stdout) / size:.2f} of the weights"
