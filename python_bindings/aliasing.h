@@ -101,6 +101,10 @@ class Extents {
 template <class Argument>
 constexpr bool kIsWritten = std::is_lvalue_reference_v<Argument> && !std::is_const_v<std::remove_reference_t<Argument>>;
 
+// All arguments of an op as one value: see structure.h.
+template <class T>
+concept Structure = requires(const T& value) { value.fields(); };
+
 // A string argument. torch's own conversion (2.13) leaks a copy of the string at every call; see ToImpl below.
 struct Word : std::string {
   using std::string::string;
@@ -114,6 +118,7 @@ template <auto function>
 struct Checked;
 
 template <class Result, class... Arguments, Result (*function)(Arguments...)>
+  requires(!(Structure<std::remove_cvref_t<Arguments>> || ...))
 struct Checked<function> {
   static Result run(Taken<Arguments>... arguments) {
     (require_real_size(arguments), ...);
@@ -123,6 +128,10 @@ struct Checked<function> {
       extents.require_apart();
     }
     return function(std::forward<Taken<Arguments>>(arguments)...);
+  }
+
+  static void boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
+    TORCH_BOX (&run)(stack, num_args, num_outputs);
   }
 };
 

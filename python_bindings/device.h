@@ -10,6 +10,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "aliasing.h"
+#include "structure.h"
 #include "unpack.h"
 
 // Tests register other builds of the bindings next to the real ops.
@@ -19,7 +20,7 @@
 
 // Expands macros among the arguments first.
 #define PDK_REGISTER(ns, key, name, function) \
-  STABLE_TORCH_LIBRARY_IMPL(ns, key, m) { m.impl(name, TORCH_BOX(&function)); }
+  STABLE_TORCH_LIBRARY_IMPL(ns, key, m) { m.impl(name, &function); }
 
 #ifdef PDKERNELS_DEVICE_CUDA
 
@@ -91,7 +92,7 @@ struct Launch {
 #endif
 
 #define PDK_IMPL(name, function) \
-  PDK_REGISTER(PDKERNELS_OPS_NAMESPACE, PDKERNELS_OPS_KEY, name, ::pdkernels::bindings::Checked<&function>::run)
+  PDK_REGISTER(PDKERNELS_OPS_NAMESPACE, PDKERNELS_OPS_KEY, name, ::pdkernels::bindings::Checked<&function>::boxed)
 
 namespace pdkernels::PDK_DEVICE::bindings {
 using namespace pdkernels::bindings;

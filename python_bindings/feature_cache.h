@@ -12,12 +12,12 @@ inline Tensor select_stale_rows(const Tensor& v, Tensor& v_cache, const Tensor& 
                                 const OptionalTensor& block_table) {
   const Launch launch(v);
   const SameDevice device(v);
-  PDK_FITS(v.dim() == 4 && v_cache.dim() == 4);
+  PDK_CHECK(v.dim() == 4 && v_cache.dim() == 4);
   device.require(v_cache, v.scalar_type());
   Cache cache({v_cache}, {v_cache}, block_table, starts);
   cache.add_rows({v}, {v});
-  PDK_FITS(count >= 0 && (count <= int64_t{1} << 20 || count <= v.size(1)) &&
-           (update == "all" || update == "selected" || update == "none"));
+  PDK_CHECK(count >= 0 && (count <= int64_t{1} << 20 || count <= v.size(1)) &&
+            (update == "all" || update == "selected" || update == "none"));
   StaleRowsArgs args;
   args.element = row_element(v);
   args.v = bytes(v), args.v_row = cache.sources[0]->row;
@@ -41,7 +41,7 @@ inline Tensor select_stale_rows(const Tensor& v, Tensor& v_cache, const Tensor& 
 inline Tensor gather_rows(const Tensor& x, const Tensor& index) {
   const Launch launch(x);
   const SameDevice device(x);
-  PDK_FITS(x.dim() >= 2);
+  PDK_CHECK(x.dim() >= 2);
   const Tensor held = with_whole_rows(x);
   const int64_t size = static_cast<int64_t>(x.element_size());
   GatherRowsArgs args;
@@ -60,10 +60,10 @@ inline Tensor add_cached_rows(const Tensor& x, Tensor& cached, const OptionalTen
                               const OptionalTensor& index) {
   const Launch launch(x);
   const SameDevice device(x);
-  PDK_FITS(x.dim() == 3);
+  PDK_CHECK(x.dim() == 3);
   device.require(cached, x.scalar_type(), {x.size(0), x.size(1), x.size(2)});
-  PDK_FITS(cached.size(2) <= 1 || cached.stride(2) == 1);
-  PDK_FITS(rows.has_value() == index.has_value());
+  PDK_CHECK(cached.size(2) <= 1 || cached.stride(2) == 1);
+  PDK_CHECK(rows.has_value() == index.has_value());
   AddCachedArgs args;
   args.element = row_element(x);
   args.batch = x.size(0), args.rows = x.size(1), args.width = x.size(2);

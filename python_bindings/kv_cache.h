@@ -45,7 +45,7 @@ inline void kv_commit(Tensors& k_cache, Tensors& v_cache, Tensor& lengths, const
 inline void kv_trim(Tensor& lengths, const Tensor& new_lengths) {
   const Launch launch(lengths);
   const SameDevice device(lengths);
-  PDK_FITS(lengths.dim() == 1);
+  PDK_CHECK(lengths.dim() == 1);
   const int64_t batch = lengths.size(0);
   launch(PDK_DEVICE::kv_trim,
          TrimArgs{index_view(device, lengths, 1, batch), index_view(device, new_lengths, 1, batch), batch});

@@ -14,8 +14,8 @@ inline Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor
   const SameDevice device(x);
   const FlatRows rows(x);
   device.require(weight);
-  PDK_FITS(weight.dim() == 2 && weight.size(1) == rows.width);
-  PDK_FITS(weight.scalar_type() == x.scalar_type() || x.scalar_type() == ScalarType::Float);
+  PDK_CHECK(weight.dim() == 2 && weight.size(1) == rows.width);
+  PDK_CHECK(weight.scalar_type() == x.scalar_type() || x.scalar_type() == ScalarType::Float);
   const FlatRows weights(weight);
   LinearArgs args;
   args.element = row_element(x), args.weight_element = row_element(weight);

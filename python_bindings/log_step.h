@@ -14,10 +14,10 @@ inline void log_step(Tensor& log, Tensor& count, Tensor& more, const Tensor& ent
   device.require(count, ScalarType::Long, {1});
   device.require(more, ScalarType::Bool, {1});
   for (const Tensor* t : std::initializer_list<const Tensor*>{&log, &count, &more, &entry})
-    PDK_FITS(t->is_contiguous());
-  PDK_FITS(entry.size(1) > 0);
+    PDK_CHECK(t->is_contiguous());
+  PDK_CHECK(entry.size(1) > 0);
 #ifndef PDKERNELS_DEVICE_CUDA
-  PDK_FITS(!handle.has_value());
+  PDK_CHECK(!handle.has_value());
 #endif
   LogStepArgs args;
   args.entry = data<int64_t>(entry), args.batch = entry.size(0), args.columns = entry.size(1);

@@ -14,7 +14,7 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> logit_divergence(const Tensor&
   const Launch launch(logits);
   const SameDevice device(logits);
   const FlatRows rows(logits);
-  PDK_FITS(rows.width > 0 && min_p >= 0 && min_p <= 1);
+  PDK_CHECK(rows.width > 0 && min_p >= 0 && min_p <= 1);
   LogitDivergenceArgs args;
   args.element = row_element(logits);
   args.logits = rows.view();

@@ -8,7 +8,7 @@
 namespace pdkernels::PDK_DEVICE::bindings {
 
 inline IndexView counts_view(const SameDevice& device, const Tensor& t, int64_t batch, int64_t rows) {
-  PDK_FITS(t.dim() == 2 && t.size(1) >= rows);
+  PDK_CHECK(t.dim() == 2 && t.size(1) >= rows);
   return index_view(device, t, 2, batch);
 }
 
@@ -16,7 +16,7 @@ inline NoiseSchedule schedule_of(const std::string& name) {
   if (name == "constant") return NoiseSchedule::kConstant;
   if (name == "linear") return NoiseSchedule::kLinear;
   if (name == "harmonic") return NoiseSchedule::kHarmonic;
-  PDK_FITS(name == "root");
+  PDK_CHECK(name == "root");
   return NoiseSchedule::kRoot;
 }
 
@@ -27,7 +27,7 @@ inline Tensor recurrence_inject(const OptionalTensor& state, const Tensor& embed
                                 double momentum, double init_std, const std::string& new_state, bool damp_new) {
   const Launch launch(embedding);
   const SameDevice device(embedding);
-  PDK_FITS(embedding.dim() == 3);
+  PDK_CHECK(embedding.dim() == 3);
   InjectArgs args;
   args.element = row_element(embedding);
   args.batch = embedding.size(0);
@@ -37,7 +37,7 @@ inline Tensor recurrence_inject(const OptionalTensor& state, const Tensor& embed
   args.embedding = rows_view(device, embedding, dtype, args.batch, args.size);
   args.state = rows_view(device, state, dtype, args.batch, args.size);
   args.previous = rows_view(device, previous, dtype, args.batch, args.size);
-  PDK_FITS(!args.state.given() || !args.previous.given() || args.state.rows == args.previous.rows);
+  PDK_CHECK(!args.state.given() || !args.previous.given() || args.state.rows == args.previous.rows);
   Tensor out = torch::stable::new_empty(embedding, {args.batch, args.rows, 2 * args.size}, dtype);
   args.out = rows_view(device, out, dtype, args.batch, 2 * args.size);
   args.recurrences = counts_view(device, recurrences, args.batch, args.rows);
@@ -47,7 +47,7 @@ inline Tensor recurrence_inject(const OptionalTensor& state, const Tensor& embed
   args.steps = index_view(device, steps, 1, args.batch);
   args.seeds = {index_view(device, seeds, 1, args.batch), seed};
   const auto finite = [](double x) { return x >= 0 && x <= 3.4e38; };
-  PDK_FITS(finite(noise) && finite(init_std) && momentum >= 0 && momentum <= 1 && horizon >= 1);
+  PDK_CHECK(finite(noise) && finite(init_std) && momentum >= 0 && momentum <= 1 && horizon >= 1);
   args.noise = static_cast<float>(noise);
   args.momentum = static_cast<float>(momentum);
   args.init_std = static_cast<float>(init_std);
@@ -68,7 +68,7 @@ inline std::tuple<Tensor, Tensor, Tensor> recurrence_exit(const Tensor& x, const
                                                           double eps) {
   const Launch launch(x);
   const SameDevice device(x);
-  PDK_FITS(x.dim() == 3);
+  PDK_CHECK(x.dim() == 3);
   ExitArgs args;
   args.element = row_element(x);
   args.batch = x.size(0);
@@ -77,22 +77,22 @@ inline std::tuple<Tensor, Tensor, Tensor> recurrence_exit(const Tensor& x, const
   const ScalarType dtype = x.scalar_type();
   args.x = rows_view(device, x, dtype, args.batch, args.size);
   args.residual = rows_view(device, residual, dtype, args.batch, args.size);
-  PDK_FITS(args.residual.rows == args.rows);
+  PDK_CHECK(args.residual.rows == args.rows);
   args.previous = rows_view(device, previous, dtype, args.batch, args.size);
   args.older = rows_view(device, older, dtype, args.batch, args.size);
-  PDK_FITS(older.has_value() == older_advance.has_value() && (previous.has_value() || !older.has_value()));
+  PDK_CHECK(older.has_value() == older_advance.has_value() && (previous.has_value() || !older.has_value()));
   Tensor state = torch::stable::new_empty(x, {args.batch, args.rows, args.size}, dtype);
   Tensor distance = torch::stable::new_empty(x, {args.batch, args.rows}, ScalarType::Float);
   Tensor settled = torch::stable::new_empty(x, {args.batch, args.rows}, ScalarType::Bool);
   args.state = rows_view(device, state, dtype, args.batch, args.size);
   device.require(weight, dtype, {args.size});
-  PDK_FITS(weight.is_contiguous());
+  PDK_CHECK(weight.is_contiguous());
   args.weight = weight.data_ptr();
   args.recurrences = counts_view(device, recurrences, args.batch, args.rows);
   args.width = index_view(device, width, 1, args.batch);
   args.advance = index_view(device, advance, 1, args.batch);
   args.older_advance = index_view(device, older_advance, 1, args.batch);
-  PDK_FITS(min_recurrences >= 1 && eps >= 0 && threshold == threshold);
+  PDK_CHECK(min_recurrences >= 1 && eps >= 0 && threshold == threshold);
   args.min_recurrences = min_recurrences;
   args.threshold = threshold;
   args.eps = static_cast<float>(eps);
@@ -108,15 +108,15 @@ inline void recurrence_advance(Tensor& tokens, const Tensor& predictions, Tensor
                                const OptionalTensor& filler, const OptionalTensor& end_tokens, bool guard,
                                bool keep_last) {
   const Launch launch(tokens);
-  PDK_FITS(tokens.dim() == 2 && tokens.size(1) >= 1 && predictions.dim() == 2);
+  PDK_CHECK(tokens.dim() == 2 && tokens.size(1) >= 1 && predictions.dim() == 2);
   const SameDevice device(tokens);
   AdvanceArgs args;
   args.batch = tokens.size(0);
   args.room = tokens.size(1) - 1;
   args.rows = predictions.size(1);
-  PDK_FITS(args.rows <= args.room);
+  PDK_CHECK(args.rows <= args.room);
   const auto table = [&](const Tensor& t, int64_t columns) {
-    PDK_FITS(has_shape(t, {args.batch, columns}));
+    PDK_CHECK(has_shape(t, {args.batch, columns}));
     return index_view(device, t, 2, args.batch);
   };
   args.tokens = table(tokens, args.room + 1);
@@ -134,9 +134,9 @@ inline void recurrence_advance(Tensor& tokens, const Tensor& predictions, Tensor
     args.settled_stride0 = settled->stride(0);
     args.settled_stride1 = settled->stride(1);
   }
-  PDK_FITS(inner_recurrence >= 1 && inner_recurrence <= 0x7FFFFFFF && headway >= 1 && max_recurrences >= 0 &&
-           stability >= 0);
-  PDK_FITS(max_wavefront >= 0 && max_wavefront <= args.room);
+  PDK_CHECK(inner_recurrence >= 1 && inner_recurrence <= 0x7FFFFFFF && headway >= 1 && max_recurrences >= 0 &&
+            stability >= 0);
+  PDK_CHECK(max_wavefront >= 0 && max_wavefront <= args.room);
   args.inner_recurrence = inner_recurrence;
   args.max_wavefront = max_wavefront > 0 ? max_wavefront : args.room;
   args.max_recurrences = max_recurrences;

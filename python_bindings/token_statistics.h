@@ -17,11 +17,11 @@ inline Statistics token_statistics(const Tensor& logits, double temperature, int
   const SameDevice device(logits);
   const FlatRows rows(logits);
   constexpr int64_t kWords = int64_t{1} << 32;
-  PDK_FITS(rows.width > 0 && rows.width < kWords && step >= 0 && step < kWords);
-  PDK_FITS((temperature == 0 || temperature >= 1e-30) && temperature <= 1e30 && top_p >= 0 && top_p <= 1 &&
-           min_p >= 0 && min_p <= 1);
-  PDK_FITS(top_k >= 1 && top_k <= kMaxTopK && top_k <= rows.width && suppress.size() <= kMaxSuppressed);
-  PDK_FITS(first_id >= 0 && first_id % 4 == 0 && first_id <= kWords - rows.width);
+  PDK_CHECK(rows.width > 0 && rows.width < kWords && step >= 0 && step < kWords);
+  PDK_CHECK((temperature == 0 || temperature >= 1e-30) && temperature <= 1e30 && top_p >= 0 && top_p <= 1 &&
+            min_p >= 0 && min_p <= 1);
+  PDK_CHECK(top_k >= 1 && top_k <= kMaxTopK && top_k <= rows.width && suppress.size() <= kMaxSuppressed);
+  PDK_CHECK(first_id >= 0 && first_id % 4 == 0 && first_id <= kWords - rows.width);
   TokenStatisticsArgs args = {};
   args.element = row_element(logits);
   args.logits = rows.view();
@@ -33,7 +33,7 @@ inline Statistics token_statistics(const Tensor& logits, double temperature, int
   const auto numbers = [&](const OptionalTensor& given, OptionalTensor& held) {
     if (!given.has_value()) return IndexView{};
     device.require(*given);
-    PDK_FITS(sizes_of(*given) == shape);
+    PDK_CHECK(sizes_of(*given) == shape);
     held = packed(*given);
     static char nothing;  // marks it as given, even if it has no bytes to point to
     return IndexView{args.rows > 0 ? held->data_ptr() : &nothing, 1, 0, is_wide(*held)};
@@ -49,7 +49,7 @@ inline Statistics token_statistics(const Tensor& logits, double temperature, int
   args.sampling = is_second(distribution, "model", "sampling");
   args.top_k = static_cast<int>(top_k);
   for (const int64_t token : suppress) {
-    PDK_FITS(token >= 0 && token < rows.width);
+    PDK_CHECK(token >= 0 && token < rows.width);
     args.suppress[args.num_suppressed++] = token;
   }
 

@@ -21,7 +21,7 @@ inline std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const OptionalTe
     return OptionalTensor(packed(*t));
   };
   const OptionalTensor first = weights(weight), second = weights(next_weight);
-  PDK_FITS(eps >= 0 && (first || (second && other)));
+  PDK_CHECK(eps >= 0 && (first || (second && other)));
   Tensor y = torch::stable::new_empty(x, shape_of(x, rows.width), x.scalar_type());
   Tensor next =
       torch::stable::new_empty(x, second ? shape_of(x, rows.width) : std::vector<int64_t>{0}, x.scalar_type());
@@ -43,8 +43,8 @@ inline std::tuple<Tensor, Tensor, Tensor> add_rms_norm_backward(const OptionalTe
   const Launch launch(x);
   const SameDevice device(x);
   const FlatRows rows(x);
-  PDK_FITS(eps >= 0 && (weight.has_value() || next_weight.has_value()) && (grad.has_value() || grad_next.has_value()) &&
-           grad_next.has_value() == next_weight.has_value());
+  PDK_CHECK(eps >= 0 && (weight.has_value() || next_weight.has_value()) &&
+            (grad.has_value() || grad_next.has_value()) && grad_next.has_value() == next_weight.has_value());
   const std::optional<FlatRows> held[3] = {rows_like(device, grad, x), rows_like(device, grad_next, x),
                                            rows_like(device, residual, x)};
   const auto view = [](const std::optional<FlatRows>& of) { return of ? of->view() : RowsView{}; };
@@ -77,7 +77,7 @@ inline std::tuple<Tensor, Tensor, Tensor> add_rms_norm_backward(const OptionalTe
 inline Tensor silu_and_mul(const Tensor& x) {
   const Launch launch(x);
   const FlatRows rows(x);
-  PDK_FITS(rows.width % 2 == 0);
+  PDK_CHECK(rows.width % 2 == 0);
   Tensor out = torch::stable::new_empty(x, shape_of(x, rows.width / 2), x.scalar_type());
   SiluAndMulArgs args;
   args.element = row_element(x);
@@ -92,7 +92,7 @@ inline Tensor silu_and_mul_backward(const Tensor& grad, const Tensor& x) {
   const SameDevice device(x);
   const FlatRows rows(x), grads(grad);
   device.require(grad, x.scalar_type());
-  PDK_FITS(rows.width % 2 == 0 && sizes_of(grad) == shape_of(x, rows.width / 2));
+  PDK_CHECK(rows.width % 2 == 0 && sizes_of(grad) == shape_of(x, rows.width / 2));
   Tensor dx = torch::stable::new_empty(x, shape_of(x, rows.width), x.scalar_type());
   SiluAndMulBackwardArgs args;
   args.element = row_element(x);
@@ -104,7 +104,7 @@ inline Tensor silu_and_mul_backward(const Tensor& grad, const Tensor& x) {
 
 inline const float* rotary_table(const SameDevice& device, const Tensor& t, const Tensor& cos, int64_t head_dim) {
   device.require(t, ScalarType::Float, {-1, head_dim});
-  PDK_FITS(t.is_contiguous() && t.size(0) > 0 && t.size(0) == cos.size(0));
+  PDK_CHECK(t.is_contiguous() && t.size(0) > 0 && t.size(0) == cos.size(0));
   return data<float>(t);
 }
 
@@ -113,15 +113,15 @@ inline void apply_rope_append(Tensor& qkv, const OptionalTensor& bias, const Ten
                               const OptionalTensor& block_table, bool interleaved, const OptionalTensor& slots) {
   const Launch launch(qkv);
   const SameDevice device(qkv);
-  PDK_FITS(qkv.dim() == 4 && k_cache.dim() == 4 && v_cache.dim() == 4);
+  PDK_CHECK(qkv.dim() == 4 && k_cache.dim() == 4 && v_cache.dim() == 4);
   ApplyRopeAppendArgs args;
   args.element = row_element(qkv);
   args.qkv = qkv.data_ptr();
   args.batch_stride = qkv.stride(0), args.row_stride = qkv.stride(1), args.head_stride = qkv.stride(2);
   args.batch = qkv.size(0), args.rows = qkv.size(1), args.head_dim = qkv.size(3);
-  PDK_FITS(args.head_dim >= 2 && args.head_dim % 2 == 0 && qkv.stride(3) == 1);
+  PDK_CHECK(args.head_dim >= 2 && args.head_dim % 2 == 0 && qkv.stride(3) == 1);
   const Cache cache({k_cache}, {v_cache}, block_table, lengths);
-  PDK_FITS(cache.batch == args.batch);
+  PDK_CHECK(cache.batch == args.batch);
   for (int s = 0; s < 2; ++s) {
     const Tensor& t = s == 0 ? k_cache : v_cache;
     device.require(t, qkv.scalar_type(), {-1, -1, k_cache.size(2), args.head_dim});
@@ -130,7 +130,7 @@ inline void apply_rope_append(Tensor& qkv, const OptionalTensor& bias, const Ten
   }
   args.pages = cache.pages;
   args.kv_heads = k_cache.size(2), args.heads = qkv.size(2) - 2 * args.kv_heads;
-  PDK_FITS(args.kv_heads > 0 && args.heads >= args.kv_heads && args.heads % args.kv_heads == 0);
+  PDK_CHECK(args.kv_heads > 0 && args.heads >= args.kv_heads && args.heads % args.kv_heads == 0);
   OptionalTensor held;
   if (bias.has_value()) {
     device.require(*bias, qkv.scalar_type(), {args.turned_heads(), args.head_dim});
@@ -149,13 +149,13 @@ inline void apply_rope_append(Tensor& qkv, const OptionalTensor& bias, const Ten
 inline void apply_rope(Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& positions, bool interleaved) {
   const Launch launch(x);
   const SameDevice device(x);
-  PDK_FITS(x.dim() == 4);
+  PDK_CHECK(x.dim() == 4);
   ApplyRopeArgs args;
   args.element = row_element(x);
   args.x = x.data_ptr();
   args.batch_stride = x.stride(0), args.row_stride = x.stride(1), args.head_stride = x.stride(2);
   args.batch = x.size(0), args.rows = x.size(1), args.heads = x.size(2), args.head_dim = x.size(3);
-  PDK_FITS(args.head_dim >= 2 && args.head_dim % 2 == 0 && x.stride(3) == 1);
+  PDK_CHECK(args.head_dim >= 2 && args.head_dim % 2 == 0 && x.stride(3) == 1);
   args.cos = rotary_table(device, cos, cos, args.head_dim), args.sin = rotary_table(device, sin, cos, args.head_dim);
   args.table_rows = cos.size(0);
   if (positions.dim() == 1) {  // the same for every sequence

@@ -17,17 +17,17 @@ inline Unmasked unmask(Tensor& tokens, const Tensor& ids, const OptionalTensor& 
                        const OptionalTensor& seeds, int64_t step, const OptionalTensor& steps) {
   const Launch launch(tokens);
   const SameDevice device(tokens);
-  PDK_FITS(tokens.dim() == 2 && ids.dim() == 2);
+  PDK_CHECK(tokens.dim() == 2 && ids.dim() == 2);
   UnmaskArgs args;
   args.batch = tokens.size(0), args.length = tokens.size(1), args.candidates = ids.size(1);
   args.tokens = index_view(device, tokens, 2, args.batch);
   args.ids = index_view(device, ids, 2, args.batch);
-  PDK_FITS(args.ids.wide == args.tokens.wide);
+  PDK_CHECK(args.ids.wide == args.tokens.wide);
   args.positions = index_view(device, positions, 2, args.batch);
   // Marks it as given, even if it has no bytes to point to.
   static float nothing = 0;
   if (positions.has_value() && !args.positions.given()) args.positions.data = &nothing;
-  PDK_FITS((positions.has_value() ? positions->size(1) : args.length) == args.candidates);
+  PDK_CHECK((positions.has_value() ? positions->size(1) : args.length) == args.candidates);
   if (confidence.has_value()) {
     device.require(*confidence, ScalarType::Float, {args.batch, args.candidates});
     args.confidence = data<float>(*confidence);
@@ -39,7 +39,7 @@ inline Unmasked unmask(Tensor& tokens, const Tensor& ids, const OptionalTensor& 
     const Tensor& t = *windows;
     device.require(t);
     const int64_t last = t.dim() - 1;
-    PDK_FITS((last == 1 || last == 2) && t.size(0) == args.batch && t.size(last) == 2);
+    PDK_CHECK((last == 1 || last == 2) && t.size(0) == args.batch && t.size(last) == 2);
     if (last == 2) shape.push_back(args.segments = t.size(1));
     args.starts = {t.data_ptr(), t.stride(0), last == 2 ? t.stride(1) : 0, is_wide(t)};
     args.ends = args.starts;
@@ -47,23 +47,23 @@ inline Unmasked unmask(Tensor& tokens, const Tensor& ids, const OptionalTensor& 
   }
   const int64_t dim = static_cast<int64_t>(shape.size());
   const auto per_segment = [&](const OptionalTensor& t, int64_t number) {
-    PDK_FITS(t.has_value() ? dim == 1 || has_shape(*t, {-1, args.segments}) : number >= 0);
+    PDK_CHECK(t.has_value() ? dim == 1 || has_shape(*t, {-1, args.segments}) : number >= 0);
     return PerSegment{index_view(device, t, dim, args.batch), number};
   };
   args.quota = per_segment(quotas, quota);
   args.need = per_segment(needs, need);
   args.steps = index_view(device, steps, 1, args.batch);
-  PDK_FITS(steps.has_value() || (step >= 0 && step <= 0xFFFFFFFF));
-  PDK_FITS(mask_token >= 0 && !(threshold.has_value() && factor.has_value()) && (threshold.has_value() || !strict));
+  PDK_CHECK(steps.has_value() || (step >= 0 && step <= 0xFFFFFFFF));
+  PDK_CHECK(mask_token >= 0 && !(threshold.has_value() && factor.has_value()) && (threshold.has_value() || !strict));
   args.step = step;
   args.mask_token = mask_token;
   args.seeds = {index_view(device, seeds, 1, args.batch), seed};
   if (threshold.has_value()) {
-    PDK_FITS(!std::isnan(*threshold));
+    PDK_CHECK(!std::isnan(*threshold));
     args.rule = UnmaskRule::kThreshold;
     args.bar = unmask_bar(args, *threshold, strict);
   } else if (factor.has_value()) {
-    PDK_FITS(std::isfinite(*factor) && *factor >= 0);
+    PDK_CHECK(std::isfinite(*factor) && *factor >= 0);
     args.rule = UnmaskRule::kFactor;
     args.factor = *factor;
   }

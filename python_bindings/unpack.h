@@ -20,7 +20,7 @@
 #include "ops/kv_cache.h"
 
 // A condition is its own message.
-#define PDK_FITS(...) STD_TORCH_CHECK((__VA_ARGS__), "pdkernels: arguments must fit: " #__VA_ARGS__)
+#define PDK_CHECK(...) STD_TORCH_CHECK((__VA_ARGS__), "pdkernels: arguments must fit: " #__VA_ARGS__)
 
 namespace pdkernels::bindings {
 
@@ -70,7 +70,7 @@ inline Element row_element(const Tensor& t) {
 
 // Whether a name is the second of two.
 inline bool is_second(const std::string& name, const char* first, const char* second) {
-  PDK_FITS(name == first || name == second);
+  PDK_CHECK(name == first || name == second);
   return name == second;
 }
 
@@ -84,11 +84,11 @@ class SameDevice {
   }
   void require(const Tensor& t, ScalarType dtype) const {
     require(t);
-    PDK_FITS(t.scalar_type() == dtype);
+    PDK_CHECK(t.scalar_type() == dtype);
   }
   void require(const Tensor& t, ScalarType dtype, std::initializer_list<int64_t> sizes) const {
     require(t, dtype);
-    PDK_FITS(has_shape(t, sizes));
+    PDK_CHECK(has_shape(t, sizes));
   }
 
  private:
@@ -105,7 +105,7 @@ inline bool is_wide(const Tensor& t) {
 
 inline IndexView index_view(const SameDevice& device, const Tensor& t, int64_t dim, int64_t size0) {
   device.require(t);
-  PDK_FITS(t.dim() == dim && (dim == 0 || t.size(0) == size0));
+  PDK_CHECK(t.dim() == dim && (dim == 0 || t.size(0) == size0));
   return {t.data_ptr(), dim > 0 ? t.stride(0) : 0, dim > 1 ? t.stride(1) : 0, is_wide(t)};
 }
 
@@ -115,7 +115,7 @@ inline IndexView index_view(const SameDevice& device, const OptionalTensor& t, i
 
 // An index tensor with a row per sequence and `columns` columns.
 inline IndexView index_table(const SameDevice& device, const Tensor& t, int64_t rows, int64_t columns) {
-  PDK_FITS(has_shape(t, {rows, columns}));
+  PDK_CHECK(has_shape(t, {rows, columns}));
   return index_view(device, t, 2, rows);
 }
 
@@ -132,32 +132,32 @@ struct Side {
 };
 
 inline Side unpack_side(const SameDevice& device, const std::vector<Tensor>& tensors) {
-  PDK_FITS(!tensors.empty());
+  PDK_CHECK(!tensors.empty());
   Side side;
   for (size_t i = 0; i < tensors.size(); ++i) {
     const Tensor& t = tensors[i];
     device.require(t);
     const int64_t d = t.dim();
-    PDK_FITS(d == 4 || d == 5);
+    PDK_CHECK(d == 4 || d == 5);
     const int64_t size = static_cast<int64_t>(t.element_size());
     RowLayout row{t.stride(d - 4) * size, t.stride(d - 3) * size, t.stride(d - 2) * size, t.size(d - 2),
                   t.size(d - 1) * size};
-    PDK_FITS(t.stride(d - 1) == 1 || t.size(d - 1) <= 1);
+    PDK_CHECK(t.stride(d - 1) == 1 || t.size(d - 1) <= 1);
     if (i == 0) {
       side.pages = t.size(d - 4);
       side.slots = t.size(d - 3);
       side.row = row;
       side.dtype = t.scalar_type();
     }
-    PDK_FITS(side.dtype == t.scalar_type() && side.pages == t.size(d - 4) && side.slots == t.size(d - 3) &&
-             side.row.heads == row.heads && side.row.head_bytes == row.head_bytes &&
-             side.row.page_stride == row.page_stride && side.row.slot_stride == row.slot_stride &&
-             side.row.head_stride == row.head_stride);
+    PDK_CHECK(side.dtype == t.scalar_type() && side.pages == t.size(d - 4) && side.slots == t.size(d - 3) &&
+              side.row.heads == row.heads && side.row.head_bytes == row.head_bytes &&
+              side.row.page_stride == row.page_stride && side.row.slot_stride == row.slot_stride &&
+              side.row.head_stride == row.head_stride);
     const int64_t layers = d == 5 ? t.size(0) : 1;
     const int64_t layer_stride = d == 5 ? t.stride(0) * size : 0;
     for (int64_t layer = 0; layer < layers; ++layer) side.layers.push_back(bytes(t) + layer * layer_stride);
   }
-  PDK_FITS(!side.layers.empty());
+  PDK_CHECK(!side.layers.empty());
   return side;
 }
 
@@ -182,9 +182,9 @@ struct Cache {
       : device(lengths),
         sides{unpack_side(device, k), unpack_side(device, v)},
         batch(lengths.dim() == 1 ? lengths.size(0) : -1) {
-    PDK_FITS(sides[0].layers.size() == sides[1].layers.size() && sides[0].pages == sides[1].pages &&
-             sides[0].slots == sides[1].slots);
-    PDK_FITS(block_table.has_value() ? sides[0].slots > 0 : sides[0].pages == batch);
+    PDK_CHECK(sides[0].layers.size() == sides[1].layers.size() && sides[0].pages == sides[1].pages &&
+              sides[0].slots == sides[1].slots);
+    PDK_CHECK(block_table.has_value() ? sides[0].slots > 0 : sides[0].pages == batch);
     pages.block_table = index_view(device, block_table, 2, batch);
     pages.num_pages = sides[0].pages;
     pages.page_size = sides[0].slots;
@@ -195,11 +195,11 @@ struct Cache {
     const std::vector<Tensor>* given[2] = {&k, &v};
     for (int s = 0; s < 2; ++s) {
       sources[s] = unpack_side(device, *given[s]);
-      PDK_FITS(sources[s]->layers.size() == sides[s].layers.size() && sources[s]->pages == batch &&
-               sources[s]->dtype == sides[s].dtype && sources[s]->row.heads == sides[s].row.heads &&
-               sources[s]->row.head_bytes == sides[s].row.head_bytes);
+      PDK_CHECK(sources[s]->layers.size() == sides[s].layers.size() && sources[s]->pages == batch &&
+                sources[s]->dtype == sides[s].dtype && sources[s]->row.heads == sides[s].row.heads &&
+                sources[s]->row.head_bytes == sides[s].row.head_bytes);
     }
-    PDK_FITS(sources[0]->slots == sources[1]->slots);
+    PDK_CHECK(sources[0]->slots == sources[1]->slots);
   }
 
   // Runs `call(CacheView, first_layer)` for as many layers at a time as a launch can carry: one call up to 128 layers.

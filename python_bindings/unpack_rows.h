@@ -12,7 +12,7 @@ struct FlatRows {
   int64_t count = 1, width, stride = 0;
 
   explicit FlatRows(const Tensor& t) : held(t) {
-    PDK_FITS(t.dim() > 0);
+    PDK_CHECK(t.dim() > 0);
     width = t.size(t.dim() - 1);
     if (!describe()) held = torch::stable::contiguous(t), stride = width;
   }
@@ -37,7 +37,7 @@ struct FlatRows {
 inline std::optional<FlatRows> rows_like(const SameDevice& device, const OptionalTensor& t, const Tensor& other) {
   if (!t.has_value()) return std::nullopt;
   device.require(*t, other.scalar_type());
-  PDK_FITS(sizes_of(*t) == sizes_of(other));
+  PDK_CHECK(sizes_of(*t) == sizes_of(other));
   return FlatRows(*t);
 }
 
@@ -60,7 +60,7 @@ inline BatchRowsView rows_view(const Tensor& t, int64_t unit = 1) {
 inline BatchRowsView rows_view(const SameDevice& device, const Tensor& t, ScalarType dtype, int64_t batch,
                                int64_t size) {
   device.require(t, dtype, {batch, -1, size});
-  PDK_FITS(size <= 1 || t.stride(2) == 1);
+  PDK_CHECK(size <= 1 || t.stride(2) == 1);
   return rows_view(t);
 }
 

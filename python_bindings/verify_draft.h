@@ -13,7 +13,7 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> verify_draft(const Ten
   const Launch launch(draft);
   const SameDevice device(draft);
   const bool rows = draft.dim() == 3;
-  PDK_FITS((rows || draft.dim() == 2) && sizes_of(predictions) == sizes_of(draft));
+  PDK_CHECK((rows || draft.dim() == 2) && sizes_of(predictions) == sizes_of(draft));
   const auto tokens = [&](const Tensor& t) {
     device.require(t);
     return TokenView{t.data_ptr(), {t.stride(0), rows ? t.stride(1) : 0, t.stride(t.dim() - 1)}, is_wide(t)};
@@ -23,7 +23,7 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> verify_draft(const Ten
   args.predictions = tokens(predictions);
   args.batch = draft.size(0);
   args.candidates = rows ? draft.size(1) : 1;
-  PDK_FITS(args.candidates > 0 && args.candidates <= 65536);
+  PDK_CHECK(args.candidates > 0 && args.candidates <= 65536);
   args.width = draft.size(draft.dim() - 1);
   args.draft_lengths = index_view(device, draft_lengths, 1, args.batch);
   args.num_end_tokens = end_tokens.has_value() ? end_tokens->size(0) : 0;

@@ -28,7 +28,18 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("masks", "triton", "ops", "cache")  # each needs those before it, and MODULES
-MODULES = ("_aliasing", "_memory", "_native", "_philox", "_python", "_validation", "_version", "backends", "config")
+MODULES = (
+    "_aliasing",
+    "_attention",
+    "_memory",
+    "_native",
+    "_philox",
+    "_python",
+    "_validation",
+    "_version",
+    "backends",
+    "config",
+)
 ENTRY = '''"""Kernels for parallel decoding of language models: ops at the top level, masks, KV caches, and plain references."""
 
 from . import _python as _python

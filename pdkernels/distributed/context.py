@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pdkernels._attention import AttentionArguments, given_scale
 from pdkernels._validation import check, check_choice, check_int, check_type
 from pdkernels.distributed.mesh import group_of
 from pdkernels.masks import SegmentMask, TilePlan
 from pdkernels.ops import block_sparse_attention
-from pdkernels.ops._attention import given_scale
 from pdkernels.ops._collectives import gathered, passed_on, scattered
 from pdkernels.ops.block_sparse_attention import backward_op
 
@@ -299,7 +299,7 @@ def _part_gradients(
     grad_lse = share * (wide * (own.float() - out.float())).sum(-1).transpose(1, 2)
     grad_own = (wide * share.transpose(1, 2)[..., None]).to(q.dtype)
     gradients: tuple[Tensor, Tensor, Tensor] = backward_op(
-        grad_own, q, k, v, own, found, *plan.arguments, scale, grad_lse.contiguous()
+        grad_own, grad_lse.contiguous(), own, found, *AttentionArguments(q, k, v, *plan.arguments, scale)
     )
     return gradients
 

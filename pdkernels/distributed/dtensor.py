@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from pdkernels._attention import LAYOUTS
 from pdkernels.ops._library import OPS
 
 if TYPE_CHECKING:  # its import takes a second
@@ -35,29 +36,23 @@ def _fits(x: Any, dim: int) -> bool:
     return all(x.shape[dim] % size == 0 for size in x.mesh.shape)
 
 
-def _attention(given: Given, results: Sequence[int], heads: dict[str, int], plain: Sequence[str]) -> Iterator[Cut]:
+def _attention(given: Given, results: Sequence[int]) -> Iterator[Cut]:
     """By sequences and by heads; with fewer KV heads than ranks, or some left over, a rank's heads would miss their keys."""
+    layouts = {name: LAYOUTS[name] for name in given if name in LAYOUTS}
+    batches, heads = (
+        {name: layout.index(letter) for name, layout in layouts.items() if letter in layout} for letter in "bh"
+    )
     stacked = {"plan_rows": 0} if len(given["plan_rows"].shape) == 3 else {}
-    yield Cut({**dict.fromkeys((*heads, *plain), 0), **stacked}, [0] * len(results))
+    yield Cut({**batches, **stacked}, [0] * len(results))
     keys = given.get("k", given.get("k_new"))
     if _fits(keys, 2):
         yield Cut(heads, results)
 
 
-def _block_sparse(given: Given) -> Iterator[Cut]:
-    yield from _attention(given, [2, 1], dict.fromkeys("qkv", 2), ())
-
-
-def _block_sparse_backward(given: Given) -> Iterator[Cut]:
-    heads = {**dict.fromkeys(("grad_out", "q", "k", "v", "out"), 2), "lse": 1, "grad_lse": 1}
-    yield from _attention(given, [2, 2, 2], heads, ())
-
-
 def _speculative(given: Given) -> Iterator[Cut]:
-    heads = dict.fromkeys(("q", "k_new", "v_new", "k_cache", "v_cache"), 2)
     if given.get("cu_seqlens") is not None:  # the rows of all sequences lie one after the other
         return
-    ways = list(_attention(given, [2, 1], heads, ("lengths", "block_table", "starts")))
+    ways = list(_attention(given, [2, 1]))
     # Pages are shared by all sequences.
     yield from ways if given.get("block_table") is None else ways[1:]
 
@@ -94,8 +89,8 @@ def _sequences(given: Given, names: Sequence[str], results: int) -> Iterator[Cut
 
 
 RULES: dict[str, Callable[[Given], Iterator[Cut]]] = {
-    "block_sparse_attention": _block_sparse,
-    "block_sparse_attention_backward": _block_sparse_backward,
+    "block_sparse_attention": partial(_attention, results=[2, 1]),
+    "block_sparse_attention_backward": partial(_attention, results=[2, 2, 2]),
     "speculative_attention": _speculative,
     "linear": _linear,
     "add_rms_norm_backward": _norm_backward,

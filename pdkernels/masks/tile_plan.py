@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pdkernels import _host
+from pdkernels._attention import PlanArguments
 from pdkernels._validation import check
 
 # Every tensor of a plan begins at a multiple of this many words (128 bytes), for wide loads.
@@ -59,16 +60,6 @@ class Visits(NamedTuple):
     """(visits,): tiles of the other side; for each tile the full ones, ascending, then the partial ones, ascending."""
     bitmaps: Tensor
     """(visits,): -1 where all pairs within the lengths are visible, else the index of a bitmap."""
-
-
-class PlanArguments(NamedTuple):
-    """The parts of a plan that an op takes, in the order of its schema: see `TilePlan`."""
-
-    plan_rows: Tensor
-    plan_lists: Tensor
-    bitmaps: Tensor
-    block_q: int
-    block_k: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -379,3 +370,9 @@ class TilePlan:
         facts = {name: sum(getattr(plan, name) for plan in plans) for name in ("visible_pairs", "visited_tiles")}
         tensors = rows, torch.cat(lists), torch.cat([plan.bitmaps for plan in distinct])
         return TilePlan._laid_out(tensors, {**first._facts(), **facts}, first.device)
+
+
+def dense_plan(plan: PlanArguments, q_len: int, kv_len: int) -> Tensor:
+    """The pairs that a plan of this many rows and columns shows."""
+    rows, lists, bitmaps, block_q, block_k = plan
+    return TilePlan(rows, lists, bitmaps, q_len, kv_len, block_q, block_k, visible_pairs=0, visited_tiles=0).dense()

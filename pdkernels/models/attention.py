@@ -16,12 +16,12 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from pdkernels._attention import LARGEST, takes_head_dim
 from pdkernels._validation import INDEX_DTYPES, KERNEL_DTYPES, check, check_type, fail
 from pdkernels.cache import Cache
 from pdkernels.masks import TilePlan
 from pdkernels.masks import causal as causal_mask
 from pdkernels.models.rope import RopeStyle, Rotation, apply_rope
-from pdkernels.ops._attention import LARGEST, takes_head_dim
 from pdkernels.ops.block_sparse_attention import block_sparse_attention
 from pdkernels.ops.speculative_attention import speculative_attention, speculative_attention_append_
 from pdkernels.ops.transformer_ops import apply_rope_

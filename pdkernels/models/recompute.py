@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import torch
 
+from pdkernels._attention import takes_head_dim
 from pdkernels._validation import KERNEL_DTYPES, check, check_index
 from pdkernels.cache import Cache
 from pdkernels.masks import TilePlan, pack
 from pdkernels.models.attention import Visibility, attend
 from pdkernels.models.rope import RopeStyle, Rotation, apply_rope
-from pdkernels.ops._attention import takes_head_dim
 from pdkernels.ops.speculative_attention import speculative_attention
 from pdkernels.ops.transformer_ops import apply_rope_append_
 

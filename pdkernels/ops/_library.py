@@ -11,9 +11,9 @@ from __future__ import annotations
 import numbers
 import operator
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, get_type_hints
 
 import torch
 from torch import Tensor
@@ -82,6 +82,30 @@ OPS: dict[str, OpSpec] = {}
 PLAIN = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, list, tuple, type(None)})
 
 
+SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", int: "int", float: "float"}
+
+
+def schema_of(structure: Any, *, written: Sequence[str] = (), without: Sequence[str] = ()) -> str:
+    """The arguments of a schema: the fields of a NamedTuple, and those of a NamedTuple in it.
+
+    >>> from typing import NamedTuple
+    >>> class Arguments(NamedTuple):
+    ...     cache: Tensor
+    ...     bias: Tensor | None = None
+    >>> schema_of(Arguments, written=["cache"])
+    'Tensor(a!) cache, Tensor? bias=None'
+    """
+    marks = {name: f"({chr(ord('a') + i)}!)" for i, name in enumerate(written)}
+    hints, found = get_type_hints(structure), []
+    for name in structure._fields:
+        if hasattr(hints[name], "_fields"):
+            found.append(schema_of(hints[name]))
+        elif name not in without:
+            default = f"={structure._field_defaults[name]}" if name in structure._field_defaults else ""
+            found.append(f"{SCHEMA_TYPES[hints[name]]}{marks.get(name, '')} {name}{default}")
+    return ", ".join(found)
+
+
 def define(
     schema: str,
     *,
@@ -93,6 +117,7 @@ def define(
     gradients: Literal["refused", "cut", "own"] = "refused",
     float64: bool = False,
     reference_check: Callable[..., Any] | None = None,
+    structure: Callable[..., Any] | None = None,
 ) -> torch._ops.OpOverload:
     """Defines an op and returns its default overload.
 
@@ -108,7 +133,14 @@ def define(
             detaches it; "own": nothing, since there are no floats or the op has its own autograd kernel.
         float64: whether the kernels take it. Otherwise they refuse it, with a message, after the checks of the fake.
         reference_check: replaces `fake` for the reference, where the fake itself refuses float64.
+        structure: makes one value of the op's arguments, which `fake`, `reference`, `cpu`, `triton` and `reference_check` then
+            take in their place.
     """
+    if structure:
+        fake, reference = _of_structure(structure, fake), _of_structure(structure, reference)
+        cpu, triton, reference_check = (
+            function and _of_structure(structure, function) for function in (cpu, triton, reference_check)
+        )
     name = schema[: schema.index("(")]
     LIBRARY.define(schema)
     overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
@@ -147,6 +179,13 @@ def define(
     if triton:
         LIBRARY.impl(name, _checked(fake, _on_its_device(triton)), "CUDA")
     return overload
+
+
+def _of_structure(structure: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*arguments: Any, **options: Any) -> Any:
+        return function(structure(*arguments, **options))
+
+    return run
 
 
 def _checked(check: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:

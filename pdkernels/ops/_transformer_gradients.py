@@ -62,14 +62,14 @@ def _example_silu_and_mul_backward(draw: Draw) -> dict[str, Any]:
 
 norm_backward_op = define(
     f"{NORM}_backward(Tensor? grad, Tensor? grad_next, Tensor x, Tensor? residual, Tensor? weight, Tensor? next_weight, float eps)"
-    " -> (Tensor, Tensor, Tensor)",
+    " -> (Tensor dx, Tensor dweight, Tensor dnext_weight)",
     fake=_fake_add_rms_norm_backward,
     reference=reference.add_rms_norm_backward,
     example=_example_add_rms_norm_backward,
     gradients="own",
 )
 gate_backward_op = define(
-    f"{GATE}_backward(Tensor grad, Tensor x) -> Tensor",
+    f"{GATE}_backward(Tensor grad, Tensor x) -> (Tensor dx)",
     fake=_fake_silu_and_mul_backward,
     reference=reference.silu_and_mul_backward,
     example=_example_silu_and_mul_backward,

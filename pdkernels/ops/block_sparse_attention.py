@@ -7,25 +7,34 @@ identical bit for bit from run to run, whatever the number of threads and whatev
 
 from __future__ import annotations
 
-from itertools import zip_longest
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from pdkernels import masks
-from pdkernels._validation import KERNEL_DTYPES, check_flag, check_type, fail, message, refuse_tangents
+from pdkernels._attention import (
+    AttentionArguments,
+    GradientArguments,
+    check_heads,
+    check_input,
+    check_plan,
+    given_scale,
+    refuse_float64,
+)
+from pdkernels._validation import check_flag, check_type, fail, message, refuse_tangents
 from pdkernels.backends import Backend
 from pdkernels.masks import TilePlan
-from pdkernels.masks.tile_plan import PlanArguments
-from pdkernels.ops._attention import PLAN_SCHEMA, check_plan, dense_plan, given_scale, takes_head_dim
+from pdkernels.masks.tile_plan import dense_plan
 from pdkernels.ops._gradients import refuse_inference, refuse_second_derivative, refuse_transforms
-from pdkernels.ops._library import LIBRARY, Draw, call, define
+from pdkernels.ops._library import LIBRARY, OPS, Draw, call, define, schema_of
 from pdkernels.reference import block_sparse_attention as reference
 
 __all__ = ["block_sparse_attention"]
 
 OP = "block_sparse_attention"
+# The arguments that have a gradient, in the order in which the backward pass returns them.
+DIFFERENTIABLE = ("q", "k", "v")
 
 
 @overload
@@ -109,87 +118,40 @@ def block_sparse_attention(
             "Build the mask for these lengths; pack(..., length=n) pads one.",
         )
     check_flag(OP, "return_lse", return_lse)
-    scale = given_scale(OP, scale, q)
-    out, lse = call(attention_op, (q, k, v, *plan.arguments, scale), q, backend)
+    given = AttentionArguments(q, k, v, *plan.arguments, given_scale(OP, scale, q))
+    out, lse = call(attention_op, given, q, backend)
     return (out, lse) if return_lse else out
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan_rows: Tensor,
-    plan_lists: Tensor,
-    bitmaps: Tensor,
-    block_q: int,
-    block_k: int,
-    scale: float,
-) -> None:
+def _check(given: AttentionArguments) -> None:
     """Checks everything but float64."""
+    q, k, v = given.q, given.k, given.v
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             fail(OP, name, "have shape (batch, length, heads, head_dim)", tuple(x.shape))
-        if x.dtype not in (*KERNEL_DTYPES, torch.float64):
-            raise TypeError(message(OP, name, "be float32, float16 or bfloat16", x.dtype, "Convert it with .to()."))
-        if x.dtype != q.dtype:
-            raise TypeError(message(OP, name, f"be {q.dtype} like q", x.dtype, "Convert it with .to()."))
-        if x.device != q.device:
-            fail(OP, name, f"be on {q.device} like q", x.device, f"Move it with .to({str(q.device)!r}).")
-        if x.shape[3] > 1 and x.stride(3) != 1:
-            fail(OP, name, "have a contiguous last dimension", f"strides {x.stride()}", "Call .contiguous() on it.")
+        check_input(OP, name, x, q)
     if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
         fail(OP, "k", f"have the batch {q.shape[0]} and the head_dim {q.shape[3]} of q", tuple(k.shape))
     if v.shape != k.shape:
         fail(OP, "v", f"have shape {tuple(k.shape)} like k", tuple(v.shape))
-    if k.shape[2] == 0 or q.shape[2] == 0 or q.shape[2] % k.shape[2] != 0:
-        fail(OP, "k", f"have a number of heads that divides the {q.shape[2]} of q", k.shape[2])
-    if not takes_head_dim(q.shape[3]):
-        fail(
-            OP,
-            "head_dim",
-            "be a multiple of 8 in [16, 256]",
-            q.shape[3],
-            "Pad q, k and v with zeros and pass the scale.",
-        )
-    check_plan(
-        OP,
-        q.device,
-        (q.shape[0], q.shape[1]),
-        k.shape[1],
-        PlanArguments(plan_rows, plan_lists, bitmaps, block_q, block_k),
-    )
+    check_heads(OP, given, "k")
+    check_plan(OP, q.device, (q.shape[0], q.shape[1]), k.shape[1], given.plan)
 
 
-def _fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    _check(q, *rest)
-    if q.dtype == torch.float64:
-        remedy = "Pass backend='reference', which computes in float64."
-        raise TypeError(message(OP, "q", "be float32, float16 or bfloat16 for the kernels", q.dtype, remedy))
-    return q.new_empty(q.shape), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+def _fake(given: AttentionArguments) -> tuple[Tensor, Tensor]:
+    _check(given)
+    refuse_float64(OP, given.q)
+    return given.q.new_empty(given.q.shape), given.q.new_empty(given.lse_shape, dtype=torch.float32)
 
 
-def _fake_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    plan_rows: Tensor,
-    plan_lists: Tensor,
-    bitmaps: Tensor,
-    block_q: int,
-    block_k: int,
-    scale: float,
-    grad_lse: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check(q, k, v, plan_rows, plan_lists, bitmaps, block_q, block_k, scale)
-    rows = (q.shape[0], q.shape[2], q.shape[1])
+def _fake_backward(given: GradientArguments) -> tuple[Tensor, Tensor, Tensor]:
+    _check(given.forward)
+    q, rows = given.forward.q, given.forward.lse_shape
     for name, x, shape, dtype in (
-        ("grad_out", grad_out, q.shape, q.dtype),
-        ("out", out, q.shape, q.dtype),
-        ("lse", lse, rows, torch.float32),
-        ("grad_lse", grad_lse, rows, torch.float32),
+        ("grad_out", given.grad_out, q.shape, q.dtype),
+        ("out", given.out, q.shape, q.dtype),
+        ("lse", given.lse, rows, torch.float32),
+        ("grad_lse", given.grad_lse, rows, torch.float32),
     ):
         if x is not None and (tuple(x.shape) != tuple(shape) or x.dtype != dtype or x.device != q.device):
             fail(
@@ -200,64 +162,37 @@ def _fake_backward(
             )
         if x is not None and x.dim() == 4 and x.stride(3) != 1:
             fail(OP, name, "have a contiguous last dimension", f"strides {x.stride()}")
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    dq, dk, dv = (x.new_empty(x.shape) for x in given.forward[:3])
+    return dq, dk, dv
 
 
-def _reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan_rows: Tensor,
-    plan_lists: Tensor,
-    bitmaps: Tensor,
-    block_q: int,
-    block_k: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    plan = PlanArguments(plan_rows, plan_lists, bitmaps, block_q, block_k)
-    results: tuple[Tensor, Tensor] = reference.block_sparse_attention(
-        q, k, v, dense_plan(plan, q.shape[1], k.shape[1]), scale
-    )
+def _reference(given: AttentionArguments) -> tuple[Tensor, Tensor]:
+    mask = dense_plan(given.plan, given.q.shape[1], given.k.shape[1])
+    results: tuple[Tensor, Tensor] = reference.block_sparse_attention(given.q, given.k, given.v, mask, given.scale)
     return results
 
 
-def _reference_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    plan_rows: Tensor,
-    plan_lists: Tensor,
-    bitmaps: Tensor,
-    block_q: int,
-    block_k: int,
-    scale: float,
-    grad_lse: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    mask = dense_plan(PlanArguments(plan_rows, plan_lists, bitmaps, block_q, block_k), q.shape[1], k.shape[1])
-
+def _reference_backward(given: GradientArguments) -> tuple[Tensor, Tensor, Tensor]:
     def run(*leaves: Tensor) -> Any:
-        return reference.block_sparse_attention(*leaves, mask, scale)
+        changed: dict[str, Any] = dict(zip(DIFFERENTIABLE, leaves))
+        return _reference(given.forward._replace(**changed))
 
-    gradients = torch.func.vjp(run, q, k, v)[1]
-    results: tuple[Tensor, Tensor, Tensor] = gradients(
-        (grad_out, torch.zeros_like(lse) if grad_lse is None else grad_lse)
-    )
+    gradients = torch.func.vjp(run, *(getattr(given.forward, name) for name in DIFFERENTIABLE))[1]
+    grad_lse = torch.zeros_like(given.lse) if given.grad_lse is None else given.grad_lse
+    results: tuple[Tensor, Tensor, Tensor] = gradients((given.grad_out, grad_lse))
     return results
 
 
-def _triton(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _triton(given: AttentionArguments) -> tuple[Tensor, Tensor]:
     from pdkernels.triton.block_sparse_attention import forward
 
-    return forward(*arguments)
+    return forward(given)
 
 
-def _triton_backward(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _triton_backward(given: GradientArguments) -> tuple[Tensor, Tensor, Tensor]:
     from pdkernels.triton.block_sparse_attention import backward
 
-    return backward(*arguments, **options)
+    return backward(given)
 
 
 def _example(draw: Draw) -> dict[str, Any]:
@@ -272,7 +207,8 @@ def _example_backward(draw: Draw) -> dict[str, Any]:
 
 
 attention_op = define(
-    f"{OP}(Tensor q, Tensor k, Tensor v, {PLAN_SCHEMA}, float scale) -> (Tensor, Tensor)",
+    f"{OP}({schema_of(AttentionArguments)}) -> (Tensor out, Tensor lse)",
+    structure=AttentionArguments,
     fake=_fake,
     reference=_reference,
     triton=_triton,
@@ -281,8 +217,8 @@ attention_op = define(
     gradients="own",
 )
 backward_op = define(
-    f"{OP}_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {PLAN_SCHEMA}, "
-    "float scale, Tensor? grad_lse=None) -> (Tensor, Tensor, Tensor)",
+    f"{OP}_backward({schema_of(GradientArguments)}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    structure=GradientArguments.of,
     fake=_fake_backward,
     reference=_reference_backward,
     triton=_triton_backward,
@@ -290,6 +226,9 @@ backward_op = define(
     gradients="own",
     float64=True,
 )
+TENSORS = OPS[OP].tensors
+OTHERS = tuple(i for i in range(len(AttentionArguments._fields)) if i not in TENSORS)
+DIFFERENTIATED = tuple(AttentionArguments._fields.index(name) for name in DIFFERENTIABLE)
 
 
 # What `torch.library.register_autograd` would generate, written out: before calling `setup_context` it walks the schema once
@@ -298,50 +237,45 @@ class _Attention(torch.autograd.Function):
     """Both results get gradients; either may be absent."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        plan_rows: Tensor,
-        plan_lists: Tensor,
-        bitmaps: Tensor,
-        block_q: int,
-        block_k: int,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse = attention_op(q, k, v, plan_rows, plan_lists, bitmaps, block_q, block_k, scale)
+            out, lse = attention_op(*arguments)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse, plan_rows, plan_lists, bitmaps)
-        ctx.sizes = block_q, block_k, scale
+        ctx.save_for_backward(out, lse, *[arguments[i] for i in TENSORS])
+        ctx.others = [arguments[i] for i in OTHERS]
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, *others = ctx.saved_tensors
-        refuse_tangents(OP, (grad_out, grad_lse, q, k, v))
+        out, lse, *arguments = ctx.saved_tensors
+        for i, other in zip(OTHERS, ctx.others):
+            arguments.insert(i, other)
+        refuse_tangents(OP, (grad_out, grad_lse, *arguments))
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         elif grad_out.stride(-1) != 1:
             grad_out = grad_out.contiguous()
         if grad_lse is not None:
             grad_lse = grad_lse.contiguous()
-        gradients = backward_op(grad_out, q, k, v, out, *others, *ctx.sizes, grad_lse)
-        # None for the plan and the scale, which come after q, k and v.
-        return tuple(gradient if needed else None for gradient, needed in zip_longest(gradients, ctx.needs_input_grad))
+        needed = ctx.needs_input_grad
+        found: list[Tensor | None] = [None] * len(arguments)
+        for i, gradient in zip(DIFFERENTIATED, backward_op(grad_out, grad_lse, out, lse, *arguments)):
+            found[i] = gradient if needed[i] else None
+        return tuple(found)
 
 
-def _autograd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    refuse_tangents(OP, (q, k, v))
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        if torch._C._are_functorch_transforms_active():
-            refuse_transforms(OP, "q, k and v")
-        refuse_inference(OP, (q, k, v, *rest))
-        results: tuple[Tensor, Tensor] = _Attention.apply(q, k, v, *rest)  # type: ignore[no-untyped-call]
-        return results
+def _autograd(*arguments: Any) -> tuple[Tensor, Tensor]:
+    refuse_tangents(OP, arguments)
+    if torch.is_grad_enabled():
+        given: tuple[Any, ...] = AttentionArguments(*arguments)  # with those that are left out, which do not arrive
+        if any([given[i] is not None and given[i].requires_grad for i in DIFFERENTIATED]):
+            if torch._C._are_functorch_transforms_active():
+                refuse_transforms(OP, "q, k and v")
+            refuse_inference(OP, given)
+            results: tuple[Tensor, Tensor] = _Attention.apply(*given)  # type: ignore[no-untyped-call]
+            return results
     with torch._C._AutoDispatchBelowAutograd():
-        results = attention_op(q, k, v, *rest)
+        results = attention_op(*arguments)
     return results
 
 

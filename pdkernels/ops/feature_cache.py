@@ -231,20 +231,20 @@ def _example_add(draw: Draw) -> dict[str, Any]:
 
 select_stale_rows_op = define(
     "select_stale_rows_(Tensor v, Tensor(a!) v_cache, Tensor starts, SymInt max_selected, Tensor? quota=None, Tensor? counts=None, "
-    'str update="all", Tensor? block_table=None) -> Tensor',
+    'str update="all", Tensor? block_table=None) -> (Tensor selected)',
     fake=_fake_select,
     reference=reference.select_stale_rows_,
     example=_example_select,
 )
 gather_rows_op = define(
-    "gather_rows(Tensor x, Tensor index) -> Tensor",
+    "gather_rows(Tensor x, Tensor index) -> (Tensor rows)",
     fake=_fake_gather,
     reference=reference.gather_rows,
     example=_example_gather,
     float64=True,
 )
 add_cached_rows_op = define(
-    "add_cached_rows_(Tensor x, Tensor(a!) cached, Tensor? rows=None, Tensor? index=None) -> Tensor",
+    "add_cached_rows_(Tensor x, Tensor(a!) cached, Tensor? rows=None, Tensor? index=None) -> (Tensor sum)",
     fake=_fake_add,
     reference=reference.add_cached_rows_,
     example=_example_add,

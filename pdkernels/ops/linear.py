@@ -80,7 +80,7 @@ def _example(draw: Draw) -> dict[str, Any]:
 
 
 linear_op = define(
-    f"{OP}(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
+    f"{OP}(Tensor x, Tensor weight, Tensor? bias=None) -> (Tensor out)",
     fake=_fake,
     reference=reference.linear,
     example=_example,

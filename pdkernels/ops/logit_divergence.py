@@ -10,7 +10,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from pdkernels._validation import check_floats, check_number, fail
 from pdkernels.backends import Backend
-from pdkernels.ops._library import Draw, call, define
+from pdkernels.ops._library import Draw, call, define, schema_of
 from pdkernels.reference import logit_divergence as reference
 
 __all__ = ["LogitDivergence", "logit_divergence"]
@@ -89,7 +89,7 @@ def _example(draw: Draw) -> dict[str, Any]:
 
 
 logit_divergence_op = define(
-    "logit_divergence(Tensor logits, Tensor? previous=None, float min_p=0.1) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"logit_divergence(Tensor logits, Tensor? previous=None, float min_p=0.1) -> ({schema_of(LogitDivergence)})",
     fake=_fake,
     reference=reference.logit_divergence,
     example=_example,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pdkernels._validation import check_int
 from pdkernels.backends import Backend
-from pdkernels.ops._library import Draw, call, define, keys
+from pdkernels.ops._library import Draw, call, define, keys, schema_of
 from pdkernels.ops._recurrence import ADVANCE, INJECT, fake_advance, fake_exit, fake_inject
 from pdkernels.reference import recurrence as reference
 
@@ -323,14 +323,15 @@ def _example_advance(draw: Draw) -> dict[str, Any]:
 inject_op = define(
     "recurrence_inject(Tensor? state, Tensor embedding, Tensor? previous_embedding, Tensor recurrences, Tensor cursor, Tensor width, "
     "Tensor advance, Tensor steps, int seed, Tensor? seeds, float noise, str schedule, int horizon, str mixer, float momentum, float init_std, "
-    "str new_state, bool damp_new) -> Tensor",
+    "str new_state, bool damp_new) -> (Tensor state)",
     fake=fake_inject,
     reference=reference.recurrence_inject,
     example=_example_inject,
 )
 exit_op = define(
     "recurrence_exit(Tensor x, Tensor residual, Tensor weight, Tensor? previous, Tensor recurrences, Tensor width, Tensor advance, "
-    "float threshold, Tensor? older=None, Tensor? older_advance=None, int min_recurrences=1, float eps=1e-06) -> (Tensor, Tensor, Tensor)",
+    "float threshold, Tensor? older=None, Tensor? older_advance=None, int min_recurrences=1, float eps=1e-06) "
+    f"-> ({schema_of(RecurrenceExit)})",
     fake=fake_exit,
     reference=reference.recurrence_exit,
     example=_example_exit,

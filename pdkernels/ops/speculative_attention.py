@@ -11,6 +11,7 @@ its cache.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, overload
 
@@ -18,12 +19,21 @@ import torch
 from torch import Tensor
 
 from pdkernels import masks
-from pdkernels._validation import check_flag, check_type, fail, message, refuse_tangents
+from pdkernels._attention import APPEND_ONLY, SpeculativeArguments, given_scale
+from pdkernels._validation import check_flag, message, refuse_tangents
 from pdkernels.backends import Backend
 from pdkernels.masks import TilePlan
-from pdkernels.ops._attention import PLAN_SCHEMA, given_scale
-from pdkernels.ops._library import LIBRARY, Draw, call, define
-from pdkernels.ops._speculative import APPEND, OP, by_reference, by_triton, check_call, first_positions, results
+from pdkernels.ops._library import LIBRARY, Draw, call, define, schema_of
+from pdkernels.ops._speculative import (
+    APPEND,
+    OP,
+    by_reference,
+    by_triton,
+    check_call,
+    check_tensors,
+    first_positions,
+    results,
+)
 
 __all__ = ["speculative_attention", "speculative_attention_append_"]
 
@@ -130,9 +140,14 @@ def speculative_attention(
         torch.Size([2, 20, 8, 64])
     """
     check_flag(OP, "return_lse", return_lse)
-    arguments = _arguments(OP, q, k_new, v_new, k_cache, v_cache, lengths, plan, scale, cu_seqlens)
-    options = _options(OP, q, lengths, plan, block_table, starts, window, cu_seqlens)
-    out, lse = call(attention_op, (*arguments, *options), q, backend)
+    check_tensors(OP, (q, k_new, v_new, k_cache, v_cache), plan, cu_seqlens)
+    if starts is not None or window is not None:
+        starts = first_positions(OP, q, lengths, starts, window, cu_seqlens)
+    given = SpeculativeArguments(
+        q, k_new, v_new, k_cache, v_cache, lengths, *plan.arguments, given_scale(OP, scale, q),
+        block_table, starts, cu_seqlens, 0 if cu_seqlens is None else plan.q_len,
+    )  # fmt: skip
+    out, lse = call(attention_op, given[: -len(APPEND_ONLY)], q, backend)
     return (out, lse) if return_lse else out
 
 
@@ -208,66 +223,25 @@ def speculative_attention_append_(
         (True, False)
     """
     check_flag(APPEND, "return_lse", return_lse)
-    arguments = _arguments(APPEND, q, k_new, v_new, k_cache, v_cache, lengths, plan, scale, cu_seqlens)
-    options = _options(APPEND, q, lengths, plan, block_table, starts, window, cu_seqlens)
-    out, lse = call(append_op, (*arguments, *options, counts, source_index), q, backend)
+    check_tensors(APPEND, (q, k_new, v_new, k_cache, v_cache), plan, cu_seqlens)
+    if starts is not None or window is not None:
+        starts = first_positions(APPEND, q, lengths, starts, window, cu_seqlens)
+    given = SpeculativeArguments(
+        q, k_new, v_new, k_cache, v_cache, lengths, *plan.arguments, given_scale(APPEND, scale, q),
+        block_table, starts, cu_seqlens, 0 if cu_seqlens is None else plan.q_len, counts=counts, source_index=source_index,
+    )  # fmt: skip
+    out, lse = call(append_op, given, q, backend)
     return (out, lse) if return_lse else out
 
 
-def _arguments(
-    op: str,
-    q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    plan: TilePlan,
-    scale: float | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Any, ...]:
-    """The arguments of the raw op, up to the scale."""
-    for name, tensor in (("q", q), ("k_new", k_new), ("v_new", v_new), ("k_cache", k_cache), ("v_cache", v_cache)):
-        check_type(isinstance(tensor, Tensor), op, name, "be a tensor", type(tensor).__name__)
-    if not isinstance(plan, TilePlan):
-        remedy = "Call mask.plan(block_q, block_k, q.device)." if hasattr(plan, "plan") else ""
-        raise TypeError(message(op, "plan", "be a TilePlan", type(plan).__name__, remedy))
-    new = q.shape[1] if q.dim() == 4 and cu_seqlens is None else plan.q_len
-    if plan.q_len != new or plan.kv_len != new:
-        remedy = "Build the mask for the new tokens alone: all of them see the whole prefix."
-        wanted = f"have {new} rows and {new} columns, one for each new token"
-        fail(op, "plan", wanted, f"{plan.q_len} and {plan.kv_len}", remedy)
-    return (q, k_new, v_new, k_cache, v_cache, lengths, *plan.arguments, given_scale(op, scale, q))
-
-
-def _options(
-    op: str,
-    q: Tensor,
-    lengths: Tensor,
-    plan: TilePlan,
-    block_table: Tensor | None,
-    starts: Tensor | None,
-    window: int | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Any, ...]:
-    """The arguments of the raw op after the scale that both ops have."""
-    if starts is None and window is None and cu_seqlens is None:
-        return block_table, None, None, 0
-    first = first_positions(op, q, lengths, starts, window, cu_seqlens)
-    return block_table, first, cu_seqlens, 0 if cu_seqlens is None else plan.q_len
-
-
-def _refuse_gradients(
-    op: torch._ops.OpOverload, q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor]:
+def _refuse_gradients(op: torch._ops.OpOverload, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Results without a history would look like constants in training."""
-    inputs = (q, k_new, v_new, k_cache, v_cache)
-    refuse_tangents(op._opname, inputs)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+    refuse_tangents(op._opname, arguments)
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
         remedy = "Train with block_sparse_attention, or call it under torch.no_grad()."
         raise NotImplementedError(message(op._opname, "its inputs", "not require gradients", "one that does", remedy))
     with torch._C._AutoDispatchBelowAutograd():
-        found: tuple[Tensor, Tensor] = op(*inputs, *rest)
+        found: tuple[Tensor, Tensor] = op(*arguments)
     return found
 
 
@@ -279,11 +253,10 @@ def _example(draw: Draw) -> dict[str, Any]:
     return {"q": q, "k_new": k_new, "v_new": v_new, **caches, "plan": mask.plan(16, 16)}
 
 
-def _define(op: str, cache: tuple[str, str], rows: str = "") -> torch._ops.OpOverload:
+def _define(op: str, **schema: Sequence[str]) -> torch._ops.OpOverload:
     defined = define(
-        f"{op}(Tensor q, Tensor k_new, Tensor v_new, {cache[0]} k_cache, {cache[1]} v_cache, Tensor lengths, "
-        f"{PLAN_SCHEMA}, float scale, Tensor? block_table=None, Tensor? starts=None, Tensor? cu_seqlens=None, int max_new=0{rows}) "
-        "-> (Tensor, Tensor)",
+        f"{op}({schema_of(SpeculativeArguments, **schema)}) -> (Tensor out, Tensor lse)",
+        structure=SpeculativeArguments,
         fake=partial(results, op),
         reference=partial(by_reference, op),
         triton=partial(by_triton, op),
@@ -295,5 +268,5 @@ def _define(op: str, cache: tuple[str, str], rows: str = "") -> torch._ops.OpOve
     return defined
 
 
-attention_op = _define(OP, ("Tensor", "Tensor"))
-append_op = _define(APPEND, ("Tensor(a!)", "Tensor(b!)"), ", Tensor? counts=None, Tensor? source_index=None")
+attention_op = _define(OP, without=APPEND_ONLY)
+append_op = _define(APPEND, written=("k_cache", "v_cache"))

@@ -11,7 +11,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from pdkernels._validation import check_floats, check_index, check_indices, check_int, check_number, check_type, fail
 from pdkernels.backends import Backend
-from pdkernels.ops._library import Draw, call, define, keys
+from pdkernels.ops._library import Draw, call, define, keys, schema_of
 from pdkernels.ops._vocabulary import Draws, Part, check_part, merged, own_tokens, recorded
 from pdkernels.reference import token_statistics as reference
 
@@ -66,7 +66,7 @@ OPTIONS = (
     "Tensor? row_index=None, int[] suppress=[], int top_k=5, float top_p=1.0, float min_p=0.0, str distribution='model'"
 )
 """The same as a schema."""
-RESULTS = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+RESULTS = f"({schema_of(TokenStatistics)})"
 
 
 def token_statistics(

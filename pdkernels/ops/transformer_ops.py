@@ -356,14 +356,14 @@ def _example_apply_rope(draw: Draw) -> dict[str, Any]:
 
 
 add_rms_norm_op = define(
-    "add_rms_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? next_weight=None, float eps=1e-6) -> (Tensor, Tensor)",
+    "add_rms_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? next_weight=None, float eps=1e-6) -> (Tensor y, Tensor next)",
     fake=_fake_add_rms_norm,
     reference=reference.add_rms_norm,
     example=_example_add_rms_norm,
     gradients="own",
 )
 silu_and_mul_op = define(
-    "silu_and_mul(Tensor x) -> Tensor",
+    "silu_and_mul(Tensor x) -> (Tensor out)",
     fake=_fake_silu_and_mul,
     reference=reference.silu_and_mul,
     example=_example_silu_and_mul,

@@ -21,7 +21,7 @@ from pdkernels._validation import (
     sentence,
 )
 from pdkernels.backends import Backend
-from pdkernels.ops._library import Draw, call, define, keys
+from pdkernels.ops._library import Draw, call, define, keys, schema_of
 from pdkernels.reference import unmask as reference
 
 __all__ = ["Unmasked", "unmask_"]
@@ -219,7 +219,7 @@ def _example(draw: Draw) -> dict[str, Any]:
 unmask_op = define(
     "unmask_(Tensor(a!) tokens, Tensor ids, Tensor? confidence, int mask_token, Tensor? positions, Tensor? windows, SymInt quota, "
     "Tensor? quotas, float? threshold, SymInt min_count, Tensor? min_counts, float? factor, bool strict, int seed, Tensor? seeds, SymInt step, Tensor? steps) "
-    "-> (Tensor, Tensor, Tensor)",
+    f"-> ({schema_of(Unmasked)})",
     fake=_fake,
     reference=reference.unmask_,
     reference_check=_check,

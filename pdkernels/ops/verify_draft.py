@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pdkernels._validation import check_index, check_indices, check_type, fail
 from pdkernels.backends import Backend
-from pdkernels.ops._library import Draw, call, define
+from pdkernels.ops._library import Draw, call, define, schema_of
 from pdkernels.reference import verify_draft as reference
 
 __all__ = ["DraftVerdict", "verify_draft"]
@@ -110,7 +110,7 @@ def _example(draw: Draw) -> dict[str, Any]:
 
 verify_draft_op = define(
     "verify_draft(Tensor draft, Tensor predictions, Tensor? draft_lengths=None, Tensor? end_tokens=None, "
-    "Tensor? refill=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"Tensor? refill=None) -> ({schema_of(DraftVerdict)})",
     fake=_fake,
     reference=reference.verify_draft,
     example=_example,

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pdkernels._attention import AttentionArguments, GradientArguments
 from pdkernels.triton import _blocks as blocks
 from pdkernels.triton._blocking import Blocking, choose_blocking
 from pdkernels.triton._blocks import LN_2, LOG2_E, addressable, split_head_dim
@@ -302,88 +303,58 @@ def _sum_kernel(parts_k, parts_v, dk, dv, size, pieces, BLOCK: tl.constexpr):
     tl.store(result + at, total.to(result.dtype.element_ty), mask=inside)
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan_rows: Tensor,
-    plan_lists: Tensor,
-    bitmaps: Tensor,
-    block_q: int,
-    block_k: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """``(out, lse)``: out like q but contiguous; the natural log-sum-exp in float32 ``(batch, q_heads, q_len)``.
-
-    The plan is that of `TilePlan.arguments`.
-    """
-    q, k, v = (addressable(x) for x in (q, k, v))
+def forward(given: AttentionArguments) -> tuple[Tensor, Tensor]:
+    """``(out, lse)``: out like q but contiguous; the natural log-sum-exp in float32 ``(batch, q_heads, q_len)``."""
+    q, k, v = (addressable(x) for x in (given.q, given.k, given.v))
     batch, q_len, heads, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device)
-    blocking = choose_blocking("forward", q, block_q, block_k)
-    sizes, constants = _sizes(q, k, scale), _constants(q, k, block_q, block_k, blocking)
-    of_q, q_tiles = _side(plan_rows, 0, q_len, block_q)
-    programs = batch * heads * q_tiles * (block_q // blocking.block_m)
+    blocking = choose_blocking("forward", q, given.block_q, given.block_k)
+    of_q, q_tiles = _side(given.plan_rows, 0, q_len, given.block_q)
+    programs = batch * heads * q_tiles * (given.block_q // blocking.block_m)
     if programs:
         _forward_kernel[(programs,)](
-            q, k, v, out, lse, of_q, plan_lists, bitmaps,
+            q, k, v, out, lse, of_q, given.plan_lists, given.bitmaps,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], _stride(of_q), q_tiles,
-            *sizes, **constants, FOLD_SCALE=scale > 0,
+            *_sizes(given), **_constants(given, blocking), FOLD_SCALE=given.scale > 0,
         )  # fmt: skip
     return out, lse
 
 
-def backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    plan_rows: Tensor,
-    plan_lists: Tensor,
-    bitmaps: Tensor,
-    block_q: int,
-    block_k: int,
-    scale: float,
-    grad_lse: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv)``, contiguous, from the gradients of what `forward` returned.
-
-    `out` and `lse` are as it returned them.
-    """
-    grad_out, q, k, v = (addressable(x) for x in (grad_out, q, k, v))
+def backward(gradients: GradientArguments) -> tuple[Tensor, Tensor, Tensor]:
+    """``(dq, dk, dv)``, contiguous, from the gradients of what `forward` returned."""
+    given, out, lse, grad_lse = gradients.forward, gradients.out, gradients.lse, gradients.grad_lse
+    grad_out, q, k, v = (addressable(x) for x in (gradients.grad_out, given.q, given.k, given.v))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    of_q, q_tiles = _side(plan_rows, 0, q.shape[1], block_q)
+    of_q, q_tiles = _side(given.plan_rows, 0, q.shape[1], given.block_q)
     # All rows of all tiles, which the dK/dV kernel reads without a mask, in whole vectors: otherwise these loads serialize wgmma.
-    saved_stride = triton.cdiv(q_tiles * block_q, 16) * 16
+    saved_stride = triton.cdiv(q_tiles * given.block_q, 16) * 16
     lse_b, delta = (lse.new_empty((*lse.shape[:2], saved_stride)) for _ in range(2))
     inputs = (*grad_out.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-    sizes = _sizes(q, k, scale)
+    sizes = _sizes(given)
     batch, _, heads, _ = q.shape
-    of_k, k_tiles = _side(plan_rows, q_tiles, k.shape[1], block_k)
+    of_k, k_tiles = _side(given.plan_rows, q_tiles, k.shape[1], given.block_k)
 
-    blocking = choose_blocking("dq", q, block_q, block_k)
-    programs = batch * heads * q_tiles * (block_q // blocking.block_m)
+    blocking = choose_blocking("dq", q, given.block_q, given.block_k)
+    programs = batch * heads * q_tiles * (given.block_q // blocking.block_m)
     if programs:
         _dq_kernel[(programs,)](
             grad_out, q, k, v, out, lse, None if grad_lse is None else grad_lse.contiguous(), dq, lse_b, delta,
-            of_q, plan_lists, bitmaps, *inputs, _stride(of_q), q_tiles, saved_stride, *sizes, scale,
-            **_constants(q, k, block_q, block_k, blocking),
+            of_q, given.plan_lists, given.bitmaps, *inputs, _stride(of_q), q_tiles, saved_stride, *sizes, given.scale,
+            **_constants(given, blocking),
         )  # fmt: skip
 
-    blocking = choose_blocking("dkv", q, block_q, block_k)
-    blocks_of_keys = k.shape[2] * k_tiles * (block_k // blocking.block_n)
+    blocking = choose_blocking("dkv", q, given.block_q, given.block_k)
+    blocks_of_keys = k.shape[2] * k_tiles * (given.block_k // blocking.block_n)
     pieces, piece = split_group(heads // k.shape[2], blocks_of_keys)
     parts: tuple[Tensor, ...] = (dk, dv)
     if pieces > 1:
         parts = torch.empty((2, pieces, *k.shape), dtype=torch.float32, device=k.device).unbind()
     if batch * blocks_of_keys:
         _dkv_kernel[(batch * blocks_of_keys * pieces,)](
-            grad_out, q, k, v, lse_b, delta, *parts, of_k, plan_lists, bitmaps,
-            *inputs, _stride(of_k), k_tiles, saved_stride, *sizes[:3], batch, pieces, piece, sizes[3], scale,
-            **_constants(q, k, block_q, block_k, blocking),
+            grad_out, q, k, v, lse_b, delta, *parts, of_k, given.plan_lists, given.bitmaps,
+            *inputs, _stride(of_k), k_tiles, saved_stride, *sizes[:3], batch, pieces, piece, sizes[3], given.scale,
+            **_constants(given, blocking),
         )  # fmt: skip
         if pieces > 1:
             _sum_kernel[(triton.cdiv(k.numel(), 1024), 2)](*parts, dk, dv, k.numel(), pieces, BLOCK=1024, num_warps=4)
@@ -412,29 +383,30 @@ def _stride(rows: Tensor) -> int:
     return rows.stride(0) if rows.dim() == 3 else 0
 
 
-def _sizes(q: Tensor, k: Tensor, scale: float) -> tuple[int, int, int, float]:
+def _sizes(given: AttentionArguments) -> tuple[int, int, int, float]:
     """Lengths, KV heads, and the scale in the base of the softmax."""
-    return q.shape[1], k.shape[1], k.shape[2], scale * math.log2(math.e) if _in_base_2(q) else scale
+    scale = given.scale * math.log2(math.e) if _in_base_2(given.q) else given.scale
+    return given.q.shape[1], given.k.shape[1], given.k.shape[2], scale
 
 
 def _in_base_2(q: Tensor) -> bool:
     return q.element_size() == 2
 
 
-def _constants(q: Tensor, k: Tensor, block_q: int, block_k: int, blocking: Blocking) -> dict[str, int | bool]:
-    head_dim = q.shape[3]
+def _constants(given: AttentionArguments, blocking: Blocking) -> dict[str, int | bool]:
+    head_dim = given.q.shape[3]
     first, second = split_head_dim(head_dim)
     return {
-        "GROUP": q.shape[2] // k.shape[2],
+        "GROUP": given.q.shape[2] // given.k.shape[2],
         "HEAD_DIM": head_dim,
         "D0": first,
         "D1": second,
-        "BLOCK_Q": block_q,
-        "BLOCK_K": block_k,
+        "BLOCK_Q": given.block_q,
+        "BLOCK_K": given.block_k,
         "BLOCK_M": blocking.block_m,
         "BLOCK_N": blocking.block_n,
         "BLOCK_MASKED": blocking.masked,
-        "BASE_2": _in_base_2(q),
+        "BASE_2": _in_base_2(given.q),
         "num_warps": blocking.warps,
         "num_stages": blocking.stages,
     }

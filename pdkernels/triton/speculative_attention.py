@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pdkernels._attention import SpeculativeArguments
 from pdkernels.triton import _blocking
 from pdkernels.triton import _blocks as blocks
 from pdkernels.triton._append import append_part
@@ -330,64 +331,41 @@ def _merge_kernel(
     tl.store(lse + lse_rows, origin + tl.log(l_i), mask=inside)
 
 
-def forward(
-    q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    plan_rows: Tensor,
-    plan_lists: Tensor,
-    bitmaps: Tensor,
-    block_q: int,
-    block_k: int,
-    scale: float,
-    block_table: Tensor | None = None,
-    starts: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    max_new: int = 0,
-    counts: Tensor | None = None,
-    source_index: Tensor | None = None,
-    *,
-    append: bool = False,
-) -> tuple[Tensor, Tensor]:
+def forward(given: SpeculativeArguments, *, append: bool = False) -> tuple[Tensor, Tensor]:
     """``(out, lse)``: out like q but contiguous, the natural log-sum-exp in float32 ``(batch, q_heads, new)``.
 
-    The plan is that of `TilePlan.arguments`, of ``(new, new)`` tokens. The cache is ``(batch, slots, kv_heads, head_dim)``, or with a `block_table`
-    ``(pages, page_size, kv_heads, head_dim)``. What lies past a sequence's length, in the cache or in the table, is
-    not read. With `append` the new tokens that `source_index` names, None: all, are stored there, the first `counts` of them.
-    With `cu_seqlens` q, k_new, v_new and out are ``(rows, heads, head_dim)``, lse ``(q_heads, rows)``, under a plan of `max_new` tokens.
+    What lies past a sequence's length, in the cache or in the table, is not read. With `append` the new tokens that
+    `source_index` names, None: all, are stored there, the first `counts` of them. Packed sequences have results
+    ``(rows, heads, head_dim)`` and ``(q_heads, rows)``.
     """
-    whole = q.shape
+    q, k_new, v_new, k_cache, v_cache = given[:5]
+    cu_seqlens, block_table, starts, counts = given.cu_seqlens, given.block_table, given.starts, given.counts
     if cu_seqlens is not None:
         q, k_new, v_new = (x.unsqueeze(0) for x in (q, k_new, v_new))
         cu_seqlens = cu_seqlens.contiguous()
     q, k_new, v_new = (addressable(x) for x in (q, k_new, v_new))  # a cache that is not was refused
-    lengths = lengths.contiguous()
+    lengths = given.lengths.contiguous()
     counts = None if counts is None else counts.contiguous()
     if block_table is not None and block_table.stride(1) != 1:
         block_table = block_table.contiguous()
     entries, rows_each, heads, head_dim = q.shape
-    batch, new = (entries, rows_each) if cu_seqlens is None else (len(lengths), max_new)
-    by_row = False
+    batch, new = given.batch, given.new
     floors = None
     if starts is not None:
         floors = starts.amin(1)
-        if cu_seqlens is not None and tuple(starts.shape) == (1, rows_each):
-            by_row, floors = True, _first_starts(starts, cu_seqlens, batch)
+        if given.starts_by_row and cu_seqlens is not None:
+            floors = _first_starts(starts, cu_seqlens, batch)
     starts_strides = (0, 0) if starts is None else (starts.stride(0), 0 if starts.shape[1] == 1 else starts.stride(1))
     kv_heads = k_new.shape[2]
     group = heads // kv_heads
     blocking = choose_decode_blocking(q, new * group)
     row_tiles = triton.cdiv(new * group, blocking.block_m)
     page_size = 0 if block_table is None else k_cache.shape[1]
-    append_rows = new if source_index is None else source_index.shape[1]
-    capacity = k_cache.shape[1] if block_table is None else block_table.shape[1] * page_size
-    splits = choose_splits(capacity, kv_heads * row_tiles)
+    append_rows = new if given.source_index is None else given.source_index.shape[1]
+    splits = choose_splits(given.capacity, kv_heads * row_tiles)
 
-    out = torch.empty(whole, dtype=q.dtype, device=q.device)
-    lse = torch.empty((*whole[:-3], heads, rows_each), dtype=torch.float32, device=q.device)
+    out = torch.empty(given.q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(given.lse_shape, dtype=torch.float32, device=q.device)
     parts, part_lse = out, lse
     if splits > 1:
         parts = torch.empty((splits, *out.shape), dtype=torch.float32, device=q.device)
@@ -397,17 +375,17 @@ def forward(
     first, second = split_head_dim(head_dim)
     base_2 = q.element_size() == 2
     _split_kernel[(splits * batch * kv_heads * row_tiles,)](
-        q, k_new, v_new, k_cache, v_cache, lengths, block_table, plan_rows, plan_lists, bitmaps,
-        parts, part_lse, counts, source_index, starts, floors, cu_seqlens,
+        q, k_new, v_new, k_cache, v_cache, lengths, block_table, given.plan_rows, given.plan_lists, given.bitmaps,
+        parts, part_lse, counts, given.source_index, starts, floors, cu_seqlens,
         *(stride for x in (q, k_new, v_new, k_cache, v_cache) for stride in x.stride()[:3]),
-        0 if block_table is None else block_table.stride(0), plan_rows.stride(0) if plan_rows.dim() == 3 else 0,
-        *((0, 0) if source_index is None else source_index.stride()), *starts_strides,
-        batch, new, entries * rows_each, kv_heads, capacity, splits, row_tiles, append_rows, k_cache.shape[0],
-        scale * math.log2(math.e) if base_2 else scale,
-        GROUP=group, HEAD_DIM=head_dim, D0=first, D1=second, BLOCK_Q=block_q, BLOCK_K=block_k,
+        0 if block_table is None else block_table.stride(0), given.plan_rows.stride(0) if given.plan_rows.dim() == 3 else 0,
+        *((0, 0) if given.source_index is None else given.source_index.stride()), *starts_strides,
+        batch, new, entries * rows_each, kv_heads, given.capacity, splits, row_tiles, append_rows, k_cache.shape[0],
+        given.scale * math.log2(math.e) if base_2 else given.scale,
+        GROUP=group, HEAD_DIM=head_dim, D0=first, D1=second, BLOCK_Q=given.block_q, BLOCK_K=given.block_k,
         BLOCK_M=blocking.block_m, BLOCK_N=blocking.block_n, BLOCK_LAST=blocking.masked,
-        BLOCK_TAIL=min(blocking.masked, block_k & -block_k), PAGE_SIZE=page_size,
-        BASE_2=base_2, FOLD_SCALE=scale > 0, APPEND=append, STARTS_BY_ROW=by_row, num_warps=blocking.warps,
+        BLOCK_TAIL=min(blocking.masked, given.block_k & -given.block_k), PAGE_SIZE=page_size,
+        BASE_2=base_2, FOLD_SCALE=given.scale > 0, APPEND=append, STARTS_BY_ROW=given.starts_by_row, num_warps=blocking.warps,
         # A load by way of the block table takes a stage for the table's entry as well. Short steps would buffer K and V for it,
         # 137 KiB at d=256, more than sm_86 has.
         num_stages=2 * blocking.stages - 1 if page_size and blocking.block_n > 32 else blocking.stages,
@@ -415,7 +393,7 @@ def forward(
     if splits > 1:
         rows = 4
         _merge_kernel[(triton.cdiv(new * heads, rows) * batch,)](
-            parts, part_lse, lengths, floors, cu_seqlens, out, lse, batch, new, entries * rows_each, heads, capacity, splits,
+            parts, part_lse, lengths, floors, cu_seqlens, out, lse, batch, new, entries * rows_each, heads, given.capacity, splits,
             SPLITS=triton.next_power_of_2(splits), ROWS=rows, HEAD_DIM=head_dim,
             WIDTH=triton.next_power_of_2(head_dim), num_warps=4,
         )  # fmt: skip

@@ -105,6 +105,7 @@ def compile_case(case: str) -> dict[str, Any]:
     import triton
     from triton.runtime.jit import JITFunction
 
+    from pdkernels._attention import AttentionArguments, GradientArguments
     from pdkernels.masks import Segment, SegmentMask
     from pdkernels.triton import _blocking
     from pdkernels.triton import block_sparse_attention as kernels
@@ -123,8 +124,9 @@ def compile_case(case: str) -> dict[str, Any]:
         element = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
         q, k = (torch.zeros(1, 256, heads, int(head_dim), dtype=element) for heads in (8, 2))
         plan = SegmentMask([Segment(256, "causal")]).plan(128, 128).arguments
-        out, lse = kernels.forward(q, k, k, *plan, 0.1)
-        kernels.backward(out, q, k, k, out, lse, *plan, 0.1)
+        given = AttentionArguments(q, k, k, *plan, 0.1)
+        out, lse = kernels.forward(given)
+        kernels.backward(GradientArguments(out, None, out, lse, given))
     finally:
         JITFunction.run, _blocking.architecture = launch, chosen
     return compiled

@@ -144,4 +144,4 @@ def raw(mask: SegmentMask, inputs: Inputs, device: str) -> tuple[tuple, tuple]:
     rest = (*plan.arguments, 0.2)
     forward = (*(x.requires_grad_() for x in (q, k, v)), *rest)
     out, lse = OP(*forward)
-    return forward, (grad_out, *(x.detach() for x in (q, k, v, out, lse)), *rest, grad_lse)
+    return forward, (grad_out, grad_lse, *(x.detach() for x in (out, lse, q, k, v)), *rest)

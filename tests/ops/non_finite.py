@@ -51,9 +51,8 @@ def function_of(op: str, find: Callable[[str], Callable[..., Any]]) -> Callable[
 def with_own_results(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
     """The backward pass of block-sparse attention, after the forward pass of the same numbers."""
 
-    def run(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any) -> Any:
-        own, sums = forward(q, k, v, *rest[:6])
-        return backward(grad_out, q, k, v, own, sums, *rest)
+    def run(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, *given: Any) -> Any:
+        return backward(grad_out, grad_lse, *forward(*given), *given)
 
     return run
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import pdkernels as pd
 from pdkernels import masks
+from pdkernels._attention import SpeculativeArguments
 from pdkernels.masks import Segment, SegmentMask, Stage, TilePlan
 from pdkernels.reference.speculative_attention import speculative_attention as reference
 from tests.harness.error_budget import assert_within_budget
@@ -106,7 +107,7 @@ def run(backend: str, inputs: Inputs, plan: TilePlan, scale: float | None = None
 
         *tensors, table = inputs.map(lambda x: x.to(triton_device()))
         plan, scale = plan.to(triton_device()), inputs.q.shape[-1] ** -0.5 if scale is None else scale
-        return Results(*(x.cpu() for x in forward(*tensors, *plan.arguments, scale, table)))
+        return Results(*(x.cpu() for x in forward(SpeculativeArguments(*tensors, *plan.arguments, scale, table))))
     device, name = on_device(backend)
     *tensors, table = inputs.map(lambda x: x.to(device))
     options = {"block_table": table, "scale": scale, "return_lse": True, "backend": name}
@@ -183,10 +184,9 @@ def run_append(backend: str, inputs: Inputs, plan: TilePlan, rows: Rows) -> tupl
 
         *tensors, table = inputs.map(lambda x: copy_of(x, triton_device()))
         plan = plan.to(triton_device())
-        moved = (None if x is None else x.to(triton_device()) for x in rows)
-        results = forward(
-            *tensors, *plan.arguments, inputs.q.shape[-1] ** -0.5, table, None, None, 0, *moved, append=True
-        )
+        moved = {name: None if x is None else x.to(triton_device()) for name, x in rows._asdict().items()}
+        given = SpeculativeArguments(*tensors, *plan.arguments, inputs.q.shape[-1] ** -0.5, table, **moved)
+        results = forward(given, append=True)
     else:
         device, name = on_device(backend)
         *tensors, table = inputs.map(lambda x: copy_of(x, torch.device(device)))

@@ -26,7 +26,7 @@ def run(ops: object, inputs: Inputs, plan: TilePlan) -> Results:
     q, k, v, grad_out, grad_lse = inputs
     rest = (*plan.arguments, q.shape[-1] ** -0.5)
     out, lse = ops.block_sparse_attention(q, k, v, *rest)
-    return Results(out, lse, *ops.block_sparse_attention_backward(grad_out, q, k, v, out, lse, *rest, grad_lse))
+    return Results(out, lse, *ops.block_sparse_attention_backward(grad_out, grad_lse, out, lse, q, k, v, *rest))
 
 
 @pytest.mark.parametrize("kind", MASKS)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdkernels.masks.tile_plan import PlanArguments
+from pdkernels._attention import AttentionArguments, GradientArguments, PlanArguments
 from pdkernels.reference.block_sparse_attention import block_sparse_attention as reference
 from tests.harness.error_budget import assert_within_budget
 from tests.harness.triton_interpreter import dot_dtypes, requires_triton, triton_device
@@ -101,8 +101,9 @@ class Results(NamedTuple):
 
 
 def run_kernels(q, k, v, plan: PlanArguments, scale: float, grad_out, grad_lse) -> Results:
-    out, lse = kernels.forward(q, k, v, *plan, scale)
-    return Results(out, lse, *kernels.backward(grad_out, q, k, v, out, lse, *plan, scale, grad_lse))
+    given = AttentionArguments(q, k, v, *plan, scale)
+    out, lse = kernels.forward(given)
+    return Results(out, lse, *kernels.backward(GradientArguments(grad_out, grad_lse, out, lse, given)))
 
 
 def run_reference(q, k, v, mask: Tensor, scale: float, grad_out, grad_lse, dtype: torch.dtype) -> Results:

@@ -21,6 +21,12 @@ def test_opcheck(op: str) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
+def test_results_have_names(op: str) -> None:
+    names = [result.name for result in OPS[op].overload._schema.returns]
+    assert all(names) and len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("op", OPS)
 def test_an_example_is_the_same_for_the_same_seed(op: str) -> None:
     one, again, other = example(op, 1), example(op, 1), example(op, 2)
     tensors = [name for name, x in one.items() if isinstance(x, Tensor)]

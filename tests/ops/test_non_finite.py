@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from pdkernels._attention import AttentionArguments, GradientArguments, SpeculativeArguments
 from pdkernels.ops._library import OPS
 from tests.harness.triton_interpreter import dot_dtypes, requires_triton
 from tests.ops.examples import PUBLIC, floats_of
@@ -28,6 +29,12 @@ TRITON = {
     "speculative_attention": ("_speculative", "by_triton"),
     "speculative_attention_append_": ("_speculative", "by_triton"),
 }
+STRUCTURES: dict[str, Callable[..., Any]] = {
+    "block_sparse_attention": AttentionArguments,
+    "block_sparse_attention_backward": GradientArguments.of,
+    "speculative_attention": SpeculativeArguments,
+    "speculative_attention_append_": SpeculativeArguments,
+}
 
 
 def on_cpu(op: str) -> Callable[..., Any]:
@@ -45,7 +52,9 @@ def simulated(op: str) -> Callable[..., Any]:
 def in_triton(op: str) -> Callable[..., Any]:
     module, name = TRITON[op]
     found = getattr(importlib.import_module(f"pdkernels.ops.{module}"), name)
-    return partial(found, op) if name == "by_triton" else found
+    if name == "by_triton":
+        found = partial(found, op)
+    return (lambda *arguments: found(STRUCTURES[op](*arguments))) if op in STRUCTURES else found
 
 
 @pytest.mark.parametrize("find", [on_cpu, plain])

@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import pdkernels as pd
 from pdkernels import masks
+from pdkernels._attention import SpeculativeArguments
 from pdkernels.masks import TilePlan
 from pdkernels.ops import _speculative as module
 from tests.ops.attention_cases import DTYPES, backend, kernels, on_device
@@ -311,7 +312,7 @@ def test_debug_checks_look_at_values_first(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(module, "DEBUG_CHECKS", True)
     for inputs, rows, text in BAD_VALUES.values():
         with pytest.raises(ValueError, match=re.escape(text)):
-            module.by_triton(module.APPEND, *raw(inputs, MASK, "cpu"), None, None, 0, *rows)
+            module.by_triton(module.APPEND, SpeculativeArguments(*raw(inputs, MASK, "cpu"), **rows._asdict()))
 
 
 # --- torch integration -------------------------------------------------------------------------------------------------

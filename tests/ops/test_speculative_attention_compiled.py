@@ -28,21 +28,19 @@ def compile_variant(case: str, new: int, layout: str) -> dict[str, Any]:
     """What the harness compiles when this launch replaces those of the block-sparse kernels."""
     import torch
 
+    from pdkernels._attention import AttentionArguments, SpeculativeArguments
     from pdkernels.triton import block_sparse_attention, speculative_attention
 
     page_size, lengths = PAGES[layout], torch.zeros(1, dtype=torch.int64)
-    rows = (
-        {"counts": lengths, "source_index": torch.zeros(1, 9, dtype=torch.int64), "append": True}
-        if "storing" in layout
-        else {}
-    )
+    storing = "storing" in layout
+    rows = {"counts": lengths, "source_index": torch.zeros(1, 9, dtype=torch.int64)} if storing else {}
 
-    def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *plan: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def launch(given: AttentionArguments) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = (x[:, :new] for x in given[:3])
         pages = k.new_zeros((4, page_size or 4096, *k.shape[2:]))
         table = torch.zeros(1, 4096 // page_size, dtype=torch.int32) if page_size else None
-        return speculative_attention.forward(
-            q[:, :new], k[:, :new], v[:, :new], pages, pages, lengths, *plan, table, **rows
-        )
+        speculative = SpeculativeArguments(q, k, v, pages, pages, lengths, *given.plan, given.scale, table, **rows)
+        return speculative_attention.forward(speculative, append=storing)
 
     with mock.patch.multiple(block_sparse_attention, forward=launch, backward=mock.DEFAULT):
         return harness.compile_case(case)

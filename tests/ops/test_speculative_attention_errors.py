@@ -10,6 +10,7 @@ from torch._subclasses import FakeTensorMode
 
 import pdkernels as pd
 from pdkernels import masks
+from pdkernels._attention import SpeculativeArguments
 from pdkernels.ops import _speculative as module
 from tests.ops.attention_cases import backend, kernels, on_device
 from tests.ops.speculative_cases import OP, in_pages, make_inputs, raw
@@ -193,7 +194,7 @@ def on_fake_gpu(**changed: object) -> None:
         tensors = [torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in good]
         for name, strides in changed.items():
             tensors[NAMES.index(name)] = torch.empty_strided(K_CACHE.shape, strides, device="cuda")
-        module.results(module.OP, *tensors, block_q, block_k, scale)
+        module.results(module.OP, SpeculativeArguments(*tensors, block_q, block_k, scale))
 
 
 def test_wide_caches_are_not_copied_on_a_gpu() -> None:
@@ -215,7 +216,7 @@ def test_debug_checks_look_at_values_first(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(
         ValueError, match=r"lengths must be in \[0, 24\], got 30 for sequence 1\. The cache holds 24 rows"
     ):
-        module.by_triton(module.OP, *arguments)
+        module.by_triton(module.OP, SpeculativeArguments(*arguments))
 
 
 def replaced(arguments: tuple, number: int, value: object) -> tuple:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import pdkernels as pd
 from pdkernels import masks
+from pdkernels._attention import SpeculativeArguments
 from pdkernels.masks import SegmentMask, TilePlan
 from pdkernels.ops._speculative import first_positions
 from pdkernels.reference import speculative_attention as reference
@@ -50,7 +51,8 @@ def run(where: str, inputs: Inputs, plan: TilePlan, seen: Seen, begins: Tensor |
     *tensors, table = inputs.map(lambda x: x.to(triton_device()))
     first = first_positions("speculative_attention", tensors[0], tensors[5], seen.starts, seen.window, begins)
     new = 0 if begins is None else plan.q_len
-    return Results(*forward(*tensors, *plan.arguments, inputs.q.shape[-1] ** -0.5, table, first, begins, new))
+    scale = inputs.q.shape[-1] ** -0.5
+    return Results(*forward(SpeculativeArguments(*tensors, *plan.arguments, scale, table, first, begins, new)))
 
 
 def check(backend: str, inputs: Inputs, mask: SegmentMask, seen: Seen, begins: Tensor | None = None) -> Results:

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pdkernels._attention import takes_head_dim
 from pdkernels._validation import KERNEL_DTYPES, check_type, fail, message
 from pdkernels.integrations.transformers._cache import PAGES, Pages
 from pdkernels.integrations.transformers._plans import PlanMask, causal_plan, full_plan, note_rule
 from pdkernels.masks import TilePlan
 from pdkernels.models.recompute import nothing_new
-from pdkernels.ops._attention import takes_head_dim
 from pdkernels.ops.block_sparse_attention import block_sparse_attention
 from pdkernels.ops.speculative_attention import speculative_attention
 

@@ -1,0 +1,208 @@
+"""The arguments of the attention ops as named structures, and the checks that these ops share.
+
+An op's schema follows from the fields of its structure (`pdkernels.ops._library.schema_of`), and the fake, the reference and
+the Triton launcher take the structure whole. `python_bindings/attention.h` has the same structures in C++.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pdkernels._validation import KERNEL_DTYPES, check, check_type, fail, message
+
+LARGEST = torch.finfo(torch.float32).max
+
+
+class PlanArguments(NamedTuple):
+    """The parts of a plan that an op takes, in the order of its schema: see `TilePlan`."""
+
+    plan_rows: Tensor
+    plan_lists: Tensor
+    bitmaps: Tensor
+    block_q: int
+    block_k: int
+
+
+class AttentionArguments(NamedTuple):
+    """Of `block_sparse_attention`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    plan_rows: Tensor
+    plan_lists: Tensor
+    bitmaps: Tensor
+    block_q: int
+    block_k: int
+    scale: float
+
+    @property
+    def plan(self) -> PlanArguments:
+        return PlanArguments(self.plan_rows, self.plan_lists, self.bitmaps, self.block_q, self.block_k)
+
+    @property
+    def lse_shape(self) -> tuple[int, int, int]:
+        return self.q.shape[0], self.q.shape[2], self.q.shape[1]
+
+
+class GradientArguments(NamedTuple):
+    """Of `block_sparse_attention_backward`: gradients and results of a forward pass, and its arguments."""
+
+    grad_out: Tensor
+    grad_lse: Tensor | None
+    out: Tensor
+    lse: Tensor
+    forward: AttentionArguments
+
+    @classmethod
+    def of(
+        cls, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, *forward: Any
+    ) -> GradientArguments:
+        """From the op's arguments one by one."""
+        return cls(grad_out, grad_lse, out, lse, AttentionArguments(*forward))
+
+
+class SpeculativeArguments(NamedTuple):
+    """Of `speculative_attention` and `speculative_attention_append_`."""
+
+    q: Tensor
+    k_new: Tensor
+    v_new: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    lengths: Tensor
+    plan_rows: Tensor
+    plan_lists: Tensor
+    bitmaps: Tensor
+    block_q: int
+    block_k: int
+    scale: float
+    block_table: Tensor | None = None
+    starts: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    max_new: int = 0
+    # Of the op that appends alone.
+    counts: Tensor | None = None
+    source_index: Tensor | None = None
+
+    @property
+    def plan(self) -> PlanArguments:
+        return PlanArguments(self.plan_rows, self.plan_lists, self.bitmaps, self.block_q, self.block_k)
+
+    @property
+    def packed(self) -> bool:
+        return self.cu_seqlens is not None
+
+    @property
+    def batch(self) -> int:
+        if self.cu_seqlens is None:
+            return self.q.shape[0]
+        return self.lengths.shape[0] if self.lengths.dim() else 0
+
+    @property
+    def new(self) -> int:
+        """New tokens of a sequence; where sequences are packed, of the longest."""
+        return self.q.shape[1] if self.cu_seqlens is None else self.max_new
+
+    @property
+    def starts_by_row(self) -> bool:
+        """Whether `starts` has an entry for each packed row, not for each sequence."""
+        return self.packed and self.starts is not None and tuple(self.starts.shape) == (1, self.q.shape[0])
+
+    @property
+    def capacity(self) -> int:
+        """Slots of a sequence."""
+        slots = self.k_cache.shape[1]
+        return slots if self.block_table is None else slots * self.block_table.shape[1]
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        return (*self.q.shape[:-3], self.q.shape[-2], self.q.shape[-3])
+
+
+APPEND_ONLY = ("counts", "source_index")
+
+# The dimensions of tensors with a batch (b) or heads (h); the others are tokens (t), slots (s), pages (p) and elements (d).
+LAYOUTS = {
+    **dict.fromkeys(("q", "k", "v", "k_new", "v_new", "out", "grad_out"), "bthd"),
+    **dict.fromkeys(("k_cache", "v_cache"), "bshd"),
+    **dict.fromkeys(("lse", "grad_lse"), "bht"),
+    **{"lengths": "b", "block_table": "bp", "starts": "bt"},
+}
+
+
+def takes_head_dim(head_dim: int) -> bool:
+    """Whether the kernels support heads of that size.
+
+    >>> [size for size in (8, 16, 20, 96, 256, 264) if takes_head_dim(size)]
+    [16, 96, 256]
+    """
+    return head_dim % 8 == 0 and 16 <= head_dim <= 256
+
+
+def given_scale(op: str, scale: float | None, q: Tensor) -> float:
+    """`scale`, or the default for None. Kernels multiply in float32, where a larger one is infinite and turns a zero into NaN."""
+    if scale is None:
+        return q.shape[-1] ** -0.5 if q.dim() > 0 and q.shape[-1] > 0 else 1.0
+    check_type(isinstance(scale, (int, float)), op, "scale", "be a number", type(scale).__name__)
+    check(-LARGEST <= scale <= LARGEST, op, "scale", "be finite in float32", scale)
+    return float(scale) if isinstance(scale, int) else scale
+
+
+def check_input(op: str, name: str, x: Tensor, q: Tensor, remedy: str = "Call .contiguous() on it.") -> None:
+    """Dtype, device and last dimension of a tensor with heads."""
+    if x.dtype not in (*KERNEL_DTYPES, torch.float64):
+        raise TypeError(message(op, name, "be float32, float16 or bfloat16", x.dtype, "Convert it with .to()."))
+    if x.dtype != q.dtype:
+        raise TypeError(message(op, name, f"be {q.dtype} like q", x.dtype, "Convert it with .to()."))
+    if x.device != q.device:
+        fail(op, name, f"be on {q.device} like q", x.device, f"Move it with .to({str(q.device)!r}).")
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        fail(op, name, "have a contiguous last dimension", f"strides {x.stride()}", remedy)
+
+
+def check_heads(op: str, given: AttentionArguments | SpeculativeArguments, keys: str) -> None:
+    """What both ops have for each head; `keys` is the argument with the KV heads."""
+    heads, head_dim = given.q.shape[-2:]
+    kv_heads = getattr(given, keys).shape[-2]
+    if kv_heads == 0 or heads == 0 or heads % kv_heads != 0:
+        fail(op, keys, f"have a number of heads that divides the {heads} of q", kv_heads)
+    if not takes_head_dim(head_dim):
+        remedy = "Pad all heads with zeros and pass the scale."
+        fail(op, "head_dim", "be a multiple of 8 in [16, 256]", head_dim, remedy)
+
+
+def refuse_float64(op: str, q: Tensor) -> None:
+    """Only the reference takes it."""
+    if q.dtype == torch.float64:
+        remedy = "Pass backend='reference', which computes in float64."
+        raise TypeError(message(op, "q", "be float32, float16 or bfloat16 for the kernels", q.dtype, remedy))
+
+
+def check_plan(op: str, device: torch.device, rows_of: tuple[int, int], kv_len: int, plan: PlanArguments) -> None:
+    """A plan of `rows_of` ``(batch, q_len)`` and `kv_len` columns: everything but values."""
+    batch, q_len = rows_of
+    rows, lists, bitmaps, block_q, block_k = plan
+    for part in (rows, lists, bitmaps):
+        if part.device != device:
+            fail(op, "plan", f"be on {device} like q", part.device, f"Move it with plan.to({str(device)!r}).")
+        if part.dtype != torch.int32 or not part.is_contiguous():
+            raise TypeError(
+                message(op, "plan", "hold contiguous int32 tensors", f"{part.dtype} with strides {part.stride()}")
+            )
+    for name, size in (("block_q", block_q), ("block_k", block_k)):
+        if size % 16 != 0 or size < 16 or size > 1024:
+            fail(op, name, "be a multiple of 16 in [16, 1024]", size)
+    if rows.dim() == 3 and rows.shape[0] != batch:
+        remedy = "Stack one plan for each sample, or pass a single plan that all samples share."
+        fail(op, "plan", f"have {batch} samples like q", rows.shape[0], remedy)
+    q_tiles, kv_tiles = -(-q_len // block_q), -(-kv_len // block_k)
+    if rows.dim() not in (2, 3) or tuple(rows.shape[-2:]) != (q_tiles + kv_tiles, 4):
+        fail(op, "plan", f"have rows for {q_tiles} x {kv_tiles} tiles of {block_q} x {block_k}", tuple(rows.shape))
+    if lists.dim() != 2 or lists.shape[1] != 2:
+        fail(op, "plan", "have lists of pairs", tuple(lists.shape))
+    if bitmaps.dim() != 3 or tuple(bitmaps.shape[1:]) != (block_q, -(-block_k // 32)):
+        fail(op, "plan", f"have bitmaps of shape (any, {block_q}, {-(-block_k // 32)})", tuple(bitmaps.shape))
