@@ -19,8 +19,8 @@
   cudaError_t name(const Args& args, cudaStream_t stream); \
   }
 #define PDK_VECTOR_KERNEL(name, Args) PDK_KERNEL(name, Args)
-#define PDK_TILE_KERNEL(name, Args) PDK_KERNEL(name, Args)
-#define PDK_PAIRS_KERNEL(name, Args) PDK_KERNEL(name, Args)
+#define PDK_AMX_KERNEL(name, Args) PDK_KERNEL(name, Args)
+#define PDK_BF16_KERNEL(name, Args) PDK_KERNEL(name, Args)
 #else
 #define PDK_KERNEL(name, Args) \
   namespace cpu {              \
@@ -43,11 +43,11 @@
   PDK_BASE_KERNEL(name, Args)                \
   PDK_SAME_KERNEL(avx512_bf16, name, avx512) \
   PDK_SAME_KERNEL(amx, name, avx512)
-#define PDK_TILE_KERNEL(name, Args)          \
+#define PDK_AMX_KERNEL(name, Args)           \
   PDK_BASE_KERNEL(name, Args)                \
   PDK_SAME_KERNEL(avx512_bf16, name, avx512) \
   PDK_LEVEL_KERNEL(amx, name, Args)
-#define PDK_PAIRS_KERNEL(name, Args)        \
+#define PDK_BF16_KERNEL(name, Args)         \
   PDK_BASE_KERNEL(name, Args)               \
   PDK_LEVEL_KERNEL(avx512_bf16, name, Args) \
   PDK_LEVEL_KERNEL(amx, name, Args)

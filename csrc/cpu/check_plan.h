@@ -1,4 +1,4 @@
-// Kernels derive addresses from a plan, so its numbers are checked before a kernel runs: four words for each tile, and
+// Kernels derive addresses from a plan, so its values are checked before a kernel runs: four words for each tile, and
 // two for each range and each tile that needs a mask.
 #pragma once
 
@@ -16,13 +16,13 @@ inline void check_lists(const char* op, const TileLists& lists, int64_t batch, i
   const auto require = [op](bool fine, const char* what) {
     if (!fine) fail(op, std::string("plan must ") + what + ". Make plans with SegmentMask.plan().");
   };
-  std::vector<char> seen(lists.num_tiles);
+  std::vector<char> listed(lists.num_tiles);
   for (int64_t b = 0; b < (lists.rows_stride != 0 ? batch : 1); ++b) {
-    seen.assign(lists.num_tiles, 0);
+    listed.assign(lists.num_tiles, 0);
     for (int64_t i = 0; i < lists.num_tiles; ++i) {
       const int64_t tile = lists.tile_at(b, i);
-      require(tile >= 0 && tile < lists.num_tiles && !seen[tile], "list every tile once in its order");
-      seen[tile] = 1;
+      require(tile >= 0 && tile < lists.num_tiles && !listed[tile], "list every tile once in its order");
+      listed[tile] = 1;
       const int32_t* row = lists.row(b, i);
       require(row[0] >= 0 && row[0] <= row[1] && row[1] <= row[2] && row[2] <= lists.num_pairs,
               "have ascending offsets inside its lists");

@@ -80,8 +80,8 @@ struct AttentionGradArgs : AttentionArgs {
 };
 
 PDK_KERNEL(block_sparse_attention, AttentionArgs)
-PDK_TILE_KERNEL(block_sparse_attention, AttentionArgs)
+PDK_AMX_KERNEL(block_sparse_attention, AttentionArgs)
 PDK_KERNEL(block_sparse_attention_backward, AttentionGradArgs)
-PDK_TILE_KERNEL(block_sparse_attention_backward, AttentionGradArgs)
+PDK_AMX_KERNEL(block_sparse_attention_backward, AttentionGradArgs)
 
 }  // namespace pdkernels

@@ -20,6 +20,6 @@ struct LinearArgs {
   PDK_HD int64_t padded_width() const { return (width + kPadding - 1) / kPadding * kPadding; }
 };
 
-PDK_PAIRS_KERNEL(linear, LinearArgs)
+PDK_BF16_KERNEL(linear, LinearArgs)
 
 }  // namespace pdkernels

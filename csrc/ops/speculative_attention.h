@@ -65,6 +65,6 @@ struct SpeculativeArgs
 };
 
 PDK_KERNEL(speculative_attention, SpeculativeArgs)
-PDK_TILE_KERNEL(speculative_attention, SpeculativeArgs)
+PDK_AMX_KERNEL(speculative_attention, SpeculativeArgs)
 
 }  // namespace pdkernels

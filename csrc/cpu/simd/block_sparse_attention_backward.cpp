@@ -42,15 +42,15 @@ struct LaneStatistics {
   }
 };
 struct TokenStatistics {
-  const float *lse, *delta, *inverse;
+  const float *lse, *delta, *inv_weight_sum;
   PDK_INLINE Vec lse_of(int token, int) const { return splat(lse[token]); }
   PDK_INLINE Vec delta_of(int token, int) const { return splat(delta[token]); }
-  PDK_INLINE Vec normalized(Vec weights, int token) const { return weights * inverse[token]; }
+  PDK_INLINE Vec normalized(Vec weights, int token) const { return weights * inv_weight_sum[token]; }
   PDK_INLINE void add(int, Vec, Vec) const {}
 };
 
 // After all rows' delta: 1 / w, where it is not 1.
-PDK_INLINE float* inverses(const AttentionGradArgs& args) {
+PDK_INLINE float* inv_weight_sums(const AttentionGradArgs& args) {
   return args.delta + args.batch * args.q_heads * args.q_len;
 }
 
@@ -199,9 +199,9 @@ void normalize_queries(const AttentionGradArgs& args, int64_t batch, int64_t hea
   for (int lane = 0; lane < Tiles::kPanel; ++lane) {
     const int v = lane / kLanes, i = lane % kLanes;
     const float w = panel.statistics.weights[v][i];
-    const float inverse = is_large(panel.statistics.lse[v][i]) && w != 0 ? 1 / w : 1;
-    if (lane < panel.lanes.count) inverses(args)[row_of(args, batch, head, token, panel.lanes, lane)] = inverse;
-    factor[v][i] = args.scale * inverse;
+    const float inv_w = is_large(panel.statistics.lse[v][i]) && w != 0 ? 1 / w : 1;
+    if (lane < panel.lanes.count) inv_weight_sums(args)[row_of(args, batch, head, token, panel.lanes, lane)] = inv_w;
+    factor[v][i] = args.scale * inv_w;
   }
   for (int64_t d = 0; d < args.head_dim; ++d) {
     for (int v = 0; v < Tiles::kVectors; ++v) reinterpret_cast<Vec*>(panel.sums[0] + d * Tiles::kPanel)[v] *= factor[v];
@@ -220,16 +220,16 @@ void complete_queries(const AttentionGradArgs& args, int64_t batch, int64_t head
   Vec factor[Tiles::kVectors], missing[Tiles::kVectors];
   for (int lane = 0; lane < Tiles::kPanel; ++lane) {
     const int v = lane / kLanes, i = lane % kLanes;
-    const float w = panel.statistics.weights[v][i], inverse = w == 0 ? 0 : 1 / w;
-    float correction = -panel.statistics.gradients[v][i] * inverse;
+    const float w = panel.statistics.weights[v][i], inv_w = w == 0 ? 0 : 1 / w;
+    float correction = -panel.statistics.gradients[v][i] * inv_w;
     if (lane < panel.lanes.count) {
       const int64_t row = row_of(args, batch, head, token, panel.lanes, lane);
       // Gradients from outside may be NaN where a row saw nothing, and must not be multiplied with its sums of 0.
       if (args.grad_lse != nullptr && w != 0) correction += args.grad_lse[row];
       args.delta[row] = panel.statistics.delta[v][i] - correction;
-      inverses(args)[row] = inverse;
+      inv_weight_sums(args)[row] = inv_w;
     }
-    factor[v][i] = args.scale * inverse;
+    factor[v][i] = args.scale * inv_w;
     missing[v][i] = correction;
   }
   for (int64_t d = 0; d < args.head_dim; ++d) {
@@ -323,7 +323,7 @@ void keys_tile(const AttentionGradArgs& args, int64_t batch, int64_t kv_head, in
                      memory.lse[j] = usable(args.lse[first_row + j]);
                      large |= is_large(memory.lse[j]);
                    }
-                   TokenStatistics statistics{memory.lse, args.delta + first_row, inverses(args) + first_row};
+                   TokenStatistics statistics{memory.lse, args.delta + first_row, inv_weight_sums(args) + first_row};
                    const TokenPointers<const T> queries(args.q, batch, token, head + in_group, count);
                    const TokenPointers<const T> grads(args.grad_out, batch, token, head + in_group, count);
                    Tiles::pack(queries.at, count, args.head_dim, memory.first);

@@ -37,18 +37,18 @@ int blocks_of_rows(const uint32_t* bitmap, int64_t words_per_row, const Lanes& l
       continue;
     }
     const uint32_t all = size == 32 ? ~0u : (1u << size) - 1;
-    uint32_t some_see = 0, all_see = all;
+    uint32_t any_visible = 0, all_visible = all;
     Ints words[Tiles::kVectors] = {};
     for (int lane = 0; lane < lanes.count; ++lane) {
       int32_t head, token;
       lanes.locate(lane, head, token);
       const uint32_t word = bitmap[token * words_per_row + (column + begin) / 32] & all;
-      some_see |= word;
-      all_see &= word;
+      any_visible |= word;
+      all_visible &= word;
       words[lane / kLanes][lane % kLanes] = static_cast<int32_t>(word);
     }
-    if (some_see == 0) continue;
-    if (all_see == all) {
+    if (any_visible == 0) continue;
+    if (all_visible == all) {
       blocks[found++] = {static_cast<int32_t>(begin), size, nullptr};
       continue;
     }
@@ -75,20 +75,20 @@ int blocks_of_columns(const uint32_t* bitmap, int64_t words_per_row, int64_t col
   int found = 0;
   for (int64_t begin = 0; begin < count; begin += kBlock) {
     const int32_t size = static_cast<int32_t>(smaller(kBlock, count - begin));
-    bool some_see = bitmap == nullptr, all_see = true;
+    bool any_visible = bitmap == nullptr, all_visible = true;
     for (int32_t j = 0; bitmap != nullptr && j < size; ++j) {
       const uint32_t* words = bitmap + (row + begin + j) * words_per_row;
       for (int v = 0; v < Tiles::kVectors && all[v] != 0; ++v) {
         const int64_t at = column + v * kLanes;
         const uint32_t bits = words[at / 32] >> at % 32 & all[v];
-        some_see |= bits != 0;
-        all_see &= bits == all[v];
+        any_visible |= bits != 0;
+        all_visible &= bits == all[v];
         visible[j * Tiles::kVectors + v] = (splat(static_cast<int32_t>(bits)) << (31 - lane_numbers())) >> 31;
       }
     }
-    if (!some_see) continue;
-    blocks[found++] = {static_cast<int32_t>(begin), size, all_see ? nullptr : visible};
-    if (!all_see) visible += kBlock * Tiles::kVectors;
+    if (!any_visible) continue;
+    blocks[found++] = {static_cast<int32_t>(begin), size, all_visible ? nullptr : visible};
+    if (!all_visible) visible += kBlock * Tiles::kVectors;
   }
   return found;
 }

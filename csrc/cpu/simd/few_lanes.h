@@ -1,8 +1,8 @@
 // A step of the online softmax for a panel of which only a few lanes are in use, as for one new token: keys lie side by
 // side in the vectors of the first product and head elements in those of the second, so that none is mostly empty.
 //
-// Every sum has the terms of VectorTilesOf and softmax_step in their order: a lane's bits do not depend on which of the
-// two takes a chunk.
+// Every sum has the terms of VectorTilesOf and online_softmax in their order: a lane's bits do not depend on which of
+// the two takes a chunk.
 #pragma once
 
 #include "passes.h"
@@ -76,17 +76,17 @@ void few_scores(const T* const* keys, int64_t count, const float* queries, int64
   }
 }
 
-// scores -> weights of one lane, in place, as in softmax_step; their sum in its order
+// scores -> weights of one lane, in place, as in online_softmax; their sum in its order
 template <bool kExact>
-PDK_INLINE float few_weights(float* scores, int64_t count, float scale, float base) {
-  const bool far = !kExact && is_far(base);
+PDK_INLINE float few_weights(float* scores, int64_t count, float scale, float origin) {
+  const bool far = !kExact && is_far(origin);
   for (int64_t key = 0; far && key < count; key += kLanes) {
     Vec& at = *reinterpret_cast<Vec*>(scores + key);
-    at = exponential<false>(rounded(at * scale) - base);
+    at = exponential<false>(rounded(at * scale) - origin);
   }
   for (int64_t key = 0; !far && key < count; key += kLanes) {
     Vec& at = *reinterpret_cast<Vec*>(scores + key);
-    at = kExact ? exponential<true>(at - base) : exponential<false>(at * scale - base);
+    at = kExact ? exponential<true>(at - origin) : exponential<false>(at * scale - origin);
   }
   float sum = 0;
   for (int64_t key = 0; key < count; key += 2) sum += scores[key] + (key + 1 < count ? scores[key + 1] : 0.0f);
@@ -95,7 +95,7 @@ PDK_INLINE float few_weights(float* scores, int64_t count, float scale, float ba
 
 // The largest of `largest` and of a lane's scaled scores, which replace the scores if they are exact.
 template <bool kExact>
-PDK_INLINE float few_largest(float* scores, int64_t count, float scale, float largest) {
+PDK_INLINE float few_max(float* scores, int64_t count, float scale, float largest) {
   Vec top = splat(-kInfinity);
   for (int64_t key = 0; key < count; key += kLanes) {
     Vec& at = *reinterpret_cast<Vec*>(scores + key);
@@ -108,9 +108,9 @@ PDK_INLINE float few_largest(float* scores, int64_t count, float scale, float la
   return largest;
 }
 
-// sums[d][lane] = sums[d][lane] * factor[lane] + sum over keys of values[key][d] * weights[lane][key]
+// sums[d][lane] = sums[d][lane] * alpha[lane] + sum over keys of values[key][d] * weights[lane][key]
 template <int kLive, int kPanel, class T>
-void few_accumulate(const T* const* values, int64_t count, int64_t head_dim, const float* weights, const Vec& factor,
+void few_accumulate(const T* const* values, int64_t count, int64_t head_dim, const float* weights, const Vec& alpha,
                     float* sums) {
   const auto strip = [&](int64_t d, auto wide, auto part) {
     constexpr int kVectors = decltype(wide)::value;
@@ -128,7 +128,7 @@ void few_accumulate(const T* const* values, int64_t count, int64_t head_dim, con
     for (int64_t i = 0; i < elements; ++i) {
       for (int lane = 0; lane < kLive; ++lane) {
         float& sum = sums[(d + i) * kPanel + lane];
-        sum = sum * factor[lane] + held[lane][i / kLanes][i % kLanes];
+        sum = sum * alpha[lane] + held[lane][i / kLanes][i % kLanes];
       }
     }
   };
@@ -148,25 +148,25 @@ void few_lanes_step(const T* const* keys, const T* const* values, int64_t count,
       __builtin_prefetch(row + byte);
   }
   few_scores<kLive, kLanes>(keys, count, panel.queries, head_dim, transposed, scores);
-  Vec largest = panel.largest[0];
+  Vec m_i = panel.m_i[0];
   for (int lane = 0; lane < kLive; ++lane) {
-    largest[lane] = few_largest<kExact>(scores + lane * kChunk, count, scale, largest[lane]);
+    m_i[lane] = few_max<kExact>(scores + lane * kChunk, count, scale, m_i[lane]);
   }
-  const Vec base = largest == -kInfinity ? Vec{} : largest;
-  const Vec factor = exponential<kExact>(panel.largest[0] - base);
+  const Vec origin = m_i == -kInfinity ? Vec{} : m_i;
+  const Vec alpha = exponential<kExact>(panel.m_i[0] - origin);
   Vec sum{};
   for (int lane = 0; lane < kLive; ++lane) {
-    sum[lane] = few_weights<kExact>(scores + lane * kChunk, count, scale, base[lane]);
+    sum[lane] = few_weights<kExact>(scores + lane * kChunk, count, scale, origin[lane]);
   }
-  panel.largest[0] = largest;
-  panel.total[0] = panel.total[0] * factor + sum;
-  few_accumulate<kLive, kLanes>(values, count, head_dim, scores, factor, panel.sums);
+  panel.m_i[0] = m_i;
+  panel.l_i[0] = panel.l_i[0] * alpha + sum;
+  few_accumulate<kLive, kLanes>(values, count, head_dim, scores, alpha, panel.sums);
 }
 
 // Whether the step was taken: not for so many lanes.
 template <class T, class Panel>
-bool took_few_lanes_step(const T* const* keys, const T* const* values, int64_t count, int64_t head_dim, float scale,
-                         float* transposed, float* scores, Panel& panel) {
+bool try_few_lanes_step(const T* const* keys, const T* const* values, int64_t count, int64_t head_dim, float scale,
+                        float* transposed, float* scores, Panel& panel) {
   const auto take = [&](auto live) {
     few_lanes_step<decltype(live)::value>(keys, values, count, head_dim, scale, transposed, scores, panel);
     return true;

@@ -1,5 +1,5 @@
-// Attention of one query tile by the online softmax: the rows of all query heads that share a KV head, cut into panels.
-// For each chunk of keys every panel takes one step. The caller supplies the chunks.
+// Attention of one query tile by the online softmax: the rows of all query heads that share a KV head, cut into
+// panels. For each chunk of keys every panel takes one step. The caller supplies the chunks.
 #pragma once
 
 #include "few_lanes.h"
@@ -12,10 +12,10 @@ namespace {
 template <class Tiles>
 struct Panel {
   static constexpr int kVectors = Tiles::kVectors;
-  Vec largest[kVectors], total[kVectors];  // of each lane: the largest score so far, and the sum of e^(score - largest)
+  Vec m_i[kVectors], l_i[kVectors];  // of each lane: the largest score so far, and the sum of e^(score - m_i)
   Lanes lanes;
   typename Tiles::Packed* queries;
-  float* sums;  // [head_dim][kPanel]: the weighted sum of values, not yet divided by the total
+  float* sums;  // [head_dim][kPanel]: the weighted sum of values, not yet divided by l_i
 };
 
 template <class Tiles>
@@ -45,17 +45,17 @@ struct Memory {
   }
 };
 
-// scores -> weights, in place; updates the lanes' statistics, and `factor` is what older sums have to be multiplied
+// scores -> weights, in place; updates the lanes' statistics, and `alpha` is what older sums have to be multiplied
 // with.
 //
 // Exact scores are rounded before the largest is subtracted: these are stored. The others are scaled again, with the
 // subtraction fused in masked and unmasked blocks alike, so that a lane's result does not depend on the other lanes;
 // not in lanes with far scores.
 template <class Tiles, bool kExact>
-void softmax_step(Panel<Tiles>& panel, const Block* blocks, int num_blocks, float scale, float* scores, Vec* factor) {
+void online_softmax(Panel<Tiles>& panel, const Block* blocks, int num_blocks, float scale, float* scores, Vec* alpha) {
   constexpr int kVectors = Tiles::kVectors;
-  Vec largest[kVectors], sum[kVectors] = {};
-  for (int v = 0; v < kVectors; ++v) largest[v] = panel.largest[v];
+  Vec m_i[kVectors], sum[kVectors] = {};
+  for (int v = 0; v < kVectors; ++v) m_i[v] = panel.m_i[v];
   for (int b = 0; b < num_blocks; ++b) {
     Vec* row = reinterpret_cast<Vec*>(scores + b * kBlock * Tiles::kPanel);
     const Ints* visible = blocks[b].visible;
@@ -64,20 +64,20 @@ void softmax_step(Panel<Tiles>& panel, const Block* blocks, int num_blocks, floa
         Vec score = rounded(*row * scale);
         if (visible != nullptr) score = choose(visible[j * kVectors + v], score, splat(-kInfinity));
         if (kExact) *row = score;
-        largest[v] = larger(score, largest[v]);
+        m_i[v] = larger(score, m_i[v]);
       }
     }
   }
-  Vec base[kVectors];
+  Vec origin[kVectors];
   for (int v = 0; v < kVectors; ++v) {
-    // A lane that has seen nothing yet has no largest score to subtract; any base gives weights of 0.
-    base[v] = largest[v] == -kInfinity ? Vec{} : largest[v];
-    factor[v] = exponential<kExact>(panel.largest[v] - base[v]);
-    panel.largest[v] = largest[v];
+    // A lane without a visible key so far has no largest score to subtract; any origin gives weights of 0.
+    origin[v] = m_i[v] == -kInfinity ? Vec{} : m_i[v];
+    alpha[v] = exponential<kExact>(panel.m_i[v] - origin[v]);
+    panel.m_i[v] = m_i[v];
   }
   // Another value to the compiler: with a product that is used twice it would not fuse the near lanes' subtraction.
   const Vec scale_again = rounded(splat(scale));
-  const auto weigh = [&](auto any_far) {
+  const auto write_weights = [&](auto any_far) {
     for (int b = 0; b < num_blocks; ++b) {
       float* block = scores + b * kBlock * Tiles::kPanel;
       const Vec* row = reinterpret_cast<const Vec*>(block);
@@ -85,10 +85,10 @@ void softmax_step(Panel<Tiles>& panel, const Block* blocks, int num_blocks, floa
       const Ints* visible = blocks[b].visible;
       const auto weight = [&](int j, int v) {
         const Vec score = row[j * kVectors + v];
-        if constexpr (kExact) return exponential<true>(score - base[v]);
-        Vec below = score * scale - base[v];
+        if constexpr (kExact) return exponential<true>(score - origin[v]);
+        Vec below = score * scale - origin[v];
         if constexpr (decltype(any_far)::value) {
-          below = choose(is_far(base[v]), rounded(score * scale_again) - base[v], below);
+          below = choose(is_far(origin[v]), rounded(score * scale_again) - origin[v], below);
         }
         const Vec all = exponential<false>(below);
         return visible == nullptr ? all : choose(visible[j * kVectors + v], all, Vec{});
@@ -104,21 +104,21 @@ void softmax_step(Panel<Tiles>& panel, const Block* blocks, int num_blocks, floa
     }
   };
   uint32_t far = 0;
-  for (int v = 0; !kExact && v < kVectors; ++v) far |= bits_of(is_far(base[v]));
+  for (int v = 0; !kExact && v < kVectors; ++v) far |= bits_of(is_far(origin[v]));
   if (far != 0) {
-    weigh(Count<1>{});
+    write_weights(Count<1>{});
   } else {
-    weigh(Count<0>{});
+    write_weights(Count<0>{});
   }
   // As in accumulate(), a chunk's part is added when it is complete.
-  for (int v = 0; v < kVectors; ++v) panel.total[v] = panel.total[v] * factor[v] + sum[v];
+  for (int v = 0; v < kVectors; ++v) panel.l_i[v] = panel.l_i[v] * alpha[v] + sum[v];
 }
 
 template <class T, class Tiles>
 void start(const AttentionArgs& args, int64_t batch, int64_t head, int64_t token, Panel<Tiles>& panel) {
   for (int v = 0; v < Tiles::kVectors; ++v) {
-    panel.largest[v] = splat(-kInfinity);
-    panel.total[v] = Vec{};
+    panel.m_i[v] = splat(-kInfinity);
+    panel.l_i[v] = Vec{};
   }
   const LanePointers<const T, Tiles::kPanel> rows(args.q, batch, token, head, panel.lanes);
   Tiles::pack_panel(rows.at, args.head_dim, panel.queries);
@@ -129,12 +129,12 @@ void start(const AttentionArgs& args, int64_t batch, int64_t head, int64_t token
 template <class T, class Tiles>
 void finish(const AttentionArgs& args, const HeadsView& out, float* all_lse, int64_t batch, int64_t head, int64_t token,
             Panel<Tiles>& panel) {
-  Vec share[Tiles::kVectors];
-  for (int v = 0; v < Tiles::kVectors; ++v) share[v] = 1.0f / panel.total[v];
+  Vec inv_l_i[Tiles::kVectors];
+  for (int v = 0; v < Tiles::kVectors; ++v) inv_l_i[v] = 1.0f / panel.l_i[v];
   for (int64_t d = 0; d < args.head_dim; ++d) {
     for (int v = 0; v < Tiles::kVectors; ++v) {
       Vec& sum = reinterpret_cast<Vec*>(panel.sums + d * Tiles::kPanel)[v];
-      sum = panel.total[v] == 0.0f ? Vec{} : sum * share[v];  // not times 0: masked values may be NaN or infinite
+      sum = panel.l_i[v] == 0.0f ? Vec{} : sum * inv_l_i[v];  // not times 0: masked values may be NaN or infinite
     }
   }
   const LanePointers<T, Tiles::kPanel> rows(out, batch, token, head, panel.lanes);
@@ -142,10 +142,10 @@ void finish(const AttentionArgs& args, const HeadsView& out, float* all_lse, int
   for (int lane = 0; lane < panel.lanes.count; ++lane) {
     int32_t in_group, in_tile;
     panel.lanes.locate(lane, in_group, in_tile);
-    const float total = panel.total[lane / kLanes][lane % kLanes];
-    const float lse = panel.largest[lane / kLanes][lane % kLanes] + __builtin_logf(total);
+    const float l_i = panel.l_i[lane / kLanes][lane % kLanes];
+    const float lse = panel.m_i[lane / kLanes][lane % kLanes] + __builtin_logf(l_i);
     all_lse[(batch * args.q_heads + head + in_group) * args.lse_stride + token + in_tile] =
-        total == 0.0f ? -kInfinity : lse;
+        l_i == 0.0f ? -kInfinity : lse;
   }
 }
 
@@ -161,7 +161,7 @@ void for_keys(const AttentionArgs& args, int64_t batch, int64_t kv_head, int64_t
 }
 
 // One query tile of one KV head. `chunks` calls its argument with (keys, values, how many, bitmap, words of its rows,
-// first column) for all the chunks that the tile sees; `done` gets each panel when it has seen them.
+// first column) for all chunks visible to the tile; `done` gets each panel after the last one.
 template <class T, class Tiles, class Chunks, class Done>
 void attend(const AttentionArgs& args, int64_t batch, int64_t kv_head, int64_t tile, Memory<Tiles>& memory,
             const Chunks& chunks, const Done& done) {
@@ -181,8 +181,8 @@ void attend(const AttentionArgs& args, int64_t batch, int64_t kv_head, int64_t t
                int64_t words_per_row, int64_t column) {
       if constexpr (Tiles::kVectors == 1) {
         if (bitmap == nullptr && panels == 1 &&
-            took_few_lanes_step(keys, values, count, args.head_dim, args.scale, memory.keys.rows, memory.scores,
-                                memory.panels[0])) {
+            try_few_lanes_step(keys, values, count, args.head_dim, args.scale, memory.keys.rows, memory.scores,
+                               memory.panels[0])) {
           return;
         }
       }
@@ -192,15 +192,15 @@ void attend(const AttentionArgs& args, int64_t batch, int64_t kv_head, int64_t t
       for (int64_t i = 0; i < panels; ++i) {
         Panel<Tiles>& panel = memory.panels[i];
         Block blocks[kChunk / kBlock];
-        Vec factor[Tiles::kVectors];
+        Vec alpha[Tiles::kVectors];
         const int n = blocks_of_rows<Tiles>(bitmap, words_per_row, panel.lanes, column, count, blocks, memory.visible);
         if (n == 0) continue;
         Tiles::scores(memory.keys.rows, panel.queries, args.head_dim, blocks, n, memory.scores);
-        softmax_step<Tiles, kExact>(panel, blocks, n, args.scale, memory.scores, factor);
+        online_softmax<Tiles, kExact>(panel, blocks, n, args.scale, memory.scores, alpha);
         if (plain) {
-          Tiles::accumulate(memory.values.columns, memory.scores, args.head_dim, blocks, n, factor, panel.sums);
+          Tiles::accumulate(memory.values.columns, memory.scores, args.head_dim, blocks, n, alpha, panel.sums);
         } else {
-          accumulate_visible<Tiles>(values, memory.scores, args.head_dim, blocks, n, factor, panel.sums);
+          accumulate_visible<Tiles>(values, memory.scores, args.head_dim, blocks, n, alpha, panel.sums);
         }
       }
     });

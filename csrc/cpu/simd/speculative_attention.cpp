@@ -11,11 +11,9 @@ namespace {
 
 constexpr int64_t kWords = kChunk / 32;  // of a bitmap row over one chunk
 
-PDK_INLINE int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
-
 // Bits [first, last) of a word, clipped to it.
 PDK_INLINE uint32_t ones(int64_t first, int64_t last) {
-  first = larger_of(first, 0), last = smaller(last, 32);
+  first = larger(first, 0), last = smaller(last, 32);
   return first >= last ? 0 : ~0u >> (32 - (last - first)) << first;
 }
 
@@ -29,14 +27,14 @@ PDK_INLINE uint32_t bits_from(const uint32_t* row, int64_t words, int64_t column
 // The first new token after all those that a query tile sees.
 inline int64_t tail_end(const SpeculativeArgs& args, int64_t batch, int64_t tile) {
   int64_t end = 0;
-  for (const TilePair range : args.of_q.full(batch, tile)) end = larger_of(end, range.second);
-  for (const TilePair other : args.of_q.others(batch, tile)) end = larger_of(end, other.first + 1);
+  for (const TilePair range : args.of_q.full(batch, tile)) end = larger(end, range.second);
+  for (const TilePair other : args.of_q.others(batch, tile)) end = larger(end, other.first + 1);
   return smaller(end * args.block_k, args.kv_len);
 }
 
 // The first position that some row of a query tile sees, and that from which on none sees less than the plan shows.
 struct Starts {
-  int64_t some, all;
+  int64_t min, max;
 };
 
 inline Starts starts_of(const SpeculativeArgs& args, int64_t batch, int64_t tile) {
@@ -45,20 +43,20 @@ inline Starts starts_of(const SpeculativeArgs& args, int64_t batch, int64_t tile
   Starts found{args.start(batch, first), args.start(batch, first)};
   for (int64_t row = first + 1; row < last; ++row) {
     const int64_t start = args.start(batch, row);
-    found.some = smaller(found.some, start), found.all = larger_of(found.all, start);
+    found.min = smaller(found.min, start), found.max = larger(found.max, start);
   }
   return found;
 }
 
-enum class Seen { kNone, kSome, kAll };
+enum class Visibility { kNone, kSome, kAll };
 
 // What a query tile sees of a chunk whose first key is new token `column`, or a cached one where that is negative.
 // If it is neither all nor nothing, `bitmap` gets kWords words for each row.
-inline Seen see_chunk(const SpeculativeArgs& args, int64_t batch, int64_t tile, int64_t column, int64_t count,
-                      Starts starts, uint32_t* bitmap) {
+inline Visibility visibility_of(const SpeculativeArgs& args, int64_t batch, int64_t tile, int64_t column, int64_t count,
+                                Starts starts, uint32_t* bitmap) {
   const int64_t end = column + count, block = args.block_k, words = args.bitmaps.words_per_row;
   const int64_t rows = smaller(args.block_q, args.q_len - tile * args.block_q);
-  const int64_t origin = args.lengths.load(batch) + column, hidden = starts.some - origin;
+  const int64_t origin = args.lengths.load(batch) + column, hidden = starts.min - origin;
   uint32_t same[kWords];  // visible to all rows
   bool any = hidden < smaller(count, -column);
   for (int64_t w = 0; w < kWords; ++w) same[w] = ones(0, -column - 32 * w);
@@ -75,10 +73,10 @@ inline Seen see_chunk(const SpeculativeArgs& args, int64_t batch, int64_t tile, 
       any |= first < end && last > column;
     }
   }
-  if (!any) return Seen::kNone;
-  bool all = starts.all <= origin;
+  if (!any) return Visibility::kNone;
+  bool all = starts.max <= origin;
   for (int64_t w = 0; w < kWords; ++w) all &= (~same[w] & ones(0, count - 32 * w)) == 0;
-  if (all) return Seen::kAll;
+  if (all) return Visibility::kAll;
   for (int64_t r = 0; r < rows; ++r) __builtin_memcpy(bitmap + r * kWords, same, sizeof(same));
   for (const TilePair other : args.of_q.others(batch, tile)) {
     const int64_t first = other.first * block;
@@ -88,11 +86,11 @@ inline Seen see_chunk(const SpeculativeArgs& args, int64_t batch, int64_t tile, 
       for (int64_t w = 0; w < kWords; ++w) bitmap[r * kWords + w] |= bits_from(row, words, column + 32 * w - first);
     }
   }
-  for (int64_t r = 0; starts.all > origin && r < rows; ++r) {
+  for (int64_t r = 0; starts.max > origin && r < rows; ++r) {
     const int64_t start = args.start(batch, tile * args.block_q + r) - origin;
     for (int64_t w = 0; w < kWords; ++w) bitmap[r * kWords + w] &= ones(start - 32 * w, 32);
   }
-  return Seen::kSome;
+  return Visibility::kSome;
 }
 
 // The keys of a sequence at positions [begin, end), cached or new, in chunks that attend() takes. A chunk begins at a
@@ -102,14 +100,14 @@ void for_positions(const SpeculativeArgs& args, int64_t batch, int64_t entry, in
                    int64_t begin, int64_t end, uint32_t* bitmap, const Consume& consume) {
   const int64_t length = args.lengths.load(batch);
   const Starts starts = starts_of(args, batch, tile);
-  begin = larger_of(begin, starts.some / kChunk * kChunk);
+  begin = larger(begin, starts.min / kChunk * kChunk);
   end = smaller(end, length + tail_end(args, batch, tile));
   for (int64_t first = begin; first < end; first += kChunk) {
     const int64_t count = smaller(kChunk, end - first);
-    const Seen seen = first + count <= length && starts.all <= first
-                          ? Seen::kAll
-                          : see_chunk(args, batch, tile, first - length, count, starts, bitmap);
-    if (seen == Seen::kNone) continue;
+    const Visibility visibility = first + count <= length && starts.max <= first
+                                      ? Visibility::kAll
+                                      : visibility_of(args, batch, tile, first - length, count, starts, bitmap);
+    if (visibility == Visibility::kNone) continue;
     const T *keys[kChunk], *values[kChunk];
     for (int64_t i = 0; i < count; ++i) {
       const int64_t position = first + i;
@@ -122,7 +120,7 @@ void for_positions(const SpeculativeArgs& args, int64_t batch, int64_t entry, in
         values[i] = args.v.row<const T>(entry, position - length, kv_head);
       }
     }
-    consume(keys, values, count, seen == Seen::kAll ? nullptr : bitmap, kWords, 0);
+    consume(keys, values, count, visibility == Visibility::kAll ? nullptr : bitmap, kWords, 0);
   }
 }
 
@@ -134,23 +132,23 @@ void merge_splits(const SpeculativeArgs& args, int64_t splits) {
   parallel_for(0, rows, 16, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const int64_t batch = row / (args.q_heads * tokens), head = row / tokens % args.q_heads, token = row % tokens;
-      float largest = -kInfinity, total = 0, sums[256] = {};
+      float m_i = -kInfinity, l_i = 0, sums[256] = {};
       for (int64_t s = 0; s < splits; ++s) {
         const float lse = args.parts_lse[s * rows + row];
-        largest = lse > largest ? lse : largest;
+        m_i = lse > m_i ? lse : m_i;
       }
       for (int64_t s = 0; s < splits; ++s) {
         const float lse = args.parts_lse[s * rows + row];
         if (lse == -kInfinity) continue;
-        const float weight = __builtin_expf(lse - largest);
+        const float weight = __builtin_expf(lse - m_i);
         const float* part =
             args.parts + (((s * rows + batch * args.q_heads * tokens) + token * args.q_heads) + head) * dim;
         for (int64_t d = 0; d < dim; ++d) sums[d] += weight * part[d];
-        total += weight;
+        l_i += weight;
       }
-      for (int64_t d = 0; d < dim; ++d) sums[d] = total == 0 ? 0 : sums[d] / total;
+      for (int64_t d = 0; d < dim; ++d) sums[d] = l_i == 0 ? 0 : sums[d] / l_i;
       from_floats(sums, args.out.row<T>(batch, token, head), dim);
-      args.lse[row] = total == 0 ? -kInfinity : largest + __builtin_logf(total);
+      args.lse[row] = l_i == 0 ? -kInfinity : m_i + __builtin_logf(l_i);
     }
   });
 }
@@ -171,7 +169,7 @@ void append_rows(const SpeculativeArgs& args, int64_t batch, int64_t entry, int6
 // Splits that any sequence reaches into. The others would add nothing.
 inline int64_t used_splits(const SpeculativeArgs& args) {
   int64_t longest = 0;
-  for (int64_t b = 0; b < args.batch; ++b) longest = larger_of(longest, args.lengths.load(b) + args.tokens(b));
+  for (int64_t b = 0; b < args.batch; ++b) longest = larger(longest, args.lengths.load(b) + args.tokens(b));
   return count_splits(longest);
 }
 

@@ -31,6 +31,7 @@ typedef float LooseVec __attribute__((vector_size(4 * PDK_LANES), may_alias, ali
 constexpr float kInfinity = __builtin_inff();
 
 constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 constexpr int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 PDK_INLINE Vec splat(float x) { return x - Vec{}; }  // not x + Vec{}: that would turn -0 into 0
