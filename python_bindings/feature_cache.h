@@ -8,7 +8,7 @@
 namespace pdkernels::PDK_DEVICE::bindings {
 
 inline Tensor select_stale_rows(const Tensor& v, Tensor& v_cache, const Tensor& starts, int64_t count,
-                                const OptionalTensor& wanted, const OptionalTensor& counts, const std::string& update,
+                                const OptionalTensor& quota, const OptionalTensor& counts, const std::string& update,
                                 const OptionalTensor& block_table) {
   const Launch launch(v);
   const SameDevice device(v);
@@ -26,10 +26,10 @@ inline Tensor select_stale_rows(const Tensor& v, Tensor& v_cache, const Tensor& 
   if (heads_adjacent(args.v_row) && heads_adjacent(args.cache_row))
     merge_heads(args.v_row), merge_heads(args.cache_row);
   args.pages = cache.pages;
-  args.batch = cache.batch, args.rows = v.size(1), args.most = count;
+  args.batch = cache.batch, args.rows = v.size(1), args.max_selected = count;
   args.starts = index_view(device, starts, 1, args.batch);
   args.counts = index_view(device, counts, 1, args.batch);
-  args.wanted = index_view(device, wanted, 1, args.batch);
+  args.quota = index_view(device, quota, 1, args.batch);
   args.update = update == "all" ? Update::kAll : update == "selected" ? Update::kSelected : Update::kNone;
   Tensor index = torch::stable::new_empty(v, {args.batch, count}, ScalarType::Long);
   Tensor keys = torch::stable::new_empty(v, {args.batch, args.rows}, ScalarType::Int);

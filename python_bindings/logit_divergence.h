@@ -33,8 +33,8 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> logit_divergence(const Tensor&
 #else
   const int64_t partials = args.rows * args.chunks() * kDivergencePartials;  // results of the chunks
 #endif
-  Tensor room = torch::stable::new_empty(logits, {partials}, ScalarType::Double);
-  args.partials = data<double>(room);
+  Tensor partials_storage = torch::stable::new_empty(logits, {partials}, ScalarType::Double);
+  args.partials = data<double>(partials_storage);
   if (args.rows > 0) launch(PDK_VECTOR(logit_divergence), args);
   return {argmax, entropy, kl, minp_kl};
 }

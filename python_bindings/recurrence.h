@@ -83,7 +83,7 @@ inline std::tuple<Tensor, Tensor, Tensor> recurrence_exit(const Tensor& x, const
   PDK_CHECK(older.has_value() == older_advance.has_value() && (previous.has_value() || !older.has_value()));
   Tensor state = torch::stable::new_empty(x, {args.batch, args.rows, args.size}, dtype);
   Tensor distance = torch::stable::new_empty(x, {args.batch, args.rows}, ScalarType::Float);
-  Tensor settled = torch::stable::new_empty(x, {args.batch, args.rows}, ScalarType::Bool);
+  Tensor converged = torch::stable::new_empty(x, {args.batch, args.rows}, ScalarType::Bool);
   args.state = rows_view(device, state, dtype, args.batch, args.size);
   device.require(weight, dtype, {args.size});
   PDK_CHECK(weight.is_contiguous());
@@ -96,54 +96,55 @@ inline std::tuple<Tensor, Tensor, Tensor> recurrence_exit(const Tensor& x, const
   args.min_recurrences = min_recurrences;
   args.threshold = threshold;
   args.eps = static_cast<float>(eps);
-  args.distance = data<float>(distance), args.settled = data<bool>(settled);
+  args.distance = data<float>(distance), args.converged = data<bool>(converged);
   launch(PDK_DEVICE::recurrence_exit, args);
-  return {state, distance, settled};
+  return {state, distance, converged};
 }
 
-inline void recurrence_advance(Tensor& tokens, const Tensor& predictions, Tensor& recurrences, Tensor& stable,
+inline void recurrence_advance(Tensor& tokens, const Tensor& predictions, Tensor& recurrences, Tensor& unchanged_steps,
                                Tensor& width, Tensor& cursor, Tensor& advance, Tensor& steps, Tensor& remaining,
-                               const OptionalTensor& settled, int64_t inner_recurrence, int64_t max_wavefront,
+                               const OptionalTensor& converged, int64_t inner_recurrence, int64_t max_wavefront,
                                int64_t max_recurrences, int64_t stability, const std::string& rule, int64_t headway,
-                               const OptionalTensor& filler, const OptionalTensor& end_tokens, bool guard,
+                               const OptionalTensor& filler, const OptionalTensor& end_tokens, bool keep_changed,
                                bool keep_last) {
   const Launch launch(tokens);
   PDK_CHECK(tokens.dim() == 2 && tokens.size(1) >= 1 && predictions.dim() == 2);
   const SameDevice device(tokens);
   AdvanceArgs args;
   args.batch = tokens.size(0);
-  args.room = tokens.size(1) - 1;
+  args.capacity = tokens.size(1) - 1;
   args.rows = predictions.size(1);
-  PDK_CHECK(args.rows <= args.room);
+  PDK_CHECK(args.rows <= args.capacity);
   const auto table = [&](const Tensor& t, int64_t columns) {
     PDK_CHECK(has_shape(t, {args.batch, columns}));
     return index_view(device, t, 2, args.batch);
   };
-  args.tokens = table(tokens, args.room + 1);
+  args.tokens = table(tokens, args.capacity + 1);
   args.predictions = index_view(device, predictions, 2, args.batch);
-  args.recurrences = table(recurrences, args.room);
-  args.stable = table(stable, args.room);
+  args.recurrences = table(recurrences, args.capacity);
+  args.unchanged_steps = table(unchanged_steps, args.capacity);
   args.width = index_view(device, width, 1, args.batch);
   args.cursor = index_view(device, cursor, 1, args.batch);
   args.advance = index_view(device, advance, 1, args.batch);
   args.steps = index_view(device, steps, 1, args.batch);
   args.remaining = index_view(device, remaining, 1, args.batch);
-  if (settled.has_value()) {
-    device.require(*settled, ScalarType::Bool, {args.batch, args.rows});
-    args.settled = data<bool>(*settled);
-    args.settled_stride0 = settled->stride(0);
-    args.settled_stride1 = settled->stride(1);
+  if (converged.has_value()) {
+    device.require(*converged, ScalarType::Bool, {args.batch, args.rows});
+    args.converged = data<bool>(*converged);
+    args.converged_stride0 = converged->stride(0);
+    args.converged_stride1 = converged->stride(1);
   }
   PDK_CHECK(inner_recurrence >= 1 && inner_recurrence <= 0x7FFFFFFF && headway >= 1 && max_recurrences >= 0 &&
             stability >= 0);
-  PDK_CHECK(max_wavefront >= 0 && max_wavefront <= args.room);
+  PDK_CHECK(max_wavefront >= 0 && max_wavefront <= args.capacity);
   args.inner_recurrence = inner_recurrence;
-  args.max_wavefront = max_wavefront > 0 ? max_wavefront : args.room;
+  args.max_wavefront = max_wavefront > 0 ? max_wavefront : args.capacity;
   args.max_recurrences = max_recurrences;
   args.stability = stability;
-  args.headway = headway <= args.room ? headway : args.room + 1;  // no wave is wider than that, and sums stay small
+  args.headway =
+      headway <= args.capacity ? headway : args.capacity + 1;  // no wave is wider than that, and sums stay small
   args.last = is_second(rule, "prefix", "last");
-  args.guard = guard;
+  args.keep_changed = keep_changed;
   args.keep_last = keep_last;
   args.filler = index_table(device, filler, args.batch, headway - 1);
   args.num_end_tokens = end_tokens.has_value() ? end_tokens->size(0) : 0;

@@ -57,15 +57,15 @@ inline std::tuple<Tensor, Tensor, Tensor> add_rms_norm_backward(const OptionalTe
   const int64_t parts = norm_parts(rows.count);
   // The gradient of a weight, and its parts; of none, an empty tensor.
   std::vector<Tensor> kept;
-  const auto weight_gradient = [&](const OptionalTensor& of, void*& values, void*& to, float*& room) {
-    values = to = nullptr, room = nullptr;
+  const auto weight_gradient = [&](const OptionalTensor& of, void*& values, void*& to, float*& partials) {
+    values = to = nullptr, partials = nullptr;
     Tensor made = torch::stable::new_empty(x, {of.has_value() ? rows.width : 0}, x.scalar_type());
     if (!of.has_value()) return made;
     device.require(*of, x.scalar_type(), {rows.width});
     kept.push_back(packed(*of));
     values = kept.back().data_ptr(), to = made.data_ptr();
     kept.push_back(torch::stable::new_empty(x, {parts, rows.width}, ScalarType::Float));
-    room = data<float>(kept.back());
+    partials = data<float>(kept.back());
     return made;
   };
   Tensor dweight = weight_gradient(weight, args.weight, args.dweight, args.parts);

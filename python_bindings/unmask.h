@@ -12,8 +12,8 @@ using Unmasked = std::tuple<Tensor, Tensor, Tensor>;
 
 inline Unmasked unmask(Tensor& tokens, const Tensor& ids, const OptionalTensor& confidence, int64_t mask_token,
                        const OptionalTensor& positions, const OptionalTensor& windows, int64_t quota,
-                       const OptionalTensor& quotas, std::optional<double> threshold, int64_t need,
-                       const OptionalTensor& needs, std::optional<double> factor, bool strict, int64_t seed,
+                       const OptionalTensor& quotas, std::optional<double> threshold, int64_t min_count,
+                       const OptionalTensor& min_counts, std::optional<double> factor, bool strict, int64_t seed,
                        const OptionalTensor& seeds, int64_t step, const OptionalTensor& steps) {
   const Launch launch(tokens);
   const SameDevice device(tokens);
@@ -51,7 +51,7 @@ inline Unmasked unmask(Tensor& tokens, const Tensor& ids, const OptionalTensor& 
     return PerSegment{index_view(device, t, dim, args.batch), number};
   };
   args.quota = per_segment(quotas, quota);
-  args.need = per_segment(needs, need);
+  args.min_count = per_segment(min_counts, min_count);
   args.steps = index_view(device, steps, 1, args.batch);
   PDK_CHECK(steps.has_value() || (step >= 0 && step <= 0xFFFFFFFF));
   PDK_CHECK(mask_token >= 0 && !(threshold.has_value() && factor.has_value()) && (threshold.has_value() || !strict));
@@ -61,7 +61,7 @@ inline Unmasked unmask(Tensor& tokens, const Tensor& ids, const OptionalTensor& 
   if (threshold.has_value()) {
     PDK_CHECK(!std::isnan(*threshold));
     args.rule = UnmaskRule::kThreshold;
-    args.bar = unmask_bar(args, *threshold, strict);
+    args.lowest_passing = lowest_passing_key(args, *threshold, strict);
   } else if (factor.has_value()) {
     PDK_CHECK(std::isfinite(*factor) && *factor >= 0);
     args.rule = UnmaskRule::kFactor;

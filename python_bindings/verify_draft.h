@@ -30,13 +30,13 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> verify_draft(const Ten
   args.end_tokens = index_view(device, end_tokens, 1, args.num_end_tokens);
   args.refill = index_table(device, refill, args.batch, args.width);
   const auto numbers = [&] { return torch::stable::new_empty(draft, {args.batch}, ScalarType::Long); };
-  Tensor accepted = numbers(), next_token = numbers(), row = numbers();
+  Tensor accepted = numbers(), next_token = numbers(), candidate = numbers();
   Tensor ended = torch::stable::new_empty(draft, {args.batch}, ScalarType::Bool);
   Tensor new_draft = torch::stable::new_empty(draft, {args.batch, args.width}, ScalarType::Long);
   args.accepted = data<int64_t>(accepted), args.next_token = data<int64_t>(next_token);
-  args.ended = data<bool>(ended), args.new_draft = data<int64_t>(new_draft), args.row = data<int64_t>(row);
+  args.ended = data<bool>(ended), args.new_draft = data<int64_t>(new_draft), args.candidate = data<int64_t>(candidate);
   launch(PDK_DEVICE::verify_draft, args);
-  return {accepted, next_token, ended, new_draft, row};
+  return {accepted, next_token, ended, new_draft, candidate};
 }
 
 PDK_IMPL("verify_draft", verify_draft)

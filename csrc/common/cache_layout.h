@@ -1,4 +1,4 @@
-// Where the rows of a KV cache are in memory, and what can be wrong with a range of them.
+// The memory layout of a KV cache, and the faults of a range of rows.
 //
 // A cache is a table of buffers: K of every layer, then V of every layer. A buffer holds pages, a page holds slots, a
 // slot holds one row: the K (or V) of one token in all heads. A contiguous cache is a paged one whose sequence b owns
@@ -39,7 +39,7 @@ struct PageMap {
 
   PDK_HD int64_t capacity() const { return pages_per_sequence * page_size; }
 
-  // Always inlined: no copy of it may stay in the units of one vector level.
+  // Always inlined: the linker keeps one copy of an inline function, which must not be that of a vector level.
   [[gnu::always_inline]] PDK_HD Slot locate(int64_t sequence, int64_t position) const {
     if (!block_table.given()) return {sequence, position};
     return {block_table.load(sequence, position / page_size), position % page_size};
@@ -48,13 +48,13 @@ struct PageMap {
   PDK_HD bool holds(const Slot& at) const { return at.page >= 0 && at.page < num_pages; }
 };
 
-// What can be wrong with one sequence of a call. A sequence with a fault is left unchanged.
-enum class Fault : int32_t { kNone, kLength, kCount, kRoom, kSource, kPage };
+// The fault of one sequence of a call. A sequence with a fault is left unchanged.
+enum class Fault : int32_t { kNone, kLength, kCount, kCapacity, kSource, kPage };
 
 PDK_HD Fault check_extent(const PageMap& pages, int64_t length, int64_t count, int64_t max_rows) {
   if (length < 0 || length > pages.capacity()) return Fault::kLength;
   if (count < 0 || count > max_rows) return Fault::kCount;
-  if (count > pages.capacity() - length) return Fault::kRoom;
+  if (count > pages.capacity() - length) return Fault::kCapacity;
   return Fault::kNone;
 }
 

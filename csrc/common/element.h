@@ -1,4 +1,4 @@
-// The element types of kernels that compute; those that only move rows take bytes.
+// The element types of kernels that do arithmetic. Kernels that only move rows work on bytes.
 #pragma once
 
 namespace pdkernels {

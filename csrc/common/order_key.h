@@ -1,12 +1,12 @@
-// Floats as unsigned integers of the same order: kernels select and sort by these.
+// Floats as unsigned integers with the same order, by which kernels select and sort.
 #pragma once
 
 #include "common/platform.h"
 
 namespace pdkernels {
 
-// Equal for equal floats, so for both zeros. 0 is below every float and all bits set above: which of them NaN has is
-// the caller's choice.
+// Equal floats have equal keys, including both zeros. The keys 0 and ~0 belong to no number; callers use one of them
+// for NaN.
 PDK_HD uint32_t order_key(float x) {
   const uint32_t bits = __builtin_bit_cast(uint32_t, x + 0.0f);  // -0 becomes 0
   return bits >> 31 ? ~bits : bits | 0x80000000u;

@@ -1,4 +1,4 @@
-// What the shared templates need to know about their compiler: nvcc, or any host compiler.
+// Macros that hide the differences between nvcc and a host compiler.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@
 #endif
 
 // PDK_KERNEL(name, Args) declares the kernel of an op for the device that a file is compiled for. CPU kernels check all
-// values first and throw std::invalid_argument with nothing written; CUDA launchers neither allocate nor synchronise
-// nor read device values. PDK_VECTOR_KERNEL declares those of csrc/cpu/simd, one for each level of CpuIsa.
+// values and throw std::invalid_argument before they write anything. CUDA launchers do not allocate, synchronise or
+// read device values. PDK_VECTOR_KERNEL declares the kernels of csrc/cpu/simd, one for each level of CpuIsa.
 #if defined(__CUDACC__) || defined(PDKERNELS_DEVICE_CUDA) || defined(PDKERNELS_CUDASIM)
 #include <cuda_runtime.h>
 #define PDK_KERNEL(name, Args)                             \

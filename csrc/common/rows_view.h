@@ -17,7 +17,7 @@ struct RowsView {
   }
 };
 
-// (batch, rows, width). Of its own, since most kernels have no use for a batch and arguments travel with every launch.
+// (batch, rows, width). A separate type, because most kernels have no batch and every field is passed with each launch.
 struct BatchRowsView : RowsView {
   int64_t batch_stride = 0, rows = 0;
 

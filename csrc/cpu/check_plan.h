@@ -1,5 +1,5 @@
-// Kernels derive addresses from a plan, so its values are checked before a kernel runs: four words for each tile, and
-// two for each range and each tile that needs a mask.
+// Checks a plan before a kernel runs, because kernels derive addresses from it: four words for each tile, and two for
+// each range and each tile that needs a mask.
 #pragma once
 
 #include <string>

@@ -21,7 +21,7 @@ inline void report(const char* op, Fault fault, const PageMap& pages, int64_t b,
       fail(op, b, lengths, range(0, capacity), length,
            "The cache holds " + std::to_string(capacity) + " rows per sequence.");
     case Fault::kCount: fail(op, b, "counts", range(0, max_rows), count, "Only the rows given can be written.");
-    case Fault::kRoom:
+    case Fault::kCapacity:
       fail(op, b, lengths + " + counts", "be at most the capacity " + std::to_string(capacity), length + count,
            "Make the cache larger, reserve more pages, or write fewer rows.");
   }

@@ -20,7 +20,7 @@ void select_stale_rows(const StaleRowsArgs& args) {
     const int64_t start = args.starts.load(b), count = args.count(b);
     report(op, check_extent(args.pages, start, count, args.rows), args.pages, b, start, count, args.rows, "starts");
     require_pages(op, args.pages, b, start, count);
-    if (args.wish(b) < 0) fail(op, b, "quota", "be at least 0", args.wish(b), "0 chooses nothing.");
+    if (args.quota_of(b) < 0) fail(op, b, "quota", "be at least 0", args.quota_of(b), "0 chooses nothing.");
   }
   PDK_DISPATCH(select_stale_rows, args)
 }

@@ -32,28 +32,28 @@ struct Move {
 // Rows of one sequence that actually move, in order, and whether that order alone keeps reads before writes: with
 // ascending sources no row is overwritten before it has been read, since every later source is above every earlier
 // target.
-struct MovePlan {
+struct RowMoves {
   std::vector<Move> moves;
   bool ascending = true;
 };
 
-MovePlan plan_moves(const CommitArgs& args, int64_t b, int64_t length, int64_t count) {
+RowMoves find_moves(const CommitArgs& args, int64_t b, int64_t length, int64_t count) {
   const PageMap& pages = args.cache.pages;
-  MovePlan plan;
-  plan.moves.reserve(count);
+  RowMoves rows;
+  rows.moves.reserve(count);
   int64_t previous = -1;
   for (int64_t row = 0; row < count; ++row) {
     const int64_t source = args.source_index.load(b, row);
-    plan.ascending = plan.ascending && source > previous;
+    rows.ascending = rows.ascending && source > previous;
     previous = source;
-    if (source != row) plan.moves.push_back({pages.locate(b, length + source), pages.locate(b, length + row)});
+    if (source != row) rows.moves.push_back({pages.locate(b, length + source), pages.locate(b, length + row)});
   }
-  return plan;
+  return rows;
 }
 
-void run_moves(const MovePlan& plan, char* base, const RowLayout& row) {
-  if (plan.ascending) {
-    for (const Move& move : plan.moves) {
+void run_moves(const RowMoves& rows, char* base, const RowLayout& row) {
+  if (rows.ascending) {
+    for (const Move& move : rows.moves) {
       copy_row(base + row.row_offset(move.to.page, move.to.slot), row,
                base + row.row_offset(move.from.page, move.from.slot), row);
     }
@@ -62,14 +62,14 @@ void run_moves(const MovePlan& plan, char* base, const RowLayout& row) {
   // Any other pattern: read every row, then write every row.
   thread_local std::vector<char> staged;
   const RowLayout packed{0, 0, row.head_bytes, row.heads, row.head_bytes};
-  staged.resize(plan.moves.size() * row.row_bytes());
+  staged.resize(rows.moves.size() * row.row_bytes());
   char* at = staged.data();
-  for (const Move& move : plan.moves) {
+  for (const Move& move : rows.moves) {
     copy_row(at, packed, base + row.row_offset(move.from.page, move.from.slot), row);
     at += row.row_bytes();
   }
   at = staged.data();
-  for (const Move& move : plan.moves) {
+  for (const Move& move : rows.moves) {
     copy_row(base + row.row_offset(move.to.page, move.to.slot), row, at, packed);
     at += row.row_bytes();
   }
@@ -79,17 +79,17 @@ void run_moves(const MovePlan& plan, char* base, const RowLayout& row) {
 
 void kv_append(const AppendArgs& args) {
   const CacheView& cache = args.cache;
-  int64_t most = 0;
+  int64_t max_count = 0;
   for (int64_t b = 0; b < cache.batch; ++b) {
     const int64_t length = args.lengths.load(b);
     const int64_t count = args.count(b);
     report("kv_append_", check_extent(cache.pages, length, count, args.max_rows), cache.pages, b, length, count,
            args.max_rows);
     require_pages("kv_append_", cache.pages, b, length, count);
-    most = count > most ? count : most;
+    max_count = count > max_count ? count : max_count;
   }
   const int64_t buffers = 2 * static_cast<int64_t>(cache.layers);
-  parallel_for(0, buffers * cache.batch, grain(most * cache.rows[0].row_bytes()), [&](int64_t begin, int64_t end) {
+  parallel_for(0, buffers * cache.batch, grain(max_count * cache.rows[0].row_bytes()), [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
       const int64_t buffer = item / cache.batch;
       const int64_t b = item % cache.batch;
@@ -112,8 +112,8 @@ void kv_commit(const CommitArgs& args) {
   const CacheView& cache = args.cache;
   const PageMap& pages = cache.pages;
   const char* op = "kv_commit_";
-  std::vector<MovePlan> plans;
-  int64_t most = 0;
+  std::vector<RowMoves> all_moves;
+  int64_t max_count = 0;
   for (int64_t b = 0; b < cache.batch; ++b) {
     const int64_t length = args.lengths.load(b);
     const int64_t count = args.counts.load(b);
@@ -128,18 +128,20 @@ void kv_commit(const CommitArgs& args) {
       }
       require_pages(op, pages, b, length + source, 1);
     }
-    plans.push_back(plan_moves(args, b, length, count));
-    most =
-        static_cast<int64_t>(plans.back().moves.size()) > most ? static_cast<int64_t>(plans.back().moves.size()) : most;
+    all_moves.push_back(find_moves(args, b, length, count));
+    max_count = static_cast<int64_t>(all_moves.back().moves.size()) > max_count
+                    ? static_cast<int64_t>(all_moves.back().moves.size())
+                    : max_count;
   }
-  if (most > 0) {
+  if (max_count > 0) {
     const int64_t buffers = 2 * static_cast<int64_t>(cache.layers);
-    parallel_for(0, buffers * cache.batch, grain(most * cache.rows[0].row_bytes()), [&](int64_t begin, int64_t end) {
-      for (int64_t item = begin; item < end; ++item) {
-        const int64_t buffer = item / cache.batch;
-        run_moves(plans[item % cache.batch], cache.buffers.base[buffer], cache.rows[cache.side(buffer)]);
-      }
-    });
+    parallel_for(
+        0, buffers * cache.batch, grain(max_count * cache.rows[0].row_bytes()), [&](int64_t begin, int64_t end) {
+          for (int64_t item = begin; item < end; ++item) {
+            const int64_t buffer = item / cache.batch;
+            run_moves(all_moves[item % cache.batch], cache.buffers.base[buffer], cache.rows[cache.side(buffer)]);
+          }
+        });
   }
   for (int64_t b = 0; args.advance && b < cache.batch; ++b) {
     args.lengths.store(args.lengths.load(b) + args.counts.load(b), b);
@@ -148,9 +150,9 @@ void kv_commit(const CommitArgs& args) {
 
 void kv_trim(const TrimArgs& args) {
   for (int64_t b = 0; b < args.batch; ++b) {
-    const int64_t wanted = args.new_lengths.load(b), length = args.lengths.load(b);
-    if (wanted < 0 || wanted > length) {
-      fail("kv_trim_", b, "new_lengths", range(0, length), wanted, "Trimming only ever shortens a sequence.");
+    const int64_t new_length = args.new_lengths.load(b), length = args.lengths.load(b);
+    if (new_length < 0 || new_length > length) {
+      fail("kv_trim_", b, "new_lengths", range(0, length), new_length, "Trimming only ever shortens a sequence.");
     }
   }
   for (int64_t b = 0; b < args.batch; ++b) args.lengths.store(args.new_lengths.load(b), b);

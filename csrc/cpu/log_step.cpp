@@ -13,10 +13,10 @@ void log_step(const LogStepArgs& args) {
                           ". It counts entries of the log; give the log room for one of every step.");
   }
   bool any = false;
-  for (int64_t b = 0; b < args.batch; ++b) any |= args.going(b);
+  for (int64_t b = 0; b < args.batch; ++b) any |= args.active(b);
   std::copy_n(args.entry, args.size(), args.log + at * args.size());
   *args.count = at + 1;
-  *args.more = args.goes_on(at, any);
+  *args.more = args.continues(at, any);
 }
 
 }  // namespace pdkernels::cpu

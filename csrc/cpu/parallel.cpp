@@ -1,8 +1,8 @@
 // The threads behind parallel_for.
 //
-// A loop is cut into more chunks than threads, and a chunk belongs to whoever claims it first. The caller claims chunks
-// like the others, so it waits for nothing but chunks that another thread has begun. A thread that has not been woken
-// yet, or that the system has set aside between chunks, holds nobody up.
+// A loop is cut into more chunks than threads, and a chunk runs on the thread that claims it first. The caller claims
+// chunks too, so it only waits for chunks that another thread has begun. A thread that is not awake yet, or that the
+// system preempts between chunks, delays nobody.
 #include "parallel.h"
 
 #include <linux/futex.h>
@@ -24,16 +24,15 @@ namespace pdkernels::cpu {
 namespace {
 
 constexpr int64_t kChunksPerThread = 4;
-constexpr int64_t kLoops = 16;     // at once; further ones run on their callers alone
-constexpr int64_t kHelpers = 511;  // of a loop
-constexpr int64_t kWoken = 2;      // by the caller, and by each thread that joins while more are wanted
+constexpr int64_t kLoops = 16;     // concurrent loops with helpers; any further loop runs on its caller alone
+constexpr int64_t kHelpers = 511;  // per loop
+constexpr int64_t kWoken = 2;      // threads that the caller wakes, as does each helper while more are needed
 
-// Decoding has a loop every few microseconds: waking a thread for each would cost more than waiting for the next one.
+// Decoding starts a loop every few microseconds; waking a thread for each costs more than spinning until the next one.
 constexpr int64_t kIdleSpin = 100'000, kWakingTime = 300'000;  // ns
-// A spinning thread that sees the clock jump this far was set aside: others want its core, and it must not waste its
-// share.
-constexpr int64_t kSetAside = 100'000;
-constexpr int kModestRounds = 64;  // without spinning, after that
+// A spinning thread that sees the clock jump this far was preempted: other threads need its core, so it stops spinning.
+constexpr int64_t kPreempted = 100'000;
+constexpr int kModestRounds = 64;  // waits without spinning after a preemption
 
 using Word = std::atomic<uint32_t>;
 
@@ -102,8 +101,8 @@ struct Loop {
   }
 };
 
-// Where a loop is offered to other threads. A place is used again and again: a thread that comes late finds another
-// generation in `claims`, and claims nothing.
+// A slot in which a loop is offered to other threads. Slots are reused: a late thread finds another generation in
+// `claims` and claims nothing.
 struct alignas(64) Place {
   static constexpr int kOfHelpers = 22, kOfGeneration = 32;
   static constexpr uint64_t kChunk = 1, kHelper = uint64_t{1} << kOfHelpers, kGeneration = uint64_t{1} << kOfGeneration;
@@ -135,7 +134,8 @@ struct alignas(64) Place {
     return -1;
   }
 
-  // Runs `chunk` and then whatever is left. A loop may be gone as soon as its last chunk is counted as finished.
+  // Runs `chunk` and then any unclaimed chunks. The loop may be destroyed as soon as its last chunk is counted as
+  // finished.
   void run_from(int64_t chunk, uint64_t generation, Loop& own) {
     uint32_t finished = 0;
     inside_a_loop = true;
@@ -194,8 +194,8 @@ bool help(Place& place) {
   } while (!place.claims.compare_exchange_weak(seen, seen - Place::kHelper - Place::kChunk, std::memory_order_acq_rel,
                                                std::memory_order_acquire));
   set_float_control(loop->floats);
-  const auto wanted = static_cast<int64_t>((seen & Place::kHelpersWanted) >> Place::kOfHelpers) - 1;
-  if (wanted > 0 && (seen & Place::kChunks) > 1) call_for_help(wanted);
+  const auto helpers = static_cast<int64_t>((seen & Place::kHelpersWanted) >> Place::kOfHelpers) - 1;
+  if (helpers > 0 && (seen & Place::kChunks) > 1) call_for_help(helpers);
   place.run_from(loop->chunks - static_cast<int64_t>(seen & Place::kChunks), seen >> Place::kOfGeneration, *loop);
   return true;
 }
@@ -224,7 +224,7 @@ class Idle {
         if (published.word.load(std::memory_order_relaxed) != seen) return true;
       }
       time = now();
-      if (time - last > kSetAside) {
+      if (time - last > kPreempted) {
         modest_ = kModestRounds;
         return false;
       }
@@ -256,15 +256,15 @@ bool start_thread() {
   return started;
 }
 
-void start_threads(int64_t wanted) {
-  if (threads_started.load(std::memory_order_relaxed) >= wanted || refused.load(std::memory_order_relaxed)) return;
+void start_threads(int64_t count) {
+  if (threads_started.load(std::memory_order_relaxed) >= count || refused.load(std::memory_order_relaxed)) return;
   if (starting.exchange(true, std::memory_order_acquire)) return;
   static const int registered = pthread_atfork(nullptr, nullptr, forget_threads);
   // Signals are for the program's own threads.
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
-  while (registered == 0 && threads_started.load(std::memory_order_relaxed) < wanted) {
+  while (registered == 0 && threads_started.load(std::memory_order_relaxed) < count) {
     if (!start_thread()) {
       refused.store(true, std::memory_order_relaxed);
       break;
@@ -297,9 +297,10 @@ void run_parallel(int64_t begin, int64_t end, int64_t grain, RangeFunction funct
   Place* place = threads > 1 ? take_place(threads - 1) : nullptr;
   if (place == nullptr) return function(begin, end, context);
 
-  const int64_t start = now(), least = std::max<int64_t>(1, size / kChunksPerThread);
-  Loop loop{function,       context, begin, items, std::min(threads * kChunksPerThread, (items + least - 1) / least),
-            float_control()};
+  const int64_t start = now(), min_items = std::max<int64_t>(1, size / kChunksPerThread);
+  Loop loop{
+      function,       context, begin, items, std::min(threads * kChunksPerThread, (items + min_items - 1) / min_items),
+      float_control()};
   const uint64_t generation = place->open(loop, threads - 1);
   published.word.fetch_add(1);
   call_for_help(threads - 1);

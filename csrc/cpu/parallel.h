@@ -1,5 +1,5 @@
-// Loops on several threads. The library has threads of its own, not OpenMP's: those meet in a barrier at the end of
-// every loop, so that on a busy machine all of them wait for one that the system has set aside.
+// Parallel loops on the library's own threads. OpenMP's threads meet in a barrier at the end of every loop, so on a
+// busy machine all of them wait for one that was preempted.
 #pragma once
 
 #include <cstdint>
@@ -8,14 +8,14 @@ namespace pdkernels::cpu {
 
 using RangeFunction = void (*)(int64_t begin, int64_t end, void* context);
 
-// For a range of more than `grain` items.
+// parallel_for for a range of more than `grain` items.
 void run_parallel(int64_t begin, int64_t end, int64_t grain, RangeFunction function, void* context);
 
-// How many threads the calling one may use: torch's setting, which the bindings ask for.
+// The number of threads that a loop of the calling thread may use: torch's setting, read by the bindings.
 int64_t max_threads();
 
-// Calls body(begin, end) on disjoint ranges, on at most one thread for every `grain` items. Which thread gets a range,
-// and where it is cut, differs between calls. What a range throws is thrown here, once no other one is running.
+// Calls body(begin, end) on disjoint ranges, on at most one thread for every `grain` items. The ranges
+// and their threads differ between calls. An exception of a body is rethrown here when no other body is running.
 template <class Body>
 void parallel_for(int64_t begin, int64_t end, int64_t grain, const Body& body) {
   if (end - begin <= grain) {

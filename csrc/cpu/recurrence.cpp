@@ -1,5 +1,5 @@
-// The recurrent-depth sampler's step on the CPU: checks values, then calls the kernel compiled for this processor. The
-// bookkeeping of tokens is a few integers per sequence: one thread and plain loops.
+// The step of the recurrent-depth sampler on the CPU: checks values, then calls the kernel compiled for this processor.
+// The bookkeeping is a few integers per sequence, so it runs on one thread.
 #include "ops/recurrence.h"
 
 #include "fault.h"
@@ -8,10 +8,10 @@
 namespace pdkernels::cpu {
 namespace {
 
-void check_width(const char* op, const IndexView& width, int64_t b, int64_t most) {
+void check_width(const char* op, const IndexView& width, int64_t b, int64_t max_width) {
   const int64_t w = width.load(b);
-  if (w < 0 || w > most) {
-    fail(op, b, "width", "be in [0, " + std::to_string(most) + "]", w,
+  if (w < 0 || w > max_width) {
+    fail(op, b, "width", "be in [0, " + std::to_string(max_width) + "]", w,
          "It counts the rows of a wave; 0 marks a finished sequence.");
   }
 }
@@ -70,10 +70,10 @@ void recurrence_advance(const AdvanceArgs& args) {
     const Advance next(args, b, w, args.last ? last : leading, first_changed, first_end);
     next.write(args, b);
     if (next.wave == 0) continue;
-    // Ascending, since entry 0 is read only for entry 0.
+    // In ascending order and in place: new_token reads tokens[0] only for entry 0, and predictions otherwise.
     for (int64_t j = 0; j < next.tokens; ++j) args.tokens.store(args.new_token(b, w, next.frozen, j), b, j);
-    for (int64_t i = 0; i < args.room; ++i) {
-      for (const IndexView& counts : {args.recurrences, args.stable}) {
+    for (int64_t i = 0; i < args.capacity; ++i) {
+      for (const IndexView& counts : {args.recurrences, args.unchanged_steps}) {
         counts.store(i < next.kept ? counts.load(b, i + next.frozen) : 0, b, i);
       }
     }

@@ -21,7 +21,7 @@ void check_values(const TokenStatisticsArgs& args) {
                     std::to_string(actual) + " for row " + std::to_string(r) + ".");
     };
     if (row < -1 || row >= args.source_rows) refuse("row_index", -1, args.source_rows - 1, row);
-    if (row < 0 || !args.draws()) continue;
+    if (row < 0 || !args.samples_token()) continue;
     const auto check_word = [&](const char* name, const IndexView& given) {
       if (given.given() && (given.load(r) < 0 || given.load(r) >= kWords)) refuse(name, 0, kWords - 1, given.load(r));
     };
@@ -41,11 +41,11 @@ class Row {
   }
 
   void write() const {
-    uint64_t drawn = args_.draws() && !undefined_ ? drawn_ : top_[0];
+    uint64_t sampled = args_.samples_token() && !undefined_ ? sampled_ : top_[0];
     const bool missing = top_[0] == 0;
     const auto number = [&](double x) { return static_cast<float>(undefined_ ? NAN : x); };
-    args_.ids[r_] = missing ? -1 : key_id(drawn);
-    args_.probs[r_] = missing ? 0.0f : number(probability(drawn));
+    args_.ids[r_] = missing ? -1 : key_id(sampled);
+    args_.probs[r_] = missing ? 0.0f : number(probability(sampled));
     args_.margin[r_] =
         missing
             ? 0.0f
@@ -62,7 +62,7 @@ class Row {
   void add(const TokenPart& part) {
     sums_.join(part.sums, inv_temperature_, [](double x) { return std::exp(x); });
     undefined_ = undefined_ || part.undefined;
-    if (part.drawn != 0 && part.score > score_) score_ = part.score, drawn_ = part.drawn;
+    if (part.sampled != 0 && part.score > score_) score_ = part.score, sampled_ = part.sampled;
     for (int i = 0; i < args_.num_ranked() && part.top[i] != 0; ++i) {
       int slot = kMaxTopK;
       for (; slot > 0 && top_[slot - 1] < part.top[i]; --slot) top_[slot] = top_[slot - 1];
@@ -91,7 +91,7 @@ class Row {
   const int64_t r_;
   const double inv_temperature_ = args_.inv_temperature();
   uint64_t top_[kMaxTopK + 1] = {};
-  uint64_t drawn_ = 0;
+  uint64_t sampled_ = 0;
   double score_ = -INFINITY;
   DistributionSums sums_{-INFINITY, 0, 0};
   bool undefined_ = false;

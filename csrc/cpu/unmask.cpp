@@ -67,19 +67,19 @@ void unmask_segment(const UnmaskArgs& args, int64_t b, int64_t g, uint64_t* keys
   const int64_t start = args.start(b, g), end = args.end(b, g);
   int64_t masks = 0, m = 0, passing = 0;
   for (int64_t p = start; p < end; ++p) masks += args.tokens.load(b, p) == args.mask_token;
-  const bool placed = args.positions.given();
-  for (int64_t r = placed ? 0 : start; r < (placed ? args.candidates : end); ++r) {
+  const bool has_positions = args.positions.given();
+  for (int64_t r = has_positions ? 0 : start; r < (has_positions ? args.candidates : end); ++r) {
     const uint64_t key = args.key(b, r, start, end);
     if (key == 0) continue;
     keys[m++] = key;
-    passing += key >= args.bar;
+    passing += key >= args.lowest_passing;
   }
   int64_t n;
   if (args.rule == UnmaskRule::kFactor) {
     std::sort(keys, keys + m, std::greater<>());
-    int64_t standing = 0;
-    while (standing < m && !args.fails(keys[standing], standing + 1)) ++standing;
-    n = args.count(m, standing);
+    int64_t passing_ranks = 0;
+    while (passing_ranks < m && !args.fails(keys[passing_ranks], passing_ranks + 1)) ++passing_ranks;
+    n = args.count(m, passing_ranks);
   } else {
     n = args.count(b, g, m, passing);
     if (n < m) std::nth_element(keys, keys + n, keys + m, std::greater<>());
@@ -96,7 +96,7 @@ void unmask(const UnmaskArgs& args) {
     if (args.starts.given()) check_windows(args, b);
     if (args.positions.given()) check_positions(args, b, last_seen);
     check_numbers(args.quota, "quota", args, b);
-    check_numbers(args.need, "min_count", args, b);
+    check_numbers(args.min_count, "min_count", args, b);
   }
   const std::unique_ptr<uint64_t[]> keys(new uint64_t[args.batch * args.candidates]);
   const int64_t work = args.length + args.segments * args.candidates;

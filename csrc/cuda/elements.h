@@ -32,7 +32,7 @@ __device__ float rounded(float x) {
   return to_float(from_float<T>(x));
 }
 
-// Calls launch(a null pointer to the element type).
+// Calls launch with a null pointer to the element type.
 template <class Launch>
 void with_element(Element element, const Launch& launch) {
   switch (element) {
@@ -48,16 +48,16 @@ __device__ T warp_sum(T x) {
   return x;
 }
 
-// The sum of every thread's x, in every thread and in the same order each time. `room` holds one T per warp; calls that
-// share it need no barrier between them.
+// The sum of x over the threads of a block, returned to all of them, in a fixed order. `warp_sums` is shared memory for
+// one T per warp; consecutive calls may share it without a barrier.
 template <int kThreads, class T>
-__device__ T block_sum(T x, T* room) {
+__device__ T block_sum(T x, T* warp_sums) {
   x = warp_sum(x);
   __syncthreads();  // an earlier call may still read the shared memory
-  if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = x;
+  if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = x;
   __syncthreads();
   T total = 0;
-  for (int warp = 0; warp < kThreads / 32; ++warp) total += room[warp];
+  for (int warp = 0; warp < kThreads / 32; ++warp) total += warp_sums[warp];
   return total;
 }
 

@@ -1,5 +1,5 @@
-// Steps that recompute only some rows, on CUDA. Cost is bytes and launches: rows are read once, in packs of 16
-// bytes where they are aligned, and the choice among a sequence's rows stays on the device.
+// Feature-cache kernels on CUDA. Rows are read once, in packs of 16 bytes where they are aligned, and rows are selected
+// on the device.
 #include "launch.h"
 #include "ops/feature_cache.h"
 #include "packs.h"
@@ -10,18 +10,18 @@ namespace {
 
 constexpr int kRowThreads = 128;      // a row of 4096 half-precision values is four packs for each
 constexpr int kRowBlocksPerSm = 8;    // by default ptxas aims for more and spills
-constexpr int64_t kRowBlocks = 1024;  // that share the rows of a sequence: as many as a large GPU runs at once
-constexpr int kRowsAtOnce = 64;       // that a block looks up together
+constexpr int64_t kRowBlocks = 1024;  // blocks per sequence: as many as a large GPU runs at once
+constexpr int kRowsAtOnce = 64;       // rows that a block looks up together
 constexpr int kChoiceThreads = 512;
 
 __device__ bool sequence_fits(const StaleRowsArgs& args, int64_t b) {
   const int64_t start = args.starts.load(b), count = args.count(b);
-  if (check_extent(args.pages, start, count, args.rows) != Fault::kNone || args.wish(b) < 0) return false;
+  if (check_extent(args.pages, start, count, args.rows) != Fault::kNone || args.quota_of(b) < 0) return false;
   return pages_exist(args.pages, b, start, count);
 }
 
-// A block takes whole rows: the sums of a row's cosine, and its values into the cache if all are replaced. The order of
-// the sums is defined in feature_cache.h; a thread adds up kSize neighbouring numbers of a piece.
+// A block takes whole rows. It computes the sums of a row's cosine, and writes the values to the cache if all rows are
+// replaced. feature_cache.h defines the order of the sums; a thread adds up kSize adjacent components of a piece.
 template <class T, int kSize>
 __global__ void __launch_bounds__(kRowThreads, kRowBlocksPerSm)
     stale_key_kernel(const __grid_constant__ StaleRowsArgs args) {
@@ -78,20 +78,20 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocksPerSm)
   }
 }
 
-// One block per sequence: finds where the lowest keys end, bit by bit, then numbers the chosen rows in order.
+// One block per sequence: finds the cut of the lowest keys bit by bit, then writes the selected rows in order.
 __global__ void __launch_bounds__(kChoiceThreads) choose_rows_kernel(const __grid_constant__ StaleRowsArgs args) {
   constexpr int kWarps = kChoiceThreads / 32;
-  __shared__ int lower_of[kWarps], equal_of[kWarps], room[kWarps];
+  __shared__ int lower_of[kWarps], equal_of[kWarps], warp_sums[kWarps];
   const int64_t b = blockIdx.x;
-  int64_t* index = args.index + b * args.most;
+  int64_t* index = args.index + b * args.max_selected;
   const int64_t count = args.count(b), n = sequence_fits(args, b) ? args.chosen(b, count) : 0;
-  for (int64_t j = n + threadIdx.x; j < args.most; j += kChoiceThreads) index[j] = -1;
+  for (int64_t j = n + threadIdx.x; j < args.max_selected; j += kChoiceThreads) index[j] = -1;
   if (n == 0) return;
   const uint32_t* keys = args.keys + b * args.rows;
   const Cut cut = lowest(n, [&](uint32_t key) {
     int smaller = 0;
     for (int64_t i = threadIdx.x; i < count; i += kChoiceThreads) smaller += keys[i] < key;
-    return static_cast<int64_t>(block_sum<kChoiceThreads>(smaller, room));
+    return static_cast<int64_t>(block_sum<kChoiceThreads>(smaller, warp_sums));
   });
   const int lane = threadIdx.x % 32, own = threadIdx.x / 32;
   int64_t lower = 0, equal = 0;  // rows before those of this round
@@ -113,10 +113,10 @@ __global__ void __launch_bounds__(kChoiceThreads) choose_rows_kernel(const __gri
   }
 }
 
-// One block per chosen row, where only those replace cached values. A sequence with a fault has none.
+// One block per selected row, if only selected rows replace cached values. A sequence with a fault has none.
 template <class Word>
 __global__ void __launch_bounds__(kRowThreads) replace_rows_kernel(const __grid_constant__ StaleRowsArgs args) {
-  const int64_t b = blockIdx.y, row = args.index[b * args.most + blockIdx.x];
+  const int64_t b = blockIdx.y, row = args.index[b * args.max_selected + blockIdx.x];
   if (row < 0) return;
   const char* fresh = args.fresh(b, row);
   char* cached = args.cached(b, args.starts.load(b) + row);
@@ -193,12 +193,12 @@ cudaError_t select_stale_rows(const StaleRowsArgs& args, cudaStream_t stream) {
       }
     });
   }
-  if (args.most == 0) return cudaGetLastError();
+  if (args.max_selected == 0) return cudaGetLastError();
   PDK_LAUNCH(choose_rows_kernel, dim3(static_cast<unsigned>(args.batch)), dim3(kChoiceThreads), 0, stream, args);
   if (args.update == Update::kSelected && args.rows > 0) {
     with_word(word, [&](auto* vector) {
       using Word = std::remove_pointer_t<decltype(vector)>;
-      PDK_LAUNCH(replace_rows_kernel<Word>, grid_of(args.most, args.batch), dim3(kRowThreads), 0, stream, args);
+      PDK_LAUNCH(replace_rows_kernel<Word>, grid_of(args.max_selected, args.batch), dim3(kRowThreads), 0, stream, args);
     });
   }
   return cudaGetLastError();
@@ -219,8 +219,8 @@ cudaError_t add_cached_rows(const AddCachedArgs& args, cudaStream_t stream) {
   with_element(args.element, [&](auto* element) {
     using T = std::remove_pointer_t<decltype(element)>;
     constexpr int kSize = 16 / sizeof(T);
-    const int64_t wanted = (args.rows + kRowBlocks - 1) / kRowBlocks,
-                  each = wanted < kRowsAtOnce ? wanted : kRowsAtOnce;
+    const int64_t rows_per_block = (args.rows + kRowBlocks - 1) / kRowBlocks,
+                  each = rows_per_block < kRowsAtOnce ? rows_per_block : kRowsAtOnce;
     const dim3 grid = grid_of((args.rows + each - 1) / each, args.batch);
     const int64_t out = reinterpret_cast<int64_t>(args.out) | args.width * static_cast<int64_t>(sizeof(T));
     if (widest_word(bits_of<T>(args.x) | bits_of<T>(args.cached) | bits_of<T>(args.fresh) | out) == 16) {

@@ -112,8 +112,8 @@ __global__ void __launch_bounds__(kThreads) kv_advance_kernel(const __grid_const
 __global__ void __launch_bounds__(kThreads) kv_trim_kernel(TrimArgs args) {
   const int64_t b = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (b >= args.batch) return;
-  const int64_t wanted = args.new_lengths.load(b);
-  if (wanted >= 0 && wanted <= args.lengths.load(b)) args.lengths.store(wanted, b);
+  const int64_t new_length = args.new_lengths.load(b);
+  if (new_length >= 0 && new_length <= args.lengths.load(b)) args.lengths.store(new_length, b);
 }
 
 // The widest vector (16 bytes at most) whose size divides every address and every run of the call.
@@ -167,8 +167,8 @@ cudaError_t kv_commit(const CommitArgs& args, cudaStream_t stream) {
     if (args.max_rows > kStagedBytes) return cudaErrorInvalidValue;
     int64_t bytes = vector_bytes(cache, nullptr, nullptr, nullptr);
     while (bytes * args.max_rows > kStagedBytes) bytes /= 2;
-    const int64_t room = kStagedBytes / args.max_rows / bytes * bytes;
-    const int64_t tile_bytes = room < kTileBytes ? room : kTileBytes;
+    const int64_t row_bytes = kStagedBytes / args.max_rows / bytes * bytes;
+    const int64_t tile_bytes = row_bytes < kTileBytes ? row_bytes : kTileBytes;
     with_word(bytes, [&](auto* vector) {
       using V = std::remove_pointer_t<decltype(vector)>;
       PDK_LAUNCH(kv_commit_kernel<V>, move_grid(cache, tile_bytes), dim3(kThreads), tile_bytes * args.max_rows, stream,

@@ -1,5 +1,5 @@
-// The distance between two distributions of the next token, on CUDA: one block per row, two passes over its logits. The
-// second one mostly finds them in the second-level cache. The arithmetic is that of csrc/cpu/simd/logit_divergence.cpp.
+// The distance between two distributions of the next token, on CUDA: one block per row and two passes over its logits,
+// the second mostly from L2. The arithmetic is that of csrc/cpu/simd/logit_divergence.cpp.
 #include "launch.h"
 #include "ops/logit_divergence.h"
 #include "packs.h"
@@ -13,7 +13,7 @@ constexpr int kBlocksPerSm = 1;  // by default ptxas aims for more and spills
 
 // The largest logit so far with its first index, and the sum of exponentials below it. A NaN is never the largest: it
 // shows in the sum.
-struct Peak {
+struct MaxSum {
   float largest, total;
   int64_t index;
 
@@ -25,7 +25,7 @@ struct Peak {
     }
     total += expf(x - (largest == -INFINITY ? 0.0f : largest));
   }
-  // Of equal peaks the first index counts. A peak of nothing but -inf has a total of 0, or NaN.
+  // On ties the lower index wins. A set of nothing but -inf has a total of 0 or NaN.
   __device__ void join(float other_largest, float other_total, int64_t other_index) {
     const float top = other_largest > largest ? other_largest : largest;
     const float mine = largest == top ? 1.0f : expf(largest - top),
@@ -41,7 +41,7 @@ struct Distribution {
   float largest, log_total;
 };
 
-struct Room {
+struct Scratch {
   float largest[kWarps], total[kWarps];
   int64_t index[kWarps];
   double sums[kWarps];
@@ -57,34 +57,36 @@ __device__ void for_share(const T* row, int64_t width, const Body& body) {
 }
 
 template <class T, int kSize>
-__device__ Peak peak_of(const T* row, int64_t width, Room& room) {
-  Peak peak{-INFINITY, 0.0f, width};
-  for_share<T, kSize>(row, width, [&](float x, int64_t at) { peak.take(x, at); });
+__device__ MaxSum max_sum_of(const T* row, int64_t width, Scratch& scratch) {
+  MaxSum max_sum{-INFINITY, 0.0f, width};
+  for_share<T, kSize>(row, width, [&](float x, int64_t at) { max_sum.take(x, at); });
   for (int lanes = 16; lanes > 0; lanes /= 2) {
-    peak.join(__shfl_xor_sync(0xffffffffu, peak.largest, lanes), __shfl_xor_sync(0xffffffffu, peak.total, lanes),
-              __shfl_xor_sync(0xffffffffu, peak.index, lanes));
+    max_sum.join(__shfl_xor_sync(0xffffffffu, max_sum.largest, lanes),
+                 __shfl_xor_sync(0xffffffffu, max_sum.total, lanes),
+                 __shfl_xor_sync(0xffffffffu, max_sum.index, lanes));
   }
-  __syncthreads();  // the shared memory may still be read
+  __syncthreads();  // an earlier call may still read the shared memory
   if (threadIdx.x % 32 == 0) {
-    room.largest[threadIdx.x / 32] = peak.largest;
-    room.total[threadIdx.x / 32] = peak.total;
-    room.index[threadIdx.x / 32] = peak.index;
+    scratch.largest[threadIdx.x / 32] = max_sum.largest;
+    scratch.total[threadIdx.x / 32] = max_sum.total;
+    scratch.index[threadIdx.x / 32] = max_sum.index;
   }
   __syncthreads();
-  peak = {room.largest[0], room.total[0], room.index[0]};
-  for (int warp = 1; warp < kWarps; ++warp) peak.join(room.largest[warp], room.total[warp], room.index[warp]);
-  return peak;
+  max_sum = {scratch.largest[0], scratch.total[0], scratch.index[0]};
+  for (int warp = 1; warp < kWarps; ++warp)
+    max_sum.join(scratch.largest[warp], scratch.total[warp], scratch.index[warp]);
+  return max_sum;
 }
 
-// Without a total there is no distribution: everything becomes NaN.
-__device__ Distribution distribution_of(const Peak& peak) {
-  return {peak.largest, peak.total == 0 ? NAN : logf(peak.total)};
+// A total of 0 means that there is no distribution: everything becomes NaN.
+__device__ Distribution distribution_of(const MaxSum& max_sum) {
+  return {max_sum.largest, max_sum.total == 0 ? NAN : logf(max_sum.total)};
 }
 
-// PyTorch's argmax: the first NaN, else the first of the largest, else (nothing but -inf) the first.
+// PyTorch's argmax: the first NaN, or else the first of the largest logits, which may be -inf.
 template <class T, int kSize>
-__device__ int64_t argmax_of(const Peak& peak, const T* row, int64_t width, Room& room) {
-  if (peak.total == peak.total) return peak.index < width ? peak.index : 0;
+__device__ int64_t argmax_of(const MaxSum& max_sum, const T* row, int64_t width, Scratch& scratch) {
+  if (max_sum.total == max_sum.total) return max_sum.index < width ? max_sum.index : 0;
   int64_t first = width;
   for_share<T, kSize>(row, width, [&](float x, int64_t at) { first = x != x && at < first ? at : first; });
   for (int lanes = 16; lanes > 0; lanes /= 2) {
@@ -92,10 +94,10 @@ __device__ int64_t argmax_of(const Peak& peak, const T* row, int64_t width, Room
     first = other < first ? other : first;
   }
   __syncthreads();
-  if (threadIdx.x % 32 == 0) room.index[threadIdx.x / 32] = first;
+  if (threadIdx.x % 32 == 0) scratch.index[threadIdx.x / 32] = first;
   __syncthreads();
-  for (int warp = 0; warp < kWarps; ++warp) first = room.index[warp] < first ? room.index[warp] : first;
-  return first < width ? first : peak.index;
+  for (int warp = 0; warp < kWarps; ++warp) first = scratch.index[warp] < first ? scratch.index[warp] : first;
+  return first < width ? first : max_sum.index;
 }
 
 __device__ float divergence(float p, float log_then, float log_now) {
@@ -111,16 +113,16 @@ struct Sums {
 
 template <class T, int kSize>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm) logit_divergence_kernel(LogitDivergenceArgs args) {
-  __shared__ Room room;
+  __shared__ Scratch scratch;
   const int64_t row = blockIdx.x, width = args.width;
   const T* logits = args.logits.row<const T>(row);
   const bool uniform = args.previous.data == nullptr;
   const T* previous = uniform ? logits : args.previous.row<const T>(row);
-  const Peak peak = peak_of<T, kSize>(logits, width, room);
-  const int64_t argmax = argmax_of<T, kSize>(peak, logits, width, room);
-  const Distribution now = distribution_of(peak);
+  const MaxSum max_sum = max_sum_of<T, kSize>(logits, width, scratch);
+  const int64_t argmax = argmax_of<T, kSize>(max_sum, logits, width, scratch);
+  const Distribution now = distribution_of(max_sum);
   const Distribution then =
-      uniform ? Distribution{0.0f, 0.0f} : distribution_of(peak_of<T, kSize>(previous, width, room));
+      uniform ? Distribution{0.0f, 0.0f} : distribution_of(max_sum_of<T, kSize>(previous, width, scratch));
 
   const float level = 1.0f / static_cast<float>(width), log_level = -logf(static_cast<float>(width));
   Sums sums;
@@ -147,7 +149,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) logit_divergence_kerne
           divergence(low_then ? level : p_then, low_then ? log_level : log_then, low_now ? log_level : log_now);
     }
   }
-  const auto total = [&](auto x) { return block_sum<kThreads>(static_cast<double>(x), room.sums); };
+  const auto total = [&](auto x) { return block_sum<kThreads>(static_cast<double>(x), scratch.sums); };
   const auto levelled = [&](float kept, int low) { return total(kept) + total(low) / static_cast<double>(width); };
   const double entropy = total(sums.entropy) / total(sums.now);
   const double kl = total(sums.kl) / (uniform ? 1.0 : total(sums.then));

@@ -1,5 +1,5 @@
-// Neighbouring elements of a row in one access if all rows are aligned to 16 bytes; bytes in words as wide as alignment
-// allows.
+// Vectorised access: packs of elements if all rows are aligned to 16 bytes, and for bytes the widest word that the
+// alignment allows.
 #pragma once
 
 #include "common/rows_view.h"
@@ -7,7 +7,7 @@
 
 namespace pdkernels::cuda {
 
-// kSize neighbours of a row: one access.
+// kSize neighbouring elements of a row, loaded or stored in one access.
 template <class T, int kSize>
 struct alignas(sizeof(T) * kSize) Pack {
   T at[kSize];
@@ -21,7 +21,7 @@ bool in_packs(const RowsView& rows) {
   return (reinterpret_cast<int64_t>(rows.data) | rows.row_stride * static_cast<int64_t>(sizeof(T))) % 16 == 0;
 }
 
-// The widest word, 16 bytes at most, that divides all addresses, strides and sizes: `bits` is the bitwise or of them.
+// The widest word (up to 16 bytes) that divides all addresses, strides and sizes. `bits` is their bitwise or.
 inline int64_t widest_word(int64_t bits) { return (bits | 16) & -(bits | 16); }
 
 // Calls launch with a null pointer of the word's type, so that the kernel's template argument follows the alignment.

@@ -13,14 +13,14 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kBlocksPerSm = 4;  // a hint to ptxas: enough registers not to spill
 constexpr unsigned kAllLanes = 0xffffffffu;
-constexpr int64_t kStagedBytes = 40 * 1024;  // of shared memory for a row of sums; a longer one is read twice
+constexpr int64_t kStagedBytes = 40 * 1024;  // shared memory for a row of sums; a longer row is read twice
 
 struct Rounded {
   static __device__ float multiply(float a, float b) { return __fmul_rn(a, b); }
   static __device__ float square_root(float x) { return __fsqrt_rn(x); }
 };
 
-// 16 bytes of a row: in one access if every row starts and ends at a multiple of that, else element by element.
+// 16 bytes of a row: one access if every row starts and ends at a multiple of 16 bytes, else element by element.
 template <class T>
 struct alignas(16) Pack {
   static constexpr int kSize = 16 / sizeof(T);
@@ -82,9 +82,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       const PhiloxWords words = philox4x32(counter, key);
       for (int lane = 0; lane < 4; ++lane) {
         const float t = static_cast<float>(odd_number(static_cast<int32_t>(words.word[lane]))) * 0x1p-24f;
-        const float drawn = Rounded::multiply(truncated_normal<Rounded>(t), args.init_std);
+        const float init = Rounded::multiply(truncated_normal<Rounded>(t), args.init_std);
         T& value = state.value[4 * quad + lane];
-        value = from_float<T>(origin < 0 ? drawn : blend<Rounded>(mix.keep, to_float(value), mix.share, drawn));
+        value = from_float<T>(origin < 0 ? init : blend<Rounded>(mix.keep, to_float(value), mix.share, init));
       }
     }
   }
@@ -112,7 +112,7 @@ template <class T, bool kWide>
 __global__ void __launch_bounds__(kThreads) recurrence_exit_kernel(const __grid_constant__ ExitArgs args, bool staged) {
   constexpr int kSize = Pack<T>::kSize;
   PDK_DYNAMIC_SHARED(float, sums);  // [size]; a thread reads only what it wrote
-  __shared__ float room[kWarps];
+  __shared__ float warp_sums[kWarps];
   const int64_t b = blockIdx.y, i = blockIdx.x;
   T* state = args.state.row<T>(b, i);
   const bool inside = args.in_wave(b, i);
@@ -138,11 +138,11 @@ __global__ void __launch_bounds__(kThreads) recurrence_exit_kernel(const __grid_
       if (staged && at + j < args.size) sums[at + j] = row[j];
     }
   }
-  const float scale = 1.0f / sqrtf(block_sum<kThreads>(squares, room) / static_cast<float>(args.size) + args.eps);
+  const float scale = 1.0f / sqrtf(block_sum<kThreads>(squares, warp_sums) / static_cast<float>(args.size) + args.eps);
 
-  const bool known = args.known(b, i);
-  const T* before = known ? args.previous.row<const T>(b, args.before(b, i)) : nullptr;
-  const T* older = known && args.older.given() ? args.older.row<const T>(b, args.long_before(b, i)) : nullptr;
+  const bool has_previous = args.has_previous(b, i);
+  const T* before = has_previous ? args.previous.row<const T>(b, args.before(b, i)) : nullptr;
+  const T* older = has_previous && args.older.given() ? args.older.row<const T>(b, args.older_row(b, i)) : nullptr;
   float of_state = 0.0f, of_change = 0.0f;
   for (int64_t at = first; at < args.size; at += kStride) {
     const int64_t count = args.size - at;
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kThreads) recurrence_exit_kernel(const __grid_
       now.value[j] = from_float<T>(rounded<T>(row[j] * scale) * to_float(now.value[j]));
     }
     store<T, kWide>(now, state + at, count);
-    if (!known) continue;
+    if (!has_previous) continue;
     const Pack<T> last = load<T, kWide>(before + at, count);
     const Pack<T> earliest = older != nullptr ? load<T, kWide>(older + at, count) : Pack<T>{};
     for (int j = 0; j < kSize; ++j) {
@@ -167,9 +167,10 @@ __global__ void __launch_bounds__(kThreads) recurrence_exit_kernel(const __grid_
       of_change += change * change;
     }
   }
-  const float moved = sqrtf(block_sum<kThreads>(of_change, room)), length = sqrtf(block_sum<kThreads>(of_state, room));
+  const float change = sqrtf(block_sum<kThreads>(of_change, warp_sums)),
+              length = sqrtf(block_sum<kThreads>(of_state, warp_sums));
   if (threadIdx.x != 0) return;
-  args.write(b, i, !known ? INFINITY : moved == 0.0f && length == 0.0f ? 0.0f : moved / length);
+  args.write(b, i, !has_previous ? INFINITY : change == 0.0f && length == 0.0f ? 0.0f : change / length);
 }
 
 // --- recurrence_advance_: one block per sequence
@@ -216,19 +217,19 @@ __global__ void __launch_bounds__(kAdvanceThreads) recurrence_advance_kernel(con
   __syncthreads();  // every thread has read what the next lines write
   if (thread == 0) next.write(args, b);
   if (next.wave == 0) return;
-  // Entry 0 is read only for entry 0, the others come from the predictions.
+  // In place: new_token reads tokens[0] only for entry 0, and predictions otherwise.
   for (int64_t j = thread; j < next.tokens; j += kAdvanceThreads)
     args.tokens.store(args.new_token(b, w, next.frozen, j), b, j);
-  // Rows move towards the front, a run at a time, which is read entirely before any of it is written.
-  for (int64_t start = 0; start < args.room; start += kAdvanceThreads) {
+  // Rows move towards the front in runs of the block size. A run is read entirely before any of it is written.
+  for (int64_t start = 0; start < args.capacity; start += kAdvanceThreads) {
     const int64_t i = start + thread;
     const bool kept = i < next.kept;
     const int64_t count = kept ? args.recurrences.load(b, i + next.frozen) : 0;
-    const int64_t same = kept ? args.stable.load(b, i + next.frozen) : 0;
+    const int64_t same = kept ? args.unchanged_steps.load(b, i + next.frozen) : 0;
     __syncthreads();
-    if (i >= args.room) continue;
+    if (i >= args.capacity) continue;
     args.recurrences.store(count, b, i);
-    args.stable.store(same, b, i);
+    args.unchanged_steps.store(same, b, i);
   }
 }
 
@@ -245,7 +246,7 @@ bool aligned(const BatchRowsView& view, int64_t element_bytes) {
 template <class T>
 void launch_inject(const InjectArgs& args, cudaStream_t stream) {
   constexpr int64_t kBytes = sizeof(T), kTile = static_cast<int64_t>(kThreads) * Pack<T>::kSize;
-  // Rows come first: the other dimensions of a grid end at 65,535.
+  // Rows are the x dimension, because the other dimensions of a grid are limited to 65,535.
   const dim3 grid(static_cast<unsigned>(args.rows), static_cast<unsigned>((args.size + kTile - 1) / kTile),
                   static_cast<unsigned>(args.batch));
   const bool wide = args.size * kBytes % 16 == 0 && aligned(args.state, kBytes) && aligned(args.embedding, kBytes) &&
@@ -263,9 +264,9 @@ void launch_exit(const ExitArgs& args, cudaStream_t stream) {
                     aligned(args.older, kBytes) && aligned(args.state, kBytes);
   const int64_t bytes = args.size * static_cast<int64_t>(sizeof(float));
   const bool staged = bytes <= kStagedBytes;
-  const size_t room = staged ? static_cast<size_t>(bytes) : 0;
-  if (wide) PDK_LAUNCH((recurrence_exit_kernel<T, true>), grid, dim3(kThreads), room, stream, args, staged);
-  else PDK_LAUNCH((recurrence_exit_kernel<T, false>), grid, dim3(kThreads), room, stream, args, staged);
+  const size_t shared_bytes = staged ? static_cast<size_t>(bytes) : 0;
+  if (wide) PDK_LAUNCH((recurrence_exit_kernel<T, true>), grid, dim3(kThreads), shared_bytes, stream, args, staged);
+  else PDK_LAUNCH((recurrence_exit_kernel<T, false>), grid, dim3(kThreads), shared_bytes, stream, args, staged);
 }
 
 }  // namespace

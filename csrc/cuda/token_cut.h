@@ -1,18 +1,18 @@
-// The filters of vocabulary statistics: a block finds the smallest logit of a row that they keep.
+// The filters of vocabulary statistics: a block finds the smallest logit of a row that passes them.
 #pragma once
 
 #include "token_regions.h"
 
 namespace pdkernels::cuda {
 constexpr int kCutThreads = 512;
-constexpr int kCutBlocks = 2;  // an SM; told to ptxas, it spills nothing
+constexpr int kCutBlocks = 2;  // per SM; with this bound ptxas does not spill
 constexpr int kBins = 2048;
 
-// Masses are whole multiples of 2^-40 of the largest token's, so the order in which they are added does not matter.
+// Masses are integer multiples of 2^-40 of the largest token's mass, so the order of additions does not matter.
 using Mass = unsigned long long;
 constexpr float kMass = 0x1p40f;
 
-// A mass that many threads add to. Shared memory adds 32 bits by itself, 64 bits only by trying again and again.
+// A mass that many threads add to. Shared memory has native 32-bit atomics; 64-bit ones are compiled to a retry loop.
 struct Bin {
   unsigned low, high;
 
@@ -24,10 +24,10 @@ struct Bin {
   __device__ Mass mass() const { return static_cast<Mass>(high) << 32 | low; }
 };
 
-// Logits of the cut's bin, so that what follows need not read the row again; there may be too many of them.
+// The most logits of the cut's bin that are kept, to avoid another read of the row. With more, the row is read again.
 constexpr int kKept = 2048;
 
-struct CutRoom {
+struct CutScratch {
   Bin bins[kBins];
   float kept[kKept];
   float largest[kCutThreads / 32];
@@ -35,7 +35,7 @@ struct CutRoom {
   int bin, found;
 };
 
-// Calls body(pack) for this thread's part of a row, where suppressed tokens are -inf.
+// Calls body(pack) for this thread's part of a row. Suppressed tokens are -inf.
 template <class T, int kSize, class Body>
 __device__ void for_packs(const TokenStatisticsArgs& args, const T* row, const Body& body) {
   for (int64_t pack = threadIdx.x; pack < args.width / kSize; pack += kCutThreads) {
@@ -66,25 +66,25 @@ __device__ float share_peak(const TokenStatisticsArgs& args, const T* row) {
   float largest = -INFINITY;
   const auto join = [&](float x) { largest = x > largest || x != x ? x : largest; };
   if constexpr (sizeof(T) * kSize == 16) {
-    uint32_t most = Word<T>::kNothing;
+    uint32_t words_max = Word<T>::kNothing;
     for_packs<T, kSize>(args, row, [&](const Pack<T, kSize>& values) {
       const uint4& words = reinterpret_cast<const uint4&>(values);
-      most = Word<T>::larger(most, words.x), most = Word<T>::larger(most, words.y);
-      most = Word<T>::larger(most, words.z), most = Word<T>::larger(most, words.w);
+      words_max = Word<T>::larger(words_max, words.x), words_max = Word<T>::larger(words_max, words.y);
+      words_max = Word<T>::larger(words_max, words.z), words_max = Word<T>::larger(words_max, words.w);
     });
-    join(Word<T>::at(most, 0)), join(Word<T>::at(most, 4 / sizeof(T) - 1));
+    join(Word<T>::at(words_max, 0)), join(Word<T>::at(words_max, 4 / sizeof(T) - 1));
   } else {
     for_share<T, kSize>(args, row, join);
   }
   return largest;
 }
 
-// Finds the first bin that has at least the target mass before or in it. A warp; each lane looks at neighbouring bins.
-__device__ void find_bin(CutRoom& room, double share) {
+// Finds the first bin at which the running mass reaches the target. Called by a warp; each lane scans adjacent bins.
+__device__ void find_bin(CutScratch& scratch, double share) {
   constexpr int kPerLane = kBins / 32;
   const int lane = threadIdx.x;
   Mass sum = 0;
-  for (int i = 0; i < kPerLane; ++i) sum += room.bins[lane * kPerLane + i].mass();
+  for (int i = 0; i < kPerLane; ++i) sum += scratch.bins[lane * kPerLane + i].mass();
   Mass until = sum;
   for (int lanes = 1; lanes < 32; lanes *= 2) {
     const Mass other = __shfl_up_sync(kAll, until, lanes);
@@ -92,32 +92,32 @@ __device__ void find_bin(CutRoom& room, double share) {
   }
   const Mass all = __shfl_sync(kAll, until, 31);
   if (share >= 0 && lane == 0)
-    room.target = 1 + static_cast<Mass>(share * static_cast<double>(all - 1));  // at least the first token's
+    scratch.target = 1 + static_cast<Mass>(share * static_cast<double>(all - 1));  // at least the first token's
   __syncwarp();
-  const Mass target = room.target, before = room.before;
+  const Mass target = scratch.target, before = scratch.before;
   const unsigned reached = __ballot_sync(kAll, before + until >= target);
   if (lane != (reached != 0 ? __ffs(static_cast<int>(reached)) - 1 : 31)) return;
   Mass sofar = before + until - sum;
   int bin = lane * kPerLane;
-  for (; bin < lane * kPerLane + kPerLane - 1 && sofar + room.bins[bin].mass() < target; ++bin)
-    sofar += room.bins[bin].mass();
-  room.bin = bin, room.before = sofar;
+  for (; bin < lane * kPerLane + kPerLane - 1 && sofar + scratch.bins[bin].mass() < target; ++bin)
+    sofar += scratch.bins[bin].mass();
+  scratch.bin = bin, scratch.before = sofar;
 }
 
 template <class T, int kSize>
 __global__ void __launch_bounds__(kCutThreads, kCutBlocks)
     token_cut_kernel(const __grid_constant__ TokenStatisticsArgs args) {
-  __shared__ CutRoom room;
+  __shared__ CutScratch scratch;
   const int64_t r = blockIdx.x, source = args.source(r);
   if (source < 0) return;
   const T* row = args.logits.row<const T>(source);
   float largest = share_peak<T, kSize>(args, row);
   bool undefined = largest != largest;
   for (int lanes = 16; lanes > 0; lanes /= 2) largest = fmaxf(largest, __shfl_xor_sync(kAll, largest, lanes));
-  if (threadIdx.x % 32 == 0) room.largest[threadIdx.x / 32] = largest;
-  if (threadIdx.x == 0) room.before = 0, room.found = 0;
+  if (threadIdx.x % 32 == 0) scratch.largest[threadIdx.x / 32] = largest;
+  if (threadIdx.x == 0) scratch.before = 0, scratch.found = 0;
   undefined = __syncthreads_or(undefined);
-  for (int warp = 0; warp < kCutThreads / 32; ++warp) largest = fmaxf(largest, room.largest[warp]);
+  for (int warp = 0; warp < kCutThreads / 32; ++warp) largest = fmaxf(largest, scratch.largest[warp]);
   undefined = undefined || largest == INFINITY;
   const double temperature = args.softmax_temperature();
   const double floor = args.min_p > 0 ? largest + temperature * log(args.min_p) : -INFINITY;
@@ -126,7 +126,8 @@ __global__ void __launch_bounds__(kCutThreads, kCutBlocks)
     return;
   }
 
-  // A token with less than (1 - top_p) / V of the largest token's mass is outside the nucleus: it goes to the last bin.
+  // A token with less than (1 - top_p) / V of the largest token's mass is outside the nucleus. All of them share the
+  // last bin.
   const double reach = temperature * log((1 - args.top_p) / static_cast<double>(args.width)) - 1e-5 * temperature;
   const float slope = static_cast<float>(1 / temperature), bins_per_logit = static_cast<float>((kBins - 1) / -reach);
   const auto mass_of = [&](float x) { return static_cast<Mass>(expf((x - largest) * slope) * kMass); };
@@ -135,56 +136,56 @@ __global__ void __launch_bounds__(kCutThreads, kCutBlocks)
   };
   const auto rank_of = [](float x) { return static_cast<uint32_t>(token_key(x, 0) >> 32); };
   const auto empty_bins = [&] {
-    for (int bin = threadIdx.x; bin < kBins; bin += kCutThreads) room.bins[bin] = {0, 0};
+    for (int bin = threadIdx.x; bin < kBins; bin += kCutThreads) scratch.bins[bin] = {0, 0};
     __syncthreads();
   };
   const auto find = [&](double share) {
     __syncthreads();
-    if (threadIdx.x < 32) find_bin(room, share);
+    if (threadIdx.x < 32) find_bin(scratch, share);
     __syncthreads();
-    const int bin = room.bin;
+    const int bin = scratch.bin;
     __syncthreads();  // the bins are emptied next
     return bin;
   };
 
-  // The first level: bins by distance, where masses spread out.
+  // The first level: bins by the distance to the largest logit, which spreads the masses.
   empty_bins();
   Mass below = 0;
   for_share<T, kSize>(args, row, [&](float x) {
     const int near = bin_of(x);
     if (near == kBins - 1) below += mass_of(x);
-    else room.bins[near].add(mass_of(x));
+    else scratch.bins[near].add(mass_of(x));
   });
   below = warp_sum(below);
-  if (threadIdx.x % 32 == 0) room.bins[kBins - 1].add(below);
+  if (threadIdx.x % 32 == 0) scratch.bins[kBins - 1].add(below);
   const int cut_bin = find(args.top_p);
 
-  // The next ones: the bits of the cut's rank, since equals may be many. Few logits are left, and the order in which
-  // they are kept does not matter.
-  const auto is_left = [&](float x) {  // in the bin of the cut, which is not the last
+  // The next levels: bins by the bits of the cut's key, so that any number of equal logits fit. Few logits are left,
+  // and the order in which they are kept does not matter.
+  const auto is_left = [&](float x) {  // whether x is in the bin of the cut
     const float distance = (largest - x) * bins_per_logit;
     return distance >= static_cast<float>(cut_bin) && distance < static_cast<float>(cut_bin + 1);
   };
   if (cut_bin < kBins - 1) {
     for_share<T, kSize>(args, row, [&](float x) {
       if (!is_left(x)) return;
-      const int at = atomicAdd(&room.found, 1);
-      if (at < kKept) room.kept[at] = x;
+      const int at = atomicAdd(&scratch.found, 1);
+      if (at < kKept) scratch.kept[at] = x;
     });
   }
   uint32_t rank = 0;
   constexpr int kLevels = sizeof(T) == 2 ? 3 : 4;
   for (int level = 1; level < kLevels && cut_bin < kBins - 1; ++level) {
     const int shift = level == 3 ? 0 : level == 2 ? 10 : 21;
-    const int known = level == 1 ? 32 : level == 2 ? 21 : 10;  // bits below those that were found
+    const int known = level == 1 ? 32 : level == 2 ? 21 : 10;  // the bits from here up are found
     empty_bins();
     const auto add = [&](float x) {
       const uint32_t mine = rank_of(x);
       if (known == 32 || mine >> known == rank >> known)
-        room.bins[kBins - 1 - (mine >> shift & (level == 3 ? 1023 : 2047))].add(mass_of(x));
+        scratch.bins[kBins - 1 - (mine >> shift & (level == 3 ? 1023 : 2047))].add(mass_of(x));
     };
-    if (room.found <= kKept) {
-      for (int at = threadIdx.x; at < room.found; at += kCutThreads) add(room.kept[at]);
+    if (scratch.found <= kKept) {
+      for (int at = threadIdx.x; at < scratch.found; at += kCutThreads) add(scratch.kept[at]);
     } else {
       for_share<T, kSize>(args, row, [&](float x) {
         if (is_left(x)) add(x);

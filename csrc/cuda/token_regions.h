@@ -1,4 +1,4 @@
-// A warp's region of a row of logits: its largest, its sums, its draw.
+// The region of a row that one warp processes: its largest logit, its sums and its sampled token.
 #pragma once
 
 #include "ops/token_statistics.h"
@@ -11,13 +11,13 @@ constexpr int kLogitsPerLane = kRegion / 32;  // of a region
 constexpr uint32_t kNoToken = ~0u;            // no token: ids are smaller
 constexpr unsigned kAll = 0xffffffffu;
 
-// What is known of a region. Sums are of 2^x and x 2^x, x = log2(e) (logit - largest) / temperature.
+// The results of a region. The sums are of 2^x and x 2^x, x = log2(e) (logit - largest) / temperature.
 struct Region {
   float largest;  // -inf if no token is possible, NaN if there is one
   float total, weighted;
-  float score;     // of the drawn token in the same units, within half of margin_of
-  float logit;     // its logit
-  uint32_t drawn;  // the token with the best score, kNoToken for none
+  float score;       // of the sampled token in the same units, within half of margin_of
+  float logit;       // its logit
+  uint32_t sampled;  // the token with the best score, kNoToken for none
 };
 static_assert(sizeof(Region) * (kVocabularyPart / kRegion) <= sizeof(TokenPart));
 
@@ -39,7 +39,7 @@ __device__ inline float power_of_2(float x) {
 
 constexpr double kLog2E = 1.4426950408889634;
 
-// Logits as exponents of 2 relative to a region's largest, whose own is 0. Over long distances the factor's rounding
+// Logits as exponents of 2 relative to the largest of a region. For large differences the rounding of the factor
 // matters, so it is kept as two floats.
 struct Exponents {
   float largest, factor, rest;
@@ -54,7 +54,7 @@ struct Exponents {
   }
 };
 
-// Adds 2^x and x 2^x. Below -1000 they are 0; kClamps: even where x is -inf.
+// Adds 2^x and x 2^x. Below -1000 both are 0; with kClamps even for x = -inf, where x 2^x would be NaN.
 template <bool kClamps>
 __device__ void add_power(float exponent, float& total, float& weighted) {
   const float x = kClamps ? fmaxf(exponent, -1000.0f) : exponent, power = power_of_2(x);
@@ -64,15 +64,15 @@ __device__ void add_power(float exponent, float& total, float& weighted) {
 
 // --- sums
 
-// NaN if one of them is.
+// The largest x of the warp, NaN if any is NaN.
 __device__ inline float warp_peak(float x) {
   const bool undefined = __any_sync(kAll, x != x);
   for (int lanes = 16; lanes > 0; lanes /= 2) x = fmaxf(x, __shfl_xor_sync(kAll, x, lanes));
   return undefined ? NAN : x;
 }
 
-// Logits in a word, as they come from memory: converted to floats, and the larger of two words' in one instruction, NaN
-// if one is.
+// One or two logits in a 32-bit word: conversion to float, and the element-wise maximum of two words in one
+// instruction, which propagates NaN.
 template <class T>
 struct Word;
 template <>
@@ -81,7 +81,7 @@ struct Word<float> {
   __device__ static float at(uint32_t word, int) { return __uint_as_float(word); }
   __device__ static uint32_t larger(uint32_t a, uint32_t b) {
     const float x = __uint_as_float(a), y = __uint_as_float(b);
-    return x != x || x > y ? a : b;  // a NaN in b is not larger, and is taken
+    return x != x || x > y ? a : b;  // also b if it is NaN
   }
 };
 template <>
@@ -107,15 +107,15 @@ struct Word<__nv_bfloat16> {
   }
 };
 
-// A lane's tokens of a region are packs of neighbours, 32 packs apart, whether rows are loaded in packs or not. -inf
-// is past the row and where a token is suppressed or below the cut.
+// A lane has every 32nd pack of a region, whether or not rows are loaded in packs. Tokens past the end of the row,
+// suppressed ones and those below the cut are -inf.
 template <class T>
 struct Row {
   static constexpr int kSize = 16 / sizeof(T), kPacks = kLogitsPerLane / kSize;
   const T* logits;
   int64_t width;
   float cut;
-  bool wide;  // whether packs are aligned and whole
+  bool wide;  // packs are aligned and none is partial
 
   __device__ static int64_t token(int64_t region, int pack) {
     return region * kRegion + (static_cast<int64_t>(pack) * 32 + threadIdx.x % 32) * kSize;
@@ -130,7 +130,7 @@ struct Row {
     return reinterpret_cast<const int4&>(pack);
   }
 
-  // The same as floats, one by one, for what few regions need.
+  // The same as floats. Slower; only a few regions need it.
   __device__ void load(const TokenStatisticsArgs& args, int64_t first, float (&values)[kSize]) const {
     const int4 loaded = load(first);
     const Pack<T, kSize>& pack = reinterpret_cast<const Pack<T, kSize>&>(loaded);
@@ -143,7 +143,7 @@ struct Row {
   }
 };
 
-// The logits of a lane in registers.
+// The logits of a lane, in registers.
 template <class T>
 struct Share {
   static constexpr int kSize = Row<T>::kSize, kPacks = Row<T>::kPacks, kInWord = 4 / sizeof(T), kWords = 4 * kPacks;
@@ -173,7 +173,7 @@ struct Share {
   }
   __device__ float at(int j) const { return Word<T>::at(words[j / kInWord], j % kInWord); }
 
-  // Makes logits -inf.
+  // Sets the logits to -inf for which hidden(j) holds.
   template <class Hidden>
   __device__ void hide(const Hidden& hidden) {
 #pragma unroll
@@ -206,10 +206,10 @@ struct Share {
   }
 };
 
-// The largest key of this lane's tokens of a region from `least` to `most`, 0 for none.
+// The largest key of this lane's tokens of a region in [min_key, max_key], 0 for none.
 template <class T>
-__device__ uint64_t largest_key(const TokenStatisticsArgs& args, const Row<T>& row, int64_t region, uint64_t most,
-                                uint64_t least) {
+__device__ uint64_t largest_key(const TokenStatisticsArgs& args, const Row<T>& row, int64_t region, uint64_t max_key,
+                                uint64_t min_key) {
   uint64_t best = 0;
   float values[Row<T>::kSize];
 #pragma unroll 1
@@ -219,13 +219,13 @@ __device__ uint64_t largest_key(const TokenStatisticsArgs& args, const Row<T>& r
 #pragma unroll
     for (int j = 0; j < Row<T>::kSize; ++j) {
       const uint64_t key = token_key(values[j], first + j);
-      if (key <= most && key >= least && key > best) best = key;
+      if (key <= max_key && key >= min_key && key > best) best = key;
     }
   }
   return best;
 }
 
-// --- draws
+// --- sampling
 
 __device__ inline uint64_t warp_largest(uint64_t key) {
   for (int lanes = 16; lanes > 0; lanes /= 2) {
@@ -235,8 +235,8 @@ __device__ inline uint64_t warp_largest(uint64_t key) {
   return key;
 }
 
-// A token with its score in a draw; of equal scores the lower id wins, which has the larger key of equal logits.
-struct Drawn {
+// A token and its Gumbel score. On ties of the score the lower id wins.
+struct Sampled {
   double score;
   uint64_t key;
 
@@ -247,11 +247,11 @@ struct Drawn {
   }
 };
 
-__device__ inline Drawn warp_winner(Drawn drawn) {
+__device__ inline Sampled warp_winner(Sampled sampled) {
   for (int lanes = 16; lanes > 0; lanes /= 2) {
-    drawn.join(__shfl_xor_sync(kAll, drawn.score, lanes), __shfl_xor_sync(kAll, drawn.key, lanes));
+    sampled.join(__shfl_xor_sync(kAll, sampled.score, lanes), __shfl_xor_sync(kAll, sampled.key, lanes));
   }
-  return drawn;
+  return sampled;
 }
 
 __device__ inline PhiloxWords words_at(const TokenStatisticsArgs& args, int64_t r, int64_t token) {
@@ -259,10 +259,10 @@ __device__ inline PhiloxWords words_at(const TokenStatisticsArgs& args, int64_t 
   return philox4x32({{quad, args.position(r), args.step_of(r), 0}}, args.seeds.key(r));
 }
 
-// Not inlined: it is long, and few tokens need it.
+// Not inlined: it is long, and only few tokens need it.
 __attribute__((noinline)) static __device__ double exact_score(const TokenStatisticsArgs& args, int64_t r,
                                                                int64_t token, float logit) {
-  return draw_score(logit, args.temperature, words_at(args, r, token).word[token % 4]);
+  return gumbel_score(logit, args.temperature, words_at(args, r, token).word[token % 4]);
 }
 
 // log2(-ln u) within 1e-5: enough to find the few tokens whose exact score matters.
@@ -273,25 +273,25 @@ __device__ inline float rough_noise(uint32_t word) {
   return __log2f(d * (1.0f + d * (0.5f + d * (0.33333333f + d * (0.25f + d * (0.2f + d * 0.16666667f))))));
 }
 
-// Twice the error of rough scores: that of the noise, of exponents down to -40 (lower ones cannot win), and of exact
-// scores, which rounding makes equal at low temperatures.
+// Twice the error of rough scores: the error of the noise, of exponents down to -40 (lower ones cannot win), and of
+// exact scores, which rounding makes equal at low temperatures.
 __device__ inline float margin_of(const Exponents& exponents) {
   return 1e-4f + 1e-15f * fabsf(exponents.largest * exponents.factor);
 }
 
-// The best token of a region. -ln u is at least 1 - u, and so a token whose 1 - u is above 2^(its exponent - the best
-// score so far) cannot win: that takes no logarithm, and no random word where the smallest 1 - u is above it. Scores
-// that are too close to tell are computed exactly.
+// Samples the best token of a region. -ln u is at least 1 - u, so a token cannot win if 1 - u is above
+// 2^(its exponent - the best score so far). This test takes no logarithm, and no random word either where the smallest
+// possible 1 - u is above the bound. Scores that are too close to compare are computed exactly.
 template <class T>
-__device__ void draw(const TokenStatisticsArgs& args, int64_t r, int64_t region, const Row<T>& row, Region& found) {
+__device__ void sample(const TokenStatisticsArgs& args, int64_t r, int64_t region, const Row<T>& row, Region& found) {
   constexpr int kSize = Row<T>::kSize;
   const Exponents exponents(found.largest, 1 / args.temperature);
   const float margin = margin_of(exponents);
   const uint32_t position = args.position(r), step = args.step_of(r);
   const PhiloxKey key = args.seeds.key(r);
-  // A lane's best so far. The largest logit loses at most log2(-ln u) of the smallest u.
+  // The lane's best score so far. The score of the largest logit is at least -4.6, -log2(-ln u) of the smallest u.
   float best = -INFINITY, warp_best = -4.6f, logit = 0;
-  uint32_t drawn = kNoToken;
+  uint32_t sampled = kNoToken;
 #pragma unroll 1
   for (int pack = 0; pack < Row<T>::kPacks; ++pack) {
     const int64_t first = Row<T>::token(region, pack);
@@ -300,13 +300,13 @@ __device__ void draw(const TokenStatisticsArgs& args, int64_t r, int64_t region,
     row.load(args, first, values);
 #pragma unroll
     for (int quad = 0; quad < kSize; quad += 4) {
-      float exponent[4], most = -INFINITY;
+      float exponent[4], max_exponent = -INFINITY;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         exponent[j] = fmaxf(exponents.of(values[quad + j]), -1000.0f);  // for -inf it may be NaN
-        most = fmaxf(most, exponent[j]);
+        max_exponent = fmaxf(max_exponent, exponent[j]);
       }
-      if (most + reach < -33.1f) continue;
+      if (max_exponent + reach < -33.1f) continue;
       const int64_t token = first + quad;
       const PhiloxWords words =
           philox4x32({{static_cast<uint32_t>((args.first_id + token) / 4), position, step, 0}}, key);
@@ -317,29 +317,29 @@ __device__ void draw(const TokenStatisticsArgs& args, int64_t r, int64_t region,
         if (x == -INFINITY || score + margin < best) continue;
         const uint32_t id = static_cast<uint32_t>(token + j);
         // Ids ascend, so an equal score does not replace the earlier one.
-        if (drawn != kNoToken && score < best + margin &&
-            !(exact_score(args, r, id, x) > exact_score(args, r, drawn, logit)))
+        if (sampled != kNoToken && score < best + margin &&
+            !(exact_score(args, r, id, x) > exact_score(args, r, sampled, logit)))
           continue;
-        best = score, drawn = id, logit = x;
+        best = score, sampled = id, logit = x;
       }
     }
     float all = best;
     for (int lanes = 16; lanes > 0; lanes /= 2) all = fmaxf(all, __shfl_xor_sync(kAll, all, lanes));
     warp_best = fmaxf(warp_best, all);
   }
-  const bool close = drawn != kNoToken && !(best + margin < warp_best);
+  const bool close = sampled != kNoToken && !(best + margin < warp_best);
   const unsigned lanes = __ballot_sync(kAll, close);
   if (lanes == 0) return;
   int winner = __ffs(static_cast<int>(lanes)) - 1;
   if (__popc(lanes) > 1) {
-    Drawn exact{0, 0};
-    if (close) exact.join(exact_score(args, r, drawn, logit), token_key(logit, drawn));
+    Sampled exact{0, 0};
+    if (close) exact.join(exact_score(args, r, sampled, logit), token_key(logit, sampled));
     const uint32_t id = static_cast<uint32_t>(key_id(warp_winner(exact).key));
-    winner = __ffs(static_cast<int>(__ballot_sync(kAll, close && id == drawn))) - 1;
+    winner = __ffs(static_cast<int>(__ballot_sync(kAll, close && id == sampled))) - 1;
   }
   found.score = __shfl_sync(kAll, best, winner);
   found.logit = __shfl_sync(kAll, logit, winner);
-  found.drawn = __shfl_sync(kAll, drawn, winner);
+  found.sampled = __shfl_sync(kAll, sampled, winner);
 }
 
 }  // namespace pdkernels::cuda

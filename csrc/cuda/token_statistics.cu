@@ -1,8 +1,7 @@
-// Vocabulary statistics on CUDA. A warp reads a region of a row once, holds its logits in registers as they came, and
-// leaves the largest, sums in float relative to it, and the token that wins its draw; nothing needs a barrier. One
-// block a row then joins the regions in double precision and ranks tokens: the k largest are in the k regions with the
-// largest logits, so only those are read again. With filters another kernel runs first, which finds the smallest logit
-// that they leave.
+// Vocabulary statistics on CUDA. A warp reads a region of a row once, keeps its logits in registers, and stores the
+// largest logit, float sums relative to it, and the token that it sampled, without any barrier. One block per row then
+// merges the regions in double precision and ranks tokens. The k largest logits are in the k regions with the largest
+// maxima, so only these are read again. With filters, another kernel first finds the smallest logit that passes them.
 #include "launch.h"
 #include "token_cut.h"
 
@@ -24,7 +23,7 @@ __global__ void __launch_bounds__(kThreads) token_region_kernel(const __grid_con
   const Share<T> share(args, row, region);
   Region found = {};
   found.largest = warp_peak(share.peak());
-  found.drawn = kNoToken;
+  found.sampled = kNoToken;
   if (found.largest != -INFINITY) {
     const Exponents exponents(found.largest, args.inv_temperature());
     float total, weighted;
@@ -33,7 +32,7 @@ __global__ void __launch_bounds__(kThreads) token_region_kernel(const __grid_con
     found.total = warp_sum(total), found.weighted = warp_sum(weighted);
     if constexpr (kDraws) {
       const Row<T> possible{row.logits, row.width, cut, kPacks};
-      if (found.largest < INFINITY && !(found.largest < cut)) draw(args, r, region, possible, found);
+      if (found.largest < INFINITY && !(found.largest < cut)) sample(args, r, region, possible, found);
     }
   }
   if (threadIdx.x % 32 == 0) regions_of(args, r)[region] = found;
@@ -41,12 +40,12 @@ __global__ void __launch_bounds__(kThreads) token_region_kernel(const __grid_con
 
 // --- a row
 
-// How far a region's exponents are from those of the row, whose largest logit is given.
+// The difference between a region's exponents and those of the row, whose largest logit is given.
 __device__ double drop_of(const Region& region, float largest, double inv_temperature) {
   return (static_cast<double>(region.largest) - largest) * (inv_temperature * kLog2E);
 }
 
-// Joins the sums of a row's regions; every lane gets them.
+// Merges the sums of a row's regions in every lane.
 __device__ DistributionSums joined(const Region* regions, int64_t count, float largest, double inv_temperature) {
   double total = 0, weighted = 0;
   for (int64_t c = threadIdx.x % 32; c < count; c += 32) {
@@ -59,28 +58,28 @@ __device__ DistributionSums joined(const Region* regions, int64_t count, float l
   return {largest, warp_sum(total), warp_sum(weighted) / kLog2E};
 }
 
-// The token that wins the draw: of the regions whose rough scores are close to the best one's, by exact scores.
-__device__ Drawn drawn_of(const TokenStatisticsArgs& args, int64_t r, const Region* regions, int64_t count,
-                          float largest) {
+// The sampled token: the best exact score among the regions whose rough scores are close to the best.
+__device__ Sampled sampled_of(const TokenStatisticsArgs& args, int64_t r, const Region* regions, int64_t count,
+                              float largest) {
   const double inv_temperature = 1 / args.temperature;
   const auto score_of = [&](const Region& region) { return drop_of(region, largest, inv_temperature) + region.score; };
   double best = -INFINITY;
   for (int64_t c = threadIdx.x % 32; c < count; c += 32) {
-    if (regions[c].drawn != kNoToken) best = fmax(best, score_of(regions[c]));
+    if (regions[c].sampled != kNoToken) best = fmax(best, score_of(regions[c]));
   }
   for (int lanes = 16; lanes > 0; lanes /= 2) best = fmax(best, __shfl_xor_sync(kAll, best, lanes));
   const float margin = margin_of(Exponents(largest, inv_temperature));
-  Drawn drawn{0, 0};
+  Sampled sampled{0, 0};
   for (int64_t c = threadIdx.x % 32; c < count; c += 32) {
     const Region& region = regions[c];
-    if (region.drawn == kNoToken || score_of(region) + margin < best) continue;
-    drawn.join(exact_score(args, r, region.drawn, region.logit), token_key(region.logit, region.drawn));
+    if (region.sampled == kNoToken || score_of(region) + margin < best) continue;
+    sampled.join(exact_score(args, r, region.sampled, region.logit), token_key(region.logit, region.sampled));
   }
-  return warp_winner(drawn);
+  return warp_winner(sampled);
 }
 
-// The `count` first of the keys that the lanes hold, the i-th in lane i, 0 after the last. `head` is a lane's first
-// key, next(key) the one that follows in it.
+// The `count` largest of the keys that the lanes hold, the i-th in lane i, padded with 0. `head` is a lane's largest
+// key, next(key) its next smaller one.
 template <class Next>
 __device__ uint64_t warp_first(int count, uint64_t head, const Next& next) {
   uint64_t mine = 0;
@@ -106,37 +105,39 @@ __device__ uint64_t warp_first_with(int count, uint64_t found, uint64_t offered,
 // The first tokens of a row. Warps share the regions that may hold one of them.
 template <class T, bool kPacks>
 __device__ uint64_t ranked_tokens(const TokenStatisticsArgs& args, int64_t r, const Region* regions, int64_t count,
-                                  uint64_t (&room)[kWarps][kMaxTopK]) {
+                                  uint64_t (&scratch)[kWarps][kMaxTopK]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, ranked = args.num_ranked();
   uint64_t first = 0;  // regions by their largest logits, the i-th in lane i
   for (int64_t c = 0; c < count; c += 32) {
     const uint64_t key = c + lane < count ? token_key(regions[c + lane].largest, c + lane) : 0;
     first = warp_first_with(ranked, first, key, [](uint64_t) { return uint64_t{0}; });
   }
-  // At least as many tokens as requested reach the last region's largest: no smaller one is among the first.
-  const uint64_t least = __shfl_sync(kAll, first, ranked - 1) >> 32 << 32;
+  // At least as many tokens as requested reach the largest logit of the last region, so no smaller one is among the
+  // first.
+  const uint64_t min_key = __shfl_sync(kAll, first, ranked - 1) >> 32 << 32;
   const float cut = args.sampling && args.filtered() ? args.cuts[r] : -INFINITY;
   const Row<T> row{args.logits.row<const T>(args.source(r)), args.width, cut, kPacks};
   uint64_t top = 0;
   for (int i = warp; i < ranked; i += kWarps) {
     const uint64_t key = __shfl_sync(kAll, first, i);
     if (key == 0) break;
-    const auto next = [&](uint64_t taken) { return largest_key(args, row, key_id(key), taken - 1, least); };
-    top = warp_first_with(ranked, top, largest_key(args, row, key_id(key), ~uint64_t{0}, least), next);
+    const auto next = [&](uint64_t taken) { return largest_key(args, row, key_id(key), taken - 1, min_key); };
+    top = warp_first_with(ranked, top, largest_key(args, row, key_id(key), ~uint64_t{0}, min_key), next);
   }
-  if (lane < kMaxTopK) room[warp][lane] = top;
+  if (lane < kMaxTopK) scratch[warp][lane] = top;
   __syncthreads();
   int next = 0;
-  return warp_first(ranked, lane < kWarps ? room[lane][0] : 0,
-                    [&](uint64_t) { return ++next < kMaxTopK ? room[lane][next] : 0; });
+  return warp_first(ranked, lane < kWarps ? scratch[lane][0] : 0,
+                    [&](uint64_t) { return ++next < kMaxTopK ? scratch[lane][next] : 0; });
 }
 
 template <class T, bool kPacks>
 __global__ void __launch_bounds__(kThreads, 4) token_row_kernel(const __grid_constant__ TokenStatisticsArgs args) {
-  __shared__ uint64_t room[kWarps][kMaxTopK];
+  __shared__ uint64_t scratch[kWarps][kMaxTopK];
   const int64_t r = blockIdx.x, count = args.source(r) < 0 ? 0 : num_regions(args);
   const Region* regions = regions_of(args, r);
-  const uint64_t top = ranked_tokens<T, kPacks>(args, r, regions, count, room);  // the i-th token of the row in lane i
+  const uint64_t top =
+      ranked_tokens<T, kPacks>(args, r, regions, count, scratch);  // the i-th token of the row in lane i
   if (threadIdx.x >= 32) return;
 
   const int lane = threadIdx.x, top_k = args.top_k;
@@ -146,14 +147,15 @@ __global__ void __launch_bounds__(kThreads, 4) token_row_kernel(const __grid_con
   const bool defined = !missing && !undefined;
   const DistributionSums sums =
       defined ? joined(regions, count, key_logit(first), inv_temperature) : DistributionSums{-INFINITY, 0, 0};
-  const uint64_t chosen = args.draws() && defined ? drawn_of(args, r, regions, count, sums.largest).key : first;
+  const uint64_t chosen =
+      args.samples_token() && defined ? sampled_of(args, r, regions, count, sums.largest).key : first;
   const auto probability = [&](uint64_t key) -> float {
     if (undefined) return NAN;
     return key == 0 ? 0.0f
                     : static_cast<float>(exp((static_cast<double>(key_logit(key)) - sums.largest) * inv_temperature) /
                                          sums.total);
   };
-  // After the possible tokens come the others, the lowest id first.
+  // The possible tokens are followed by the dropped ones, the lowest id first.
   const int possible = __popc(__ballot_sync(kAll, top != 0));
   int64_t id = key_id(top);
   int filled = possible;
@@ -181,7 +183,7 @@ void launch_rows(const TokenStatisticsArgs& args, cudaStream_t stream) {
   constexpr int kSize = kPacks ? 16 / sizeof(T) : 1;
   const dim3 rows(static_cast<unsigned>(args.rows)), parts(static_cast<unsigned>(args.rows * args.num_parts()));
   if (args.filtered()) PDK_LAUNCH((token_cut_kernel<T, kSize>), rows, dim3(kCutThreads), 0, stream, args);
-  if (args.draws()) {
+  if (args.samples_token()) {
     PDK_LAUNCH((token_region_kernel<T, kPacks, true>), parts, dim3(kThreads), 0, stream, args);
   } else {
     PDK_LAUNCH((token_region_kernel<T, kPacks, false>), parts, dim3(kThreads), 0, stream, args);

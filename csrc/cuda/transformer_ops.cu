@@ -1,5 +1,5 @@
-// The ops between a transformer's matrix products, on CUDA: a few reads and one write per row, so what matters is that
-// every byte moves once and in packs of 16. Second reads of a row come from the first-level cache.
+// The ops between a transformer's matrix products, on CUDA. They are bound by memory, so every byte moves once, in
+// packs of 16. Second reads of a row hit L1.
 #include "launch.h"
 #include "ops/transformer_ops.h"
 #include "packs.h"
@@ -14,7 +14,7 @@ constexpr int kThreads = 256;
 template <class T, int kSize, bool kAdds, bool kNorms>
 __global__ void __launch_bounds__(kThreads) add_rms_norm_kernel(AddRmsNormArgs args) {
   using Elements = Pack<T, kSize>;
-  __shared__ float room[kThreads / 32];
+  __shared__ float warp_sums[kThreads / 32];
   const int64_t row = blockIdx.x, packs = args.width / kSize;
   const T *x = args.x.row<const T>(row), *residual = args.residual.row<const T>(row);
   const auto sum = [&](int64_t pack, float* sums) {
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kThreads) add_rms_norm_kernel(AddRmsNormArgs a
     }
   };
   const auto scale_of = [&](float squares) {
-    return 1.0f / sqrtf(block_sum<kThreads>(squares, room) / static_cast<float>(args.width) + args.eps);
+    return 1.0f / sqrtf(block_sum<kThreads>(squares, warp_sums) / static_cast<float>(args.width) + args.eps);
   };
   float squares = 0, scale = 1;
   if constexpr (kNorms) {
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads) add_rms_norm_kernel(AddRmsNormArgs a
     }
     scale = scale_of(squares);
   }
-  // The pack of y, computed where it is needed: cheaper than reading back what has just been written.
+  // Recomputes the pack of y, which is cheaper than reading it back.
   const auto normed = [&](int64_t pack) {
     float sums[kSize];
     sum(pack, sums);
@@ -86,8 +86,8 @@ __global__ void __launch_bounds__(kThreads) silu_and_mul_kernel(SiluAndMulArgs a
   out.store(args.out.row<T>(row), pack);
 }
 
-// One of the two packs that hold kSize pairs, as floats in `x`: each number times its cosine, its partner times its
-// sine. The sum is spelled out as one fused operation, so that every kernel gets the same bits.
+// Rotates one of the two packs that hold kSize pairs, given as floats in `x`: each number times its cosine plus its
+// partner times its sine, as an explicit fused operation, so that every kernel gets the same bits.
 template <class T, int kSize>
 __device__ Pack<T, kSize> turned(const float (&x)[2 * kSize], int side, const float* cos, const float* sin,
                                  bool interleaved) {
@@ -104,8 +104,8 @@ __device__ Pack<T, kSize> turned(const float (&x)[2 * kSize], int side, const fl
   return out;
 }
 
-// A thread takes kSize pairs of one head, which it alone reads and writes: neighbouring packs if neighbours form pairs,
-// otherwise one pack of each half. A row whose position is not in the tables is left unchanged.
+// A thread takes kSize pairs of one head, which no other thread reads or writes: adjacent packs if adjacent components
+// form pairs, otherwise one pack of each half. A row whose position is not in the tables is left unchanged.
 template <class T, int kSize>
 __global__ void __launch_bounds__(kThreads) apply_rope_kernel(const __grid_constant__ ApplyRopeArgs args) {
   using Elements = Pack<T, kSize>;
@@ -128,14 +128,14 @@ __global__ void __launch_bounds__(kThreads) apply_rope_kernel(const __grid_const
   turned<T, kSize>(wide, 1, cos + high * kSize, sin + high * kSize, args.interleaved).store(x, high);
 }
 
-// Of apply_rope_append_kernel: with packs a thread does more of a head.
+// Threads of apply_rope_append_kernel. With packs a thread does more of a head.
 template <int kSize>
 constexpr int kHeadsPerBlock = kSize == 1 ? 8 : 32;
-// And the most blocks that share the rows of a sequence: with two blocks of heads about as many as a large GPU runs at
-// once. More of them would check the sequence again.
+// The largest number of blocks that share the rows of a sequence. With two blocks of heads that is about as many as a
+// large GPU runs at once; more blocks would only repeat the check of the sequence.
 constexpr int64_t kRopeBlocks = 192;
 
-// Whether all rows of a sequence can be stored where they should. Without slots only pages may be missing.
+// Whether the destinations of all rows of a sequence exist. Without slots only pages may be missing.
 __device__ bool rows_fit(const ApplyRopeAppendArgs& args, int64_t b, int64_t length, int64_t count) {
   if (args.check_lengths(length, count) != Fault::kNone) return false;
   if (!args.slots.given()) return args.in_tables(length, count) && pages_exist(args.pages, b, length, count);

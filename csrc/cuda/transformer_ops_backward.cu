@@ -8,13 +8,13 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// One block per part of the rows, one row after the other. What is needed of a row again is computed again, and sums
-// over rows are each thread's own columns of the part.
+// One block per part of the rows, which it processes one by one. Values of the forward are recomputed, and each thread
+// sums its own columns over the rows of the part.
 template <class T, int kSize>
 __global__ void __launch_bounds__(kThreads)
     add_rms_norm_backward_kernel(const __grid_constant__ AddRmsNormBackwardArgs args) {
   using Elements = Pack<T, kSize>;
-  __shared__ float room[kThreads / 32];
+  __shared__ float warp_sums[kThreads / 32];
   const int64_t packs = args.width / kSize, count = rows_of_part(args.rows), first = blockIdx.x * count;
   const int64_t end = first + count < args.rows ? first + count : args.rows;
   const bool norms = args.weight != nullptr, nexts = args.grad_next.given();
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads)
     const auto sum_of_packs = [&](const auto& term) {
       float sum = 0;
       for (int64_t pack = threadIdx.x; pack < packs; pack += kThreads) sum += term(pack);
-      return block_sum<kThreads>(sum, room);
+      return block_sum<kThreads>(sum, warp_sums);
     };
     const auto dot = [](const float* a, const float* b) {
       float sum = 0;
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads)
                   }) /
                   width;
     }
-    // The gradient of y, by itself and through the second norm.
+    // The gradient of y, direct and through the second norm.
     const auto gradient = [&](int64_t pack, float* to) {
       for (int j = 0; j < kSize; ++j) to[j] = 0;
       if (args.grad.given()) load(args.grad, pack, to);

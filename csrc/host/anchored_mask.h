@@ -13,10 +13,10 @@
 namespace pdkernels {
 
 struct AnchoredRules {
-  Inside inside;     // what a block's row sees of its block
-  int64_t window;    // at most so many base tokens before the anchor are seen by a block
-  bool inclusive;    // whether it sees the anchor too
-  bool causal_base;  // whether base rows see their document causally, or nothing
+  Inside inside;     // attention inside a block
+  int64_t window;    // the number of base tokens before the anchor that a block attends to
+  bool inclusive;    // whether a block also attends to its anchor
+  bool causal_base;  // whether base rows attend to their document causally, or to nothing
 };
 
 // Base tokens, then a block of sizes[j] rows for each anchor. `documents` has the document of each base token, -1 for

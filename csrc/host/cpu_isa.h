@@ -45,7 +45,7 @@ inline CpuIsa detect_cpu_isa() {
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (!avx512) return CpuIsa::kAvx2;
   if (!__builtin_cpu_supports("avx512bf16")) return CpuIsa::kAvx512;
-  // Leaf 7: EDX bit 22 is AMX-BF16, bit 24 AMX-TILE. Read here, since not every compiler knows their names.
+  // Leaf 7: EDX bit 22 is AMX-BF16, bit 24 AMX-TILE. Read directly, because not every compiler knows their names.
   unsigned eax = 7, ebx = 0, ecx = 0, edx = 0;
   __asm__("cpuid" : "+a"(eax), "=b"(ebx), "+c"(ecx), "=d"(edx));
   const bool amx = (edx >> 22 & 1) && (edx >> 24 & 1);
@@ -60,13 +60,13 @@ inline CpuIsa detect_cpu_isa() { return CpuIsa::kPortable; }
 
 // PDKERNELS_CPU_ISA=portable|avx2|avx512|avx512_bf16|amx lowers the choice, never raises it.
 inline CpuIsa lowered_by_environment(CpuIsa found) {
-  const char* wanted = std::getenv("PDKERNELS_CPU_ISA");
-  if (wanted == nullptr) return found;
+  const char* requested = std::getenv("PDKERNELS_CPU_ISA");
+  if (requested == nullptr) return found;
   for (CpuIsa level : {CpuIsa::kPortable, CpuIsa::kAvx2, CpuIsa::kAvx512, CpuIsa::kAvx512Bf16, CpuIsa::kAmx}) {
-    if (std::strcmp(wanted, name_of(level)) == 0) return level < found ? level : found;
+    if (std::strcmp(requested, name_of(level)) == 0) return level < found ? level : found;
   }
   throw std::invalid_argument("pdkernels: PDKERNELS_CPU_ISA must be portable, avx2, avx512, avx512_bf16 or amx, got '" +
-                              std::string(wanted) + "'.");
+                              std::string(requested) + "'.");
 }
 
 inline CpuIsa cpu_isa() {

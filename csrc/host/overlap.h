@@ -1,5 +1,5 @@
 // Whether strided memory overlaps, exactly: views that interleave, such as K and V of one buffer, do not.
-// pdkernels/_aliasing.py does the same in Python and words the error.
+// pdkernels/_aliasing.py does the same in Python and raises the error.
 #pragma once
 
 #include <algorithm>
@@ -19,13 +19,13 @@ struct Strided {
   std::vector<StridedDim> dims;
 };
 
-// stride * x for a whole x in [least, most], stride above 0.
+// stride * x for an integer x in [min, max], stride > 0.
 struct Term {
-  int64_t stride, least, most;
+  int64_t stride, min, max;
 };
 
-// Whether a sum with a number from each term is in [low, high]. Terms of layouts nest, so few numbers qualify; for
-// strides that do not nest, the search gives up after a while and returns true.
+// Whether some sum of one value per term is in [low, high]. The strides of ordinary layouts nest, so few values
+// qualify; for other strides the search gives up after a number of steps and returns true.
 class SumSearch {
  public:
   explicit SumSearch(std::vector<Term> terms) : terms_(std::move(terms)) {
@@ -33,7 +33,7 @@ class SumSearch {
     rest_.resize(terms_.size() + 1);
     for (size_t k = terms_.size(); k-- > 0;) {
       const Term& t = terms_[k];
-      rest_[k] = {rest_[k + 1].least + t.stride * t.least, rest_[k + 1].most + t.stride * t.most,
+      rest_[k] = {rest_[k + 1].min + t.stride * t.min, rest_[k + 1].max + t.stride * t.max,
                   std::gcd(rest_[k + 1].divisor, t.stride)};
     }
   }
@@ -41,7 +41,7 @@ class SumSearch {
 
  private:
   struct Rest {
-    int64_t least = 0, most = 0, divisor = 0;
+    int64_t min = 0, max = 0, divisor = 0;
   };
 
   static int64_t floor(int64_t a, int64_t b) { return a / b - (a % b < 0); }
@@ -50,10 +50,10 @@ class SumSearch {
     if (k == terms_.size()) return low <= 0 && 0 <= high;
     if (--steps_ < 0) return true;
     const Rest& all = rest_[k];
-    if (floor(high, all.divisor) * all.divisor < low || high < all.least || low > all.most) return false;
+    if (floor(high, all.divisor) * all.divisor < low || high < all.min || low > all.max) return false;
     const Term& t = terms_[k];
-    const int64_t first = std::max(t.least, -floor(rest_[k + 1].most - low, t.stride));
-    const int64_t last = std::min(t.most, floor(high - rest_[k + 1].least, t.stride));
+    const int64_t first = std::max(t.min, -floor(rest_[k + 1].max - low, t.stride));
+    const int64_t last = std::min(t.max, floor(high - rest_[k + 1].min, t.stride));
     for (int64_t x = first; x <= last; ++x) {
       if (finds(k + 1, low - t.stride * x, high - t.stride * x)) return true;
     }
@@ -68,15 +68,15 @@ class SumSearch {
 // Whether two tensors share a byte, the second one starting `distance` bytes after the first.
 inline bool overlap(const Strided& a, const Strided& b, int64_t distance) {
   std::vector<Term> terms;
-  const auto add = [&](const StridedDim& dim, int64_t least, int64_t most) {
+  const auto add = [&](const StridedDim& dim, int64_t min, int64_t max) {
     if (dim.size == 1 || dim.stride == 0) return;
     for (Term& t : terms) {
       if (t.stride == dim.stride) {
-        t.least += least, t.most += most;
+        t.min += min, t.max += max;
         return;
       }
     }
-    terms.push_back({dim.stride, least, most});
+    terms.push_back({dim.stride, min, max});
   };
   for (const StridedDim& dim : a.dims) add(dim, 0, dim.size - 1);
   for (const StridedDim& dim : b.dims) add(dim, 1 - dim.size, 0);

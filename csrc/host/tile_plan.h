@@ -251,12 +251,12 @@ class TilePlanner {
   }
 
   // Tiles with the most visits first: the longest must not start last.
-  void write_order(int32_t begin, int32_t tiles, int32_t most) {
-    std::vector<int32_t> next(most + 2, 0);
-    for (int32_t tile = 0; tile < tiles; ++tile) ++next[most - row_visits_[begin + tile] + 1];
+  void write_order(int32_t begin, int32_t tiles, int32_t max_visits) {
+    std::vector<int32_t> next(max_visits + 2, 0);
+    for (int32_t tile = 0; tile < tiles; ++tile) ++next[max_visits - row_visits_[begin + tile] + 1];
     std::partial_sum(next.begin(), next.end(), next.begin());
     for (int32_t tile = 0; tile < tiles; ++tile) {
-      const int32_t rank = next[most - row_visits_[begin + tile]]++;
+      const int32_t rank = next[max_visits - row_visits_[begin + tile]]++;
       rows_[4 * static_cast<size_t>(begin + rank) + 3] = tile;
     }
   }

@@ -1,4 +1,4 @@
-// Arguments of the kernels of steps that recompute only some rows, on the CPU and on CUDA.
+// Arguments of the feature-cache kernels, for the CPU and CUDA: a step recomputes only some rows.
 #pragma once
 
 #include "common/cache_layout.h"
@@ -11,13 +11,13 @@ namespace pdkernels {
 // Which cached values a selection replaces.
 enum class Update : int32_t { kAll, kSelected, kNone };
 
-// The cosine of two rows as a key of the same order: 0 if it is not finite, and equal keys for equal cosines. Unchanged
-// rows have the largest key of all: their cosine is 1, whatever it rounds to.
-PDK_HD uint32_t stale_key(float dot, float lengths, bool moved) {
-  constexpr float kLargest = 3.4028235e38f;
-  if (!(lengths <= kLargest) || dot != dot) return 0;
-  if (!moved) return ~0u;
-  return order_key(dot / (lengths > 1e-8f ? lengths : 1e-8f));
+// The cosine of two rows as an integer key of the same order, 0 if it is not finite. `norms` is the product of the
+// norms. Unchanged rows get the largest key, because their cosine is 1 but may round to less.
+PDK_HD uint32_t stale_key(float dot, float norms, bool changed) {
+  constexpr float kMaxFloat = 3.4028235e38f;
+  if (!(norms <= kMaxFloat) || dot != dot) return 0;
+  if (!changed) return ~0u;
+  return order_key(dot / (norms > 1e-8f ? norms : 1e-8f));
 }
 
 // The order of the sums of a cosine, on all devices and in the reference. A head is cut into pieces of kPieceComponents
@@ -26,13 +26,13 @@ PDK_HD uint32_t stale_key(float dot, float lengths, bool moved) {
 constexpr int kPieceComponents = 128;
 constexpr int kPartialSums = 16;
 
-// Where the lowest keys end: those below `key` belong to them, and the first `ties` of those equal to it.
+// The n lowest keys: all keys below `key`, and the first `ties` of the keys equal to it.
 struct Cut {
   uint32_t key;
   int64_t ties;
 };
 
-// The n lowest of at least n keys, n > 0. below(key): the number of smaller ones.
+// Selects the n lowest keys, n > 0; there are at least n. below(key) counts the keys that are smaller.
 template <class Below>
 PDK_HD Cut lowest(int64_t n, const Below& below) {
   uint32_t key = 0;
@@ -53,18 +53,18 @@ struct StaleRowsArgs {
   PageMap pages;
   IndexView starts;
   IndexView counts;  // not given: rows
-  IndexView wanted;  // not given: most
-  int64_t batch, rows, most;
+  IndexView quota;   // not given: max_selected
+  int64_t batch, rows, max_selected;
   Update update;
-  uint32_t* keys;  // (batch, rows), room
-  int64_t* index;  // (batch, most)
+  uint32_t* keys;  // (batch, rows), scratch
+  int64_t* index;  // (batch, max_selected)
 
   PDK_HD int64_t count(int64_t b) const { return counts.given() ? counts.load(b) : rows; }
-  PDK_HD int64_t wish(int64_t b) const { return wanted.given() ? wanted.load(b) : most; }
-  // How many of `count` rows are chosen; the requested number must have been checked before.
+  PDK_HD int64_t quota_of(int64_t b) const { return quota.given() ? quota.load(b) : max_selected; }
+  // How many of `count` rows are selected; the quota must have been checked before.
   PDK_HD int64_t chosen(int64_t b, int64_t count) const {
-    const int64_t limit = count < most ? count : most;
-    return wish(b) < limit ? wish(b) : limit;
+    const int64_t limit = count < max_selected ? count : max_selected;
+    return quota_of(b) < limit ? quota_of(b) : limit;
   }
   PDK_HD char* fresh(int64_t b, int64_t row) const { return v + v_row.row_offset(b, row); }
   PDK_HD char* cached(int64_t b, int64_t position) const {
@@ -92,7 +92,7 @@ struct AddCachedArgs {
   int64_t batch, rows, width, replaced;
 
   PDK_HD bool in_range(int64_t at) const { return at >= -1 && at < rows; }
-  // Ascending, then -1, so that a row is replaced once and can be looked up.
+  // Indices ascend and end with -1, so that every row is replaced once and can be found by bisection.
   PDK_HD bool in_order(int64_t b, int64_t j) const {
     if (j == 0 || index.load(b, j) == -1) return true;
     const int64_t before = index.load(b, j - 1);

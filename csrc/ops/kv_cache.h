@@ -5,7 +5,7 @@
 
 namespace pdkernels {
 
-// Buffers a single launch can carry: 128 layers of K and V. The table travels as a kernel argument (2 KiB).
+// The buffers of one launch: K and V of 128 layers. The table is passed as a kernel argument (2 KiB).
 constexpr int kMaxBuffers = 256;
 
 struct BufferTable {
@@ -22,7 +22,7 @@ struct CacheView {
   PDK_HD int side(int64_t buffer) const { return buffer < layers ? 0 : 1; }
 };
 
-// New rows [layers][batch][count] to append, with their own strides, in bytes.
+// Appends rows [layers][batch][count]. Strides are in bytes.
 struct AppendArgs {
   CacheView cache;
   BufferTable source;
@@ -35,14 +35,14 @@ struct AppendArgs {
   PDK_HD int64_t count(int64_t sequence) const { return counts.given() ? counts.load(sequence) : max_rows; }
 };
 
-// Row i of the accepted ones moves from lengths[b] + source(b, i) to lengths[b] + i; all reads before all writes.
+// Accepted row i moves from lengths[b] + source(b, i) to lengths[b] + i; all rows are read before any is written.
 struct CommitArgs {
   CacheView cache;
   IndexView lengths;
   IndexView counts;
   IndexView source_index;  // not given: the rows are already in their slots
   int64_t max_rows = 0;    // columns of source_index
-  bool advance = true;     // lengths grow only after the last launch, if a model needs several for its layers
+  bool advance = true;     // false: lengths stay; if the layers take several launches, only the last one advances
 };
 
 struct TrimArgs {
@@ -50,7 +50,7 @@ struct TrimArgs {
   int64_t batch = 0;
 };
 
-// The extent must have been checked before.
+// check_extent must have passed.
 PDK_HD Fault check_append_row(const AppendArgs& args, int64_t sequence, int64_t length, int64_t row) {
   return args.cache.pages.holds(args.cache.pages.locate(sequence, length + row)) ? Fault::kNone : Fault::kPage;
 }

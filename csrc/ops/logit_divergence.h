@@ -6,17 +6,17 @@
 
 namespace pdkernels {
 
-// Tokens of a row that make one work item on the CPU. The order of summation depends on the width of a row only,
-// so a row gets the same bits in any batch and on any number of threads.
+// Tokens of one work item on the CPU. The order of summation depends only on the width of a row, so a row gets the same
+// bits in any batch and on any number of threads.
 constexpr int64_t kDivergenceChunk = 8192;
-// Doubles that a chunk stores.
+// The number of doubles that a chunk stores.
 constexpr int64_t kDivergencePartials = 8;
 
 struct LogitDivergenceArgs {
   Element element;
   RowsView logits, previous;  // previous.data nullptr: a uniform distribution
   int64_t rows, width;
-  float log_min_p;  // tokens whose logit is further below the largest are flattened; -inf: none
+  float log_min_p;  // logits further than this below the largest one are flattened; -inf: none
   int64_t* argmax;
   float *entropy, *kl, *minp_kl;
   double* partials;  // (rows, chunks, kDivergencePartials), CPU only

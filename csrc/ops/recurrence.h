@@ -1,8 +1,9 @@
-// A step of the recurrent-depth sampler besides the model, shared by the CPU and the CUDA kernels: which row was which
-// in the last step, how much noise it gets, the truncated normal distribution, and the bookkeeping of rows that freeze.
+// The parts of a recurrent-depth sampler step that are not the model, shared by the CPU and the CUDA kernels: the row
+// that a row was in the previous step, its noise, the truncated normal distribution, and the bookkeeping of frozen
+// rows.
 //
-// The results of recurrence_inject are bitwise the same everywhere. The formulas are therefore templates over
-// `Math`, whose `multiply` never becomes part of a fused multiply-add; sums, quotients and roots are rounded separately
+// The results of recurrence_inject are bitwise the same on all devices. The formulas are therefore templates over
+// `Math`, whose `multiply` is never fused into a multiply-add; sums, quotients and roots are rounded separately
 // anyway.
 #pragma once
 
@@ -15,19 +16,19 @@ namespace pdkernels {
 
 // --- the normal distribution truncated at +-3
 
-// The fourth word of a counter: latent noise is independent of sampled tokens, which have 0 there.
+// The fourth word of a counter. Sampled tokens have 0 there, so latent noise is independent of them.
 constexpr uint32_t kLatentNoise = 1;
 
-// The upper 24 bits of a word as an odd number n: n 2^-24 is 2 u - 1, exact in a float. For a word or a vector of them,
-// as signed integers.
+// The upper 24 bits of a word as an odd number n: n 2^-24 is 2 u - 1, exact in a float. I is a signed word, or a vector
+// of them.
 template <class I>
 PDK_HD I odd_number(I word) {
   return ((word ^ INT32_MIN) >> 8) * 2 + 1;
 }
 
 // Phi^-1(1/2 + t (Phi(3) - 1/2)) for t = n 2^-24: t P(y) / Q(y), y = 1 - t^2. A minimax fit of degree 6 over 6; the
-// error is below 1e-6, rounding included. All coefficients are positive, so nothing cancels; y comes from 1 - |t|,
-// which is exact, because at the ends the quantile is 56 times as steep in it as the number itself.
+// error is below 1e-6, including rounding. All coefficients are positive, so nothing cancels. y is computed from
+// 1 - |t|, which is exact: at the ends the quantile function is so steep that an error of y would be multiplied by 56.
 template <class Math, class F>
 PDK_HD F truncated_normal(F t) {
   constexpr float kNumerator[] = {2.9999998f, 693.8183f, 43711.816f, 825518.44f, 4248849.0f, 4712873.5f, 526904.5f};
@@ -62,7 +63,7 @@ struct InjectArgs {
     const int64_t w = width.load(b);
     return w < 0 ? 0 : (w > rows ? rows : w);
   }
-  // Index of row i in the last step. An old row that does not exist counts as new; on the CPU it has already been
+  // Index of row i in the previous step. An old row that does not exist counts as new; on the CPU it has already been
   // refused.
   PDK_HD int64_t before(int64_t b, int64_t i) const { return i + advance.load(b); }
   PDK_HD bool old(int64_t b, int64_t i) const {
@@ -76,7 +77,7 @@ struct InjectArgs {
   }
 };
 
-// z' = keep z + share init; no share: z' = z.
+// z' = keep z + share init. A share of 0 leaves z unchanged.
 struct NoiseMix {
   float keep, share;
 };
@@ -113,34 +114,35 @@ struct ExitArgs {
   int64_t batch = 0, rows = 0, size = 0, min_recurrences = 1;
   double threshold = 0;
   float eps = 0;
-  float* distance = nullptr;  // (batch, rows), like settled
-  bool* settled = nullptr;
+  float* distance = nullptr;  // (batch, rows), like converged
+  bool* converged = nullptr;
 
   PDK_HD bool in_wave(int64_t b, int64_t i) const { return i < width.load(b); }
   PDK_HD int64_t before(int64_t b, int64_t i) const { return i + advance.load(b); }
-  PDK_HD int64_t long_before(int64_t b, int64_t i) const { return before(b, i) + older_advance.load(b); }
+  PDK_HD int64_t older_row(int64_t b, int64_t i) const { return before(b, i) + older_advance.load(b); }
   // Whether row i has a previous state to be compared with.
-  PDK_HD bool known(int64_t b, int64_t i) const {
+  PDK_HD bool has_previous(int64_t b, int64_t i) const {
     return previous.given() && recurrences.load(b, i) >= min_recurrences && previous.has(before(b, i)) &&
-           (!older.given() || older.has(long_before(b, i)));
+           (!older.given() || older.has(older_row(b, i)));
   }
   PDK_HD void write(int64_t b, int64_t i, float result) const {
     distance[b * rows + i] = result;
-    settled[b * rows + i] = static_cast<double>(result) < threshold;
+    converged[b * rows + i] = static_cast<double>(result) < threshold;
   }
 };
 
 // --- which rows freeze
 
 struct AdvanceArgs {
-  IndexView tokens, predictions, recurrences, stable;  // (batch, room + 1), (batch, rows), twice (batch, room)
+  IndexView tokens, predictions, recurrences,
+      unchanged_steps;  // (batch, capacity + 1), (batch, rows), twice (batch, capacity)
   IndexView width, cursor, advance, steps, remaining;
-  const bool* settled = nullptr;
-  int64_t settled_stride0 = 0, settled_stride1 = 0;
+  const bool* converged = nullptr;
+  int64_t converged_stride0 = 0, converged_stride1 = 0;
   IndexView filler, end_tokens;
-  int64_t batch = 0, rows = 0, room = 0, num_end_tokens = 0;
+  int64_t batch = 0, rows = 0, capacity = 0, num_end_tokens = 0;
   int64_t inner_recurrence = 1, max_wavefront = 0, max_recurrences = 0, stability = 0, headway = 1;
-  bool last = false, guard = true, keep_last = false;
+  bool last = false, keep_changed = true, keep_last = false;
 
   PDK_HD int64_t widest() const { return rows < max_wavefront ? rows : max_wavefront; }
   PDK_HD bool fits(int64_t b) const {
@@ -155,13 +157,14 @@ struct AdvanceArgs {
   }
   PDK_HD bool input_changed(int64_t b, int64_t i) const { return predictions.load(b, i - 1) != tokens.load(b, i); }
 
-  // Counts the step for row i and returns whether it is ready to freeze.
+  // Adds the step to the counters of row i and returns whether the row is ready to freeze.
   PDK_HD bool count_row(int64_t b, int64_t i) const {
     const int64_t before = recurrences.load(b, i), count = before + inner_recurrence;
-    const int64_t same = before > 0 && predictions.load(b, i) == tokens.load(b, i + 1) ? stable.load(b, i) + 1 : 0;
+    const int64_t same =
+        before > 0 && predictions.load(b, i) == tokens.load(b, i + 1) ? unchanged_steps.load(b, i) + 1 : 0;
     recurrences.store(count, b, i);
-    stable.store(same, b, i);
-    return (settled != nullptr && settled[b * settled_stride0 + i * settled_stride1]) ||
+    unchanged_steps.store(same, b, i);
+    return (converged != nullptr && converged[b * converged_stride0 + i * converged_stride1]) ||
            (max_recurrences > 0 && count >= max_recurrences) || (stability > 0 && same >= stability);
   }
 
@@ -172,15 +175,15 @@ struct AdvanceArgs {
   }
 };
 
-// The update of a sequence, given which of its w rows are ready (leading ones, or up to the last one), where the
-// first input changed and where the first end token is, each w if nowhere.
+// The update of a sequence of w rows. `ready`: the number of rows that may freeze. `first_changed`, `first_end`: the
+// first row whose input changed and the first end token, w if there is none.
 struct Advance {
-  int64_t frozen, wave, kept, tokens;  // kept: rows that stay; tokens: entries to write
+  int64_t frozen, wave, kept, tokens;  // numbers of rows; tokens: entries to write
 
   PDK_HD Advance(const AdvanceArgs& args, int64_t b, int64_t w, int64_t ready, int64_t first_changed,
                  int64_t first_end) {
     const int64_t budget = args.remaining.load(b);
-    int64_t n = args.guard && first_changed < ready ? first_changed : ready;
+    int64_t n = args.keep_changed && first_changed < ready ? first_changed : ready;
     if (args.keep_last && n > 0) --n;
     if (n > budget) n = budget;
     const bool ended = first_end < n;

@@ -1,5 +1,5 @@
 // Arguments of the kernels of vocabulary statistics, and the arithmetic that the CPU and CUDA share: the order of
-// tokens, the score of a draw, and a softmax whose vocabulary is cut into parts.
+// tokens, Gumbel scores, and a softmax over parts of the vocabulary.
 #pragma once
 
 #include "common/element.h"
@@ -10,15 +10,15 @@
 
 namespace pdkernels {
 
-// Tokens of a row that make one work item. The order of summation depends on the width of a row only, so a row
-// gets the same bits in any batch and on any number of threads.
+// Tokens of one work item. The order of summation depends only on the width of a row, so a row gets the same bits in
+// any batch and on any number of threads.
 constexpr int64_t kVocabularyPart = 8192;
 constexpr int kMaxTopK = 16;
 constexpr int kMaxSuppressed = 16;
 
-// --- the order of tokens: larger logits first, a NaN before all, the lowest id on ties
+// --- the order of tokens: larger logits first, NaN before all of them, the lower id on ties
 
-// A token as a number that grows in this order. 0 means no token, as does a logit of -inf.
+// A key that is larger for tokens that come first. 0 means no token; a logit of -inf is no token either.
 PDK_HD uint64_t token_key(float logit, int64_t id) {
   if (logit == -__builtin_inff()) return 0;
   const uint32_t ordered = order_key(logit), rank = logit != logit ? 0xffffffffu : ordered;
@@ -36,7 +36,7 @@ PDK_HD float at_least(double x) {
   return nearest < x ? key_logit(token_key(nearest, 0) + (uint64_t{1} << 32)) : nearest;
 }
 
-// --- draws
+// --- sampling
 
 PDK_HD double logarithm(double x) {
 #ifdef __CUDA_ARCH__
@@ -46,10 +46,10 @@ PDK_HD double logarithm(double x) {
 #endif
 }
 
-// The token with the largest score is a draw from softmax(logits / temperature). The uniform number (word + 1/2) / 2^32
-// and its distance to 1 are exact in a double, so -ln u is accurate in both tails. Only the few tokens that can win
-// need this.
-PDK_HD double draw_score(float logit, double temperature, uint32_t word) {
+// The token with the largest score is a sample of softmax(logits / temperature) (the Gumbel-max trick). The uniform
+// number u = (word + 1/2) / 2^32 and 1 - u are exact in a double, so -ln u is accurate in both tails. Kernels call this
+// only for the few tokens that can win.
+PDK_HD double gumbel_score(float logit, double temperature, uint32_t word) {
   const double u = (word + 0.5) * 0x1p-32;
   return logit - temperature * logarithm(-logarithm(u));
 }
@@ -61,7 +61,7 @@ struct DistributionSums {
   float largest;
   double total, weighted;
 
-  // Sums of two sets of tokens. A set without any has a largest of -inf.
+  // Adds the sums of another set of tokens. An empty set has largest = -inf.
   template <class Exponential>
   PDK_HD void join(DistributionSums other, double inv_temperature, const Exponential& exponential) {
     if (other.largest > largest) {
@@ -76,11 +76,11 @@ struct DistributionSums {
   }
 };
 
-// The results of a part of the vocabulary.
+// The results of one part of the vocabulary.
 struct TokenPart {
-  uint64_t top[kMaxTopK];  // keys of its first tokens, descending, 0 after the last; those that cannot be among the
+  uint64_t top[kMaxTopK];  // keys of its first tokens, descending, padded with 0; tokens that cannot be among the
                            // row's first may be left out
-  uint64_t drawn;          // key of the token with the largest score, 0 for none
+  uint64_t sampled;        // key of the token with the largest score, 0 for none
   double score;
   DistributionSums sums;
   bool undefined;  // a NaN or +inf is among the tokens
@@ -91,28 +91,28 @@ struct TokenStatisticsArgs {
   RowsView logits;
   int64_t rows;  // to evaluate
   int64_t source_rows, width;
-  int64_t first_id;  // of the first logit, a multiple of 4: used for the random words; all ids count from 0
+  int64_t first_id;  // id of the first logit, a multiple of 4; only random words use it, all other ids count from 0
   IndexView row_index, positions, steps;  // one entry per row; not given: the row, its number, `step`
   uint32_t step;
   PhiloxSeeds seeds;
-  double temperature;  // 0: no draw
+  double temperature;  // 0: greedy
   double top_p, min_p;
-  bool sampling;  // statistics of the distribution that is drawn from
+  bool sampling;  // statistics of the sampling distribution (temperature and filters), not of the model's
   int top_k, num_suppressed;
   int64_t suppress[kMaxSuppressed];
   int64_t *ids, *top_ids;
   float *probs, *top_probs, *margin, *entropy, *logsumexp;
   TokenPart* parts;  // (rows, num_parts())
-  float* cuts;       // (rows), smallest logit that the filters leave; where filtered()
+  float* cuts;       // (rows), the smallest logit that passes the filters; only if filtered()
 
   PDK_HD int64_t num_parts() const { return (width + kVocabularyPart - 1) / kVocabularyPart; }
   PDK_HD int num_ranked() const { return top_k < 2 ? 2 : top_k; }  // the margin needs two
-  PDK_HD bool draws() const { return temperature > 0; }
-  PDK_HD bool filtered() const { return (top_p < 1 || min_p > 0) && (draws() || sampling); }
-  PDK_HD double softmax_temperature() const { return draws() ? temperature : 1; }
-  // The factor of the distribution's logits.
+  PDK_HD bool samples_token() const { return temperature > 0; }
+  PDK_HD bool filtered() const { return (top_p < 1 || min_p > 0) && (samples_token() || sampling); }
+  PDK_HD double softmax_temperature() const { return samples_token() ? temperature : 1; }
+  // What the logits are multiplied by in the distribution of the statistics.
   PDK_HD double inv_temperature() const { return sampling ? 1 / softmax_temperature() : 1; }
-  // Its relative error as a float: over long distances that exceeds a rounding.
+  // The relative error of inv_temperature() as a float. Multiplied by large logits it exceeds a rounding error.
   PDK_HD float inv_temperature_rest() const {
     return static_cast<float>(inv_temperature() / static_cast<float>(inv_temperature()) - 1);
   }

@@ -1,4 +1,4 @@
-// Arguments of the kernels between a transformer's matrix products, on the CPU and on CUDA.
+// Arguments of the ops between a transformer's matrix products, for the CPU and CUDA.
 #pragma once
 
 #include "common/cache_layout.h"
@@ -23,7 +23,7 @@ struct SiluAndMulArgs {
   int64_t rows, width;
 };
 
-// q, k and v of new rows: q and k are rotated in place, k and v go to a cache of one layer.
+// q, k and v of new rows: q and k are rotated in place, k and v are appended to the cache of one layer.
 struct ApplyRopeAppendArgs {
   Element element;
   void* qkv;  // (batch, rows, heads + 2 * kv_heads, head_dim), strides in elements
@@ -35,7 +35,7 @@ struct ApplyRopeAppendArgs {
   PageMap pages;
   IndexView lengths;
   IndexView counts;  // not given: rows
-  IndexView slots;   // (batch, rows), not given: a row's number
+  IndexView slots;   // (batch, rows); not given: row i has slot i
   int64_t batch, rows, heads, kv_heads, head_dim, positions;
   bool interleaved;
 
@@ -47,18 +47,18 @@ struct ApplyRopeAppendArgs {
   // With slots, only the slots that are written can be outside the cache.
   PDK_HD Fault check_lengths(int64_t length, int64_t count) const {
     const Fault fault = check_extent(pages, length, count, rows);
-    return fault == Fault::kRoom && slots.given() ? Fault::kNone : fault;
+    return fault == Fault::kCapacity && slots.given() ? Fault::kNone : fault;
   }
   // The first `count` positions from `length` on have rows in the tables. The length must have been checked before.
   PDK_HD bool in_tables(int64_t length, int64_t count) const { return count <= positions - length; }
   PDK_HD bool in_cache(int64_t length, int64_t slot) const { return slot < pages.capacity() - length; }
-  // Whether the slot of a row is valid; a row that does not count may have any slot after `length`.
+  // Whether the slot of a row is valid. A padding row may have any slot after `length`.
   PDK_HD bool row_fits(int64_t b, int64_t row, int64_t length, int64_t count) const {
     const int64_t at = slot(b, row);
     if (at < 0 || row >= count) return at >= -1;
     return in_cache(length, at) && in_tables(length, at + 1) && pages.holds(pages.locate(b, length + at));
   }
-  // Rows that do not count may be past the end of the tables: they use the last entry.
+  // Padding rows may be past the end of the tables; they use the last entry.
   PDK_HD int64_t table_row(int64_t length, int64_t slot) const {
     return (slot < positions - length ? length + slot : positions - 1) * head_dim;
   }

@@ -6,9 +6,9 @@
 
 namespace pdkernels {
 
-// Those of y = rms_norm(x + residual) * weight, next = rms_norm(y) * next_weight. The gradients of the weights are sums
-// over rows: first over some neighbours in float32, a part, then over the parts in double precision. How rows are cut
-// depends on their number alone, so sums do not depend on threads.
+// Gradients of y = rms_norm(x + residual) * weight, next = rms_norm(y) * next_weight. The gradients of the weights are
+// sums over rows: first over the adjacent rows of a part in float32, then over the parts in double precision. The parts
+// depend only on the number of rows, so the sums do not depend on threads.
 struct AddRmsNormBackwardArgs {
   Element element;
   RowsView grad, grad_next;    // of y and next: at least one of them

@@ -1,8 +1,8 @@
-// Which guesses for masked tokens are committed, shared by the CPU and the CUDA kernel.
+// The rules that select guesses for masked tokens, shared by the CPU and the CUDA kernel.
 //
-// Every eligible candidate has a key, unique within a sequence: its score in the upper half, and in the lower half a
-// number that prefers the lower index. A score orders confidences as unsigned integers, NaN last. So "the best n" are
-// the keys from some key up, and the rules use keys only; 0 is not a key.
+// Every eligible candidate has a 64-bit key that is unique within a sequence. The upper half is its score, which orders
+// confidences as unsigned integers with NaN last; the lower half is larger for lower indices. "The best n" are
+// therefore all keys from some key up, and the rules only compare keys. 0 means that a candidate is not eligible.
 #pragma once
 
 #include "common/index_view.h"
@@ -11,7 +11,7 @@
 
 namespace pdkernels {
 
-// The fourth word of a counter: token draws have 0 there, latent noise 1.
+// The fourth word of a counter. Sampled tokens have 0 there, latent noise 1.
 constexpr uint32_t kRandomOrder = 2;
 // The scores of -inf and +inf. NaN is below the first, nothing is above the second.
 constexpr uint32_t kLowestScore = 0x007FFFFFu, kHighestScore = 0xFF800000u;
@@ -22,7 +22,7 @@ PDK_HD float confidence_of(uint32_t score) {
   return float_of(score < kLowestScore ? kLowestScore : score > kHighestScore ? kHighestScore : score);
 }
 
-// One number for all, or a tensor (batch, segments).
+// One number for all segments, or a tensor (batch, segments).
 struct PerSegment {
   IndexView view;
   int64_t number = 0;
@@ -33,7 +33,7 @@ struct PerSegment {
 struct UnmaskArgs {
   IndexView tokens, ids, positions;  // positions not given: candidate r is for token r
   IndexView starts, ends;            // (batch, segments); not given: one segment, all tokens
-  PerSegment quota, need;
+  PerSegment quota, min_count;
   IndexView steps;                    // not given: step
   const float* confidence = nullptr;  // nullptr: a random order
   int64_t confidence_stride0 = 0, confidence_stride1 = 0;
@@ -41,7 +41,7 @@ struct UnmaskArgs {
   PhiloxSeeds seeds;
   UnmaskRule rule = UnmaskRule::kQuota;
   double factor = 0;
-  uint64_t bar = 0;  // kThreshold: keys from here up pass
+  uint64_t lowest_passing = 0;  // kThreshold: keys from here up pass
   // Outputs (batch, segments), contiguous.
   int64_t* committed = nullptr;
   int64_t* remaining = nullptr;
@@ -66,8 +66,8 @@ struct UnmaskArgs {
       const float x = confidence[b * confidence_stride0 + r * confidence_stride1];
       return x != x ? 0 : order_key(x);
     }
-    const int64_t moment = steps.given() ? steps.load(b) : step;
-    const PhiloxWords counter{{0, static_cast<uint32_t>(position), static_cast<uint32_t>(moment), kRandomOrder}};
+    const int64_t sequence_step = steps.given() ? steps.load(b) : step;
+    const PhiloxWords counter{{0, static_cast<uint32_t>(position), static_cast<uint32_t>(sequence_step), kRandomOrder}};
     return philox4x32(counter, seeds.key(b)).word[0];
   }
   // The key of candidate r for the window [from, to), 0 if it is not eligible.
@@ -80,26 +80,26 @@ struct UnmaskArgs {
   }
   PDK_HD int64_t candidate(uint64_t key) const { return candidates - static_cast<int64_t>(key & 0xFFFFFFFFu); }
 
-  // The value a rule compares: the confidence, or the uniform number.
+  // The value that a rule compares: the confidence, or the uniform random number.
   PDK_HD double value(uint32_t score) const {
     return confidence != nullptr ? static_cast<double>(confidence_of(score))
                                  : (static_cast<double>(score) + 0.5) * 0x1p-32;
   }
 
-  // kQuota and kThreshold: how many of m eligible candidates, of which `passing` have keys from the threshold up.
+  // kQuota and kThreshold: how many of m eligible candidates are committed if `passing` of them pass the threshold.
   PDK_HD int64_t count(int64_t b, int64_t g, int64_t m, int64_t passing) const {
-    if (rule == UnmaskRule::kThreshold && passing >= need.load(b, g)) return passing;
-    const int64_t most = quota.load(b, g);
-    return most < m ? most : m;
+    if (rule == UnmaskRule::kThreshold && passing >= min_count.load(b, g)) return passing;
+    const int64_t limit = quota.load(b, g);
+    return limit < m ? limit : m;
   }
-  // kFactor: whether a key is too low for its rank, counted from 1. If it is, so is every lower key at its own rank.
+  // kFactor: whether a key is too low for its rank, which counts from 1. If so, every lower key fails at its own rank.
   PDK_HD bool fails(uint64_t key, int64_t rank) const {
     if (rank < 2) return false;
     return value(static_cast<uint32_t>(key >> 32)) < 1.0 - factor / static_cast<double>(rank + 1);
   }
-  // kFactor: how many of m, if `standing` do not fail. As in the released code, a failure at the last rank does not
-  // count.
-  PDK_HD static int64_t count(int64_t m, int64_t standing) { return standing + 1 == m ? m : standing; }
+  // kFactor: how many of m candidates are committed if the first `passing_ranks` pass. As in the released code, a
+  // failure at the last rank is ignored.
+  PDK_HD static int64_t count(int64_t m, int64_t passing_ranks) { return passing_ranks + 1 == m ? m : passing_ranks; }
 
   PDK_HD void commit(int64_t b, uint64_t key) const {
     const int64_t r = candidate(key);
@@ -113,8 +113,8 @@ struct UnmaskArgs {
   }
 };
 
-// The smallest key that may pass the threshold, found by bisection over scores: compared exactly, in double.
-inline uint64_t unmask_bar(const UnmaskArgs& args, double threshold, bool strict) {
+// The smallest key that passes the threshold, found by bisection over scores, which are compared exactly, in double.
+inline uint64_t lowest_passing_key(const UnmaskArgs& args, double threshold, bool strict) {
   int64_t low = args.confidence != nullptr ? kLowestScore : 0, high = int64_t{1} << 32;
   while (low < high) {
     const int64_t middle = (low + high) / 2;

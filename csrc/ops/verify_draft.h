@@ -1,7 +1,7 @@
 // Greedy verification of a draft, shared by the CPU and the CUDA kernel.
 //
-// draft[0] is known to be right; predictions[i] is the model's own token after draft[i]. The accepted prefix ends
-// before the first draft token that the model would not have produced itself.
+// draft[0] is already verified; predictions[i] is the model's token after draft[i]. The accepted prefix ends before the
+// first draft token that differs from the model's prediction.
 #pragma once
 
 #include "common/index_view.h"
@@ -35,7 +35,7 @@ struct VerifyArgs {
   int64_t* next_token = nullptr;
   bool* ended = nullptr;
   int64_t* new_draft = nullptr;  // [batch][width]
-  int64_t* row = nullptr;
+  int64_t* candidate = nullptr;
 
   // Lengths outside [0, width] are clamped; on the CPU they have already been refused.
   PDK_HD int64_t length(int64_t b) const {
@@ -56,8 +56,8 @@ struct VerifyArgs {
     if (accepted_count > 0 && i < length) return predictions.load(b, winner, i);
     return refill.given() ? refill.load(b, j) : 0;
   }
-  // The verdict on one sequence, given its winner, the accepted count and the first end token inside it (or the count
-  // itself if there is none).
+  // Writes the verdict of a sequence. `first_end`: the index of the first end token in the accepted prefix, `count` if
+  // there is none.
   PDK_HD void write_verdict(int64_t b, int64_t winner, int64_t count, int64_t first_end) const {
     const bool cut = first_end < count;
     const int64_t kept = cut ? first_end + 1 : count;
@@ -67,7 +67,7 @@ struct VerifyArgs {
     accepted[b] = kept;
     next_token[b] = next;
     ended[b] = cut || (count > 0 && is_end(next));
-    row[b] = winner;
+    candidate[b] = winner;
   }
 };
 

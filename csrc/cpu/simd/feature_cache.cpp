@@ -1,5 +1,5 @@
-// Steps that recompute only some rows: which values changed most, and residual sums with cached rows. Rows are
-// independent, so threads share them freely.
+// Feature-cache kernels: the rows whose values changed most, and residual sums with cached rows. Rows are independent
+// work items.
 #include "kernels.h"
 #include "strips.h"
 
@@ -72,7 +72,7 @@ void replace(const StaleRowsArgs& args, const char* fresh, char* cached) {
 void choose_rows(const StaleRowsArgs& args, int64_t b) {
   const int64_t count = args.count(b), n = args.chosen(b, count);
   const uint32_t* keys = args.keys + b * args.rows;
-  int64_t *to = args.index + b * args.most, *const end = to + args.most;
+  int64_t *to = args.index + b * args.max_selected, *const end = to + args.max_selected;
   if (n > 0) {
     Cut cut = lowest(n, [&](uint32_t key) {
       int32_t smaller = 0;
@@ -99,13 +99,13 @@ void select_stale_rows_of(const StaleRowsArgs& args) {
   });
   for_rows(args.batch, 32 * args.rows, [&](int64_t b) { choose_rows(args, b); });
   if (args.update != Update::kSelected) return;
-  for_rows(args.batch * args.most, width, [&](int64_t item) {
-    const int64_t b = item / args.most, i = args.index[item];
+  for_rows(args.batch * args.max_selected, width, [&](int64_t item) {
+    const int64_t b = item / args.max_selected, i = args.index[item];
     if (i >= 0) replace(args, args.fresh(b, i), args.cached(b, args.starts.load(b) + i));
   });
 }
 
-// The number of the fresh row that replaces row i, or -1: a search among ascending indices, -1 at their end.
+// The index of the fresh row that replaces row i, or -1. Bisection: indices ascend and end with -1.
 int64_t replacement(const AddCachedArgs& args, int64_t b, int64_t i) {
   int64_t low = 0, high = args.replaced;
   while (low < high) {

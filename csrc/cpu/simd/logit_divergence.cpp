@@ -1,24 +1,23 @@
-// The distance between two distributions of the next token. A row is cut into chunks, so that a single one keeps many
-// threads busy; each stores its sums, which are merged in the order of the chunks. Twice over a chunk:
-// the largest logit and the sum of exponentials, then everything that needs the distribution itself. Sums of a strip
-// are floats, those of a chunk and of a row are doubles.
+// The distance between two distributions of the next token. A row is cut into chunks, so that a single row keeps many
+// threads busy. Each chunk stores its sums, which are merged in the order of the chunks. There are two passes: the
+// largest logit and the sum of exponentials, then everything that needs normalised probabilities. Strips are summed in
+// float, chunks and rows in double.
 #include "kernels.h"
 #include "strips.h"
 
 namespace pdkernels::cpu::PDK_ISA {
 namespace {
 
-// What the first pass finds for a chunk of one distribution, and then for a whole row: largest + log(total) is the
-// log-sum-exp.
-struct Peak {
+// The result of the first pass, for a chunk and then for a whole row. largest + log(total) is the log-sum-exp.
+struct MaxSum {
   double largest, total;
 };
 
 // The results of a chunk. Entries of the first pass are read before those of the second are written.
 struct Partials {
   double* at;
-  Peak& now() const { return reinterpret_cast<Peak*>(at)[0]; }
-  Peak& then() const { return reinterpret_cast<Peak*>(at)[1]; }
+  MaxSum& now() const { return reinterpret_cast<MaxSum*>(at)[0]; }
+  MaxSum& then() const { return reinterpret_cast<MaxSum*>(at)[1]; }
   double& index() const { return at[4]; }
   double& holds_nan() const { return at[5]; }
 };
@@ -35,7 +34,7 @@ PDK_INLINE Vec logarithm(Vec x) {
 
 // The largest logit of [begin, end), the first strip that has it, and the sum of exponentials below it.
 template <class T>
-Peak peak_of(const T* logits, int64_t begin, int64_t end, int64_t& strip) {
+MaxSum max_sum_of(const T* logits, int64_t begin, int64_t end, int64_t& strip) {
   Vec largest = splat(-kInfinity);
   float top = -kInfinity;
   strip = begin;
@@ -68,25 +67,28 @@ template <class T>
 void measure_peaks(const LogitDivergenceArgs& args, int64_t row, int64_t begin, int64_t end, Partials partials) {
   const T* logits = args.logits.row<const T>(row);
   int64_t strip;
-  partials.now() = peak_of(logits, begin, end, strip);
+  partials.now() = max_sum_of(logits, begin, end, strip);
   const double total = partials.now().total, largest = partials.now().largest;
   int64_t index = end;
   if (total != total) index = first_where(logits, begin, end, [](float x) { return x != x; });
   partials.holds_nan() = index < end;
   if (index == end) index = first_where(logits, strip, end, [&](float x) { return x == largest; });
   partials.index() = static_cast<double>(index);
-  if (args.previous.data != nullptr) partials.then() = peak_of(args.previous.row<const T>(row), begin, end, strip);
+  if (args.previous.data != nullptr) partials.then() = max_sum_of(args.previous.row<const T>(row), begin, end, strip);
 }
 
-// Without a total there is no distribution: everything becomes NaN.
-Peak joined(const double* partials, int64_t chunks, int64_t which) {
-  Peak row{-kInfinity, 0};
-  const auto peak = [&](int64_t c) { return reinterpret_cast<const Peak*>(partials + c * kDivergencePartials)[which]; };
-  for (int64_t c = 0; c < chunks; ++c) row.largest = peak(c).largest > row.largest ? peak(c).largest : row.largest;
+// A total of 0 means that there is no distribution: everything becomes NaN.
+MaxSum joined(const double* partials, int64_t chunks, int64_t which) {
+  MaxSum row{-kInfinity, 0};
+  const auto max_sum = [&](int64_t c) {
+    return reinterpret_cast<const MaxSum*>(partials + c * kDivergencePartials)[which];
+  };
+  for (int64_t c = 0; c < chunks; ++c)
+    row.largest = max_sum(c).largest > row.largest ? max_sum(c).largest : row.largest;
   for (int64_t c = 0; c < chunks; ++c) {
     // exp(-inf - -inf) is NaN, and a chunk of only -inf adds nothing.
-    const double factor = peak(c).largest == row.largest ? 1 : __builtin_exp(peak(c).largest - row.largest);
-    row.total += peak(c).total * factor;
+    const double factor = max_sum(c).largest == row.largest ? 1 : __builtin_exp(max_sum(c).largest - row.largest);
+    row.total += max_sum(c).total * factor;
   }
   if (row.total == 0) row.total = __builtin_nan("");
   return row;
@@ -96,12 +98,12 @@ Peak joined(const double* partials, int64_t chunks, int64_t which) {
 struct Distribution {
   float largest, log_total;
 
-  explicit Distribution(Peak peak)
-      : largest(static_cast<float>(peak.largest)), log_total(static_cast<float>(__builtin_log(peak.total))) {}
+  explicit Distribution(MaxSum max_sum)
+      : largest(static_cast<float>(max_sum.largest)), log_total(static_cast<float>(__builtin_log(max_sum.total))) {}
 };
 
-// The contribution of a chunk to the sums of its row. A distribution's own sum is 1 but for the rounding of its
-// exponentials; dividing by it cancels their common error.
+// The contribution of a chunk to the sums of its row. The probabilities sum to 1 up to the rounding of the
+// exponentials; dividing by the sum cancels their common error.
 struct Sums {
   double entropy = 0, kl = 0, now = 0, then = 0;  // of the distributions
   double minp_kl = 0, levelled_now = 0,
@@ -114,7 +116,7 @@ struct Sums {
 };
 static_assert(sizeof(Sums) <= kDivergencePartials * sizeof(double));
 
-// Probabilities may underflow in a float; whether they are 0 is decided by the logits.
+// Probabilities may underflow in a float, so the logits decide whether they are 0.
 PDK_INLINE Vec divergence(Vec p, Vec log_then, Vec log_now) {
   const Vec term = choose(log_now == -kInfinity, splat(kInfinity), p * (log_then - log_now));
   return choose(log_then == -kInfinity, splat(0.0f), term);
@@ -179,10 +181,10 @@ void logit_divergence_of(const LogitDivergenceArgs& args) {
   for_chunks([&](int64_t row, int64_t c, int64_t begin, int64_t end) {
     measure_peaks<T>(args, row, begin, end, {partials(row, c)});
   });
-  // A few numbers per row: what the second pass needs overwrites what the first one left.
+  // A few numbers per row. The totals that the second pass reads overwrite the results of the first.
   for (int64_t row = 0; row < args.rows; ++row) {
-    const Peak now = joined(partials(row, 0), chunks, 0);
-    const Peak then = args.previous.data != nullptr ? joined(partials(row, 0), chunks, 1) : Peak{0, 1};
+    const MaxSum now = joined(partials(row, 0), chunks, 0);
+    const MaxSum then = args.previous.data != nullptr ? joined(partials(row, 0), chunks, 1) : MaxSum{0, 1};
     int64_t best = 0;  // the first chunk with a NaN, or else the first with the largest
     for (int64_t c = 1; c < chunks && !Partials{partials(row, best)}.holds_nan(); ++c) {
       const Partials part{partials(row, c)};

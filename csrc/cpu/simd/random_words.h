@@ -9,8 +9,8 @@ namespace pdkernels::cpu::PDK_ISA {
 typedef uint64_t Longs __attribute__((vector_size(4 * PDK_LANES), may_alias));
 constexpr int kLongs = kLanes / 2;
 
-// The product of the low words of each pair of lanes; their high words may hold anything. One instruction, which GCC
-// does not find.
+// The product of the low words of each pair of lanes, ignoring the high words: one instruction, which GCC does not
+// find.
 PDK_INLINE Longs product(Longs a, Longs b) {
 #if defined(PDK_ONE_REGISTER)
   Longs result;
@@ -41,8 +41,8 @@ PDK_INLINE void interleave(Longs a, Longs b, Longs* result) {
 #endif
 }
 
-// A lane computes a counter, its four words in the low halves of four vectors. Most of the first round is the same for
-// the whole row.
+// A lane computes one counter, whose four words are in the low halves of four vectors. Most of the first round is the
+// same for the whole row.
 class RandomWords {
  public:
   PDK_INLINE RandomWords(PhiloxKey key, uint32_t step, uint32_t row, uint32_t kind) {
@@ -56,7 +56,7 @@ class RandomWords {
     }
   }
 
-  // The words of columns first .. first + count - 1 and what fills the last two vectors; first is a multiple of 4.
+  // Writes the words of columns first .. first + count - 1, rounded up to two whole vectors; first is a multiple of 4.
   PDK_INLINE void write(void* to, int64_t first, int64_t count) const {
     Longs quads = splat_long(static_cast<uint64_t>(first / 4));
     for (int lane = 0; lane < kLongs; ++lane) quads[lane] += static_cast<uint64_t>(lane);

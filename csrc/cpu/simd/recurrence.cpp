@@ -1,4 +1,4 @@
-// Input and output of a step of the recurrent-depth sampler: a work item is a row.
+// Input and output of a step of the recurrent-depth sampler. A work item is a row.
 #include "ops/recurrence.h"
 #include "kernels.h"
 #include "random_words.h"
@@ -21,10 +21,10 @@ class Latents {
       : words_(args.seeds.key(b), static_cast<uint32_t>(step), static_cast<uint32_t>(position), kLatentNoise),
         std_(args.init_std) {}
 
-  // Components first .. first + count - 1 and what fills the last two vectors; first is a multiple of 4.
+  // Writes components first .. first + count - 1, rounded up to two whole vectors; first is a multiple of 4.
   PDK_INLINE void write(float* to, int64_t first, int64_t count) const {
     words_.write(to, first, count);
-    // A separate loop: otherwise the two chains of operations would not overlap with those of the next numbers.
+    // A separate loop, so that the dependent operations of several vectors overlap.
     for (int64_t at = 0; at < count; at += kLanes) {
       const Vec t = __builtin_convertvector(odd_number(reinterpret_cast<const Ints&>(to[at])), Vec) * 0x1p-24f;
       reinterpret_cast<Vec&>(to[at]) = Rounded::multiply(truncated_normal<Rounded>(t), std_);
@@ -39,11 +39,11 @@ class Latents {
 // to = keep from + share number, or the number itself where nothing is kept
 template <class T>
 PDK_INLINE void draw_row(const InjectArgs& args, const Latents& latents, const T* from, NoiseMix mix, T* to) {
-  alignas(64) float drawn[kStrip];
+  alignas(64) float init[kStrip];
   for_strips(0, args.size, [&](int64_t first, int64_t end) {
-    latents.write(drawn, first, end - first);
+    latents.write(init, first, end - first);
     for_vectors(first, end, [&](int64_t at, auto lanes) {
-      const Vec number = load(drawn + (at - first), lanes);
+      const Vec number = load(init + (at - first), lanes);
       store(to + at, from == nullptr ? number : blend<Rounded>(mix.keep, load(from + at, lanes), mix.share, number),
             lanes);
     });
@@ -119,7 +119,7 @@ void exit_row(const ExitArgs& args, int64_t b, int64_t i) {
   const auto finish = [&](const auto& visit) {
     return scale_row(row, scale, static_cast<const T*>(args.weight), state, size, visit);
   };
-  if (!args.known(b, i)) {
+  if (!args.has_previous(b, i)) {
     finish([](int64_t, auto, Vec) {});
     return args.write(b, i, kInfinity);
   }
@@ -127,7 +127,7 @@ void exit_row(const ExitArgs& args, int64_t b, int64_t i) {
   const T* before = args.previous.template row<const T>(b, args.before(b, i));
   Vec of_state, of_change{};
   if (args.older.given()) {
-    const T* first = args.older.template row<const T>(b, args.long_before(b, i));
+    const T* first = args.older.template row<const T>(b, args.older_row(b, i));
     of_state = finish([&](int64_t at, auto lanes, Vec now) {
       const Vec change = now - 2.0f * load(before + at, lanes) + load(first + at, lanes);
       of_change += change * change;

@@ -1,11 +1,11 @@
-// The norm of a row and its residual, in float32: the end of a sublayer and of a recurrence.
+// The norm of a row plus its residual, in float32, as at the end of a sublayer and of a recurrence.
 #pragma once
 
 #include "strips.h"
 
 namespace pdkernels::cpu::PDK_ISA {
 
-// row = x, as floats. Returns the sum of its squares, in lanes.
+// row = x, as floats. Returns the sum of squares per lane.
 template <class T>
 PDK_INLINE Vec widen_row(const T* x, float* row, int64_t width) {
   Vec squares{};
@@ -17,7 +17,7 @@ PDK_INLINE Vec widen_row(const T* x, float* row, int64_t width) {
   return squares;
 }
 
-// row = x + residual, the same.
+// row = x + residual, as floats. Returns the sum of squares per lane.
 template <class T>
 PDK_INLINE Vec add_rows(const T* x, const T* residual, float* row, int64_t width) {
   Vec squares{};
@@ -29,12 +29,12 @@ PDK_INLINE Vec add_rows(const T* x, const T* residual, float* row, int64_t width
   return squares;
 }
 
-// 1 / root of (sum / width + eps), both exact operations.
+// 1 / sqrt(sum / width + eps), with a correctly rounded root and quotient.
 PDK_INLINE float scale_of(Vec squares, int64_t width, float eps) {
   return 1.0f / __builtin_sqrtf(sum_of(squares) / static_cast<float>(width) + eps);
 }
 
-// row, rounded to T: written to `to`, and as floats back to `row`. Returns the sum of its squares.
+// Rounds row to T, writes it to `to` and back to `row` as floats. Returns the sum of squares.
 template <class T>
 PDK_INLINE Vec round_row(float* row, T* to, int64_t width) {
   Vec squares{};
@@ -46,8 +46,8 @@ PDK_INLINE Vec round_row(float* row, T* to, int64_t width) {
   return squares;
 }
 
-// row * scale, rounded to T, times the weight in T: written to `to`, and passed as floats to visit(at, lanes, y).
-// Returns the sum of its squares.
+// Writes row * scale, rounded to T, times the weight in T to `to`, and passes it as floats to visit(at, lanes, y).
+// Returns the sum of squares.
 template <class T, class Visit>
 PDK_INLINE Vec scale_row(const float* row, float scale, const T* weight, T* to, int64_t width, const Visit& visit) {
   Vec squares{};

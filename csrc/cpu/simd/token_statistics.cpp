@@ -1,7 +1,7 @@
-// Vocabulary statistics: the results of each part of a row, from one read of it. A part stays in the first-level cache
-// during its passes: the largest logit and the first tokens, sums of exponentials, and the draw. Tokens that cannot be
-// among the first of the row, or win its draw, are ruled out by one comparison per strip, because a thread knows the
-// results of the parts before.
+// Vocabulary statistics: the results of each part of a row, from one read of memory. A part stays in L1 during its
+// passes: the largest logit and the first tokens, sums of exponentials, and the sampled token. One comparison per strip
+// rules out tokens that cannot be among the first or be sampled, because a thread knows the results of its earlier
+// parts.
 #include "ops/token_statistics.h"
 #include "kernels.h"
 #include "random_words.h"
@@ -9,7 +9,7 @@
 namespace pdkernels::cpu::PDK_ISA {
 namespace {
 
-// The first tokens of a row that a thread has read so far, and the best score of its draw.
+// The first tokens of a row and the best Gumbel score, over all parts that a thread has read so far.
 struct Runners {
   uint64_t top[kMaxTopK] = {};
   double score = -__builtin_inf();
@@ -32,7 +32,7 @@ PDK_INLINE void for_lanes(Ints mask, int64_t at, const Body& body) {
 
 constexpr int kStrips = kVocabularyPart / kStrip;
 
-// The largest logit, that of each strip lane by lane, and the first tokens. NaNs are skipped.
+// The largest logit, the largest of each strip per lane, and the first tokens. NaNs are skipped.
 template <class T>
 PDK_INLINE float find_top(const T* logits, int64_t count, int64_t first_id, int ranked, Vec (&peaks)[kStrips],
                           uint64_t* top, Runners& runners) {
@@ -67,7 +67,7 @@ typedef double Doubles __attribute__((vector_size(8 * PDK_LANES), may_alias));
 struct VectorSums {
   Doubles total{}, weighted{};
   int64_t first =
-      0;  // tokens equal to the largest, counted separately: next to their e^0 the others would lose their last bits
+      0;  // tokens equal to the largest are counted separately: added to their e^0, small terms would lose bits
 };
 
 template <bool kTempered, bool kHoldsFirst, class T>
@@ -98,8 +98,7 @@ PDK_INLINE void add_strip(const T* logits, int64_t begin, int64_t end, float shi
   sums.first -= sum_of(first);
 }
 
-// Sums of e^x and x e^x, x = (logit - largest) inv_temperature. `peaks` are the largest logits of each strip, lane by
-// lane.
+// Sums of e^x and x e^x, x = (logit - largest) inv_temperature. `peaks`: the largest logits of each strip, per lane.
 template <bool kTempered, class T>
 PDK_INLINE DistributionSums sums_of(const T* logits, int64_t count, float largest, const Vec (&peaks)[kStrips],
                                     float inv_temperature, float rest) {
@@ -115,8 +114,8 @@ PDK_INLINE DistributionSums sums_of(const T* logits, int64_t count, float larges
   return {largest, static_cast<double>(sums.first) + sum_of(sums.total), sum_of(sums.weighted)};
 }
 
-// Which scores can still win. -ln u is at least 1 - u, so a logit l needs log2(1 - u) <= (l - best) / (T ln 2). The
-// bits of a float, as a multiple of 2^-23, are a lower bound of its logarithm.
+// Tests whether a score can still win. -ln u is at least 1 - u, so a logit l needs log2(1 - u) <= (l - best) / (T ln
+// 2). The bits of a float, as a multiple of 2^-23, are a lower bound of its logarithm.
 class Comparison {
  public:
   explicit PDK_INLINE Comparison(double temperature)
@@ -127,7 +126,7 @@ class Comparison {
     best_ =
         nearest == -kInfinity ? -3.4e38f : nearest - __builtin_fabsf(nearest) * 0x1p-22f - 1e-37f;  // below the score
   }
-  // At least 0 where the token can win; NaN, or below 0, where it cannot.
+  // At least 0 where the token can win, negative or NaN where it cannot.
   PDK_INLINE Vec chance(Vec logits, Ints words) const {
     const Vec distance =
         __builtin_convertvector(reinterpret_cast<Ints>(~reinterpret_cast<Words>(words) >> 1), Vec);  // (1 - u) 2^31
@@ -141,8 +140,8 @@ class Comparison {
 };
 
 template <class T>
-PDK_INLINE void draw_from(const TokenStatisticsArgs& args, int64_t r, const T* logits, int64_t count, int64_t first_id,
-                          Runners& runners, TokenPart& part) {
+PDK_INLINE void sample_from(const TokenStatisticsArgs& args, int64_t r, const T* logits, int64_t count,
+                            int64_t first_id, Runners& runners, TokenPart& part) {
   const RandomWords random(args.seeds.key(r), args.step_of(r), args.position(r), 0);
   Comparison comparison(args.temperature);
   comparison.set_best(runners.score);
@@ -159,10 +158,10 @@ PDK_INLINE void draw_from(const TokenStatisticsArgs& args, int64_t r, const T* l
     for_vectors(first, last, [&](int64_t at, auto lanes) {
       for_lanes(chance(at, lanes) >= 0, at, [&](int64_t index) {
         const float logit = to_float(logits[index]);
-        const double score = draw_score(logit, args.temperature, words[index - first]);
+        const double score = gumbel_score(logit, args.temperature, words[index - first]);
         if (!(score > runners.score)) return;
         runners.score = part.score = score;
-        part.drawn = token_key(logit, first_id + index);
+        part.sampled = token_key(logit, first_id + index);
         comparison.set_best(score);
       });
     });
@@ -184,7 +183,7 @@ void statistics_of(const TokenStatisticsArgs& args, const T* logits, int64_t cou
   for (int64_t i = 0; i < count; ++i) insert(part.top, args.num_ranked(), token_key(to_float(logits[i]), first_id + i));
 }
 
-// A piece of a row in floats, where the suppressed tokens are -inf.
+// Converts a piece of a row to floats and sets suppressed tokens to -inf.
 template <class T>
 PDK_INLINE void stage(const TokenStatisticsArgs& args, const T* logits, int64_t begin, int64_t end, float* to) {
   for_vectors(begin, end, [&](int64_t at, auto lanes) { store(to + (at - begin), load(logits + at, lanes), lanes); });
@@ -211,23 +210,23 @@ void measure(const TokenStatisticsArgs& args, int64_t r, int64_t c, Runners& run
   const float cut = args.filtered() ? args.cuts[r] : -kInfinity;
   if (cut == -kInfinity && !args.suppresses_in(begin, end)) {
     statistics_of(args, logits + begin, count, begin, runners, part);
-    if (args.draws()) draw_from(args, r, logits + begin, count, begin, runners, part);
+    if (args.samples_token()) sample_from(args, r, logits + begin, count, begin, runners, part);
     return;
   }
   alignas(64) float staged[kVocabularyPart];
   stage(args, logits, begin, end, staged);
   if (args.sampling) filter(staged, count, cut);
   statistics_of<float>(args, staged, count, begin, runners, part);
-  if (!args.draws()) return;
+  if (!args.samples_token()) return;
   if (!args.sampling) filter(staged, count, cut);
-  draw_from<float>(args, r, staged, count, begin, runners, part);
+  sample_from<float>(args, r, staged, count, begin, runners, part);
 }
 
 // --- filters
 
 constexpr int kBins = 2048;
 
-// Logits from the largest down, narrowed to the first bin that has at least `target` mass before or in it.
+// Narrows the logits, from the largest down, to the first bin at which the running mass reaches `target`.
 struct Nucleus {
   float* logits;
   float* masses;
@@ -240,7 +239,7 @@ struct Nucleus {
     double bins[kBins] = {};
     for (int64_t i = 0; i < count; ++i) bins[bin_of(logits[i])] += masses[i];
     int last = kBins - 1;
-    while (last > 0 && bins[last] == 0) --last;  // rounding may put the target past the last one
+    while (last > 0 && bins[last] == 0) --last;  // by rounding the target may exceed the total mass
     int bin = 0;
     for (; bin < last && (bins[bin] == 0 || before + bins[bin] < target); ++bin) before += bins[bin];
     int64_t kept = 0;
@@ -251,7 +250,7 @@ struct Nucleus {
   }
 };
 
-// The smallest logit that a draw may take, -inf if nothing is dropped or the row has no distribution.
+// The smallest logit that passes the filters, -inf if nothing is dropped or the row has no distribution.
 template <class T>
 float cut_of(const TokenStatisticsArgs& args, int64_t r) {
   const double temperature = args.softmax_temperature();
@@ -273,7 +272,7 @@ float cut_of(const TokenStatisticsArgs& args, int64_t r) {
   const float floor = args.min_p > 0 ? at_least(largest + temperature * __builtin_log(args.min_p)) : -kInfinity;
   if (args.top_p >= 1) return floor;
 
-  // All of a token's mass before it: a token with less than (1 - top_p) / V of it is outside the nucleus.
+  // A token with less than (1 - top_p) / V of the total mass is outside the nucleus.
   const double reach = temperature * __builtin_log((1 - args.top_p) / static_cast<double>(width)) - 1e-5 * temperature;
   const float inv_temperature = static_cast<float>(1 / temperature), lowest = static_cast<float>(reach * 1.00001);
   double total = 0;
@@ -300,7 +299,7 @@ float cut_of(const TokenStatisticsArgs& args, int64_t r) {
     const int bin = static_cast<int>((largest - logit) * bins_per_logit);
     return bin < kBins ? bin : kBins - 1;
   });
-  // Many may be left, even all of them equal: now by the bits of their keys.
+  // Many logits may be left, possibly all equal. They are narrowed by the bits of their keys.
   for (int shift = 21; shift >= 0 && nucleus.count > 1; shift -= shift > 10 ? 11 : 10) {
     nucleus.narrow(
         [&](float logit) { return kBins - 1 - static_cast<int>(token_key(logit, 0) >> (32 + shift) & (kBins - 1)); });

@@ -1,5 +1,4 @@
-// The ops between a transformer's matrix products. Rows are independent, so threads share them freely; a single row is
-// too short to be cut.
+// The ops between a transformer's matrix products. Rows are independent work items; a row is too short to be split.
 #include "kernels.h"
 #include "ops/transformer_ops_backward.h"
 #include "rms_norm.h"
@@ -24,8 +23,8 @@ void add_rms_norm_of(const AddRmsNormArgs& args) {
   });
 }
 
-// One row of the backward pass. `total`, `y` and `d` have room for a row of floats: x + residual, y, and the gradient
-// that reaches them. Roundings of the forward pass count as the identity. `fresh`: the row is the first of its part.
+// One row of the backward pass. `total`, `y` and `d` are scratch rows of floats for x + residual, y and its gradient.
+// The forward's roundings are differentiated as the identity. `fresh`: the row is the first of its part.
 template <class T>
 void add_rms_norm_backward_row(const AddRmsNormBackwardArgs& args, int64_t i, bool fresh, float* part, float* part_next,
                                float* total, float* y, float* d) {
@@ -41,8 +40,8 @@ void add_rms_norm_backward_row(const AddRmsNormBackwardArgs& args, int64_t i, bo
   const auto add = [&](float* to, int64_t at, auto lanes, Vec x) {
     store(to + at, fresh ? x : load(to + at, lanes) + x, lanes);
   };
-  // d = the gradient of y, by itself and through the second norm: of w h with h = s x it is s (g - h mean(g h)), where
-  // g is w times the gradient of the norm.
+  // d = the gradient of y, direct and through the second norm. For w h with h = s x it is s (g - h mean(g h)), where g
+  // is w times the gradient of the norm.
   float next_scale = 0, next_mean = 0;
   if (args.grad_next.given()) {
     const T* grad_next = args.grad_next.row<const T>(i);
@@ -85,7 +84,7 @@ void add_rms_norm_backward_row(const AddRmsNormBackwardArgs& args, int64_t i, bo
   });
 }
 
-// The sums of the columns of `parts`.
+// Sums the columns of `parts`.
 template <class T>
 void sum_parts(const float* parts, int64_t count, int64_t width, T* to) {
   constexpr int64_t kColumns = 64;
@@ -103,11 +102,11 @@ template <class T>
 void add_rms_norm_backward_of(const AddRmsNormBackwardArgs& args) {
   const int64_t rows = rows_of_part(args.rows), parts = norm_parts(args.rows), width = args.width;
   for_rows(parts, rows * width, [&](int64_t item) {
-    const int64_t room = rounded_up(width, 16), end = smaller(args.rows, (item + 1) * rows);
-    float* scratch = reinterpret_cast<float*>(thread_scratch(3 * room * static_cast<int64_t>(sizeof(float))));
+    const int64_t stride = rounded_up(width, 16), end = smaller(args.rows, (item + 1) * rows);
+    float* scratch = reinterpret_cast<float*>(thread_scratch(3 * stride * static_cast<int64_t>(sizeof(float))));
     for (int64_t i = item * rows; i < end; ++i) {
       add_rms_norm_backward_row<T>(args, i, i == item * rows, args.parts + item * width, args.parts_next + item * width,
-                                   scratch, scratch + room, scratch + 2 * room);
+                                   scratch, scratch + stride, scratch + 2 * stride);
     }
   });
   if (args.dweight != nullptr) sum_parts(args.parts, parts, width, static_cast<T*>(args.dweight));
@@ -123,7 +122,7 @@ PDK_INLINE Vec silu(Vec x) {
 
 template <class T>
 void silu_and_mul_of(const SiluAndMulArgs& args) {
-  // A row is cut, so that a single one keeps more than one thread busy: its parts are independent.
+  // Rows are split into independent parts, so that a single row keeps several threads busy.
   constexpr int64_t kPart = 4096;
   const int64_t parts = (args.width + kPart - 1) / kPart;
   for_rows(args.rows * parts, smaller(kPart, args.width), [&](int64_t item) {
@@ -147,7 +146,7 @@ void silu_and_mul_backward_of(const SiluAndMulBackwardArgs& args) {
     for_vectors(begin, smaller(begin + kPart, args.width), [&](int64_t at, auto lanes) {
       const Vec gate = load(x + at, lanes), up = load(x + args.width + at, lanes), d = load(grad + at, lanes);
       const Vec e = exponential<sizeof(T) == 4>(choose(gate > 0, -gate, gate)), one = splat(1.0f);
-      // The sigmoid and what it lacks to 1, neither as a difference.
+      // The sigmoid and 1 minus the sigmoid, both without cancellation.
       const Vec open = choose(gate > 0, one, e) / (1.0f + e), closed = choose(gate > 0, e, one) / (1.0f + e);
       store(dx + at, d * up * open * (1.0f + gate * closed), lanes);
       store(dx + args.width + at, d * (gate * open), lanes);
@@ -157,14 +156,14 @@ void silu_and_mul_backward_of(const SiluAndMulBackwardArgs& args) {
 
 typedef uint64_t Couples __attribute__((vector_size(4 * PDK_LANES), may_alias));
 
-// Swaps neighbours.
+// Swaps adjacent elements.
 PDK_INLINE Vec swapped(Vec x) {
   const Couples couples = reinterpret_cast<Couples>(x);
   return reinterpret_cast<Vec>(couples << 32 | couples >> 32);
 }
 
-// One head in place, in floats: x + bias (nullptr: none) times its cosine, and its partner times its sine. Only one of
-// the products may be fused with the sum, so that a number does not depend on the loop that it is computed in.
+// Rotates a head in place, in floats: (x + bias) times its cosine plus its partner times its sine; bias may be nullptr.
+// Only one of the two products may be fused with the sum, so that the bits do not depend on the loop.
 template <class T>
 PDK_INLINE void turn(T* x, const T* bias, const float* cos, const float* sin, int64_t dim, bool interleaved) {
   const auto wide = [&](int64_t at, auto lanes) {
