@@ -1,4 +1,4 @@
-"""Block-sparse attention over a tile plan against other ways to compute the same masks, forward and backward.
+"""Block-sparse attention over a tile plan, compared with other ways to compute the same masks, forward and backward.
 
 Noise-aware masks as Jacobi Forcing trains on (prompt, 16 or 64 blocks of 32) and the dual stream of block diffusion (1024 tokens,
 blocks of 32), 8 query heads and 2 KV heads. Every candidate gets its inputs in its preferred layout and its mask prebuilt;

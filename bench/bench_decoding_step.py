@@ -1,7 +1,7 @@
-"""What a step of a masked-diffusion sampler costs outside the model: ours and the published loops, in plain PyTorch.
+"""The cost of a masked-diffusion sampler's step outside the model: ours and the published loops, in plain PyTorch.
 
-The model returns fixed logits, and the clock is stopped meanwhile. Tokens are compared before anything is timed. LLaDA fills one
-position a forward in a block, by confidence in float64. SlowFast's loop is that of its released code, for ours as well
+The model returns fixed logits, and its time is excluded. Tokens are compared before anything is timed. LLaDA fills one
+position per forward in a block, by confidence in float64. SlowFast's loop is that of its released code, for ours as well
 (bench/papers/released): it guesses the whole canvas in every forward, and reads the device for each of its decisions.
 """
 

@@ -1,8 +1,8 @@
 """Whole generations with a host in every step, with a host that replays a captured step, and without a host.
 
-Small models show the cost of the host, one with 8 billion random weights what remains of it if a step takes milliseconds. Tokens are
-compared first. Where the logits of random weights in half precision tie within rounding, a host's narrower steps may choose
-differently: then the two that run the captured step are compared.
+Small models show the cost of the host. A model with 8 billion random weights shows how much of it remains when a step takes milliseconds.
+Tokens are compared first. Where the logits of random weights in half precision tie within rounding, the narrower steps of the host may
+choose differently; then only the two candidates that run the captured step are compared.
 
 On a machine without a GPU, or without cuda-python, only the first candidate runs, on the small models.
 """

@@ -1,4 +1,4 @@
-"""A step that recomputes a quarter of its rows, in the sizes of LLaDA, without its matrix products: ours, eager, torch.compile."""
+"""The ops of a step that recomputes a quarter of its rows, in the sizes of LLaDA: ours, eager PyTorch, and torch.compile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A forward of a transformer on its cache: with one op each between its products, and with plain PyTorch in their place.
+"""A forward of a transformer on its cache, with our ops between the matrix products, and with plain PyTorch instead.
 
 The shipped tiny-trimode after 40 tokens, on one thread; on a GPU 8 layers of an 8B model in bf16 after 1024.
 """

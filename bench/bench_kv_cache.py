@@ -1,4 +1,4 @@
-"""KV-cache commit against the usual ways to do it, and against a plain copy of the same bytes.
+"""KV-cache commit, compared with the usual ways to do it and with a plain copy of the same bytes.
 
 36 layers x [B, 4096, 8 heads, 128] bf16 (the shape of an 8B model with grouped-query attention), 3000 rows committed, every
 n-th of a draft accepted: 5 of 81 (quadratic, width 8), 16 of 256, 32 of 1024. The first accepted row is in its slot already.

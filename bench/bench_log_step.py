@@ -1,4 +1,4 @@
-"""Keeping a step's entry in one launch, against the torch ops that do the same without a sync."""
+"""Logging a step's entry in one launch, compared with torch ops that do the same without a sync."""
 
 from __future__ import annotations
 

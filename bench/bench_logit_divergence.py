@@ -1,4 +1,4 @@
-"""How far the distribution of the next token changed, over the 65536 tokens of Huginn-0125: ours, eager PyTorch, and torch.compile."""
+"""The change of the next token's distribution, over the 65536 tokens of Huginn-0125: ours, eager PyTorch, and torch.compile."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Attention of a denoising step of planned diffusion: four chunks of 64 tokens, tags included 66, after a cached prefix of 1024.
+"""Attention of a denoising step of planned diffusion: four chunks of 64 tokens, 66 with tags, after a cached prefix of 1024.
 
-32 query heads and 8 KV heads of 128. Dense chunks see each other, sparse ones do not. Candidates, checks and baseline are those of
-bench_speculative_attention.py; the first call of a compiled one is in the table, since a plan asks for other chunks each time.
+32 query heads and 8 KV heads of 128. Dense chunks attend to each other, sparse chunks do not. Candidates, checks and baseline are those of
+bench_speculative_attention.py. The table has the first call of compiled candidates, because every plan has chunks of other lengths.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The recurrent-depth sampler's step besides the model, on Huginn's rows of 5280: noise and embeddings in, norm and exit test out.
 
-Candidates: ours; the same mathematics in eager torch, an op at a time as the published code writes it; and under torch.compile, with
-one graph for all widths, or with one for each ("per width"), which a higher recompile limit allows. Torch has no counter-based draws.
-So with noise there are two kinds of peers: those that are *given* the numbers that ours draws in the call, and only mix them; and
-those that *draw* as many themselves from the same distribution, with torch.rand and erfinv, so that their results differ from ours.
+Candidates: ours; the same mathematics in eager torch, one op at a time as in the published code; and under torch.compile, with
+one graph for all widths, or with one per width, which takes a higher recompile limit. Torch has no counter-based generator. With noise
+there are therefore two kinds of peers: those that are *given* the noise that ours generates in the call, and only mix it in; and
+those that *draw* their own noise from the same distribution, with torch.rand and erfinv, so that their results differ from ours.
 
-All rows are where they were (nothing froze): otherwise peers would need a gather to find them on the device.
+No rows froze in the previous step: otherwise peers would need a gather to find them on the device.
 """
 
 from __future__ import annotations
@@ -230,8 +230,8 @@ def advance_ours(s: Steps) -> None:
 def advance_torch(s: Steps) -> None:
     """The same for full waves with `headway` 1 and rule "prefix" and nothing else, without a sync: about forty small ops."""
     width, cursor, advance, steps, remaining = s.numbers
-    room = s.recurrences.shape[1]
-    position = torch.arange(room, device=width.device)
+    capacity = s.recurrences.shape[1]
+    position = torch.arange(capacity, device=width.device)
     inside = position < width[:, None]
     again = inside & (s.recurrences > 0) & (s.predictions == s.tokens[:, 1:])
     s.unchanged_steps.copy_(torch.where(again, s.unchanged_steps + 1, 0))
@@ -248,12 +248,12 @@ def advance_torch(s: Steps) -> None:
     steps += 1
     advance.copy_(frozen)
     chain = torch.cat([s.tokens[:, :1], s.predictions], dim=1)
-    source = torch.arange(room + 1, device=width.device) + frozen[:, None]
-    s.tokens.copy_(torch.where(source <= width[:, None], chain.gather(1, source.clamp(max=room)), s.tokens))
+    source = torch.arange(capacity + 1, device=width.device) + frozen[:, None]
+    s.tokens.copy_(torch.where(source <= width[:, None], chain.gather(1, source.clamp(max=capacity)), s.tokens))
     source = source[:, :-1]
     for counts in (s.recurrences, s.unchanged_steps):
-        counts.copy_(torch.where(source < width[:, None], counts.gather(1, source.clamp(max=room - 1)), 0))
-    width.copy_(torch.where(ended, 0, torch.minimum((width - frozen + 1).clamp(max=room), remaining)))
+        counts.copy_(torch.where(source < width[:, None], counts.gather(1, source.clamp(max=capacity - 1)), 0))
+    width.copy_(torch.where(ended, 0, torch.minimum((width - frozen + 1).clamp(max=capacity), remaining)))
 
 
 ADVANCES: dict[str, Callable[[Steps], None]] = {"pdkernels": advance_ours, "torch": advance_torch}

@@ -1,7 +1,7 @@
 """A whole step of the recurrent-depth sampler, and the share of it outside matrix products and attention.
 
 A fifth of Huginn-0125's width and all its layers (2, 4, 2; heads of 96), a prefix of 512 tokens, a wave that does not move. "torch ops"
-is the same step with the plain form of everything between the products; both update the cache in place. On a GPU the model is
+is the same step with plain PyTorch between the products; both update the cache in place. On a GPU the model is
 Huginn-0125 in full, in bf16, and only the time of each step with all its launches is reported.
 """
 

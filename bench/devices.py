@@ -1,4 +1,4 @@
-"""Where a benchmark runs, and in which sizes.
+"""The device and the sizes of a benchmark.
 
 `by_device` parametrizes a benchmark by its device together with what differs between devices. A GPU gets the sizes of an 8B
 model. ``PDKERNELS_BENCH_DRY=1`` tries the benchmarks of a GPU on a machine without one: on a pretended GPU, in tiny sizes

@@ -1,4 +1,4 @@
-"""The benchmarks of a GPU on a machine without one: every line of them runs, on a pretended GPU, and nothing is timed.
+"""Runs the GPU benchmarks on a machine without one: every line runs, on a simulated GPU, and nothing is timed.
 
 Calls of torch.cuda are faked here, and torch.compile returns the function unchanged.
 """

@@ -1,8 +1,8 @@
 """Time on a GPU: events around a call, cold L2 cache, launch overhead avoided by replaying the call's graph.
 
-Before each call another buffer, several times the cache, is read: none of the call's inputs remain in the cache, no write-back
-is pending, and for a replay the host is far ahead when the device begins. To begin a graph takes microseconds of its own, so short
-calls are captured many times in one, each after such a read, and the time of a graph of the reads alone is taken off.
+Before each call another buffer, several times the size of the cache, is read: no input of the call remains in the cache, no write-back
+is pending, and in a replay the host is far ahead when the device begins. Starting a graph takes microseconds, so short calls are
+captured many times in one graph, each after such a read, and the time of a graph with only the reads is subtracted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tables and a picture of GPU measurements: every folder of `bench/results` whose JSON has floors.
 
-One table per op: a row per candidate, a column per case, and how close ours comes to the floor: the bytes that must move at the
-speed of a copy, or the products at the rate of a matrix product, whichever takes longer, both measured in the same run.
+One table per op: a row per candidate, a column per case, and the ratio of the floor to our time. The floor is the time of the necessary
+memory traffic at the speed of a copy, or of the FLOPs at the rate of a matrix product, whichever is longer, both measured in the same run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def folders(results: Path) -> Iterator[tuple[str, list[Row]]]:
 
 
 def floor_us(row: Row) -> float | None:
-    """The least time a row's op can take; None where nothing was counted."""
+    """The shortest time that a row's op can take; None where nothing was counted."""
     floors, times = row["floors"], []
     if row.get("bytes_moved"):
         times.append(2 * row["bytes_moved"] / floors["copy_gb_per_s"] / 1e3)
@@ -89,8 +89,8 @@ def best_peer(rows: list[Row]) -> float | None:
 def nearness(rows: list[Row]) -> float | None:
     """The floor's time divided by ours."""
     own = ours(rows)
-    least = own and floor_us(own)
-    return least / own["median_us"] if least else None
+    floor = own and floor_us(own)
+    return floor / own["median_us"] if floor else None
 
 
 def table(header: list[str], lines: list[list[str]]) -> str:

@@ -1,7 +1,7 @@
 """Tables and plots from benchmark JSON: `python -m bench.report [folder] [--write]`.
 
 The README and the docs hold tables between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``; ``--write`` updates them and the
-plots in `docs/images`. Without it the tables are printed. No figure is typed by hand.
+plots in `docs/images`. Without it the tables are printed. No number is typed by hand.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the tables of all benchmarks share: times, ratios, and the line that names the machine."""
+"""Shared by the tables of all benchmarks: times, ratios, and the line that names the machine."""
 
 from __future__ import annotations
 

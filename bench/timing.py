@@ -1,7 +1,7 @@
-"""One way to time a candidate: checked first, interleaved with a baseline, on the clock of the device.
+"""Times a candidate: it is checked first, interleaved with a baseline, and timed with the clock of the device.
 
-Before every timed round the baseline runs once and is timed too, so that a candidate is always compared with a baseline
-taken at the same time: machines are shared and their speed varies. The ratio of the two medians is in ``extra_info``.
+The baseline is timed before every round of the candidate, so that the two are always compared under the same load: machines are
+shared and their speed varies. The ratio of the two medians is in ``extra_info``.
 
 On a GPU both are replays of a captured graph where they can be captured, in a cold cache: see `bench/gpu_clock.py`.
 """

@@ -122,8 +122,8 @@ def batch_of(
     for problem in orders(number, **hardness(progress)):
         sample = sample_of(problem, tags_removed=tags_removed, ablate=ablate)
         layout = lay_out(sample, PLAN_TOKENS, END_TOKEN, max_pads=MAX_PADS, generator=generator)
-        least = 1.0 if torch.rand((), generator=generator) < ALL_MASKED else MIN_MASKED
-        noisy.append(draw_chunk_masks(layout, generator, noise="one", min_p_mask=least))
+        min_p_mask = 1.0 if torch.rand((), generator=generator) < ALL_MASKED else MIN_MASKED
+        noisy.append(draw_chunk_masks(layout, generator, noise="one", min_p_mask=min_p_mask))
         used += len(layout.tokens)
         if used >= tokens:
             break

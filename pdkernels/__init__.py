@@ -1,7 +1,7 @@
 """Kernels for parallel decoding of language models.
 
 ``import pdkernels as pd``: ops at the top level, KV caches in `pd.cache`, decoders in `pd.decoding`, models in `pd.models`,
-slow and obvious references in `pd.reference`.
+slow and simple references in `pd.reference`.
 """
 
 from pdkernels import _python as _python

@@ -1,6 +1,6 @@
-"""Checks that what an op writes overlaps no other argument, and that none of its entries share memory.
+"""Checks that a tensor that an op writes overlaps no other argument, and that its entries do not share memory.
 
-The compiled ops check this themselves (`python_bindings/aliasing.h`); here it is explained, and checked for references and
+The compiled ops check this themselves (`python_bindings/aliasing.h`). This module raises the error, and checks references and
 Triton kernels. Views that interleave, such as K and V of one buffer, do not overlap.
 """
 
@@ -20,12 +20,12 @@ from pdkernels._validation import fail, message
 Term = tuple[int, int, int]
 
 
-# Kernels walk all entries of a dimension: an expanded one has as many as its shape says, unlimited by memory.
+# Kernels iterate over all entries of an expanded dimension, whose size is not limited by memory.
 MAX_EXPANDED = 2**31 - 1
 
 
 def check_dense(op: str, arguments: Iterable[tuple[str, Any]]) -> None:
-    """TypeError for tensors that are not dense, ValueError for expanded ones of absurd sizes."""
+    """Raises TypeError for tensors that are not dense, ValueError for expanded tensors of absurd sizes."""
     compiling = torch.compiler.is_compiling()
     for name, given in arguments:
         for tensor in given if isinstance(given, (list, tuple)) else (given,):
@@ -41,8 +41,8 @@ def check_dense(op: str, arguments: Iterable[tuple[str, Any]]) -> None:
 
 
 def check_written(op: str, written: Sequence[str], arguments: Iterable[tuple[str, Any]]) -> None:
-    """ValueError unless each of the `written` arguments has its own memory. Without addresses (tracing) only strides are
-    checked."""
+    """Raises ValueError unless each of the `written` arguments has its own memory. Tracing has no addresses and checks only
+    strides."""
     compiling, spans = torch.compiler.is_compiling(), []
     for name, given in arguments:
         several = isinstance(given, (list, tuple))
@@ -94,7 +94,7 @@ def _check_itself(op: str, name: str, tensor: Tensor, compiling: bool) -> None:
 
 
 def _refuse(op: str, written: Sequence[str], arguments: Iterable[tuple[str, Any]], *pair: tuple[str, int]) -> None:
-    """Raises for a pair, named in the order of the arguments, read-only ones last."""
+    """Raises the error for an overlapping pair, named in the order of the arguments, read-only ones last."""
     given = dict(arguments)
     order = list(given)
     pair = tuple(sorted(pair, key=lambda one: (one[0] not in written, order.index(one[0]), one[1])))
@@ -137,7 +137,7 @@ def overlaps_itself(tensor: Tensor) -> bool:
         return False
     if dims[-1][0] == 0:
         return True
-    # Two entries differ: take the first dimension in which they do, by 1 or more.
+    # Two entries differ: consider the first dimension in which they do, by 1 or more.
     for first, (stride, n) in enumerate(dims):
         rest = [(stride, 1 - n, n - 1) for stride, n in dims[first + 1 :]]
         if _finds([(stride, 1, n - 1), *rest], 1 - item, item - 1):
@@ -146,9 +146,9 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 
 def _finds(terms: list[Term], low: int, high: int) -> bool:
-    """Whether a sum with a number from each term lies in ``[low, high]``; True if the search takes too long."""
+    """Whether some sum of one value per term lies in ``[low, high]``; True if the search takes too long."""
     terms = sorted(terms, reverse=True)
-    rests = [(0, 0, 0)]  # least and most of what follows a term, and the common divisor
+    rests = [(0, 0, 0)]  # minimum and maximum of the terms that follow, and their common divisor
     for stride, minimum, maximum in reversed(terms):
         rests.append((rests[-1][0] + stride * minimum, rests[-1][1] + stride * maximum, math.gcd(rests[-1][2], stride)))
     rests.reverse()

@@ -16,7 +16,7 @@ def _rounds(counter: tuple[Tensor, ...], seeds: Tensor | int) -> Tensor:
     c0, c1, c2, c3 = counter
     k0, k1 = seeds & _WORD, (seeds >> 32) & _WORD
     for _ in range(10):
-        # The product's low 64 bits are right even when int64 wraps; the mask removes the sign the shift brings in.
+        # The low 64 bits of the product are right even if int64 wraps; the mask removes the sign bits of the shift.
         product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1, c2, c3 = (
             (product1 >> 32 & _WORD) ^ c1 ^ k0,
@@ -48,7 +48,7 @@ def uniforms(seeds: Tensor | int, step: Tensor | int, rows: Tensor, columns: int
 
 
 def uniforms_at(seeds: Tensor | int, step: Tensor | int, rows: Tensor, columns: Tensor) -> Tensor:
-    """The number of `uniforms` at one column for each row: fp64 of the shape of `rows` and `columns`.
+    """The numbers of `uniforms` at one column per row: fp64 of the shape of `rows` and `columns`.
 
     `seeds` and `step` broadcast against them.
 

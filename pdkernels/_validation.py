@@ -28,13 +28,13 @@ Sizes = Sequence[int | None]
 
 
 def message(op: str, argument: str, expectation: str, actual: object, remedy: str = "") -> str:
-    if isinstance(actual, int) and actual.bit_length() > 256:  # Python refuses to write thousands of digits
+    if isinstance(actual, int) and actual.bit_length() > 256:  # Python refuses to print thousands of digits
         actual = f"an int of {actual.bit_length()} bits"
     return f"pdkernels.{op}: {argument} must {expectation}, got {actual}.{' ' + remedy if remedy else ''}"
 
 
 def sentence(op: str, words: str, remedy: str = "") -> str:
-    """A message in words of its own, for what the grammar of `message` cannot say well.
+    """A message with a free sentence, where the grammar of `message` reads badly.
 
     >>> sentence("eval", "--resume needs --json, which names the file to continue")
     'pdkernels.eval: --resume needs --json, which names the file to continue.'
@@ -43,7 +43,7 @@ def sentence(op: str, words: str, remedy: str = "") -> str:
 
 
 def refuse(condition: bool, op: str, words: str, remedy: str = "") -> None:
-    """ValueError with a free sentence if `condition` holds."""
+    """Raises ValueError with a free sentence if `condition` holds."""
     if condition:
         raise ValueError(sentence(op, words, remedy))
 
@@ -53,13 +53,13 @@ def fail(op: str, argument: str, expectation: str, actual: object, remedy: str =
 
 
 def check(condition: bool, op: str, argument: str, expectation: str, actual: object, remedy: str = "") -> None:
-    """ValueError for shapes and values."""
+    """Raises ValueError, for shapes and values."""
     if not condition:
         fail(op, argument, expectation, actual, remedy)
 
 
 def check_type(condition: bool, op: str, argument: str, expectation: str, actual: object, remedy: str = "") -> None:
-    """TypeError for types and dtypes."""
+    """Raises TypeError, for types and dtypes."""
     if not condition:
         raise TypeError(message(op, argument, expectation, actual, remedy))
 
@@ -107,7 +107,7 @@ def check_number(
 
 
 def check_fits_float(op: str, argument: str, value: int | float) -> None:
-    """An int that a float holds exactly: larger ones are mistakes, and most of them no conversion takes."""
+    """Checks that a float can hold an int exactly: larger ones are mistakes, and most of them cannot be converted."""
     if isinstance(value, int) and abs(value) > 2**53:
         fail(op, argument, "be a float, or an int of at most 53 bits", value)
 
@@ -117,7 +117,7 @@ def check_flag(op: str, argument: str, value: object) -> None:
 
 
 def did_you_mean(given: object, known: Iterable[str]) -> str:
-    """A hint for a misspelt name, to put before a remedy; empty if nothing known is close.
+    """A hint for a misspelt name, to put before a remedy; empty if no known name is close.
 
     >>> did_you_mean("blocksize", ["block_size", "seed"])
     "Did you mean 'block_size'? "
@@ -127,7 +127,7 @@ def did_you_mean(given: object, known: Iterable[str]) -> str:
 
 
 def check_fits_memory(op: str, argument: str, value: object, nbytes: int, device: torch.device) -> None:
-    """Checks that what `value` of an argument requires fits in the machine's or GPU's total memory."""
+    """Checks that the memory that `value` of an argument requires fits into the total memory of the machine or GPU."""
     if device.type == "cpu" and hasattr(os, "sysconf"):
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     elif device.type == "cuda" and torch.cuda.is_available():
@@ -149,8 +149,8 @@ def check_choice(op: str, argument: str, value: object, known: Sequence[str]) ->
 def check_shape(op: str, argument: str, tensor: Tensor, sizes: Sizes, like: str = "") -> None:
     """The given sizes. `like`: where they come from, such as " like x"."""
     if tensor.dim() != len(sizes) or any(size is not None and size != have for size, have in zip(sizes, tensor.shape)):
-        wanted = ", ".join("any" if size is None else str(size) for size in sizes)
-        fail(op, argument, f"have shape ({wanted}){like}", tuple(tensor.shape))
+        expected = ", ".join("any" if size is None else str(size) for size in sizes)
+        fail(op, argument, f"have shape ({expected}){like}", tuple(tensor.shape))
 
 
 def check_device(op: str, argument: str, tensor: Tensor, device: torch.device) -> None:
@@ -180,7 +180,7 @@ def check_indices(op: str, sizes: Sizes, device: torch.device | None, **tensors:
 def check_floats(
     op: str, argument: str, tensor: Any, sizes: Sizes | None = None, *, like: Tensor | None = None, whose: str = ""
 ) -> None:
-    """A tensor of a dtype that kernels or the reference take, or of the dtype and device of `like`, with these sizes."""
+    """Checks a tensor: a dtype that kernels or the reference support, or the dtype and device of `like`, and these sizes."""
     check_type(isinstance(tensor, Tensor), op, argument, "be a tensor", type(tensor).__name__)
     if tensor.dtype not in (*KERNEL_DTYPES, torch.float64) if like is None else tensor.dtype != like.dtype:
         expectation = "be float32, float16 or bfloat16" if like is None else f"be {like.dtype} like the others"
@@ -205,7 +205,7 @@ def check_cuda_batch(op: str, argument: str, tensor: Tensor) -> None:
 
 
 def refuse_tangents(op: str, arguments: Iterable[Any]) -> None:
-    """No kernel has a derivative in forward mode: results without one would look like constants."""
+    """Refuses tangents: no kernel has a forward-mode derivative, and results without one would look like constants."""
     # The level is -1 outside a dual level, and asking a tensor takes longer than many ops.
     if forward_ad._current_level < 0:
         return

@@ -1,6 +1,6 @@
-"""Which implementation serves a call.
+"""The choice of the implementation for a call.
 
-``auto`` is the compiled kernel wherever one exists. It never falls back to the reference on a GPU: that must be requested by
+``auto`` is the compiled kernel wherever one exists. It never falls back to the reference on a GPU, which must be requested by
 name. Choices are made once, when an op is defined, so that a call is one dictionary look-up that torch.compile can trace.
 """
 
@@ -21,10 +21,10 @@ BACKENDS: tuple[Backend, ...] = get_args(Backend)
 # ``PDKERNELS_BACKEND`` is the default of every call in the process. Read at import.
 DEFAULT = os.environ.get("PDKERNELS_BACKEND", "auto")
 
-# Op -> (backend, device type) -> implementation. What is missing does not exist.
+# Op -> (backend, device type) -> implementation. Missing entries do not exist.
 CHOICES: dict[str, dict[tuple[str, str], str]] = {}
 
-# Op -> what its CUDA kernel is written in, and so what it needs.
+# Op -> "native" or "triton": the kind of its CUDA kernel, and so what it needs.
 ON_CUDA: dict[str, str] = {}
 
 
@@ -42,10 +42,10 @@ def register(op: str, on_cuda: str = "native") -> None:
 
 def resolve(op: str, backend: str, device: torch.device) -> str:
     """The implementation for this call: ``native``, ``triton`` or ``reference``."""
-    wanted = DEFAULT if backend == "auto" else backend
-    choice = CHOICES[op].get((wanted, device.type))
+    requested = DEFAULT if backend == "auto" else backend
+    choice = CHOICES[op].get((requested, device.type))
     if choice is None:
-        _explain(op, "backend" if wanted == backend else "PDKERNELS_BACKEND", wanted, device.type)
+        _explain(op, "backend" if requested == backend else "PDKERNELS_BACKEND", requested, device.type)
     return choice
 
 
@@ -68,5 +68,5 @@ def _explain(op: str, source: str, backend: str, device: str) -> NoReturn:
 
 
 def backend_of(dtype: torch.dtype) -> Backend:
-    """fp64 is for proofs: the kernels do not take it."""
+    """The reference for fp64, which kernels do not support and which serves as the oracle of tests; else ``auto``."""
     return "reference" if dtype == torch.float64 else "auto"

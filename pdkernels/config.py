@@ -1,4 +1,4 @@
-"""What is installed, what was compiled, and what each op would run on each device."""
+"""The installed versions, the compiled kernels, and the implementation of each op on each device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pdkernels._version import __version__
 
 __all__ = ["__version__", "show_config"]
 
-# Every environment variable the package reads at run time.
+# Every environment variable that the package reads at run time.
 ENVIRONMENT = {
     "PDKERNELS_BACKEND": "default backend of every op: auto, native, triton or reference",
     "PDKERNELS_CPU_ISA": "portable, avx2, avx512, avx512_bf16 or amx: lowers what CPU kernels may use",

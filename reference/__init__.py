@@ -1,1 +1,1 @@
-"""Plain PyTorch references: what every op and decoder must compute. Imports nothing of pdkernels."""
+"""Plain PyTorch references that define the results of every op and decoder. They import nothing of pdkernels."""

@@ -3,8 +3,8 @@
 Source: "Nemotron-Labs-Diffusion", section 3.2 (block-wise denoising by confidence), with what its released code adds: the
 most confident slot is always committed, and the prompt and every finished block give the next block's first token.
 
-No cache: every forward runs over the clean text and the block. The mask reproduces what a cache would hold: rows
-of the past see what they saw when they were refreshed, and never a mask token.
+There is no cache: every forward runs over the clean text and the block. The mask reproduces the state of a cache: past rows
+attend to the tokens that they attended to when they were refreshed, and never to a mask token.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def judge(
 
 
 def confident(confidence: Sequence[float], slots: Iterable[int], threshold: float) -> list[int]:
-    """The most confident of `slots` (the first on ties), and all whose confidence reaches `threshold`.
+    """The most confident of `slots` (the first on ties), and all slots whose confidence reaches `threshold`.
 
     >>> confident([0.9, 0.2, 0.5, 0.5], [1, 2, 3], 0.8), confident([0.9, 0.2, 0.5, 0.5], [1, 2, 3], 0.5)
     ([2], [2, 3])
@@ -109,9 +109,9 @@ def quotas(masks: int, steps: int) -> list[int]:
     return [masks // steps + (step < masks % steps) for step in range(steps)]
 
 
-def settled(block: Sequence[int], slots: Sequence[int], wanted: int, end_tokens: Sequence[int]) -> bool:
-    """True if nothing is masked (in `slots`) among the first `wanted` tokens, or before an end token among them."""
-    for slot in range(wanted):
+def is_complete(block: Sequence[int], slots: Sequence[int], count: int, end_tokens: Sequence[int]) -> bool:
+    """True if nothing is masked (in `slots`) among the first `count` tokens, or before an end token among them."""
+    for slot in range(count):
         if slot in slots:
             return False
         if block[slot] in end_tokens:
@@ -145,14 +145,14 @@ def block_diffusion(
     seed: int = 0,
     sampler: Sampler | None = None,
 ) -> BlockDiffusionResult:
-    """Block after block, counted from the end of the prompt; a block is `block_size` wide even if less of it is wanted.
+    """Block after block, counted from the end of the prompt; a block is `block_size` wide even if fewer tokens are needed.
 
-    refresh="causal" (Nemotron-Labs-Diffusion): the finished block runs through the model causally. Its rows of the past are
-    those of autoregressive decoding, and its last row gives the next block's first token. refresh="bidirectional" (models
-    whose past is causal by blocks): the finished block sees itself whole, and the next block is all masks; the prompt
-    is causal either way.
+    refresh="causal" (Nemotron-Labs-Diffusion): the finished block runs through the model causally. Its past rows are
+    those of autoregressive decoding, and its last row predicts the first token of the next block. refresh="bidirectional" (models
+    with a block-causal past): attention is bidirectional in the finished block, and the next block is all masks. The prompt
+    is causal in both cases.
 
-    A block is denoised until nothing is masked in the part that will be kept: the released code stops at an end token with no
+    A block is denoised until nothing is masked in the part that will be kept: the released code stops at an end token without a
     mask before it; here `max_new_tokens` has the same effect. The last block needs no refresh. The mask token is never a
     guess; in the released code it can be.
 
@@ -169,8 +169,8 @@ def block_diffusion(
         temperature: of the candidates. Slots are chosen by the confidence at temperature 1.
         allow_mask_token: whether a row that does not guess may produce the mask token, as in the released code.
         end_tokens: stop after one of these; it is kept as the last token.
-        seed: of the draws, see sampling.py.
-        sampler: scores that replace the confidence; slots after an end token are then left alone.
+        seed: of sampling, see sampling.py.
+        sampler: scores that replace the confidence; slots after an end token are then not filled.
 
     >>> chain = lambda tokens, positions, mask: torch.eye(9, dtype=torch.float64)[(positions + (tokens != 8)) % 8] * 20
     >>> block_diffusion(chain, [0, 1], 6, mask_token=8, block_size=4)[:2]
@@ -201,8 +201,8 @@ def block_diffusion(
         causal_rows = start if refresh == "causal" else len(prompt)
         mask = block_causal(start + block_size, block_size, causal_rows)
         left = quotas(len(slots), steps_per_block or len(slots)) if slots else []
-        wanted = min(block_size, max_new_tokens - len(tokens))
-        while not settled(block, slots, wanted, end_tokens):
+        count = min(block_size, max_new_tokens - len(tokens))
+        while not is_complete(block, slots, count, end_tokens):
             forwards += 1
             able = slots
             if sampler is None:
@@ -229,5 +229,5 @@ def block_diffusion(
             for slot in chosen:
                 block[slot] = guesses.tokens[slot]
             slots = [slot for slot in slots if slot not in chosen]
-        tokens += cut_behind_end(block[:wanted], end_tokens)
+        tokens += cut_behind_end(block[:count], end_tokens)
     return BlockDiffusionResult(tokens, forwards, trace)

@@ -39,14 +39,14 @@ def block_sparse_attention(
     scores = scores.masked_fill(hidden, -torch.inf)
     lse = scores.logsumexp(dim=-1)
     weights = (scores - lse.masked_fill(lse.isneginf(), 0).unsqueeze(-1)).exp()
-    # A large log-sum-exp is rounded by more than its logarithm adds to the largest score: only sums make them add up to 1.
+    # The rounding of a large log-sum-exp can exceed log(sum), so weights are divided by their sum instead.
     total, near = weights.sum(-1, keepdim=True), (lse.abs() < 16384).unsqueeze(-1)
     weights = (weights / total.masked_fill(near | (total == 0), 1)).to(q.dtype)
     out = weights @ values if finite else _visible_sums(weights, values, hidden)
     return out.transpose(1, 2).contiguous(), lse
 
 
-# Products of weight 0 with non-finite tokens are NaN, so hidden tokens are left out, pair by pair.
+# A weight of 0 times a non-finite value is NaN, so masked tokens are left out pair by pair.
 def _visible_scores(queries: Tensor, keys: Tensor, hidden: Tensor) -> Tensor:
     seen = ~hidden.unsqueeze(-1)
     return (torch.where(seen, queries.unsqueeze(3), 0) * torch.where(seen, keys.unsqueeze(2), 0)).sum(-1)

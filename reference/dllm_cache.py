@@ -1,8 +1,8 @@
-"""dLLM-Cache: most forwards recompute few rows; for the others they reuse what the layers added before.
+"""dLLM-Cache: most forwards recompute only a few rows and reuse the cached layer outputs of the others.
 
 Source: "dLLM-Cache: Accelerating Diffusion Large Language Models with Adaptive Caching", section 3, and its code.
 
-Caches everything, as the code does, including the prompt's rows. Which part of that is dead work is noted below.
+Caches everything that the code caches, including the prompt's rows. The notes below say which part of that is dead work.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def least_similar(v: Tensor, cached: Tensor, count: int) -> list[int]:
 
 
 class FeatureCache:
-    """Forwards over a canvas that keep K, V and what attention and feed-forward add, row by row and layer by layer.
+    """Forwards over a canvas that cache K, V and the outputs of attention and feed-forward, per row and layer.
 
     Forward number f, from 1, recomputes the rows of the prompt if ``(f - 1) % prompt_interval == 0`` and those after it,
     the *new* rows, if ``(f - 1) % gen_interval == 0``; and all of them in the first layer. So forward 1 computes everything.
     Where the new rows are not due, a share of `transfer_ratio` of them is still computed: those whose V is least similar to the
-    cached one. All other rows add what they added last.
+    cached one. All other rows add their cached outputs.
 
     - The first layer is the current revision's rule; the older revision in SlowFast's code lacks it. For the prompt it is dead
       work in models that predict a row's own token: its embeddings never change, so its K and V do not either.

@@ -1,4 +1,4 @@
-"""Dream's sampler: times from 1 down to eps set how many masks are filled; one of three scores, or chance, selects which.
+"""Dream's sampler: times from 1 down to eps determine the number of masks to fill; a score or a random order selects them.
 
 Source: "Dream 7B: Diffusion Large Language Models" and the sampler published with it, which SlowFast Sampling and Planned
 Diffusion build on.
@@ -63,13 +63,13 @@ def dream(
     end_tokens: Sequence[int] = (),
     seed: int = 0,
 ) -> MaskedResult:
-    """`steps` forwards over the whole canvas: forward i commits as many as :func:`time_quota`, the last one all that are left.
+    """Runs `steps` forwards over the whole canvas: forward i commits :func:`time_quota` positions, the last one all that are left.
 
-    The scores are those of the distribution that the guess is drawn from, tempered and filtered. A forward may commit nothing;
-    with as many steps as tokens the first one does, and the last one commits two.
+    The scores are those of the distribution that the guess is sampled from, tempered and filtered. A forward may commit nothing:
+    with as many steps as tokens the first one commits nothing, and the last one commits two.
 
-    Where the published code differs: it takes the masks of a whole batch together, in one count and in one ranking. Its entropy
-    has 1e-10 in the logarithm; its filter cuts between equals (masked_sampling.py).
+    Where the published code differs: it counts and ranks the masks of a whole batch together. Its entropy has 1e-10 in the
+    logarithm, and its filter cuts between ties (masked_sampling.py).
 
     Args:
         model, prompt, max_new_tokens, mask_token, end_tokens, seed: as in :func:`~pdkernels.reference.llada.llada`.

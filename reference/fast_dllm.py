@@ -1,4 +1,4 @@
-"""Fast-dLLM: all guesses of sufficient confidence become text at once, and K and V outside the current block are kept for a while.
+"""Fast-dLLM: all sufficiently confident guesses are committed at once, and K and V outside the current block are cached for a while.
 
 Source: "Fast-dLLM: Training-free Acceleration of Diffusion LLM by Enabling KV Cache and Parallel Decoding" and its code for
 LLaDA and Dream.
@@ -54,9 +54,9 @@ def fast_dllm(
     end_tokens: Sequence[int] = (),
     seed: int = 0,
 ) -> MaskedResult:
-    """Block after block, each until it has no mask.
+    """Fills block after block.
 
-    On entry to a block all rows go through the model: every K and V is new, and tokens of the block are committed. After that
+    The first forward of a block runs all rows: every K and V is new, and tokens of the block are committed. After that
 
     - cache="none": all rows go through the model again in every forward;
     - cache="prefix": the rows from the block's start to the end of the canvas do, and see K and V of the rows before it as

@@ -2,14 +2,14 @@
 
 Source: "Jacobi Forcing" (arXiv 2512.14681), section 3 (one block at a time) and section 4.2 (the running window).
 
-Both loops keep one invariant: ``draft[0]`` is already known to be right, because the model itself predicted it after
-only right tokens. A forward over the draft therefore settles at least one more token, and the tokens are those of
-autoregressive decoding regardless of the rest of the draft: greedy ones at temperature 0, and above it the same draws, whose
-random numbers are keyed by their positions (sampling.py).
+Both loops keep one invariant: ``draft[0]`` is already verified, because the model itself predicted it after verified tokens.
+A forward over the draft therefore verifies at least one more token, and the tokens are those of autoregressive decoding
+regardless of the rest of the draft: greedy ones at temperature 0, and above it the same samples, whose random numbers are
+keyed by their positions (sampling.py).
 
-The unsettled rest starts as tokens drawn from the sequence so far. Draft slot j is filled in step s with
+The unverified rest starts as random tokens of the sequence so far. Draft slot j is filled in step s with
 ``history[word(seed, s, 0, j) mod len(history)]`` (Philox words, see philox.py). `history` is the prompt and the tokens
-committed before the forward of step s: a decoder that never waits for its device can draw it before the result of verification is
+committed before the forward of step s, so a decoder that never waits for its device can choose fillers before the verdict is
 known. The row is 0 for every sequence, so that a sequence takes the same path alone and anywhere in a batch.
 """
 
@@ -68,7 +68,7 @@ def jacobi(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> JacobiResult:
-    """Block after block; inside a block the draft only shrinks (its accepted head leaves it).
+    """Decodes block after block; inside a block the draft only shrinks, because its accepted head leaves it.
 
     Args:
         model: callable ``(tokens (1, T), positions (1, T), mask (T, T) bool) -> logits (1, T, V)``.
@@ -76,8 +76,8 @@ def jacobi(
         max_new_tokens: stop after exactly this many new tokens, or earlier after an end token.
         block_size: tokens per block; the last block is limited by `max_new_tokens`.
         end_tokens: stop after one of these; it is kept as the last token.
-        temperature: of the draws; 0 is greedy.
-        seed: of the draws, and of the draft tokens that start a block, which change the forwards needed, never the tokens.
+        temperature: of sampling; 0 is greedy.
+        seed: of sampling, and of the draft tokens that start a block, which affect only the number of forwards.
     """
     return _decode(model, list(prompt), max_new_tokens, block_size, end_tokens, temperature, seed, running=False)
 

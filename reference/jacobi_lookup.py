@@ -3,9 +3,9 @@
 Sources: Saxena, "Prompt lookup decoding" (github.com/apoorvumang/prompt-lookup-decoding, 2023), here with the longest match and a
 draft that grows with it; the pool of rejected tokens is that of "Jacobi Forcing" (arXiv 2512.14681), section 4.
 
-The last tokens of a text, the known next one included, may have occurred in it before. What followed there is the next draft:
-it costs nothing, and is right wherever the model quotes its prompt or itself. The tokens are always those of autoregressive
-decoding, because only what the model agrees with is kept.
+The last tokens of a text, including the known next one, may have occurred in it before. The tokens that followed there are the
+next draft: it costs no forward, and is accepted wherever the model quotes its prompt or itself. The tokens are always those of
+autoregressive decoding, because only tokens that the model predicts are kept.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ POOL = 4  # rejected tails kept
 
 
 def longest_match(last: Sequence[int], searched: Sequence[int]) -> tuple[int, int]:
-    """How many tokens at the end of `last` occur in `searched`, and the index after them; the last of equally long matches.
+    """The length of the longest suffix of `last` that occurs in `searched`, and the index after it; the last of equally long matches.
 
     >>> longest_match([9, 1, 2], [1, 2, 7, 9, 1, 2, 8, 1, 2]), longest_match([1], [2])
     ((3, 6), (0, 1))
@@ -40,10 +40,10 @@ def longest_match(last: Sequence[int], searched: Sequence[int]) -> tuple[int, in
 
 
 def looked_up(text: Sequence[int], pool: Iterable[Sequence[int]], maximum: int) -> list[int]:
-    """At most `maximum` tokens to try after `text`: what followed its last tokens earlier, in the text or in an entry of `pool`.
+    """At most `maximum` draft tokens after `text`: those that followed its last tokens earlier, in the text or in an entry of `pool`.
 
-    The longest match wins, then the text over the pool, then the newer one. What followed in the text may reach the end of the
-    text; it then continues with the draft itself, so that a loop is drafted at full length.
+    The longest match wins, then the text over the pool, then the newer match. A draft that reaches the end of the text continues
+    with itself, so that a repeating text is drafted at full length.
 
     >>> looked_up([1, 2, 3, 1, 2], [], 9), looked_up([7, 1, 2], [[7, 1, 2, 4]], 9), looked_up([1, 2, 3], [], 9)
     ([3, 1, 2, 3, 1, 2], [4], [])

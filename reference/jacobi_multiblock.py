@@ -2,10 +2,10 @@
 
 Source: "Jacobi Forcing" (arXiv 2512.14681), section 4 and algorithm 1 of its appendix A.
 
-One block is real-active: what the model confirms there is committed. The blocks after it are pseudo-active: they take
-part in the same forward, conditioned on the unsettled blocks before them, and are confirmed provisionally (accepted tokens
-are kept, the first one without a test). When the real block is complete the next one becomes real: it keeps its tokens as a
-draft, is preceded by the known next token, and every token is verified again. So the result is that of autoregressive decoding.
+One block is real-active: tokens that the model confirms there are committed. The blocks after it are pseudo-active: they take
+part in the same forward, conditioned on the unverified blocks before them, and are confirmed provisionally (accepted tokens
+are kept, the first one without a test). When the real block is complete, the next one becomes real: it keeps its tokens as a
+draft after the known next token, and every token is verified again. So the result is that of autoregressive decoding.
 
 Rejection recycling: a forward that leaves the real block unfinished puts two sequences into a pool: all blocks as they
 are, and the rejected tail of the real one. If an entry contains the next token, what follows it there becomes a candidate
@@ -128,13 +128,13 @@ def jacobi_multiblock(
         prompt: token ids, at least one.
         max_new_tokens: stop after exactly this many new tokens, or earlier after an end token.
         block_size: tokens per block; the last block is limited by `max_new_tokens`.
-        blocks: K, the most active blocks, the real one included.
+        blocks: K, the maximum number of active blocks, including the real one.
         spawn_ratio: a block opens the next one when ``ceil(spawn_ratio * block_size)`` of its tokens are accepted.
         pool_size: sequences that are kept, the oldest dropped first; 0 for no recycling.
-        verification_size: the most rows per forward, the draft included; 1 for no recycling.
+        verification_size: the maximum number of rows per forward, including the draft; 1 for no recycling.
         end_tokens: stop after one of these; it is kept as the last token.
-        temperature: of the draws; 0 is greedy.
-        seed: of the draws, and of the fillers (jacobi.py), which change the forwards needed, never the tokens.
+        temperature: of sampling; 0 is greedy.
+        seed: of sampling, and of the fillers (jacobi.py), which affect only the number of forwards.
 
     >>> chain = lambda tokens, positions, mask: torch.eye(9, dtype=torch.float64)[(positions + 1) % 9]
     >>> jacobi_multiblock(chain, [0, 1], 7, block_size=4)[:2]
@@ -179,9 +179,9 @@ def jacobi_multiblock(
 
         fresh = _fresh(seed, len(trace), block_size, history)
         newest = len(pseudo[-1].accepted) if pseudo else len(committed) - block_start
-        room = length_at(block_start + block_size * (1 + len(pseudo)))
-        if newest >= math.ceil(spawn_ratio * block_size) and 1 + len(pseudo) < blocks and room > 0:
-            pseudo.append(PseudoBlock([], (draft + fresh[len(draft) :])[:room]))
+        block_length = length_at(block_start + block_size * (1 + len(pseudo)))
+        if newest >= math.ceil(spawn_ratio * block_size) and 1 + len(pseudo) < blocks and block_length > 0:
+            pseudo.append(PseudoBlock([], (draft + fresh[len(draft) :])[:block_length]))
         if not draft:
             block_start = len(committed)
             if pseudo:

@@ -1,4 +1,4 @@
-"""KV cache operations as plain loops: what the kernels must do, byte for byte.
+"""KV cache operations as plain loops, which the kernels must match byte for byte.
 
 Caches are stacked tensors ``(layers, batch, capacity, heads, dim)``, single layers without the first dimension, or lists of
 those. With a block table, dimension ``batch`` counts pages and ``capacity`` slots of a page.
@@ -104,7 +104,7 @@ def kv_commit_(
 
 
 def kv_trim_(lengths: Tensor, new_lengths: Tensor) -> None:
-    """``lengths[b] = new_lengths[b]``, never longer than before."""
+    """``lengths[b] = new_lengths[b]``, which must not be longer than before."""
     for b, (length, wanted) in enumerate(zip(lengths.tolist(), new_lengths.tolist())):
         if not 0 <= wanted <= length:
             _fail("kv_trim_", "new_lengths", f"be in [0, {length}]", wanted, b)

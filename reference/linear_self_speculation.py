@@ -4,8 +4,8 @@ Source: "Nemotron-Labs-Diffusion", section 3.3, the loop of the released code. T
 lists only the k draft tokens in the verify pass; the code's block, used here, is the last verified token and k = B - 1
 masks, and the verify pass feeds that token again: a cycle yields 1 to B tokens either way.
 
-Two forwards per cycle. The draft pass is bidirectional in the block, with adapters if there are any; only the draft
-survives it. The verify pass is causal and plain, so a cache keeps what it would keep in autoregressive decoding.
+A cycle takes two forwards. The draft pass is bidirectional in the block, with adapters if there are any; only its draft is
+kept. The verify pass is causal and without adapters, so the cache is the same as in autoregressive decoding.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def linear_self_speculation(
     seed: int = 0,
     draft_model: DraftModel | None = None,
 ) -> LinearSelfSpeculationResult:
-    """Drafts a block, verifies it, keeps the longest right prefix and the verifier's token after it.
+    """Drafts a block, verifies it, and keeps the longest accepted prefix and the verifier's token after it.
 
     The draft block is always `block_size` wide, as in training, but no more of it is verified than `max_new_tokens` leaves.
     A shorter generation is therefore the beginning of a longer one, at every temperature.

@@ -1,4 +1,4 @@
-"""Logging the results of a decoding step, in plain PyTorch."""
+"""Appends the entry of a decoding step to a log, in plain PyTorch."""
 
 from __future__ import annotations
 

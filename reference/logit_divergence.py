@@ -1,4 +1,4 @@
-"""How far the distribution of the next token changed between two recurrences, as plain PyTorch.
+"""The change of the next token's distribution between two recurrences, in plain PyTorch.
 
 Source: the exit criteria of Geiping et al., "Scaling up Test-Time Compute with Latent Reasoning: A Recurrent Depth Approach",
 section 6.1, with the constants of the published sampler.

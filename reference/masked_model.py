@@ -1,4 +1,4 @@
-"""A masked-diffusion transformer as plainly as it can be written: one sequence, published tensor names, any dtype up to fp64.
+"""A masked-diffusion transformer in its plainest form: one sequence, published tensor names, any dtype up to fp64.
 
 Sources: LLaDA 8B and Dream 7B (Qwen2's layers), with the names of their tensors. It serves as an oracle for the models, caches
 and decoders, so it shares no code with them. Its layers are split into parts, so that a sampler can keep what a cache would keep:

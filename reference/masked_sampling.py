@@ -138,7 +138,7 @@ def probability(distribution: Tensor, tokens: Sequence[int]) -> Tensor:
 
 
 def margin(distribution: Tensor, tokens: Sequence[int]) -> Tensor:
-    """How far the most probable token is ahead of the second one, or of 0 if there is only one token."""
+    """The probability of the most probable token minus that of the second one, or 0 if there is only one token."""
     top = distribution.topk(min(2, distribution.shape[-1]), -1).values
     return top[:, 0] - (top[:, 1] if top.shape[-1] > 1 else 0.0)
 
@@ -162,15 +162,16 @@ def guess(
     top_k: int | None = None,
     score: Callable[[Tensor, Sequence[int]], Tensor] = probability,
 ) -> Guesses:
-    """A token for every mask of the window, drawn with the numbers of the canvas's last forward, and its confidence.
+    """A token for every mask of the window, sampled with the random numbers of the canvas's last forward, and its confidence.
 
     Args:
         logits: ``(T, V)``, row p for position p; T may end anywhere after the window.
-        banned: ids that count as impossible, besides the mask token.
-        distribution: that of the confidence. "model": softmax(logits). "sampling": what the token was drawn from, tempered and filtered.
-        top_p, min_p: filters of the draw, see token_statistics.py. The published filters sort, cut between equals, and keep the
+        banned: ids with probability 0, besides the mask token.
+        distribution: that of the confidence. "model": softmax(logits). "sampling": the tempered and filtered distribution that the
+            token was sampled from.
+        top_p, min_p: filters of sampling, see token_statistics.py. The published filters sort, cut between ties, and keep the
             token if the mass before it is exactly `top_p`.
-        top_k: of what these leave keep only the `top_k` most probable tokens; equals of the last one stay.
+        top_k: after these filters, keep only the `top_k` most probable tokens and ties with the last one.
         score: of a distribution ``(R, V)`` and the tokens; the token's probability by default.
     """
     positions = canvas.masks(window)
@@ -199,10 +200,10 @@ def surest(
     factor: float | None = None,
     strict: bool = False,
 ) -> list[int]:
-    """The positions to commit, the most confident one first (unmask.py has the order and the rules).
+    """The positions to commit, in descending order of confidence (unmask.py has the order and the rules).
 
-    - quota: that many, or all if there are fewer.
-    - threshold: all that reach it (strict: exceed it); if fewer than `min_count` do, `quota` of them.
+    - quota: the number of positions, or all if there are fewer.
+    - threshold: all positions that reach it (strict: exceed it); if fewer than `min_count` do, the best `quota`.
     - factor: Fast-dLLM's rule as in its code: with c_1 >= c_2 >= .. >= c_m, find the first n >= 2 with
       c_n < 1 - factor / (n + 1) and commit n - 1 positions; but all m if n = m, or if there is no such n. The paper commits the
       largest n with (n + 1) (1 - c_n) < factor: ignoring a failure at only the last rank is a slip of the code.

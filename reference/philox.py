@@ -2,9 +2,9 @@
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), section 3.3.
 
-A random word is a function of where it is used, not of what was drawn before: ``(seed, step, row, column)`` identifies
+A random word depends on where it is used, not on earlier random words: ``(seed, step, row, column)`` identifies
 the decoding step, the row of the problem and the column in that row. No state is stored, all devices agree bit
-for bit, and a sequence draws the same words alone and in a batch.
+for bit, and a sequence gets the same words alone and in a batch.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def key_of(seeds: torch.Tensor) -> torch.Tensor:
 
 
 def random_words(seed: int | torch.Tensor, step: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-    """The random word that belongs to ``(seed, step, row, column)``.
+    """The random word that is keyed by ``(seed, step, row, column)``.
 
     One call of Philox gives four words, shared by four adjacent columns: the word is number ``column % 4`` of
     ``philox4x32((column // 4, row, step, 0), (seed low, seed high))``.

@@ -1,4 +1,4 @@
-"""Quadratic self-speculation: one forward verifies a draft and drafts the next one for every position where acceptance may stop.
+"""Quadratic self-speculation: one forward verifies a draft, and drafts the next one for every position where acceptance may stop.
 
 Source: "Nemotron-Labs-Diffusion", appendix C. Equation 11 as printed gives the first token no masks and lets the
 first mask of a group repeat the verifier's position; here, as in the released code, every draft token has a group, the
@@ -97,7 +97,7 @@ def quadratic_self_speculation(
     seed: int = 0,
     draft_model: DraftModel | None = None,
 ) -> QuadraticSelfSpeculationResult:
-    """One forward per step: keep the longest right part of the draft, continue with the guesses of its last token's group.
+    """Runs one forward per step, keeps the longest accepted prefix, and continues with the guesses of its last token's group.
 
     The draft shrinks to what `max_new_tokens` leaves; groups do not see later ones, so the others are unaffected. An end
     token takes effect as soon as it is known; the released code spends another forward on one of its own.
@@ -107,7 +107,7 @@ def quadratic_self_speculation(
         prompt: token ids, at least one. Its forward is a step whose draft is only the last prompt token.
         max_new_tokens: stop after exactly this many new tokens, or earlier after an end token.
         mask_token: id of the masks; never a guess; in the released code it can be.
-        block_size: S, the anchor included. 1 is autoregressive decoding.
+        block_size: S, including the anchor. 1 is autoregressive decoding.
         masks_per_group: M, at least ``S - label_shift``, which is the default.
         label_shift: 0 if a mask's row predicts its own position (Nemotron-Labs-Diffusion), 1 if it predicts the next
             one. With 0 the first mask's guess is used only by the ensemble.

@@ -1,4 +1,4 @@
-"""A step of the recurrent-depth sampler without the model, in plain form: its input, its exit test, and which rows freeze.
+"""The parts of a recurrent-depth sampler step that are not the model, in plain PyTorch: input, exit test, and freezing of rows.
 
 Source: "Efficient Parallel Samplers for Recurrent-Depth Models" (arXiv 2510.14961), Algorithms 1 and 2, equations 1 to 3.
 Arguments and results are those of `pdkernels.recurrence_inject`, `recurrence_exit` and `recurrence_advance_`. In float64 all

@@ -1,4 +1,4 @@
-"""Autoregressive decoding of a recurrent-depth model that stops a token's recurrence once it has settled.
+"""Autoregressive decoding of a recurrent-depth model that stops a token's recurrence once it has converged.
 
 Source: Geiping et al., "Scaling up test-time compute with latent reasoning: a recurrent depth approach", section 6.1, with the
 criteria and thresholds of the released code.
@@ -76,7 +76,7 @@ def observed(criterion: str, state: Tensor, logits: Tensor | None) -> Tensor:
 
 
 def at_first(criterion: str, state: Tensor, vocab_size: int) -> Tensor:
-    """What the first check is compared with: the initial state, entropy 100, the uniform distribution, no token."""
+    """The value that the first check is compared with: the initial state, entropy 100, the uniform distribution, or no token."""
     if criterion in LATENT:
         return state
     if criterion == "entropy-diff":
@@ -87,7 +87,7 @@ def at_first(criterion: str, state: Tensor, vocab_size: int) -> Tensor:
 
 
 def change(criterion: str, now: Tensor, before: Tensor) -> float:
-    """How far the observed quantity moved, states on average; for argmax-stability 0.0 if it stayed and 1.0 if not.
+    """The change of the observed quantity, averaged over states; for argmax-stability 0.0 if it is unchanged and 1.0 if not.
 
     >>> change("cosine", torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 2.0]]))
     1.0
@@ -127,7 +127,7 @@ def recurrent_adaptive(
     end_tokens: Sequence[int] = (),
     seed: int = 0,
 ) -> AdaptiveResult:
-    """One token per forward, with as many recurrences as the token needs.
+    """Decodes one token per forward, with as many recurrences as the token needs.
 
     Every `check_every` recurrences, from the first check on, the criterion compares the state, or the distribution of the next
     token, with that of the previous check; the token is done if the value is below the threshold. The prediction is that of the
@@ -178,20 +178,20 @@ def recurrent_adaptive(
 
     past = model.new_past()
 
-    def settled(inputs: Sequence[int], state: Tensor | None, maximum: int) -> tuple[Tensor, Tensor, int, list[float]]:
+    def iterate(inputs: Sequence[int], state: Tensor | None, maximum: int) -> tuple[Tensor, Tensor, int, list[float]]:
         """Logits and states of `inputs` after the frozen rows, their recurrences, the values of the checks."""
         start = past.length
         e = model.prelude(torch.tensor(list(inputs)), start, past)
         z = begun = init(0, rows(start, len(inputs))) if state is None else state
         before = z if callable(criterion) else None
-        count, last, stable, done = 0, 0, 0, False
+        count, last, unchanged_checks, done = 0, 0, 0, False
         values: list[float] = []
         while count < maximum and not done:
-            wanted = check_every if last else first
-            run = min(wanted, maximum - count)
+            until_check = check_every if last else first
+            run = min(until_check, maximum - count)
             z = refine(model, z, e, start, past, run)
             count += run
-            if run < wanted:
+            if run < until_check:
                 break
             counts, last = last >= min_recurrences, count
             if callable(criterion):
@@ -208,16 +208,16 @@ def recurrent_adaptive(
             value = change(criterion, now, before)
             before = now
             if criterion == "argmax-stability":
-                stable = stable + 1 if counts and value == 0 else 0
-                done = counts and stable >= limit
-                value = float(stable)
+                unchanged_checks = unchanged_checks + 1 if counts and value == 0 else 0
+                done = counts and unchanged_checks >= limit
+                value = float(unchanged_checks)
             else:
                 done = counts and value < limit
             values.append(value if counts else math.inf)
         return model.coda(z, start, past), z, count, values
 
     if adaptive_prompt:
-        logits, z, passes, _ = settled(prompt, None, recurrences)
+        logits, z, passes, _ = iterate(prompt, None, recurrences)
     else:
         logits, z = forward_with_states(model, prompt, past, recurrences, init)
         passes = recurrences
@@ -226,7 +226,7 @@ def recurrent_adaptive(
     trace: list[AdaptiveStep] = []
     while tokens[-1] not in end_tokens and len(tokens) < max_new_tokens:
         cursor = past.length
-        logits, z, count, values = settled(tokens[-1:], z[-1:] if new_state == "copied" else None, maximum)
+        logits, z, count, values = iterate(tokens[-1:], z[-1:] if new_state == "copied" else None, maximum)
         past.freeze(1)
         predictions = choose(logits, [cursor + 1], temperature, top_p, min_p, seed, top_k)
         trace.append(AdaptiveStep(cursor, tokens[-1], predictions[0], count, values))

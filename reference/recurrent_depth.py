@@ -1,4 +1,4 @@
-"""A recurrent-depth model as plainly as it can be written: one sequence, published tensor names, any dtype up to fp64.
+"""A recurrent-depth model in its plainest form: one sequence, published tensor names, any dtype up to fp64.
 
     e = prelude(tokens);  state = random;  state = core(state, e), repeatedly;  logits = coda(state)
 

@@ -84,7 +84,7 @@ def recurrent_diffusion(
     end_tokens: Sequence[int] = (),
     seed: int = 0,
 ) -> RecurrentResult:
-    """Refines a wave of positions, freezes what has converged, appends new positions.
+    """Refines a wave of positions, freezes converged rows, and appends new positions.
 
     The prompt is one forward of `recurrences`, which gives the first token; the wave then starts with that token's position. One
     sampler step, for rows at positions p (a row is *new* in its first step):
@@ -105,7 +105,7 @@ def recurrent_diffusion(
             :func:`~pdkernels.reference.recurrent_static.recurrent_static`.
         recurrences: of the prompt; of a position before it freezes with exit "fixed"; and the horizon of the linear schedule.
         inner_recurrence: recurrences of a step.
-        threshold: a row is ready if its state moved by less than this since the last step.
+        threshold: a row is ready if the relative change of its state since the last step is below this.
         noise: beta of equation 2 before its `schedule`, see :func:`noise_level`; 0 leaves states unchanged.
         mixer: "linear" takes ``(1 - beta) z + beta init``, "sqrt" the square roots of both factors.
         momentum: eta of equation 1.
@@ -118,8 +118,8 @@ def recurrent_diffusion(
             them. "fixed": it has had `recurrences` (Algorithm 1).
         new_state: "fresh", or "copied": that of the last row that stays in the wave, if any.
         keep_changed: keep rows whose token changed in this step: their K and V belong to the old token.
-        max_recurrences: a row is ready at the latest after this many, regardless of `exit`; 0: no limit, and a model that does
-            not settle never ends. None: ``4 * recurrences``.
+        max_recurrences: a row is ready after this many recurrences, regardless of `exit`; 0: no limit, and a model that does not
+            converge never ends. None: ``4 * recurrences``.
         stability: steps for "token-stability"; None: ``recurrences // inner_recurrence + 1``.
 
     >>> from pdkernels.reference.recurrent_depth import RecurrentDepthReference, random_weights

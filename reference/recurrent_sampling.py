@@ -1,6 +1,6 @@
-"""Shared by the samplers of recurrent-depth models: states keyed by position, draws, the prompt's forward.
+"""Shared by the samplers of recurrent-depth models: states keyed by position, sampling, the prompt's forward.
 
-Nothing random depends on when it is drawn. The initial state of position p is ``init(0, p)`` whenever a sampler starts it,
+Random numbers do not depend on when they are used. The initial state of position p is ``init(0, p)`` whenever a sampler starts it,
 the noise that sampler step s mixes into position p is ``init(s, p)``, and the token of position p is drawn with the numbers
 of p (sampling.py). So all samplers start a position from the same state, and a token's noise does not change from step to step.
 """

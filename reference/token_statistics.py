@@ -48,8 +48,8 @@ def token_statistics(
     undefined = (scores.isnan() | (scores == torch.inf)).any(-1)
     missing = (scores == -torch.inf).all(-1)
 
-    heat = temperature if temperature > 0 else 1.0
-    possible = torch.where(kept(scores, heat, top_p, min_p), scores, -torch.inf)
+    softmax_temperature = temperature if temperature > 0 else 1.0
+    possible = torch.where(kept(scores, softmax_temperature, top_p, min_p), scores, -torch.inf)
     drawn = possible
     if temperature > 0:
         rows_at = (number if positions is None else positions.reshape(-1).long())[:, None].clamp(min=0)
@@ -65,7 +65,7 @@ def token_statistics(
     largest = ranked.amax(-1, keepdim=True)
     below = ranked - largest
     if distribution == "sampling":
-        below, largest = below / heat, largest / heat
+        below, largest = below / softmax_temperature, largest / softmax_temperature
     total = below.exp().sum(-1, keepdim=True).log()
     log_distribution = below - total
     probs = below.softmax(-1)

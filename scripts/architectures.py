@@ -1,12 +1,12 @@
-"""Every causal language model of the installed transformers through `wrap`: right, or refused in a sentence.
+"""Runs every causal language model of the installed transformers through `wrap`: it works, or is refused with a reason.
 
     python scripts/architectures.py                     # all, a few minutes
     python scripts/architectures.py --types llama gpt2  # these anew
     python scripts/architectures.py --types             # the table alone
 
 A model of each type has a small configuration and random weights that are large enough for wrong context to change its tokens.
-Greedy decoding of three prompts at once, token by token and with `jacobi`, is compared with the model's own `generate`. What was found
-is kept in bench/results/transformers_architectures.json, from which the table in docs/transformers.md is made.
+Greedy decoding of three prompts at once, token by token and with `jacobi`, is compared with the model's own `generate`. The results
+are kept in bench/results/transformers_architectures.json, from which the table in docs/transformers.md is made.
 """
 
 from __future__ import annotations
@@ -159,11 +159,11 @@ def small(config: Any, more: dict[str, Any]) -> dict[str, Any]:
         common = name if name in SMALL else back.get(name)
         if common not in SMALL or (value is None and common in ("sliding_window", "attention_chunk_size")):
             continue
-        least = SMALL[common]
+        minimum = SMALL[common]
         if isinstance(value, (list, tuple)):
-            fields[name] = [least] * len(value)
+            fields[name] = [minimum] * len(value)
         else:
-            fields[name] = type(value)(least) if isinstance(value, (int, float)) else least
+            fields[name] = type(value)(minimum) if isinstance(value, (int, float)) else minimum
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and "layer_types" in vars(config):
         fields["layer_types"] = _kinds(kinds)

@@ -2,12 +2,12 @@
 
     python scripts/bootstrap.py [--for PURPOSE] [ARGUMENTS OF PYTHON ...]
 
-PURPOSE is one of those in `requirements.txt`, by default demo. A Python in a virtual environment is used as it is; for any
-other one `.venv` is made next to the Makefile. Installs what the purpose needs and the environment lacks; for demo, smollm2, test,
-bench and docs it also builds the compiled parts and makes the checkout importable from everywhere. If nothing is missing it does
-not use the network and takes about a second; if there is a folder `wheelhouse`, packages come from it alone.
+PURPOSE is one of those in `requirements.txt`, by default demo. A Python in a virtual environment is used directly; for any
+other Python `.venv` is made next to the Makefile. Installs the packages of the purpose that are missing. For demo, smollm2, test,
+bench and docs it also builds the compiled parts and makes the checkout importable from everywhere. If nothing is missing, it does
+not use the network and takes about a second. If there is a folder `wheelhouse`, packages come only from there.
 
-CUDA kernels are compiled where there is a GPU and nvcc, or with PDKERNELS_BUILD_CUDA=1.
+CUDA kernels are compiled if there are a GPU and nvcc, or with PDKERNELS_BUILD_CUDA=1.
 """
 
 import sys

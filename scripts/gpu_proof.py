@@ -1,6 +1,6 @@
 """Proves the kernels on a GPU, part by part, and writes the results as JSON. How to call it: docs/gpu_proof.md.
 
-Part 0  installs what is missing and builds; the others need it, and stop at once where it has not succeeded
+Part 0  installs missing packages and builds; the other parts need it, and stop at once if it has not succeeded
 Part 1  runs the tests that use the GPU, then all others
 Part 2  compute-sanitizer: memcheck, racecheck, initcheck and synccheck on every op, side by side
 Part 3  CUDA graphs: capture, replay with changed data, no sync; whole generations in a graph, with their times
@@ -9,8 +9,8 @@ Part 5  benchmarks of the vocabulary, of token selection, caches and plans
 Part 6  benchmarks of recurrent depth, epilogues and feature caches
 
 Results go to `bench/results/<gpu>/` (another folder: OUT): `part-N.json` and `part-N.log`, and a JSON for each file of benchmarks.
-PDKERNELS_COMMIT names the commit where there is no git. A step that fails does not stop the next ones, and one that is cut off keeps
-what it has already found; the exit code is 0 only if everything passed. `--dry-run` runs what can be run on a machine without a GPU.
+PDKERNELS_COMMIT names the commit if there is no git. A step that fails does not stop the next ones, and a step that times out keeps
+its findings so far. The exit code is 0 only if everything passed. `--dry-run` runs everything that works without a GPU.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python scripts/hf_kernels.py [--to FOLDER]
 
-Such a kernel is the package in small: it imports by relative names alone, and its ops have a namespace of their own, so it can be
-loaded together with an installed pdkernels or another build of itself. Models, decoders and training are left out.
-The environment variables of setup.py hold here too: PDKERNELS_BUILD_CUDA, and PDKERNELS_HOST_PYTHONS for more Pythons than the running one.
+Such a kernel is a part of the package. It uses only relative imports, and its ops have their own namespace, so it can be loaded
+together with an installed pdkernels or another build of itself. Models, decoders and training are left out.
+The environment variables of setup.py apply: PDKERNELS_BUILD_CUDA, and PDKERNELS_HOST_PYTHONS for further Python versions.
 """
 
 from __future__ import annotations

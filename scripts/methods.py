@@ -1,4 +1,4 @@
-"""What is generated from the registry of decoding methods: tables of the docs, and signatures for type checkers.
+"""Generates tables of the docs and signatures for type checkers from the registry of decoding methods.
 
 ``python -m scripts.methods`` writes them.
 """

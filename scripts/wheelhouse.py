@@ -1,10 +1,10 @@
-"""Fetches what the tests and benchmarks need on a machine without network, as wheels into `wheelhouse/`.
+"""Downloads the packages that tests and benchmarks need on a machine without network, as wheels, into `wheelhouse/`.
 
     python scripts/wheelhouse.py 3.12 [--without torch triton numpy ...] [--only gguf ...] [--limit 64]
 
-3.12: the Python there. `--without`: what is there already, by default torch and triton. `--only`: all that is missing there, without
-what it requires in turn. `--limit`: MiB that the wheels and the sources may have together. Where the folder `wheelhouse/` exists,
-`scripts/bootstrap.py` takes packages from it alone.
+3.12: the Python version of the target. `--without`: packages that the target has, by default torch and triton. `--only`: the packages
+that the target lacks, without their dependencies. `--limit`: maximum size of wheels and sources, in MiB. If the folder `wheelhouse/`
+exists, `scripts/bootstrap.py` takes packages only from there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The papers in miniature: their tables on the tiny models, and what a method can gain at most.
+"""The papers in miniature: their tables on the tiny models, and the maximum gain of a method.
 
 `python -m bench.papers` lists the tables and measures them. docs/papers, docs/theory.md and docs/scaling.md show the results.
 """

@@ -1,4 +1,4 @@
-"""The fewest forwards that fill one block: searches over a function from blocks to guesses, which they call by yielding.
+"""Searches for the smallest number of forwards that fills a block, over a function from blocks to guesses, called by yielding.
 
 A search yields a block (a tuple of ids) and is sent the guesses for it, so a driver can answer many searches in one
 forward. Answers are cached: simulations meet the same blocks repeatedly.

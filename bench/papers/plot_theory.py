@@ -1,4 +1,4 @@
-"""The picture of `bench.papers.theory`: the cost of width in a prefill, and the width of decoding."""
+"""Draws `bench.papers.theory`: the cost of width in a prefill, and the width of decoding."""
 
 from __future__ import annotations
 

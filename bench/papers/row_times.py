@@ -1,7 +1,7 @@
-"""The cost of a forward over more rows on this device: seconds against rows, and the knee where rows stop being free.
+"""Measures the time of a forward by its number of rows on this device, and the knee where rows stop being free.
 
-Source: "Jacobi Forcing", appendix D (figure 5): block size times candidates is bounded by the rows that a forward computes at
-the cost of one. `bench.papers.theory.tensor_budget` is the same figure from a data sheet.
+Source: "Jacobi Forcing", appendix D (figure 5): block size times candidates is bounded by the number of rows whose forward takes
+as long as that of one row. `bench.papers.theory.tensor_budget` is the same number from a data sheet.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Data moved and computed by a decoding step of a large model on one to many devices, and the batch where parallel decoding
-stops paying.
+"""Memory traffic, FLOPs and communication of a decoding step of a large model on several devices, and the batch size at which
+parallel decoding stops paying off.
 
 A roofline, not a measurement: weights and caches are read once per forward, products run at the device's peak, and exchanges
 between ranks cost their bytes and a latency each; nothing overlaps. The exchanges are those of `pdkernels.distributed`

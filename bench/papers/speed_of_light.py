@@ -1,7 +1,7 @@
-"""Speed of light of block diffusion: the fewest forwards that give the text of filling one position per forward.
+"""Speed of light of block diffusion: the smallest number of forwards that gives the text of filling one position per forward.
 
-No sampler that ends in that text loses fewer tokens per forward to caution: the searches know the text in advance. They
-say nothing about schemes with another target, such as self-speculation, which ends in the text of autoregressive decoding.
+No sampler that ends in that text can be faster, because the searches know the text in advance. They say nothing about schemes with
+another target, such as self-speculation, which ends in the text of autoregressive decoding.
 
 Source: Nemotron-Labs-Diffusion, section 4.
 """

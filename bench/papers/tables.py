@@ -1,4 +1,4 @@
-"""Tables of the papers in miniature: what each shows, how ours is measured, and its rows as plain values and as Markdown.
+"""Tables of the papers in miniature: a description, the measurement, and the rows as plain values and as Markdown.
 
 `python -m bench.papers` runs them. A result is a dict of JSON values with `rows`, a list of dicts with the same keys, and the
 facts that they depend on, so that pages are built only from committed files.

@@ -5,7 +5,7 @@ Counts are exact integers. Times are in units of one forward over one row unless
 
 Sources: "Efficient parallel samplers for recurrent-depth models", theorems 4.2 and 4.4, remarks 4.3 and A.1 (counts are derived from
 its definitions of the layouts, since the theorems are informal);
-"Jacobi Forcing", appendix D (tokens per forward that a device computes at the cost of one).
+"Jacobi Forcing", appendix D (the number of rows that a device computes in the time of one).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tables of the papers whose rows are trained: a sampler for block diffusion, and what Jacobi Forcing learns from which noise."""
+"""Tables of the papers that need training: a sampler for block diffusion, and Jacobi Forcing with different noise."""
 
 from __future__ import annotations
 

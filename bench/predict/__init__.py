@@ -1,1 +1,1 @@
-"""How long the kernels would take on a GPU, from their machine code: `python -m bench.predict`, no GPU needed."""
+"""Predicts the times of the kernels on a GPU from their machine code: `python -m bench.predict`. It needs no GPU."""

@@ -1,4 +1,4 @@
-"""``python -m bench.predict``: how long the kernels would take on a GPU, from their machine code."""
+"""``python -m bench.predict``: predicts the times of the kernels on a GPU from their machine code."""
 
 from __future__ import annotations
 

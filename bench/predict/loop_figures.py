@@ -1,4 +1,4 @@
-"""What the loops of the compiled Triton kernels for Hopper issue, wait for and spill, and how many programs an SM holds.
+"""Instructions, waits and spills in the loops of the compiled Triton kernels for Hopper, and the number of programs per SM.
 
     python -m bench.predict.loop_figures sm_90:bf16:128      a JSON object on stdout
 

@@ -1,11 +1,11 @@
-"""How long the kernels would take on a GPU, from their machine code and their plans. Nothing here is measured.
+"""Predicts the times of the kernels on a GPU from their machine code and their plans. Nothing here is measured.
 
     python -m bench.predict --device h200        the table of docs/gpu_proof.md
 
-A step of a loop takes the cycles of its tensor products, plus the slots its warps issue where the loop waits for the products before
-it goes on (else the larger of both), plus what every such wait costs, plus the latency of loads that it waits for at once; and no
-less than L2 takes to deliver what it loads. Programs are then dealt out to the SMs in the order of the launch. A small kernel is a
-launch, its bytes, and a latency for each access to memory that waits for another.
+A step of a loop takes the cycles of its tensor products plus the issue slots of its warps if the loop waits for the products before
+it continues, otherwise the larger of the two. To that are added the cost of every such wait, and the latency of loads that are waited
+for immediately. The step takes at least the time in which L2 delivers its loads. Programs are then assigned to the SMs in launch order.
+The time of a small kernel is that of a launch, of its bytes, and of each dependent memory access.
 """
 
 from __future__ import annotations

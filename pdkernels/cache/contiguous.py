@@ -1,4 +1,4 @@
-"""A KV cache with one stretch of memory per sequence."""
+"""A KV cache in which the slots of a sequence are contiguous in memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pdkernels.ops.kv_cache import kv_append_, kv_commit_, kv_trim_
 
 
 class KVCacheBase:
-    """Base of both caches. Its tensors are allocated once and never replaced, so graphs may capture them."""
+    """Base of both caches. The tensors are allocated once and never replaced, so graphs may capture them."""
 
     k: Tensor
     v: Tensor
@@ -58,7 +58,7 @@ class KVCacheBase:
         Args:
             layer: which layer.
             k_new, v_new: ``(batch, rows, kv_heads, head_dim)``.
-            counts: ``(batch,)`` rows that count, None: all.
+            counts: ``(batch,)`` rows to store, the others are padding. None: all.
         """
         kv_append_(
             self.k[layer], self.v[layer], k_new, v_new, self.lengths, counts=counts, block_table=self.block_table
@@ -69,7 +69,7 @@ class KVCacheBase:
         kv_commit_(self.k, self.v, self.lengths, counts, source_index, block_table=self.block_table)
 
     def trim_(self, new_lengths: int | Sequence[int] | Tensor) -> None:
-        """Shortens sequences; see `pdkernels.kv_trim_`. A number, one per sequence, or a tensor on the device."""
+        """Shortens sequences; see `pdkernels.kv_trim_`. `lengths` is an int, one int per sequence, or a tensor on the device."""
         if not isinstance(new_lengths, Tensor):
             numbers = self._numbers(f"cache.{type(self).__name__}.trim_", "new_lengths", new_lengths)
             new_lengths = torch.tensor(numbers, dtype=torch.int64, device=self.device)
@@ -120,7 +120,7 @@ class KVCacheBase:
         return row, slice(length)
 
     def _row_capacity(self, row: int) -> int:
-        """Tokens that a sequence has room for."""
+        """The capacity of a sequence."""
         return self.capacity
 
     def reset_(self) -> None:
@@ -129,7 +129,7 @@ class KVCacheBase:
 
 
 class ContiguousKVCache(KVCacheBase):
-    """Room for `capacity` tokens per sequence, fixed when made.
+    """A cache of `capacity` tokens per sequence, which is fixed.
 
     Args:
         layers, batch, capacity, kv_heads, head_dim: sizes. ``.k`` and ``.v`` have shape

@@ -16,11 +16,11 @@ _REMEDY = "Trim, or raise num_pages."
 
 
 class PagedKVCache(KVCacheBase):
-    """Pages of `page_size` tokens from a pool of `num_pages`, handed out as sequences grow.
+    """A cache of pages of `page_size` tokens, assigned to growing sequences from a pool of `num_pages`.
 
     Position ``p`` of sequence ``b`` lives in page ``block_table[b, p // page_size]``, slot ``p % page_size``. Any page size
-    works with partial acceptance, since a commit moves single rows. Pages are managed on the host: `reserve_` before rows
-    are written; they are returned by `trim_` with known lengths, or by `reclaim_` after device-side changes.
+    works with partial acceptance, because a commit moves single slots. Pages are managed on the host: call `reserve_` before rows
+    are written. `trim_` returns pages if the lengths are known on the host, `reclaim_` after lengths changed on the device.
 
     Args:
         layers, batch, num_pages, page_size, kv_heads, head_dim: sizes. ``.k`` and ``.v`` have shape
@@ -68,7 +68,7 @@ class PagedKVCache(KVCacheBase):
         self._pages: list[list[int]] = [[] for _ in range(self.batch)]
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for copies and other processes; the free pages are derived from the owned ones."""
+        """State for copies and pickling. The free pages are derived from the owned ones."""
         return {name: value for name, value in vars(self).items() if name != "_pool"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -78,7 +78,7 @@ class PagedKVCache(KVCacheBase):
         self._pool.release([page for page in self._pool.allocate(self.num_pages) if page not in owned])
 
     def reserve_(self, lengths: int | Sequence[int]) -> None:
-        """Makes sure that sequence ``b`` owns pages for ``lengths[b]`` tokens, or each sequence for a single number. Never frees pages.
+        """Makes sure that sequence ``b`` owns pages for ``lengths[b]`` tokens; an int applies to all sequences. Never frees pages.
 
         Raises:
             ValueError: more tokens than the block table can name.
@@ -106,7 +106,7 @@ class PagedKVCache(KVCacheBase):
             self._publish()
 
     def resize_row_(self, row: int, tokens: int) -> None:
-        """Makes sequence `row` own the pages of `tokens` tokens, no more and no fewer; others keep theirs.
+        """Makes sequence `row` own exactly the pages that `tokens` tokens need. Other sequences keep theirs.
 
         Raises:
             ValueError: more tokens than the block table can name.
@@ -120,14 +120,14 @@ class PagedKVCache(KVCacheBase):
         """
         op, pages = "cache.PagedKVCache.resize_row_", self._pages[row]
         check(0 <= tokens <= self.capacity, op, "tokens", f"be in [0, {self.capacity}]", tokens)
-        wanted = -(-tokens // self.page_size)
-        if wanted - len(pages) > self._pool.available:
-            actual = f"{wanted - len(pages)} more pages with {self._pool.available} free"
+        page_count = -(-tokens // self.page_size)
+        if page_count - len(pages) > self._pool.available:
+            actual = f"{page_count - len(pages)} more pages with {self._pool.available} free"
             raise MemoryError(message(op, "tokens", f"fit the pool of {self.num_pages} pages", actual, _REMEDY))
-        if wanted == len(pages):
+        if page_count == len(pages):
             return
-        self._pool.release(pages[wanted:])
-        self._pages[row] = pages[:wanted] + self._pool.allocate(max(0, wanted - len(pages)))
+        self._pool.release(pages[page_count:])
+        self._pages[row] = pages[:page_count] + self._pool.allocate(max(0, page_count - len(pages)))
         self._publish()
 
     def trim_(self, new_lengths: int | Sequence[int] | Tensor) -> None:

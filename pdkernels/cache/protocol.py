@@ -1,4 +1,4 @@
-"""What models and decoders need of a KV cache."""
+"""The interface of KV caches that models and decoders use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Cache(Protocol):
-    """K and V of committed tokens, and room for new ones: see `ContiguousKVCache` and `PagedKVCache`."""
+    """K and V of committed tokens, and free slots for new ones: see `ContiguousKVCache` and `PagedKVCache`."""
 
     k: Tensor
     v: Tensor

@@ -34,7 +34,7 @@ COMMANDS = "Commands: /reset forgets the chat, /exit or Ctrl-D ends it; Ctrl-C s
 
 
 class Chat:
-    """A model, its decoding options, and the messages so far. Every turn reads the whole chat again."""
+    """A model, its decoding options, and the messages so far. Every turn processes the whole chat again."""
 
     def __init__(
         self, model: Any, method: str, options: dict[str, Any], max_new_tokens: int, system: str | None
@@ -47,16 +47,16 @@ class Chat:
         self.messages = list(self._opening)
 
     def answer(self, console: Console, question: str) -> str:
-        """Prints the model's answer to a question as it comes, and returns a line of figures. An interrupted answer is kept."""
+        """Streams the model's answer to a question and returns a line with its cost. An interrupted answer is kept."""
         asked = [*self.messages, {"role": "user", "content": question}]
         prompt = self.model.tokenizer.encode_chat(asked)
         stream, written = Stream(console, self.model.tokenizer), list[int]()
-        room, started = self._room(len(prompt)), time.perf_counter()
+        max_new_tokens, started = self._max_new_tokens(len(prompt)), time.perf_counter()
 
         interrupts = 0
 
         def interrupt(*_: Any) -> None:
-            """The first interrupt waits for the end of a forward, so that no line is torn; a second one does not."""
+            """The first interrupt waits for the end of a forward, so that the line is complete; a second one does not."""
             nonlocal interrupts
             interrupts += 1
             if interrupts > 1:
@@ -71,7 +71,12 @@ class Chat:
         before = signal.signal(signal.SIGINT, interrupt)
         try:
             stats = decoding.generate(
-                self.model, prompt, decoding.find(self.method), max_new_tokens=room, on_tokens=listen, **self.options
+                self.model,
+                prompt,
+                decoding.find(self.method),
+                max_new_tokens=max_new_tokens,
+                on_tokens=listen,
+                **self.options,
             ).stats
         except KeyboardInterrupt:
             figures = f"{len(written)} tokens, stopped after {time.perf_counter() - started:.1f} s"
@@ -84,7 +89,7 @@ class Chat:
         self.messages = [*asked, {"role": "assistant", "content": self.model.tokenizer.decode(written)}]
         return figures
 
-    def _room(self, tokens: int) -> int:
+    def _max_new_tokens(self, tokens: int) -> int:
         """New tokens that fit into the model's positions."""
         maximum = getattr(self.model.config, "max_positions", None)
         if maximum is None:
@@ -152,7 +157,7 @@ def chat(
             options = {**chosen, **options}
         elif method == "jacobi":
             options.setdefault("draft", "lookup")
-        # A first, unseen answer: it absorbs the start-up cost, and what cannot work is refused before the first question.
+        # A first, hidden answer absorbs the start-up cost, and refuses unsupported options before the first question.
         first = [{"role": "user", "content": "Hi"}]
         decoding.generate(language_model, first, decoding.find(method), max_new_tokens=1, **options)
         talk(console, Chat(language_model, method, options, max_new_tokens, system))
@@ -184,7 +189,7 @@ def talk(console: Console, chat: Chat) -> None:
 
 
 def questions(console: Console) -> Iterator[str]:
-    """Lines from the terminal, with its editing where Python has that; or those of a pipe, each echoed before its answer."""
+    """Lines from the terminal, with line editing where Python has it, or lines of a pipe, each echoed before its answer."""
     if not sys.stdin.isatty():
         for line in sys.stdin:
             console.print(Text(f"> {visible(line.strip())}", "bold"), soft_wrap=True)

@@ -45,7 +45,7 @@ ADAPTER = WEIGHTS / "smollm2-jacobi"  # a LoRA trained by Jacobi Forcing, if the
 
 
 class Answer(NamedTuple):
-    """What a competitor wrote, and its cost."""
+    """The answer of a competitor, and its cost."""
 
     tokens: list[int]
     forwards: int
@@ -53,7 +53,7 @@ class Answer(NamedTuple):
 
 
 class Competitor(NamedTuple):
-    """A function that answers ``(prompt, max_new_tokens)``; `greedy` names the competitor whose tokens it must give."""
+    """A function that answers ``(prompt, max_new_tokens)``; `greedy` names the competitor whose tokens it must emit."""
 
     answer: Callable[[list[int], int], Answer]
     greedy: str
@@ -117,7 +117,7 @@ def demo(
 def _measured(
     competitors: dict[str, Competitor], prompt: list[int], max_new_tokens: int, rounds: int
 ) -> dict[str, Answer]:
-    """Each one's answer with the median of its times, after a warm-up."""
+    """The answer of each competitor with its median time, after a warm-up."""
     for known in competitors.values():
         known.answer(prompt, 2)
     runs = [{name: known.answer(prompt, max_new_tokens) for name, known in competitors.items()} for _ in range(rounds)]
@@ -128,7 +128,7 @@ def _measured(
 
 
 def _competitors(name: str, model: Any) -> dict[str, Competitor]:
-    """Everything that can compete here, by the names in the table."""
+    """All available competitors, by their names in the table."""
     found = {
         GREEDY: Competitor(_ours(model), GREEDY),
         "jacobi, looked up": Competitor(_ours(model, draft="lookup"), GREEDY),

@@ -1,4 +1,4 @@
-"""``python -m pdkernels doctor``: versions, what was compiled, huge pages, and whether fewer threads would be faster just now."""
+"""``python -m pdkernels doctor``: versions, compiled kernels, huge pages, and whether fewer threads would currently be faster."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def memory_lines() -> list[str]:
 
 
 def thread_advice(threads: int, measure: Callable[[int], float] | None = None) -> list[str]:
-    """What a step of decoding takes on one thread and on all, and what follows from that.
+    """The time of a decoding step on one thread and on all threads, with advice.
 
     >>> thread_advice(2, {1: 0.002, 2: 0.1}.__getitem__)[-1]
     'Fewer threads are faster: pass --threads 1, or set OMP_NUM_THREADS=1.'
@@ -59,7 +59,7 @@ def thread_advice(threads: int, measure: Callable[[int], float] | None = None) -
 
 
 def _step_seconds(threads: int) -> float:
-    """Products with a row, as a forward of one token has; each ends when the last thread does."""
+    """Times products with one row, as in a forward of one token."""
     before = torch.get_num_threads()
     weights, row = torch.ones(1024, 1024), torch.ones(1, 1024)
     times = list[float]()

@@ -161,7 +161,7 @@ def _methods(names: list[str], options: dict[str, Any], named: dict[str, Any], m
 def _run(
     console: Console, model: Any, prompt: str, method: str, max_new_tokens: int, options: dict[str, Any]
 ) -> DecodeResult[torch.Tensor, str]:
-    # A few unseen tokens after a short prompt first, so that no method pays for the start of the process.
+    # Warm up with a few hidden tokens after a short prompt, so that no method pays for the start of the process.
     chosen = decoding.find(method)
     decoding.generate(model, prompt[:100], chosen, max_new_tokens=min(4, max_new_tokens), **options)
     console.rule(Text(method, "bold"), align="left", style="dim")

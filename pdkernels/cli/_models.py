@@ -1,4 +1,4 @@
-"""``python -m pdkernels models``: what can be loaded by name, how large it is, and which methods it decodes with."""
+"""``python -m pdkernels models``: the models that can be loaded by name, with their sizes and methods."""
 
 from __future__ import annotations
 

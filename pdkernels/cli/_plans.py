@@ -1,4 +1,4 @@
-"""`eval --family planned`: orders carried out by models that plan, under several settings, and token by token by others."""
+"""`eval --family planned`: scores models that plan under several settings, and other models token by token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COLUMNS = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), T
 def evaluate_plans(
     loaded: dict[str, Any], problems: int, batch_size: int, seed: int, settings: Sequence[Mapping[str, Any]] | None
 ) -> dict[str, Any]:
-    """Scores of all models, printed as they come, and returned in the form of a file."""
+    """Scores all models, prints results as they come, and returns them as JSON."""
     asked, scores = evaluation.held_out_orders(problems, seed), {}
     stems = [Path(name).stem for name in loaded]
     for name, model in loaded.items():

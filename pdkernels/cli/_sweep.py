@@ -40,7 +40,7 @@ def run_sweep(
     resume: bool,
     plot: Path | None,
 ) -> None:
-    """Measure, print, write JSON and draw. With `resume` what `path` holds of the same sweep is not measured again."""
+    """Measures, prints, writes JSON and draws. With `resume`, measurements of the same sweep in `path` are not repeated."""
     candidates = evaluation.sweep_candidates(loaded, [evaluation.parse_sweep(text) for text in swept], methods)
     if max_rows is not None:
         candidates, left_out = evaluation.without_many_rows(candidates, max_rows)
@@ -110,7 +110,7 @@ def _kept(path: Path | None, facts: dict[str, Any]) -> Measured:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    """Writes the file as a whole or not at all."""
+    """Writes the file atomically."""
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -36,7 +36,7 @@ def generation_table(results: dict[str, DecodeResult[torch.Tensor, str]], same: 
 
 
 def evaluation_table(rows: list[evaluation.Row], width: int) -> Table:
-    """Rows of one task. Shares have their interval where `width` columns leave room beside the longest name."""
+    """The rows of one task. Accuracies have their interval if `width` columns leave room next to the longest name."""
     first, intervals = rows[0], width >= 96
     prompts = f"{first.problems} prompts, batch size {first.batch_size}, threads {torch.get_num_threads()}"
     table = Table(

@@ -1,4 +1,4 @@
-"""Shared by the commands: text as it comes, errors in one sentence, threads."""
+"""Shared by the commands: streamed text, errors in one sentence, threads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GIVEN = "default"
 PROMPT = "dim"
 LEGEND = Text.assemble(("accepted drafts", ACCEPTED), ", ", ("the model's own tokens", GIVEN))
 
-# Below this many parameters other threads cost more than they save.
+# Below this number of parameters, more threads cost more than they save.
 _TINY = 20_000_000
 
 
@@ -41,7 +41,7 @@ class Stream:
         self._print(self._text.feed(ids[accepted:]), GIVEN)
 
     def finish(self) -> None:
-        """Prints what waited for the rest of a character, and ends the line."""
+        """Prints the bytes of an incomplete character, and ends the line."""
         self._print(self._text.flush(), GIVEN)
         self._console.print()
 
@@ -52,7 +52,7 @@ class Stream:
 
 
 def visible(text: str) -> str:
-    """`text` without characters that control the terminal: models may write those too."""
+    """`text` without characters that control the terminal, which a model may emit."""
     return "".join(
         character if character.isprintable() or character in "\n\t" else "\N{REPLACEMENT CHARACTER}"
         for character in text
@@ -72,7 +72,7 @@ def report(error: BaseException) -> None:
 
 @contextmanager
 def errors_reported() -> Iterator[None]:
-    """Errors become one sentence, with exit code 2 for what the user asked, 1 for what failed on the way, as on a full disk."""
+    """Turns errors into one sentence. Exit code 2 is for refused arguments, 1 for failures at run time, such as a full disk."""
     try:
         yield
     except (ValueError, TypeError, NotImplementedError, ImportError, OSError, RuntimeError) as error:
@@ -97,7 +97,7 @@ def load(command: str, model: str, device: str, dtype: str | None) -> Any:
 
 
 def check_file(command: str, option: str, path: Path) -> None:
-    """Before anything runs: a file that could not be written at its end."""
+    """Refuses, before anything runs, a file that could not be written at the end."""
     check(not path.is_dir(), command, option, "be a file", f"the folder {path}")
     check(path.parent.is_dir(), command, option, "lie in a folder that exists", str(path), "Make the folder first.")
     writable = os.access(path if path.exists() else path.parent, os.W_OK)
@@ -112,7 +112,7 @@ def named_dtype(command: str, name: str | None) -> torch.dtype | None:
 
 
 def assigned_options(command: str, given: Sequence[str], taken: Collection[str] = ()) -> dict[str, Any]:
-    """Options in the form NAME=VALUE; a value is JSON, or what a sweep takes. `taken` have flags of their own and a value already.
+    """Parses options in the form NAME=VALUE; a value is JSON, or a value as in a sweep. `taken`: options that were set by flags.
 
     >>> assigned_options("generate", ["block-size=8", 'stop_strings=["a", "b"]', "threshold=none", "order=entropy"])
     {'block_size': 8, 'stop_strings': ['a', 'b'], 'threshold': None, 'order': 'entropy'}

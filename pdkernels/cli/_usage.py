@@ -1,4 +1,4 @@
-"""What is typed wrongly is reported in one sentence, as all errors are."""
+"""Reports wrong usage in one sentence, like all errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ClickException: Any = typer.BadParameter.__mro__[2]
 
 
 class Commands(TyperGroup):
-    """The commands; exit code 2 for usage that is refused."""
+    """The commands, with exit code 2 for refused usage."""
 
     def main(self, args: Any = None, standalone_mode: bool = True, **named: Any) -> Any:  # type: ignore[override]  # by name
         try:
@@ -39,7 +39,7 @@ class Commands(TyperGroup):
         return code
 
 
-def print_version(wanted: bool) -> None:
-    if wanted:
+def print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"pdkernels {__version__}")
         raise typer.Exit

@@ -151,12 +151,12 @@ class Session:
         """Whether a callback wants tokens as soon as they are final."""
         return self._on_tokens is not None
 
-    def new_cache(self, page_size: int | None, room: int = 0, copies: int = 1, **options: Any) -> Any:
-        """A cache with room for every prompt, all its new tokens and `room` more, `copies` times; paged if `page_size` is given.
+    def new_cache(self, page_size: int | None, extra: int = 0, copies: int = 1, **options: Any) -> Any:
+        """A cache with room for every prompt, all its new tokens and `extra` more, `copies` times; paged if `page_size` is given.
 
         The `options` are the model's own.
         """
-        batch, more = copies * self.batch, self.max_new_tokens + room
+        batch, more = copies * self.batch, self.max_new_tokens + extra
         if page_size is None:
             return self.model.new_cache(batch, self.longest + more, **options)
         cache = self.model.new_cache(batch, self.longest + more, kind="paged", page_size=page_size, **options)

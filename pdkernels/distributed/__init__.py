@@ -1,4 +1,4 @@
-"""Many devices: models, statistics and attention on the ranks of a `torch.distributed` group."""
+"""Models, statistics and attention on the ranks of a `torch.distributed` group."""
 
 from __future__ import annotations
 

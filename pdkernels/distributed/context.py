@@ -1,8 +1,8 @@
 """Attention over a text whose rows are distributed over several ranks.
 
-Each rank has the queries, keys and values of some rows. Either it collects the keys and values of all ranks (`"gather"`), or these travel
-round a ring, and a rank's results at each step are merged by log-sum-exp (`"ring"`), so that it never holds more than two
-ranks' keys. Both have gradients: with gather those of a key return to its owner, in a ring they travel with it.
+Each rank has the queries, keys and values of some rows. With `"gather"` it gathers the keys and values of all ranks. With `"ring"` they
+travel around a ring, and the results of the steps are merged by log-sum-exp, so that a rank never holds the keys of more than two
+ranks. Both have gradients: with gather the gradients of a key return to its owner, in a ring they travel with it.
 
 Rows are assigned by the tiles that a plan visits, in a few runs per rank, so that no rank waits for another.
 
@@ -38,19 +38,19 @@ SLICE = "distributed.slice_context"
 
 @dataclass(frozen=True)
 class ContextSlices:
-    """Which rows of a mask each rank has; see `slice_context`."""
+    """The rows of a mask that each rank holds; see `slice_context`."""
 
     mask: SegmentMask
     rows: tuple[tuple[Range, ...], ...]
-    """For each rank its runs ``(start, stop)``, ascending."""
+    """The runs ``(start, stop)`` of each rank, ascending."""
     tiles: tuple[int, ...]
-    """For each rank the tiles that its rows visit."""
+    """The number of tiles that the rows of each rank visit."""
     block_q: int
     block_k: int
 
     @property
     def balance(self) -> float:
-        """Tiles of the rank with the most, as a multiple of the mean: 1 is best."""
+        """The maximum number of tiles of a rank, divided by the mean: 1 is best."""
         return max(self.tiles) * len(self.tiles) / max(sum(self.tiles), 1)
 
     def index(self, rank: int) -> Tensor:
@@ -73,7 +73,7 @@ class ContextSlices:
 
     @property
     def lengths(self) -> list[int]:
-        """Rows of each rank."""
+        """The number of rows of each rank."""
         return [sum(stop - start for start, stop in runs) for runs in self.rows]
 
     def _plan(self, rows: Range, columns: Range | None, device: torch.device) -> TilePlan:
@@ -84,17 +84,17 @@ class ContextSlices:
 def slice_context(
     mask: SegmentMask, ranks: int, *, block_q: int = 128, block_k: int = 128, pieces: int = 2
 ) -> ContextSlices:
-    """Assigns the rows of a mask to ranks, so that all have about as many rows and visit about as many tiles.
+    """Assigns the rows of a mask to ranks, so that all have about the same number of rows and visit about the same number of tiles.
 
     The rows are cut into ``ranks * pieces`` runs of whole tiles, whose numbers of tiles differ by at most one. Each rank gets
-    `pieces` of them: the run with the most visits goes to the rank with the fewest so far, and so on. Two per rank are enough
-    for a causal mask.
+    `pieces` of them: in descending order of visits, a run goes to the rank with the fewest visits so far. Two runs per rank are
+    enough for a causal mask.
 
     Args:
         mask: square: rows are queries and keys.
         ranks: at least 1.
         block_q, block_k: of the plans, as for `SegmentMask.plan`.
-        pieces: runs per rank; more of them balance an irregular mask better, and cost one kernel call each.
+        pieces: runs per rank. More runs balance an irregular mask better, but each costs a kernel call.
 
     Raises:
         ValueError: a mask that is not square, fewer tiles than runs.
@@ -152,8 +152,8 @@ def context_parallel_attention(
         slices: of the mask, equal on all ranks.
         mesh: a `DeviceMesh` of one dimension or a `ProcessGroup`, with as many ranks as `slices`.
         scale: of the scores; None means ``head_dim ** -0.5``.
-        exchange: ``"gather"``: keys and values of all rows are collected on every rank, in one call. ``"ring"``: they travel from rank to
-            rank, and a rank holds those of two at a time.
+        exchange: ``"gather"``: every rank gathers the keys and values of all rows in one call. ``"ring"``: they travel from rank to
+            rank, and a rank holds those of two ranks at a time.
 
     Returns:
         Of q's shape and dtype: the results of this rank's rows.
@@ -222,7 +222,7 @@ class _Meeting(NamedTuple):
 
 
 def _meetings(slices: ContextSlices, rank: int, source: int, device: torch.device) -> list[_Meeting]:
-    """The pairs with something visible."""
+    """The pairs of runs with a visible pair of tokens."""
     found, first = [], 0
     for start, stop in slices.rows[rank]:
         low = 0
@@ -236,7 +236,7 @@ def _meetings(slices: ContextSlices, rank: int, source: int, device: torch.devic
 
 
 class _Ring(torch.autograd.Function):
-    """Keys and values go round once, and again with their gradients."""
+    """Keys and values travel around the ring, and again with their gradients in the backward."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, slices: ContextSlices, group: Any, scale: float) -> Tensor:
@@ -276,7 +276,7 @@ class _Ring(torch.autograd.Function):
                 grad_q[:, rows] += found[0]
                 sums[0][:, columns] += found[1]
                 sums[1][:, columns] += found[2]
-            # After as many steps as ranks, sums are back at their owner.
+            # After as many steps as there are ranks, the sums are back at their owner.
             if step + 1 < ranks:
                 both = passed_on(both, group)
             sums = passed_on(sums, group)
@@ -289,8 +289,8 @@ def _part_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients for a part of the keys, whose result with weight ``exp(its lse - lse)`` is a part of `out`.
 
-    The part is recomputed: results of all steps would take as much memory as all keys. The kernel needs a part's own
-    log-sum-exp, since it makes weights add up to 1; the effect of the part's weight on `out` goes into the gradient of that
+    The part is recomputed, because the results of all steps would take as much memory as all keys. The kernel needs the part's
+    own log-sum-exp, with which its weights add up to 1. The effect of the part's weight on `out` enters the gradient of that
     log-sum-exp.
     """
     own, found = block_sparse_attention(q, k, v, plan, scale=scale, return_lse=True)
@@ -305,7 +305,7 @@ def _part_gradients(
 
 
 def _merge(total: Tensor, lse: Tensor, out: Tensor, found: Tensor) -> None:
-    """Adds the results of other keys to `total` and `lse`, in place."""
+    """Merges the results of other keys into `total` and `lse`, in place."""
     new = torch.logaddexp(lse, found)
     blind = new == -torch.inf
     old, more = (torch.where(blind, 0.0, (x - new).exp()).transpose(1, 2)[..., None] for x in (lse, found))

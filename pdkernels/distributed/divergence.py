@@ -1,4 +1,4 @@
-"""`logit_divergence` of logits whose vocabulary lies on several ranks: ten numbers a row are exchanged.
+"""`logit_divergence` of logits whose vocabulary is sharded over ranks: ten numbers per row are exchanged.
 
 The first exchange finds each distribution's normaliser and largest logit, from which every rank computes its share of the sums over the
 vocabulary; the second adds these up. With ``a`` and ``b`` the levelled log-probabilities before they are rescaled to sum to 1, their

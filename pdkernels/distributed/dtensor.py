@@ -1,6 +1,6 @@
-"""How our ops run on DTensors: each rank its own sequences, heads or rows, without communication.
+"""Sharding rules of our ops for DTensors: each rank computes its own sequences, heads or rows, without communication.
 
-A rule gives the dimensions of tensors that may be sharded together, and the dimension of each result that is then sharded.
+A rule gives the dimensions of tensors that may be sharded together, and the sharded dimension of each result.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _fits(x: Any, dim: int) -> bool:
 
 
 def _attention(given: Given, results: Sequence[int]) -> Iterator[Cut]:
-    """By sequences and by heads; with fewer KV heads than ranks, or some left over, a rank's heads would miss their keys."""
+    """Shards by sequences and by heads. Heads only if the ranks divide the KV heads, so that every rank has the keys of its heads."""
     layouts = {name: LAYOUTS[name] for name in given if name in LAYOUTS}
     batches, heads = (
         {name: layout.index(letter) for name, layout in layouts.items() if letter in layout} for letter in "bh"
@@ -50,7 +50,7 @@ def _attention(given: Given, results: Sequence[int]) -> Iterator[Cut]:
 
 
 def _speculative(given: Given) -> Iterator[Cut]:
-    if given.get("cu_seqlens") is not None:  # the rows of all sequences lie one after the other
+    if given.get("cu_seqlens") is not None:  # the rows of all sequences are concatenated
         return
     ways = list(_attention(given, [2, 1]))
     # Pages are shared by all sequences.
@@ -58,7 +58,7 @@ def _speculative(given: Given) -> Iterator[Cut]:
 
 
 def _rows(given: Given, names: Sequence[str], results: int) -> Iterator[Cut]:
-    """By any row dimension of the first tensor; the others of `names` have the same ones."""
+    """Shards by any row dimension of the first tensor; the other tensors of `names` have the same row dimensions."""
     for dim in range(len(given[names[0]].shape) - 1):
         yield Cut(dict.fromkeys(names, dim), [dim] * results)
 
@@ -78,7 +78,7 @@ def _norm_backward(given: Given) -> Iterator[Cut]:
 
 
 def _statistics(given: Given, name: str) -> Iterator[Cut]:
-    """A draw without positions uses the row's number, which differs on a rank."""
+    """Shards by rows. Sampling needs positions, because otherwise it uses the index of the row, which differs on a rank."""
     counted = given.get("positions") is None and given.get("temperature", 0.0) > 0
     if given.get("row_index") is None and not counted:
         yield from _rows(given, [name, "seeds", "steps", "positions"], 7)

@@ -1,9 +1,9 @@
-"""Joining the processes that torchrun started, also those that it started again.
+"""Joins the processes of torchrun, including those that it restarted.
 
 torchrun keeps one store for all attempts of a run, and a backend writes the addresses of its ranks under the same keys each time. After a
-restart a quick rank then reads the address of a dead process: it fails, or waits for the whole timeout
-(https://github.com/pytorch/pytorch/issues/135712). The count of restarts that torchrun gives its processes would tell attempts
-apart on one machine, but not on several, where each counts its own. Here the ranks agree on a name for each attempt first.
+restart a quick rank may read the address of a dead process: it fails, or waits for the whole timeout
+(https://github.com/pytorch/pytorch/issues/135712). The number of restarts that torchrun passes to its processes tells attempts
+apart on one machine, but not on several, where each machine has its own count. Here the ranks first agree on a name for each attempt.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from pdkernels._validation import check_type, message
 
 OP = "distributed.init_process_group"
 PATIENCE = timedelta(seconds=0.5)
-"""For how long a rank takes it that the first one is of the same attempt."""
+"""How long a rank assumes that the first rank belongs to the same attempt."""
 
 
 def init_process_group(backend: str | None = None, *, timeout: timedelta = timedelta(minutes=10)) -> None:
     """`torch.distributed.init_process_group` for a process of torchrun that also works after a restart (``--max-restarts``).
 
-    Other launchers, and processes that were given RANK and MASTER_ADDR, come to PyTorch's own function.
+    Other launchers, and processes that were given RANK and MASTER_ADDR, use PyTorch's own function.
 
     Args:
         backend: "gloo", "nccl", ...; by default "nccl" where there is a GPU, else "gloo".
@@ -51,10 +51,10 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta = timed
 
 
 def agreed_name(store: Any, rank: int, ranks: int, timeout: timedelta) -> str:
-    """A name for this attempt that all its ranks have, and that no rank of an earlier one had.
+    """A name for this attempt that all its ranks share, and that no earlier attempt had.
 
-    The first rank makes it. The others answer under it with names of their own, and wait until the first one has seen these: a dead one
-    never will.
+    The first rank makes it. The others answer under it with names of their own, and wait until the first rank has seen these. A dead
+    process never will.
     """
     own, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     if rank == 0:
@@ -76,7 +76,7 @@ def agreed_name(store: Any, rank: int, ranks: int, timeout: timedelta) -> str:
 
 
 def _there(store: Any, keys: list[str], timeout: timedelta) -> bool:
-    """Whether all keys are there in time."""
+    """Whether all keys exist before the deadline."""
     try:
         store.wait(keys, timeout)
     except dist.DistStoreError:

@@ -1,4 +1,4 @@
-"""Checkpoints of which each rank reads its own part."""
+"""Loads checkpoints so that each rank reads only its own shard."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ OP = "distributed.load"
 def load(
     name_or_path: str | Path, mesh: Any, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> ParallelModel:
-    """As `pdkernels.models.load` and `parallelize`, but a rank reads only the part of a checkpoint's folder that it keeps.
+    """Like `pdkernels.models.load` followed by `parallelize`, but a rank reads only its shard of the checkpoint folder.
 
     Args:
         name_or_path: as for `pdkernels.models.load`. Models in the package and GGUF files are read whole by each rank.
         mesh: as for `parallelize`.
-        dtype, device: as for `pdkernels.models.load`. With one GPU per rank, its own: ``f"cuda:{local_rank}"``.
+        dtype, device: as for `pdkernels.models.load`. With one GPU per rank, pass ``f"cuda:{local_rank}"``.
 
     Returns:
         The rank's part of the model.
@@ -76,7 +76,7 @@ def _read(layout: Layout, weights: Weights, shards: Shards) -> Iterator[tuple[st
 
 
 def _part(weights: Weights, sources: Parts, piece: Piece | None) -> torch.Tensor:
-    """A piece of the concatenation of stored tensors along their rows."""
+    """A slice of the concatenation of stored tensors along their rows."""
     if piece is None:
         tensors = [_flat(weights.whole(name)) for name in sources]
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

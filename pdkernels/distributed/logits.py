@@ -1,4 +1,4 @@
-"""Logits whose vocabulary is split across ranks, and operations on them that do not gather them."""
+"""Logits whose vocabulary is sharded across ranks, and operations that do not gather them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _getters(*names: str) -> set[Any]:
     return {getattr(_T, name).__get__ for name in names}
 
 
-# Known without values.
+# Properties that need no values.
 _FACTS = _getters("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_meta", "is_cpu")
 _FACTS |= {_T.dim, _T.size, _T.numel, _T.is_floating_point, _T.__len__, _T.element_size, torch.is_floating_point}
 # Elementwise, and reorderings of rows.
@@ -61,13 +61,13 @@ _EACH |= {_T.masked_fill, torch.where, _T.where, _T.__neg__, _T.__and__, _T.__or
 class ShardedLogits(torch.Tensor):
     """Logits ``(..., vocab_size)`` of which this rank holds a slice; the output of models from `parallelize`.
 
-    Token statistics, divergences, draws, arg max, single logits, top-k, log-sum-exp and softmax need a few numbers per row from the other
-    ranks; arithmetic needs none. Everything else is computed on all logits, `full_tensor`, which are then exchanged. All ranks must do
-    the same operations. Changes in place are limited to whole columns: ``logits[..., token] = value``.
+    Token statistics, divergences, sampling, argmax, single logits, top-k, log-sum-exp and softmax need a few numbers per row from the
+    other ranks; arithmetic needs none. Everything else gathers all logits (`full_tensor`). All ranks must do the same operations.
+    In-place changes are limited to whole columns: ``logits[..., token] = value``.
     """
 
     local: Tensor
-    """``(..., width)``: for the rank's ids."""
+    """``(..., width)``: the logits of the rank's ids."""
     part: Part
 
     def __new__(cls, local: Tensor, part: Part, vocab_size: int) -> ShardedLogits:
@@ -155,7 +155,7 @@ def _argmax(x: ShardedLogits, dim: Any = None, keepdim: bool = False) -> Tensor 
     best = x.local.argmax(-1, keepdim=True)
     pair = torch.stack((x.local.gather(-1, best)[..., 0].double(), (best[..., 0] + x.part.first_id).double()), -1)
     values, ids = gathered(pair, x.part.group).unbind(-1)
-    # The first on ties, as everywhere; NaN counts as the largest.
+    # The first on ties, as in all ops; NaN is the largest.
     return _shaped(ids.gather(0, values.argmax(0, keepdim=True))[0].long(), keepdim)
 
 
@@ -188,7 +188,7 @@ def _gather(x: ShardedLogits, dim: Any, index: Tensor, **rest: Any) -> Tensor | 
     found = x.local.gather(-1, column.clamp(0, x.part.width - 1))
     found = torch.where(here, found, torch.zeros_like(found))
     whole = gathered(found, x.part.group)
-    # Not a sum: other ranks' zeros would meet a NaN or an infinity of the owner; the owner of an id is known.
+    # The owner's value is taken instead of a sum, in which zeros of other ranks would turn an infinity into NaN.
     widest = -(-_width(x) // (4 * len(whole))) * 4
     return whole.gather(0, (index // widest)[None])[0]
 
@@ -232,7 +232,7 @@ def _getitem(x: ShardedLogits, index: Any) -> Any:
 
 
 def _setitem(x: ShardedLogits, index: Any, value: Any) -> Any:
-    """A column, held by one rank."""
+    """Writes a column, which one rank holds."""
     fits = isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis and type(index[1]) is int
     if not fits or isinstance(value, Tensor):
         return None
@@ -258,7 +258,7 @@ def _statistics(x: ShardedLogits, **options: Any) -> Any:
 def _divergence(
     x: ShardedLogits, previous: Tensor | None = None, *, min_p: float = 0.1, backend: Any = "auto"
 ) -> LogitDivergence | None:
-    """None for a `previous` that is not in such slices, which then is an error of shapes or none."""
+    """None if `previous` is not sharded in the same way; the op then checks its shape."""
     check_number("logit_divergence", "min_p", min_p, 0, 1, "be in [0, 1]")
     if previous is None:
         return divergence(x.local, None, _width(x), x.part, min_p)

@@ -1,4 +1,4 @@
-"""The group of ranks for a mesh or a group."""
+"""The process group of a mesh or a group."""
 
 from __future__ import annotations
 

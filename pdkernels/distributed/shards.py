@@ -1,8 +1,8 @@
-"""The part of each parameter that a rank holds.
+"""The shard of each parameter that a rank holds.
 
-Query heads, KV heads and the MLP's inner width are cut into equal parts in the order of the ranks; so a rank's q, k and v are
-three slices of one matrix. The vocabulary is also cut into equal parts, of a multiple of 4 rows, with the remainder on the last
-rank. Norms, and what is added once, are on all ranks. Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
+Query heads, KV heads and the intermediate size of the MLP are cut into equal shards in the order of the ranks; a rank's q, k and v
+are therefore three slices of one matrix. The vocabulary is also cut into equal shards, of a multiple of 4 rows, with the remainder
+on the last rank. Norms, and biases that are added once, are replicated. Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ OP = "distributed.parallelize"
 
 
 class Piece(NamedTuple):
-    """A rank's part of a tensor: these ranges of a dimension, concatenated."""
+    """A rank's shard of a tensor: ranges of one dimension, concatenated."""
 
     dim: int
     ranges: list[tuple[int, int]]
@@ -31,7 +31,7 @@ class Piece(NamedTuple):
 
 
 class Shards:
-    """The parts of `rank` of `ranks` of a model with this `config`.
+    """The shards of rank `rank` out of `ranks` for a model with this `config`.
 
     >>> config = TransformerConfig(vocab_size=258, hidden_size=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate_size=96)
     >>> second = Shards(config, 1, 2)
@@ -79,11 +79,11 @@ class Shards:
         return first * width, (first + own) * width
 
     def piece(self, name: str) -> Piece | None:
-        """The rank's part of the parameter of this name; None: all of it."""
+        """The rank's shard of the parameter of this name; None: the whole parameter."""
         return self._pieces.get(name.rpartition(".")[2])
 
     def take(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The rank's part of a whole parameter."""
+        """The rank's shard of a whole parameter."""
         piece = self.piece(name)
         return tensor.detach() if piece is None else piece.of(tensor.detach())
 

@@ -1,9 +1,9 @@
 """Models whose heads, MLPs and vocabulary are split across ranks.
 
-Every rank runs the same program on the same tokens. It computes attention for its own heads and its own part of each MLP, and their
-contributions to the residual are summed over the ranks: twice per layer, and once for the embedding. Its KV cache holds its own
-heads. Logits stay in slices of the vocabulary (`ShardedLogits`). Sums have the same bits on all ranks, so all of them make the same
-decisions, and a row's sums do not depend on other rows, so lossless methods stay lossless bit for bit.
+Every rank runs the same program on the same tokens. It computes attention for its own heads and its own part of each MLP. Their
+contributions to the residual are summed over the ranks, twice per layer, and once for the embedding. The KV cache of a rank holds its
+own heads. Logits stay sharded by vocabulary (`ShardedLogits`). Sums have the same bits on all ranks, so all ranks make the same
+decisions. The sums of a row do not depend on other rows, so lossless methods remain exactly lossless.
 
 Source: Shoeybi et al., "Megatron-LM: training multi-billion parameter language models using model parallelism" (2019), section 3.
 """
@@ -51,7 +51,7 @@ class Ranks:
         return summed(x, self.group)
 
     def look_up(self, tokens: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
-        """Rows of the embedding, each held by one rank."""
+        """Looks up rows of the embedding, each of which one rank holds."""
         row = tokens - self.part.first_id
         elsewhere = (row < 0) | (row >= self.part.width)
         wrong = (tokens < 0) | (tokens >= self.vocab_size)  # refused on every rank, as on one device
@@ -63,7 +63,7 @@ class Ranks:
         return ShardedLogits(local, self.part, self.vocab_size)
 
     def agree(self, op: str, device: torch.device, *numbers: int) -> None:
-        """ValueError on all ranks if their sizes differ; otherwise they would wait for each other forever."""
+        """Raises ValueError on all ranks if their sizes differ, in which case they would wait for each other forever."""
         asked = gathered(torch.tensor(numbers, device=device), self.group).tolist()
         words = "be called with the same sizes on every rank"
         check(all(row == asked[0] for row in asked), op, "batch and capacity", words, asked, "Pass equal prompts.")
@@ -81,7 +81,7 @@ class ParallelLayer(Layer):
         out = linear(mixed, self.output)
         if adapted is not None:
             assert self.adapter_in is not None and self.adapter_out is not None
-            # From a part of the heads, like `out`: one sum for both.
+            # A partial result, like `out`, so that one all-reduce serves both.
             out = out + linear(linear(mixed, self.adapter_in), self.adapter_out) * adapted
         return self._biased(out, self.output_bias)
 
@@ -94,7 +94,7 @@ class ParallelLayer(Layer):
 
 
 class ParallelTransformer(Transformer):
-    """A `Transformer` on several ranks; `config` has the sizes of this one's heads and MLPs."""
+    """A `Transformer` on several ranks. `config` has the sizes of this rank's heads and MLPs."""
 
     def __init__(self, config: TransformerConfig, shards: Shards, group: Any, **facts: Any) -> None:
         super().__init__(shards.local(config), **facts)
@@ -119,7 +119,7 @@ class ParallelTransformer(Transformer):
         return super().new_cache(batch, capacity, kind=kind, page_size=page_size)
 
     def with_all_heads(self, kv: torch.Tensor) -> torch.Tensor:
-        """Keys or values ``(..., own KV heads, head_dim)`` with those of the other ranks, in order."""
+        """Gathers keys or values ``(..., own KV heads, head_dim)`` of all ranks, in order."""
         # With fewer KV heads than ranks, adjacent ranks hold the same one.
         parts = gathered(kv, self.ranks.group)[:: self.copies]
         return torch.cat(list(parts.unbind(0)), -2)
@@ -143,7 +143,7 @@ class ParallelRecurrentLayer(RecurrentLayer):
 
 
 class ParallelRecurrentDepth(RecurrentDepth):
-    """A `RecurrentDepth` model on several ranks; `config` has the sizes of this one's heads and MLPs."""
+    """A `RecurrentDepth` model on several ranks. `config` has the sizes of this rank's heads and MLPs."""
 
     def __init__(self, config: RecurrentDepthConfig, shards: Shards, group: Any, **facts: Any) -> None:
         super().__init__(shards.local(config), **facts)
@@ -184,7 +184,7 @@ def parallelize(model: Transformer, mesh: Any) -> Transformer: ...
 @overload
 def parallelize(model: RecurrentDepth, mesh: Any) -> RecurrentDepth: ...
 def parallelize(model: ParallelModel, mesh: Any) -> ParallelModel:
-    """The rank's part of a model: a model that all ranks run together, for all decoding methods.
+    """The rank's shard of a model that all ranks run together, for all decoding methods.
 
     Args:
         model: the whole model, equal on all ranks. It is not changed; the parts are copies. `pdkernels.distributed.load` reads
@@ -193,8 +193,8 @@ def parallelize(model: ParallelModel, mesh: Any) -> ParallelModel:
 
     Returns:
         A model of the same kind, in evaluation mode and without gradients. Its `config` has the sizes of the rank's heads and MLPs.
-        All ranks must call it alike: `pdkernels.decoding.generate` with the same arguments gives the same tokens on all of them. A
-        forward returns `ShardedLogits`.
+        All ranks must make the same calls: `pdkernels.decoding.generate` with the same arguments gives the same tokens on all ranks.
+        A forward returns `ShardedLogits`.
 
     Raises:
         ValueError: heads or the MLP's width that the ranks do not divide, KV heads that neither divide the ranks nor are divided by
@@ -202,7 +202,7 @@ def parallelize(model: ParallelModel, mesh: Any) -> ParallelModel:
         TypeError: another kind of model, or not a mesh.
         NotImplementedError: a forward that would need gradients.
 
-    Logits differ from those of one device by the rounding of sums in another order.
+    Logits differ from those of one device by rounding, because sums have another order.
 
     Example:
         >>> import pdkernels as pd
@@ -223,7 +223,7 @@ def parallelize(model: ParallelModel, mesh: Any) -> ParallelModel:
 
 
 def facts_of(model: ParallelModel) -> dict[str, Any]:
-    """A model's attributes besides sizes and weights, as arguments of its class."""
+    """The attributes of a model other than sizes and weights, as arguments of its class."""
     facts: dict[str, Any] = {"tokenizer": model.tokenizer, "end_tokens": model.end_tokens}
     if isinstance(model, Transformer):
         facts |= {"mask_token": model.mask_token, "plan_tokens": model.plan_tokens}
@@ -237,7 +237,7 @@ def assembled(
     parts: Iterator[tuple[str, torch.Tensor]],
     facts: dict[str, Any],
 ) -> ParallelModel:
-    """A parallel model from a rank's parts of the parameters."""
+    """A parallel model made of a rank's shards of the parameters."""
     model: ParallelTransformer | ParallelRecurrentDepth
     state = dict(parts)
     with torch.device("meta"):

@@ -18,7 +18,7 @@ def colours_of(wing: str, *colours: str) -> dict[str, str]:
 class Candidate(NamedTuple):
     """A model's name, a method, its width, and further options.
 
-    The width is the `block_size`. None: the method has none, or the fastest is to be found.
+    The width is the `block_size`. None: the method has none, or the fastest width is still to be found.
     """
 
     model: str
@@ -46,5 +46,5 @@ class Candidate(NamedTuple):
 
     @property
     def is_lossless(self) -> bool:
-        """Whether it promises the tokens of its model's baseline: a lossless method with the default number of recurrences."""
+        """Whether it must emit the tokens of its model's baseline: a lossless method with the default number of recurrences."""
         return decoding.is_lossless(self.method) and "recurrences" not in dict(self.settings)

@@ -1,4 +1,4 @@
-"""Candidates on the same prompts, their answers compared before their cost is reported. See `docs/evaluation.md`."""
+"""Runs candidates on the same prompts, and compares their answers before it reports costs. See `docs/evaluation.md`."""
 
 from __future__ import annotations
 
@@ -41,22 +41,21 @@ class Defaults(NamedTuple):
     models: tuple[str, ...]
     tasks: tuple[str, ...]
     canvas: int | None = None
-    """New tokens that its models were trained to write; None: any number."""
+    """Maximum new tokens that the models were trained for; None: any number."""
 
 
 FAMILIES: dict[str, Defaults] = {
     "causal": Defaults(tuple(DEFAULT_METHODS), ("sums", "source")),
-    # These methods are about the compute needed to be right: a model that needs its recurrences, and a task with answers.
+    # These methods save recurrences, so they need a model whose answers require them, and a task with answers.
     "recurrent": Defaults(("tiny-deep",), ("chains",)),
     "masked": Defaults((WINGS["masked"].example,), ("sums",), canvas=128),
 }
 
-# To find the fastest width these are tried on prompts that are not counted, so that no model is held to a width that
-# suits another one.
+# Widths that are tried on prompts outside the measurement, so that every model runs at its own fastest width.
 _TRIED = (4, 8, 16, 32)
 # New tokens of a generation whose memory is measured.
 _WATCHED_TOKENS = 160
-# Two logits closer than this many rounding steps of the largest one may swap when a forward has more rows.
+# Two logits may swap when a forward has more rows, if they differ by at most this many units in the last place of the largest.
 _TIE = 64
 
 
@@ -78,17 +77,17 @@ class Row:
         identical: prompts whose tokens are those of the baseline in the same run.
         ties: of the others, those that diverge at two tokens whose logits are equal up to rounding.
         lossless: whether the candidate promises the baseline's tokens.
-        tokens_per_forward: `tokens` over the forwards in which their sequences took part, those over prompts included.
+        tokens_per_forward: `tokens` over the forwards in which their sequences took part, including those over prompts.
         tokens_per_second: `tokens` over the seconds of all generations.
         speedup: median over the batches: tokens per second over those of the baseline on the same batch.
         speedup_quartiles: the first and the third quartile of the same.
         tokens_per_cycle: new tokens per verified draft. That is two forwards in linear self-speculation, one in the other
             methods; None for methods without drafts.
-        accepted_per_cycle: those of them that had been drafted; the other one is the verifier's own.
-        extra_memory: the most bytes of tensors that a generation of 160 tokens held at once, without weights; None: not measured.
+        accepted_per_cycle: accepted draft tokens per verified draft; the verifier adds one token of its own.
+        extra_memory: peak bytes of tensors in a generation of 160 tokens, without weights; None: not measured.
         seconds: of each batch.
 
-    A method that broke its promise has no cost figures: all from `tokens_per_forward` to `accepted_per_cycle` are None.
+    The costs of a lossless method with other tokens are not reported: `tokens_per_forward` to `accepted_per_cycle` are None.
     """
 
     task: str
@@ -120,12 +119,12 @@ class Row:
 
     @property
     def broken(self) -> bool:
-        """Whether the method promised the tokens of greedy decoding and gave others."""
+        """Whether a lossless method emitted other tokens than greedy decoding."""
         return self.lossless and self.identical + self.ties < self.problems
 
     @property
     def verdict(self) -> str:
-        """Whether the tokens are those of greedy decoding, in a word or two."""
+        """A short text that says whether the tokens are those of greedy decoding."""
         if self.baseline:
             return "is greedy"
         if self.identical == self.problems:
@@ -136,13 +135,13 @@ class Row:
 
 
 def baseline_of(model: Any) -> str:
-    """The first method of a model's candidates, with default options: the others are compared with its tokens and its speed."""
+    """The first method of a model's candidates, with default options, with which the others are compared."""
     able = [method for method in METHODS.values() if method.supports(model)]
     return next((method.name for method in able if method.wing == wing_of(model)), able[0].name)
 
 
 def wing_of(model: Any) -> Wing:
-    """The decoders that a model is evaluated with: of the wings whose methods it supports, recurrent depth comes first."""
+    """The wing of decoders that a model is evaluated with. If it supports several, recurrent depth comes first."""
     offered = capabilities(model)
     if "recurrent" in offered:
         return "recurrent"
@@ -152,7 +151,7 @@ def wing_of(model: Any) -> Wing:
 def candidates(
     models: Mapping[str, Any], methods: Sequence[str] = (), widths: Sequence[int] = ()
 ) -> tuple[list[Candidate], list[str]]:
-    """The candidates, every model's token-by-token decoding first, and a line for each that cannot run.
+    """The candidates, starting with every model's token-by-token decoding, and a line for each one that cannot run.
 
     Args:
         models: by name.
@@ -205,8 +204,8 @@ def evaluate(
 ) -> list[Row]:
     """Runs all candidates on the same prompts.
 
-    In every batch each candidate takes its turn, so that other load on the machine affects all of them
-    alike; the first one changes with each batch.
+    Candidates take turns on every batch, so that other load on the machine affects all of them equally. The order rotates from
+    batch to batch.
 
     Args:
         models: by name, with tokenizers.
@@ -215,7 +214,7 @@ def evaluate(
         batch_size: prompts per generation.
         memory: also measure the memory of an extra generation of 160 tokens in the worst case: see `with_full_wave`.
         group: a `torch.distributed.ProcessGroup` whose ranks share the batches; each has all models. None: only this process.
-        progress: called with what comes next and the fraction of the task done.
+        progress: called with a description of the next step and the fraction of the task that is done.
 
     Returns:
         A row for each candidate, in their order, on every rank. On several ranks all figures except times are those of one rank.
@@ -251,24 +250,24 @@ def evaluate(
             f"none in {name}",
             "A checkpoint's folder needs its tokenizer.json.",
         )
-    settled = []
+    measured = []
     for candidate in competing:
         progress(f"{candidate.model}: {candidate.label}, warm-up", 0.0)
         _run(models, candidate, task, (task.warm_up * batch_size)[:batch_size])
         if candidate.width is None and decoding.find(candidate.method).widths:
             candidate = candidate._replace(width=of_first(_fastest_width(models, candidate, task), group))
-        settled.append(candidate)
+        measured.append(candidate)
 
-    results: dict[Candidate, list[_Results]] = {candidate: [] for candidate in settled}
+    results: dict[Candidate, list[_Results]] = {candidate: [] for candidate in measured}
     batches = [task.prompts[first : first + batch_size] for first in range(0, len(task.prompts), batch_size)]
     for number in own_numbers(len(batches), group):
-        begin = number % len(settled)
-        for turn, candidate in enumerate(settled[begin:] + settled[:begin]):
-            progress(f"{candidate.model}: {candidate.label}", (number + turn / len(settled)) / len(batches))
+        begin = number % len(measured)
+        for turn, candidate in enumerate(measured[begin:] + measured[:begin]):
+            progress(f"{candidate.model}: {candidate.label}", (number + turn / len(measured)) / len(batches))
             results[candidate].append(_run(models, candidate, task, batches[number]))
     results = {candidate: in_order(own, len(batches), group) for candidate, own in results.items()}
     watched: dict[Candidate, int] = {}
-    for candidate in settled if memory and is_first(group) else ():
+    for candidate in measured if memory and is_first(group) else ():
         if (full := with_full_wave(candidate)) is not None:
             progress(f"{candidate.model}: {candidate.label}, memory", 1.0)
             watched[candidate] = extra_memory(
@@ -332,7 +331,7 @@ def _run(models: Mapping[str, Any], candidate: Candidate, task: Task, prompts: l
 
 
 def _fastest_width(models: Mapping[str, Any], candidate: Candidate, task: Task) -> int:
-    """The tokens are the same for every width, so seconds can be compared. The first prompt is a warm-up."""
+    """The fastest width by seconds, since the tokens are the same for every width. The first prompt is a warm-up."""
     seconds = {
         width: [_run(models, candidate._replace(width=width), task, [prompt]).stats.seconds for prompt in task.warm_up]
         for width in _TRIED
@@ -403,7 +402,7 @@ def _row(
 
 @torch.inference_mode()
 def _is_tie(model: Any, prompt: str, ours: torch.Tensor, greedy: torch.Tensor) -> bool:
-    """Whether they diverge at two tokens whose logits are equal up to rounding. If one just stops early it is not a tie."""
+    """Whether they diverge at two tokens whose logits are equal up to rounding. A text that only stops earlier is no tie."""
     index = next((i for i, (a, b) in enumerate(zip(ours.tolist(), greedy.tolist())) if a != b), None)
     if index is None:
         return False

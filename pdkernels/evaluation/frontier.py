@@ -1,4 +1,4 @@
-"""Results of a sweep: fronts of accuracy against cost, and every candidate next to the cheapest baseline that is right as often."""
+"""Results of a sweep: Pareto fronts of accuracy and cost, and every candidate with the cheapest baseline that is right as often."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from pdkernels.evaluation.sweep import SweepRow
 _OP = "evaluation.frontier"
 _RESAMPLED = 2000
 TOLERANCE = 0.03
-"""A baseline that is right less often by up to this much counts as equally accurate."""
+"""A baseline counts as equally accurate if its accuracy is lower by at most this much."""
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Which of (cost, gain) are not dominated, from the cheapest to the best: no other costs at most as much and gains at least as
-    much, and only the first of equal points is kept.
+    """The indices of the (cost, gain) points that are not dominated, by increasing cost. Only the first of equal points is kept.
 
     >>> pareto([(3, 0.9), (1, 0.5), (2, 0.4), (4, 0.9)])
     [1, 0]
@@ -34,7 +33,7 @@ def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def paired_difference(ours: Sequence[bool], theirs: Sequence[bool]) -> tuple[float, float, float]:
-    """How much more often ours are right on the same prompts, with a 95 % interval (Agresti and Min, for matched pairs).
+    """The difference in accuracy on the same prompts, with a 95 % interval (Agresti and Min, for matched pairs).
 
     Raises:
         ValueError: answers to other numbers of prompts, or to none.
@@ -55,7 +54,7 @@ def paired_difference(ours: Sequence[bool], theirs: Sequence[bool]) -> tuple[flo
 
 
 def paired_ratio(theirs: Sequence[float], ours: Sequence[float]) -> tuple[float, float, float]:
-    """Their sum over ours, with a 95 % interval: a bootstrap over the pairs, with the same draws in every call.
+    """The ratio of their sum to ours, with a 95 % bootstrap interval over the pairs. The resampling is the same in every call.
 
     >>> paired_ratio([2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
     (2.0, 2.0, 2.0)
@@ -72,7 +71,7 @@ def paired_ratio(theirs: Sequence[float], ours: Sequence[float]) -> tuple[float,
 
 @dataclass(frozen=True)
 class Comparison:
-    """A candidate next to baselines of its model, on the same prompts.
+    """A candidate compared with baselines of its model, on the same prompts.
 
     Attributes:
         label: of the candidate.
@@ -94,9 +93,9 @@ class Comparison:
 
 
 def compare(rows: Sequence[SweepRow], tolerance: float = TOLERANCE) -> list[Comparison]:
-    """Every row that is not a baseline, next to the cheapest baseline of its model that is right as often and to the default one.
+    """Compares every other row with the cheapest baseline of its model that is right as often, and with the default baseline.
 
-    A speedup over a needlessly slow baseline says little: fewer recurrences, or fewer steps, may be right as often.
+    A speedup over a needlessly slow baseline says little: fewer recurrences or fewer steps may be right as often.
 
     Args:
         rows: of `sweep`; the first of each model is its default baseline.
@@ -126,7 +125,7 @@ COSTS: dict[str, Callable[[Mapping[str, Any]], float]] = {
     "forwards": lambda row: row["forwards"] / row["problems"],
     "seconds": lambda row: row["seconds"] / row["problems"],
 }
-"""Costs of a JSON row, per prompt."""
+"""The costs of a JSON row, per prompt."""
 
 
 def fronts(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[str]]]:

@@ -1,4 +1,4 @@
-"""The machine and versions that figures are from."""
+"""The machine and the versions of a measurement."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdkernels._version import __version__
 
 
 def facts() -> dict[str, Any]:
-    """The facts in every file of figures."""
+    """Machine and versions, for the JSON of every measurement."""
     return {
         "device": processor(),
         "threads": torch.get_num_threads(),
@@ -24,7 +24,7 @@ def facts() -> dict[str, Any]:
 
 
 def processor() -> str:
-    """Name of this machine's CPU, and the instructions that kernels use on it."""
+    """Name of this machine's CPU, and the instruction set that kernels use on it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -16,7 +16,7 @@ from pdkernels.decoding.traces import MaskedStep
 from pdkernels.evaluation.candidate import Candidate, colours_of
 from pdkernels.evaluation.plot_rows import plot_rows
 
-# Thresholds at which the tiny model is right about as often as one token at a time; the papers' own, for large models, come first.
+# The papers' thresholds for large models, then those at which the tiny model is right about as often as one token at a time.
 _SURE = {"tau_min": 0.9, "tau_high": 0.97, "max_exploration": 1, "window": 1}
 _SURER = {"tau_min": 0.97, "tau_high": 0.99, "max_exploration": 1, "window": 1}
 # All except the baseline, which fills the most confident position in each forward.
@@ -41,13 +41,13 @@ _COLOURS = colours_of("masked", "#777777", "#b279a2", "#4c78a8", "#e39c37", "#54
 
 
 def masked_candidates(name: str) -> list[Candidate]:
-    """The sampler of model `name` at one token per forward, in blocks and with fewer steps, and the faster ones."""
+    """Candidates for model `name`: LLaDA's sampler with one token per forward, in blocks and with fewer steps, and faster methods."""
     others = [Candidate(name, method, settings=tuple(settings.items())) for method, settings in _COMPETING]
     return [Candidate(name, "llada"), *others]
 
 
 def plot_masked(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """What all candidates get right, their tokens per forward and their speed.
+    """Draws the accuracy, tokens per forward and speed of all candidates.
 
     Args:
         rows: the ``extra_info`` of `as_json` of a masked-diffusion model on sums.

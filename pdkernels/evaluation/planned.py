@@ -32,9 +32,9 @@ PLANNED_SETTINGS: tuple[dict[str, Any], ...] = tuple(
         {"threshold": 0.9, "temperature": 1.0},
     )
 )
-"""Options that an evaluation shows. Lists of picks are most informative with drawn picks: two greedy guesses agree anyway."""
+"""Options of the evaluation. Picks are sampled, because two greedy guesses of a pick agree even without a plan."""
 _LIMIT = 320
-"""Maximum new tokens, plans and pads included: two rounds of four chunks of 32 would fit."""
+"""Maximum new tokens, including plans and pads: two rounds of four chunks of 32 fit."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class PlannedScore:
     Attributes:
         settings: options of the method.
         problems: prompts.
-        right: for each of `KINDS`, how many orders were right and how many there were.
+        right: for each of `KINDS`, the number of right orders and of all orders.
         valid_plans: prompts whose plans name every order once, those of the picked digit after the round of the pick; None for
             methods without plans.
         critical_path: forwards on the critical path, mean over the prompts.
         forwards: those by phase ("plan", "chunks", "refresh"), means; empty for methods without plans.
         rounds: mean.
         reasons: what ended the texts, and how often.
-        tokens: new tokens, over all prompts, plans and pads included.
+        tokens: new tokens, over all prompts, including plans and pads.
         characters: of the answers, without tags and pads, over all prompts.
         seconds: of all generations.
     """
@@ -70,7 +70,7 @@ class PlannedScore:
 
     @property
     def items(self) -> tuple[int, int]:
-        """Right orders of all kinds, and how many there were."""
+        """The number of right orders of all kinds, and the number of orders."""
         right, count = zip(*self.right.values(), strict=True)
         return sum(right), sum(count)
 
@@ -126,7 +126,7 @@ def score_orders(
     advance: Callable[[int], None] = lambda count: None,
     **options: Any,
 ) -> PlannedScore:
-    """Lets a model carry out orders.
+    """Scores a model on prompts of orders.
 
     Args:
         model: with a tokenizer; for "planned" one with `plan_tokens`.
@@ -201,7 +201,7 @@ def evaluate_planned(
         name: of the model, for `progress`.
         model, problems, batch_size: as in `score_orders`.
         settings: options of planned decoding; None: shares of steps, thresholds and factors of lengths, dense and sparse.
-        progress: called with what comes next and the fraction done.
+        progress: called with a description of the next step and the fraction that is done.
     """
     plans = getattr(model, "plan_tokens", None) is not None
     competing = [Candidate(name, "planned", settings=tuple(each.items())) for each in settings or PLANNED_SETTINGS]
@@ -249,7 +249,7 @@ def planned_json(scores: Mapping[str, Mapping[str, PlannedScore]], batch_size: i
 
 
 def _is_valid(model: Any, problem: Orders, plan: PlanReport) -> bool:
-    """Whether the plans name every order once, and no list of the pick in the round of the pick or before."""
+    """Whether the plans name every order once, and lists of the pick only after the round of the pick."""
     named = [[model.tokenizer.decode(topic) for topic in round_.topics] for round_ in plan.rounds]
     asked = problem.prompt.strip().split(";")[:-1]
     if sorted(asked) != sorted(topic for topics in named for topic in topics):

@@ -1,4 +1,4 @@
-"""The picture of an evaluation."""
+"""Draws an evaluation."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pdkernels.evaluation.plot_rows import plot_rows
 
 
 def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """What is right, tokens per forward and speed: a row of panels for each task, candidates grouped by model.
+    """Draws accuracy, tokens per forward and speed: a row of panels for each task, with candidates grouped by model.
 
     Args:
-        rows: the ``extra_info`` of `as_json`. Those without cost figures are left out.
+        rows: the ``extra_info`` of `as_json`. Rows without costs are left out.
         path: of the PNG.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A run of planned diffusion as a picture."""
+"""Draws a run of planned diffusion."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdkernels.decoding.traces import ChunkStep
 def plot_chunks(
     trace: Sequence[ChunkStep], path: Path, *, tokenizer: Any = None, topics: Sequence[Sequence[str]] = ()
 ) -> None:
-    """When each token of the chunks was written: a lane per chunk, positions from left to right, colours for forwards.
+    """Draws the forward in which each token of a chunk was written: a lane per chunk, positions from left to right.
 
     Chunks of a round share its forwards, so lanes of one colour scale were filled in parallel. A round begins after the one
     above it has ended.
@@ -22,7 +22,7 @@ def plot_chunks(
         trace: ``stats.trace`` of one sequence of method "planned" with ``trace=True``.
         path: of the PNG.
         tokenizer: turns ids into text; None: ids are shown.
-        topics: of each round, the names of its chunks.
+        topics: the names of the chunks of each round.
 
     Raises:
         ValueError: an empty trace.

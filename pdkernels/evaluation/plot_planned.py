@@ -1,4 +1,4 @@
-"""The picture of an evaluation of plans: Figures 2 and 3 of Planned Diffusion in miniature."""
+"""Draws an evaluation of plans: Figures 2 and 3 of Planned Diffusion in miniature."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def plot_planned(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Right orders against the critical path, the critical path by phase, models with and without topics and syncs, length factors.
 
     Args:
-        rows: the ``extra_info`` of `planned_json`; of several batch sizes the one with the most rows is drawn. The model with the most
-            settings comes first if several models plan: the others are drawn next to it, as ablations. Models without plans are the
+        rows: the ``extra_info`` of `planned_json`. Of several batch sizes, the one with the most rows is drawn. If several models plan,
+            the one with the most settings comes first, and the others are drawn next to it as ablations. Models without plans are the
             autoregressive baseline.
         path: of the PNG.
 
@@ -34,7 +34,7 @@ def plot_planned(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    # One point for each setting: of the batch size with the most of them.
+    # One point for each setting, for the batch size with the most settings.
     size, _ = Counter(row["batch_size"] for row in rows).most_common(1)[0]
     rows = [row for row in rows if row["batch_size"] == size]
     planned = [row for row in rows if row["valid_plans"] is not None]
@@ -69,7 +69,7 @@ def _spread(row: Mapping[str, Any]) -> list[list[float]]:
 
 
 def _of(rows: Sequence[Mapping[str, Any]], sparse: bool, option: str) -> list[Mapping[str, Any]]:
-    """Rows that differ in one option, in its order."""
+    """Rows that differ only in one option, in its order."""
     found = [
         row for row in rows if row["settings"]["sparse"] is sparse and set(row["settings"]) - {"sparse"} == {option}
     ]
@@ -90,7 +90,7 @@ def _frontier(axis: Any, own: Sequence[Mapping[str, Any]], plain: Sequence[Mappi
             if not found:
                 continue
             x = [row["critical_path"] for row in found]
-            # Where both are the same, the one below shows around the one above.
+            # The lower marker is larger, so that both are visible where they coincide.
             axis.plot(x, [_share(row) for row in found], style, marker=marker, color=_COLOURS[sparse], ms=6 if sparse else 10,
                       label=f"{_NAMES[sparse]}, {name}")  # fmt: skip
             for row in found:

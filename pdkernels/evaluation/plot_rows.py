@@ -1,4 +1,4 @@
-"""One look for all pictures of candidates: what is right with its interval, tokens per forward, speed with its quartiles."""
+"""The common layout of pictures of candidates: accuracy with its interval, tokens per forward, speed with its quartiles."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pdkernels.decoding.methods import METHODS
 from pdkernels.evaluation.planned import interval
 
 NAMES = {name: method.title for name, method in METHODS.items()}
-"""What pictures call the methods."""
+"""The names of methods in pictures."""
 
 _GREY = "#8c8c8c"
 _COLOURS = ("#4c78a8", "#b279a2", "#e39c37", "#54a24b", "#c44e52")
 
 
 def _coloured() -> dict[str, str]:
-    """A colour for each method, in the order of its wing; what the others are compared with is grey."""
+    """A colour for each method, in the order of its wing; the baseline is grey."""
     found: dict[str, str] = {}
     for wing in WINGS:
         names = [name for name, method in METHODS.items() if method.wing == wing]
@@ -27,7 +27,7 @@ def _coloured() -> dict[str, str]:
 
 
 COLOURS = _coloured()
-"""Of the methods, the same in all pictures."""
+"""Colours of the methods, the same in all pictures."""
 
 _OPTIONS = {
     "block_size": "blocks of {}",
@@ -45,7 +45,7 @@ _OPTIONS = {
     "prompt_interval": "feature cache",
 }
 _VALUES = {("cache", "none"): "no cache", ("cache", "prefix"): "prefix cache", ("cache", "dual"): "dual cache"}
-_SILENT = {"gen_interval", "transfer_ratio", "window"}  # they come with options that are told
+_SILENT = {"gen_interval", "transfer_ratio", "window"}  # the label includes their options
 _TITLES = {
     "sums": "Sums worked out digit by digit",
     "chains": "Chains of links followed to their ends",
@@ -74,8 +74,8 @@ def friendly(method: str, width: int | None, settings: Mapping[str, Any]) -> str
 def plot_rows(rows: Sequence[Mapping[str, Any]], path: Path, note: str = "", *, forwards: bool = True) -> None:
     """Panels side by side for each task, a row for each candidate, under the names of their models.
 
-    What is right is a dot with a 95 % interval, and left out of tasks where nothing is; speed has its quartiles over prompts. Tokens per
-    forward are left out without `forwards`, where recurrences are saved and all bars would be equal.
+    Accuracy is a dot with a 95 % interval, and is left out for tasks without right answers; speed has its quartiles over prompts. Tokens
+    per forward are left out without `forwards`, for methods that save recurrences, whose bars would all be equal.
     """
     import matplotlib
 
@@ -118,7 +118,7 @@ def _groups(rows: Sequence[Mapping[str, Any]], task: str) -> int:
 
 
 def _heights(rows: Sequence[Mapping[str, Any]], models: Sequence[str]) -> tuple[list[float], list[tuple[float, str]]]:
-    """Heights of the rows, and the names at the left."""
+    """Heights of the rows, and the labels on the left."""
     heights = [0.0] * len(rows)
     labels: list[tuple[float, str]] = []
     y = 0.0

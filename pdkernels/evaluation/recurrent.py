@@ -20,7 +20,7 @@ from pdkernels.decoding.traces import RecurrentStep
 from pdkernels.evaluation.candidate import Candidate, colours_of
 from pdkernels.evaluation.plot_rows import plot_rows
 
-# Swept options, one at a time, around the defaults.
+# Options that are varied one at a time, around the defaults.
 _RECURRENCES = (1, 2, 4, 8, 32)
 _SAMPLER: dict[str, tuple[Any, ...]] = {
     "inner_recurrence": (1, 2, 8),
@@ -51,9 +51,9 @@ def recurrent_candidates(name: str) -> list[Candidate]:
 
 
 def with_full_wave(candidate: Candidate) -> dict[str, Any] | None:
-    """Options for a candidate's peak memory: the sampler, with nothing settling before its wavefront is full.
+    """Options to measure a candidate's peak memory: the sampler, with no state converging before its wavefront is full.
 
-    None for samplers that differ in something other than the wavefront: they use the same.
+    None for samplers that differ in something other than the wavefront, whose memory is the same.
 
     >>> with_full_wave(Candidate("tiny-recurrent", "recurrent_diffusion", settings=(("max_wavefront", 8),)))
     {'max_wavefront': 8, 'threshold': 0.0, 'max_recurrences': 32}
@@ -89,7 +89,7 @@ class _Live(TorchDispatchMode):
 
 
 def extra_memory(model: Any, prompt: str, method: str, **options: Any) -> int:
-    """Peak bytes of tensors in a generation, without weights: its caches, its states and results of its ops.
+    """Peak bytes of tensors in a generation, without weights: caches, states and results of ops.
 
     Args:
         model: see `pdkernels.decoding.generate`, which takes all arguments.
@@ -101,7 +101,7 @@ def extra_memory(model: Any, prompt: str, method: str, **options: Any) -> int:
         >>> 0 < few < many
         True
     """
-    # What a first call creates and keeps, such as rotation tables, belongs to the model, not the generation.
+    # Tables that the first call creates, such as those of the rotation, belong to the model, not to the generation.
     chosen = decoding.find(method)
     decoding.generate(model, prompt, chosen, **options)
     live = _Live()
@@ -114,7 +114,7 @@ _NOTE = "r: recurrences of a token; r': of a step of the sampler, whose other ro
 
 
 def plot_recurrent(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """What all candidates get right, and their speed.
+    """Draws the accuracy and speed of all candidates.
 
     Args:
         rows: the ``extra_info`` of `as_json` of a recurrent-depth model on a task with answers.
@@ -140,16 +140,16 @@ def plot_recurrent(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 def plot_wave(
     trace: Sequence[RecurrentStep], path: Path, *, tokenizer: Any = None, threshold: float | None = None
 ) -> None:
-    """A run of the sampler as a picture: steps from top to bottom, positions from left to right, colours for distances.
+    """Draws a run of the sampler: steps from top to bottom, positions from left to right, colours for distances.
 
-    A cell is a row of the wave in a step, with its token if there is room for text; its colour shows how far its state
-    moved. The line to the left of the cells is the cursor: everything left of it is frozen.
+    A cell is a row of the wave in a step, with its token if the text fits; its colour shows the relative change of the state.
+    The line to the left of the cells is the cursor: all positions to its left are frozen.
 
     Args:
         trace: ``stats.trace`` of one sequence of a `recurrent_diffusion` with ``trace=True``.
         path: of the PNG.
         tokenizer: turns ids into text; None: ids are shown.
-        threshold: the distance below which a row has settled, marked in the colour bar.
+        threshold: the distance below which a row has converged, marked in the colour bar.
 
     Raises:
         ValueError: an empty trace.

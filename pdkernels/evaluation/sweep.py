@@ -1,4 +1,4 @@
-"""Every combination of some options' values on the same prompts: accuracy, and cost in forwards and in seconds.
+"""Runs every combination of option values on the same prompts, and measures accuracy, forwards and seconds.
 
 Source: the sweeps of SlowFast sampling (figures 4 and 5), the configuration search of Jacobi Forcing (appendix E) and the
 threshold curves of Nemotron-Labs-Diffusion (figure 8), as one command: `python -m pdkernels eval --sweep`.
@@ -23,7 +23,7 @@ _OP = "evaluation.sweep"
 
 
 class Swept(NamedTuple):
-    """An option and the values that it takes."""
+    """An option and the values to try."""
 
     option: str
     values: tuple[Any, ...]
@@ -71,7 +71,7 @@ def sweep_candidates(models: Mapping[str, Any], swept: Sequence[Swept], methods:
     Args:
         models: by name.
         swept: options; a method ignores those it does not have.
-        methods: none: all that the models can run and that have one of the options.
+        methods: empty: all methods that the models can run and that have one of the options.
 
     Raises:
         ValueError: an option that none of the methods has, one that is swept twice, a method that has none of them.
@@ -146,8 +146,7 @@ def _can(method: Method, model: Any) -> bool:
 def without_many_rows(candidates: Sequence[Candidate], maximum: int) -> tuple[list[Candidate], list[str]]:
     """Leaves out candidates whose forwards have more than `maximum` rows per sequence, and lists them.
 
-    Rows past the knee of a device cost time, so a search that starts from the knee may skip blocks of more than twice
-    that.
+    Rows beyond the knee of a device cost time, so a search may skip blocks of more than twice the knee.
 
     >>> few, many = Candidate("m", "jacobi", settings=(("block_size", 8),)), Candidate("m", "jacobi", settings=(("block_size", 64),))
     >>> without_many_rows([few, many], 16)
@@ -164,8 +163,8 @@ def without_many_rows(candidates: Sequence[Candidate], maximum: int) -> tuple[li
 
 
 def rows_of(candidate: Candidate) -> int:
-    """The most rows of a decoding forward, judging by the options: a block, times its blocks and candidates, or a group of
-    masks for each token, or a wavefront. 1 for others.
+    """The maximum number of rows of a decoding forward by the options: a block times its blocks and candidates, a group of masks
+    for each token, or a wavefront; 1 for other methods.
 
     >>> [rows_of(Candidate("m", method, 8)) for method in ("autoregressive", "jacobi", "quadratic_self_speculation")]
     [1, 8, 72]
@@ -200,10 +199,10 @@ class SweepRow:
         right: those whose answer is exactly right.
         interval: 95 %, of the share that is right.
         answers: for each prompt whether it is right.
-        tokens: new ones, over all prompts.
-        forwards: those each sequence took part in, summed.
+        tokens: new tokens, over all prompts.
+        forwards: the number of forwards in which a sequence took part, summed over sequences.
         seconds: of all generations.
-        batches: seconds of each.
+        batches: seconds of each batch.
     """
 
     model: str
@@ -229,7 +228,7 @@ class SweepRow:
         return Candidate(self.model, self.method, settings=tuple(self.settings.items())).label
 
     def as_json(self) -> dict[str, Any]:
-        """All fields, and the most used quotients."""
+        """All fields, and common ratios of them."""
         return {
             **asdict(self),
             "label": self.label,
@@ -239,7 +238,7 @@ class SweepRow:
 
 
 Measured = dict[str, dict[str, Any]]
-"""What was measured, by candidate and by number of the batch (as a string, so that it survives JSON)."""
+"""Measurements by candidate and by index of the batch (a string, as JSON requires)."""
 
 
 def key_of(candidate: Candidate) -> str:
@@ -257,16 +256,16 @@ def sweep(
     keep: Callable[[Measured], None] = lambda measured: None,
     progress: Callable[[str, float], None] = lambda what, share: None,
 ) -> list[SweepRow]:
-    """Runs all candidates on the same prompts, in turns that begin with a different one in each batch.
+    """Runs all candidates on the same prompts, in turns whose order rotates from batch to batch.
 
     Args:
         models: by name, with tokenizers.
         candidates: as returned by `sweep_candidates`.
         task: one whose answers are right or wrong.
         batch_size: prompts per generation.
-        measured: what an interrupted sweep of the same task saved; it is extended.
-        keep: called after each generation with everything measured.
-        progress: called with what comes next and the fraction done.
+        measured: the measurements that an interrupted sweep of the same task saved; it is extended.
+        keep: called after each generation with all measurements.
+        progress: called with a description of the next step and the fraction that is done.
 
     Raises:
         ValueError: a task without right and wrong, a batch size below 1.

@@ -1,4 +1,4 @@
-"""The tasks of candidates: sums and chains, which are right or wrong, and source text, where only the cost of continuing counts."""
+"""The tasks: sums and chains, whose answers are right or wrong, and source text, for which only the cost is measured."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pdkernels.training import Problem, arithmetic, chains, standard_library
 
 TASKS = ("sums", "source", "chains")
 
-# The longest solutions have some 320 bytes, and the end token follows.
+# The longest solutions have about 320 bytes, followed by the end token.
 _SUMS_LIMIT = 360
 _SOURCE_PROMPT, _SOURCE_LIMIT = 128, 64
 # Answers have 24 bytes; a wave that knew where the text ends would narrow before it.
 _CHAINS_LIMIT = 48
 _WARM_UP = 5
-# Problems searched for each one wanted: short ones are rare.
+# Problems to search for each one that is needed, because short ones are rare.
 _LONGEST_SEARCH = 1000
 
 
 class Judge(Protocol):
-    """A problem."""
+    """A problem whose answer can be checked."""
 
     def is_solved_by(self, text: str) -> bool:
         """Whether a continuation of its prompt is right."""
@@ -35,7 +35,7 @@ class Task(NamedTuple):
     name: str
     prompts: list[str]
     warm_up: list[str]
-    """Prompts of the same kind that are not counted."""
+    """Prompts of the same kind for warm-up, which are not measured."""
     limit: int
     """Maximum new tokens."""
     end_tokens: tuple[int, ...] | None
@@ -51,7 +51,7 @@ def make_task(name: str, problems: int, seed: int = 0, *, canvas: int | None = N
         name: "sums": `pdkernels.training.arithmetic`, to be solved completely. "source": 128 bytes from a held-out file of
             the standard library, to be continued by 64 tokens. "chains": `pdkernels.training.chains`, to be solved completely.
         problems: how many.
-        seed: of the choice.
+        seed: determines the choice.
         canvas: only sums whose solution and end token fit into this many tokens, the limit of all candidates. None: any.
 
     Raises:

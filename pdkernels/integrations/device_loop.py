@@ -38,15 +38,15 @@ def available() -> bool:
 
 
 def _check_model(model: Any) -> None:
-    """NotImplementedError for a model whose forwards a graph may not repeat as they are."""
-    wanted, remedy = "be one of pdkernels.models.load or from_transformers", "Use pdkernels.decoding.generate."
+    """Raises NotImplementedError for a model whose forwards a graph cannot repeat."""
+    expectation, remedy = "be one of pdkernels.models.load or from_transformers", "Use pdkernels.decoding.generate."
     found = f"a {type(model).__name__}"
     if not isinstance(model, (Transformer, RecurrentDepth)):
-        raise NotImplementedError(message(_OP, "model", f"{wanted}, whose forward needs no host", found, remedy))
+        raise NotImplementedError(message(_OP, "model", f"{expectation}, whose forward needs no host", found, remedy))
     if hasattr(model, "ranks"):
         raise NotImplementedError(message(_OP, "model", "be whole on one GPU", f"{found}, split across ranks", remedy))
     for name, module in model.named_modules():
-        # Python code would run in the capture, and in no step after it.
+        # Python code would run only during capture.
         if module._forward_hooks or module._forward_pre_hooks:
             raise NotImplementedError(
                 message(_OP, "model", "have no forward hooks", f"one at {name or 'the top'!r}", remedy)
@@ -61,16 +61,16 @@ class DeviceLoop:
     """One decoding method on one model, for generations that run on the device from the prompt to the last token.
 
     `pdkernels.decoding.generate` reads its device after every step. Here the step is captured once, in a conditional while
-    node of a CUDA graph; where rounds have two forms, both are, and the device chooses. A kernel logs what the host would have
-    read and sets the node's condition while a sequence still continues (`pdkernels.log_step_`); the host reads the log at the
-    end. Tokens, stats and traces are those of `generate`.
+    node of a CUDA graph. If there are two kinds of rounds, both are captured, and the device chooses. A kernel logs the entry that
+    the host would have read, and sets the condition of the node while a sequence is active (`pdkernels.log_step_`). The host reads
+    the log at the end. Tokens, stats and traces are those of `generate`.
 
     Args:
         model: a model of `pdkernels.models.load` or `from_transformers`, whole on one GPU. Its weights are read in place for as long
             as this object lives.
         method: one that has `steps`; docs/device_loop.md lists them.
         batch: sequences of every generation.
-        longest_prompt: most tokens that a prompt may have.
+        longest_prompt: maximum number of tokens of a prompt.
         max_new_tokens, end_tokens: as in `generate`.
         **options: of the method, as in `generate`.
 
@@ -117,7 +117,7 @@ class DeviceLoop:
         _check_model(model)
         check_capabilities(METHODS[method], model)
         check_options(METHODS[method], options)
-        # The prompts' forward gives the first token; a loop is for more.
+        # The prompts' forward gives the first token, so the loop is only for further ones.
         sizes = {"batch": (batch, 1), "longest_prompt": (longest_prompt, 1), "max_new_tokens": (max_new_tokens, 2)}
         for name, (size, minimum) in sizes.items():
             check_type(type(size) is int, _OP, name, "be an int", type(size).__name__)
@@ -129,7 +129,7 @@ class DeviceLoop:
         )
         self.model, self.method, self.max_new_tokens, self.end_tokens = model, method, max_new_tokens, end_tokens
         with torch.inference_mode(), torch.cuda.device(model.device):
-            # Only the sizes of this session matter.
+            # Only the sizes of this session are used.
             self._largest, _ = open_session(model, [[0] * longest_prompt] * batch, max_new_tokens, end_tokens)
             self._steps = steps[method](self._largest, **options)
             if self._steps.needs_host:
@@ -147,8 +147,8 @@ class DeviceLoop:
             check_fits_memory(_OP, "max_new_tokens", max_new_tokens, 8 * words, model.device)
             self._log, self._count = entry.new_zeros(self._steps.max_entries, *entry.shape), entry.new_zeros(1)
             self._more = torch.zeros_like(self._count, dtype=torch.bool)
-            # The next form is above 0 or not, like the work that is left: the same kernel sets that condition, with a log that starts
-            # over in every round.
+            # The same kernel sets the condition of the if node: the next kind is above 0 or not, like the remaining tokens of an entry.
+            # Its log starts over in every round.
             self._form = self._steps.entry.table_of("form" if len(self._steps.forms) > 1 else "pending")[:1]
             self._form_log, self._form_count = entry.new_zeros(2, 1, 1), entry.new_zeros(1)
             self._second = torch.zeros_like(self._more)
@@ -168,7 +168,7 @@ class DeviceLoop:
             self._record(None)
             cache = getattr(self._steps, "cache", None)
             for form in forms:
-                # Forms that are not due run too: with a short past there is room for what they store.
+                # Both kinds of rounds run here: with a short past the cache has room for the rows that they store.
                 if cache is not None:
                     cache.lengths.clamp_(max=1)
                 form()

@@ -1,8 +1,7 @@
-"""What a run over files of prompts has done so far: ``<output>.partial``, a line for each prompt, locked by the run that writes it.
+"""The results so far of a run over files of prompts: ``<output>.partial``, one line per prompt, locked by the run that writes it.
 
-The first line says of what run it is. Every other line carries a checksum over that first line and itself, so a damaged line, or one
-of another run, is never taken for a result. What cannot be trusted is refused in a sentence; nothing is deleted but the part of a last
-line that a kill has torn off.
+The first line identifies the run. Every other line has a checksum over the first line and itself, so a damaged line, or a line of
+another run, is never taken for a result. Damage is refused with an error; only a last line that a kill has cut off is deleted.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.
 
 
 def failed(doing: str, path: Path, error: OSError) -> NoReturn:
-    """An OSError in a sentence: what could not be done, and why."""
+    """The message of an OSError: the action that failed, and the reason."""
     what = f"{error.strerror or error} ({path})"
     raise OSError(message(OP, "output", f"be {doing}", what, "What is done is kept; the same call goes on.")) from error
 
 
 def refuse_links(output: Path) -> None:
-    """ValueError for a symbolic link where the run would write: someone else may have put it there."""
+    """Raises ValueError for a symbolic link where the run would write, because someone else may have put it there."""
     for path in (output, ledger_path(output), _unfinished(output)):
         check(not path.is_symlink(), OP, "output", "be no symbolic link", str(path), "Name the file itself.")
 
@@ -48,19 +47,19 @@ def _unfinished(output: Path) -> Path:
 
 
 class Ledger:
-    """Which prompts have their results. While it is open no other process can open it.
+    """The results of a run. While it is open, no other process can open it.
 
     Args:
-        output: where the whole will be.
-        run: what decides about the texts. A ledger of another run is refused.
-        count: of the prompts.
+        output: the final file.
+        run: all settings that determine the texts. A ledger of another run is refused.
+        count: number of prompts.
     """
 
     def __init__(self, output: Path, run: dict[str, Any], count: int) -> None:
         self.output, self.count = output, count
         self.path = ledger_path(output)
         self.offsets: dict[int, int] = {}
-        """Where the line of each prompt starts."""
+        """The offset of each prompt's line."""
         self.failed = 0
         """Results that are errors."""
         self._waiting: list[bytes] = []
@@ -77,13 +76,13 @@ class Ledger:
     # ---- reading
 
     def _read(self, run: dict[str, Any]) -> int:
-        """What is there; returns where the next line goes. A last line that was cut off is dropped."""
+        """Reads the existing lines and returns the offset of the next one. A last line that was cut off is dropped."""
         file, whole = self._file, 0
         reader = io.BufferedReader(file)
         for number, line in enumerate(reader, 1):
             if number == 1:
                 if not line.endswith(b"\n") and self._header.startswith(line):
-                    break  # killed while it was begun
+                    break  # killed while writing the first line
                 self._check_run(line, run)
             elif not line.endswith(b"\n"):
                 break
@@ -115,7 +114,7 @@ class Ledger:
             refuse(True, OP, words, "Give the same arguments, or delete the file.")
 
     def _parsed(self, line: bytes, number: int) -> dict[str, Any]:
-        """A line's result, if it is as it was written."""
+        """The result of a line, if the line is intact."""
         try:
             found = json.loads(line)
         except (ValueError, RecursionError):
@@ -125,7 +124,7 @@ class Ledger:
         sum_there = found.pop("check", None)
         if not isinstance(found.get("number"), int):
             self._damaged(number, "which has no number")
-        # The bytes too: JSON has many spellings of one result, and one that was not written here has been touched.
+        # The bytes are compared too: JSON has many spellings of a result, and any other spelling was edited.
         if sum_there != self._sum(found) or line != json_line({**found, "check": sum_there}):
             self._damaged(number, "whose checksum is wrong")
         if not 0 <= found["number"] < self.count:
@@ -143,7 +142,7 @@ class Ledger:
     # ---- writing
 
     def add(self, number: int, result: dict[str, Any]) -> None:
-        """One result, once: ``text`` and ``tokens``, and an ``error`` where there is no text."""
+        """Adds a result, once: ``text`` and ``tokens``, and an ``error`` if there is no text."""
         if number in self.offsets:
             return
         row = {"number": number, **result}
@@ -153,20 +152,20 @@ class Ledger:
         self.failed += result["text"] is None
 
     def flush(self) -> None:
-        """What was added is now safe from a kill of this process."""
+        """Flushes added results, so that they survive a kill of this process."""
         content = b"".join(self._waiting)
         self._waiting.clear()
         with self._failures("written"):
             try:
                 _write_all(self._file, content)
             except OSError:
-                with contextlib.suppress(OSError):  # no torn line
+                with contextlib.suppress(OSError):  # removes a partly written line
                     os.ftruncate(self._file.fileno(), self._end)
                 raise
         self._end += len(content)
 
     def close(self) -> None:
-        """Ends the lock. A ledger without results is deleted: the next call may be another run."""
+        """Releases the lock. A ledger without results is deleted, because the next call may be another run."""
         if not self._file.closed:
             if not self.offsets:
                 with contextlib.suppress(OSError):
@@ -176,14 +175,14 @@ class Ledger:
     def finish(self, prompts: Iterable[Prompt], write: Callable[[BinaryIO, Iterator[dict[str, Any]]], None]) -> None:
         """Writes the output, prompts and results together in their order, and deletes the ledger.
 
-        `write` puts rows into a file. A kill at any moment leaves the ledger, or the output, or both and the same in both.
+        `write` writes rows to a file. After a kill at any moment there is the ledger, or the output, or both with equal contents.
         """
         unfinished = _unfinished(self.output)
         refuse_links(self.output)
         with self._failures("written"):
             os.fsync(self._file.fileno())
             with contextlib.suppress(FileNotFoundError):
-                # Of an earlier run that was killed here; it holds nothing that the ledger lacks.
+                # Left by an earlier run that was killed here; the ledger has all of it.
                 unfinished.unlink()
             descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
             try:
@@ -201,7 +200,7 @@ class Ledger:
         self._file.close()
 
     def _publish(self, unfinished: Path) -> None:
-        """Gives the whole file its name, unless that is taken, but for a run that was killed before it deleted the ledger."""
+        """Renames the complete file, unless the name is taken by anything but a run that was killed before it deleted the ledger."""
         try:
             os.link(unfinished, self.output, follow_symlinks=False)
         except FileExistsError:
@@ -236,7 +235,7 @@ class Ledger:
 
 
 def _locked(path: Path) -> io.FileIO:
-    """The ledger, opened for reading and writing, which no other process has."""
+    """The ledger, opened and locked for reading and writing."""
     while True:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
@@ -247,7 +246,7 @@ def _locked(path: Path) -> io.FileIO:
             regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
             check(regular, OP, "output", "have a regular file for what is done", str(path), "Move that away.")
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Another run may have finished, and deleted the file, since it was opened.
+            # Another run may have finished and deleted the file after it was opened.
             if os.path.samestat(os.fstat(descriptor), os.lstat(path)):
                 return file
         except FileNotFoundError:
@@ -286,7 +285,7 @@ def _same_bytes(first: Path, second: Path) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes names in a folder safe from a loss of power, where the file system can."""
+    """Syncs a folder, so that its names survive a power loss, if the file system supports it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

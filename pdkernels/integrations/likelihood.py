@@ -21,7 +21,7 @@ class Likelihood(NamedTuple):
 
     log_prob: float
     greedy: bool
-    """Every token is the likeliest one at its position; always False for `masked_log_likelihood`."""
+    """Whether every token is the most probable one at its position; always False for `masked_log_likelihood`."""
 
 
 @torch.no_grad()
@@ -56,7 +56,7 @@ def log_likelihood(
     order = sorted(range(len(texts)), key=lambda i: len(prefixes[i]) + len(texts[i]))
     for first in range(0, len(order), size):
         part = order[first : first + size]
-        # No row predicts anything after the last token, which thus need not fit into the model's positions.
+        # The last token is only predicted, never read, so it does not have to fit into the model's positions.
         rows = [[*prefixes[i], *texts[i][:-1]] for i in part]
         tokens = torch.zeros(len(part), max(map(len, rows)), dtype=torch.int64)
         for line, row in zip(tokens, rows):
@@ -64,8 +64,8 @@ def log_likelihood(
         # A row for every token of the longest text; rows past a shorter one are not read.
         longest = max(len(texts[i]) for i in part)
         starts = torch.tensor([len(prefixes[i]) - 1 for i in part])
-        wanted = (starts[:, None] + torch.arange(longest)).clamp(max=tokens.shape[1] - 1)
-        logits = model(tokens.to(model.device), rows=wanted.to(model.device)).float()
+        read_rows = (starts[:, None] + torch.arange(longest)).clamp(max=tokens.shape[1] - 1)
+        logits = model(tokens.to(model.device), rows=read_rows.to(model.device)).float()
         log_probs, best = logits.log_softmax(-1).cpu(), logits.argmax(-1).cpu()
         for j, i in enumerate(part):
             text = torch.tensor(list(texts[i]), dtype=torch.int64)
@@ -87,10 +87,10 @@ def masked_log_likelihood(
 ) -> list[Likelihood]:
     """LLaDA's bound on the log-likelihood of texts, in nats, under a model that fills in masks.
 
-    The mean over l, uniform in 1 .. L, and over the sets of l of the text's L tokens of ``L / l`` times the log-probability of
-    these tokens, masked, given all others. It is also the mean over all orders in which the text can be written. If a text has no
-    more than `samples` sets, all of them are used and the result is exact. Otherwise `samples` of them are drawn: l
-    goes through 1 .. L evenly from a random start, as in the published code.
+    The bound is a mean over l, uniform in 1 .. L, and over the sets of l of the text's L tokens: ``L / l`` times the log-probability
+    of these tokens, masked, given all others. It is also the mean over all orders in which the text can be written. If a text has at
+    most `samples` sets, all of them are used and the result is exact. Otherwise `samples` sets are drawn at random: l goes
+    through 1 .. L evenly from a random start, as in the published code.
 
     Source: "Large Language Diffusion Models" (LLaDA), the appendix on likelihoods, and the evaluation published with it.
 
@@ -100,7 +100,7 @@ def masked_log_likelihood(
         texts: token ids.
         samples: rows of forwards per text.
         batch_size: rows per forward.
-        seed: of the draws. Each text has its own draws, whatever else is in the call.
+        seed: of the random sets. The sets of a text do not depend on the other texts of the call.
 
     Raises:
         ValueError: a model without mask token, sizes below 1, a missing prefix.
@@ -133,7 +133,7 @@ def masked_log_likelihood(
 
 
 def _masks(length: int, samples: int, seed: int) -> Tensor:
-    """Weights ``(n, length)``, 0 where a token is shown, for all sets or for drawn ones: their probability or share times L / l."""
+    """Weights ``(n, length)`` of all sets or of random ones: their probability times L / l, and 0 where a token is not masked."""
     sets = 2**length - 1
     if sets <= samples:
         weights = torch.zeros(sets, length, dtype=torch.float64)

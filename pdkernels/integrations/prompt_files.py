@@ -1,4 +1,4 @@
-"""Files of prompts, and files of what was generated from them; `ledger` is what a run keeps until all is there."""
+"""Files of prompts, and files of generated texts. `ledger` holds the results of a run until it is complete."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdkernels._validation import check, fail, message
 
 OP = "integrations.generate_files"
 ADDED = ("text", "tokens", "error")
-"""What a result has besides the fields of its prompt; an error only where there is no text."""
+"""The fields of a result besides those of its prompt; the error only if there is no text."""
 _SUFFIXES = (".jsonl", ".txt", ".parquet")
 _ROWS = 1024
 
@@ -22,15 +22,15 @@ class Prompt(NamedTuple):
     """One prompt of the files."""
 
     number: int
-    """Counted over all files, in their order."""
+    """Index over all files, in their order."""
     fields: dict[str, Any]
-    """What its line has, the prompt among them."""
+    """All fields of its line, including the prompt."""
     error: str = ""
-    """Why nothing can be generated from it."""
+    """The reason why no text can be generated from it."""
 
 
 def arrow() -> Any:
-    """pyarrow.parquet, which only files of this kind need."""
+    """pyarrow.parquet, which only Parquet files need."""
     try:
         import pyarrow.parquet
     except ModuleNotFoundError as missing:
@@ -62,14 +62,14 @@ def read_prompts(paths: Sequence[str | os.PathLike[str]], column: str) -> Iterat
 
 
 def _rows(path: Path, column: str) -> Iterator[tuple[int, Any, bool]]:
-    """Line numbers, what they hold, and whether bytes that are not UTF-8 were replaced."""
+    """Line numbers, contents, and whether bytes that are not UTF-8 were replaced."""
     check(path.suffix in _SUFFIXES, OP, "prompts", f"be in files that end in {', '.join(_SUFFIXES)}", str(path))
     check(path.is_file(), OP, "prompts", "be in files that exist", str(path))
     if path.suffix == ".parquet":
         yield from _parquet_rows(path)
         return
     try:
-        # Bytes that are not UTF-8 become surrogates, which UTF-8 cannot hold; a mark of the byte order is no text.
+        # Bytes that are not UTF-8 become surrogates, which UTF-8 cannot encode; a byte-order mark is not text.
         file = path.open(encoding="utf-8-sig", errors="surrogateescape")
     except OSError as error:
         fail(OP, "prompts", "be in files that can be read", f"{path} ({error.strerror})")
@@ -103,7 +103,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any, bool]]:
 
 
 def check_output(path: Path) -> None:
-    """ValueError for an output that could not be written at the end."""
+    """Raises ValueError for an output that could not be written at the end."""
     ends = (".jsonl", ".parquet")
     check(path.suffix in ends, OP, "output", f"end in {' or '.join(ends)}", str(path))
     check(path.parent.is_dir(), OP, "output", "lie in a folder that exists", str(path))
@@ -112,7 +112,7 @@ def check_output(path: Path) -> None:
 
 
 def json_line(content: dict[str, Any]) -> bytes:
-    """A line of JSON in UTF-8; half a surrogate pair, which UTF-8 cannot hold, is escaped."""
+    """A line of JSON in UTF-8. Lone surrogates, which UTF-8 cannot encode, are escaped."""
     try:
         return json.dumps(content, ensure_ascii=False).encode() + b"\n"
     except UnicodeEncodeError:
@@ -120,7 +120,7 @@ def json_line(content: dict[str, Any]) -> bytes:
 
 
 def writer(output: Path) -> Callable[[BinaryIO, Iterator[dict[str, Any]]], None]:
-    """What writes rows in the form that the output's name asks for."""
+    """The function that writes rows in the format of the output's extension."""
     return _write_parquet if output.suffix == ".parquet" else _write_lines
 
 
@@ -132,7 +132,9 @@ def _write_parquet(file: BinaryIO, rows: Iterator[dict[str, Any]]) -> None:
     import pyarrow
 
     whole = list(rows)
-    names = list(dict.fromkeys(name for row in whole for name in row))  # pyarrow takes the first row's for all
+    names = list(
+        dict.fromkeys(name for row in whole for name in row)
+    )  # pyarrow uses the fields of the first row for all rows
     try:
         table = pyarrow.Table.from_pylist([{name: row.get(name) for name in names} for row in whole])
     except (pyarrow.ArrowException, OverflowError, UnicodeEncodeError) as error:
@@ -144,7 +146,7 @@ def _write_parquet(file: BinaryIO, rows: Iterator[dict[str, Any]]) -> None:
 
 
 class Contents:
-    """What the prompts of a run hold, by which a file that changes while it runs is noticed."""
+    """Hashes of the prompts of a run, which reveal a file that changes during the run."""
 
     def __init__(self, prompts: Iterable[Prompt], output: Path) -> None:
         self._sums = bytearray()
@@ -159,7 +161,7 @@ class Contents:
         self.count = len(self._sums) // 8
 
     def watched(self, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
-        """The same prompts; ValueError at the first that is another."""
+        """Passes the prompts through; raises ValueError at the first that has changed."""
         count = 0
         for prompt in prompts:
             there = self._sums[8 * prompt.number : 8 * prompt.number + 8]
@@ -190,9 +192,9 @@ _SAMPLED = 1 << 20
 
 
 def model_identity(path: Path) -> str:
-    """A hash over the names and contents of a model's files; of one above 1 MiB, its size and the first 4 KiB of every MiB.
+    """A hash over the names and contents of a model's files; for a file above 1 MiB, over its size and the first 4 KiB of every MiB.
 
-    Training changes every matrix, so a sample finds it, and 14 GB take a second. Dates do not count: a copy is the same model.
+    Training changes every matrix, so a sample detects it, and 14 GB take a second. Dates are ignored: a copy is the same model.
     """
     digest = hashlib.sha256()
     for file in sorted(path.iterdir()) if path.is_dir() else [path]:

@@ -2,9 +2,9 @@
 
     report = generate_files("prompts.jsonl", "texts.jsonl", "tiny-trimode", "linear_self_speculation", workers=2)
 
-Each worker is a process with a model of its own, on any machine of the Ray cluster, and gets batch after batch. The process that calls
-writes what comes back (`prompt_files`), so a worker needs the model's files but no shared folder. Ray sends the batch of a worker that
-died again, up to three times; a result is written once. After the calling process died, the same call goes on where it was.
+Each worker is a process with its own copy of the model, on any machine of the Ray cluster, and gets one batch after another. The calling
+process writes the results (`prompt_files`), so a worker needs the model's files but no shared folder. If a worker dies, Ray sends its batch
+again, up to three times; a result is written once. If the calling process dies, the same call resumes the run.
 
 Needs ``ray[data]`` 2.60 for `workers` above 0.
 """
@@ -39,42 +39,42 @@ __all__ = ["GenerationReport", "generate_files"]
 
 _BLOCKS = 10_000
 _RETRIES = 3
-"""How often a batch is sent again after the death of its worker: one that kills workers must not do so forever."""
+"""How often a batch is sent again after the death of its worker, because a batch may itself kill workers."""
 Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 OnError = Literal["record", "stop"]
 Progress = Callable[[int, int], None]
-"""Called with the prompts that are done and all of them."""
+"""Called with the number of finished prompts and of all prompts."""
 
 
 @dataclass
 class GenerationReport:
-    """What a call of `generate_files` did.
+    """The result of `generate_files`.
 
     >>> GenerationReport(prompts=3, resumed=1).generated
     2
     """
 
     prompts: int
-    """In the files."""
+    """Number of prompts in the files."""
     resumed: int
-    """Whose results an earlier call had made."""
+    """Number of prompts whose results are from an earlier call."""
     failed: int = 0
-    """Of all, those whose result is an error."""
+    """Number of prompts whose result is an error."""
     tokens: int = 0
-    """New ones, of this call."""
+    """Number of tokens that this call generated."""
     seconds: float = 0.0
-    """From the first batch to the last text, start of the workers included."""
+    """Time from the first batch to the last text, including the start of the workers."""
     workers: dict[str, int] = field(default_factory=dict)
-    """Prompts of each worker, by machine and process."""
+    """Number of prompts of each worker, by machine and process."""
 
     @property
     def generated(self) -> int:
-        """Prompts of this call."""
+        """Number of prompts that this call generated texts for."""
         return self.prompts - self.resumed
 
 
 Result = tuple[int, str | None, int, str]
-"""Number, text, count of tokens, and the error where there is no text."""
+"""Index of the prompt, text, number of tokens, and the error if there is no text."""
 _OURS = (ValueError, TypeError, NotImplementedError, ImportError)
 
 
@@ -83,14 +83,14 @@ class _Started(Exception):
 
 
 class Worker:
-    """A model that generates for batch after batch, in a process of its own or in this one.
+    """A model that generates texts batch by batch, in a separate process or in this one.
 
     Args:
         model: its name or path.
         loading: other arguments of `models.load`.
         method: None: that of `default_method`.
         seed, options: of `generate_files`.
-        on_error: whether a prompt that fails has an error as its result, or ends the run.
+        on_error: whether a failing prompt gets an error as its result or stops the run.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Worker:
             self.refused = error  # for the caller; raised here, Ray would wrap it and start the worker again
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Of a row of Ray Data: prompts and results are JSON, in which any text can be written. Errors go to the caller as they are."""
+        """Processes a row of Ray Data. Prompts and results are JSON, which can encode any text. Errors are returned to the caller."""
         (content,) = batch["prompts"]
         error, found = b"", []
         try:
@@ -128,7 +128,7 @@ class Worker:
         return {"results": [json.dumps(found)], "worker": [self.name], "error": [error]}
 
     def generate(self, prompts: list[tuple[int, Any]]) -> list[Result]:
-        """Results of ``(number, prompt)``. A prompt's draws are its number's, whatever its batch; one that fails costs no other its text."""
+        """Results of ``(index, prompt)``. Sampling is keyed by the index, whatever the batch; a failing prompt does not affect others."""
         if self.refused is not None:
             raise self.refused
         try:
@@ -141,7 +141,7 @@ class Worker:
                 if not self.works:
                     self._check_settings()
                 return [(prompts[0][0], None, 0, words)]
-        # Outside of the handler, so that what the batch allocated is free.
+        # Outside the handler, so that the memory of the batch is free.
         return [result for prompt in prompts for result in self.generate([prompt])]
 
     def _texts(self, prompts: list[tuple[int, Any]]) -> list[Result]:
@@ -154,7 +154,7 @@ class Worker:
         return [(number, text, len(tokens), "") for (number, _), text, tokens in lines]
 
     def _check_settings(self) -> None:
-        """Raises what any prompt would raise, so that settings that cannot work are not the prompts' errors."""
+        """Raises the error of settings that fail for every prompt, so that it is not recorded as the error of each prompt."""
         tokenizer = self.model.tokenizer
         prompt: Any = (tokenizer.encode("a") if tokenizer is not None else None) or [0]
 
@@ -169,7 +169,7 @@ class Worker:
 
 
 def _about_prompts(error: Exception) -> str | None:
-    """The sentence of an error that a prompt may have caused; None for a fault of the program."""
+    """The message of an error that a prompt may have caused; None for a bug."""
     words = str(error)
     if isinstance(error, (ValueError, TypeError, NotImplementedError)) and words.startswith("pdkernels."):
         return words
@@ -211,33 +211,33 @@ def generate_files(
 
     Args:
         prompts: paths that end in ``.jsonl`` (an object a line), ``.txt`` (a prompt a line) or ``.parquet``.
-        output: ``.jsonl`` or ``.parquet``: the fields of each prompt, its ``text``, and how many ``tokens`` that has. The file
-            appears when it is complete; until then ``<output>.partial`` keeps what is done, and the same call goes on from it. Same
-            are the prompts, the column, the model's files, the adapter, the method, the options, the seed, dtype and device, `on_error` and
-            the version of this package; `workers` and `batch_size` may differ.
-        model: what `pdkernels.models.load` takes; the machines of all workers have to find it.
-        method: one of `pdkernels.decoding.available()`; None: what `pdkernels.decoding.default_method` chooses for the model.
-        workers: processes with a model each, of a Ray cluster. A program that called ``ray.init`` uses that cluster, as one with
-            RAY_ADDRESS set does; else one is started on this machine. 0: this process alone, without Ray.
-        batch_size: prompts of a generation.
+        output: ``.jsonl`` or ``.parquet``: the fields of each prompt, its ``text``, and the number of its ``tokens``. The file
+            appears when it is complete; until then ``<output>.partial`` holds the results, and the same call resumes the run. The
+            prompts, the column, the model's files, the adapter, the method, the options, the seed, dtype and device, `on_error` and
+            the version of this package have to be the same; `workers` and `batch_size` may differ.
+        model: an argument of `pdkernels.models.load` that is valid on the machines of all workers.
+        method: one of `pdkernels.decoding.available()`; None: that of `pdkernels.decoding.default_method` for the model.
+        workers: processes of a Ray cluster, each with a model. The cluster is that of ``ray.init`` or RAY_ADDRESS, or else one that
+            is started on this machine. 0: only this process, without Ray.
+        batch_size: prompts per generation.
         column: the field with a prompt: a text, or messages for the checkpoint's chat template.
-        seed: of all draws. Those of a prompt depend on its number only, not on its batch or worker.
+        seed: of sampling, which depends on the index of a prompt, not on its batch or worker.
         dtype, device, adapter: as `pdkernels.models.load`.
         on_error: "record" writes a prompt that cannot be generated from (too long, not UTF-8, no room in memory) with ``"text": null``,
-            ``"tokens": 0`` and the sentence as its ``error``, and goes on; "stop" raises the error. What no prompt could be generated with,
-            such as an option out of range, is raised in either case.
-        cpus, gpus: what a worker takes of its machine. None: a GPU if `device` is "cuda".
-        start_timeout: seconds until all workers have to be up. The first batch waits for them, so that all get some.
-        progress: called with the prompts that are done and all of them.
+            ``"tokens": 0`` and the sentence as its ``error``, and continues; "stop" raises the error. Settings that fail for every prompt,
+            such as an option out of range, are raised in either case.
+        cpus, gpus: resources of a worker. None: a GPU if `device` is "cuda".
+        start_timeout: seconds until all workers have to be up. The first batch waits for them, so that all workers get batches.
+        progress: called with the number of finished prompts and of all prompts.
         **options: `max_new_tokens` and the others of `pdkernels.decoding.generate`.
 
     Returns:
         `GenerationReport`.
 
     Raises:
-        ValueError, TypeError: for files, fields or options that do not fit; also those of `generate`, from any worker. For an output
-            that another call is writing, that is a link, or whose ``.partial`` is damaged or of another run: nothing is changed then.
-        OSError: for an output that cannot be written, as on a full disk. What is done is kept.
+        ValueError, TypeError: invalid files, fields or options, and errors of `generate` from any worker; an output that another call
+            is writing, that is a link, or whose ``.partial`` is damaged or belongs to another run. Nothing is changed in these cases.
+        OSError: an output that cannot be written, as on a full disk. Finished results are kept.
         ImportError: without Ray, or without pyarrow for Parquet.
         RuntimeError: for workers that do not start in time, and a batch whose workers died four times.
 
@@ -268,7 +268,7 @@ def generate_files(
     name = str(Path(model).absolute()) if Path(model).exists() else os.fspath(model)
     loading: dict[str, Any] = {"dtype": dtype, "device": device}
     if adapter is not None:
-        # A name of one in the package stays one, and a path is found from any folder.
+        # The name of a model in the package stays a name; a path becomes absolute, so that workers find it from any folder.
         loading["adapter"] = (
             adapter if isinstance(adapter, str) and not Path(adapter).exists() else Path(adapter).absolute()
         )
@@ -324,7 +324,7 @@ def generate_files(
 
 
 def _readable(prompts: Iterator[Prompt], ledger: Ledger, on_error: OnError) -> Iterator[Prompt]:
-    """Prompts that a model can be given; the others' errors go into the ledger."""
+    """Prompts that a model can process; the errors of the others go into the ledger."""
     for prompt in prompts:
         if not prompt.error:
             yield prompt
@@ -335,7 +335,7 @@ def _readable(prompts: Iterator[Prompt], ledger: Ledger, on_error: OnError) -> I
 
 
 def _identity(model: str | Path) -> str | None:
-    """Of a model or adapter that can be seen from here."""
+    """The hash of a model or adapter that exists on this machine."""
     path = Path(model)
     if model in models.available():
         path = WEIGHTS / f"{model}.safetensors"
@@ -366,7 +366,7 @@ def _here(batches: Batches, made: tuple[Any, ...]) -> Results:
 
 
 def _ray() -> Any:
-    """The library, which only workers need."""
+    """The library Ray, which only workers need."""
     try:
         import ray
         import ray.data
@@ -377,13 +377,13 @@ def _ray() -> Any:
 
 
 def _on_ray(batches: Batches, made: tuple[Any, ...], workers: int, needs: dict[str, Any], timeout: float) -> Results:
-    """What the workers of a cluster return, as it comes."""
+    """Yields the results of a cluster's workers as they come."""
     ray = _ray()
     if not ray.is_initialized():
         ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     context = ray.data.DataContext.get_current()
     known = context.enable_progress_bars, context.wait_for_min_actors_s
-    # Batches would all go to the worker that is up first, which may be seconds before the others.
+    # Otherwise all batches would go to the first worker that is up, which may be seconds before the others.
     context.enable_progress_bars, context.wait_for_min_actors_s = False, timeout
     level = logging.getLogger("ray.data").level
     logging.getLogger("ray.data").setLevel(logging.ERROR)
@@ -391,7 +391,7 @@ def _on_ray(batches: Batches, made: tuple[Any, ...], workers: int, needs: dict[s
         rows = [{"prompts": json.dumps(batch)} for batch in batches]
         if not rows:
             return
-        # A batch at a time: what a worker has waiting, others cannot take.
+        # One batch at a time, because other workers cannot take a batch that is queued at a worker.
         pool = ray.data.ActorPoolStrategy(size=min(workers, len(rows)), max_tasks_in_flight_per_actor=1)
         data = ray.data.from_items(rows, override_num_blocks=min(len(rows), _BLOCKS))
         needs = {**needs, "max_task_retries": _RETRIES}

@@ -6,8 +6,8 @@
        ├─ the captured graph, as a child; of two, a conditional node of type IF / ELSE chooses by a second value
        └─ kernel   sets the value, and a second one the other
 
-A captured graph may hold kernels, copies and memsets of device memory: what PyTorch records for decoders. It must not have
-conditional nodes or allocations: PyTorch's allocator serves those from a pool that belongs to its own graph object.
+A captured graph may have kernels, copies and memsets of device memory, which is what PyTorch records for decoders. It must not have
+conditional nodes or allocations, because PyTorch's allocator serves these from a pool that belongs to its own graph object.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OLDEST = 13000  # CUDA version of bindings and driver since which `cuGraphAddNod
 
 
 def require(op: str, device: torch.device) -> None:
-    """ImportError or NotImplementedError if such a graph cannot be built for a device."""
+    """Raises ImportError or NotImplementedError if such a graph cannot be built for a device."""
     if device.type != "cuda":
         remedy = "Decode with pdkernels.decoding.generate there."
         raise NotImplementedError(message(op, "the model", "be on a GPU", device, remedy))
@@ -46,7 +46,7 @@ def require(op: str, device: torch.device) -> None:
 
 
 def capture(step: Callable[[], None], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-    """The launches of `step`, as a graph. It must have run on `stream` before, so that nothing is allocated or compiled in the
+    """The launches of `step`, as a graph. It must have run on `stream` before, so that nothing is allocated or compiled during
     capture."""
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
@@ -55,7 +55,7 @@ def capture(step: Callable[[], None], stream: torch.cuda.Stream) -> torch.cuda.C
 
 
 class WhileGraph:
-    """Repeats a graph, or one of two. It reads the memory of their pools, so the objects they came from must be kept alive.
+    """Repeats a graph, or one of two graphs. It uses the memory of their pools, so their graph objects must be kept alive.
 
     Args:
         forms: the raw `cudaGraph_t` of the body, or two of them. They are copied.
@@ -76,8 +76,8 @@ class WhileGraph:
         graph = _call(driver.cuGraphCreate(0))
         release = weakref.finalize(self, driver.cuGraphDestroy, graph)
         release.atexit = False  # the driver may be gone by then
-        # By default a launch starts from 0: without a condition set there is no round, rather than endless rounds. Handles belong
-        # to the outer graph even where the node is inside the body.
+        # A launch starts with a condition of 0: if no kernel sets it, there is no round instead of endless rounds. Handles belong
+        # to the outer graph even if the node is inside the body.
         handles = [
             _call(driver.cuGraphConditionalHandleCreate(graph, context, 0, driver.CU_GRAPH_COND_ASSIGN_DEFAULT))
             for _ in forms
@@ -134,7 +134,7 @@ def kinds_of(graph: int) -> dict[str, int]:
 
 
 def _record(graph: Any, after: list[Any], stream: torch.cuda.Stream, launch: Callable[[], None]) -> None:
-    """Adds the launches of `launch` to a graph, after some of its nodes."""
+    """Adds the launches of `launch` to a graph, after the given nodes."""
     raw = driver.CUstream(stream.cuda_stream)
     mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
     _call(driver.cuStreamBeginCaptureToGraph(raw, graph, after, _plain_edges(after), len(after), mode))

@@ -15,12 +15,12 @@ from pdkernels.masks.segment_mask import MAX_TOKENS, SegmentMask, arange, check_
 
 
 class AnchoredMask(SegmentMask):
-    """An `anchored` mask, with the tokens its rows represent. All tensors are int64 and in host memory.
+    """An `anchored` mask, and the tokens that its rows represent. All tensors are int64 in host memory.
 
     Attributes:
-        base_len: base tokens, which come first.
-        anchors: ``(n,)`` base tokens the blocks are attached to.
-        sizes: ``(n,)`` rows of each block.
+        base_len: the number of base tokens, which come first.
+        anchors: ``(n,)`` the base token of each block.
+        sizes: ``(n,)`` the number of rows of each block.
     """
 
     base_len: int
@@ -29,7 +29,7 @@ class AnchoredMask(SegmentMask):
 
     @property
     def queries(self) -> SegmentMask:
-        """The rows of the blocks over all columns: what a drafter runs whose base rows are features of another model."""
+        """The mask of the block rows over all columns, for a drafter whose base rows are features of another model."""
         return self[self.base_len :]
 
     @cached_property
@@ -39,8 +39,8 @@ class AnchoredMask(SegmentMask):
 
     @cached_property
     def offsets(self) -> Tensor:
-        """``(block rows,)`` the offset of each row in its block. Row r represents base token ``anchor_rows[r] + offsets[r]``;
-        a block at the end of a document extends past it, so leave those rows out of the loss."""
+        """``(block rows,)`` the offset of each row in its block. Row r represents base token ``anchor_rows[r] + offsets[r]``.
+        A block may extend past the end of its document: leave those rows out of the loss."""
         begins = self.sizes.cumsum(0) - self.sizes
         return arange(self.kv_len - self.base_len) - torch.repeat_interleave(begins, self.sizes)
 
@@ -54,7 +54,7 @@ def anchored(
     inclusive: bool = False,
     base: Literal["none", "causal"] = "none",
 ) -> AnchoredMask:
-    """Packed documents, then a block of rows for each anchor: it sees itself and what its document has before the anchor::
+    """Packed documents, then a block of rows per anchor, which attends to itself and to its document up to the anchor::
 
         anchored([4, 2], anchors=[2, 5], block=2)          base="causal", inclusive=True
               b b b b b b   0 0 1 1                        differs in
@@ -69,18 +69,18 @@ def anchored(
         1     . . . . 1 .   . . 1 1                            . . . . 1 1
         1     . . . . 1 .   . . 1 1                            . . . . 1 1
 
-    Anchors are redrawn in each step, so the mask is built from tensors in one pass of compiled code, and its plan is not cached.
+    Every step has new anchors, so compiled code builds the mask from tensors in one pass, and its plan is not cached.
 
     Args:
-        documents: ``(tokens,)`` int32 or int64 tensor, the number of each base token's document, -1 for padding; or a list of
-            lengths. A document is contiguous.
-        anchors: ``(n,)`` base tokens in any order; they may repeat. A block whose anchor is padding sees itself alone.
-        block: rows of every block, or ``(n,)`` rows of each; 0 or more.
-        inside: a block is bidirectional (``"full"``) or ``"causal"``.
-        window: how many base tokens before its anchor a block sees at most; None: all of its document.
-        inclusive: whether a block sees its anchor.
-        base: base rows see nothing (``"none"``: they are features of another model, so `AnchoredMask.queries` is run), or their
-            document ``"causal"``.
+        documents: ``(tokens,)`` int32 or int64 tensor with the document of each base token, -1 for padding; or a list of
+            lengths. Documents are contiguous.
+        anchors: ``(n,)`` base tokens in any order; they may repeat. A block whose anchor is padding attends only to itself.
+        block: the number of rows of every block, or ``(n,)`` for each block; 0 or more.
+        inside: attention inside a block: bidirectional (``"full"``) or ``"causal"``.
+        window: the number of base tokens before its anchor that a block attends to; None: all of its document.
+        inclusive: whether a block attends to its anchor.
+        base: ``"none"``: base rows attend to nothing (they are features of another model, and `AnchoredMask.queries` is run).
+            ``"causal"``: they attend to their document causally.
 
     Returns:
         A square mask of ``tokens + sum(block)`` rows. Positions of base tokens are relative to their document, those of padding
@@ -90,7 +90,7 @@ def anchored(
         ValueError: anchors outside the base, a document in two pieces, sizes out of range, an unknown name.
         TypeError: something that is not an integer.
 
-    A tensor on a GPU is copied to the host first, which synchronizes.
+    A tensor on a GPU is copied to the host, which synchronizes.
 
     Source: DFlash as trained by speculators (``anchored(ids, anchors, 16)``, with a window in sliding layers); P-EAGLE (rollouts of
     an anchor as one block of their depths: ``inside="causal", inclusive=True, base="causal"``); DiffusionGemma as trained by NeMo
@@ -151,7 +151,7 @@ def _array(numbers: Tensor) -> tuple[int, int]:
 
 
 def _integers(argument: str, values: Sequence[int] | Tensor) -> Tensor:
-    """A copy as a contiguous int64 vector in host memory: the mask keeps it."""
+    """A copy as a contiguous int64 vector in host memory, which the mask keeps."""
     op = "masks.anchored"
     numbers = torch.as_tensor(values, device=None if isinstance(values, Tensor) else "cpu")
     integers = numbers.numel() == 0 or numbers.dtype in INDEX_DTYPES

@@ -36,7 +36,7 @@ def causal(q_len: int, kv_len: int | None = None) -> SegmentMask:
 
 
 def full(q_len: int, kv_len: int | None = None) -> SegmentMask:
-    """Each token attends to all.
+    """Each token attends to all tokens.
 
     Args:
         q_len: rows, 0 or more.
@@ -68,7 +68,7 @@ def block_causal(length: int, block_size: int, prefix_len: int = 0) -> SegmentMa
             1 1 1 1 1
 
     Args:
-        length: all tokens, the prefix included.
+        length: all tokens, including the prefix.
         block_size: tokens of a block.
         prefix_len: tokens before the first block, causal among themselves.
 
@@ -104,13 +104,13 @@ def pack(masks: Sequence[SegmentMask], length: int | None = None) -> SegmentMask
 
     Args:
         masks: whole masks, no slices.
-        length: total tokens, padding included; None: those of the masks.
+        length: total tokens, including padding; None: those of the masks.
 
     Raises:
         ValueError: slices, or masks longer than `length` in total.
         TypeError: something that is not a mask.
 
-    For rows of padding attention returns zeros and a log-sum-exp of -inf. Their positions are 0.
+    Attention returns zeros and a log-sum-exp of -inf for padding rows. Their positions are 0.
 
     Example:
         >>> import pdkernels as pd

@@ -44,7 +44,7 @@ MIN_SHARE = 0.035
 
 
 class Run(Protocol):
-    """What a picture shows of a segment."""
+    """The part of a segment that a picture shows."""
 
     @property
     def length(self) -> int: ...
@@ -55,7 +55,7 @@ class Run(Protocol):
 
 
 class Picture(NamedTuple):
-    """What a picture shows of a mask. Windows and indices are over all tokens."""
+    """The part of a mask that a picture shows. Windows and indices are over all tokens."""
 
     segments: Sequence[Run]
     segment_ids: Tensor
@@ -197,7 +197,7 @@ def _bar(axes: Axes, corner: tuple[float, float], box: tuple[float, float], colo
 
 
 def _labelled(mask: Picture, window: tuple[int, int]) -> list[tuple[int, int, str, str]]:
-    """Start, end, kind and label of bars. Where the segments are too narrow for words, runs of one kind share a bar."""
+    """Start, end, kind and label of bars. Where segments are too narrow for a label, runs of one kind share a bar."""
     totals: dict[tuple[int, str], int] = {}
     numbers = []
     for segment in mask.segments:
@@ -249,7 +249,7 @@ def _tiles(axes: Axes, plan: TilePlan) -> None:
 
 
 def _kind_legend(mask: Picture, colours: dict[str, str]) -> list[Any]:
-    """The colours that the picture holds: of the keys' kinds, and both shades of them where both are there."""
+    """The colours in the picture, one per kind of key, in both shades if both occur."""
     from matplotlib.patches import Patch
 
     shown = {mask.segments[number].kind for number, _, _ in _spans(mask, mask.columns)}

@@ -54,9 +54,9 @@ def dual_stream(
     Raises:
         ValueError: sizes out of range, an unknown name, positions that do not ascend within ``[prefix_len, length)``.
 
-    Source: Nemotron-Labs-Diffusion, released code (the paper's "causally across blocks" for the noisy stream is loose: code
-    and Block Diffusion show a noisy block no other noisy block); its compact layout for responses; Fast-dLLM v2. The paper
-    does not say how blocks are counted where vision tokens are dropped; counting by position is this project's choice.
+    Source: Nemotron-Labs-Diffusion, released code (the paper's "causally across blocks" for the noisy stream is imprecise: in the
+    code and in Block Diffusion a noisy block sees no other noisy block); its compact layout for responses; Fast-dLLM v2. The paper
+    does not say how blocks count where vision tokens are dropped; counting by position is this project's choice.
 
     Example:
         >>> import pdkernels as pd
@@ -96,7 +96,7 @@ def dual_stream(
         noisy_sizes = torch.bincount((kept - prefix_len) // block_size, minlength=len(sizes)).tolist()
 
     noisy_first = order == "noisy_first"
-    prefix = len(sizes) if noisy_first else 0  # number of the prefix's segment, before the clean blocks
+    prefix = len(sizes) if noisy_first else 0  # index of the prefix's segment, before the clean blocks
     inside: Literal["causal", "full"] = "causal" if clean == "causal" else "full"
     cleans = [(1, (Repeated(prefix_len, "causal", (), "prompt"),)), *_runs(sizes, inside, prefix, "clean")]
     noisies = _runs(noisy_sizes, "full", prefix, "noisy")

@@ -124,10 +124,10 @@ def noise_aware_causal(
         prompt_len: tokens of the prompt, 0 or more.
         block_size: tokens of a block, 1 or more.
         num_blocks: noisy blocks, and as many clean ones; 0 or more.
-        conditioning: which form of earlier blocks a noisy block attends to. ``"noisy"``: the noisy ones (i = 0), which makes the mask two
-            causal sequences that share the prompt; ``"clean"``: the clean ones (i = j); ``"window"``: clean blocks of earlier
-            windows, noisy ones of its own (i = j rounded down to a multiple of `window`).
-        window: blocks of a window, with ``conditioning="window"`` only. It need not divide `num_blocks`.
+        conditioning: the copy of earlier blocks that a noisy block attends to. ``"noisy"``: noisy blocks (i = 0), which makes the mask
+            two causal sequences that share the prompt; ``"clean"``: clean blocks (i = j); ``"window"``: clean blocks of earlier
+            windows and noisy blocks of its own (i = j rounded down to a multiple of `window`).
+        window: blocks of a window, only with ``conditioning="window"``. It does not have to divide `num_blocks`.
         layout: ``"streams"``: prompt, clean blocks, noisy blocks, the order that fills tiles; ``"interleaved"``: prompt,
             noisy 0, clean 0, noisy 1, ..: the paper's order. Only the order of rows and columns differs.
 
@@ -136,7 +136,7 @@ def noise_aware_causal(
         ``prompt_len + j * block_size ..``.
 
     Raises:
-        ValueError: sizes out of range, an unknown name, a window missing or not wanted.
+        ValueError: sizes out of range, an unknown name, a missing or unexpected window.
 
     Source: Jacobi Forcing, figure 2b and its three trainers (noisy; clean as in CLLM; window). The docstring of the released
     window trainer says that blocks of a window see clean ones; its code and the paper say noisy, as here.
@@ -205,7 +205,7 @@ def noise_aware_causal(
 
 
 def candidates(count: int, length: int) -> SegmentMask:
-    """Branches that continue the same prefix, each causal and masked from the others. The prefix is not part of the mask::
+    """Branches that continue the same prefix. Each is causal and masked from the others. The prefix is not part of the mask::
 
         candidates(2, 2)
             1 . . .

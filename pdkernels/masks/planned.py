@@ -27,7 +27,7 @@ class Stage(NamedTuple):
 def planned(
     stages: Sequence[Stage | tuple[Any, ...]], sparse: bool = False, open_chunks: OpenChunks = "hidden"
 ) -> SegmentMask:
-    """Plans are causal, chunks attend to what came before their round and to themselves, and a sync makes chunks visible::
+    """Plans are causal, chunks attend to the text before their round and to themselves, and a sync makes chunks visible::
 
         planned([Stage(2, (2, 2))])           sparse=True
         plan   1 . | . . . . | .              1 . | . . . . | .
@@ -39,15 +39,15 @@ def planned(
         sync   1 1 | 1 1 1 1 | 1              1 1 | 1 1 1 1 | 1
 
     - A plan token attends to all plan and sync tokens before it, and to all chunks before the last sync.
-    - A chunk token attends to what a plan token before its round's chunks attends to, its own chunk, and, if dense, the
-      round's other chunks.
+    - A chunk token attends to the tokens that are visible to the last plan token before it, to its own chunk, and, if dense, to the
+      other chunks of the round.
     - A sync token attends to everything before it. Tokens before a chunk never attend to it.
 
     Args:
         stages: the rounds, as `Stage` or as tuples ``(plan, chunks, sync)``.
         sparse: whether the chunks of a round are masked from each other (PDSA).
-        open_chunks: how later chunks see chunks of an earlier round until a sync: "hidden", as in training, or "visible", as
-            in the sampler's accumulated mask. Plan tokens never attend to them. It matters only for a text that continues
+        open_chunks: whether chunks of an earlier round without a sync are "hidden" from later chunks, as in training, or "visible",
+            as in the sampler's accumulated mask. Plan tokens never attend to them. This matters only for a text that continues
             without a sync, which the sampler never writes.
 
     Returns:
@@ -72,7 +72,7 @@ def planned(
     check_choice(f"masks.{op}", "open_chunks", open_chunks, get_args(OpenChunks))
     check_type(isinstance(stages, Iterable), f"masks.{op}", "stages", "be a sequence of stages", type(stages).__name__)
     segments: list[Segment] = []
-    hidden: list[range] = []  # segments of chunks that no sync has shown yet
+    hidden: list[range] = []  # segments of chunks that no sync has made visible yet
     for stage in stages:
         is_stage = isinstance(stage, tuple) and 1 <= len(stage) <= 3
         check_type(
@@ -118,8 +118,8 @@ def planned_streams(
               s  . . . .   1 1 1 1 .
               p  . . . .   1 1 1 1 1
 
-    Each round is noisy while the rounds before it are clean, as in decoding. Clean chunks that no other round attends to, such
-    as those of a last round without a sync, are left out.
+    The noisy chunks of a round see the earlier rounds clean, as in decoding. Clean chunks that no other round attends to, such as
+    those of a last round without a sync, are left out.
 
     Args:
         stages, sparse, open_chunks: as in `planned`.

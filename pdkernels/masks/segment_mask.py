@@ -1,4 +1,4 @@
-"""The mask type: segments of tokens, what each sees, and the forms that attention implementations read."""
+"""The mask type: segments of tokens, the segments that each attends to, and the forms that attention implementations read."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Segment(NamedTuple):
-    """A run of tokens that are seen together, and what they see."""
+    """A run of tokens that are visible together, and the segments that they attend to."""
 
     length: int
-    """Tokens; 0 is allowed, so that segment numbers do not depend on what is empty."""
+    """Number of tokens; 0 is allowed, so that empty segments do not change the indices of the others."""
     inside: Literal["causal", "full", "none"]
-    """What a token sees of its own segment: itself and what comes before it, all of it, or nothing."""
+    """Attention inside the segment: causal, full or none."""
     sees: tuple[range, ...] = ()
-    """Numbers of the other segments it sees in full: ascending ranges that do not overlap."""
+    """Indices of the other segments that it attends to: ascending ranges that do not overlap."""
     kind: str = "tokens"
-    """What the segment is, such as ``"prompt"`` or ``"noisy"``: a colour in pictures."""
+    """The kind of segment, such as ``"prompt"`` or ``"noisy"``, which sets its colour in pictures."""
     sample: int = 0
-    """The packed sample it belongs to."""
+    """Index of the packed sample."""
 
 
 class Sees(NamedTuple):
-    """Segments ``range(start, stop, step)`` that a repeated segment sees; both ends advance from one repetition to the next."""
+    """Segments ``range(start, stop, step)`` that a repeated segment attends to; both ends advance with each repetition."""
 
     start: int
     stop: int
@@ -67,11 +67,11 @@ Run = tuple[int, tuple[Repeated, ...]]
 
 
 class SegmentMask:
-    """Which tokens may see which, as a short list of segments.
+    """An attention mask as a short list of segments.
 
-    Between two different segments visibility is all or nothing; inside a segment it is causal, full or none. So a mask over
-    16k tokens takes a few hundred numbers, and all other forms are made from those. Slices are masks too: ``mask[a:b, c:d]``
-    shows rows ``a..b`` and columns ``c..d``, so queries and keys may differ in number::
+    A segment attends to all of another segment or to none of it; inside a segment attention is causal, full or none. So a mask
+    over 16k tokens takes a few hundred numbers, from which all other forms are made. Slices are masks too: ``mask[a:b, c:d]``
+    has rows ``a..b`` and columns ``c..d``, so the numbers of queries and keys may differ::
 
         prompt of 2, then two separate branches of 2:   m[2:4] (queries of the first branch)
             1 . | . . | . .                                 1 1 | 1 . | . .
@@ -134,7 +134,7 @@ class SegmentMask:
 
     @classmethod
     def _of_table(cls, table: _host.SegmentMask, labels: list[tuple[str, int, int]], positions: Tensor) -> Self:
-        """A mask whose table was built from tensors. It is new in every step, so its plans are not cached for long."""
+        """A mask whose table was built from tensors. Every step makes a new one, so its plans are not cached for long."""
         mask = cls.__new__(cls)
         mask._given, mask._runs, mask._table_labels = (), None, labels
         mask._rows = mask._columns = (0, table.tokens)
@@ -160,7 +160,7 @@ class SegmentMask:
 
     @cached_property
     def _labels(self) -> list[tuple[str, int, int]]:
-        """Kind, sample and number of segments, for each run of segments that agree in them."""
+        """Kind, sample and length of each run of segments with the same kind and sample."""
         if self._table_labels is not None:
             return self._table_labels
         parts: Iterable[tuple[tuple[str, int], int]] = (((part.kind, part.sample), 1) for part in self._given)
@@ -205,7 +205,7 @@ class SegmentMask:
 
     @property
     def density(self) -> float:
-        """Visible pairs as a share of all pairs; 0 for a mask without any."""
+        """Visible pairs as a share of all pairs; 0 for an empty mask."""
         return self.plan().visible_pairs / max(self.q_len * self.kv_len, 1)
 
     def __getitem__(self, window: slice | tuple[slice, slice]) -> SegmentMask:
@@ -226,7 +226,7 @@ class SegmentMask:
         return view
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and other processes need: the planner's table and all caches are derived from it."""
+        """State for copies and pickling. The planner's table and all caches are derived from it."""
         state = {
             name: value for name, value in vars(self).items() if name != "_table" and not hasattr(type(self), name)
         }
@@ -260,7 +260,7 @@ class SegmentMask:
 
     @cached_property
     def relation(self) -> Tensor:
-        """``(segments, segments)`` uint8: 0 where the row's segment sees nothing of the column's, 1 all, 2 itself causally."""
+        """``(segments, segments)`` uint8: 0 if the row's segment attends to none of the column's, 1 to all, 2 to itself causally."""
         size = self._table.segments
         if size == 0:
             return torch.zeros(0, 0, dtype=torch.uint8, device="cpu")
@@ -281,7 +281,7 @@ class SegmentMask:
         return (relation == 1) | ((relation == 2) & (rows[:, None] >= columns))
 
     def dense(self) -> Tensor:
-        """``(q_len, kv_len)`` bool, True where the row sees the column. For checks and pictures: it holds every pair.
+        """``(q_len, kv_len)`` bool, True where the row attends to the column. For checks and pictures, since it stores every pair.
 
         Example:
             >>> import pdkernels as pd
@@ -293,8 +293,8 @@ class SegmentMask:
     def mask_mod(self, device: torch.device | str = "cpu") -> MaskMod:
         """The mask as FlexAttention's ``mask_mod(batch, head, q_index, kv_index)``.
 
-        It reads tables held as tensors (the segment of each token, what a segment sees), so that a compiled kernel does not
-        depend on the sizes within the mask. For a whole `BlockMask` see `pdkernels.integrations.flex_attention`.
+        It reads tensors (the segment of each token, the relation of segments), so that a compiled kernel does not depend on the
+        sizes within the mask. For a whole `BlockMask` see `pdkernels.integrations.flex_attention`.
 
         Example:
             >>> import torch, pdkernels as pd
@@ -343,7 +343,7 @@ class SegmentMask:
 
         Args:
             path: the file.
-            tile: overlays the tiles of this size: outlined where all is visible, hatched where a bitmap is needed.
+            tile: overlays tiles of this size: full ones are outlined, partial ones hatched.
             title: above the picture; None: the kinds of segments. The size and the density are always added.
         """
         plan = None if tile is None else self.plan(*(tile if isinstance(tile, tuple) else (tile, tile)))
@@ -365,7 +365,7 @@ def _make_plan(mask: SegmentMask, block_q: int, block_k: int, device: torch.devi
 
 
 _plan = lru_cache(maxsize=128)(_make_plan)
-# Masks of a training step never recur, and must not evict those that do. Layers of a few kinds share them.
+# Masks of a training step never recur and must not evict masks that do. Layers of a few kinds share them.
 _plan_of_a_step = lru_cache(maxsize=16)(_make_plan)
 
 

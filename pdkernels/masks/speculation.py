@@ -16,7 +16,7 @@ InGroup = Literal["bidirectional", "causal"]
 
 
 class QuadraticMask(SegmentMask):
-    """A `quadratic` mask, with the rows of draft and mask tokens. All of them are int64, in the mask's row order.
+    """A `quadratic` mask, and the rows of its draft and mask tokens, as int64 tensors in the mask's row order.
 
     Attributes:
         block_size, masks_per_group, in_group, layout, anchor_group: as given to the builder.
@@ -30,12 +30,12 @@ class QuadraticMask(SegmentMask):
 
     @property
     def groups(self) -> range:
-        """Draft tokens that a group of masks continues."""
+        """The number of draft tokens that have a group of masks."""
         return range(0 if self.anchor_group else 1, self.block_size)
 
     @cached_property
     def draft_rows(self) -> Tensor:
-        """``(block_size,)`` rows of the draft tokens."""
+        """``(block_size,)`` the rows of the draft tokens."""
         draft = arange(self.block_size)
         if self.layout == "spec_first":
             return draft
@@ -68,7 +68,7 @@ def quadratic(
     layout: Literal["spec_first", "interleaved"] = "spec_first",
     anchor_group: bool = True,
 ) -> QuadraticMask:
-    """A draft, and for each of its tokens a group of masks that drafts the continuation in case the draft is accepted up to there::
+    """A draft, and for each of its tokens a group of masks, which drafts the continuation if the draft is accepted up to there::
 
         quadratic(2)                          interleaved: d m m | d m m
           d d   m m   m m                       1 . . . . .
@@ -83,14 +83,14 @@ def quadratic(
     tokens 0 .. g and itself. The cached prefix, visible to all, is not part of the mask, so one mask serves all steps.
 
     Args:
-        block_size: draft tokens, the first one (the anchor, known to be right) included.
+        block_size: draft tokens, including the first one (the anchor, which is already verified).
         masks_per_group: None: as many as draft tokens.
         in_group: whether masks of a group attend to each other ``"bidirectional"`` (Nemotron-Labs-Diffusion, TiDAR) or ``"causal"``
             (Samragh et al., Apple).
-        layout: ``"spec_first"``: all draft tokens, then the groups: tiles fill up, and accepting a draft moves no cache row;
+        layout: ``"spec_first"``: all draft tokens, then the groups, which fills tiles and accepts drafts without moving cache slots;
             ``"interleaved"``: each draft token before its group.
-        anchor_group: whether the anchor has a group. The released code has it, equation 11 of the paper does not, but then
-            nothing is drafted when all but the anchor is rejected.
+        anchor_group: whether the anchor has a group. The released code has one. Equation 11 of the paper has none; then
+            nothing is drafted if all tokens but the anchor are rejected.
 
     Returns:
         A square mask; positions ``g + r`` are relative to the cached length: draft token g at g, mask r = 1, 2, .. of its group at
@@ -172,8 +172,8 @@ def tree(parents: Sequence[int] | Tensor) -> SegmentMask:
         ([0, 1, 2, 1], [1, 2, 1])
     """
     given = parents.tolist() if isinstance(parents, Tensor) else parents
-    wanted = "be a sequence of integers"
-    check_type(isinstance(given, Iterable), "masks.tree", "parents", wanted, type(parents).__name__)
+    expectation = "be a sequence of integers"
+    check_type(isinstance(given, Iterable), "masks.tree", "parents", expectation, type(parents).__name__)
     parents = [integer("tree", "parents", parent, -1) for parent in given]
     children = [0] * len(parents)
     depth: list[int] = []
@@ -205,7 +205,7 @@ def tree(parents: Sequence[int] | Tensor) -> SegmentMask:
 
 
 def _and_segment(sees: tuple[range, ...], segment: int) -> tuple[range, ...]:
-    """The ranges, extended by one more segment."""
+    """The ranges plus one more segment."""
     if sees and sees[-1].stop == segment:
         return (*sees[:-1], range(sees[-1].start, segment + 1))
     return (*sees, range(segment, segment + 1))

@@ -1,4 +1,4 @@
-"""The tile plan: all that a block-sparse kernel knows about a mask."""
+"""The tile plan: the form of a mask that block-sparse kernels read."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _concatenated(begin: Tensor, end: Tensor) -> Tensor:
 
 
 class BlockLists(NamedTuple):
-    """Full and partial key tiles of each query tile, padded: what FlashAttention 4 and FlexAttention read. All int32."""
+    """Full and partial key tiles of each query tile, padded, as FlashAttention 4 and FlexAttention read them. All int32."""
 
     mask_block_cnt: Tensor
     """(..., q_tiles) partial key tiles of each query tile."""
@@ -52,7 +52,7 @@ class BlockLists(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """For each tile of one side the tiles of the other that it visits, in the order of the kernels. All int32."""
+    """For each tile of one side, the tiles of the other side that it visits, in the order of the kernels. All int32."""
 
     offsets: Tensor
     """(tiles + 1,): tile t visits entries ``offsets[t] .. offsets[t + 1]`` of the next two."""
@@ -64,17 +64,17 @@ class Visits(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TilePlan:
-    """Which tiles hold a visible pair, which of those need a mask, and those masks, one bit per pair.
+    """The tiles with a visible pair, and the bitmaps of those that need a mask, one bit per pair.
 
-    A tile is `block_q` rows by `block_k` columns; tiles with nothing visible take no space. Full tiles come in runs, so each
-    tile has ranges of full tiles of the other side, and a list of the tiles that need a mask: the partial ones, and one that shows
-    all its pairs but extends past the lengths. Identical bitmaps of partial tiles are stored once. All tensors are int32 and share
-    one block of memory. `visits` lists every tile.
+    A tile is `block_q` rows by `block_k` columns; tiles without a visible pair take no space. Full tiles come in runs, so each
+    tile has ranges of full tiles of the other side, and a list of the tiles that need a mask: partial tiles, and a full tile that
+    extends past the end. Identical bitmaps are stored once. All tensors are int32 and share one block of memory. `visits` lists
+    every tile.
     """
 
     rows: Tensor
     """(q_tiles + kv_tiles, 4), a row for each query tile, then one for each key tile: its ranges are ``lists[row[0] : row[1]]``,
-    its list is ``lists[row[1] : row[2]]``. ``row[3]`` is a tile of the same side; these go from most to fewest visits. A stacked
+    its list is ``lists[row[1] : row[2]]``. ``row[3]`` is a tile of the same side, in descending order of visits. A stacked
     plan has a leading batch dimension here."""
     lists: Tensor
     """(n, 2): ranges ``[first, last)`` of full tiles, entirely within the lengths; and tiles with the index of their bitmap, or -1.
@@ -97,7 +97,7 @@ class TilePlan:
 
     @property
     def tile_efficiency(self) -> float:
-        """Visible pairs as a share of the pairs in visited tiles, ragged tiles counted in full; 1 if none is visited."""
+        """Visible pairs divided by the pairs of visited tiles; ragged tiles count in full. 1 if no tile is visited."""
         return self.visible_pairs / (self.visited_tiles * self.block_q * self.block_k) if self.visited_tiles else 1.0
 
     @property
@@ -112,7 +112,7 @@ class TilePlan:
 
     @property
     def batch(self) -> int | None:
-        """Samples of a stacked plan; None for a plan that all samples share."""
+        """The number of samples of a stacked plan; None for a plan that all samples share."""
         return self.rows.shape[0] if self.rows.dim() == 3 else None
 
     @property
@@ -122,17 +122,17 @@ class TilePlan:
 
     @property
     def q_order(self) -> Tensor:
-        """(q_tiles,): query tiles, those with the most visits first."""
+        """(q_tiles,): query tiles in descending order of visits."""
         return self.rows[..., : self.grid[0], 3]
 
     @property
     def k_order(self) -> Tensor:
-        """(kv_tiles,): key tiles, those with the most visits first."""
+        """(kv_tiles,): key tiles in descending order of visits."""
         return self.rows[..., self.grid[0] :, 3]
 
     @property
     def arguments(self) -> PlanArguments:
-        """What the attention ops take."""
+        """The arguments of the attention ops."""
         return PlanArguments(self.rows, self.lists, self.bitmaps, self.block_q, self.block_k)
 
     def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,7 +142,7 @@ class TilePlan:
         return {field.name: getattr(self, field.name) for field in fields(self) if field.type != "Tensor"}
 
     def to(self, device: torch.device | str) -> TilePlan:
-        """The plan on another device, moved in one copy. Itself if it is already there."""
+        """The plan on another device, moved in one copy; `self` if it is already there."""
         device = numbered(device)
         if self.device == device:
             return self
@@ -153,7 +153,7 @@ class TilePlan:
 
         Args:
             transposed: list the query tiles of each key tile instead of the key tiles of each query tile.
-            sample: of a stacked plan.
+            sample: index of a sample of a stacked plan.
 
         Example:
             >>> import pdkernels as pd
@@ -178,7 +178,7 @@ class TilePlan:
     def dense(self) -> Tensor:
         """``(q_len, kv_len)`` bool, or ``(batch, q_len, kv_len)`` of a stacked plan: True where the row sees the column.
 
-        The plan unpacked pair by pair, on its device, without a sync. For checks and references: it holds every pair.
+        Unpacks the plan pair by pair, on its device, without a sync. For checks and references, since it stores every pair.
 
         Example:
             >>> import pdkernels as pd
@@ -197,7 +197,7 @@ class TilePlan:
         there = (numbers >= begin.gather(1, own)) & (numbers < end.gather(1, own))
         is_range = there & (numbers < middle.gather(1, own))
         first, second = self.lists.T
-        # Each tile's content: nothing, all, or a bitmap. Pairs of no row go to a column that is cut off.
+        # The content of each tile: nothing, all, or a bitmap. Pairs without a row go to an extra column, which is cut off.
         width = kv_tiles + 1
         edges = torch.zeros(samples, q_tiles * width, dtype=torch.int32, device=self.device)
         for column, step in ((first, 1), (second, -1)):
@@ -271,8 +271,8 @@ class TilePlan:
 
         Args:
             full: ``(q_tiles, kv_tiles)`` bool, True where all pairs within the lengths are visible.
-            partial: query tile and key tile of the ``n`` tiles in `visible`, row by row, none of them full. Those that turn
-                out to be full become full, those with nothing visible are dropped.
+            partial: query tile and key tile of the ``n`` tiles in `visible`, row by row, none of them in `full`. Tiles whose
+                pairs are all visible become full, and empty ones are dropped.
             visible: ``(n, block_q, block_k)`` bool, False past the lengths.
             q_len, kv_len: rows and columns.
 
@@ -329,7 +329,7 @@ class TilePlan:
 
     @staticmethod
     def stack(plans: Sequence[TilePlan]) -> TilePlan:
-        """One plan for a batch with one mask per sample: offsets and orders get a leading batch dimension.
+        """Stacks the plans of a batch with one mask per sample: `rows` gets a leading batch dimension.
 
         Args:
             plans: one per sample, of equal lengths and tile sizes, on one device, none of them stacked.
@@ -350,11 +350,11 @@ class TilePlan:
         for plan in plans:
             check(plan.batch is None, op, "plans", "be plans of single samples", "a stacked plan")
             for name in ("q_len", "kv_len", "block_q", "block_k", "device"):
-                wanted, have = getattr(first, name), getattr(plan, name)
+                expected, actual = getattr(first, name), getattr(plan, name)
                 remedy = (
                     "Lengthen the shorter masks with pack([mask], length=...)." if name in ("q_len", "kv_len") else ""
                 )
-                check(have == wanted, op, "plans", f"agree in {name} ({wanted})", have, remedy)
+                check(actual == expected, op, "plans", f"agree in {name} ({expected})", actual, remedy)
         # Samples that share a plan share its lists and bitmaps.
         distinct = list({id(plan): plan for plan in plans}.values())
         before = dict(zip(map(id, distinct), accumulate((len(plan.lists) for plan in distinct), initial=0)))

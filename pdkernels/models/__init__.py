@@ -1,4 +1,4 @@
-"""A lean transformer and a recurrent-depth model on our caches, the trained tiny models, and real checkpoints from local
+"""A transformer and a recurrent-depth model that run on our caches, the trained tiny models, and checkpoints from local
 folders."""
 
 from pdkernels.models.callable_model import CallableModel, from_callable

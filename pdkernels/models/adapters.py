@@ -32,7 +32,7 @@ _HALVES = {
 
 
 class Pair(NamedTuple):
-    """``W + scale * b @ a``; for an embedding, of its transpose. PiSSA and OLoRA first take a part of W away, as PEFT does."""
+    """``W + scale * b @ a``; for an embedding, of its transpose. PiSSA and OLoRA first subtract a part of W, as PEFT does."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -64,7 +64,7 @@ class Adapter(NamedTuple):
     name: str
 
     def merged(self, state: Mapping[str, torch.Tensor], layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Our parameters `state` with the adapter merged, in this dtype where it changes them."""
+        """Our parameters `state` with the adapter merged. Changed tensors have this dtype."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         ours = dict(state)
         for name, parts in layout.parts():
@@ -81,7 +81,7 @@ class Adapter(NamedTuple):
         return ours
 
     def drafting(self, layout: Layout) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """For each layer the pair of its attention's output projection, the second scaled."""
+        """The pair of each layer's attention output projection; the second matrix includes the scale."""
         names = [next(iter(parts)) for name, parts in layout.parts() if re.fullmatch(r"layers\.\d+\.output", name)]
         other = sorted(set([*self.pairs, *self.whole]) - set(names))
         only = "change attention's output projections alone, which is what drafts are made with"
@@ -99,7 +99,7 @@ class Adapter(NamedTuple):
 def read_adapter(folder: str | Path, layout: Layout) -> Adapter:
     """The adapter in a folder, for a checkpoint with these tensors.
 
-    Everything is checked against the checkpoint before a tensor is read. Anything in an adapter that we do not compute is refused.
+    The adapter is checked against the checkpoint before a tensor is read. It is refused if it needs a computation that we do not have.
     """
     folder = Path(folder)
     try:
@@ -150,7 +150,7 @@ def read_adapter(folder: str | Path, layout: Layout) -> Adapter:
 
 
 def named_adapter(name_or_folder: str | Path) -> Path:
-    """The folder of an adapter. A string may name one in the package, a path never does."""
+    """The folder of an adapter. A string may name an adapter of the package; a path is always a folder."""
     packaged = isinstance(name_or_folder, str) and name_or_folder in available_adapters()
     return PACKAGED / name_or_folder if packaged else Path(name_or_folder)
 
@@ -175,7 +175,7 @@ def read_mask_token(folder: str | Path, hidden_size: int) -> torch.Tensor | None
 
 
 def _published(stored: str, shapes: Mapping[str, object], layout: Layout) -> str | None:
-    """The checkpoint's tensor of this name. An adapter of the headless model lacks the first part of the name."""
+    """The checkpoint's tensor of this name. Names of an adapter of the headless model lack the first component."""
     if not stored.startswith(_PREFIX):
         return None
     name = stored.removeprefix(_PREFIX)
@@ -213,7 +213,7 @@ def _check_modules(
     modules: Mapping[str, str],
     whole: Mapping[str, str],
 ) -> None:
-    """PEFT uses exactly the tensors of the modules that adapter_config.json names; others it drops with a warning."""
+    """Refuses tensors of modules that adapter_config.json does not name; PEFT drops them with a warning."""
     outside = (layout.embedding, layout.head)
     for name, module in modules.items():
         used = settings.adapts(module, name not in outside)

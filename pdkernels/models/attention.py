@@ -1,10 +1,10 @@
-"""What each new token sees, and the attention over it.
+"""The visibility of new tokens, and their attention.
 
-A forward on a cache is `speculative_attention_append_`: the prefix is read in place, paged or not, the new K and V are stored
-after it, and the plan of the new tokens does not depend on its length. This holds for any number of rows, since on the CPU a
-causal row gets the same bits in all forwards. What the kernels do not support (fp64, heads that are not a multiple of 8 in
-16 .. 256) and bool masks take another path: PyTorch's attention over a copy of the prefix with the new tokens after it, under
-a dense mask. For tests and small experiments.
+A forward on a cache calls `speculative_attention_append_`: the prefix is read in place, paged or not, the new K and V are stored
+after it, and the plan of the new tokens does not depend on its length. Any number of rows takes this path, because on the CPU a
+causal row gets the same bits in all forwards. Inputs that the kernels do not support (fp64, head dimensions that are not a
+multiple of 8 in 16 .. 256) and bool masks take another path, meant for tests and small experiments: PyTorch's attention over a
+copy of the prefix and the new tokens, under a dense mask.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from pdkernels.ops.transformer_ops import apply_rope_
 
 
 class Visibility(NamedTuple):
-    """Which keys each row of a forward sees.
+    """The keys that each row of a forward attends to.
 
-    `mask` is the plan of the new tokens, or True where a row sees a key and broadcasts to `(batch, heads, rows, keys)`. None:
-    every row sees every key, or, with `causal`, row i sees keys 0..i. On a cache without a plan, the first `prefix` keys are
-    cached ones; the others are the new tokens'.
+    `mask` is the plan of the new tokens, or a bool tensor that broadcasts to `(batch, heads, rows, keys)`. None: every row
+    attends to every key, or, with `causal`, row i to keys 0..i. On a cache without a plan, the first `prefix` keys are cached,
+    and the others belong to the new tokens.
     """
 
     mask: torch.Tensor | TilePlan | None
@@ -41,7 +41,7 @@ class Visibility(NamedTuple):
 
 
 def check_tokens(op: str, tokens: torch.Tensor, device: torch.device) -> None:
-    """Checks the tokens for a model on `device`; ids out of range are caught by the embedding."""
+    """Checks the tokens for a model on `device`. The embedding checks the range of ids."""
     check_type(isinstance(tokens, torch.Tensor), op, "tokens", "be a tensor", type(tokens).__name__)
     check(tokens.dim() == 2, op, "tokens", "have shape (batch, length)", tuple(tokens.shape))
     check_type(tokens.dtype in INDEX_DTYPES, op, "tokens", "be int64 or int32", tokens.dtype)
@@ -49,7 +49,7 @@ def check_tokens(op: str, tokens: torch.Tensor, device: torch.device) -> None:
 
 
 def check_mask(op: str, mask: torch.Tensor | TilePlan | None, batch: int, length: int, device: torch.device) -> None:
-    """ValueError or TypeError for what a forward of `op` over `length` tokens cannot take as a mask."""
+    """Raises ValueError or TypeError if a forward of `op` over `length` tokens cannot use this mask."""
     if isinstance(mask, TilePlan):
         if (mask.q_len, mask.kv_len) != (length, length):
             fail(op, "mask", f"be a plan of {length} x {length} tokens", f"{mask.q_len} x {mask.kv_len}")
@@ -72,7 +72,7 @@ def check_mask(op: str, mask: torch.Tensor | TilePlan | None, batch: int, length
 
 
 def uncached_visibility(mask: torch.Tensor | TilePlan | None, *, causal: bool = True) -> Visibility:
-    """A full forward: a `(length, length)` or `(batch, length, length)` mask, or a plan; None: causal, or all see all."""
+    """Visibility of a full forward: a `(length, length)` or `(batch, length, length)` mask, or a plan; None: causal or full."""
     if mask is None:
         return Visibility(None, causal=causal)
     if isinstance(mask, TilePlan):
@@ -87,7 +87,7 @@ def cached_visibility(
     rows: int,
     mask: torch.Tensor | TilePlan | None,
 ) -> Visibility:
-    """`rows` new tokens that see the whole prefix of their sequence, and each other as `mask` says; None: causal.
+    """Visibility of `rows` new tokens, which attend to their whole prefix, and to each other by `mask`; None: causally.
 
     `lengths` is the host's copy of the cache's lengths, which exists on a CPU.
     """
@@ -104,7 +104,7 @@ def cached_visibility(
 
 
 class NewRows(NamedTuple):
-    """The rows of a forward: how they are rotated, what they see, and where their K and V are stored."""
+    """The rows of a forward: their rotation, their visibility, and where their K and V are stored."""
 
     rotation: Rotation
     style: RopeStyle
@@ -130,7 +130,7 @@ class NewRows(NamedTuple):
 
 
 def _causal_plan(rows: int, device: torch.device) -> TilePlan:
-    """A decoder uses the same few widths repeatedly. Short ones are never freed: a graph may have captured them."""
+    """A cached plan, because a decoder uses few widths. Short plans are never freed: a graph may have captured them."""
     return (_kept_plan if rows <= 256 else _recent_plan)(rows, device)
 
 
@@ -170,13 +170,13 @@ def attend_cached(
 def attend_stored(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: Visibility, cache: Cache, layer: int
 ) -> torch.Tensor:
-    """The same where K and V are already after the prefix."""
+    """Attention of new tokens whose K and V are already stored after the prefix."""
     if isinstance(visibility.mask, TilePlan):
         k_cache, v_cache = cache.k[layer], cache.v[layer]
         return speculative_attention(
             q, k, v, k_cache, v_cache, cache.lengths, visibility.mask, block_table=cache.block_table
         )
-    # From the forward, not the cache, which may not keep, or have room for, all new tokens.
+    # The new K and V come from the forward: the cache may not store all of them.
     keys, values = (torch.cat([old, new], 1) for old, new in zip(cache.layer(layer, visibility.prefix), (k, v)))
     return attend(q, keys, values, visibility)
 
@@ -203,10 +203,10 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: Visibi
 
 
 def _is_ordinary(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether all numbers and scores are finite. PyTorch's CPU kernels return 0 for a row whose scores are all NaN, and spread a value
-    that is not finite to the rows that do not see it."""
+    """Whether all inputs and scores are finite. Otherwise PyTorch's CPU kernels return 0 for a row whose scores are all NaN, and
+    spread a NaN or infinity to rows that do not attend to it."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or type(q) is not torch.Tensor:
-        return True  # no branch on values there
+        return True  # a branch on values would synchronise
     if q.numel() == 0 or k.numel() == 0:
         return True
     largest = [max(abs(float(end)) for end in torch.aminmax(x.detach())) for x in (q, k, v)]
@@ -214,7 +214,7 @@ def _is_ordinary(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 def _by_formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: Visibility) -> torch.Tensor:
-    """Pair by pair: a product with what a row does not see is left out, since 0 times NaN is NaN."""
+    """Attention that skips masked pairs instead of multiplying by 0, because 0 times NaN is NaN."""
     rows, keys, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     seen = visibility.mask
     if seen is None:
@@ -225,7 +225,7 @@ def _by_formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: V
     queries = q.transpose(1, 2).to(wide)
     pairs = seen[..., None]
     heads = []
-    for head in range(q.shape[2]):  # one at a time, for the memory
+    for head in range(q.shape[2]):  # one at a time, to save memory
         key, value = (x[:, :, head // group].to(wide)[:, None, None] for x in (k, v))
         scores = (torch.where(pairs, queries[:, head, None, :, None], 0) * torch.where(pairs, key, 0)).sum(-1)
         scores = (scores * q.shape[3] ** -0.5).masked_fill(~seen, -torch.inf)
@@ -236,7 +236,7 @@ def _by_formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: V
 
 
 def _by_matmul(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-    """For training on a CPU, where the backward of SDPA takes twice as long as that of two batched products."""
+    """Attention by two batched products, for training on a CPU, where the backward of SDPA takes twice as long."""
     batch, length, heads, head_dim = q.shape
     kv_heads, group = k.shape[2], heads // k.shape[2]
     q = q.unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4).reshape(batch * kv_heads, group * length, head_dim)

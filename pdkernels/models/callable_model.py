@@ -1,4 +1,4 @@
-"""A model from a function: anything that maps tokens to logits serves every method that needs no KV cache."""
+"""A model made of a function from tokens to logits, for every method that needs no KV cache."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class CallableConfig:
 
     @property
     def attention(self) -> Literal["bidirectional", "either"]:
-        """Models whose rows predict their own token are bidirectional; of those that predict the next token only the caller knows."""
+        """Models whose rows predict their own token are bidirectional. If rows predict the next token, only the caller knows."""
         return "bidirectional" if self.predicts == "own" else "either"
 
 
 class TokenCache:
-    """Holds the texts themselves instead of K and V: a forward then runs over each in full.
+    """A cache of the texts instead of K and V. Every forward runs over the full texts.
 
     Attributes:
         tokens: ``(batch, capacity + 1)`` int64; the last column takes padding that does not fit.
-        lengths: ``(batch,)`` int64, how much of each text is committed.
+        lengths: ``(batch,)`` int64, the committed length of each text.
     """
 
     block_table: Tensor | None = None
@@ -63,7 +63,7 @@ class TokenCache:
         self._most, self._visible = max(self._most, length), None
 
     def append_(self, tokens: Tensor) -> Tensor:
-        """Writes `tokens` ``(batch, T)`` after the committed ones. Returns the texts, as wide as the longest is known to be."""
+        """Writes `tokens` ``(batch, T)`` after the committed ones. Returns the texts up to the known maximum length."""
         width = tokens.shape[1]
         longest = max(self.lengths.tolist()) if self.device.type == "cpu" else self._most
         self._most = min(longest + width, self.capacity)
@@ -99,12 +99,12 @@ class CallableModel:
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        """Rows that predict their own token see the whole text; of rows that predict the next one only the caller knows."""
+        """Rows that predict their own token see the whole text. If rows predict the next token, only the caller knows."""
         own = self.config.predicts == "own"
         return frozenset(("bidirectional", "own_prediction") if own else ("causal", "bidirectional"))
 
     def new_cache(self, batch: int, capacity: int) -> TokenCache:
-        """Room for the texts of a generation."""
+        """A cache for the texts of a generation."""
         return TokenCache(batch, capacity, self.device)
 
     def __call__(
@@ -121,7 +121,7 @@ class CallableModel:
     def recompute(
         self, tokens: Tensor, cache: TokenCache, starts: Tensor, *, counts: Tensor | None = None, visible: Tensor
     ) -> Tensor:
-        """Logits of whole texts. Texts of different lengths run one length at a time, since rows see their whole text."""
+        """Logits of whole texts. Texts of different lengths run one length at a time, because rows see their whole text."""
         if counts is None:
             return self._run(tokens)
         lengths = [min(length, tokens.shape[1]) for length in cache.shown(visible)]
@@ -169,8 +169,8 @@ def from_callable(
 ) -> CallableModel:
     """A model from a function of whole texts, for `generate` with every method that needs no KV cache.
 
-    These are `autoregressive` and `jacobi` where `f` is causal and predicts the next token, and `llada`, `dream`, `slowfast` and
-    ``fast_dllm(cache="none")`` where it fills in masks. Every forward runs `f` over each text in full.
+    These are `autoregressive` and `jacobi` if `f` is causal and predicts the next token, and `llada`, `dream`, `slowfast` and
+    ``fast_dllm(cache="none")`` if it fills in masks. Every forward runs `f` over the full texts.
 
     Args:
         f: ``f(tokens) -> logits``: int64 ``(batch, T)`` to ``(batch, T, vocab_size)``, or to an object with such `.logits`. A
@@ -183,10 +183,10 @@ def from_callable(
         tokenizer: for text as prompts and results.
         max_positions: the longest text that `f` takes.
         device: device of the tokens. None: that of the parameters of `f`, or the CPU.
-        dtype: what `f` computes in, which matters only for fp64. None: that of its parameters, or fp32.
+        dtype: the dtype of the computation, which matters only for fp64. None: that of its parameters, or fp32.
 
-    With "own" the causal methods are refused. With "next" the method decides whether `f` is causal: nothing checks it.
-    In a batch of texts of different lengths a method that fills masks calls `f` once for each length, since `f` has no mask for padding.
+    With "own" the causal methods are refused. With "next" the caller has to choose a method that fits: causality is not checked.
+    In a batch of texts of different lengths, a method that fills masks calls `f` once per length, because `f` takes no padding mask.
 
     Raises:
         ValueError, TypeError: arguments; at the first forward, logits of another shape or device.

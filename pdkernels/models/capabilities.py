@@ -1,4 +1,4 @@
-"""What a model can do for a decoder, in literals that it states and decoding methods require."""
+"""Capabilities: literals that a model declares and that decoding methods require."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ assert set(CAPABILITIES) == set(get_args(Capability))
 
 
 def capabilities(model: Any) -> frozenset[Capability]:
-    """What `model` states in its attribute `capabilities`; for a model without one, what its config says.
+    """The attribute `capabilities` of `model`, or, without one, the capabilities that follow from its config.
 
     >>> import pdkernels as pd
     >>> sorted(capabilities(pd.models.load("tiny-trimode"))), sorted(capabilities(pd.models.load("tiny-recurrent")))
@@ -55,5 +55,5 @@ def of_config(model: Any) -> frozenset[Capability]:
 
 
 def rows_ahead(model: Any) -> int:
-    """How far ahead the logits of a row predict: 0 for its own token, 1 for the next."""
+    """The offset of the token that the logits of a row predict: 0 for its own, 1 for the next."""
     return 0 if "own_prediction" in capabilities(model) else 1

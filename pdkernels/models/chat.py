@@ -1,9 +1,9 @@
 """Chats as text: the templates of a checkpoint, rendered by the optional library `jinja2` in a sandbox.
 
-A template is a program by whoever made the checkpoint. The sandbox lets it reach neither files nor Python internals nor change
-anything, and it runs in a process of its own with limits of time and memory.
+A template is a program written by whoever made the checkpoint. The sandbox denies it access to files and Python internals, and
+it cannot change anything. It runs in a separate process with limits on time and memory.
 
-Source of what templates may use: `utils/chat_template_utils.py` of github.com/huggingface/transformers.
+Source of the functions that templates may use: `utils/chat_template_utils.py` of github.com/huggingface/transformers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pdkernels.models.fields import OP, shown, some
 Message: TypeAlias = Mapping[str, Any]
 Messages: TypeAlias = Sequence[Message]
 
-_MAX = 1 << 22  # characters of a template, and of what it writes
+_MAX = 1 << 22  # characters of a template, and of its output
 _OP = "ChatTemplate.render"
 _JINJA = (3, 1, 6)  # templates get out of the sandbox of earlier ones
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -95,7 +95,7 @@ class ChatTemplate:
         return text if ending is None else _cut(text, ending)
 
     def chosen(self, name: str | None = None, tools: Any = None) -> str:
-        """The source of the template of this name, or of the one that is used with these tools."""
+        """The source of the template of this name, or of the default one for these tools."""
         if self.named is None:
             check(name is None, _OP, "chat_template", "be None where a checkpoint has one template", shown(name))
             return str(self.source)
@@ -126,7 +126,7 @@ class ChatTemplate:
 
 
 def check_messages(op: str, argument: str, messages: Any) -> None:
-    """TypeError or ValueError for what is not a list of messages."""
+    """Raises TypeError or ValueError if this is not a list of messages."""
     listed = isinstance(messages, Sequence) and all(isinstance(message, Mapping) for message in messages)
     check_type(listed, op, argument, "be a list of messages", type(messages).__name__)
     check(len(messages) > 0, op, argument, "hold at least one message", "an empty list")
@@ -136,7 +136,7 @@ def check_messages(op: str, argument: str, messages: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON has it: an object of any other kind could do more than a template may."""
+    """The value as plain JSON types. An object of another type could give a template more access than it may have."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, str):
@@ -160,13 +160,13 @@ def _plain(value: Any) -> Any:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Reasoning under any of its names is found under the usual ones."""
+    """Copies reasoning to the usual field names, whichever name the message uses."""
     reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _mark_final(message: dict[str, Any], field: str, source: str) -> str:
-    """Puts a mark after the text of the last message; returns that text."""
+    """Appends a marker to the text of the last message and returns that text."""
     op, label = _OP, "continue_final_message"
     text: Any = message.get(field)
     check(text is not None, op, label, "name a field of the last message", shown(field))
@@ -186,10 +186,10 @@ def _mark_final(message: dict[str, Any], field: str, source: str) -> str:
 
 
 def _cut(text: str, ending: str) -> str:
-    """The rendered text up to the mark."""
+    """The rendered text up to the marker."""
     mark = _CONTINUED.strip()
     there = ending.strip() in text and mark in text
     refuse(not there, _OP, "continue_final_message needs a template that writes the last message")
     at = text.rindex(mark)
-    # A template that strips messages strips the space at the end of the mark too.
+    # A template that strips messages also strips the space at the end of the marker.
     return text[:at] if text.startswith(_CONTINUED, at) else text[:at].rstrip()

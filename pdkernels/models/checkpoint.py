@@ -1,4 +1,4 @@
-"""A checkpoint whose weights are not yet read."""
+"""A checkpoint before its weights are read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Config: TypeAlias = TransformerConfig | RecurrentDepthConfig
 
 
 class Checkpoint(NamedTuple):
-    """What is known of a checkpoint before its weights are read."""
+    """Configuration, tokenizer and readers of a checkpoint, before its weights are read."""
 
     config: Config
     layout: Layout
@@ -33,6 +33,6 @@ class Checkpoint(NamedTuple):
     """Its files, if parts of tensors can be read from them."""
 
     def with_mask_token(self) -> Checkpoint:
-        """The same with one more id, that of the mask token."""
+        """The checkpoint with one more id, for the mask token."""
         size = self.config.vocab_size
         return self._replace(config=replace(self.config, vocab_size=size + 1), mask_token=size)

@@ -53,9 +53,9 @@ class TransformerConfig:
     """An RMS norm over each head of q and k before RoPE, with one weight for all heads of q and one for those of k (Qwen3)."""
     tied_head: bool = True
     attention: Literal["causal", "bidirectional"] = "causal"
-    """What rows see in a forward without a cache and without a mask: those up to themselves, or all."""
+    """The attention of a forward without a cache and without a mask."""
     predicts: Literal["next", "own"] = "next"
-    """Which token the logits of row i predict: i + 1, or i itself, which is then a mask."""
+    """The token that the logits of row i predict: i + 1, or i itself, which is then a mask."""
     max_positions: int = 2048
     """Positions the model was trained for: `generate` refuses longer texts, unless `overflow="warn"`; a forward takes them."""
 
@@ -144,7 +144,7 @@ class RecurrentDepthConfig:
 
     @property
     def kv_heads(self) -> int:
-        """As many as query heads."""
+        """The number of KV heads, equal to that of query heads."""
         return self.heads
 
     @property

@@ -1,10 +1,11 @@
-"""A canvas on a feature cache: most steps of a masked-diffusion model compute few of its rows and keep the others.
+"""A canvas with a feature cache: most steps of a masked-diffusion model recompute only a few rows and reuse the others.
 
 Source: "dLLM-Cache: Accelerating Diffusion Large Language Models with Adaptive Caching", and the released code. The plain
-form is reference/dllm_cache.py. What the code keeps and never reads is left out:
-- For a prompt only K and V: its residual stream is recomputed whenever needed. Models whose rows predict the next token need
-  its last row in every step; for that row the cache keeps what the layers after the first add to it.
-- K after the rotation: a row never moves.
+form is reference/dllm_cache.py. State that the released code stores but never reads is left out:
+
+- For a prompt only K and V are cached; its residual stream is recomputed when needed. Models whose rows predict the next token
+  need its last row in every step. For that row the cache keeps what the layers after the first add to it.
+- K is cached after the rotation, because a row never moves.
 - The first layer is computed for all new rows in every step, as in the current revision. For the prompt it would give the same
   K and V again.
 """
@@ -56,13 +57,13 @@ class SomeHeads(Protocol):
 
 
 class FeatureCache:
-    """K and V of a canvas, and what attention and feed-forward last gave each new row, layer by layer.
+    """K and V of a canvas, and the last outputs of attention and feed-forward for each new row, in every layer.
 
-    A canvas is a prompt and the `generated` positions after it. Its steps are counted from 1, for all sequences of the batch
+    A canvas is a prompt and the `generated` positions after it. Steps count from 1, for all sequences of the batch
     together. Step s computes the prompt if ``(s - 1) % prompt_interval == 0``, and the new rows if
-    ``(s - 1) % gen_interval == 0``, so step 1 computes everything. In other steps each layer after the first computes only the
-    share `transfer_ratio` of the new rows whose values V have changed most; the others add to their residual stream what they
-    added last.
+    ``(s - 1) % gen_interval == 0``, so step 1 computes everything. In other steps each layer after the first recomputes only the
+    share `transfer_ratio` of the new rows whose values V have changed most; the other rows add their cached outputs to the
+    residual stream.
 
     Args:
         model: bidirectional.
@@ -70,10 +71,10 @@ class FeatureCache:
         prompt_capacity: tokens of the longest prompt.
         generated: positions after each prompt.
         prompt_interval, gen_interval: steps from one refresh to the next (the paper's K_p and K_r).
-        transfer_ratio: share of the new rows that a step between two refreshes computes (rho), 0 .. 1, rounded down; with 0 their
-            values are not even compared.
-        baseline: values are compared with those of the "last" step, as published, or with those of the step that "recomputed"
-            the row last; the latter are then also the values that other rows see.
+        transfer_ratio: share of the new rows that a step between two refreshes recomputes (rho), 0 .. 1, rounded down; with 0
+            the values are not compared at all.
+        baseline: "last" compares values with those of the last step, as published; "recomputed" compares them with those of the
+            step that last recomputed the row, which are then also the values that other rows attend to.
         page_size: rows per page of the KV cache; None keeps it contiguous.
 
     Attributes:
@@ -143,7 +144,9 @@ class FeatureCache:
         self._attention, self._feed_forward = (_memory.zeros(features, model.dtype, model.device) for _ in range(2))
         self._prompt_rows = torch.arange(prompt_capacity, device=model.device)
         self._new_rows = torch.arange(generated, device=model.device)
-        self._after_first: torch.Tensor | None = None  # what the layers after the first add to a prompt's last row
+        self._after_first: torch.Tensor | None = (
+            None  # the sum that the layers after the first add to the last row of the prompt
+        )
 
     @torch.no_grad()
     def forward(
@@ -155,8 +158,8 @@ class FeatureCache:
             tokens: ``(batch, L)`` int32 or int64, the prompts with their new positions; any ids past those
                 are ignored.
             prompt_lengths: ``(batch,)`` int32 or int64, 1 .. `prompt_capacity`, the same in all steps.
-            visible: ``(batch,)`` int32 or int64: the canvases are cut there, between the ends of the prompt and of the
-                    canvas. Rows past the cut keep what was cached for them until a later step recomputes them; their hidden states
+            visible: ``(batch,)`` int32 or int64: the length to which each canvas is cut, between the ends of the prompt and of
+                    the canvas. Rows past the cut keep their cached features until a later step recomputes them; their hidden states
                     are meaningless. None: no cut. The first step must not cut.
 
         Returns:
@@ -169,7 +172,7 @@ class FeatureCache:
         model, ends = self._model, prompt_lengths + self._generated if visible is None else visible
         prompt_due, new_due = (self.step % interval == 0 for interval in self._intervals)
         self.step += 1
-        # The layers decide which rows are computed.
+        # The layers choose the rows that are computed.
         nowhere = prompt_lengths.new_empty(len(tokens), 0)
         base = recomputed_rows(
             self._kv,
@@ -235,7 +238,7 @@ class FeatureCache:
         return self._gather(x, step.prompt_lengths[:, None] - self._shift + self._new_rows)
 
     def _some(self, step: _Step, prompt_due: bool, new_due: bool) -> torch.Tensor:
-        """Computes all new rows or those that moved, and the prompt's rows when due, or in the first layer its last one."""
+        """Computes all new rows or those that changed. Of the prompt it computes all rows when due, or the last in the first layer."""
         model, lengths = self._model, step.prompt_lengths[:, None]
         new = model.embed(step.tokens.gather(1, lengths + self._new_rows))
         old, slots = None, lengths - 1
@@ -263,7 +266,7 @@ class FeatureCache:
     def _layer(
         self, index: int, step: _Step, new: torch.Tensor, whole: bool, old: torch.Tensor | None, slots: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Runs a layer on the residual streams of the new rows, all or a few of them, and of the prompt's rows at `slots`."""
+        """Runs a layer on the residual streams of all or some new rows, and of the prompt's rows at `slots`."""
         layer, qkv, at, chosen = self._model.layers[index], [], [], None
         if old is not None:
             qkv.append(layer.project(layer.normed(old)))
@@ -291,7 +294,7 @@ class FeatureCache:
         return self._add(new, self._feed_forward[index], more, chosen), old
 
     def _moved_(self, v: torch.Tensor, layer: int, step: _Step) -> torch.Tensor | None:
-        """Numbers of the rows whose values differ most from the cached ones, which those of `v` replace; None: no row."""
+        """Indices of the rows whose values differ most from the cached ones, which are replaced by `v`; None: no row."""
         max_selected = int(self._generated * self._ratio)
         quota = None if step.counts is None else (step.counts.double() * self._ratio).long()
         starts, fresh, cached, table, update = (
@@ -302,7 +305,7 @@ class FeatureCache:
             self._update,
         )
         if isinstance(self._model, SomeHeads):
-            # All heads decide. The choice is made on copies; chosen rows get their new values when they are stored.
+            # The similarity is over all heads, on copies; selected rows get their new values when they are stored.
             slots = (starts[:, None] + self._new_rows).clamp(max=self._kv.capacity - 1)[..., None, None]
             mine = self._kv.layer(layer, self._kv.capacity)[1]
             mine = mine.gather(1, slots.expand(-1, -1, *mine.shape[2:]))
@@ -326,12 +329,12 @@ class FeatureCache:
         return rows if max_selected else None
 
     def _keep(self, cached: torch.Tensor, added: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """`added`, after caching its rows at `positions` ``(batch, generated)``."""
+        """Caches the rows of `added` at `positions` ``(batch, generated)`` and returns it."""
         cached.copy_(torch.where((positions >= 0)[..., None], self._gather(added, positions), cached))
         return added
 
     def _remember(self, first: torch.Tensor, end: torch.Tensor) -> None:
-        """Keeps the difference of the prompt's last row after the last and after the first layer, without rounding."""
+        """Caches the prompt's last row after the last layer minus after the first layer, without rounding."""
         wide = torch.promote_types(end.dtype, torch.float32)
         self._after_first = end.to(wide) - first.to(wide)
 

@@ -1,4 +1,4 @@
-"""The fields of a config.json, read with checks of kind and range; every error names the file and the field."""
+"""The fields of a config.json, checked for type and range; every error names the file and the field."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LARGEST = 2**31 - 1
 
 
 class Kept(Sequence[Any]):
-    """An array that stays in its file: only its length is known until `read` is called."""
+    """An array that stays in its file until `read` is called; until then only its length is known."""
 
     def __init__(self, count: int, read: Callable[[], list[Any]]) -> None:
         self._count, self._read = count, read
@@ -30,7 +30,7 @@ class Kept(Sequence[Any]):
 
 
 def shown(value: object) -> str:
-    """A short description of what was found: files may hold anything, of any length."""
+    """A short form of a value for error messages, because values from files may be arbitrarily long."""
     if isinstance(value, Mapping):
         return f"an object of {len(value)} fields"
     if isinstance(value, Kept) or (isinstance(value, (list, tuple)) and len(value) > 8):
@@ -42,20 +42,20 @@ def shown(value: object) -> str:
 
 
 def some(names: Iterable[str], maximum: int = 4) -> str:
-    """The first of these names, and how many more there are."""
+    """The first of these names, and the number of the others."""
     listed = [name if name.isprintable() and len(name) <= 120 else shown(name) for name in names]
     return ", ".join(listed[:maximum]) + (f" and {len(listed) - maximum} more" if len(listed) > maximum else "")
 
 
 def demand(condition: bool, field: str, expectation: str, actual: object) -> None:
-    """NotImplementedError for what a config.json requires and our models do not compute."""
+    """Raises NotImplementedError for a requirement of config.json that our models do not support."""
     if not condition:
         raise NotImplementedError(message(OP, f"config.json: {field}", expectation, actual))
 
 
 @contextmanager
 def read_from(where: str) -> Iterator[None]:
-    """Errors from what is built from a file's fields name the file too."""
+    """Adds the name of the file to errors of objects that are built from its fields."""
     try:
         yield
     except (ValueError, TypeError) as error:

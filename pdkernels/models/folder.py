@@ -1,4 +1,4 @@
-"""The files of a checkpoint's folder: regular files inside it, checked before they are opened, and read within limits."""
+"""The files of a checkpoint folder: only regular files inside it, checked before they are opened, and with limits on their size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pdkernels.models.layout import DTYPES, Layout, Stored
 
 INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _OTHERS = ("consolidated", "adapter_model", "mask_token")
-"""Files of other programs or with other contents, which often lie beside a checkpoint's own."""
+"""Files of other programs, which are often in the folder of a checkpoint."""
 _TEXT_BYTES = 1 << 22
 _READ_BYTES = 1 << 23  # at a time, where numbers are converted
 _COMPARED = 1 << 20  # numbers at a time
@@ -40,8 +40,8 @@ _NUMBERS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "floa
 def member(folder: Path, name: str, named_by: str = "") -> Path | None:
     """The regular file of this name inside the folder, or None. It is not opened here.
 
-    A checkpoint may come from anywhere: its files must lie in its folder and must not be links out of it, pipes or devices.
-    In the cache of the Hugging Face Hub a snapshot's files are links into the folder ``blobs`` next to it; those are followed.
+    A checkpoint is untrusted: its files must be in its folder, and must not be links out of it, pipes or devices.
+    In the cache of the Hugging Face Hub, the files of a snapshot are links into the folder ``blobs`` next to it, which are followed.
     """
     label = f"{named_by}: {shown(name)}" if named_by else name
     inside = name and not os.path.isabs(name) and not {"..", "", "."} & set(name.split("/")) and "\\" not in name
@@ -52,7 +52,7 @@ def member(folder: Path, name: str, named_by: str = "") -> Path | None:
         kind = path.lstat().st_mode
         real = path.resolve()
         if real != home / name:
-            # An adapter is in a subfolder of the snapshot.
+            # An adapter may be in a subfolder of the snapshot.
             snapshots = next((up for up in (home.parent, home.parent.parent) if up.name == "snapshots"), None)
             follow = snapshots is not None and real.parent == snapshots.parent / "blobs"
             remedy = "Put the file itself there."
@@ -69,7 +69,7 @@ def member(folder: Path, name: str, named_by: str = "") -> Path | None:
 
 
 def members(folder: Path, subfolder: str, ending: str) -> list[str]:
-    """The names, without the ending, of the entries of a subfolder that have it, in order; none if there is no subfolder."""
+    """The sorted names, without the extension, of the files of a subfolder with this extension; empty without the subfolder."""
     try:
         names = sorted(entry.name for entry in (folder / subfolder).iterdir() if entry.name.endswith(ending))
     except (FileNotFoundError, NotADirectoryError):
@@ -110,7 +110,7 @@ def read_text(folder: Path, name: str) -> str | None:
 
 
 class Weights:
-    """The tensors of a folder: first their shapes and dtypes, from the headers alone, then their data."""
+    """The tensors of a folder. Shapes and dtypes are read from the headers, before any data."""
 
     def __init__(self, folder: Path, files: list[str] | None = None) -> None:
         self.stored: dict[str, Stored] = {}
@@ -126,7 +126,7 @@ class Weights:
                 fail(OP, file, f"hold what {INDEX} says", f"no tensor called {some([name])}")
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All of them, on the CPU."""
+        """All tensors, on the CPU."""
         try:
             return {name: self._open[known.file].get_tensor(name) for name, known in self.stored.items()}
         except (SafetensorError, OSError, RuntimeError, ValueError) as error:
@@ -197,7 +197,7 @@ class Weights:
             fail(OP, path.name, "be readable as safetensors", _why(error))
 
     def part(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
-        """The slice from `start` to `stop` along dimension `dim` of a 1-D or 2-D tensor; no more is read."""
+        """The slice from `start` to `stop` along dimension `dim` of a 1-D or 2-D tensor. Nothing else is read."""
         file = self.stored[name].file
         try:
             known = self._open[file].get_slice(name)
@@ -250,7 +250,7 @@ def _offset(entry: Any, known: Stored) -> int:
 
 
 def _listed(folder: Path) -> dict[str, str]:
-    """The files of all tensors as the index names them, checked to exist; empty if there is no index."""
+    """The file of each tensor by the index, checked to exist; empty if there is no index."""
     index = read_fields(folder, INDEX)
     if index is None:
         return {}
@@ -270,7 +270,7 @@ def _found(folder: Path) -> list[str]:
         found = sorted(path.name for path in folder.glob("*.safetensors"))
     except OSError as error:
         fail(OP, "name_or_path", "be a folder that can be read", f"{folder} ({_why(error)})")
-    # With a model.safetensors, model.fp16.safetensors is the same in other numbers.
+    # Next to a model.safetensors, model.fp16.safetensors has the same tensors in another dtype.
     others = (*_OTHERS, "model.") if _SINGLE in found else _OTHERS
     names = [name for name in found if name == _SINGLE or not name.startswith(others)]
     only = f", only {some(found)}" if found else ""
@@ -279,7 +279,7 @@ def _found(folder: Path) -> list[str]:
 
 
 def _why(error: Exception) -> str:
-    """The cause reported by another library, on one line."""
+    """The message of another library, on one line."""
     words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     words = " ".join(words.split()).rstrip(".")
     return words if len(words) <= 200 else words[:197] + "..."

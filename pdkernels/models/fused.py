@@ -1,6 +1,6 @@
 """The matrix products of a model and the ops between them.
 
-Inference runs each as one op. These have no gradient and no fp64, so training and proofs use plain PyTorch. Rows are
+Inference runs each as one op. The ops have no gradient and no fp64, so training and fp64 checks use plain PyTorch. Rows are
 independent in all of them: a row gets the same bits alone and in a batch.
 """
 
@@ -23,7 +23,7 @@ def enabled(x: torch.Tensor) -> bool:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x @ weight^T + bias``. On CUDA, which has no product of few rows of ours yet, always PyTorch's."""
+    """``x @ weight^T + bias``. On CUDA always PyTorch's product, because we have no kernel for few rows there yet."""
     if x.device.type == "cpu" and enabled(x):
         return product(x, weight, bias)
     return F.linear(x, weight, bias)

@@ -56,7 +56,7 @@ _OTHERWISE = {
     "rope.scaling.yarn_ext_factor": (-1.0, 1.0),
     "rope.scaling.yarn_log_multiplier": (0.0,),
 }
-"""Fields that require another computation unless they have one of these values."""
+"""Fields and their supported values; any other value would need a different computation."""
 
 
 def read(path: Path, dtype: torch.dtype | None) -> Checkpoint:
@@ -70,7 +70,7 @@ def read(path: Path, dtype: torch.dtype | None) -> Checkpoint:
     stored.pop(_FACTORS, None)
     layout.stored(stored)
     fields = Fields(file.fields, file.name)
-    # Before all of them become strings.
+    # Refuse it before all tokens become Python strings.
     tokens = fields.get("tokenizer.ggml.tokens")
     count = len(tokens) if isinstance(tokens, (list, Kept)) else 0
     rows = f"be as many as the embedding has rows ({config.vocab_size}), or fewer"
@@ -180,7 +180,7 @@ def _scaling(file: GgufFile, fields: Fields, head_dim: int, positions: int) -> R
 
 
 def _layout(config: TransformerConfig, name: str) -> Layout:
-    """The tensors of a file with this configuration: those of the published checkpoint, under other names."""
+    """The tensors of a file with this configuration: those of the published checkpoint, under GGUF names."""
     published = hf.layout(config)
     return Layout(partial(_parts, published), config.layers, _EMBEDDING, _HEAD, config.tied_head, name)
 
@@ -209,7 +209,7 @@ def _gather(
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
-    """Our parameters, tensor by tensor: no more than a few rows are ever held twice."""
+    """Our parameters, tensor by tensor, so that only a few rows are in memory twice."""
     heads = (
         {"attn_q": config.heads, "attn_k": config.kv_heads} if file.fields["general.architecture"] == "llama" else {}
     )
@@ -224,7 +224,7 @@ def _gather(
             first += part[0]
             turned = heads.get(theirs.split(".")[-2])
             if turned is not None:
-                # Their RoPE pairs adjacent components, so the writer interleaved the halves of each head.
+                # RoPE pairs adjacent components in these files, so the writer interleaved the halves of each head.
                 pairs = target.view(turned, config.head_dim // 2, 2, -1)
                 target.copy_(pairs.transpose(1, 2).reshape(part))
         ours[name] = whole.to(device)
@@ -232,7 +232,7 @@ def _gather(
 
 
 def _decimal(value: Any) -> Any:
-    """A number as it was before rounding to fp32: the shortest decimal that rounds to it."""
+    """The shortest decimal that rounds to this fp32 number, which is the value before it was stored."""
     import numpy
 
     return float(str(numpy.float32(value))) if type(value) is float and abs(value) < 3e38 else value

@@ -1,4 +1,4 @@
-"""Which tokens of a GGUF file end a text: those that it names, and those that llama.cpp knows by their text.
+"""The end tokens of a GGUF file: those that it names, and those that llama.cpp recognises by their text.
 
 Source: the end-of-generation tokens of `src/llama-vocab.cpp` in github.com/ggml-org/llama.cpp. Where several tokens have texts of
 one kind, that program takes any of them; here it is the first.
@@ -24,23 +24,23 @@ _BY_TEXT = {
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-"""The texts that tell what a token is for, where no field does."""
+"""The texts by which tokens are recognised if no field names them."""
 _OLDER = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
 _ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 _RENDERED = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
 
 
 class Marks(NamedTuple):
-    """What is special about tokens of a file."""
+    """End tokens and corrected token types of a file."""
 
     ends: tuple[int, ...]
-    """Tokens that end a text, a turn or a message; the file's own first."""
+    """Tokens that end a text, a turn or a message; those named by the file come first."""
     kinds: dict[int, int]
-    """Kinds of tokens that are others than the file says."""
+    """Token types that replace those in the file."""
 
 
 def marks_of(fields: Fields, vocab_size: int) -> Marks:
-    """The end tokens, by llama.cpp's rule, and the kinds that it changes with them."""
+    """The end tokens by llama.cpp's rule, and the token types that it changes."""
     tokens = fields.texts("tokenizer.ggml.tokens")
     index = {token: number for number, token in reversed(list(enumerate(tokens)))}
     roles: dict[str, int] = {}
@@ -62,7 +62,7 @@ def marks_of(fields: Fields, vocab_size: int) -> Marks:
     texts = {tokens[end]: end for end in ends if end < len(tokens)}
     calls = "<|call|>" in texts or "<|calls|>" in texts
     if "<|end|>" in texts and calls and ("<|return|>" in texts or "<|flush|>" in texts):
-        # These formats end each of several messages so, and a text otherwise.
+        # In these formats the token ends each of several messages, and another token ends the text.
         kinds[texts["<|end|>"]] = USER
         del ends[texts["<|end|>"]]
     if "</s>" in texts and "<|tool_response>" in texts:

@@ -28,7 +28,7 @@ _MAX_NAMES, _MAX_STRINGS = 1 << 16, 1 << 20
 _MAX_TEXT = 1 << 23  # bytes of the strings outside of lists, together
 _SHORT = 16  # elements of an array that is read at once
 _KINDS = "tokenizer.ggml.token_type"
-_CHUNK = 1 << 20  # numbers dequantised at a time: whole blocks of every type
+_CHUNK = 1 << 20  # elements dequantised at a time, a multiple of the block size of every type
 
 
 class GgufTensor(NamedTuple):
@@ -71,7 +71,7 @@ class GgufFile:
         )
 
     def read_into_(self, target: torch.Tensor, tensor: GgufTensor) -> None:
-        """Its numbers in `target`, a contiguous tensor of its shape and any dtype. Dequantises a chunk at a time."""
+        """Writes the elements to `target`, a contiguous tensor of its shape and any dtype, one chunk at a time."""
         import numpy
 
         kind = self._quants.GGMLQuantizationType(tensor.type)
@@ -134,11 +134,11 @@ class GgufFile:
         def read() -> list[Any]:
             return list(struct.unpack_from(code, self._map, start))
 
-        # A number takes many times its size as an object, so only the array that is used becomes one.
+        # As Python objects the elements take many times their size, so only the array that is used is converted.
         return read() if count <= _SHORT or (key == _KINDS and count <= _MAX_STRINGS) else Kept(count, read)
 
     def _texts(self, count: int, key: str) -> list[str] | Kept:
-        """An array of strings, checked. As objects they take many times their size."""
+        """An array of strings, checked first, because as Python objects they take many times their size."""
         self._strings += count
         maximum = f"hold at most {_MAX_STRINGS} strings in lists"
         check(self._strings <= _MAX_STRINGS, OP, self.name, maximum, f"{self._strings} up to {shown(key)}")

@@ -1,7 +1,7 @@
 """The tokenizer of a GGUF file: byte-level BPE from its tokens and merges, through the optional library `tokenizers`.
 
-How text is split before merges apply is only named in the file (`tokenizer.ggml.pre`). Source of the names' meaning:
-src/llama-vocab.cpp of github.com/ggml-org/llama.cpp, and the tokenizer.json files of the models.
+The file only names the pre-tokenizer, which splits text before merges apply (`tokenizer.ggml.pre`). Source of the meaning of the
+names: src/llama-vocab.cpp of github.com/ggml-org/llama.cpp, and the tokenizer.json files of the models.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _assemble(pre: str, vocabulary: dict[str, int], pairs: list[Any], kinds: lis
 
 
 def _begin(made: Any, fields: Fields, tokens: list[str], tokenizers: Any) -> None:
-    """Prepends the beginning-of-text token to a text if the model was trained so."""
+    """Prepends the BOS token to a text if the model was trained with it."""
     where = f"{fields.where}: tokenizer.ggml"
     if fields.flag("tokenizer.ggml.add_eos_token", False):
         raise NotImplementedError(message(OP, f"{where}.add_eos_token", "be false", True))
@@ -96,7 +96,7 @@ def _begin(made: Any, fields: Fields, tokens: list[str], tokenizers: Any) -> Non
 
 
 def _template(fields: Fields, tokens: list[str]) -> ChatTemplate | None:
-    """The file's templates: one, or several of which others than the default are fields with a name at their end."""
+    """The templates of the file. The fields of templates other than the default end with a name."""
     main = "tokenizer.chat_template"
     found = {
         name.removeprefix(f"{main}."): value for name, value in fields.values.items() if name.startswith(f"{main}.")

@@ -20,11 +20,11 @@ from pdkernels.models.layout import Layout, Parts
 NEMOTRON = "nemotron_labs_diffusion"
 ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "ministral3", "Dream", "Fast_dLLM_Qwen", "sdar", NEMOTRON)
 MASK_TOKENS = {"Fast_dLLM_Qwen": 151665, "sdar": 151669}
-"""The defaults of the published code for fields missing in a config.json."""
+"""Defaults of the published classes for fields that a config.json omits."""
 
 
 class _Usual(NamedTuple):
-    """What a published class takes for fields that a config.json leaves out."""
+    """The defaults of a published class for fields that a config.json omits."""
 
     positions: int
     kv_heads: int | None = None
@@ -34,7 +34,7 @@ class _Usual(NamedTuple):
     eps: float = 1e-6
     window: int | None = None
     switched: bool = False
-    """Windows are switched on by use_sliding_window, from layer max_window_layers on."""
+    """Whether use_sliding_window enables windows, from layer max_window_layers on."""
     bias: bool = False
     """attention_bias may be true."""
 
@@ -66,8 +66,8 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
     fields.require(_REQUIRED)
     kind = fields.get("model_type")
     demand(kind in ARCHITECTURES, "model_type", f"be one of {', '.join(ARCHITECTURES)}", shown(kind))
-    # Dream has Qwen2's layers, without a causal mask: row i still predicts token i + 1, which may be a mask. Fast-dLLM v2 has
-    # them too, and is causal except for the block that it fills. So is SDAR, with Qwen3's layers and rows that predict their own
+    # Dream has Qwen2's layers without a causal mask; row i still predicts token i + 1, which may be a mask. Fast-dLLM v2 has the
+    # same layers and is causal except for the block that it fills. So is SDAR, with Qwen3's layers and rows that predict their own
     # token.
     like_qwen2, like_qwen3 = kind in ("qwen2", "Dream", "Fast_dLLM_Qwen"), kind in ("qwen3", "sdar")
     if like_qwen3:  # the published classes default to 128, regardless of the other sizes
@@ -117,7 +117,7 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
 
 
 def _check_window(fields: Fields, usual: _Usual, positions: int) -> None:
-    """Refuses windows that are shorter than the longest text, in the layers that have one."""
+    """Refuses layers with a window that is shorter than the longest text."""
     layers = fields.integer("num_hidden_layers")
     types = fields.get("layer_types", [])
     fits = isinstance(types, list) and all(isinstance(kind, str) for kind in types)
@@ -142,7 +142,7 @@ def _check_window(fields: Fields, usual: _Usual, positions: int) -> None:
 
 
 def layout(config: TransformerConfig, kind: str = "") -> Layout:
-    """The tensors of a checkpoint with this configuration; `kind` is its model_type if that has its own names."""
+    """The tensors of a checkpoint with this configuration; `kind` is its model_type if its tensors have other names."""
     body, head = ("encoder.", "diffusion_head.weight") if kind == NEMOTRON else ("model.", _HEAD)
     parts = partial(_parts, config, body, head)
     return Layout(parts, config.layers, f"{body}embed_tokens.weight", head, config.tied_head)

@@ -1,4 +1,4 @@
-"""RoPE in a config.json: transformers' precedence among the places where its settings may be.
+"""RoPE settings of a config.json, with the precedence that transformers gives to the fields.
 
 Source: `RotaryEmbeddingConfigMixin` and `ROPE_INIT_FUNCTIONS` in transformers' modeling_rope_utils.py.
 """
@@ -22,7 +22,7 @@ _MINISTRAL3: dict[str, Any] = {
     "mscale": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
-"""What Ministral3's class sets if a config.json has no rope_parameters."""
+"""The defaults of Ministral3's class for a config.json without rope_parameters."""
 
 
 def read_rope(
@@ -39,7 +39,7 @@ def read_rope(
     if default and where not in fields.values:
         rope = Fields(_MINISTRAL3, rope.where)
     for name, value in rope.values.items():
-        # A rule for each type of layer, as models with sliding windows have them.
+        # Models with sliding windows have a rule for each type of layer.
         demand(not isinstance(value, Mapping), f"{where}: {shown(name)}", "be one value for all layers", shown(value))
     for holder in (rope, fields):
         share = holder.number("partial_rotary_factor", 1.0)

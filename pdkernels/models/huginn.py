@@ -41,7 +41,7 @@ _COMPUTED = {
     "tie_embeddings": True,
     "test_time_noise": 0,
 }
-"""Fields of a config.json with the only values that the model computes, which are also the defaults."""
+"""Fields of a config.json with their only supported values, which are also the defaults."""
 
 
 def is_huginn(config: Mapping[str, Any]) -> bool:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Layer(nn.Module):
     """Attention and SwiGLU, each with a norm before and a residual around it.
 
-    Projections of the same input are one matrix. The parameters are held directly, without submodules, whose calls take a
+    Projections of the same input are one matrix. The layer holds its parameters directly, because calls of submodules take a
     noticeable share of a small model's step. `adapted` is a factor of the adapter's output that broadcasts to `x`, None if no
     row uses the adapter.
     """
@@ -63,10 +63,11 @@ class Layer(nn.Module):
         attend: Callable[[torch.Tensor], torch.Tensor],
         adapted: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual and what the second half adds to it; the next layer sums them.
+        """The residual and the output of the MLP, which the next layer adds up.
 
-        `added` is what the layer before left to add to `x`, None for the first; `attend` maps the output of `project` to the
-        input of `project_out`. A layer reads only its own parameters: FSDP holds them only while it runs.
+        `added` is the MLP's output of the previous layer, which is still to be added to `x`, None for the first layer; `attend`
+        maps the output of `project` to the input of `project_out`. A layer reads only its own parameters, because FSDP holds
+        them only while it runs.
         """
         if added is None:
             normed = self.normed(x)
@@ -83,7 +84,7 @@ class Layer(nn.Module):
         return rms_norm(x, self.attention_norm, self.config.norm_eps)
 
     def project(self, normed: torch.Tensor, part: Literal["qkv", "qk", "v"] = "qkv") -> torch.Tensor:
-        """q, k and v, or some of them, head by head and not yet rotated: `(batch, rows, heads, head_dim)`.
+        """q, k and v, or some of them, before the rotation: `(batch, rows, heads, head_dim)`.
 
         q and k are normed if the model norms them.
         """
@@ -101,7 +102,7 @@ class Layer(nn.Module):
         return torch.cat((rms_norm(q, self.q_norm, config.norm_eps), rms_norm(k, self.k_norm, config.norm_eps), *v), -2)
 
     def project_out(self, mixed: torch.Tensor, adapted: torch.Tensor | None = None) -> torch.Tensor:
-        """What attention adds to the residual, from `mixed` `(batch, rows, heads, head_dim)`."""
+        """The output projection of attention, of `mixed` `(batch, rows, heads, head_dim)`, which is added to the residual."""
         mixed = mixed.flatten(-2)
         out = linear(mixed, self.output, self.output_bias)
         if adapted is None:
@@ -110,7 +111,7 @@ class Layer(nn.Module):
         return out + linear(linear(mixed, self.adapter_in), self.adapter_out) * adapted
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        """What the second half adds to the residual `x`."""
+        """The MLP's output for the residual `x`, to which it is added."""
         return self._mlp(rms_norm(x, self.mlp_norm, self.config.norm_eps))
 
     def _mlp(self, normed: torch.Tensor) -> torch.Tensor:

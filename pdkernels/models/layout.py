@@ -1,4 +1,4 @@
-"""The tensors of a published checkpoint: their names and shapes, and our parameters that they are parts of."""
+"""The tensors of a published checkpoint: names, shapes, and the parameters of ours that they are parts of."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 
 class Stored(NamedTuple):
-    """What is known of a tensor before it is read."""
+    """Shape and dtype of a tensor that is not yet read."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -71,7 +71,7 @@ class Layout(NamedTuple):
             ours[name] = joined if joined.dim() <= 2 else joined.flatten(0, -2)  # ours are vectors and matrices
         if self.tied and self.head in left:
             head, embedding = left[self.head], ours["embedding"]
-            # One may be stored with more digits than the other.
+            # They may be stored in dtypes of different precision.
             self.check_tied(
                 head.shape == embedding.shape
                 and any(torch.equal(head.to(kind), embedding.to(kind)) for kind in {head.dtype, embedding.dtype})
@@ -100,7 +100,7 @@ class Layout(NamedTuple):
 
 
 def _follows(name: str) -> bool:
-    """Some checkpoints store RoPE tables, which follow from the configuration."""
+    """Whether a tensor is a stored RoPE table, which follows from the configuration and is ignored."""
     return name.endswith(("rotary_emb.inv_freq", "freqs_cis"))
 
 

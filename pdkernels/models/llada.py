@@ -19,7 +19,7 @@ from pdkernels.models.layout import Layout, Parts
 MODEL_TYPE = "llada"
 
 _REQUIRED = ("vocab_size", "d_model", "n_layers", "n_heads")
-# Transformers' names of these fields, which LLaDA's class takes as well.
+# The names of these fields in transformers, which LLaDA's class also accepts.
 _OTHER_NAMES = {"hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"}
 _HEAD = "model.transformer.ff_out.weight"
 # If a config.json omits these, LLaDA's class uses other values.
@@ -33,7 +33,7 @@ _COMPUTED = {
     "alibi": False,
     "clip_qkv": None,
 }
-"""Fields of a config.json with the only values that the model computes, which are also the defaults."""
+"""Fields of a config.json with their only supported values, which are also the defaults."""
 
 
 def from_llada_config(config: Mapping[str, Any]) -> TransformerConfig:

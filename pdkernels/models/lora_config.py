@@ -27,14 +27,14 @@ WITHOUT_EFFECT = frozenset(
     "ensure_weight_tying".split()
 )
 REFUSED = frozenset(
-    # Each makes an adapter compute something other than W + scale * B @ A, or names tensors that are no modules.
+    # With these fields an adapter computes something other than W + scale * B @ A, or names tensors that are not modules.
     "use_dora use_qalora use_bdlora lora_bias alora_invocation_tokens target_parameters layer_replication "
     "trainable_token_indices megatron_config arrow_config monteclora_config velora_config kasa_config".split()
 )
 
 PLAIN, PISSA, OLORA = "plain", "pissa", "olora"
-"""What PEFT subtracts from a base weight when it loads an adapter: nothing, the weight's leading singular part, or its leading
-part in a QR decomposition."""
+"""The part of a base weight that PEFT subtracts when it loads an adapter: nothing, the leading singular components, or the
+leading part of a QR decomposition."""
 
 _STARTS = {
     True: PLAIN,
@@ -85,7 +85,7 @@ class LoraSettings:
 
     @property
     def starts_at_zero(self) -> bool:
-        """Whether a module without tensors in the file stays as it is."""
+        """Whether a module without tensors in the file is unchanged."""
         return not any(self._init is other or self._init == other for other in _NOT_ZERO)
 
     def rank(self, module: str) -> int:
@@ -97,7 +97,7 @@ class LoraSettings:
         return alpha / math.sqrt(rank) if self._square_root else alpha / rank
 
     def adapts(self, module: str, inner: bool) -> bool | None:
-        """Whether PEFT adapts this module, None if that depends on a pattern that is not followed here. `inner`: it is neither
+        """Whether PEFT adapts this module; None if that depends on a pattern that is not supported here. `inner`: it is neither
         the embedding nor the head."""
         saved = any(_named(part, self.saved) for part in _around(module))
         excluded = self._matches(self._excluded, "exclude_modules", module)
@@ -137,7 +137,7 @@ class LoraSettings:
         return Fields({"value": value}, f"{CONFIG}: {name}")
 
     def _names(self, name: str, budget: Budget) -> Any:
-        """A list of names, or a pattern; a string if the pattern cannot be followed."""
+        """A list of names, or a pattern; a string if the pattern is not supported."""
         value = self._fields.get(name)
         if not isinstance(value, str):
             return self._listed(name)
@@ -190,7 +190,7 @@ class LoraSettings:
 
 
 def _named(module: str, names: frozenset[str]) -> bool:
-    """Whether one of these names is the module's, or the end of it after a dot."""
+    """Whether one of these names is the module's name, or its end after a dot."""
     parts = module.split(".")
     return any(".".join(parts[start:]) in names for start in range(len(parts)))
 
@@ -202,9 +202,9 @@ def _around(module: str) -> list[str]:
 
 
 def check_saved(settings: LoraSettings, modules: Iterable[str], held: Iterable[str]) -> None:
-    """Checks that the file holds every module of `modules_to_save`: PEFT takes all whose names end so."""
+    """Checks that the file holds every module of `modules_to_save`. PEFT matches the ends of names."""
     ends = tuple(settings.saved)
-    wanted = {module for module in modules if any(name.endswith(ends) for name in _around(module))} if ends else set()
-    missing = sorted(wanted - set(held))
+    required = {module for module in modules if any(name.endswith(ends) for name in _around(module))} if ends else set()
+    missing = sorted(required - set(held))
     if missing:
         fail(OP, f"{CONFIG}: modules_to_save", "name modules that the file holds", f"also {some(missing)}")

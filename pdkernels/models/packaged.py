@@ -13,7 +13,7 @@ PACKAGED = tuple(_PACKAGES)
 
 
 def packaged(name: str) -> Path:
-    """The file of such a model. The package is located, not imported: importing it would load its engine."""
+    """The file of such a model. The package is located without importing it, which would load its engine."""
     module, file, package = _PACKAGES[name]
     try:
         found = importlib.util.find_spec(module)

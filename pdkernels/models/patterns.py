@@ -1,6 +1,6 @@
-"""Regular expressions that a file brings, matched in bounded time.
+"""Regular expressions from untrusted files, matched in bounded time.
 
-`re` takes exponential time for some patterns, so no pattern from a file is given to it. Here all paths through a pattern advance
+`re` takes exponential time for some patterns, so it never sees a pattern from a file. Here all paths through a pattern advance
 together, character by character (Thompson, "Regular Expression Search Algorithm"), and every step is counted.
 """
 
@@ -22,15 +22,15 @@ Found = tuple[str, Any, int]
 
 
 class UnsupportedPattern(ValueError):
-    """A pattern outside of what is matched here."""
+    """A pattern with an unsupported construct."""
 
 
 class InvalidPattern(UnsupportedPattern):
-    """One that `re` would refuse too."""
+    """A pattern that `re` would also refuse."""
 
 
 class Budget:
-    """Steps that all patterns of a file may take together."""
+    """The number of steps that all patterns of a file may take together."""
 
     def __init__(self, steps: int = 2_000_000) -> None:
         self.left = steps
@@ -109,8 +109,8 @@ class Pattern:
             sides = (text[position - 1 : position] if position else "", text[position : position + 1])
             one, other = (_word(side) for side in sides)
             return (one != other) is argument
-        start, wanted = argument
-        return self._run(start, text, position) is wanted
+        start, expected = argument
+        return self._run(start, text, position) is expected
 
     # ---- building: every part is a function from the state that follows it to its own first state
 
@@ -162,19 +162,19 @@ class Pattern:
         return partial(self._add, "test", letter.__eq__)
 
     def _group(self, depth: int) -> Callable[[int], int]:
-        wanted: bool | None = None
+        expected: bool | None = None
         if self._take("?"):
             kind = self._next()
             if kind not in ":=!":
                 raise UnsupportedPattern(f"a group (?{kind}")
-            wanted = {"=": True, "!": False}.get(kind)
+            expected = {"=": True, "!": False}.get(kind)
         inside = self._alternatives(depth + 1)
         if not self._take(")"):
             self._invalid("missing )")
-        if wanted is None:
+        if expected is None:
             return inside
         start = inside(self._add("end", None, -1))
-        return partial(self._add, "ahead", (start, wanted))
+        return partial(self._add, "ahead", (start, expected))
 
     def _class(self) -> Callable[[int], int]:
         first = self._at - 1
@@ -186,7 +186,7 @@ class Pattern:
         words = self._text[first : self._at]
         if "[" in words[1:] or any(pair in words for pair in ("--", "&&", "~~", "||")):
             raise UnsupportedPattern(f"a class {words[:40]}")
-        # A class alone decides about one character, so `re` may read it.
+        # A class matches a single character, so `re` takes bounded time.
         return self._single(words)
 
     def _escape(self) -> Callable[[int], int]:
@@ -275,7 +275,7 @@ def _word(letter: str) -> bool:
 
 
 class NamePatterns:
-    """PEFT's table from patterns of module names to values: the first that matches a module counts.
+    """PEFT's table from patterns of module names to values: the first match wins.
 
     >>> table = NamePatterns({"q_proj": 1, r"layers.[01].*": 2})
     >>> table.get("model.layers.0.self_attn.q_proj"), table.get("model.layers.0.mlp"), table.get("lm_head")
@@ -285,7 +285,7 @@ class NamePatterns:
     def __init__(self, values: Mapping[str, object], budget: Budget | None = None) -> None:
         self._values = values
         self._budget = budget or Budget()
-        # Most are plain names, sometimes thousands: those are compared letter by letter.
+        # Most patterns are plain names, sometimes thousands of them, which are compared as strings.
         self._plain = {key: re.fullmatch(r"[\w.-]+", key) is not None for key in values}
         self._patterns = {key: self._around(key) for key, plain in self._plain.items() if not plain}
 

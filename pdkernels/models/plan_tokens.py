@@ -13,7 +13,7 @@ Predicts = Literal["own", "next"]
 
 @dataclass(frozen=True)
 class PlanTokens:
-    """Ids of the tokens that structure a planned text, and two facts about chunks that a decoder needs.
+    """Ids of the tokens that structure a planned text, and two properties of chunks that a decoder needs.
 
     A plan is a sequence of items ``topic_open, topic, number, topic_close``; item i asks for chunk i, which is ``chunk_open``,
     `unit` times the number of tokens, ``chunk_close``. `sync` after the chunks starts another round, an end token ends the
@@ -31,13 +31,13 @@ class PlanTokens:
     topic_close: int
     sync: int
     pad: int
-    """Filler at the end of a chunk; not part of its text."""
+    """Padding at the end of a chunk, which is not part of its text."""
     digits: Sequence[int]
     """The ids of "0" to "9", in this order."""
     unit: int = 10
     """Tokens of a chunk for each unit of the number in its plan."""
     predicts: Predicts = "own"
-    """Which token the logits of a chunk's row i predict: i itself, which is then a mask, or i + 1."""
+    """The token that the logits of a chunk's row i predict: i itself, which is then a mask, or i + 1."""
 
     def __post_init__(self) -> None:
         op = "PlanTokens"

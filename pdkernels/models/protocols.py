@@ -1,4 +1,4 @@
-"""What decoding methods require of a model: your own model needs these members and nothing else (docs/own_models.md).
+"""The interfaces that decoding methods require of a model: your own model needs only these members (docs/own_models.md).
 
 `requirements` reads the members and their keywords from a protocol, and `missing` compares a model with them.
 """
@@ -17,18 +17,18 @@ from pdkernels.models.plan_tokens import PlanTokens
 
 
 class Config(Protocol):
-    """Sizes. `max_positions`, if there is one, is the longest text the model was trained on."""
+    """Sizes of a model. The optional `max_positions` is the longest text that the model was trained on."""
 
     @property
     def vocab_size(self) -> int: ...
 
 
 class RowsConfig(Config, Protocol):
-    """What rows see, and what they predict."""
+    """The attention and the prediction of rows."""
 
     @property
     def attention(self) -> str:
-        """ "causal", "bidirectional", or "either" for a model that leaves it to its caller."""
+        """ "causal", "bidirectional", or "either" for a model whose caller decides."""
         ...
 
     @property
@@ -45,7 +45,7 @@ class RecurrentConfig(Config, Protocol):
 
 
 class LanguageModel(Protocol):
-    """What all methods require. `tokenizer` may be None, `end_tokens` empty."""
+    """Members that all methods require. `tokenizer` may be None, `end_tokens` empty."""
 
     @property
     def config(self) -> Config: ...
@@ -72,14 +72,14 @@ class CausalModel(LanguageModel, Protocol):
     ) -> Tensor:
         """Logits ``(batch, R, vocab_size)`` of the given `rows` ``(batch, R)`` of `tokens` ``(batch, T)``; None: of all.
 
-        Row i of sequence b is at position ``cache.lengths[b] + i`` and sees everything up to itself. Only the first
-        ``counts[b]`` rows count; the others are padding. `cache.commit_` then says which rows become part of the prefix.
+        Row i of sequence b is at position ``cache.lengths[b] + i`` and attends to everything up to itself. The rows after the first
+        ``counts[b]`` are padding. `cache.commit_` then decides which rows become part of the prefix.
         """
         ...
 
 
 class BranchingModel(CausalModel, Protocol):
-    """For `jacobi_multiblock`: new rows that see each other under a mask."""
+    """For `jacobi_multiblock`: new rows that attend to each other under a mask."""
 
     def __call__(
         self,
@@ -96,7 +96,7 @@ class BranchingModel(CausalModel, Protocol):
 
 
 class BlockModel(CausalModel, Protocol):
-    """For `block_diffusion`: a block of masks sees itself in both directions, and hidden rows go through the head later."""
+    """For `block_diffusion`: attention is bidirectional inside a block, and the head can be applied to hidden rows later."""
 
     def __call__(
         self, tokens: Tensor, *, cache: Any, counts: Tensor | None = None, mask: Any = None, rows: Tensor | None = None
@@ -129,7 +129,7 @@ class PlanningModel(BlockModel, Protocol):
 
 
 class SelfSpeculativeModel(BlockModel, BranchingModel, Protocol):
-    """For linear and quadratic self-speculation: the model drafts too, optionally with an adapter."""
+    """For linear and quadratic self-speculation: the model also drafts, optionally with an adapter."""
 
     @property
     def has_adapter(self) -> bool: ...
@@ -155,12 +155,12 @@ class SelfSpeculativeModel(BlockModel, BranchingModel, Protocol):
         positions: Tensor | None = None,
         adapted: bool | Tensor = False,
     ) -> Tensor:
-        """`adapted`: which rows take the adapter."""
+        """`adapted`: the rows that use the adapter."""
         ...
 
 
 class BidirectionalModel(LanguageModel, Protocol):
-    """For `llada`, `dream`, `slowfast` and `fast_dllm`: rows that see the whole text."""
+    """For `llada`, `dream`, `slowfast` and `fast_dllm`: bidirectional attention over the whole text."""
 
     @property
     def config(self) -> RowsConfig: ...
@@ -176,9 +176,9 @@ class BidirectionalModel(LanguageModel, Protocol):
     ) -> Tensor:
         """Hidden rows ``(batch, T, hidden_size)`` of `tokens` ``(batch, T)``, at positions ``starts[b]`` and after.
 
-        A row sees the first ``visible[b]`` positions of its sequence; of those outside `tokens` it sees what the cache
-        holds. A model that computes its rows from `tokens` alone must have ``keeps_rows = False``, and one that does
-        keep them ``keeps_rows = True``, which `fast_dllm` requires.
+        A row attends to the first ``visible[b]`` positions of its sequence; positions outside `tokens` are read from the cache.
+        A model that computes its rows from `tokens` alone must have ``keeps_rows = False``. A model whose cache keeps the other
+        rows has ``keeps_rows = True``, which `fast_dllm` requires.
         """
         ...
 
@@ -186,7 +186,7 @@ class BidirectionalModel(LanguageModel, Protocol):
 
 
 class BlockCausalModel(BidirectionalModel, Protocol):
-    """For `fast_dllm_v2`: blocks that see themselves and those before, computed again in the cache."""
+    """For `fast_dllm_v2`: block-causal attention, and recomputation of blocks in the cache."""
 
     @property
     def keeps_rows(self) -> bool: ...
@@ -195,7 +195,7 @@ class BlockCausalModel(BidirectionalModel, Protocol):
 
 
 class RecurrentModel(LanguageModel, Protocol):
-    """For `recurrent_static` and `recurrent_self_speculation`: a core whose number of runs the caller sets."""
+    """For `recurrent_static` and `recurrent_self_speculation`: the caller sets the number of recurrences."""
 
     @property
     def config(self) -> RecurrentConfig: ...
@@ -227,7 +227,7 @@ class RecurrentPartsModel(RecurrentModel, Protocol):
 
 
 class RecurrentWaveModel(RecurrentPartsModel, Protocol):
-    """For `recurrent_diffusion`: the last recurrence of a step is split in two, before and after its norm."""
+    """For `recurrent_diffusion`: the last recurrence of a step is split before its last norm."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -241,7 +241,7 @@ class RecurrentWaveModel(RecurrentPartsModel, Protocol):
 
 
 class Requirement(NamedTuple):
-    """A member that a protocol names."""
+    """A member of a protocol."""
 
     path: tuple[str, ...]  # ("config", "vocab_size") is a member of a member
     keywords: tuple[str, ...]  # of a method
@@ -249,7 +249,7 @@ class Requirement(NamedTuple):
 
 @cache
 def requirements(protocol: type) -> tuple[Requirement, ...]:
-    """The members of a protocol, those of its bases first.
+    """The members of a protocol, starting with those of its bases.
 
     >>> [".".join(found.path) for found in requirements(CausalModel)]
     ['config', 'config.vocab_size', 'tokenizer', 'end_tokens', 'new_cache', '__call__']
@@ -274,7 +274,7 @@ def requirements(protocol: type) -> tuple[Requirement, ...]:
 
 
 def missing(model: object, protocol: type) -> str:
-    """What a model lacks for a protocol: "the member `logits`", or "the argument `visible` of `recompute`"; "" for nothing.
+    """The first thing that a model lacks for a protocol: "the member `logits`", "the argument `visible` of `recompute`"; "" for nothing.
 
     >>> class Half:
     ...     config, tokenizer, end_tokens = torch.finfo(torch.float32), None, ()
@@ -293,7 +293,7 @@ def missing(model: object, protocol: type) -> str:
 
 
 def lacking(model: Any, method: str, keywords: Sequence[str]) -> str:
-    """The first of `keywords` that a method does not take; "" if it takes all, or does not declare what it takes."""
+    """The first of `keywords` that a method does not accept; "" if it accepts all, or any keyword."""
     name = "forward" if method == "__call__" and isinstance(model, nn.Module) else method
     function = getattr(type(model), name, None)
     if inspect.isfunction(function) and name not in getattr(model, "__dict__", {}):

@@ -1,8 +1,8 @@
 """Rows that are recomputed in a cache: their slots, and the attention over the updated cache.
 
-A masked-diffusion model revises rows anywhere in a text, and each row sees all of it. So K and V are stored first, and
-attention reads only the cache: `speculative_attention` with a plan that shows no new tokens. What no kernel supports (fp64,
-heads that are not a multiple of 8 in 16 .. 256) uses PyTorch's attention under a dense mask.
+A masked-diffusion model revises rows anywhere in a text, and each row attends to the whole text. So K and V are stored first, and
+attention reads only the cache: `speculative_attention` with a plan without new tokens. Inputs that no kernel supports (fp64,
+head dimensions that are not a multiple of 8 in 16 .. 256) use PyTorch's attention under a dense mask.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OP = "Transformer.recompute"
 
 
 class RecomputedRows(NamedTuple):
-    """The slots of recomputed rows, and what they see. `recomputed_rows` makes it, once for all layers."""
+    """The slots and the visibility of recomputed rows. `recomputed_rows` makes it, once for all layers."""
 
     cache: Cache
     starts: torch.Tensor
@@ -33,7 +33,7 @@ class RecomputedRows(NamedTuple):
     """`(batch, rows)`, relative to `starts`; -1 for padding."""
     visible: torch.Tensor
     keys: int
-    """The most positions visible in any sequence, or all where the host does not know."""
+    """The maximum of `visible` over the sequences, or the capacity where the host does not know it."""
     table: Rotation
     """For all positions of the cache."""
     style: RopeStyle
@@ -76,7 +76,7 @@ class RecomputedRows(NamedTuple):
         return attend(q, *self.cache.layer(layer, self.keys), Visibility(seen))
 
     def _positions(self) -> torch.Tensor:
-        """`(batch, rows)`; padding may be anywhere in the cache."""
+        """`(batch, rows)` positions; those of padding are arbitrary positions of the cache."""
         return (self.starts[:, None] + self.slots).clamp(0, self.cache.capacity - 1)
 
     def _scaled(self, q: torch.Tensor) -> torch.Tensor:
@@ -106,7 +106,7 @@ def recomputed_rows(
     counts: torch.Tensor | None,
     visible: torch.Tensor,
 ) -> RecomputedRows:
-    """For rows of this `shape`, `(batch, rows)`; arguments and errors are those of `Transformer.recompute`."""
+    """Makes the `RecomputedRows` for rows of this `shape` `(batch, rows)`; see `Transformer.recompute`."""
     batch, rows = shape
     check(cache.batch == batch, _OP, "tokens", f"have the batch size of the cache ({cache.batch})", batch)
     device = cache.lengths.device
@@ -127,7 +127,7 @@ def recomputed_rows(
 
 
 def _check_values(cache: Cache, starts: torch.Tensor, slots: torch.Tensor, visible: torch.Tensor) -> int:
-    """On the host, before any layer writes. Returns the most positions visible in any sequence."""
+    """Checks the values on the host, before any layer writes. Returns the maximum of `visible`."""
     minimum, maximum = (int(value) for value in visible.aminmax())
     check(
         minimum >= 0 and maximum <= cache.capacity,
@@ -161,5 +161,5 @@ def _check_values(cache: Cache, starts: torch.Tensor, slots: torch.Tensor, visib
 
 @lru_cache(maxsize=256)
 def nothing_new(rows: int, device: torch.device) -> TilePlan:
-    """A plan that shows none of the new rows: the cache already holds them."""
+    """A plan that masks all new rows, because the cache already holds them."""
     return pack([], length=rows).plan(64, 64, device)

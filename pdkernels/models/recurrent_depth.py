@@ -1,11 +1,11 @@
-"""A recurrent-depth model: a few layers before and after a core block that runs as often as the caller likes.
+"""A recurrent-depth model: a few layers before and after a core block that runs any number of times.
 
     e = prelude(tokens);  state = random;  state = core(state, e), repeatedly;  logits = coda(state)
 
-Its KV cache has one slot per layer, however often the core runs: every recurrence overwrites the same rows after the cached
-prefix, and those of the last one stay if they are committed. Later tokens therefore see the K and V of the last recurrence
-in all of their own recurrences, while tokens of one forward see each other recurrence by recurrence: with more than one
-recurrence, a text in two forwards gives other logits than in one.
+The KV cache has one slot per layer, however often the core runs: every recurrence overwrites the same rows after the cached
+prefix, and those of the last recurrence stay if they are committed. Later tokens therefore attend to the K and V of the last
+recurrence in all of their own recurrences, while tokens of one forward attend to each other recurrence by recurrence. With more
+than one recurrence, splitting a text into two forwards changes its logits.
 
 Source: Geiping et al., "Scaling up test-time compute with latent reasoning: a recurrent depth approach", section 3 (Huginn-0125).
 """
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 __all__ = ["STATE_STD", "RecurrentDepth", "RecurrentDepthConfig"]
 
 STATE_STD = math.sqrt(0.4)
-"""Standard deviation of an initial state before it is truncated at three of them: that of weights, sqrt(2 / (5 E)), times
+"""Standard deviation of initial states, before the truncation at three of them: that of the weights, sqrt(2 / (5 E)), times
 sqrt(E)."""
 
 
 class RecurrentDepth(nn.Module):
-    """A recurrent-depth language model on our KV caches; a forward runs all of it; decoders and training use its parts.
+    """A recurrent-depth language model on our KV caches. A forward runs the whole model; decoders and training call its parts.
 
     `tokenizer` (or None) turns text into ids and back; `end_tokens` are the ids that end a text. Parameters may be fp64, fp32, bf16
     or fp16 (`model.to(dtype)`). The language model head is the embedding.
@@ -95,12 +95,12 @@ class RecurrentDepth(nn.Module):
         self.coda_layers = _layers(config, config.coda_layers)
         self.norm = nn.Parameter(torch.empty(hidden))
         self._tables = RopeTables(config.head_dim, config.max_positions, theta=config.rope_theta, style="interleaved")
-        if not self.embedding.is_meta:  # nothing to fill, and torch would import half of itself to do so
+        if not self.embedding.is_meta:  # nothing to fill, and the calls would import large parts of torch
             self.initialize_()
 
     @torch.no_grad()
     def initialize_(self) -> None:
-        """Random weights: truncated N(0, 2 / (5 E)), smaller where a layer adds to its residual, depending on the unrolled
+        """Initialises weights with a truncated N(0, 2 / (5 E)). Projections into the residual stream are smaller, by the unrolled
         depth."""
         config = self.config
         std = math.sqrt(2 / (5 * config.hidden_size))
@@ -136,10 +136,10 @@ class RecurrentDepth(nn.Module):
         page_size: int = 16,
         kept: int = 1,
     ) -> Cache:
-        """An empty cache for `batch` sequences of up to `capacity` tokens: one slot per layer, whatever the recurrences.
+        """An empty cache for `batch` sequences of up to `capacity` tokens, with one slot per layer for any number of recurrences.
 
-        A paged one has pages for all of them, but assigns none before `cache.reserve_`. With `kept` above 1 the core's layers
-        have so many slots each: recurrence t writes and reads number ``t % kept`` (`ForwardContext.recurrence`).
+        A paged cache has pages for all tokens, but assigns none before `cache.reserve_`. With `kept` above 1, the core's layers
+        have `kept` slots each: recurrence t writes and reads slot ``t % kept`` (`ForwardContext.recurrence`).
         """
         return new_cache(
             self, batch, capacity, kind, page_size, self.config.layers + (kept - 1) * self.config.core_layers
@@ -158,12 +158,12 @@ class RecurrentDepth(nn.Module):
     ) -> torch.Tensor:
         """Logits `(batch, T, vocab_size)` of `tokens` `(batch, T)`, int32 or int64, after `recurrences` of the core.
 
-        With a cache, row i of sequence b is at position `cache.lengths[b] + i`, its K and V are appended there, and it sees the
-        whole prefix and the rows up to itself. Lengths do not change: `cache.commit_` decides which rows stay. A forward builds no
-        graph; training calls the parts itself.
+        With a cache, row i of sequence b is at position `cache.lengths[b] + i`. Its K and V are appended there, and it attends to the
+        prefix and to the rows up to itself. Lengths do not change: `cache.commit_` decides which rows stay. A forward has no
+        autograd graph; training calls the parts.
 
         Args:
-            counts: `(batch,)` rows that count; the others are padding, which is not stored and whose logits are meaningless.
+            counts: `(batch,)` rows of each sequence. The others are padding, which is not stored and whose logits are meaningless.
             rows: compute logits only for these of the T rows, `(batch, len(rows), vocab_size)`: indices for all sequences
                 (ints, a slice, or a `(R,)` tensor) or for each of them (a `(batch, R)` tensor).
             recurrences: None: `config.mean_recurrence`.
@@ -201,7 +201,7 @@ class RecurrentDepth(nn.Module):
     def begin(
         self, embedding: torch.Tensor, context: ForwardContext, seed: int | torch.Tensor = 0, init_scale: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Initial states of all rows, which depend on their positions, and the embedding's term: the inputs of the recurrences.
+        """The inputs of the recurrences: initial states of all rows, which depend on their positions, and the embedding's term.
 
         Both are `(batch, T, hidden_size)`; the state has no graph, the term does.
         """
@@ -227,8 +227,8 @@ class RecurrentDepth(nn.Module):
     def context(self, rows: int, cache: Cache | None = None, counts: torch.Tensor | None = None) -> ForwardContext:
         """The context of `rows` new tokens of each sequence: after `cache.lengths`, or at 0 without a cache; always causal.
 
-        `counts` `(batch,)`: only the rows i < counts[b] count; the others are padding, which is not stored. With a cache nothing
-        is committed: the caller's `cache.commit_`, or `pdkernels.recurrence_advance_`, moves the lengths.
+        `counts` `(batch,)`: rows i >= counts[b] are padding, which is not stored. Nothing is committed: the caller moves the lengths
+        by `cache.commit_` or `pdkernels.recurrence_advance_`.
         """
         op = "RecurrentDepth.context"
         check(rows >= 1, op, "rows", "be at least 1", rows)
@@ -259,7 +259,7 @@ class RecurrentDepth(nn.Module):
         return self._run(self.prelude_layers, x, context, 0)
 
     def embedding_term(self, embedding: torch.Tensor) -> torch.Tensor:
-        """What e adds to the core's input, the same in all recurrences: ``e @ W_e^T``, `(batch, T, hidden_size)`."""
+        """The part of the core's input that comes from e, equal in all recurrences: ``e @ W_e^T``, `(batch, T, hidden_size)`."""
         return linear(embedding, self.adapter[:, self.config.hidden_size :])
 
     def core(self, state: torch.Tensor, term: torch.Tensor, context: ForwardContext) -> torch.Tensor:
@@ -289,7 +289,7 @@ class RecurrentDepth(nn.Module):
         return self._project(rms_norm(x, self.norm, self.config.norm_eps))
 
     def _kept(self, context: ForwardContext) -> int:
-        """Recurrences whose K and V the cache keeps apart."""
+        """The number of recurrences with separate K and V in the cache."""
         more = 0 if context.cache is None else context.cache.layers - self.config.layers
         return 1 + more // self.config.core_layers
 
@@ -308,7 +308,7 @@ class RecurrentDepth(nn.Module):
     def _run_parts(
         self, layers: Sequence[RecurrentLayer], x: torch.Tensor, context: ForwardContext, slot: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All layers except the last norm. A layer's last norm and the next layer's first are one pass over memory."""
+        """Runs all layers except for the last norm. The last norm of a layer and the first of the next are fused."""
         eps = self.config.norm_eps
         y, residual = layers[0](x, rms_norm(x, layers[0].norm_1, eps), context, slot)
         for index in range(1, len(layers)):

@@ -17,7 +17,7 @@ from pdkernels.ops.transformer_ops import apply_rope_append_
 
 
 class ForwardContext(NamedTuple):
-    """Positions of the rows of a forward and what they see: made once by `RecurrentDepth.context`, used by all its parts."""
+    """Positions and visibility of the rows of a forward, made once by `RecurrentDepth.context` for all parts of the model."""
 
     table: Rotation
     """For all positions."""
@@ -27,7 +27,7 @@ class ForwardContext(NamedTuple):
     cache: Cache | None
     counts: torch.Tensor | None
     recurrence: int = 0
-    """Number of the next recurrence, for a cache that keeps several; see `RecurrentDepth.new_cache`."""
+    """Index of the next recurrence, for a cache with several slots per layer; see `RecurrentDepth.new_cache`."""
 
 
 class RecurrentLayer(nn.Module):

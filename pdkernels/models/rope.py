@@ -1,4 +1,4 @@
-"""Rotary position embedding: tables and rotation, for half-split and interleaved pairs, and the rules that scale it.
+"""Rotary position embedding: tables and rotation, for half-split and interleaved pairs, and scaling rules.
 
 Sources: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", equation 34; Chen et al., "Extending
 Context Window of Large Language Models via Positional Interpolation", section 2.3; Peng et al., "YaRN: Efficient Context
@@ -33,7 +33,7 @@ class RopeScaling(ABC):
         """The scaled `frequencies` ``theta ** (-2i / head_dim)`` of all pairs, in radians per position."""
 
     def reach(self, positions: int) -> int:
-        """The positions a model can use that its configuration says has `positions`."""
+        """The number of usable positions of a model whose configuration says `positions`."""
         return positions
 
     def query_scale(self, positions: torch.Tensor) -> torch.Tensor | None:
@@ -77,8 +77,8 @@ class FactorScaling(RopeScaling):
 class Llama3Scaling(RopeScaling):
     """Frequencies of Llama 3.1 and its successors, originally trained on `original_positions`.
 
-    Pairs that turn at least `high_freq_factor` times within the original positions keep their frequency, those that turn at
-    most `low_freq_factor` times are divided by `factor`; in between, the share that is kept grows with the turns.
+    Pairs that turn at least `high_freq_factor` times within the original positions keep their frequency. The frequency of pairs
+    that turn at most `low_freq_factor` times is divided by `factor`, and the others are interpolated by the number of turns.
     """
 
     factor: float
@@ -110,8 +110,8 @@ class Llama3Scaling(RopeScaling):
 class YarnScaling(RopeScaling):
     """Frequencies for a context `factor` times as long as the `original_positions` of the original training.
 
-    Pairs that turn more than `beta_fast` times within the original positions keep their frequency, those that turn less
-    than `beta_slow` times are divided by `factor`, the others are interpolated. `attention_factor` multiplies rotated q
+    Pairs that turn more than `beta_fast` times within the original positions keep their frequency. The frequency of pairs that
+    turn less than `beta_slow` times is divided by `factor`, and the others are interpolated. `attention_factor` multiplies rotated q
     and k. q at position p is further multiplied by 1 + query_beta * ln(1 + floor(p / original_positions)). `truncate`: the ends of the
     interpolation are rounded outward to whole pairs.
     """
@@ -232,7 +232,7 @@ def rope_tables(
 
 
 class RopeTables:
-    """The tables for every device and dtype a model has been on. They grow by doubling and are shared by all forwards.
+    """The tables for every device and dtype that a model has used. They grow by doubling, and all forwards share them.
 
     Not a buffer: it follows neither `.to(dtype)` (bf16 models rotate in fp32) nor the state dict.
 
@@ -247,8 +247,8 @@ class RopeTables:
         self._build = partial(rope_tables, head_dim=head_dim, theta=theta, style=style, scaling=scaling)
         self._start = min(max_positions, 4096)
         self._tables: dict[tuple[torch.device, torch.dtype], Rotation] = {}
-        # All tables ever made: graphs may have captured them, and a thread may replace one that another still reads. Together
-        # they are smaller than the next one would be.
+        # All tables ever made: graphs may have captured them, and another thread may still read one that was replaced. Together
+        # they are smaller than the next table would be.
         self._made: list[Rotation] = []
 
     def covering(self, limit: int, device: torch.device, dtype: torch.dtype) -> Rotation:

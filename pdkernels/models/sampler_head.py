@@ -1,4 +1,4 @@
-"""A small network that decides which guesses of a block are final, instead of a threshold on their confidence.
+"""A small network that decides which guesses of a block are final, in place of a confidence threshold.
 
 Source: Nemotron-Labs-Diffusion, section 3.2 and appendix A. Features and shapes are those of the released sampler (the SGLang fork's
 ``learned_sampler``); its checkpoints load.
@@ -20,7 +20,7 @@ from pdkernels.ops.token_statistics import TokenStatistics
 
 _OP = "models.SamplerHead"
 SCALARS = 16
-"""Features other than token vectors: 12 before and 4 after them."""
+"""Number of features other than token vectors: 12 before and 4 after them."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class _Attention(nn.Module):
         qkv = _apply(self.qkv, x).view(batch, length, 3, self.heads, self.size)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         q, k = _rotated(self.q_norm(q)), _rotated(self.k_norm(k))
-        # Written out: sums over a block are then the same for a sequence alone and in a batch.
+        # Written out, so that sums over a block are the same for a sequence alone and in a batch.
         weights = (q @ k.transpose(-1, -2) * self.size**-0.5).softmax(-1)
         return _apply(self.proj, (weights @ v).transpose(1, 2).reshape(batch, length, width))
 
@@ -275,7 +275,7 @@ class SamplerHead(nn.Module):
         return _apply(self.head, self.norm(x)).squeeze(-1)
 
     def normalised(self, features: Tensor) -> Tensor:
-        """Standardised features; one that never varied is 0 at its constant value."""
+        """Standardised features. A feature that was constant in training is 0 at that value."""
         return (features - self.mean.float()) / self.std.float().clamp(min=1e-6)
 
     def scores(self, found: TokenStatistics, tokens: Tensor, active: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The process that renders chat templates, as its user sees it: started with the first chat, kept, and replaced when it ends."""
+"""The client of the process that renders chat templates. The first chat starts it; it is kept, and replaced when it ends."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from pathlib import Path
 from typing import Any
 
 _WORKER = Path(__file__).with_name("template_worker.py")
-_MEMORY = 400 << 20  # bytes of the whole process, of which Python and jinja2 take some 50 MB
-_SECONDS = 1.0  # of work
-_WAIT = 30.0  # by the clock, on a machine that is busy with other work
+_MEMORY = 400 << 20  # bytes of the whole process; Python and jinja2 take about 50 MB of them
+_SECONDS = 1.0  # seconds of CPU time
+_WAIT = 30.0  # seconds of wall time, for a busy machine
 
 
 class TemplateFault(Exception):
-    """A template that did not render: the kind of its error, and the words."""
+    """A template that did not render: the type and the message of its error."""
 
     def __init__(self, kind: str, words: str) -> None:
         super().__init__(f"{kind} ({words})" if words else kind)
 
 
 class _Process:
-    """One renderer. Calls wait for each other."""
+    """One renderer. Calls are serialised."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -44,11 +44,11 @@ class _Process:
             try:
                 kind, words = self._exchange(running, request)
             except BaseException:
-                # Its next answer would be that of this call.
+                # Its next answer would belong to this call.
                 self._end()
                 raise
             if kind == "MemoryError":
-                self._end()  # what is left of its memory may be in pieces
+                self._end()  # its remaining memory may be fragmented
         if kind == "text":
             return words
         if kind == "MemoryError" and not words:
@@ -56,7 +56,7 @@ class _Process:
         raise TemplateFault(kind, words)
 
     def _started(self) -> subprocess.Popen[bytes]:
-        # A child made by fork has the pipes of its parent, which go on using them.
+        # After a fork the pipes still belong to the parent, which keeps using them.
         if self._running is None or self._owner != os.getpid() or self._running.poll() is not None:
             command = [sys.executable, "-I", str(_WORKER), json.dumps(sys.path), str(_MEMORY), str(_SECONDS)]
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
@@ -120,6 +120,6 @@ class _Process:
 _PROCESS = _Process()
 render = _PROCESS.render
 atexit.register(_PROCESS.close)
-# A child made by fork while another thread renders would wait for a lock that nobody gives back.
+# A fork while another thread renders copies a lock that nobody would release in the child.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_PROCESS.__init__)  # type: ignore[misc]

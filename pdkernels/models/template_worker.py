@@ -1,9 +1,9 @@
-"""Renders chat templates in a process of its own, whose memory and time the operating system limits.
+"""Renders chat templates in a separate process, whose memory and time are limited by the operating system.
 
-Run as a script by `template_process`, with nothing of this package: the process holds Python, jinja2 and a chat. A single
-expression of a template can take any time and memory (`'a' * 10**9`), and no check inside the process of the user could end it.
-
-A message is its length in 8 bytes and then its bytes. Requests are pickled; answers are JSON, since they come from foreign code.
+`template_process` runs this file as a script, which imports nothing of this package: the process holds only Python, jinja2 and a
+chat. A single expression of a template can take any amount of time and memory (`'a' * 10**9`), which no check inside the user's
+process could stop. A message is its length in 8 bytes, followed by its bytes. Requests are pickled; answers are JSON, because they
+come from untrusted code.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def environment() -> Any:
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-            # A block of its own, as in transformers: what it sets stays inside.
+            # A separate block, as in transformers: variables that are set inside stay inside.
             return jinja2.nodes.CallBlock(self.call_method("_written"), [], [], body).set_lineno(line)
 
         def _written(self, caller: Any) -> Any:
@@ -94,7 +94,7 @@ def render(compiled: Any, variables: dict[str, Any], maximum: int) -> str:
 
 
 def main(path: list[str], memory: int, seconds: float) -> None:
-    """Answers requests until their stream ends. The first answer, an empty list, says that the process is ready."""
+    """Answers requests until the stream ends. The first answer is an empty list, which means that the process is ready."""
     sys.path[:] = path
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr
@@ -124,15 +124,15 @@ def main(path: list[str], memory: int, seconds: float) -> None:
 
 
 def _limits(memory: int) -> Any:
-    """Limits the memory of this process in bytes; returns a function that ends the process after some more seconds of work."""
+    """Limits the memory of this process in bytes. Returns a function that limits its further CPU time in seconds."""
     try:
         import resource
         import signal
-    except ImportError:  # Windows: the reader's own clock is left
+    except ImportError:  # Windows: only the reader's timeout applies
         return lambda seconds: None
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # The signal's own action ends the process inside C code too.
+    # The default action of the signal ends the process even inside C code.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     return lambda seconds: signal.setitimer(signal.ITIMER_PROF, seconds)
 

@@ -1,4 +1,4 @@
-"""Bounds on what a tokenizer.json makes the library `tokenizers` do, checked before the library sees the file.
+"""Bounds on the work that a tokenizer.json causes in the library `tokenizers`, checked before the library reads the file.
 
 The library follows a file without limits: a few replacements in a row multiply text until memory runs out, and nested
 repetitions in a pattern take time that grows exponentially. Published files stay far below these bounds.
@@ -14,18 +14,18 @@ from typing import Any
 from pdkernels._validation import check, message
 from pdkernels.models.fields import OP, shown
 
-_GROWTH = 32.0  # characters from one, by all replacements of a chain
+_GROWTH = 32.0  # characters that one character may become, by all replacements of a chain
 _PARTS = 64  # normalizers, splits, decoders; pieces of a template
 _ADDED = 1 << 17
-_LETTERS = 4096  # of one added token, pattern or replacement
-_SHORT = 256  # of what is put before or after each part of a text
-_REPEATS = 1000  # of counted repetitions inside each other
-_UNBOUNDED = 4  # repetitions without a limit in one alternative
+_LETTERS = 4096  # characters of an added token, pattern or replacement
+_SHORT = 256  # characters that are added before or after each part of a text
+_REPEATS = 1000  # product of nested counted repetitions
+_UNBOUNDED = 4  # unbounded repetitions in one alternative
 _DEEP = 16
 
 
 def check_bounds(values: Any, name: str) -> None:
-    """ValueError for a parsed tokenizer.json that asks for more than published ones do."""
+    """Raises ValueError for a parsed tokenizer.json that exceeds the bounds, which published files stay far below."""
     check(isinstance(values, dict), OP, name, "hold an object", shown(values))
     for part in ("normalizer", "pre_tokenizer", "decoder"):
         growth = 1.0
@@ -65,7 +65,7 @@ def _size(value: Any) -> int:
 
 
 def _growth(step: dict[str, Any], label: str) -> float:
-    """How many characters a step makes of one, at most."""
+    """The maximum number of characters that a step makes of one."""
     for name in ("content", "replacement", "prepend", "prefix", "suffix"):
         value = step.get(name)
         fits = not isinstance(value, str) or len(value) <= _SHORT
@@ -79,7 +79,7 @@ def _growth(step: dict[str, Any], label: str) -> float:
         check(len(plain) <= _LETTERS, OP, f"{label}: pattern", f"have at most {_LETTERS} characters", len(plain))
     if pattern is None or not isinstance(content, str):
         return 1.0
-    # A pattern may match nothing, between any two characters, which are kept.
+    # A pattern may match the empty string between any two characters, which are kept.
     return max(1.0, len(content) / len(plain) if isinstance(plain, str) and plain else len(content) + 1.0)
 
 
@@ -147,9 +147,9 @@ _TOKEN = re.compile(
 
 
 def check_pattern(pattern: str, label: str) -> None:
-    """ValueError for a pattern of Oniguruma whose search could take time beyond all measure: repetitions of what repeats."""
+    """Raises ValueError for an Oniguruma pattern with nested repetitions, whose search could take exponential time."""
     check(len(pattern) <= _LETTERS, OP, label, f"have at most {_LETTERS} characters", len(pattern))
-    # For each open group: what its alternatives vary in, the unbounded repetitions in this one, and its largest count.
+    # For each open group: whether its length varies, the unbounded repetitions of this alternative, and its largest count.
     open_groups: list[list[int]] = [[0, 0, 1]]
     last: list[int] | None = None  # of the item just read
     square = 0

@@ -1,4 +1,4 @@
-"""The files beside a tokenizer.json that say how to use it, read as transformers reads them: tokenizer_config.json,
+"""The files next to a tokenizer.json that configure it, read as transformers reads them: tokenizer_config.json,
 special_tokens_map.json, added_tokens.json and the chat templates.
 
 Source: `tokenization_utils_base.py` and `tokenization_utils_tokenizers.py` of github.com/huggingface/transformers, version 5.
@@ -24,24 +24,24 @@ _DEFAULTS: dict[str, dict[str, str]] = {
     "GPT2Tokenizer": {"bos_token": _USUAL, "eos_token": _USUAL, "unk_token": _USUAL, "pad_token": ""},
     "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
 }
-"""Special tokens of transformers' classes where no file names others; an empty one is none, whatever tokenizer.json pads with."""
+"""Default special tokens of transformers' classes. An empty string means no token, even if tokenizer.json pads with one."""
 _MISTRAL = ("mistral", "ministral3")  # model types whose class is not used
 _CLEAN = "clean_up_tokenization_spaces"
 
 
 class Added(NamedTuple):
-    """A token that text is searched for before it is split."""
+    """A token that is matched in a text before the text is split."""
 
     content: str
     special: bool = True
     options: tuple[tuple[str, bool], ...] = (("normalized", False),)
     """Arguments of `tokenizers.AddedToken`."""
     listed: bool = False
-    """Whether its options come from a file, and win over those in tokenizer.json."""
+    """Whether its options come from a file and override those in tokenizer.json."""
 
 
 class TokenizerFiles(NamedTuple):
-    """What a folder says about its tokenizer."""
+    """The settings of a folder for its tokenizer."""
 
     tokens: dict[str, str]
     """Special tokens by their names in transformers, such as "bos_token"."""
@@ -90,7 +90,7 @@ def _merged(folder: Path, config: Fields) -> tuple[dict[str, Any], list[Added]]:
     values = dict(config.values)
     listed: dict[int, Added] = {}
     if "added_tokens_decoder" in values:
-        # Files written since 2023: the older files beside them are left alone.
+        # Files written since 2023, in whose presence the older files are ignored.
         for index, token in config.part("added_tokens_decoder").values.items():
             label = f"{_CONFIG}: added_tokens_decoder: {shown(index)}"
             check(str(index).isdecimal() and len(index) < 10, OP, label, "be named by an id", shown(index))
@@ -148,7 +148,7 @@ def _extra(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _defaults(config: Fields, model_type: str, byte_level: bool) -> dict[str, str]:
-    """What the class in transformers adds to the files."""
+    """The defaults that the class in transformers adds to the files."""
     named = str(config.get("tokenizer_class", ""))
     named = named.removesuffix("Fast")
     if model_type in _MISTRAL:
@@ -161,7 +161,7 @@ def _defaults(config: Fields, model_type: str, byte_level: bool) -> dict[str, st
 
 
 def _template(folder: Path, config: Fields, tokens: dict[str, str]) -> ChatTemplate | None:
-    """The chat templates: those in files of their own, else those in tokenizer_config.json, else that of a processor."""
+    """The chat templates: from separate files, else from tokenizer_config.json, else from a processor's file."""
     found: dict[str, str] = {}
     source = read_text(folder, _JINJA)
     if source is not None:

@@ -16,7 +16,7 @@ from pdkernels.models.tokenizer_files import TokenizerFiles
 
 
 class IncrementalDecoder(Protocol):
-    """Text of a stream of ids: `feed` returns what is certain so far, `flush` the rest."""
+    """Decodes a stream of ids: `feed` returns the text that can no longer change, `flush` the rest."""
 
     def feed(self, ids: Iterable[int]) -> str: ...
 
@@ -24,7 +24,7 @@ class IncrementalDecoder(Protocol):
 
 
 class Tokenizer(Protocol):
-    """What `Transformer.tokenizer` offers."""
+    """The interface of `Transformer.tokenizer`."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -43,7 +43,7 @@ _FILE_BYTES = 1 << 28
 
 
 def check_text(op: str, text: str, argument: str = "text") -> None:
-    """TypeError or ValueError for what is not text that UTF-8 can hold."""
+    """Raises TypeError or ValueError for anything but text that UTF-8 can encode."""
     check_type(isinstance(text, str), op, argument, "be a str", type(text).__name__)
     try:
         text.encode("utf-8")
@@ -106,8 +106,8 @@ class _ByteStream:
 class JsonTokenizer:
     """The `tokenizer.json` of a checkpoint, through the optional library `tokenizers`. Special tokens are not decoded.
 
-    `chat_template` (or None) turns a list of messages into text; `bos_token_id` and `eos_token_id` are the
-    ids that are named so beside it, or None.
+    `chat_template` (or None) turns a list of messages into text. `bos_token_id` and `eos_token_id` are the ids that the other
+    files name, or None.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class JsonTokenizer:
         return any("ByteLevel" in str(part) for part in (self._tokenizer.pre_tokenizer, self._tokenizer.decoder))
 
     def follow_(self, files: TokenizerFiles) -> None:
-        """Takes over what the files beside a tokenizer.json say.
+        """Applies the files next to a tokenizer.json.
 
         Raises NotImplementedError for a clean-up of decoded text, which would change text that was streamed before.
         """
@@ -185,7 +185,7 @@ class JsonTokenizer:
         return None if found is None else int(found)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text, between the special tokens that the tokenizer puts around one unless they are left out."""
+        """The ids of a text, with the special tokens that the tokenizer adds at both ends, unless they are disabled."""
         check_text("JsonTokenizer.encode", text)
         with naming(self._name, "encode the text"):
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
@@ -209,7 +209,7 @@ class JsonTokenizer:
             return str(self._tokenizer.decode([int(i) for i in ids]))
 
     def decode_all(self, ids: Iterable[int]) -> str:
-        """The text with special tokens written out, in which stop strings are sought."""
+        """The text including special tokens, in which stop strings are searched."""
         with naming(self._name, "decode the ids"):
             return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False))
 
@@ -237,7 +237,7 @@ def _checked(path: Path) -> str:
 
 
 def _once(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:
-    """An object whose fields differ: of two, the library might read the one that was not checked."""
+    """A JSON object without duplicate fields, of which the library might read the one that was not checked."""
     made = dict(pairs)
     check(len(made) == len(pairs), "models.load", name, "name each field once", "one twice")
     return made
@@ -269,7 +269,7 @@ def naming(name: str, expectation: str) -> Iterator[None]:
 
 
 class _JsonStream:
-    """Decodes new ids together with the piece before them: a token's text may depend on the token before it.
+    """Decodes new ids together with the piece before them, because a token's text may depend on the previous token.
 
     A piece that ends inside a character waits for the rest of it.
     """

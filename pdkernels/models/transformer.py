@@ -1,7 +1,7 @@
-"""One lean decoder-only transformer: RMSNorm, RoPE, grouped-query attention, SwiGLU; Qwen2, Qwen3 and Llama are instances.
+"""A decoder-only transformer with RMSNorm, RoPE, grouped-query attention and SwiGLU; Qwen2, Qwen3 and Llama are instances.
 
-It knows our caches but not decoding: a forward appends the new tokens' K and V after the cached prefix and the
-decoder decides how many of them become part of it.
+A forward appends the K and V of new tokens after the cached prefix, and the decoder then decides how many of them become
+part of it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Transformer(nn.Module):
     """
 
     head: nn.Parameter | None
-    keeps_rows = True  # `recompute` leaves other rows in the cache unchanged
+    keeps_rows = True  # `recompute` does not change other rows of the cache
 
     def __init__(
         self,
@@ -104,12 +104,12 @@ class Transformer(nn.Module):
             style=config.rope_style,
             scaling=config.rope_scaling,
         )
-        if not self.embedding.is_meta:  # nothing to fill, and torch would import half of itself to do so
+        if not self.embedding.is_meta:  # nothing to fill, and the calls would import large parts of torch
             self.initialize_()
 
     @torch.no_grad()
     def initialize_(self) -> None:
-        """Random weights: N(0, 0.02^2), and smaller into the residual stream the more layers add to it."""
+        """Initialises weights with N(0, 0.02^2); projections into the residual stream are smaller with more layers."""
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 deep = name.endswith(("output", "down"))
@@ -132,7 +132,7 @@ class Transformer(nn.Module):
     ) -> Cache:
         """An empty cache for `batch` sequences of up to `capacity` tokens, in the model's dtype and on its device.
 
-        A paged one has pages for all of them, but assigns none before `cache.reserve_`.
+        A paged cache has pages for all tokens, but assigns none before `cache.reserve_`.
         """
         return new_cache(self, batch, capacity, kind, page_size)
 
@@ -153,16 +153,15 @@ class Transformer(nn.Module):
         `(batch, T, T)`; or the `TilePlan` of a mask, which is never made dense), at `positions` (`(T,)` or `(batch, T)`;
         default 0..T-1).
 
-        With a cache: row i of sequence b is at position `cache.lengths[b] + i`, its K and V are appended there, and
-        it sees the whole prefix and the rows up to itself. Lengths do not change: `cache.commit_` decides which rows stay.
-        `counts` `(batch,)` int32 or int64: only the rows i < counts[b] count; the others are padding, which is not
-        stored and whose logits are meaningless. A `mask` (as above) defines instead what the T rows see of each other; all of them
-        see the whole prefix. Then `counts` gives how many rows are stored, 0 for a forward that only reads, and the other rows are
-        ordinary rows: seen where the mask shows them, with valid logits. `positions` are offsets from `cache.lengths` below T,
-        or, where nothing is stored, below the capacity; K and V are stored in the order of the rows in any case.
-
-        The cache is read in place, pages included. In fp64, with heads that are not a multiple of 8 in 16 .. 256 and under a
-        bool `mask` it is copied, in every layer and forward: give decoders plans.
+        With a cache: row i of sequence b is at position `cache.lengths[b] + i`. Its K and V are appended there, and it attends to the
+        prefix and to the rows up to itself. Lengths do not change: `cache.commit_` decides which rows stay.
+        `counts` `(batch,)` int32 or int64: rows i >= counts[b] are padding, which is not stored and whose logits are
+        meaningless. A `mask` (as above) replaces causal attention among the T rows; all of them attend to the whole prefix. With a
+        mask, `counts` is the number of rows that are stored, 0 for a forward that only reads. The other rows are not padding: they
+        are visible where the mask shows them, and their logits are valid. `positions` are offsets from `cache.lengths`, below T,
+        or below the capacity if nothing is stored; K and V are always stored in the order of the rows.
+        The cache is read in place, even if it is paged. In fp64, with head dimensions that are not a multiple of 8 in 16 .. 256 and
+        with a bool `mask`, every layer copies it in every forward: give decoders plans.
 
         `rows`: compute logits only for these of the T rows, `(batch, len(rows), vocab_size)`: row indices for all
         sequences (ints, a slice, or a `(R,)` tensor) or for each of them (a `(batch, R)` tensor).
@@ -203,7 +202,7 @@ class Transformer(nn.Module):
         mask: torch.Tensor | TilePlan | None = None,
         adapted: bool | torch.Tensor = False,
     ) -> torch.Tensor:
-        """What `logits` needs of all rows, `(batch, T, hidden_size)`, for callers that choose the rows later.
+        """The input of `logits` for all rows, `(batch, T, hidden_size)`, for callers that choose the rows later.
 
         The arguments are those of a forward.
         """
@@ -212,7 +211,7 @@ class Transformer(nn.Module):
         if cache is None:
             visibility = uncached_visibility(mask, causal=self.config.attention == "causal")
             return self._run(tokens, self._new_rows(self._uncached_rotation(tokens, positions), visibility), gate)
-        # The cache has no graph, so neither has a forward on it.
+        # The cache has no autograd graph, so a forward on it has none either.
         with torch.no_grad():
             visibility, rotation = self._on_cache(tokens.shape[1], cache, counts, positions, mask)
             return self._run(tokens, self._new_rows(rotation, visibility, cache, counts), gate)
@@ -227,20 +226,20 @@ class Transformer(nn.Module):
         counts: torch.Tensor | None = None,
         visible: torch.Tensor,
     ) -> torch.Tensor:
-        """Runs `tokens` `(batch, R)` at any positions of the cache, overwriting what is there; each row sees all that is
-        visible in the cache.
+        """Runs `tokens` `(batch, R)` at any positions of the cache and overwrites their slots. Every row attends to all visible
+        positions.
 
-        Row r of sequence b is at position and slot ``starts[b] + slots[b, r]``. Its K and V overwrite that slot, then every row
-        sees exactly the first ``visible[b]`` positions of its sequence, including other rows, whichever forward wrote them.
+        Row r of sequence b is at position and slot ``starts[b] + slots[b, r]``. All K and V are stored first; then every row
+        attends to the first ``visible[b]`` positions of its sequence, whichever forward wrote them.
         `cache.lengths` is neither used nor changed. For all rows of a text, with all its positions visible, this is a forward
-        of a bidirectional model without a cache; with fewer rows the other positions keep what was written there before.
+        of a bidirectional model without a cache; with fewer rows the other positions keep their K and V.
 
         Args:
             tokens: int32 or int64.
             cache: a paged one must own the pages of all positions that are written or visible.
             starts: `(batch,)` int32 or int64.
             slots: `(batch, R)` int32 or int64, distinct within a sequence; -1: the row is padding. None: 0 .. R-1.
-            counts: `(batch,)` int32 or int64: only the rows r < counts[b] count, the others are padding too. None: all.
+            counts: `(batch,)` int32 or int64: rows r >= counts[b] are padding. None: no padding.
             visible: `(batch,)` int32 or int64, 0 .. capacity.
 
         Returns:
@@ -250,7 +249,7 @@ class Transformer(nn.Module):
             ValueError: shapes; on the CPU also positions outside the cache, before anything is written.
             TypeError: dtypes.
 
-        On CUDA nothing waits for the device. Has no graph; for training use a forward without a cache.
+        On CUDA nothing waits for the device. There is no autograd graph; for training use a forward without a cache.
 
         Example:
             >>> config = TransformerConfig(vocab_size=11, hidden_size=16, layers=2, heads=2, kv_heads=1, head_dim=16,
@@ -405,7 +404,7 @@ class Transformer(nn.Module):
         offsets: torch.Tensor | None,
         mask: torch.Tensor | TilePlan | None,
     ) -> tuple[Visibility, Rotation]:
-        """What the new rows see, and the rotation at their positions. The host reads lengths only on the CPU."""
+        """Visibility and rotation of the new rows. The host reads lengths only on the CPU."""
         lengths = cache.lengths.tolist() if cache.lengths.device.type == "cpu" else None
         visibility = cached_visibility(cache, lengths, counts, rows, mask)
         # Padding rows may lie past the capacity, but not past capacity + rows.
@@ -418,10 +417,10 @@ class Transformer(nn.Module):
         if lengths is not None and offsets.numel():
             low, high = int(positions.min()), int(offsets.max())
             limit = rows if counts is None or counts.any() else cache.capacity
-            wanted = f"lie in [-length, {limit}) with a cache"
+            expectation = f"lie in [-length, {limit}) with a cache"
             found = f"{int(offsets.min())}..{high}"
             remedy = "There they count from the cached length."
-            check(low >= 0 and high < limit, "Transformer", "positions", wanted, found, remedy)
+            check(low >= 0 and high < limit, "Transformer", "positions", expectation, found, remedy)
         return visibility, self._rotation(table, positions)
 
 

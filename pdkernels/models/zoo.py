@@ -109,7 +109,7 @@ def load(
     if given in PACKAGED:
         given = str(packaged(given))
     found = checkpoint_of(given, name_or_path is not given, dtype)
-    # Before the weights: a bad adapter then costs nothing.
+    # Read before the weights, so that a bad adapter costs no time.
     merge = None if adapter is None else read_adapter(named_adapter(adapter), found.layout)
     draft, mask = (None, None) if drafter is None else _drafter(named_adapter(drafter), found)
     # What is merged is rounded once, after that.
@@ -120,7 +120,7 @@ def load(
         state |= {f"layers.{index}.adapter_in": a, f"layers.{index}.adapter_out": b}
     if mask is not None:
         found = found.with_mask_token()
-        # An extra row that occurs in no text: forwards without masks do not change.
+        # No text contains the extra id, so forwards without masks do not change.
         for name in ("embedding", "head"):
             if name in state:
                 state[name] = _with_row(state[name], mask)
@@ -165,8 +165,8 @@ def _drafter(folder: Path, found: Checkpoint) -> tuple[list[tuple[torch.Tensor, 
 
 
 def save_tiny(model: Model, path: Path, **facts: object) -> None:
-    """Saves a byte-level model in bf16, a Transformer's adapter included; architecture, configuration, mask token, control
-    tokens of plans and `facts` go into the metadata. An older file is replaced as a whole or not at all."""
+    """Saves a byte-level model in bf16, including a Transformer's adapter. Architecture, configuration, mask token, control
+    tokens of plans and `facts` go into the metadata. An existing file is replaced atomically."""
     tensors = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
     metadata = {name: str(value) for name, value in facts.items()}
     metadata["architecture"] = type(model).__name__
@@ -179,7 +179,7 @@ def save_tiny(model: Model, path: Path, **facts: object) -> None:
     if model.plan_tokens is not None:
         metadata["plan_tokens"] = json.dumps(asdict(model.plan_tokens))
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A file with the usual permissions, which replaces an older one only when complete.
+    # A file with default permissions, which replaces an existing one only when complete.
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         unfinished.write_bytes(save(tensors, metadata=metadata))
@@ -209,7 +209,7 @@ def _load_tiny(path: Path, dtype: torch.dtype | None, device: torch.device | str
 
 
 def _load_trained(path: Path, dtype: torch.dtype | None, device: torch.device | str) -> Model:
-    """A file like those of the tiny models, from anywhere."""
+    """A file in the format of the tiny models, from any folder."""
     try:
         return _load_tiny(path, dtype, device)
     except (SafetensorError, OSError, KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
@@ -235,7 +235,7 @@ def _usable(device: torch.device | str) -> torch.device:
 
 
 def _folder(name: str, is_path: bool) -> Path:
-    """The folder of this name. What can only be a path is reported missing, other names may be misspelt models."""
+    """The folder of this name. If there is none, a name that can only be a path is missing, and others may be misspelt models."""
     folder = Path(name)
     try:
         found, there = folder.is_dir(), os.path.lexists(folder)
@@ -283,7 +283,7 @@ def _folder_checkpoint(folder: Path, dtype: torch.dtype | None) -> Checkpoint:
 
 
 def _described(fields: Fields) -> tuple[Config, Layout]:
-    """The configuration of a parsed config.json of any known architecture, and the tensors that belong to it."""
+    """The configuration of a parsed config.json of any known architecture, and its tensors."""
     quantized = fields.get("quantization_config")
     demand(quantized is None, "quantization_config", "be absent", shown(quantized))
     if huginn.is_huginn(fields.values):

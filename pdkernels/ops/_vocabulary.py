@@ -34,8 +34,8 @@ class Part(NamedTuple):
     width: int
 
 
-class Draws(NamedTuple):
-    """The keys of the random numbers of each row, and what may be drawn."""
+class SamplingRule(NamedTuple):
+    """The keys of the random numbers of each row, and what may be sampled_ids."""
 
     temperature: float
     seeds: Tensor | int
@@ -46,13 +46,13 @@ class Draws(NamedTuple):
     distribution: str
 
     @property
-    def heat(self) -> float:
+    def softmax_temperature(self) -> float:
         return self.temperature if self.temperature > 0 else 1.0
 
     @property
-    def inverse(self) -> float:
+    def inv_temperature(self) -> float:
         """Factor applied to the logits whose distribution is described."""
-        return 1 / self.heat if self.distribution == "sampling" else 1.0
+        return 1 / self.softmax_temperature if self.distribution == "sampling" else 1.0
 
     @property
     def filtered(self) -> bool:
@@ -73,20 +73,20 @@ def own_tokens(tokens: Sequence[int], part: Part) -> list[int]:
     return [token - part.first_id for token in tokens if 0 <= token - part.first_id < part.width]
 
 
-def recorded(scores: Tensor, there: Tensor, top_k: int, draws: Draws, part: Part, run: Run) -> Tensor:
+def recorded(scores: Tensor, there: Tensor, top_k: int, rule: SamplingRule, part: Part, run: Run) -> Tensor:
     """What other ranks need of the rows `scores` ``(rows, width)``: float64 ``(rows, 7 + 3 k)``, k = ``ranked(top_k)``.
 
     `there` ``(rows,)``: which rows exist. `run` computes the statistics of `scores`, or of substitutes for them.
     """
     local_top_k = min(ranked(top_k), part.width)
-    if draws.filtered:
-        kept = scores.masked_fill(scores < _cut(scores, there, draws, part), -torch.inf)
-        sampling = draws.distribution == "sampling"
+    if rule.filtered:
+        kept = scores.masked_fill(scores < _cut(scores, there, rule, part), -torch.inf)
+        sampling = rule.distribution == "sampling"
         found = run(kept, top_k=local_top_k) if sampling else run(scores, top_k=local_top_k, temperature=0.0)
-        drawn = found[0] if sampling else run(kept, top_k=1)[0]
+        sampled_ids = found[0] if sampling else run(kept, top_k=1)[0]
     else:
         found = run(scores, top_k=local_top_k)
-        drawn = found[0]
+        sampled_ids = found[0]
     _, _, top_ids, top_probs, _, entropy, total = found
     rows = torch.arange(len(scores), device=scores.device)
     exact = scores.double()
@@ -94,20 +94,20 @@ def recorded(scores: Tensor, there: Tensor, top_k: int, draws: Draws, part: Part
     # A slice in which everything is impossible still has ids, which may be among the row's first.
     top_ids = torch.where((top_ids < 0).all(-1, keepdim=True), first, top_ids)
     top_logits = exact[rows[:, None], top_ids]
-    if draws.filtered and draws.distribution == "sampling":
+    if rule.filtered and rule.distribution == "sampling":
         top_logits = torch.where(top_probs > 0, top_logits, torch.where(total.isnan()[:, None], top_logits, -torch.inf))
     # From the first token's probability: the float32 of a log-sum-exp would lose a digit.
-    sharp = top_logits[:, 0] * draws.inverse - top_probs[:, 0].double().log()
+    sharp = top_logits[:, 0] * rule.inv_temperature - top_probs[:, 0].double().log()
     total = torch.where(total.isfinite(), sharp, total.double())
-    chosen = drawn.clamp(min=0)
+    chosen = sampled_ids.clamp(min=0)
     logit = exact[rows, chosen]
-    prob = (logit * draws.inverse - total).exp()
+    prob = (logit * rule.inv_temperature - total).exp()
     score = logit
-    if draws.temperature > 0:
-        uniform = uniforms_at(draws.seeds, draws.steps, draws.positions, part.first_id + chosen)
+    if rule.temperature > 0:
+        uniform = uniforms_at(rule.seeds, rule.steps, rule.positions, part.first_id + chosen)
         noise = torch.log(-torch.log(uniform))
-        score = logit - draws.temperature * noise
-    score = torch.where(drawn < 0, -torch.inf, score)
+        score = logit - rule.temperature * noise
+    score = torch.where(sampled_ids < 0, -torch.inf, score)
     numbers = [part.first_id + chosen, score, prob, entropy, total]
     numbers += [torch.full_like(total, part.first_id), torch.full_like(total, part.width)]
     spare = ranked(top_k) - local_top_k
@@ -125,7 +125,9 @@ def ranked(top_k: int) -> int:
     return max(top_k, 2)
 
 
-def merged(op: str, record: Tensor, there: Tensor, top_k: int, draws: Draws, group: Any, dtype: torch.dtype) -> Results:
+def merged(
+    op: str, record: Tensor, there: Tensor, top_k: int, rule: SamplingRule, group: Any, dtype: torch.dtype
+) -> Results:
     """The results of all rows, floats of `dtype`, with the same bits on every rank."""
     records = gathered(record, group)
     if record.device.type == "cpu" and len(there):
@@ -145,12 +147,12 @@ def merged(op: str, record: Tensor, there: Tensor, top_k: int, draws: Draws, gro
     order = order.gather(1, (top_ids.gather(1, order) < 0).to(torch.int8).sort(dim=-1, stable=True).indices)[:, :count]
     top_ids, top_logits, top_probs = (block.gather(1, order) for block in (top_ids, top_logits, top_probs))
     winner = scores.argmax(0, keepdim=True)
-    if draws.temperature > 0:
+    if rule.temperature > 0:
         chosen = torch.where(undefined, top_ids[:, 0], ids.gather(0, winner)[0])
         prob = (probs * share).gather(0, winner)[0]
     else:
         chosen, prob = top_ids[:, 0], top_probs[:, 0]
-    gap = (top_logits[:, 1] - top_logits[:, 0]) * draws.inverse
+    gap = (top_logits[:, 1] - top_logits[:, 0]) * rule.inv_temperature
     margin = -torch.expm1(torch.where(gap.isnan(), -torch.inf, gap)) * top_probs[:, 0]
     entropy = torch.where(share > 0, share * (entropies + total - totals), 0.0).sum(0)
 
@@ -178,29 +180,29 @@ def _check_slices(op: str, slices: Tensor) -> None:
     expected = 0
     for first, width in slices.tolist():
         if first != expected:
-            wanted = "be the ids of the ranks before, in the order of the ranks"
-            fail(op, "first_id", wanted, [int(first) for first, _ in slices.tolist()])
+            expectation = "be the ids of the ranks before, in the order of the ranks"
+            fail(op, "first_id", expectation, [int(first) for first, _ in slices.tolist()])
         expected += int(width)
 
 
-def _cut(scores: Tensor, there: Tensor, draws: Draws, part: Part) -> Tensor:
+def _cut(scores: Tensor, there: Tensor, rule: SamplingRule, part: Part) -> Tensor:
     """The smallest logit of each row that passes the filters, ``(rows, 1)``; -inf where nothing is dropped."""
     exact = scores.double()
     broken = (exact.isnan() | (exact == torch.inf)).any(-1)
     exact = torch.where((broken | ~there)[:, None], -torch.inf, exact)
-    mass = (exact / draws.heat).logsumexp(-1)
+    mass = (exact / rule.softmax_temperature).logsumexp(-1)
     facts = gathered(torch.stack((exact.amax(-1), mass, broken.double()), -1), part.group)
     largest, total, whole = facts[..., 0].amax(0), facts[..., 1].logsumexp(0), ~(facts[..., 2] > 0).any(0)
     cut = torch.full_like(largest, -torch.inf)
-    if draws.min_p > 0:
-        cut = largest + draws.heat * math.log(draws.min_p)
-    if draws.top_p < 1:
-        cut = torch.maximum(cut, _nucleus(exact, total, draws, part))
+    if rule.min_p > 0:
+        cut = largest + rule.softmax_temperature * math.log(rule.min_p)
+    if rule.top_p < 1:
+        cut = torch.maximum(cut, _nucleus(exact, total, rule, part))
     cut = torch.minimum(cut, largest)
     return torch.where(whole & (largest > -torch.inf), cut, -torch.inf).to(torch.float64)[:, None]
 
 
-def _nucleus(exact: Tensor, total: Tensor, draws: Draws, part: Part) -> Tensor:
+def _nucleus(exact: Tensor, total: Tensor, rule: SamplingRule, part: Part) -> Tensor:
     """The smallest logit with less than `top_p` of the mass above it, ``(rows,)``; ranks ask for more until all rows are settled."""
     count = 64
     while True:
@@ -209,12 +211,12 @@ def _nucleus(exact: Tensor, total: Tensor, draws: Draws, part: Part) -> Tensor:
         tops = gathered(known, part.group)
         bound = tops[..., -1].amax(0)  # all above it are known
         values = tops.transpose(0, 1).flatten(1).sort(dim=-1, descending=True).values
-        mass = torch.where(values == -torch.inf, 0.0, (values / draws.heat - total[:, None]).exp())
+        mass = torch.where(values == -torch.inf, 0.0, (values / rule.softmax_temperature - total[:, None]).exp())
         before = mass.cumsum(-1) - mass
         first = torch.ones_like(before, dtype=torch.bool)
         first[:, 1:] = values[:, 1:] < values[:, :-1]
         before = torch.where(first, before, 0.0).cummax(-1).values  # among equals, the mass before the first
-        inside = (before < draws.top_p) & (values > -torch.inf)
+        inside = (before < rule.top_p) & (values > -torch.inf)
         inside[:, 0] = True  # the first always stays
         smallest = torch.where(inside, values, torch.inf).amin(-1)
         dropped = (~inside & (values >= bound[:, None]) & (values > -torch.inf)).any(-1)

@@ -235,8 +235,8 @@ def _check_caches(op: str, k: list[Tensor], v: list[Tensor], lengths: Tensor, bl
             fail(op, "v_cache", f"be on {device} like k_cache", t.device)
     if _num_layers(k) != _num_layers(v) or k[0].shape[-4:-2] != v[0].shape[-4:-2]:
         actual = f"{_num_layers(v)} layers of {tuple(v[0].shape[-4:])}"
-        wanted = f"match k_cache, {_num_layers(k)} layers of {tuple(k[0].shape[-4:])}, up to the heads"
-        fail(op, "v_cache", wanted, actual)
+        expectation = f"match k_cache, {_num_layers(k)} layers of {tuple(k[0].shape[-4:])}, up to the heads"
+        fail(op, "v_cache", expectation, actual)
     pages = k[0].shape[-4]
     check_index(op, "lengths", lengths, (pages if block_table is None else None,), device)
     check_cuda_batch(op, "lengths", lengths)
@@ -251,8 +251,8 @@ def _check_new(op: str, argument: str, new: list[Tensor], cache: list[Tensor], l
     first, target = new[0], cache[0]
     if first.shape[-4] != lengths.shape[0] or first.shape[-2:] != target.shape[-2:]:
         layers = "layers, " if first.dim() == 5 else ""
-        wanted = f"({layers}{lengths.shape[0]}, rows, {target.shape[-2]}, {target.shape[-1]})"
-        fail(op, argument, f"have shape {wanted} like lengths and the cache", tuple(first.shape))
+        expectation = f"({layers}{lengths.shape[0]}, rows, {target.shape[-2]}, {target.shape[-1]})"
+        fail(op, argument, f"have shape {expectation} like lengths and the cache", tuple(first.shape))
     if _num_layers(new) != _num_layers(cache):
         fail(op, argument, f"have the cache's {_num_layers(cache)} layers", _num_layers(new))
     remedy = "Convert it with .to()."

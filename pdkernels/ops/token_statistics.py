@@ -12,7 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from pdkernels._validation import check_floats, check_index, check_indices, check_int, check_number, check_type, fail
 from pdkernels.backends import Backend
 from pdkernels.ops._library import Draw, call, define, keys, schema_of
-from pdkernels.ops._vocabulary import Draws, Part, check_part, merged, own_tokens, recorded
+from pdkernels.ops._vocabulary import Part, SamplingRule, check_part, merged, own_tokens, recorded
 from pdkernels.reference import token_statistics as reference
 
 __all__ = ["TokenStatistics", "token_statistics"]
@@ -200,7 +200,7 @@ def raw_options(
             check_type(isinstance(row_index, Tensor), op, "row_index", "be a tensor", type(row_index).__name__)
         shape = rows_shape(x, row_index)
         if given.dim() > len(shape) or any(
-            size not in (1, wanted) for size, wanted in zip(reversed(given.shape), reversed(shape))
+            size not in (1, full) for size, full in zip(reversed(given.shape), reversed(shape))
         ):
             fail(op, argument, f"broadcast to the shape {tuple(shape)} of the rows", tuple(given.shape))
         return given.expand(shape)
@@ -292,7 +292,7 @@ def part_record(
         results: tuple[Tensor, ...] = call(token_statistics_op, (rows, *options, part.first_id), rows, backend)
         return results
 
-    return recorded(logits, there, given.top_k, _draws(given), part, run), there
+    return recorded(logits, there, given.top_k, _sampling_rule(given), part, run), there
 
 
 def merged_statistics(
@@ -300,16 +300,16 @@ def merged_statistics(
 ) -> TokenStatistics:
     """The results of rows of this `shape` from the records of all ranks."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    results = merged(op, record, there, given.top_k, _draws(given), group, dtype)
+    results = merged(op, record, there, given.top_k, _sampling_rule(given), group, dtype)
     return TokenStatistics(*(t.view((*shape, *t.shape[1:])) for t in results))
 
 
-def _draws(given: Options) -> Draws:
+def _sampling_rule(given: Options) -> SamplingRule:
     assert given.positions is not None
     seeds = given.seed if given.seeds is None else given.seeds
     steps = given.step if given.steps is None else given.steps
     positions = given.positions.long().clamp(min=0)
-    return Draws(given.temperature, seeds, steps, positions, given.top_p, given.min_p, given.distribution)
+    return SamplingRule(given.temperature, seeds, steps, positions, given.top_p, given.min_p, given.distribution)
 
 
 def _check_logits(logits: Tensor) -> None:

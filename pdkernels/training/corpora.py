@@ -16,7 +16,7 @@ from torch import Tensor
 from pdkernels._validation import check, check_type
 from pdkernels.models.tokenizers import ByteTokenizer
 
-# One problem, and one file, in this many is held out from training.
+# One problem and one file in this many are held out of training.
 HELD_OUT_EVERY = 25
 # Tests are repetitive, encodings and pydoc_data are tables, the rest is not code of the library proper.
 _SKIPPED = {
@@ -40,7 +40,7 @@ class Problem(NamedTuple):
     prompt: str
     """The question, one line."""
     steps: str
-    """Digit by digit from the right, a line each, and the result in the last line."""
+    """The solution, one line per digit from the right, with the result in the last line."""
     result: int
 
     def is_solved_by(self, text: str) -> bool:
@@ -58,7 +58,7 @@ def arithmetic(seed: int, *, held_out: bool = False) -> Iterator[Problem]:
     """Endless problems: additions, subtractions and products with one digit, of numbers of up to four digits, one or two in a row.
 
     Args:
-        seed: of the stream, which is the same on every machine.
+        seed: determines the stream, which is the same on every machine.
         held_out: yield problems that no stream without `held_out` yields.
 
     Raises:
@@ -91,7 +91,7 @@ def standard_library() -> tuple[list[bytes], list[bytes]]:
     root = Path(sysconfig.get_path("stdlib"))
     files = []
     for folder, folders, names in os.walk(root):
-        # Pruned here: one of the excluded folders holds all installed packages.
+        # Pruned during the walk, because one of the excluded folders holds all installed packages.
         folders[:] = [name for name in folders if not _skipped(name)]
         files += [Path(folder, name) for name in names if name.endswith(".py") and not _skipped(name)]
     files.sort(key=lambda path: path.relative_to(root).as_posix())
@@ -141,7 +141,7 @@ def _number(numbers: random.Random) -> int:
 
 
 def _worked(a: int, sign: str, b: int) -> tuple[int, list[str]]:
-    """The result, and a line per digit: what is left of both numbers, their last digits, and the result so far."""
+    """The result, and a line per digit with the remaining digits of both numbers, their last digits, and the result so far."""
     lines, carried, result = [], 0, ""
     while True:
         x, y = a % 10, b if sign == "*" else b % 10

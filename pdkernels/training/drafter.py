@@ -1,4 +1,4 @@
-"""The adapter that makes a tri-mode model draft what it will accept: initial pairs, and the loss that trains them."""
+"""The adapter with which a tri-mode model drafts: initial low-rank pairs, and the loss that raises acceptance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class DrafterLoss(NamedTuple):
 
     total: Tensor
     matching: Tensor
-    """How far the drafter's distribution is from the verifier's: the LK hybrid of KL divergence and total variation."""
+    """The distance of the drafter's distribution to the verifier's: the LK hybrid of KL divergence and total variation."""
     cross_entropy: Tensor
     """Cross-entropy of the verifier's best token under the drafter."""
 
@@ -32,13 +32,13 @@ def drafter_loss(
     eta: float = 0.5,
     ce_weight: float = 1.0,
 ) -> DrafterLoss:
-    """Makes drafts agree with the verifier where they are verified: on the accepted tokens and the first rejected one.
+    """The loss that makes drafts agree with the verifier, on the accepted tokens and the first rejected one.
 
     Args:
         draft_logits: ``(blocks, k, vocab)``; row j of a block predicts draft token j. Only these get a gradient.
         verifier_logits: ``(blocks, k, vocab)``; row j predicts the same token: it is the causal row of the previous token.
-        accepted: ``(blocks,)`` int32 or int64, how many draft tokens equal the verifier's, 0 .. k, without the known token at
-            front of the draft. The loss reads rows 0 .. min(accepted, k - 1). -1 leaves out a block.
+        accepted: ``(blocks,)`` int32 or int64, the number of draft tokens that equal the verifier's, 0 .. k, without the known
+            first token of the draft. The loss reads rows 0 .. min(accepted, k - 1). -1 leaves out a block.
         temperature: of both distributions in `matching`.
         top_k: a row's support is the union of the `top_k` best tokens of either distribution.
         eta: of ``lam = exp(-eta * acceptance)``, the weight of the KL divergence.
@@ -57,8 +57,8 @@ def drafter_loss(
 
     Nothing waits for the device, and once the support is chosen only its flags are as wide as the vocabulary.
 
-    Source: Nemotron-Labs-Diffusion, equations 6 to 9. Draft at temperature 1 in nine of ten blocks, greedily in the others,
-    so that the adapter also serves drafts that are drawn.
+    Source: Nemotron-Labs-Diffusion, equations 6 to 9. Draft at temperature 1 in nine of ten blocks and greedily in the others,
+    so that the adapter also serves sampled drafts.
 
     Example:
         >>> import torch
@@ -86,7 +86,7 @@ def drafter_loss(
     _, width, vocab = draft_logits.shape
     active = torch.arange(width, device=accepted.device) <= accepted[:, None]
 
-    # The support as 2 * top_k columns. A token chosen by both sides counts only in the first half.
+    # The support as 2 * top_k columns. A token that both sides choose counts only in the first half.
     best = min(top_k, vocab)
     own = verifier_logits.topk(best, -1).indices
     guessed = draft_logits.detach().topk(best, -1).indices
@@ -129,7 +129,7 @@ def attach_drafter_(
         rank: of the pairs.
         scale: LoRA's alpha / rank, inside the first matrix. `Transformer.attach_adapter_` puts it into the second one, which
             is zero here.
-        generator: for the draws, on the CPU; None: torch's default.
+        generator: for the random weights, on the CPU; None: torch's default.
 
     Returns:
         The adapter's parameters. A new one changes nothing yet: in each layer's pair ``b @ a`` a ``(rank, heads * head_dim)``

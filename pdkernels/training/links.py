@@ -12,16 +12,16 @@ from pdkernels._validation import check, check_type
 from pdkernels.training.corpora import HELD_OUT_EVERY
 
 NAMES = string.ascii_letters + string.digits
-_SPREAD = 4  # asked names are that many neighbours of a chain: about equally far from its end
+_SPREAD = 4  # asked names are adjacent in a chain, so they are about equally far from its end
 
 
 class Chains(NamedTuple):
-    """Links between names in any order, and names whose last one is asked."""
+    """Links between names in any order, and the names whose chains have to be followed."""
 
     prompt: str
     """Links of two names with a space after each, ``?``, the asked names, ``=``. A last name leads to itself."""
     paths: tuple[str, ...]
-    """For each asked name all names from it to the last one."""
+    """For each asked name, all names from it to the last one."""
 
     @property
     def answer(self) -> str:
@@ -57,11 +57,11 @@ def chains(
     repeatedly. No answer depends on another one.
 
     Args:
-        seed: of the stream, which is the same on every machine.
+        seed: determines the stream, which is the same on every machine.
         held_out: yield prompts that no stream without `held_out` yields.
-        hops: fewest and most links from the first name of a chain to its last: the larger of two draws.
-        count: fewest and most chains, where the 62 names suffice for the most.
-        asked: names asked.
+        hops: minimum and maximum number of links of a chain. The number is the larger of two random ones.
+        count: minimum and maximum number of chains, if the 62 names suffice.
+        asked: number of names to ask for.
 
     Raises:
         ValueError: a range that is empty or needs more names, nothing asked.

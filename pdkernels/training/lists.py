@@ -1,4 +1,4 @@
-"""A task for models that plan: short lists to write out, in parallel if independent, later if they depend on another's choice."""
+"""A task for models that plan: short lists, which are written in parallel if they are independent, and later if they depend on a pick."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Orders(NamedTuple):
         return "".join(content for items in self.rounds for _, content in items)
 
     def right(self, text: str) -> dict[str, bool]:
-        """For each order, whether an answer carries it out exactly once, in any order.
+        """For each order, whether an answer has its list exactly once, at any place.
 
         A pick is right if it is a digit, a list of the picked digit if it belongs to the digit in the answer.
 
@@ -92,14 +92,14 @@ def orders(
         4d    seven six five four            4q    16 25 36 49 64 81
         4m    apr may jun jul aug sep        4r    iv v vi vii viii
 
-    These can all be written at the same time, in any order: only a plan, or what is already written, determines
-    which comes where. ``*p`` requests any digit, and ``px`` the list of kind x of that digit, which has to wait: nothing in
-    the prompt determines the digit.
+    These can all be written at the same time and in any order: only a plan, or the text so far, determines the place of each.
+    ``*p`` requests any digit, and ``px`` the list of kind x of that digit, which has to wait because the prompt does not
+    determine the digit.
 
     Args:
-        seed: of the stream, which is the same on every machine.
+        seed: determines the stream, which is the same on every machine.
         held_out: yield prompts that no stream without `held_out` yields. The lists themselves are always the same 40.
-        items: fewest and most orders, besides those of the picked digit.
+        items: minimum and maximum number of orders, besides those of the picked digit.
         picks: share of the prompts with a pick, followed by one or two orders of the picked digit.
 
     Raises:

@@ -1,6 +1,6 @@
 """Losses of the two packed layouts, on logits of the rows listed in a batch, and the noise of the dual stream.
 
-A batch lists the rows a loss reads, so run the language model head only on those rows:
+A batch lists the rows that a loss reads; run the language model head only on those rows:
 
     hidden = model.hidden(batch.tokens[None], positions=batch.positions, mask=batch.mask.plan())[0]
     loss = dual_stream_loss(model.logits(hidden[batch.ar_rows]), model.logits(hidden[batch.masked_rows]), batch)
@@ -71,8 +71,8 @@ def dual_stream_loss(
         masked_logits: ``(m, vocab)`` of ``batch.masked_rows``; they predict the hidden token at their own position.
         batch: from `pack_dual_stream`.
         masked_weight: weight of the masked sum; the paper's alpha.
-        normaliser: the divisor of both sums. None: the n + m rows of this batch. For a sum over several batches or
-            ranks pass the rows of all of them, a number or a 0-dim tensor: then the losses add up to that of one big batch.
+        normaliser: the divisor of both sums. None: the n + m rows of this batch. For several batches or ranks pass their total
+            number of rows, a number or a 0-dim tensor: the losses then add up to that of one big batch.
 
     Returns:
         Its `total` is ``(sum of CE + masked_weight * sum of CE / p_mask) / normaliser``, 0 for a batch without rows. All
@@ -116,7 +116,7 @@ def noise_aware_terms(
 def noise_aware_loss(
     ar_logits: Tensor, student_logits: Tensor, teacher_logits: Tensor, batch: NoiseAwareBatch, *, ar_weight: float = 1.0
 ) -> ConsistencyLoss:
-    """Cross-entropy on prompts and clean blocks; noisy rows learn the distributions of their clean ones.
+    """Cross-entropy on prompts and clean blocks, and the consistency loss between noisy rows and their clean ones.
 
     Args:
         ar_logits: ``(n, vocab)`` of ``batch.ar_rows``.
@@ -154,13 +154,13 @@ def noise_aware_loss(
 def draw_masks(
     count: int, generator: torch.Generator, *, min_p_mask: float = 1e-3, frozen_prefix: int = 0
 ) -> tuple[Tensor, float]:
-    """Which tokens of a sequence the noisy copy hides, and the probability with which each was hidden.
+    """Samples the tokens of a sequence that the noisy copy masks, and the probability with which each was masked.
 
     Args:
         count: tokens of the sequence.
-        generator: for the draws; the result is on its device.
+        generator: the random generator; the result is on its device.
         min_p_mask: eps of ``p_mask = (1 - eps) * t + eps`` with t uniform on [0, 1], one for the sequence.
-        frozen_prefix: this many tokens at the front are never hidden: the prompt, in fine-tuning on answers.
+        frozen_prefix: length of a prefix that is never masked, such as the prompt when fine-tuning on answers.
 
     Returns:
         ``(count,)`` bool and p_mask: the last two fields of a `DualStreamSample`. With few tokens there may be no True.
@@ -195,7 +195,7 @@ def draw_masks(
 
 
 def _exact(logits: Tensor) -> Tensor:
-    """In at least float32."""
+    """Converts to at least float32."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 

@@ -1,7 +1,7 @@
 """Packs samples of token ids into one sequence: ids, positions, mask, and the rows and labels that the losses read.
 
-Nothing here draws noise or computes a loss. All results are int64 tensors on the CPU (except the weights); rows are indices into
-the packed sequence, and those that a loss does not read are not listed, so a loss needs no ignored label.
+This module neither samples noise nor computes losses. All results are int64 tensors on the CPU (except the weights). Rows are
+indices into the packed sequence; rows that a loss does not read are not listed, so a loss needs no ignored label.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ class NoiseAwareBatch(NamedTuple):
 
 
 class DualStreamSample(NamedTuple):
-    """A sequence and which of its tokens the noisy copy hides."""
+    """A sequence and the tokens that its noisy copy masks."""
 
     clean: Tensor
     """(tokens,) ids."""
     masked: Tensor
     """(tokens,) bool, True where the noisy copy holds the mask token."""
     p_mask: float
-    """The probability with which each token was masked: its loss is divided by that."""
+    """The probability with which each token was masked, by which its loss is divided."""
     noisy: Tensor | None = None
     """(tokens,) bool, True where the noisy copy has a row; None: everywhere from `prefix_len` on. Tokens that are never masked, such
-    as those of an image, need none. Without its row a token is no longer seen by the noisy rows of its own block."""
+    as those of an image, need no row. The noisy rows of a block do not see tokens of the block that have none."""
     prefix_len: int = 0
-    """Tokens before the first block, such as a prompt: they have no noisy row either, and all blocks see them."""
+    """Tokens before the first block, such as a prompt. They have no noisy rows, and all blocks see them."""
 
 
 class DualStreamBatch(NamedTuple):
@@ -81,7 +81,7 @@ class DualStreamBatch(NamedTuple):
     masked_rows: Tensor
     """(m,) noisy rows that hold the mask token."""
     masked_labels: Tensor
-    """(m,) the ids hidden there: these labels are not shifted."""
+    """(m,) the ids that are masked there; these labels are not shifted."""
     masked_weights: Tensor
     """(m,) float32, 1 / p_mask."""
 
@@ -103,10 +103,10 @@ def pack_noise_aware(
         samples: all blocks of a sample have the same size; samples may differ in it.
         length: total tokens, padded with `pad_token`; None: those of the samples.
         pad_token: the id of the padding, which attends to nothing and to which no row attends.
-        end_token: what ends an answer; None: all rows count.
-        after_end: "drop": tokens after the first `end_token` of an answer are neither targets nor students, and neither is its own
-            noisy row, which would learn what follows. "keep", as in the released trainers: only targets in its own block are
-            dropped; targets and noisy tokens that are `pad_token` are dropped everywhere; all other rows count.
+        end_token: the id that ends an answer; None: all rows enter the losses.
+        after_end: "drop": tokens after the first `end_token` of an answer are neither targets nor students. Its own noisy row,
+            which would learn what follows, is no student either. "keep", as in the released trainers: only targets in its own
+            block are dropped; targets and noisy tokens that are `pad_token` are dropped everywhere; all other rows are kept.
         conditioning, window, layout: as in `pdkernels.masks.noise_aware_causal`.
 
     Returns:
@@ -149,12 +149,12 @@ def pack_noise_aware(
             part[targets] = values
         answer, students = sample.clean.flatten(), (sample.noisy != sample.clean).cumsum(1) > 0
         ends = sample.clean == (-1 if end_token is None else end_token)
-        if after_end == "drop":  # from the first end token on: these rows would predict tokens after it
+        if after_end == "drop":  # rows from the first end token on would predict tokens after it
             over = (ends.flatten().cumsum(0) > 0).view(num_blocks, block_size)
             students &= ~over
         else:
             over = ends.cumsum(1) > 0
-            over[:, -1:] = False  # that row predicts the next block's first token
+            over[:, -1:] = False  # this row predicts the first token of the next block
             students &= sample.noisy != pad_token
         kept = torch.cat([torch.ones(len(sample.prompt), dtype=torch.bool, device="cpu"), ~over.flatten()])[:-1]
         if after_end == "keep":
@@ -182,10 +182,10 @@ def pack_dual_stream(
     """Packs samples, each as a noisy and a clean copy, masked from each other.
 
     Args:
-        samples: sequences and their hidden tokens.
+        samples: sequences and their masked tokens.
         block_size: tokens of a block of the noisy copy; the last block of a sample may be shorter.
-        mask_token: the id of a hidden token.
-        length: total tokens, padded with `pad_token`; None: those of both copies have.
+        mask_token: the id of a masked token.
+        length: total tokens, padded with `pad_token`; None: those of both copies.
         pad_token: the id of the padding, which attends to nothing and to which no row attends.
         clean: as in `pdkernels.masks.dual_stream`.
 
@@ -255,7 +255,7 @@ def _noisy_positions(op: str, sample: DualStreamSample, count: int) -> Tensor:
 def _side_by_side(
     op: str, masks: Sequence[SegmentMask], tokens: Sequence[Tensor], length: int | None, pad_token: int
 ) -> tuple[Tensor, SegmentMask]:
-    """Ids and mask of the packed sequence."""
+    """The ids and the mask of the packed sequence."""
     used = sum(len(part) for part in tokens)
     check(length is None or used <= length, op, "length", f"be at least the {used} tokens of the samples", length)
     mask = pack(masks, length)

@@ -30,7 +30,7 @@ class PlanItem(NamedTuple):
     content: Sequence[int]
     """Ids of the chunk, without its two tags."""
     number: int | None = None
-    """The number in the plan. None: as many units as `content` needs, which is then padded; else nothing is padded."""
+    """The number in the plan. None: as many units as `content` needs, which is then padded; otherwise there is no padding."""
 
 
 class PlannedSample(NamedTuple):
@@ -39,7 +39,7 @@ class PlannedSample(NamedTuple):
     prompt: Sequence[int]
     rounds: Sequence[Sequence[PlanItem]] = ()
     tail: Sequence[int] = ()
-    """Ids after the last round, written token by token. Without rounds: the answer of an ordinary autoregressive model."""
+    """Ids after the last round, predicted token by token. Without rounds: the answer of an ordinary autoregressive model."""
 
 
 class PlannedLayout(NamedTuple):
@@ -109,8 +109,8 @@ def lay_out(
         sample: ids. Given numbers have at most two digits.
         plan_tokens: of the model.
         end_token: ends the text.
-        max_pads: the minimum number of pads in a chunk is drawn from 0 .. `max_pads`; the paper's augmentation has 10.
-        generator: for the draws; needed if `max_pads` is not 0.
+        max_pads: the minimum number of pads in a chunk is sampled from 0 .. `max_pads`; the paper's augmentation has 10.
+        generator: the random generator; required if `max_pads` is not 0.
 
     Raises:
         ValueError: a round without items, a topic that ends with a digit, an empty topic, a number that is not in 0 .. 99 or would
@@ -197,12 +197,12 @@ def draw_chunk_masks(
 
     Args:
         layout: from `lay_out`. Prompt, plans, syncs and the tags of chunks are never masked.
-        generator: for the draws.
-        noise: t is drawn once for the "text", or for each "round": then a noisy round may follow one that is nearly clean. "one"
-            masks tokens of only one round, also drawn; as in decoding, the rounds before it are clean. A token then is masked with
-            probability ``p_mask / rounds``, which is the `p_mask` of the result.
+        generator: the random generator.
+        noise: t is sampled once for the "text", or for each "round", so that a noisy round may follow one that is nearly clean.
+            "one" masks tokens of only one randomly chosen round; as in decoding, the rounds before it are clean. A token is then
+            masked with probability ``p_mask / rounds``, which is the `p_mask` of the result.
         min_p_mask: the smallest probability.
-        tags: mask the two tags of a chunk too, as the released code does; a decoder never does that.
+        tags: also mask the two tags of a chunk, as the released code does; a decoder never does that.
 
     Raises:
         ValueError: an unknown name, `min_p_mask` outside (0, 1].
@@ -253,14 +253,14 @@ def pack_planned(
     """Packs samples under the mask of planned diffusion, masked from each other.
 
     Args:
-        samples: noisy texts. `masked` may hold any choice of chunk tokens.
-        plan_tokens: of the model; `predicts` says which row has a masked token's logits: its own, or the one before it in its
+        samples: noisy texts. Any chunk tokens may be `masked`.
+        plan_tokens: of the model; its `predicts` says which row predicts a masked token: its own, or the row before it in the
             chunk.
         mask_token: the id of a masked token.
         length: total tokens, padded with `pad_token`; None: those of the samples.
         sparse: whether the chunks of a round are masked from each other.
-        past: what later rounds see of a round's chunks. "noisy": one copy of the text, masks included. "clean": `planned_streams`,
-            whose noisy chunks see earlier rounds clean, as in decoding, at the cost of a second copy of these chunks.
+        past: how later rounds see the chunks of a round. "noisy": in one copy of the text, including masks. "clean":
+            `planned_streams`, whose noisy chunks see earlier rounds clean, as in decoding, at the cost of a second copy.
         pad_token: the id of the padding, which attends to nothing and to which no row attends.
 
     Returns:
@@ -368,8 +368,8 @@ def planned_loss(
         ar_logits: ``(n, vocab)`` of ``batch.ar_rows``.
         masked_logits: ``(m, vocab)`` of ``batch.masked_rows``.
         batch: from `pack_planned`.
-        normaliser: the divisor of both sums. None: that of the batch. For a sum over several batches or ranks pass the sum of
-            theirs, a number or a 0-dim tensor: then the losses add up to that of one big batch.
+        normaliser: the divisor of both sums. None: that of the batch. For several batches or ranks pass the sum of their
+            normalisers, a number or a 0-dim tensor: the losses then add up to that of one big batch.
 
     Returns:
         Its `total` is ``(sum of CE over plans + sum of CE / p_mask over masked tokens) / response tokens``. Only the second sum

@@ -10,9 +10,8 @@
     <async>In short, ...</async>
 
 A round is a plan, an item ``<topic>TOPIC NUMBER</topic>`` for each chunk, then the chunks in the same order. Rounds are separated by
-``<sync/>``: what follows may read what came before it, while chunks of one round are written in parallel without seeing each
-other. The number, which may be left out, is the chunk's length in units of tokens. White space between tags is ignored, within
-chunks it is kept.
+``<sync/>``: the text after it may read the text before it, while chunks of one round are written in parallel without seeing each
+other. The optional number is the chunk's length in units of tokens. White space is ignored between tags and kept within chunks.
 
 Source: Planned Diffusion, section 4 (control tags) and appendix A; the plan comes first, as in its released training code.
 """
@@ -48,7 +47,7 @@ _Any = TypeVar("_Any", Item, PlanItem)
 
 
 class PlanError(ValueError):
-    """A text that breaks the rules; `line` and `column` (from 1) say where."""
+    """A malformed text; `line` and `column` (from 1) give the place."""
 
     def __init__(self, expectation: str, actual: str, line: int, column: int) -> None:
         super().__init__(
@@ -85,7 +84,7 @@ class _Reader:
         raise PlanError(expectation, actual, before.count("\n") + 1, start - (before.rfind("\n") + 1) + 1)
 
     def blank(self) -> None:
-        """White space between tags is skipped, other text is an error."""
+        """Skips white space between tags; other text is an error."""
         while self.next < len(self.pieces) and not self.pieces[self.next].tag:
             piece = self.pieces[self.next]
             words = piece.text.strip()
@@ -238,9 +237,9 @@ def as_sample(
     """Ids of a prompt and of rounds, for `lay_out`.
 
     Args:
-        prompt: encoded unchanged; a chat template is up to the caller.
+        prompt: encoded unchanged; the caller applies the chat template, if any.
         rounds: from `parse`.
-        tokenizer: of the model. The tags have their own ids, so it never sees them.
+        tokenizer: of the model. It never sees the tags, which have their own ids.
         separator: between topic and number.
         numbers: keep the numbers of items, as the released code does, instead of counting tokens. Chunks are then not padded.
 

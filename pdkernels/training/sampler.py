@@ -1,7 +1,7 @@
 """Steps of block diffusion labelled by whether a guess is final, and the training of a `SamplerHead` on them.
 
 Source: Nemotron-Labs-Diffusion, section 3.2 and appendix A. A guess is final if the same run ends with it at that position
-(appendix A); section 3.2 would use only the confidence policy.
+(appendix A); section 3.2 uses only the confidence policy.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class SamplerSteps(NamedTuple):
     features: Tensor
     """``(n, size, 16 + 4 * width)`` float32, not normalised."""
     final: Tensor
-    """``(n, size)`` bool: whether the run ends with the best guess."""
+    """``(n, size)`` bool: whether the best guess is the token at the end of the run."""
     active: Tensor
-    """``(n, size)`` bool: positions that could be filled, and were in the end; the others are ignored."""
+    """``(n, size)`` bool: positions that could be filled and finally were; the others are ignored."""
     prompts: Tensor
     """``(n,)`` int64: the prompt of a step. Steps of a prompt share their final text, so split by prompts."""
 
@@ -63,8 +63,8 @@ def collect_sampler_steps(
         model: with a mask token and a KV cache, such as "tiny-trimode".
         prompts: as `pdkernels.decoding.generate` takes a batch of them.
         block_size: tokens of a block, the first of which comes from the previous forward.
-        policy: "confidence" fills the most confident position. "hybrid" fills all positions whose guess is that of `texts`,
-            else the most confident.
+        policy: "confidence" fills the most confident position. "hybrid" fills all positions whose guess agrees with `texts`, or
+            the most confident one if there are none.
         table: of the head to be trained, see `semantic_table`.
         texts: ids that should follow each prompt, for "hybrid".
         max_new_tokens: no block begins after this many, or after an end token.
@@ -98,8 +98,8 @@ def collect_sampler_steps(
     count, device, longest = len(lists), model.device, max(map(len, lists))
     ends = torch.tensor(model.end_tokens, dtype=torch.int64, device=device)
     length = max_new_tokens + block_size
-    wanted = torch.full((count, length), -1, device=device)
-    for row, text in zip(wanted, texts or ()):
+    targets = torch.full((count, length), -1, device=device)
+    for row, text in zip(targets, texts or ()):
         row[: min(len(text), length)] = torch.tensor(list(text[:length]), device=device)
     cache = model.new_cache(count, longest + length)
     everything = full(block_size).plan(64, 64, device)
@@ -111,7 +111,7 @@ def collect_sampler_steps(
         logits = model(tokens, cache=cache, counts=counts, rows=(counts - 1).clamp(min=0)[:, None])
         cache.commit_(counts)
         block = torch.full((count, block_size), mask_token, device=device)
-        truth = wanted[:, written : written + block_size]
+        truth = targets[:, written : written + block_size]
         first = greedy(logits, banned_tokens(_OP, model, False, mask_token))[:, 0]
         block[:, 0] = torch.where(truth[:, 0] >= 0, truth[:, 0], first)
         kept = []
@@ -126,7 +126,7 @@ def collect_sampler_steps(
             filled = torch.where(agreeing.any(1, keepdim=True), agreeing, best)
             block = torch.where(filled, guess, block)
         for features, guess, able in kept:
-            outcome = able & (block != mask_token)  # what an end token leaves as masks has none
+            outcome = able & (block != mask_token)  # masks after an end token have no outcome
             chosen = outcome.any(1)
             found.append((features[chosen], (guess == block)[chosen], outcome[chosen], chosen.nonzero()[:, 0]))
         written += block_size
@@ -138,7 +138,7 @@ def collect_sampler_steps(
 
 
 def _able(block: Tensor, mask_token: int, ends: Tensor) -> Tensor:
-    """Masks with no end token before them."""
+    """Masks without an end token before them."""
     return (block == mask_token) & (torch.isin(block, ends).long().cumsum(1) == 0)
 
 
@@ -163,7 +163,7 @@ def auc(scores: Tensor, labels: Tensor) -> float:
     )
     _, group, size = scores.double().unique(sorted=True, return_inverse=True, return_counts=True)
     last = size.cumsum(0).double()
-    ranks = (last - (size.double() - 1) / 2)[group]  # the mean rank of equals, from 1
+    ranks = (last - (size.double() - 1) / 2)[group]  # the mean rank of ties, from 1
     return float((ranks[labels].sum() - positive * (positive + 1) / 2) / (positive * negative))
 
 
@@ -197,7 +197,7 @@ def train_sampler(
         batch_size: steps, that is blocks, per update.
         lr: learning rate.
         patience: epochs without a better AUC before training ends.
-        seed: of the order.
+        seed: of the random order of steps.
         progress: called after each epoch with its number, its mean loss and the AUC.
 
     Returns:
@@ -214,7 +214,9 @@ def train_sampler(
         check(fits, op, name, f"have {head.config.features} features", part.features.shape[-1])
     for name, value in (("epochs", epochs), ("batch_size", batch_size), ("patience", patience)):
         check(value >= 1, op, name, "be at least 1", value)
-    rows = steps.features.flatten(0, 1)  # filled positions too: some features never vary among the others
+    rows = steps.features.flatten(
+        0, 1
+    )  # including filled positions, because some features are constant over the others
     head.mean.copy_(rows.mean(0))
     head.std.copy_(rows.std(0, correction=0))
     head.requires_grad_(True).train()

@@ -50,9 +50,9 @@ def collect_trajectories(
     Args:
         model, prompts, end_tokens: as in `pdkernels.decoding.generate`; a list of prompts.
         block_size: tokens of a block.
-        max_new_tokens: of each continuation, rounded up to whole blocks; it may end earlier.
+        max_new_tokens: maximum length of a continuation, rounded up to whole blocks.
         pad_token: fills the block after an end token, in all its records.
-        seed: of the tokens that fill new drafts.
+        seed: of the random tokens that fill new drafts.
         batch_size: prompts per batch; the result does not depend on it if logits do not.
 
     Returns:
@@ -169,8 +169,8 @@ def noise_aware_sample(
         trajectory: of one prompt. Drop blocks at its end by ``trajectory._replace(blocks=trajectory.blocks[:n])``.
         window: blocks after which the noise restarts from 0.
         schedule: see `noise_ratios`.
-        order: "progressive" takes the ratios in turn, "reverse" from the last to the first, "random" draws one for every block.
-        generator: for those draws, on the CPU; None: torch's default.
+        order: "progressive" takes the ratios in turn, "reverse" from the last to the first, "random" samples one for every block.
+        generator: the random generator, on the CPU; None: torch's default.
 
     Raises:
         ValueError: a window below 1, an unknown schedule or order.
@@ -204,11 +204,11 @@ def noise_aware_sample(
 
 
 def noiseless_sample(prompt: Tensor, answer: Tensor, block_size: int, *, pad_token: int = 0) -> NoiseAwareSample:
-    """A given answer in blocks that have converged: it has the autoregressive loss alone, and keeps a model from forgetting.
+    """A given answer in blocks that have converged. It has only the autoregressive loss, and keeps a model from forgetting.
 
     Args:
         prompt: ``(P,)`` ids.
-        answer: ``(n,)`` ids, the end token included.
+        answer: ``(n,)`` ids, including the end token.
         block_size: tokens of a block.
         pad_token: fills the last block.
 

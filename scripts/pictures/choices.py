@@ -1,4 +1,4 @@
-"""Pictures of what chooses tokens and rows."""
+"""Pictures of the choice of tokens and rows."""
 
 from __future__ import annotations
 

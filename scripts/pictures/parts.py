@@ -1,4 +1,4 @@
-"""Boxes, a canvas and the colours that all pictures of the docs are made of."""
+"""Boxes, a canvas and the colours of all pictures of the docs."""
 
 from __future__ import annotations
 

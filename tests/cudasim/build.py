@@ -61,11 +61,11 @@ class CompilerNotFound(RuntimeError):
 
 def compiler() -> str:
     """The C++ compiler: $CXX, else g++. The checks in .cu files need GCC 11 or later."""
-    wanted = os.environ.get("CXX") or "g++"
-    found = shutil.which(wanted)
+    compiler = os.environ.get("CXX") or "g++"
+    found = shutil.which(compiler)
     if found is None:
         raise CompilerNotFound(
-            f"tests.cudasim: no C++ compiler {wanted!r}. Install g++ 11 or later, or point CXX to one."
+            f"tests.cudasim: no C++ compiler {compiler!r}. Install g++ 11 or later, or point CXX to one."
         )
     return found
 

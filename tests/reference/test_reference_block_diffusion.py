@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from pdkernels.reference import masks
 from pdkernels.reference.autoregressive import autoregressive
-from pdkernels.reference.block_diffusion import DenoiseStep, block_diffusion, confident, most_confident, quotas, settled
+from pdkernels.reference.block_diffusion import (
+    DenoiseStep,
+    block_diffusion,
+    confident,
+    is_complete,
+    most_confident,
+    quotas,
+)
 from pdkernels.reference.sampling import sampled_autoregressive, uniforms
 from tests.support.causal import SCRIPTS, VOCABULARY
 from tests.support.tri_mode import MASK, SKILLS, Call, ScriptedTriMode, Table, TinyTransformer, never, patchy
@@ -226,7 +233,7 @@ def test_quotas(masks_left: int, steps: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("slots", "wanted", "ends", "expected"),
+    ("slots", "count", "ends", "expected"),
     [
         ([], 3, (), True),
         ([2], 3, (), False),
@@ -237,8 +244,8 @@ def test_quotas(masks_left: int, steps: int) -> None:
         ([1], 3, (7,), False),
     ],
 )
-def test_settled(slots: list[int], wanted: int, ends: tuple[int, ...], expected: bool) -> None:
-    assert settled([5, 7, 9], slots, wanted, ends) is expected
+def test_is_complete(slots: list[int], count: int, ends: tuple[int, ...], expected: bool) -> None:
+    assert is_complete([5, 7, 9], slots, count, ends) is expected
 
 
 def test_refusals() -> None:

@@ -6,8 +6,8 @@ models". Differences from pdkernels.reference.recurrent_diffusion:
 - The states that a step is compared with are stored after the cut, but read as if they had been stored before it: after a
   step that froze i rows, each position is compared with one i positions further on, and hardly anything freezes. The first step
   compares nothing. The embeddings are aligned correctly.
-- A row that settles freezes the *inputs* up to its own and stays as the new first row; its prediction is still a draft. The last
-  settled row counts, regardless of the rows before it. So a wave of one row never moves.
+- A row that converges freezes the *inputs* up to its own and stays as the new first row; its prediction is still a draft. The last
+  converged row decides, regardless of the rows before it. So a wave of one row never moves.
 - A row whose token changed in this step may freeze with the K and V of the old token.
 - A new row's embedding is damped: ``(1 - momentum) * e``, its norm is not restored. New rows are mixed with noise too.
 - Noise decays as ``1 / (1 + recurrences of the position)``. The first position counts the prompt's recurrences as its own.
@@ -158,13 +158,13 @@ def released_recurrent(
         if freeze.startswith("latent"):
             distance = memory.distances(freeze, states, cursor, old_cursor)
             advance = max((i for i, value in enumerate(distance) if value < threshold), default=0)
-            settled = any(value < threshold for value in distance)
+            converged = any(value < threshold for value in distance)
         elif freeze == "token-stability":
             steady = [p for p in range(len(edited)) if stable[p] > recurrences // inner_recurrence]
-            settled = bool(steady)
+            converged = bool(steady)
             advance = max(steady, default=cursor) - cursor
         else:
-            settled = fixed = step > recurrences // inner_recurrence
+            converged = fixed = step > recurrences // inner_recurrence
             if fixed:
                 if grown < headway:
                     raise ValueError(
@@ -178,7 +178,7 @@ def released_recurrent(
         cut = last_cut
         if fixed:
             frozen = frozen + predictions[:headway]
-        elif settled:
+        elif converged:
             cut = cursor + advance + 1
             frozen = sequence[:cut]
         elif freeze == "token-stability":

@@ -30,7 +30,7 @@ class CanvasRecord:
         self._numbers = [0] * session.batch  # guessing forwards of each sequence
         self._others = 0  # other forwards, summed over sequences
         self._part = self.active
-        self.settled: int | None = (
+        self.final_end: int | None = (
             None  # new positions after this are not final, though nothing before them is open; None: all are
         )
         self._doubted: list[set[int]] = [set() for _ in self.starts]  # positions that were opened again
@@ -80,7 +80,7 @@ class CanvasRecord:
         self._asked[sequence] = []
         if no_choice:
             session.fail_without_choice(sequence)
-        last = own if self.settled is None else min(own, self.settled)
+        last = own if self.final_end is None else min(own, self.final_end)
         recorded = known = self._recorded[sequence]
         ended = False
         tail = session.tails[sequence] if session.tails else []

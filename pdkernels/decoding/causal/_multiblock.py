@@ -69,13 +69,13 @@ class Progress:
         Tokens after the last such position are left out: no row that is read sees them.
         """
         tokens: list[int] = []
-        wanted: list[int] = []
+        read_positions: list[int] = []
         start = len(self.rows[0])
         for block in self.pseudo:
             first = start + len(tokens) + len(block.accepted)
-            wanted += range(first, first + len(block.draft) - 1)
+            read_positions += range(first, first + len(block.draft) - 1)
             tokens += block.accepted + block.draft
-        return tokens[: wanted[-1] + 1 - start] if wanted else [], wanted
+        return tokens[: read_positions[-1] + 1 - start] if read_positions else [], read_positions
 
     def advance(
         self, row: list[int], accepted: int, predictions: list[int], answers: list[int], words: list[int]
@@ -118,9 +118,9 @@ class Progress:
         """Opens a block after the newest one, once enough of that is accepted: a copy of the real draft, then fillers."""
         under_way = 1 + len(self.pseudo)
         newest = len(self.pseudo[-1].accepted) if self.pseudo else len(self.history) - self._block_start
-        room = self._length_at(self._block_start + self._limits.block_size * under_way)
-        if newest >= self._limits.spawn_at and under_way < self._limits.blocks and room > 0:
-            self.pseudo.append(PseudoBlock([], (draft + fresh[len(draft) :])[:room]))
+        block_length = self._length_at(self._block_start + self._limits.block_size * under_way)
+        if newest >= self._limits.spawn_at and under_way < self._limits.blocks and block_length > 0:
+            self.pseudo.append(PseudoBlock([], (draft + fresh[len(draft) :])[:block_length]))
 
     def _next_block(self, next_token: int, fresh: list[int]) -> list[int]:
         """The draft of the block that becomes real: its pseudo block preceded by the known token, or fillers."""

@@ -245,9 +245,9 @@ class BlockSteps(Steps):
     def _close(self, session: Session, sequence: int, block: list[int]) -> None:
         """Records what a complete block gives."""
         before = len(session.tokens[sequence]) - self.known
-        wanted = min(self.block_size, session.max_new_tokens - before)
-        ends = (n + 1 for n, token in enumerate(block[:wanted]) if token in session.end_tokens)
-        stop = next(ends, wanted)
+        length = min(self.block_size, session.max_new_tokens - before)
+        ends = (n + 1 for n, token in enumerate(block[:length]) if token in session.end_tokens)
+        stop = next(ends, length)
         if stop > self.known:
             session.emit(sequence, block[self.known : stop], stop - self.known)
 

@@ -149,12 +149,12 @@ def _packed(active: Sequence[Progress | None], device: torch.device) -> _Step:
     length = max(len(rows[0]) + len(tokens) for rows, (tokens, _) in zip(drafts, following))
     if branches > 1:
         length = -(-length // BRANCH_STEP) * BRANCH_STEP
-    waiting = max(len(wanted) for _, wanted in following)
+    waiting = max(len(read_positions) for _, read_positions in following)
 
     lines: list[list[int]] = []
-    for rows, (tokens, wanted) in zip(drafts, following):
+    for rows, (tokens, read_positions) in zip(drafts, following):
         padding = [0] * (length - len(rows[0]) - len(tokens))
-        asked = [*range(width), *wanted, *[0] * (waiting - len(wanted))]
+        asked = [*range(width), *read_positions, *[0] * (waiting - len(read_positions))]
         line = [len(rows[0]), branches * length if rows[0] else 0]
         for row in rows:
             line += row + tokens + padding

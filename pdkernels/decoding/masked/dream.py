@@ -165,7 +165,7 @@ def _fill_polled(
     """The loop whose steps follow from what the texts hold: filled by a threshold, or changed by a hook."""
     runs = [count if steps is None else steps for count in canvas.open_counts()]
     if tokens_hook is not None:
-        canvas.settled = 0
+        canvas.final_end = 0
     for number in range(max(runs)):
         masks = canvas.open_counts()
         part = [number < maximum and count > 0 for maximum, count in zip(runs, masks, strict=True)]
@@ -193,7 +193,7 @@ def _fill_polled(
             canvas.rewrite(tokens_hook(number, canvas.tokens.clone()), last)
         canvas.poll()
     if tokens_hook is not None:
-        canvas.settled = None
+        canvas.final_end = None
         canvas.poll()
     return canvas.finish()
 

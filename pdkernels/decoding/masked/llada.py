@@ -205,7 +205,7 @@ def fill_all(canvas: Canvas, forward: WholeCanvas, blocks: list[Window], steps: 
 def fill_revising(canvas: Canvas, forward: WholeCanvas, blocks: list[Window], steps: int | None, revise: float) -> int:
     """The loop where a step may take tokens back: equal shares until a block is full."""
     for first, last in blocks:
-        canvas.settled = first
+        canvas.final_end = first
         masks = canvas.open_counts(first, last)
         runs = [count if steps is None else min(count, steps // len(blocks)) for count in masks]
         quotas = [-(-count // run) if run else 0 for count, run in zip(masks, runs, strict=True)]
@@ -217,7 +217,7 @@ def fill_revising(canvas: Canvas, forward: WholeCanvas, blocks: list[Window], st
             canvas.commit(step, guesses.ids, guesses.probs, quota=step.columns[0])
             canvas.reopen(hidden, (first, last), revise, forward.first_row)
             canvas.poll()
-        canvas.settled = last
+        canvas.final_end = last
         canvas.poll()
         if not canvas.unfinished:
             break

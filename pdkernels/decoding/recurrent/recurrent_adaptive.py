@@ -1,9 +1,9 @@
-"""Autoregressive decoding of a recurrent-depth model that ends a token's recurrence once it has settled.
+"""Autoregressive decoding of a recurrent-depth model that ends a token's recurrence once it has converged.
 
 Source: Geiping et al., "Scaling up test-time compute with latent reasoning", section 6.1, with the criteria and thresholds of the
 released code. The plain form is reference/recurrent_adaptive.py; both run the same recurrences and write the same tokens.
 
-In a batch a sequence that has settled keeps its state, and its rows stop counting, while the others continue.
+In a batch a sequence that has converged keeps its state, and its rows stop counting, while the others continue.
 """
 
 from __future__ import annotations
@@ -151,9 +151,9 @@ def decode(
         values: list[list[float]] = [[] for _ in active]
         count, last, logits, polled = 0, 0, None, False  # `last`: recurrences at the last check
         while count < maximum and any(still_open):
-            wanted = check_every if last else first_check
-            run = min(wanted, maximum - count)
-            # A settled row runs too, but is not stored.
+            until_check = check_every if last else first_check
+            run = min(until_check, maximum - count)
+            # A converged row runs too, but is not stored.
             current_context = (
                 context if still_open == active else context._replace(counts=open_rows.to(cache.lengths.dtype))
             )
@@ -162,13 +162,13 @@ def decode(
             counted = last >= min_recurrences  # what this check is compared with has had that many
             count += run
             needed = [count if is_open else before for is_open, before in zip(still_open, needed)]
-            if run < wanted:
+            if run < until_check:
                 logits = None
                 break
             last = count
             if not callable(criterion) and criterion not in _LATENT:
                 seen = model.coda(state, current_context)
-                # A settled row is padding of this forward: its logits are those of the check that settled it.
+                # A converged row is padding of this forward: its logits are those of the check at which it converged.
                 logits = (
                     seen
                     if logits is None or still_open == active
@@ -278,14 +278,14 @@ def _settled_prompts(
     goes_on, still_open, needed = torch.ones_like(lengths, dtype=torch.bool), [True] * len(tokens), [0] * len(tokens)
     count, checked = 0, 0
     while count < maximum and any(still_open):
-        wanted = check_every if checked else first_check
-        run = min(wanted, maximum - count)
+        until_check = check_every if checked else first_check
+        run = min(until_check, maximum - count)
         now = context if all(still_open) else context._replace(counts=lengths * goes_on)
         refined = core.run(model, state, term, now, seeds, count, run)
         state = torch.where(goes_on[:, None, None], refined, state)
         count += run
         needed = [count if is_open else before for is_open, before in zip(still_open, needed)]
-        if run < wanted:
+        if run < until_check:
             break
         counted, checked = checked >= min_recurrences, count
         say = partial(_last_rows, model, state, now, last)
@@ -311,7 +311,7 @@ class Divergence:
         self.state = state.clone()
         self.logits: torch.Tensor | None = None
         self.before = torch.full((len(state),), 100.0 if criterion == "entropy-diff" else -1.0, device=state.device)
-        self.stable = torch.zeros(len(state), dtype=torch.int64, device=state.device)
+        self.unchanged_checks = torch.zeros(len(state), dtype=torch.int64, device=state.device)
 
     def measure(self, state: torch.Tensor, logits: torch.Tensor | None, counted: bool) -> torch.Tensor:
         """``(batch,)``: how far `state` ``(batch, rows, E)`` or `logits` ``(batch, 1, V)`` moved since the last call; or the checks
@@ -339,8 +339,8 @@ class Divergence:
             before, self.before = self.before, divergence.entropy
             return (divergence.entropy - before).abs()
         before, self.before = self.before, divergence.argmax
-        self.stable = torch.where(divergence.argmax == before, self.stable + int(counted), 0)
-        return self.stable
+        self.unchanged_checks = torch.where(divergence.argmax == before, self.unchanged_checks + int(counted), 0)
+        return self.unchanged_checks
 
 
 def _wide(rows: torch.Tensor) -> torch.Tensor:

@@ -181,8 +181,8 @@ class RunningBatch:
             maximum = largest.max_new_tokens
             check(1 <= limit <= maximum, _OP, "max_new_tokens", f"be in 1 .. {maximum}", limit)
         else:
-            wanted = f"be {largest.max_new_tokens}, that of the batch, for a method that fills a canvas"
-            check(limit == largest.max_new_tokens, _OP, "max_new_tokens", wanted, limit)
+            expectation = f"be {largest.max_new_tokens}, that of the batch, for a method that fills a canvas"
+            check(limit == largest.max_new_tokens, _OP, "max_new_tokens", expectation, limit)
 
     def _step(self, row: int, session: Session, before: Any) -> None:
         def record() -> int:

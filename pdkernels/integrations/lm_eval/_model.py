@@ -17,9 +17,9 @@ from pdkernels.integrations.likelihood import Likelihood, log_likelihood, masked
 
 OP = "HarnessModel"
 _LOG = logging.getLogger(__name__)
-# In the harness's order: of two, the earlier one counts.
+# In the harness's order: the earlier name wins.
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-# Options of tasks for a generation besides its length and stop texts. Neutral values pass.
+# Further generation options of tasks, with the neutral values that are accepted.
 _NOTHING: dict[str, tuple[Any, ...]] = {"num_beams": (1,), "repetition_penalty": (1, 1.0), "num_return_sequences": (1,)}
 
 
@@ -36,12 +36,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         batch_size: prompts per generation, and rows per forward for likelihoods.
         max_new_tokens: used if a task sets no length.
         likelihood_samples: samples of the bound; 128 in LLaDA's evaluation.
-        check_greedy: for masked-diffusion models, whether to check that a text is also what the model writes, one token per
-            forward. As many forwards as the text has tokens; only tasks with the metric "is greedy" (LAMBADA) use it. False:
-            none counts as greedy.
-        seed: of all draws.
-        add_bos_token: whether texts begin with the BOS token. None: as the tokenizer has it. No second one is put before a text
-            that begins with it, as rendered chats do.
+        check_greedy: for masked-diffusion models, whether to check that the model itself writes a text, with one token per forward.
+            This takes as many forwards as the text has tokens; only tasks with the metric "is greedy" (LAMBADA) use it. False:
+            no text counts as greedy.
+        seed: of sampling.
+        add_bos_token: whether texts begin with the BOS token. None: as the tokenizer does. A text that already begins with BOS, as
+            rendered chats do, gets no second one.
         prefix_token_id: the token that precedes texts without a context, and rolling windows. None: BOS, or the end token if there is no BOS.
         enable_thinking, chat_template_args: variables of the chat template.
         dtype, device: as in `pdkernels.models.load`.
@@ -141,7 +141,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        """What precedes texts without a context, and rolling windows."""
+        """The token that precedes texts without a context, and rolling windows."""
         for found in (self.custom_prefix_token_id, self.bos_token_id):
             if found is not None:
                 return int(found)
@@ -217,9 +217,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         longest = self.model.config.max_positions
         maximum = max((len(text) for _, _, text in requests), default=0)
         check(maximum <= longest, OP, "text", f"have at most {longest} tokens, the model's positions", maximum)
-        # As in the harness's own models: what does not fit is cut at its start. A causal model does not read the last token.
-        room = longest if self.masked else longest + 1
-        prefixes = [prefix[-max(room - len(text), 1) :] for _, prefix, text in requests]
+        # As in the harness's own models, a text that is too long is cut at its start. A causal model does not read the last token.
+        max_tokens = longest if self.masked else longest + 1
+        prefixes = [prefix[-max(max_tokens - len(text), 1) :] for _, prefix, text in requests]
         found = self._likelihoods(prefixes, [text for _, _, text in requests])
         answers = [(likelihood.log_prob, likelihood.greedy) for likelihood in found]
         for request, answer in zip(requests, answers):
@@ -292,8 +292,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             if value is not None and value not in _NOTHING.get(name, ()):
                 _refuse(name, value, "Give options of the method in model_args.")
         stops = tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop)
-        heat = (1.0 if temperature is None else float(temperature)) if draws else None
-        return limit, heat, stops
+        sampling_temperature = (1.0 if temperature is None else float(temperature)) if draws else None
+        return limit, sampling_temperature, stops
 
 
 def _refuse(name: str, value: Any, remedy: str) -> NoReturn:

@@ -35,7 +35,7 @@ class PdCache(Cache):  # type: ignore[misc]
     Args:
         config: of the model; its layers must not have a sliding window shorter than `capacity`.
         batch: sequences, including beams and returned sequences.
-        capacity: the most tokens of a sequence, the prompt and its padding included.
+        capacity: the maximum number of tokens of a sequence, including the prompt and its padding.
         kind: "contiguous", or "paged", which assigns memory page by page, for texts without padding.
         page_size: tokens of a page.
         dtype, device: of the rows; None: those of the first forward.
@@ -131,7 +131,7 @@ class PdCache(Cache):  # type: ignore[misc]
         self.seen = length
 
     def reset(self) -> None:
-        """Drops all tokens, and keeps the memory."""
+        """Drops all tokens but keeps the memory."""
         self.seen = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -203,7 +203,7 @@ class PdLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 def windowed(config: Any) -> int | None:
-    """The shortest sliding window of a model's layers; None: all layers see everything before them."""
+    """The shortest sliding window of a model's layers; None: no layer has one."""
     window = getattr(config, "sliding_window", None)
     if not window or getattr(config, "use_sliding_window", True) is False:
         return None

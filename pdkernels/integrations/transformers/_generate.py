@@ -29,7 +29,7 @@ _FILTERS: dict[str, Callable[[Any], bool]] = {
     "top_p": lambda value: value is None or value >= 1,
     "min_p": lambda value: value in (None, 0),
 }
-# Options of `pdkernels.decoding.generate` that are no method's and that transformers has no setting for.
+# Options of `pdkernels.decoding.generate` that belong to no method and have no setting in transformers.
 _SHARED = ("overflow", "trace")
 
 
@@ -51,11 +51,11 @@ def generate(
     """Decodes with one of our methods instead of transformers' token-by-token decoding.
 
     Call it through transformers: ``model.generate(**inputs, custom_generate=generate)``. Greedy settings give the tokens of
-    transformers; with ``do_sample=True`` the draws are ours, with `temperature`, `top_k` and `top_p` for the methods
-    that have them. Every other setting and input of transformers is followed, refused by name, or one that changes no token.
+    transformers. With ``do_sample=True`` the random numbers are ours, and `temperature`, `top_k` and `top_p` apply to the methods
+    that have them. Every other setting and input of transformers is followed, refused by name, or changes no token.
 
     Args:
-        method: one of `pdkernels.decoding.available()`; None: "jacobi" with drafts that are looked up, for any model.
+        method: one of `pdkernels.decoding.available()`; None: "jacobi" with prompt-lookup drafts, for any model.
         method_options: options of the method, such as ``{"block_size": 16}``, and `trace` and `overflow`.
         token_streamer: the same as `streamer`.
         stop_strings: refused, like `token_healing`; both need a tokenizer, which transformers does not pass on.
@@ -80,7 +80,7 @@ def generate(
         True
     """
     given = caller(model)
-    theirs = given.get("streamer") if streamer is None else streamer  # which has the prompt by now
+    theirs = given.get("streamer") if streamer is None else streamer  # which already has the prompt
     listener = token_streamer if theirs is None else theirs
     try:
         check(
@@ -133,7 +133,7 @@ def generate(
     except BaseException:
         if listener is not None:
             with suppress(Exception):
-                listener.end()  # or who reads its queue would wait for ever
+                listener.end()  # otherwise the reader of its queue would wait forever
         raise
     if listener is not None:
         listener.end()
@@ -143,7 +143,7 @@ def generate(
 
 
 def _method(name: str | None, given: Mapping[str, Any] | None) -> tuple[Method, dict[str, Any]]:
-    """The method and its options, those that have a setting of transformers left out."""
+    """The method and its options, without those that have a setting in transformers."""
     check_type(given is None or isinstance(given, Mapping), OP, "method_options", "be a dict", type(given).__name__)
     chosen, options = find("jacobi" if name is None else name), dict(given or {})
     check_options(chosen, {option: value for option, value in options.items() if option not in _SHARED})
@@ -156,7 +156,7 @@ def _method(name: str | None, given: Mapping[str, Any] | None) -> tuple[Method, 
 
 
 def _draws(config: Any, method: Method) -> dict[str, Any]:
-    """The options of a method that `config` sets for draws."""
+    """The sampling options of a method that `config` sets."""
     if not config.do_sample:
         return {}
     if "temperature" not in method.options:

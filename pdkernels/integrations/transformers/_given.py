@@ -1,4 +1,4 @@
-"""What a model of transformers may come in: adapters of PEFT, and weights that accelerate keeps elsewhere."""
+"""Unwraps models of transformers: PEFT adapters, and weights that accelerate keeps elsewhere."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def without_adapter(op: str, model: Any) -> Any:
 
 
 def check_loaded(op: str, model: Any) -> None:
-    """NotImplementedError where weights are fetched when a module runs."""
+    """Raises NotImplementedError for a model whose weights are fetched when a module runs."""
     if any(_elsewhere(module) for module in model.modules()):
         actual = f"{type(model).__name__} with some that are offloaded"
         remedy = "Load the model without offloading, onto a device that holds it."

@@ -39,13 +39,13 @@ NAME = "pdkernels"
 
 
 class Rows(NamedTuple):
-    """How the rows of one forward of a wrapped model attend; the attention function calls it in every layer."""
+    """The attention of the rows of one forward of a wrapped model; the attention function calls it in every layer."""
 
     plan: TilePlan
     cache: Cache | None = None
     counts: Tensor | None = None
     visible: Tensor | None = None
-    """For recomputed rows: they are stored at `slots` and see this many positions."""
+    """For recomputed rows, which are stored at `slots`: the number of positions that they attend to."""
     slots: Tensor | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float | None) -> Tensor:
@@ -176,11 +176,11 @@ class WrappedModel:
         return self._run(tokens, targets.clamp(min=0), Rows(plan, cache, None, visible, targets))
 
     def _run(self, tokens: Tensor, positions: Tensor, rows: Rows) -> Tensor:
-        # Drafts may reach beyond the last position; no row that counts sees those.
+        # Drafts may extend past the last position; only padding rows attend to these tokens.
         return run_body(self._body, tokens, positions.clamp(max=self.config.trained_positions - 1), rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """What the model's class computes after its body: the head, and where it has them, scales and caps."""
+        """The computation of the model's class after its body: the head, with scales and caps if it has them."""
         with torch.no_grad():
             out = self._head(hidden.reshape(1, -1, hidden.shape[-1]))
         logits: Tensor = out.logits
@@ -221,10 +221,10 @@ def wrap(
 ) -> WrappedModel:
     """A decoder of transformers for `pdkernels.decoding.generate`. No weight is copied, and nothing of the model changes.
 
-    It runs with our attention and caches in evaluation mode, as a second tree of modules with the same weights: new values of
-    weights, ``model.to(...)`` and hooks are followed, but after modules are exchanged or adapters switched it takes another `wrap`. A
-    few random tokens are run first, and compared with the model's own forward; models that do not compute the same are refused.
-    That is done once per model and configuration. Prompts of models for images are text.
+    It runs with our attention and caches in evaluation mode, as a second tree of modules with the same weights. New values of
+    weights, ``model.to(...)`` and hooks are followed; after replacing modules or switching adapters, call `wrap` again. A few random
+    tokens are first compared with the model's own forward, and a model whose results differ is refused. That happens once per model
+    and configuration. Prompts of vision-language models are text only.
 
     Block-causal models that fill masks (LLaDA2) are causal ones whose rows predict their own token: ``wrap(model, mask_token=156895,
     predicts="own")``, for the method "fast_dllm_v2".
@@ -234,8 +234,8 @@ def wrap(
             with PEFT's adapters and compiled ones too.
         tokenizer: one of transformers, whose chat template then renders messages; or any with ``encode(text)`` and ``decode(ids)``.
         mask_token: the id that the model was trained to fill in.
-        attention: what a row sees: the tokens up to itself, or all, for masked-diffusion models.
-        predicts: which token a row's logits predict; None: "own" for a bidirectional model, else "next".
+        attention: "causal", or "bidirectional" for masked-diffusion models.
+        predicts: the token that a row's logits predict; None: "own" for a bidirectional model, else "next".
 
     Raises:
         TypeError: not a decoder of transformers.
@@ -271,7 +271,7 @@ def wrap(
 
 
 def _plain_model(op: str, model: Any) -> Any:
-    """The decoder itself, without what torch.compile or PEFT put around it."""
+    """The decoder without the wrappers of torch.compile and PEFT."""
     model = without_adapter(op, getattr(model, "_orig_mod", model))
     known = hasattr(model, "base_model") and hasattr(model, "get_output_embeddings") and hasattr(model, "config")
     check_type(known, op, "model", "be a decoder of transformers", type(model).__name__)
@@ -288,7 +288,7 @@ def _plain_model(op: str, model: Any) -> Any:
 def _measured(
     model: Any, shadowed: Any, attention: Literal["causal", "bidirectional"], predicts: Literal["next", "own"]
 ) -> WrappedConfig:
-    """Sizes of a model that is proven to compute with us what it computes by itself; others are refused."""
+    """Sizes of a model whose results with our attention equal its own; other models are refused."""
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     body = body_of(shadowed)
     found = shape_of(name, config, lambda *given: run_body(body, *given), model.device)

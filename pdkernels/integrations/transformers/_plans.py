@@ -28,14 +28,14 @@ _TAKES_LENGTHS = "q_length" in inspect.signature(sdpa_mask).parameters  # 4.57 t
 
 
 class MaskIsPlan(NotImplementedError):
-    """A model computes with its mask, which has no pairs."""
+    """A model reads the values of its mask, which has no storage."""
 
 
 class PlanMask(Tensor):
     """A bool mask ``(batch, 1, rows, keys)`` without storage.
 
-    With a `plan` it shows the same as the plan. Without one, row i is token ``offset + i`` of a text and sees all tokens up to
-    itself. With a `step`, that computes attention in every layer (`WrappedModel`): models pass on a mask of four dimensions even where
+    With a `plan` it is the mask of the plan. Without one, row i is token ``offset + i`` of a text and attends to all tokens up to
+    itself. With a `step`, the step computes attention in every layer (`WrappedModel`): models pass on a four-dimensional mask even if
     their layers drop other arguments.
     """
 
@@ -71,13 +71,13 @@ class PlanMask(Tensor):
 
 @lru_cache(maxsize=64)
 def causal_plan(rows: int, keys: int, device: torch.device) -> TilePlan:
-    """The last `rows` of `keys` tokens, each of which sees all up to itself."""
+    """A causal plan for the last `rows` of `keys` tokens."""
     return masks.causal(keys)[keys - rows :].plan(TILE, TILE, device)
 
 
 @lru_cache(maxsize=64)
 def full_plan(rows: int, keys: int, device: torch.device) -> TilePlan:
-    """Rows that see all keys."""
+    """A plan in which all rows attend to all keys."""
     return masks.full(rows, keys).plan(TILE, TILE, device)
 
 
@@ -165,7 +165,7 @@ def mask_function(
     if compiling:  # a plan depends on values, which a traced graph does not have
         return dense(0, q_length)
     first = dense(0, min(q_length, _ROWS))
-    # Only padding, packing and blocks make sequences differ.
+    # Sequences differ only by padding, packing and blocks.
     alike = batch_size == 1 or (q_length <= _ROWS and bool((first == first[:1]).all()))
     plan = plan_of(lambda a, b: (dense(a, b) if a else first)[: 1 if alike else None, 0], q_length, kv_length)
     made = PlanMask(batch_size, q_length, kv_length, int(q_offset), plan, device)

@@ -1,7 +1,7 @@
-"""Whether a model of transformers computes with our attention and our caches what it computes by itself.
+"""Checks that a model of transformers gives the same results with our attention and caches as by itself.
 
-What decides is a run of a few tokens, since no config tells all that a class computes: layers that keep another state than keys
-and values, biases of positions, scaled logits.
+The check runs a few tokens, because a config does not describe everything that a class computes: layers with a state other than
+keys and values, position biases, scaled logits.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ OP = "wrap"
 UNBOUNDED = 1 << 30
 _ANY = "pdkernels.models.from_callable takes any function from tokens to logits."
 TOKENS, _PREFIX = 10, (6, 3)  # of the two texts of a proof, and how much of each is cached before its last step
-# How far two ways to compute logits may differ, in parts of their size. Wrong context changes them by about their size.
+# The tolerance of logits, relative to their size. A wrong context changes them by about their size.
 _BUDGETS = {torch.float16: 0.05, torch.bfloat16: 0.15}
 _EXACT = 1e-3
 _FAULTS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, NotImplementedError)
 
 
 class Shape(NamedTuple):
-    """What a model's layers hand to attention."""
+    """The arguments that a model's layers pass to attention."""
 
     layers: int
     kv_heads: int
@@ -51,7 +51,7 @@ def reason(error: Exception) -> str:
 
 
 class _Seen:
-    """Takes the place of attention, and notes who calls."""
+    """Replaces attention and records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[int | None] = []
@@ -98,7 +98,7 @@ def shape_of(name: str, config: Any, run: Callable[[Tensor, Tensor, Any], Tensor
 
 
 def longest_plain(name: str, config: Any, body: Any, tokens: Tensor, positions: int) -> int:
-    """How many tokens a text may have so that every row sees all before it and positions mean one thing."""
+    """The maximum length of a text in which every row attends to all earlier tokens and positions are unambiguous."""
     for rule in _rotary_rules(config):
         if rule.get("rope_type", rule.get("type")) in ("dynamic", "longrope"):
             original = rule.get("original_max_position_embeddings")
@@ -113,7 +113,7 @@ def longest_plain(name: str, config: Any, body: Any, tokens: Tensor, positions: 
         with torch.no_grad(), asked_masks(asked):
             body(input_ids=tokens, use_cache=False)
     except _FAULTS:
-        asked = []  # our own masks still run; the comparison that follows decides
+        asked = []  # our own masks still run; the comparison below decides
     kinds = getattr(config, "layer_types", None)
     chunk = getattr(config, "attention_chunk_size", None) if kinds is None or "chunked_attention" in kinds else None
     for window in (windowed(config), chunk):
@@ -134,7 +134,7 @@ def _rotary_rules(config: Any) -> Iterator[dict[str, Any]]:
 
 
 def _sees_all(visible: Callable[..., Tensor], maximum: int, device: torch.device, otherwise: int) -> int:
-    """The first row that does not see all before it."""
+    """The first row that does not attend to all earlier tokens."""
 
     def whole(row: int) -> bool:
         keys = torch.arange(row + 1, device=device)
@@ -154,7 +154,7 @@ def _sees_all(visible: Callable[..., Tensor], maximum: int, device: torch.device
 
 
 def random_tokens(model: Any, rows: int, columns: int) -> Tensor:
-    """Ids that have no meaning to the model's code, the same in every call, without a draw from torch's own generator."""
+    """Ids without special meaning for the model's code, the same in every call, without use of torch's own generator."""
     special: set[int] = set()
 
     def search(fields: dict[str, Any]) -> None:
@@ -225,7 +225,7 @@ def _ours(wrapped: Any, tokens: Tensor, theirs: Tensor) -> tuple[float, float]:
 def prove_converted(name: str, made: Any, twin: Any, tokens: Tensor) -> None:
     """Compares the logits of a model and of a conversion, at the first and the last positions."""
     rows = torch.arange(tokens.shape[1], device=tokens.device)
-    # Far out the rounding of angles alone makes logits differ.
+    # At large positions the rounding of angles alone makes logits differ.
     for first in (0, max(0, min(made.config.max_positions, 4096) - tokens.shape[1])):
         where = rows + first
         with torch.no_grad():
@@ -275,7 +275,7 @@ def remembered(model: Any, *settings: Any) -> tuple[Callable[[], Any], Callable[
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """No autocast, no gradients; torch's random numbers go on as if nothing had run."""
+    """Disables autocast and gradients, and restores torch's random state afterwards."""
     cuda = device.type == "cuda"
     before = torch.get_rng_state(), torch.cuda.get_rng_state(device) if cuda else None
     try:

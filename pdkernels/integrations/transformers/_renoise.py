@@ -78,11 +78,11 @@ def renoise(
 ) -> RenoiseResult:
     """Generates with a DiffusionGemma of transformers, canvas by canvas, with our attention.
 
-    A canvas begins as uniform noise. Each step draws a token for every position from the tempered logits and accepts the
-    positions of least entropy whose better ones add up to at most `entropy_bound`; all others become fresh noise. Nothing is
-    committed. A canvas ends when its likeliest tokens have been the same for `stability_threshold` steps and its mean entropy
-    is below `confidence_threshold`, or after `max_denoising_steps`; those likeliest tokens are the answer. Options have the
-    names of transformers' generation config and default to the model's values, then to transformers'.
+    A canvas begins as uniform noise. Each step samples a token for every position from the tempered logits. In ascending order of
+    entropy it accepts positions as long as the entropies of the earlier ones add up to at most `entropy_bound`; all others become
+    fresh noise. Nothing is committed. A canvas ends when its most probable tokens have been the same for `stability_threshold`
+    steps and its mean entropy is below `confidence_threshold`, or after `max_denoising_steps`; these tokens are the answer.
+    Options have the names of transformers' generation config and default to the model's values, then to those of transformers.
 
     Args:
         model: a ``DiffusionGemmaForBlockDiffusion``. Its `attn_implementation` becomes "pdkernels".
@@ -94,7 +94,7 @@ def renoise(
         t_min, t_max: temperature with n steps to go: ``t_min + (t_max - t_min) n / N``; 0 < t_min < t_max.
         stability_threshold: in steps; 0: no such test.
         confidence_threshold: in nats, above 0.
-        seed: of all draws; an int, from which each sequence derives its own stream, or a list with one for each.
+        seed: of sampling; an int, from which each sequence derives its own stream, or a list with one seed per sequence.
         draws: random numbers to use instead of ours, in the order in which transformers draws them.
 
     Raises:
@@ -229,8 +229,8 @@ class _Canvas:
                 past_key_values=cache,
                 decoder_position_ids=positions[None],
             ).logits
-            heat = options.t_min + (options.t_max - options.t_min) * (left / options.max_denoising_steps)
-            tempered = logits / heat
+            temperature = options.t_min + (options.t_max - options.t_min) * (left / options.max_denoising_steps)
+            tempered = logits / temperature
             self.numbers.step += 1
             drawn, entropy, likeliest = self._look(tempered, positions)
             renewed = self.draws.noise(batch, self.size)
@@ -246,15 +246,15 @@ class _Canvas:
             steps = options.stability_threshold
             if len(history) > steps:
                 same = [(old == answer).all(1) for old in history[-1 - steps : -1]]
-                stable = torch.stack(same).all(0) if same else torch.ones_like(done)
-                done = done | (stable & (entropy.mean(1) < options.confidence_threshold))
+                unchanged = torch.stack(same).all(0) if same else torch.ones_like(done)
+                done = done | (unchanged & (entropy.mean(1) < options.confidence_threshold))
                 history = history[-steps:] if steps else []
             if bool(done.all()):
                 break
         return answer
 
     def _look(self, tempered: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """A draw for each position, its entropy in nats, and its likeliest token: one pass over the logits."""
+        """A sample for each position, its entropy in nats, and its most probable token, in one pass over the logits."""
         batch, numbers = len(tempered), self.numbers
         found = token_statistics(
             tempered,
@@ -270,7 +270,7 @@ class _Canvas:
 
 
 def within_budget(entropy: Tensor, budget: float) -> Tensor:
-    """Which positions of ``(batch, length)`` to accept: those for which all of less entropy add up to at most `budget`."""
+    """The accepted positions, ``(batch, length)`` bool: those whose lower entropies add up to at most `budget`."""
     ranked, order = entropy.sort(-1)
     fits = ranked.cumsum(-1) - ranked <= budget
     return torch.zeros_like(fits).scatter(-1, order, fits)

@@ -1,4 +1,4 @@
-"""What `generate` does with each setting of transformers: one table for `GenerationConfig`, `generate` and models' inputs.
+"""The treatment of each setting of transformers by `generate`: a table for `GenerationConfig`, `generate` and model inputs.
 
 transformers prepares some settings and drops others before it calls a custom `generate`. A setting is followed, refused by name, or
 listed here with the reason why it changes nothing.
@@ -20,16 +20,16 @@ OP = "generate"
 
 
 class Rule(NamedTuple):
-    """What becomes of a setting."""
+    """The treatment of a setting."""
 
     kind: Literal["followed", "refused", "unused"]
     words: str
-    """How it is followed, the remedy where it is refused, or why it changes nothing."""
+    """How it is followed, the remedy if it is refused, or why it changes nothing."""
     off: tuple[Any, ...] = (None, False)
     """Values of a refused setting that change nothing; 0 and False are one."""
     draws: bool = False
-    """Whether transformers reads it under ``do_sample=True`` alone."""
-    wanted: str = "be off"
+    """Whether transformers reads it only with ``do_sample=True``."""
+    expectation: str = "be off"
 
     def allows(self, value: Any) -> bool:
         return self.kind != "refused" or (not isinstance(value, Tensor) and value in self.off)
@@ -43,12 +43,12 @@ def _unused(why: str) -> Rule:
     return Rule("unused", why)
 
 
-def _refused(remedy: str, *off: Any, draws: bool = False, wanted: str = "be off") -> Rule:
-    return Rule("refused", remedy, (None, False, *off), draws, wanted)
+def _refused(remedy: str, *off: Any, draws: bool = False, expectation: str = "be off") -> Rule:
+    return Rule("refused", remedy, (None, False, *off), draws, expectation)
 
 
 def _absent(remedy: str) -> Rule:
-    return _refused(remedy, wanted="be None")
+    return _refused(remedy, expectation="be None")
 
 
 _THEIRS = "transformers' own generate does this."
@@ -76,8 +76,8 @@ FIELDS: dict[str, Rule] = {
     ),
     # Strategy
     "do_sample": _followed("by methods with a temperature; the random numbers are ours"),
-    "num_beams": _refused(_BEAMS, 1, wanted="be 1"),
-    "num_beam_groups": _refused(_BEAMS, 1, wanted="be 1"),
+    "num_beams": _refused(_BEAMS, 1, expectation="be 1"),
+    "num_beam_groups": _refused(_BEAMS, 1, expectation="be 1"),
     "use_mtp": _refused(_THEIRS),
     "penalty_alpha": _refused(_THEIRS, 0.0),
     "low_memory": _unused("only contrastive search reads it, which penalty_alpha asks for"),
@@ -86,7 +86,7 @@ FIELDS: dict[str, Rule] = {
     "constraints": _refused(_BEAMS),
     "force_words_ids": _refused(_BEAMS),
     # Caches
-    "use_cache": Rule("refused", _CACHES, (None, True), wanted="be True"),
+    "use_cache": Rule("refused", _CACHES, (None, True), expectation="be True"),
     "cache_implementation": _refused(_CACHES, "dynamic"),
     "cache_config": _refused(_CACHES),
     "max_cache_len": _unused("only static caches read it, which cache_implementation asks for"),
@@ -168,8 +168,8 @@ METADATA = {
 ARGUMENTS: dict[str, Rule] = {
     "inputs": _followed("as the prompts"),
     "generation_config": _followed("field by field, as in FIELDS"),
-    "logits_processor": _refused(_LOGITS, wanted="be empty"),
-    "stopping_criteria": _refused("Texts end at eos_token_id or after max_new_tokens.", wanted="be empty"),
+    "logits_processor": _refused(_LOGITS, expectation="be empty"),
+    "stopping_criteria": _refused("Texts end at eos_token_id or after max_new_tokens.", expectation="be empty"),
     "prefix_allowed_tokens_fn": _absent(_LOGITS),
     "synced_gpus": _refused("The processes of a model in shards do not write in step."),
     "assistant_model": _absent(_ASSISTANT),
@@ -182,7 +182,7 @@ ARGUMENTS: dict[str, Rule] = {
     "use_model_defaults": _followed("by transformers 4, which completes the config"),
     "trust_remote_code": _unused("only a custom_generate from the hub reads it"),
 }
-"""Every argument of transformers' `generate`, those that it takes from its keyword arguments included."""
+"""Every argument of transformers' `generate`, including those that it takes from its keyword arguments."""
 
 INPUTS: dict[str, Rule] = {
     "input_ids": _followed("as the prompts"),
@@ -228,11 +228,11 @@ def caller(model: Any) -> Mapping[str, Any]:
 def refuse(name: str, value: Any, rule: Rule) -> NoReturn:
     shown = repr(value) if isinstance(value, (bool, int, float, str, list, tuple)) else ""
     shown = shown if 0 < len(shown) < 80 else type(value).__name__
-    raise NotImplementedError(message(OP, name, rule.wanted, shown, rule.words))
+    raise NotImplementedError(message(OP, name, rule.expectation, shown, rule.words))
 
 
 def check_fields(config: Any) -> None:
-    """NotImplementedError for a field of a `GenerationConfig` that cannot be followed."""
+    """Raises NotImplementedError for a field of a `GenerationConfig` that is not supported."""
     for name, rule in FIELDS.items():
         value = getattr(config, name, None)
         if not rule.allows(value) and (config.do_sample or not rule.draws):
@@ -241,14 +241,14 @@ def check_fields(config: Any) -> None:
     for name, value in vars(config).items():
         if value is None or value is False or name in FIELDS or name in METADATA:
             continue
-        # Entries of a file that are no fields change nothing in transformers either.
+        # Entries of a file that are not fields change nothing in transformers either.
         fields = vars(type(config)()) if fields is None else fields
         if name in fields and value != getattr(config, "_get_default_generation_params", dict)().get(name):
             refuse(name, value, _refused("This version of pdkernels does not know the setting."))
 
 
 def check_arguments(given: Mapping[str, Any], processors: Iterable[Any], criteria: Iterable[Any]) -> None:
-    """NotImplementedError for arguments of transformers' `generate` that cannot be followed.
+    """Raises NotImplementedError for arguments of transformers' `generate` that are not supported.
 
     `processors` and `criteria` are those that it made, in which a model may have put its own.
     """

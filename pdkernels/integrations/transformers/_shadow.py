@@ -1,7 +1,7 @@
 """A model of transformers with another attention implementation, while the model itself stays as it is.
 
-transformers looks its attention up in the config of every module, so to run a model with another implementation means to change
-configs that whoever owns the model is using as well. A shadow has modules and configs of its own and the weights of the model.
+transformers looks up the attention implementation in the config of every module, so running a model with another one would
+change configs that the owner of the model also uses. A shadow has its own modules and configs, and shares the weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DEEPEST = 4  # containers in containers that are searched for modules
 
 
 class Overlay(dict):  # type: ignore[type-arg]
-    """A dict that reads what another one holds now, and keeps to itself what is written here."""
+    """A dict that reads through to another one and keeps its own writes."""
 
     def __init__(self, below: dict[Any, Any]) -> None:
         super().__init__()
@@ -88,14 +88,14 @@ class Overlay(dict):  # type: ignore[type-arg]
 def shadow(model: nn.Module, implementation: str | None = None) -> Any:
     """A copy of the module tree, in evaluation mode, whose configs name `implementation` (None: what they name).
 
-    Parameters are those of `model`: new values, `model.to(...)` and quantized weights show in both. So do its buffers and hooks
-    until the shadow writes one, which stays its own. Modules that are exchanged later do not show.
+    Parameters are those of `model`: new values, `model.to(...)` and quantized weights appear in both. So do its buffers and hooks,
+    until the shadow writes its own. Modules that are replaced later do not appear.
     """
     return _Copier(implementation).module(model)
 
 
 class Given(nn.Module):
-    """Stands in the place of a model's body: its output is what it is given as embeddings or as tokens."""
+    """Replaces a model's body: it returns its embeddings or tokens as output."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class _Copier:
         self.implementation = implementation
         self.memo: dict[int, Any] = {}
         self.configs: dict[int, Any] = {}
-        self.kept: list[Any] = []  # ids in the memo stay those of living objects
+        self.kept: list[Any] = []  # keeps objects alive, so that ids in the memo stay unique
 
     def module(self, module: nn.Module) -> nn.Module:
         module = getattr(module, "_orig_mod", module)  # torch.compile has traced the other attention

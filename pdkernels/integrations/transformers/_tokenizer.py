@@ -1,4 +1,4 @@
-"""A tokenizer of transformers as models of this package have theirs."""
+"""Adapts a tokenizer of transformers to the interface of this package."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TheirTokenizer:
         return begin
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text, with the special tokens that the tokenizer puts around one."""
+        """The ids of a text, with the special tokens that the tokenizer adds."""
         return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def encode_chat(self, messages: Messages, **variables: Any) -> list[int]:
@@ -54,7 +54,7 @@ class TheirTokenizer:
         return str(self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
 
     def decode_all(self, ids: Iterable[int]) -> str:
-        """The text with special tokens written out, in which stop strings are sought."""
+        """The text including special tokens, in which stop strings are searched."""
         return str(self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=False))
 
     def incremental(self) -> IncrementalDecoder:
@@ -62,6 +62,6 @@ class TheirTokenizer:
 
 
 def adapted(tokenizer: Any) -> Any:
-    """One of transformers, adapted; another as it is."""
+    """Adapts a tokenizer of transformers; returns any other one unchanged."""
     theirs = hasattr(tokenizer, "apply_chat_template") and not isinstance(tokenizer, TheirTokenizer)
     return TheirTokenizer(tokenizer) if theirs else tokenizer

@@ -1,4 +1,4 @@
-"""vLLM's side of the attention backend: which cases it supports, and what it passes to a layer."""
+"""vLLM's side of the attention backend: the supported cases, and the metadata of a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdkernels._validation import integer, message, sentence
 from pdkernels.integrations.vllm._ragged import RaggedBatch
 
 OP = 'attention_backend="CUSTOM"'
-# What a step may bring along that changes what is visible, or where keys are. None of it is computed here.
+# Optional parts of a step that change the visibility or the location of keys. None of them is supported.
 OF_A_STEP = {
     "mm_req_doc_ranges": "tokens of an image that see each other",
     "dcp_local_seq_lens": "keys that are split across ranks",
@@ -35,7 +35,7 @@ class Metadata(base.AttentionMetadata):  # type: ignore[misc]
 
 
 class Builder(base.AttentionMetadataBuilder[Metadata]):  # type: ignore[misc]
-    """Makes a step's metadata, which all layers share."""
+    """Builds the metadata of a step, which all layers share."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)

@@ -12,10 +12,10 @@ from pdkernels.decoding.causal._lookup import GROWTH, LEAST, REACH
 
 
 def looked_up(text: numpy.ndarray, maximum: int) -> list[int]:
-    """What followed an earlier occurrence of the last tokens of `text` ``(tokens,)``, at most `maximum` tokens.
+    """The tokens that followed an earlier occurrence of the last tokens of `text` ``(tokens,)``, at most `maximum`.
 
     The rule of ``jacobi(draft="lookup")`` without its pool of rejected tokens: the longest match of at most `REACH` tokens wins,
-    then the latest one; a short match gives a short draft, one of a single token gives none.
+    and the latest on ties. A short match gives a short draft, and a match of a single token gives none.
 
     >>> import numpy
     >>> looked_up(numpy.array([1, 2, 3, 1, 2]), 9), looked_up(numpy.array([1, 2, 3]), 9)
@@ -36,16 +36,16 @@ def looked_up(text: numpy.ndarray, maximum: int) -> list[int]:
         return []
     count = maximum if length == REACH else min(maximum, GROWTH * length)
     followed: list[int] = text[after : after + count].tolist()
-    # A text that runs in a loop is drafted at full length.
+    # A repeating text is drafted at full length.
     return (followed * -(-count // len(followed)))[:count]
 
 
 class LookupProposer:
     """Drafts for speculative decoding in vLLM from what followed earlier occurrences of a request's last tokens.
 
-    Costs no forward, and is right wherever an answer quotes its prompt or repeats itself. vLLM verifies the drafts, so the tokens are
-    those without drafts. Unlike vLLM's own method "ngram", a longer match gives a longer draft, down to none after a match of one
-    token, and a loop is drafted at full length. Enabled by an engine's arguments, with the most tokens of a draft::
+    Drafting takes no forward, and drafts are accepted wherever an answer quotes its prompt or repeats itself. vLLM verifies the drafts, so
+    the tokens are those without drafts. Unlike vLLM's own method "ngram", a longer match gives a longer draft, a match of one token
+    gives none, and a repeating text is drafted at full length. An engine's arguments enable it, with the maximum length of a draft::
 
         speculative_config={"method": "custom_class", "model": "pdkernels.integrations.vllm.LookupProposer", "num_speculative_tokens": 8}
 
@@ -68,7 +68,7 @@ class LookupProposer:
         self.maximum = int(vllm_config.speculative_config.num_speculative_tokens)
 
     def load_model(self, *_: Any, **__: Any) -> None:
-        """No model to load."""
+        """Does nothing: there is no model to load."""
 
     def propose(
         self,

@@ -25,10 +25,10 @@ class RaggedBatch:
     Args:
         starts: ``(requests + 1,)`` int32 or int64: request i has the tokens ``starts[i] .. starts[i + 1]`` of the batch.
         tokens: ``starts[-1]`` as an int.
-        longest: at least the most new tokens of a request.
-        lengths: ``(requests,)`` int32 or int64, tokens of each request with its new ones.
+        longest: an upper bound of the new tokens of a request.
+        lengths: ``(requests,)`` int32 or int64, tokens of each request, including the new ones.
         block_table: ``(requests, pages of each)`` int32 or int64.
-        causal: whether new tokens see only earlier ones among the new; all see the cached ones.
+        causal: whether attention among the new tokens is causal; all of them see the cached tokens.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class RaggedBatch:
     ) -> None:
         self.starts, self.tokens, self.block_table, self.causal = starts, tokens, block_table, causal
         self.cached = lengths - starts.diff().to(lengths.dtype)
-        # A shorter request takes the first rows and columns, so few plans serve all batches.
+        # A shorter request uses the first rows and columns, so a few plans serve all batches.
         block = 16 if longest <= 16 else 64
         self.plan = _plan(-(-longest // block), block, causal, lengths.device)
 
@@ -57,7 +57,7 @@ class RaggedBatch:
             key, value: ``(tokens, kv_heads, head_dim)``.
             cache: ``(pages, kv_heads, page_size, 2 * head_dim)`` of any strides: keys, then values.
             scale: of the scores.
-            window: how many positions a token sees at most, its own included; None: all.
+            window: the number of positions that a token attends to, including its own; None: all.
         """
         dim = query.shape[-1]
         out[: self.tokens] = speculative_attention_append_(

@@ -29,7 +29,7 @@ def register() -> None:
     if not current_platform.is_cpu() or hasattr(usual, "of_pdkernels"):
         return
 
-    # On CPUs vLLM has a single backend, and takes it whatever the engine asks for.
+    # On CPUs vLLM always uses its single backend, whatever the engine asks for.
     def get_attn_backend_cls(cls: Any, selected_backend: Any, *args: Any, **options: Any) -> str:
         if selected_backend is custom:
             return str(custom.get_path())
