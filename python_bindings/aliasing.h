@@ -1,5 +1,5 @@
-// What an op writes overlaps none of its other arguments, and no two of its entries share memory. A binding takes what
-// its op writes as `Tensor&` or `Tensors&` and what it reads as const, so that all ops are checked alike.
+// Checks that a written tensor overlaps no other argument and that its entries do not share memory. Bindings take
+// outputs as `Tensor&` or `Tensors&` and inputs as const, so that all ops are checked in the same way.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -18,8 +18,7 @@
 
 namespace pdkernels::bindings {
 
-// Kernels go through all entries of a dimension: an expanded one has as many as its shape says, and no end of memory
-// bounds it.
+// Kernels iterate over all entries of an expanded dimension, whose size is not limited by memory.
 inline void require_real_size(const torch::stable::Tensor& t) {
   constexpr int64_t kMostExpanded = 0x7FFFFFFF;
   const auto sizes = t.sizes();
@@ -110,7 +109,7 @@ struct Word : std::string {
   using std::string::string;
 };
 
-// What torch passes to an op for an argument of its function.
+// The type that torch passes to an op for an argument of its function.
 template <class Argument>
 using Taken = std::conditional_t<std::is_same_v<Argument, const std::string&>, const Word&, Argument>;
 

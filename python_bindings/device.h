@@ -1,5 +1,5 @@
-// The device that the bindings are compiled for: how a kernel is run, and where an op is registered. The bindings of
-// both devices are linked into one library, so what depends on the device is in the namespace of its device.
+// The device that the bindings are compiled for: how kernels run, and where ops are registered. The bindings of both
+// devices are linked into one library, so device-dependent code is in a namespace per device.
 //
 //   const Launch launch(x);                   makes the device of `x` current
 //   launch(PDK_DEVICE::unmask, args);         runs a kernel
@@ -33,12 +33,12 @@
 #define PDK_DEVICE cuda
 #define PDK_VECTOR(kernel) ::pdkernels::cuda::kernel
 
-// Weak: a CPU build of torch lacks the symbol, and this library loads there too.
+// Weak: a CPU build of torch lacks the symbol, and this library has to load there too.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void** stream);
 
 namespace pdkernels::cuda::bindings {
 
-// Makes the tensor's device current for its lifetime, and has its stream.
+// Makes the tensor's device current during its lifetime, and provides the stream.
 class Launch {
  public:
 #ifdef PDKERNELS_CUDASIM

@@ -36,7 +36,7 @@ int32_t number(py::handle range, PyObject* name) {
   return py::cast<int32_t>(value);
 }
 
-// Segments as tuples (length, inside, ranges of segments seen, ..).
+// Segments as tuples (length, inside, ranges of visible segments, ..).
 SegmentMask parse(const py::tuple& segments, std::pair<int64_t, int64_t> rows, std::pair<int64_t, int64_t> columns) {
   static PyObject* const start = PyUnicode_InternFromString("start");
   static PyObject* const stop = PyUnicode_InternFromString("stop");
@@ -61,8 +61,8 @@ SegmentMask parse(const py::tuple& segments, std::pair<int64_t, int64_t> rows, s
   return mask;
 }
 
-// A segment of a run of similar ones: what repetition j sees are segments start + j * start_by, .. below stop + j *
-// stop_by.
+// A segment of a run of similar ones: repetition j attends to the segments from start + j * start_by to below
+// stop + j * stop_by.
 struct Repeated {
   struct Range {
     int32_t start, stop, step, start_by, stop_by;

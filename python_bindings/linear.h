@@ -23,7 +23,7 @@ inline Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor
   if (bias.has_value()) device.require(*bias, x.scalar_type(), {args.outputs});
   const OptionalTensor added = bias.has_value() ? OptionalTensor(packed(*bias)) : OptionalTensor();
   Tensor out = torch::stable::new_empty(x, shape_of(x, args.outputs), x.scalar_type());
-  // Rows are read as they are if they hold whole vectors of floats in the order of the weights.
+  // Rows are read directly if they consist of whole vectors of floats in the order of the weights.
   const bool ready = x.scalar_type() == ScalarType::Float && weight.scalar_type() == ScalarType::Float &&
                      args.width % LinearArgs::kPadding == 0;
   Tensor wide = torch::stable::new_empty(x, {ready ? 0 : args.rows * args.padded_width()}, ScalarType::Float);

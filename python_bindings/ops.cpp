@@ -28,7 +28,8 @@ int64_t pdkernels::cpu::max_threads() {
   return threads;
 }
 
-// A thread keeps what its last call took, or up to kKept: one call with very long rows must not hold memory for good.
+// A thread keeps the memory of its last call, or up to kKept, so that one call with very long rows does not hold memory
+// forever.
 char* pdkernels::cpu::thread_scratch(int64_t bytes) {
   constexpr int64_t kKept = int64_t{1} << 22;
   struct Free {

@@ -24,7 +24,7 @@ inline Unmasked unmask(Tensor& tokens, const Tensor& ids, const OptionalTensor& 
   args.ids = index_view(device, ids, 2, args.batch);
   PDK_CHECK(args.ids.wide == args.tokens.wide);
   args.positions = index_view(device, positions, 2, args.batch);
-  // Marks it as given, even if it has no bytes to point to.
+  // Not nullptr even if it has no bytes, so that it counts as given.
   static float nothing = 0;
   if (positions.has_value() && !args.positions.given()) args.positions.data = &nothing;
   PDK_CHECK((positions.has_value() ? positions->size(1) : args.length) == args.candidates);

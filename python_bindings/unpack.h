@@ -1,7 +1,7 @@
-// Tensors -> the argument structs of the kernels: what the bindings of all families share.
+// Tensors -> the argument structs of the kernels, shared by the bindings of all families.
 //
-// Shapes, dtypes and devices are checked here because it is cheap here. There are no messages: the public Python
-// functions catch a refusal, and the op's fake words the error. Values are checked by the kernels.
+// Shapes, dtypes and devices are checked here, where it is cheap, but without messages: the public Python functions
+// catch the refusal, and the op's fake raises the error. Kernels check values.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -49,7 +49,7 @@ inline std::vector<int64_t> sizes_of(const Tensor& t) {
   return sizes;
 }
 
-// All sizes but the last one, and `last` where it is not negative.
+// All sizes but the last one, followed by `last` if it is not negative.
 inline std::vector<int64_t> shape_of(const Tensor& t, int64_t last) {
   std::vector<int64_t> shape = sizes_of(t);
   shape.pop_back();

@@ -33,7 +33,7 @@ struct FlatRows {
   }
 };
 
-// Rows of a tensor that must have the shape of another one.
+// The rows of a tensor that must have the shape of another tensor.
 inline std::optional<FlatRows> rows_like(const SameDevice& device, const OptionalTensor& t, const Tensor& other) {
   if (!t.has_value()) return std::nullopt;
   device.require(*t, other.scalar_type());
@@ -68,7 +68,7 @@ inline BatchRowsView rows_view(const SameDevice& device, const OptionalTensor& t
                                int64_t size) {
   if (!t.has_value()) return {};
   BatchRowsView view = rows_view(device, *t, dtype, batch, size);
-  // Marks it as given, even if it has no bytes to point to.
+  // Not nullptr even if it has no bytes, so that it counts as given.
   static char nothing;
   if (view.data == nullptr) view.data = &nothing;
   return view;

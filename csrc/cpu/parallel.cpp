@@ -57,10 +57,10 @@ void pause() {
 #endif
 }
 
-// How this thread rounds, and whether it flushes subnormal numbers: results must not depend on who computes them.
+// Rounding mode and flushing of subnormals of this thread: results must not depend on the thread that computes them.
 uint64_t float_control() {
 #if defined(__x86_64__)
-  return _mm_getcsr() & ~uint32_t{0x3f};  // without the flags of what has happened
+  return _mm_getcsr() & ~uint32_t{0x3f};  // without the exception flags
 #elif defined(__aarch64__)
   uint64_t control;
   asm volatile("mrs %0, fpcr" : "=r"(control));
@@ -80,7 +80,7 @@ void set_float_control([[maybe_unused]] uint64_t control) {
 
 thread_local bool inside_a_loop = false;
 
-// On its caller's stack, which keeps it until all chunks are finished.
+// A loop lives on the stack of its caller until all chunks are finished.
 struct Loop {
   RangeFunction function;
   void* context;
@@ -110,7 +110,7 @@ struct alignas(64) Place {
   static constexpr uint32_t kCallerSleeps = uint32_t{1} << 31;
 
   std::atomic<bool> taken;
-  std::atomic<uint64_t> claims;  // generation, helpers wanted, chunks that nobody has begun
+  std::atomic<uint64_t> claims;  // generation, helpers wanted, unclaimed chunks
   std::atomic<Loop*> loop;
   Word unfinished;  // chunks, and kCallerSleeps
 
@@ -169,7 +169,7 @@ Alone sleepers;
 std::atomic<int64_t> places_used, threads_started;
 std::atomic<bool> starting, refused;
 
-// A child has none of the threads, nor the loops of other callers.
+// A forked child has neither these threads nor the loops of other callers.
 void forget_threads() {
   for (Place& place : places) {
     place.claims.store(0, std::memory_order_relaxed);
@@ -214,7 +214,7 @@ class Idle {
     sleepers.word.fetch_add(1);
     while (published.word.load() == seen) sleep_while(published.word, seen);
     sleepers.word.fetch_sub(1);
-    spins_ = !in_vain && now() - start < kWakingTime + kIdleSpin;  // spinning would have been worth while
+    spins_ = !in_vain && now() - start < kWakingTime + kIdleSpin;  // spinning would have been cheaper
   }
 
  private:
@@ -260,7 +260,7 @@ void start_threads(int64_t count) {
   if (threads_started.load(std::memory_order_relaxed) >= count || refused.load(std::memory_order_relaxed)) return;
   if (starting.exchange(true, std::memory_order_acquire)) return;
   static const int registered = pthread_atfork(nullptr, nullptr, forget_threads);
-  // Signals are for the program's own threads.
+  // Signals are handled by the program's own threads.
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -281,7 +281,7 @@ Place* take_place(int64_t helpers) {
     Place& place = places[i];
     if (place.taken.load(std::memory_order_relaxed) || place.taken.exchange(true, std::memory_order_acquire)) continue;
     if (places_used.load(std::memory_order_relaxed) <= i) places_used.store(i + 1, std::memory_order_release);
-    // Other callers have helpers too, as far as there are cores for them.
+    // Other callers need helpers too, as long as there are cores for them.
     start_threads(std::min(kHelpers, std::max(helpers, std::min((i + 1) * helpers, cores - 1))));
     return &place;
   }

@@ -1,5 +1,5 @@
-// A segment mask: runs of tokens that attend to other runs fully or not at all, and to themselves causally, fully or
-// not at all.
+// A segment mask: runs of tokens that attend to all or nothing of other runs, and to themselves causally, fully or not
+// at all.
 #pragma once
 
 #include <algorithm>
@@ -157,7 +157,7 @@ class SegmentMask {
     if (!own_done) append_own();
   }
 
-  // Row-major segments x segments: 0 attends to nothing, 1 to all, 2 (only on the diagonal) to itself causally.
+  // Row-major segments x segments: 0 for nothing, 1 for all, 2 (only on the diagonal) for causal attention.
   void write_relation(uint8_t* relation) const {
     const int64_t count = segments();
     std::fill(relation, relation + count * count, uint8_t{0});

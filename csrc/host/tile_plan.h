@@ -94,8 +94,8 @@ class TilePlanner {
     }
   }
 
-  // Visible pairs of each key tile: single_[t] plus the sum of repeated_ up to t, and in touched_ the tiles where
-  // either is not 0. A span costs O(1) however long it is.
+  // Visible pairs of each key tile: single_[t] plus the sum of repeated_ up to t; touched_ has the tiles where either
+  // is not 0. A span takes O(1), however long it is.
   void count_pairs() {
     for (const Piece& piece : pieces_) {
       const int32_t rows = piece.row_end - piece.row_begin;
@@ -250,7 +250,7 @@ class TilePlanner {
     for (const Column& column : column_entries_) lists_[entries[column.tile]++] = {column.first, column.second};
   }
 
-  // Tiles with the most visits first: the longest must not start last.
+  // Tiles in descending order of visits, so that the longest does not start last.
   void write_order(int32_t begin, int32_t tiles, int32_t max_visits) {
     std::vector<int32_t> next(max_visits + 2, 0);
     for (int32_t tile = 0; tile < tiles; ++tile) ++next[max_visits - row_visits_[begin + tile] + 1];
@@ -261,8 +261,8 @@ class TilePlanner {
     }
   }
 
-  // A summary in few words of what the pieces see of one key tile; equal words mean equal bitmaps, so most bitmaps are
-  // never built.
+  // A summary of the visible pairs of one key tile in a few words. Equal summaries mean equal bitmaps, so most bitmaps
+  // are never built.
   int32_t bitmap_of(int32_t column, int32_t columns) {
     summary_.clear();
     const auto put = [&](int64_t value) { summary_.push_back(static_cast<char32_t>(static_cast<int32_t>(value))); };

@@ -33,12 +33,12 @@ class CacheRows:
         self.block_table: Tensor = index[:, None] if table is None else table.index_select(0, index)
 
     def append_(self, layer: int, k_new: Tensor, v_new: Tensor, counts: Tensor | None = None) -> None:
-        """As `capacity` of the whole cache."""
+        """Like `append_` of the whole cache."""
         rows = self.k[layer], self.v[layer], k_new, v_new, self.lengths
         kv_append_(*rows, counts=counts, block_table=self.block_table)
 
     def layer(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
-        """As for the whole cache, but a copy."""
+        """Like `layer` of the whole cache, but a copy."""
         k, v = self.whole.layer(layer, length)
         return k.index_select(0, self.index), v.index_select(0, self.index)
 

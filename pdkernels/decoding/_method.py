@@ -1,4 +1,4 @@
-"""What the registry knows about a decoding method: a few given facts, and the decoder's signature and docstring."""
+"""The registry entry of a decoding method: a few explicit facts, and the decoder's signature and docstring."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Option(NamedTuple):
     default: Any
     help: str
     shared: bool
-    """Whether `SharedOptions` describes it, not the decoder."""
+    """Whether `SharedOptions` describes it instead of the decoder."""
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -114,13 +114,13 @@ class Method:
         requires: capabilities of a model that it needs (`pdkernels.models.capabilities`).
         protocol: the members of a model that it uses; None: those of its wing.
         lossless: whether it guarantees the tokens of greedy decoding, with default options and at temperature 0. Causal methods do so
-            for models without recurrences: on a recurrent-depth model a draft's rows read each other before these have settled.
+            for models without recurrences: on a recurrent-depth model the rows of a draft attend to each other before these have converged.
         steps: its step, if that needs no host: `pdkernels.integrations.device_loop` runs it on the device.
         verifies_drafts: whether it drafts tokens and verifies the drafts.
         models: the trained models that demonstrate it; none: its wing's example.
         widths: values of `block_size` in an evaluation; None is the fastest.
         in_default_evaluation: whether an evaluation includes it by default.
-        title: what pictures call it.
+        title: its name in pictures.
     """
 
     name: str
@@ -158,7 +158,7 @@ class Method:
 
     @property
     def summary(self) -> str:
-        """What it does: the first sentence of its decoder's module."""
+        """Its summary: the first sentence of its decoder's module."""
         return (sys.modules[self.decode.__module__].__doc__ or "").partition("\n\n")[0].replace("\n", " ")
 
     @cached_property
@@ -196,4 +196,4 @@ def _written(annotation: Any) -> str:
         return f"Literal[{', '.join(map(json.dumps, get_args(annotation)))}]"
     if get_origin(annotation) is Sequence:
         return f"Sequence[{_written(get_args(annotation)[0])}]"
-    return " | ".join(map(_written, get_args(annotation)))  # what is left are unions
+    return " | ".join(map(_written, get_args(annotation)))  # only unions are left

@@ -1,7 +1,7 @@
-"""The repetition penalty of every method on a KV cache: a model in place of the model, whose logits are penalised.
+"""The repetition penalty of every method on a KV cache: a wrapper of the model, whose logits are penalised.
 
-A row is penalised for the tokens that it sees, so the law is the same whoever computes the row: one forward per token, a draft
-that is verified, a batch. What the cached rows of a text hold is kept beside their K and V. The plain form is reference/repetition.py.
+A row is penalised for the tokens that it attends to, so it has the same distribution in a forward per token, in a verified draft,
+and in a batch. The tokens of cached rows are kept next to their K and V. The plain form is reference/repetition.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     >>> penalised(torch.tensor([2.0, -2.0, 1.0]), torch.tensor([True, True, False]), 2.0)
     tensor([ 1., -4.,  1.])
     """
-    # Rounded to 16 bits again, penalised logits would tie with their neighbours.
+    # Rounded to 16 bits again, penalised logits would tie with nearby ones.
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
@@ -60,7 +60,7 @@ class TextCache:
         return after.clamp(max=self.text.shape[1] - 1)
 
     def commit_(self, counts: Tensor, source_index: Tensor | None = None) -> None:
-        """As that of the cache; the tokens of rows that move go with them."""
+        """Like `commit_` of the cache, and moves the tokens with their rows."""
         if source_index is None:  # an argument that caches of most methods need not have
             self.inner.commit_(counts)
         else:
@@ -71,15 +71,15 @@ class TextCache:
             self.inner.commit_(counts, source_index)
 
     def copy_row_(self, row: int, other: TextCache, other_row: int, length: int) -> None:
-        """As that of the cache, with the tokens."""
+        """Like `copy_row_` of the cache, including the tokens."""
         self.inner.copy_row_(row, other.inner, other_row, length)
         self.text[row, :length] = other.text[other_row, :length]
 
 
 class PenalisedModel:
-    """What a decoder takes for the model. Its hidden rows are their logits, so that each is penalised where it is computed.
+    """A wrapper that a decoder uses as the model. Its hidden rows are logits, so that each is penalised where it is computed.
 
-    That is the price: the head runs on every row of such a forward, and its logits are there at once.
+    The cost is that the head runs on every row of a forward, and all logits are in memory at once.
     """
 
     def __init__(self, model: Any, penalty: float) -> None:
@@ -103,7 +103,7 @@ class PenalisedModel:
         return penalised(self.model.logits(self.model.hidden(tokens, cache=inner, **options)), seen, self._penalty)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """They are that already; a copy, since the caller may write to them."""
+        """A copy of the hidden rows, which are logits already, because the caller may write to them."""
         return hidden.clone()
 
     def prelude(self, tokens: Tensor, context: Any) -> Tensor:

@@ -22,12 +22,12 @@ from pdkernels.decoding.traces import (
 )
 from pdkernels.models.plan_tokens import PlanTokens
 
-# How a token came about.
+# The origin of a token.
 MODEL, DRAFT, FILLED = "model", "draft", "filled"
 
 
 class Source(NamedTuple):
-    """What a page needs besides the trace."""
+    """The inputs of a page other than the trace."""
 
     prompts: list[list[int]]
     tokens: list[list[int]]  # after the prompts
@@ -89,7 +89,7 @@ def frames(trace: Sequence[Any], prompt: Sequence[int], tokens: Sequence[int]) -
     made = list(_READERS[kind](trace, len(prompt)))
     if kind is ChunkStep:
         return [Frame("the prompt and the first plan", [], []), *made]
-    # A forward may write more than requested.
+    # A forward may emit more tokens than requested.
     made = [frame._replace(writes=[write for write in frame.writes if write.position < len(tokens)]) for frame in made]
     written = {write.position for frame in made for write in frame.writes}
     first = [Write(0, position, token, MODEL) for position, token in enumerate(tokens) if position not in written]

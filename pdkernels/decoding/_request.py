@@ -26,7 +26,7 @@ Overflow = Literal["error", "warn"]
 
 
 def check_model(model: Any, method: Method, paged: bool) -> None:
-    """TypeError for a model without a member that `method` needs."""
+    """Raises TypeError for a model without a member that `method` needs."""
     actual = type(model).__name__
     check_type(hasattr(model, "config"), _OP, "model", "be a model", actual, "Load one with pdkernels.models.load.")
     protocol = method.model_protocol

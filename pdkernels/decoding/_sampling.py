@@ -21,7 +21,7 @@ from pdkernels.ops import TokenStatistics, token_statistics
 
 Name = TypeVar("Name", bound=str)
 
-OWN = 0  # step of tokens drawn from the model's own distribution at a position, whichever forward computes it
+OWN = 0  # step of tokens sampled from the model's own distribution at a position, whichever forward computes it
 ORDER = 2  # fourth word of the counter for the order of positions; draws of tokens use 0, latent noise uses 1
 
 Seed = int | Sequence[int]
@@ -68,7 +68,7 @@ def greedy(logits: torch.Tensor, suppress: tuple[int, ...] = ()) -> torch.Tensor
 
 
 def drafted(ids: torch.Tensor, mask_token: int) -> torch.Tensor:
-    """`ids` as the tokens of a draft: those of rows without a distribution, -1, become any token but the mask, for the verifier to judge."""
+    """`ids` as the tokens of a draft. An id of -1, from a row without a distribution, becomes any valid token, which will be verified."""
     return ids.masked_fill(ids < 0, int(mask_token == 0))
 
 
@@ -110,7 +110,7 @@ def likeliest(logits: torch.Tensor, count: int, temperature: float, top_p: float
     """`logits` ``(..., V)`` with -inf for all but the `count` most probable tokens, and for those that `top_p` drops.
 
     A token is dropped if the more probable ones have the mass `top_p` of ``softmax(logits / temperature)`` (0: 1) over all
-    tokens. The first always stays, and equals stay or go together.
+    tokens. The first always stays, and ties stay or go together.
 
     >>> distribution = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
     >>> likeliest(distribution, 3, 0.0, 0.65).isfinite().tolist(), likeliest(distribution, 1, 0.0, 0.65).isfinite().tolist()

@@ -17,7 +17,7 @@ from pdkernels.decoding.traces import TraceStep
 
 @contextmanager
 def inference() -> Iterator[None]:
-    """What all decoding runs in. Caches have the model's dtype, whatever autocast around a call would do to K and V."""
+    """The context of all decoding. Autocast is off, because caches have the model's dtype."""
     with torch.inference_mode(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         yield
 
@@ -73,7 +73,7 @@ def first_stop(
     """
     if not stops or known == len(tokens):
         return None
-    # Most texts hold no stop string, which their end shows: the new tokens, after more characters than a stop string has.
+    # Most texts have no stop string, which is visible from their end: the new tokens, and as many characters as a stop string has.
     longest, first = max(map(len, stops)) + 8, known
     decode = getattr(tokenizer, "decode_all", tokenizer.decode)
     if text_of is not None:
@@ -126,7 +126,7 @@ class Session:
         self.forwards = 0
         self.recurrences, self.counts_recurrences = 0, False  # set by methods that choose how often a model's core runs
         self.plans: list[PlanReport] | None = None  # set by methods that plan
-        # If not the decoding of all tokens: takes them, and `decode` for a function other than the tokenizer's.
+        # A function of the tokens, and of `decode`, that replaces the plain decoding of all tokens.
         self.text_of: Callable[..., str] | None = None
         self.canvas: Any = None  # the host's half of a canvas, of steps that fill one
         self.callback_seconds = 0.0
@@ -141,7 +141,7 @@ class Session:
 
     @property
     def written(self) -> list[list[int]]:
-        """What the caller gets for each sequence: its new tokens, or its whole text where masks inside the prompt were filled."""
+        """The result of each sequence: its new tokens, or its whole text if masks inside the prompt were filled."""
         if self.tails is None:
             return self.tokens
         return [prompt + tokens for prompt, tokens in zip(self.prompts, self.tokens, strict=True)]
@@ -160,7 +160,7 @@ class Session:
         if page_size is None:
             return self.model.new_cache(batch, self.longest + more, **options)
         cache = self.model.new_cache(batch, self.longest + more, kind="paged", page_size=page_size, **options)
-        # All pages at once: the loop then never needs the host-side allocator.
+        # All pages at once, so that the loop never needs the host-side allocator.
         cache.reserve_([len(prompt) + more for prompt in self.prompts] * copies)
         return cache
 

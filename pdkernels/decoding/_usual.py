@@ -1,4 +1,4 @@
-"""The method and options for a model when a caller names none: what it was trained for, else what costs nothing."""
+"""The default method and options of a model: the method that it was trained for, or else one that costs nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a decoder returns."""
+"""The results of decoders."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OnTokens = Callable[[int, list[int], int], None]
 
 
 class ChunkTokens(list[int]):
-    """A finished chunk, its two tags included, as passed to `on_tokens`."""
+    """A finished chunk, including its two tags, as passed to `on_tokens`."""
 
     def __init__(self, ids: list[int], chunk: int) -> None:
         super().__init__(ids)
@@ -40,7 +40,7 @@ class PlanRound(NamedTuple):
     steps: int
     """Forwards that filled the chunks."""
     stop: str
-    """What ended the plan: "sync", "end", or "length" if there was no room for more."""
+    """The reason why the plan ended: "sync", "end", or "length" if there was no room for more."""
 
 
 class PlanReport(NamedTuple):
@@ -48,7 +48,7 @@ class PlanReport(NamedTuple):
 
     rounds: list[PlanRound]
     reason: str
-    """What ended the text: "end" (token), "length", "rounds", or what was wrong with its last plan (`BAD_PLANS`)."""
+    """The reason why the text ended: "end" (token), "length", "rounds", or the fault of its last plan (`BAD_PLANS`)."""
     forwards: dict[str, int]
     """Forwards it took part in: "plan" (the prompt's included), "chunks", and "refresh", which adds finished chunks to the
     cache and starts the next plan."""

@@ -1,4 +1,4 @@
-"""The collectives that our code calls, with a fixed order for sums, and the count of what they move."""
+"""The collectives that our code calls, with a fixed order of sums, and a counter of their traffic."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch import Tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 SMALL = 1 << 16
-"""Up to this many bytes a tensor is exchanged whole rather than in two exchanges of parts."""
+"""Tensors up to this many bytes are summed in one exchange, larger ones in two (scatter and gather)."""
 
 
 @dataclass
 class Traffic:
-    """What the collectives of this process moved while they were counted.
+    """The traffic of the collectives of this process while it was counted.
 
     >>> Traffic()
     Traffic(calls=0, bytes=0)
@@ -73,8 +73,8 @@ def summed(x: Tensor, group: Any) -> Tensor:
     """The sum of `x` over the ranks, with the same bits on all of them; an element's bits do not depend on the others.
 
     A backend's all-reduce adds in an order that depends on an element's position in the tensor, so a row would round
-    differently in another batch. Here 16-bit numbers are added in float32 in the order of the ranks and rounded once. With two ranks
-    there is only one order.
+    differently in another batch. Here elements are added in the order of the ranks; 16-bit ones are added in float32 and rounded
+    once. With two ranks there is only one order.
     """
     ranks = dist.get_world_size(group)
     size = x.numel() * x.element_size()
@@ -107,7 +107,7 @@ def _added(parts: Tensor) -> Tensor:
 
 
 def scattered(parts: Tensor, group: Any) -> Tensor:
-    """From ``(ranks, ...)`` on every rank, part r of all of them, summed on rank r in the order of the ranks."""
+    """Reduce-scatter of ``(ranks, ...)``: rank r gets the sum of part r of all ranks, in the order of the ranks."""
     got = torch.empty_like(parts)
     if parts.numel():
         _count((len(parts) - 1) * parts[0].numel() * parts.element_size())
@@ -116,7 +116,7 @@ def scattered(parts: Tensor, group: Any) -> Tensor:
 
 
 def passed_on(x: Tensor, group: Any) -> Tensor:
-    """Sends `x` to the previous rank and returns that of the next, in a ring: the same shape and dtype on all."""
+    """Sends `x` to the previous rank of a ring and returns that of the next; shape and dtype are the same on all ranks."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     got = torch.empty_like(x)
     if x.numel():

@@ -12,7 +12,7 @@ from pdkernels.ops._library import LIBRARY, NAMESPACE
 
 
 def refuse_second_derivative(op: str) -> None:
-    """What the backward pass of an op says to autograd."""
+    """Refuses the second derivative of an op, as its backward pass has none."""
 
     def refuse(ctx: Any, *gradients: Tensor) -> NoReturn:
         remedy = "Pass backend='reference', which PyTorch differentiates any number of times."

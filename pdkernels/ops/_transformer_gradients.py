@@ -78,7 +78,7 @@ gate_backward_op = define(
 
 
 class _AddRmsNorm(torch.autograd.Function):
-    """Either result may have no gradient. What the backward pass needs of the rows it computes again, so only inputs are kept."""
+    """Either result may have no gradient. The backward pass recomputes values of the rows, so only inputs are saved."""
 
     @staticmethod
     def forward(

@@ -1,9 +1,9 @@
 """Statistics of rows whose vocabulary is split across ranks, merged from a few numbers per row.
 
-A rank makes a record of each row from its own slice of the logits; the records of all ranks are exchanged once, and every rank
-merges them alike. A draw needs no more: its noise belongs to ids of the whole vocabulary, so the winner of the row is the best
-of the ranks' winners. Only a nucleus (`top_p`) has to be searched for: in the largest logits of each rank, of which more are
-requested until they suffice.
+A rank makes a record of each row from its own slice of the logits. The records of all ranks are exchanged once, and every rank
+merges them in the same way. This is enough for sampling: noise is keyed by ids of the whole vocabulary, so the sampled token of a
+row is the best of the ranks' winners. Only a nucleus (`top_p`) has to be searched for, among the largest logits of each rank, of
+which more are exchanged until they suffice.
 
 Source: sums merged over parts after Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
 """
@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
 
 class SamplingRule(NamedTuple):
-    """The keys of the random numbers of each row, and what may be sampled_ids."""
+    """The keys of the random numbers of each row, and the distribution that is sampled from."""
 
     temperature: float
     seeds: Tensor | int
@@ -51,7 +51,7 @@ class SamplingRule(NamedTuple):
 
     @property
     def inv_temperature(self) -> float:
-        """Factor applied to the logits whose distribution is described."""
+        """Factor of the logits in the distribution of the statistics."""
         return 1 / self.softmax_temperature if self.distribution == "sampling" else 1.0
 
     @property
@@ -60,7 +60,7 @@ class SamplingRule(NamedTuple):
 
 
 def check_part(op: str, group: Any, first_id: int) -> None:
-    """ValueError or TypeError for an invalid start of the slice."""
+    """Raises ValueError or TypeError for an invalid start of the slice."""
     check_type(type(first_id) is int, op, "first_id", "be an int", type(first_id).__name__)
     if group is None:
         check(first_id == 0, op, "first_id", "be 0 without a group", first_id, "Pass the group of the ranks too.")
@@ -91,7 +91,7 @@ def recorded(scores: Tensor, there: Tensor, top_k: int, rule: SamplingRule, part
     rows = torch.arange(len(scores), device=scores.device)
     exact = scores.double()
     first = torch.arange(local_top_k, device=scores.device)
-    # A slice in which everything is impossible still has ids, which may be among the row's first.
+    # A slice without possible tokens still has ids, which may be among the first of the row.
     top_ids = torch.where((top_ids < 0).all(-1, keepdim=True), first, top_ids)
     top_logits = exact[rows[:, None], top_ids]
     if rule.filtered and rule.distribution == "sampling":
@@ -121,7 +121,7 @@ def recorded(scores: Tensor, there: Tensor, top_k: int, rule: SamplingRule, part
 
 
 def ranked(top_k: int) -> int:
-    """How many top tokens a rank reports: the margin needs two."""
+    """The number of top tokens that a rank reports; the margin needs two."""
     return max(top_k, 2)
 
 
@@ -142,7 +142,7 @@ def merged(
         block.transpose(0, 1).flatten(1) for block in (records[..., 7 + i * count :][..., :count] for i in range(3))
     )
     top_probs = top_probs * share.T.repeat_interleave(count, 1)
-    # Stable: among equals the lower rank's, which has the lower id, comes first; NaN before all, padding (no token) last.
+    # Stable: on ties the lower rank, which has the lower id, comes first; NaN before all others, padding (no token) last.
     order = torch.where(top_ids < 0, -torch.inf, top_logits).sort(dim=-1, descending=True, stable=True).indices
     order = order.gather(1, (top_ids.gather(1, order) < 0).to(torch.int8).sort(dim=-1, stable=True).indices)[:, :count]
     top_ids, top_logits, top_probs = (block.gather(1, order) for block in (top_ids, top_logits, top_probs))
@@ -176,7 +176,7 @@ def merged(
 
 
 def _check_slices(op: str, slices: Tensor) -> None:
-    """On the host, from what all ranks know, so that all of them raise."""
+    """Checks on the host, from values that all ranks know, so that all of them raise."""
     expected = 0
     for first, width in slices.tolist():
         if first != expected:
@@ -203,21 +203,21 @@ def _cut(scores: Tensor, there: Tensor, rule: SamplingRule, part: Part) -> Tenso
 
 
 def _nucleus(exact: Tensor, total: Tensor, rule: SamplingRule, part: Part) -> Tensor:
-    """The smallest logit with less than `top_p` of the mass above it, ``(rows,)``; ranks ask for more until all rows are settled."""
+    """The smallest logit with less than `top_p` of the mass above it, ``(rows,)``; ranks exchange more logits until it is found."""
     count = 64
     while True:
         known = exact.topk(min(count, part.width), -1).values
         known = torch.nn.functional.pad(known, (0, count - known.shape[1]), value=-torch.inf)
         tops = gathered(known, part.group)
-        bound = tops[..., -1].amax(0)  # all above it are known
+        bound = tops[..., -1].amax(0)  # all larger logits are known
         values = tops.transpose(0, 1).flatten(1).sort(dim=-1, descending=True).values
         mass = torch.where(values == -torch.inf, 0.0, (values / rule.softmax_temperature - total[:, None]).exp())
         before = mass.cumsum(-1) - mass
         first = torch.ones_like(before, dtype=torch.bool)
         first[:, 1:] = values[:, 1:] < values[:, :-1]
-        before = torch.where(first, before, 0.0).cummax(-1).values  # among equals, the mass before the first
+        before = torch.where(first, before, 0.0).cummax(-1).values  # on ties, the mass before the first
         inside = (before < rule.top_p) & (values > -torch.inf)
-        inside[:, 0] = True  # the first always stays
+        inside[:, 0] = True  # the first token always stays
         smallest = torch.where(inside, values, torch.inf).amin(-1)
         dropped = (~inside & (values >= bound[:, None]) & (values > -torch.inf)).any(-1)
         if bool((dropped | (bound == -torch.inf)).all()):

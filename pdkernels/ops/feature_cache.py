@@ -1,6 +1,6 @@
-"""Steps that recompute only the rows that changed: pick them by the drift of their values, gather them, put results back.
+"""Steps that recompute only the rows that changed: select them by the change of their values, gather them, scatter the results.
 
-A model that trains runs plain PyTorch; these ops have no gradient and refuse inputs that would need one.
+Training uses plain PyTorch; these ops have no gradient and refuse inputs that require one.
 """
 
 from __future__ import annotations
@@ -44,29 +44,29 @@ def select_stale_rows_(
     block_table: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Which rows have values least like those in the cache: the ones worth recomputing. Also updates the cached values.
+    """Selects the rows whose values are least similar to those in the cache, and updates the cached values.
 
     Row i of sequence b is compared with slot ``starts[b] + i`` of the cache by the cosine over all heads,
-    ``dot / max(|v| |cached|, 1e-8)``, in float32 whatever the dtype. The rows of lowest similarity are chosen, among equals
-    the lower number. A similarity that is NaN counts as lowest: NaN or infinity among the values, or squares whose sum
-    is more than float32 can hold. Rows equal to the cached ones have a cosine of exactly 1, regardless of rounding: any row that
-    moved is chosen before them. All devices and the reference sum in the same order, so they choose the same rows.
+    ``dot / max(|v| |cached|, 1e-8)``, in float32 for every dtype. The rows of lowest similarity are selected, the lower row on
+    ties. A similarity that is NaN is the lowest of all: there are NaN or infinity among the values, or their squares overflow
+    float32. Rows equal to the cached ones have a cosine of exactly 1, regardless of rounding: any row that changed is selected
+    before them. All devices and the reference sum in the same order, so they select the same rows.
 
     Args:
         v: ``(B, G, kv_heads, D)`` float32, float16 or bfloat16, fresh values. Any strides with a contiguous last dimension.
         v_cache: one layer, ``(B, capacity, kv_heads, D)``, or with `block_table` ``(num_pages, page_size, kv_heads, D)``; dtype
             of `v`. Written, so it shares no memory with other arguments.
         starts: ``(B,)`` int32 or int64, the slot of row 0.
-        max_selected: the largest number of rows to choose from a sequence, and the width of the result. At most 2**20, or G if that is larger.
-        quota: ``(B,)`` int32 or int64, rows to choose from each sequence, capped at `max_selected`; None: `max_selected`.
-        counts: ``(B,)`` int32 or int64, valid rows of each sequence; None: all of them. The others are padding: neither chosen nor stored.
+        max_selected: the maximum number of rows to select from a sequence, and the width of the result. At most 2**20, or G if that is larger.
+        quota: ``(B,)`` int32 or int64, rows to select from each sequence, capped at `max_selected`; None: `max_selected`.
+        counts: ``(B,)`` int32 or int64, valid rows of each sequence; None: all rows. The others are padding, neither selected nor stored.
         update: which cached values are replaced by those of `v`: ``"all"`` of the valid rows, the ``"selected"`` ones, or
             ``"none"``. So the next call compares with the step before (published), or with each row's last recomputation.
         block_table: ``(B, max_pages)`` int32 or int64; slot ``p`` lives in page ``block_table[b, p // page_size]``.
         backend: see `pdkernels.show_config`. The reference takes float64 too.
 
     Returns:
-        ``(B, max_selected)`` int64: row numbers in ascending order, then -1 where fewer are chosen.
+        ``(B, max_selected)`` int64: row indices in ascending order, padded with -1.
 
     Raises:
         ValueError: shapes that do not fit; starts, counts, quotas or pages out of range (nothing is written then). On CUDA such
@@ -95,7 +95,7 @@ def select_stale_rows_(
 
 
 def gather_rows(x: Tensor, index: Tensor, *, backend: Backend = "auto") -> Tensor:
-    """Rows of each sequence by number: ``out[b, j] = x[b, index[b, j]]``, zeros where the number is -1.
+    """Gathers rows of each sequence: ``out[b, j] = x[b, index[b, j]]``, zeros where the index is -1.
 
     Args:
         x: ``(B, G, ...)``, any dtype. Rows may be strided; one that is not contiguous itself is copied first.
@@ -127,9 +127,9 @@ def add_cached_rows_(
 
     Args:
         x: ``(B, G, E)`` float32, float16 or bfloat16. Rows may be strided; any other layout is copied first.
-        cached: like `x`, what a sublayer gave for each row when it last ran; last dimension contiguous. Not the memory of `x`.
-        rows: ``(B, r, E)``, dtype of `x`, what it gives now for some rows; None: nothing is replaced.
-        index: ``(B, r)`` int32 or int64, which rows those are: ascending, then -1, as `select_stale_rows_` returns it.
+        cached: like `x`, the last output of a sublayer for each row; last dimension contiguous. It must not overlap `x`.
+        rows: ``(B, r, E)``, dtype of `x`, the new output for some rows; None: nothing is replaced.
+        index: ``(B, r)`` int32 or int64, the indices of these rows: ascending, padded with -1, as `select_stale_rows_` returns them.
         backend: see `pdkernels.show_config`. The reference takes float64 too.
 
     Returns:

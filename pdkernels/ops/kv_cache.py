@@ -33,7 +33,7 @@ __all__ = ["kv_append_", "kv_commit_", "kv_trim_"]
 
 CacheTensors = Tensor | Sequence[Tensor]
 
-# Rows one commit can move on CUDA: a byte of each is staged in 48 KiB of shared memory.
+# Maximum number of rows that a commit can move on CUDA: one byte of each must fit into 48 KiB of shared memory.
 MAX_CUDA_COMMIT_ROWS = 48 * 1024
 
 
@@ -50,7 +50,7 @@ def kv_append_(
 ) -> None:
     """Writes new K/V rows after each sequence's committed ones: row ``i`` to position ``lengths[b] + i``.
 
-    The lengths do not change: what was written is a draft until `kv_commit_`.
+    The lengths do not change: the new rows are a draft until `kv_commit_`.
 
     Args:
         k_cache, v_cache: ``(layers, batch, capacity, kv_heads, head_dim)``, or one layer without the first dimension, or a

@@ -36,7 +36,7 @@ __all__ = ["linear_token_statistics"]
 OP = "linear_token_statistics"
 
 
-# Most logits held at a time where rows are processed in blocks: 64 MiB in float32.
+# Maximum number of logits in memory when rows are processed in blocks: 64 MiB in float32.
 BLOCK_LOGITS = 2**24
 
 
@@ -58,7 +58,7 @@ def linear_token_statistics(
     first_id: int = 0,
     backend: Backend = "auto",
 ) -> TokenStatistics:
-    """`token_statistics` of the logits ``hidden @ weight^T``, of which only a part is held at a time.
+    """`token_statistics` of the logits ``hidden @ weight^T``, which are never all in memory.
 
     Equivalent to ``token_statistics(F.linear(hidden, weight), ...)``, with memory that does not grow with rows times V. On CUDA
     the product stays in registers and each logit in float32 (plain PyTorch rounds it to the dtype first, so two may tie or
@@ -108,7 +108,7 @@ def linear_token_statistics(
 
 
 def _merged(hidden: Tensor, weight: Tensor, given: Options, part: Part, backend: Backend) -> TokenStatistics:
-    """Records are made block by block, and exchanged all at once."""
+    """Makes records block by block, and exchanges all of them at once."""
     _check_product(hidden, weight)
     _check_values(hidden, given) if hidden.device.type == "cpu" else None
     shape = rows_shape(hidden, given.row_index)
@@ -181,7 +181,7 @@ def _product(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _by_blocks(hidden: Tensor, weight: Tensor, options: Options) -> tuple[Tensor, ...]:
-    """Through `token_statistics`, at most BLOCK_LOGITS logits at a time, or a single longer row."""
+    """Calls `token_statistics` on blocks of at most BLOCK_LOGITS logits, or on a single longer row."""
     if options.row_index is None and hidden.numel() // hidden.shape[-1] * weight.shape[0] <= BLOCK_LOGITS:
         results: tuple[Tensor, ...] = token_statistics_op(_product(hidden, weight), *options)
         return results

@@ -1,4 +1,4 @@
-"""Logs what a decoding step decided on the device, and sets whether a conditional node of a CUDA graph continues."""
+"""Logs the result of a decoding step on the device, and sets whether a conditional node of a CUDA graph continues."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def log_step_(
 
         log[count] = entry;   count += 1;   more = (entry[:, 0] > 0).any() and count < steps
 
-    A decoder that runs on a device without its host writes here what the host would have read after every step: the first
-    column is the work a sequence has left, 0 when it is done, the others are up to the decoder. The host reads the log once, at
-    the end. In a CUDA graph the same launch sets the condition of a while node, so that the step repeats without the host
-    (`pdkernels.integrations.device_loop`).
+    A decoder that runs on a device without its host logs the values that the host would have read after every step: the first
+    column is the number of tokens that a sequence still needs, 0 when it is done; the decoder defines the others. The host reads
+    the log once, at the end. In a CUDA graph the same launch sets the condition of a while node, so that the step repeats without
+    the host (`pdkernels.integrations.device_loop`).
 
     Args:
         log: ``(steps, batch, columns)`` int64, contiguous; one entry is written.

@@ -1,4 +1,4 @@
-"""How far the distribution of the next token moved between two recurrences: the quantities of early-exit criteria."""
+"""The change of the next token's distribution between two recurrences: the quantities of early-exit criteria."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OP = "logit_divergence"
 
 
 class LogitDivergence(NamedTuple):
-    """What `logit_divergence` measured, one entry per row of logits."""
+    """The result of `logit_divergence`, one entry per row of logits."""
 
     argmax: Tensor
     """(...) int64: the first of the largest logits."""
@@ -34,11 +34,11 @@ class LogitDivergence(NamedTuple):
 def logit_divergence(
     logits: Tensor, previous: Tensor | None = None, *, min_p: float = 0.1, backend: Backend = "auto"
 ) -> LogitDivergence:
-    """The quantities that indicate whether another recurrence would still change the next token.
+    """Computes the quantities that indicate whether another recurrence would still change the next token.
 
-    ``p`` is the softmax of a row. Everything is computed in float32 with two reads of the logits. A sampler stops when, say,
-    `kl` falls below 1e-3, or `entropy` moved less than that since the last call; before the first call the published one takes
-    a uniform distribution and an entropy of 100.
+    ``p`` is the softmax of a row. Everything is computed in float32 with two reads of the logits. A sampler stops when, for
+    example, `kl` falls below 1e-3, or `entropy` changed by less than that since the last call. Before the first call the published
+    sampler assumes a uniform distribution and an entropy of 100.
 
     A logit of -inf is a token of probability 0: it adds nothing to the entropy, nothing to `kl` where the earlier distribution has 0
     too, and infinity where only the new distribution does. A row without a distribution (a NaN, an infinity, or nothing but
@@ -54,8 +54,8 @@ def logit_divergence(
         ValueError: shapes that do not fit; a `min_p` out of range.
         TypeError: dtypes that do not fit.
 
-    No gradient flows, and a tangent (forward mode) is refused. Deterministic; a row's result does not depend on other rows. Of logits that a
-    tensor-parallel model returns, in slices of the vocabulary, ten numbers a row are exchanged.
+    No gradient flows, and a tangent (forward mode) is refused. Deterministic; a row's result does not depend on other rows. For the
+    sharded logits of a tensor-parallel model, ten numbers per row are exchanged.
 
     Source: the exit criteria of Geiping et al., "Scaling up Test-Time Compute with Latent Reasoning", section 6.1.
 
@@ -65,7 +65,7 @@ def logit_divergence(
         >>> divergence.argmax, divergence.kl
         (tensor([0]), tensor([0.4359]))
     """
-    if has_torch_function_unary(logits):  # a vocabulary in slices, as tensor-parallel models return it
+    if has_torch_function_unary(logits):  # sharded logits of a tensor-parallel model
         given = logits, previous
         found: LogitDivergence = handle_torch_function(logit_divergence, given, *given, min_p=min_p, backend=backend)
         return found

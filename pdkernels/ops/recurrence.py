@@ -1,4 +1,4 @@
-"""What a step of the recurrent-depth sampler does around the model: noise in, exit test out, rows frozen and added.
+"""The parts of a recurrent-depth sampler step around the model: noise, the exit test, and freezing and adding rows.
 
 A sequence decodes many positions at once, its *wave*: row ``i`` is at position ``cursor[b] + i``, for ``i < width[b]``. A
 step runs the prelude on the wave's tokens, `recurrence_inject` on the result, the core a few times, `recurrence_exit` in
@@ -34,7 +34,7 @@ class RecurrenceExit(NamedTuple):
     state: Tensor
     """(batch, rows, hidden): the normalised states, dtype of x; zeros past the wave."""
     distance: Tensor
-    """(batch, rows) float32: how far each state moved, relative to its length; +inf where there is nothing to compare with."""
+    """(batch, rows) float32: the relative change of each state; +inf where there is no previous state."""
     converged: Tensor
     """(batch, rows) bool: the distance is below the threshold."""
 
@@ -60,7 +60,7 @@ def recurrence_inject(
     damp_new: bool = False,
     backend: Backend = "auto",
 ) -> Tensor:
-    """The adapter's input: states with noise, and embeddings blended with those of the previous step.
+    """Computes the adapter's input: states with noise, and embeddings blended with those of the previous step.
 
     A row is *new* before its first recurrence (``recurrences[b, i] == 0``, or `state` is None) and *old* from then on::
 
@@ -73,10 +73,9 @@ def recurrence_inject(
         constant  noise      linear  noise max(0, 1 - count / horizon)
         harmonic  noise / (1 + count)      root  noise / sqrt(1 + count)
 
-    ``init`` is the normal distribution with deviation `init_std`, cut at three times that. Its numbers belong to ``(seed, step, position,
-    component)``: Philox4x32-10 under the counter ``(component // 4, position, step, 1)``, so a sequence draws the same numbers
-    alone and in a batch, and on every device. Only the upper 24 of a word's 32 bits are used: the numbers are those of 2**24
-    equal shares of the distribution.
+    ``init`` is the normal distribution with deviation `init_std`, truncated at three deviations. It is keyed by ``(seed, step,
+    position, component)``: Philox4x32-10 with the counter ``(component // 4, position, step, 1)``, so a sequence gets the same noise
+    alone and in a batch, and on every device. Only the upper 24 bits of a word are used, so there are 2**24 quantiles.
 
     Args:
         state: ``(batch, rows_before, hidden)``, the `RecurrenceExit.state` of the previous step; None: all rows are new.
@@ -87,9 +86,8 @@ def recurrence_inject(
         recurrences: ``(batch, >= rows)`` int32 or int64, recurrences run at each row so far.
         cursor, width, advance, steps: ``(batch,)`` int32 or int64, as `recurrence_advance_` leaves them.
         seed: key of all random numbers, an int or a ``(batch,)`` int32 or int64 tensor.
-        noise: beta of the first step, 0 or more; 0 leaves states unchanged and draws nothing for old rows. So does a
-            beta of 0 for a row.
-        schedule, horizon: how beta decays. The paper has "linear", the published code "harmonic".
+        noise: beta of the first step, 0 or more. A beta of 0 leaves the state of an old row unchanged and generates no noise.
+        schedule, horizon: the decay of beta. The paper has "linear", the published code "harmonic".
         mixer: "sqrt" mixes with ``sqrt(max(1 - beta, 0))`` and ``sqrt(beta)``, which keeps the variance.
         momentum: in ``[0, 1]``; 0 leaves embeddings unchanged.
         init_std: deviation of the normal distribution before the cut.
@@ -145,7 +143,7 @@ def recurrence_exit(
     eps: float = 1e-6,
     backend: Backend = "auto",
 ) -> RecurrenceExit:
-    """The core's last norm and the exit test of each row, in one pass.
+    """Computes the core's last norm and the exit test of each row, in one pass.
 
     ``state = rms_norm(x + residual) * weight``: the sum and its norm in float32, rounded to the dtype, then times the weight in
     that dtype. A row has converged once its state stops moving::
@@ -153,13 +151,13 @@ def recurrence_exit(
         distance = |state - before| / |state|                      before = previous[b, i + advance[b]]
         distance = |state - 2 before + first| / |state|            first = older[b, i + advance[b] + older_advance[b]]
 
-    taken in float32 of the states as they are stored. The second line is for calls with `older`. Rows are compared position by
-    position; a row with nothing to compare with has the distance +inf: without `previous`, with fewer than `min_recurrences`
-    recurrences before this step, without a row in `previous` or `older`, or past the wave.
+    computed in float32 from the stored states. The second line is for calls with `older`. Rows are compared by position. A row
+    has the distance +inf without `previous`, with fewer than `min_recurrences` recurrences before this step, without a row in
+    `previous` or `older`, or past the wave.
 
     Args:
-        x, residual: ``(batch, rows, hidden)``, float32, float16 or bfloat16 (float64 with ``backend="reference"``): what the core's
-            last block adds up and normalises.
+        x, residual: ``(batch, rows, hidden)``, float32, float16 or bfloat16 (float64 with ``backend="reference"``): the operands of
+            the last sum of the core, before its norm.
         weight: ``(hidden,)`` of that norm, dtype of x.
         previous: ``(batch, rows_before, hidden)`` states of the previous step, before any noise; None: no comparison.
         recurrences: ``(batch, >= rows)`` int32 or int64, recurrences at each row *before* this step.
@@ -179,7 +177,7 @@ def recurrence_exit(
         TypeError: dtypes that do not fit.
         NotImplementedError: an input that requires a gradient while gradients are recorded.
 
-    Deterministic and independent of the batch. A zero state that does not move has the distance 0; NaN never converges.
+    Deterministic and independent of the batch. A zero state that does not change has the distance 0; NaN never converges.
 
     Source: equation 3 and Algorithm 2 line 15; norm_4 of Huginn-0125's sandwich block.
 

@@ -24,11 +24,11 @@ MAX_SUPPRESSED = 16
 
 
 class TokenStatistics(NamedTuple):
-    """What `token_statistics` found, one entry per row; ``...`` is the shape of the logits without their last dimension, or that of
-    `row_index`."""
+    """The result of `token_statistics`, one entry per row; ``...`` is the shape of the logits without their last dimension, or that
+    of `row_index`."""
 
     ids: Tensor
-    """(...) int64: the token, the most probable or a draw; -1 where there is no row."""
+    """(...) int64: the token, greedy or sampled; -1 where there is no row."""
     probs: Tensor
     """(...) float32: its probability."""
     top_ids: Tensor
@@ -44,7 +44,7 @@ class TokenStatistics(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What these ops take besides float tensors, in order and with defaults."""
+    """The arguments of these ops other than float tensors, in order and with defaults."""
 
     temperature: float = 0.0
     seed: int = 0
@@ -86,20 +86,20 @@ def token_statistics(
     first_id: int = 0,
     backend: Backend = "auto",
 ) -> TokenStatistics:
-    """A token for each row of logits, its probability, the runners-up, margin, entropy and log-sum-exp.
+    """A token for each row of logits, its probability, the most probable tokens, margin, entropy and log-sum-exp.
 
-    At temperature 0 the token is the first of the most probable ones; above, ``argmax(logit - T ln(-ln u))``, an exact draw
-    from ``softmax(logits / T)``. Its uniform numbers belong to (`seed`, `step`, position, token id), so a sequence draws the
-    same tokens alone, in a batch, on every device and in the reference. ``-ln u`` is exact in both tails.
+    At temperature 0 the token is the first of the most probable ones; above, it is ``argmax(logit - T ln(-ln u))``, an exact
+    sample from ``softmax(logits / T)``. The uniform numbers are keyed by (`seed`, `step`, position, token id), so a sequence gets
+    the same tokens alone, in a batch, on every device and in the reference. ``-ln u`` is exact in both tails.
 
-    `top_p` and `min_p` filter what can be drawn: of ``P = softmax(logits / T)`` (T = 0: 1) a token stays if the mass of all
-    more probable ones is below `top_p`, and P at least `min_p` times the largest. The first always stays, and equals stay
-    or go together. `distribution` says what the statistics are of:
+    `top_p` and `min_p` filter the tokens that can be sampled: of ``P = softmax(logits / T)`` (T = 0: 1) a token stays if the mass
+    of all more probable tokens is below `top_p`, and P is at least `min_p` times the largest. The first always stays, and ties stay
+    or go together. `distribution` is the distribution that the statistics refer to:
 
     - ``"model"``: ``softmax(logits)``, neither tempered nor filtered (LLaDA, Fast-dLLM);
-    - ``"sampling"``: what the token is drawn from, tempered and filtered (Dream).
+    - ``"sampling"``: the tempered and filtered distribution that the token is sampled from (Dream).
 
-    A row in which everything is -inf or suppressed counts as no row: its ids are -1, its log-sum-exp is -inf and the other
+    A row in which every token is -inf or suppressed is treated as padding: its ids are -1, its log-sum-exp is -inf and the other
     numbers are 0. A row with a NaN or +inf has no distribution: its floats are NaN, `ids` is that of ``torch.argmax`` (the first NaN,
     else the first +inf), `top_ids` has NaN first as ``torch.topk`` does.
 
@@ -113,7 +113,7 @@ def token_statistics(
         positions: int tensor of the shape of the rows, the position of each in its text; 0 .. 2**32 - 1; None: the row's number.
         row_index: int tensor of any shape: the rows of ``logits.flatten(0, -2)`` to look at, -1 for none; None: all of them.
         suppress: token ids, at most 16, that count as -inf everywhere.
-        top_k: how many of the most probable tokens to return, 1 .. min(V, 16). None: 5, or V if that is less.
+        top_k: the number of most probable tokens to return, 1 .. min(V, 16). None: 5, or V if that is less.
         top_p, min_p: in [0, 1].
         distribution: ``"model"`` or ``"sampling"``.
         group: a `torch.distributed.ProcessGroup` whose ranks hold slices of the vocabulary, in the order of the ranks; `logits` are

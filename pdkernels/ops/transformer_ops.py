@@ -130,10 +130,9 @@ def apply_rope_append_(
     bias and rounded once; v does not change. K and V of the rows ``i < counts[b]`` are stored at their positions, a draft until
     `kv_commit_`. The other rows are rotated but not stored; where their position is past the tables they use the last entry.
 
-    With `slots` row i is at ``lengths[b] + slots[b, i]`` instead, whatever the cache holds there: one op for rows that are
-    recomputed in place, whether they are adjacent or picked individually. A row whose slot is -1 is padding: it is not read,
-    changed or stored. Rows of a sequence that count must have different slots; where two share one, each number stored there
-    is from one of them, unspecified which.
+    With `slots` row i is at ``lengths[b] + slots[b, i]`` instead, and overwrites that slot: one op for rows that are recomputed in
+    place, adjacent or not. A row whose slot is -1 is padding: it is not read, changed or stored. The other rows of a sequence must
+    have different slots; if two share one, each element stored there is from either of them.
 
     Args:
         qkv: ``(B, R, heads + 2 * kv_heads, D)``, float32, float16 or bfloat16: q, k and v of each row. Updated in place. Any
@@ -147,11 +146,11 @@ def apply_rope_append_(
         counts: ``(B,)`` int32 or int64, rows to store; None: all of them.
         block_table: ``(B, max_pages)`` int32 or int64; position ``p`` lives in page ``block_table[b, p // page_size]``.
         style: which components are a pair: ``"interleaved"`` 2i and 2i + 1, ``"half"`` i and i + D/2.
-        slots: ``(B, R)`` int32 or int64, -1 or more; None: ``0 .. R - 1``. A slot of a row that does not count may be anything.
+        slots: ``(B, R)`` int32 or int64, -1 or more; None: ``0 .. R - 1``. Slots of rows past `counts` are arbitrary.
         backend: see `pdkernels.show_config`. The reference takes float64 too, with tables of float64 or float32.
 
     Raises:
-        ValueError: shapes that do not fit; lengths, counts, slots or pages out of range, or a row that counts past the tables
+        ValueError: shapes that do not fit; lengths, counts, slots or pages out of range, or a valid row past the tables
             (nothing is written then). On CUDA such a sequence is left as it was, unless ``PDKERNELS_DEBUG_CHECKS=1``.
         TypeError: dtypes that do not fit.
         NotImplementedError: an input that requires a gradient while gradients are recorded.

@@ -1,4 +1,4 @@
-"""Committing guesses for masked tokens: which and how many per step, batched and on the device."""
+"""Committing guesses for masked tokens by a rule, batched and on the device."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ OP = "unmask_"
 
 
 class Unmasked(NamedTuple):
-    """What `unmask_` did, one entry per sequence, or per segment of one: ``(batch,)`` or ``(batch, segments)``."""
+    """The result of `unmask_`, one entry per sequence or segment: ``(batch,)`` or ``(batch, segments)``."""
 
     committed: Tensor
     """int64: tokens that were committed."""
     remaining: Tensor
-    """int64: mask tokens left in the window."""
+    """int64: remaining mask tokens in the window."""
     done: Tensor
     """bool: none is left."""
 
@@ -57,11 +57,11 @@ def unmask_(
     step: int | Tensor = 0,
     backend: Backend = "auto",
 ) -> Unmasked:
-    """Ends a step of a masked-diffusion sampler, in place: the guesses that a rule chooses replace their mask tokens.
+    """Ends a step of a masked-diffusion sampler, in place: the guesses that a rule selects replace their mask tokens.
 
     Candidate ``r`` of a sequence guesses ``ids[b, r]`` for ``tokens[b, positions[b, r]]``. It is *eligible* if that token is the
-    mask token, lies in the window, and the guess is an id (not negative) other than the mask token. The ``m`` eligible ones are
-    ranked by confidence, high ones first, NaN last, the lower ``r`` first on ties, and the first ``n`` of them are committed::
+    mask token, lies in the window, and the guess is an id (not negative) other than the mask token. The ``m`` eligible candidates
+    are ranked by descending confidence, NaN last, the lower ``r`` first on ties, and the first ``n`` of them are committed::
 
         tokens       5 1 _ _ _ _        _ is the mask token
         ids              7 8 9 4        positions 2 3 4 5

@@ -18,10 +18,10 @@ MAX_CANDIDATES = 2**16
 
 
 class DraftVerdict(NamedTuple):
-    """What `verify_draft` decided, one entry per sequence, all on the device of the draft."""
+    """The result of `verify_draft`, one entry per sequence, on the device of the draft."""
 
     accepted: Tensor
-    """(batch,) int64: accepted tokens of the draft, the first one included; 0 for an inactive sequence."""
+    """(batch,) int64: accepted tokens of the draft, including the first one; 0 for an inactive sequence."""
     next_token: Tensor
     """(batch,) int64: the model's token after the accepted ones; the end token if they end with one; -1 if inactive."""
     ended: Tensor
@@ -29,7 +29,7 @@ class DraftVerdict(NamedTuple):
     new_draft: Tensor
     """(batch, width) int64: the model's tokens from `next_token` on, then `refill`."""
     candidate: Tensor
-    """(batch,) int64: the index of the candidate with the longest accepted part; 0 without candidates."""
+    """(batch,) int64: the index of the candidate with the longest accepted prefix; 0 without candidates."""
 
 
 def verify_draft(
@@ -41,23 +41,23 @@ def verify_draft(
     refill: Tensor | None = None,
     backend: Backend = "auto",
 ) -> DraftVerdict:
-    """Accepts the longest part of a draft that the model would have written itself.
+    """Accepts the longest prefix of a draft that the model would have emitted itself.
 
-    ``draft[..., 0]`` is known to be right. ``predictions[..., i]`` is the model's own token after ``draft[..., i]``. The
-    accepted part is the first token and every further one that equals the prediction before it::
+    ``draft[..., 0]`` is already verified. ``predictions[..., i]`` is the model's own token after ``draft[..., i]``. The
+    accepted prefix is the first token and all following ones up to the first that differs from the prediction before it::
 
         draft        a b c x y        a is known
         predictions  b c d y z        d = next_token, accepted = 3 (a b c)
         new_draft    d y z r r        the model's tokens from there on, then refill
 
-    With several candidates the one with the longest accepted part wins, the first of them on ties. If an end token is among the
-    accepted tokens they are cut after the first one, which is repeated as `next_token`; if only `next_token` is an end
-    token it is *not* counted in `accepted`. Both set `ended`.
+    With several candidates the one with the longest accepted prefix wins, the first on ties. If there is an end token among the
+    accepted tokens, they are cut after the first one, which is repeated as `next_token`. If only `next_token` is an end
+    token, it is *not* counted in `accepted`. Both cases set `ended`.
 
     Args:
         draft: ``(batch, width)`` or ``(batch, candidates, width)``, int32 or int64 token ids.
         predictions: the same shape, int32 or int64.
-        draft_lengths: ``(batch,)`` tokens of each draft that count, 0 for an inactive sequence; None: all of them.
+        draft_lengths: ``(batch,)`` the length of each draft, 0 for an inactive sequence; None: the whole width.
         end_tokens: ``(n,)`` ids that end a sequence.
         refill: ``(batch, width)`` ids for the positions of `new_draft` that the model did not predict; None: zeros.
         backend: see `pdkernels.show_config`.

@@ -81,6 +81,6 @@ def check(
     assert (logits.gather(1, found.top_ids) >= ranked - 2 * error).all()
     assert all(len(set(ids)) == top_k for ids in found.top_ids.tolist())
 
-    heat = temperature if distribution == "sampling" and temperature > 0 else 1.0
-    of_chosen = [torch.softmax(x / heat, 1).gather(1, found.ids[:, None])[:, 0] for x in (logits, plain)]
+    divisor = temperature if distribution == "sampling" and temperature > 0 else 1.0
+    of_chosen = [torch.softmax(x / divisor, 1).gather(1, found.ids[:, None])[:, 0] for x in (logits, plain)]
     assert_within_budget(found.probs, of_chosen[0], of_chosen[1].float(), name="probs")

@@ -29,7 +29,7 @@ def test_injected_bits(level_ops: object, dtype: torch.dtype, size: int) -> None
 def test_exit_within_the_error_budget(level_ops: object, dtype: torch.dtype, size: int) -> None:
     rows = make_rows(size, batch=2, rows=6, size=size, dtype=dtype)
     for older in ((None, None), (rows.older, rows.older_advance)):
-        state, distance, settled = level_ops.recurrence_exit(*rows.exit_arguments(), 1.4, *older, 1, 1e-6)
+        state, distance, converged = level_ops.recurrence_exit(*rows.exit_arguments(), 1.4, *older, 1, 1e-6)
         same = reference.recurrence_exit(*rows.exit_arguments(), 1.4, *older)
         exact = reference.recurrence_exit(
             *rows.to(torch.float64).exit_arguments(),
@@ -39,4 +39,4 @@ def test_exit_within_the_error_budget(level_ops: object, dtype: torch.dtype, siz
         assert_within_budget(state, exact[0], same[0], name="state")
         # A state that rounds the other way moves the distance by some thousandths of the dtype's last place.
         assert torch.allclose(distance, same[1], rtol=torch.finfo(dtype).eps, atol=1e-6)
-        assert torch.equal(settled, distance < 1.4)
+        assert torch.equal(converged, distance < 1.4)

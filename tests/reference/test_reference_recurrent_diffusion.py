@@ -94,7 +94,7 @@ def test_a_contraction_converges_to_the_tokens_of_static_decoding(seed: int, inn
         **options,
     )
     assert result.tokens == static.tokens
-    assert result.forwards < 300, "some row was stopped, not settled"
+    assert result.forwards < 300, "some row was stopped, not converged"
 
 
 def test_without_a_limit_every_row_settles() -> None:
@@ -157,7 +157,7 @@ def test_without_the_guard_stale_keys_stay() -> None:
 
 @pytest.mark.parametrize(("rule", "frozen"), [("prefix", 1), ("last", 3)])
 def test_prefix_and_last_on_distances_made_by_hand(rule: str, frozen: int) -> None:
-    """Rows 0 and 2 have settled, row 1 has not: the prefix rule freezes one row, the last rule three."""
+    """Rows 0 and 2 have converged, row 1 has not: the prefix rule freezes one row, the last rule three."""
     slow = {3: 6, 4: 100}  # row 0 is at position 3 at first
     model = Scripted(SCRIPTS["position"], lambda position: slow.get(position, 0))
     result = recurrent_diffusion(
@@ -305,7 +305,7 @@ def by_rows(model: Any, prompt: list[int], limit: int, seed: int, **options: Any
         for _ in range(inner):
             z = model.core(z, blended[0], c, past)
         latent, twice = options["exit"].startswith("latent"), options["exit"] == "latent-acceleration"
-        after, distance, settled = recurrence_exit(
+        after, distance, converged = recurrence_exit(
             captured["sum"][None],
             torch.zeros_like(z)[None],
             model["core_block.1.norm_4.weight"],
@@ -319,7 +319,7 @@ def by_rows(model: Any, prompt: list[int], limit: int, seed: int, **options: Any
             2 * inner if twice else 1,
         )
         if twice and older is None:
-            distance, settled = torch.full_like(distance, torch.inf), torch.zeros_like(settled)
+            distance, converged = torch.full_like(distance, torch.inf), torch.zeros_like(converged)
         assert torch.equal(after[0], z)
         said = choose(model.coda(z, c, past), [c + 1 + i for i in range(w)], 0.0, None, None, seed)
         words = random_words(seed, steps, torch.tensor(0), torch.arange(headway - 1)).tolist()
@@ -334,7 +334,7 @@ def by_rows(model: Any, prompt: list[int], limit: int, seed: int, **options: Any
             advance,
             steps,
             remaining,
-            settled if latent else None,
+            converged if latent else None,
             inner,
             most,
             5 if options["exit"] == "fixed" else options["max_recurrences"],

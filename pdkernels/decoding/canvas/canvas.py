@@ -1,8 +1,8 @@
-"""What the decoders of masked-diffusion models share: the canvas of a batch, guesses for its masked positions, the record.
+"""Shared by the decoders of masked-diffusion models: the canvas of a batch, guesses for its masked positions, the record.
 
 A canvas is a prompt and `max_new_tokens` masked positions after it. They hold the mask token until a token is committed there,
-for good. Every sequence has the positions 0 .. of its own text, so a ragged batch needs no padding that a model would have
-to ignore. A decoder is a loop around one forward:
+which is final. The positions of every sequence are those of its own text, 0 .. , so a ragged batch needs no padding that a model
+would have to ignore. A decoder is a loop around one forward:
 
     canvas = Canvas(session, mask_token, SamplingOptions(seeds, temperature))
     forward = WholeCanvas(session, canvas)
@@ -14,8 +14,8 @@ to ignore. A decoder is a loop around one forward:
         canvas.poll()                                   # the one read of the device in a step
     return canvas.finish()
 
-A forward is any function that returns hidden states (`_masked_forward.py`): `WholeCanvas` computes all, `KeptCanvas` keeps what did not
-change much.
+A forward is any function that returns hidden states (`forward.py`): `WholeCanvas` computes all rows, `KeptCanvas` reuses those that
+changed little.
 Only `poll` and `finish` wait for the device. After a poll the host knows the texts, so it finds masked positions itself and
 sends them in one copy (`Canvas.open`). If the schedule alone decides, a step may skip its poll (`Canvas.needs_polls`),
 and the device finds them (`Canvas.open_on_device`).
@@ -43,7 +43,7 @@ from pdkernels.ops import TokenStatistics, Unmasked, token_statistics, unmask_
 
 
 def share(masks: int, steps: int, step: int) -> int:
-    """How many of `masks` forward number `step`, of `steps`, fills: an equal share, with the remainder in the first ones.
+    """The number of `masks` that forward `step` of `steps` fills: equal shares, with the remainder in the first forwards.
 
     >>> [share(7, 3, step) for step in range(3)]
     [3, 2, 2]
@@ -56,7 +56,7 @@ Window = tuple[int, int]
 
 
 class SamplingOptions(NamedTuple):
-    """How a token is guessed from its logits, and how its confidence is measured."""
+    """The options of guesses and of their confidence."""
 
     seeds: torch.Tensor  # (batch,) int64
     temperature: float = 0.0
@@ -69,7 +69,7 @@ class SamplingOptions(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a forward may fill."""
+    """The positions that a forward may fill."""
 
     windows: torch.Tensor  # (batch, 2) int64, in positions of the texts; empty for a sequence not taking part
     positions: torch.Tensor  # (batch, R) int64: masked ones in the window, ascending, then -1
@@ -84,10 +84,10 @@ class Canvas(CanvasRecord):
     Attributes:
         tokens: ``(batch, L)`` int64, prompts with their new positions; zeros after those.
         prompt_lengths, totals: ``(batch,)`` int64: the new positions of a sequence are ``prompt_lengths .. totals - 1``.
-        given: ``(batch, L)`` bool, what no forward fills.
+        given: ``(batch, L)`` bool, the positions that no forward fills.
         fact: ``(batch,)`` int64, a value that the next poll returns.
         broken: ``(batch,)`` int64, not 0 once a guess had no probability.
-        seeds: ``(batch,)`` int64, of draws and random orders.
+        seeds: ``(batch,)`` int64, of sampling and random orders.
     """
 
     def __init__(self, session: Session, mask_token: int, sampling: SamplingOptions) -> None:
@@ -121,7 +121,7 @@ class Canvas(CanvasRecord):
 
     @property
     def state(self) -> tuple[torch.Tensor, ...]:
-        """As `Steps.state`."""
+        """See `Steps.state`."""
         return self._packed, self.prompt_lengths, self.totals, self.given
 
     def restart(self, session: Session) -> None:
@@ -138,7 +138,7 @@ class Canvas(CanvasRecord):
         self.tokens.masked_fill_(new, self.mask_token)
 
     def _take_in(self, tails: Sequence[list[int]]) -> None:
-        """Writes what the prompts hold after their first masks; end tokens in it do not end the text."""
+        """Writes the prompts' tokens after their first masks; end tokens among them do not end the text."""
         texts = [prompt + tail for prompt, tail in zip(self._session.prompts, tails, strict=True)]
         width = self.tokens.shape[1]
         rows = to_device_async([ids + [self.mask_token] * (width - len(ids)) for ids in texts], self.tokens.device)

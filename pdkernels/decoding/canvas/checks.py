@@ -1,4 +1,4 @@
-"""What masked-diffusion decoders require of a model besides its members."""
+"""Requirements of masked-diffusion decoders other than the members of the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def checked_masked_model(op: str, session: Session, mask_token: int | None) -> i
 
 
 def check_keeps_rows(op: str, session: Session, remedy: str) -> None:
-    """Required for forwards over some rows of a text: the model keeps the others in its cache."""
+    """Checks that the model keeps other rows in its cache, for forwards over some rows of a text."""
     check_type(
         getattr(session.model, "keeps_rows", None) is True,
         op,
@@ -29,7 +29,7 @@ def check_keeps_rows(op: str, session: Session, remedy: str) -> None:
 
 
 def check_alone(session: Session) -> None:
-    """Required for a feature cache, whose refreshes are scheduled for all texts together."""
+    """Checks that there is only one text, for a feature cache, whose refreshes are scheduled for all texts together."""
     several = session.tails is not None and session.batch > 1
     words = f"infill=True on a feature cache takes one prompt, got {session.batch}"
     refuse(several, "decoding.generate", words, "Generate them one by one.")

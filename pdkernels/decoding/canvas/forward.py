@@ -12,12 +12,12 @@ from pdkernels.decoding.canvas.checks import check_alone
 from pdkernels.models.capabilities import rows_ahead
 from pdkernels.models.feature_cache import FeatureCache
 
-# Forwards that compute the texts with and without the prompt, whatever the interval of guidance.
+# Number of first forwards that compute the texts with and without the prompt, regardless of the guidance interval.
 _ALWAYS_GUIDED = 5
 
 
 class WholeCanvas:
-    """A forward over the whole canvases: hidden states of all rows, with nothing kept for the next one.
+    """A forward over the whole canvases: hidden states of all rows, without state for the next forward.
 
     With guidance the batch is doubled by copies with masked prompts.
 
@@ -71,7 +71,7 @@ class WholeCanvas:
 
 
 class KeptCanvas(WholeCanvas):
-    """A forward that computes few rows and keeps the others in a `FeatureCache`: hidden states of the rows that predict new
+    """A forward that computes a few rows and reuses the others from a `FeatureCache`: hidden states of the rows that predict new
     positions.
 
     With a `guidance_interval` above 1 the canvases with masked prompts have their own cache, and a forward only at

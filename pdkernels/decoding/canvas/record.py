@@ -1,4 +1,4 @@
-"""The host's half of a canvas: what it knows of the texts, which sequences are done, and what it tells the session."""
+"""The host's half of a canvas: the texts as last read, the finished sequences, and the record of the session."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CanvasRecord:
         self._others = 0  # other forwards, summed over sequences
         self._part = self.active
         self.final_end: int | None = (
-            None  # new positions after this are not final, though nothing before them is open; None: all are
+            None  # new positions from here on are not final, even if no mask is before them; None: all are final
         )
         self._doubted: list[set[int]] = [set() for _ in self.starts]  # positions that were opened again
         self._asked: list[list[int]] = [[] for _ in self.starts]  # positions whose tokens the last step judged
@@ -67,7 +67,7 @@ class CanvasRecord:
         return [on * answer[first:last].count(self.mask_token) for on, answer in answers]
 
     def look(self, sequence: int, answer: list[int], no_choice: bool) -> None:
-        """Takes note of what the new positions of a sequence hold now, and emits what is final of it. `no_choice`: logits gave no choice.
+        """Stores the new positions of a sequence, and emits those that are final. `no_choice`: logits gave no choice.
 
         Tokens with no mask before them are final and go on record. A sequence is done with its last
         position, or with an end token among those.

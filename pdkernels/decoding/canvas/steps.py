@@ -32,7 +32,7 @@ class CanvasSteps(Steps):
     keeps_pages = True
 
     def _build(self, session: Session, canvas: Canvas, forward: WholeCanvas, widest: int, random: bool = False) -> None:
-        """`widest`: positions of a window at most."""
+        """`widest`: maximum number of positions of a window."""
         self.canvas, self.forward, self.random, self.limit = canvas, forward, random, canvas.limit
         device, batch = canvas.tokens.device, session.batch
         self.slot = torch.arange(min(widest, self.limit), device=device)
@@ -79,7 +79,7 @@ class CanvasSteps(Steps):
         self._fill(step, rule, self.forward(), self.forward.first_row)
 
     def _open(self, first_only: bool = False) -> tuple[Step, dict[str, Any]]:
-        """What the next forward may fill, and by which rule."""
+        """The positions that the next forward may fill, and the rule."""
         canvas, (first, last, rule) = self.canvas, self._plan(first_only)
         entry = self.entry
         last = torch.where(entry.taking > 0, last, first)

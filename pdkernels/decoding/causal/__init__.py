@@ -1,4 +1,4 @@
-"""Decoders of causal models: token by token, by Jacobi iteration, by speculating on themselves, in blocks."""
+"""Decoders of causal models: autoregressive, by Jacobi iteration, by self-speculation, in blocks."""
 
 from __future__ import annotations
 

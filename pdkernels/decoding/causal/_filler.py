@@ -1,7 +1,7 @@
-"""Random words for draft slots that nothing has predicted yet, drawn once per generation.
+"""Random words for draft slots without a prediction, generated once per generation.
 
 The tokens that fill a draft affect only the number of forwards, so they only have to be reproducible and cheap. The words of
-all steps are drawn before the first step and stay on the device: a step then indexes a tensor, holds no generator state and
+all steps are generated before the first step and stay on the device: a step then indexes a tensor, holds no generator state and
 can be captured in a graph.
 """
 

@@ -1,4 +1,4 @@
-"""Lookup drafts: what followed earlier occurrences of a text's last tokens.
+"""Prompt-lookup drafts: the tokens that followed earlier occurrences of a text's last tokens.
 
 The search is a few elementwise operations over each sequence's own tokens, so it needs no host, can be captured in a graph with the
 rest of a step, and gives the same result alone and in a batch. A step reads `REACH` + 3 times the 8 bytes of every position;
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-REACH = 5  # most tokens compared
+REACH = 5  # maximum number of tokens compared
 LEAST = 2  # a match of one token is too weak
 GROWTH = 3  # tokens drafted per matching token
 POOL = 4  # rejected tails kept
@@ -50,8 +50,8 @@ class Lookup:
     def draft(self, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Drafts after the first `lengths` ``(batch,)`` tokens of each text: ``(batch, slots - 1)`` ids, and how many count.
 
-        The longest match of the last tokens wins, then the text over the pool, then the newer one. What followed in the text
-        may reach the end of the text; it then continues with the draft itself, so that a loop is drafted at full length.
+        The longest match of the last tokens wins, then the text over the pool, then the newer match. A draft that reaches the end
+        of the text continues with itself, so that a repeating text is drafted at full length.
         """
         ends = self._start + lengths[:, None]
         source = ends + self._last

@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 class Limits(NamedTuple):
     block_size: int
-    blocks: int  # most active blocks, the real one included
+    blocks: int  # maximum number of active blocks, including the real one
     spawn_at: int  # accepted tokens of the newest block at which the next one opens
     pool_size: int
-    rows: int  # most per forward, the draft included
+    rows: int  # maximum number per forward, including the draft
 
 
 class PseudoBlock(NamedTuple):
-    """A block after the real one. Together the lists are the block; `accepted` is what the model has agreed with so far."""
+    """A block after the real one. Together the lists are the block; `accepted` holds the tokens that the model has confirmed so far."""
 
     accepted: list[int]
     draft: list[int]
@@ -83,8 +83,8 @@ class Progress:
         """Processes a forward that neither ended nor completed the sequence, and prepares the next one.
 
         Args:
-            row: the one of `rows` that won.
-            accepted: how many of its tokens were accepted.
+            row: the index of the winning row of `rows`.
+            accepted: the number of its accepted tokens.
             predictions: the model's own next token after each of its tokens.
             answers: those at the positions returned by :meth:`following`.
             words: `block_size` random words, for slots without a prediction.
@@ -115,7 +115,7 @@ class Progress:
         return min(self._limits.block_size, self._end - position)
 
     def _spawn(self, draft: list[int], fresh: list[int]) -> None:
-        """Opens a block after the newest one, once enough of that is accepted: a copy of the real draft, then fillers."""
+        """Opens a block after the newest one, once enough of its tokens are accepted: a copy of the real draft, then fillers."""
         under_way = 1 + len(self.pseudo)
         newest = len(self.pseudo[-1].accepted) if self.pseudo else len(self.history) - self._block_start
         block_length = self._length_at(self._block_start + self._limits.block_size * under_way)

@@ -45,7 +45,7 @@ class AutoregressiveSteps(DraftSteps):
         logits = self.model(entry.draft, cache=self.cache, **self.latents)
         token = self._draw(logits, self.cache.lengths + 1)
         self.cache.commit_(entry.pending)
-        # No row of a finished sequence counts, whatever its logits are.
+        # Rows of a finished sequence are ignored, whatever their logits are.
         no_choice = has_no_choice(logits, token)[:, 0] & (entry.pending > 0)
         entry.accepted.fill_(1).masked_fill_(no_choice, -1)
         self.remaining.sub_(entry.pending).masked_fill_(no_choice, 0)

@@ -1,7 +1,7 @@
 """Block diffusion: a block of mask tokens is filled in by confidence, then its rows in the cache are refreshed.
 
 Source: "Nemotron-Labs-Diffusion", section 3.2. The plain form is reference/block_diffusion.py; both take the same forwards,
-draw the same tokens and fill the same slots.
+sample the same tokens and fill the same slots.
 
 All sequences of a batch fill their blocks in step: blocks are equally long, and a sequence whose block is done waits for
 the others before all of them are refreshed in one forward. Its tokens do not wait.

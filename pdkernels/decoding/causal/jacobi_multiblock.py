@@ -144,7 +144,7 @@ def _packed(active: Sequence[Progress | None], device: torch.device) -> _Step:
     drafts: list[list[list[int]]] = [progress.rows if progress else [[]] for progress in active]
     branches = max(map(len, drafts))
     width = max(len(rows[0]) for rows in drafts)
-    # A sequence with fewer candidates repeats its draft: the first of equals wins, so this has no effect.
+    # A sequence with fewer candidates repeats its draft, which has no effect, because the first candidate wins on ties.
     drafts = [rows + rows[:1] * (branches - len(rows)) for rows in drafts]
     length = max(len(rows[0]) + len(tokens) for rows, (tokens, _) in zip(drafts, following))
     if branches > 1:
@@ -213,7 +213,7 @@ def _checked_limits(block_size: int, blocks: int, spawn_ratio: float, pool_size:
     ):
         check_type(type(value) is int, _OP, name, "be an int", type(value).__name__)
         check(value >= minimum, _OP, name, f"be at least {minimum}", value)
-    # More than a text can have is as good as that.
+    # More than the maximum length of a text has no effect.
     block_size, blocks = min(block_size, MAX_POSITIONS), min(blocks, MAX_POSITIONS)
     pool_size, verification_size = min(pool_size, MAX_POSITIONS), min(verification_size, MAX_POSITIONS)
     check_type(type(spawn_ratio) in (int, float), _OP, "spawn_ratio", "be a number", type(spawn_ratio).__name__)

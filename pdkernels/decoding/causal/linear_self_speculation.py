@@ -1,7 +1,7 @@
 """Linear self-speculation: one model drafts a block by diffusion, then verifies it autoregressively.
 
 Source: "Nemotron-Labs-Diffusion", section 3.3. The plain form is reference/linear_self_speculation.py; both take the same
-forwards, draw the same tokens and accept the same part of every draft.
+forwards, sample the same tokens and accept the same prefix of every draft.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class LinearSteps(DraftSteps):
         return *super().state, self.forward, self.begun, self.drafting, self.fresh
 
     def joined(self) -> None:
-        # Another pass changes nothing in a block that is filled: its sequence waits for those that are not.
+        # Another pass does not change a filled block, whose sequence waits for the others.
         self.entry.form.zero_()
 
     def start(self, session: Session) -> None:
@@ -171,7 +171,7 @@ class LinearSteps(DraftSteps):
         if self.max_passes == 0:
             return None
         self.forward += self.drafting
-        # It only reads the cache: a draft pass leaves nothing but the draft.
+        # The pass only reads the cache: its only result is the draft.
         hidden = self.model.hidden(
             block, cache=self.cache, counts=self.nothing, mask=self.bidirectional, adapted=self.model.has_adapter
         )[:, 1:]

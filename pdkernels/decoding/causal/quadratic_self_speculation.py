@@ -1,7 +1,7 @@
 """Quadratic self-speculation: one forward verifies a draft and drafts the next one for every position where it may be rejected.
 
 Source: "Nemotron-Labs-Diffusion", appendix C. The plain form is reference/quadratic_self_speculation.py; both take the
-same forwards, draw the same tokens and accept the same part of every draft.
+same forwards, sample the same tokens and accept the same prefix of every draft.
 
 Draft tokens come first and the groups of masks after them, so the cache keeps only draft tokens and accepting them is a
 change of its lengths. The language model head runs twice, over the draft tokens and then over the group that continues: it
@@ -91,7 +91,7 @@ class QuadraticSteps(DraftSteps):
         seeds = checked_sampling(_OP, temperature, seed, session.batch)
         self.masks, self.in_group, self.temperature = masks, in_group, temperature
         self.ensemble_weight, self.ensemble = ensemble_weight, ensemble
-        # Mixtures are drawn from in float64, by the reference, which promises no more than its result.
+        # Mixtures are sampled in float64 by the reference.
         self.needs_host = "an ensemble_weight below 1" if ensemble_weight < 1 else ""
         self.mask_token = checked_mask_token(_OP, session.model, mask_token)
         self.banned = banned_tokens(_OP, session.model, allow_mask_token, self.mask_token)

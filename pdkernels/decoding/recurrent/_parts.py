@@ -1,7 +1,7 @@
-"""What the decoders of recurrent-depth models share: their options, filtered draws, the prompt's forward.
+"""Shared by the decoders of recurrent-depth models: options, filtered sampling, the prompt's forward.
 
-Initial states depend on positions (`pdkernels.recurrence_inject`), and so do the random numbers of a draw. One seed per sequence
-keys both, so all methods start a position from the same state and draw its token with the same noise, in whichever step.
+Initial states depend on positions (`pdkernels.recurrence_inject`), and so do the random numbers of sampling. One seed per sequence
+keys both, so all methods start a position from the same state and sample its token with the same noise, in any step.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Schedule = Literal["linear", "root", "harmonic", "constant"]
 NewState = Literal["fresh", "copied"]
 
 _FIRST = 64
-"""Tokens of each row that are looked at first."""
+"""Number of tokens of each row that are searched first."""
 
 
 class Sampling(NamedTuple):
-    """How a token is drawn from its row of logits."""
+    """The sampling options of a row of logits."""
 
     temperature: float
     top_p: float | None
@@ -79,7 +79,7 @@ def filtered(
 
 
 def _beyond(distribution: torch.Tensor, top_p: float) -> torch.Tensor:
-    """What top-p drops, from the whole vocabulary in order."""
+    """The tokens that top-p drops, from the whole sorted vocabulary."""
     ordered, ids = distribution.sort(dim=-1, descending=True, stable=True)
     dropped = ordered.cumsum(-1) > top_p
     dropped[..., 0] = False
@@ -101,7 +101,7 @@ def _beyond_first(distribution: torch.Tensor, top_p: float) -> torch.Tensor:
         count = min(8 * count, size)
     last = first.gather(-1, kept - 1)
     equals = distribution == last
-    # Of equals the ones with the lowest ids stay.
+    # On ties the lowest ids stay.
     spare = kept - (first > last).sum(-1, keepdim=True)
     return (distribution < last) | (equals & (equals.cumsum(-1) > spare))
 
@@ -145,7 +145,7 @@ def checked_recurrences(op: str, name: str, model: RecurrentDepth, given: int | 
 
 
 class Core(NamedTuple):
-    """How the core of a model is run, besides how often."""
+    """The options of the core other than the number of recurrences."""
 
     init_scale: float
     kept: int  # recurrences whose K and V the cache keeps apart
@@ -156,7 +156,7 @@ class Core(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether a model's own forward does it."""
+        """Whether the model's own forward suffices."""
         return self.kept == 1 and self.noise == 0 and not self.copied
 
     def begin(self, model: RecurrentDepth, embedding: Tensor, context: Any, seeds: Tensor) -> tuple[Tensor, Tensor]:
@@ -282,7 +282,7 @@ class Prefill(NamedTuple):
     )
 
 
-Settle = Callable[[Any, Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor, int]]
+RunPrompts = Callable[[Any, Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor, int]]
 
 
 def prefill(
@@ -291,16 +291,16 @@ def prefill(
     sampling: Sampling,
     page_size: int | None,
     core: Core,
-    settle: Settle | None = None,
+    run_prompts: RunPrompts | None = None,
 ) -> Prefill:
-    """Runs the prompts through the model and records the token after each; at least one token must be for.
+    """Runs the prompts through the model and records the token after each; at least one new token must be requested.
 
-    `settle` does it instead of a fixed number of recurrences: of the cache, the prompts, what counts of them and their last rows it
-    makes logits of these, the states of all rows, and says how often the core ran.
+    `run_prompts` replaces the fixed number of recurrences: it takes the cache, the prompts, their counts and their last rows, and
+    returns the logits of these, the states of all rows, and the number of recurrences.
     """
     cache = new_cache(session, page_size, core)
     ends = session.ends_on(cache.lengths.device)  # before the forward, for which a copy to the device would wait
-    tokens, written, state, recurrences = after_prompts(session, cache, recurrences, sampling, core, settle)
+    tokens, written, state, recurrences = after_prompts(session, cache, recurrences, sampling, core, run_prompts)
     session.forwards, session.recurrences = 1, recurrences
     ended = torch.zeros_like(tokens[:, 0], dtype=torch.bool) if ends is None else is_end(tokens[:, 0], ends)
     first = written.tolist()
@@ -316,17 +316,22 @@ def new_cache(session: Session, page_size: int | None, core: Core) -> Any:
 
 
 def after_prompts(
-    session: Session, cache: Any, recurrences: int, sampling: Sampling, core: Core, settle: Settle | None = None
+    session: Session,
+    cache: Any,
+    recurrences: int,
+    sampling: Sampling,
+    core: Core,
+    run_prompts: RunPrompts | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, int]:
     """Puts the prompts into an empty cache. The tokens after them ``(batch, 1)``; the same ``(batch,)`` for the host, -1 without a choice; the
     last states of `Prefill`; and how often the core ran. The host reads nothing here."""
     prompts, lengths = session.packed_prompts(session.longest, cache.lengths.device)
     last, counts = (lengths - 1)[:, None], session.ragged(lengths)
     state: Tensor | None
-    if settle is None:
+    if run_prompts is None:
         logits, state = core.forward(session.model, prompts, cache, recurrences, sampling.seeds, counts, last)
     else:
-        logits, state, recurrences = settle(cache, prompts, counts, last)
+        logits, state, recurrences = run_prompts(cache, prompts, counts, last)
     if state is not None:
         state = state.gather(1, last[..., None].expand(-1, -1, state.shape[-1])) if core.copied else None
     tokens = sampling.sample(logits, lengths[:, None])

@@ -50,9 +50,9 @@ class Wave:
 
     Attributes:
         capacity: the largest number of rows of a sequence.
-        tokens: ``(batch, capacity + 1)`` int64, inputs of the rows; past a wave any valid id.
+        tokens: ``(batch, capacity + 1)`` int64, inputs of the rows; arbitrary valid ids past the wave.
         width, advance: ``(batch,)`` int64, rows of each sequence, and how many the last step froze.
-        remaining: ``(batch,)`` int64, tokens still to come.
+        remaining: ``(batch,)`` int64, tokens that are still to be generated.
     """
 
     def __init__(

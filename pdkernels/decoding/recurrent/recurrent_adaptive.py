@@ -23,8 +23,8 @@ from pdkernels.decoding._session import Session, flag_no_choice, is_end, to_devi
 from pdkernels.decoding.recurrent._parts import (
     Core,
     NewState,
+    RunPrompts,
     Schedule,
-    Settle,
     checked_core,
     checked_model,
     checked_recurrences,
@@ -39,7 +39,7 @@ _OP = "decoding.recurrent_adaptive"
 
 
 class ExitCheck(NamedTuple):
-    """What your own exit criterion gets to see: the tokens that are being computed."""
+    """The input of a custom exit criterion: the tokens that are being computed."""
 
     state: Tensor
     """``(batch, rows, hidden)``, the states after `recurrences` recurrences; a token has one row, a prompt one for each of its tokens."""
@@ -49,7 +49,7 @@ class ExitCheck(NamedTuple):
     logits: Callable[[], Tensor]
     """Computes the logits of the last row of each sequence, ``(batch, vocab_size)``; this runs the coda."""
     counts: Tensor
-    """``(batch,)``: how many rows of each sequence are valid; the others are padding."""
+    """``(batch,)``: the number of valid rows of each sequence; the others are padding."""
 
 
 OwnCriterion = Callable[[ExitCheck], Tensor]
@@ -129,10 +129,10 @@ def decode(
     if session.max_new_tokens == 0:
         return
     rule = Rule(criterion, limit, min_recurrences, check_every, first_check)
-    settle: Settle | None = None
+    run_prompts: RunPrompts | None = None
     if adaptive_prompt:
-        settle = partial(_settled_prompts, model, core, rule, recurrences, sampling.seeds)
-    cache, token, ended, ends, _, active, before = prefill(session, recurrences, sampling, page_size, core, settle)
+        run_prompts = partial(_run_until_converged, model, core, rule, recurrences, sampling.seeds)
+    cache, token, ended, ends, _, active, before = prefill(session, recurrences, sampling, page_size, core, run_prompts)
     active_rows, written = ~ended, token[:, 0]  # what the host reads for the token
     unread: tuple[list[int], list[list[float]]] | None = None  # facts about tokens that the host has not read yet
 
@@ -159,7 +159,7 @@ def decode(
             )
             refined = core.run(model, state, term, current_context, sampling.seeds, count, run)
             state = refined if still_open == active else torch.where(open_rows[:, None, None], refined, state)
-            counted = last >= min_recurrences  # what this check is compared with has had that many
+            counted = last >= min_recurrences  # recurrences of the state that this check is compared with
             count += run
             needed = [count if is_open else before for is_open, before in zip(still_open, needed)]
             if run < until_check:
@@ -232,7 +232,7 @@ def _record(
 
 
 class Rule(NamedTuple):
-    """When recurrences end."""
+    """The rule that ends recurrences."""
 
     criterion: Criterion | OwnCriterion
     limit: float
@@ -256,7 +256,7 @@ def _last_rows(model: RecurrentDepth, state: Tensor, context: Any, last: Tensor 
     return logits[:, 0]
 
 
-def _settled_prompts(
+def _run_until_converged(
     model: RecurrentDepth,
     core: Core,
     rule: Rule,
@@ -267,7 +267,7 @@ def _settled_prompts(
     counts: Tensor | None,
     last: Tensor,
 ) -> tuple[Tensor, Tensor, int]:
-    """`Settle` by a criterion: the device is read once per check that counts."""
+    """`RunPrompts` by a criterion: the device is read once per check that counts."""
     criterion, limit, min_recurrences, check_every, first_check = rule
     lengths = last[:, 0] + 1
     context = model.context(tokens.shape[1], cache, counts)

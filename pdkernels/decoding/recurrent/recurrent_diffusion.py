@@ -1,7 +1,7 @@
 """The diffusion-forcing sampler of recurrent-depth models: many positions at once, each a few recurrences behind the previous one.
 
 Source: "Efficient parallel samplers for recurrent-depth models and their connection to diffusion language models", Algorithms 1
-and 2, equations 1 to 3. The plain form is reference/recurrent_diffusion.py; both take the same steps, draw the same tokens and
+and 2, equations 1 to 3. The plain form is reference/recurrent_diffusion.py; both take the same steps, sample the same tokens and
 freeze the same rows. Differences between the paper and its code are described there.
 """
 
@@ -175,7 +175,7 @@ class WaveSteps(Steps):
         predictions, distance = wave.step(rows, whole=not ragged and rows == width)
         self.entry.predictions[:, :rows] = predictions
         self.entry.distances[:, :rows] = distance.double().view(torch.int64)
-        # It would never settle.
+        # It would never converge.
         self._write(wave.advance, (predictions[:, 0] < 0) & active)
 
     def _write(self, advance: torch.Tensor, no_choice: torch.Tensor) -> None:

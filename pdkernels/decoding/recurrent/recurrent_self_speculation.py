@@ -151,7 +151,7 @@ def _begun(chain: list[Tensor | None], lengths: Tensor, slot: Tensor) -> Tensor 
 
 
 def _lenient(predictions: Tensor, logits: Tensor, draft: Tensor, lengths: Tensor, threshold: float) -> Tensor:
-    """`predictions` ``(batch, T)`` with the drafted token in place of what the judge drew, wherever it is likely enough."""
+    """`predictions` ``(batch, T)`` with the drafted token in place of the verifier's, wherever it is probable enough."""
     following = draft[:, 1:]
     given = logits[:, :-1].gather(-1, following[..., None])[..., 0]
     likely = given >= logits[:, :-1].amax(-1) + math.log(max(threshold, 1e-300))

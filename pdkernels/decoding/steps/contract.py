@@ -1,11 +1,11 @@
-"""A decoding method in two halves: what a step does on the device, and what the host does with it.
+"""A decoding method in two halves: the step on the device, and the host code that records its result.
 
 The device half has static shapes, keeps its state in tensors that are allocated once and change in place, and reads nothing
 back: it can be captured in a graph, and whole generations can run without the host (`pdkernels.integrations.device_loop`). The
 host half turns entries, one per step, into the session's record. Here the two alternate.
 
-All that a step reads of a sequence is in its row of `state` and of the cache. So between two steps another sequence can take a row:
-`admit` copies those rows from steps that have run its prompt alone (`RunningBatch`).
+Everything that a step reads of a sequence is in its row of `state` and of the cache. So another sequence can take the row between
+two steps: `admit` copies these rows from steps that have run its prompt alone (`RunningBatch`).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Steps(ABC):
     entry: Entry
     """Rewritten by `start` and by every step. With two `forms` it has a column `form`: which is next, for all sequences, 0 or 1."""
     limit: int
-    """Tokens of a generation."""
+    """Maximum new tokens of a generation."""
     cache: Any
-    """Of the model: it has the committed tokens of a sequence, or of its canvas."""
+    """The model's cache, with the committed tokens of every sequence or canvas."""
     seeds: torch.Tensor
-    """``(batch,)`` int64: they key the random numbers of a sequence."""
+    """``(batch,)`` int64, the keys of each sequence's random numbers."""
     needs_host: str = ""
     """The option that makes a step read its device, or choose shapes; empty if none does."""
     lacks: str = ""
@@ -44,7 +44,7 @@ class Steps(ABC):
     keeps_pages: bool = False
     """Whether a step writes to the cache of a sequence that is done as if it continued."""
     forms: tuple[str, ...] = ("step",)
-    """Names of the methods that are rounds, with the arguments of `step`."""
+    """Names of the methods that run a round; they have the arguments of `step`."""
 
     @abstractmethod
     def __init__(self, session: Session, **options: Any) -> None:
@@ -96,14 +96,14 @@ class Steps(ABC):
         """After a sequence has joined: adapts what the entry says of all sequences."""
 
     def end(self, sequences: Sequence[int]) -> None:
-        """Ends these sequences on the device, whatever they have."""
+        """Ends these sequences on the device, whatever their state."""
         for tensor in self.live:
             for sequence in sequences:
                 tensor[sequence] = 0
 
     @property
     def max_entries(self) -> int:
-        """The most entries of a generation: one for the prompts and one per round, each of which gives a sequence a token."""
+        """The maximum number of entries of a generation: one for the prompts and one per round, which gives a sequence at least a token."""
         return self.limit
 
     @abstractmethod
@@ -147,7 +147,7 @@ def decoder(steps: type[Steps]) -> Callable[..., int]:
 
 
 def refuse_no_choice(session: Session, entries: list[Rows]) -> None:
-    """ValueError for an entry that reports logits without a choice."""
+    """Raises ValueError for an entry that reports logits without a choice."""
     for rows in entries:
         for sequence, row in enumerate(rows):
             if row.accepted < 0:

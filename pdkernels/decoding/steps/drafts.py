@@ -1,4 +1,4 @@
-"""What all steps share that draft tokens and verify them: how a draft ends, and how long the next one may be."""
+"""Shared by all steps that draft and verify tokens: the end of a draft, and the length of the next one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DraftSteps(Steps):
         self.seeds, self.ends = seeds.to(device), session.ends_on(device)
         self.slot = torch.arange(slots, device=device)
         self.remaining = torch.zeros_like(self.cache.lengths)
-        """``(batch,)``: tokens still to come; 0 once a sequence is done."""
+        """``(batch,)``: remaining tokens; 0 once a sequence is done."""
         self.entry = Entry(session.batch, device, **(columns or {"draft": slots, "predictions": slots}))
 
     @property
@@ -40,7 +40,7 @@ class DraftSteps(Steps):
         return self.remaining, self.entry.pending
 
     def begin(self, session: Session, first: torch.Tensor, logits: torch.Tensor) -> None:
-        """After the prompts of `session`: the tokens `first` ``(batch, 1)`` that were drawn from `logits` ``(batch, 1, V)``."""
+        """Writes the entry after the prompts of `session`: tokens `first` ``(batch, 1)``, sampled from `logits` ``(batch, 1, V)``."""
         no_choice = has_no_choice(logits, first)[:, 0]
         self.entry.accepted.zero_().masked_fill_(no_choice, -1)
         self.remaining.fill_(session.max_new_tokens - 1).masked_fill_(no_choice, 0)

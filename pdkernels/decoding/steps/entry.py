@@ -1,4 +1,4 @@
-"""What a step tells the host: named columns of one table, so that a single copy reads them all."""
+"""The result of a step for the host: named columns of one table, so that a single copy reads all of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-# What the loops of `run` and `DeviceLoop` read, whatever the method.
+# The columns that the loops of `run` and `DeviceLoop` read, for every method.
 _ALWAYS: dict[str, int | None] = {"pending": None, "accepted": None}
 
 
