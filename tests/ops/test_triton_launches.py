@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from pdkernels import backends
+from pdkernels._attention import AttentionArguments, GradientArguments, SpeculativeArguments
 from pdkernels.ops._library import OPS, _on_its_device
 from tests.harness import triton_budgets as harness
 from tests.harness.triton_interpreter import requires_triton
@@ -75,15 +76,16 @@ def launch_all(size: int) -> None:
     make = lambda *shape: torch.zeros(shape, dtype=torch.bfloat16)  # noqa: E731
     plan = SegmentMask([Segment(size, "causal")]).plan(128, 128).arguments
     q, k = make(1, size, 8, 64), make(1, size, 2, 64)
-    out, lse = block_sparse_attention.forward(q, k, k, *plan, 0.1)
-    block_sparse_attention.backward(out, q, k, k, out, lse, *plan, 0.1)
+    given = AttentionArguments(q, k, k, *plan, 0.1)
+    out, lse = block_sparse_attention.forward(given)
+    block_sparse_attention.backward(GradientArguments(out, None, out, lse, given))
     each = torch.stack([plan.plan_rows] * 2)
     pages, lengths = make(300, 16, 2, 64), torch.zeros(2, dtype=torch.int64)
     table, chosen = torch.zeros(2, 1000 + size, dtype=torch.int32), torch.zeros(2, size, dtype=torch.int64)
-    speculative_attention.forward(
-        *(x.expand(2, -1, -1, -1)[:, :40] for x in (make(1, 40, 8, 64), make(1, 40, 2, 64), make(1, 40, 2, 64))),
-        pages, pages, lengths, each, *plan[1:], 0.1, table, None, None, 0, lengths, chosen, append=True,
-    )  # fmt: skip
+    new = (x.expand(2, -1, -1, -1)[:, :40] for x in (make(1, 40, 8, 64), make(1, 40, 2, 64), make(1, 40, 2, 64)))
+    rows = {"counts": lengths, "source_index": chosen}
+    speculative = SpeculativeArguments(*new, pages, pages, lengths, each, *plan[1:], 0.1, table, **rows)
+    speculative_attention.forward(speculative, append=True)
     linear.forward(make(size, 64), make(96, 64), None)
     linear_token_statistics.forward(make(size, 64), make(96, 64), 1.0, 0, None, 0, None, None, None, (), 2, "sampling")
 
@@ -161,7 +163,7 @@ def test_pages_and_rows_may_be_far_apart(tmp_path: Path) -> None:
 
     def attend(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, ...]:
         arguments = (q, k_new, v_new, k_cache, v_cache, torch.tensor([37]), *plan, 0.25, table)
-        found = speculative_attention.forward(*arguments, append=True)
+        found = speculative_attention.forward(SpeculativeArguments(*arguments), append=True)
         return *found, k_cache, v_cache
 
     wanted = attend(k.clone(), v.clone())
@@ -169,7 +171,8 @@ def test_pages_and_rows_may_be_far_apart(tmp_path: Path) -> None:
     batch = [x.expand(3, -1, -1, -1) for x in (q, k_new, v_new)]
     contiguous = (*batch, k, v, torch.tensor([16, 9, 16]), *plan, 0.25)
     apart = (*batch, far(memory, k, 0), far(memory, v, 2**16), *contiguous[5:])
-    for a, b in zip(speculative_attention.forward(*apart), speculative_attention.forward(*contiguous)):
+    found, wanted = (speculative_attention.forward(SpeculativeArguments(*x)) for x in (apart, contiguous))
+    for a, b in zip(found, wanted):
         assert torch.equal(a, b)
     x, weight = make(2, 40), make(3, 40)
     assert torch.equal(linear.forward(x, far(memory, weight, 0), None), linear.forward(x, weight, None))
