@@ -271,7 +271,7 @@ def test_exit_of_odd_and_large_sizes(impl, size: int, dtype: torch.dtype) -> Non
     check_exit(impl, rows, **exit_options(rows, 1))
 
 
-def test_what_counts_as_settled(impl) -> None:
+def test_what_counts_as_converged(impl) -> None:
     """By hand: unchanged, moved, new, nothing to compare with, after the wave."""
     state = torch.tensor([[[1.0, 1.0], [1.0, 1.0], [1.0, -1.0], [1.0, 1.0]]])
     x = torch.ones(1, 5, 2)
@@ -293,7 +293,7 @@ def test_what_counts_as_settled(impl) -> None:
     assert (result.state[0, 4] == 0).all()
 
 
-def test_zeros_are_settled_and_nan_never_is(impl) -> None:
+def test_zeros_are_converged_and_nan_never_is(impl) -> None:
     x = torch.zeros(1, 4, 5)
     x[0, 1], x[0, 2, 3], x[0, 3] = 1e30, torch.nan, torch.inf
     numbers = (torch.full((1, 4), 4), torch.tensor([4]), torch.tensor([0]))

@@ -165,7 +165,7 @@ def test_float64_is_for_the_reference(op: Callable, good: dict) -> None:
 
 
 def test_wild_values_stay_inside_on_cuda(device_impl) -> None:
-    """A width is taken as the nearest allowed one, a row without a state as new, one without a comparison as unsettled."""
+    """A width is taken as the nearest allowed one, a row without a state as new, one without a comparison as not converged."""
     rows = ROWS.to(device_impl.device)
     wild = rows._replace(
         width=two(2**40, -5).to(device_impl.device), advance=two(-(2**35), 2**35).to(device_impl.device)

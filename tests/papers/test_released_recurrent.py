@@ -52,12 +52,12 @@ def run(
 
 
 def far(positions: int) -> float:
-    """Distance of two settled states so many positions apart."""
+    """Distance of two converged states, a number of positions apart."""
     return (direction(0) - direction(positions)).norm().item()
 
 
 def test_a_step_after_a_freeze_compares_with_the_neighbour() -> None:
-    """All states have settled, so an aligned distance is 0. A row's first one is to its initial state, which is 0: it is 1."""
+    """All states have converged, so an aligned distance is 0. A row's first one is to its initial state, which is 0: it is 1."""
     result, _ = run("position", 12, max_wavefront=16)
     assert [step.distance for step in result.trace[:3]] == [
         [],  # the first step has nothing to compare
@@ -83,7 +83,7 @@ def test_the_aligned_sampler_does_not_lose_those_steps() -> None:
     assert aligned.tokens == published.tokens[:16] and aligned.forwards < published.forwards
 
 
-def test_a_settled_row_stays_and_the_last_one_counts() -> None:
+def test_a_converged_row_stays_and_the_last_one_counts() -> None:
     """Row 0 never settles, row 1 does: the cursor moves to row 1, whose prediction is still a draft."""
     result, model = run("position", 6, lambda position: 10**6 if position == 3 else 0)
     step, after = result.trace[2:4]
@@ -92,7 +92,7 @@ def test_a_settled_row_stays_and_the_last_one_counts() -> None:
     assert after.tokens[0] == step.predictions[0] and after.predictions[0] == step.predictions[1]
 
 
-def test_a_settled_first_row_changes_nothing() -> None:
+def test_a_converged_first_row_changes_nothing() -> None:
     result, model = run("position", 4, lambda position: 0 if position == 3 else 10**6, max_steps=30)
     assert result.trace[2].distance[0] < 0.03 and {step.frozen for step in result.trace} == {0}
     assert len(result.tokens) == 1 and len(result.trace) == 32

@@ -97,8 +97,8 @@ def test_masks_of_which_the_model_is_sure_hold_their_tokens(small: Transformer) 
 
     left = rest.tokens[batch.masked_rows] == script.MASK_TOKEN
     assert 0 < left.sum() < len(left)
-    settled = (sure - threshold).abs() > 1e-4
-    assert torch.equal(left[settled], (sure < threshold)[settled])
+    unambiguous = (sure - threshold).abs() > 1e-4
+    assert torch.equal(left[unambiguous], (sure < threshold)[unambiguous])
     assert torch.equal(rest.tokens[batch.masked_rows[~left]], batch.masked_labels[~left])
     for name in ("masked_rows", "masked_labels", "masked_weights"):
         assert torch.equal(getattr(rest, name), getattr(batch, name)[left])

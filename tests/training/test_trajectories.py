@@ -49,7 +49,7 @@ def check_trajectory(
         assert len({tuple(state) for state in states}) == len(states)
         assert states[-1] == fixed + [PAD] * (block_size - len(fixed)) == update(states[-1])
         for state, following in zip(states, states[1:]):
-            # An end token ends a block before it has settled.
+            # An end token ends a block before it has converged.
             assert following == update(state) or (following == states[-1] and fixed[-1] in ends)
         if number:
             assert set(states[0][1 : len(fixed)]) <= set(before) or len(states) == 1
@@ -170,8 +170,8 @@ def test_suffixes_count_and_not_tokens() -> None:
 def sample_of(blocks: int, size: int = 4) -> Trajectory:
     """Block i converges by one token per step: record r has noise of ``size - r`` tokens."""
     fixed = torch.arange(blocks * size).view(blocks, size)
-    settled = torch.arange(size + 1)[:, None] > torch.arange(size)
-    return Trajectory(torch.tensor([7]), [torch.where(settled, row, NOISE) for row in fixed])
+    converged = torch.arange(size + 1)[:, None] > torch.arange(size)
+    return Trajectory(torch.tensor([7]), [torch.where(converged, row, NOISE) for row in fixed])
 
 
 @pytest.mark.parametrize(("schedule", "noise"), [("code", [0, 2, 4, 0, 2, 4, 0]), ("paper", [0, 1, 3, 0, 1, 3, 0])])

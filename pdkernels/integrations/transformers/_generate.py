@@ -110,7 +110,7 @@ def generate(
         check_fields(generation_config)
         check_arguments(given, logits_processor, stopping_criteria)
         chosen, options = _method(method, method_options)
-        options = _draws(generation_config, chosen) | options
+        options = _sampling_options(generation_config, chosen) | options
         if getattr(model.config, "is_encoder_decoder", False):
             raise NotImplementedError(message(OP, "model", "be a decoder", f"{type(model).__name__} with an encoder"))
         remedy = "Start from a beginning-of-text token if the model has one."
@@ -155,7 +155,7 @@ def _method(name: str | None, given: Mapping[str, Any] | None) -> tuple[Method, 
     return chosen, options
 
 
-def _draws(config: Any, method: Method) -> dict[str, Any]:
+def _sampling_options(config: Any, method: Method) -> dict[str, Any]:
     """The sampling options of a method that `config` sets."""
     if not config.do_sample:
         return {}
