@@ -21,6 +21,7 @@ ENVIRONMENT = {
     "PDKERNELS_DEBUG_CHECKS": "1: read values back from the GPU and check them, one sync per call",
     "PDKERNELS_HUGE_PAGES": "0: no huge pages for weights and KV caches on the CPU",
     "PDKERNELS_LIBRARY": "path of another build of the compiled ops",
+    "PDKERNELS_WHOLE_STEP": "0: the layers of a model run one by one on the CPU too",
 }
 
 

@@ -9,29 +9,51 @@
 
 namespace pdkernels::PDK_DEVICE::bindings {
 
+// A matrix and its bias as products take them.
+struct Matrix {
+  FlatRows weight;
+  OptionalTensor bias;
+  LinearArgs args;
+
+  // `like`: a tensor of the rows that will be multiplied, `width` numbers each.
+  Matrix(const SameDevice& device, const Tensor& like, int64_t width, const Tensor& given, const OptionalTensor& added)
+      : weight(given) {
+    device.require(given);
+    PDK_CHECK(given.dim() == 2 && given.size(1) == width);
+    PDK_CHECK(given.scalar_type() == like.scalar_type() || like.scalar_type() == ScalarType::Float);
+    args.element = row_element(like), args.weight_element = row_element(given);
+    args.width = width, args.outputs = given.size(0);
+    if (added.has_value()) {
+      device.require(*added, like.scalar_type(), {args.outputs});
+      bias = packed(*added);
+    }
+    args.weight = weight.held.data_ptr(), args.weight_stride = weight.stride;
+    args.bias = bias ? bias->data_ptr() : nullptr;
+  }
+
+  // Rows are read directly if they consist of whole vectors of floats in the order of the weights.
+  bool reads_rows() const {
+    return args.element == Element::kFloat && args.weight_element == Element::kFloat &&
+           args.width % LinearArgs::kPadding == 0;
+  }
+  // Floats of scratch memory that so many rows need.
+  int64_t room(int64_t rows) const { return reads_rows() ? 0 : rows * args.padded_width(); }
+
+  void multiply(const Launch& launch, const RowsView& x, int64_t rows, void* out, float* wide) {
+    args.x = x, args.rows = rows, args.out = {out, args.outputs};
+    args.wide = reads_rows() ? nullptr : wide;
+    if (rows > 0 && args.outputs > 0) launch(PDK_VECTOR(linear), args);
+  }
+};
+
 inline Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
   const Launch launch(x);
   const SameDevice device(x);
   const FlatRows rows(x);
-  device.require(weight);
-  PDK_CHECK(weight.dim() == 2 && weight.size(1) == rows.width);
-  PDK_CHECK(weight.scalar_type() == x.scalar_type() || x.scalar_type() == ScalarType::Float);
-  const FlatRows weights(weight);
-  LinearArgs args;
-  args.element = row_element(x), args.weight_element = row_element(weight);
-  args.rows = rows.count, args.width = rows.width, args.outputs = weight.size(0);
-  if (bias.has_value()) device.require(*bias, x.scalar_type(), {args.outputs});
-  const OptionalTensor added = bias.has_value() ? OptionalTensor(packed(*bias)) : OptionalTensor();
-  Tensor out = torch::stable::new_empty(x, shape_of(x, args.outputs), x.scalar_type());
-  // Rows are read directly if they consist of whole vectors of floats in the order of the weights.
-  const bool ready = x.scalar_type() == ScalarType::Float && weight.scalar_type() == ScalarType::Float &&
-                     args.width % LinearArgs::kPadding == 0;
-  Tensor wide = torch::stable::new_empty(x, {ready ? 0 : args.rows * args.padded_width()}, ScalarType::Float);
-  args.x = rows.view(), args.out = {out.data_ptr(), args.outputs};
-  args.weight = weights.held.data_ptr(), args.weight_stride = weights.stride;
-  args.bias = added ? added->data_ptr() : nullptr;
-  args.wide = ready ? nullptr : data<float>(wide);
-  if (args.rows > 0 && args.outputs > 0) launch(PDK_VECTOR(linear), args);
+  Matrix matrix(device, x, rows.width, weight, bias);
+  Tensor out = torch::stable::new_empty(x, shape_of(x, matrix.args.outputs), x.scalar_type());
+  const Tensor wide = torch::stable::new_empty(x, {matrix.room(rows.count)}, ScalarType::Float);
+  matrix.multiply(launch, rows.view(), rows.count, out.data_ptr(), data<float>(wide));
   return out;
 }
 

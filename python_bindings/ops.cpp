@@ -9,6 +9,7 @@
 #include "recurrence.h"
 #include "speculative_attention.h"
 #include "token_statistics.h"
+#include "transformer_layers.h"
 #include "transformer_ops.h"
 #include "unmask.h"
 #include "verify_draft.h"

@@ -7,6 +7,20 @@
 
 namespace pdkernels::PDK_DEVICE::bindings {
 
+// Memory for the results of the splits of the prefix: sized by the capacity, so the same at every step.
+struct SplitResults {
+  OptionalTensor out, lse;
+
+  SplitResults(const Tensor& like, SpeculativeArgs& args) {
+    args.parts = args.parts_lse = nullptr;
+    if (args.splits <= 1) return;
+    const int64_t rows = args.splits * args.rows() * args.q_heads;
+    out = torch::stable::new_empty(like, {rows, args.head_dim}, ScalarType::Float);
+    lse = torch::stable::new_empty(like, {rows}, ScalarType::Float);
+    args.parts = data<float>(*out), args.parts_lse = data<float>(*lse);
+  }
+};
+
 // `choose_rows(args)` says which of the new tokens are stored.
 template <class Cache, class ChooseRows>
 std::tuple<Tensor, Tensor> attend_to_prefix(const SpeculativeInputs<Cache>& in, const ChooseRows& choose_rows) {
@@ -19,14 +33,7 @@ std::tuple<Tensor, Tensor> attend_to_prefix(const SpeculativeInputs<Cache>& in, 
   SpeculativeArgs args;
   unpack_speculative(in, out, lse, args);
   choose_rows(args);
-  // Results of the splits of the prefix: sized by the capacity, so the same at every step.
-  OptionalTensor parts, parts_lse;
-  args.parts = args.parts_lse = nullptr;
-  if (args.splits > 1) {
-    parts = torch::stable::new_empty(in.q, {args.splits, batch, tokens, heads, rows.size(3)}, ScalarType::Float);
-    parts_lse = torch::stable::new_empty(in.q, {args.splits, batch, heads, tokens}, ScalarType::Float);
-    args.parts = data<float>(*parts), args.parts_lse = data<float>(*parts_lse);
-  }
+  const SplitResults parts(in.q, args);
   const Launch launch(in.q);
   launch(PDK_DEVICE::speculative_attention, args);
   return {out, lse};

@@ -146,8 +146,8 @@ inline void apply_rope_append(Tensor& qkv, const OptionalTensor& bias, const Ten
   launch(PDK_DEVICE::apply_rope_append, args);
 }
 
-inline void apply_rope(Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& positions, bool interleaved) {
-  const Launch launch(x);
+inline ApplyRopeArgs unpack_rope(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& positions,
+                                 bool interleaved) {
   const SameDevice device(x);
   PDK_CHECK(x.dim() == 4);
   ApplyRopeArgs args;
@@ -165,7 +165,12 @@ inline void apply_rope(Tensor& x, const Tensor& cos, const Tensor& sin, const Te
     args.positions = index_table(device, positions, args.batch, args.rows);
   }
   args.interleaved = interleaved;
-  launch(PDK_DEVICE::apply_rope, args);
+  return args;
+}
+
+inline void apply_rope(Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& positions, bool interleaved) {
+  const Launch launch(x);
+  launch(PDK_DEVICE::apply_rope, unpack_rope(x, cos, sin, positions, interleaved));
 }
 
 PDK_IMPL("add_rms_norm", add_rms_norm)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from pdkernels._validation import check, check_choice, check_fits_float, check_type, refuse
+from pdkernels._validation import KERNEL_DTYPES, check, check_choice, check_fits_float, check_type, refuse
 from pdkernels.backends import backend_of
 from pdkernels.decoding._session import MAX_POSITIONS
 from pdkernels.models.capabilities import capabilities
@@ -62,7 +62,9 @@ def sample(
 
 def greedy(logits: torch.Tensor, suppress: tuple[int, ...] = ()) -> torch.Tensor:
     """The most probable token of each row ``(..., V)`` other than those of `suppress`, the lowest id on ties."""
-    if not suppress:
+    # PyTorch's argmax of 16-bit numbers takes many times as long on a CPU as all statistics do.
+    by_op = type(logits) is torch.Tensor and logits.device.type == "cpu" and logits.dtype in KERNEL_DTYPES
+    if not suppress and not by_op:
         return logits.argmax(-1)  # all that is needed
     return token_statistics(logits, suppress=suppress, top_k=1, backend=backend_of(logits.dtype)).ids
 

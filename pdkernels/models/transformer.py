@@ -19,7 +19,7 @@ from pdkernels._validation import INDEX_DTYPES, check, check_index, check_type, 
 from pdkernels.backends import backend_of
 from pdkernels.cache import Cache
 from pdkernels.masks import TilePlan
-from pdkernels.models import fused
+from pdkernels.models import fused, whole_step
 from pdkernels.models.attention import (
     NewRows,
     Visibility,
@@ -338,6 +338,10 @@ class Transformer(nn.Module):
     def _run(self, tokens: torch.Tensor, rows: NewRows | RecomputedRows, gate: torch.Tensor | None) -> torch.Tensor:
         x = self.embed(tokens)
         added: torch.Tensor | None = None
+        if gate is None and isinstance(rows, NewRows):
+            found = whole_step.run_layers(self.layers, x, rows)
+            if found is not None:
+                return found[0] + found[1]
         for index, layer in enumerate(self.layers):
             x, added = layer(x, added, partial(rows.attend_, layer=index), gate)
         return x if added is None else x + added

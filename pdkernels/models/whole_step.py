@@ -1,0 +1,101 @@
+"""All layers of a forward on a cache as one op of the CPU.
+
+It calls the kernels that `Layer` calls, in the same order, so that every number has the same bits; what it saves is the Python
+between them, a noticeable share of a small model's step. The layers themselves stay the definition: they run on GPUs, in training,
+in a compiled graph, in fp64, with adapted rows, and wherever a layer is not simply ours.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.modules import module
+
+from pdkernels._attention import PlanArguments
+from pdkernels._validation import refuse
+from pdkernels.backends import resolve
+from pdkernels.masks import TilePlan
+from pdkernels.models import fused
+from pdkernels.models.attention import NewRows
+from pdkernels.models.layer import Layer
+from pdkernels.ops._library import LIBRARY, NAMESPACE, schema_of
+
+OP = "transformer_layers_"
+
+# Not one of the public ops: it serves the models alone, has no other device, and its reference is `Layer`.
+LIBRARY.define(
+    f"{OP}(Tensor x, Tensor?[] parameters, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor lengths, Tensor? counts, "
+    "Tensor? block_table, Tensor cos, Tensor sin, Tensor positions, bool interleaved, "
+    f"{schema_of(PlanArguments)}, float scale, float eps) -> (Tensor residual, Tensor added)"
+)
+_run = getattr(getattr(torch.ops, NAMESPACE), OP).default
+
+# In the order of `LayerParameters` in python_bindings/transformer_layers.h.
+NAMES = (
+    *("attention_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "output"),
+    *("mlp_norm", "output_bias", "gate_up", "gate_up_bias", "down", "down_bias"),
+)
+_of_layer = itemgetter(*NAMES)
+_TYPES = {Tensor, torch.nn.Parameter, type(None)}
+# What an instance may have replaced.
+_METHODS = {name for name, value in vars(Layer).items() if callable(value)} | {"_compiled_call_impl"}
+
+
+def asked() -> bool:
+    """What ``PDKERNELS_WHOLE_STEP`` says: on unless it is 0."""
+    value = os.environ.get("PDKERNELS_WHOLE_STEP", "")
+    refuse(value not in ("", "0", "1"), "WHOLE_STEP", f"PDKERNELS_WHOLE_STEP must be 0 or 1, got {value!r}")
+    return value != "0"
+
+
+def run_layers(layers: Iterable[Layer], x: Tensor, rows: NewRows) -> tuple[Tensor, Tensor] | None:
+    """What the last of `layers` returns for `x`; None: they must run one by one."""
+    if not _serves(x, rows):
+        return None
+    parameters = _parameters(layers)
+    if parameters is None:
+        return None
+    cache, rotation, plan = rows.cache, rows.rotation, rows.visibility.mask
+    assert cache is not None and isinstance(plan, TilePlan)
+    arguments: tuple[Any, ...] = (x, parameters, cache.k, cache.v, cache.lengths, rows.counts, cache.block_table)
+    arguments += (rotation.cos, rotation.sin, rotation.positions, rows.style == "interleaved", *plan.arguments)
+    try:
+        found: tuple[Tensor, Tensor] = _run(*arguments, cache.head_dim**-0.5, next(iter(layers)).config.norm_eps)
+    except RuntimeError:  # nothing is written yet, and the layers say what does not fit
+        return None
+    return found
+
+
+def _serves(x: Tensor, rows: NewRows) -> bool:
+    """Whether the op computes such rows, and nobody watches, changes or records the ops of a layer."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state():
+        return False
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or module._has_any_global_hook():
+        return False
+    if rows.cache is None or type(x) is not Tensor or x.device.type != "cpu" or not fused.enabled(x):
+        return False
+    fits = isinstance(rows.visibility.mask, TilePlan) and rows.rotation.positions is not None
+    fits = fits and rows.rotation.query_scale is None and type(rows.cache.k) is type(rows.cache.v) is Tensor
+    return fits and resolve("linear", "auto", x.device) == "native" and asked()
+
+
+def _parameters(layers: Iterable[Layer]) -> list[Tensor | None] | None:
+    """Those of all layers; None where a layer is another class, has hooks, or keeps its parameters in another way."""
+    found: list[Tensor | None] = []
+    try:
+        for layer in layers:
+            own = vars(layer)
+            if type(layer) is not Layer or layer._forward_hooks or layer._forward_pre_hooks:
+                return None
+            if not _METHODS.isdisjoint(own):
+                return None
+            found += _of_layer(own["_parameters"])
+    except KeyError:
+        return None
+    return found if _TYPES.issuperset(map(type, found)) else None

@@ -1,0 +1,222 @@
+// All layers of a transformer over new rows of a cache, kernel by kernel as pdkernels/models/layer.py calls them, so
+// that every number has the same bits: see pdkernels/models/whole_step.py. Memory between the kernels serves all
+// layers.
+#pragma once
+
+#include "attention.h"
+#include "linear.h"
+#include "speculative_attention.h"
+#include "transformer_ops.h"
+
+#ifndef PDKERNELS_DEVICE_CUDA
+
+#include "parallel.h"
+
+namespace pdkernels::PDK_DEVICE::bindings {
+
+struct LayersInputs {
+  Tensor x;                                // (batch, rows, width)
+  std::vector<OptionalTensor> parameters;  // of each layer, as LayerParameters reads them
+  Written k_cache, v_cache;                // all layers
+  Tensor lengths;
+  OptionalTensor counts, block_table;
+  Tensor cos, sin, positions;
+  bool interleaved;
+  PlanInputs plan;
+  double scale, eps;
+  auto fields() const {
+    return std::tie(x, parameters, k_cache, v_cache, lengths, counts, block_table, cos, sin, positions, interleaved,
+                    plan, scale, eps);
+  }
+};
+
+// Copies of parameters would cost more than this op saves.
+inline const Tensor& dense(const OptionalTensor& t) {
+  PDK_CHECK(t.has_value() && t->is_contiguous());
+  return *t;
+}
+
+struct LayerParameters {
+  static constexpr size_t kCount = 12;
+
+  void *attention_norm, *mlp_norm;
+  void *q_norm = nullptr, *k_norm = nullptr;
+  Matrix qkv, output, gate_up, down;
+
+  // The order of NAMES in whole_step.py.
+  LayerParameters(const SameDevice& device, const Tensor& x, int64_t heads_width, int64_t head_dim,
+                  const OptionalTensor* given)
+      : attention_norm(vector(device, x, given[0], x.size(2))),
+        mlp_norm(vector(device, x, given[6], x.size(2))),
+        qkv(device, x, x.size(2), dense(given[1]), given[2]),
+        output(device, x, heads_width, dense(given[5]), given[7]),
+        gate_up(device, x, x.size(2), dense(given[8]), given[9]),
+        down(device, x, gate_up.args.outputs / 2, dense(given[10]), given[11]) {
+    PDK_CHECK(given[3].has_value() == given[4].has_value());
+    if (given[3].has_value()) {
+      q_norm = vector(device, x, given[3], head_dim);
+      k_norm = vector(device, x, given[4], head_dim);
+    }
+    PDK_CHECK(output.args.outputs == x.size(2) && down.args.outputs == x.size(2) && gate_up.args.outputs % 2 == 0);
+  }
+
+ private:
+  static void* vector(const SameDevice& device, const Tensor& x, const OptionalTensor& given, int64_t size) {
+    device.require(dense(given), x.scalar_type(), {size});
+    return given->data_ptr();
+  }
+};
+
+// The layers, one after the other.
+class Layers {
+ public:
+  explicit Layers(const LayersInputs& in) : in_(in), launch_(in.x), device_(in.x) {
+    PDK_CHECK(in.x.dim() == 3 && in.x.is_contiguous() && in.x.numel() > 0 && in.eps >= 0);
+    PDK_CHECK(in.k_cache.dim() == 5 && in.v_cache.dim() == 5);
+    const int64_t layers = in.k_cache.size(0), dim = in.k_cache.size(4);
+    PDK_CHECK(layers > 0 && in.v_cache.size(0) == layers && dim > 0);
+    PDK_CHECK(in.parameters.size() == static_cast<size_t>(layers) * LayerParameters::kCount);
+    batch_ = in.x.size(0), rows_ = batch_ * in.x.size(1), width_ = in.x.size(2);
+    element_ = row_element(in.x);
+    const OptionalTensor& projection = in.parameters[1];
+    PDK_CHECK(projection.has_value() && projection->dim() == 2 && projection->size(0) % dim == 0);
+    kv_heads_ = in.k_cache.size(3), heads_ = projection->size(0) / dim - 2 * kv_heads_;
+    PDK_CHECK(kv_heads_ > 0 && heads_ > 0);
+    int64_t inner = 0, room = 0;
+    layers_.reserve(layers);
+    for (int64_t i = 0; i < layers; ++i) {
+      layers_.emplace_back(device_, in.x, heads_ * dim, dim, in.parameters.data() + i * LayerParameters::kCount);
+      const LayerParameters& layer = layers_.back();
+      PDK_CHECK(layer.qkv.args.outputs == (heads_ + 2 * kv_heads_) * dim);
+      inner = std::max(inner, layer.gate_up.args.outputs / 2);
+      for (const Matrix* matrix : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) {
+        room = std::max(room, matrix->room(rows_));
+      }
+    }
+    const ScalarType dtype = in.x.scalar_type();
+    const auto rows_of = [&](int64_t width) { return torch::stable::new_empty(in_.x, {rows_, width}, dtype); };
+    const auto heads_of = [&](int64_t heads) {
+      return torch::stable::new_empty(in_.x, {batch_, in_.x.size(1), heads, dim}, dtype);
+    };
+    normed_ = rows_of(width_), between_ = rows_of(width_), gate_up_ = rows_of(2 * inner), gated_ = rows_of(inner);
+    sum_ = torch::stable::empty_like(in.x), added_ = torch::stable::empty_like(in.x);
+    wide_ = torch::stable::new_empty(in.x, {room}, ScalarType::Float);
+    qkv_ = heads_of(heads_ + 2 * kv_heads_), mixed_ = heads_of(heads_);
+    normed_qk_ = layers_[0].q_norm != nullptr ? heads_of(heads_ + kv_heads_) : qkv_;
+    unpack_heads(dim);
+  }
+
+  std::tuple<Tensor, Tensor> run() {
+    for (size_t i = 0; i < layers_.size(); ++i) run_layer(static_cast<int64_t>(i), layers_[i]);
+    return {sum_, added_};
+  }
+
+ private:
+  RowsView view(const Tensor& t) const { return {t.data_ptr(), width_}; }
+
+  // What attention and rotary embedding take, of the first layer.
+  void unpack_heads(int64_t dim) {
+    Tensor qk = torch::stable::narrow(normed_qk_, 2, 0, heads_ + kv_heads_);
+    SpeculativeInputs<Tensor> attention{torch::stable::narrow(qk, 2, 0, heads_),
+                                        torch::stable::narrow(qk, 2, heads_, kv_heads_),
+                                        torch::stable::narrow(qkv_, 2, heads_ + kv_heads_, kv_heads_),
+                                        torch::stable::select(in_.k_cache, 0, 0),
+                                        torch::stable::select(in_.v_cache, 0, 0),
+                                        in_.lengths,
+                                        in_.plan,
+                                        in_.scale,
+                                        in_.block_table,
+                                        std::nullopt,
+                                        std::nullopt,
+                                        0};
+    lse_ = torch::stable::new_empty(in_.x, {batch_, heads_, in_.x.size(1)}, ScalarType::Float);
+    unpack_speculative(attention, mixed_, lse_, attention_);
+    attention_.op = "speculative_attention_append_";
+    attention_.counts = index_view(device_, in_.counts, 1, batch_);
+    attention_.append_rows = attention_.q_len;
+    splits_.emplace(in_.x, attention_);
+    rope_ = unpack_rope(qk, in_.cos, in_.sin, in_.positions, in_.interleaved);
+    head_dim_ = dim;
+  }
+
+  void norm(const RowsView& x, const RowsView& residual, void* weight, const RowsView& sum) {
+    AddRmsNormArgs args;
+    args.element = element_, args.rows = rows_, args.width = width_, args.eps = static_cast<float>(in_.eps);
+    args.x = x, args.residual = residual;
+    if (residual.given()) {
+      args.y = sum, args.weight = nullptr, args.next = view(normed_), args.next_weight = weight;
+    } else {
+      args.y = view(normed_), args.weight = weight, args.next = {}, args.next_weight = nullptr;
+    }
+    launch_(PDK_VECTOR(add_rms_norm), args);
+  }
+
+  // q and k of all rows; v stays where it is.
+  void norm_heads(const LayerParameters& layer) {
+    const int64_t size = static_cast<int64_t>(qkv_.element_size()), turned = heads_ + kv_heads_;
+    parallel_for(0, rows_, 1 + 16 * 1024 / (turned * head_dim_), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        char* from = bytes(qkv_) + row * (turned + kv_heads_) * head_dim_ * size;
+        char* to = bytes(normed_qk_) + row * turned * head_dim_ * size;
+        AddRmsNormArgs args;
+        args.element = element_, args.width = head_dim_, args.eps = static_cast<float>(in_.eps);
+        args.residual = args.next = {}, args.next_weight = nullptr;
+        args.rows = heads_, args.x = {from, head_dim_}, args.y = {to, head_dim_}, args.weight = layer.q_norm;
+        launch_(PDK_VECTOR(add_rms_norm), args);
+        const int64_t queries = heads_ * head_dim_ * size;
+        args.rows = kv_heads_, args.x.data = from + queries, args.y.data = to + queries, args.weight = layer.k_norm;
+        launch_(PDK_VECTOR(add_rms_norm), args);
+      }
+    });
+  }
+
+  void attend(int64_t layer) {
+    SpeculativeArgs args = attention_;
+    const auto advance = [&](HeadsView& cache, const Tensor& t) {
+      cache.data = static_cast<char*>(cache.data) + layer * t.stride(0) * static_cast<int64_t>(t.element_size());
+    };
+    advance(args.k_cache, in_.k_cache), advance(args.v_cache, in_.v_cache);
+    launch_(PDK_DEVICE::speculative_attention, args);
+  }
+
+  void multiply(Matrix& matrix, const Tensor& x, const Tensor& out) {
+    matrix.multiply(launch_, {x.data_ptr(), matrix.args.width}, rows_, out.data_ptr(), data<float>(wide_));
+  }
+
+  void run_layer(int64_t number, LayerParameters& layer) {
+    const bool first = number == 0;
+    norm(view(first ? in_.x : added_), first ? RowsView{} : view(sum_), layer.attention_norm, view(between_));
+    multiply(layer.qkv, normed_, qkv_);
+    if (layer.q_norm != nullptr) norm_heads(layer);
+    launch_(PDK_DEVICE::apply_rope, rope_);
+    attend(number);
+    multiply(layer.output, mixed_, added_);
+    norm(view(added_), view(first ? in_.x : between_), layer.mlp_norm, view(sum_));
+    multiply(layer.gate_up, normed_, gate_up_);
+    SiluAndMulArgs gate;
+    gate.element = element_, gate.rows = rows_, gate.width = layer.down.args.width;
+    gate.x = {gate_up_.data_ptr(), 2 * gate.width}, gate.out = {gated_.data_ptr(), gate.width};
+    launch_(PDK_VECTOR(silu_and_mul), gate);
+    multiply(layer.down, gated_, added_);
+  }
+
+  const LayersInputs& in_;
+  Launch launch_;
+  SameDevice device_;
+  std::vector<LayerParameters> layers_;
+  Element element_;
+  int64_t batch_, rows_, width_, heads_, kv_heads_, head_dim_ = 0;
+  Tensor normed_, between_, sum_, added_, qkv_, normed_qk_, mixed_, gate_up_, gated_, wide_, lse_;
+  SpeculativeArgs attention_;
+  std::optional<SplitResults> splits_;
+  ApplyRopeArgs rope_;
+};
+
+// The residual, and what the last layer adds to it.
+inline std::tuple<Tensor, Tensor> transformer_layers(const LayersInputs& in) { return Layers(in).run(); }
+
+PDK_IMPL("transformer_layers_", transformer_layers)
+
+}  // namespace pdkernels::PDK_DEVICE::bindings
+
+#endif

@@ -1,0 +1,373 @@
+"""All layers as one op: the bits of the layers one by one, wherever it serves, and the layers themselves everywhere else."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pdkernels import _native, backends
+from pdkernels.decoding import generate
+from pdkernels.masks import TilePlan
+from pdkernels.models import LinearScaling, Llama3Scaling, Transformer, YarnScaling, whole_step
+from pdkernels.models.layer import Layer
+from tests.models.test_row_invariance import CONFIG, DTYPES, a_model, configs, some_tokens
+from tests.models.test_transformer_cached_plans import MASKS
+
+pytestmark = pytest.mark.skipif(not _native.has_native(), reason="needs the compiled ops")
+
+SCALINGS = [None, LinearScaling(2.0), Llama3Scaling(8.0, 16, 1.0, 2.0), YarnScaling(4.0, 4, 1.0, 0.1, 1.1)]
+LEVELS = ["portable", "avx2", "avx512"]
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one with every run of the op that succeeds."""
+    return count_runs(monkeypatch)
+
+
+def count_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    counted, op = [], whole_step._run
+
+    def run(*arguments: Any) -> Any:
+        found = op(*arguments)
+        counted.append(1)
+        return found
+
+    monkeypatch.setattr(whole_step, "_run", run)
+    return counted
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def both(monkeypatch: pytest.MonkeyPatch, call: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+    """What a call gives with the op, after comparing it with what it gives without."""
+    monkeypatch.delenv("PDKERNELS_WHOLE_STEP", raising=False)
+    found = call()
+    monkeypatch.setenv("PDKERNELS_WHOLE_STEP", "0")
+    expected = call()
+    monkeypatch.delenv("PDKERNELS_WHOLE_STEP")
+    for number, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(bits(a), bits(b)), f"result {number}"
+    return found
+
+
+def prompts_drafts_and_a_token(
+    model: Transformer, batch: int, page_size: int | None, ragged: bool, plan: TilePlan | None, positions: Any
+) -> list[torch.Tensor]:
+    """Logits of a prompt, of the rows of a plan after it, and of a single row; and all of the cache after each."""
+    rows = 5 if plan is None else plan.q_len
+    capacity, found = 7 + rows + 3, []
+    cache = (
+        model.new_cache(batch, capacity)
+        if page_size is None
+        else model.new_cache(batch, capacity, kind="paged", page_size=page_size)
+    )
+    if page_size is not None:
+        cache.reserve_([capacity] * batch)  # type: ignore[attr-defined]
+    tokens = some_tokens(batch, 7 + rows + 1)
+
+    def forward(first: int, last: int, kept: list[int], **options: Any) -> None:
+        counts = torch.tensor(kept)
+        found.append(model(tokens[:, first:last], cache=cache, counts=counts if ragged or options else None, **options))
+        found.extend([cache.k.clone(), cache.v.clone()])
+        cache.commit_(counts if ragged else torch.full((batch,), min(kept)))
+
+    forward(0, 7, [7, 3, 1][:batch])
+    options = {} if plan is None else {"mask": plan, "positions": positions}
+    forward(7, 7 + rows, [min(2, rows), rows if plan is None else 0, 1][:batch], **options)
+    forward(7 + rows, 8 + rows, [1, 1, 0][:batch])
+    return found
+
+
+@st.composite
+def models(draw: st.DrawFn) -> Transformer:
+    config = replace(
+        draw(configs()),
+        output_bias=draw(st.booleans()),
+        mlp_bias=draw(st.booleans()),
+        rope_scaling=draw(st.sampled_from(SCALINGS)),
+        max_positions=32,
+    )
+    return a_model(config, draw(st.sampled_from(DTYPES)))
+
+
+@settings(max_examples=120)
+@given(
+    model=models(),
+    batch=st.sampled_from([1, 3]),
+    page_size=st.sampled_from([None, None, 1, 5, 16]),
+    ragged=st.booleans(),
+    name=st.sampled_from([None, *sorted(MASKS)]),
+    stacked=st.booleans(),
+)
+def test_has_the_bits_of_its_layers(
+    model: Transformer, batch: int, page_size: int | None, ragged: bool, name: str | None, stacked: bool
+) -> None:
+    plan, positions = None, None
+    if name is not None:
+        plan, positions = MASKS[name].plan(16, 16), MASKS[name].positions
+        plan = TilePlan.stack([plan] * batch) if stacked else plan
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        runs = count_runs(monkeypatch)
+        both(monkeypatch, lambda: prompts_drafts_and_a_token(model, batch, page_size, ragged, plan, positions))
+        assert len(runs) == 3
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_long_texts_on_threads(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, runs: list[int]) -> None:
+    """Norms of heads on several threads, and a cache of several splits."""
+    model = a_model(replace(CONFIG, qk_norm=True, heads=9, kv_heads=3, head_dim=64), dtype)
+    tokens, threads = some_tokens(1, 402), torch.get_num_threads()
+
+    def call() -> list[torch.Tensor]:
+        cache = model.new_cache(1, 9000)
+        first = model(tokens[:, :400], cache=cache)
+        cache.commit_(torch.tensor([400]))
+        return [first, model(tokens[:, 400:], cache=cache), cache.k, cache.v]
+
+    try:
+        torch.set_num_threads(2)
+        both(monkeypatch, call)
+    finally:
+        torch.set_num_threads(threads)
+    assert len(runs) == 2
+
+
+def test_numbers_that_are_not_finite(monkeypatch: pytest.MonkeyPatch, runs: list[int]) -> None:
+    model = a_model(CONFIG, torch.float32)
+    model.embedding[1], model.embedding[2] = torch.nan, torch.inf
+    tokens = torch.tensor([[3, 1, 4, 2, 5]])
+    both(monkeypatch, lambda: [model(tokens, cache=model.new_cache(1, 8))])
+    assert len(runs) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS)
+def test_lower_levels(level: str) -> None:
+    code = [sys.executable, "-m", "pytest", "-q", "-x", "-k", "bits_of_its_layers or on_threads", __file__]
+    environment = os.environ | {"PDKERNELS_CPU_ISA": level}
+    result = subprocess.run(code, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+# ---- decoders
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("autoregressive", {}),
+        ("autoregressive", {"temperature": 0.9, "page_size": 3}),
+        ("jacobi", {"block_size": 4}),
+        ("jacobi_multiblock", {"block_size": 4, "page_size": 4}),
+    ],
+)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_tokens_of_decoders(
+    method: str, options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, runs: list[int]
+) -> None:
+    model, prompts = a_model(CONFIG, dtype), [[5, 3, 8, 8], [1, 2]]
+
+    def call() -> list[torch.Tensor]:
+        found = generate(model, prompts, method, max_new_tokens=12, **options)
+        return list(found.tokens)
+
+    both(monkeypatch, call)
+    assert len(runs) > 3
+
+
+# ---- where the layers run one by one
+
+
+def decode(model: Transformer, **options: Any) -> torch.Tensor:
+    return model(some_tokens(2, 3), cache=model.new_cache(2, 8), **options)
+
+
+def test_the_switch(monkeypatch: pytest.MonkeyPatch, runs: list[int]) -> None:
+    model = a_model(CONFIG, torch.float32)
+    decode(model)
+    assert len(runs) == 1
+    monkeypatch.setenv("PDKERNELS_WHOLE_STEP", "0")
+    decode(model)
+    assert len(runs) == 1
+    monkeypatch.setenv("PDKERNELS_WHOLE_STEP", "off")
+    with pytest.raises(ValueError, match="PDKERNELS_WHOLE_STEP must be 0 or 1, got 'off'"):
+        decode(model)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parameters_may_change_in_every_way(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, runs: list[int]
+) -> None:
+    """The op keeps nothing of a model between two calls."""
+    model = a_model(CONFIG, dtype)
+    layer = model.layers[1]
+
+    def in_place() -> None:
+        layer.qkv.mul_(2)
+
+    def replaced() -> None:
+        layer.down = torch.nn.Parameter(-layer.down, requires_grad=False)
+
+    def other_memory() -> None:
+        layer.gate_up.data = layer.gate_up.data.flip(0).contiguous()
+
+    def loaded() -> None:
+        other = {name: tensor * 1.5 for name, tensor in model.state_dict().items()}
+        model.load_state_dict(other, assign=True)
+
+    def converted() -> None:
+        model.to(torch.bfloat16 if dtype == torch.float32 else torch.float32)
+
+    before = decode(model)
+    for change in (in_place, replaced, other_memory, loaded, converted):
+        change()
+        model.requires_grad_(False)
+        found = both(monkeypatch, lambda: [decode(model)])[0]
+        assert not torch.equal(found.float(), before.float())
+        before = found
+    assert len(runs) == 6
+
+
+@pytest.mark.parametrize("where", ["layer", "all modules", "instance", "subclass", "method"])
+def test_changed_layers_run(where: str, runs: list[int]) -> None:
+    model, seen = a_model(CONFIG, torch.float32), []
+    layer: Any = model.layers[1]
+
+    class Other(Layer):
+        def forward(self, *arguments: Any) -> Any:
+            seen.append(1)
+            return super().forward(*arguments)
+
+    def hook(*arguments: Any) -> None:
+        seen.append(1)
+
+    handle = None
+    if where == "layer":
+        handle = layer.register_forward_hook(hook)
+    elif where == "all modules":
+        handle = torch.nn.modules.module.register_module_forward_pre_hook(hook)
+    elif where == "instance":
+        own = layer.forward
+        layer.forward = lambda *arguments: (hook(), own(*arguments))[1]
+    elif where == "subclass":
+        layer.__class__ = Other
+    else:
+        normed = layer._mlp
+        layer._mlp = lambda x: (hook(), normed(x))[1]
+    decode(model)
+    assert seen and not runs
+    if handle is not None:
+        handle.remove()
+        decode(model)
+        assert len(runs) == 1
+
+
+def test_adapted_rows(runs: list[int]) -> None:
+    model = a_model(CONFIG, torch.float32)
+    width = CONFIG.heads * CONFIG.head_dim
+    plain = decode(model)
+    model.attach_adapter_([(torch.randn(2, width), torch.randn(CONFIG.hidden_size, 2))] * CONFIG.layers)
+    assert torch.equal(decode(model), plain) and len(runs) == 2
+    assert not torch.equal(decode(model, adapted=True), plain) and len(runs) == 2
+
+
+@pytest.mark.parametrize("why", ["fp64", "autocast", "bool mask", "scaled queries", "head_dim", "modes", "reference"])
+def test_what_the_op_does_not_compute(why: str, runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return op(*args, **kwargs or {})
+
+    config, options = CONFIG, {}
+    if why == "scaled queries":
+        config = replace(CONFIG, rope_scaling=YarnScaling(4.0, 4, 1.0, 0.1, 1.1, query_beta=0.3))
+    elif why == "head_dim":
+        config = replace(CONFIG, head_dim=20)
+    elif why == "bool mask":
+        options["mask"] = torch.ones(3, 3, dtype=torch.bool)
+    elif why == "reference":
+        monkeypatch.setattr(backends, "DEFAULT", "reference")
+    model = a_model(config, torch.float64 if why == "fp64" else torch.float32)
+    if why == "autocast":
+        with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(TypeError, match="k_cache must be"):
+            decode(model)  # its products have other dtypes than the cache
+    elif why == "modes":
+        with Mode():
+            decode(model)
+    else:
+        decode(model, **options)
+    assert not runs
+
+
+def test_weights_that_would_be_copied(runs: list[int]) -> None:
+    model = a_model(CONFIG, torch.float32)
+    expected = decode(model)
+    layer = model.layers[0]
+    layer.qkv.data = layer.qkv.data.T.contiguous().T
+    assert torch.equal(decode(model), expected) and len(runs) == 1
+
+
+def test_compiled_forwards(runs: list[int]) -> None:
+    model = a_model(CONFIG, torch.float32)
+    cache = model.new_cache(2, 8)
+    expected = model(some_tokens(2, 3), cache=cache)
+    compiled = torch.compile(model, backend="eager")
+    found = compiled(some_tokens(2, 3), cache=model.new_cache(2, 8))
+    assert torch.equal(found, expected) and len(runs) == 1
+
+
+@pytest.mark.parametrize("page_size", [None, 4])
+def test_errors_are_those_of_the_layers(
+    page_size: int | None, monkeypatch: pytest.MonkeyPatch, runs: list[int]
+) -> None:
+    """Nothing is written then."""
+    model = a_model(CONFIG, torch.float32)
+
+    def wrong(**options: Any) -> list[str]:
+        said = []
+        for switch in ("1", "0"):
+            monkeypatch.setenv("PDKERNELS_WHOLE_STEP", switch)
+            kind = {} if page_size is None else {"kind": "paged", "page_size": page_size}
+            cache = model.new_cache(2, 4, **kind)  # type: ignore[arg-type]
+            if page_size is not None and "lengths" in options:
+                cache.reserve_([4, 4])  # type: ignore[attr-defined]
+            cache.lengths.copy_(torch.tensor(options.get("lengths", [0, 0])))
+            with pytest.raises(ValueError) as error:
+                model(some_tokens(2, 3), cache=cache, counts=options.get("counts"))
+            said.append(str(error.value))
+            assert not cache.k.any() and not cache.v.any()
+        return said
+
+    for options in ({"lengths": [1, 2]}, {"lengths": [0, 0], "counts": torch.tensor([2, 4])}):
+        with_op, without = wrong(**options)
+        assert with_op == without
+    if page_size is not None:
+        with_op, without = wrong()
+        assert with_op == without and "block_table" in with_op
+    assert not runs
+
+
+def test_a_model_of_two_dtypes_is_refused_by_its_layers() -> None:
+    model = a_model(CONFIG, torch.float32)
+    model.layers[1].mlp_norm.data = model.layers[1].mlp_norm.data.bfloat16()
+    cache = model.new_cache(1, 8)
+    with pytest.raises(TypeError, match="next_weight must be torch.float32"):
+        model(some_tokens(1, 3), cache=cache)
+
+
+def test_a_copied_model() -> None:
+    model = a_model(CONFIG, torch.float32)
+    assert torch.equal(decode(copy.deepcopy(model)), decode(model))
