@@ -31,17 +31,21 @@ struct Matrix {
     args.bias = bias ? bias->data_ptr() : nullptr;
   }
 
+  int64_t width() const { return args.width; }
+  int64_t outputs() const { return args.outputs; }
   // Rows are read directly if they consist of whole vectors of floats in the order of the weights.
   bool reads_rows() const {
     return args.element == Element::kFloat && args.weight_element == Element::kFloat &&
            args.width % LinearArgs::kPadding == 0;
   }
-  // Floats of scratch memory that so many rows need.
-  int64_t room(int64_t rows) const { return reads_rows() ? 0 : rows * args.padded_width(); }
+  // Bytes of scratch memory for the product of so many rows.
+  int64_t scratch_bytes(int64_t rows) const {
+    return reads_rows() ? 0 : rows * args.padded_width() * static_cast<int64_t>(sizeof(float));
+  }
 
-  void multiply(const Launch& launch, const RowsView& x, int64_t rows, void* out, float* wide) {
+  void multiply(const Launch& launch, const RowsView& x, int64_t rows, void* out, void* scratch) {
     args.x = x, args.rows = rows, args.out = {out, args.outputs};
-    args.wide = reads_rows() ? nullptr : wide;
+    args.wide = reads_rows() ? nullptr : static_cast<float*>(scratch);
     if (rows > 0 && args.outputs > 0) launch(PDK_VECTOR(linear), args);
   }
 };
@@ -51,9 +55,9 @@ inline Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor
   const SameDevice device(x);
   const FlatRows rows(x);
   Matrix matrix(device, x, rows.width, weight, bias);
-  Tensor out = torch::stable::new_empty(x, shape_of(x, matrix.args.outputs), x.scalar_type());
-  const Tensor wide = torch::stable::new_empty(x, {matrix.room(rows.count)}, ScalarType::Float);
-  matrix.multiply(launch, rows.view(), rows.count, out.data_ptr(), data<float>(wide));
+  Tensor out = torch::stable::new_empty(x, shape_of(x, matrix.outputs()), x.scalar_type());
+  const Tensor scratch = torch::stable::new_empty(x, {matrix.scratch_bytes(rows.count)}, ScalarType::Byte);
+  matrix.multiply(launch, rows.view(), rows.count, out.data_ptr(), scratch.data_ptr());
   return out;
 }
 

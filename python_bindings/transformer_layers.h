@@ -1,6 +1,5 @@
-// All layers of a transformer over new rows of a cache, kernel by kernel as pdkernels/models/layer.py calls them, so
-// that every number has the same bits: see pdkernels/models/whole_step.py. Memory between the kernels serves all
-// layers.
+// All layers of a transformer over new rows of a cache: the kernels that pdkernels/models/layer.py calls, in the same
+// order, so that results have the same bits. See pdkernels/models/whole_step.py.
 #pragma once
 
 #include "attention.h"
@@ -30,7 +29,7 @@ struct LayersInputs {
   }
 };
 
-// Copies of parameters would cost more than this op saves.
+// Copying parameters in every call would cost more than this op saves.
 inline const Tensor& dense(const OptionalTensor& t) {
   PDK_CHECK(t.has_value() && t->is_contiguous());
   return *t;
@@ -51,13 +50,13 @@ struct LayerParameters {
         qkv(device, x, x.size(2), dense(given[1]), given[2]),
         output(device, x, heads_width, dense(given[5]), given[7]),
         gate_up(device, x, x.size(2), dense(given[8]), given[9]),
-        down(device, x, gate_up.args.outputs / 2, dense(given[10]), given[11]) {
+        down(device, x, gate_up.outputs() / 2, dense(given[10]), given[11]) {
     PDK_CHECK(given[3].has_value() == given[4].has_value());
     if (given[3].has_value()) {
       q_norm = vector(device, x, given[3], head_dim);
       k_norm = vector(device, x, given[4], head_dim);
     }
-    PDK_CHECK(output.args.outputs == x.size(2) && down.args.outputs == x.size(2) && gate_up.args.outputs % 2 == 0);
+    PDK_CHECK(output.outputs() == x.size(2) && down.outputs() == x.size(2) && gate_up.outputs() % 2 == 0);
   }
 
  private:
@@ -67,7 +66,7 @@ struct LayerParameters {
   }
 };
 
-// The layers, one after the other.
+// The layers, one after the other. They share the memory for what is between two kernels.
 class Layers {
  public:
   explicit Layers(const LayersInputs& in) : in_(in), launch_(in.x), device_(in.x) {
@@ -82,15 +81,16 @@ class Layers {
     PDK_CHECK(projection.has_value() && projection->dim() == 2 && projection->size(0) % dim == 0);
     kv_heads_ = in.k_cache.size(3), heads_ = projection->size(0) / dim - 2 * kv_heads_;
     PDK_CHECK(kv_heads_ > 0 && heads_ > 0);
-    int64_t inner = 0, room = 0;
+    int64_t inner = 0, scratch = 0;
     layers_.reserve(layers);
     for (int64_t i = 0; i < layers; ++i) {
       layers_.emplace_back(device_, in.x, heads_ * dim, dim, in.parameters.data() + i * LayerParameters::kCount);
       const LayerParameters& layer = layers_.back();
-      PDK_CHECK(layer.qkv.args.outputs == (heads_ + 2 * kv_heads_) * dim);
-      inner = std::max(inner, layer.gate_up.args.outputs / 2);
+      PDK_CHECK(layer.qkv.outputs() == (heads_ + 2 * kv_heads_) * dim);
+      PDK_CHECK((layer.q_norm == nullptr) == (layers_[0].q_norm == nullptr));
+      inner = std::max(inner, layer.gate_up.outputs() / 2);
       for (const Matrix* matrix : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) {
-        room = std::max(room, matrix->room(rows_));
+        scratch = std::max(scratch, matrix->scratch_bytes(rows_));
       }
     }
     const ScalarType dtype = in.x.scalar_type();
@@ -98,9 +98,9 @@ class Layers {
     const auto heads_of = [&](int64_t heads) {
       return torch::stable::new_empty(in_.x, {batch_, in_.x.size(1), heads, dim}, dtype);
     };
-    normed_ = rows_of(width_), between_ = rows_of(width_), gate_up_ = rows_of(2 * inner), gated_ = rows_of(inner);
-    sum_ = torch::stable::empty_like(in.x), added_ = torch::stable::empty_like(in.x);
-    wide_ = torch::stable::new_empty(in.x, {room}, ScalarType::Float);
+    normed_ = rows_of(width_), input_ = rows_of(width_), gate_up_ = rows_of(2 * inner), gated_ = rows_of(inner);
+    residual_ = torch::stable::empty_like(in.x), added_ = torch::stable::empty_like(in.x);
+    scratch_ = torch::stable::new_empty(in.x, {scratch}, ScalarType::Byte);
     qkv_ = heads_of(heads_ + 2 * kv_heads_), mixed_ = heads_of(heads_);
     normed_qk_ = layers_[0].q_norm != nullptr ? heads_of(heads_ + kv_heads_) : qkv_;
     unpack_heads(dim);
@@ -108,13 +108,13 @@ class Layers {
 
   std::tuple<Tensor, Tensor> run() {
     for (size_t i = 0; i < layers_.size(); ++i) run_layer(static_cast<int64_t>(i), layers_[i]);
-    return {sum_, added_};
+    return {residual_, added_};
   }
 
  private:
   RowsView view(const Tensor& t) const { return {t.data_ptr(), width_}; }
 
-  // What attention and rotary embedding take, of the first layer.
+  // The arguments of attention and of the rotary embedding, for the first layer.
   void unpack_heads(int64_t dim) {
     Tensor qk = torch::stable::narrow(normed_qk_, 2, 0, heads_ + kv_heads_);
     SpeculativeInputs<Tensor> attention{torch::stable::narrow(qk, 2, 0, heads_),
@@ -151,7 +151,7 @@ class Layers {
     launch_(PDK_VECTOR(add_rms_norm), args);
   }
 
-  // q and k of all rows; v stays where it is.
+  // Norms q and k of all rows into `normed_qk_`; v is read where it is.
   void norm_heads(const LayerParameters& layer) {
     const int64_t size = static_cast<int64_t>(qkv_.element_size()), turned = heads_ + kv_heads_;
     parallel_for(0, rows_, 1 + 16 * 1024 / (turned * head_dim_), [&](int64_t begin, int64_t end) {
@@ -180,21 +180,21 @@ class Layers {
   }
 
   void multiply(Matrix& matrix, const Tensor& x, const Tensor& out) {
-    matrix.multiply(launch_, {x.data_ptr(), matrix.args.width}, rows_, out.data_ptr(), data<float>(wide_));
+    matrix.multiply(launch_, {x.data_ptr(), matrix.width()}, rows_, out.data_ptr(), scratch_.data_ptr());
   }
 
   void run_layer(int64_t number, LayerParameters& layer) {
     const bool first = number == 0;
-    norm(view(first ? in_.x : added_), first ? RowsView{} : view(sum_), layer.attention_norm, view(between_));
+    norm(view(first ? in_.x : added_), first ? RowsView{} : view(residual_), layer.attention_norm, view(input_));
     multiply(layer.qkv, normed_, qkv_);
     if (layer.q_norm != nullptr) norm_heads(layer);
     launch_(PDK_DEVICE::apply_rope, rope_);
     attend(number);
     multiply(layer.output, mixed_, added_);
-    norm(view(added_), view(first ? in_.x : between_), layer.mlp_norm, view(sum_));
+    norm(view(added_), view(first ? in_.x : input_), layer.mlp_norm, view(residual_));
     multiply(layer.gate_up, normed_, gate_up_);
     SiluAndMulArgs gate;
-    gate.element = element_, gate.rows = rows_, gate.width = layer.down.args.width;
+    gate.element = element_, gate.rows = rows_, gate.width = layer.down.width();
     gate.x = {gate_up_.data_ptr(), 2 * gate.width}, gate.out = {gated_.data_ptr(), gate.width};
     launch_(PDK_VECTOR(silu_and_mul), gate);
     multiply(layer.down, gated_, added_);
@@ -206,7 +206,7 @@ class Layers {
   std::vector<LayerParameters> layers_;
   Element element_;
   int64_t batch_, rows_, width_, heads_, kv_heads_, head_dim_ = 0;
-  Tensor normed_, between_, sum_, added_, qkv_, normed_qk_, mixed_, gate_up_, gated_, wide_, lse_;
+  Tensor normed_, input_, residual_, added_, qkv_, normed_qk_, mixed_, gate_up_, gated_, scratch_, lse_;
   SpeculativeArgs attention_;
   std::optional<SplitResults> splits_;
   ApplyRopeArgs rope_;

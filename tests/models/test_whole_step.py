@@ -360,6 +360,20 @@ def test_errors_are_those_of_the_layers(
     assert not runs
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_layers_that_differ(number: int, monkeypatch: pytest.MonkeyPatch, runs: list[int]) -> None:
+    """One may lack the norms of heads, or have a bias or another width that the others have not."""
+    model = a_model(replace(CONFIG, qk_norm=True), torch.float32)
+    layer = model.layers[number]
+    layer.qkv_bias = torch.nn.Parameter(torch.randn(len(layer.qkv)), requires_grad=False)
+    layer.gate_up.data, layer.down.data = layer.gate_up.data[:36], layer.down.data[:, :18].contiguous()
+    both(monkeypatch, lambda: [decode(model)])
+    assert len(runs) == 1
+    layer.q_norm = layer.k_norm = None
+    both(monkeypatch, lambda: [decode(model)])
+    assert len(runs) == 1
+
+
 def test_a_model_of_two_dtypes_is_refused_by_its_layers() -> None:
     model = a_model(CONFIG, torch.float32)
     model.layers[1].mlp_norm.data = model.layers[1].mlp_norm.data.bfloat16()
