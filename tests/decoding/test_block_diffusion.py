@@ -13,7 +13,7 @@ from pdkernels.decoding import DecodeResult, generate
 from pdkernels.reference.autoregressive import autoregressive
 from pdkernels.reference.block_diffusion import BlockDiffusionResult, block_diffusion
 from tests.support import tri_mode
-from tests.support.base import KeepsCache, Plain, page_sizes, reads_of_the_device, seeds, streams
+from tests.support.base import KeepsCache, Plain, page_sizes, seeds, streams
 from tests.support.causal import SCRIPTS
 from tests.support.errors import kind_of
 from tests.support.tri_mode import (
@@ -22,9 +22,7 @@ from tests.support.tri_mode import (
     Cached,
     ScriptedTriMode,
     Table,
-    assert_alone_as_in_a_batch,
     assert_cache_is_causal,
-    assert_end_tokens_of_the_model,
     lowest_confidence,
     prompts,
     small_transformer,
@@ -157,17 +155,6 @@ def test_a_random_table(seed, batch, limit, block_size, kind, refresh, temperatu
     assert_same(result, expected)
 
 
-@settings(max_examples=20)
-@given(
-    batch=prompts(13), limit=st.integers(1, 14), kind=kinds, ends=st.lists(st.integers(0, 12), max_size=2), seed=seeds
-)
-def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(
-    batch: list[list[int]], limit: int, kind: tuple[float | None, int | None], ends: list[int], seed: int
-) -> None:
-    options = {"threshold": kind[0], "steps_per_block": kind[1], "block_size": 4}
-    assert_alone_as_in_a_batch(batch, METHOD, max_new_tokens=limit, end_tokens=ends, seed=seed, **options)
-
-
 END = 22
 
 
@@ -204,22 +191,6 @@ def test_blocks_of_one_token_are_autoregressive(batch: list[list[int]], limit: i
     assert result.stats.forwards == limit
 
 
-def test_streaming_gives_every_token_once() -> None:
-    heard: list[list[int]] = [[], []]
-
-    def listen(sequence: int, ids: list[int], accepted: int) -> None:
-        assert accepted in (0, len(ids)) and ids
-        heard[sequence] += ids
-
-    model = small_transformer(0)
-    result = generate(model, [[1, 2], [5]], METHOD, max_new_tokens=13, block_size=4, end_tokens=(3,), on_tokens=listen)
-    assert heard == [tokens.tolist() for tokens in result.tokens]
-
-
-def test_end_tokens_default_to_those_of_the_model() -> None:
-    assert_end_tokens_of_the_model(METHOD)
-
-
 def test_a_confidence_that_equals_the_threshold_reaches_it() -> None:
     """The lowest of the script's three levels: every block is filled at once."""
     fake = ScriptedTriMode(SCRIPTS["position"])
@@ -227,13 +198,6 @@ def test_a_confidence_that_equals_the_threshold_reaches_it() -> None:
     result = generate(Cached(fake, MASK + 1), [[3, 1]], METHOD, max_new_tokens=30, trace=True, **options)
     assert_same(result, [block_diffusion(fake, [3, 1], 30, mask_token=MASK, **options)])
     assert result.stats.accepted == [[5] * 5]
-
-
-def test_one_read_of_the_device_per_step() -> None:
-    model = Cached(ScriptedTriMode(SCRIPTS["sticky"], SKILLS["patchy"]), MASK + 1)
-    options: dict[str, Any] = {"max_new_tokens": 24, "block_size": 5, "end_tokens": (4,)}
-    result = generate(model, [[1, 2], [5]], METHOD, **options)
-    assert reads_of_the_device(model, [[1, 2], [5]], METHOD, **options) == result.stats.forwards
 
 
 # ---- errors
@@ -262,10 +226,3 @@ def test_errors(options: dict[str, Any], text: str, limit: int) -> None:
     with pytest.raises(error) as raised:
         generate(model, [1], METHOD, max_new_tokens=limit, **options)
     assert str(raised.value) == OP + text
-
-
-def test_a_model_without_a_mask_token() -> None:
-    model = Cached(ScriptedTriMode(SCRIPTS["position"]), MASK + 1)
-    model.mask_token = None
-    with pytest.raises(ValueError, match="the model has no mask token"):
-        generate(model, [1], METHOD, max_new_tokens=4)

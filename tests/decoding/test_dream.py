@@ -107,38 +107,9 @@ def test_order_temperature_draws_the_order() -> None:
     assert len(orders(100.0)) > 2
 
 
-@pytest.mark.parametrize(
-    "options", [{"algorithm": name} for name in ALGORITHMS] + [{"order_temperature": 0.5, "top_p": 0.8}]
-)
-def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(options: dict[str, Any]) -> None:
-    shared.assert_alone_as_in_a_batch(METHOD, **options)
-
-
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 4, "order_temperature": 0.5}])
-def test_float32_fills_the_same_positions(options: dict[str, Any]) -> None:
-    shared.assert_float32_fills_the_same_places(METHOD, **options)
-
-
-def test_end_tokens_default_to_those_of_the_model() -> None:
-    shared.assert_end_tokens_of_the_model(METHOD, algorithm="maskgit_plus")
-
-
-def test_streaming_gives_every_token_once() -> None:
-    shared.assert_streaming_gives_every_token_once(METHOD)
-
-
-@pytest.mark.parametrize("algorithm", ["origin", "entropy"])
-def test_one_read_of_the_device_per_step(algorithm: str) -> None:
-    shared.assert_one_read_per_step(METHOD, algorithm=algorithm)
-
-
 def test_no_read_where_the_schedule_alone_decides() -> None:
     options: dict[str, Any] = {"max_new_tokens": 12, "steps": 6}
     assert shared.reads_of_the_device(Scripted(hashed(2)), [[1, 2], [5]], METHOD, **options) == 2
-
-
-def test_no_tokens_need_no_forward() -> None:
-    shared.assert_no_tokens_need_no_forward(METHOD)
 
 
 def test_errors() -> None:

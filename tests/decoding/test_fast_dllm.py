@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from pdkernels.decoding import generate
 from pdkernels.reference.fast_dllm import fast_dllm
 from tests.support import masked_promises as shared
-from tests.support.base import Plain, page_sizes, reads_of_the_device, seeds, streams
+from tests.support.base import Plain, page_sizes, seeds, streams
 from tests.support.masked import MASK, Remembering, deep_masked, hashed, with_parts
 from tests.support.masked_promises import assert_same_or_waiting
 from tests.support.tri_mode import prompts
@@ -149,45 +148,6 @@ def test_blocks_of_one_position_are_the_same_with_every_cache(cache: str, predic
     result = generate(model, [[3, 1], [5]], METHOD, max_new_tokens=7, block_size=1, cache=cache, trace=True)
     expected = generate(model, [[3, 1], [5]], METHOD, max_new_tokens=7, block_size=1, cache="none", trace=True)
     assert all(map(torch.equal, result.tokens, expected.tokens)) and result.stats.forwards == 7
-
-
-@pytest.mark.parametrize("rule", [*RULES[1:], {"threshold": None, "steps": 6}])
-@pytest.mark.parametrize("cache", CACHES)
-def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(cache: str, rule: dict[str, Any]) -> None:
-    shared.assert_alone_as_in_a_batch(METHOD, cache=cache, block_size=4, **rule)
-
-
-@pytest.mark.parametrize("cache", CACHES)
-def test_float32_fills_the_same_positions(cache: str) -> None:
-    exact = deep_masked(0, "own", 16)
-    model = copy.deepcopy(exact).float()
-    options: dict[str, Any] = {"max_new_tokens": 20, "block_size": 8, "cache": cache, "threshold": 0.4, "trace": True}
-    wide, narrow = (generate(m, [[3, 1, 4], [5]], METHOD, **options) for m in (exact, model))
-    assert all(map(torch.equal, wide.tokens, narrow.tokens)) and wide.stats.accepted == narrow.stats.accepted
-    for steps, others in zip(wide.stats.trace, narrow.stats.trace, strict=True):
-        for step, other in zip(steps, others, strict=True):
-            assert step.committed == other.committed and step.confidence == pytest.approx(other.confidence, rel=1e-3)
-
-
-def test_end_tokens_default_to_those_of_the_model() -> None:
-    shared.assert_end_tokens_of_the_model(METHOD, cache="none")
-
-
-def test_streaming_gives_every_token_once() -> None:
-    shared.assert_streaming_gives_every_token_once(METHOD, cache="none", block_size=4)
-
-
-@pytest.mark.parametrize("cache", CACHES)
-def test_one_read_of_the_device_per_step(cache: str) -> None:
-    """And one more at the end, for the trace."""
-    options: dict[str, Any] = {"max_new_tokens": 12, "block_size": 4, "end_tokens": (4,), "cache": cache}
-    arguments = Remembering(hashed(2)), [[1, 2], [5]], METHOD
-    forwards = generate(*arguments, **options).stats.forwards
-    assert reads_of_the_device(*arguments, **options) == forwards + 1
-
-
-def test_no_tokens_need_no_forward() -> None:
-    shared.assert_no_tokens_need_no_forward(METHOD)
 
 
 def test_errors() -> None:

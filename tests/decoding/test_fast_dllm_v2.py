@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -16,12 +15,11 @@ from pdkernels.decoding.methods import METHODS
 from pdkernels.masks import block_causal
 from pdkernels.models import Transformer, load
 from pdkernels.reference.fast_dllm_v2 import fast_dllm_v2
-from tests.support.base import KeepsCache, page_sizes, reads_of_the_device, seeds, streams
+from tests.support.base import KeepsCache, page_sizes, seeds, streams
 from tests.support.causal import SCRIPTS, FakeModel
 from tests.support.errors import kind_of
 from tests.support.masked import MASK, Remembering, deep_masked, hashed, with_parts
 from tests.support.masked_promises import assert_same_or_waiting
-from tests.support.tri_mode import prompts
 
 METHOD = "fast_dllm_v2"
 
@@ -69,28 +67,6 @@ def test_equals_the_reference(
     model = model_of(weights, predicts=predicts)
     result = generate(model, batch, METHOD, max_new_tokens=limit, trace=True, page_size=page_size, **options)
     assert_same_or_waiting(result, reference(model, batch, limit, **options), waits=True)
-
-
-@settings(max_examples=10)
-@given(batch=prompts(MASK), limit=st.integers(1, 12), seed=seeds, ends=st.lists(st.integers(0, MASK - 1), max_size=2))
-def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(
-    batch: list[list[int]], limit: int, seed: int, ends: list[int]
-) -> None:
-    options: dict[str, Any] = {
-        "max_new_tokens": limit,
-        "block_size": 4,
-        "small_block_size": 2,
-        "threshold": 0.4,
-        "temperature": 0.7,
-        "seed": seed,
-        "end_tokens": ends,
-        "trace": True,
-    }
-    together = generate(model_of(0), batch, METHOD, **options)
-    for index, (prompt, own) in enumerate(streams(batch, options)):
-        alone = generate(model_of(0), prompt, METHOD, **own)
-        assert torch.equal(alone.tokens, together.tokens[index])
-        assert alone.stats.accepted[0] == together.stats.accepted[index]
 
 
 @pytest.mark.parametrize("predicts", ["next", "own"])
@@ -223,46 +199,12 @@ def test_a_threshold_is_exceeded_or_the_most_confident_position_is_filled() -> N
         assert result.stats.accepted == [accepted] and result.tokens.tolist() == [3, 3, 3]
 
 
-def test_float32_fills_the_same_positions() -> None:
-    exact = model_of(0, 16)
-    options: dict[str, Any] = dict(max_new_tokens=20, block_size=8, small_block_size=4, threshold=0.4, trace=True)
-    wide, narrow = (generate(m, [[3, 1, 4] * 4, [5]], METHOD, **options) for m in (exact, copy.deepcopy(exact).float()))
-    assert all(map(torch.equal, wide.tokens, narrow.tokens)) and wide.stats.accepted == narrow.stats.accepted
-    for steps, others in zip(wide.stats.trace, narrow.stats.trace, strict=True):
-        for step, other in zip(steps, others, strict=True):
-            assert step.committed == other.committed and step.confidence == pytest.approx(other.confidence, rel=1e-3)
-
-
 def test_a_trained_model_with_a_mask_token_runs() -> None:
     result = generate(load("tiny-trimode"), "def ", METHOD, max_new_tokens=40)
     assert len(result.tokens) <= 40 and isinstance(result.text, str) and result.stats.forwards > 1
 
 
 END = 4
-
-
-def test_end_tokens_streaming_and_reads_of_the_device() -> None:
-    """End tokens are the model's by default; every token is reported once; the device is read once per step, and once
-    more for the trace."""
-    script = hashed(3)
-    model = Blockwise(
-        lambda text: [(END if position == 9 else 7, 0.95) for position in range(len(text))], end_tokens=(END,)
-    )
-    assert generate(model, [3, 1], METHOD, max_new_tokens=20).tokens.tolist() == [7] * 7 + [END]
-    assert len(generate(model, [3, 1], METHOD, max_new_tokens=20, end_tokens=()).tokens) == 20
-    heard: list[list[int]] = [[], []]
-    arguments = Blockwise(script), [[1, 2], [5] * 9], METHOD
-    options: dict[str, Any] = {"max_new_tokens": 13, "block_size": 4, "small_block_size": 2, "end_tokens": (2,)}
-    result = generate(*arguments, on_tokens=lambda sequence, ids, accepted: heard[sequence].extend(ids), **options)
-    assert heard == [tokens.tolist() for tokens in result.tokens]
-    assert reads_of_the_device(*arguments, **options) == result.stats.forwards + 1
-
-
-def test_no_tokens_need_no_forward() -> None:
-    model = Blockwise(hashed(0))
-    result = generate(model, [[1] * 40, [2]], METHOD, max_new_tokens=0, trace=True)
-    assert [tokens.tolist() for tokens in result.tokens] == [[], []] and model.head_rows == []
-    assert (result.stats.forwards, result.stats.accepted, result.stats.trace) == (0, [[], []], [[], []])
 
 
 @pytest.mark.parametrize("limit", [0, 4])

@@ -56,44 +56,8 @@ def test_result_of_a_single_prompt() -> None:
     assert len(stats.accepted) == 1 and len(stats.accepted[0]) == stats.forwards - 1
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_no_tokens_need_no_forward(method: str) -> None:
-    fake = model()
-    result = generate(fake, [[1], [2, 3]], method, max_new_tokens=0, trace=True)
-    assert [tokens.tolist() for tokens in result.tokens] == [[], []]
-    assert result.stats.forwards == 0 and result.stats.tokens_per_forward == 0.0
-    assert result.stats.tokens_per_second == 0.0 and result.stats.accepted == [[], []]
-    assert fake.rows_seen == []
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_end_tokens_default_to_those_of_the_model(method: str) -> None:
-    fake = FakeModel(SCRIPTS["position"], end_tokens=(4,))
-    stopped = generate(fake, [3], method, max_new_tokens=40).tokens.tolist()
-    assert stopped[-1] == 4 and 4 not in stopped[:-1] and len(stopped) < 40
-    assert len(generate(fake, [3], method, max_new_tokens=40, end_tokens=()).tokens) == 40
-
-
 # Methods that accept no draft on the prompts below.
 WITHOUT_DRAFTS = ("autoregressive",)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_streaming_gives_every_token_once_and_marks_drafts(method: str) -> None:
-    heard: list[list[int]] = [[], []]
-    drafts = [0, 0]
-
-    def listen(sequence: int, ids: list[int], accepted: int) -> None:
-        assert 0 <= len(ids) - accepted <= 1  # at most one token a step is the model's own
-        heard[sequence] += ids
-        drafts[sequence] += accepted
-        ids.clear()  # the list belongs to the listener
-
-    result = generate(model(), [[1, 2], [5]], method, max_new_tokens=30, on_tokens=listen)
-    assert heard == [tokens.tolist() for tokens in result.tokens]
-    for sequence, accepted in enumerate(result.stats.accepted):
-        assert drafts[sequence] == sum(accepted) - len(accepted)
-    assert (sum(drafts) > 0) == (method not in WITHOUT_DRAFTS)
 
 
 def test_time_spent_listening_does_not_count() -> None:
@@ -182,20 +146,6 @@ def test_errors(arguments: dict[str, Any], error: type[Exception], text: str) ->
 def test_options_are_checked_even_when_no_token_is_asked_for() -> None:
     with pytest.raises(ValueError, match="block_size must be at least 1"):
         generate(model(), [1], "jacobi", max_new_tokens=0, block_size=0)
-
-
-@pytest.mark.parametrize("page_size", [None, 3])
-@pytest.mark.parametrize("method", ANY_MODEL)
-def test_kernels_and_dense_masks_give_the_same_tokens(method: str, page_size: int | None) -> None:
-    """Caches in float32 are read by kernels, in fp64 by PyTorch; a sequence gets its tokens alone and in a batch."""
-    prompts, options = [[1, 2, 3, 4, 5, 6, 7], [5], [9, 9]], {"max_new_tokens": 24, "page_size": page_size}
-    exact, model = small_transformer(4, head_dim=16), small_transformer(4, head_dim=16).float()
-    together = generate(model, prompts, method, **options).tokens
-    for prompt, tokens in zip(prompts, together, strict=True):
-        assert torch.equal(tokens, generate(exact, prompt, method, **options).tokens)
-        assert torch.equal(tokens, generate(model, prompt, method, **options).tokens)
-        if is_lossless(method):
-            assert torch.equal(tokens, generate(exact, prompt, max_new_tokens=24).tokens)
 
 
 def test_lossless_methods() -> None:

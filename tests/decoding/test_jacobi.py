@@ -71,27 +71,6 @@ def test_equals_greedy_and_the_reference(script, ties, batch, limit, draft, ends
 
 
 @settings(max_examples=30, deadline=None)
-@given(
-    script=st.sampled_from(sorted(SCRIPTS)),
-    batch=prompts,
-    limit=st.integers(1, 20),
-    draft=drafts,
-    ends=st.lists(token, max_size=2),
-    seed=seeds,
-)
-def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(
-    script: str, batch: list[list[int]], limit: int, draft: tuple[str, int], ends: list[int], seed: int
-) -> None:
-    model = FakeModel(SCRIPTS[script])
-    options = {"max_new_tokens": limit, "end_tokens": ends, "seed": seed, draft[0]: draft[1]}
-    together = generate(model, batch, "jacobi", **options)
-    for index, (prompt, own) in enumerate(streams(batch, options)):
-        alone = generate(model, prompt, "jacobi", **own)
-        assert torch.equal(alone.tokens, together.tokens[index])
-        assert alone.stats.accepted[0] == together.stats.accepted[index]
-
-
-@settings(max_examples=30, deadline=None)
 @given(batch=prompts, limit=st.integers(0, 16), seed=seeds, kind=st.sampled_from(["block_size", "window"]))
 def test_a_draft_of_one_token_is_autoregressive(batch: list[list[int]], limit: int, seed: int, kind: str) -> None:
     model = FakeModel(SCRIPTS["history"])

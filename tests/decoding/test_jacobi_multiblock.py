@@ -116,26 +116,6 @@ def test_long_texts_of_a_batch(script: str, blocks: int) -> None:
     assert_same(result, expected_of(scripted(ALL_SCRIPTS[script]), batch, 60, [], chosen), 60)
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    script=st.sampled_from(sorted(ALL_SCRIPTS)),
-    batch=prompts,
-    limit=st.integers(1, 24),
-    chosen=options,
-    ends=st.lists(token, max_size=2),
-)
-def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(
-    script: str, batch: list[list[int]], limit: int, chosen: dict[str, Any], ends: list[int]
-) -> None:
-    model = FakeModel(ALL_SCRIPTS[script])
-    arguments = {"max_new_tokens": limit, "end_tokens": ends, "trace": True, **chosen}
-    together = generate(model, batch, METHOD, **arguments)
-    for index, (prompt, own) in enumerate(streams(batch, arguments)):
-        alone = generate(model, prompt, METHOD, **own)
-        assert torch.equal(alone.tokens, together.tokens[index])
-        assert alone.stats.trace[0] == together.stats.trace[index]
-
-
 @settings(max_examples=30, deadline=None)
 @given(
     script=st.sampled_from(sorted(SCRIPTS)),

@@ -19,7 +19,7 @@ from pdkernels.reference.linear_self_speculation import linear_self_speculation
 from pdkernels.reference.philox import random_words as plain_words
 from pdkernels.reference.sampling import sampled_autoregressive
 from tests.support.base import KeepsCache, Plain, page_sizes, reads_of_the_device, seeds, streams
-from tests.support.causal import SCRIPTS, VOCABULARY
+from tests.support.causal import SCRIPTS
 from tests.support.errors import kind_of
 from tests.support.tri_mode import (
     MASK,
@@ -27,12 +27,8 @@ from tests.support.tri_mode import (
     Cached,
     ScriptedTriMode,
     Table,
-    assert_alone_as_in_a_batch,
     assert_cache_is_causal,
-    assert_end_tokens_of_the_model,
     assert_same,
-    assert_shorter_is_the_beginning,
-    assert_streaming_tells_drafts_apart,
     drafter,
     lowest_confidence,
     prompts,
@@ -152,17 +148,6 @@ def test_a_random_table(
     assert_same(result, expected, kind[1] == 0)
 
 
-@settings(max_examples=20)
-@given(
-    batch=prompts(13), limit=st.integers(1, 14), kind=kinds, ends=st.lists(st.integers(0, 12), max_size=2), seed=seeds
-)
-def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(
-    batch: list[list[int]], limit: int, kind: tuple[str, float], ends: list[int], seed: int
-) -> None:
-    options = {"verification": kind[0], "threshold": kind[1], "block_size": 4}
-    assert_alone_as_in_a_batch(batch, METHOD, max_new_tokens=limit, end_tokens=ends, seed=seed, **options)
-
-
 END = 22
 
 
@@ -190,15 +175,6 @@ def test_an_end_token_at_every_position(block_size: int, skill: str) -> None:
             assert_same(result, [expected], True)
 
 
-@settings(max_examples=20)
-@given(limit=st.integers(0, 12), more=st.integers(1, 8), temperature=st.sampled_from([0.0, 0.9]), kind=kinds)
-def test_a_shorter_generation_is_the_beginning_of_a_longer_one(
-    limit: int, more: int, temperature: float, kind: tuple[str, float]
-) -> None:
-    options = {"verification": kind[0], "threshold": kind[1], "block_size": 5}
-    assert_shorter_is_the_beginning(limit, more, METHOD, temperature=temperature, **options)
-
-
 def test_accepts_what_is_drafted_well() -> None:
     fake = ScriptedTriMode(SCRIPTS["history"])
     result = generate(Cached(fake, MASK + 1), [3, 1], METHOD, max_new_tokens=33, block_size=8)
@@ -222,14 +198,6 @@ def test_a_confidence_that_equals_the_threshold_reaches_it() -> None:
     result = generate(Cached(fake, MASK + 1), [[3, 1]], METHOD, max_new_tokens=30, trace=True, **options)
     assert_same(result, [linear_self_speculation(fake, [3, 1], 30, mask_token=MASK, **options)], True)
     assert {step.forwards for step in result.stats.trace[0]} == {2}
-
-
-def test_streaming_gives_every_token_once_and_marks_drafts() -> None:
-    assert_streaming_tells_drafts_apart(METHOD)
-
-
-def test_end_tokens_default_to_those_of_the_model() -> None:
-    assert_end_tokens_of_the_model(METHOD)
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.7, 1.5])
@@ -311,14 +279,3 @@ def test_errors(options: dict[str, Any], text: str, limit: int) -> None:
     with pytest.raises(error) as raised:
         generate(model, [1], METHOD, max_new_tokens=limit, **options)
     assert str(raised.value) == OP + text
-
-
-def test_a_model_without_a_mask_token() -> None:
-    model = Cached(ScriptedTriMode(SCRIPTS["position"]), MASK + 1)
-    model.mask_token = None
-    with pytest.raises(ValueError) as raised:
-        generate(model, [1], METHOD, max_new_tokens=4)
-    assert str(raised.value) == OP + (
-        "the model has no mask token. Pass mask_token, the id that it was trained to fill in."
-    )
-    assert len(generate(model, [1], METHOD, max_new_tokens=4, mask_token=VOCABULARY).tokens) == 4

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdkernels.decoding import available, generate, supports
+from pdkernels.decoding import generate
 from pdkernels.reference.llada import llada
 from tests.support import masked_promises as shared
 from tests.support.base import Plain, seeds, streams
@@ -124,38 +124,10 @@ def test_guidance_of_zero_is_no_guidance_and_more_of_it_changes_tokens() -> None
     assert strong.stats.forwards == plain.stats.forwards
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"block_size": 4, "steps": 6}, {"remasking": "random"}, {"guidance": 1.5}, {"late_end": True}]
-)
-def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(options: dict[str, Any]) -> None:
-    shared.assert_alone_as_in_a_batch(METHOD, **options)
-
-
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "guidance": 1.0, "block_size": 4}])
-def test_float32_fills_the_same_positions(options: dict[str, Any]) -> None:
-    shared.assert_float32_fills_the_same_places(METHOD, **options)
-
-
-def test_end_tokens_default_to_those_of_the_model() -> None:
-    shared.assert_end_tokens_of_the_model(METHOD)
-
-
-def test_streaming_gives_every_token_once() -> None:
-    shared.assert_streaming_gives_every_token_once(METHOD, block_size=4)
-
-
-def test_one_read_of_the_device_per_step() -> None:
-    shared.assert_one_read_per_step(METHOD)
-
-
 def test_no_read_where_the_schedule_alone_decides() -> None:
     """One for the tokens and one for the trace, at the end."""
     options: dict[str, Any] = {"max_new_tokens": 12, "steps": 6}
     assert shared.reads_of_the_device(Scripted(hashed(2)), [[1, 2], [5]], METHOD, **options) == 2
-
-
-def test_no_tokens_need_no_forward() -> None:
-    shared.assert_no_tokens_need_no_forward(METHOD)
 
 
 def test_errors() -> None:
@@ -181,11 +153,3 @@ def test_errors() -> None:
             ({"mask_token": 13}, "mask_token must be an id in 0 .. 12, got 13."),
         ],
     )
-
-
-@pytest.mark.parametrize("method", [name for name in available() if not supports(name, small_masked(0))])
-def test_methods_for_other_models_are_refused(method: str) -> None:
-    with pytest.raises(
-        TypeError, match=f"generate: method must fit the model .*, got '{method}', which requires .*These fit: llada"
-    ):
-        generate(small_masked(0), [1], method, max_new_tokens=2)

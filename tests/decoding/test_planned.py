@@ -6,13 +6,12 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdkernels.decoding import generate
 from pdkernels.decoding.planned import planned
-from tests.support.base import page_sizes, seeds, streams
+from tests.support.base import page_sizes, seeds
 from tests.support.plans import END, MASK, assert_same, planning_model, references
 
 METHOD = "planned"
@@ -73,27 +72,6 @@ def test_what_the_models_of_these_tests_write() -> None:
             rounds[len(expected.rounds)] += 1
             chunks += Counter(len(each.chunks) for each in expected.rounds)
     assert {"end", "length"} <= set(reasons) and max(rounds) >= 3 and {0, 1, 3} <= set(chunks)
-
-
-@settings(max_examples=4)
-@given(
-    batch=st.lists(st.sampled_from(PROMPTS), min_size=2, max_size=4),
-    sparse=st.booleans(),
-    seed=seeds,
-    page_size=page_sizes,
-)
-def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(batch, sparse, seed, page_size) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 48, "sparse": sparse, "temperature": 0.6, "seed": seed, "trace": True}
-    model = planning_model(1)
-    together = generate(model, batch, METHOD, page_size=page_size, **options)
-    for index, (prompt, own) in enumerate(streams(batch, options)):
-        alone = generate(model, prompt, METHOD, **own)
-        assert torch.equal(alone.tokens, together.tokens[index])
-        assert alone.stats.plans is not None and together.stats.plans is not None
-        assert alone.stats.plans[0] == together.stats.plans[index]
-        assert alone.stats.trace is not None and together.stats.trace is not None
-        assert alone.stats.trace[0] == together.stats.trace[index]
-        assert alone.stats.forwards == alone.stats.plans[0].critical_path
 
 
 def test_one_plans_while_another_fills_and_a_third_is_done(monkeypatch: pytest.MonkeyPatch) -> None:

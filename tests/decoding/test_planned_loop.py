@@ -15,7 +15,6 @@ from pdkernels.decoding import BAD_PLANS, BadPlan, ChunkTokens, generate
 from pdkernels.models import Transformer, TransformerConfig
 from pdkernels.reference import planned as reference
 from tests.harness.pretended_gpu import pretended_gpu
-from tests.support.base import reads_of_the_device
 from tests.support.plans import CLOSE, END, MASK, OPEN, SYNC, TAGS, Scripted, planning_model, written
 
 BEGIN, STOP, PAD = TAGS.chunk_open, TAGS.chunk_close, TAGS.pad
@@ -185,16 +184,6 @@ def test_forwards_and_rows_by_formula(sparse: bool) -> None:
             "refresh": sum(sum(n + 2 for n in each.lengths) + 1 for each in entered),
         }
         assert result.stats.forwards == report.critical_path and later is not None and first.plan
-
-
-def test_one_read_of_the_device_in_a_step() -> None:
-    model = planning_model(1)
-    options: dict[str, Any] = {"max_new_tokens": 48, "temperature": 0.6}
-    forwards = generate(model, [END], "planned", **options).stats.forwards
-    assert reads_of_the_device(model, [END], "planned", **options) == forwards
-    reports = generate(model, [[END]] * 3, "planned", **options).stats.plans
-    assert reports is not None
-    assert reads_of_the_device(model, [[END]] * 3, "planned", **options) == max(r.critical_path for r in reports)
 
 
 class Letters:

@@ -15,7 +15,7 @@ from pdkernels.decoding.causal.quadratic_self_speculation import _mixed
 from pdkernels.reference.autoregressive import autoregressive
 from pdkernels.reference.quadratic_self_speculation import quadratic_self_speculation, verifier
 from pdkernels.reference.sampling import sampled_autoregressive
-from tests.support.base import KeepsCache, Plain, page_sizes, reads_of_the_device, seeds, streams
+from tests.support.base import KeepsCache, Plain, page_sizes, seeds, streams
 from tests.support.causal import SCRIPTS
 from tests.support.errors import kind_of
 from tests.support.tri_mode import (
@@ -24,12 +24,8 @@ from tests.support.tri_mode import (
     Cached,
     ScriptedTriMode,
     Table,
-    assert_alone_as_in_a_batch,
     assert_cache_is_causal,
-    assert_end_tokens_of_the_model,
     assert_same,
-    assert_shorter_is_the_beginning,
-    assert_streaming_tells_drafts_apart,
     drafter,
     prompts,
     small_transformer,
@@ -142,20 +138,6 @@ def test_a_random_table(
 
 
 @settings(max_examples=20)
-@given(
-    batch=prompts(13),
-    limit=st.integers(1, 14),
-    shape=shapes(),
-    ends=st.lists(st.integers(0, 12), max_size=2),
-    seed=seeds,
-)
-def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(
-    batch: list[list[int]], limit: int, shape: dict[str, Any], ends: list[int], seed: int
-) -> None:
-    assert_alone_as_in_a_batch(batch, METHOD, max_new_tokens=limit, end_tokens=ends, seed=seed, **shape)
-
-
-@settings(max_examples=20)
 @given(batch=prompts(13), limit=st.integers(0, 12), shift=st.integers(0, 1))
 def test_a_draft_of_one_token_is_autoregressive(batch: list[list[int]], limit: int, shift: int) -> None:
     model = small_transformer(3)
@@ -192,14 +174,6 @@ def test_an_end_token_at_every_position(block_size: int, skill: str) -> None:
             assert_same(result, [expected], lockstep=True)
 
 
-@settings(max_examples=20)
-@given(limit=st.integers(0, 12), more=st.integers(1, 8), temperature=st.sampled_from([0.0, 0.9]), shape=shapes())
-def test_a_shorter_generation_is_the_beginning_of_a_longer_one(
-    limit: int, more: int, temperature: float, shape: dict[str, Any]
-) -> None:
-    assert_shorter_is_the_beginning(limit, more, METHOD, temperature=temperature, **shape)
-
-
 def test_accepts_what_is_drafted_well() -> None:
     fake = ScriptedTriMode(SCRIPTS["history"])
     result = generate(Cached(fake, MASK + 1), [3, 1], METHOD, max_new_tokens=33, block_size=8)
@@ -214,21 +188,6 @@ def test_adapters_act_on_masks_alone() -> None:
     )
     assert torch.equal(adapted.tokens, bare.tokens)
     assert [step.draft for step in adapted.stats.trace[0]] != [step.draft for step in bare.stats.trace[0]]
-
-
-def test_streaming_gives_every_token_once_and_marks_drafts() -> None:
-    assert_streaming_tells_drafts_apart(METHOD)
-
-
-def test_end_tokens_default_to_those_of_the_model() -> None:
-    assert_end_tokens_of_the_model(METHOD)
-
-
-def test_one_read_of_the_device_per_step() -> None:
-    model = Cached(ScriptedTriMode(SCRIPTS["sticky"], SKILLS["patchy"]), MASK + 1)
-    options: dict[str, Any] = {"max_new_tokens": 24, "block_size": 5, "end_tokens": (4,)}
-    result = generate(model, [[1, 2], [5]], METHOD, **options)
-    assert reads_of_the_device(model, [[1, 2], [5]], METHOD, **options) == result.stats.forwards
 
 
 def test_the_head_runs_on_rows_that_are_needed() -> None:
@@ -275,13 +234,6 @@ def test_errors(options: dict[str, Any], text: str, limit: int) -> None:
     with pytest.raises(error) as raised:
         generate(model, [1], METHOD, max_new_tokens=limit, **options)
     assert str(raised.value) == OP + text
-
-
-def test_a_model_without_a_mask_token() -> None:
-    model = Cached(ScriptedTriMode(SCRIPTS["position"]), MASK + 1)
-    model.mask_token = None
-    with pytest.raises(ValueError, match="the model has no mask token"):
-        generate(model, [1], METHOD, max_new_tokens=4)
 
 
 @pytest.mark.parametrize("form", ["probability", "logit"])

@@ -9,14 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdkernels.decoding import RecurrentStep, available, generate, is_lossless, supports
+from pdkernels.decoding import RecurrentStep, generate, is_lossless
 from pdkernels.decoding.methods import METHODS
 from pdkernels.decoding.recurrent._parts import filtered
 from pdkernels.models.recurrent_depth import RecurrentDepth
 from pdkernels.reference.recurrent_sampling import filtered as plain_filtered
 from pdkernels.reference.recurrent_static import recurrent_static
 from tests.support.base import HostReads, streams
-from tests.support.causal import SCRIPTS, FakeModel
 from tests.support.errors import kind_of
 from tests.support.recurrent import RECURRENCES, draws, init_of, models, page_sizes, prompts, seeds, token
 
@@ -86,31 +85,6 @@ def test_filters_are_those_of_the_reference(
     ours = filtered(logits[:, None], temperature, top_p, min_p, top_k)[:, 0].double()
     plain = plain_filtered(logits, temperature, top_p, min_p, top_k)
     assert torch.equal(ours, plain) and plain.isfinite().any(-1).all()
-
-
-@pytest.mark.parametrize("method", RECURRENT)
-def test_properties_of_all_of_them(method: str) -> None:
-    """Exact numbers of tokens, an end token at every position, streaming, the same alone and in a batch."""
-    model, _ = models(2, 0.3)
-    batch = [[3, 1, 4], [1], [5, 9]]
-    written = [tokens.tolist() for tokens in generate(model, batch, method, max_new_tokens=9).tokens]
-    assert [len(tokens) for tokens in written] == [9, 9, 9]
-    assert supports(method, model) and not supports(method, FakeModel(SCRIPTS["bigram"])) and supports("jacobi", model)
-    for limit in (0, 1, 2):
-        result = generate(model, batch, method, max_new_tokens=limit, trace=True)
-        assert [tokens.tolist() for tokens in result.tokens] == [tokens[:limit] for tokens in written]
-        assert result.stats.forwards == 0 if limit == 0 else result.stats.forwards >= limit
-        assert result.stats.recurrences >= RECURRENCES * (limit > 0)
-        assert [len(steps) for steps in result.stats.trace] == [len(counts) for counts in result.stats.accepted]
-    for end in set(written[0]):
-        heard: list[list[int]] = [[], [], []]
-        listen = {"on_tokens": lambda sequence, ids, accepted, heard=heard: heard[sequence].extend(ids)}
-        result = generate(model, batch, method, max_new_tokens=9, end_tokens=(end,), **listen)
-        for tokens, whole in zip(result.tokens, written, strict=True):
-            assert tokens.tolist() == (whole[: whole.index(end) + 1] if end in whole else whole)
-        assert heard == [tokens.tolist() for tokens in result.tokens]
-    for (prompt, own), whole in zip(streams(batch, {"max_new_tokens": 9}), written, strict=True):
-        assert generate(model, prompt, method, **own).tokens.tolist() == whole
 
 
 @pytest.mark.parametrize("trace", [False, True])
@@ -196,37 +170,7 @@ def test_errors(method: str, options: dict[str, Any], text: str, limit: int) -> 
     assert str(raised.value).startswith(text)
 
 
-@pytest.mark.parametrize("method", RECURRENT)
-def test_other_models_are_refused(method: str) -> None:
-    with pytest.raises(
-        TypeError, match=f"generate: method must fit the model .*, got '{method}', which requires recurrent."
-    ):
-        generate(FakeModel(SCRIPTS["bigram"]), [1], method)
-
-
-@pytest.mark.parametrize("method", [name for name in available() if not supports(name, models(1)[0])])
-def test_methods_that_need_other_models_are_refused(method: str) -> None:
-    with pytest.raises(
-        TypeError, match=f"generate: method must fit the model .*, got '{method}', which requires .*These fit: autoreg"
-    ):
-        generate(models(1)[0], [1], method, max_new_tokens=2)
-
-
 def test_lossless() -> None:
     assert [method for method in RECURRENT if is_lossless(method)] == [METHOD]
     trace = generate(models(1)[0], [4, 2], METHOD, max_new_tokens=3, trace=True).stats.trace[0]
     assert all(isinstance(step, RecurrentStep) for step in trace) and [step.cursor for step in trace] == [2, 3]
-
-
-@pytest.mark.parametrize("page_size", [None, 3])
-@pytest.mark.parametrize("method", RECURRENT)
-def test_kernels_and_the_plain_forms_give_the_same_tokens(method: str, page_size: int | None) -> None:
-    """In float32 kernels compute, in fp64 PyTorch; a sequence gets the same tokens alone and in a batch."""
-    exact = models(2, 0.3, hidden=32)[0]
-    model = RecurrentDepth(exact.config).requires_grad_(False)
-    model.load_state_dict(exact.state_dict())
-    batch, options = [[1, 2, 3, 4, 5, 6, 7], [5], [9, 9]], {"max_new_tokens": 12, "page_size": page_size}
-    together = generate(model, batch, method, **options).tokens
-    for (prompt, own), tokens in zip(streams(batch, options), together, strict=True):
-        assert torch.equal(tokens, generate(exact, prompt, method, **own).tokens)
-        assert torch.equal(tokens, generate(model, prompt, method, **own).tokens)

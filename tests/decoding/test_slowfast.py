@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -240,35 +239,6 @@ def test_a_trained_model_adds() -> None:
     assert [text.split()[-1] for text in careful.text] == ["1449", "89"]
     assert quick.stats.forwards < careful.stats.forwards / 3
     assert all(a[:15] == b[:15] for a, b in zip(careful.text, quick.text, strict=True))
-
-
-@pytest.mark.parametrize("options", [{}, {"cycle": "mean", "max_exploration": 3}, {"block_size": 4, "tau_high": 0.4}])
-def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(options: dict[str, Any]) -> None:
-    shared.assert_alone_as_in_a_batch(METHOD, **options)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"temperature": 0.7, "tau_high": 0.4}, {"prompt_interval": 4, "gen_interval": 2, "transfer_ratio": 0.5}],
-)
-def test_float32_fills_the_same_positions(options: dict[str, Any]) -> None:
-    shared.assert_float32_fills_the_same_places(METHOD, **options)
-
-
-def test_end_tokens_default_to_those_of_the_model() -> None:
-    shared.assert_end_tokens_of_the_model(METHOD)
-
-
-def test_streaming_gives_every_token_once() -> None:
-    shared.assert_streaming_gives_every_token_once(METHOD)
-
-
-def test_one_read_of_the_device_per_step() -> None:
-    shared.assert_one_read_per_step(METHOD)
-
-
-def test_no_tokens_need_no_forward() -> None:
-    shared.assert_no_tokens_need_no_forward(METHOD)
 
 
 def test_errors() -> None:
