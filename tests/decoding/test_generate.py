@@ -56,10 +56,6 @@ def test_result_of_a_single_prompt() -> None:
     assert len(stats.accepted) == 1 and len(stats.accepted[0]) == stats.forwards - 1
 
 
-# Methods that accept no draft on the prompts below.
-WITHOUT_DRAFTS = ("autoregressive",)
-
-
 def test_time_spent_listening_does_not_count() -> None:
     import time
 

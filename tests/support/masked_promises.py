@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from pdkernels.decoding import DecodeResult, generate
 from tests.support.base import reads_of_the_device, streams
 from tests.support.errors import kind_of
-from tests.support.masked import MASK, Scripted, hashed, small_masked
+from tests.support.masked import Scripted, hashed, small_masked
 
 
 def assert_same(result: DecodeResult, expected: list[Any]) -> None:
@@ -53,65 +52,12 @@ def assert_alone_as_in_a_batch(method: str, **options: Any) -> None:
             assert step.confidence == pytest.approx(other.confidence, rel=1e-9)
 
 
-def assert_float32_fills_the_same_places(method: str, **options: Any) -> None:
-    """With kernels for everything, in a ragged batch; and bfloat16 fills all positions as well."""
-    exact = small_masked(1, head_dim=16)
-    options = {"max_new_tokens": 12, "trace": True, "seed": 2**64 - 1} | options
-    wide, narrow, half = (
-        generate(model, [[3, 1, 4], [5]], method, **options)
-        for model in (exact, copy.deepcopy(exact).float(), copy.deepcopy(exact).bfloat16())
-    )
-    assert all(map(torch.equal, wide.tokens, narrow.tokens))
-    for steps, others in zip(wide.stats.trace, narrow.stats.trace, strict=True):
-        for step, other in zip(steps, others, strict=True):
-            assert (step.committed, step.window) == (other.committed, other.window)
-            assert step.confidence == pytest.approx(other.confidence, rel=1e-3, abs=1e-4)
-    assert [len(tokens) for tokens in half.tokens] == [12, 12] and MASK not in torch.cat(half.tokens)
-
-
-def assert_end_tokens_of_the_model(method: str, **options: Any) -> None:
-    """They are the default. Guesses are confident from left to right, so that nothing is open before the end token when it comes."""
-    end = 4
-
-    def script(text: list[int]) -> list[tuple[int, float]]:
-        return [(end if position == 5 else 7, 0.9 - 0.01 * position) for position in range(len(text))]
-
-    model = Scripted(script, end_tokens=(end,))
-    assert generate(model, [3, 1], method, max_new_tokens=20, **options).tokens.tolist() == [7, 7, 7, end]
-    assert len(generate(model, [3, 1], method, max_new_tokens=20, end_tokens=(), **options).tokens) == 20
-
-
-def assert_streaming_gives_every_token_once(method: str, **options: Any) -> None:
-    heard: list[list[int]] = [[], []]
-    parts = 0
-
-    def listen(sequence: int, ids: list[int], accepted: int) -> None:
-        nonlocal parts
-        assert accepted == len(ids) > 0
-        heard[sequence] += ids
-        parts += 1
-        ids.clear()  # the list belongs to the listener
-
-    model = Scripted(hashed(3))
-    result = generate(model, [[1, 2], [5]], method, max_new_tokens=13, on_tokens=listen, **options)
-    assert heard == [tokens.tolist() for tokens in result.tokens] and parts > 2
-
-
 def assert_one_read_per_step(method: str, **options: Any) -> None:
     """And one more at the end, for the stats."""
     options = {"max_new_tokens": 12, "end_tokens": (4,)} | options
     arguments = Scripted(hashed(2)), [[1, 2], [5]], method
     forwards = generate(*arguments, **options).stats.forwards
     assert reads_of_the_device(*arguments, **options) == forwards + 1
-
-
-def assert_no_tokens_need_no_forward(method: str) -> None:
-    model = Scripted(hashed(0))
-    result = generate(model, [[1], [2, 3]], method, max_new_tokens=0, trace=True)
-    assert [tokens.tolist() for tokens in result.tokens] == [[], []] and model.visible == []
-    assert (result.stats.forwards, result.stats.accepted, result.stats.trace) == (0, [[], []], [[], []])
-    one = generate(model, [[1], [2, 3]], method, max_new_tokens=1)
-    assert [len(tokens) for tokens in one.tokens] == [1, 1] and one.stats.forwards >= 1
 
 
 def assert_errors(method: str, cases: list[tuple[dict[str, Any], str]]) -> None:

@@ -16,12 +16,12 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pdkernels.decoding import DecodeResult, generate
+from pdkernels.decoding import DecodeResult
 from pdkernels.masks import TilePlan
 from pdkernels.models.transformer import Transformer
 from pdkernels.reference.sampling import distribution, without
-from tests.support.base import CachedFake, RandomRows, random_transformer, streams
-from tests.support.causal import SCRIPTS, VOCABULARY, Script
+from tests.support.base import CachedFake, RandomRows, random_transformer
+from tests.support.causal import VOCABULARY, Script
 
 MASK = VOCABULARY  # the id after those that scripts write
 
@@ -312,47 +312,3 @@ def assert_same(
     assert stats.forwards == max(forwards) if lockstep else max(forwards) <= stats.forwards <= sum(forwards)
     if sum(forwards):
         assert stats.tokens_per_forward == stats.tokens / sum(forwards)
-
-
-def assert_alone_as_in_a_batch(batch: list[list[int]], method: str, **options: Any) -> None:
-    model = small_transformer(1)
-    options |= {"temperature": 0.7, "trace": True}
-    together = generate(model, batch, method, **options)
-    for index, (prompt, own) in enumerate(streams(batch, options)):
-        alone = generate(model, prompt, method, **own)
-        assert torch.equal(alone.tokens, together.tokens[index])
-        assert alone.stats.accepted[0] == together.stats.accepted[index]
-        assert alone.stats.trace[0] == together.stats.trace[index]
-
-
-def assert_shorter_is_the_beginning(limit: int, more: int, method: str, **options: Any) -> None:
-    model = small_transformer(2)
-    short, long = (
-        generate(model, [1, 2], method, max_new_tokens=n, seed=3, **options).tokens for n in (limit, limit + more)
-    )
-    assert len(short) == limit and torch.equal(short, long[:limit])
-
-
-def assert_streaming_tells_drafts_apart(method: str) -> None:
-    """Every token is reported once."""
-    heard: list[list[int]] = [[], []]
-    drafts = [0, 0]
-
-    def listen(sequence: int, ids: list[int], accepted: int) -> None:
-        assert 0 <= len(ids) - accepted <= 1  # at most one token a step is the verifier's own
-        heard[sequence] += ids
-        drafts[sequence] += accepted
-
-    model = Cached(ScriptedTriMode(SCRIPTS["sticky"], SKILLS["patchy"]), MASK + 1)
-    result = generate(model, [[1, 2], [5]], method, max_new_tokens=30, on_tokens=listen)
-    assert heard == [tokens.tolist() for tokens in result.tokens]
-    assert drafts == [sum(accepted) - len(accepted) for accepted in result.stats.accepted] and min(drafts) > 0
-
-
-def assert_end_tokens_of_the_model(method: str) -> None:
-    """They are the default."""
-    model = Cached(ScriptedTriMode(SCRIPTS["position"]), MASK + 1)
-    model.end_tokens = (4,)
-    stopped = generate(model, [3], method, max_new_tokens=40).tokens.tolist()
-    assert stopped[-1] == 4 and 4 not in stopped[:-1] and len(stopped) < 40
-    assert len(generate(model, [3], method, max_new_tokens=40, end_tokens=()).tokens) == 40
