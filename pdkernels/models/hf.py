@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -18,13 +18,10 @@ from pdkernels.models.hf_rope import read_rope
 from pdkernels.models.layout import Layout, Parts
 
 NEMOTRON = "nemotron_labs_diffusion"
-ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "ministral3", "Dream", "Fast_dLLM_Qwen", "sdar", NEMOTRON)
-MASK_TOKENS = {"Fast_dLLM_Qwen": 151665, "sdar": 151669}
-"""Defaults of the published classes for fields that a config.json omits."""
 
 
 class _Usual(NamedTuple):
-    """The defaults of a published class for fields that a config.json omits."""
+    """A published class: its defaults for fields that a config.json omits, and what no field says."""
 
     positions: int
     kv_heads: int | None = None
@@ -37,16 +34,30 @@ class _Usual(NamedTuple):
     """Whether use_sliding_window enables windows, from layer max_window_layers on."""
     bias: bool = False
     """attention_bias may be true."""
+    mask_token: int | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    attention: Literal["causal", "bidirectional"] = "causal"
+    predicts: Literal["next", "own"] = "next"
 
 
-_QWEN = _Usual(32768, 32, window=4096, switched=True, bias=True)
+_QWEN2 = _Usual(32768, 32, window=4096, switched=True, bias=True, qkv_bias=True)
+_QWEN3 = _QWEN2._replace(qkv_bias=False, qk_norm=True)
+# Dream has Qwen2's layers without a causal mask; row i still predicts token i + 1, which may be a mask. Fast-dLLM v2 has the same
+# layers and is causal except for the block that it fills. So is SDAR, with Qwen3's layers and rows that predict their own token.
 _USUAL = {
-    **dict.fromkeys(("qwen2", "Dream", "Fast_dLLM_Qwen", "qwen3", "sdar"), _QWEN),
+    "qwen2": _QWEN2,
+    "qwen3": _QWEN3,
     "llama": _Usual(2048, bias=True),
     "mistral": _Usual(131072, 8, window=4096),
     "ministral3": _Usual(262144, 8, 128, eps=1e-5),
+    "Dream": _QWEN2._replace(attention="bidirectional"),
+    "Fast_dLLM_Qwen": _QWEN2._replace(mask_token=151665),
+    "sdar": _QWEN3._replace(mask_token=151669, predicts="own"),
     NEMOTRON: _Usual(262144, 8, eps=1e-5),
 }
+ARCHITECTURES = tuple(_USUAL)
+MASK_TOKENS = {kind: usual.mask_token for kind, usual in _USUAL.items() if usual.mask_token is not None}
 
 _HEAD = "lm_head.weight"
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
@@ -66,13 +77,9 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
     fields.require(_REQUIRED)
     kind = fields.get("model_type")
     demand(kind in ARCHITECTURES, "model_type", f"be one of {', '.join(ARCHITECTURES)}", shown(kind))
-    # Dream has Qwen2's layers without a causal mask; row i still predicts token i + 1, which may be a mask. Fast-dLLM v2 has the
-    # same layers and is causal except for the block that it fills. So is SDAR, with Qwen3's layers and rows that predict their own
-    # token.
-    like_qwen2, like_qwen3 = kind in ("qwen2", "Dream", "Fast_dLLM_Qwen"), kind in ("qwen3", "sdar")
-    if like_qwen3:  # the published classes default to 128, regardless of the other sizes
-        fields.require(("head_dim",))
     usual = _USUAL[str(kind)]
+    if usual.qk_norm:  # the published classes default to 128, regardless of the other sizes
+        fields.require(("head_dim",))
     activation = fields.get("hidden_act", "silu")
     demand(activation in ("silu", "swish"), "hidden_act", "be 'silu'", shown(activation))
     demand(not fields.flag("use_mrope", False), "use_mrope", "be false", True)
@@ -105,13 +112,13 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
             rope_theta=theta,
             rope_scaling=scaling,
             norm_eps=fields.number("rms_norm_eps", usual.eps, minimum=0),
-            qkv_bias=biased or like_qwen2,
-            output_bias=biased and (kind == "llama" or like_qwen3),
+            qkv_bias=biased or usual.qkv_bias,
+            output_bias=biased and (kind == "llama" or usual.qk_norm),
             mlp_bias=mlp_biased,
-            qk_norm=like_qwen3,
+            qk_norm=usual.qk_norm,
             tied_head=fields.flag("tie_word_embeddings", False),
-            attention="bidirectional" if kind == "Dream" else "causal",
-            predicts="own" if kind == "sdar" else "next",
+            attention=usual.attention,
+            predicts=usual.predicts,
             max_positions=positions,
         )
 
