@@ -13,15 +13,20 @@ from typing import Any
 
 import torch
 
-from pdkernels.decoding import generate
+from pdkernels.decoding import available, generate, is_lossless, supports
 from pdkernels.models import load
 from tests.support.tri_mode import small_transformer
 
-METHODS: dict[str, list[dict[str, Any]]] = {
+FORMS: dict[str, list[dict[str, Any]]] = {
     "jacobi": [{"block_size": 8}, {"block_size": 5}],
     "jacobi_multiblock": [{"block_size": 6}, {"block_size": 4, "blocks": 3}],
     "linear_self_speculation": [{"block_size": 6}, {"block_size": 4, "threshold": 0.1}],
     "quadratic_self_speculation": [{"block_size": 4}, {"block_size": 5}],
+}
+METHODS = {
+    name: FORMS.get(name, [{}, {}])
+    for name in available()
+    if is_lossless(name) and supports(name, small_transformer(0)) and name != "autoregressive"
 }
 BATCH, NEW, VOCABULARY = 10, 24, 40
 
