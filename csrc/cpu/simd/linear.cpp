@@ -34,6 +34,10 @@ constexpr bool kPairs = false;
 #endif
 
 template <class W>
+PDK_INLINE Vec lower(Words words) {
+  return widened(words & 0xffffu, W{});
+}
+template <class W>
 PDK_INLINE Vec upper(Words words) {
   return widened(words >> 16, W{});
 }
@@ -41,6 +45,17 @@ template <>
 PDK_INLINE Vec upper<Bfloat16>(Words words) {
   return reinterpret_cast<Vec>(words & 0xffff0000u);
 }
+#ifdef __AVX512DQ__
+// The processor's own conversion, in half the instructions; the sums of a NaN are the same.
+template <>
+PDK_INLINE Vec lower<Half>(Words words) {
+  return reinterpret_cast<Vec>(_mm512_cvtph_ps(_mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(words))));
+}
+template <>
+PDK_INLINE Vec upper<Half>(Words words) {
+  return lower<Half>(words >> 16);
+}
+#endif
 
 // x as floats: whole steps in the order of the weights, then the rest of the row.
 template <class T, class W>
@@ -58,6 +73,11 @@ void widen(const T* x, float* wide, int64_t width) {
 
 struct Sums {
   Vec at[kBlock][kRows];
+};
+
+template <int count>
+struct Count {
+  static constexpr int kCount = count;
 };
 
 // The words of [at, end), as many as fill a vector; zeros after the end.
@@ -99,8 +119,25 @@ struct Ahead {
   }
 };
 
+// The weights that a stream comes to next: the same place of later outputs, for the first-level cache.
+struct Later {
+  const char* at;
+  int64_t stride;
+
+  // A vector of each of so many outputs, a line of memory once.
+  template <int outputs>
+  PDK_INLINE void fetch() {
+    constexpr uintptr_t kLine = 64, kBytes = sizeof(Vec) < kLine ? sizeof(Vec) : kLine;
+    if (kBytes == kLine || (reinterpret_cast<uintptr_t>(at) & (kLine - kBytes)) == 0) {
+#pragma GCC unroll 8
+      for (int o = 0; o < outputs; ++o) __builtin_prefetch(at + o * stride, 0, 3);
+    }
+    at += sizeof(Vec);
+  }
+};
+
 // Adds the products of `rows` rows and `outputs` outputs over [begin, end) of the width, which are of one strip.
-template <int rows, int outputs>
+template <int rows, int outputs, class Ahead>
 PDK_INLINE void multiply_strip(const Bfloat16* x, int64_t x_stride, const Bfloat16* weight, int64_t weight_stride,
                                int64_t begin, int64_t end, Vec (*sums)[kRows], Ahead& ahead) {
   Vec total[outputs][rows] = {};
@@ -117,7 +154,7 @@ PDK_INLINE void multiply_strip(const Bfloat16* x, int64_t x_stride, const Bfloat
   };
   int64_t at = begin;
   for (; at + 2 * kLanes <= end; at += 2 * kLanes) {
-    ahead.fetch<outputs>();
+    ahead.template fetch<outputs>();
     add(at, at + 2 * kLanes);
   }
   if (at < end) add(at, end);
@@ -126,7 +163,7 @@ PDK_INLINE void multiply_strip(const Bfloat16* x, int64_t x_stride, const Bfloat
   }
 }
 
-template <int rows, int outputs, class W>
+template <int rows, int outputs, class W, class Ahead>
 PDK_INLINE void multiply_strip(const float* x, int64_t x_stride, const W* weight, int64_t weight_stride, int64_t begin,
                                int64_t end, Vec (*sums)[kRows], Ahead& ahead) {
   Vec total[outputs][rows] = {};
@@ -140,7 +177,7 @@ PDK_INLINE void multiply_strip(const float* x, int64_t x_stride, const W* weight
   };
   int64_t at = begin;
   for (; at + kStep<W> <= end; at += kStep<W>) {
-    ahead.fetch<outputs>();
+    ahead.template fetch<outputs>();
     Vec w[outputs];
     if constexpr (kStep<W> == kLanes) {
 #pragma GCC unroll 8
@@ -151,7 +188,7 @@ PDK_INLINE void multiply_strip(const float* x, int64_t x_stride, const W* weight
 #pragma GCC unroll 8
       for (int o = 0; o < outputs; ++o) {
         words[o] = *reinterpret_cast<const LooseWords*>(weight + o * weight_stride + at);
-        w[o] = widened(words[o] & 0xffffu, W{});
+        w[o] = lower<W>(words[o]);
       }
       add(w, at);
 #pragma GCC unroll 8
@@ -235,12 +272,86 @@ void finish(const LinearArgs& args, int64_t row, int64_t count, int64_t first, i
   }
 }
 
+// All rows with one output after the other, or `group` of them, over `reach` of the width before the next `reach`.
+template <int rows, int group, class T, class X, class W>
+void stream_outputs(const LinearArgs& args, const X* x, int64_t x_stride, const W* weight, int64_t depth,
+                    int64_t reach) {
+  constexpr int64_t kAhead = 8 * 1024;  // bytes: the time that memory takes to answer, at the speed of a plain read
+  const int64_t blocks = (args.outputs + kBlock - 1) / kBlock, stride = args.weight_stride;
+  const int64_t bytes = group * smaller(reach, args.width) * static_cast<int64_t>(sizeof(W));
+  const int64_t further = group * ((kAhead + bytes - 1) / (bytes > 0 ? bytes : 1));
+  for_ranges(blocks, kBlock * args.width, [&](int64_t from, int64_t to) {
+    auto& sums = *reinterpret_cast<Sums*>(thread_scratch(sizeof(Sums)));
+    for (int64_t block = from; block < to; ++block) {
+      const int64_t first = block * kBlock, outputs = smaller(kBlock, args.outputs - first);
+      const W* own = weight + first * stride;
+      for (int64_t o = 0; o < outputs; ++o) {
+        for (int r = 0; r < rows; ++r) sums.at[o][r] = Vec{};
+      }
+      for (int64_t begin = 0, end; begin < args.width; begin = end) {
+        end = smaller(begin + reach, args.width);
+        const auto add = [&](int64_t o, auto count) {
+          const bool turns = o + further >= outputs && end < args.width;
+          const W* next = turns ? own + (o + further - outputs) * stride + end : own + (o + further) * stride + begin;
+          Later later{reinterpret_cast<const char*>(next), stride * static_cast<int64_t>(sizeof(W))};
+          for (int64_t at = begin; at < end; at += depth) {
+            multiply_strip<rows, count.kCount>(x, x_stride, own + o * stride, stride, at, smaller(at + depth, end),
+                                               sums.at + o, later);
+          }
+        };
+        int64_t o = 0;
+        for (; o + group <= outputs; o += group) add(o, Count<group>{});
+        for (; o < outputs; ++o) add(o, Count<1>{});
+      }
+      finish<T>(args, 0, rows, first, outputs, sums.at);
+    }
+  });
+}
+
+// Up to how many rows outputs are streamed, at most a panel. With more, arithmetic takes as long as memory, and blocks
+// of more outputs need fewer instructions.
+template <class X, class W>
+constexpr int kStreamed = 3;
+template <>
+constexpr int kStreamed<Bfloat16, Bfloat16> = kRows;
+template <>
+constexpr int kStreamed<float, float> = kRows < 6 ? kRows : 6;
+// Bytes of weights that the second-level cache may hold. Narrow vectors add up a single output slower than it is read
+// from there.
+#ifdef __AVX512DQ__
+constexpr int64_t kInCache = 0;
+#else
+constexpr int64_t kInCache = int64_t{1} << 20;
+template <>
+constexpr int kStreamed<float, Half> = 0;  // arithmetic takes longer for one row already
+#endif
+
+// They cost little more than reading the weights. Outputs are read one after the other, as they lie in memory, if few
+// rows of x stay in the first-level cache meanwhile; otherwise a strip of several at a time.
+template <int rows, class T, class X, class W>
+void stream(const LinearArgs& args, const X* x, int64_t x_stride, const W* weight, int64_t depth) {
+  if constexpr (rows > 1) {
+    if (args.rows < rows) return stream<rows - 1, T>(args, x, x_stride, weight, depth);
+  }
+  if constexpr (rows <= 4) {
+    constexpr int64_t kNear = 12 * 1024;
+    if (rows * args.width * static_cast<int64_t>(sizeof(X)) <= kNear) {
+      return stream_outputs<rows, 1, T>(args, x, x_stride, weight, depth, args.width);
+    }
+  }
+  stream_outputs<rows, 3, T>(args, x, x_stride, weight, depth, depth);
+}
+
 template <class T, class X, class W>
 void multiply(const LinearArgs& args, const X* x, int64_t x_stride, const W* weight) {
   const int64_t panels = (args.rows + kRows - 1) / kRows, blocks = (args.outputs + kBlock - 1) / kBlock;
   // Strips of one length, in whole steps, short enough for sums within the error budget.
   const int64_t strips = args.width > kLongest ? (args.width + kLongest - 1) / kLongest : 1;
   const int64_t depth = rounded_up((args.width + strips - 1) / strips, 2 * kLanes);
+  if constexpr (constexpr int streamed = kStreamed<X, W>; streamed > 0) {
+    const int64_t bytes = args.outputs * args.width * static_cast<int64_t>(sizeof(W));
+    if (args.rows <= streamed && bytes >= kInCache) return stream<streamed, T>(args, x, x_stride, weight, depth);
+  }
   // Panels whose rows and sums stay in the second-level cache while all blocks are multiplied with them.
   constexpr int64_t kPanels = 16;
   for_ranges(blocks, kBlock * args.width * smaller(panels, 4), [&](int64_t from, int64_t to) {
