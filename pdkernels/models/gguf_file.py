@@ -28,7 +28,8 @@ _MAX_NAMES, _MAX_STRINGS = 1 << 16, 1 << 20
 _MAX_TEXT = 1 << 23  # bytes of the strings outside of lists, together
 _SHORT = 16  # elements of an array that is read at once
 _KINDS = "tokenizer.ggml.token_type"
-_CHUNK = 1 << 20  # elements dequantised at a time, a multiple of the block size of every type
+# Elements dequantised at a time: a multiple of the block size of every type, and few enough for the second-level cache.
+_CHUNK = 1 << 17
 
 
 class GgufTensor(NamedTuple):
@@ -85,6 +86,9 @@ class GgufFile:
             with numpy.errstate(all="ignore"):  # scales may be infinite or NaN
                 numbers = self._quants.quants.dequantize(row, kind)
             part.copy_(torch.from_numpy(numbers if numbers.flags.writeable else numbers.copy()).view(-1))
+        if hasattr(self._map, "madvise"):  # what was read need not stay mapped beside the numbers
+            first = tensor.start // mmap.PAGESIZE * mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_DONTNEED, first, tensor.start + tensor.bytes - first)
 
     # ---- the header
 
