@@ -184,6 +184,19 @@ def test_the_report_says_what_the_system_says() -> None:
     assert lines["huge pages"] == "on" and lines["trial"].endswith("of 16 MiB are in huge pages")
 
 
+def test_doctor_shows_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("typer")
+    from typer.testing import CliRunner
+
+    from pdkernels.cli import app
+
+    monkeypatch.setenv("PDKERNELS_HUGE_PAGES", "0")
+    lines = CliRunner().invoke(app, ["doctor"]).stdout.splitlines()
+    memory = lines[lines.index("memory") + 1 :]
+    assert memory[0].split(maxsplit=2) == ["huge", "pages", "off: PDKERNELS_HUGE_PAGES=0"]
+    assert memory[1].split()[0] == "system" and any("PDKERNELS_HUGE_PAGES" in line for line in lines)
+
+
 @pytest.mark.parametrize("setting, expected", [("never", "off"), ("", "off: the system has none")])
 def test_a_system_without_them(setting: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_memory, "setting", lambda: setting)

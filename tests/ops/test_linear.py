@@ -58,6 +58,46 @@ def test_every_level(level_ops: Any, rows: int, outputs: int, width: int) -> Non
         assert torch.equal(found, alone)
 
 
+# More rows than are streamed are multiplied by blocks, whose sums have the same order.
+STREAMED = [(25, 96, False), (500, 2100, False), (260, 4100, True), (1200, 576, True)]
+
+
+@pytest.mark.parametrize("level_ops", [*LEVELS, "avx512_bf16"], indirect=True)
+@pytest.mark.parametrize("outputs, width, apart", STREAMED)
+def test_few_rows_have_the_bits_of_many(level_ops: Any, outputs: int, width: int, apart: bool) -> None:
+    check_few_rows(level_ops.linear, outputs, width, apart)
+
+
+@pytest.mark.parametrize("outputs, width, apart", STREAMED)
+def test_few_rows_have_the_bits_of_many_here(outputs: int, width: int, apart: bool) -> None:
+    check_few_rows(pd.linear, outputs, width, apart)
+
+
+def check_few_rows(linear: Any, outputs: int, width: int, apart: bool) -> None:
+    for dtypes in DTYPES:
+        x, weight, bias = inputs(9, outputs, width, dtypes)
+        if apart:  # rows with other numbers between them
+            x, weight = (torch.cat((of, of.new_full((len(of), 3), torch.nan)), 1)[:, :-3] for of in (x, weight))
+        many = linear(x, weight, bias)
+        for rows in (1, 2, 3, 4, 5, 6, 7, 8):
+            assert torch.equal(linear(x[:rows], weight, bias), many[:rows]), (dtypes, rows)
+
+
+def test_every_half_is_multiplied_as_it_is() -> None:
+    """Subnormal numbers, infinities and NaN included, for one row and for many."""
+    halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.float16)
+    weight = torch.zeros(1 << 16, 40, dtype=torch.float16)
+    weight[torch.arange(1 << 16), torch.arange(1 << 16) % 40] = halves
+    x = torch.ones(12, 40, dtype=torch.float16)
+    for rows in (1, 12):
+        found = pd.linear(x[:rows], weight)
+        assert torch.equal(found.isnan(), halves.isnan().expand(rows, -1))
+        assert torch.equal(found.nan_to_num(), halves.nan_to_num().expand(rows, -1))
+        assert torch.equal(
+            pd.linear(x[:rows].float(), weight).nan_to_num(), halves.float().nan_to_num().expand(rows, -1)
+        )
+
+
 @given(data=st.data())
 @settings(max_examples=60)
 def test_a_row_has_the_same_bits_in_any_batch(data: st.DataObject) -> None:
