@@ -155,7 +155,7 @@ def drawn(method: str, kind: str, number: int) -> tuple[list[list[int]], dict[st
     choice = random.Random(f"{method}, {kind}, {number}")
     words = exact(kind).config.vocab_size - 1  # the last one is the mask
     batch = [choice.choices(range(words), k=choice.randint(1, 6)) for _ in range(choice.randint(2, 4))]
-    limit, ends = choice.randint(2, 14), tuple(choice.choices(range(words), k=choice.randint(0, 2)))
+    limit, ends = choice.randint(2, 12), tuple(choice.choices(range(words), k=choice.randint(0, 2)))
     if kind.startswith("planning"):
         batch, limit, ends = [[*choice.choices(range(10, 15), k=n), END] for n in (0, 2)], 24, (END,)
     elif number == 0:
