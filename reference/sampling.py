@@ -65,6 +65,31 @@ def distribution(logits: Tensor, temperature: float) -> Tensor:
     return torch.nn.functional.one_hot(scores.argmax(-1), logits.shape[-1]).double()
 
 
+def filtered(
+    logits: Tensor, temperature: float, top_k: int | None = None, top_p: float = 1.0, min_p: float = 0.0
+) -> Tensor:
+    """fp64 ``(R, V)``: `logits` with -inf for the tokens that cannot be drawn, in the order of transformers: top-k keeps the logits that
+    are at least the k-th largest, then top-p the tokens whose more probable ones have a mass below `top_p`, then min-p those with
+    `min_p` times the largest probability. The largest logit always stays, and equals stay or go together.
+
+    >>> rows = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    >>> filtered(rows, 1.0, top_k=3, top_p=0.75).isfinite().tolist()  # of 4/9, 3/9 and 2/9
+    [[True, True, False, False]]
+    """
+    scores = logits.double()
+    if temperature == 0:
+        return scores
+    if top_k is not None:
+        smallest = scores.sort(dim=-1, descending=True).values[:, :top_k][:, -1:]
+        scores = scores.masked_fill(scores < smallest, -torch.inf)
+    largest = scores.amax(-1, keepdim=True)
+    mass = distribution(scores, temperature)
+    more = ((scores[:, None] > scores[:, :, None]) * mass[:, None]).sum(-1)  # of all more probable tokens
+    if top_p < 1:
+        scores = scores.masked_fill((more >= top_p) & (scores < largest), -torch.inf)
+    return scores.masked_fill(mass < min_p * mass.amax(-1, keepdim=True), -torch.inf)
+
+
 def without(logits: Tensor, token: int) -> Tensor:
     """A copy in which `token` is impossible. A guess is never the mask token, which would leave its slot masked."""
     logits = logits.clone()
@@ -99,8 +124,11 @@ def sampled_autoregressive(
     temperature: float,
     end_tokens: Sequence[int] = (),
     seed: int = 0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
 ) -> AutoregressiveResult:
-    """One draw per forward; arguments as in :func:`~pdkernels.reference.autoregressive.autoregressive`, which is T = 0.
+    """One draw per forward, from what `filtered` keeps; other arguments as in :func:`~pdkernels.reference.autoregressive.autoregressive`, which is T = 0.
 
     >>> from pdkernels.reference.autoregressive import autoregressive
     >>> model = lambda tokens, positions, mask: torch.eye(5, dtype=torch.float64)[(tokens * 2 + 1) % 5]
@@ -110,5 +138,6 @@ def sampled_autoregressive(
     tokens: list[int] = []
     while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in end_tokens):
         history = [*prompt, *tokens]
-        tokens += draw(causal_logits(model, history)[-1:], [len(history)], temperature, seed, OWN)
+        logits = filtered(causal_logits(model, history)[-1:], temperature, top_k, top_p, min_p)
+        tokens += draw(logits, [len(history)], temperature, seed, OWN)
     return AutoregressiveResult(tokens, len(tokens))

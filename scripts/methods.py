@@ -56,13 +56,23 @@ def options_table() -> str:
     return "\n".join(lines)
 
 
+def sampling_table() -> str:
+    """Which settings of sampling each method has."""
+    names = ("temperature", "top_k", "top_p", "min_p")
+    lines = [f"| method | {' | '.join(f'`{name}`' for name in names)} |", "|---" * (1 + len(names)) + "|"]
+    for method in METHODS.values():
+        cells = ("yes" if name in method.options else "-" for name in names)
+        lines.append(f"| `{method.name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def _cell(text: str) -> str:
     return text.replace("|", r"\|")
 
 
 def page(text: str) -> str:
     """A page with its tables regenerated."""
-    for name, made in (("methods", methods_table), ("options", options_table)):
+    for name, made in (("methods", methods_table), ("sampling", sampling_table), ("options", options_table)):
         text = re.sub(f"(<!-- {name} -->\n).*?(?=<!-- /{name} -->)", _filled(made), text, flags=re.DOTALL)
     return text
 

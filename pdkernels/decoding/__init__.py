@@ -88,7 +88,7 @@ def method_options(method: str) -> tuple[str, ...]:
     """Names of the options that `generate` takes for `method`.
 
     >>> method_options("jacobi")
-    ('block_size', 'window', 'draft', 'temperature', 'allow_mask_token', 'seed', 'page_size')
+    ('block_size', 'window', 'draft', 'temperature', 'top_k', 'top_p', 'min_p', 'allow_mask_token', 'seed', 'page_size')
     """
     return tuple(find(method).options)
 

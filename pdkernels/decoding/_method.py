@@ -39,7 +39,10 @@ class SharedOptions:
     Args:
         mask_token: id of the mask token; None: the model's own.
         temperature: sampling temperature; 0 is greedy.
-        top_p, min_p, top_k: sample from likely tokens only; None: from all.
+        top_k: sample from the tokens whose logits are at least the k-th largest; None: from all.
+        top_p: sample from the most probable tokens that together have this mass, of the distribution that `temperature` and `top_k`
+            leave, the one that reaches it included, except in recurrent methods; None: from all.
+        min_p: sample from the tokens with at least this share of the largest probability; None: from all. Applied last.
         seed: seed of all random numbers: an int, from which each sequence derives its own stream (`stream`), or a list with one seed
             per sequence.
         allow_mask_token: whether the model may emit its mask token; by default it cannot.

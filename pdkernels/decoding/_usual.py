@@ -24,7 +24,7 @@ def default_method(
     Args:
         model: as for `generate`.
         options: names of those that the caller gives, which come before the choice's own. For one that only decoders of recurrent
-            depth have, such as `top_p`, the method is "recurrent_static".
+            depth have, such as `init_scale`, the method is "recurrent_static".
         name: the name that the model was loaded by. Only tiny-jacobi is recognised by it.
         several: whether many prompts share a forward. Then nothing is looked up: forwards become fewer only where all of them
             accept drafts, and every draft adds rows.

@@ -35,6 +35,9 @@ class Request(TypedDict, total=False):
 
 class Autoregressive(Request, total=False):
     temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
     allow_mask_token: bool
     seed: int | Sequence[int]
     page_size: int | None

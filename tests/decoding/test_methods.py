@@ -109,7 +109,8 @@ def test_a_misspelt_name_is_suggested() -> None:
     ):
         pd.decoding.generate(model, [1], pd.decoding.find("jacobi"), blocksize=4)
     with pytest.raises(
-        TypeError, match=r"no option 'nope'. It accepts: temperature, allow_mask_token, seed, page_size\."
+        TypeError,
+        match=r"no option 'nope'. It accepts: temperature, top_k, top_p, min_p, allow_mask_token, seed, page_size\.",
     ):
         pd.decoding.generate(model, [1], pd.decoding.find("autoregressive"), nope=4)
     with pytest.raises(ValueError, match=r"got 'jaccobi'. Did you mean 'jacobi'\? Known: autoregressive, jacobi, "):

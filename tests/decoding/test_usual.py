@@ -64,4 +64,5 @@ def test_options_of_the_caller() -> None:
     assert default_method(trimode, ["threshold"])[0] == "linear_self_speculation"
     recurrent = pd.models.load("tiny-recurrent")
     assert default_method(recurrent, ["temperature"]) == LOOKUP
-    assert default_method(recurrent, ["temperature", "top_p"]) == ("recurrent_static", {})
+    assert default_method(recurrent, ["temperature", "top_p"]) == LOOKUP
+    assert default_method(recurrent, ["temperature", "init_scale"]) == ("recurrent_static", {})

@@ -180,8 +180,6 @@ def test_a_field_is_followed_or_refused_by_name(field: str, method: str | None) 
     """Greedy: the same tokens as without us, or its name."""
     settings, rule = fitting(field), FIELDS[field]
     before = REFUSED_BEFORE.get(field)
-    if field == "do_sample":
-        settings |= {"top_k": 0}
     if (rule.kind == "refused" and not rule.draws) or before:
         with pytest.raises(REFUSALS, match=before or rf"^pdkernels\.generate: {field} must "):
             ours(method=method, **settings)
@@ -197,7 +195,10 @@ def test_a_field_is_followed_or_refused_by_name(field: str, method: str | None) 
 
 @pytest.mark.parametrize("field", sorted(fields() & {*DRAWN, *FILTERS}))
 def test_a_filter_of_draws_is_refused_by_name(field: str) -> None:
+    """The filters that causal methods have, by a method that has none."""
     settings: dict[str, Any] = {"do_sample": True, "top_k": 0, field: VALUES[field]}
+    if field in FILTERS:
+        settings["method"] = "llada"
     with pytest.raises(REFUSALS, match=rf"^pdkernels\.generate: {field} must be off"):
         ours(**settings)
 
@@ -379,21 +380,39 @@ def test_masks_other_than_left_padding_are_refused(mask: list[int]) -> None:
 
 def test_several_draws_of_a_prompt() -> None:
     torch.manual_seed(1)
-    said = ours(prompts(2), do_sample=True, top_k=0, num_return_sequences=3)
+    said = ours(prompts(2), do_sample=True, num_return_sequences=3)
     assert said.shape == (6, 9 + NEW) and torch.equal(said[:, :9], prompts(2).repeat_interleave(3, 0))
     assert len({tuple(row) for row in said.tolist()}) == 6
-    seeded = [ours(do_sample=True, top_k=0, method_options={"seed": 5}) for _ in range(2)]
+    seeded = [ours(do_sample=True, method_options={"seed": 5}) for _ in range(2)]
     assert torch.equal(*seeded)
 
 
-def test_the_law_of_draws() -> None:
-    """The first token's frequencies against softmax(logits / temperature)."""
+LAWS: list[dict[str, Any]] = [
+    {"top_k": 0, "temperature": 0.7},
+    {"temperature": 2.0},  # with top_k=50, of 61 tokens
+    {"temperature": 2.0, "top_k": 20, "top_p": 0.95},
+    {"temperature": 1.5, "top_p": 0.8, "min_p": 0.05},
+    {"temperature": 3.0, "top_k": 0, "min_p": 0.2, "repetition_penalty": 1.3},
+]
+
+
+@pytest.mark.parametrize("method", [None, "autoregressive"])
+@pytest.mark.parametrize("drawn", LAWS, ids=str)
+def test_the_law_of_draws(drawn: dict[str, Any], method: str | None) -> None:
+    """The first two tokens' frequencies against the distributions after transformers' own processors."""
     ids, draws = prompts(), 4000
-    said = ours(ids, do_sample=True, top_k=0, temperature=0.7, max_new_tokens=1, num_return_sequences=draws)[:, -1]
-    with torch.no_grad():
-        law = (model_of("Llama")(ids).logits[0, -1].double() / 0.7).softmax(-1)
-    seen = torch.bincount(said, minlength=V).double() / draws
-    assert (seen - law).abs().sum() < 3 * (law * (1 - law) / draws).sqrt().sum()
+    said = ours(ids, do_sample=True, max_new_tokens=2, num_return_sequences=draws, method=method, **drawn)
+    common = said[:, -2].mode().values
+    after = torch.cat([ids, common[None, None]], -1)
+    for text, tokens in ((ids, said[:, -2]), (after, said[said[:, -2] == common, -1])):
+        scores = theirs(
+            text, do_sample=True, max_new_tokens=1, return_dict_in_generate=True, output_scores=True, **drawn
+        )
+        law = scores.scores[0][0].double().softmax(-1)
+        seen = torch.bincount(tokens, minlength=V).double() / len(tokens)
+        assert len(tokens) > 100 and (seen[law == 0] == 0).all()
+        assert (seen - law).abs().sum() < 3 * (law * (1 - law) / len(tokens)).sqrt().sum()
+    assert (law == 0).any() == (drawn.get("top_k") != 0 or "min_p" in drawn)
 
 
 # ----------------------------------------------------------------------------------------------------- methods, options

@@ -261,8 +261,8 @@ def test_sampling_settings_reach_the_method() -> None:
     first, again, other, cold = seen
     assert torch.equal(first, again) and not torch.equal(first, other)
     assert torch.equal(cold, written("llama", "sdpa", rows=1, new=8))
-    with pytest.raises(ValueError, match="top_k must be off for method 'autoregressive'"):
-        model.generate(prompts(1), **settings)
+    with pytest.raises(ValueError, match="top_k must be off for method 'llada'"):
+        model.generate(prompts(1), **settings | {"method": "llada"})
 
 
 @pytest.mark.parametrize(

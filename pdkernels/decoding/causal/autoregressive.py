@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampling, latents, sample
+from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampling, latents
 from pdkernels.decoding._session import Session, has_no_choice, is_end
+from pdkernels.decoding._token_sampler import checked_sampler
 from pdkernels.decoding.steps import DraftSteps, Rows, decoder
 
 _OP = "decoding.autoregressive"
@@ -19,12 +20,15 @@ class AutoregressiveSteps(DraftSteps):
         session: Session,
         *,
         temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
         allow_mask_token: bool = False,
         seed: Seed = 0,
         page_size: int | None = None,
     ) -> None:
         seeds = checked_sampling(_OP, temperature, seed, session.batch)
-        self.temperature = temperature
+        self.sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p)
         self.banned = banned_tokens(_OP, session.model, allow_mask_token)
         self.allocate(session, seeds, 1, page_size, draft=1)
         self.latents = latents(self.model, self.seeds)
@@ -55,7 +59,7 @@ class AutoregressiveSteps(DraftSteps):
         entry.pending.copy_(self.remaining.clamp(max=1))
 
     def _draw(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return sample(logits, positions[:, None], self.temperature, self.seeds, OWN, self.banned)
+        return self.sampler.sample(logits, positions[:, None], self.seeds, OWN, self.banned)
 
     def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
         taken_part: int = sum(row.pending for row in before)

@@ -25,11 +25,10 @@ from pdkernels.decoding._sampling import (
     checked_number,
     checked_sampling,
     checked_size,
-    noise,
-    sample,
     statistics,
 )
 from pdkernels.decoding._session import Session, has_no_choice, is_end
+from pdkernels.decoding._token_sampler import checked_sampler
 from pdkernels.decoding.canvas.canvas import share
 from pdkernels.decoding.steps import Entry, Row, Rows, Steps, decoder
 from pdkernels.decoding.traces import DenoiseStep
@@ -55,7 +54,7 @@ class BlockSteps(Steps):
         steps_per_block: forwards per block if `threshold` is None; by default as many as there are masks.
         refresh: "causal" runs a finished block through the model causally, which also gives the next block's first token;
             "bidirectional" is for block-causal models.
-        temperature: sampling temperature of the guesses; slots are chosen by their confidence at temperature 1.
+        temperature: sampling temperature of the guesses; slots are chosen by their confidence at temperature 1, without filters.
         sampler: a trained network whose scores replace the confidence; for temperature 0. It leaves slots after an end
             token masked.
     """
@@ -71,6 +70,9 @@ class BlockSteps(Steps):
         steps_per_block: int | None = None,
         refresh: Refresh = "causal",
         temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
         mask_token: int | None = None,
         allow_mask_token: bool = False,
         seed: Seed = 0,
@@ -95,8 +97,9 @@ class BlockSteps(Steps):
             check(temperature == 0, _OP, "temperature", "be 0 with a sampler", temperature)
         checked_name(_OP, "refresh", refresh, get_args(Refresh))
         seeds = checked_sampling(_OP, temperature, seed, session.batch)
+        self.token_sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p)
         self.model, self.limit = session.model, session.max_new_tokens
-        self.threshold, self.temperature, self.sampler = threshold, temperature, sampler
+        self.threshold, self.sampler = threshold, sampler
         self.mask_token = checked_mask_token(_OP, self.model, mask_token)
         self.banned = banned_tokens(_OP, self.model, allow_mask_token, self.mask_token)
         self.block_size = block_size = session.block(block_size)
@@ -156,7 +159,7 @@ class BlockSteps(Steps):
         self.passes.zero_()
         self.entry.block.fill_(self.mask_token)
         if self.known:
-            first = sample(logits, self.cache.lengths[:, None], self.temperature, self.seeds, OWN, self.banned)
+            first = self.token_sampler.sample(logits, self.cache.lengths[:, None], self.seeds, OWN, self.banned)
             self.entry.block[:, :1] = first
             self._found(has_no_choice(logits, first)[:, 0] & (self.entry.pending > 0), self.nothing)
         self._look()
@@ -168,10 +171,11 @@ class BlockSteps(Steps):
         stop = self.block_size - known
         if self.sampler is None:
             positions = self.cache.lengths[:, None] + self.slot[known:]
-            draws = noise(self.temperature, self.seeds, self.forward[:, None], positions)
-            # Neither temperature nor noise enters the confidence.
-            guesses = statistics(model, hidden[:, known:], suppress=self.mask_token, top_k=1, **draws)
-            ids, sure, ends = guesses.ids, guesses.probs, entry.taking * stop
+            ends = entry.taking * stop
+            # Neither temperature nor filters nor noise enter the confidence.
+            ids, sure = self.token_sampler.guess(
+                model, hidden[:, known:], positions, self.seeds, self.forward[:, None], (self.mask_token,)
+            )
         else:
             before_end = self._is_end().cumsum(1) == 0
             ends = entry.taking * (before_end.sum(1) - known).clamp(min=0)

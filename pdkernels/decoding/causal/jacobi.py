@@ -12,8 +12,9 @@ from typing import Literal, get_args
 import torch
 
 from pdkernels._validation import check, check_fits_memory, check_type, refuse
-from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_name, checked_sampling, latents, sample
+from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_name, checked_sampling, latents
 from pdkernels.decoding._session import Session
+from pdkernels.decoding._token_sampler import checked_sampler
 from pdkernels.decoding.causal._filler import filler_words
 from pdkernels.decoding.causal._lookup import Lookup
 from pdkernels.decoding.steps import DraftSteps, decoder
@@ -54,6 +55,9 @@ class JacobiSteps(DraftSteps):
         window: int | None = None,
         draft: Draft = "model",
         temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
         allow_mask_token: bool = False,
         seed: Seed = 0,
         page_size: int | None = None,
@@ -61,7 +65,8 @@ class JacobiSteps(DraftSteps):
         length = _checked_length(block_size, window)
         checked_name(_OP, "draft", draft, get_args(Draft))
         seeds = checked_sampling(_OP, temperature, seed, session.batch)
-        self.windowed, self.temperature = window is not None, temperature
+        self.sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p)
+        self.windowed = window is not None
         self.banned = banned_tokens(_OP, session.model, allow_mask_token)
         # The last requested token needs no forward, so no draft is longer than limit - 1.
         batch, limit = session.batch, session.max_new_tokens
@@ -167,7 +172,7 @@ class JacobiSteps(DraftSteps):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits, and the tokens drawn from them at `positions`."""
         logits = self.model(tokens, cache=self.cache, counts=counts, **rows, **self.latents)
-        return logits, sample(logits, positions, self.temperature, self.seeds, OWN, self.banned)
+        return logits, self.sampler.sample(logits, positions, self.seeds, OWN, self.banned)
 
 
 decode = decoder(JacobiSteps)

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampling, sample
+from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampling
 from pdkernels.decoding._session import MAX_POSITIONS, Session, flag_no_choice, has_no_choice
+from pdkernels.decoding._token_sampler import checked_sampler
 from pdkernels.decoding.causal._filler import filler_words
 from pdkernels.decoding.causal._multiblock import Limits, Progress
 from pdkernels.masks import TilePlan, candidates
@@ -38,6 +39,9 @@ def decode(
     pool_size: int = 4,
     verification_size: int = 4,
     temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
     allow_mask_token: bool = False,
     seed: Seed = 0,
     page_size: int | None = None,
@@ -57,6 +61,7 @@ def decode(
     """
     limits = _checked_limits(block_size, blocks, spawn_ratio, pool_size, verification_size)
     seeds = checked_sampling(_OP, temperature, seed, session.batch)
+    sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p)
     banned = banned_tokens(_OP, session.model, allow_mask_token)
     limit = session.max_new_tokens
     if limit == 0:
@@ -72,7 +77,7 @@ def decode(
     numbers = seeds.to(device)
 
     def predict(logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return sample(logits, positions, temperature, numbers, OWN, banned)
+        return sampler.sample(logits, positions, numbers, OWN, banned)
 
     drafts = _first_drafts(session, cache, words[:, 0], max(1, min(block_size, limit - 1)), predict)
     active: list[Progress | None] = [None] * session.batch

@@ -24,12 +24,10 @@ from pdkernels.decoding._sampling import (
     checked_size,
     distribution,
     drafted,
-    noise,
     sample,
-    statistics,
-    suppress_,
 )
 from pdkernels.decoding._session import Session
+from pdkernels.decoding._token_sampler import checked_sampler
 from pdkernels.decoding.steps import DraftSteps, Rows, decoder, record_first
 from pdkernels.decoding.traces import LinearStep
 from pdkernels.masks import full
@@ -49,7 +47,7 @@ class LinearSteps(DraftSteps):
         threshold: 0 fills a block in one draft pass. Above, a pass fills the slots whose confidence reaches it, and always the
             best one, until none is masked. Only the confidences tell whether another pass is needed, so the device is read once
             per forward, not once per step. A speculative pass would cost a forward, more than the wait.
-        temperature: sampling temperature of drafter and verifier; 0 is greedy.
+        temperature: sampling temperature of drafter and verifier; 0 is greedy. The filters too are those of both.
         verification: "compare" accepts a draft token that equals the verifier's own sample, "rejection" accepts draft token x
             with probability ``min(1, p(x) / q(x))``: this keeps the distribution and accepts more. It requires threshold 0.
     """
@@ -61,6 +59,9 @@ class LinearSteps(DraftSteps):
         block_size: int = 32,
         threshold: float = 0.0,
         temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
         verification: Verification = "compare",
         mask_token: int | None = None,
         allow_mask_token: bool = False,
@@ -69,6 +70,7 @@ class LinearSteps(DraftSteps):
     ) -> None:
         checked_size(_OP, "block_size", block_size)
         seeds = checked_sampling(_OP, temperature, seed, session.batch)
+        self.sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p)
         checked_number(_OP, "threshold", threshold)
         checked_name(_OP, "verification", verification, get_args(Verification))
         check(
@@ -80,7 +82,7 @@ class LinearSteps(DraftSteps):
             "Slots filled in later passes depend on others; use verification='compare'.",
         )
         self.block_size = block_size = session.block(block_size)
-        self.threshold, self.temperature = threshold, temperature
+        self.threshold = threshold
         self.mask_token = checked_mask_token(_OP, session.model, mask_token)
         self.banned = banned_tokens(_OP, session.model, allow_mask_token, self.mask_token)
         # At temperature 0 both verifications are the same.
@@ -115,7 +117,7 @@ class LinearSteps(DraftSteps):
         self.cache.lengths.zero_()
         last = (prompt_lengths - 1)[:, None]
         logits = self.model(prompts, cache=self.cache, counts=session.ragged(prompt_lengths), rows=last)
-        first = sample(logits, prompt_lengths[:, None], self.temperature, self.seeds, OWN, self.banned)
+        first = self.sampler.sample(logits, prompt_lengths[:, None], self.seeds, OWN, self.banned)
         self.cache.commit_(prompt_lengths)
         self.begin(session, first, logits)
         self.entry.known.copy_(first[:, 0])
@@ -137,13 +139,13 @@ class LinearSteps(DraftSteps):
         self.entry.form.zero_()
 
     def _verify(self, drafted: torch.Tensor | None, width: int, ragged: bool) -> None:
-        """`drafted`: logits of the draft, if their distribution is needed."""
+        """`drafted`: filtered logits of the draft, if their distribution is needed."""
         entry, lengths = self.entry, self.cache.lengths
         draft = entry.block[:, :width]
         logits = self.model(draft, cache=self.cache, counts=entry.pending if ragged else None)
         self.forward += 1
         positions = lengths[:, None] + 1 + self.slot[:width]
-        predictions = sample(logits, positions, self.temperature, self.seeds, OWN, self.banned)
+        predictions = self.sampler.sample(logits, positions, self.seeds, OWN, self.banned)
         own = predictions.clone() if self.rejection else predictions
         if drafted is not None and self.rejection:
             tested = min(width, self.block_size - 1)  # the last row of a whole block has no guess to test
@@ -161,7 +163,7 @@ class LinearSteps(DraftSteps):
         entry.predictions[:, :width] = predictions
 
     def draft(self) -> torch.Tensor | None:
-        """A pass over the block after its known token; returns its logits if their distribution is needed."""
+        """A pass over the block after its known token; returns its filtered logits if their distribution is needed."""
         block = self.entry.block
         block[:, 0] = self.entry.known.clamp(min=0)  # -1 in a finished sequence
         masks = block[:, 1:].masked_fill_(self.fresh[:, None], self.mask_token)
@@ -177,24 +179,24 @@ class LinearSteps(DraftSteps):
         )[:, 1:]
         positions, numbers = self.cache.lengths[:, None] + self.slot[1:], self.forward[:, None]
         if self.rejection:  # which needs the probabilities of all tokens
-            logits = suppress_(self.model.logits(hidden), self.mask_token)
-            masks.copy_(drafted(sample(logits, positions, self.temperature, self.seeds, numbers), self.mask_token))
+            logits = self.sampler.filtered(self.model.logits(hidden), (self.mask_token,))
+            guesses = sample(logits, positions, self.sampler.temperature, self.seeds, numbers)
+            masks.copy_(drafted(guesses, self.mask_token))
             return logits
-        # Neither temperature nor noise enters the confidence.
-        draws = noise(self.temperature, self.seeds, numbers, positions)
-        guesses = statistics(self.model, hidden, suppress=self.mask_token, top_k=1, **draws)
-        ids = drafted(guesses.ids, self.mask_token)
         if self.threshold == 0:
-            masks.copy_(ids)
+            guesses = self.sampler.draw(self.model, hidden, positions, self.seeds, numbers, (self.mask_token,))
+            masks.copy_(drafted(guesses, self.mask_token))
             return None
+        # Neither temperature nor filters nor noise enter the confidence.
+        guesses, sure = self.sampler.guess(self.model, hidden, positions, self.seeds, numbers, (self.mask_token,))
         remaining = unmask_(
             masks,
-            ids,
-            guesses.probs,
+            drafted(guesses, self.mask_token),
+            sure,
             mask_token=self.mask_token,
             windows=torch.stack([self.nothing, active * (self.block_size - 1)], 1),
             threshold=self.threshold,
-            backend=backend_of(guesses.probs.dtype),
+            backend=backend_of(sure.dtype),
         ).remaining
         self.drafting.copy_(remaining.clamp(max=1))
         return None
@@ -207,9 +209,10 @@ class LinearSteps(DraftSteps):
         All ``(batch, R)``, the logits ``(batch, R, V)``. Leviathan et al., "Fast inference from transformers via speculative
         decoding", algorithm 1. It needs the probabilities of all tokens, and their difference, so fp64.
         """
-        if self.banned:
-            judged = suppress_(judged.clone(), self.mask_token)
-        p, q = distribution(judged, self.temperature), distribution(drafted, self.temperature)
+        p, q = (
+            distribution(logits, self.sampler.temperature)
+            for logits in (self.sampler.filtered(judged, self.banned), drafted)
+        )
         u = uniforms(self.seeds[:, None], self.forward[:, None], positions, 1)[..., 0]
         at = guesses[..., None]
         # Empty where p equals q, but there the guess is accepted. Logarithms need no more digits than logits have.

@@ -26,12 +26,10 @@ from pdkernels.decoding._sampling import (
     checked_size,
     distribution,
     drafted,
-    noise,
-    sample,
-    statistics,
     suppress_,
 )
 from pdkernels.decoding._session import Session
+from pdkernels.decoding._token_sampler import checked_sampler
 from pdkernels.decoding.steps import DraftSteps, decoder
 from pdkernels.masks import TilePlan, block_causal, causal, pack, quadratic
 from pdkernels.masks.speculation import InGroup
@@ -54,7 +52,7 @@ class QuadraticSteps(DraftSteps):
         in_group: "bidirectional" or "causal" attention among the masks of a group.
         ensemble_weight: weight of the autoregressive rows in the verifier, 0 .. 1; the first masks of the groups have the rest.
         ensemble: what is averaged, "probability" or "logit".
-        temperature: sampling temperature of drafter and verifier; 0 is greedy.
+        temperature: sampling temperature of drafter and verifier; 0 is greedy. The filters too are those of both.
     """
 
     def __init__(
@@ -68,6 +66,9 @@ class QuadraticSteps(DraftSteps):
         ensemble_weight: float = 1.0,
         ensemble: Ensemble = "probability",
         temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
         mask_token: int | None = None,
         allow_mask_token: bool = False,
         seed: Seed = 0,
@@ -89,7 +90,8 @@ class QuadraticSteps(DraftSteps):
         )
         checked_name(_OP, "ensemble", ensemble, get_args(Ensemble))
         seeds = checked_sampling(_OP, temperature, seed, session.batch)
-        self.masks, self.in_group, self.temperature = masks, in_group, temperature
+        self.sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p)
+        self.masks, self.in_group = masks, in_group
         self.ensemble_weight, self.ensemble = ensemble_weight, ensemble
         # Mixtures are sampled in float64 by the reference.
         self.needs_host = "an ensemble_weight below 1" if ensemble_weight < 1 else ""
@@ -122,9 +124,9 @@ class QuadraticSteps(DraftSteps):
         plan = _prompt_plan([len(prompt) for prompt in session.prompts], masks, self.in_group, device)
         cache.lengths.zero_()
         logits = self.model(tokens, cache=cache, counts=prompt_lengths, mask=plan, rows=rows, adapted=adapted)
-        first = sample(logits[:, :1], prompt_lengths[:, None], self.temperature, self.seeds, OWN, self.banned)
+        first = self.sampler.sample(logits[:, :1], prompt_lengths[:, None], self.seeds, OWN, self.banned)
         positions = prompt_lengths[:, None] + 1 + self.slot[:-1]
-        guesses = sample(logits[:, 1:], positions, self.temperature, self.seeds, 1, suppress=(self.mask_token,))
+        guesses = self.sampler.sample(logits[:, 1:], positions, self.seeds, 1, (self.mask_token,))
         cache.commit_(prompt_lengths)
         self.begin(session, first, logits[:, :1])
         self.entry.draft[:, :1] = first.clamp(min=0)
@@ -158,7 +160,7 @@ class QuadraticSteps(DraftSteps):
             unmixed = ()  # a mixture excludes such tokens too
             logits = _mixed(logits, diffusion, self.ensemble_weight, self.ensemble)
         positions = lengths[:, None] + 1 + self.slot[:width]
-        predictions = sample(logits, positions, self.temperature, self.seeds, OWN, unmixed)
+        predictions = self.sampler.sample(logits, positions, self.seeds, OWN, unmixed)
         verdict = verify_draft(entry.draft[:, :width], predictions, draft_lengths=entry.pending, end_tokens=self.ends)
         self.cache.commit_(verdict.accepted)
         self.judge(verdict, logits, predictions)
@@ -171,8 +173,8 @@ class QuadraticSteps(DraftSteps):
         rows = width + group[:, None] * self.masks + self.guessing
         hidden = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1]))
         positions = self.cache.lengths[:, None] + 1 + self.slot[:-1]
-        draws = noise(self.temperature, self.seeds, self.forward[:, None], positions)
-        guesses = statistics(self.model, hidden, suppress=self.mask_token, top_k=1, **draws).ids
+        numbers, masked = self.forward[:, None], (self.mask_token,)
+        guesses = self.sampler.draw(self.model, hidden, positions, self.seeds, numbers, masked)
         self.entry.draft[:, 0] = verdict.next_token.clamp(min=0)  # -1 in a finished sequence is not an id
         self.entry.draft[:, 1:] = drafted(guesses, self.mask_token)
 

@@ -51,8 +51,8 @@ def generate(
     """Decodes with one of our methods instead of transformers' token-by-token decoding.
 
     Call it through transformers: ``model.generate(**inputs, custom_generate=generate)``. Greedy settings give the tokens of
-    transformers. With ``do_sample=True`` the random numbers are ours, and `temperature`, `top_k` and `top_p` apply to the methods
-    that have them. Every other setting and input of transformers is followed, refused by name, or changes no token.
+    transformers. With ``do_sample=True`` texts have the law of transformers' `temperature`, `top_k`, `top_p` and `min_p`, but the random
+    numbers are ours. Every other setting and input of transformers is followed, refused by name, or changes no token.
 
     Args:
         method: one of `pdkernels.decoding.available()`; None: "jacobi" with prompt-lookup drafts, for any model.
@@ -168,7 +168,7 @@ def _sampling_options(config: Any, method: Method) -> dict[str, Any]:
         if is_off(value):
             continue
         if option not in method.options:
-            remedy = "transformers sets top_k=50 by default: pass top_k=0." if option == "top_k" else ""
+            remedy = "transformers sets top_k=50 by default: pass top_k=0." if option == "top_k" and value == 50 else ""
             fail(OP, option, f"be off for method {method.name!r}, which does not have it", value, remedy)
         options[option] = value
     return options
