@@ -107,7 +107,7 @@ class TokenSampler(NamedTuple):
 
     def _drawn(self, logits: torch.Tensor, suppress: tuple[int, ...], draws: dict[str, Any]) -> TokenStatistics:
         """Draws from logits that `_top` has cut."""
-        kept = {"top_p": self.top_p, "min_p": self.min_p}
+        kept: dict[str, Any] = {"top_p": self.top_p, "min_p": self.min_p}
         return token_statistics(logits, suppress=suppress, top_k=1, backend=backend_of(logits.dtype), **kept, **draws)
 
     def _top(self, logits: torch.Tensor, suppress: tuple[int, ...]) -> torch.Tensor:

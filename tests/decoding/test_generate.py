@@ -152,8 +152,27 @@ def test_lossless_methods() -> None:
 
 
 def test_method_options() -> None:
-    assert method_options("autoregressive") == ("temperature", "allow_mask_token", "seed", "page_size")
-    jacobi = ("block_size", "window", "draft", "temperature", "allow_mask_token", "seed", "page_size")
+    assert method_options("autoregressive") == (
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "allow_mask_token",
+        "seed",
+        "page_size",
+    )
+    jacobi = (
+        "block_size",
+        "window",
+        "draft",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "allow_mask_token",
+        "seed",
+        "page_size",
+    )
     assert method_options("jacobi") == jacobi
 
 
