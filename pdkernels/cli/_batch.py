@@ -49,7 +49,9 @@ def batch(
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
     adapter: Annotated[Path | None, typer.Option(help="Folder of a PEFT LoRA adapter.")] = None,
     temperature: Annotated[float | None, typer.Option(help=SHARED["temperature"])] = None,
+    top_k: Annotated[int | None, typer.Option(help=SHARED["top_k"])] = None,
     top_p: Annotated[float | None, typer.Option(help=SHARED["top_p"])] = None,
+    min_p: Annotated[float | None, typer.Option(help=SHARED["min_p"])] = None,
     on_error: Annotated[
         str, typer.Option(help="What to do when a prompt fails: 'record' its error instead of a text, or 'stop'.")
     ] = "record",
@@ -61,7 +63,7 @@ def batch(
     Exit code 0: every prompt has a text. 1: some have an error instead, or the run could not finish. 2: the arguments were refused.
     """
     console = Console(stderr=True, highlight=False)
-    given = {"temperature": temperature, "top_p": top_p}
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     with (
         errors_reported(),
         Progress(*_COLUMNS, console=console, transient=True, disable=not console.is_terminal) as progress,

@@ -122,7 +122,9 @@ def chat(
     ] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens per draft or block; by default the method's.")] = None,
     temperature: Annotated[float | None, typer.Option(help=SHARED["temperature"])] = None,
+    top_k: Annotated[int | None, typer.Option(help=SHARED["top_k"])] = None,
     top_p: Annotated[float | None, typer.Option(help=SHARED["top_p"])] = None,
+    min_p: Annotated[float | None, typer.Option(help=SHARED["min_p"])] = None,
     seed: Annotated[int | None, typer.Option(help="Sampling seed.")] = None,
     option: Annotated[
         list[str] | None,
@@ -149,7 +151,8 @@ def chat(
             model,
             "Use generate to continue a text.",
         )
-        given = {"draft": draft, "block_size": block_size, "temperature": temperature, "top_p": top_p, "seed": seed}
+        given: dict[str, Any] = {"draft": draft, "block_size": block_size, "seed": seed}
+        given |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         options = {name: value for name, value in given.items() if value is not None}
         options |= assigned_options("chat", option or [], options)
         if method is None:

@@ -56,7 +56,9 @@ def generate(
     block_size: Annotated[int | None, typer.Option(help=_help("block_size"))] = None,
     window: Annotated[int | None, typer.Option(help=_help("window"))] = None,
     temperature: Annotated[float | None, typer.Option(help=SHARED["temperature"])] = None,
+    top_k: Annotated[int | None, typer.Option(help=SHARED["top_k"])] = None,
     top_p: Annotated[float | None, typer.Option(help=SHARED["top_p"])] = None,
+    min_p: Annotated[float | None, typer.Option(help=SHARED["min_p"])] = None,
     seed: Annotated[int | None, typer.Option(help=SHARED["seed"])] = None,
     page_size: Annotated[int | None, typer.Option(help=SHARED["page_size"])] = None,
     option: Annotated[
@@ -86,7 +88,7 @@ def generate(
     """Continue a prompt; show which tokens were accepted drafts, and the cost of the generation."""
     console = Console(highlight=False)
     given: dict[str, Any] = {"block_size": block_size, "window": window, "seed": seed, "page_size": page_size}
-    given |= {"temperature": temperature, "top_p": top_p}
+    given |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     options = {name: value for name, value in given.items() if value is not None}
     with errors_reported():
         named = assigned_options("generate", option or [], options)

@@ -72,6 +72,14 @@ def test_answers_come_from_the_whole_chat(tiny: Transformer) -> None:
     ]
 
 
+def test_settings_of_a_draw_are_followed(tiny: Transformer) -> None:
+    drawn = {"temperature": 1.5, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "seed": 3}
+    named = [word for name, value in drawn.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    result = run("Hello\n", "--model", "tiny", "--max-new-tokens", "12", *named)
+    text = decoding.generate(tiny, "<u>Hello<a>", max_new_tokens=12, **drawn).text
+    assert f"> Hello\n{command.visible(text)}\n12 tokens, " in result.stdout, result.output
+
+
 def test_reset_and_the_other_commands(tiny: Transformer) -> None:
     result = run("Hello\n/reset\nHello\n/what\n", "--model", "tiny", "--max-new-tokens", "6")
     answer = command.visible(decoding.generate(tiny, "<u>Hello<a>", max_new_tokens=6).text)

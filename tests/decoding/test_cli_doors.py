@@ -32,9 +32,9 @@ NAMES = st.sampled_from(
     ["tiny-code", "tiny-masked", "tiny-cod", "", "a/b", ".", "jacobi", "llada", "autoregressive", "\x00"]
 )
 OPTIONS = {
-    "generate": "--prompt --model --method --max-new-tokens --block-size --window --temperature --top-p --seed --page-size --option "
+    "generate": "--prompt --model --method --max-new-tokens --block-size --window --temperature --top-k --top-p --min-p --seed --page-size --option "
     "--stop --html --dtype --repetition-penalty",
-    "batch": "--output --model --method --batch-size --column --seed --option --dtype --adapter --on-error --top-p --max-new-tokens",
+    "batch": "--output --model --method --batch-size --column --seed --option --dtype --adapter --on-error --top-k --top-p --min-p --max-new-tokens",
     "methods": "",
 }  # fmt: skip
 WORDS = st.sampled_from(
@@ -97,10 +97,15 @@ def test_the_usual_method(model: str, method: str) -> None:
 
 
 def test_shared_options_are_followed() -> None:
-    hot = run("generate", "--prompt", "x", "--temperature", "1", "--seed", "5", "--max-new-tokens", "30")
-    model = cli.models.load("tiny-code")
-    text = decoding.generate(model, "x", max_new_tokens=30, temperature=1.0, seed=5).text
-    assert f"x{visible(text)}\n" in hot.stdout
+    model, texts = cli.models.load("tiny-code"), set()
+    cases: list[dict[str, Any]] = [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.3}]
+    for filters in cases:
+        named = [word for name, value in filters.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+        hot = run("generate", "--prompt", "x", "--temperature", "3", "--seed", "5", "--max-new-tokens", "30", *named)
+        text = decoding.generate(model, "x", max_new_tokens=30, temperature=3.0, seed=5, **filters).text
+        assert f"x{visible(text)}\n" in hot.stdout
+        texts.add(text)
+    assert len(texts) == 4
     assert run("generate", "--prompt", "x", "--dtype", "bfloat16", "--max-new-tokens", "2").exit_code == 0
     refused = run("generate", "--prompt", "x", "--device", "cuda:99")
     assert refused.exit_code == 2 and "device must be one that torch finds" in refused.stderr

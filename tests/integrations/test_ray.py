@@ -58,9 +58,13 @@ def test_texts_are_those_of_one_batch(sums: Path, tmp_path: Path) -> None:
 
 def test_draws_do_not_depend_on_the_batch(sums: Path, tmp_path: Path) -> None:
     for size in (2, 9):
-        hot = dict(batch_size=size, seed=5, temperature=1.0)
+        hot = dict(batch_size=size, seed=5, temperature=1.0, top_k=8, min_p=0.01)
         generate_files(sums, tmp_path / f"{size}.jsonl", "tiny-trimode", **hot, **METHOD)
-    assert lines(tmp_path / "2.jsonl") == lines(tmp_path / "9.jsonl") == expected(seed=5, temperature=1.0)
+    assert (
+        lines(tmp_path / "2.jsonl")
+        == lines(tmp_path / "9.jsonl")
+        == expected(seed=5, temperature=1.0, top_k=8, min_p=0.01)
+    )
 
 
 class Stopped(Exception):
