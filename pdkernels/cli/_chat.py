@@ -15,6 +15,7 @@ from rich.text import Text
 
 from pdkernels import decoding
 from pdkernels._validation import check as demand
+from pdkernels.cli._suggested import advice
 from pdkernels.cli._terminal import (
     DEVICE_HELP,
     DTYPE_HELP,
@@ -163,6 +164,8 @@ def chat(
         # A first, hidden answer absorbs the start-up cost, and refuses unsupported options before the first question.
         first = [{"role": "user", "content": "Hi"}]
         decoding.generate(language_model, first, decoding.find(method), max_new_tokens=1, **options)
+        if words := advice(model, temperature):
+            console.print(Text(words, "dim"), soft_wrap=True)
         talk(console, Chat(language_model, method, options, max_new_tokens, system))
 
 

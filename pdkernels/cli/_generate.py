@@ -14,6 +14,7 @@ from rich.text import Text
 from pdkernels import decoding
 from pdkernels._validation import check as demand
 from pdkernels._validation import did_you_mean, refuse
+from pdkernels.cli._suggested import advice
 from pdkernels.cli._tables import generation_table
 from pdkernels.cli._terminal import (
     ACCEPTED,
@@ -111,6 +112,8 @@ def generate(
                 not greedy_exists, "generate", f"--check needs a model that decodes token by token; {model} does not"
             )
         use_threads(threads, [language_model])
+        if words := advice(model, temperature):
+            console.print(Text(words, "dim"), soft_wrap=True)
         asked: dict[str, Any] = {"repetition_penalty": repetition_penalty, "stop_strings": stop or []}
         traced = {"trace": html is not None, **asked}
         results = {

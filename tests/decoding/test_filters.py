@@ -10,7 +10,6 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from pdkernels.decoding import generate, stream
 from pdkernels.decoding._token_sampler import TokenSampler
@@ -21,6 +20,9 @@ from pdkernels.reference.linear_self_speculation import linear_self_speculation
 from pdkernels.reference.quadratic_self_speculation import quadratic_self_speculation
 from tests.support.base import page_sizes, seeds, streams
 from tests.support.tri_mode import small_transformer
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed", minversion="4.57")
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 SIZE = 13
 MASK = SIZE - 1
