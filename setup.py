@@ -162,7 +162,7 @@ def runs_avx2() -> bool:
         flags = set(re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE).group(1).split())
     except (OSError, AttributeError):
         return False
-    return {"avx2", "fma"} <= flags
+    return {"avx2", "fma", "f16c"} <= flags
 
 
 def cpu_levels(*, emulate: bool) -> dict[str, list[str]]:
@@ -172,12 +172,15 @@ def cpu_levels(*, emulate: bool) -> dict[str, list[str]]:
     """
     levels = {"portable": ["-DPDK_LANES=4"]}
     if platform.machine() in ("x86_64", "AMD64"):
-        levels |= {"avx2": ["-DPDK_LANES=8"], "avx512": ["-DPDK_LANES=16"]}
+        levels |= {"avx2": ["-DPDK_LANES=8"], "avx2_vnni": ["-DPDK_LANES=8"]}
+        levels |= {"avx512": ["-DPDK_LANES=16"], "avx512_vnni": ["-DPDK_LANES=16"]}
         levels |= {"avx512_bf16": ["-DPDK_LANES=16", "-DPDK_PAIRS"], "amx": ["-DPDK_LANES=16", "-DPDK_AMX"]}
     avx512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"]
     pairs = [*avx512, "-mavx512bf16"]
-    avx2 = ["-mavx2", "-mfma"]
-    instructions = {"avx2": avx2, "avx512": avx512, "avx512_bf16": pairs, "amx": [*pairs, "-mamx-tile", "-mamx-bf16"]}
+    avx2 = ["-mavx2", "-mfma", "-mf16c"]
+    instructions = {"avx2": avx2, "avx2_vnni": [*avx2, "-mavxvnni"], "avx512": avx512}
+    instructions |= {"avx512_vnni": [*avx512, "-mavx512vnni"], "avx512_bf16": pairs}
+    instructions |= {"amx": [*pairs, "-mamx-tile", "-mamx-bf16"]}
     if emulate:
         instructions = dict.fromkeys(instructions, avx2 if runs_avx2() else [])
     # No vector crosses a call in these units, so how one is passed does not matter; and nothing throws.
@@ -188,8 +191,9 @@ def cpu_levels(*, emulate: bool) -> dict[str, list[str]]:
 
 
 def simd_units(level: str) -> list[Path]:
-    """Levels beyond AVX-512 have the kernels that gain from them, and otherwise those of AVX-512 (platform.h)."""
-    own = {"avx512_bf16": ["linear.cpp"], "amx": ["linear.cpp", "*attention*.cpp"]}
+    """Some levels have only the kernels that gain from them, and otherwise those of a level below (platform.h)."""
+    own = {"avx2_vnni": ["quantized_linear.cpp"], "avx512_vnni": ["quantized_linear.cpp"]}
+    own |= {"avx512_bf16": ["linear.cpp"], "amx": ["linear.cpp", "*attention*.cpp"]}
     folder = ROOT / "csrc/cpu/simd"
     return sorted(unit for names in own.get(level, ["*.cpp"]) for unit in folder.glob(names))
 

@@ -6,6 +6,7 @@
 #include "linear.h"
 #include "log_step.h"
 #include "logit_divergence.h"
+#include "quantized_linear.h"
 #include "recurrence.h"
 #include "speculative_attention.h"
 #include "token_statistics.h"

@@ -15,7 +15,7 @@ from pdkernels import _host
 from setup import simd_units
 
 ROOT = Path(__file__).resolve().parent.parent
-LEVELS = ["portable", "avx2", "avx512", "avx512_bf16", "amx"]
+LEVELS = ["portable", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx"]
 
 
 def isa(wanted: str | None = None) -> str:
@@ -34,11 +34,11 @@ def test_agrees_with_cpuinfo() -> None:
     flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")).split()
     expected = "portable"
     if {"avx2", "fma"} <= set(flags):
-        expected = "avx2"
+        expected = "avx2_vnni" if "avx_vnni" in flags else "avx2"
         if {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= set(flags):
-            expected = "avx512"
-            if "avx512_bf16" in flags:
-                expected = "amx" if {"amx_bf16", "amx_tile"} <= set(flags) else "avx512_bf16"
+            expected = "avx512_vnni" if "avx512_vnni" in flags else "avx512"
+            if {"avx512_vnni", "avx512_bf16"} <= set(flags):
+                expected = "amx" if {"amx_bf16", "amx_int8", "amx_tile"} <= set(flags) else "avx512_bf16"
     assert isa() == expected
 
 
@@ -46,7 +46,7 @@ def test_environment_lowers_but_never_raises() -> None:
     found = LEVELS.index(isa())
     for level, name in enumerate(LEVELS):
         assert isa(name) == LEVELS[min(level, found)]
-    assert "PDKERNELS_CPU_ISA must be portable, avx2, avx512, avx512_bf16 or amx, got 'neon'" in isa("neon")
+    assert f"PDKERNELS_CPU_ISA must be {', '.join(LEVELS[:-1])} or {LEVELS[-1]}, got 'neon'" in isa("neon")
 
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")

@@ -21,6 +21,7 @@
 #define PDK_VECTOR_KERNEL(name, Args) PDK_KERNEL(name, Args)
 #define PDK_AMX_KERNEL(name, Args) PDK_KERNEL(name, Args)
 #define PDK_BF16_KERNEL(name, Args) PDK_KERNEL(name, Args)
+#define PDK_INT8_KERNEL(name, Args) PDK_KERNEL(name, Args)
 #else
 #define PDK_KERNEL(name, Args) \
   namespace cpu {              \
@@ -34,11 +35,14 @@
   namespace cpu::level {                 \
   using as::name;                        \
   }
+// Levels have their own kernels where their instructions help (`simd_units` in setup.py), and otherwise those of a
+// level below.
 #define PDK_BASE_KERNEL(name, Args)      \
   PDK_LEVEL_KERNEL(portable, name, Args) \
   PDK_LEVEL_KERNEL(avx2, name, Args)     \
-  PDK_LEVEL_KERNEL(avx512, name, Args)
-// The levels beyond AVX-512 have their own kernels where their instructions help (`simd_units` in setup.py).
+  PDK_SAME_KERNEL(avx2_vnni, name, avx2) \
+  PDK_LEVEL_KERNEL(avx512, name, Args)   \
+  PDK_SAME_KERNEL(avx512_vnni, name, avx512)
 #define PDK_VECTOR_KERNEL(name, Args)        \
   PDK_BASE_KERNEL(name, Args)                \
   PDK_SAME_KERNEL(avx512_bf16, name, avx512) \
@@ -51,4 +55,12 @@
   PDK_BASE_KERNEL(name, Args)               \
   PDK_LEVEL_KERNEL(avx512_bf16, name, Args) \
   PDK_LEVEL_KERNEL(amx, name, Args)
+#define PDK_INT8_KERNEL(name, Args)               \
+  PDK_LEVEL_KERNEL(portable, name, Args)          \
+  PDK_LEVEL_KERNEL(avx2, name, Args)              \
+  PDK_LEVEL_KERNEL(avx2_vnni, name, Args)         \
+  PDK_LEVEL_KERNEL(avx512, name, Args)            \
+  PDK_LEVEL_KERNEL(avx512_vnni, name, Args)       \
+  PDK_SAME_KERNEL(avx512_bf16, name, avx512_vnni) \
+  PDK_SAME_KERNEL(amx, name, avx512_vnni)
 #endif

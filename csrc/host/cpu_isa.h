@@ -13,12 +13,17 @@
 
 namespace pdkernels {
 
-enum class CpuIsa { kPortable, kAvx2, kAvx512, kAvx512Bf16, kAmx };
+enum class CpuIsa { kPortable, kAvx2, kAvx2Vnni, kAvx512, kAvx512Vnni, kAvx512Bf16, kAmx };
+
+constexpr CpuIsa kCpuIsas[] = {CpuIsa::kPortable,   CpuIsa::kAvx2,       CpuIsa::kAvx2Vnni, CpuIsa::kAvx512,
+                               CpuIsa::kAvx512Vnni, CpuIsa::kAvx512Bf16, CpuIsa::kAmx};
 
 inline const char* name_of(CpuIsa isa) {
   switch (isa) {
     case CpuIsa::kAvx2: return "avx2";
+    case CpuIsa::kAvx2Vnni: return "avx2_vnni";
     case CpuIsa::kAvx512: return "avx512";
+    case CpuIsa::kAvx512Vnni: return "avx512_vnni";
     case CpuIsa::kAvx512Bf16: return "avx512_bf16";
     case CpuIsa::kAmx: return "amx";
     default: return "portable";
@@ -40,15 +45,28 @@ inline bool request_amx() {
 
 inline CpuIsa detect_cpu_isa() {
   __builtin_cpu_init();
+  // Every processor with AVX2 has the conversions of float16, which not every compiler can ask for.
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return CpuIsa::kPortable;
+  // Leaf 7: EDX bits 22, 24 and 25 are AMX-BF16, AMX-TILE and AMX-INT8; its subleaf 1: EAX bit 4 is AVX-VNNI. Read
+  // here, since not every compiler knows their names.
+  const auto leaf7 = [](unsigned subleaf, unsigned& eax, unsigned& edx) {
+    unsigned ebx = 0;
+    eax = 7, edx = 0;
+    __asm__("cpuid" : "+a"(eax), "=b"(ebx), "+c"(subleaf), "=d"(edx));
+  };
+  unsigned eax = 0, edx = 0;
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (!avx512) return CpuIsa::kAvx2;
-  if (!__builtin_cpu_supports("avx512bf16")) return CpuIsa::kAvx512;
-  // Leaf 7: EDX bit 22 is AMX-BF16, bit 24 AMX-TILE. Read directly, because not every compiler knows their names.
-  unsigned eax = 7, ebx = 0, ecx = 0, edx = 0;
-  __asm__("cpuid" : "+a"(eax), "=b"(ebx), "+c"(ecx), "=d"(edx));
-  const bool amx = (edx >> 22 & 1) && (edx >> 24 & 1);
+  if (!avx512) {
+    leaf7(0, eax, edx);
+    if (eax < 1) return CpuIsa::kAvx2;  // no subleaf 1
+    leaf7(1, eax, edx);
+    return eax >> 4 & 1 ? CpuIsa::kAvx2Vnni : CpuIsa::kAvx2;
+  }
+  if (!__builtin_cpu_supports("avx512vnni")) return CpuIsa::kAvx512;
+  if (!__builtin_cpu_supports("avx512bf16")) return CpuIsa::kAvx512Vnni;
+  leaf7(0, eax, edx);
+  const bool amx = (edx >> 22 & 1) && (edx >> 24 & 1) && (edx >> 25 & 1);
   return amx && request_amx() ? CpuIsa::kAmx : CpuIsa::kAvx512Bf16;
 }
 
@@ -58,15 +76,17 @@ inline CpuIsa detect_cpu_isa() { return CpuIsa::kPortable; }
 
 #endif
 
-// PDKERNELS_CPU_ISA=portable|avx2|avx512|avx512_bf16|amx lowers the choice, never raises it.
+// PDKERNELS_CPU_ISA=portable|avx2|avx2_vnni|avx512|avx512_vnni|avx512_bf16|amx lowers the choice, never raises it.
 inline CpuIsa lowered_by_environment(CpuIsa found) {
   const char* requested = std::getenv("PDKERNELS_CPU_ISA");
   if (requested == nullptr) return found;
-  for (CpuIsa level : {CpuIsa::kPortable, CpuIsa::kAvx2, CpuIsa::kAvx512, CpuIsa::kAvx512Bf16, CpuIsa::kAmx}) {
+  std::string names;
+  for (const CpuIsa level : kCpuIsas) {
     if (std::strcmp(requested, name_of(level)) == 0) return level < found ? level : found;
+    names += std::string(level == CpuIsa::kPortable ? "" : level == CpuIsa::kAmx ? " or " : ", ") + name_of(level);
   }
-  throw std::invalid_argument("pdkernels: PDKERNELS_CPU_ISA must be portable, avx2, avx512, avx512_bf16 or amx, got '" +
-                              std::string(requested) + "'.");
+  throw std::invalid_argument("pdkernels: PDKERNELS_CPU_ISA must be " + names + ", got '" + std::string(requested) +
+                              "'.");
 }
 
 inline CpuIsa cpu_isa() {

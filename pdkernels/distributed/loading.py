@@ -51,7 +51,7 @@ def load(
         given = str(packaged(given))
     found = checkpoint_of(given, name_or_path is not given, dtype)
     if found.weights is None:
-        return parallelize(load_whole(given, dtype=dtype), group).to(usable)
+        return parallelize(load_whole(given, dtype=dtype, packed=False), group).to(usable)
     shards = Shards(found.config, dist.get_rank(group), dist.get_world_size(group))
     read = _read(found.layout, found.weights, shards)
     parts = ((name, _memory.moved(tensor, found.dtype, usable)) for name, tensor in read)

@@ -31,6 +31,7 @@ from pdkernels.models.recurrent_layer import RecurrentLayer
 from pdkernels.ops import TokenStatistics, linear_token_statistics
 from pdkernels.ops._collectives import gathered, summed
 from pdkernels.ops._vocabulary import Part
+from pdkernels.ops.quantized_weight import QuantizedWeight
 
 ParallelModel = Transformer | RecurrentDepth
 
@@ -125,7 +126,7 @@ class ParallelTransformer(Transformer):
         return torch.cat(list(parts.unbind(0)), -2)
 
     def _look_up(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.ranks.look_up(tokens, self.embedding)
+        return self.ranks.look_up(tokens, cast(torch.Tensor, self.embedding))
 
 
 class ParallelRecurrentLayer(RecurrentLayer):
@@ -214,6 +215,8 @@ def parallelize(model: ParallelModel, mesh: Any) -> ParallelModel:
     """
     kinds = (Transformer, RecurrentDepth)
     check_type(isinstance(model, kinds), OP, "model", "be a Transformer or RecurrentDepth", type(model).__name__)
+    if any(isinstance(part, QuantizedWeight) for part in model.modules()):
+        raise NotImplementedError(message(OP, "model", "have no packed matrices", "some", "Load it with packed=False."))
     parallel = (ParallelTransformer, ParallelRecurrentDepth)
     check(not isinstance(model, parallel), OP, "model", "be a whole model", "one that is parallel already")
     group = group_of(OP, mesh)

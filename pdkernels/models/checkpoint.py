@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
@@ -13,8 +13,11 @@ from pdkernels.models.folder import Weights
 from pdkernels.models.layout import Layout
 from pdkernels.models.plan_tokens import PlanTokens
 from pdkernels.models.tokenizers import Tokenizer
+from pdkernels.ops.quantized_weight import QuantizedWeight
 
 Config: TypeAlias = TransformerConfig | RecurrentDepthConfig
+Stated: TypeAlias = torch.Tensor | QuantizedWeight
+"""A parameter as a checkpoint has it."""
 
 
 class Checkpoint(NamedTuple):
@@ -23,7 +26,7 @@ class Checkpoint(NamedTuple):
     config: Config
     layout: Layout
     dtype: torch.dtype
-    state: Callable[[torch.dtype | None, torch.device], dict[str, torch.Tensor]]
+    state: Callable[[torch.dtype | None, torch.device], Mapping[str, Stated]]
     """Reads our parameters to a device, in this dtype; None: in that of the file, or for GGUF the checkpoint's."""
     tokenizer: Tokenizer | None
     end_tokens: tuple[int, ...]

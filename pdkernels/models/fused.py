@@ -13,6 +13,8 @@ import torch.nn.functional as F
 
 from pdkernels._validation import KERNEL_DTYPES
 from pdkernels.ops.linear import linear as product
+from pdkernels.ops.quantized_linear import quantized_embedding, quantized_linear
+from pdkernels.ops.quantized_weight import QuantizedWeight
 from pdkernels.ops.transformer_ops import add_rms_norm, silu_and_mul
 
 
@@ -22,11 +24,20 @@ def enabled(x: torch.Tensor) -> bool:
     return not (torch.is_grad_enabled() or mixed) and x.dtype in KERNEL_DTYPES
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x @ weight^T + bias``. On CUDA always PyTorch's product, because we have no kernel for few rows there yet."""
+    if isinstance(weight, QuantizedWeight):
+        return quantized_linear(x, weight, bias)
     if x.device.type == "cpu" and enabled(x):
         return product(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def embed(tokens: torch.Tensor, weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
+    """The rows `tokens` of an embedding."""
+    if isinstance(weight, QuantizedWeight):
+        return quantized_embedding(tokens, weight, dtype)
+    return F.embedding(tokens, weight)
 
 
 def add_linear(added: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

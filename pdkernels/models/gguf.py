@@ -16,7 +16,7 @@ import torch
 from pdkernels import _memory
 from pdkernels._validation import check, fail, message
 from pdkernels.models import hf
-from pdkernels.models.checkpoint import Checkpoint
+from pdkernels.models.checkpoint import Checkpoint, Stated
 from pdkernels.models.config import TransformerConfig
 from pdkernels.models.fields import OP, Fields, Kept, read_from, shown
 from pdkernels.models.gguf_ends import marks_of
@@ -24,6 +24,7 @@ from pdkernels.models.gguf_file import GgufFile, GgufTensor
 from pdkernels.models.gguf_tokenizer import tokenizer
 from pdkernels.models.layout import Layout, Parts, Stored
 from pdkernels.models.rope import FactorScaling, LinearScaling, RopeScaling, YarnScaling
+from pdkernels.ops.quantized_weight import GGUF_FORMATS, QuantizedWeight
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
@@ -59,8 +60,11 @@ _OTHERWISE = {
 """Fields and their supported values; any other value would need a different computation."""
 
 
-def read(path: Path, dtype: torch.dtype | None) -> Checkpoint:
-    """The model of a file. `dtype` None: bf16 or fp16 if its matrices are stored so, else fp32."""
+def read(path: Path, dtype: torch.dtype | None, packed: bool | None = None) -> Checkpoint:
+    """The model of a file. `dtype` None: bf16 or fp16 if its matrices are stored so, else fp32.
+
+    `packed`: whether quantised matrices stay so. True refuses matrices of other formats, None leaves those as numbers.
+    """
     file = GgufFile(path)
     config = _config(file)
     layout = _layout(config, file.name)
@@ -80,7 +84,7 @@ def read(path: Path, dtype: torch.dtype | None) -> Checkpoint:
     chosen = dtype or _usual_dtype(file)
     # Adapters use the published names.
     return Checkpoint(
-        config, hf.layout(config), chosen, partial(_gather, file, layout, config, chosen), words, marks.ends
+        config, hf.layout(config), chosen, partial(_gather, file, layout, config, chosen, packed), words, marks.ends
     )
 
 
@@ -206,16 +210,28 @@ def _gather(
     layout: Layout,
     config: TransformerConfig,
     usual: torch.dtype,
+    packed: bool | None,
     dtype: torch.dtype | None,
     device: torch.device,
-) -> dict[str, torch.Tensor]:
-    """Our parameters, tensor by tensor, so that only a few rows are in memory twice."""
+) -> dict[str, Stated]:
+    """Our parameters, tensor by tensor: so that only a few rows are in memory twice."""
     heads = (
         {"attn_q": config.heads, "attn_k": config.kv_heads} if file.fields["general.architecture"] == "llama" else {}
     )
-    ours = {}
+    ours: dict[str, Stated] = {}
     for name, parts in layout.parts():
         shape = (sum(part[0] for part in parts.values()), *next(iter(parts.values()))[1:])
+        if packed is not False and len(shape) == 2:
+            formats = {theirs: file.type_name(file.tensors[theirs]) for theirs in parts}
+            other = next((theirs for theirs, format in formats.items() if format not in GGUF_FORMATS), None)
+            if other is None:
+                ours[name] = QuantizedWeight.join(
+                    [_packed(file, theirs, heads, config.head_dim) for theirs in parts]
+                ).to(device)
+                continue
+            if packed:
+                known = f"be of one of the types {', '.join(GGUF_FORMATS)} to stay packed"
+                _refuse(file.name, other, known, formats[other])
         whole = _memory.empty(shape, dtype or usual)
         first = 0
         for theirs, part in parts.items():
@@ -224,11 +240,26 @@ def _gather(
             first += part[0]
             turned = heads.get(theirs.split(".")[-2])
             if turned is not None:
-                # RoPE pairs adjacent components in these files, so the writer interleaved the halves of each head.
-                pairs = target.view(turned, config.head_dim // 2, 2, -1)
-                target.copy_(pairs.transpose(1, 2).reshape(part))
+                target.copy_(_halves(target, turned, config.head_dim))
         ours[name] = whole.to(device)
     return ours
+
+
+def _packed(file: GgufFile, name: str, heads: dict[str, int], head_dim: int) -> QuantizedWeight:
+    """A matrix as it lies in the file, its blocks in the order in which the products read them."""
+    tensor = file.tensors[name]
+    outputs, width = tensor.shape
+    format = file.type_name(tensor)
+    turned, order = heads.get(name.split(".")[-2]), None
+    if turned is not None:
+        order = _halves(torch.arange(outputs)[:, None], turned, head_dim).view(-1).tolist()
+    with read_from(f"{file.name}: {shown(name)}"):
+        return QuantizedWeight.from_gguf(format, file.bytes_of(tensor), outputs, width, order)
+
+
+def _halves(rows: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
+    """Rows of heads in our order. Their RoPE pairs adjacent components, so the writer interleaved the halves of each head."""
+    return rows.view(heads, head_dim // 2, 2, -1).transpose(1, 2).reshape(rows.shape)
 
 
 def _decimal(value: Any) -> Any:

@@ -90,6 +90,10 @@ class GgufFile:
             first = tensor.start // mmap.PAGESIZE * mmap.PAGESIZE
             self._map.madvise(mmap.MADV_DONTNEED, first, tensor.start + tensor.bytes - first)
 
+    def bytes_of(self, tensor: GgufTensor) -> memoryview:
+        """Its blocks as they lie in the file."""
+        return memoryview(self._map)[tensor.start : tensor.start + tensor.bytes]
+
     # ---- the header
 
     def _open(self, path: Path) -> None:

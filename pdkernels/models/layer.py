@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import nn
 
 from pdkernels._validation import check
 from pdkernels.models.fused import add_norm, gated, linear, rms_norm
+from pdkernels.ops.quantized_weight import QuantizedWeight
 
 if TYPE_CHECKING:
     from pdkernels.models.config import TransformerConfig
+
+Matrix: TypeAlias = nn.Parameter | QuantizedWeight
 
 
 class Layer(nn.Module):
@@ -23,6 +26,10 @@ class Layer(nn.Module):
     row uses the adapter.
     """
 
+    qkv: Matrix
+    output: Matrix
+    gate_up: Matrix
+    down: Matrix
     qkv_bias: nn.Parameter | None
     output_bias: nn.Parameter | None
     gate_up_bias: nn.Parameter | None
@@ -89,7 +96,7 @@ class Layer(nn.Module):
         q and k are normed if the model norms them.
         """
         config = self.config
-        weight: torch.Tensor = self.qkv
+        weight: torch.Tensor | QuantizedWeight = self.qkv
         bias: torch.Tensor | None = self.qkv_bias
         if part != "qkv":
             middle = (config.heads + config.kv_heads) * config.head_dim
@@ -129,5 +136,6 @@ class Layer(nn.Module):
             f"hold b of shape ({len(self.output)}, {len(a)})",
             tuple(b.shape),
         )
-        self.adapter_in = nn.Parameter(a.detach().to(self.output), self.output.requires_grad)
-        self.adapter_out = nn.Parameter(b.detach().to(self.output), self.output.requires_grad)
+        like = self.attention_norm if isinstance(self.output, QuantizedWeight) else self.output
+        self.adapter_in = nn.Parameter(a.detach().to(like), like.requires_grad)
+        self.adapter_out = nn.Parameter(b.detach().to(like), like.requires_grad)

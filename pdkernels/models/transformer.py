@@ -12,7 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from pdkernels._validation import INDEX_DTYPES, check, check_index, check_type, fail, message
@@ -31,7 +30,7 @@ from pdkernels.models.attention import (
 from pdkernels.models.caches import new_cache
 from pdkernels.models.config import TransformerConfig
 from pdkernels.models.fused import linear, rms_norm
-from pdkernels.models.layer import Layer
+from pdkernels.models.layer import Layer, Matrix
 from pdkernels.models.plan_tokens import PlanTokens, checked_plan_tokens
 from pdkernels.models.recompute import RecomputedRows, recomputed_rows
 from pdkernels.models.rope import RopeTables, Rotation
@@ -67,7 +66,7 @@ class Transformer(nn.Module):
     True
     """
 
-    head: nn.Parameter | None
+    head: Matrix | None
     keeps_rows = True  # `recompute` does not change other rows of the cache
 
     def __init__(
@@ -92,7 +91,8 @@ class Transformer(nn.Module):
         self.end_tokens = tuple(end_tokens)
         self.mask_token = mask_token
         self.plan_tokens = checked_plan_tokens(op, plan_tokens, config.vocab_size, mask_token)
-        self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        # Matrices may be replaced by quantised ones.
+        self.embedding: Matrix = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.layers = cast(Sequence[Layer], nn.ModuleList(Layer(config) for _ in range(config.layers)))
         self.norm = nn.Parameter(torch.empty(config.hidden_size))
         head = None if config.tied_head else nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
@@ -104,7 +104,7 @@ class Transformer(nn.Module):
             style=config.rope_style,
             scaling=config.rope_scaling,
         )
-        if not self.embedding.is_meta:  # nothing to fill, and the calls would import large parts of torch
+        if not self.norm.is_meta:  # nothing to fill, and the calls would import large parts of torch
             self.initialize_()
 
     @torch.no_grad()
@@ -121,11 +121,11 @@ class Transformer(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embedding.dtype
+        return self.norm.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.embedding.device
+        return self.norm.device
 
     def new_cache(
         self, batch: int, capacity: int, *, kind: Literal["contiguous", "paged"] = "contiguous", page_size: int = 16
@@ -183,12 +183,12 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The language model head: logits `(..., vocab_size)` of rows of `hidden`."""
-        head = self.embedding if self.head is None else self.head
+        head: Matrix = self.embedding if self.head is None else self.head
         return linear(rms_norm(hidden, self.norm, self.config.norm_eps), head)
 
     def statistics(self, hidden: torch.Tensor, **options: Any) -> TokenStatistics:
         """`pdkernels.token_statistics`, with its `options`, of the `logits` of rows of `hidden`, which are never stored."""
-        head = self.embedding if self.head is None else self.head
+        head: Matrix = self.embedding if self.head is None else self.head
         normed = rms_norm(hidden, self.norm, self.config.norm_eps)
         return linear_token_statistics(normed, head, backend=backend_of(self.dtype), **options)
 
@@ -356,7 +356,7 @@ class Transformer(nn.Module):
             raise ValueError(message("Transformer", "tokens", expectation, actual)) from None
 
     def _look_up(self, tokens: torch.Tensor) -> torch.Tensor:
-        return F.embedding(tokens, self.embedding)
+        return fused.embed(tokens, self.embedding, self.dtype)
 
     def _validate(
         self,
@@ -398,7 +398,7 @@ class Transformer(nn.Module):
         return self._rotation(self._rope(limit), positions)
 
     def _rotation(self, table: Rotation, positions: torch.Tensor) -> Rotation:
-        return table.kept_for(positions) if fused.enabled(self.embedding) else table.at(positions)
+        return table.kept_for(positions) if fused.enabled(self.norm) else table.at(positions)
 
     def _on_cache(
         self,

@@ -19,7 +19,7 @@ from pdkernels import _memory
 from pdkernels._validation import check, check_type, did_you_mean, fail, message, refuse
 from pdkernels.models import gguf, hf, huginn, llada
 from pdkernels.models.adapters import MASK_FILE, named_adapter, read_adapter, read_mask_token
-from pdkernels.models.checkpoint import Checkpoint, Config
+from pdkernels.models.checkpoint import Checkpoint, Config, Stated
 from pdkernels.models.fields import OP, Fields, demand, shown
 from pdkernels.models.folder import Weights, member, read_fields
 from pdkernels.models.hf import ARCHITECTURES, MASK_TOKENS, from_hf_config
@@ -32,6 +32,8 @@ from pdkernels.models.rope import FactorScaling, LinearScaling, Llama3Scaling, Y
 from pdkernels.models.tokenizer_files import read_tokenizer_files
 from pdkernels.models.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer
 from pdkernels.models.transformer import Transformer, TransformerConfig
+from pdkernels.ops.quantize import quantize
+from pdkernels.ops.quantized_weight import QuantizedWeight
 
 Model: TypeAlias = Transformer | RecurrentDepth
 
@@ -60,6 +62,7 @@ def load(
     device: torch.device | str = "cpu",
     adapter: str | Path | None = None,
     drafter: str | Path | None = None,
+    packed: bool | None = None,
 ) -> Model:
     """A model by name, or a checkpoint from a local folder or GGUF file, in evaluation mode and without gradients.
 
@@ -79,6 +82,9 @@ def load(
         drafter: the same for an adapter of attention's output projections, which is kept separate: only rows that a forward adapts
             use it, as the drafts of self-speculation do (`Transformer.attach_adapter_`). Its folder may supply a mask token for a
             model without one (``mask_token.safetensors``), which becomes the last id. "smollm2-drafter" is in the package.
+        packed: whether quantised matrices stay as they are stored, see `QuantizedWeight`; products then also quantise their other
+            factor to 8 bits, as llama.cpp does. False makes numbers of them. None: they stay on the CPU, unless an adapter is
+            merged into them or `dtype` is fp64. True refuses a checkpoint with a matrix that cannot stay packed.
 
     Returns:
         A `Transformer`, or a `RecurrentDepth` for Huginn and the recurrent tiny models. Models that fill in masks have
@@ -108,14 +114,17 @@ def load(
         return _load_trained(Path(given), dtype, device)
     if given in PACKAGED:
         given = str(packaged(given))
-    found = checkpoint_of(given, name_or_path is not given, dtype)
+    if packed is None and (adapter is not None or dtype == torch.float64 or device.type != "cpu"):
+        packed = False
+    refuse(bool(packed) and adapter is not None, OP, "an adapter cannot be merged into packed matrices")
+    found = checkpoint_of(given, name_or_path is not given, dtype, packed)
     # Read before the weights, so that a bad adapter costs no time.
     merge = None if adapter is None else read_adapter(named_adapter(adapter), found.layout)
     draft, mask = (None, None) if drafter is None else _drafter(named_adapter(drafter), found)
     # What is merged is rounded once, after that.
-    state = found.state(found.dtype, device) if merge is None else found.state(None, torch.device("cpu"))
+    state = {**(found.state(found.dtype, device) if merge is None else found.state(None, torch.device("cpu")))}
     if merge is not None:
-        state = merge.merged(state, found.layout, found.dtype)
+        state = {**merge.merged(_numbers(state), found.layout, found.dtype)}
     for index, (a, b) in enumerate(draft or ()):
         state |= {f"layers.{index}.adapter_in": a, f"layers.{index}.adapter_out": b}
     if mask is not None:
@@ -139,15 +148,22 @@ def checked_request(
     return given, _usable(device)
 
 
-def checkpoint_of(given: str, is_path: bool, dtype: torch.dtype | None) -> Checkpoint:
+def checkpoint_of(given: str, is_path: bool, dtype: torch.dtype | None, packed: bool | None = False) -> Checkpoint:
     """The checkpoint in a folder or a GGUF file, weights not yet read."""
     if given.lower().endswith(".gguf") and os.path.isfile(given):
-        return gguf.read(Path(given), dtype)
+        return gguf.read(Path(given), dtype, packed)
+    refuse(bool(packed), OP, f"packed must not be True for {shown(given)}, whose matrices are not quantised")
     return _folder_checkpoint(_folder(given, is_path), dtype)
 
 
-def _with_row(matrix: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+def _numbers(state: Mapping[str, Stated]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+
+
+def _with_row(matrix: Stated, row: torch.Tensor) -> Stated:
     """A matrix with one more row."""
+    if isinstance(matrix, QuantizedWeight):
+        return QuantizedWeight.join([matrix, quantize(row[None].float(), "int8", group=32).to(matrix.device)])
     whole = _memory.empty((len(matrix) + 1, matrix.shape[1]), matrix.dtype)
     whole[:-1], whole[-1] = matrix, row
     return whole.to(matrix.device)
@@ -205,7 +221,7 @@ def _load_tiny(path: Path, dtype: torch.dtype | None, device: torch.device | str
     config = _CONFIGS[metadata.get("architecture", Transformer.__name__)](**fields)
     tokenizer = ByteTokenizer()
     ends, dtype = tokenizer.end_tokens, dtype or torch.float32
-    return _assemble(config, load_file(path), dtype, device, tokenizer, ends, mask_token, plan_tokens)
+    return _assemble(config, {**load_file(path)}, dtype, device, tokenizer, ends, mask_token, plan_tokens)
 
 
 def _load_trained(path: Path, dtype: torch.dtype | None, device: torch.device | str) -> Model:
@@ -310,12 +326,12 @@ def from_published(
     fields = Fields(config)
     ours, layout = _described(fields)
     mask_token = fields.token("mask_token_id", ours.vocab_size, MASK_TOKENS.get(str(fields.get("model_type"))))
-    return _assemble(ours, layout.gather(state), dtype, device, tokenizer, end_tokens, mask_token)
+    return _assemble(ours, {**layout.gather(state)}, dtype, device, tokenizer, end_tokens, mask_token)
 
 
 def _assemble(
     config: Config,
-    state: dict[str, torch.Tensor],
+    state: dict[str, Stated],
     dtype: torch.dtype,
     device: torch.device | str,
     tokenizer: Tokenizer | None,
@@ -338,12 +354,23 @@ def _assemble(
             )
     if isinstance(model, Transformer) and "layers.0.adapter_in" in state:
         # Stored pairs already include their scale.
-        pairs = [(state[f"layers.{i}.adapter_in"], state[f"layers.{i}.adapter_out"]) for i in range(config.layers)]
+        halves = _numbers({name: x for name, x in state.items() if "adapter" in name})
+        pairs = [(halves[f"layers.{i}.adapter_in"], halves[f"layers.{i}.adapter_out"]) for i in range(config.layers)]
         model.attach_adapter_(pairs)
     for name, parameter in model.named_parameters():
         shape = tuple(parameter.shape)
         check(state[name].shape == shape, OP, name, f"have shape {shape}", tuple(state[name].shape))
     # One after the other: what is converted or moved is in memory once.
-    placed = {name: _memory.moved(state.pop(name), dtype, device) for name in list(state)}
+    placed: dict[str, torch.Tensor] = {}
+    for name in list(state):
+        given = state.pop(name)
+        if isinstance(given, QuantizedWeight):
+            path, _, own = name.rpartition(".")
+            module = model.get_submodule(path)
+            delattr(module, own)  # the parameter
+            setattr(module, own, given.to(device))
+            placed |= {f"{name}.{part}": data for part, data in given.named_buffers()}
+        else:
+            placed[name] = _memory.moved(given, dtype, device)
     model.load_state_dict(placed, assign=True)
     return model.requires_grad_(False).eval()

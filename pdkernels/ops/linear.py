@@ -10,6 +10,8 @@ from torch import Tensor
 from pdkernels._validation import check_device, check_floats, check_type, fail
 from pdkernels.backends import Backend
 from pdkernels.ops._library import Draw, call, define
+from pdkernels.ops.quantized_linear import quantized_linear
+from pdkernels.ops.quantized_weight import QuantizedWeight
 from pdkernels.reference import linear as reference
 
 __all__ = ["linear"]
@@ -17,7 +19,9 @@ __all__ = ["linear"]
 OP = "linear"
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: Backend = "auto") -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, *, backend: Backend = "auto"
+) -> Tensor:
     """``x @ weight^T + bias`` for decoding: rows are independent, bit for bit.
 
     The matrix is read once for all rows, so that a forward over 8 rows takes little longer than one over a single row. A row's
@@ -27,7 +31,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: Ba
     Args:
         x: ``(..., width)`` float32, float16 or bfloat16. Rows may be strided; any other layout is copied first.
         weight: ``(outputs, width)`` of the same dtype; with float32 `x` also float16 or bfloat16, which halves what is read.
-            Contiguous rows, or it is copied first.
+            Contiguous rows, or it is copied first. Or a `QuantizedWeight`: see `quantized_linear`.
         bias: ``(outputs,)``, dtype of `x`; None adds nothing.
         backend: see `pdkernels.show_config`. The reference takes float64 too, and gradients flow through it.
 
@@ -48,6 +52,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: Ba
         >>> pd.linear(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0], [1.0, 0.0]]))
         tensor([[11.,  1.]])
     """
+    if isinstance(weight, QuantizedWeight):
+        return quantized_linear(x, weight, bias, backend=backend)
     out: Tensor = call(linear_op, (x, weight, bias), x, backend)
     return out
 

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check_floats, fail
+from pdkernels._validation import check, check_floats, fail
 from pdkernels.backends import Backend
 from pdkernels.ops._library import DEBUG_CHECKS, Draw, call, define
 from pdkernels.ops._vocabulary import Part, check_part
 from pdkernels.ops.linear import linear_op
+from pdkernels.ops.quantized_linear import quantized_linear
+from pdkernels.ops.quantized_weight import QuantizedWeight
 from pdkernels.ops.token_statistics import (
     OPTIONS,
     RESULTS,
@@ -42,7 +44,7 @@ BLOCK_LOGITS = 2**24
 
 def linear_token_statistics(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | QuantizedWeight,
     *,
     temperature: float = 0.0,
     seed: int | Tensor = 0,
@@ -67,7 +69,8 @@ def linear_token_statistics(
 
     Args:
         hidden: ``(..., E)`` float32, float16 or bfloat16, E at least 1: what the head is applied to. Any strides.
-        weight: ``(V, E)`` of the same dtype, the weight of the head, V at least 1. Any strides; no bias.
+        weight: ``(V, E)`` of the same dtype, the weight of the head, V at least 1. Any strides; no bias. Or a `QuantizedWeight`: the
+            logits are then those of `quantized_linear`, rounded to the dtype of `hidden`.
         temperature, seed, step, positions, suppress, top_k, top_p, min_p, distribution: as in `token_statistics`.
         row_index: int tensor of any shape: the rows of ``hidden.flatten(0, -2)`` to look at, -1 for none; None: all of them. A
             sampler passes all hidden states and selects those it needs.
@@ -98,10 +101,16 @@ def linear_token_statistics(
         (tensor([1]), tensor([0.6652]), tensor([[1, 2]]))
     """
     check_part(OP, group, first_id)
-    top_k = given_top_k(top_k, weight, 0, group)
+    if isinstance(weight, QuantizedWeight):
+        check(group is None, OP, "group", "be None with a QuantizedWeight", "a group")
+        top_k = min(5, len(weight)) if top_k is None else top_k
+    else:
+        top_k = given_top_k(top_k, weight, 0, group)
     options = raw_options(
         OP, "hidden", hidden, temperature, seed, step, positions, row_index, suppress, top_k, top_p, min_p, distribution
     )
+    if isinstance(weight, QuantizedWeight):
+        return TokenStatistics(*_quantized(hidden, weight, Options(*options), backend))
     if group is not None:
         return _merged(hidden, weight, Options(*options), Part(group, first_id, len(weight)), backend)
     return TokenStatistics(*call(linear_token_statistics_op, (hidden, weight, *options), hidden, backend))
@@ -176,11 +185,30 @@ def _cpu(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]:
     return _by_blocks(hidden, weight, given)
 
 
-def _product(hidden: Tensor, weight: Tensor) -> Tensor:
+def _quantized(hidden: Tensor, weight: QuantizedWeight, given: Options, backend: Backend) -> tuple[Tensor, ...]:
+    """Composed in Python: the statistics of a row of logits do not depend on how many are made at a time."""
+    check_floats(OP, "hidden", hidden)
+    if hidden.dim() == 0 or hidden.shape[-1] != weight.width or weight.width == 0 or len(weight) == 0:
+        fail(OP, "hidden", f"have shape (..., {weight.width}) for a weight {tuple(weight.shape)}", tuple(hidden.shape))
+    check_options(OP, hidden, len(weight), given)
+    hidden = hidden.detach()
+    if backend == "reference":
+        results: tuple[Tensor, ...] = call(
+            token_statistics_op, (quantized_linear(hidden, weight, backend=backend), *given), hidden, backend
+        )
+        return results
+    if hidden.device.type == "cpu":
+        _check_values(hidden, given)
+    return _by_blocks(hidden, weight, given)
+
+
+def _product(hidden: Tensor, weight: Tensor | QuantizedWeight) -> Tensor:
+    if isinstance(weight, QuantizedWeight):
+        return quantized_linear(hidden, weight)
     return linear_op(hidden, weight) if hidden.device.type == "cpu" else torch.nn.functional.linear(hidden, weight)
 
 
-def _by_blocks(hidden: Tensor, weight: Tensor, options: Options) -> tuple[Tensor, ...]:
+def _by_blocks(hidden: Tensor, weight: Tensor | QuantizedWeight, options: Options) -> tuple[Tensor, ...]:
     """Calls `token_statistics` on blocks of at most BLOCK_LOGITS logits, or on a single longer row."""
     if options.row_index is None and hidden.numel() // hidden.shape[-1] * weight.shape[0] <= BLOCK_LOGITS:
         results: tuple[Tensor, ...] = token_statistics_op(_product(hidden, weight), *options)

@@ -345,7 +345,7 @@ def test_a_wrong_variable_is_one_sentence() -> None:
         command, env={**os.environ, "PDKERNELS_CPU_ISA": "mmx"}, capture_output=True, text=True, check=False
     )
     assert result.returncode == 2
-    levels = "portable, avx2, avx512, avx512_bf16 or amx"
+    levels = "portable, avx2, avx2_vnni, avx512, avx512_vnni, avx512_bf16 or amx"
     assert result.stderr == f"error: pdkernels: PDKERNELS_CPU_ISA must be {levels}, got 'mmx'.\n"
 
 

@@ -10,7 +10,9 @@
   switch (::pdkernels::cpu_isa()) {                                               \
     case CpuIsa::kPortable: return ::pdkernels::cpu::portable::kernel(args);      \
     case CpuIsa::kAvx2: return ::pdkernels::cpu::avx2::kernel(args);              \
+    case CpuIsa::kAvx2Vnni: return ::pdkernels::cpu::avx2_vnni::kernel(args);     \
     case CpuIsa::kAvx512: return ::pdkernels::cpu::avx512::kernel(args);          \
+    case CpuIsa::kAvx512Vnni: return ::pdkernels::cpu::avx512_vnni::kernel(args); \
     case CpuIsa::kAvx512Bf16: return ::pdkernels::cpu::avx512_bf16::kernel(args); \
     case CpuIsa::kAmx: return ::pdkernels::cpu::amx::kernel(args);                \
   }

@@ -7,6 +7,7 @@
 #include "ops/feature_cache.h"
 #include "ops/linear.h"
 #include "ops/logit_divergence.h"
+#include "ops/quantized_linear.h"
 #include "ops/recurrence.h"
 #include "ops/speculative_attention.h"
 #include "ops/token_statistics.h"

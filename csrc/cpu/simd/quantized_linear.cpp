@@ -1,0 +1,411 @@
+// Products with a quantised matrix: one read of its codes for all rows.
+//
+// A lane is an output. The products of a block of the width are whole numbers, summed exactly by whatever instructions
+// a level has; the blocks of an output are added up in ascending order, each product of scales rounded on its own. So
+// an element of the result has the same bits at every level, however many rows and outputs are computed together.
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+#include "kernels.h"
+#include "strips.h"
+
+namespace pdkernels::cpu::PDK_ISA {
+namespace {
+
+using Layout = QuantizedLayout;
+
+#ifdef __AVX512DQ__
+constexpr int kRows = 8;  // as many sums as there are registers for, beside the codes of a block
+#else
+constexpr int kRows = 4;
+#endif
+constexpr int kRuns = Layout::kBlock / 4;  // of four columns in a block
+constexpr int kRunBytes = 4 * Layout::kTile;
+
+typedef int8_t Bytes __attribute__((vector_size(4 * PDK_LANES), may_alias));
+
+PDK_INLINE Words load_words(const uint8_t* from) { return *reinterpret_cast<const LooseWords*>(from); }
+
+// The codes of a block, a byte each, four columns a word.
+template <int bits>
+PDK_INLINE void unpack(const uint8_t* from, Words (&codes)[kRuns]) {
+  if constexpr (bits == 8) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kRuns; ++i) codes[i] = load_words(from + i * kRunBytes);
+  } else {
+#pragma GCC unroll 4
+    for (int i = 0; i < kRuns / 2; ++i) {
+      const Words both = load_words(from + i * kRunBytes);
+      codes[i] = both & 0x0f0f0f0fu;
+      codes[i + kRuns / 2] = both >> 4 & 0x0f0f0f0fu;
+    }
+    if constexpr (bits > 4) {
+      constexpr int more = bits - 4, each = 8 / more;
+      constexpr uint32_t mask = more == 1 ? 0x01010101u : 0x03030303u;
+      Words high{};
+#pragma GCC unroll 8
+      for (int i = 0; i < kRuns; ++i) {
+        if (i % each == 0) high = load_words(from + (kRuns / 2 + i / each) * kRunBytes);
+        codes[i] |= (high >> (more * (i % each)) & mask) << 4;
+      }
+    }
+  }
+}
+
+PDK_INLINE int32_t word_at(const int8_t* from) {
+  int32_t word;
+  __builtin_memcpy(&word, from, sizeof(word));
+  return word;
+}
+
+// To the sums of some rows, adds the products of codes (unsigned) and x (signed) over the columns of the runs [first,
+// last). Rows take turns, so that none waits for its own last sum.
+template <int bits, int first, int last, int rows>
+PDK_INLINE void add_products(Ints (&sums)[rows], const Words (&codes)[kRuns], const QuantizedBlock* x) {
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && PDK_LANES == 8)
+#if PDK_LANES == 16
+  const auto add = [](Ints& sum, Words a, int32_t b) {
+    sum = reinterpret_cast<Ints>(
+        _mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum), reinterpret_cast<__m512i>(a), _mm512_set1_epi32(b)));
+  };
+#else
+  const auto add = [](Ints& sum, Words a, int32_t b) {
+    sum = reinterpret_cast<Ints>(
+        _mm256_dpbusd_avx_epi32(reinterpret_cast<__m256i>(sum), reinterpret_cast<__m256i>(a), _mm256_set1_epi32(b)));
+  };
+#endif
+#pragma GCC unroll 8
+  for (int i = first; i < last; ++i) {
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; ++r) add(sums[r], codes[i], word_at(x[r].codes + 4 * i));
+  }
+#elif defined(PDK_ONE_REGISTER)
+  // Products of pairs are added up in 16 bits, where they must fit: so few runs at a time, and codes of 8 bits in two
+  // parts.
+  constexpr int at_once = bits <= 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1;
+#if PDK_LANES == 16
+  typedef __m512i Register;
+  const auto pairs = [](Words a, int32_t b) {
+    return _mm512_maddubs_epi16(reinterpret_cast<__m512i>(a), _mm512_set1_epi32(b));
+  };
+  const auto plus = [](Register a, Register b) { return _mm512_add_epi16(a, b); };
+  const auto words = [](Register a) { return reinterpret_cast<Ints>(_mm512_madd_epi16(a, _mm512_set1_epi16(1))); };
+#else
+  typedef __m256i Register;
+  const auto pairs = [](Words a, int32_t b) {
+    return _mm256_maddubs_epi16(reinterpret_cast<__m256i>(a), _mm256_set1_epi32(b));
+  };
+  const auto plus = [](Register a, Register b) { return _mm256_add_epi16(a, b); };
+  const auto words = [](Register a) { return reinterpret_cast<Ints>(_mm256_madd_epi16(a, _mm256_set1_epi16(1))); };
+#endif
+#pragma GCC unroll 8
+  for (int i = first; i < last; i += at_once) {
+    if constexpr (bits == 8) {
+      const Words high = codes[i] >> 1 & 0x7f7f7f7fu, low = codes[i] & 0x01010101u;
+#pragma GCC unroll 8
+      for (int r = 0; r < rows; ++r) {
+        const int32_t own = word_at(x[r].codes + 4 * i);
+        sums[r] += (words(pairs(high, own)) << 1) + words(pairs(low, own));
+      }
+    } else {
+      Register found[rows];
+#pragma GCC unroll 8
+      for (int j = i; j < i + at_once; ++j) {
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; ++r) {
+          const Register product = pairs(codes[j], word_at(x[r].codes + 4 * j));
+          found[r] = j == i ? product : plus(found[r], product);
+        }
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < rows; ++r) sums[r] += words(found[r]);
+    }
+  }
+#else
+  for (int i = first; i < last; ++i) {
+    for (int byte = 0; byte < 4; ++byte) {
+      const Ints code = reinterpret_cast<Ints>(codes[i] >> (8 * byte) & 0xffu);
+      for (int r = 0; r < rows; ++r) sums[r] += code * static_cast<int32_t>(x[r].codes[4 * i + byte]);
+    }
+  }
+#endif
+}
+
+PDK_INLINE Vec halves(const uint8_t* from) {
+#if defined(__AVX512DQ__)
+  return reinterpret_cast<Vec>(
+      _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+#elif defined(__F16C__) && PDK_LANES == 8
+  return reinterpret_cast<Vec>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#else
+  return load(reinterpret_cast<const Half*>(from), Whole{});
+#endif
+}
+typedef uint8_t LooseBytes __attribute__((vector_size(PDK_LANES), may_alias, aligned(1)));
+typedef int8_t LooseSigned __attribute__((vector_size(PDK_LANES), may_alias, aligned(1)));
+PDK_INLINE Ints unsigned_bytes(const uint8_t* from) {
+  return __builtin_convertvector(*reinterpret_cast<const LooseBytes*>(from), Ints);
+}
+PDK_INLINE Ints signed_bytes(const uint8_t* from) {
+  return __builtin_convertvector(*reinterpret_cast<const LooseSigned*>(from), Ints);
+}
+PDK_INLINE Vec to_vec(Ints x) { return __builtin_convertvector(x, Vec); }
+
+// Sums of `rows` rows from `row` on with the outputs of a tile from `lane` on.
+template <Layout::Scales kScales, int bits, int rows>
+PDK_INLINE void multiply_tile(const QuantizedLinearArgs& args, const Layout& layout, const uint8_t* tile, int lane,
+                              int64_t row, Vec (&total)[rows]) {
+  constexpr bool symmetric = kScales == Layout::kHalf || kScales == Layout::kFloat,
+                 super16 = kScales == Layout::kSuper16;
+  constexpr bool zeros = kScales == Layout::kHalfZero;  // and kFloatZero
+  constexpr bool minima = kScales == Layout::kHalfMin || kScales == Layout::kSuper;
+  constexpr bool one_block = kScales == Layout::kHalf || kScales == Layout::kHalfMin;
+  constexpr int tile_size = Layout::kTile, shift = bits - 1;  // 2^shift is the code of zero
+  const int64_t blocks = args.quantized.blocks;
+  const int64_t size = one_block                              ? 1
+                       : kScales == Layout::kSuper || super16 ? Layout::kMaxSuperBlocks
+                                                              : layout.blocks_of_group(args.width);
+  const int header_bytes = layout.header_bytes();
+  const uint8_t* header = tile;
+  const uint8_t* codes = tile + layout.headers(args.width) + 4 * lane;
+  const QuantizedBlock* x = args.quantized.row(row);
+  for (int r = 0; r < rows; ++r) total[r] = Vec{};
+  for (int64_t first = 0; first < blocks; first += size, header += header_bytes) {
+    Vec group_scale, group_minimum{};
+    Ints group_zero{};
+    if (kScales == Layout::kFloat || (zeros && layout.scales == Layout::kFloatZero)) {
+      group_scale = load(reinterpret_cast<const float*>(header) + lane, Whole{});
+    } else {
+      group_scale = halves(header + 2 * lane);
+    }
+    if constexpr (zeros) group_zero = unsigned_bytes(header + header_bytes - tile_size + lane);
+    if constexpr (minima) group_minimum = halves(header + 2 * tile_size + 2 * lane);
+    const int64_t last = one_block ? first + 1 : smaller(first + size, blocks);
+    for (int64_t b = first; b < last; ++b) {
+      Words block[kRuns];
+      unpack<bits>(codes, block);
+      codes += tile_size * Layout::kBlock / 8 * bits;
+      Vec scale = group_scale, minimum = group_minimum;
+      Ints factors[2]{};
+      if constexpr (kScales == Layout::kSuper) {
+        const uint8_t* own = header + 4 * tile_size + 2 * tile_size * (b - first) + lane;
+        scale = rounded(group_scale * to_vec(unsigned_bytes(own)));
+        minimum = rounded(group_minimum * to_vec(unsigned_bytes(own + tile_size)));
+      } else if constexpr (super16) {
+        const uint8_t* own = header + 2 * tile_size + 2 * tile_size * (b - first) + lane;
+        factors[0] = signed_bytes(own), factors[1] = signed_bytes(own + tile_size);
+      }
+      Ints sums[rows]{};
+      if constexpr (super16) {
+        Ints second[rows];
+        for (int r = 0; r < rows; ++r) {
+          sums[r] = splat(x[r].negative_half) << shift;
+          second[r] = (splat(x[r].negative_sum) << shift) - sums[r];
+        }
+        add_products<bits, 0, kRuns / 2>(sums, block, x);
+        add_products<bits, kRuns / 2, kRuns>(second, block, x);
+        for (int r = 0; r < rows; ++r) sums[r] = sums[r] * factors[0] + second[r] * factors[1];
+      } else {
+        for (int r = 0; r < rows; ++r) {
+          if constexpr (symmetric) sums[r] = splat(x[r].negative_sum) << shift;
+          if constexpr (zeros) sums[r] = group_zero * x[r].negative_sum;
+        }
+        add_products<bits, 0, kRuns>(sums, block, x);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < rows; ++r) {
+        total[r] += rounded(rounded(to_vec(sums[r]) * x[r].scale) * scale);
+        if constexpr (minima) {
+          const Vec added = rounded(x[r].scaled_sum * minimum);
+          total[r] = kScales == Layout::kSuper ? total[r] - added : total[r] + added;
+        }
+      }
+      x += QuantizedRows::kGroup;
+    }
+  }
+}
+
+// Sums of all rows with the outputs of a tile, (rows, 16) in `sums`.
+template <Layout::Scales kScales, int bits, int rows = kRows>
+void multiply_rows(const QuantizedLinearArgs& args, const Layout& layout, const uint8_t* tile, int64_t row,
+                   float* sums) {
+  // A group of rows less than all is one of half its size and what that leaves, so that fewer functions are compiled.
+  for (; row + rows <= args.rows; row += rows) {
+    for (int lane = 0; lane < Layout::kTile; lane += kLanes) {
+      Vec total[rows];
+      multiply_tile<kScales, bits, rows>(args, layout, tile, lane, row, total);
+      for (int r = 0; r < rows; ++r) store(sums + (row + r) * Layout::kTile + lane, total[r], Whole{});
+    }
+  }
+  if constexpr (rows > 1) {
+    if (row < args.rows)
+      multiply_rows<kScales, bits, rows == 4 ? 3 : rows == 3 ? 2 : rows / 2>(args, layout, tile, row, sums);
+  }
+}
+
+void multiply_rows(const QuantizedLinearArgs& args, const Layout& layout, const uint8_t* tile, float* sums) {
+  const auto is = [&](Layout::Scales scales, int bits) { return layout.scales == scales && layout.bits == bits; };
+  const bool zeros = layout.has_zeros();
+#define PDK_FORMAT(given, scales, bits) \
+  if (given) return multiply_rows<Layout::scales, bits>(args, layout, tile, 0, sums);
+#define PDK_ONE(scales, bits) PDK_FORMAT(is(Layout::scales, bits), scales, bits)
+  PDK_ONE(kHalf, 4)
+  PDK_ONE(kHalf, 5)
+  PDK_ONE(kHalf, 8)
+  PDK_ONE(kHalfMin, 4)
+  PDK_ONE(kHalfMin, 5)
+  PDK_ONE(kSuper, 4)
+  PDK_ONE(kSuper, 5)
+  PDK_ONE(kSuper16, 6)
+  PDK_ONE(kFloat, 4)
+  PDK_ONE(kFloat, 8)
+  PDK_FORMAT(zeros && layout.bits == 4, kHalfZero, 4)
+  PDK_FORMAT(zeros && layout.bits == 8, kHalfZero, 8)
+#undef PDK_ONE
+#undef PDK_FORMAT
+}
+
+// The outputs [first, first + count) of all rows from their sums.
+template <class T>
+void finish(const QuantizedLinearArgs& args, const float* sums, int64_t first, int64_t count) {
+  const T* bias = static_cast<const T*>(args.bias);
+  for (int64_t row = 0; row < args.rows; ++row, sums += Layout::kTile) {
+    T* out = args.out.row<T>(row) + first;
+    for_vectors(0, count, [&](int64_t at, auto lanes) {
+      const Vec sum = load(sums + at, Whole{});
+      store(out + at, bias == nullptr ? sum : sum + load(bias + first + at, lanes), lanes);
+    });
+  }
+}
+
+// A row of x: codes are round(x * (127 / max)), ties to even, of blocks whose largest magnitude is max. A block below
+// 2^-100 is zero; one with an infinity or NaN has the scale NaN.
+template <class T>
+void quantize_row(const T* x, int64_t width, const QuantizedRows& to, int64_t row) {
+  constexpr int size = Layout::kBlock;
+  QuantizedBlock* block = to.row(row);
+  for (int64_t b = 0; b < to.blocks; ++b, block += QuantizedRows::kGroup) {
+    alignas(64) float values[size] = {};
+    to_floats(x + b * size, values, smaller(size, width - b * size));
+    Words largest{};
+    for (int i = 0; i < size; i += kLanes) {
+      const Words bits = reinterpret_cast<Words>(load(values + i, Whole{})) & 0x7fffffffu;
+      largest = bits > largest ? bits : largest;
+    }
+    uint32_t bits = 0;
+    for (int lane = 0; lane < kLanes; ++lane) bits = largest[lane] > bits ? largest[lane] : bits;
+    const float max = __builtin_bit_cast(float, bits);
+    const bool finite = bits < 0x7f800000u, counted = finite && max >= 0x1p-100f;
+    const float inverse = counted ? 127.0f / max : 0.0f;
+    constexpr float rounder = 12582912.0f;  // 1.5 * 2^23: rounds to whole numbers, which are then in the low bits
+    alignas(64) int32_t whole[size];
+    for (int i = 0; i < size; i += kLanes) {
+      const Vec shifted = rounded(load(values + i, Whole{}) * inverse) + rounder;
+      *reinterpret_cast<Ints*>(whole + i) = reinterpret_cast<Ints>(shifted) - 0x4b400000;
+    }
+    if (!counted) __builtin_memset(whole, 0, sizeof(whole));
+    int32_t first = 0, second = 0;
+    for (int i = 0; i < size; ++i) block->codes[i] = static_cast<int8_t>(whole[i]);
+    for (int i = 0; i < size / 2; ++i) first += whole[i], second += whole[i + size / 2];
+    block->scale = counted ? max / 127.0f : finite ? 0.0f : __builtin_nanf("");
+    block->scaled_sum = static_cast<float>(first + second) * block->scale;
+    block->negative_sum = -(first + second), block->negative_half = -first;
+  }
+}
+
+template <class T>
+void linear_of(const QuantizedLinearArgs& args) {
+  for_rows(args.rows, args.width,
+           [&](int64_t row) { quantize_row(args.x.row<const T>(row), args.width, args.quantized, row); });
+  int64_t tiles = 0;
+  for (int64_t p = 0; p < args.part_count; ++p) tiles += Layout::tiles(args.parts[p].outputs);
+  for_ranges(tiles, Layout::kTile * args.width * smaller(args.rows, 4), [&](int64_t from, int64_t to) {
+    auto* sums = reinterpret_cast<float*>(thread_scratch(args.rows * Layout::kTile * sizeof(float)));
+    int64_t first = 0;  // outputs and tiles of the parts before
+    int64_t before = 0;
+    for (int64_t p = 0; p < args.part_count; ++p) {
+      const QuantizedPart& part = args.parts[p];
+      const int64_t own = Layout::tiles(part.outputs), bytes = part.layout.tile_bytes(args.width);
+      for (int64_t t = from > before ? from - before : 0; t < smaller(own, to - before); ++t) {
+        multiply_rows(args, part.layout, part.data + t * bytes, sums);
+        finish<T>(args, sums, first + t * Layout::kTile, smaller(Layout::kTile, part.outputs - t * Layout::kTile));
+      }
+      first += part.outputs, before += own;
+    }
+  });
+}
+
+PDK_INLINE float half_at(const uint8_t* from) {
+  Half half;
+  __builtin_memcpy(&half, from, sizeof(half));
+  return to_float(half);
+}
+PDK_INLINE float float_at(const uint8_t* from) {
+  float x;
+  __builtin_memcpy(&x, from, sizeof(x));
+  return x;
+}
+
+// The code in a column of a block, of the output in a lane of the tile.
+PDK_INLINE int code_at(const uint8_t* block, int bits, int lane, int column) {
+  const int run = column / 4, byte = 4 * lane + column % 4;
+  if (bits == 8) return block[run * kRunBytes + byte];
+  const int low = block[run % (kRuns / 2) * kRunBytes + byte] >> (run < kRuns / 2 ? 0 : 4) & 15;
+  if (bits == 4) return low;
+  const int more = bits - 4, each = 8 / more;
+  const int high = block[(kRuns / 2 + run / each) * kRunBytes + byte] >> (more * (run % each)) & ((1 << more) - 1);
+  return low | high << 4;
+}
+
+// A row of the matrix: `lane` of a tile.
+template <class T>
+void dequantize_row(const Layout& layout, const uint8_t* tile, int lane, int64_t width, T* out) {
+  const int64_t size = layout.blocks_of_group(width);
+  const uint8_t* codes = tile + layout.headers(width);
+  constexpr int tile_size = Layout::kTile;
+  const bool floats = layout.scales == Layout::kFloat || layout.scales == Layout::kFloatZero;
+  for (int64_t b = 0; b < layout.blocks(width); ++b, codes += layout.code_bytes()) {
+    const uint8_t* header = tile + b / size * layout.header_bytes();
+    const uint8_t* multiples = header + 2 * tile_size * (b % size) + lane;
+    const float scale = floats ? float_at(header + 4 * lane) : half_at(header + 2 * lane);
+    const int zero = layout.has_zeros() ? header[(floats ? 4 : 2) * tile_size + lane] : layout.zero();
+    const int64_t first = b * Layout::kBlock;
+    for (int i = 0; i < smaller(Layout::kBlock, width - first); ++i) {
+      float own = scale, minimum = 0;
+      if (layout.scales == Layout::kSuper) {
+        own = scale * static_cast<float>(multiples[4 * tile_size]);
+        minimum = -half_at(header + 2 * tile_size + 2 * lane) * static_cast<float>(multiples[5 * tile_size]);
+      } else if (layout.scales == Layout::kSuper16) {
+        own = scale * static_cast<float>(static_cast<int8_t>(multiples[(2 + i / 16) * tile_size]));
+      } else if (layout.scales == Layout::kHalfMin) {
+        minimum = half_at(header + 2 * tile_size + 2 * lane);
+      }
+      const float value = rounded(splat(own * static_cast<float>(code_at(codes, layout.bits, lane, i) - zero)))[0];
+      out[first + i] = from_float<T>(layout.has_minimum() ? value + minimum : value);
+    }
+  }
+}
+
+template <class T>
+void embedding_of(const QuantizedEmbeddingArgs& args) {
+  for_rows(args.rows, 8 * args.width, [&](int64_t row) {
+    int64_t number = args.ids.load(row);
+    for (int64_t p = 0; p < args.part_count; ++p) {
+      const QuantizedPart& part = args.parts[p];
+      if (number < part.outputs) {
+        const int64_t tile = number / Layout::kTile;
+        return dequantize_row(part.layout, part.data + tile * part.layout.tile_bytes(args.width),
+                              static_cast<int>(number % Layout::kTile), args.width, args.out.row<T>(row));
+      }
+      number -= part.outputs;
+    }
+  });
+}
+
+}  // namespace
+
+void quantized_linear(const QuantizedLinearArgs& args) { PDK_BY_ELEMENT(linear_of, args) }
+void quantized_embedding(const QuantizedEmbeddingArgs& args) { PDK_BY_ELEMENT(embedding_of, args) }
+
+}  // namespace pdkernels::cpu::PDK_ISA

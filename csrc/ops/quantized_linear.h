@@ -1,0 +1,67 @@
+// Products of few rows with a quantised matrix, and rows of such a matrix as numbers.
+#pragma once
+
+#include "common/element.h"
+#include "common/index_view.h"
+#include "common/quantized_layout.h"
+#include "common/rows_view.h"
+
+namespace pdkernels {
+
+// A matrix that is quantised part by part, `outputs` rows each.
+struct QuantizedPart {
+  QuantizedLayout layout;
+  const uint8_t* data;
+  int64_t outputs;
+};
+
+// Thirty-two columns of a row of x as the products read them: codes, their scale, and the sum of the codes.
+struct QuantizedBlock {
+  int8_t codes[QuantizedLayout::kBlock];
+  float scale, scaled_sum;              // the sum times the scale
+  int32_t negative_sum, negative_half;  // of the first half
+};
+
+// Rows of x, in groups of eight: (groups, blocks, 8).
+struct QuantizedRows {
+  static constexpr int kGroup = 8;
+
+  QuantizedBlock* data;
+  int64_t blocks;
+
+  PDK_HD int64_t bytes(int64_t rows) const {
+    return (rows + kGroup - 1) / kGroup * kGroup * blocks * static_cast<int64_t>(sizeof(QuantizedBlock));
+  }
+  // Its blocks are `kGroup` apart.
+  PDK_HD QuantizedBlock* row(int64_t i) const { return data + i / kGroup * kGroup * blocks + i % kGroup; }
+};
+
+// out[r] = x[r] weight^T + bias. Integer products are exact and a block's are added up in ascending order, so that an
+// element of `out` has the same bits for any number of rows, on every level and any number of threads.
+struct QuantizedLinearArgs {
+  static constexpr int kMaxParts = 8;
+
+  Element element;  // of x, out and bias
+  RowsView x, out;
+  QuantizedPart parts[kMaxParts];
+  int64_t part_count;
+  const void* bias;  // (outputs,), or nullptr
+  QuantizedRows quantized;
+  int64_t rows, width;
+};
+
+// out[i] = the row of the matrix with number ids[i].
+struct QuantizedEmbeddingArgs {
+  Element element;  // of out
+  IndexView ids;
+  RowsView out;
+  QuantizedPart parts[QuantizedLinearArgs::kMaxParts];
+  int64_t part_count;
+  int64_t rows, width;
+};
+
+PDK_INT8_KERNEL(quantized_linear, QuantizedLinearArgs)
+PDK_KERNEL(quantized_embedding, QuantizedEmbeddingArgs)
+PDK_INT8_KERNEL(quantized_embedding, QuantizedEmbeddingArgs)
+
+}  // namespace pdkernels

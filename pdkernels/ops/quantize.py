@@ -1,0 +1,120 @@
+"""Quantises matrices: to the formats of GGUF, or to whole numbers in groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pdkernels._validation import check, check_floats, fail
+from pdkernels.ops.quantized_weight import QuantizedWeight
+from pdkernels.reference.quantized_linear import BLOCK, Layout, Quantized
+
+__all__ = ["quantize"]
+
+OP = "quantize"
+
+
+def quantize(weight: Tensor, format: str = "int8", *, group: int | None = None) -> QuantizedWeight:
+    """A matrix in a quantised format, rounded to nearest.
+
+    Args:
+        weight: ``(outputs, width)`` of any float dtype, finite.
+        format: "int8" and "int4": a scale for `group` columns of an output, codes symmetric around zero.
+            "q8_0", "q4_0", "q4_1", "q5_0", "q5_1": GGUF's formats with a scale (and a minimum) for 32 columns, with the codes that
+            llama.cpp's quantiser writes.
+        group: columns that share a scale, a multiple of 32; 0: the whole width. None: 0 for int8, 32 for int4. Formats of GGUF have
+            their own.
+
+    Returns:
+        `QuantizedWeight` on the CPU.
+
+    Raises:
+        ValueError: an unknown format, values that are not finite, or a width that is not a multiple of 32 in a format of GGUF.
+
+    Source: `quantize_row_*_ref` of ggml-quants.c in github.com/ggml-org/ggml; for int8 and int4, scale = max / (2^(bits - 1) - 1).
+
+    Example:
+        >>> import torch, pdkernels as pd
+        >>> pd.quantize(torch.tensor([[0.5, -1.0]]), "int8").dequantize()
+        tensor([[ 0.5039, -1.0000]])
+    """
+    check_floats(OP, "weight", weight)
+    check(weight.dim() == 2, OP, "weight", "have shape (outputs, width)", tuple(weight.shape))
+    values = weight.detach().to("cpu", torch.float32)
+    check(bool(values.isfinite().all()), OP, "weight", "be finite", "infinities or NaN")
+    outputs, width = values.shape
+    if format in ("int8", "int4"):
+        return _whole(values, format, (0 if format == "int8" else BLOCK) if group is None else group)
+    if format not in _BLOCKS:
+        fail(OP, "format", f"be one of int8, int4, {', '.join(_BLOCKS)}", repr(format))
+    check(group is None, OP, "group", f"be None for {format}", group)
+    check(width % BLOCK == 0, OP, "weight", f"have a width that is a multiple of {BLOCK} for {format}", width)
+    layout, quantizer = _BLOCKS[format]
+    codes, fields = quantizer(values.view(outputs, -1, BLOCK))
+    matrix = Quantized(codes.view(outputs, width).to(torch.uint8), fields)
+    return QuantizedWeight.pack(format, layout, matrix, width)
+
+
+def _whole(values: Tensor, format: str, group: int) -> QuantizedWeight:
+    check(group >= 0 and group % BLOCK == 0, OP, "group", f"be a multiple of {BLOCK}", group)
+    outputs, width = values.shape
+    bits = int(format[3:])
+    layout = Layout("float", bits, group // BLOCK)
+    padded = torch.nn.functional.pad(values, (0, -width % BLOCK))
+    groups = torch.nn.functional.pad(padded, (0, -padded.shape[1] % group if group else 0))
+    groups = groups.view(outputs, layout.groups(width), groups.shape[1] // max(layout.groups(width), 1))
+    most = 2 ** (bits - 1) - 1
+    scale = groups.abs().amax(2, keepdim=True) / most if groups.numel() else groups.new_zeros(*groups.shape[:2], 1)
+    codes = torch.where(scale > 0, groups / scale, 0.0).round().clamp(-most, most) + (most + 1)
+    codes = codes.view(outputs, -1)[:, : padded.shape[1]].to(torch.uint8)
+    return QuantizedWeight.pack(format, layout, Quantized(codes, {"scale": scale}), width)
+
+
+Blocks = tuple[Tensor, dict[str, Tensor]]
+
+
+def _largest(blocks: Tensor) -> Tensor:
+    """The value of largest magnitude of each block, with its sign; the first of equal ones."""
+    return blocks.gather(2, blocks.abs().argmax(2, keepdim=True))
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    return torch.where(scale != 0, 1 / scale, 0.0)
+
+
+def _q8_0(blocks: Tensor) -> Blocks:
+    scale = blocks.abs().amax(2, keepdim=True) / 127
+    # Half away from zero, as C's roundf.
+    scaled = blocks * _inverse(scale)
+    codes = scaled.sign() * (scaled.abs() + 0.5).floor()
+    return codes + 128, {"scale": scale.half()}
+
+
+def _symmetric(bits: int) -> Callable[[Tensor], Blocks]:
+    def quantizer(blocks: Tensor) -> Blocks:
+        scale = _largest(blocks) / -(2 ** (bits - 1))
+        codes = (blocks * _inverse(scale) + (2 ** (bits - 1) + 0.5)).floor().clamp(max=2**bits - 1)
+        return codes, {"scale": scale.half()}
+
+    return quantizer
+
+
+def _between(bits: int) -> Callable[[Tensor], Blocks]:
+    def quantizer(blocks: Tensor) -> Blocks:
+        low, high = blocks.amin(2, keepdim=True), blocks.amax(2, keepdim=True)
+        scale = (high - low) / (2**bits - 1)
+        codes = ((blocks - low) * _inverse(scale) + 0.5).floor().clamp(max=2**bits - 1)
+        return codes, {"scale": scale.half(), "minimum": low.half()}
+
+    return quantizer
+
+
+_BLOCKS: dict[str, tuple[Layout, Callable[[Tensor], Blocks]]] = {
+    "q8_0": (Layout("half", 8, 1), _q8_0),
+    "q4_0": (Layout("half", 4, 1), _symmetric(4)),
+    "q4_1": (Layout("half_min", 4, 1), _between(4)),
+    "q5_0": (Layout("half", 5, 1), _symmetric(5)),
+    "q5_1": (Layout("half_min", 5, 1), _between(5)),
+}

@@ -1,0 +1,153 @@
+"""Products of few rows with a quantised matrix, and rows of such a matrix as numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pdkernels._validation import INDEX_DTYPES, KERNEL_DTYPES, check_device, check_floats, check_type, fail
+from pdkernels.backends import Backend
+from pdkernels.ops._library import Draw, call, define
+from pdkernels.ops.quantized_weight import QuantizedWeight
+from pdkernels.reference import quantized_linear as reference
+
+__all__ = ["quantized_embedding", "quantized_linear"]
+
+OP = "quantized_linear"
+EMBEDDING = "quantized_embedding"
+
+
+def quantized_linear(
+    x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, *, backend: Backend = "auto"
+) -> Tensor:
+    """``x @ weight^T + bias`` with a quantised matrix: the same bits for a row in any batch, at every level of the CPU.
+
+    The matrix is read once for all rows, as it lies in memory. Each row of `x` is quantised to 8 bits in blocks of 32, its products
+    with the codes of the matrix are exact whole numbers, and the blocks of an output are added up in ascending order in float32; the
+    reference states the formula. So neither the other rows, nor threads, nor the processor's instructions change a result.
+
+    Args:
+        x: ``(..., width)`` float32, float16 or bfloat16. Rows may be strided; any other layout is copied first.
+        weight: `QuantizedWeight` of shape ``(outputs, width)``.
+        bias: ``(outputs,)``, dtype of `x`; None adds nothing.
+        backend: see `pdkernels.show_config`.
+
+    Returns:
+        ``(..., outputs)``, contiguous, dtype of `x`: float32 sums, rounded once. A row with an infinity or NaN is NaN.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        TypeError: dtypes that do not fit.
+        NotImplementedError: an input that requires a gradient while gradients are recorded.
+
+    Deterministic, and equal to the reference bit for bit.
+
+    Source: the formats of github.com/ggml-org/ggml (ggml-common.h); integer products as in Dettmers et al., "LLM.int8()" (2022).
+
+    Example:
+        >>> import torch, pdkernels as pd
+        >>> weight = pd.quantize(2 * torch.eye(32), "q4_0")
+        >>> pd.quantized_linear(torch.arange(32.0), weight)[:4]
+        tensor([0.0000, 1.9528, 3.9055, 6.1024])
+    """
+    check_type(isinstance(weight, QuantizedWeight), OP, "weight", "be a QuantizedWeight", type(weight).__name__)
+    out: Tensor = call(quantized_linear_op, (x, weight.data, weight.layouts, weight.outputs, bias), x, backend)
+    return out
+
+
+def quantized_embedding(
+    ids: Tensor, weight: QuantizedWeight, dtype: torch.dtype = torch.float32, *, backend: Backend = "auto"
+) -> Tensor:
+    """The rows `ids` of a quantised matrix as numbers: an embedding that stays packed.
+
+    Args:
+        ids: int tensor of any shape, in ``[0, outputs)``.
+        weight: `QuantizedWeight` of shape ``(outputs, width)``.
+        dtype: of the result.
+        backend: see `pdkernels.show_config`.
+
+    Returns:
+        ``(*ids.shape, width)``: ``scale * (code - zero) + minimum``, each operation rounded to float32, then to `dtype`.
+
+    Raises:
+        ValueError: an id out of range; on CUDA such a row is undefined.
+        TypeError: dtypes that do not fit.
+
+    Deterministic, and equal to the reference bit for bit.
+
+    Source: the formats of github.com/ggml-org/ggml (ggml-common.h).
+
+    Example:
+        >>> import torch, pdkernels as pd
+        >>> weight = pd.quantize(torch.eye(32), "q8_0")
+        >>> pd.quantized_embedding(torch.tensor([1]), weight)[0, :3]
+        tensor([0.0000, 0.9999, 0.0000])
+    """
+    check_type(isinstance(weight, QuantizedWeight), EMBEDDING, "weight", "be a QuantizedWeight", type(weight).__name__)
+    arguments = (ids, weight.data, weight.layouts, weight.outputs, weight.width, dtype)
+    out: Tensor = call(quantized_embedding_op, arguments, ids, backend)
+    return out
+
+
+def _check_parts(
+    op: str, device: torch.device, weights: list[Tensor], layouts: list[int], outputs: list[int], width: int
+) -> None:
+    if not len(weights) == len(layouts) == len(outputs) > 0:
+        fail(op, "weights, layouts and outputs", "have one length", (len(weights), len(layouts), len(outputs)))
+    for i, (data, layout, count) in enumerate(zip(weights, layouts, outputs)):
+        check_type(data.dtype == torch.uint8, op, f"weights[{i}]", "have dtype torch.uint8", data.dtype)
+        check_device(op, f"weights[{i}]", data, device)
+        size = reference.Layout.of(layout).nbytes(count, width)
+        if data.shape != (size,):
+            fail(op, f"weights[{i}]", f"have shape ({size},) for rows of width {width}", tuple(data.shape))
+
+
+def _fake(
+    x: Tensor, weights: list[Tensor], layouts: list[int], outputs: list[int], bias: Tensor | None = None
+) -> Tensor:
+    check_floats(OP, "x", x)
+    if x.dim() == 0:
+        fail(OP, "x", "have shape (..., width)", ())
+    _check_parts(OP, x.device, weights, layouts, outputs, x.shape[-1])
+    if bias is not None:
+        check_floats(OP, "bias", bias, (sum(outputs),), like=x)
+    return x.new_empty((*x.shape[:-1], sum(outputs)))
+
+
+def _embedding_fake(
+    ids: Tensor, weights: list[Tensor], layouts: list[int], outputs: list[int], width: int, dtype: torch.dtype
+) -> Tensor:
+    check_type(ids.dtype in INDEX_DTYPES, EMBEDDING, "ids", "be int64 or int32", ids.dtype)
+    check_type(dtype in KERNEL_DTYPES, EMBEDDING, "dtype", "be float32, float16 or bfloat16", dtype)
+    _check_parts(EMBEDDING, ids.device, weights, layouts, outputs, width)
+    return ids.new_empty((*ids.shape, width), dtype=dtype)
+
+
+def _example_weight(draw: Draw) -> QuantizedWeight:
+    from pdkernels.ops.quantize import quantize
+
+    return QuantizedWeight.join([quantize(draw.floats(20, 64), "q4_0"), quantize(draw.floats(30, 64), "q8_0")])
+
+
+def _example(draw: Draw) -> dict[str, Any]:
+    return {"x": draw.floats(3, 64), "weight": _example_weight(draw), "bias": draw.floats(50)}
+
+
+def _embedding_example(draw: Draw) -> dict[str, Any]:
+    return {"ids": draw.ints(0, 49, 2, 3), "weight": _example_weight(draw)}
+
+
+quantized_linear_op = define(
+    f"{OP}(Tensor x, Tensor[] weights, int[] layouts, int[] outputs, Tensor? bias=None) -> (Tensor out)",
+    fake=_fake,
+    reference=reference.quantized_linear,
+    example=_example,
+)
+quantized_embedding_op = define(
+    f"{EMBEDDING}(Tensor ids, Tensor[] weights, int[] layouts, int[] outputs, int width, ScalarType dtype) -> (Tensor out)",
+    fake=_embedding_fake,
+    reference=reference.quantized_embedding,
+    example=_embedding_example,
+)
