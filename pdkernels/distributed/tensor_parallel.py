@@ -30,8 +30,8 @@ from pdkernels.models.layer import Layer
 from pdkernels.models.recurrent_layer import RecurrentLayer
 from pdkernels.ops import TokenStatistics, linear_token_statistics
 from pdkernels.ops._collectives import gathered, summed
+from pdkernels.ops._quantized_weight import QuantizedWeight
 from pdkernels.ops._vocabulary import Part
-from pdkernels.ops.quantized_weight import QuantizedWeight
 
 ParallelModel = Transformer | RecurrentDepth
 

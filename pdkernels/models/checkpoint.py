@@ -13,7 +13,7 @@ from pdkernels.models.folder import Weights
 from pdkernels.models.layout import Layout
 from pdkernels.models.plan_tokens import PlanTokens
 from pdkernels.models.tokenizers import Tokenizer
-from pdkernels.ops.quantized_weight import QuantizedWeight
+from pdkernels.ops._quantized_weight import QuantizedWeight
 
 Config: TypeAlias = TransformerConfig | RecurrentDepthConfig
 Stated: TypeAlias = torch.Tensor | QuantizedWeight

@@ -24,7 +24,7 @@ from pdkernels.models.gguf_file import GgufFile, GgufTensor
 from pdkernels.models.gguf_tokenizer import tokenizer
 from pdkernels.models.layout import Layout, Parts, Stored
 from pdkernels.models.rope import FactorScaling, LinearScaling, RopeScaling, YarnScaling
-from pdkernels.ops.quantized_weight import GGUF_FORMATS, QuantizedWeight
+from pdkernels.ops._quantized_weight import GGUF_FORMATS, QuantizedWeight
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 

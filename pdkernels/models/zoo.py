@@ -32,8 +32,8 @@ from pdkernels.models.rope import FactorScaling, LinearScaling, Llama3Scaling, Y
 from pdkernels.models.tokenizer_files import read_tokenizer_files
 from pdkernels.models.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer
 from pdkernels.models.transformer import Transformer, TransformerConfig
-from pdkernels.ops.quantize import quantize
-from pdkernels.ops.quantized_weight import QuantizedWeight
+from pdkernels.ops._quantize import quantize
+from pdkernels.ops._quantized_weight import QuantizedWeight
 
 Model: TypeAlias = Transformer | RecurrentDepth
 

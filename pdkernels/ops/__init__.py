@@ -10,9 +10,7 @@ from pdkernels.ops.linear import *
 from pdkernels.ops.linear_token_statistics import *
 from pdkernels.ops.log_step import *
 from pdkernels.ops.logit_divergence import *
-from pdkernels.ops.quantize import *
 from pdkernels.ops.quantized_linear import *
-from pdkernels.ops.quantized_weight import *
 from pdkernels.ops.recurrence import *
 from pdkernels.ops.speculative_attention import *
 from pdkernels.ops.token_statistics import *

@@ -11,10 +11,10 @@ from torch import Tensor
 from pdkernels._validation import check, check_floats, fail
 from pdkernels.backends import Backend
 from pdkernels.ops._library import DEBUG_CHECKS, Draw, call, define
+from pdkernels.ops._quantized_weight import QuantizedWeight
 from pdkernels.ops._vocabulary import Part, check_part
 from pdkernels.ops.linear import linear_op
 from pdkernels.ops.quantized_linear import quantized_linear
-from pdkernels.ops.quantized_weight import QuantizedWeight
 from pdkernels.ops.token_statistics import (
     OPTIONS,
     RESULTS,

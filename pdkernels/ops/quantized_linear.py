@@ -10,10 +10,11 @@ from torch import Tensor
 from pdkernels._validation import INDEX_DTYPES, KERNEL_DTYPES, check_device, check_floats, check_type, fail
 from pdkernels.backends import Backend
 from pdkernels.ops._library import Draw, call, define
-from pdkernels.ops.quantized_weight import QuantizedWeight
+from pdkernels.ops._quantize import quantize
+from pdkernels.ops._quantized_weight import QuantizedWeight
 from pdkernels.reference import quantized_linear as reference
 
-__all__ = ["quantized_embedding", "quantized_linear"]
+__all__ = ["QuantizedWeight", "quantize", "quantized_embedding", "quantized_linear"]
 
 OP = "quantized_linear"
 EMBEDDING = "quantized_embedding"
@@ -126,8 +127,6 @@ def _embedding_fake(
 
 
 def _example_weight(draw: Draw) -> QuantizedWeight:
-    from pdkernels.ops.quantize import quantize
-
     return QuantizedWeight.join([quantize(draw.floats(20, 64), "q4_0"), quantize(draw.floats(30, 64), "q8_0")])
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import check, check_floats, fail
-from pdkernels.ops.quantized_weight import QuantizedWeight
+from pdkernels.ops._quantized_weight import QuantizedWeight
 from pdkernels.reference.quantized_linear import BLOCK, Layout, Quantized
 
 __all__ = ["quantize"]
