@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -93,7 +93,7 @@ class QuantizedWeight(torch.nn.Module):
         check(format in LAYOUTS, OP, "format", f"be one of {', '.join(LAYOUTS)}", repr(format))
         layout = LAYOUTS[format]
         data = _memory.empty((layout.nbytes(outputs, width),), torch.uint8)
-        wrong = pack_gguf(format, source, [] if order is None else order, outputs, width, memoryview(data.numpy()))
+        wrong = pack_gguf(format, source, [] if order is None else order, outputs, width, cast(Any, data.numpy()))
         check(wrong == 0, OP, "scales", "be finite", f"{wrong} others")
         return cls([Part(format.lower(), layout, outputs, data)], width)
 
