@@ -18,7 +18,6 @@ from pdkernels.ops._library import OPS
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "pdkernels"
-FAMILIES = sorted(path.stem for path in (PACKAGE / "ops").glob("[!_]*.py"))
 
 
 def ops_of(family: str) -> set[str]:
@@ -26,6 +25,8 @@ def ops_of(family: str) -> set[str]:
     return {op for op in OPS if getattr(getattr(pd, op, None), "__module__", None) == f"pdkernels.ops.{family}"}
 
 
+# Other files beside them make what ops take.
+FAMILIES = sorted(path.stem for path in (PACKAGE / "ops").glob("[!_]*.py") if ops_of(path.stem))
 # Families whose ops all compose other ops on the CPU: they have no C++, but a Triton kernel.
 COMPOSED_FAMILIES = {family for family in FAMILIES if ops_of(family) and all(OPS[op].composed for op in ops_of(family))}
 

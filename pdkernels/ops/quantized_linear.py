@@ -126,6 +126,23 @@ def _embedding_fake(
     return ids.new_empty((*ids.shape, width), dtype=dtype)
 
 
+def _triton(
+    x: Tensor, weights: list[Tensor], layouts: list[int], outputs: list[int], bias: Tensor | None = None
+) -> Tensor:
+    from pdkernels.triton.quantized_linear import forward
+
+    out = forward(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weights, layouts, outputs, bias)
+    return out.view(*x.shape[:-1], out.shape[1])
+
+
+def _embedding_triton(
+    ids: Tensor, weights: list[Tensor], layouts: list[int], outputs: list[int], width: int, dtype: torch.dtype
+) -> Tensor:
+    from pdkernels.triton.quantized_linear import rows_of
+
+    return rows_of(ids.reshape(-1), weights, layouts, outputs, width, dtype).view(*ids.shape, width)
+
+
 def _example_weight(draw: Draw) -> QuantizedWeight:
     return QuantizedWeight.join([quantize(draw.floats(20, 64), "q4_0"), quantize(draw.floats(30, 64), "q8_0")])
 
@@ -143,10 +160,12 @@ quantized_linear_op = define(
     fake=_fake,
     reference=reference.quantized_linear,
     example=_example,
+    triton=_triton,
 )
 quantized_embedding_op = define(
     f"{EMBEDDING}(Tensor ids, Tensor[] weights, int[] layouts, int[] outputs, int width, ScalarType dtype) -> (Tensor out)",
     fake=_embedding_fake,
     reference=reference.quantized_embedding,
     example=_embedding_example,
+    triton=_embedding_triton,
 )

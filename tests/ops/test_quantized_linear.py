@@ -14,6 +14,7 @@ import pdkernels as pd
 from pdkernels.reference import gguf_blocks
 from pdkernels.reference import quantized_linear as reference
 from pdkernels.reference.quantized_linear import Layout, Quantized
+from tests.harness.triton_interpreter import dot_dtypes, requires_triton, triton_device
 from tests.ops.implementations import LEVELS
 
 gguf = pytest.importorskip("gguf")
@@ -84,6 +85,63 @@ def test_every_level_has_the_bits_of_the_formula(level_ops: Any, name: str) -> N
         for dtype in DTYPES:
             found = level_ops.quantized_embedding(ids, w.data, w.layouts, w.outputs, width, dtype)
             assert same_bits(found, w.dequantize(dtype)[ids])
+
+
+@requires_triton
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_triton_has_the_bits_of_the_formula(name: str) -> None:
+    """Each tiling: up to 8 rows, up to 32, more; an odd number of blocks, and a width that is no whole number of blocks."""
+    from pdkernels.triton.quantized_linear import forward, rows_of
+
+    device = triton_device()
+    for width, count in zip([*WIDTHS[name], *([] if name in gguf_blocks.LAYOUTS else [70])], (7, 20, 40, 3)):
+        w, x, bias = weight(name, 37, width).to(device), rows(count, width), rows(1, 37)[0]
+        x[0], x[1, 0] = 0, float("inf")
+        for dtype in dot_dtypes():
+            arguments = x.to(dtype), [data.cpu() for data in w.data], w.layouts, w.outputs, bias.to(dtype)
+            given = (arguments[0].to(device), w.data, w.layouts, w.outputs)
+            found = forward(*given, arguments[4].to(device))
+            assert same_bits(found.cpu(), reference.quantized_linear(*arguments))
+            ids = torch.tensor([0, 36, 5], dtype=torch.int32, device=device)
+            numbers = rows_of(ids, w.data, w.layouts, w.outputs, width, dtype)
+            assert same_bits(numbers, w.dequantize(dtype)[ids])
+        assert same_bits(
+            forward(x[2:3].to(dtype).to(device), *given[1:], None).cpu(), pd.quantized_linear(x[2:3].to(dtype), w.cpu())
+        )
+
+
+@requires_triton
+def test_triton_on_parts_and_strided_rows() -> None:
+    from pdkernels.triton.quantized_linear import forward, rows_of
+
+    device = triton_device()
+    parts = [weight("Q4_K", 24, 256), weight("Q6_K", 0, 256), weight("Q6_K", 16, 256), weight("Q8_0", 21, 256)]
+    joined = pd.QuantizedWeight.join(parts)
+    wide, bias = rows(9, 600), rows(1, 2 * 61)[0, ::2]
+    x = wide[:, 100:356]
+    expected = pd.quantized_linear(x, joined, bias)
+    joined = joined.to(device)
+    given = joined.data, joined.layouts, joined.outputs
+    assert same_bits(forward(wide.to(device)[:, 100:356], *given, bias.to(device)).cpu(), expected)
+    turned = x.T.contiguous().T.to(device)
+    assert same_bits(forward(turned, *given, bias.to(device)).cpu(), expected)
+    ids = torch.tensor([60, 0, 23, 24, 39, 40], device=device)
+    assert torch.equal(rows_of(ids, *given, 256, torch.float32), joined.dequantize()[ids])
+
+
+@requires_triton
+@pytest.mark.parametrize("rows_, outputs, width", [(0, 3, 32), (2, 0, 32), (2, 3, 0)])
+def test_triton_on_nothing(rows_: int, outputs: int, width: int) -> None:
+    from pdkernels.triton.quantized_linear import forward, rows_of
+
+    device = triton_device()
+    w = weight("Q8_0", outputs, width).to(device)
+    x, bias = torch.zeros(rows_, width, device=device), torch.ones(outputs, device=device)
+    given = w.data, w.layouts, w.outputs
+    assert torch.equal(forward(x, *given, bias).cpu(), torch.ones(rows_, outputs))
+    assert torch.equal(forward(x, *given, None).cpu(), torch.zeros(rows_, outputs))
+    ids = torch.zeros(min(rows_, outputs), dtype=torch.int64, device=device)
+    assert rows_of(ids, *given, width, torch.float32).shape == (len(ids), width)
 
 
 @given(data=st.data())
