@@ -118,7 +118,7 @@ def unpack(layout: Layout, data: Tensor, outputs: int, width: int) -> Quantized:
         field = headers[:, :, first : first + size].contiguous().view(dtype).view(tiles, groups, count, TILE)
         fields[name] = field.permute(0, 3, 1, 2).reshape(tiles * TILE, groups, count)[:outputs]
         first += size
-    planes = data[:, layout.headers_bytes(width) :].reshape(tiles, blocks, -1, 64)
+    planes = data[:, layout.headers_bytes(width) :].reshape(tiles, blocks, layout.bits, 64)
     codes = _codes(planes, layout.bits).view(tiles, blocks, 8, TILE, 4).permute(0, 3, 1, 2, 4)
     return Quantized(codes.reshape(tiles * TILE, blocks * BLOCK)[:outputs], fields)
 
