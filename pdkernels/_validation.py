@@ -204,8 +204,9 @@ def check_cuda_batch(op: str, argument: str, tensor: Tensor) -> None:
         raise NotImplementedError(message(op, argument, expectation, tensor.shape[0], remedy))
 
 
-def refuse_tangents(op: str, arguments: Iterable[Any]) -> None:
-    """Refuses tangents: no kernel has a forward-mode derivative, and results without one would look like constants."""
+def refuse_tangents(op: str, arguments: Iterable[Any], reference: bool = True) -> None:
+    """Refuses tangents: no kernel has a forward-mode derivative, and results without one would look like constants. `reference`:
+    whether the op's reference has one."""
     # The level is -1 outside a dual level, and asking a tensor takes longer than many ops.
     if forward_ad._current_level < 0:
         return
@@ -214,4 +215,6 @@ def refuse_tangents(op: str, arguments: Iterable[Any]) -> None:
             if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
                 words = "an input has a tangent, and the kernels have no derivative in forward mode"
                 remedy = "Pass backend='reference', which PyTorch differentiates, or the primal alone."
+                if not reference:
+                    words, remedy = "an input has a tangent, and the op has no derivative", "Pass the primal alone."
                 raise NotImplementedError(sentence(op, words, remedy))

@@ -187,7 +187,7 @@ def dequantize(layout: Layout, data: Tensor, outputs: int, width: int) -> Tensor
     matrix = unpack(layout, data, outputs, width)
     scale, minimum, multiples = scales_of(layout, matrix)
     zero = zeros_of(layout, matrix)
-    codes = matrix.codes.view(outputs, -1, BLOCK).int()
+    codes = matrix.codes.unflatten(1, (layout.blocks(width), BLOCK)).int()
     codes = codes - (zero if isinstance(zero, int) else zero[..., None])
     scale = scale[..., None]
     if multiples is not None:
@@ -198,7 +198,7 @@ def dequantize(layout: Layout, data: Tensor, outputs: int, width: int) -> Tensor
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes `(rows, blocks, 32)` int32 and scales `(rows, blocks)` float32 of `x` `(rows, width)`, any float dtype."""
-    wide = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    wide = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % BLOCK)).unflatten(1, (-(-x.shape[1] // BLOCK), BLOCK))
     bits = wide.contiguous().view(torch.int32) & 0x7FFFFFFF
     largest = bits.amax(2).view(torch.float32)
     finite = largest < float("inf")
@@ -214,21 +214,21 @@ def quantized_linear(
     x: Tensor, weights: list[Tensor], layouts: list[int], outputs: list[int], bias: Tensor | None = None
 ) -> Tensor:
     """``x @ weight^T + bias``, ``(..., outputs)``, of a matrix in parts; rounded to the dtype of `x` at the end."""
-    rows = x.reshape(-1, x.shape[-1]) if x.dim() > 1 else x[None]
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     codes, x_scales = quantize_rows(rows)
     found = [
         _part(codes, x_scales, Layout.of(layout), data, count, x.shape[-1])
         for data, layout, count in zip(weights, layouts, outputs)
     ]
     out = torch.cat(found, 1)
-    return (out if bias is None else out + bias.float()).to(x.dtype).view(*x.shape[:-1], -1)
+    return (out if bias is None else out + bias.float()).to(x.dtype).view(*x.shape[:-1], sum(outputs))
 
 
 def _part(codes: Tensor, x_scales: Tensor, layout: Layout, data: Tensor, outputs: int, width: int) -> Tensor:
     matrix = unpack(layout, data, outputs, width)
     scale, minimum, multiples = scales_of(layout, matrix)
     zero = zeros_of(layout, matrix)
-    total = torch.zeros(len(codes), outputs)
+    total = torch.zeros(len(codes), outputs, device=codes.device)
     for b in range(codes.shape[1]):
         own = matrix.codes[:, b * BLOCK : (b + 1) * BLOCK].double()
         own = own - (zero if isinstance(zero, int) else zero[:, b, None])

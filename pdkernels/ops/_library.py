@@ -49,6 +49,7 @@ class Draw:
 
 
 Example = Callable[[Draw], dict[str, Any]]
+Gradients = Literal["refused", "cut", "none", "own"]
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class OpSpec:
     reference: Callable[..., Any]
     composed: bool
     """Whether its CPU kernel is composed of other ops."""
-    gradients: Literal["refused", "cut", "own"]
+    gradients: Gradients
     example: Example
 
 
@@ -114,7 +115,7 @@ def define(
     example: Example,
     cpu: Callable[..., Any] | None = None,
     triton: Callable[..., Any] | None = None,
-    gradients: Literal["refused", "cut", "own"] = "refused",
+    gradients: Gradients = "refused",
     float64: bool = False,
     reference_check: Callable[..., Any] | None = None,
     structure: Callable[..., Any] | None = None,
@@ -130,7 +131,7 @@ def define(
         cpu: the CPU kernel of an op that is composed of other ops there.
         triton: the kernel on CUDA, for ops whose compiled library serves only the CPU. It should import Triton in its body.
         gradients: what a call does with an input that requires a gradient. "refused": raises, except for the reference; "cut":
-            detaches it; "own": nothing, since there are no floats or the op has its own autograd kernel.
+            detaches it; "none": raises, also for the reference, through which none flows; "own": nothing, since there are no floats or the op has its own autograd kernel.
         float64: whether the kernels take it. Otherwise they refuse it, with a message, after the checks of the fake.
         reference_check: replaces `fake` for the reference, where the fake itself refuses float64.
         structure: makes one value of the op's arguments, which `fake`, `reference`, `cpu`, `triton` and `reference_check` then
@@ -254,7 +255,7 @@ def keys(op: str, seed: int | Tensor) -> tuple[int, Tensor | None]:
 def call(op: torch._ops.OpOverload, arguments: tuple[Any, ...], anchor: Tensor, backend: str) -> Any:
     """Runs an op on the device of `anchor`, or its reference. If the arguments are refused, the fake explains why.
 
-    Tangents are refused here, for all ops: only the reference has a forward-mode derivative.
+    Tangents are refused here, for all ops: only references have a forward-mode derivative, and not all of them.
     """
     name = op._opname
     spec = OPS[name]
@@ -266,8 +267,9 @@ def call(op: torch._ops.OpOverload, arguments: tuple[Any, ...], anchor: Tensor, 
         arguments = _without_gradients(spec, arguments, backend)
     try:
         choice = backends.resolve(name, backend, anchor.device)
+        if choice != "reference" or spec.gradients == "none":
+            refuse_tangents(name, arguments, reference=spec.gradients != "none")
         if choice != "reference":
-            refuse_tangents(name, arguments)
             if DEBUG_CHECKS and anchor.is_cuda and choice == "native":
                 op(*(_values_only(argument) for argument in arguments))
             return op(*arguments)
@@ -324,8 +326,9 @@ def _without_gradients(spec: OpSpec, arguments: tuple[Any, ...], backend: str) -
                 continue
             if spec.gradients == "cut":
                 return tuple(x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in arguments)
-            if backend != "reference":
-                remedy = "Call it under torch.no_grad(), or train with plain PyTorch (backend='reference')."
+            if backend != "reference" or spec.gradients == "none":
+                trained = "" if spec.gradients == "none" else ", or train with plain PyTorch (backend='reference')"
+                remedy = f"Call it under torch.no_grad(){trained}."
                 raise NotImplementedError(
                     message(spec.name, spec.arguments[i], "not require a gradient", "a tensor that does", remedy)
                 )

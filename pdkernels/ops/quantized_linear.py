@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pdkernels._validation import INDEX_DTYPES, KERNEL_DTYPES, check_device, check_floats, check_type, fail
 from pdkernels.backends import Backend
-from pdkernels.ops._library import Draw, call, define
+from pdkernels.ops._library import LIBRARY, Draw, call, define
 from pdkernels.ops._quantize import quantize
 from pdkernels.ops._quantized_weight import QuantizedWeight
 from pdkernels.reference import quantized_linear as reference
@@ -41,7 +41,7 @@ def quantized_linear(
     Raises:
         ValueError: shapes that do not fit.
         TypeError: dtypes that do not fit.
-        NotImplementedError: an input that requires a gradient while gradients are recorded.
+        NotImplementedError: an input that requires a gradient while gradients are recorded, for every backend.
 
     Deterministic, and equal to the reference bit for bit.
 
@@ -87,6 +87,7 @@ def quantized_embedding(
         tensor([0.0000, 0.9999, 0.0000])
     """
     check_type(isinstance(weight, QuantizedWeight), EMBEDDING, "weight", "be a QuantizedWeight", type(weight).__name__)
+    check_type(isinstance(dtype, torch.dtype), EMBEDDING, "dtype", "be a torch.dtype", type(dtype).__name__)
     arguments = (ids, weight.data, weight.layouts, weight.outputs, weight.width, dtype)
     out: Tensor = call(quantized_embedding_op, arguments, ids, backend)
     return out
@@ -161,6 +162,7 @@ quantized_linear_op = define(
     reference=reference.quantized_linear,
     example=_example,
     triton=_triton,
+    gradients="none",
 )
 quantized_embedding_op = define(
     f"{EMBEDDING}(Tensor ids, Tensor[] weights, int[] layouts, int[] outputs, int width, ScalarType dtype) -> (Tensor out)",
@@ -169,3 +171,23 @@ quantized_embedding_op = define(
     example=_embedding_example,
     triton=_embedding_triton,
 )
+
+
+def _sample(x: Any, dim: Any, number: int) -> Any:
+    if isinstance(x, (list, tuple)):
+        return [_sample(one, own, number) for one, own in zip(x, dim)]
+    return x if dim is None else x.select(dim, number)
+
+
+def _batched(op: torch._ops.OpOverload) -> None:
+    """Registers how torch.vmap runs it: PyTorch's own way takes no lists of tensors."""
+
+    def run(info: Any, dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
+        samples = [op(*_sample(arguments, dims, number)) for number in range(info.batch_size)]
+        return torch.stack(samples), 0
+
+    torch.library.register_vmap(op, run, lib=LIBRARY)
+
+
+_batched(quantized_linear_op)
+_batched(quantized_embedding_op)

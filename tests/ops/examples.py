@@ -20,7 +20,9 @@ Arguments = dict[str, Any]
 
 def example(op: str, seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Arguments:
     made = OPS[op].example(Draw(seed, dtype))
-    return {name: x.to(device) if isinstance(x, (Tensor, TilePlan)) else x for name, x in made.items()}
+    return {
+        name: x.to(device) if isinstance(x, (Tensor, TilePlan, pd.QuantizedWeight)) else x for name, x in made.items()
+    }
 
 
 def run(op: str, arguments: Arguments, **options: Any) -> Any:

@@ -18,6 +18,8 @@ CASES = [(op, name) for op in PUBLIC for name in floats_of(op)]
 # The ops with their own derivative; and those whose results are detached from the graph, as documented.
 DIFFERENTIABLE = [op for op in PUBLIC if f"{op}_backward" in OPS]
 CUT = [op for op in PUBLIC if OPS[op].gradients == "cut" or op == "unmask_"]
+# Ops whose reference has none either.
+NEVER = [op for op in PUBLIC if OPS[op].gradients == "none"]
 FIRST = {op: floats_of(op)[0] for op in PUBLIC if floats_of(op)}
 
 
@@ -39,7 +41,10 @@ def level() -> Iterator[None]:
 
 def test_ops_without_floats() -> None:
     """Not one of them has an input whose derivative means something."""
-    assert set(PUBLIC) - set(FIRST) == {"kv_trim_", "verify_draft", "log_step_", "recurrence_advance_"}
+    assert set(PUBLIC) - set(FIRST) == {
+        "kv_trim_", "verify_draft", "log_step_", "recurrence_advance_", "quantized_embedding",
+    }  # fmt: skip
+    assert NEVER == ["quantized_linear"]
     assert set(CUT) == {"token_statistics", "linear_token_statistics", "logit_divergence", "unmask_"}
 
 
@@ -48,6 +53,8 @@ def test_a_tangent_is_refused(op: str, name: str, level: None) -> None:
     x, function = call(op, name)
     tangent = dual(x)
     text = rf"pdkernels\.{op}: an input has a tangent, and the kernels have no derivative in forward mode\. Pass backend='reference'"
+    if op in NEVER:
+        text = rf"pdkernels\.{op}: an input has a tangent, and the op has no derivative\. Pass the primal alone\."
     with pytest.raises(NotImplementedError, match=text):
         function(tangent)
     function(forward_ad.unpack_dual(tangent).primal)
@@ -55,7 +62,18 @@ def test_a_tangent_is_refused(op: str, name: str, level: None) -> None:
         function(tangent)
 
 
-@pytest.mark.parametrize("op", FIRST)
+@pytest.mark.parametrize("op, name", [(op, name) for op, name in CASES if op in NEVER])
+def test_a_reference_without_one_refuses_it(op: str, name: str, level: None) -> None:
+    x, function = call(op, name, backend="reference")
+    with pytest.raises(NotImplementedError, match="the op has no derivative"):
+        function(dual(x))
+    with pytest.raises(
+        NotImplementedError, match=rf"{op}: {name} must not require a gradient.*under torch\.no_grad\(\)\.$"
+    ):
+        function(x.requires_grad_())
+
+
+@pytest.mark.parametrize("op", [op for op in FIRST if op not in NEVER])
 def test_the_reference_has_it(op: str, level: None) -> None:
     """All but ops that return no floats."""
     if not any(is_float(x) for x in tensors_in(run(op, example(op)))):
@@ -75,7 +93,7 @@ def test_the_transform_is_refused_too(op: str, name: str) -> None:
 @pytest.mark.parametrize("op", ["block_sparse_attention", "speculative_attention", "speculative_attention_append_"])
 def test_a_raw_call_of_attention_refuses_it_too(op: str, level: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """These ops have an autograd kernel with its own check."""
-    monkeypatch.setattr("pdkernels.ops._library.refuse_tangents", lambda *_: None)
+    monkeypatch.setattr("pdkernels.ops._library.refuse_tangents", lambda *_, **__: None)
     x, function = call(op, "q")
     with pytest.raises(NotImplementedError, match="an input has a tangent"):
         function(dual(x))
