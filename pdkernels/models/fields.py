@@ -58,11 +58,12 @@ def read_from(where: str) -> Iterator[None]:
     """Adds the name of the file to errors of objects that are built from its fields."""
     try:
         yield
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, NotImplementedError) as error:
         op, _, words = str(error).partition(": ")
         if op == f"pdkernels.{OP}" or not op.startswith("pdkernels."):
             raise
-        raise ValueError(f"pdkernels.{OP}: {where}: {words}") from None
+        kind = NotImplementedError if isinstance(error, NotImplementedError) else ValueError
+        raise kind(f"pdkernels.{OP}: {where}: {words}") from None
 
 
 class Fields:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from pdkernels import _memory
 from pdkernels._validation import check, fail
 from pdkernels.models.fields import OP, Fields, shown, some
-from pdkernels.models.layout import DTYPES, Layout, Stored
+from pdkernels.models.layout import DTYPES, Layout, Parts, Stored
 
 INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _OTHERS = ("consolidated", "adapter_model", "mask_token")
@@ -134,22 +134,28 @@ class Weights:
 
     def parameters(self, layout: Layout, dtype: torch.dtype | None, device: torch.device) -> dict[str, torch.Tensor]:
         """Our parameters, as `Layout.gather` makes them of all tensors, but one after the other; `dtype` None: as stored."""
-        ours = {}
-        for name, parts in layout.parts():
-            sources = {layout.name_in(self.stored, part): shape for part, shape in parts.items()}
-            kinds = [DTYPES[self.stored[source].dtype] for source in sources]
-            rows = sum(math.prod(shape[:-1]) if len(shape) > 1 else shape[0] for shape in sources.values())
-            last = next(iter(sources.values()))
-            whole = _memory.empty((rows, *last[1:][-1:]), dtype or reduce(torch.promote_types, kinds))
-            first = 0
-            for source, shape in sources.items():
-                count = math.prod(shape)
-                self.read_into_(whole.view(-1)[first : first + count], source)
-                first += count
-            ours[name] = whole.to(device)
+        ours = {name: self.parameter(layout, parts, dtype).to(device) for name, parts in layout.parts()}
+        self.check_tied(layout)
+        return ours
+
+    def parameter(self, layout: Layout, parts: Parts, dtype: torch.dtype | None) -> torch.Tensor:
+        """One of our parameters from its parts."""
+        sources = {layout.name_in(self.stored, part): shape for part, shape in parts.items()}
+        kinds = [DTYPES[self.stored[source].dtype] for source in sources]
+        rows = sum(math.prod(shape[:-1]) if len(shape) > 1 else shape[0] for shape in sources.values())
+        last = next(iter(sources.values()))
+        whole = _memory.empty((rows, *last[1:][-1:]), dtype or reduce(torch.promote_types, kinds))
+        first = 0
+        for source, shape in sources.items():
+            count = math.prod(shape)
+            self.read_into_(whole.view(-1)[first : first + count], source)
+            first += count
+        return whole
+
+    def check_tied(self, layout: Layout) -> None:
+        """Refuses a stored head of a tied model that is not the embedding."""
         if layout.tied and {layout.head, layout.embedding} <= self.stored.keys():
             layout.check_tied(self._equal(layout.head, layout.embedding))
-        return ours
 
     def _equal(self, name: str, other: str) -> bool:
         """Whether two tensors have equal numbers in the dtype of one of them."""

@@ -27,6 +27,7 @@ from pdkernels.models.layout import DTYPES, Layout
 from pdkernels.models.packaged import PACKAGED, packaged
 from pdkernels.models.plan_folder import plan_tokens_of
 from pdkernels.models.plan_tokens import PlanTokens
+from pdkernels.models.quantized_folder import FIELDS, QuantizedFolder, scheme_of
 from pdkernels.models.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
 from pdkernels.models.rope import FactorScaling, LinearScaling, Llama3Scaling, YarnScaling
 from pdkernels.models.tokenizer_files import read_tokenizer_files
@@ -152,8 +153,7 @@ def checkpoint_of(given: str, is_path: bool, dtype: torch.dtype | None, packed: 
     """The checkpoint in a folder or a GGUF file, weights not yet read."""
     if given.lower().endswith(".gguf") and os.path.isfile(given):
         return gguf.read(Path(given), dtype, packed)
-    refuse(bool(packed), OP, f"packed must not be True for {shown(given)}, whose matrices are not quantised")
-    return _folder_checkpoint(_folder(given, is_path), dtype)
+    return _folder_checkpoint(_folder(given, is_path), dtype, packed)
 
 
 def _numbers(state: Mapping[str, Stated]) -> dict[str, torch.Tensor]:
@@ -269,12 +269,16 @@ def _folder(name: str, is_path: bool) -> Path:
     return folder
 
 
-def _folder_checkpoint(folder: Path, dtype: torch.dtype | None) -> Checkpoint:
+def _folder_checkpoint(folder: Path, dtype: torch.dtype | None, packed: bool | None) -> Checkpoint:
     fields = read_fields(folder, "config.json")
     if fields is None:
         fail(OP, "name_or_path", "hold config.json", f"none in {folder}")
     kind = fields.get("model_type")
-    config, layout = _described(fields)
+    scheme = scheme_of(fields)
+    refuse(
+        bool(packed) and scheme is None, OP, f"packed must not be True for {folder}, whose matrices are not quantised"
+    )
+    config, layout = _described(fields, quantised=scheme is not None)
     if dtype is None:
         stored = fields.get("dtype", fields.get("torch_dtype", "float32"))
         known = isinstance(stored, str) and stored in DTYPES
@@ -293,16 +297,21 @@ def _folder_checkpoint(folder: Path, dtype: torch.dtype | None) -> Checkpoint:
     plan_tokens, plan_ends = plans or (None, ())
     ends = tuple(dict.fromkeys((*ends, *plan_ends)))
     weights = Weights(folder)
+    if scheme is not None:
+        # Its matrices are not read in parts.
+        matrices = QuantizedFolder.checked(layout, weights, scheme, packed)
+        return Checkpoint(config, layout, dtype, matrices.parameters, tokenizer, ends, mask_token, plan_tokens)
     layout.stored(weights.stored)
     state = partial(weights.parameters, layout)
     return Checkpoint(config, layout, dtype, state, tokenizer, ends, mask_token, plan_tokens, weights)
 
 
-def _described(fields: Fields) -> tuple[Config, Layout]:
+def _described(fields: Fields, *, quantised: bool = False) -> tuple[Config, Layout]:
     """The configuration of a parsed config.json of any known architecture, and its tensors."""
-    quantized = fields.get("quantization_config")
-    demand(quantized is None, "quantization_config", "be absent", shown(quantized))
-    if huginn.is_huginn(fields.values):
+    recurs = huginn.is_huginn(fields.values)
+    for name in FIELDS if recurs or not quantised else ():
+        demand(name not in fields.values, name, "be absent", shown(fields.get(name)))
+    if recurs:
         recurrent = huginn.from_huginn_config(fields.values)
         return recurrent, huginn.layout(recurrent)
     kinds, kind = (*ARCHITECTURES, llada.MODEL_TYPE, huginn.MODEL_TYPE), fields.get("model_type")

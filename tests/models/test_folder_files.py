@@ -112,15 +112,6 @@ def test_tensors_that_the_configuration_does_not_know(name: str, tmp_path: Path)
         models.load(tmp_path)
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "fp8", "compressed-tensors", "mxfp4", "torchao"])
-def test_quantised_checkpoints(method: str, tmp_path: Path) -> None:
-    saved(tmp_path)
-    fields = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**fields, "quantization_config": {"quant_method": method}}))
-    with pytest.raises(NotImplementedError, match=r"config\.json: quantization_config must be absent"):
-        models.load(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("fields", "changes", "name"),
     [

@@ -1,0 +1,126 @@
+"""Matrices of whole numbers with scales in groups, as quantised checkpoints store them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from pdkernels._validation import check, message
+from pdkernels.models.fields import OP, Fields, shown
+from pdkernels.ops._quantized_weight import QuantizedWeight
+from pdkernels.reference.quantized_linear import BLOCK, Layout, Quantized
+
+FLOATS = ("float16", "bfloat16", "float32")
+WORDS = ("I32",)
+MATRIX = "matrix"
+"""The op of errors about one matrix, which whoever reads it replaces by its name."""
+MADE = "It may go if it only tells how the weights were made."
+_LONGEST, _MOST_REPEATS = 200, 4
+
+
+class Needed(NamedTuple):
+    """A tensor of a quantised matrix: what its shape and dtype must be."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    optional: bool = False
+
+
+class Integers(NamedTuple):
+    """``scale * (code - zero)``."""
+
+    codes: Tensor
+    """``(outputs, width)`` uint8."""
+    scales: Tensor
+    """``(outputs, groups)`` of any float dtype; the numbers are meant to be rounded to it."""
+    zeros: Tensor
+    """``(outputs, groups)`` uint8."""
+    bits: int
+    group: int
+    """Columns that share a scale; 0: all."""
+
+
+class Format(Protocol):
+    """How one matrix `(outputs, width)` lies in tensors, which are named by what follows the module's name and a dot."""
+
+    @property
+    def name(self) -> str: ...
+
+    def tensors(self, outputs: int, width: int) -> Mapping[str, Needed]: ...
+
+    def read(self, tensor: Callable[[str], Tensor | None], outputs: int, width: int) -> Integers:
+        """From tensors that have been checked to be as needed; None for one that is not there."""
+        ...
+
+
+class Scheme(Protocol):
+    """Which matrices of a checkpoint are quantised, and how."""
+
+    def format_of(self, module: str) -> Format | None:
+        """Of the linear layer with this published name; None: it holds numbers."""
+        ...
+
+
+def packed(name: str, matrix: Integers) -> QuantizedWeight:
+    """The matrix as the products read it. Scales are kept exactly."""
+    outputs, width = matrix.codes.shape
+    scales = matrix.scales.float()
+    codes = torch.nn.functional.pad(matrix.codes, (0, -width % BLOCK))
+    fields = {"scale": scales[..., None]}
+    kind = "half_zero" if torch.equal(scales.half().float(), scales) else "float"
+    if kind == "half_zero" or not bool((matrix.zeros == 2 ** (matrix.bits - 1)).all()):
+        kind = f"{kind.removesuffix('_zero')}_zero"
+        fields["zero"] = matrix.zeros[..., None]
+    return QuantizedWeight.pack(name, Layout(kind, matrix.bits, matrix.group // BLOCK), Quantized(codes, fields), width)
+
+
+def fields_of_words(words: Tensor, bits: int, count: int) -> Tensor:
+    """The first `count` numbers of 4 or 8 bits in each row of int32 words, the lowest bits first; uint8."""
+    data = words.contiguous().view(torch.uint8)
+    return (data if bits == 8 else torch.stack((data & 15, data >> 4), -1).flatten(1))[:, :count]
+
+
+def words_for(count: int, bits: int) -> int:
+    return -(-count * bits // 32)
+
+
+def groups_of(width: int, group: int) -> int:
+    return -(-width // group) if group else 1
+
+
+def group_size(fields: Fields, name: str, value: object) -> int:
+    """Columns that share a scale, 0 for -1: all of them."""
+    if type(value) is not int or (value != -1 and (value < BLOCK or value % BLOCK or value > 1 << 20)):
+        refuse(fields, name, f"be -1 or a multiple of {BLOCK}", value)
+    return max(int(value), 0)
+
+
+def refuse(fields: Fields, name: str, expectation: str, actual: object, remedy: str = "") -> NoReturn:
+    """NotImplementedError for an option that our models do not follow."""
+    raise NotImplementedError(message(OP, f"{fields.where}: {name}", expectation, shown(actual), remedy))
+
+
+def refuse_others(fields: Fields, known: Iterable[str]) -> None:
+    """What an unknown field asks for might be ignored otherwise."""
+    known = {*known}
+    other = next((name for name in fields.values if name not in known), None)
+    if other is not None:
+        refuse(fields, shown(other), "be absent", fields.get(other), MADE)
+
+
+def checked_pattern(fields: Fields, field: str, pattern: str) -> str:
+    """A pattern that ends in short time on any name: a file from anywhere could hold one that takes years."""
+    repeats = len(re.findall(r"[*+?{]", pattern))
+    fits = len(pattern) <= _LONGEST and repeats <= _MOST_REPEATS and not re.search(r"\)[*+?{]|\\\d", pattern)
+    limits = f"hold patterns of at most {_LONGEST} characters and {_MOST_REPEATS} repeats, none of a bracket"
+    if not fits:
+        refuse(fields, field, limits, pattern, "List the modules' names instead.")
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError):
+        check(False, OP, f"{fields.where}: {field}", "hold patterns of Python's re", shown(pattern))
+    return pattern
