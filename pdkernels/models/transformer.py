@@ -7,7 +7,7 @@ part of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -18,7 +18,7 @@ from pdkernels._validation import INDEX_DTYPES, check, check_index, check_type, 
 from pdkernels.backends import backend_of
 from pdkernels.cache import Cache
 from pdkernels.masks import TilePlan
-from pdkernels.models import fused, whole_step
+from pdkernels.models import fused, packing, whole_step
 from pdkernels.models.attention import (
     NewRows,
     Visibility,
@@ -299,6 +299,25 @@ class Transformer(nn.Module):
         """Whether a forward may adapt rows."""
         return self.layers[0].adapter_in is not None
 
+    def quantized(
+        self, format: str = "int8", *, group: int | None = None, skip: str | Collection[str] = ()
+    ) -> Transformer:
+        """The same model with quantised matrices, see `pdkernels.quantize`. What stays as numbers is shared."""
+        check_type(type(self) is Transformer, packing.OP, "model", "be a Transformer", type(self).__name__)
+        state = packing.quantized_state(self, format, group, skip, self.config.tied_head)
+        with torch.device("meta"):
+            made = Transformer(
+                self.config,
+                tokenizer=self.tokenizer,
+                end_tokens=self.end_tokens,
+                mask_token=self.mask_token,
+                plan_tokens=self.plan_tokens,
+            )
+            if self.has_adapter:
+                made.attach_adapter_([_pair(layer) for layer in self.layers])
+        packing.adopt_(made, state)
+        return made.requires_grad_(False).eval()
+
     def _gate(self, adapted: bool | torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
         """Factor of the adapter's output that broadcasts to `(batch, T, hidden_size)`; None: no adapter."""
         if adapted is False:
@@ -449,3 +468,8 @@ def select_rows(op: str, x: torch.Tensor, rows: torch.Tensor | Sequence[int] | s
         return x.index_select(1, rows)
     check(rows.dim() == 2 and rows.shape[0] == batch, op, "rows", f"have shape (R,) or ({batch}, R)", tuple(rows.shape))
     return x.gather(1, rows.long()[..., None].expand(-1, -1, x.shape[-1]))
+
+
+def _pair(layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
+    assert layer.adapter_in is not None and layer.adapter_out is not None
+    return layer.adapter_in.detach().to("meta"), layer.adapter_out.detach().to("meta")

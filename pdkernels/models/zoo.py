@@ -25,6 +25,7 @@ from pdkernels.models.folder import Weights, member, read_fields
 from pdkernels.models.hf import ARCHITECTURES, MASK_TOKENS, from_hf_config
 from pdkernels.models.layout import DTYPES, Layout
 from pdkernels.models.packaged import PACKAGED, packaged
+from pdkernels.models.packing import adopt_
 from pdkernels.models.plan_folder import plan_tokens_of
 from pdkernels.models.plan_tokens import PlanTokens
 from pdkernels.models.quantized_folder import FIELDS, QuantizedFolder, scheme_of
@@ -183,6 +184,8 @@ def _drafter(folder: Path, found: Checkpoint) -> tuple[list[tuple[torch.Tensor, 
 def save_tiny(model: Model, path: Path, **facts: object) -> None:
     """Saves a byte-level model in bf16, including a Transformer's adapter. Architecture, configuration, mask token, control
     tokens of plans and `facts` go into the metadata. An existing file is replaced atomically."""
+    packed = any(isinstance(part, QuantizedWeight) for part in model.modules())
+    check(not packed, "models.save_tiny", "model", "hold numbers", "packed matrices")
     tensors = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
     metadata = {name: str(value) for name, value in facts.items()}
     metadata["architecture"] = type(model).__name__
@@ -370,16 +373,10 @@ def _assemble(
         shape = tuple(parameter.shape)
         check(state[name].shape == shape, OP, name, f"have shape {shape}", tuple(state[name].shape))
     # One after the other: what is converted or moved is in memory once.
-    placed: dict[str, torch.Tensor] = {}
+    placed: dict[str, Stated] = {}
     for name in list(state):
         given = state.pop(name)
-        if isinstance(given, QuantizedWeight):
-            path, _, own = name.rpartition(".")
-            module = model.get_submodule(path)
-            delattr(module, own)  # the parameter
-            setattr(module, own, given.to(device))
-            placed |= {f"{name}.{part}": data for part, data in given.named_buffers()}
-        else:
-            placed[name] = _memory.moved(given, dtype, device)
-    model.load_state_dict(placed, assign=True)
+        quantised = isinstance(given, QuantizedWeight)
+        placed[name] = given.to(device) if quantised else _memory.moved(given, dtype, device)
+    adopt_(model, placed)
     return model.requires_grad_(False).eval()

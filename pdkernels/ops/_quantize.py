@@ -2,36 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check, check_floats, fail
+from pdkernels._validation import check, check_floats, check_type, fail, refuse
 from pdkernels.ops._quantized_weight import QuantizedWeight
 from pdkernels.reference.quantized_linear import BLOCK, Layout, Quantized
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["quantize"]
 
 OP = "quantize"
 
 
-def quantize(weight: Tensor, format: str = "int8", *, group: int | None = None) -> QuantizedWeight:
-    """A matrix in a quantised format, rounded to nearest.
+class Quantizable(Protocol):
+    """A model that can be made again with quantised matrices."""
+
+    def quantized(self, format: str = ..., *, group: int | None = ..., skip: str | Collection[str] = ...) -> Self: ...
+
+
+Model = TypeVar("Model", bound=Quantizable)
+
+
+@overload
+def quantize(weight: Tensor, format: str = ..., *, group: int | None = ...) -> QuantizedWeight: ...
+@overload
+def quantize(
+    weight: Model, format: str = ..., *, group: int | None = ..., skip: str | Collection[str] = ...
+) -> Model: ...
+def quantize(
+    weight: Tensor | Quantizable, format: str = "int8", *, group: int | None = None, skip: str | Collection[str] = ()
+) -> QuantizedWeight | Quantizable:
+    """A matrix in a quantised format, rounded to nearest; or a model with all its matrices so.
+
+    The model given stays as it is. The new one shares what stays as numbers with it: norms, biases, adapters and the
+    matrices to `skip`.
 
     Args:
-        weight: ``(outputs, width)`` of any float dtype, finite.
+        weight: ``(outputs, width)`` of any float dtype, finite. Or a `pdkernels.models.Transformer`, whose embedding and head are
+            quantised too; or a wrapped model of transformers, whose linear layers are.
         format: "int8" and "int4": a scale for `group` columns of an output, codes symmetric around zero.
             "q8_0", "q4_0", "q4_1", "q5_0", "q5_1": GGUF's formats with a scale (and a minimum) for 32 columns, with the codes that
             llama.cpp's quantiser writes.
         group: columns that share a scale, a multiple of 32; 0: the whole width. None: 0 for int8, 32 for int4. Formats of GGUF have
             their own.
+        skip: matrices of a model to leave as they are: "embedding", "head", "qkv", "output", "gate_up", "down"; of a wrapped model
+            the last parts of its modules' names, such as "lm_head" or "mlp.down_proj".
 
     Returns:
-        `QuantizedWeight` on the CPU.
+        `QuantizedWeight` on the CPU; or a new model like the one given.
 
     Raises:
         ValueError: an unknown format, values that are not finite, or a width that is not a multiple of 32 in a format of GGUF.
+        TypeError: neither a matrix nor such a model, or one in float64.
+        NotImplementedError: a model that has packed matrices already.
 
     Source: `quantize_row_*_ref` of ggml-quants.c in github.com/ggml-org/ggml; for int8 and int4, scale = max / (2^(bits - 1) - 1).
 
@@ -39,7 +68,15 @@ def quantize(weight: Tensor, format: str = "int8", *, group: int | None = None) 
         >>> import torch, pdkernels as pd
         >>> pd.quantize(torch.tensor([[0.5, -1.0]]), "int8").dequantize()
         tensor([[ 0.5039, -1.0000]])
+        >>> model = pd.quantize(pd.models.load("tiny-code"), "q8_0", skip="embedding")
+        >>> pd.decoding.generate(model, "import o", max_new_tokens=2).text
+        's\\n'
     """
+    if not isinstance(weight, Tensor):
+        known = "be a matrix, a Transformer or a wrapped model"
+        check_type(hasattr(weight, "quantized"), OP, "weight", known, type(weight).__name__)
+        return weight.quantized(format, group=group, skip=skip)
+    refuse(bool(skip), OP, "skip is for models, and weight is a tensor")
     check_floats(OP, "weight", weight)
     check(weight.dim() == 2, OP, "weight", "have shape (outputs, width)", tuple(weight.shape))
     values = weight.detach().to("cpu", torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -24,6 +25,7 @@ from pdkernels.integrations.transformers._probe import (
     shape_of,
     undisturbed,
 )
+from pdkernels.integrations.transformers._quantized import is_quantised, quantize_linears_
 from pdkernels.integrations.transformers._shadow import body_of, head_of, shadow
 from pdkernels.integrations.transformers._tokenizer import adapted
 from pdkernels.masks import TilePlan, causal, full
@@ -174,6 +176,16 @@ class WrappedModel:
         targets = torch.where(slots >= 0, starts[:, None] + slots, -1)
         plan = nothing_new(rows, tokens.device)
         return self._run(tokens, targets.clamp(min=0), Rows(plan, cache, None, visible, targets))
+
+    def quantized(
+        self, format: str = "int8", *, group: int | None = None, skip: str | Collection[str] = ()
+    ) -> WrappedModel:
+        """The same model with quantised linear layers, see `pdkernels.quantize`. The model that was wrapped stays as it is."""
+        copied = quantize_linears_(shadow(self.model), format, group=group, skip=skip)
+        config = self.config
+        made = wrap(copied, mask_token=self.mask_token, attention=config.attention, predicts=config.predicts)
+        made.tokenizer = self.tokenizer
+        return made
 
     def _run(self, tokens: Tensor, positions: Tensor, rows: Rows) -> Tensor:
         # Drafts may extend past the last position; only padding rows attend to these tokens.
@@ -338,6 +350,9 @@ def from_transformers(model: Any, tokenizer: Any = None) -> Transformer:
         raise NotImplementedError(message(op, "model", "be without adapters", type(model).__name__, remedy))
     check_type(hasattr(model, "config"), op, "model", "be a decoder of transformers", type(model).__name__)
     check_loaded(op, model)
+    if is_quantised(model):
+        remedy = "Convert it first and pd.quantize the result, or use wrap."
+        raise NotImplementedError(message(op, "model", "hold numbers", "quantised matrices", remedy))
     ends = getattr(model.generation_config, "eos_token_id", None)
     ends = () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}

@@ -20,6 +20,7 @@ from pdkernels._validation import message
 from pdkernels.integrations.transformers._attention import NotOurs
 from pdkernels.integrations.transformers._cache import windowed
 from pdkernels.integrations.transformers._plans import MaskIsPlan, asked_masks
+from pdkernels.integrations.transformers._quantized import is_quantised
 from pdkernels.masks import causal, full
 
 OP = "wrap"
@@ -29,6 +30,7 @@ TOKENS, _PREFIX = 10, (6, 3)  # of the two texts of a proof, and how much of eac
 # The tolerance of logits, relative to their size. A wrong context changes them by about their size.
 _BUDGETS = {torch.float16: 0.05, torch.bfloat16: 0.15}
 _EXACT = 1e-3
+_QUANTISED = 0.05  # the last bits of a row may change 8-bit codes of it
 _FAULTS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, NotImplementedError)
 
 
@@ -188,6 +190,8 @@ def prove(name: str, wrapped: Any, twin: Any, tokens: Tensor) -> None:
     except _FAULTS as error:
         refuse("run with our attention and caches", f"{name} ({reason(error)})", cause=error)
     budget = _BUDGETS.get(wrapped.dtype, _EXACT)
+    if is_quantised(twin):
+        budget = max(budget, _QUANTISED)
     if not same <= budget:
         refuse(
             "compute the same with our attention as with its own",
