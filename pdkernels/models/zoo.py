@@ -376,7 +376,9 @@ def _assemble(
     placed: dict[str, Stated] = {}
     for name in list(state):
         given = state.pop(name)
-        quantised = isinstance(given, QuantizedWeight)
-        placed[name] = given.to(device) if quantised else _memory.moved(given, dtype, device)
+        if isinstance(given, QuantizedWeight):
+            placed[name] = given.to(device)
+        else:
+            placed[name] = _memory.moved(given, dtype, device)
     adopt_(model, placed)
     return model.requires_grad_(False).eval()

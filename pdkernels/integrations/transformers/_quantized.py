@@ -83,8 +83,8 @@ def quantize_linears_(
     """
     check_type(isinstance(model, nn.Module), OP, "model", "be a module", type(model).__name__)
     ends = (skip,) if isinstance(skip, str) else tuple(skip)
-    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
-    check(bool(linears), OP, "model", "have linear layers", f"none in a {type(model).__name__}")
+    linears = {name: module for name, module in model.named_modules() if name and type(module) is nn.Linear}
+    check(bool(linears), OP, "model", "have linear layers in it", f"none in a {type(model).__name__}")
     for end in ends:
         known = any(_ends(name, end) for name in linears)
         check(known, OP, "skip", "hold the last parts of names of linear layers", repr(end))
