@@ -46,7 +46,7 @@ def test_quantised_matrices(kind: str, tmp_path: Path) -> None:
     model = models.load(tmp_path / "m.gguf")
     assert model.dtype == {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind, torch.float32)
     expected = models.from_hf_state_dict(state, model.config)
-    wide = models.load(tmp_path / "m.gguf", dtype=torch.float32)
+    wide = models.load(tmp_path / "m.gguf", dtype=torch.float32, packed=False)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in wide.state_dict().items())
 
 
@@ -302,7 +302,7 @@ def test_transformers_gives_the_same(family: str, kind: str, tmp_path: Path) -> 
     fields = {**FAMILIES[family], "head_dim": 128} if family == "qwen3" else FAMILIES[family]
     files.write_gguf(tmp_path / "m.gguf", fields, kind=kind)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32).eval()
-    ours = models.load(tmp_path / "m.gguf")
+    ours = models.load(tmp_path / "m.gguf", packed=False)
     tokens = torch.tensor([TOKENS])
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
