@@ -46,7 +46,7 @@ CANDIDATES: dict[str, dict[str, Any]] = {
 
 @lru_cache(maxsize=1)
 def ours(dtype: str) -> Any:
-    return pd.models.load(NAME, drafter="smollm2-drafter", dtype=DTYPES[dtype])
+    return pd.models.load(NAME, drafter="smollm2-drafter", dtype=DTYPES[dtype], packed=False)
 
 
 @lru_cache(maxsize=1)

@@ -14,6 +14,7 @@ import inspect
 import json
 import math
 import sys
+import warnings
 from collections.abc import Iterator
 from importlib import import_module
 
@@ -32,10 +33,11 @@ MODULES += ("tempfile", "textwrap", "threading", "typing", "unittest", "uuid", "
 def text(size: int) -> str:
     """Docstrings, one after the other, of at least 80 letters."""
     found: dict[str, None] = {}
+    warnings.simplefilter("ignore", DeprecationWarning)  # of old names in modules
     for name in MODULES:
         module = import_module(name)
         for holder in (module, *(value for value in vars(module).values() if inspect.isclass(value))):
-            for value in (holder, *vars(holder).values()):
+            for value in (holder, *tuple(vars(holder).values())):
                 words = inspect.cleandoc(value.__doc__) if isinstance(getattr(value, "__doc__", None), str) else ""
                 if len(words) >= 80 and words.isascii():
                     found[words] = None

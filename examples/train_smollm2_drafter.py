@@ -130,7 +130,7 @@ def expected(model: Transformer, mask: Tensor, texts: list[Text], masks: int) ->
 
 def decoded(start: str, folder: Path, texts: list[Text], masks: int) -> str:
     """Tokens per forward of decoding held-out questions with the saved drafter."""
-    model = pd.models.load(start, drafter=folder)
+    model = pd.models.load(start, drafter=folder, packed=False)
     same, tokens, forwards = 0, 0, 0.0
     for text in texts:
         answer = text.ids[text.prompt_len :]

@@ -61,7 +61,7 @@ def start_model(name: str, *, masks: bool = False) -> Transformer:
 def start_checkpoint(name: str, drafter: str | None = None) -> Transformer:
     """The checkpoint that an adapter is trained for: a name, a folder or a GGUF file; in fp32, with all of its weights frozen."""
     try:
-        model = zoo.load(name, dtype=torch.float32, drafter=drafter)
+        model = zoo.load(name, dtype=torch.float32, drafter=drafter, packed=False)
     except (ValueError, TypeError, NotImplementedError, ImportError) as error:
         fail(f"--start: {error}")
     if not isinstance(model, Transformer):

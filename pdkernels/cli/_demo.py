@@ -33,6 +33,7 @@ from pdkernels.cli._terminal import (
 )
 from pdkernels.models.packaged import PACKAGED, packaged
 from pdkernels.models.zoo import WEIGHTS
+from pdkernels.ops.quantized_linear import QuantizedWeight
 
 QUESTIONS = (
     "Correct the grammar of this text and repeat it in full:\n\nHi team, please send me the report until friday. I has seen that "
@@ -140,7 +141,10 @@ def _competitors(name: str, model: Any) -> dict[str, Competitor]:
         found |= {own: Competitor(_ours(forced), own), "jacobi, adapted": Competitor(_ours(forced, draft="model"), own)}
     file = packaged(name) if name in PACKAGED else Path(name)
     if file.suffix == ".gguf" and importlib.util.find_spec("transformers") is not None:
-        found["transformers"] = Competitor(_theirs(file, model.end_tokens), GREEDY)
+        # It makes numbers of packed matrices, and so writes a text of its own.
+        parts = model.modules() if isinstance(model, torch.nn.Module) else ()
+        packed = any(isinstance(part, QuantizedWeight) for part in parts)
+        found["transformers"] = Competitor(_theirs(file, model.end_tokens), "transformers" if packed else GREEDY)
     return found
 
 
