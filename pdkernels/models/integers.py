@@ -11,8 +11,7 @@ from torch import Tensor
 
 from pdkernels._validation import check, message
 from pdkernels.models.fields import OP, Fields, shown
-from pdkernels.ops._quantized_weight import QuantizedWeight
-from pdkernels.reference.quantized_linear import BLOCK, Layout, Quantized
+from pdkernels.ops._quantized_weight import BLOCK, Layout, Quantized, QuantizedWeight
 
 FLOATS = ("float16", "bfloat16", "float32")
 WORDS = ("I32",)

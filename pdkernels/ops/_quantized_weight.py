@@ -13,7 +13,10 @@ from pdkernels import _memory
 from pdkernels._host import pack_gguf
 from pdkernels._validation import check, check_type, fail
 from pdkernels.reference.gguf_blocks import LAYOUTS
-from pdkernels.reference.quantized_linear import Layout, Quantized, dequantize, pack
+from pdkernels.reference.quantized_linear import BLOCK as BLOCK
+from pdkernels.reference.quantized_linear import Layout as Layout
+from pdkernels.reference.quantized_linear import Quantized as Quantized
+from pdkernels.reference.quantized_linear import dequantize, pack
 
 __all__ = ["QuantizedWeight"]
 
