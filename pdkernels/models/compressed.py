@@ -6,9 +6,9 @@ Source: github.com/vllm-project/compressed-tensors (`compressors/pack_quantized`
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,9 +21,9 @@ from pdkernels.models.integers import (
     WORDS,
     Format,
     Integers,
+    NamePattern,
     Needed,
     Scheme,
-    checked_pattern,
     fields_of_words,
     group_size,
     groups_of,
@@ -31,8 +31,11 @@ from pdkernels.models.integers import (
     refuse_others,
     words_for,
 )
+from pdkernels.models.patterns import Budget
 
 METHOD = "compressed-tensors"
+Entry: TypeAlias = "str | NamePattern"
+"""A name of modules or of their class, or a pattern of names."""
 _WORDS_FORMAT, _BYTES_FORMATS = "pack-quantized", ("int-quantized", "naive-quantized")
 _EMBEDDING, _LINEAR = "embed_tokens", "Linear"
 _MAKING = ("global_compression_ratio", "quant_method", "quantization_status", "version", "run_compressed")
@@ -100,8 +103,8 @@ class Compressed:
 class Groups:
     """The formats of config_groups, each with the modules that it is for; none for those to ignore."""
 
-    groups: tuple[tuple[tuple[str, ...], Format], ...]
-    ignored: tuple[str, ...]
+    groups: tuple[tuple[tuple[Entry, ...], Format], ...]
+    ignored: tuple[Entry, ...]
 
     def format_of(self, module: str) -> Format | None:
         kind = "Embedding" if module.rpartition(".")[2] == _EMBEDDING else _LINEAR
@@ -115,11 +118,9 @@ class Groups:
         return None
 
 
-def _names(entry: str, module: str, kind: str) -> bool:
+def _names(entry: Entry, module: str, kind: str) -> bool:
     """Whether a target or an entry of the ignore list is this module, by its name, a pattern, or its class."""
-    if entry.startswith("re:"):
-        return re.match(entry.removeprefix("re:"), module) is not None
-    return entry in (module, kind)
+    return entry.matches(module) if isinstance(entry, NamePattern) else entry in (module, kind)
 
 
 def read(fields: Fields) -> Scheme:
@@ -134,21 +135,22 @@ def read(fields: Fields) -> Scheme:
         refuse(sparsity, "format", "be dense", sparsity.get("format"))
     groups = fields.part("config_groups")
     check(bool(groups), OP, f"{fields.where}: config_groups", "hold a group", "none")
-    made = tuple(_group(groups.part(name), fields) for name in groups.values)
-    return Groups(made, _patterns(fields, "ignore"))
+    budget = Budget()
+    made = tuple(_group(groups.part(name), fields, budget) for name in groups.values)
+    return Groups(made, _entries(fields, "ignore", budget))
 
 
-def _patterns(fields: Fields, name: str) -> tuple[str, ...]:
-    entries = tuple(fields.texts(name))
-    for entry in entries:
-        if entry.startswith("re:"):
-            checked_pattern(fields, name, entry.removeprefix("re:"))
-    return entries
+def _entries(fields: Fields, name: str, budget: Budget) -> tuple[Entry, ...]:
+    mark = "re:"
+    return tuple(
+        NamePattern(fields, name, entry.removeprefix(mark), budget) if entry.startswith(mark) else entry
+        for entry in fields.texts(name)
+    )
 
 
-def _group(group: Fields, fields: Fields) -> tuple[tuple[str, ...], Format]:
+def _group(group: Fields, fields: Fields, budget: Budget) -> tuple[tuple[Entry, ...], Format]:
     refuse_others(group, ("targets", "weights", "input_activations", "output_activations", "format"))
-    targets = _patterns(group, "targets")
+    targets = _entries(group, "targets", budget)
     check(bool(targets), OP, f"{group.where}: targets", "name modules", "none")
     if group.get("output_activations"):
         refuse(group, "output_activations", "be absent", group.get("output_activations"))

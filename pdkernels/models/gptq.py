@@ -21,9 +21,9 @@ from pdkernels.models.integers import (
     WORDS,
     Format,
     Integers,
+    NamePattern,
     Needed,
     Scheme,
-    checked_pattern,
     fields_of_words,
     group_size,
     groups_of,
@@ -31,6 +31,7 @@ from pdkernels.models.integers import (
     refuse_others,
     words_for,
 )
+from pdkernels.models.patterns import Budget
 
 METHODS = ("gptq", "awq")
 _HEAD = "lm_head"
@@ -133,7 +134,7 @@ class Linears:
     head: bool
     only: tuple[str, ...] | None
     """Names inside a layer."""
-    excluded: tuple[str, ...]
+    excluded: tuple[NamePattern, ...]
 
     def format_of(self, module: str) -> Format | None:
         if module == _HEAD:
@@ -142,7 +143,7 @@ class Linears:
         if inside is None or (self.only is not None and inside[1] not in self.only):
             return None
         # transformers reads patterns here, other programs parts of names.
-        left = any(entry in module or re.match(entry, module) for entry in self.excluded)
+        left = any(entry.text in module or entry.matches(module) for entry in self.excluded)
         return None if left else self.format
 
 
@@ -175,9 +176,8 @@ def read(fields: Fields, method: str) -> Scheme:
     form: Format = Awq(size)
     if method == "gptq":
         form = Gptq(bits, size, packing == "gptq", bool(fields.get("desc_act", False)))
-    excluded = tuple(
-        checked_pattern(fields, "modules_to_not_convert", name) for name in fields.texts("modules_to_not_convert")
-    )
+    name, budget = "modules_to_not_convert", Budget()
+    excluded = tuple(NamePattern(fields, name, entry, budget) for entry in fields.texts(name))
     return Linears(form, bool(fields.get("lm_head", False)), _inside(fields), excluded)
 
 

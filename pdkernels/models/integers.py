@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check, message
+from pdkernels._validation import fail, message
 from pdkernels.models.fields import OP, Fields, shown
+from pdkernels.models.patterns import Budget, InvalidPattern, Pattern, UnsupportedPattern
 from pdkernels.ops._quantized_weight import BLOCK, Layout, Quantized, QuantizedWeight
 
 FLOATS = ("float16", "bfloat16", "float32")
@@ -18,7 +18,7 @@ WORDS = ("I32",)
 MATRIX = "matrix"
 """The op of errors about one matrix, which whoever reads it replaces by its name."""
 MADE = "It may go if it only tells how the weights were made."
-_LONGEST, _MOST_REPEATS = 200, 4
+_NAMES = "List the modules' names instead."
 
 
 class Needed(NamedTuple):
@@ -111,15 +111,25 @@ def refuse_others(fields: Fields, known: Iterable[str]) -> None:
         refuse(fields, shown(other), "be absent", fields.get(other), MADE)
 
 
-def checked_pattern(fields: Fields, field: str, pattern: str) -> str:
-    """A pattern that ends in short time on any name: a file from anywhere could hold one that takes years."""
-    repeats = len(re.findall(r"[*+?{]", pattern))
-    fits = len(pattern) <= _LONGEST and repeats <= _MOST_REPEATS and not re.search(r"\)[*+?{]|\\\d", pattern)
-    limits = f"hold patterns of at most {_LONGEST} characters and {_MOST_REPEATS} repeats, none of a bracket"
-    if not fits:
-        refuse(fields, field, limits, pattern, "List the modules' names instead.")
-    try:
-        re.compile(pattern)
-    except (re.error, RecursionError, OverflowError):
-        check(False, OP, f"{fields.where}: {field}", "hold patterns of Python's re", shown(pattern))
-    return pattern
+class NamePattern:
+    """A regular expression from a file, which names modules from their start on."""
+
+    def __init__(self, fields: Fields, field: str, text: str, budget: Budget) -> None:
+        self.text = text
+        self._fields, self._field = fields, field
+        try:
+            self._pattern = Pattern(text, budget)
+        except UnsupportedPattern as error:
+            self._refuse(error)
+
+    def matches(self, module: str) -> bool:
+        try:
+            return self._pattern.matches(module)
+        except UnsupportedPattern as error:
+            self._refuse(error)
+
+    def _refuse(self, error: UnsupportedPattern) -> NoReturn:
+        where, words = f"{self._fields.where}: {self._field}", f"hold other patterns than {shown(self.text)}"
+        if isinstance(error, InvalidPattern):
+            fail(OP, where, words, error, _NAMES)
+        raise NotImplementedError(message(OP, where, words, error, _NAMES))

@@ -86,7 +86,8 @@ def load(
             model without one (``mask_token.safetensors``), which becomes the last id. "smollm2-drafter" is in the package.
         packed: whether quantised matrices stay as they are stored, see `QuantizedWeight`; products then also quantise their other
             factor to 8 bits, as llama.cpp does. False makes numbers of them. None: they stay on the CPU, unless an adapter is
-            merged into them or `dtype` is fp64. True refuses a checkpoint with a matrix that cannot stay packed.
+            merged into them or `dtype` is fp64. True refuses a checkpoint with a matrix that cannot stay packed. Of a folder, these
+            are the matrices that its ``quantization_config`` is for: AWQ, GPTQ, or whole numbers of compressed-tensors.
 
     Returns:
         A `Transformer`, or a `RecurrentDepth` for Huginn and the recurrent tiny models. Models that fill in masks have

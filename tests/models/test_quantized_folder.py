@@ -165,12 +165,16 @@ REFUSED = [
     ("gptq 4 of 32", {"dynamic": {"-:mlp": {}}}, "dynamic must be absent"),
     ("gptq 4 of 32", {"pack_dtype": "int16"}, "pack_dtype must be int32, got 'int16'"),
     ("gptq 4 of 32", {"rotation": "hadamard"}, "'rotation' must be absent, got 'hadamard'. It may go if"),
-    ("gptq 4 of 32", {"modules_to_not_convert": ["(a+)+$"]}, "must hold patterns of at most"),
+    (
+        "gptq 4 of 32",
+        {"modules_to_not_convert": ["(?i:a)"]},
+        "modules_to_not_convert must hold other patterns than '(?i:a)'",
+    ),
     ("int8", {"format": "float-quantized"}, "format must be pack-quantized, int-quantized, naive-quantized"),
     ("int8", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme must be absent"),
     ("int8", {"transform_config": {"config_groups": {"v": {}}}}, "transform_config must be empty"),
     ("int8", {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config: format must be dense, got 'sparse-24'"),
-    ("int8", {"ignore": ["re:(.*)*x"]}, "ignore must hold patterns of at most"),
+    ("int8", {"ignore": ["re:(a)\\1"]}, "ignore must hold other patterns than"),
 ]
 GROUP_REFUSED = [
     ("int8", "weights", {"num_bits": 4}, "num_bits must be 8, got 4"),
