@@ -11,7 +11,7 @@ from torch import Tensor
 from pdkernels._validation import fail, message
 from pdkernels.models.fields import OP, Fields, shown
 from pdkernels.models.patterns import Budget, InvalidPattern, Pattern, UnsupportedPattern
-from pdkernels.ops._quantized_weight import BLOCK, Layout, Quantized, QuantizedWeight
+from pdkernels.ops._quantized_weight import GROUP
 
 FLOATS = ("float16", "bfloat16", "float32")
 WORDS = ("I32",)
@@ -64,19 +64,6 @@ class Scheme(Protocol):
         ...
 
 
-def packed(name: str, matrix: Integers) -> QuantizedWeight:
-    """The matrix as the products read it. Scales are kept exactly."""
-    outputs, width = matrix.codes.shape
-    scales = matrix.scales.float()
-    codes = torch.nn.functional.pad(matrix.codes, (0, -width % BLOCK))
-    fields = {"scale": scales[..., None]}
-    kind = "half_zero" if torch.equal(scales.half().float(), scales) else "float"
-    if kind == "half_zero" or not bool((matrix.zeros == 2 ** (matrix.bits - 1)).all()):
-        kind = f"{kind.removesuffix('_zero')}_zero"
-        fields["zero"] = matrix.zeros[..., None]
-    return QuantizedWeight.pack(name, Layout(kind, matrix.bits, matrix.group // BLOCK), Quantized(codes, fields), width)
-
-
 def fields_of_words(words: Tensor, bits: int, count: int) -> Tensor:
     """The first `count` numbers of 4 or 8 bits in each row of int32 words, the lowest bits first; uint8."""
     data = words.contiguous().view(torch.uint8)
@@ -93,8 +80,8 @@ def groups_of(width: int, group: int) -> int:
 
 def group_size(fields: Fields, name: str, value: object) -> int:
     """Columns that share a scale, 0 for -1: all of them."""
-    if type(value) is not int or (value != -1 and (value < BLOCK or value % BLOCK or value > 1 << 20)):
-        refuse(fields, name, f"be -1 or a multiple of {BLOCK}", value)
+    if type(value) is not int or (value != -1 and (value < GROUP or value % GROUP or value > 1 << 20)):
+        refuse(fields, name, f"be -1 or a multiple of {GROUP}", value)
     return max(int(value), 0)
 
 

@@ -13,7 +13,7 @@ from pdkernels.models import compressed, gptq
 from pdkernels.models.checkpoint import Stated
 from pdkernels.models.fields import OP, Fields, read_from, some
 from pdkernels.models.folder import Weights
-from pdkernels.models.integers import Format, Scheme, packed, refuse
+from pdkernels.models.integers import Format, Scheme, refuse
 from pdkernels.models.layout import DTYPES, Layout, Stored
 from pdkernels.ops._quantized_weight import QuantizedWeight
 
@@ -104,7 +104,7 @@ class QuantizedFolder(NamedTuple):
 
         with read_from(module):
             found = form.read(tensor, *shape)
-            return packed(form.name, found), found.scales.dtype
+            return QuantizedWeight.from_integers(form.name, *found), found.scales.dtype
 
     def _numbers(self, parts: dict[str, tuple[int, ...]], dtype: torch.dtype | None) -> torch.Tensor:
         found = []

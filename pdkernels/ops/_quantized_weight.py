@@ -13,10 +13,7 @@ from pdkernels import _memory
 from pdkernels._host import pack_gguf
 from pdkernels._validation import check, check_type, fail
 from pdkernels.reference.gguf_blocks import LAYOUTS
-from pdkernels.reference.quantized_linear import BLOCK as BLOCK
-from pdkernels.reference.quantized_linear import Layout as Layout
-from pdkernels.reference.quantized_linear import Quantized as Quantized
-from pdkernels.reference.quantized_linear import dequantize, pack
+from pdkernels.reference.quantized_linear import BLOCK, Layout, Quantized, dequantize, pack
 
 __all__ = ["QuantizedWeight"]
 
@@ -24,6 +21,8 @@ OP = "QuantizedWeight"
 MAX_PARTS = 8
 GGUF_FORMATS = tuple(LAYOUTS)
 """Names of the formats in GGUF that stay packed."""
+GROUP = BLOCK
+"""The columns of a group are a multiple of this."""
 
 
 class Part(NamedTuple):
@@ -99,6 +98,30 @@ class QuantizedWeight(torch.nn.Module):
         wrong = pack_gguf(format, source, [] if order is None else order, outputs, width, cast(Any, data.numpy()))
         check(wrong == 0, OP, "scales", "be finite", f"{wrong} others")
         return cls([Part(format.lower(), layout, outputs, data)], width)
+
+    @classmethod
+    def from_integers(
+        cls, format: str, codes: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: int
+    ) -> QuantizedWeight:
+        """The matrix ``scale * (code - zero)``. Scales are kept exactly.
+
+        Args:
+            format: its name.
+            codes: ``(outputs, width)`` uint8 of 4 or 8 `bits`.
+            scales: ``(outputs, groups)`` float16, bfloat16 or float32, finite.
+            zeros: ``(outputs, groups)`` uint8.
+            group: columns that share a scale, a multiple of `GROUP`; 0: all.
+        """
+        width, wide = codes.shape[1], scales.float()
+        fields = {"scale": wide[..., None], "zero": zeros[..., None]}
+        if torch.equal(wide.half().float(), wide):
+            kind = "half_zero"
+        else:
+            kind = "float" if bool((zeros == 2 ** (bits - 1)).all()) else "float_zero"
+        if kind == "float":
+            del fields["zero"]
+        padded = torch.nn.functional.pad(codes, (0, -width % BLOCK))
+        return cls.pack(format, Layout(kind, bits, group // BLOCK), Quantized(padded, fields), width)
 
     @classmethod
     def join(cls, weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
