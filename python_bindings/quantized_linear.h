@@ -27,24 +27,49 @@ inline int64_t unpack_parts(const SameDevice& device, const Tensors& weights, co
   return total;
 }
 
+// A quantised matrix and its bias, with the interface of `Matrix`.
+struct QuantizedMatrix {
+  QuantizedLinearArgs args;
+  OptionalTensor bias;
+
+  // `like`: a tensor of the rows that will be multiplied, `width` numbers each.
+  QuantizedMatrix(const SameDevice& device, const Tensor& like, int64_t width, const Tensors& weights,
+                  const std::vector<int64_t>& layouts, const std::vector<int64_t>& outputs,
+                  const OptionalTensor& added) {
+    args.element = row_element(like), args.width = width;
+    args.part_count = static_cast<int64_t>(weights.size());
+    total_ = unpack_parts(device, weights, layouts, outputs, width, args.parts);
+    if (added.has_value()) {
+      device.require(*added, like.scalar_type(), {total_});
+      bias = packed(*added);
+    }
+    args.bias = bias ? bias->data_ptr() : nullptr;
+    args.quantized.blocks = (width + QuantizedLayout::kBlock - 1) / QuantizedLayout::kBlock;
+  }
+
+  int64_t width() const { return args.width; }
+  int64_t outputs() const { return total_; }
+  int64_t scratch_bytes(int64_t rows) const { return args.quantized.bytes(rows); }
+
+  void multiply(const Launch& launch, const RowsView& x, int64_t rows, void* out, void* scratch) {
+    args.x = x, args.rows = rows, args.out = {out, total_};
+    args.quantized.data = static_cast<QuantizedBlock*>(scratch);
+    if (rows > 0 && total_ > 0) launch(PDK_VECTOR(quantized_linear), args);
+  }
+
+ private:
+  int64_t total_;
+};
+
 inline Tensor quantized_linear(const Tensor& x, const Tensors& weights, const std::vector<int64_t>& layouts,
                                const std::vector<int64_t>& outputs, const OptionalTensor& bias) {
   const Launch launch(x);
   const SameDevice device(x);
   const FlatRows rows(x);
-  QuantizedLinearArgs args;
-  args.element = row_element(x), args.rows = rows.count, args.width = rows.width;
-  args.part_count = static_cast<int64_t>(weights.size());
-  const int64_t total = unpack_parts(device, weights, layouts, outputs, rows.width, args.parts);
-  if (bias.has_value()) device.require(*bias, x.scalar_type(), {total});
-  const OptionalTensor added = bias.has_value() ? OptionalTensor(packed(*bias)) : OptionalTensor();
-  Tensor out = torch::stable::new_empty(x, shape_of(x, total), x.scalar_type());
-  args.quantized.blocks = (rows.width + QuantizedLayout::kBlock - 1) / QuantizedLayout::kBlock;
-  Tensor quantized = torch::stable::new_empty(x, {args.quantized.bytes(args.rows)}, ScalarType::Byte);
-  args.quantized.data = data<QuantizedBlock>(quantized);
-  args.x = rows.view(), args.out = {out.data_ptr(), total};
-  args.bias = added ? added->data_ptr() : nullptr;
-  if (args.rows > 0 && total > 0) launch(PDK_VECTOR(quantized_linear), args);
+  QuantizedMatrix matrix(device, x, rows.width, weights, layouts, outputs, bias);
+  Tensor out = torch::stable::new_empty(x, shape_of(x, matrix.outputs()), x.scalar_type());
+  const Tensor scratch = torch::stable::new_empty(x, {matrix.scratch_bytes(rows.count)}, ScalarType::Byte);
+  matrix.multiply(launch, rows.view(), rows.count, out.data_ptr(), scratch.data_ptr());
   return out;
 }
 

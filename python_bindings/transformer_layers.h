@@ -4,10 +4,13 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "quantized_linear.h"
 #include "speculative_attention.h"
 #include "transformer_ops.h"
 
 #ifndef PDKERNELS_DEVICE_CUDA
+
+#include <variant>
 
 #include "parallel.h"
 
@@ -16,53 +19,117 @@ namespace pdkernels::PDK_DEVICE::bindings {
 struct LayersInputs {
   Tensor x;                                // (batch, rows, width)
   std::vector<OptionalTensor> parameters;  // of each layer, as LayerParameters reads them
-  Written k_cache, v_cache;                // all layers
+  // Parts of each matrix, 0 for one that is not quantised, or empty if none is; and the layout and outputs of each
+  // part.
+  std::vector<int64_t> parts, layouts, outputs;
+  Written k_cache, v_cache;  // all layers
   Tensor lengths;
   OptionalTensor counts, block_table;
+  int64_t heads;  // of q
   Tensor cos, sin, positions;
   bool interleaved;
   PlanInputs plan;
   double scale, eps;
   auto fields() const {
-    return std::tie(x, parameters, k_cache, v_cache, lengths, counts, block_table, cos, sin, positions, interleaved,
-                    plan, scale, eps);
+    return std::tie(x, parameters, parts, layouts, outputs, k_cache, v_cache, lengths, counts, block_table, heads, cos,
+                    sin, positions, interleaved, plan, scale, eps);
   }
 };
 
-// Copying parameters in every call would cost more than this op saves.
-inline const Tensor& dense(const OptionalTensor& t) {
-  PDK_CHECK(t.has_value() && t->is_contiguous());
-  return *t;
-}
+class AnyMatrix {
+ public:
+  template <class Kind>
+  AnyMatrix(Kind&& matrix) : matrix_(std::forward<Kind>(matrix)) {}
 
-struct LayerParameters {
-  static constexpr size_t kCount = 12;
-
-  void *attention_norm, *mlp_norm;
-  void *q_norm = nullptr, *k_norm = nullptr;
-  Matrix qkv, output, gate_up, down;
-
-  // The order of NAMES in whole_step.py.
-  LayerParameters(const SameDevice& device, const Tensor& x, int64_t heads_width, int64_t head_dim,
-                  const OptionalTensor* given)
-      : attention_norm(vector(device, x, given[0], x.size(2))),
-        mlp_norm(vector(device, x, given[6], x.size(2))),
-        qkv(device, x, x.size(2), dense(given[1]), given[2]),
-        output(device, x, heads_width, dense(given[5]), given[7]),
-        gate_up(device, x, x.size(2), dense(given[8]), given[9]),
-        down(device, x, gate_up.outputs() / 2, dense(given[10]), given[11]) {
-    PDK_CHECK(given[3].has_value() == given[4].has_value());
-    if (given[3].has_value()) {
-      q_norm = vector(device, x, given[3], head_dim);
-      k_norm = vector(device, x, given[4], head_dim);
-    }
-    PDK_CHECK(output.outputs() == x.size(2) && down.outputs() == x.size(2) && gate_up.outputs() % 2 == 0);
+  int64_t width() const {
+    return std::visit([](const auto& matrix) { return matrix.width(); }, matrix_);
+  }
+  int64_t outputs() const {
+    return std::visit([](const auto& matrix) { return matrix.outputs(); }, matrix_);
+  }
+  int64_t scratch_bytes(int64_t rows) const {
+    return std::visit([&](const auto& matrix) { return matrix.scratch_bytes(rows); }, matrix_);
+  }
+  void multiply(const Launch& launch, const RowsView& x, int64_t rows, void* out, void* scratch) {
+    std::visit([&](auto& matrix) { matrix.multiply(launch, x, rows, out, scratch); }, matrix_);
   }
 
  private:
-  static void* vector(const SameDevice& device, const Tensor& x, const OptionalTensor& given, int64_t size) {
-    device.require(dense(given), x.scalar_type(), {size});
-    return given->data_ptr();
+  std::variant<Matrix, QuantizedMatrix> matrix_;
+};
+
+// Reads parameters one after the other.
+class ParameterReader {
+ public:
+  explicit ParameterReader(const LayersInputs& in) : in_(in), device_(in.x) {}
+
+  OptionalTensor next() {
+    PDK_CHECK(at_ < in_.parameters.size());
+    return in_.parameters[at_++];
+  }
+  void* vector(int64_t size) {
+    const Tensor given = dense(next());
+    device_.require(given, in_.x.scalar_type(), {size});
+    return given.data_ptr();
+  }
+  void* optional_vector(int64_t size) {
+    PDK_CHECK(at_ < in_.parameters.size());
+    return in_.parameters[at_].has_value() ? vector(size) : (++at_, nullptr);
+  }
+  // A matrix and its bias.
+  AnyMatrix matrix(int64_t width) {
+    const int64_t parts = next_of(in_.parts, matrix_++);
+    if (parts == 0) {
+      const Tensor given = dense(next());
+      return Matrix(device_, in_.x, width, given, next());
+    }
+    PDK_CHECK(parts > 0);
+    Tensors weights;
+    std::vector<int64_t> layouts, outputs;
+    for (int64_t i = 0; i < parts; ++i, ++part_) {
+      weights.push_back(dense(next()));
+      layouts.push_back(next_of(in_.layouts, part_)), outputs.push_back(next_of(in_.outputs, part_));
+    }
+    return QuantizedMatrix(device_, in_.x, width, weights, layouts, outputs, next());
+  }
+  bool done() const { return at_ == in_.parameters.size(); }
+
+ private:
+  // Copying parameters in every call would cost more than this op saves.
+  static Tensor dense(const OptionalTensor& t) {
+    PDK_CHECK(t.has_value() && t->is_contiguous());
+    return *t;
+  }
+  static int64_t next_of(const std::vector<int64_t>& numbers, size_t at) {
+    PDK_CHECK(at < numbers.size());
+    return numbers[at];
+  }
+
+  const LayersInputs& in_;
+  SameDevice device_;
+  size_t at_ = 0, matrix_ = 0, part_ = 0;
+};
+
+// The order of initialisation is that of NAMES in whole_step.py.
+struct LayerParameters {
+  void* attention_norm;
+  AnyMatrix qkv;
+  void *q_norm, *k_norm;
+  AnyMatrix output;
+  void* mlp_norm;
+  AnyMatrix gate_up, down;
+
+  LayerParameters(ParameterReader& reader, int64_t width, int64_t heads_width, int64_t head_dim)
+      : attention_norm(reader.vector(width)),
+        qkv(reader.matrix(width)),
+        q_norm(reader.optional_vector(head_dim)),
+        k_norm(reader.optional_vector(head_dim)),
+        output(reader.matrix(heads_width)),
+        mlp_norm(reader.vector(width)),
+        gate_up(reader.matrix(width)),
+        down(reader.matrix(gate_up.outputs() / 2)) {
+    PDK_CHECK((q_norm == nullptr) == (k_norm == nullptr));
+    PDK_CHECK(output.outputs() == width && down.outputs() == width && gate_up.outputs() % 2 == 0);
   }
 };
 
@@ -74,25 +141,24 @@ class Layers {
     PDK_CHECK(in.k_cache.dim() == 5 && in.v_cache.dim() == 5);
     const int64_t layers = in.k_cache.size(0), dim = in.k_cache.size(4);
     PDK_CHECK(layers > 0 && in.v_cache.size(0) == layers && dim > 0);
-    PDK_CHECK(in.parameters.size() == static_cast<size_t>(layers) * LayerParameters::kCount);
     batch_ = in.x.size(0), rows_ = batch_ * in.x.size(1), width_ = in.x.size(2);
     element_ = row_element(in.x);
-    const OptionalTensor& projection = in.parameters[1];
-    PDK_CHECK(projection.has_value() && projection->dim() == 2 && projection->size(0) % dim == 0);
-    kv_heads_ = in.k_cache.size(3), heads_ = projection->size(0) / dim - 2 * kv_heads_;
+    kv_heads_ = in.k_cache.size(3), heads_ = in.heads;
     PDK_CHECK(kv_heads_ > 0 && heads_ > 0);
     int64_t inner = 0, scratch = 0;
+    ParameterReader reader(in);
     layers_.reserve(layers);
     for (int64_t i = 0; i < layers; ++i) {
-      layers_.emplace_back(device_, in.x, heads_ * dim, dim, in.parameters.data() + i * LayerParameters::kCount);
+      layers_.emplace_back(reader, width_, heads_ * dim, dim);
       const LayerParameters& layer = layers_.back();
       PDK_CHECK(layer.qkv.outputs() == (heads_ + 2 * kv_heads_) * dim);
       PDK_CHECK((layer.q_norm == nullptr) == (layers_[0].q_norm == nullptr));
       inner = std::max(inner, layer.gate_up.outputs() / 2);
-      for (const Matrix* matrix : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) {
+      for (const AnyMatrix* matrix : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) {
         scratch = std::max(scratch, matrix->scratch_bytes(rows_));
       }
     }
+    PDK_CHECK(reader.done());
     const ScalarType dtype = in.x.scalar_type();
     const auto rows_of = [&](int64_t width) { return torch::stable::new_empty(in_.x, {rows_, width}, dtype); };
     const auto heads_of = [&](int64_t heads) {
@@ -179,7 +245,7 @@ class Layers {
     launch_(PDK_DEVICE::speculative_attention, args);
   }
 
-  void multiply(Matrix& matrix, const Tensor& x, const Tensor& out) {
+  void multiply(AnyMatrix& matrix, const Tensor& x, const Tensor& out) {
     matrix.multiply(launch_, {x.data_ptr(), matrix.width()}, rows_, out.data_ptr(), scratch_.data_ptr());
   }
 

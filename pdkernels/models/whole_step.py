@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,22 +25,25 @@ from pdkernels.models import fused
 from pdkernels.models.attention import NewRows
 from pdkernels.models.layer import Layer
 from pdkernels.ops._library import LIBRARY, NAMESPACE, schema_of
+from pdkernels.ops._quantized_weight import QuantizedWeight
 
 OP = "transformer_layers_"
 
 # Not one of the public ops: it serves the models alone, has no other device, and its reference is `Layer`.
 LIBRARY.define(
-    f"{OP}(Tensor x, Tensor?[] parameters, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor lengths, Tensor? counts, "
-    "Tensor? block_table, Tensor cos, Tensor sin, Tensor positions, bool interleaved, "
+    f"{OP}(Tensor x, Tensor?[] parameters, int[] parts, int[] layouts, int[] outputs, "
+    "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor lengths, Tensor? counts, Tensor? block_table, "
+    "int heads, Tensor cos, Tensor sin, Tensor positions, bool interleaved, "
     f"{schema_of(PlanArguments)}, float scale, float eps) -> (Tensor residual, Tensor added)"
 )
 _run = getattr(getattr(torch.ops, NAMESPACE), OP).default
 
-# In the order of `LayerParameters` in python_bindings/transformer_layers.h.
+# In the order of `LayerParameters` in python_bindings/transformer_layers.h: a bias follows its matrix.
 NAMES = (
-    *("attention_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "output"),
-    *("mlp_norm", "output_bias", "gate_up", "gate_up_bias", "down", "down_bias"),
+    *("attention_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "output", "output_bias"),
+    *("mlp_norm", "gate_up", "gate_up_bias", "down", "down_bias"),
 )
+_MATRICES = ("qkv", "output", "gate_up", "down")
 _of_layer = itemgetter(*NAMES)
 _TYPES = {Tensor, torch.nn.Parameter, type(None)}
 # What an instance may have replaced.
@@ -63,10 +66,11 @@ def run_layers(layers: Iterable[Layer], x: Tensor, rows: NewRows) -> tuple[Tenso
         return None
     cache, rotation, plan = rows.cache, rows.rotation, rows.visibility.mask
     assert cache is not None and isinstance(plan, TilePlan)
-    arguments: tuple[Any, ...] = (x, parameters, cache.k, cache.v, cache.lengths, rows.counts, cache.block_table)
-    arguments += (rotation.cos, rotation.sin, rotation.positions, rows.style == "interleaved", *plan.arguments)
+    config, lengths = next(iter(layers)).config, cache.lengths
+    arguments: tuple[Any, ...] = (x, *parameters, cache.k, cache.v, lengths, rows.counts, cache.block_table)
+    arguments += (config.heads, rotation.cos, rotation.sin, rotation.positions, rows.style == "interleaved")
     try:
-        found: tuple[Tensor, Tensor] = _run(*arguments, cache.head_dim**-0.5, next(iter(layers)).config.norm_eps)
+        found: tuple[Tensor, Tensor] = _run(*arguments, *plan.arguments, cache.head_dim**-0.5, config.norm_eps)
     except RuntimeError:  # nothing is written yet, and the layers say what does not fit
         return None
     return found
@@ -85,9 +89,38 @@ def _serves(x: Tensor, rows: NewRows) -> bool:
     return fits and resolve("linear", "auto", x.device) == "native" and asked()
 
 
-def _parameters(layers: Iterable[Layer]) -> list[Tensor | None] | None:
-    """Those of all layers; None where a layer is another class, has hooks, or keeps its parameters in another way."""
-    found: list[Tensor | None] = []
+class Parameters(NamedTuple):
+    """Those of all layers, one after the other, as the op takes them."""
+
+    tensors: list[Tensor | None]
+    parts: list[int]
+    """Of each matrix that is quantised; 0 for the others."""
+    layouts: list[int]
+    outputs: list[int]
+
+    def add(self, own: dict[str, Any]) -> None:
+        """Appends the parameters of a layer with the attributes `own`. KeyError: it keeps some in another way."""
+        if not own["_modules"]:
+            self.tensors.extend(_of_layer(own["_parameters"]))
+            self.parts.extend((0,) * len(_MATRICES))
+            return
+        every = own["_parameters"] | own["_modules"]
+        for name in NAMES:
+            given = every[name]
+            if type(given) is QuantizedWeight:
+                self.tensors.extend(given._buffers.values())  # its `data`, which looks each up by name
+                self.layouts.extend(given.layouts)
+                self.outputs.extend(given.outputs)
+                self.parts.append(len(given.outputs))
+            else:
+                self.tensors.append(given)
+                if name in _MATRICES:
+                    self.parts.append(0)
+
+
+def _parameters(layers: Iterable[Layer]) -> Parameters | None:
+    """None where a layer is another class, has hooks, or keeps its parameters in another way."""
+    found = Parameters([], [], [], [])
     try:
         for layer in layers:
             own = vars(layer)
@@ -95,7 +128,7 @@ def _parameters(layers: Iterable[Layer]) -> list[Tensor | None] | None:
                 return None
             if not _METHODS.isdisjoint(own):
                 return None
-            found += _of_layer(own["_parameters"])
+            found.add(own)
     except KeyError:
         return None
-    return found if _TYPES.issuperset(map(type, found)) else None
+    return found if _TYPES.issuperset(map(type, found.tensors)) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import subprocess
 import sys
@@ -19,8 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pdkernels import _native, backends
 from pdkernels.decoding import generate
 from pdkernels.masks import TilePlan
-from pdkernels.models import LinearScaling, Llama3Scaling, Transformer, YarnScaling, whole_step
+from pdkernels.models import LinearScaling, Llama3Scaling, Transformer, TransformerConfig, YarnScaling, whole_step
 from pdkernels.models.layer import Layer
+from pdkernels.ops._quantize import quantize
+from pdkernels.ops._quantized_weight import QuantizedWeight
 from tests.models.test_row_invariance import CONFIG, DTYPES, a_model, configs, some_tokens
 from tests.models.test_transformer_cached_plans import MASKS
 
@@ -124,6 +127,47 @@ def test_has_the_bits_of_its_layers(
         runs = count_runs(monkeypatch)
         both(monkeypatch, lambda: prompts_drafts_and_a_token(model, batch, page_size, ragged, plan, positions))
         assert len(runs) == 3
+
+
+def quantise_(model: Transformer, formats: list[str | None]) -> None:
+    """Replaces the matrices of all layers by quantised ones: `formats` in turn, None leaves one, two for two halves."""
+    turn = itertools.cycle(formats)
+    for layer in model.layers:
+        for name in ("qkv", "output", "gate_up", "down"):
+            given = next(turn)
+            if given is None:
+                continue
+            halves = getattr(layer, name).float().chunk(2)
+            parts = [quantize(half, format) for half, format in zip(halves, given.split()[:2] * 2)]
+            delattr(layer, name)
+            setattr(layer, name, QuantizedWeight.join(parts))
+
+
+@settings(max_examples=25)
+@given(
+    config=configs(),
+    dtype=st.sampled_from(DTYPES),
+    formats=st.lists(st.sampled_from([None, "int8", "int4", "int8 int4"]), min_size=1, max_size=3),
+    batch=st.sampled_from([1, 3]),
+)
+def test_quantised_matrices(
+    config: TransformerConfig, dtype: torch.dtype, formats: list[str | None], batch: int
+) -> None:
+    config = replace(config, mlp_bias=config.qkv_bias, output_bias=config.tied_head)
+    model = a_model(config, dtype)
+    quantise_(model, formats)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        runs = count_runs(monkeypatch)
+        both(monkeypatch, lambda: prompts_drafts_and_a_token(model, batch, None, True, None, None))
+        assert len(runs) == 3
+
+
+@pytest.mark.parametrize("format", ["q8_0", "q4_0", "q4_1", "q5_0", "q5_1"])
+def test_formats_of_gguf(format: str, monkeypatch: pytest.MonkeyPatch, runs: list[int]) -> None:
+    model = a_model(replace(CONFIG, hidden_size=64, intermediate_size=96), torch.float32)
+    quantise_(model, [format])
+    both(monkeypatch, lambda: [decode(model)])
+    assert len(runs) == 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
