@@ -14,6 +14,7 @@ import torch
 from .fast_dllm import recomputed
 from .masked_model import MaskedTransformerReference
 from .masked_sampling import Canvas, Guesses, MaskedResult, Window, guess, quotas, surest
+from .sampling import filtered, without
 
 
 @torch.no_grad()
@@ -30,6 +31,8 @@ def fast_dllm_v2(
     block_cache: bool = True,
     temperature: float = 0.0,
     top_p: float = 1.0,
+    top_k: int | None = None,
+    min_p: float = 0.0,
     end_tokens: Sequence[int] = (),
     seed: int = 0,
 ) -> MaskedResult:
@@ -62,7 +65,7 @@ def fast_dllm_v2(
         steps: forwards that share a small block evenly, the first ones commit one more (`denoising_steps`); None, or more than it has
             positions: one for each.
         block_cache: False: all forwards run the whole block.
-        temperature, top_p: of the guesses.
+        temperature, top_k, top_p, min_p: of the guesses, applied in this order.
 
     >>> from pdkernels.reference.masked_model import random_weights
     >>> model = MaskedTransformerReference(random_weights("qwen2"), heads=4, names="qwen2")
@@ -82,9 +85,17 @@ def fast_dllm_v2(
     def commit(logits: torch.Tensor, window: Window, share: int = 1) -> None:
         guesses = Guesses({}, {})
         if canvas.masks(window):
-            kept = top_p if temperature > 0 else 1.0
+            shares_kept = (top_p, min_p) if temperature > 0 else (1.0, 0.0)
+            logits = filtered(without(logits, mask_token), temperature, top_k)
             guesses = guess(
-                canvas, logits, window, temperature=temperature, seed=seed, distribution="sampling", top_p=kept
+                canvas,
+                logits,
+                window,
+                temperature=temperature,
+                seed=seed,
+                distribution="sampling",
+                top_p=shares_kept[0],
+                min_p=shares_kept[1],
             )
         chosen = surest(guesses.confidence, threshold=threshold, strict=True, min_count=share, quota=share)
         canvas.commit(guesses, chosen, window)

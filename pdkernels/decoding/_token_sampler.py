@@ -114,8 +114,16 @@ class TokenSampler(NamedTuple):
         """`logits` with -inf for what is below the `top_k`-th largest of those that `suppress` leaves."""
         if self.top_k is None or self.top_k >= logits.shape[-1]:
             return logits
-        logits = _without(logits, suppress)
-        return logits.masked_fill(logits < logits.topk(self.top_k, -1).values[..., -1:], -torch.inf)
+        return largest(_without(logits, suppress), self.top_k)
+
+
+def largest(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """`logits` ``(..., V)`` with -inf for what is below the largest but `count` - 1: equals of the last one stay.
+
+    >>> largest(torch.tensor([3.0, 1.0, 2.0, 2.0]), 2)
+    tensor([3., -inf, 2., 2.])
+    """
+    return logits.masked_fill(logits < logits.topk(min(count, logits.shape[-1]), -1).values[..., -1:], -torch.inf)
 
 
 def _without(logits: torch.Tensor, suppress: tuple[int, ...]) -> torch.Tensor:

@@ -90,7 +90,9 @@ class FastDllmV2(Request, total=False):
     steps: int | None
     block_cache: bool
     temperature: float
-    top_p: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
     mask_token: int | None
     seed: int | Sequence[int]
     page_size: int | None

@@ -45,7 +45,9 @@ def reference(model: Transformer, batch: list[list[int]], limit: int, **options:
     steps=st.sampled_from([None, None, 1, 2, 3, 9]),
     predicts=st.sampled_from(["next", "own"]),
     block_cache=st.sampled_from([True, True, False]),
-    distribution=st.sampled_from([(0.0, 1.0), (0.0, 0.5), (0.8, 1.0), (0.8, 0.6)]),
+    distribution=st.sampled_from(
+        [(0.0, 1.0, None, 0.0), (0.0, 0.5, 2, 0.9), (0.8, 1.0, None, 0.0), (0.8, 0.6, None, 0.0), (0.8, 0.6, 3, 0.1)]
+    ),
     ends=st.lists(st.integers(0, MASK - 1), max_size=3),
     seed=seeds,
     page_size=page_sizes,
@@ -61,6 +63,8 @@ def test_equals_the_reference(
         "block_cache": block_cache,
         "temperature": distribution[0],
         "top_p": distribution[1],
+        "top_k": distribution[2],
+        "min_p": distribution[3],
         "end_tokens": ends,
         "seed": seed,
     }
@@ -218,6 +222,8 @@ END = 4
         ({"threshold": None}, "TypeError: threshold must be a number, got NoneType."),
         ({"block_cache": 1}, "TypeError: block_cache must be a bool, got int."),
         ({"top_p": 1.5}, "top_p must be in 0 .. 1, got 1.5."),
+        ({"top_k": 0}, "top_k must be at least 1, got 0."),
+        ({"min_p": -1}, "min_p must be in 0 .. 1, got -1."),
         ({"temperature": -1.0}, "temperature must be finite and at least 0, got -1.0."),
         ({"seed": 1.5}, "TypeError: seed must be an int or a list of ints, got float."),
         ({"mask_token": 13}, "mask_token must be an id in 0 .. 12, got 13."),
@@ -245,3 +251,20 @@ def test_errors_of_the_model() -> None:
         model = Blockwise(hashed(0))
         model.mask_token = None
         generate(model, [1], METHOD)
+
+
+def test_filters_have_the_order_of_transformers() -> None:
+    """One guess after the prompt, drawn many times: of the distribution that top-k leaves, top-p keeps two tokens of three."""
+    transformers = pytest.importorskip("transformers", minversion="4.57")
+    warpers = transformers.generation.logits_process
+    model, prompt, draws = model_of(0), [1, 2, 3, 4], 400
+    text = torch.tensor([prompt])
+    logits = model(text, mask=block_causal(4, 4).dense())[:, -1].clone()
+    logits[:, MASK] = -torch.inf
+    order = [warpers.TemperatureLogitsWarper(2.0), warpers.TopKLogitsWarper(3), warpers.TopPLogitsWarper(0.7)]
+    law = transformers.LogitsProcessorList(order)(text, logits).softmax(-1)[0]
+    settings = {"temperature": 2.0, "top_k": 3, "top_p": 0.7, "block_size": 4, "small_block_size": 4}
+    found = generate(model, [prompt] * draws, METHOD, max_new_tokens=1, end_tokens=(), **settings).tokens
+    seen = torch.bincount(torch.cat(list(found)), minlength=len(law)).double()
+    assert 1 < (law > 0).sum() < 3 and (seen[law == 0] == 0).all()
+    assert ((seen / draws - law).abs() < 4 * (law * (1 - law) / draws).sqrt() + 1e-9).all()

@@ -35,6 +35,7 @@ from pdkernels.backends import backend_of
 from pdkernels.decoding._repetition import penalised_rows
 from pdkernels.decoding._sampling import ORDER, likeliest, noise, statistics, suppress_
 from pdkernels.decoding._session import Session, is_end, to_device_async
+from pdkernels.decoding._token_sampler import largest
 from pdkernels.decoding.canvas.checks import checked_masked_model as checked_masked_model
 from pdkernels.decoding.canvas.record import CanvasRecord
 from pdkernels.decoding.canvas.trace import Record, masked_trace
@@ -66,6 +67,8 @@ class SamplingOptions(NamedTuple):
     banned: tuple[int, ...] = ()  # ids that are never guessed, besides the mask token
     late: tuple[int, ...] = ()  # ids of confidence 0, left out of the confidence of others
     guidance: float = 0.0  # w of classifier-free guidance: hidden rows then come twice, with and without the prompt
+    min_p: float = 0.0
+    top_k_first: bool = False  # before `top_p`, which then applies to what it leaves, as in transformers
 
 
 class Step(NamedTuple):
@@ -243,10 +246,13 @@ class Canvas(CanvasRecord):
         if self.logits_hook is not None:
             logits = self.logits_hook(self._session.forwards - 1, self.tokens, step.positions, logits)
         options = self._options(step)
-        if sampling.top_k is not None:  # with top_p, which uses the distribution of all tokens
+        if sampling.top_k is not None:
             for token in options["suppress"]:
                 suppress_(logits, token)
-            logits = likeliest(logits, sampling.top_k, sampling.temperature, options.pop("top_p"))
+            if sampling.top_k_first:
+                logits = largest(logits, sampling.top_k)
+            else:  # with top_p, which uses the distribution of all tokens
+                logits = likeliest(logits, sampling.top_k, sampling.temperature, options.pop("top_p"))
         guesses = token_statistics(logits, backend=self._backend, **options)
         self._look_for_broken(guesses, step)
         if sampling.late:
@@ -266,6 +272,7 @@ class Canvas(CanvasRecord):
             "suppress": (self.mask_token, *sampling.banned),
             "top_k": 1,
             "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
             "distribution": sampling.distribution,
             **noise(sampling.temperature, self.seeds, step.number, step.positions),
         }

@@ -25,6 +25,7 @@ from pdkernels.decoding._sampling import (
     checked_size,
 )
 from pdkernels.decoding._session import Session
+from pdkernels.decoding._token_sampler import TokenSampler, checked_sampler
 from pdkernels.decoding.canvas.canvas import Canvas, SamplingOptions, Step, share
 from pdkernels.decoding.canvas.checks import check_keeps_rows
 from pdkernels.masks import block_causal
@@ -42,7 +43,9 @@ def decode(
     steps: int | None = None,
     block_cache: bool = True,
     temperature: float = 0.0,
-    top_p: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
     mask_token: int | None = None,
     seed: Seed = 0,
     page_size: int | None = None,
@@ -57,8 +60,8 @@ def decode(
         steps: maximum forwards per small block, over which its positions are spread evenly. None: one per position.
         block_cache: keep K and V of the block between its forwards, which then run only the small block's rows, unless its
             first position is masked and predicted by the row before it. False: all run the whole block.
-        temperature: sampling temperature of the guesses; their confidence is their probability at that temperature.
-        top_p: sample only from the most likely tokens that have this probability mass, at a temperature above 0.
+        temperature: sampling temperature of the guesses; their confidence is their probability at that temperature,
+            after filters, which apply above 0 only.
 
     Returns:
         Forwards that the sequences took part in, summed.
@@ -82,12 +85,11 @@ def decode(
     if steps is not None:
         checked_size(_OP, "steps", steps)
     checked_flag(_OP, "block_cache", block_cache)
-    checked_number(_OP, "top_p", top_p, 1.0)
     seeds = checked_sampling(_OP, temperature, seed, session.batch)
+    sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p)
+    filters = sampler if temperature else TokenSampler(temperature)
     canvas = Canvas(
-        session,
-        mask_token,
-        SamplingOptions(seeds, temperature, top_p=top_p if temperature else 1.0, distribution="sampling"),
+        session, mask_token, SamplingOptions(seeds, **filters._asdict(), top_k_first=True, distribution="sampling")
     )
     if not canvas.unfinished:
         return canvas.finish()
