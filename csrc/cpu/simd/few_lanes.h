@@ -16,55 +16,105 @@ constexpr int64_t kFewLanes = kLanes / 2;
 // Elements of keys that are transposed at once.
 constexpr int64_t kSpan = 32;
 
-// Cuts n, a multiple of kLanes, into strips of so many vectors that their independent sums hide the latency of an
-// addition and fit into registers; the rest into narrower ones.
-template <int kLive,
-          int kWide = kLive == 1   ? 8
-                      : kLive <= 3 ? 4
-                      : kLive == 4 ? 2
-                                   : 1,
-          class Body>
+// From lane to lane in sums that have head elements side by side.
+constexpr int64_t kSumStride = 256;
+
+// Vectors side by side, so that their independent sums hide the latency of an addition and fit into registers.
+template <int kLive>
+constexpr int kStripVectors = kLive == 1                   ? 8
+                              : kLive <= 3                 ? 4
+                              : kLanes == 16 && kLive == 4 ? 4
+                              : kLanes == 16 || kLive == 4 ? 2
+                                                           : 1;
+
+// Cuts n, a multiple of kLanes, into strips of so many vectors; the rest into narrower ones.
+template <int kLive, int kWide = kStripVectors<kLive>, class Body>
 PDK_INLINE void in_strips(int64_t n, const Body& body, int64_t i = 0) {
   for (; i + kWide * kLanes <= n; i += kWide * kLanes) body(i, Count<kWide>{});
   if constexpr (kWide > 1) in_strips<kLive, kWide / 2>(n, body, i);
 }
 
-// Elements [first, first + kSpan) of `count` keys, as [element][kChunk]; keys that are missing are zeros.
+// Elements that lie in one word of 32 bits, the first in its low bits.
 template <class T>
-PDK_INLINE void transpose_keys(const T* const* keys, int64_t count, int64_t head_dim, int64_t first, float* to) {
-  for (int64_t d = first; d < smaller(first + kSpan, head_dim); d += kLanes, to += kLanes * kChunk) {
-    for (int64_t key = 0; key < count; key += kLanes) {
-      Ints rows[kLanes] = {};
-      const int64_t rest = smaller(kLanes, count - key);
-      for (int64_t i = 0; i < rest; ++i) {
-        for_vectors(0, smaller(kLanes, head_dim - d),
-                    [&](int64_t, auto part) { rows[i] = reinterpret_cast<Ints>(load(keys[key + i] + d, part)); });
+constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
+
+template <int kElement, class T>
+PDK_INLINE Vec element_of(Words words, T) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    return reinterpret_cast<Vec>(words);
+  } else if constexpr (kElement == 0) {
+    return widened(words & 0xffffu, T{});
+  } else {
+    return widened(words >> 16, T{});
+  }
+}
+template <int kElement>
+PDK_INLINE Vec element_of(Words words, Bfloat16) {
+  return reinterpret_cast<Vec>(kElement == 0 ? words << 16 : words & 0xffff0000u);
+}
+
+// Elements [first, first + kSpan) of `count` keys, as [word][kChunk]; keys that are missing are zeros. The same
+// elements of the values are on their way meanwhile: a burst of prefetches would fill the processor's queues and stall
+// it.
+template <class T>
+PDK_INLINE void transpose_keys(const T* const* keys, const T* const* values, int64_t count, int64_t head_dim,
+                               int64_t first, Words* to) {
+  constexpr int64_t kStep = kLanes * kPerWord<T>;
+  const auto put = [&](Ints(&rows)[kLanes], int64_t key) {
+    transpose(rows);
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) to[(i * kChunk + key) / kLanes] = reinterpret_cast<Words>(rows[i]);
+  };
+  for (int64_t d = first; d < smaller(first + kSpan, head_dim); d += kStep, to += kChunk) {
+    const int64_t elements = smaller(kStep, head_dim - d);
+    int64_t key = 0;
+    for (; key + kLanes <= count && elements == kStep; key += kLanes) {
+      Ints rows[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) {
+        __builtin_prefetch(values[key + i] + d);
+        rows[i] = reinterpret_cast<Ints>(Words(*reinterpret_cast<const LooseWords*>(keys[key + i] + d)));
       }
-      transpose(rows);
-      for (int i = 0; i < kLanes; ++i) *reinterpret_cast<Ints*>(to + i * kChunk + key) = rows[i];
+      put(rows, key);
+    }
+    for (; key < count; key += kLanes) {
+      Ints rows[kLanes] = {};
+      for (int64_t i = 0; i < smaller(kLanes, count - key); ++i) {
+        __builtin_memcpy(&rows[i], keys[key + i] + d, elements * static_cast<int64_t>(sizeof(T)));
+      }
+      put(rows, key);
     }
   }
 }
 
 // scores[lane][key], in pieces as in VectorTilesOf::scores
 template <int kLive, int kPanel, class T>
-void few_scores(const T* const* keys, int64_t count, const float* queries, int64_t head_dim, float* transposed,
-                float* scores) {
+void few_scores(const T* const* keys, const T* const* values, int64_t count, const float* queries, int64_t head_dim,
+                float* transposed, float* scores) {
   const int64_t size = piece_of(head_dim);
   for (int64_t span = 0; span < head_dim; span += kSpan) {
-    transpose_keys(keys, count, head_dim, span, transposed);
+    transpose_keys(keys, values, count, head_dim, span, reinterpret_cast<Words*>(transposed));
     for (int64_t piece = span; piece < smaller(span + kSpan, head_dim); piece += size) {
       const int64_t end = smaller(piece + size, head_dim);
       const auto strip = [&](int64_t key, auto wide) {
         constexpr int kVectors = decltype(wide)::value;
         Vec sums[kLive][kVectors] = {};
-        for (int64_t d = piece; d < end; ++d) {
-          const Vec* row = reinterpret_cast<const Vec*>(transposed + (d - span) * kChunk + key);
+        for (int64_t d = piece; d < end; d += kPerWord<T>) {
+          const Words* row = reinterpret_cast<const Words*>(transposed + (d - span) / kPerWord<T> * kChunk + key);
+          const auto add = [&](auto element) {
+            constexpr int kElement = decltype(element)::value;
+            const float* query = queries + (d + kElement) * kPanel;
+            Vec numbers[kVectors];
 #pragma GCC unroll 8
-          for (int lane = 0; lane < kLive; ++lane) {
+            for (int i = 0; i < kVectors; ++i) numbers[i] = element_of<kElement>(row[i], T{});
 #pragma GCC unroll 8
-            for (int i = 0; i < kVectors; ++i) sums[lane][i] += row[i] * queries[d * kPanel + lane];
-          }
+            for (int lane = 0; lane < kLive; ++lane) {
+#pragma GCC unroll 8
+              for (int i = 0; i < kVectors; ++i) sums[lane][i] += numbers[i] * query[lane];
+            }
+          };
+          add(Count<0>{});
+          if constexpr (kPerWord<T> > 1) add(Count<1>{});
         }
         for (int lane = 0; lane < kLive; ++lane) {
           Vec* score = reinterpret_cast<Vec*>(scores + lane * kChunk + key);
@@ -76,9 +126,9 @@ void few_scores(const T* const* keys, int64_t count, const float* queries, int64
   }
 }
 
-// scores -> weights of one lane, in place, as in online_softmax; their sum in its order
+// scores -> weights of one lane, in place, as in online_softmax
 template <bool kExact>
-PDK_INLINE float few_weights(float* scores, int64_t count, float scale, float origin) {
+PDK_INLINE void few_weights(float* scores, int64_t count, float scale, float origin) {
   const bool far = !kExact && is_far(origin);
   for (int64_t key = 0; far && key < count; key += kLanes) {
     Vec& at = *reinterpret_cast<Vec*>(scores + key);
@@ -88,9 +138,23 @@ PDK_INLINE float few_weights(float* scores, int64_t count, float scale, float or
     Vec& at = *reinterpret_cast<Vec*>(scores + key);
     at = kExact ? exponential<true>(at - origin) : exponential<false>(at * scale - origin);
   }
-  float sum = 0;
-  for (int64_t key = 0; key < count; key += 2) sum += scores[key] + (key + 1 < count ? scores[key + 1] : 0.0f);
-  return sum;
+}
+
+// The sums of the lanes' weights in the order of online_softmax; side by side, since each waits for its last addition.
+template <int kLive>
+PDK_INLINE Vec few_sums(const float* weights, int64_t count) {
+  Vec all{};
+  float* const sums = reinterpret_cast<float*>(&all);
+  int64_t key = 0;
+  for (; key + 1 < count; key += 2) {
+#pragma GCC unroll 8
+    for (int lane = 0; lane < kLive; ++lane) {
+      const float* pair = weights + lane * kChunk + key;
+      sums[lane] += pair[0] + pair[1];
+    }
+  }
+  for (int lane = 0; key < count && lane < kLive; ++lane) sums[lane] += weights[lane * kChunk + key];
+  return all;
 }
 
 // The largest of `largest` and of a lane's scaled scores, which replace the scores if they are exact.
@@ -108,76 +172,140 @@ PDK_INLINE float few_max(float* scores, int64_t count, float scale, float larges
   return largest;
 }
 
-// sums[d][lane] = sums[d][lane] * alpha[lane] + sum over keys of values[key][d] * weights[lane][key]
-template <int kLive, int kPanel, class T>
-void few_accumulate(const T* const* values, int64_t count, int64_t head_dim, const float* weights, const Vec& alpha,
-                    float* sums) {
-  const auto strip = [&](int64_t d, auto wide, auto part) {
+// The element of a head that is `place`-th in sums of few lanes. Where two share a word, those in low bits come first,
+// vector by vector.
+template <class T>
+PDK_INLINE int64_t element_at(int64_t place, int64_t head_dim) {
+  constexpr int64_t kSplit = kLanes * kPerWord<T>;
+  if (kPerWord<T> == 1 || place >= head_dim / kSplit * kSplit) return place;
+  const int64_t inside = place % kSplit;
+  return place - inside + inside % kLanes * kPerWord<T> + inside / kLanes;
+}
+
+// sums[d][lane] <-> rows[lane][place of d]
+template <class T, int kPanel>
+void rows_to_sums(const float* rows, int64_t lanes, int64_t head_dim, float* sums) {
+  for (int64_t place = 0; place < head_dim; place += kLanes) {
+    Ints square[kLanes] = {};
+    for (int64_t lane = 0; lane < lanes; ++lane) {
+      square[lane] = *reinterpret_cast<const Ints*>(rows + lane * kSumStride + place);
+    }
+    transpose(square);
+    for (int64_t i = 0; i < smaller(kLanes, head_dim - place); ++i) {
+      *reinterpret_cast<Ints*>(sums + element_at<T>(place + i, head_dim) * kPanel) = square[i];
+    }
+  }
+}
+template <class T, int kPanel>
+void sums_to_rows(const float* sums, int64_t lanes, int64_t head_dim, float* rows) {
+  for (int64_t place = 0; place < head_dim; place += kLanes) {
+    Ints square[kLanes] = {};
+    for (int64_t i = 0; i < smaller(kLanes, head_dim - place); ++i) {
+      square[i] = *reinterpret_cast<const Ints*>(sums + element_at<T>(place + i, head_dim) * kPanel);
+    }
+    transpose(square);
+    for (int64_t lane = 0; lane < lanes; ++lane) {
+      *reinterpret_cast<Ints*>(rows + lane * kSumStride + place) = square[lane];
+    }
+  }
+}
+
+// Where the keys of the next chunk are if they follow these at the same distance, in bytes from these; 0 if no chunk
+// follows.
+template <class T>
+PDK_INLINE int64_t bytes_to_next(const T* const* keys, int64_t count) {
+  if (count < kChunk) return 0;
+  const auto address = [&](int64_t key) { return static_cast<int64_t>(reinterpret_cast<uintptr_t>(keys[key])); };
+  return kChunk * (address(kChunk - 1) - address(kChunk - 2));
+}
+
+// rows[lane][d] = rows[lane][d] * alpha[lane] + sum over keys of values[key][d] * weights[lane][key]
+//
+// Meanwhile the next chunk's keys are prefetched. A wrong guess costs a little bandwidth, in a paged cache for
+// instance.
+template <int kLive, class T>
+void few_accumulate(const T* const* keys, const T* const* values, int64_t count, int64_t head_dim, const float* weights,
+                    const Vec& alpha, float* rows) {
+  const int64_t ahead = bytes_to_next(keys, count);
+  const auto strip = [&](int64_t d, auto wide, const auto& load_vectors) {
     constexpr int kVectors = decltype(wide)::value;
     Vec held[kLive][kVectors] = {};
     for (int64_t key = 0; key < count; ++key) {
+      constexpr int kBytes = kVectors * kLanes * static_cast<int>(sizeof(T));
+      const uintptr_t next = reinterpret_cast<uintptr_t>(keys[key] + d) + ahead;
+      for (int byte = 0; ahead != 0 && byte < kBytes; byte += 64) {
+        __builtin_prefetch(reinterpret_cast<const char*>(next + byte));
+      }
       Vec row[kVectors];
-      for (int i = 0; i < kVectors; ++i) row[i] = load(values[key] + d + i * kLanes, part);
+      load_vectors(values[key] + d, row);
 #pragma GCC unroll 8
       for (int lane = 0; lane < kLive; ++lane) {
 #pragma GCC unroll 8
         for (int i = 0; i < kVectors; ++i) held[lane][i] += row[i] * weights[lane * kChunk + key];
       }
     }
-    const int64_t elements = smaller(kVectors * kLanes, head_dim - d);
-    for (int64_t i = 0; i < elements; ++i) {
-      for (int lane = 0; lane < kLive; ++lane) {
-        float& sum = sums[(d + i) * kPanel + lane];
-        sum = sum * alpha[lane] + held[lane][i / kLanes][i % kLanes];
-      }
+    for (int lane = 0; lane < kLive; ++lane) {
+      Vec* sum = reinterpret_cast<Vec*>(rows + lane * kSumStride + d);
+      for (int i = 0; i < kVectors; ++i) sum[i] = sum[i] * alpha[lane] + held[lane][i];
     }
   };
-  const int64_t whole = head_dim / kLanes * kLanes;
-  in_strips<kLive>(whole, [&](int64_t d, auto wide) { strip(d, wide, Whole{}); });
-  if (whole < head_dim) strip(whole, Count<1>{}, Part{head_dim - whole});
+  constexpr int64_t kWhole = kLanes * kPerWord<T>;
+  const int64_t whole = head_dim / kWhole * kWhole;
+  in_strips<kLive>(whole, [&](int64_t d, auto wide) {
+    constexpr int kVectors = decltype(wide)::value;
+    if constexpr (kVectors % kPerWord<T> == 0) {
+      strip(d, wide, [](const T* from, Vec(&row)[kVectors]) {
+#pragma GCC unroll 8
+        for (int i = 0; i < kVectors; i += kPerWord<T>) {
+          const Words words = *reinterpret_cast<const LooseWords*>(from + i * kLanes);
+          row[i] = element_of<0>(words, T{});
+          if constexpr (kPerWord<T> > 1) row[i + 1] = element_of<1>(words, T{});
+        }
+      });
+    }
+  });
+  for_vectors(whole, head_dim, [&](int64_t d, auto part) {
+    strip(d, Count<1>{}, [&](const T* from, Vec(&row)[1]) { row[0] = load(from, part); });
+  });
 }
 
 // A chunk of keys that every lane of the panel sees.
 template <int kLive, class T, class Panel>
 void few_lanes_step(const T* const* keys, const T* const* values, int64_t count, int64_t head_dim, float scale,
-                    float* transposed, float* scores, Panel& panel) {
+                    float* transposed, float* scores, float* rows, Panel& panel) {
   constexpr bool kExact = sizeof(T) == 4;
-  for (int64_t key = 0; key < count; ++key) {  // the values arrive while the scores are computed
-    const char* row = reinterpret_cast<const char*>(values[key]);
-    for (int64_t byte = 0; byte < head_dim * static_cast<int64_t>(sizeof(T)); byte += 64)
-      __builtin_prefetch(row + byte);
-  }
-  few_scores<kLive, kLanes>(keys, count, panel.queries, head_dim, transposed, scores);
+  few_scores<kLive, kLanes>(keys, values, count, panel.queries, head_dim, transposed, scores);
   Vec m_i = panel.m_i[0];
   for (int lane = 0; lane < kLive; ++lane) {
     m_i[lane] = few_max<kExact>(scores + lane * kChunk, count, scale, m_i[lane]);
   }
   const Vec origin = m_i == -kInfinity ? Vec{} : m_i;
   const Vec alpha = exponential<kExact>(panel.m_i[0] - origin);
-  Vec sum{};
-  for (int lane = 0; lane < kLive; ++lane) {
-    sum[lane] = few_weights<kExact>(scores + lane * kChunk, count, scale, origin[lane]);
-  }
+  for (int lane = 0; lane < kLive; ++lane) { few_weights<kExact>(scores + lane * kChunk, count, scale, origin[lane]); }
+  // First of all: compilers fuse a product only with a sum in the same basic block.
+  const Vec sum = few_sums<kLive>(scores, count);
   panel.m_i[0] = m_i;
   panel.l_i[0] = panel.l_i[0] * alpha + sum;
-  few_accumulate<kLive, kLanes>(values, count, head_dim, scores, alpha, panel.sums);
+  few_accumulate<kLive>(keys, values, count, head_dim, scores, alpha, rows);
 }
 
-// Whether the step was taken: not for so many lanes.
+// The same for a number of lanes that is known when it runs.
 template <class T, class Panel>
-bool try_few_lanes_step(const T* const* keys, const T* const* values, int64_t count, int64_t head_dim, float scale,
-                        float* transposed, float* scores, Panel& panel) {
+void few_lanes_step(const T* const* keys, const T* const* values, int64_t count, int64_t head_dim, float scale,
+                    float* transposed, float* scores, float* rows, Panel& panel) {
   const auto take = [&](auto live) {
-    few_lanes_step<decltype(live)::value>(keys, values, count, head_dim, scale, transposed, scores, panel);
-    return true;
+    few_lanes_step<decltype(live)::value>(keys, values, count, head_dim, scale, transposed, scores, rows, panel);
   };
-  if (panel.lanes.count > kFewLanes) return false;
   switch (panel.lanes.count) {
     case 1: return take(Count<1>{});
     case 2: return take(Count<2>{});
     case 3: return take(Count<3>{});
     case 4: return take(Count<4>{});
-    default: return take(Count<kLanes / 2>{});  // the others are zeros
+    default:  // the others are zeros
+      if constexpr (kFewLanes > 6) {
+        if (panel.lanes.count <= 6) return take(Count<6>{});
+      }
+      return take(Count<kFewLanes>{});
   }
 }
 

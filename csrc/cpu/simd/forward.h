@@ -149,6 +149,55 @@ void finish(const AttentionArgs& args, const HeadsView& out, float* all_lse, int
   }
 }
 
+// The steps of a panel with few lanes. Between them its sums have the head elements of a lane side by side; in any
+// other step they are those of the panel.
+template <class T, class Tiles>
+class FewLanes {
+ public:
+  FewLanes(Memory<Tiles>& memory, int64_t head_dim, bool one_panel) {
+    if constexpr (kTaken) {
+      transposed_ = memory.keys.rows, scores_ = memory.scores, panel_ = memory.panels;
+      rows_ = transposed_ + kSpan * kChunk, head_dim_ = head_dim;
+      suits_ = one_panel && panel_->lanes.count <= kFewLanes;
+      if (suits_) enter();
+    }
+  }
+
+  // Whether the step was taken, for a chunk of keys that every lane sees.
+  bool step(const T* const* keys, const T* const* values, int64_t count, float scale) {
+    if constexpr (kTaken) {
+      if (!suits_) return false;
+      if (!entered_) {
+        entered_ = true;
+        sums_to_rows<T, Tiles::kPanel>(panel_->sums, kFewLanes, head_dim_, rows_);
+      }
+      few_lanes_step(keys, values, count, head_dim_, scale, transposed_, scores_, rows_, *panel_);
+      return true;
+    }
+    return false;
+  }
+
+  void leave() {
+    if constexpr (kTaken) {
+      if (entered_) rows_to_sums<T, Tiles::kPanel>(rows_, kFewLanes, head_dim_, panel_->sums);
+      entered_ = false;
+    }
+  }
+
+ private:
+  static constexpr bool kTaken = Tiles::kVectors == 1;
+
+  void enter() {  // the panel's sums are zeros
+    entered_ = true;
+    __builtin_memset(rows_, 0, kFewLanes * kSumStride * sizeof(float));
+  }
+
+  float *transposed_, *scores_, *rows_;
+  Panel<Tiles>* panel_;
+  int64_t head_dim_;
+  bool suits_ = false, entered_ = false;
+};
+
 // The chunks of keys in a query tile's list, as attend() takes them.
 template <class T, class Consume>
 void for_keys(const AttentionArgs& args, int64_t batch, int64_t kv_head, int64_t tile, const Consume& consume) {
@@ -177,15 +226,11 @@ void attend(const AttentionArgs& args, int64_t batch, int64_t kv_head, int64_t t
           Lanes::from(first + i * Tiles::kPanel, smaller(Tiles::kPanel, lanes - i * Tiles::kPanel), tokens);
       start<T>(args, batch, head, token, memory.panels[i]);
     }
+    FewLanes<T, Tiles> few(memory, args.head_dim, panels == 1);
     chunks([&](const T* const* keys, const T* const* values, int64_t count, const uint32_t* bitmap,
                int64_t words_per_row, int64_t column) {
-      if constexpr (Tiles::kVectors == 1) {
-        if (bitmap == nullptr && panels == 1 &&
-            try_few_lanes_step(keys, values, count, args.head_dim, args.scale, memory.keys.rows, memory.scores,
-                               memory.panels[0])) {
-          return;
-        }
-      }
+      if (bitmap == nullptr && few.step(keys, values, count, args.scale)) return;
+      few.leave();
       Tiles::pack(keys, count, args.head_dim, memory.keys);
       Tiles::pack(values, count, args.head_dim, memory.values);
       const bool plain = adds_nothing_hidden(values, count, args.head_dim, bitmap);
@@ -204,6 +249,7 @@ void attend(const AttentionArgs& args, int64_t batch, int64_t kv_head, int64_t t
         }
       }
     });
+    few.leave();
     for (int64_t i = 0; i < panels; ++i) done(head, token, memory.panels[i]);
   }
 }
