@@ -62,6 +62,7 @@ def accepted_kinds(method: str) -> list[str]:
 
 INTERVALS: dict[str, Any] = {"prompt_interval": 4, "gen_interval": 2, "transfer_ratio": 0.5}
 FORMS: dict[str, list[dict[str, Any]]] = {
+    "autoregressive": [{"top_k": 5, "top_p": 0.8, "min_p": 0.05}],
     "jacobi": [{"block_size": 1}, {"block_size": 4}, {"window": 5}, {"draft": "lookup"}],
     "jacobi_multiblock": [
         {"block_size": 4},
@@ -86,11 +87,13 @@ FORMS: dict[str, list[dict[str, Any]]] = {
         *({"block_size": 4, "threshold": threshold} for threshold in (0.9, 0.24, 0.0, 2.0)),
         *({"block_size": 4, "threshold": None, "steps_per_block": steps} for steps in (None, 1, 3)),
         {"block_size": 4, "refresh": "bidirectional"},
+        {"block_size": 4, "top_k": 5, "top_p": 0.8, "min_p": 0.05},
     ],
     "fast_dllm_v2": [
         {"block_size": 4, "small_block_size": 2, "threshold": 0.4},
         {"block_size": 6, "small_block_size": 2, "steps": 2},
         {"block_size": 4, "small_block_size": 2, "threshold": 0.4, "block_cache": False},
+        {"block_size": 4, "small_block_size": 2, "top_k": 5, "min_p": 0.05},
     ],
     "llada": [{"block_size": 4, "steps": 6}, {"remasking": "random"}, {"guidance": 1.5}, {"late_end": True}],
     "dream": [

@@ -332,6 +332,19 @@ def test_settings_of_model_cards_run_in_every_causal_method(config: dict[str, An
     assert len(generate(model, [5, 6, 7], "block_diffusion", block_size=4, **drawn).tokens) == 12
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_exact_in_low_precision_as_well(dtype: torch.dtype) -> None:
+    """In bfloat16 many logits tie, at the borders of filters too."""
+    model = small_transformer(3, 40, head_dim=16).to(dtype)
+    drawn = {"max_new_tokens": 24, "end_tokens": (), "seed": 8, "temperature": 1.2, "top_k": 12, "top_p": 0.9}
+    batch = [[5, 6, 7], [8], [1, 2, 1, 2, 1, 2, 1]]
+    for page_size in (None, 7):
+        expected = generate(model, batch, page_size=page_size, **drawn, min_p=0.02)
+        for method, own in EXACT.values():
+            found = generate(model, batch, method, page_size=page_size, **own, **drawn, min_p=0.02)
+            assert [ids.tolist() for ids in found.tokens] == [ids.tolist() for ids in expected.tokens], method
+
+
 def test_filters_do_not_change_greedy_decoding() -> None:
     model, drawn = small_transformer(1), {"max_new_tokens": 9, "end_tokens": ()}
     filters = {"top_k": 2, "top_p": 0.1, "min_p": 0.5}
