@@ -246,6 +246,10 @@ def quantized_embedding(
     ids: Tensor, weights: list[Tensor], layouts: list[int], outputs: list[int], width: int, dtype: torch.dtype
 ) -> Tensor:
     """The rows `ids` of a matrix in parts, ``(*ids.shape, width)``."""
+    wrong = ids[(ids < 0) | (ids >= sum(outputs))]
+    if wrong.numel():
+        last = sum(outputs) - 1
+        raise ValueError(f"pdkernels.quantized_embedding: ids must be in [0, {last}], got {int(wrong[0])}.")
     parts = [
         dequantize(Layout.of(layout), data, count, width) for data, layout, count in zip(weights, layouts, outputs)
     ]

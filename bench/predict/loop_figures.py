@@ -58,7 +58,7 @@ def read_kernel(kernel: Any) -> dict[str, Any]:
         cubin = Path(folder, "kernel.cubin")
         cubin.write_bytes(kernel.asm["cubin"])
         (code,) = disassemble(cubin, "sm_90a").values()
-    loops = [loop for loop in steady_loops(code) if tensor_cycles(loop) or mix(loop)["HMMA"]]
+    loops = [loop for loop in steady_loops(code) if tensor_cycles(loop) or mix(loop)["HMMA"] or mix(loop)["IMMA"]]
     loops.sort(key=lambda loop: (-tensor_cycles(loop), len(loop)))
     figures, warps = harness.read_figures(kernel, "sm_90"), kernel.metadata.num_warps
     registers = -(-figures["registers"] // 8) * 8 * 32 * warps
@@ -76,6 +76,8 @@ def main(cases: list[str]) -> None:
     from tests.harness import flex_template
     from tests.ops.test_linear_token_statistics_compiled import MANY_ROWS
     from tests.ops.test_linear_token_statistics_compiled import compile_variant as compile_head
+    from tests.ops.test_quantized_linear_compiled import compile_variant as compile_packed
+    from tests.ops.test_quantized_linear_compiled import matrices
     from tests.ops.test_speculative_attention_compiled import compile_variant
 
     found = {}
@@ -87,6 +89,10 @@ def main(cases: list[str]) -> None:
             found[f"speculative {layout}"] = read_kernel(compile_variant(case, 81, layout)["_split_kernel"])
         for name, rows in {"few": 4, "many": MANY_ROWS}.items():
             found[f"vocabulary {name}"] = read_kernel(compile_head("sm_90:bf16:4096", 0.0, rows)["_parts_kernel"])
+        for name, layout in (("half 4", matrices()["half 4"]), ("super 4", matrices()["super 4"])):
+            for rows in (8, 64):
+                kernel = compile_packed("sm_90:bf16:4096", layout, rows)["_products"]
+                found[f"packed {name}, {rows} rows"] = read_kernel(kernel)
         found["flex"] = read_kernel(flex_template.compile_kernel())
     print(json.dumps(found))
 

@@ -40,6 +40,8 @@ class Device(NamedTuple):
     """Cycles of a program outside its loops."""
     latency: float = 0.6e-6
     """Seconds of an access to memory that waits for another, with the instructions around it."""
+    alone: float = 2.0
+    """Cycles that a warp takes for an instruction where no other one fills its waits."""
     near: int = 40
     """Cycles of an access to what is in the first-level cache."""
 
@@ -192,6 +194,27 @@ def head(device: Device, figures: dict[str, Any], rows: int, width: int, depth: 
     return seconds + 2 * device.launch, longest / mean
 
 
+def packed(device: Device, figures: dict[str, Any], name: str, rows: int, outputs: int, width: int) -> float:
+    """Seconds of a product with a packed matrix: what its warps issue, what a warp issues one after the other, or reading the codes."""
+    from pdkernels.triton.quantized_linear import BLOCK, _TABLE
+
+    tiling, kernel = next(one for one in _TABLE if rows <= one.rows), figures[f"packed {name}, {rows} rows"]
+    programs = -(-outputs // tiling.outputs) * -(-rows // tiling.rows)
+    slots = width / (2 * BLOCK.value * tiling.pairs) * kernel["steady"]["slots"] + kernel["code"]
+    issue = programs * slots * kernel["warps"] / (4 * device.sms)
+    waves = -(-programs // (device.sms * kernel["programs"]))
+    cycles = max(issue, waves * slots * device.alone)
+    return max(cycles / device.clock, packed_bytes(name, outputs, width) / device.memory) + 2 * device.launch
+
+
+def packed_bytes(name: str, outputs: int, width: int) -> int:
+    """Of the codes and scales of a matrix with this kind of scales and bits."""
+    from pdkernels.reference.quantized_linear import Layout
+
+    scales, bits = name.split()
+    return Layout(scales, int(bits), 8 if scales == "super" else 1).nbytes(outputs, width)
+
+
 def small(device: Device, launches: int, moved: float, waits: int) -> float:
     """Seconds of kernels bound by latency: launches, bytes, and accesses that wait for another one."""
     return launches * device.launch + moved / device.memory + waits * device.latency
@@ -289,6 +312,11 @@ def rows(device: Device, figures: dict[str, Any], slots: float | None, cuts: Seq
         Row(f"LM head, {count} rows", floor * us, goal * us, *head(device, figures, count, 126464, 4096))
         for count, floor, goal in ((256, 336, 370), (64, 241, 245))
     ]
+    for name, label in (("half 4", "Q4_0"), ("super 4", "Q4_K")):
+        for count in (8, 64):
+            floor = packed_bytes(name, 28672, 4096) / device.memory
+            seconds = packed(device, figures, name, count, 28672, 4096)
+            found.append(Row(f"packed product {label}, 28,672 x 4,096, {count} rows", floor, 1.5 * floor, seconds))
     wave, accepted, prompt = 512 * 5280 * 2, 8 * 147456, 16384
     # 32 heads and 8 of K and of V: q and k are written back, k and v stored.
     turned = Shared(prompt, prompt * 256 * (48 + 40 + 16), 2 * 192, 256, 3, prompt, 2)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdkernels._validation import INDEX_DTYPES, KERNEL_DTYPES, check_device, check_floats, check_type, fail
+from pdkernels._validation import KERNEL_DTYPES, check_device, check_floats, check_index, check_type, fail
 from pdkernels.backends import Backend
 from pdkernels.ops._library import LIBRARY, Draw, call, define
 from pdkernels.ops._quantize import quantize
@@ -121,7 +121,7 @@ def _fake(
 def _embedding_fake(
     ids: Tensor, weights: list[Tensor], layouts: list[int], outputs: list[int], width: int, dtype: torch.dtype
 ) -> Tensor:
-    check_type(ids.dtype in INDEX_DTYPES, EMBEDDING, "ids", "be int64 or int32", ids.dtype)
+    check_index(EMBEDDING, "ids", ids, tuple(ids.shape) if isinstance(ids, Tensor) else (), None)
     check_type(dtype in KERNEL_DTYPES, EMBEDDING, "dtype", "be float32, float16 or bfloat16", dtype)
     _check_parts(EMBEDDING, ids.device, weights, layouts, outputs, width)
     return ids.new_empty((*ids.shape, width), dtype=dtype)

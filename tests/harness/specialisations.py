@@ -49,6 +49,15 @@ def _index(values: Sequence[Any]) -> Sequence[Any]:
     return (ABSENT, *itertools.product(values, INDEX))
 
 
+# (kind of scales, bits of a code, blocks of a group) of packed matrices; a group of 0 is the whole row.
+MATRICES = (
+    *(("half", bits, 1) for bits in (4, 5, 8)),
+    *(("half_min", bits, 1) for bits in (4, 5)),
+    *(("super", bits, 8) for bits in (4, 5)),
+    ("super16", 6, 8),
+    *((scales, bits, group) for scales in ("float", "half_zero", "float_zero") for bits in (4, 8) for group in (0, 4)),
+)
+
 # Parameters of the public functions that decide which tensors are made, with choices that specialise kernels differently.
 _ATTENTION: Choices = {
     "dtype": DTYPES,
@@ -86,6 +95,23 @@ CHOICES: dict[str, Choices] = {
         "width": (1, 16, 40, 4096),
         "layout": LAYOUTS,
         "bias": (False, True),
+    },
+    "quantized_linear": {
+        "dtype": DTYPES,
+        "matrix": MATRICES,
+        "rows": (1, 17, 160),
+        "outputs": (1, 16, 50),
+        "width": (32, 256, 768, 4096),
+        "layout": LAYOUTS,
+        "bias": (False, True),
+    },
+    "quantized_embedding": {
+        "dtype": DTYPES,
+        "matrix": MATRICES,
+        "ids": INDEX,
+        "rows": (1, 17),
+        "outputs": (1, 50),
+        "width": (32, 256, 768),
     },
     "linear_token_statistics": {
         "dtype": DTYPES,
@@ -235,6 +261,27 @@ def _call_linear(function: Callable[..., Any], given: dict[str, Any]) -> None:
     function(x, weight, _zeros(layout, given["outputs"], dtype=dtype) if given["bias"] else None)
 
 
+def _packed(given: dict[str, Any]) -> Any:
+    import pdkernels as pd
+    from pdkernels.ops._quantized_weight import Part
+    from pdkernels.reference.quantized_linear import Layout
+
+    layout, width = Layout(*given["matrix"]), given["width"]
+    data = torch.empty(layout.nbytes(given["outputs"], width), dtype=torch.uint8)
+    return pd.QuantizedWeight([Part("any", layout, given["outputs"], data)], width)
+
+
+def _call_quantized(function: Callable[..., Any], given: dict[str, Any]) -> None:
+    layout, dtype = given["layout"], given["dtype"]
+    x = _zeros(layout, given["rows"], given["width"], dtype=dtype)
+    function(x, _packed(given), _zeros(layout, given["outputs"], dtype=dtype) if given["bias"] else None)
+
+
+def _call_embedding(function: Callable[..., Any], given: dict[str, Any]) -> None:
+    ids = torch.zeros(given["rows"], dtype=getattr(torch, given["ids"]))
+    function(ids, _packed(given), getattr(torch, given["dtype"]))
+
+
 def _call_statistics(function: Callable[..., Any], given: dict[str, Any]) -> None:
     layout, rows, options = given["layout"], given["rows"], dict(given)
     for name in ("dtype", "rows", "width", "vocabulary", "layout"):
@@ -255,6 +302,8 @@ CALLS: dict[str, Callable[[Callable[..., Any], dict[str, Any]], None]] = {
     "speculative_attention": _call_speculative,
     "speculative_attention_append_": _call_speculative,
     "linear": _call_linear,
+    "quantized_linear": _call_quantized,
+    "quantized_embedding": _call_embedding,
     "linear_token_statistics": _call_statistics,
 }
 
@@ -287,6 +336,8 @@ LARGE: dict[str, dict[str, Any]] = {
     "speculative_attention": {"batch": 70_000, "capacity": 4096},
     "speculative_attention_append_": {"batch": 70_000, "capacity": 4096},
     "linear": {"rows": 1_200_000, "outputs": 2_500_000},
+    "quantized_linear": {"rows": 600_000, "outputs": 2_500_000},
+    "quantized_embedding": {"rows": 70_000},
     "linear_token_statistics": {"rows": 1_200_000},
 }
 

@@ -111,7 +111,9 @@ def index_width(rng: random.Random, arguments: Arguments) -> None:
 
 
 def is_product(arguments: Arguments) -> bool:
-    return "weight" in arguments and ("hidden" in arguments or arguments.keys() <= {"x", "weight", "bias"})
+    return isinstance(arguments.get("weight"), Tensor) and (
+        "hidden" in arguments or arguments.keys() <= {"x", "weight", "bias"}
+    )
 
 
 def odd_values(rng: random.Random, arguments: Arguments) -> None:

@@ -271,8 +271,26 @@ ERRORS: list[tuple[Any, type[Exception], str]] = [
     (lambda: pd.quantized_linear(torch.ones(2, 32).double(), weight("Q8_0", 3, 32)), TypeError, "float64"),
     (lambda: pd.quantized_embedding(torch.tensor([3]), weight("Q8_0", 3, 32)), ValueError, "be in [0, 2], got 3"),
     (lambda: pd.quantized_embedding(torch.tensor([-1]), weight("Q8_0", 3, 32)), ValueError, "be in [0, 2], got -1"),
-    (lambda: pd.quantized_embedding(torch.tensor([0.0]), weight("Q8_0", 3, 32)), TypeError, "int64 or int32"),
+    (
+        lambda: pd.quantized_embedding(None, weight("Q8_0", 3, 32)),
+        TypeError,
+        "ids must be an int32 or int64 tensor, got NoneType",
+    ),  # type: ignore[arg-type]
+    (
+        lambda: pd.quantized_embedding(torch.tensor([0]), weight("Q8_0", 3, 32), 3),
+        TypeError,
+        "dtype must be a torch.dtype, got int",
+    ),  # type: ignore[arg-type]
+    (lambda: pd.quantized_embedding(torch.tensor([0.0]), weight("Q8_0", 3, 32)), TypeError, "int32 or int64"),
 ]
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("id", [-1, 3])
+def test_ids_out_of_range_are_refused_by_the_reference_too(backend: Any, id: int) -> None:
+    text = rf"quantized_embedding: ids must be in \[0, 2\], got {id}"
+    with pytest.raises(ValueError, match=text):
+        pd.quantized_embedding(torch.tensor([0, id]), weight("Q8_0", 3, 32), backend=backend)
 
 
 @pytest.mark.parametrize("run, error, text", ERRORS)

@@ -71,7 +71,14 @@ def test_every_op_switches_to_it(op: str) -> None:
 def launch_all(size: int) -> None:
     """Each kernel of Triton on `size` tokens or rows."""
     from pdkernels.masks import Segment, SegmentMask
-    from pdkernels.triton import block_sparse_attention, linear, linear_token_statistics, speculative_attention
+    from pdkernels.reference.quantized_linear import Layout
+    from pdkernels.triton import (
+        block_sparse_attention,
+        linear,
+        linear_token_statistics,
+        quantized_linear,
+        speculative_attention,
+    )
 
     make = lambda *shape: torch.zeros(shape, dtype=torch.bfloat16)  # noqa: E731
     plan = SegmentMask([Segment(size, "causal")]).plan(128, 128).arguments
@@ -87,6 +94,10 @@ def launch_all(size: int) -> None:
     speculative = SpeculativeArguments(*new, pages, pages, lengths, each, *plan[1:], 0.1, table, **rows)
     speculative_attention.forward(speculative, append=True)
     linear.forward(make(size, 64), make(96, 64), None)
+    layout = Layout("half", 4, 1)
+    packed = [torch.zeros(layout.nbytes(96, 64), dtype=torch.uint8)], [layout.number], [96]
+    quantized_linear.forward(make(size, 64), *packed, None)
+    quantized_linear.rows_of(torch.zeros(size, dtype=torch.int64), *packed, 64, torch.bfloat16)
     linear_token_statistics.forward(make(size, 64), make(96, 64), 1.0, 0, None, 0, None, None, None, (), 2, "sampling")
 
 
@@ -116,7 +127,9 @@ def main(cases: list[str]) -> None:
 
 def test_no_kernel_is_recompiled_for_another_length() -> None:
     compiled = harness.measure(["sm_90"], __name__)
-    assert len(compiled) == 9 and set(compiled.values()) == {1}, compiled
+    # Tiles of packed products are smaller for up to 8 rows.
+    assert compiled.pop("quantized_linear _products") == 2
+    assert len(compiled) == 11 and set(compiled.values()) == {1}, compiled
 
 
 # --- far apart
@@ -152,7 +165,8 @@ def far(memory: Tensor, values: Tensor, at: int) -> Tensor:
 def test_pages_and_rows_may_be_far_apart(tmp_path: Path) -> None:
     """Caches and weights of more than 2**31 elements."""
     from pdkernels.masks import causal
-    from pdkernels.triton import linear, linear_token_statistics, speculative_attention
+    from pdkernels.reference.quantized_linear import Layout
+    from pdkernels.triton import linear, linear_token_statistics, quantized_linear, speculative_attention
 
     memory = torch.from_file(str(tmp_path / "sparse"), shared=True, size=2**32 + 2**20, dtype=torch.float16)
     draw = torch.Generator().manual_seed(1)
@@ -176,6 +190,12 @@ def test_pages_and_rows_may_be_far_apart(tmp_path: Path) -> None:
         assert torch.equal(a, b)
     x, weight = make(2, 40), make(3, 40)
     assert torch.equal(linear.forward(x, far(memory, weight, 0), None), linear.forward(x, weight, None))
+    layout, codes = Layout("half", 4, 1), torch.randint(0, 60, (1 << 10,), generator=draw, dtype=torch.uint8)
+    packed = [codes[: layout.nbytes(3, 64)]], [layout.number], [3]
+    x = make(3, 64)
+    assert torch.equal(
+        quantized_linear.forward(far(memory, x, 0), *packed, None), quantized_linear.forward(x, *packed, None)
+    )
     rest = (0.0, 0, None, 0, None, None, None, (), 2, "model")
     for a, b in zip(
         linear_token_statistics.forward(far(memory, make(3, 40), 2**17), far(memory, weight, 0), *rest),
