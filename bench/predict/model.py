@@ -196,7 +196,7 @@ def head(device: Device, figures: dict[str, Any], rows: int, width: int, depth: 
 
 def packed(device: Device, figures: dict[str, Any], name: str, rows: int, outputs: int, width: int) -> float:
     """Seconds of a product with a packed matrix: what its warps issue, what a warp issues one after the other, or reading the codes."""
-    from pdkernels.triton.quantized_linear import BLOCK, _TABLE
+    from pdkernels.triton.quantized_linear import _TABLE, BLOCK
 
     tiling, kernel = next(one for one in _TABLE if rows <= one.rows), figures[f"packed {name}, {rows} rows"]
     programs = -(-outputs // tiling.outputs) * -(-rows // tiling.rows)

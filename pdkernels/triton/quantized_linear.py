@@ -58,7 +58,7 @@ _TABLE = (Tiling(8, 32, 2, 2, 4), Tiling(32, 64, 1, 4, 4), Tiling(64, 64, 1, 4, 
 BLOCKS = 16
 
 
-@triton.jit(do_not_specialize=["rows", "padded"])
+@triton.jit(do_not_specialize=["rows", "padded", "pairs"])
 def _quantize_rows(x, codes, numbers, rows, padded, width, pairs, x_stride, BLOCKS: tl.constexpr):
     """Codes `(blocks, padded, 2, 32)`, of each half of a block beside zeros for the other block of the pair; scales, sums of the codes
     and of those of the first half, each `(blocks, padded)`. Rows and blocks past the last one are zero."""
@@ -188,7 +188,7 @@ def _pair_codes(at, second, BITS: tl.constexpr):
     return low.to(tl.int8, bitcast=True), high.to(tl.int8, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["rows", "padded"])
+@triton.jit(do_not_specialize=["rows", "padded", "blocks", "pairs"])
 def _products(codes, numbers, data, scales, bias, out, rows, padded, outputs, blocks, pairs, tile_bytes, headers, out_stride,
               SCALES: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
               ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
@@ -240,7 +240,7 @@ def _products(codes, numbers, data, scales, bias, out, rows, padded, outputs, bl
     tl.store(to, total.to(out.dtype.element_ty), mask=(row < rows)[None, :] & real[:, None])
 
 
-@triton.jit(do_not_specialize=["first", "outputs"])
+@triton.jit(do_not_specialize=["first", "outputs", "blocks", "chunks"])
 def _embedding(ids, data, scales, out, first, outputs, width, blocks, chunks, tile_bytes, headers,
                SCALES: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
     row = (tl.program_id(0) // chunks).to(tl.int64)

@@ -31,7 +31,8 @@ def compile_variant(case: str, temperature: float, rows: int = 4) -> dict[str, A
 
     from pdkernels.triton import block_sparse_attention, linear_token_statistics
 
-    def launch(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def launch(given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        q = given.q
         hidden, weight = (q.new_zeros(size, int(case.split(":")[2])) for size in (rows, 50304))
         number = torch.zeros(rows, dtype=torch.int64)
         linear_token_statistics.forward(
