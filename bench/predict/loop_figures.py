@@ -23,8 +23,8 @@ REGISTERS, THREADS, SHARED = 65536, 2048, 227 * 1024
 
 
 def tensor_cycles(loop: Sequence[Instruction]) -> int:
-    """Of a warp group: ``HGMMA.64xNx16`` multiplies for N / 2 cycles."""
-    shapes = [x.name.split(".")[1] for x in loop if x.name.startswith("HGMMA")]
+    """Of a warp group: ``HGMMA.64xNx16`` multiplies for N / 2 cycles, ``IGMMA.64xNx32`` too."""
+    shapes = [x.name.split(".")[1] for x in loop if x.name.startswith(("HGMMA", "IGMMA"))]
     return sum(int(shape.split("x")[1]) // 2 for shape in shapes)
 
 
