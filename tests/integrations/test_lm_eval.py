@@ -65,7 +65,12 @@ def test_generations_end_at_the_stop_texts(code: HarnessModel) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "words"),
-    [({"num_beams": 4}, "num_beams must be absent"), ({"top_k": 3}, "top_k"), ({"max_gen_toks": 10**6}, "leave room")],
+    [
+        ({"num_beams": 4}, "num_beams must be absent"),
+        ({"top_h": 0.3}, "top_h"),
+        ({"do_sample": True, "top_k": -1}, "top_k must be at least 1"),
+        ({"max_gen_toks": 10**6}, "leave room"),
+    ],
 )
 def test_generations_that_are_refused(code: HarnessModel, settings: dict[str, Any], words: str) -> None:
     with pytest.raises((NotImplementedError, ValueError), match=words):
@@ -76,6 +81,24 @@ def test_draws_and_what_else_is_refused() -> None:
     requests = [ask("generate_until", "import ", {"do_sample": True, "temperature": 5.0, "max_gen_toks": 8})]
     first, again, other = (HarnessModel("tiny-code", seed=seed).generate_until(requests) for seed in (1, 1, 2))
     assert first == again != other
+    texts = set()
+    for filters in ({}, {"top_k": 2}, {"top_p": 0.3}, {"min_p": 0.5}):
+        settings = {"do_sample": True, "temperature": 3.0, "max_gen_toks": 8, **filters}
+        lm = HarnessModel("tiny-code", seed=1)
+        (text,) = lm.generate_until([ask("generate_until", "import ", settings)])
+        drawn = {"max_new_tokens": 8, "temperature": 3.0, "seed": 1, **filters}
+        assert text == pd.decoding.generate(lm.model, "import ", **drawn).text
+        texts.add(text)
+    assert len(texts) == 4
+    off = {"do_sample": False, "temperature": 0.0, "top_k": 3, "top_p": 0.9, "max_gen_toks": 8}  # as tasks have it
+    greedy = [
+        HarnessModel("tiny-code").generate_until([ask("generate_until", "import ", it)])
+        for it in (off, {"max_gen_toks": 8})
+    ]
+    assert greedy[0] == greedy[1]
+    with pytest.raises(NotImplementedError, match="min_p must be absent .* Method 'llada' has no min_p"):
+        settings = {"do_sample": True, "min_p": 0.1}
+        HarnessModel("tiny-masked", method="llada").generate_until([ask("generate_until", "1", settings)])
     with pytest.raises(ValueError, match="method 'autoregressive' has no option block_size"):
         HarnessModel("tiny-code", block_size=4)
     masked = HarnessModel("tiny-masked", method="llada")

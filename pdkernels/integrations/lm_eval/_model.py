@@ -20,6 +20,8 @@ _LOG = logging.getLogger(__name__)
 # In the harness's order: the earlier name wins.
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 # Further generation options of tasks, with the neutral values that are accepted.
+_Draw = tuple[tuple[str, Any], ...]  # temperature and filters, empty for greedy decoding
+_OFF = {"top_k": 0, "top_p": 1, "min_p": 0}  # values that filter nothing
 _NOTHING: dict[str, tuple[Any, ...]] = {"num_beams": (1,), "repetition_penalty": (1, 1.0), "num_return_sequences": (1,)}
 
 
@@ -246,20 +248,20 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Texts up to the first stop text of each request."""
         answers: list[str] = [""] * len(requests)
-        groups: dict[tuple[int, float | None, tuple[str, ...]], list[int]] = {}
+        groups: dict[tuple[int, _Draw, tuple[str, ...]], list[int]] = {}
         for i, request in enumerate(requests):
             groups.setdefault(self._settings(request.args[1]), []).append(i)
-        for (limit, temperature, stops), members in groups.items():
+        for (limit, draw, stops), members in groups.items():
             for first in range(0, len(members), self.batch_size):
                 part = members[first : first + self.batch_size]
-                texts = self._generate([requests[i].args[0] for i in part], limit, temperature, stops)
+                texts = self._generate([requests[i].args[0] for i in part], limit, draw, stops)
                 for i, text in zip(part, texts):
                     cuts = [text.find(stop) for stop in stops if stop in text]
                     answers[i] = text[: min(cuts)] if cuts else text
                     self.cache_hook.add_partial("generate_until", requests[i].args, answers[i])
         return answers
 
-    def _generate(self, prompts: list[str], limit: int, temperature: float | None, stops: tuple[str, ...]) -> list[str]:
+    def _generate(self, prompts: list[str], limit: int, draw: _Draw, stops: tuple[str, ...]) -> list[str]:
         longest = self.model.config.max_positions
         check(limit < longest, OP, "max_gen_toks", f"leave room for a prompt in {longest} positions", limit)
         ids = [self.tok_encode(prompt) for prompt in prompts]
@@ -267,10 +269,11 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             _LOG.warning("Prompts are cut at their start, as the harness does, to leave room for %d tokens.", limit)
             ids = [prompt[limit - longest :] for prompt in ids]
         options = dict(self.options)
-        if temperature is not None:
-            if "temperature" not in method_options(self.method.name):
-                _refuse("temperature", temperature, f"Method {self.method.name!r} does not draw.")
-            options |= {"temperature": temperature}
+        for name, value in draw:
+            if name not in method_options(self.method.name):
+                remedy = "does not draw" if name == "temperature" else f"has no {name}"
+                _refuse(name, value, f"Method {self.method.name!r} {remedy}.")
+            options[name] = value
         if "seed" in method_options(self.method.name):
             options.setdefault("seed", self.seed)
         result = generate(self.model, ids, self.method, max_new_tokens=limit, stop_strings=stops, **options)
@@ -279,8 +282,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         assert result.text is not None
         return list(result.text)
 
-    def _settings(self, asked: dict[str, Any]) -> tuple[int, float | None, tuple[str, ...]]:
-        """Maximum new tokens, a temperature if the task samples, and stop strings."""
+    def _settings(self, asked: dict[str, Any]) -> tuple[int, _Draw, tuple[str, ...]]:
+        """Maximum new tokens, temperature and filters if the task samples, and stop strings."""
         asked = dict(asked)
         until = asked.pop("until", None) or []
         lengths = [value for name in _LENGTHS if (value := asked.pop(name, None)) is not None]
@@ -288,12 +291,15 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         draws, temperature = asked.pop("do_sample", None), asked.pop("temperature", None)
         if draws is None:
             draws = bool(temperature)
+        filters = {name: asked.pop(name, None) for name in _OFF}
         for name, value in asked.items():
             if value is not None and value not in _NOTHING.get(name, ()):
                 _refuse(name, value, "Give options of the method in model_args.")
         stops = tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop)
-        sampling_temperature = (1.0 if temperature is None else float(temperature)) if draws else None
-        return limit, sampling_temperature, stops
+        if not draws:  # filters keep the most probable token
+            return limit, (), stops
+        kept = [(name, value) for name, value in filters.items() if value not in (None, _OFF[name])]
+        return limit, (("temperature", 1.0 if temperature is None else float(temperature)), *kept), stops
 
 
 def _refuse(name: str, value: Any, remedy: str) -> NoReturn:
