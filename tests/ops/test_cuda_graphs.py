@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import pdkernels as pd
 from pdkernels.ops._library import OPS
 from tests.harness.pretended_gpu import pretended_gpu
 from tests.ops.examples import Arguments, example, run, tensors_in
@@ -77,6 +78,8 @@ def test_capture_and_replay_with_other_data(op: str, gpu: None) -> None:
         for name, x in fresh.items():
             if isinstance(x, Tensor):
                 held[name].copy_(x)
+            elif isinstance(x, pd.QuantizedWeight):
+                held[name].load_state_dict(x.state_dict())
         replay()
         wanted = results(op, fresh)
         assert len(found) == len(wanted) > 0
