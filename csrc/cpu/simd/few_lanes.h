@@ -210,15 +210,6 @@ void sums_to_rows(const float* sums, int64_t lanes, int64_t head_dim, float* row
   }
 }
 
-// Where the keys of the next chunk are if they follow these at the same distance, in bytes from these; 0 if no chunk
-// follows.
-template <class T>
-PDK_INLINE int64_t bytes_to_next(const T* const* keys, int64_t count) {
-  if (count < kChunk) return 0;
-  const auto address = [&](int64_t key) { return static_cast<int64_t>(reinterpret_cast<uintptr_t>(keys[key])); };
-  return kChunk * (address(kChunk - 1) - address(kChunk - 2));
-}
-
 // rows[lane][d] = rows[lane][d] * alpha[lane] + sum over keys of values[key][d] * weights[lane][key]
 //
 // Meanwhile the next chunk's keys are prefetched. A wrong guess costs a little bandwidth, in a paged cache for
@@ -231,11 +222,7 @@ void few_accumulate(const T* const* keys, const T* const* values, int64_t count,
     constexpr int kVectors = decltype(wide)::value;
     Vec held[kLive][kVectors] = {};
     for (int64_t key = 0; key < count; ++key) {
-      constexpr int kBytes = kVectors * kLanes * static_cast<int>(sizeof(T));
-      const uintptr_t next = reinterpret_cast<uintptr_t>(keys[key] + d) + ahead;
-      for (int byte = 0; ahead != 0 && byte < kBytes; byte += 64) {
-        __builtin_prefetch(reinterpret_cast<const char*>(next + byte));
-      }
+      prefetch_row(keys[key] + d, kVectors * kLanes, ahead);
       Vec row[kVectors];
       load_vectors(values[key] + d, row);
 #pragma GCC unroll 8
