@@ -51,7 +51,7 @@ def quantized_linear(
         >>> import torch, pdkernels as pd
         >>> weight = pd.quantize(2 * torch.eye(32), "q4_0")
         >>> pd.quantized_linear(torch.arange(32.0), weight)[:4]
-        tensor([0.0000, 1.9528, 3.9055, 6.1024])
+        tensor([0.0000, 1.9528, 3.9055, 5.8583])
     """
     check_type(isinstance(weight, QuantizedWeight), OP, "weight", "be a QuantizedWeight", type(weight).__name__)
     out: Tensor = call(quantized_linear_op, (x, weight.data, weight.layouts, weight.outputs, bias), x, backend)

@@ -125,6 +125,9 @@ def caches(k: Tensor, v: Tensor, k_new: Tensor, v_new: Tensor, lengths: Tensor, 
 def tokens(logits: Tensor, hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     logits = logits if logits.numel() else pd.linear(hidden, weight)
     guesses: pd.TokenStatistics = pd.token_statistics(logits, temperature=1.0, suppress=(7,), distribution="sampling")
+    packed: pd.QuantizedWeight = pd.quantize(weight, "q4_0")
+    hidden = hidden + pd.quantized_embedding(ids, packed, hidden.dtype)
+    logits = logits + pd.quantized_linear(hidden, packed)
     head: pd.TokenStatistics = pd.linear_token_statistics(hidden, weight, top_k=2)
     filled: pd.Unmasked = pd.unmask_(ids, guesses.ids, head.probs, mask_token=7, threshold=0.9)
     verdict: pd.DraftVerdict = pd.verify_draft(ids, guesses.ids)
