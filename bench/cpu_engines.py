@@ -26,7 +26,6 @@ from typing import Any, Protocol
 import torch
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 import pdkernels as pd
 from pdkernels.evaluation.machine import processor
@@ -232,25 +231,30 @@ def main() -> None:
                     took = 1e3 * (clock() - start)
                     key = f"{rows} after {context}" if context else f"prompt of {rows}"
                     least[name][key] = min(took, least[name].get(key, took))
-    kind = "CPU time" if given.threads == 1 else "wall clock"
-    table = Table(
-        title=f"ms of a forward ({kind}, least of {given.rounds}), {file.name}, {processor()}, {given.threads} threads"
-    )
-    columns = list(next(iter(least.values())))
-    table.add_column("engine")
-    for column in (*columns, "agreement"):
-        table.add_column(column, justify="right")
-    for name, figures in least.items():
-        table.add_row(name, *(f"{figures[column]:.2f}" for column in columns), f"{agreeing[name]:.0%}")
-    console.print(table)
+    facts = {
+        "machine": processor(),
+        "threads": given.threads,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    found = {**facts, "file": file.name, "rounds": given.rounds, "ms": least, "agreement": agreeing}
+    console.print(markdown(found), soft_wrap=True, markup=False)
     if given.to is not None:
-        facts = {
-            "machine": processor(),
-            "threads": given.threads,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        }
-        given.to.write_text(json.dumps({**facts, "file": file.name, "ms": least, "agreement": agreeing}, indent=1))
+        given.to.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The figures as a table in Markdown, with the machine under it."""
+    columns = list(next(iter(found["ms"].values())))
+    lines = [f"| ms | {' | '.join(columns)} |", f"| --- |{' ---: |' * len(columns)}"]
+    for name, figures in found["ms"].items():
+        lines.append(f"| {name} | {' | '.join(format(figures[column], '.1f') for column in columns)} |")
+    kind = "CPU time" if found["threads"] == 1 else "wall clock"
+    lines.append("")
+    lines.append(
+        f"{found['file']}, {kind}, least of {found['rounds']}; {found['machine']}, {found['threads']} threads, torch {found['torch']}"
+    )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
