@@ -32,11 +32,11 @@ pytestmark = pytest.mark.skipif(DRY_RUN, reason="on the CPU alone")
 
 @cache
 def weights(model: str, dtype: torch.dtype, pages: str) -> list[Tensor]:
-    shapes, least = MODELS[model]
+    shapes, min_bytes = MODELS[model]
     layer = sum(outputs * width for outputs, width in shapes) * dtype.itemsize
     drawn = [(torch.randn(shape) / math.sqrt(shape[1])).to(dtype) for shape in shapes]
     make = _memory.empty if pages == "huge" else torch.empty
-    return [make(one.shape, dtype=dtype).copy_(one) for _ in range(-(-least // layer)) for one in drawn]
+    return [make(one.shape, dtype=dtype).copy_(one) for _ in range(-(-min_bytes // layer)) for one in drawn]
 
 
 @pytest.mark.parametrize("pages, rows", list(product(PAGES, ROWS)))

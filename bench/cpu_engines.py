@@ -3,8 +3,8 @@
     python -m bench.cpu_engines [FILE.gguf] [--threads 1] [--contexts 64 1024] [--rows 1 8 16] [--rounds 20] [--to FILE.json]
 
 A forward reads `rows` tokens after `context` cached ones and ends with the greedy choice after each; then the cache is as before. Engines
-take turns, and of each cell the least is kept: of the CPU time with one thread, which other work on the machine disturbs little, of the
-wall clock with several. Engines that are not installed are left out by name: `llama-cpp-python`, `transformers` with `accelerate`,
+take turns, and the minimum of each cell is kept: CPU time with one thread, which other work on the machine disturbs little, wall-clock
+time with several. Engines that are not installed are left out by name: `llama-cpp-python`, `transformers` with `accelerate`,
 `openvino-genai` (whose pipeline takes no several rows: it is timed by its own metrics). Before anything is timed, the engines' choices
 after a text are compared: they must mostly agree, or something else is being measured.
 
@@ -218,7 +218,7 @@ def main() -> None:
         tokens = (text * (capacity // len(text) + 1))[:capacity]
         cells = [(context, rows) for context in given.contexts for rows in given.rows] + [(0, n) for n in given.prompts]
         clock = time.process_time if given.threads == 1 else time.perf_counter
-        least: dict[str, dict[str, float]] = {name: {} for name in made}
+        minima: dict[str, dict[str, float]] = {name: {} for name in made}
         for context, rows in track(cells, description="forwards", console=console):
             for engine in made.values():
                 engine.begin(tokens[:context] if context else tokens[:1])
@@ -230,14 +230,14 @@ def main() -> None:
                     engine.forward(tokens[context : context + rows])
                     took = 1e3 * (clock() - start)
                     key = f"{rows} after {context}" if context else f"prompt of {rows}"
-                    least[name][key] = min(took, least[name].get(key, took))
+                    minima[name][key] = min(took, minima[name].get(key, took))
     facts = {
         "machine": processor(),
         "threads": given.threads,
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    found = {**facts, "file": file.name, "rounds": given.rounds, "ms": least, "agreement": agreeing}
+    found = {**facts, "file": file.name, "rounds": given.rounds, "ms": minima, "agreement": agreeing}
     console.print(markdown(found), soft_wrap=True, markup=False)
     if given.to is not None:
         given.to.write_text(json.dumps(found, indent=1) + "\n")
@@ -252,7 +252,7 @@ def markdown(found: dict[str, Any]) -> str:
     kind = "CPU time" if found["threads"] == 1 else "wall clock"
     lines.append("")
     lines.append(
-        f"{found['file']}, {kind}, least of {found['rounds']}; {found['machine']}, {found['threads']} threads, torch {found['torch']}"
+        f"{found['file']}, {kind}, minimum of {found['rounds']} rounds; {found['machine']}, {found['threads']} threads, torch {found['torch']}"
     )
     return "\n".join(lines)
 

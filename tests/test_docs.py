@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
-from bench import report
+from bench import cpu_engines, report
 from scripts import methods
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,6 +31,11 @@ def test_python_blocks_run(page: Path, capsys: pytest.CaptureFixture[str]) -> No
             if error.name not in OPTIONAL:
                 raise
             pytest.skip(f"{error.name} is not installed")
+
+
+def test_engines_side_by_side_are_those_that_were_measured() -> None:
+    found = json.loads((ROOT / "bench/results/cpu_engines.json").read_text())
+    assert cpu_engines.markdown(found) in (ROOT / "docs/ops/quantized_linear.md").read_text()
 
 
 def test_excerpts_are_in_their_files() -> None:

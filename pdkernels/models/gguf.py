@@ -214,7 +214,7 @@ def _gather(
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> dict[str, Stated]:
-    """Our parameters, tensor by tensor: so that only a few rows are in memory twice."""
+    """Our parameters, tensor by tensor, so that only a few rows are in memory twice."""
     heads = (
         {"attn_q": config.heads, "attn_k": config.kv_heads} if file.fields["general.architecture"] == "llama" else {}
     )

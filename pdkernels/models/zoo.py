@@ -107,6 +107,12 @@ def load(
         's\\n'
     """
     given, device = checked_request(name_or_path, dtype, device)
+    check_type(packed is None or isinstance(packed, bool), OP, "packed", "be a bool or None", type(packed).__name__)
+    refuse(packed is True and dtype == torch.float64, OP, "packed matrices have no product in fp64")
+    single = given in available() or (given.endswith(".safetensors") and Path(given).is_file())
+    refuse(
+        packed is True and single, OP, f"packed must not be True for {shown(given)}, whose matrices are not quantised"
+    )
     if given in available():
         adapted = adapter is not None or drafter is not None
         refuse(adapted, OP, f"adapters are for checkpoints, and {given} is a tiny model")

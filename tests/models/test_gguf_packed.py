@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -136,3 +137,23 @@ def test_smollm2_drafts_lose_nothing() -> None:
         assert [row.tolist() for row in other.tokens] == [row.tolist() for row in greedy.tokens]
     alone = generate(model, chats[1], "linear_self_speculation", max_new_tokens=24)
     assert alone.tokens.tolist() == greedy.tokens[1].tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error", "words"),
+    [
+        (
+            "tiny-code",
+            {"packed": True},
+            ValueError,
+            "packed must not be True for 'tiny-code', whose matrices are not quantised",
+        ),
+        ("tiny-code", {"packed": 1}, TypeError, "packed must be a bool or None, got int"),
+        ("tiny-code", {"packed": True, "dtype": torch.float64}, ValueError, "packed matrices have no product in fp64"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(
+    name: str, options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=re.escape(words)):
+        models.load(name, **options)
