@@ -89,12 +89,13 @@ def quantize(
     check(group is None, OP, "group", f"be None for {format}", group)
     check(width % BLOCK == 0, OP, "weight", f"have a width that is a multiple of {BLOCK} for {format}", width)
     layout, quantizer = _BLOCKS[format]
-    codes, fields = quantizer(values.view(outputs, -1, BLOCK))
+    codes, fields = quantizer(values.view(outputs, width // BLOCK, BLOCK))
     matrix = Quantized(codes.view(outputs, width).to(torch.uint8), fields)
     return QuantizedWeight.pack(format, layout, matrix, width)
 
 
 def _whole(values: Tensor, format: str, group: int) -> QuantizedWeight:
+    check_type(isinstance(group, int) and not isinstance(group, bool), OP, "group", "be an int", type(group).__name__)
     check(group >= 0 and group % BLOCK == 0, OP, "group", f"be a multiple of {BLOCK}", group)
     outputs, width = values.shape
     bits = int(format[3:])
@@ -105,7 +106,7 @@ def _whole(values: Tensor, format: str, group: int) -> QuantizedWeight:
     most = 2 ** (bits - 1) - 1
     scale = groups.abs().amax(2, keepdim=True) / most if groups.numel() else groups.new_zeros(*groups.shape[:2], 1)
     codes = torch.where(scale > 0, groups / scale, 0.0).round().clamp(-most, most) + (most + 1)
-    codes = codes.view(outputs, -1)[:, : padded.shape[1]].to(torch.uint8)
+    codes = codes.flatten(1)[:, : padded.shape[1]].to(torch.uint8)
     return QuantizedWeight.pack(format, layout, Quantized(codes, {"scale": scale}), width)
 
 

@@ -162,6 +162,7 @@ class QuantizedWeight(torch.nn.Module):
 
     def __getitem__(self, rows: slice) -> QuantizedWeight:
         """The outputs of a slice, which must be whole parts. Shares the memory."""
+        check_type(isinstance(rows, slice), OP, "rows", "be a slice", type(rows).__name__)
         first, last, step = rows.indices(len(self))
         check(step == 1, OP, "rows", "be a slice with step 1", rows)
         found, at = [], 0

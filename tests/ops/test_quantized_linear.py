@@ -265,6 +265,9 @@ ERRORS: list[tuple[Any, type[Exception], str]] = [
     (lambda: pd.quantize(torch.ones(32), "int8"), ValueError, "must have shape (outputs, width)"),
     (lambda: pd.quantize(torch.full((2, 32), float("nan"))), ValueError, "must be finite"),
     (lambda: pd.quantize(torch.ones(2, 32), "int4", group=20), ValueError, "multiple of 32"),
+    (lambda: pd.quantize(torch.ones(2, 32), "int4", group=64.0), TypeError, "group must be an int, got float"),  # type: ignore[call-overload]
+    (lambda: pd.quantize(torch.ones(2, 32), "int4", group=True), TypeError, "group must be an int, got bool"),
+    (lambda: weight("Q8_0", 3, 32)[0], TypeError, "rows must be a slice, got int"),  # type: ignore[index]
     (lambda: pd.quantize(torch.ones(2, 32), "q8_0", group=32), ValueError, "must be None for q8_0"),
     (lambda: pd.quantized_linear(torch.ones(2, 64), weight("Q8_0", 3, 32)), ValueError, "for rows of width 64"),
     (lambda: pd.quantized_linear(torch.ones(2, 32), torch.ones(3, 32)), TypeError, "must be a QuantizedWeight"),  # type: ignore[arg-type]
@@ -325,3 +328,10 @@ def test_nothing(rows_: int, outputs: int, width: int) -> None:
         found = pd.quantized_linear(torch.zeros(rows_, width), w, torch.ones(outputs), backend=backend)
         assert torch.equal(found, torch.ones(rows_, outputs))
         assert pd.quantized_embedding(torch.zeros(0).long(), w, backend=backend).shape == (0, width)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"])
+def test_nothing_is_quantised_to_nothing(name: str) -> None:
+    made = pd.quantize(torch.ones(0, 64), name)
+    assert made.shape == (0, 64) and made.dequantize().shape == (0, 64)
+    assert pd.quantized_linear(torch.ones(3, 64), made).shape == (3, 0)
