@@ -25,6 +25,15 @@ REQUEST = {
     "overflow": 'Literal["error", "warn"]',
     "infill": "bool",
     "repetition_penalty": "float",
+    "presence_penalty": "float",
+    "frequency_penalty": "float",
+    "logit_bias": "Mapping[int, float] | None",
+    "bad_words": "Sequence[Sequence[int]]",
+    "min_new_tokens": "int",
+    "forced_tokens": "Mapping[int, int] | None",
+    "suppress_tokens": "Sequence[int]",
+    "begin_suppress_tokens": "Sequence[int]",
+    "logits_processor": "Callable[..., Any] | Sequence[Callable[..., Any]] | None",
     "stop_strings": "Sequence[str]",
 }
 KINDS = {"Prompt": "One", "Batch": "Many"}  # type of a single prompt, and of its result

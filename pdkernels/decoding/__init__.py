@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from pdkernels._validation import check, check_flag, check_type, did_you_mean, message, sentence
+from pdkernels.decoding._filter_options import checked_filters
+from pdkernels.decoding._filtered_model import FilteredModel
 from pdkernels.decoding._method import SHARED, Method
 from pdkernels.decoding._prompts import Prompts
-from pdkernels.decoding._repetition import PenalisedModel, checked_penalty
 from pdkernels.decoding._request import Overflow, check_model, checked_stops, finished, open_session
 from pdkernels.decoding._sampling import checked_mask_token, stream
 from pdkernels.decoding._session import MAX_POSITIONS
@@ -150,6 +151,15 @@ def generate(
     overflow: Overflow = "error",
     infill: bool = False,
     repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    logit_bias: Mapping[int, float] | None = None,
+    bad_words: Sequence[Sequence[int]] = (),
+    min_new_tokens: int = 0,
+    forced_tokens: Mapping[int, int] | None = None,
+    suppress_tokens: Sequence[int] = (),
+    begin_suppress_tokens: Sequence[int] = (),
+    logits_processor: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
     stop_strings: Sequence[str] = (),
     **options: Any,
 ) -> DecodeResult[Any, Any]:
@@ -174,8 +184,19 @@ def generate(
         infill: also fill mask tokens inside prompts, for methods on bidirectional models. The result then is the whole
             text, the prompt included, and end tokens count only after the prompt; `max_new_tokens` may be 0.
         repetition_penalty: above 1, tokens that a row sees become less likely: their positive logits are divided by this, negative ones
-            multiplied. Every method then decodes the model with these logits, so lossless methods stay lossless. It needs the
-            logits of all rows of a forward.
+            multiplied. For this and the filters below, every method decodes the model with the filtered logits, so lossless methods
+            stay lossless: each row of a draft is filtered for its own prefix. They need the logits of all rows of a forward.
+        presence_penalty: is subtracted from the logits of the tokens generated so far, those of the prompt excepted.
+        frequency_penalty: the same, times the number of times that a token was generated.
+        logit_bias: maps tokens to numbers that are added to their logits.
+        bad_words: lists of tokens that a text must not contain; the prompt may begin one.
+        min_new_tokens: end tokens are impossible before this many new tokens.
+        forced_tokens: maps places in the new text, from 0, to the tokens that must be there.
+        suppress_tokens: tokens that are impossible.
+        begin_suppress_tokens: tokens that are impossible as the first new one.
+        logits_processor: a function, or a list of them, from a prefix ``(1, n)`` and its logits ``(1, V)`` to other logits, such
+            as transformers' `LogitsProcessorList`: after all filters above. It is called for each row of a draft, with the row's own
+            prefix, so it must depend on these arguments alone. That is slow: the host waits for every forward.
         stop_strings: a sequence ends with the token that completes one of these in its new text; they are kept in it, as end tokens are.
             They are searched for in special tokens too, although `text` leaves those out.
         **options: options of the method, see below; `method_options` lists their names.
@@ -213,12 +234,29 @@ def generate(
         remedy = f"These can: {', '.join(name for name, known in METHODS.items() if known.fills_prompts)}."
         check(chosen.fills_prompts, _OP, "infill", f"be False for method {chosen.name!r}", infill, remedy)
         fill_in = checked_mask_token(_OP, model, options.get("mask_token"))
-    penalty = checked_penalty(_OP, repetition_penalty)
     stops = checked_stops(model, stop_strings)
-    if penalty != 1 and not chosen.fills_canvases:
-        model = PenalisedModel(model, penalty)
     session, single = open_session(model, prompt, max_new_tokens, end_tokens, on_tokens, trace, overflow, fill_in)
-    session.repetition_penalty, session.stop_strings = penalty, stops
+    session.stop_strings = stops
+    filters = checked_filters(
+        chosen,
+        model.config.vocab_size,
+        session.end_tokens,
+        {
+            "repetition_penalty": repetition_penalty,
+            "presence_penalty": presence_penalty,
+            "frequency_penalty": frequency_penalty,
+            "logit_bias": logit_bias,
+            "bad_words": bad_words,
+            "min_new_tokens": min_new_tokens,
+            "forced_tokens": forced_tokens,
+            "suppress_tokens": suppress_tokens,
+            "begin_suppress_tokens": begin_suppress_tokens,
+            "logits_processor": logits_processor,
+        },
+    )
+    session.filters = filters
+    if filters.any and not chosen.fills_canvases:
+        session.model = FilteredModel(model, filters)
     return finished(session, single, chosen.name, lambda: chosen.decode(session, **options))
 
 

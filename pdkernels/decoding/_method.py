@@ -155,6 +155,11 @@ class Method:
         return self.wing == "masked" or self.protocol is BlockCausalModel
 
     @property
+    def writes_in_parallel(self) -> bool:
+        """Whether tokens are final before those in front of them are."""
+        return self.wing in ("masked", "planned") or (self.wing == "causal" and not self.lossless)
+
+    @property
     def example(self) -> str:
         """A trained model that it is for."""
         return self.models[0] if self.models else WINGS[self.wing].example

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from pdkernels._validation import sentence
+from pdkernels.decoding._filters import Filters
 from pdkernels.decoding.result import OnTokens, PlanReport
 from pdkernels.decoding.traces import TraceStep
 
@@ -130,7 +131,7 @@ class Session:
         self.text_of: Callable[..., str] | None = None
         self.canvas: Any = None  # the host's half of a canvas, of steps that fill one
         self.callback_seconds = 0.0
-        self.repetition_penalty = 1.0  # of methods whose texts are canvases; those on a cache have a model that does it
+        self.filters = Filters()  # of methods whose texts are canvases; those on a cache have a model that applies them
         self.stop_strings: tuple[str, ...] = ()
         self.stopped = [False] * self.batch  # by one of these
         self._on_tokens = on_tokens

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pdkernels.decoding import available, generate
+from pdkernels.decoding._filter_options import FILTERS
 from pdkernels.decoding.methods import METHODS
 from tests.support.plans import example
 
@@ -45,16 +46,7 @@ VALUES: list[Any] = [
     torch.ones(3),
 ]
 # Every method takes these from `generate`.
-SHARED = (
-    "max_new_tokens",
-    "end_tokens",
-    "on_tokens",
-    "trace",
-    "overflow",
-    "infill",
-    "repetition_penalty",
-    "stop_strings",
-)
+SHARED = ("max_new_tokens", "end_tokens", "on_tokens", "trace", "overflow", "infill", *FILTERS, "stop_strings")
 CASES = [(method, option) for method in available() for option in METHODS[method].options]
 CASES += [(method, option) for method in ("autoregressive", "jacobi", "llada", "recurrent_static") for option in SHARED]
 

@@ -12,7 +12,8 @@ import torch
 import pdkernels as pd
 from pdkernels.cache import PagedKVCache
 from pdkernels.decoding import find
-from pdkernels.decoding._repetition import PenalisedModel
+from pdkernels.decoding._filtered_model import FilteredModel
+from pdkernels.decoding._filters import Filters
 from pdkernels.decoding._request import finished, open_session
 from pdkernels.decoding._session import Session
 from pdkernels.decoding.steps import RunningBatch
@@ -183,7 +184,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def test_penalised_models_and_functions_keep_texts_in_their_caches() -> None:
     code = pd.models.load("tiny-code")
-    penalised = PenalisedModel(code, 1.7)
+    penalised = FilteredModel(code, Filters(repetition_penalty=1.7))
     function = pd.models.from_callable(lambda tokens: code(tokens), vocab_size=code.config.vocab_size)
     for model, penalty in ((penalised, 1.7), (function, 1.0)):
         plain = code if penalty > 1 else function
@@ -224,7 +225,10 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
         (request(limit=0), r"max_new_tokens must be in 1 \.\. 8, got 0"),
         (request(ends=()), r"end_tokens must be those of the batch, \(3,\), got \(\)"),
         (request([[1], [2]]), "session must have one prompt, got 2"),
-        (request(model=PenalisedModel(code, 1.5)), "session must have the model of the batch"),
+        (
+            request(model=FilteredModel(code, Filters(repetition_penalty=1.5))),
+            "session must have the model of the batch",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             batch.admit(0, session)

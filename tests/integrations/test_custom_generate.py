@@ -12,7 +12,6 @@ import torch
 transformers = pytest.importorskip("transformers", reason="transformers is not installed", minversion="4.57")
 from transformers import GenerationConfig, GenerationMixin  # noqa: E402
 
-from pdkernels.decoding._repetition import penalised  # noqa: E402
 from pdkernels.integrations.transformers import generate  # noqa: E402
 from pdkernels.integrations.transformers._settings import ARGUMENTS, FIELDS, INPUTS, METADATA  # noqa: E402
 
@@ -285,16 +284,6 @@ def test_the_repetition_penalty_counts_the_prompt(family: str, method: str | Non
     expected = theirs(ids, family, **settings)
     assert torch.equal(ours(ids, family, method=method, **settings), expected)
     assert not torch.equal(expected, theirs(ids, family, attention_mask=mask))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_penalised_logits_are_as_exact_as_in_transformers(dtype: torch.dtype) -> None:
-    """Of 16 bits as well: no ties that were none."""
-    torch.manual_seed(0)
-    logits, ids = (4 * torch.randn(64, 500)).to(dtype), torch.randint(500, (64, 300))
-    seen = torch.zeros(64, 500, dtype=torch.bool).scatter_(1, ids, True)
-    expected = transformers.RepetitionPenaltyLogitsProcessor(1.1)(ids, logits.float())
-    assert torch.equal(penalised(logits, seen, 1.1), expected)
 
 
 @pytest.mark.skipif(FIVE, reason="transformers 5 leaves the padding out")

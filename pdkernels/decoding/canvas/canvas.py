@@ -32,7 +32,7 @@ import torch
 from pdkernels._philox import uniforms
 from pdkernels._validation import check
 from pdkernels.backends import backend_of
-from pdkernels.decoding._repetition import penalised_rows
+from pdkernels.decoding._prefixes import Prefixes
 from pdkernels.decoding._sampling import ORDER, likeliest, noise, statistics, suppress_
 from pdkernels.decoding._session import Session, is_end, to_device_async
 from pdkernels.decoding._token_sampler import largest
@@ -227,22 +227,23 @@ class Canvas(CanvasRecord):
         if sampling.guidance:
             rows = rows.repeat(len(hidden) // len(rows), 1)
         hidden = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1]))
-        penalty = self._session.repetition_penalty
-        if not (sampling.guidance or sampling.late or sampling.top_k or penalty != 1 or self.logits_hook):
+        filters = self._session.filters
+        if not (sampling.guidance or sampling.late or sampling.top_k or filters.any or self.logits_hook):
             guesses = statistics(model, hidden, **self._options(step))
             self._look_for_broken(guesses, step)
             return guesses
         # These options need sums of logits, two distributions or the best tokens: the logits are computed once.
         logits = model.logits(hidden)
-        if penalty != 1:
-            text = self.tokens.masked_fill(self._position >= self.totals[:, None], self.mask_token)
-            texts = [text] * (len(logits) // len(text))
-            if sampling.guidance:  # the last part does not see the prompt
-                texts[-1] = text.masked_fill(self.given, self.mask_token)
-            logits = penalised_rows(logits, texts, self.mask_token, penalty)
+        if filters.any and not sampling.guidance:
+            logits = filters.apply(logits, self._prefixes(step))
         if sampling.guidance:
+            # Penalties belong to the model. What is impossible stays so: two -inf have no difference.
+            if filters.finite.any:
+                logits = filters.finite.apply(logits, self._prefixes(step, len(logits) // len(self.tokens)))
             parts = logits.split(len(step.positions))
             logits = parts[0] + sampling.guidance * (parts[-2] - parts[-1])
+            if filters.exclusions.any:
+                logits = filters.exclusions.apply(logits, self._prefixes(step))
         if self.logits_hook is not None:
             logits = self.logits_hook(self._session.forwards - 1, self.tokens, step.positions, logits)
         options = self._options(step)
@@ -260,6 +261,28 @@ class Canvas(CanvasRecord):
             sure = token_statistics(logits, backend=self._backend, **options)
             guesses = guesses._replace(probs=sure.probs.masked_fill(is_end(guesses.ids, self._late), 0))
         return guesses
+
+    def _prefixes(self, step: Step, copies: int = 1) -> Prefixes:
+        """What the rows of `step` see: the whole canvas; the last of several `copies` is without the prompt."""
+        text, given = self.tokens.repeat(copies, 1), self.given.repeat(copies, 1)
+        known = (self._position < self.totals[:, None]).repeat(copies, 1) & (text != self.mask_token)
+        if copies > 1:
+            known[-len(self.tokens) :] &= ~self.given
+        positions, size = step.positions.repeat(copies, 1), len(text)
+        number = (positions - self.prompt_lengths.repeat(copies)[:, None]).clamp(min=0)
+        return Prefixes(
+            text,
+            known,
+            ~given,
+            self.totals.repeat(copies),
+            text.new_zeros(size, 0),
+            known.new_zeros(size, positions.shape[1], 0),
+            known.new_ones(size),
+            number,
+            known.new_ones(positions.shape),
+            self._session.model.config.vocab_size,
+            self.mask_token,
+        )
 
     def _look_for_broken(self, guesses: TokenStatistics, step: Step) -> None:
         """Records, for the next poll, sequences that have a guess without a probability."""

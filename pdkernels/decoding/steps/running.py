@@ -25,7 +25,7 @@ class RunningBatch:
     Args:
         kind: the steps of a method.
         largest: a session with the sizes of the batch: as many prompts as there are rows, all as long as the longest that may come,
-            and the largest limit. Its model, end tokens and penalty are those of all requests.
+            and the largest limit. Its model, end tokens and filters are those of all requests.
         **options: of the method, but no seed.
 
     Raises:
@@ -154,7 +154,7 @@ class RunningBatch:
         """A session for other prompts, of the same sizes."""
         known = self._largest
         session = Session(known.model, prompts, known.max_new_tokens, known.end_tokens, None, False)
-        session.repetition_penalty = known.repetition_penalty
+        session.filters = known.filters
         return session
 
     def _other_cache(self) -> str:
@@ -174,7 +174,7 @@ class RunningBatch:
         check(
             session.longest <= largest.longest, _OP, "prompt", f"have at most {largest.longest} tokens", session.longest
         )
-        for name in ("end_tokens", "repetition_penalty"):
+        for name in ("end_tokens", "filters"):
             mine, other = getattr(largest, name), getattr(session, name)
             check(mine == other, _OP, name, f"be those of the batch, {mine}", other)
         if self.steps.any_limit:

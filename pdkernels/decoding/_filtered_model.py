@@ -1,55 +1,29 @@
-"""The repetition penalty of every method on a KV cache: a wrapper of the model, whose logits are penalised.
+"""The filters of every method on a KV cache: a wrapper of the model, whose logits are filtered row by row.
 
-A row is penalised for the tokens that it attends to, so it has the same distribution in a forward per token, in a verified draft,
-and in a batch. The tokens of cached rows are kept next to their K and V. The plain form is reference/repetition.py.
+A row is filtered for the tokens that it attends to, so it has the same distribution in a forward per token, in a verified draft,
+and in a batch. The tokens of cached rows are kept next to their K and V.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check, check_fits_float, check_type
 from pdkernels.decoding._cache_rows import CacheRows
-
-
-def checked_penalty(op: str, penalty: float) -> float:
-    check_type(type(penalty) in (int, float), op, "repetition_penalty", "be a number", type(penalty).__name__)
-    check(0 < penalty < float("inf"), op, "repetition_penalty", "be finite and above 0", penalty)
-    check_fits_float(op, "repetition_penalty", penalty)
-    return float(penalty)
-
-
-def penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """`logits` ``(..., V)`` with the tokens of `seen`, bool of the same shape, less likely by `penalty`; at least float32.
-
-    >>> penalised(torch.tensor([2.0, -2.0, 1.0]), torch.tensor([True, True, False]), 2.0)
-    tensor([ 1., -4.,  1.])
-    """
-    # Rounded to 16 bits again, penalised logits would tie with nearby ones.
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-
-
-def tokens_seen(tokens: Tensor, visible: Tensor, vocabulary: int, mask_token: int | None) -> Tensor:
-    """Which ids are among those of `tokens` ``(batch, T)`` that a row sees, ``(batch, R, T)``: bool ``(batch, R, V)``; no mask is."""
-    if mask_token is not None:
-        visible = visible & (tokens != mask_token)[:, None]
-    batch, rows, _ = visible.shape
-    seen = torch.zeros(batch, rows, vocabulary, dtype=torch.uint8, device=tokens.device)
-    index = tokens.clamp(0, vocabulary - 1)[:, None].expand_as(visible)
-    return seen.scatter_reduce_(2, index, visible.to(torch.uint8), "amax").bool()
+from pdkernels.decoding._filters import Filters
+from pdkernels.decoding._prefixes import Prefixes
 
 
 class TextCache:
-    """A cache that also keeps the tokens of its rows, `text` ``(batch, capacity + 1)``, in the slots of their K and V."""
+    """A cache that also keeps the tokens of its rows, `text` ``(batch, capacity + 1)``, in the slots of their K and V, and the
+    lengths of the prompts, `prompts` ``(batch,)``: what an empty cache commits first."""
 
     def __init__(self, cache: Any, batch: int, capacity: int) -> None:
         self.inner = cache
         self.text = torch.zeros(batch, capacity + 1, dtype=torch.int64, device=cache.lengths.device)
+        self.prompts = torch.zeros(batch, dtype=torch.int64, device=cache.lengths.device)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -61,6 +35,8 @@ class TextCache:
 
     def commit_(self, counts: Tensor, source_index: Tensor | None = None) -> None:
         """Like `commit_` of the cache, and moves the tokens with their rows."""
+        lengths = self.inner.lengths
+        self.prompts.copy_(torch.where(lengths == 0, counts, self.prompts))
         if source_index is None:  # an argument that caches of most methods need not have
             self.inner.commit_(counts)
         else:
@@ -74,16 +50,17 @@ class TextCache:
         """Like `copy_row_` of the cache, including the tokens."""
         self.inner.copy_row_(row, other.inner, other_row, length)
         self.text[row, :length] = other.text[other_row, :length]
+        self.prompts[row] = other.prompts[other_row]
 
 
-class PenalisedModel:
-    """A wrapper that a decoder uses as the model. Its hidden rows are logits, so that each is penalised where it is computed.
+class FilteredModel:
+    """A wrapper that a decoder uses as the model. Its hidden rows are logits, so that each is filtered where it is computed.
 
     The cost is that the head runs on every row of a forward, and all logits are in memory at once.
     """
 
-    def __init__(self, model: Any, penalty: float) -> None:
-        self.model, self._penalty = model, penalty
+    def __init__(self, model: Any, filters: Filters) -> None:
+        self.model, self.filters = model, filters
         self._rows: Tensor = torch.empty(0)  # the tokens of the last prelude
 
     def __getattr__(self, name: str) -> Any:
@@ -95,12 +72,12 @@ class PenalisedModel:
         return TextCache(self.model.new_cache(batch, capacity, **options), batch, capacity)
 
     def __call__(self, tokens: Tensor, *, cache: Any, rows: Tensor | None = None, **options: Any) -> Tensor:
-        inner, seen = self._begin(tokens, cache, options.get("mask"), rows)
-        return penalised(self.model(tokens, cache=inner, rows=rows, **options), seen, self._penalty)
+        inner, prefixes = self._begin(tokens, cache, options, rows)
+        return self.filters.apply(self.model(tokens, cache=inner, rows=rows, **options), prefixes)
 
     def hidden(self, tokens: Tensor, *, cache: Any, **options: Any) -> Tensor:
-        inner, seen = self._begin(tokens, cache, options.get("mask"), None)
-        return penalised(self.model.logits(self.model.hidden(tokens, cache=inner, **options)), seen, self._penalty)
+        inner, prefixes = self._begin(tokens, cache, options, None)
+        return self.filters.apply(self.model.logits(self.model.hidden(tokens, cache=inner, **options)), prefixes)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """A copy of the hidden rows, which are logits already, because the caller may write to them."""
@@ -116,40 +93,52 @@ class PenalisedModel:
         return self.model.context(rows, cache.inner, counts)
 
     def coda(self, state: Tensor, context: Any, rows: Tensor | None = None) -> Tensor:
-        _, seen = self._begin(self._rows, self._cache, None, rows)
+        _, prefixes = self._begin(self._rows, self._cache, {}, rows)
         chosen = () if rows is None else (rows,)
-        return penalised(self.model.coda(state, context, *chosen), seen, self._penalty)
+        return self.filters.apply(self.model.coda(state, context, *chosen), prefixes)
 
-    def _begin(self, tokens: Tensor, cache: Any, mask: Any, rows: Tensor | None) -> tuple[Any, Tensor]:
-        """The cache for the model, and the ids that the rows see ``(batch, R, V)``; notes the tokens of the new rows."""
+    def _begin(self, tokens: Tensor, cache: Any, options: dict[str, Any], rows: Tensor | None) -> tuple[Any, Prefixes]:
+        """The cache for the model, and what the rows see; notes the tokens of the new rows."""
         whole, lengths, length = cache, cache.lengths, tokens.shape[1]
         index = None
         if isinstance(cache, CacheRows):
             whole, index = cache.whole, cache.index
         texts = whole.text if index is None else whole.text.index_select(0, index)
+        prompts = whole.prompts if index is None else whole.prompts.index_select(0, index)
         config, mask_token = self.model.config, getattr(self.model, "mask_token", None)
         slots = whole.slots(lengths, length)
-        known = torch.arange(texts.shape[1], device=tokens.device) < lengths[:, None]
-        before = tokens_seen(texts, known[:, None], config.vocab_size, mask_token)
+        tokens = tokens.to(torch.int64)
         # What is written after the lengths counts from its commit on, if it comes to that.
-        texts.scatter_(1, slots, tokens.to(torch.int64))
+        texts.scatter_(1, slots, tokens)
         if index is not None:
             whole.text.index_copy_(0, index, texts)
+        mask, offsets = options.get("mask"), options.get("positions")
         if mask is None:
             visible = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
         else:
             visible = mask.dense()
         visible = visible.expand(len(tokens), -1, -1)
+        place = torch.arange(length, device=tokens.device) if offsets is None else offsets
+        place = lengths[:, None] + place
+        guessing = torch.zeros_like(tokens, dtype=torch.bool) if mask_token is None else tokens == mask_token
         if rows is not None:
             visible = visible.gather(1, rows[..., None].expand(-1, -1, length))
-        own = tokens_seen(tokens.to(torch.int64), visible, config.vocab_size, mask_token)
-        return cache if index is not None else cache.inner, before | own
-
-
-def penalised_rows(logits: Tensor, texts: Sequence[Tensor], mask_token: int, penalty: float) -> Tensor:
-    """Logits ``(batch, R, V)`` of rows that see a whole canvas ``(batch, L)``; `texts` are those of the parts of the batch."""
-    parts = [
-        tokens_seen(text, torch.ones_like(text[:, None], dtype=torch.bool), logits.shape[-1], mask_token)
-        for text in texts
-    ]
-    return penalised(logits, torch.cat(parts).expand(-1, logits.shape[1], -1), penalty)
+            place, guessing = place.gather(1, rows), guessing.gather(1, rows)
+        slot = torch.arange(texts.shape[1], device=tokens.device)
+        known, new = slot < lengths[:, None], lengths > 0
+        number = (place + 1 - guessing.long() - prompts[:, None]).clamp(min=0).masked_fill(~new[:, None], 0)
+        prefixes = Prefixes(
+            texts,
+            known if mask_token is None else known & (texts != mask_token),
+            slot >= prompts[:, None],
+            lengths,
+            tokens,
+            visible,
+            new,
+            number,
+            guessing,
+            config.vocab_size,
+            mask_token,
+            index,
+        )
+        return cache if index is not None else cache.inner, prefixes

@@ -1,0 +1,98 @@
+"""What each row of a forward sees: the tokens of its own prefix, those of the prompt and generated ones told apart.
+
+A row of a draft comes after the draft tokens before it, a candidate after its own branch, a position of a canvas beside all that
+is filled. Filters that depend on tokens (`_filters.py`) read them from here, so a draft is verified with the distributions
+that `autoregressive` has after the same tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_PAIRWISE = 64  # more new tokens than this are counted over the vocabulary, fewer by comparing them with each other
+
+
+class Prefixes(NamedTuple):
+    """The prefixes of the rows of a forward, ``(batch, R)`` rows after a text of their sequence.
+
+    All tensors are on the device; `generated_ids` and `ids` read them. Rows of padding, and of sequences that are done, have some prefix.
+    """
+
+    text: Tensor
+    """``(batch, S)`` int64: the tokens that all rows of a sequence see, in their order."""
+    known: Tensor
+    """``(batch, S)`` bool: which of `text` are tokens; not masks, and nothing after the end."""
+    generated: Tensor
+    """``(batch, S)`` bool: which of these are not the prompt's."""
+    length: Tensor
+    """``(batch,)`` int64: the text is ``text[:length]``."""
+    tokens: Tensor
+    """``(batch, T)`` int64: the new tokens of the forward."""
+    visible: Tensor
+    """``(batch, R, T)`` bool: which of them a row sees, its own included."""
+    new: Tensor
+    """``(batch,)`` bool: whether the new tokens are generated ones; not so in the forward over the prompts."""
+    number: Tensor
+    """``(batch, R)`` int64: how many tokens are generated before the position that a row predicts."""
+    guessing: Tensor
+    """``(batch, R)`` bool: rows of a mask, which predict its own position: guesses of a draft, or for a block."""
+    vocabulary: int
+    mask_token: int | None
+    sequences: Tensor | None = None
+    """``(batch,)`` int64: numbers of the sequences, if they are not all of the batch."""
+
+    def counted(self) -> tuple[Tensor, Tensor]:
+        """How often each id is in a text, and how often among its generated tokens: int32 ``(batch, V)`` both."""
+        ids = self.text.clamp(0, self.vocabulary - 1)
+        return tuple(  # type: ignore[return-value]
+            self.text.new_zeros(len(ids), self.vocabulary, dtype=torch.int32).scatter_add_(1, ids, part.int())
+            for part in (self.known, self.known & self.generated)
+        )
+
+    def own_counts(self) -> Tensor:
+        """How often a row sees each of the new tokens among them: ``(batch, R, T)`` int32."""
+        tokens, visible = self.tokens, self.visible
+        if self.mask_token is not None:
+            visible = visible & (tokens != self.mask_token)[:, None]
+        batch, rows, width = visible.shape
+        if width <= _PAIRWISE:
+            same = tokens[:, :, None] == tokens[:, None]
+            return (visible[..., None] & same[:, None]).sum(2, dtype=torch.int32)
+        ids = tokens.clamp(0, self.vocabulary - 1)[:, None].expand_as(visible)
+        table = visible.new_zeros(batch, rows, self.vocabulary, dtype=torch.int32)
+        return table.scatter_add_(2, ids, visible.int()).gather(2, ids)
+
+    def tail(self, count: int) -> Tensor:
+        """The last `count` tokens of each prefix, -1 before its first one: int64 ``(batch, R, count)``."""
+        tokens, visible, text = self.tokens, self.visible, self.text
+        rank = visible.long().cumsum(-1)
+        # `place` counts from the first new token: the text comes before it.
+        place = visible.sum(-1)[..., None] - torch.arange(count, 0, -1, device=tokens.device)
+        index = (rank[:, :, None] == place[..., None] + 1).int().argmax(-1)
+        there = self.length[:, None, None] + place
+        before = _rows_of(text, there.clamp(0, text.shape[1] - 1)).masked_fill(there < 0, -1)
+        return torch.where(place >= 0, _rows_of(tokens, index), before)
+
+    def ids(self) -> list[list[list[int]]]:
+        """The whole prefix of each row, for each sequence, on the host."""
+        texts = [row[:end] for row, end in zip(self.text.tolist(), self.length.tolist(), strict=True)]
+        return [
+            [text + [token for token, seen in zip(new, sees, strict=True) if seen] for sees in rows]
+            for text, new, rows in zip(texts, self.tokens.tolist(), self.visible.tolist(), strict=True)
+        ]
+
+    def generated_ids(self) -> list[list[list[int]]]:
+        """The same without the prompt: what is generated before the token that a row predicts."""
+        numbers = self.number.tolist()
+        return [
+            [ids[len(ids) - number :] if number else [] for ids, number in zip(rows, counts, strict=True)]
+            for rows, counts in zip(self.ids(), numbers, strict=True)
+        ]
+
+
+def _rows_of(values: Tensor, index: Tensor) -> Tensor:
+    """`values` ``(batch, T)`` at ``(batch, R, n)``."""
+    return values.gather(1, index.flatten(1)).view_as(index)
