@@ -6,6 +6,7 @@ and in a batch. The tokens of cached rows are kept next to their K and V.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from pdkernels.decoding._cache_rows import CacheRows
 from pdkernels.decoding._filters import Filters
 from pdkernels.decoding._prefixes import Prefixes
+from pdkernels.models.taps import Tapped
 
 
 class TextCache:
@@ -78,6 +80,11 @@ class FilteredModel:
     def hidden(self, tokens: Tensor, *, cache: Any, **options: Any) -> Tensor:
         inner, prefixes = self._begin(tokens, cache, options, None)
         return self.filters.apply(self.model.logits(self.model.hidden(tokens, cache=inner, **options)), prefixes)
+
+    def tapped(self, tokens: Tensor, taps: Sequence[int], *, cache: Any, **options: Any) -> Tapped:
+        inner, prefixes = self._begin(tokens, cache, options, None)
+        hidden, features = self.model.tapped(tokens, taps, cache=inner, **options)
+        return Tapped(self.filters.apply(self.model.logits(hidden), prefixes), features)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """A copy of the hidden rows, which are logits already, because the caller may write to them."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -34,6 +35,7 @@ from pdkernels.models.layer import Layer, Matrix
 from pdkernels.models.plan_tokens import PlanTokens, checked_plan_tokens
 from pdkernels.models.recompute import RecomputedRows, recomputed_rows
 from pdkernels.models.rope import RopeTables, Rotation
+from pdkernels.models.taps import Tapped, checked_taps
 from pdkernels.ops.linear_token_statistics import linear_token_statistics
 from pdkernels.ops.token_statistics import TokenStatistics
 
@@ -206,15 +208,64 @@ class Transformer(nn.Module):
 
         The arguments are those of a forward.
         """
+        return self._forward(tokens, cache, counts, positions, mask, adapted, {})
+
+    def tapped(
+        self,
+        tokens: torch.Tensor,
+        taps: Sequence[int],
+        *,
+        cache: Cache | None = None,
+        counts: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        mask: torch.Tensor | TilePlan | None = None,
+        adapted: bool | torch.Tensor = False,
+    ) -> Tapped:
+        """`hidden`, and what flows into layers on the way there: the features that drafters read.
+
+        Args:
+            tokens: as in a forward, like the other arguments.
+            taps: layers, counted from 0, whose inputs are returned, in this order; the number of layers means what the last one
+                returns. These are the `hidden_states` of transformers, but for the last one, which transformers norms.
+
+        Returns:
+            The result of `hidden`, with the same bits, and the features ``(batch, T, len(taps), hidden_size)``.
+
+        Example:
+            >>> config = TransformerConfig(vocab_size=11, hidden_size=16, layers=2, heads=2, kv_heads=1, head_dim=16,
+            ...                            intermediate_size=24)
+            >>> model = Transformer(config).requires_grad_(False)
+            >>> tokens = torch.tensor([[1, 2, 3]])
+            >>> hidden, features = model.tapped(tokens, [0, 1, 2])
+            >>> features.shape, torch.equal(features[:, :, 0], model.embed(tokens)), torch.equal(features[:, :, 2], hidden)
+            (torch.Size([1, 3, 3, 16]), True, True)
+        """
+        taps = checked_taps("Transformer.tapped", taps, self.config.layers)
+        states: dict[int, torch.Tensor | None] = dict.fromkeys(taps)
+        hidden = self._forward(tokens, cache, counts, positions, mask, adapted, states)
+        return Tapped.of(hidden, states, taps)
+
+    def _forward(
+        self,
+        tokens: torch.Tensor,
+        cache: Cache | None,
+        counts: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        mask: torch.Tensor | TilePlan | None,
+        adapted: bool | torch.Tensor,
+        states: dict[int, torch.Tensor | None],
+    ) -> torch.Tensor:
+        """The input of `logits`. `states` gets the inputs of the layers that are its keys."""
         self._validate(tokens, cache, counts, positions, mask)
         gate = self._gate(adapted, tokens.shape)
         if cache is None:
             visibility = uncached_visibility(mask, causal=self.config.attention == "causal")
-            return self._run(tokens, self._new_rows(self._uncached_rotation(tokens, positions), visibility), gate)
+            rows = self._new_rows(self._uncached_rotation(tokens, positions), visibility)
+            return self._run(tokens, rows, gate, states)
         # The cache has no autograd graph, so a forward on it has none either.
         with torch.no_grad():
             visibility, rotation = self._on_cache(tokens.shape[1], cache, counts, positions, mask)
-            return self._run(tokens, self._new_rows(rotation, visibility, cache, counts), gate)
+            return self._run(tokens, self._new_rows(rotation, visibility, cache, counts), gate, states)
 
     def recompute(
         self,
@@ -354,16 +405,38 @@ class Transformer(nn.Module):
     ) -> NewRows:
         return NewRows(rotation, self.config.rope_style, self.config.kv_heads, visibility, cache, counts)
 
-    def _run(self, tokens: torch.Tensor, rows: NewRows | RecomputedRows, gate: torch.Tensor | None) -> torch.Tensor:
-        x = self.embed(tokens)
-        added: torch.Tensor | None = None
+    def _run(
+        self,
+        tokens: torch.Tensor,
+        rows: NewRows | RecomputedRows,
+        gate: torch.Tensor | None,
+        states: dict[int, torch.Tensor | None] | None = None,
+    ) -> torch.Tensor:
+        x, first = self.embed(tokens), 0
+        for tap in sorted(states or ()):
+            x = self._run_layers(x, rows, gate, first, tap)
+            first = tap
+            assert states is not None
+            states[tap] = x
+        return self._run_layers(x, rows, gate, first, self.config.layers)
+
+    def _run_layers(
+        self, x: torch.Tensor, rows: NewRows | RecomputedRows, gate: torch.Tensor | None, first: int, end: int
+    ) -> torch.Tensor:
+        """What layer `end` gets if layer `first` gets `x`."""
+        if first == end:
+            return x
+        some = first > 0 or end < self.config.layers
+        layers = list(islice(self.layers, first, end)) if some else self.layers
         if gate is None and isinstance(rows, NewRows):
-            found = whole_step.run_layers(self.layers, x, rows)
+            found = whole_step.run_layers(layers, x, rows, slice(first, end) if some else None)
             if found is not None:
                 return found[0] + found[1]
-        for index, layer in enumerate(self.layers):
+        added: torch.Tensor | None = None
+        for index, layer in enumerate(layers, first):
             x, added = layer(x, added, partial(rows.attend_, layer=index), gate)
-        return x if added is None else x + added
+        assert added is not None
+        return x + added
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """The rows of the embedding, `(batch, T, hidden_size)`, where the first layer starts."""

@@ -57,8 +57,10 @@ def asked() -> bool:
     return value != "0"
 
 
-def run_layers(layers: Iterable[Layer], x: Tensor, rows: NewRows) -> tuple[Tensor, Tensor] | None:
-    """What the last of `layers` returns for `x`; None: they must run one by one."""
+def run_layers(
+    layers: Iterable[Layer], x: Tensor, rows: NewRows, span: slice | None = None
+) -> tuple[Tensor, Tensor] | None:
+    """What the last of `layers` returns for `x`; None: they must run one by one. `span`: their numbers; None: they are all."""
     if not _serves(x, rows):
         return None
     parameters = _parameters(layers)
@@ -67,7 +69,8 @@ def run_layers(layers: Iterable[Layer], x: Tensor, rows: NewRows) -> tuple[Tenso
     cache, rotation, plan = rows.cache, rows.rotation, rows.visibility.mask
     assert cache is not None and isinstance(plan, TilePlan)
     config, lengths = next(iter(layers)).config, cache.lengths
-    arguments: tuple[Any, ...] = (x, *parameters, cache.k, cache.v, lengths, rows.counts, cache.block_table)
+    k, v = (cache.k, cache.v) if span is None else (cache.k[span], cache.v[span])
+    arguments: tuple[Any, ...] = (x, *parameters, k, v, lengths, rows.counts, cache.block_table)
     arguments += (config.heads, rotation.cos, rotation.sin, rotation.positions, rows.style == "interleaved")
     try:
         found: tuple[Tensor, Tensor] = _run(*arguments, *plan.arguments, cache.head_dim**-0.5, config.norm_eps)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -32,6 +32,7 @@ from pdkernels.masks import TilePlan, causal, full
 from pdkernels.models import Transformer
 from pdkernels.models.caches import new_cache
 from pdkernels.models.recompute import nothing_new
+from pdkernels.models.taps import Tapped, checked_taps
 from pdkernels.models.transformer import select_rows
 from pdkernels.models.zoo import from_published
 from pdkernels.ops.block_sparse_attention import block_sparse_attention
@@ -87,12 +88,18 @@ class WrappedConfig:
     """`max_positions` without regard to windows."""
 
 
-def run_body(body: Any, tokens: Tensor, positions: Tensor, step: Any) -> Tensor:
-    """The last hidden states of a model whose layers attend by ``step.attend``."""
+def run_body(
+    body: Any, tokens: Tensor, positions: Tensor, step: Any, states: dict[int, Tensor | None] | None = None
+) -> Tensor:
+    """The last hidden states of a model whose layers attend by ``step.attend``; `states` gets the inputs of its keys' layers."""
     # A 4-D mask is passed on unchanged; without one transformers would look for packed texts.
     mask = PlanMask(len(tokens), tokens.shape[1], tokens.shape[1], 0, None, tokens.device)
     mask.step = step
-    out = body(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False)
+    more = {"output_hidden_states": True} if states else {}
+    out = body(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False, **more)
+    for tap in states or ():
+        assert states is not None
+        states[tap] = out.hidden_states[tap]
     hidden: Tensor = out.last_hidden_state
     return hidden
 
@@ -139,6 +146,35 @@ class WrappedModel:
         adapted: bool = False,
     ) -> Tensor:
         """As `Transformer.hidden`, with plans for masks."""
+        return self._hidden(tokens, cache, counts, positions, mask, adapted, {})
+
+    @torch.no_grad()
+    def tapped(
+        self,
+        tokens: Tensor,
+        taps: Sequence[int],
+        *,
+        cache: Cache | None = None,
+        counts: Tensor | None = None,
+        positions: Tensor | None = None,
+        mask: TilePlan | None = None,
+        adapted: bool = False,
+    ) -> Tapped:
+        """As `Transformer.tapped`, with plans for masks; what the last layer returns cannot be tapped."""
+        taps = checked_taps("WrappedModel.tapped", taps, self.config.layers, last=False)
+        states: dict[int, Tensor | None] = dict.fromkeys(taps)
+        return Tapped.of(self._hidden(tokens, cache, counts, positions, mask, adapted, states), states, taps)
+
+    def _hidden(
+        self,
+        tokens: Tensor,
+        cache: Cache | None,
+        counts: Tensor | None,
+        positions: Tensor | None,
+        mask: TilePlan | None,
+        adapted: bool,
+        states: dict[int, Tensor | None],
+    ) -> Tensor:
         check(
             adapted is False,
             "WrappedModel",
@@ -154,7 +190,7 @@ class WrappedModel:
         check_type(isinstance(mask, TilePlan), "WrappedModel", "mask", "be a TilePlan", type(mask).__name__)
         offsets = torch.arange(rows, device=tokens.device) if positions is None else positions
         where = offsets.expand(tokens.shape) if cache is None else cache.lengths[:, None] + offsets
-        return self._run(tokens, where, Rows(mask, cache, counts))
+        return self._run(tokens, where, Rows(mask, cache, counts), states)
 
     @torch.no_grad()
     def recompute(
@@ -187,9 +223,11 @@ class WrappedModel:
         made.tokenizer = self.tokenizer
         return made
 
-    def _run(self, tokens: Tensor, positions: Tensor, rows: Rows) -> Tensor:
+    def _run(
+        self, tokens: Tensor, positions: Tensor, rows: Rows, states: dict[int, Tensor | None] | None = None
+    ) -> Tensor:
         # Drafts may extend past the last position; only padding rows attend to these tokens.
-        return run_body(self._body, tokens, positions.clamp(max=self.config.trained_positions - 1), rows)
+        return run_body(self._body, tokens, positions.clamp(max=self.config.trained_positions - 1), rows, states)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The computation of the model's class after its body: the head, with scales and caps if it has them."""
