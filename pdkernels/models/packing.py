@@ -32,13 +32,19 @@ def adopt_(model: nn.Module, state: Mapping[str, Stated]) -> None:
 
 
 def quantized_state(
-    model: nn.Module, format: str, group: int | None, skip: str | Collection[str], tied: bool
+    model: nn.Module,
+    format: str,
+    group: int | None,
+    skip: str | Collection[str],
+    tied: bool,
+    *,
+    matrices: tuple[str, ...] = MATRICES,
 ) -> dict[str, Stated]:
-    """The parameters of a `Transformer`, its matrices quantised but for those to `skip`; what stays is shared."""
+    """The parameters of a `Transformer` or a drafter, its `matrices` quantised but for those to `skip`; what stays is shared."""
     skip = (skip,) if isinstance(skip, str) else skip
     for name in skip:
-        remedy = did_you_mean(str(name), MATRICES)
-        check(name in MATRICES, OP, "skip", f"hold names of {', '.join(MATRICES)}", repr(name), remedy)
+        remedy = did_you_mean(str(name), matrices)
+        check(name in matrices, OP, "skip", f"hold names of {', '.join(matrices)}", repr(name), remedy)
     one = tied and "head" in skip and "embedding" not in skip
     check(not one, OP, "skip", "name the embedding, which is the head of this model", "'head' alone")
     if any(isinstance(part, QuantizedWeight) for part in model.modules()):
@@ -48,7 +54,7 @@ def quantized_state(
     for name, tensor in model.named_parameters():
         own = name.rpartition(".")[2]
         state[name] = tensor.detach()
-        if own in MATRICES and own not in skip:
+        if own in matrices and own not in skip:
             check_type(tensor.dtype in KERNEL_DTYPES, OP, "model", "be float32, float16 or bfloat16", tensor.dtype)
             state[name] = quantize_named(name, tensor, format, group).to(tensor.device)
     return state

@@ -3,6 +3,7 @@
 from pdkernels.training import plans
 from pdkernels.training.corpora import Problem, arithmetic, as_ids, standard_library
 from pdkernels.training.drafter import DrafterLoss, attach_drafter_, drafter_loss
+from pdkernels.training.eagle import EagleLoss, eagle_loss, new_eagle_head, usual_taps
 from pdkernels.training.links import Chains, chains
 from pdkernels.training.lists import Orders, orders
 from pdkernels.training.losses import (
@@ -50,6 +51,7 @@ __all__ = [
     "DrafterLoss",
     "DualStreamBatch",
     "DualStreamSample",
+    "EagleLoss",
     "JointLoss",
     "NoiseAwareBatch",
     "NoiseAwareSample",
@@ -75,7 +77,9 @@ __all__ = [
     "draw_masks",
     "dual_stream_loss",
     "dual_stream_terms",
+    "eagle_loss",
     "lay_out",
+    "new_eagle_head",
     "noise_aware_loss",
     "noise_aware_sample",
     "noise_aware_terms",
@@ -91,4 +95,5 @@ __all__ = [
     "score_steps",
     "standard_library",
     "train_sampler",
+    "usual_taps",
 ]
