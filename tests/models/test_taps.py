@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdkernels import _native, quantize
-from pdkernels.decoding._repetition import PenalisedModel
+from pdkernels.decoding._filtered_model import FilteredModel
+from pdkernels.decoding._filters import Filters
 from pdkernels.masks import causal, tree
 from pdkernels.models import Transformer
 from pdkernels.models.layer import Layer
@@ -121,9 +122,9 @@ def test_a_hooked_layer_is_followed() -> None:
 
 
 @torch.no_grad()
-def test_penalised_models_have_taps() -> None:
+def test_filtered_models_have_taps() -> None:
     model, tokens = a_model(CONFIG, torch.float32), some_tokens(1, 6)
-    penalised = PenalisedModel(model, 1.3)
+    penalised = FilteredModel(model, Filters(repetition_penalty=1.3))
     logits, features = penalised.tapped(tokens, [1], cache=penalised.new_cache(1, 8))
     assert torch.equal(logits, penalised(tokens, cache=penalised.new_cache(1, 8)))
     assert torch.equal(features, model.tapped(tokens, [1], cache=model.new_cache(1, 8)).features)
