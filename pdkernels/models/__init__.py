@@ -4,6 +4,7 @@ folders."""
 from pdkernels.models.callable_model import CallableModel, from_callable
 from pdkernels.models.chat import ChatTemplate
 from pdkernels.models.config import TransformerConfig
+from pdkernels.models.drafters import EagleConfig, EagleHead, load_drafter, save_drafter
 from pdkernels.models.hf import from_hf_config, from_hf_state_dict, to_hf_state_dict
 from pdkernels.models.huginn import from_huginn_config, from_huginn_state_dict, to_huginn_config, to_huginn_state_dict
 from pdkernels.models.llada import from_llada_config, from_llada_state_dict, to_llada_state_dict
@@ -44,6 +45,8 @@ __all__ = [
     "CallableModel",
     "CausalModel",
     "ChatTemplate",
+    "EagleConfig",
+    "EagleHead",
     "FactorScaling",
     "JsonTokenizer",
     "LanguageModel",
@@ -73,8 +76,10 @@ __all__ = [
     "from_llada_config",
     "from_llada_state_dict",
     "load",
+    "load_drafter",
     "load_sampler",
     "sampler_features",
+    "save_drafter",
     "save_sampler",
     "semantic_table",
     "to_hf_state_dict",
