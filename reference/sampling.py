@@ -66,11 +66,17 @@ def distribution(logits: Tensor, temperature: float) -> Tensor:
 
 
 def filtered(
-    logits: Tensor, temperature: float, top_k: int | None = None, top_p: float = 1.0, min_p: float = 0.0
+    logits: Tensor,
+    temperature: float,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    typical_p: float = 1.0,
 ) -> Tensor:
     """fp64 ``(R, V)``: `logits` with -inf for the tokens that cannot be drawn, in the order of transformers: top-k keeps the logits that
     are at least the k-th largest, then top-p the tokens whose more probable ones have a mass below `top_p`, then min-p those with
-    `min_p` times the largest probability. The largest logit always stays, and equals stay or go together.
+    `min_p` times the largest probability. The largest logit always stays, and equals stay or go together. Then typical-p keeps the
+    tokens for which all others whose surprise is closer to the entropy have a mass below `typical_p`.
 
     >>> rows = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
     >>> filtered(rows, 1.0, top_k=3, top_p=0.75).isfinite().tolist()  # of 4/9, 3/9 and 2/9
@@ -87,7 +93,13 @@ def filtered(
     more = ((scores[:, None] > scores[:, :, None]) * mass[:, None]).sum(-1)  # of all more probable tokens
     if top_p < 1:
         scores = scores.masked_fill((more >= top_p) & (scores < largest), -torch.inf)
-    return scores.masked_fill(mass < min_p * mass.amax(-1, keepdim=True), -torch.inf)
+    scores = scores.masked_fill(mass < min_p * mass.amax(-1, keepdim=True), -torch.inf)
+    if typical_p < 1:
+        mass = distribution(scores, temperature)
+        away = (-mass.log() - torch.special.entr(mass).sum(-1, keepdim=True)).abs()
+        closer = ((away[:, None] < away[:, :, None]) * mass[:, None]).sum(-1)
+        scores = scores.masked_fill(closer >= typical_p, -torch.inf)
+    return scores
 
 
 def without(logits: Tensor, token: int) -> Tensor:
@@ -127,6 +139,7 @@ def sampled_autoregressive(
     top_k: int | None = None,
     top_p: float = 1.0,
     min_p: float = 0.0,
+    typical_p: float = 1.0,
 ) -> AutoregressiveResult:
     """One draw per forward, from what `filtered` keeps; other arguments as in :func:`~pdkernels.reference.autoregressive.autoregressive`, which is T = 0.
 
@@ -138,6 +151,6 @@ def sampled_autoregressive(
     tokens: list[int] = []
     while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in end_tokens):
         history = [*prompt, *tokens]
-        logits = filtered(causal_logits(model, history)[-1:], temperature, top_k, top_p, min_p)
+        logits = filtered(causal_logits(model, history)[-1:], temperature, top_k, top_p, min_p, typical_p)
         tokens += draw(logits, [len(history)], temperature, seed, OWN)
     return AutoregressiveResult(tokens, len(tokens))

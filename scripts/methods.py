@@ -35,6 +35,11 @@ REQUEST = {
     "begin_suppress_tokens": "Sequence[int]",
     "logits_processor": "Callable[..., Any] | Sequence[Callable[..., Any]] | None",
     "stop_strings": "Sequence[str]",
+    "stop_sequences": "Sequence[Sequence[int]]",
+    "stopping_criteria": "Callable[..., Any] | Sequence[Callable[..., Any]] | None",
+    "max_time": "float | None",
+    "n": "int",
+    "logprobs": "int | None",
 }
 KINDS = {"Prompt": "One", "Batch": "Many"}  # type of a single prompt, and of its result
 
@@ -67,7 +72,7 @@ def options_table() -> str:
 
 def sampling_table() -> str:
     """Which settings of sampling each method has."""
-    names = ("temperature", "top_k", "top_p", "min_p")
+    names = ("temperature", "top_k", "top_p", "min_p", "typical_p")
     lines = [f"| method | {' | '.join(f'`{name}`' for name in names)} |", "|---" * (1 + len(names)) + "|"]
     for method in METHODS.values():
         cells = ("yes" if name in method.options else "-" for name in names)

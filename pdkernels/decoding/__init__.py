@@ -6,19 +6,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from pdkernels._validation import check, check_flag, check_type, did_you_mean, message, sentence
-from pdkernels.decoding._filter_options import checked_filters
+from pdkernels.decoding._filter_options import checked_filters, checked_sequences, no_logprobs
 from pdkernels.decoding._filtered_model import FilteredModel
 from pdkernels.decoding._method import SHARED, Method
 from pdkernels.decoding._prompts import Prompts
 from pdkernels.decoding._request import Overflow, check_model, checked_stops, finished, open_session
-from pdkernels.decoding._sampling import checked_mask_token, stream
+from pdkernels.decoding._sampling import checked_mask_token, checked_size, stream
 from pdkernels.decoding._session import MAX_POSITIONS
+from pdkernels.decoding._shared_prompts import SharedPrompts
+from pdkernels.decoding._stops import Stops, checked_criteria, checked_time
 from pdkernels.decoding._usual import default_method
 from pdkernels.decoding.methods import METHODS
 from pdkernels.decoding.planned._lanes import chunk_lanes
 from pdkernels.decoding.planned._outline import BAD_PLANS, BadPlan
 from pdkernels.decoding.recurrent.recurrent_adaptive import ExitCheck
-from pdkernels.decoding.result import ChunkTokens, DecodeResult, DecodeStats, OnTokens, PlanReport, PlanRound
+from pdkernels.decoding.result import ChunkTokens, DecodeResult, DecodeStats, LogProbs, OnTokens, PlanReport, PlanRound
 from pdkernels.decoding.signatures import Generate
 from pdkernels.decoding.traces import (
     AdaptiveStep,
@@ -42,6 +44,7 @@ __all__ = [
     "DenoiseStep",
     "ExitCheck",
     "LinearStep",
+    "LogProbs",
     "MaskedStep",
     "Method",
     "OnTokens",
@@ -89,7 +92,7 @@ def method_options(method: str) -> tuple[str, ...]:
     """Names of the options that `generate` takes for `method`.
 
     >>> method_options("jacobi")
-    ('block_size', 'window', 'draft', 'temperature', 'top_k', 'top_p', 'min_p', 'allow_mask_token', 'seed', 'page_size')
+    ('block_size', 'window', 'draft', 'temperature', 'top_k', 'top_p', 'min_p', 'typical_p', 'allow_mask_token', 'seed', 'page_size')
     """
     return tuple(find(method).options)
 
@@ -161,6 +164,11 @@ def generate(
     begin_suppress_tokens: Sequence[int] = (),
     logits_processor: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
     stop_strings: Sequence[str] = (),
+    stop_sequences: Sequence[Sequence[int]] = (),
+    stopping_criteria: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
+    max_time: float | None = None,
+    n: int = 1,
+    logprobs: int | None = None,
     **options: Any,
 ) -> DecodeResult[Any, Any]:
     """Generate from `prompt`, with the decoding method called `method`.
@@ -199,6 +207,15 @@ def generate(
             prefix, so it must depend on these arguments alone. That is slow: the host waits for every forward.
         stop_strings: a sequence ends with the token that completes one of these in its new text; they are kept in it, as end tokens are.
             They are searched for in special tokens too, although `text` leaves those out.
+        stop_sequences: the same for lists of tokens.
+        stopping_criteria: a function, or a list of them, from a text ``(1, n)``, prompt included, and None to whether it ends, such as
+            transformers' `StoppingCriteriaList`. It is asked about every new token.
+        max_time: seconds after which texts end, with the tokens that the step under way makes final.
+        n: texts of each prompt. The result has them one after another, each with the seed of its place in this batch; causal methods
+            compute the prompt's rows once.
+        logprobs: also return the log-probabilities of the new tokens and of this many most probable ones at each place: of the model's own
+            distribution, before penalties, temperature and filters, as vLLM does by default. One more pass over the text
+            computes them, which the stats do not count.
         **options: options of the method, see below; `method_options` lists their names.
 
     Returns:
@@ -234,9 +251,17 @@ def generate(
         remedy = f"These can: {', '.join(name for name, known in METHODS.items() if known.fills_prompts)}."
         check(chosen.fills_prompts, _OP, "infill", f"be False for method {chosen.name!r}", infill, remedy)
         fill_in = checked_mask_token(_OP, model, options.get("mask_token"))
-    stops = checked_stops(model, stop_strings)
-    session, single = open_session(model, prompt, max_new_tokens, end_tokens, on_tokens, trace, overflow, fill_in)
-    session.stop_strings = stops
+    stops = Stops(
+        checked_stops(model, stop_strings),
+        checked_sequences(stop_sequences, model.config.vocab_size),
+        checked_criteria(stopping_criteria),
+        checked_time(max_time),
+    )
+    checked_size(_OP, "n", n)
+    if logprobs is not None:
+        check_logprobs(chosen, logprobs)
+    session, single = open_session(model, prompt, max_new_tokens, end_tokens, on_tokens, trace, overflow, fill_in, n)
+    session.stops = stops
     filters = checked_filters(
         chosen,
         model.config.vocab_size,
@@ -255,9 +280,19 @@ def generate(
         },
     )
     session.filters = filters
+    if n > 1 and chosen.wing == "causal" and not chosen.fills_canvases:
+        session.model = SharedPrompts(model, session.prompts[::n], n)
     if filters.any and not chosen.fills_canvases:
-        session.model = FilteredModel(model, filters)
-    return finished(session, single, chosen.name, lambda: chosen.decode(session, **options))
+        session.model = FilteredModel(session.model, filters)
+    return finished(session, single, chosen.name, lambda: chosen.decode(session, **options), logprobs)
+
+
+def check_logprobs(method: Method, logprobs: int) -> None:
+    """Raises for a count that is none, and for methods whose tokens have no distribution after their prefix alone."""
+    check_type(type(logprobs) is int, _OP, "logprobs", "be an int", type(logprobs).__name__)
+    check(0 <= logprobs <= MAX_POSITIONS, _OP, "logprobs", f"be in 0 .. {MAX_POSITIONS}", logprobs)
+    if reason := no_logprobs(method):
+        raise NotImplementedError(sentence(_OP, f"method {method.name!r} does not follow logprobs: {reason}"))
 
 
 def check_capabilities(method: Method, model: Any) -> None:

@@ -42,6 +42,13 @@ def refusal(method: Method, option: str) -> str:
     return ""
 
 
+def no_logprobs(method: Method) -> str:
+    """Why a method has no log-probabilities; empty if it has."""
+    if method.writes_in_parallel:
+        return _PARALLEL
+    return "they depend on how many recurrences each token had" if method.wing == "recurrent" else ""
+
+
 def checked_filters(method: Method, vocabulary: int, end_tokens: Sequence[int], options: Mapping[str, Any]) -> Filters:
     """The filters of `options`, which has all of `FILTERS`, for a method that follows them."""
     found = Filters(

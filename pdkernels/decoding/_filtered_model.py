@@ -65,6 +65,11 @@ class FilteredModel:
         self.model, self.filters = model, filters
         self._rows: Tensor = torch.empty(0)  # the tokens of the last prelude
 
+    @property
+    def model_itself(self) -> Any:
+        """The model that is wrapped."""
+        return getattr(self.model, "model_itself", self.model)
+
     def __getattr__(self, name: str) -> Any:
         if name == "statistics":  # they are taken of logits
             raise AttributeError(name)

@@ -42,7 +42,8 @@ class SharedOptions:
         top_k: sample from the tokens whose logits are at least the k-th largest; None: from all.
         top_p: sample from the most probable tokens that together have this mass, of the distribution that `temperature` and `top_k`
             leave, the one that reaches it included, except in recurrent methods; None: from all.
-        min_p: sample from the tokens with at least this share of the largest probability; None: from all. Applied last.
+        min_p: sample from the tokens with at least this share of the largest probability; None: from all.
+        typical_p: sample from the tokens whose surprise is closest to the entropy, until they have this mass; None: from all. Applied last.
         seed: seed of all random numbers: an int, from which each sequence derives its own stream (`stream`), or a list with one seed
             per sequence.
         allow_mask_token: whether the model may emit its mask token; by default it cannot.

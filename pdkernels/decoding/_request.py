@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from pdkernels._validation import check, check_choice, check_flag, check_type, message, refuse
+from pdkernels.decoding._log_probs import log_probs
 from pdkernels.decoding._method import Method
 from pdkernels.decoding._prompts import Prompts, token_lists
 from pdkernels.decoding._replay import Source, special_names
@@ -47,10 +48,11 @@ def open_session(
     trace: bool = False,
     overflow: Overflow = "error",
     fill_in: int | None = None,
+    copies: int = 1,
 ) -> tuple[Session, bool]:
     """A session for checked arguments of `generate`, and whether there was a single prompt, not a batch.
 
-    `fill_in`: the mask token, if masks inside prompts are to be filled too.
+    `fill_in`: the mask token, if masks inside prompts are to be filled too. `copies`: texts of each prompt.
     """
     check_type(_is_int(max_new_tokens), _OP, "max_new_tokens", "be an int", type(max_new_tokens).__name__)
     check(max_new_tokens >= 0, _OP, "max_new_tokens", "be at least 0", max_new_tokens)
@@ -69,6 +71,7 @@ def open_session(
         check_type(_is_int(token), _OP, "end_tokens", "hold ints", type(token).__name__)
         check(0 <= token < vocabulary, _OP, "end_tokens", f"hold ids in 0 .. {vocabulary - 1}", token)
     prompts, single = token_lists(model, prompt, vocabulary)
+    prompts, single = [ids for ids in prompts for _ in range(copies)], single and copies == 1
     _check_length(model, max(map(len, prompts)), max_new_tokens, overflow)
     if fill_in is None:
         return Session(model, prompts, max_new_tokens, ends, on_tokens, trace), single
@@ -120,8 +123,10 @@ def _check_length(model: Any, longest: int, max_new_tokens: int, overflow: Overf
     warnings.warn(message(_OP, "prompt", expectation, actual), stacklevel=4)
 
 
-def finished(session: Session, single: bool, method: str, decode: Callable[[], int | None]) -> DecodeResult[Any, Any]:
-    """The result of `generate` from a session that `decode` fills."""
+def finished(
+    session: Session, single: bool, method: str, decode: Callable[[], int | None], logprobs: int | None = None
+) -> DecodeResult[Any, Any]:
+    """The result of `generate` from a session that `decode` fills; `logprobs`: how many of each place, in one more pass."""
     started = time.perf_counter()
     with inference():
         forwards = decode()
@@ -149,9 +154,14 @@ def finished(session: Session, single: bool, method: str, decode: Callable[[], i
         text = [decode_text(sequence) for sequence in written]
     model = session.model
     source = Source(session.prompts, session.tokens, model.tokenizer, special_names(model)) if session.trace else None
+    likely = None
+    if logprobs is not None:
+        with inference():
+            likely = log_probs(getattr(model, "model_itself", model), session.prompts, session.tokens, logprobs)
     if single:
-        return DecodeResult(ids[0], None if text is None else text[0], stats, source)
-    return DecodeResult(ids, text, stats, source)
+        only = None if likely is None else likely[0]
+        return DecodeResult(ids[0], None if text is None else text[0], stats, only, source)
+    return DecodeResult(ids, text, stats, likely, source)
 
 
 def _is_int(value: object) -> bool:

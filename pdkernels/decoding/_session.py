@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
 from pdkernels._validation import sentence
 from pdkernels.decoding._filters import Filters
+from pdkernels.decoding._stops import Stops
 from pdkernels.decoding.result import OnTokens, PlanReport
 from pdkernels.decoding.traces import TraceStep
 
@@ -58,36 +58,6 @@ def to_device_async(rows: list[list[int]], device: torch.device) -> torch.Tensor
     return torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
 
 
-def first_stop(
-    tokens: list[int], known: int, stops: Sequence[str], tokenizer: Any, text_of: Callable[..., str] | None = None
-) -> int | None:
-    """How many of `tokens` it takes for their text to hold one of `stops`, where the first `known` do not; None: it does not.
-
-    Special tokens are part of that text, although decoded texts leave them out: a stop string may be or contain one. `text_of`
-    is the session's, of tokens that are not all text.
-
-    >>> class Letters:
-    ...     def decode(self, tokens):
-    ...         return "".join(map(chr, tokens))
-    >>> first_stop(list(b"one, two, six"), 4, [", s", "wo"], Letters()), first_stop([65, 66], 1, ["AA"], Letters())
-    (8, None)
-    """
-    if not stops or known == len(tokens):
-        return None
-    # Most texts have no stop string, which is visible from their end: the new tokens, and as many characters as a stop string has.
-    longest, first = max(map(len, stops)) + 8, known
-    decode = getattr(tokenizer, "decode_all", tokenizer.decode)
-    if text_of is not None:
-        decode, first = partial(text_of, decode=decode), 0  # what is text depends on all tokens before
-    while first > 0 and len(decode(tokens[first:known])) < longest:
-        first = max(0, first - longest)
-    part = decode(tokens[first:])
-    if not any(stop in part for stop in stops):
-        return None
-    ends = range(known + 1, len(tokens) + 1)
-    return next((end for end in ends if any(stop in decode(tokens[:end]) for stop in stops)), None)
-
-
 MAX_POSITIONS = 2**24
 """Limit of a text, regardless of the model."""
 
@@ -132,7 +102,7 @@ class Session:
         self.canvas: Any = None  # the host's half of a canvas, of steps that fill one
         self.callback_seconds = 0.0
         self.filters = Filters()  # of methods whose texts are canvases; those on a cache have a model that applies them
-        self.stop_strings: tuple[str, ...] = ()
+        self.stops = Stops()
         self.stopped = [False] * self.batch  # by one of these
         self._on_tokens = on_tokens
 
@@ -212,16 +182,19 @@ class Session:
         self.report(sequence, new, min(accepted_drafts, len(new)))
 
     def extend(self, sequence: int, new: list[int]) -> list[int]:
-        """Puts tokens on record, up to the one that completes a stop string, and returns those; `stopped` says whether one did."""
+        """Puts tokens on record, up to the one that ends the text, and returns those; `stopped` says whether one did."""
         known = self.tokens[sequence]
-        found = first_stop([*known, *new], len(known), self.stop_strings, self.model.tokenizer, self.text_of)
+        found = None
+        if self.stops.any:
+            whole = [*known, *new]
+            found = self.stops.first(self.prompts[sequence], whole, len(known), self.model.tokenizer, self.text_of)
         kept = list(new) if found is None else new[: found - len(known)]
         self.tokens[sequence] += kept
         self.stopped[sequence] = found is not None
         return kept
 
     def stop_(self, left: list[Any], *device: torch.Tensor) -> None:
-        """Writes 0 for the sequences that a stop string has ended, into what is `left` of each on the host and on the device."""
+        """Writes 0 for the sequences that one of `stops` has ended, into what is `left` of each on the host and on the device."""
         for sequence, stopped in enumerate(self.stopped):
             if stopped:
                 left[sequence] = type(left[sequence])(0)

@@ -61,6 +61,17 @@ class PlanReport(NamedTuple):
         return sum(self.forwards.values())
 
 
+class LogProbs(NamedTuple):
+    """Log-probabilities of the n new tokens of a text, under the model's own distribution: before penalties, temperature and filters."""
+
+    tokens: torch.Tensor
+    """float ``(n,)``: of the tokens."""
+    top_ids: torch.Tensor
+    """int64 ``(n, k)``: the k most probable tokens of each place."""
+    top: torch.Tensor
+    """float ``(n, k)``: their log-probabilities."""
+
+
 @dataclass(frozen=True)
 class DecodeStats:
     """The cost of a generation.
@@ -111,11 +122,13 @@ class DecodeResult(Generic[Tokens, Text]):
             sequence is its last token.
         text: the decoded tokens, special ones left out; None if the model has no tokenizer.
         stats: see `DecodeStats`.
+        logprobs: see `LogProbs`, a list of those for a batch; None unless requested.
     """
 
     tokens: Tokens
     text: Text | None
     stats: DecodeStats
+    logprobs: LogProbs | list[LogProbs] | None = None
     _source: Source | None = field(default=None, repr=False, compare=False)
 
     def save_html(self, path: str | PathLike[str], title: str | None = None) -> None:

@@ -40,6 +40,11 @@ class Request(TypedDict, total=False):
     begin_suppress_tokens: Sequence[int]
     logits_processor: Callable[..., Any] | Sequence[Callable[..., Any]] | None
     stop_strings: Sequence[str]
+    stop_sequences: Sequence[Sequence[int]]
+    stopping_criteria: Callable[..., Any] | Sequence[Callable[..., Any]] | None
+    max_time: float | None
+    n: int
+    logprobs: int | None
 
 
 class Autoregressive(Request, total=False):
@@ -47,6 +52,7 @@ class Autoregressive(Request, total=False):
     top_k: int | None
     top_p: float | None
     min_p: float | None
+    typical_p: float | None
     allow_mask_token: bool
     seed: int | Sequence[int]
     page_size: int | None
@@ -102,6 +108,7 @@ class FastDllmV2(Request, total=False):
     top_k: int | None
     top_p: float | None
     min_p: float | None
+    typical_p: float | None
     mask_token: int | None
     seed: int | Sequence[int]
     page_size: int | None
@@ -121,6 +128,7 @@ class Planned(Request, total=False):
     temperature: float
     top_p: float
     top_k: int | None
+    min_p: float
     mask_token: int | None
     seed: int | Sequence[int]
     page_size: int | None
@@ -137,6 +145,7 @@ class RecurrentStatic(Request, total=False):
     top_p: float | None
     min_p: float | None
     top_k: int | None
+    typical_p: float | None
     seed: int | Sequence[int]
     page_size: int | None
 
@@ -181,6 +190,7 @@ class RecurrentDiffusion(Request, total=False):
     top_p: float | None
     min_p: float | None
     top_k: int | None
+    typical_p: float | None
     seed: int | Sequence[int]
     page_size: int | None
 
@@ -194,6 +204,10 @@ class Llada(Request, total=False):
     late_end: bool
     revise: float
     temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    typical_p: float | None
     mask_token: int | None
     seed: int | Sequence[int]
 
@@ -205,6 +219,7 @@ class Dream(Request, total=False):
     temperature: float
     top_p: float
     top_k: int | None
+    min_p: float
     order_temperature: float
     threshold: float
     logits_hook: Callable[..., Any] | None
@@ -228,6 +243,10 @@ class Slowfast(Request, total=False):
     gen_interval: int
     transfer_ratio: float
     temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    typical_p: float | None
     mask_token: int | None
     seed: int | Sequence[int]
 
@@ -245,6 +264,10 @@ class DllmCache(Request, total=False):
     no_end: bool
     late_end: bool
     temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    typical_p: float | None
     mask_token: int | None
     seed: int | Sequence[int]
     page_size: int | None
@@ -257,6 +280,10 @@ class FastDllm(Request, total=False):
     factor: float | None
     steps: int | None
     temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    typical_p: float | None
     mask_token: int | None
     seed: int | Sequence[int]
     page_size: int | None

@@ -29,6 +29,7 @@ from pdkernels import models
 from pdkernels._validation import check, check_choice, check_type, integer, message, sentence
 from pdkernels._version import __version__
 from pdkernels.decoding import check_options, default_method, find, generate, stream
+from pdkernels.decoding.signatures import Request
 from pdkernels.integrations.ledger import Ledger, ledger_path, refuse_links
 from pdkernels.integrations.prompt_files import OP, Contents, Prompt, check_output, model_identity, read_prompts, writer
 from pdkernels.models.adapters import named_adapter
@@ -180,7 +181,9 @@ def _about_prompts(error: Exception) -> str | None:
     return None
 
 
-_OF_GENERATE = ("max_new_tokens", "end_tokens", "overflow", "infill", "repetition_penalty", "stop_strings")
+# A result is the text of one prompt, and settings are kept with it as JSON.
+_ABSENT = {"on_tokens", "trace", "n", "logprobs", "logits_processor", "stopping_criteria", "max_time"}
+_OF_GENERATE = tuple(name for name in Request.__annotations__ if name not in _ABSENT)
 
 
 def _check_options(method: str, options: dict[str, Any]) -> None:

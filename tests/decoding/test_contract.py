@@ -62,7 +62,7 @@ def accepted_kinds(method: str) -> list[str]:
 
 INTERVALS: dict[str, Any] = {"prompt_interval": 4, "gen_interval": 2, "transfer_ratio": 0.5}
 FORMS: dict[str, list[dict[str, Any]]] = {
-    "autoregressive": [{"top_k": 5, "top_p": 0.8, "min_p": 0.05}],
+    "autoregressive": [{"top_k": 5, "top_p": 0.8, "min_p": 0.05, "typical_p": 0.9}],
     "jacobi": [{"block_size": 1}, {"block_size": 4}, {"window": 5}, {"draft": "lookup"}],
     "jacobi_multiblock": [
         {"block_size": 4},
@@ -95,7 +95,12 @@ FORMS: dict[str, list[dict[str, Any]]] = {
         {"block_size": 4, "small_block_size": 2, "threshold": 0.4, "block_cache": False},
         {"block_size": 4, "small_block_size": 2, "top_k": 5, "min_p": 0.05},
     ],
-    "llada": [{"block_size": 4, "steps": 6}, {"remasking": "random"}, {"guidance": 1.5}, {"late_end": True}],
+    "llada": [
+        {"block_size": 4, "steps": 6},
+        {"remasking": "random"},
+        {"guidance": 1.5},
+        {"late_end": True, "top_k": 5},
+    ],
     "dream": [
         *({"algorithm": name} for name in ("origin", "maskgit_plus", "topk_margin", "confidence_threshold")),
         {"order_temperature": 0.5, "top_p": 0.8},
@@ -122,6 +127,9 @@ FORMS: dict[str, list[dict[str, Any]]] = {
     "recurrent_self_speculation": [{"block_size": 2}],
     "planned": [{"sparse": True}, {"sparse": True, "cache": "drop_finished"}, {"threshold": 0.3}, {"steps_ratio": 0.5}],
 }
+# Filters that depend on tokens, which every method follows.
+ROWS: dict[str, Any] = {"repetition_penalty": 1.4, "presence_penalty": 0.6, "frequency_penalty": 0.3}
+ROWS |= {"logit_bias": {3: 1.5, 4: -2.0}, "suppress_tokens": [5], "bad_words": [[6]]}
 SMALL = {"fast_dllm": {"block_size": 4}, "fast_dllm_v2": {"block_size": 4, "small_block_size": 2}}
 
 
@@ -133,7 +141,7 @@ METHODS_AND_KINDS = [(method, kind) for method in available() for kind in accept
 CASES = [
     (method, kind, form)
     for method, kind in METHODS_AND_KINDS
-    for form in (SMALL.get(method, {}), *FORMS.get(method, []))
+    for form in (SMALL.get(method, {}), *FORMS.get(method, []), SMALL.get(method, {}) | ROWS)
 ]
 on_every_kind = pytest.mark.parametrize(("method", "kind"), METHODS_AND_KINDS, ids=label)
 
@@ -366,7 +374,9 @@ def test_kernels_give_the_tokens_of_plain_torch(method: str, kind: str, form: An
         paged = generate(fast, batch, known, page_size=3, **options, **drawing)
         assert all(map(torch.equal, paged.tokens, found.tokens))
     if is_lossless(method) and not form.keys() & {"ensemble_weight", "label_shift"}:
-        greedy = generate(plain, batch, max_new_tokens=12, end_tokens=())
+        filters = {name: value for name, value in form.items() if name in ROWS}
+        # The seed is that of the initial states of recurrences.
+        greedy = generate(plain, batch, max_new_tokens=12, end_tokens=(), seed=options["seed"], **filters)
         assert all(map(torch.equal, greedy.tokens, found.tokens))
     if known.fills_canvases:
         half = generate(copy.deepcopy(plain).bfloat16(), batch, known, **options)

@@ -19,6 +19,8 @@ from pdkernels.reference.block_diffusion import block_diffusion
 from pdkernels.reference.linear_self_speculation import linear_self_speculation
 from pdkernels.reference.quadratic_self_speculation import quadratic_self_speculation
 from tests.support.base import page_sizes, seeds, streams
+from tests.support.masked import small_masked
+from tests.support.plans import example
 from tests.support.tri_mode import small_transformer
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed", minversion="4.57")
@@ -50,6 +52,7 @@ samplers = st.builds(
     top_k=st.sampled_from([None, 1, 2, 3, 5, 20]),
     top_p=st.sampled_from([1.0, 0.95, 0.7, 0.3, 0.01]),
     min_p=st.sampled_from([0.0, 0.03, 0.2, 1.0]),
+    typical_p=st.sampled_from([1.0, 1.0, 0.9, 0.5, 0.1]),
 )
 published = LlamaForCausalLM(
     LlamaConfig(
@@ -87,6 +90,15 @@ def at_a_border(logits: Tensor, sampler: TokenSampler) -> bool:
     share = mass / mass.amax(-1, keepdim=True)
     near = (more - sampler.top_p).abs() < 1e-9
     near |= ((share - sampler.min_p).abs() < 1e-9) & (share < 1)
+    if sampler.typical_p < 1:
+        left = reference.filtered(logits, *sampler[:4])
+        mass = reference.distribution(left, sampler.temperature)
+        away = (-mass.log() - torch.special.entr(mass).sum(-1, keepdim=True)).abs()
+        apart = away[:, None] - away[:, :, None]
+        closer = ((apart < 0) * mass[:, None]).sum(-1)
+        # Unequal tokens may be equally typical, but for rounding.
+        twins = (apart.abs() < 1e-9) & (left[:, None] != left[:, :, None]) & left[:, None].isfinite()
+        near |= ((closer - sampler.typical_p).abs() < 1e-9) | twins.any(-1)
     return bool((near & rows.isfinite()).any())
 
 
@@ -102,12 +114,13 @@ def test_they_keep_what_transformers_keeps(seed: int, size: int, levels: int, sa
     ours, theirs = sampler.filtered(logits), processed(logits, sampler)
     kept, expected = ours.isfinite(), theirs.isfinite()
     smallest = logits.masked_fill(~expected, torch.inf).amin(-1, keepdim=True)
-    assert (kept >= expected).all()
-    assert (logits == smallest)[kept & ~expected].all()
+    if sampler.typical_p == 1:
+        assert (kept >= expected).all()
+        assert (logits == smallest)[kept & ~expected].all()
     if sampler.top_p == 1 or levels == 0:
         assert torch.equal(kept, expected)
     assert torch.equal(ours[kept], logits[kept])
-    plain = reference.filtered(logits, sampler.temperature, sampler.top_k, sampler.top_p, sampler.min_p)
+    plain = reference.filtered(logits, *sampler)
     assert torch.equal(plain, ours)
 
 
@@ -132,7 +145,7 @@ def test_a_draw_is_one_of_the_filtered_distribution(
     assume(not at_a_border(rows.view(6, -1), sampler))
     found = sampler.sample(logits, positions, numbers, 3, banned)
     for n in range(2):
-        law = reference.filtered(rows[n], sampler.temperature, sampler.top_k, sampler.top_p, sampler.min_p)
+        law = reference.filtered(rows[n], *sampler)
         assert torch.equal(sampler.filtered(logits[n], banned).isfinite(), law.isfinite())
         assert found[n].tolist() == reference.draw(law, positions[n].tolist(), sampler.temperature, stream(seed, n), 3)
     assert torch.equal(logits, before)
@@ -145,11 +158,11 @@ class Head:
         return hidden
 
 
-@pytest.mark.parametrize("top_k", [None, 3])
-def test_confidences_know_no_filter(top_k: int | None) -> None:
+@pytest.mark.parametrize(("top_k", "typical_p"), [(None, 1.0), (3, 1.0), (None, 0.4)])
+def test_confidences_know_no_filter(top_k: int | None, typical_p: float) -> None:
     logits = torch.randn(2, 5, 11, generator=torch.Generator().manual_seed(1)) * 3
     logits[1, 4] = -torch.inf
-    sampler = TokenSampler(0.7, top_k, 0.8, 0.05)
+    sampler = TokenSampler(0.7, top_k, 0.8, 0.05, typical_p)
     positions, numbers = torch.arange(10).view(2, 5), torch.tensor([4, 5])
     ids, sure = sampler.guess(Head(), logits, positions, numbers, 2, (3,))
     assert torch.equal(ids, sampler.draw(Head(), logits, positions, numbers, 2, (3,)))
@@ -283,7 +296,7 @@ def test_texts_have_the_law_of_transformers_processors(form: str) -> None:
     """Chi-square over all texts of three tokens, enumerated with transformers' processors."""
     method, own = LAWFUL[form]
     size, prompt, draws = 6, [1, 3, 0], 4000
-    sampler, model = TokenSampler(4.0, top_k=4, top_p=0.9, min_p=0.2), small_transformer(5, size)
+    sampler, model = TokenSampler(4.0, top_k=5, top_p=0.95, min_p=0.1, typical_p=0.8), small_transformer(5, size)
     law = dict.fromkeys(product(range(size), repeat=3), 0.0)
     for start in product(range(size), repeat=2):
         chance = torch.ones((), dtype=torch.float64)
@@ -347,7 +360,7 @@ def test_exact_in_low_precision_as_well(dtype: torch.dtype) -> None:
 
 def test_filters_do_not_change_greedy_decoding() -> None:
     model, drawn = small_transformer(1), {"max_new_tokens": 9, "end_tokens": ()}
-    filters = {"top_k": 2, "top_p": 0.1, "min_p": 0.5}
+    filters = {"top_k": 2, "top_p": 0.1, "min_p": 0.5, "typical_p": 0.2}
     for method in ("autoregressive", "block_diffusion", *{method for method, _ in EXACT.values()}):
         plain_tokens = generate(model, [3, 1, 4], method, **drawn).tokens
         assert torch.equal(generate(model, [3, 1, 4], method, **filters, **drawn).tokens, plain_tokens)
@@ -364,8 +377,63 @@ def test_filters_do_not_change_greedy_decoding() -> None:
         ("top_p", 1.5, r"top_p must be in 0 \.\. 1, got 1.5", ValueError),
         ("min_p", -0.1, r"min_p must be in 0 \.\. 1, got -0.1", ValueError),
         ("min_p", "0.1", "min_p must be a number, got str", TypeError),
+        ("typical_p", 0.0, "typical_p must be above 0, got 0.0", ValueError),
     ],
 )
 def test_bad_filters_are_refused(method: str, name: str, value: Any, words: str, error: type[Exception]) -> None:
     with pytest.raises(error, match=f"^pdkernels.decoding.{method}: {words}"):
         generate(small_transformer(0), [1], method, temperature=1.0, **{name: value})
+
+
+# -------------------------------------------------------------------------------------------------------------- canvases
+
+MASKED: dict[str, dict[str, Any]] = {"llada": {}, "slowfast": {}, "dllm_cache": {}, "fast_dllm": {"block_size": 4}}
+FILTERS: list[dict[str, Any]] = [
+    {"top_k": 3},
+    {"top_p": 0.6},
+    {"min_p": 0.2},
+    {"typical_p": 0.4},
+    {"top_k": 6, "top_p": 0.9, "min_p": 0.05, "typical_p": 0.7},
+]
+
+
+@pytest.mark.parametrize("method", MASKED)
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_a_masked_position_is_drawn_from_the_filtered_distribution(method: str, filters: dict[str, Any]) -> None:
+    """With one position to fill, the token is the reference's; with several, the confidence that orders them knows no filter."""
+    model = small_masked(3)
+    size, mask = model.config.vocab_size, model.mask_token
+    sampler = TokenSampler(1.5, **filters)
+    for seed in range(12):
+        prompt = [seed % 7, 3, 1 + seed % 5]
+        found = generate(
+            model, prompt, method, max_new_tokens=1, temperature=1.5, seed=seed, **MASKED[method], **filters
+        )
+        text = torch.tensor([[*prompt, mask]])
+        rows = plain_of(model)(text, torch.arange(4)[None], torch.ones(4, 4, dtype=torch.bool))[0, -1:]
+        law = reference.filtered(reference.without(rows, mask), *sampler)
+        assert found.tokens.tolist() == reference.draw(law, [3], 1.5, seed, 1)
+        assert size > int(law.isfinite().sum())
+
+
+def test_one_token_to_draw_from_is_greedy_decoding() -> None:
+    """Confidences are those of the model, so positions are filled in the order of temperature 0."""
+    model = small_masked(4)
+    for method, own in MASKED.items():
+        options = {"max_new_tokens": 9, "trace": True, **own}
+        greedy = generate(model, [3, 1, 4], method, **options)
+        found = generate(model, [3, 1, 4], method, temperature=0.8, top_k=1, **options)
+        assert torch.equal(found.tokens, greedy.tokens) and found.stats.accepted == greedy.stats.accepted
+        for one, other in zip(found.stats.trace[0], greedy.stats.trace[0], strict=True):
+            assert one.confidence == pytest.approx(other.confidence, 1e-6)
+
+
+@pytest.mark.parametrize("method", ["dream", "planned"])
+def test_min_p_of_methods_with_filters_of_their_own(method: str) -> None:
+    """Everything but the likeliest token is below the largest share: greedy decoding."""
+    model = example(METHODS[method])
+    options = {"max_new_tokens": 8, "seed": 3}
+    greedy = generate(model, [3, 1, 4], METHODS[method], **options)
+    assert torch.equal(
+        generate(model, [3, 1, 4], METHODS[method], temperature=0.7, min_p=1.0, **options).tokens, greedy.tokens
+    )

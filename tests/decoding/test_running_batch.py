@@ -16,6 +16,7 @@ from pdkernels.decoding._filtered_model import FilteredModel
 from pdkernels.decoding._filters import Filters
 from pdkernels.decoding._request import finished, open_session
 from pdkernels.decoding._session import Session
+from pdkernels.decoding._stops import Stops
 from pdkernels.decoding.steps import RunningBatch
 from tests.harness.pretended_gpu import pretended_gpu, waits, without_gpu
 from tests.integrations.test_steps import CASES, STARTS, SUMS
@@ -52,7 +53,7 @@ class Request:
     ) -> None:
         self.seed, self.told, expected_told = seed, [], []
         self.session, _ = open_session(model, prompt, limit, ends, lambda *news: self.told.append(news), trace=True)
-        self.session.stop_strings = stops
+        self.session.stops = Stops(tuple(stops))
         self.expected = pd.decoding.generate(
             model, prompt, method, max_new_tokens=limit, end_tokens=ends, trace=True, stop_strings=stops, seed=seed,
             on_tokens=lambda *news: expected_told.append(news), **options,

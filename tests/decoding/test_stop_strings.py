@@ -9,7 +9,7 @@ import torch
 
 from pdkernels import models
 from pdkernels.decoding import generate
-from pdkernels.decoding._session import first_stop
+from pdkernels.decoding._stops import first_stop
 from pdkernels.decoding.methods import METHODS
 from pdkernels.models import JsonTokenizer
 from tests.decoding.test_repetition import BATCH, NAMES, SIZES, with_text

@@ -33,9 +33,9 @@ from pdkernels._philox import uniforms
 from pdkernels._validation import check
 from pdkernels.backends import backend_of
 from pdkernels.decoding._prefixes import Prefixes
-from pdkernels.decoding._sampling import ORDER, likeliest, noise, statistics, suppress_
+from pdkernels.decoding._sampling import ORDER, Seed, checked_sampling, likeliest, noise, statistics, suppress_
 from pdkernels.decoding._session import Session, is_end, to_device_async
-from pdkernels.decoding._token_sampler import largest
+from pdkernels.decoding._token_sampler import TokenSampler, checked_sampler, largest
 from pdkernels.decoding.canvas.checks import checked_masked_model as checked_masked_model
 from pdkernels.decoding.canvas.record import CanvasRecord
 from pdkernels.decoding.canvas.trace import Record, masked_trace
@@ -68,7 +68,26 @@ class SamplingOptions(NamedTuple):
     late: tuple[int, ...] = ()  # ids of confidence 0, left out of the confidence of others
     guidance: float = 0.0  # w of classifier-free guidance: hidden rows then come twice, with and without the prompt
     min_p: float = 0.0
+    typical_p: float = 1.0
     top_k_first: bool = False  # before `top_p`, which then applies to what it leaves, as in transformers
+
+
+def filtered_options(
+    op: str,
+    session: Session,
+    temperature: float,
+    seed: Seed,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
+    typical_p: float | None,
+    **more: Any,
+) -> SamplingOptions:
+    """The options of guesses that are drawn with transformers' filters; greedy ones know none."""
+    seeds = checked_sampling(op, temperature, seed, session.batch)
+    sampler = checked_sampler(op, temperature, top_k, top_p, min_p, typical_p)
+    filters = sampler if temperature else TokenSampler(temperature)
+    return SamplingOptions(seeds, **filters._asdict(), top_k_first=True, **more)
 
 
 class Step(NamedTuple):
@@ -157,7 +176,7 @@ class Canvas(CanvasRecord):
     def needs_polls(self) -> bool:
         """Whether every step must be polled: a sequence may end early, or a callback wants tokens."""
         session = self._session
-        return bool(session.end_tokens or session.stop_strings) or session.listens or self.fills_prompts
+        return bool(session.end_tokens) or session.stops.any or session.listens or self.fills_prompts
 
     def _number(self) -> int | None:
         """Number of the forward, if it is the same for all sequences taking part."""
@@ -228,7 +247,8 @@ class Canvas(CanvasRecord):
             rows = rows.repeat(len(hidden) // len(rows), 1)
         hidden = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1]))
         filters = self._session.filters
-        if not (sampling.guidance or sampling.late or sampling.top_k or filters.any or self.logits_hook):
+        cuts = sampling.top_k is not None or sampling.typical_p < 1
+        if not (sampling.guidance or sampling.late or cuts or filters.any or self.logits_hook):
             guesses = statistics(model, hidden, **self._options(step))
             self._look_for_broken(guesses, step)
             return guesses
@@ -247,20 +267,40 @@ class Canvas(CanvasRecord):
         if self.logits_hook is not None:
             logits = self.logits_hook(self._session.forwards - 1, self.tokens, step.positions, logits)
         options = self._options(step)
-        if sampling.top_k is not None:
+        kept = logits
+        if cuts:
             for token in options["suppress"]:
                 suppress_(logits, token)
-            if sampling.top_k_first:
-                logits = largest(logits, sampling.top_k)
+            if sampling.typical_p < 1:
+                sampler = TokenSampler(
+                    sampling.temperature, sampling.top_k, options.pop("top_p"), options.pop("min_p"), sampling.typical_p
+                )
+                kept = sampler.filtered(logits)
+            elif sampling.top_k_first:
+                assert sampling.top_k is not None
+                kept = largest(logits, sampling.top_k)
             else:  # with top_p, which uses the distribution of all tokens
-                logits = likeliest(logits, sampling.top_k, sampling.temperature, options.pop("top_p"))
-        guesses = token_statistics(logits, backend=self._backend, **options)
+                assert sampling.top_k is not None
+                kept = likeliest(logits, sampling.top_k, sampling.temperature, options.pop("top_p"))
+        guesses = token_statistics(kept, backend=self._backend, **options)
+        if cuts and sampling.distribution == "model":
+            guesses = self._as_model(guesses, logits)
         self._look_for_broken(guesses, step)
         if sampling.late:
             options["suppress"] += sampling.late
-            sure = token_statistics(logits, backend=self._backend, **options)
+            sure = token_statistics(kept, backend=self._backend, **options)
+            if cuts:
+                for token in sampling.late:
+                    suppress_(logits, token)
+                sure = self._as_model(sure, logits)
             guesses = guesses._replace(probs=sure.probs.masked_fill(is_end(guesses.ids, self._late), 0))
         return guesses
+
+    def _as_model(self, guesses: TokenStatistics, logits: torch.Tensor) -> TokenStatistics:
+        """`guesses` from filtered logits, with their confidence in the distribution before."""
+        whole = token_statistics(logits, top_k=1, backend=self._backend)
+        probs = guesses.probs * (guesses.logsumexp - whole.logsumexp).exp()
+        return guesses._replace(probs=probs.masked_fill(guesses.ids < 0, 0), margin=whole.margin, entropy=whole.entropy)
 
     def _prefixes(self, step: Step, copies: int = 1) -> Prefixes:
         """What the rows of `step` see: the whole canvas; the last of several `copies` is without the prompt."""

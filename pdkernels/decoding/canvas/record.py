@@ -91,5 +91,6 @@ class CanvasRecord:
             session.given += sum(token != self.mask_token for token in tail[recorded:known])
             session.emit(sequence, answer[recorded:known], known - recorded)
             self._recorded[sequence] = known
+        session.stopped[sequence] |= session.stops.time_is_up
         if ended or known == own or session.stopped[sequence]:
             self.active = [on and other != sequence for other, on in enumerate(self.active)]

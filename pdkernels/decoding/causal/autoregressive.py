@@ -23,12 +23,13 @@ class AutoregressiveSteps(DraftSteps):
         top_k: int | None = None,
         top_p: float | None = None,
         min_p: float | None = None,
+        typical_p: float | None = None,
         allow_mask_token: bool = False,
         seed: Seed = 0,
         page_size: int | None = None,
     ) -> None:
         seeds = checked_sampling(_OP, temperature, seed, session.batch)
-        self.sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p)
+        self.sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p, typical_p)
         self.banned = banned_tokens(_OP, session.model, allow_mask_token)
         self.allocate(session, seeds, 1, page_size, draft=1)
         self.latents = latents(self.model, self.seeds)

@@ -73,6 +73,7 @@ class BlockSteps(Steps):
         top_k: int | None = None,
         top_p: float | None = None,
         min_p: float | None = None,
+        typical_p: float | None = None,
         mask_token: int | None = None,
         allow_mask_token: bool = False,
         seed: Seed = 0,
@@ -97,7 +98,7 @@ class BlockSteps(Steps):
             check(temperature == 0, _OP, "temperature", "be 0 with a sampler", temperature)
         checked_name(_OP, "refresh", refresh, get_args(Refresh))
         seeds = checked_sampling(_OP, temperature, seed, session.batch)
-        self.token_sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p)
+        self.token_sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p, typical_p)
         self.model, self.limit = session.model, session.max_new_tokens
         self.threshold, self.sampler = threshold, sampler
         self.mask_token = checked_mask_token(_OP, self.model, mask_token)

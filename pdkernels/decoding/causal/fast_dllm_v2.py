@@ -16,17 +16,9 @@ from __future__ import annotations
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._sampling import (
-    Seed,
-    checked_flag,
-    checked_mask_token,
-    checked_number,
-    checked_sampling,
-    checked_size,
-)
+from pdkernels.decoding._sampling import Seed, checked_flag, checked_mask_token, checked_number, checked_size
 from pdkernels.decoding._session import Session
-from pdkernels.decoding._token_sampler import TokenSampler, checked_sampler
-from pdkernels.decoding.canvas.canvas import Canvas, SamplingOptions, Step, share
+from pdkernels.decoding.canvas.canvas import Canvas, Step, filtered_options, share
 from pdkernels.decoding.canvas.checks import check_keeps_rows
 from pdkernels.masks import block_causal
 from pdkernels.models.capabilities import rows_ahead
@@ -46,6 +38,7 @@ def decode(
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
+    typical_p: float | None = None,
     mask_token: int | None = None,
     seed: Seed = 0,
     page_size: int | None = None,
@@ -85,12 +78,9 @@ def decode(
     if steps is not None:
         checked_size(_OP, "steps", steps)
     checked_flag(_OP, "block_cache", block_cache)
-    seeds = checked_sampling(_OP, temperature, seed, session.batch)
-    sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p)
-    filters = sampler if temperature else TokenSampler(temperature)
-    canvas = Canvas(
-        session, mask_token, SamplingOptions(seeds, **filters._asdict(), top_k_first=True, distribution="sampling")
-    )
+    filters = top_k, top_p, min_p, typical_p
+    sampling = filtered_options(_OP, session, temperature, seed, *filters, distribution="sampling")
+    canvas = Canvas(session, mask_token, sampling)
     if not canvas.unfinished:
         return canvas.finish()
     blocks = Blocks(session, canvas, block_size, small_block_size, steps, block_cache, page_size)

@@ -58,6 +58,7 @@ class JacobiSteps(DraftSteps):
         top_k: int | None = None,
         top_p: float | None = None,
         min_p: float | None = None,
+        typical_p: float | None = None,
         allow_mask_token: bool = False,
         seed: Seed = 0,
         page_size: int | None = None,
@@ -65,7 +66,7 @@ class JacobiSteps(DraftSteps):
         length = _checked_length(block_size, window)
         checked_name(_OP, "draft", draft, get_args(Draft))
         seeds = checked_sampling(_OP, temperature, seed, session.batch)
-        self.sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p)
+        self.sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p, typical_p)
         self.windowed = window is not None
         self.banned = banned_tokens(_OP, session.model, allow_mask_token)
         # The last requested token needs no forward, so no draft is longer than limit - 1.

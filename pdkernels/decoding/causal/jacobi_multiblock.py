@@ -42,6 +42,7 @@ def decode(
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
+    typical_p: float | None = None,
     allow_mask_token: bool = False,
     seed: Seed = 0,
     page_size: int | None = None,
@@ -61,7 +62,7 @@ def decode(
     """
     limits = _checked_limits(block_size, blocks, spawn_ratio, pool_size, verification_size)
     seeds = checked_sampling(_OP, temperature, seed, session.batch)
-    sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p)
+    sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p, typical_p)
     banned = banned_tokens(_OP, session.model, allow_mask_token)
     limit = session.max_new_tokens
     if limit == 0:

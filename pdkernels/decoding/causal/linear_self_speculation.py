@@ -62,6 +62,7 @@ class LinearSteps(DraftSteps):
         top_k: int | None = None,
         top_p: float | None = None,
         min_p: float | None = None,
+        typical_p: float | None = None,
         verification: Verification = "compare",
         mask_token: int | None = None,
         allow_mask_token: bool = False,
@@ -70,7 +71,7 @@ class LinearSteps(DraftSteps):
     ) -> None:
         checked_size(_OP, "block_size", block_size)
         seeds = checked_sampling(_OP, temperature, seed, session.batch)
-        self.sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p)
+        self.sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p, typical_p)
         checked_number(_OP, "threshold", threshold)
         checked_name(_OP, "verification", verification, get_args(Verification))
         check(

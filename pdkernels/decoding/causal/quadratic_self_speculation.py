@@ -69,6 +69,7 @@ class QuadraticSteps(DraftSteps):
         top_k: int | None = None,
         top_p: float | None = None,
         min_p: float | None = None,
+        typical_p: float | None = None,
         mask_token: int | None = None,
         allow_mask_token: bool = False,
         seed: Seed = 0,
@@ -90,7 +91,7 @@ class QuadraticSteps(DraftSteps):
         )
         checked_name(_OP, "ensemble", ensemble, get_args(Ensemble))
         seeds = checked_sampling(_OP, temperature, seed, session.batch)
-        self.sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p)
+        self.sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p, typical_p)
         self.masks, self.in_group = masks, in_group
         self.ensemble_weight, self.ensemble = ensemble_weight, ensemble
         # Mixtures are sampled in float64 by the reference.

@@ -37,6 +37,7 @@ def decode(
     temperature: float = 0.0,
     top_p: float = 1.0,
     top_k: int | None = None,
+    min_p: float = 0.0,
     order_temperature: float = 0.0,
     threshold: float = 0.9,
     logits_hook: LogitsHook | None = None,
@@ -61,6 +62,7 @@ def decode(
         temperature: sampling temperature of the guesses, and of the distribution that scores them.
         top_p: sample from, and score, only the likeliest tokens that have this probability mass.
         top_k: sample from, and score, only this many of the likeliest tokens; with `top_p`, both limits apply.
+        min_p: sample from, and score, only tokens with at least this share of the largest probability.
         order_temperature: above 0, positions are sampled without replacement from ``softmax(scores / order_temperature)``.
 
     Returns:
@@ -75,6 +77,7 @@ def decode(
     checked_number(_OP, "top_p", top_p, 1.0)
     if top_k is not None:
         checked_size(_OP, "top_k", top_k)
+    checked_number(_OP, "min_p", min_p, 1.0)
     checked_number(_OP, "order_temperature", order_temperature)
     check(
         order_temperature == 0 or algorithm != "origin",
@@ -95,7 +98,7 @@ def decode(
     )
     seeds = checked_sampling(_OP, temperature, seed, session.batch)
     masks = session.max_new_tokens
-    canvas = Canvas(session, mask_token, SamplingOptions(seeds, temperature, top_p, top_k, "sampling"))
+    canvas = Canvas(session, mask_token, SamplingOptions(seeds, temperature, top_p, top_k, "sampling", min_p=min_p))
     if masks == 0:
         return canvas.finish()
     canvas.logits_hook = logits_hook

@@ -19,9 +19,9 @@ from typing import Any, Literal, get_args
 import torch
 
 from pdkernels._validation import check
-from pdkernels.decoding._sampling import Seed, checked_name, checked_number, checked_sampling, checked_size
+from pdkernels.decoding._sampling import Seed, checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session
-from pdkernels.decoding.canvas.canvas import Canvas, SamplingOptions, blocks_of, checked_masked_model, share
+from pdkernels.decoding.canvas.canvas import Canvas, blocks_of, checked_masked_model, filtered_options, share
 from pdkernels.decoding.canvas.checks import check_keeps_rows
 from pdkernels.decoding.canvas.forward import WholeCanvas
 from pdkernels.decoding.canvas.steps import CanvasSteps
@@ -42,6 +42,10 @@ def decode(
     factor: float | None = None,
     steps: int | None = None,
     temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    typical_p: float | None = None,
     mask_token: int | None = None,
     seed: Seed = 0,
     page_size: int | None = None,
@@ -55,7 +59,7 @@ def decode(
         factor: fill positions in order of confidence while the confidence of the n-th is at least ``1 - factor / (n + 1)``.
         steps: number of forwards, if `threshold` and `factor` are None. They are divided evenly among the blocks, and the positions of a
             block evenly among its forwards. None: one per token.
-        temperature: sampling temperature of the guesses; positions are chosen by their confidence at temperature 1.
+        temperature: sampling temperature of the guesses; positions are chosen by their confidence at temperature 1, without filters.
 
     Where rows predict the next token and there is a cache, a block's first forward fills only the block's first position, however
     confident it is: that is predicted by the row before the block, which its other forwards leave out.
@@ -63,7 +67,10 @@ def decode(
     Returns:
         Forwards that the sequences took part in, summed.
     """
-    canvas, blocks = begin(session, block_size, cache, threshold, factor, steps, temperature, mask_token, seed)
+    filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "typical_p": typical_p}
+    canvas, blocks = begin(
+        session, block_size, cache, threshold, factor, steps, temperature, mask_token, seed, **filters
+    )
     limit = session.max_new_tokens
     if blocks == 0:
         return canvas.finish()
@@ -119,6 +126,7 @@ def begin(
     temperature: float,
     mask_token: int | None,
     seed: Seed,
+    **filters: Any,
 ) -> tuple[Canvas, int]:
     """The canvas of `decode`, whose options are checked, and how many blocks it has."""
     mask_token = checked_masked_model(_OP, session, mask_token)
@@ -131,7 +139,7 @@ def begin(
         threshold is None or factor is None, _OP, "factor", "be None with a threshold", factor, "Pass threshold=None."
     )
     check(factor != math.inf, _OP, "factor", "be finite", factor)
-    seeds = checked_sampling(_OP, temperature, seed, session.batch)
+    sampling = filtered_options(_OP, session, temperature, seed, **filters)
     blocks = len(blocks_of(session.max_new_tokens, block_size))
     if steps is not None:
         checked_size(_OP, "steps", steps)
@@ -156,7 +164,7 @@ def begin(
         steps,
         "The blocks then have different numbers of masks.",
     )
-    return Canvas(session, mask_token, SamplingOptions(seeds, temperature)), blocks
+    return Canvas(session, mask_token, sampling), blocks
 
 
 class Rows(WholeCanvas):

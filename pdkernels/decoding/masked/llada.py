@@ -12,16 +12,9 @@ from typing import Any, Literal, get_args
 import torch
 
 from pdkernels._validation import check
-from pdkernels.decoding._sampling import (
-    Seed,
-    checked_flag,
-    checked_name,
-    checked_number,
-    checked_sampling,
-    checked_size,
-)
+from pdkernels.decoding._sampling import Seed, checked_flag, checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session
-from pdkernels.decoding.canvas.canvas import Canvas, SamplingOptions, Window, blocks_of, checked_masked_model, share
+from pdkernels.decoding.canvas.canvas import Canvas, Window, blocks_of, checked_masked_model, filtered_options, share
 from pdkernels.decoding.canvas.forward import WholeCanvas
 from pdkernels.decoding.canvas.steps import CanvasSteps
 from pdkernels.decoding.steps import with_defaults
@@ -42,6 +35,10 @@ def decode(
     late_end: bool = False,
     revise: float = 0.0,
     temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    typical_p: float | None = None,
     mask_token: int | None = None,
     seed: Seed = 0,
 ) -> int:
@@ -59,7 +56,7 @@ def decode(
         revise: above 0, a step masks positions of its block again if its forward gives their token less than this probability, each
             position at most once. Steps fill equal shares until the block is full, which may take more than `steps`; tokens are
             reported only then.
-        temperature: sampling temperature of the guesses; positions are chosen by their confidence at temperature 1.
+        temperature: sampling temperature of the guesses; positions are chosen by their confidence at temperature 1, without filters.
 
     Returns:
         Forwards that the sequences took part in, summed.
@@ -74,6 +71,10 @@ def decode(
         no_end=no_end,
         late_end=late_end,
         temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        typical_p=typical_p,
         mask_token=mask_token,
         seed=seed,
     )
@@ -126,6 +127,10 @@ def begin(
     no_end: bool,
     late_end: bool,
     temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
+    typical_p: float | None,
     mask_token: int | None,
     seed: Seed,
 ) -> tuple[Canvas, list[Window]]:
@@ -138,7 +143,20 @@ def begin(
     check(guidance != math.inf, op, "guidance", "be finite", guidance)
     checked_flag(op, "no_end", no_end)
     checked_flag(op, "late_end", late_end)
-    seeds = checked_sampling(op, temperature, seed, session.batch)
+    ends = session.end_tokens
+    sampling = filtered_options(
+        op,
+        session,
+        temperature,
+        seed,
+        top_k,
+        top_p,
+        min_p,
+        typical_p,
+        guidance=guidance,
+        banned=ends if no_end else (),
+        late=ends if late_end else (),
+    )
     blocks = blocks_of(session.max_new_tokens, block_size)
     if steps is not None:
         checked_size(op, "steps", steps)
@@ -155,10 +173,6 @@ def begin(
         "late_end",
         "be False with remasking='random', which ignores confidence",
         late_end,
-    )
-    ends = session.end_tokens
-    sampling = SamplingOptions(
-        seeds, temperature, guidance=guidance, banned=ends if no_end else (), late=ends if late_end else ()
     )
     return Canvas(session, mask_token, sampling), blocks
 

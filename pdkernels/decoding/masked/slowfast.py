@@ -18,16 +18,9 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._sampling import (
-    Seed,
-    checked_flag,
-    checked_name,
-    checked_number,
-    checked_sampling,
-    checked_size,
-)
+from pdkernels.decoding._sampling import Seed, checked_flag, checked_name, checked_number, checked_size
 from pdkernels.decoding._session import MAX_POSITIONS, Session
-from pdkernels.decoding.canvas.canvas import Canvas, SamplingOptions, Step, Window, checked_masked_model
+from pdkernels.decoding.canvas.canvas import Canvas, Step, Window, checked_masked_model, filtered_options
 from pdkernels.decoding.canvas.forward import KeptCanvas, WholeCanvas
 from pdkernels.ops import TokenStatistics
 
@@ -69,6 +62,10 @@ def decode(
     gen_interval: int = 1,
     transfer_ratio: float = 0.0,
     temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    typical_p: float | None = None,
     mask_token: int | None = None,
     seed: Seed = 0,
 ) -> int:
@@ -88,7 +85,7 @@ def decode(
         drop_suffix: fast steps after the first leave out everything after the span, as the released code does.
         prompt_interval, gen_interval, transfer_ratio: as in `dllm_cache`, whose feature cache then runs the forwards;
             without a `prompt_interval` nothing is cached.
-        temperature: sampling temperature of the guesses; positions are chosen by their confidence at temperature 1.
+        temperature: sampling temperature of the guesses; positions are chosen by their confidence at temperature 1, without filters.
 
     Returns:
         Forwards that the sequences took part in, summed.
@@ -124,9 +121,9 @@ def decode(
             given,
             "Pass a prompt_interval.",
         )
-    seeds = checked_sampling(_OP, temperature, seed, session.batch)
+    sampling = filtered_options(_OP, session, temperature, seed, top_k, top_p, min_p, typical_p)
     limit = session.max_new_tokens
-    canvas = Canvas(session, mask_token, SamplingOptions(seeds, temperature))
+    canvas = Canvas(session, mask_token, sampling)
     if limit == 0:
         return canvas.finish()
     if prompt_interval is None:

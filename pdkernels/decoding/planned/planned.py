@@ -65,6 +65,7 @@ def decode(
     temperature: float = 0.0,
     top_p: float = 1.0,
     top_k: int | None = None,
+    min_p: float = 0.0,
     mask_token: int | None = None,
     seed: Seed = 0,
     page_size: int | None = None,
@@ -84,7 +85,7 @@ def decode(
         on_bad_plan: "stop" ends the text there, "raise" raises `BadPlan`.
         max_rounds: end after this many rounds.
         joiner: text between chunks; None: a line break before a digit, else a space.
-        top_p, top_k: sample plan and chunk tokens from likely tokens only; None: from all.
+        top_p, top_k, min_p: sample plan and chunk tokens from likely tokens only; None: from all.
 
     Returns:
         Forwards that the sequences took part in, summed.
@@ -110,6 +111,7 @@ def decode(
         checked_size(_OP, "max_rounds", max_rounds)
     check_type(joiner is None or isinstance(joiner, str), _OP, "joiner", "be a str or None", type(joiner).__name__)
     checked_number(_OP, "top_p", top_p, 1.0)
+    checked_number(_OP, "min_p", min_p, 1.0)
     if top_k is not None:
         checked_size(_OP, "top_k", top_k)
     seeds = checked_sampling(_OP, temperature, seed, session.batch)
@@ -121,7 +123,7 @@ def decode(
         others, plain = {mask_token, *ends}, session.model.tokenizer.decode
         session.text_of = lambda tokens, decode=plain: joined(text_pieces(tokens, tags, others), tags, decode, joiner)
     texts = [(text or PlannedText)(session, sequence, options) for sequence in range(session.batch)]
-    guess = Guesses(session.model, seeds, temperature, top_p, top_k)
+    guess = Guesses(session.model, seeds, temperature, top_p, top_k, min_p)
     if session.max_new_tokens > 0:  # else no cache is needed
         order = order or ("entropy" if threshold is None else "confidence")
         (rounds or Rounds)(session, options, guess, order, page_size).run(texts)
@@ -146,9 +148,11 @@ def _checked_tags(session: Session, mask_token: int | None) -> PlanTokens:
 class Guesses:
     """Draws of tokens for rows of hidden states."""
 
-    def __init__(self, model: Any, seeds: torch.Tensor, temperature: float, top_p: float, top_k: int | None) -> None:
+    def __init__(
+        self, model: Any, seeds: torch.Tensor, temperature: float, top_p: float, top_k: int | None, min_p: float = 0.0
+    ) -> None:
         self._model, self._seeds, self._temperature = model, seeds, temperature
-        self._top_p, self._top_k = top_p, top_k
+        self._top_p, self._top_k, self._min_p = top_p, top_k, min_p
 
     def to_(self, device: torch.device) -> None:
         """To the device of the hidden states: a copy from the host within a step would wait."""
@@ -168,6 +172,7 @@ class Guesses:
             "row_index": row.masked_fill_(positions < 0, -1),
             "top_k": 1,
             "distribution": "sampling",
+            "min_p": self._min_p,
             **noise(self._temperature, self._seeds.index_select(0, sequences), step, positions),
         }
         if self._top_k is None:

@@ -19,6 +19,7 @@ from pdkernels.backends import backend_of
 from pdkernels.decoding._sampling import OWN, Seed, checked_name, checked_number, checked_size, sample
 from pdkernels.decoding._sampling import checked_sampling as checked_seeds
 from pdkernels.decoding._session import Session, flag_no_choice, is_end
+from pdkernels.decoding._token_sampler import checked_typical, typical
 from pdkernels.models.capabilities import capabilities
 from pdkernels.models.fused import rms_norm
 from pdkernels.models.protocols import RecurrentPartsModel, missing
@@ -39,12 +40,15 @@ class Sampling(NamedTuple):
     top_p: float | None
     min_p: float | None
     top_k: int | None
+    typical_p: float
     seeds: torch.Tensor  # (batch,) int64, on the device of the model
 
     def sample(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """One token for each row of `logits` ``(batch, R, V)``, for `positions` ``(batch, R)``: int64."""
         if self.temperature > 0:
             logits = filtered(logits, self.temperature, self.top_p, self.min_p, self.top_k)
+            if self.typical_p < 1:
+                logits = logits.masked_fill(~typical(logits, self.temperature, self.typical_p), -torch.inf)
         return sample(logits, positions, self.temperature, self.seeds, OWN)
 
 
@@ -113,6 +117,7 @@ def checked_sampling(
     top_p: float | None,
     min_p: float | None,
     top_k: int | None,
+    typical_p: float | None,
     seed: Seed,
 ) -> Sampling:
     seeds = checked_seeds(op, temperature, seed, session.batch)
@@ -121,7 +126,8 @@ def checked_sampling(
             checked_number(op, name, value, 1.0)
     if top_k is not None:
         checked_size(op, "top_k", top_k)
-    return Sampling(temperature, top_p, min_p, top_k, seeds.to(session.model.device))
+    share = checked_typical(op, typical_p)
+    return Sampling(temperature, top_p, min_p, top_k, share, seeds.to(session.model.device))
 
 
 def checked_model(op: str, session: Session) -> RecurrentDepth:

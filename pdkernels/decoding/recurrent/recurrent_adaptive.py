@@ -85,6 +85,7 @@ def decode(
     top_p: float | None = None,
     min_p: float | None = None,
     top_k: int | None = None,
+    typical_p: float | None = None,
     seed: Seed = 0,
     page_size: int | None = None,
 ) -> None:
@@ -113,7 +114,7 @@ def decode(
     """
     model = checked_model(_OP, session)
     recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)
-    sampling = checked_sampling(_OP, session, temperature, top_p, min_p, top_k, seed)
+    sampling = checked_sampling(_OP, session, temperature, top_p, min_p, top_k, typical_p, seed)
     if not callable(criterion):
         checked_name(_OP, "criterion", criterion, get_args(Criterion))
     default = 0.0 if callable(criterion) else THRESHOLDS[criterion]

@@ -87,12 +87,13 @@ class WaveSteps(Steps):
         top_p: float | None = None,
         min_p: float | None = None,
         top_k: int | None = None,
+        typical_p: float | None = None,
         seed: Seed = 0,
         page_size: int | None = None,
     ) -> None:
         model = checked_model(_OP, session)
         recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)
-        sampling = checked_sampling(_OP, session, temperature, top_p, min_p, top_k, seed)
+        sampling = checked_sampling(_OP, session, temperature, top_p, min_p, top_k, typical_p, seed)
         for name, size in (
             ("inner_recurrence", inner_recurrence),
             ("headway", headway),

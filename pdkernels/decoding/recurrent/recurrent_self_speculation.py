@@ -44,6 +44,7 @@ def decode(
     top_p: float | None = None,
     min_p: float | None = None,
     top_k: int | None = None,
+    typical_p: float | None = None,
     seed: Seed = 0,
     page_size: int | None = None,
 ) -> int:
@@ -68,7 +69,7 @@ def decode(
     """
     model = checked_model(_OP, session)
     recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)
-    sampling = checked_sampling(_OP, session, temperature, top_p, min_p, top_k, seed)
+    sampling = checked_sampling(_OP, session, temperature, top_p, min_p, top_k, typical_p, seed)
     check_type(type(block_size) is int, _OP, "block_size", "be an int", type(block_size).__name__)
     check(block_size >= 0, _OP, "block_size", "be at least 0", block_size)
     checked_size(_OP, "draft_recurrences", draft_recurrences)

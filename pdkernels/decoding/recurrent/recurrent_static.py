@@ -37,6 +37,7 @@ def decode(
     top_p: float | None = None,
     min_p: float | None = None,
     top_k: int | None = None,
+    typical_p: float | None = None,
     seed: Seed = 0,
     page_size: int | None = None,
 ) -> None:
@@ -47,7 +48,7 @@ def decode(
     """
     model = checked_model(_OP, session)
     recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)
-    sampling = checked_sampling(_OP, session, temperature, top_p, min_p, top_k, seed)
+    sampling = checked_sampling(_OP, session, temperature, top_p, min_p, top_k, typical_p, seed)
     noise = core_noise, core_noise_schedule
     core = checked_core(_OP, model, recurrences, init_scale, kept_recurrences, *noise, new_state)
     if session.max_new_tokens == 0:

@@ -1,0 +1,122 @@
+"""What ends a text besides end tokens and its length: strings, sequences of tokens, functions, and time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from pdkernels._validation import check, check_fits_float, check_type
+
+_OP = "decoding.generate"
+
+Criterion = Callable[[torch.Tensor, Any], Any]
+"""From a text ``(1, n)``, prompt included, and None to whether it ends here, as transformers' `StoppingCriteria`."""
+
+
+def first_stop(
+    tokens: list[int], known: int, stops: Sequence[str], tokenizer: Any, text_of: Callable[..., str] | None = None
+) -> int | None:
+    """How many of `tokens` it takes for their text to hold one of `stops`, where the first `known` do not; None: it does not.
+
+    Special tokens are part of that text, although decoded texts leave them out: a stop string may be or contain one. `text_of`
+    is the session's, of tokens that are not all text.
+
+    >>> class Letters:
+    ...     def decode(self, tokens):
+    ...         return "".join(map(chr, tokens))
+    >>> first_stop(list(b"one, two, six"), 4, [", s", "wo"], Letters()), first_stop([65, 66], 1, ["AA"], Letters())
+    (8, None)
+    """
+    if not stops or known == len(tokens):
+        return None
+    # Most texts have no stop string, which is visible from their end: the new tokens, and as many characters as a stop string has.
+    longest, first = max(map(len, stops)) + 8, known
+    decode = getattr(tokenizer, "decode_all", tokenizer.decode)
+    if text_of is not None:
+        decode, first = partial(text_of, decode=decode), 0  # what is text depends on all tokens before
+    while first > 0 and len(decode(tokens[first:known])) < longest:
+        first = max(0, first - longest)
+    part = decode(tokens[first:])
+    if not any(stop in part for stop in stops):
+        return None
+    ends = range(known + 1, len(tokens) + 1)
+    return next((end for end in ends if any(stop in decode(tokens[:end]) for stop in stops)), None)
+
+
+@dataclass
+class Stops:
+    """What ends the texts of a session.
+
+    >>> Stops(sequences=((3, 4),)).first([], [1, 3, 4, 5], 1, None)
+    3
+    """
+
+    strings: tuple[str, ...] = ()
+    sequences: tuple[tuple[int, ...], ...] = ()
+    criteria: tuple[Criterion, ...] = ()
+    max_time: float | None = None
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def any(self) -> bool:
+        """Whether there is anything to look for."""
+        return bool(self.strings or self.sequences or self.criteria) or self.max_time is not None
+
+    @property
+    def time_is_up(self) -> bool:
+        return self.max_time is not None and time.perf_counter() - self.started > self.max_time
+
+    def first(
+        self,
+        prompt: list[int],
+        tokens: list[int],
+        known: int,
+        tokenizer: Any,
+        text_of: Callable[..., str] | None = None,
+    ) -> int | None:
+        """How many of `tokens` a text has when it ends, where the first `known` did not end it; None: they do not end it."""
+        found = first_stop(tokens, known, self.strings, tokenizer, text_of)
+        ends = [] if found is None else [found]
+        for end in range(known + 1, len(tokens) + 1) if self.sequences else ():
+            if any(tuple(tokens[max(0, end - len(stop)) : end]) == stop for stop in self.sequences):
+                ends.append(end)
+                break
+        for end in range(known + 1, min([*ends, len(tokens)]) + 1) if self.criteria else ():
+            text = torch.tensor([prompt + tokens[:end]])
+            if any(_holds(criterion(text, None)) for criterion in self.criteria):
+                ends.append(end)
+                break
+        if not ends and self.time_is_up:
+            return len(tokens)
+        return min(ends, default=None)
+
+
+def _holds(answer: Any) -> bool:
+    return bool(answer.any()) if isinstance(answer, torch.Tensor) else bool(answer)
+
+
+def checked_criteria(value: Any) -> tuple[Criterion, ...]:
+    if value is None:
+        return ()
+    several = isinstance(value, Iterable) and getattr(value, "ndim", 1) > 0 and not isinstance(value, str)
+    # A StoppingCriteriaList is both; its items say when each holds.
+    criteria = list(value) if several else [value]
+    for criterion in criteria:
+        expectation = "be a function or a list of functions"
+        check_type(callable(criterion), _OP, "stopping_criteria", expectation, type(criterion).__name__)
+    return tuple(criteria)
+
+
+def checked_time(value: Any) -> float | None:
+    if value is None:
+        return None
+    check_type(type(value) in (int, float), _OP, "max_time", "be a number of seconds", type(value).__name__)
+    check_fits_float(_OP, "max_time", value)
+    check(0 <= value < math.inf, _OP, "max_time", "be finite and at least 0", value)
+    return float(value)
