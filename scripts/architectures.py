@@ -180,12 +180,12 @@ def _kinds(kinds: list[str]) -> list[str]:
     return (first * LAYERS)[:LAYERS]
 
 
-def build(model_type: str, std: float = 0.15) -> Any:
+def build(model_type: str, std: float = 0.15, seed: int = 0) -> Any:
     """A model of the type with random weights."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     kind, made = CONFIG_MAPPING[model_type], getattr(transformers, named()[model_type])
     more = copy.deepcopy(MORE.get(model_type, {}))
     config = kind(**(more if model_type in WHOLE else small(kind(), more)))

@@ -1,7 +1,8 @@
-"""KV caches that are edited in place: append a draft, commit what was accepted, trim."""
+"""Caches that are edited in place: append a draft, commit what was accepted, trim."""
 
 from pdkernels.cache.contiguous import ContiguousKVCache
+from pdkernels.cache.hybrid import HybridCache, StateShape
 from pdkernels.cache.paged import PagedKVCache
 from pdkernels.cache.protocol import Cache
 
-__all__ = ["Cache", "ContiguousKVCache", "PagedKVCache"]
+__all__ = ["Cache", "ContiguousKVCache", "HybridCache", "PagedKVCache", "StateShape"]

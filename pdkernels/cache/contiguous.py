@@ -110,6 +110,10 @@ class KVCacheBase:
             mine[:, at, slots] = rows
         self.lengths[row].fill_(length)
 
+    def idle_row_(self, row: int) -> None:
+        """Leaves a sequence with at most one token, whose content no longer matters."""
+        self.lengths[row].clamp_(max=1)
+
     def row(self, row: int, length: int) -> tuple[Tensor, Tensor]:
         """K and V of one sequence, the first `length` positions in all layers: ``(layers, length, kv_heads, head_dim)``."""
         at, slots = self._index(row, length)

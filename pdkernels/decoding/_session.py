@@ -122,17 +122,19 @@ class Session:
         """Whether a callback wants tokens as soon as they are final."""
         return self._on_tokens is not None
 
-    def new_cache(self, page_size: int | None, extra: int = 0, copies: int = 1, **options: Any) -> Any:
+    def new_cache(self, page_size: int | None, extra: int = 0, copies: int = 1, drafts: int = 0, **options: Any) -> Any:
         """A cache with room for every prompt, all its new tokens and `extra` more, `copies` times; paged if `page_size` is given.
 
-        The `options` are the model's own.
+        Up to `drafts` rows of a forward may be rejected, which matters to recurrent states. The `options` are the model's own.
         """
         batch, more = copies * self.batch, self.max_new_tokens + extra
-        if page_size is None:
-            return self.model.new_cache(batch, self.longest + more, **options)
-        cache = self.model.new_cache(batch, self.longest + more, kind="paged", page_size=page_size, **options)
-        # All pages at once, so that the loop never needs the host-side allocator.
-        cache.reserve_([len(prompt) + more for prompt in self.prompts] * copies)
+        paged = {} if page_size is None else {"kind": "paged", "page_size": page_size}
+        cache = self.model.new_cache(batch, self.longest + more, **paged, **options)
+        if page_size is not None:
+            # All pages at once, so that the loop never needs the host-side allocator.
+            cache.reserve_([len(prompt) + more for prompt in self.prompts] * copies)
+        if drafts and hasattr(cache, "reserve_drafts_"):
+            cache.reserve_drafts_(drafts)
         return cache
 
     def packed_prompts(self, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from pdkernels._validation import check
-from pdkernels.cache import Cache, ContiguousKVCache, PagedKVCache
+from pdkernels.cache import ContiguousKVCache, PagedKVCache
 
 
 def new_cache(
@@ -15,7 +15,7 @@ def new_cache(
     kind: Literal["contiguous", "paged"],
     page_size: int,
     slots: int | None = None,
-) -> Cache:
+) -> ContiguousKVCache | PagedKVCache:
     """For `batch` sequences of up to `capacity` tokens, one slot per layer or `slots`, in the model's dtype and on its device."""
     op, config = f"{type(model).__name__}.new_cache", model.config
     layers = config.layers if slots is None else slots

@@ -56,6 +56,10 @@ class TokenCache:
         """Lengthens the texts."""
         self.lengths += counts
 
+    def idle_row_(self, row: int) -> None:
+        """Leaves a text with at most one token, whose content no longer matters."""
+        self.lengths[row].clamp_(max=1)
+
     def copy_row_(self, row: int, other: TokenCache, other_row: int, length: int) -> None:
         """Replaces text `row` by the first `length` tokens of one of another cache."""
         self.tokens[row, :length] = other.tokens[other_row, :length]

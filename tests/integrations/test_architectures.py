@@ -14,31 +14,25 @@ from scripts import architectures  # noqa: E402
 FOUND: dict[str, dict[str, str]] = json.loads(architectures.RESULTS.read_text())["types"]
 # Decoded with wrong tokens from the second one on, before a model was tried first.
 REFUSED = {
-    "bamba": "2 that do not, and keep another state",
     "bart": "from cached keys and values as from the whole text",
     "bloom": "ValueError",
     "diffllama": "once each, got DiffLlamaForCausalLM with 8 calls",
-    "falcon_h1": "from cached keys and values as from the whole text",
     "gemma2": "a soft cap",
     "gemma4_text": "the same key and value heads in every layer",
     "gpt_oss": "attention sinks",
-    "granitemoehybrid": "2 that do not, and keep another state",
     "jamba": "2 that do not, and keep another state",
-    "lfm2": "2 that do not, and keep another state",
+    "kimi_linear": "2 that do not, and keep another state",
     "minimax": "2 that do not, and keep another state",
     "minimax_m3_vl_text": "a choice of key blocks",
     "mpt": "computes its own",
-    "nemotron_h": "keep another state",
-    "olmo_hybrid": "2 that do not, and keep another state",
-    "qwen3_5_text": "2 that do not, and keep another state",
-    "qwen3_next": "2 that do not, and keep another state",
     "roberta": "with our attention as with its own",
     "rwkv": "computes its own",
+    "zamba2": "once each, got Zamba2ForCausalLM with 2 calls",
     "udop": "be a decoder alone",
 }
 WORK = [
-    "cohere", "deepseek_v3", "gemma3_text", "gpt2", "granite", "llama4_text", "llava", "mistral", "olmoe", "opt", "phi3", "qwen2_5_vl",
-    "qwen2_moe", "stablelm",
+    "cohere", "deepseek_v3", "gemma3_text", "gpt2", "granite", "lfm2_vl", "llama4_text", "llava", "mistral", "olmoe", "opt", "phi3", "qwen2_5_vl",
+    "qwen2_moe", "qwen3_5", "stablelm",
 ]  # fmt: skip
 
 

@@ -106,7 +106,7 @@ class BlockSteps(Steps):
         self.block_size = block_size = session.block(block_size)
         self.known = known = 1 if refresh == "causal" else 0  # slots of a new block that are not masks
 
-        self.cache = session.new_cache(page_size)
+        self.cache = session.new_cache(page_size, drafts=block_size)
         device = self.cache.device
         self.seeds, self.ends = seeds.to(device), session.ends_on(device)
         self.slot = torch.arange(block_size, device=device)

@@ -23,7 +23,7 @@ class DraftSteps(Steps):
     ) -> None:
         """Cache and state for drafts of at most `slots` tokens. `columns` of the entry replace `draft` and `predictions`."""
         self.model, self.limit, self.slots = session.model, session.max_new_tokens, slots
-        self.cache = session.new_cache(page_size)  # its lengths grow in place with every commit
+        self.cache = session.new_cache(page_size, drafts=slots)  # its lengths grow in place with every commit
         device = self.cache.device
         self.seeds, self.ends = seeds.to(device), session.ends_on(device)
         self.slot = torch.arange(slots, device=device)

@@ -214,6 +214,6 @@ class RunningBatch:
         cache = self.steps.cache
         if self.steps.keeps_pages:
             return
-        cache.lengths[row].clamp_(max=1)
+        cache.idle_row_(row)
         if cache.block_table is not None:
             cache.resize_row_(row, _IDLE)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import check, check_choice, check_type, message
-from pdkernels.cache import Cache
+from pdkernels.cache import Cache, HybridCache, StateShape
 from pdkernels.integrations.transformers._attention import attention
 from pdkernels.integrations.transformers._given import check_loaded, without_adapter
 from pdkernels.integrations.transformers._plans import PlanMask, mask_function
@@ -21,17 +22,20 @@ from pdkernels.integrations.transformers._probe import (
     prove,
     prove_converted,
     random_tokens,
+    refuse,
     remembered,
     shape_of,
     undisturbed,
 )
 from pdkernels.integrations.transformers._quantized import is_quantised, quantize_linears_
 from pdkernels.integrations.transformers._shadow import body_of, head_of, shadow
+from pdkernels.integrations.transformers._states import exchange_, using
 from pdkernels.integrations.transformers._tokenizer import adapted
 from pdkernels.masks import TilePlan, causal, full
 from pdkernels.models import Transformer
 from pdkernels.models.caches import new_cache
 from pdkernels.models.recompute import nothing_new
+from pdkernels.models.states import States
 from pdkernels.models.taps import Tapped, checked_taps
 from pdkernels.models.transformer import select_rows
 from pdkernels.models.zoo import from_published
@@ -50,13 +54,16 @@ class Rows(NamedTuple):
     visible: Tensor | None = None
     """For recomputed rows, which are stored at `slots`: the number of positions that they attend to."""
     slots: Tensor | None = None
+    places: dict[int, int] = {}
+    """The layers of the cache by the numbers of the model's; empty: the same numbers."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float | None) -> Tensor:
         """Attention of q ``(batch, rows, heads, head_dim)``, rotated like k."""
         cache = self.cache
         if cache is None:
             return block_sparse_attention(q, k, v, self.plan, scale=scale)
-        k_cache, v_cache, table = cache.k[layer], cache.v[layer], cache.block_table
+        place = self.places.get(layer, layer)
+        k_cache, v_cache, table = cache.k[place], cache.v[place], cache.block_table
         if self.visible is None:
             return speculative_attention_append_(
                 q, k, v, k_cache, v_cache, cache.lengths, self.plan, counts=self.counts, block_table=table, scale=scale
@@ -86,17 +93,28 @@ class WrappedConfig:
     max_positions: int
     trained_positions: int
     """`max_positions` without regard to windows."""
+    attends: tuple[int, ...] = ()
+    """The layers with attention, if other layers have recurrent states."""
+    states: Mapping[Any, StateShape] | None = None
+    """The recurrent states, if there are any."""
 
 
 def run_body(
-    body: Any, tokens: Tensor, positions: Tensor, step: Any, states: dict[int, Tensor | None] | None = None
+    body: Any,
+    tokens: Tensor,
+    positions: Tensor,
+    step: Any,
+    states: dict[int, Tensor | None] | None = None,
+    scans: States | None = None,
 ) -> Tensor:
-    """The last hidden states of a model whose layers attend by ``step.attend``; `states` gets the inputs of its keys' layers."""
+    """The last hidden states of a model whose layers attend by ``step.attend``, and whose recurrent layers take their `scans`;
+    `states` gets the inputs of its keys' layers."""
     # A 4-D mask is passed on unchanged; without one transformers would look for packed texts.
     mask = PlanMask(len(tokens), tokens.shape[1], tokens.shape[1], 0, None, tokens.device)
     mask.step = step
     more = {"output_hidden_states": True} if states else {}
-    out = body(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False, **more)
+    with nullcontext() if scans is None else using(scans):
+        out = body(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False, **more)
     for tap in states or ():
         assert states is not None
         states[tap] = out.hidden_states[tap]
@@ -107,7 +125,6 @@ def run_body(
 class WrappedModel:
     """The result of `wrap`: see `pdkernels.models.SelfSpeculativeModel` and `BlockCausalModel`."""
 
-    keeps_rows = True
     has_adapter = False
 
     def __init__(
@@ -117,6 +134,12 @@ class WrappedModel:
         self._body, self._head = body_of(shadowed), head_of(shadowed)
         ends = getattr(model.generation_config, "eos_token_id", None)
         self.end_tokens = () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
+        self._places = {layer: place for place, layer in enumerate(config.attends)}
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether `recompute` leaves the other rows of a cache as they are. Rows of recurrent layers cannot be computed anew."""
+        return self.config.states is None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -131,8 +154,9 @@ class WrappedModel:
     def new_cache(
         self, batch: int, capacity: int, *, kind: Literal["contiguous", "paged"] = "contiguous", page_size: int = 16
     ) -> Cache:
-        """As `Transformer.new_cache`."""
-        return new_cache(self, batch, capacity, kind, page_size)
+        """As `Transformer.new_cache`; a `pdkernels.cache.HybridCache` for a model with recurrent layers."""
+        cache = new_cache(self, batch, capacity, kind, page_size)
+        return cache if self.config.states is None else HybridCache(cache, self.config.states)
 
     @torch.no_grad()
     def hidden(
@@ -190,7 +214,12 @@ class WrappedModel:
         check_type(isinstance(mask, TilePlan), "WrappedModel", "mask", "be a TilePlan", type(mask).__name__)
         offsets = torch.arange(rows, device=tokens.device) if positions is None else positions
         where = offsets.expand(tokens.shape) if cache is None else cache.lengths[:, None] + offsets
-        return self._run(tokens, where, Rows(mask, cache, counts), states)
+        scans = None
+        if self.config.states is not None:
+            held = cache if isinstance(cache, HybridCache) else None
+            check(held is cache, "WrappedModel", "cache", "be one of `new_cache`", type(cache).__name__)
+            scans = States(held, len(tokens), rows, tokens.device, counts, mask)
+        return self._run(tokens, where, Rows(mask, cache, counts, places=self._places), states, scans)
 
     @torch.no_grad()
     def recompute(
@@ -203,7 +232,10 @@ class WrappedModel:
         counts: Tensor | None = None,
         visible: Tensor,
     ) -> Tensor:
-        """As `Transformer.recompute`."""
+        """As `Transformer.recompute`, of models without recurrent layers."""
+        if self.config.states is not None:
+            words = "have rows that can be computed anew, without the ones before them"
+            raise NotImplementedError(message("recompute", "model", words, "one with recurrent states"))
         rows = tokens.shape[1]
         order = torch.arange(rows, device=tokens.device)
         slots = order.expand(tokens.shape) if slots is None else slots
@@ -224,10 +256,15 @@ class WrappedModel:
         return made
 
     def _run(
-        self, tokens: Tensor, positions: Tensor, rows: Rows, states: dict[int, Tensor | None] | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        rows: Rows,
+        states: dict[int, Tensor | None] | None = None,
+        scans: States | None = None,
     ) -> Tensor:
         # Drafts may extend past the last position; only padding rows attend to these tokens.
-        return run_body(self._body, tokens, positions.clamp(max=self.config.trained_positions - 1), rows, states)
+        return run_body(self._body, tokens, positions.clamp(max=self.config.trained_positions - 1), rows, states, scans)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The computation of the model's class after its body: the head, with scales and caps if it has them."""
@@ -311,11 +348,15 @@ def wrap(
     check_choice(op, "predicts", predicts, ("next", "own"))
     register()
     shadowed = shadow(model, NAME)
+    recurrent = exchange_(shadowed)
+    if recurrent and (attention, predicts) != ("causal", "next"):
+        words = "be without recurrent layers, which see only what comes before, to fill masks in a text"
+        refuse(words, type(model).__name__)
     read, keep = remembered(model, attention, predicts)
     sizes: WrappedConfig | None = read()
     if sizes is None:
         with undisturbed(model.device):
-            sizes = _measured(model, shadowed, attention, predicts)
+            sizes = _measured(model, shadowed, attention, predicts, recurrent)
         keep(sizes)
     return WrappedModel(model, shadowed, sizes, adapted(tokenizer), mask_token)
 
@@ -336,12 +377,19 @@ def _plain_model(op: str, model: Any) -> Any:
 
 
 def _measured(
-    model: Any, shadowed: Any, attention: Literal["causal", "bidirectional"], predicts: Literal["next", "own"]
+    model: Any,
+    shadowed: Any,
+    attention: Literal["causal", "bidirectional"],
+    predicts: Literal["next", "own"],
+    recurrent: bool,
 ) -> WrappedConfig:
     """Sizes of a model whose results with our attention equal its own; other models are refused."""
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     body = body_of(shadowed)
-    found = shape_of(name, config, lambda *given: run_body(body, *given), model.device)
+    states = States(None, 1, 1, model.device) if recurrent else None
+    found = shape_of(
+        name, config, lambda *given: run_body(body, given[0], given[1], given[2], None, states), model.device, states
+    )
     tokens = random_tokens(model, 2, TOKENS)
     positions = int(getattr(config, "max_position_embeddings", None) or UNBOUNDED)
     sizes = WrappedConfig(
@@ -354,6 +402,8 @@ def _measured(
         predicts=predicts,
         max_positions=longest_plain(name, config, body, tokens, positions),
         trained_positions=positions,
+        attends=found.attends if recurrent else (),
+        states=states.shapes if states is not None else None,
     )
     own = getattr(model.config, "_attn_implementation", None)
     prove(

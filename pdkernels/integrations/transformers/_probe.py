@@ -22,6 +22,7 @@ from pdkernels.integrations.transformers._cache import windowed
 from pdkernels.integrations.transformers._plans import MaskIsPlan, asked_masks
 from pdkernels.integrations.transformers._quantized import is_quantised
 from pdkernels.masks import causal, full
+from pdkernels.models.states import States
 
 OP = "wrap"
 UNBOUNDED = 1 << 30
@@ -40,6 +41,7 @@ class Shape(NamedTuple):
     layers: int
     kv_heads: int
     head_dim: int
+    attends: tuple[int, ...]
 
 
 def refuse(expectation: str, actual: str, remedy: str = _ANY, cause: Exception | None = None) -> NoReturn:
@@ -65,8 +67,14 @@ class _Seen:
         return q.new_zeros(*q.shape[:3], v.shape[3])
 
 
-def shape_of(name: str, config: Any, run: Callable[[Tensor, Tensor, Any], Tensor], device: torch.device) -> Shape:
-    """Runs one token; refuses layers whose attention is not ours, exactly once each."""
+def shape_of(
+    name: str,
+    config: Any,
+    run: Callable[[Tensor, Tensor, Any], Tensor],
+    device: torch.device,
+    states: States | None = None,
+) -> Shape:
+    """Runs one token; refuses layers whose attention is not ours, exactly once each, or whose `states` are not ours."""
     seen, token = _Seen(), torch.zeros(1, 1, dtype=torch.int64, device=device)
     cause: Exception | None = None
     try:
@@ -85,18 +93,21 @@ def shape_of(name: str, config: Any, run: Callable[[Tensor, Tensor, Any], Tensor
     numbers = [call for call in seen.calls if call is not None]
     if len(numbers) < len(seen.calls):
         refuse("number its layers (layer_idx)", name)
-    missing = sorted(set(range(layers)) - set(numbers))
+    kinds = getattr(config, "layer_types", None) or [None] * layers
+    recurrent = {layer for layer, _ in states.shapes} if states is not None else set()
+    neither = {layer for layer, kind in enumerate(kinds) if states is not None and kind in ("mlp", "moe")}
+    missing = sorted(set(range(layers)) - set(numbers) - recurrent - neither)
     if missing:
         some = f"{len(missing)} that do not, and keep another state than keys and values or none"
         refuse(words, f"{name} with {some}")
-    if sorted(numbers) != list(range(layers)):
+    if len(numbers) != len(set(numbers)) or max(numbers) >= layers:
         refuse(f"{words}, once each", f"{name} with {len(seen.calls)} calls")
     if len(seen.shapes) > 1:
         refuse("have the same key and value heads in every layer", f"{name} with {len(seen.shapes)} kinds")
     heads, key, value = seen.shapes.pop()
     if key != value:
         refuse("have keys and values of one width", f"{name} with {key} and {value}")
-    return Shape(layers, heads, key)
+    return Shape(len(numbers), heads, key, tuple(sorted(numbers)))
 
 
 def longest_plain(name: str, config: Any, body: Any, tokens: Tensor, positions: int) -> int:

@@ -1,0 +1,233 @@
+"""A cache of layers with attention and layers with a recurrent state.
+
+A state cannot be trimmed like K and V. So it stays where it was when a draft began, and the inputs of the draft's rows are kept beside
+it: the *pending* rows. A commit only says which of them were accepted; the next forward replays these, writes the state once, and goes on
+from there (`pdkernels.models.states`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pdkernels import _memory
+from pdkernels._validation import check, check_fits_memory, integer
+from pdkernels.cache.contiguous import KVCacheBase
+from pdkernels.ops._state_steps import state_commit_, state_trim_
+
+PENDING_ROWS = 64
+"""Rows of a draft that can be rejected, unless `HybridCache.reserve_drafts_` makes room for more."""
+
+
+class StateShape(NamedTuple):
+    """A recurrent state of one layer, without the batch: its tensor, and the inputs of a row from which it is replayed."""
+
+    state: tuple[int, ...]
+    dtype: torch.dtype
+    inputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+    def nbytes(self, pending: int) -> int:
+        """Bytes of a sequence."""
+        rows = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self.inputs)
+        return torch.Size(self.state).numel() * self.dtype.itemsize + pending * rows
+
+
+class StateSlots(NamedTuple):
+    """The memory of one state: `state` ``(batch, ..)`` after the first `lengths` ``(batch,)`` tokens, and the inputs of the rows after
+    these, ``(batch, pending, ..)`` each."""
+
+    state: Tensor
+    lengths: Tensor
+    pending: tuple[Tensor, ...]
+
+
+class StateStep(NamedTuple):
+    """The arguments that the ops of all states share in one forward."""
+
+    lengths: Tensor
+    counts: Tensor | None
+    pending_index: Tensor | None
+    parents: Tensor | None
+    keep: int | None
+
+
+class HybridCache:
+    """K and V of some layers and recurrent states of others, with one length for each sequence.
+
+    `append_`, `commit_` and `trim_` work as those of the KV cache that it is made of. `trim_` goes back to any of the pending rows,
+    those of the last forward, or to 0; a state does not know what was before them.
+
+    Args:
+        kv: the cache of the layers with attention, contiguous or paged.
+        states: shapes of the states, under names such as ``(layer, "conv")``.
+        pending: rows of a draft that can be rejected. More are made room for when a forward has them.
+
+    Raises:
+        ValueError: a size below 1, or more memory than there is.
+
+    Example:
+        >>> import torch
+        >>> from pdkernels.cache import ContiguousKVCache, HybridCache, StateShape
+        >>> shape = StateShape((2, 4, 4), torch.float32, (((2, 4), torch.float32), ((2, 4), torch.float32)))
+        >>> cache = HybridCache(ContiguousKVCache(1, 2, 16, 1, 8), {"a": shape}, pending=4)
+        >>> cache.states["a"].state.shape, [rows.shape for rows in cache.states["a"].pending]
+        (torch.Size([2, 2, 4, 4]), [torch.Size([2, 4, 2, 4]), torch.Size([2, 4, 2, 4])])
+    """
+
+    def __init__(self, kv: KVCacheBase, states: Mapping[Any, StateShape], *, pending: int = PENDING_ROWS) -> None:
+        op = "cache.HybridCache"
+        self.kv, self.shapes, self.pending = kv, dict(states), integer(op, "pending", pending, 1)
+        # Neither cache replaces its tensors.
+        self.k, self.v, self.lengths, self.block_table = kv.k, kv.v, kv.lengths, kv.block_table
+        self.batch, self.capacity, self.layers = kv.batch, kv.capacity, kv.layers
+        self.kv_heads, self.head_dim = kv.kv_heads, kv.head_dim
+        check(bool(self.shapes), op, "states", "hold at least one", "none", "Use the KV cache.")
+        nbytes = kv.batch * sum(shape.nbytes(self.pending) for shape in self.shapes.values())
+        check_fits_memory(op, "pending", self.pending, nbytes, kv.device)
+        self.state_lengths = torch.zeros(len(self.shapes), kv.batch, dtype=torch.int64, device=kv.device)
+        """``(states, batch)``: how many tokens each state has seen."""
+        self.pending_index = self._index_of_rows()
+        """``(batch, pending)``: the pending rows that come after them, as far as the length of the sequence."""
+        self.states = {
+            name: StateSlots(
+                _memory.zeros((kv.batch, *shape.state), shape.dtype, kv.device), lengths, self._pending_rows(shape)
+            )
+            for (name, shape), lengths in zip(self.shapes.items(), self.state_lengths, strict=True)
+        }
+
+    def _index_of_rows(self) -> Tensor:
+        return torch.arange(self.pending, device=self.kv.device).repeat(self.kv.batch, 1)
+
+    def _pending_rows(self, shape: StateShape) -> tuple[Tensor, ...]:
+        rows = (self.kv.batch, self.pending)
+        return tuple(_memory.zeros((*rows, *size), dtype, self.kv.device) for size, dtype in shape.inputs)
+
+    @property
+    def device(self) -> torch.device:
+        return self.kv.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.kv.dtype
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("reserve_", "reclaim_", "resize_row_", "page_size", "num_pages"):  # of a paged cache
+            return getattr(self.kv, name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def append_(self, layer: int, k_new: Tensor, v_new: Tensor, counts: Tensor | None = None) -> None:
+        """As that of the KV cache; `layer` counts those with attention."""
+        self.kv.append_(layer, k_new, v_new, counts)
+
+    def layer(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
+        """As that of the KV cache."""
+        found: tuple[Tensor, Tensor] = self.kv.layer(layer, length)  # type: ignore[attr-defined]
+        return found
+
+    def row(self, row: int, length: int) -> tuple[Tensor, Tensor]:
+        """As that of the KV cache."""
+        return self.kv.row(row, length)
+
+    def reserve_drafts_(self, rows: int) -> None:
+        """Makes room for drafts of `rows` rows; the pending rows stay. Graphs that were captured before have the old memory."""
+        op = "cache.HybridCache.reserve_drafts_"
+        rows, before = integer(op, "rows", rows, 0), self.pending
+        if rows <= before:
+            return
+        added = self.batch * sum(shape.nbytes(rows) - shape.nbytes(0) for shape in self.shapes.values())
+        check_fits_memory(op, "rows", rows, added, self.device)
+        self.pending, index = rows, self.pending_index
+        self.pending_index = self._index_of_rows()
+        self.pending_index[:, :before] = index
+        for name, slots in self.states.items():
+            wider = self._pending_rows(self.shapes[name])
+            for new, old in zip(wider, slots.pending, strict=True):
+                new[:, :before] = old
+            self.states[name] = slots._replace(pending=wider)
+
+    def begin_(
+        self, rows: int, counts: Tensor | None = None, *, parents: Tensor | None = None, whole: bool = False
+    ) -> StateStep:
+        """Prepares a forward over `rows` new rows; every state then takes the step that is returned.
+
+        Args:
+            rows: of each sequence, padding included.
+            counts: ``(batch,)`` rows that may be committed; None: all.
+            parents: ``(rows,)`` or ``(batch, rows)``, the new row that each row follows, -1: none; None: the one before it.
+            whole: compute the rows after the first `counts` as well. Otherwise they are padding.
+        """
+        lengths = self.lengths
+        on_host = lengths.device.type == "cpu"
+        # A sequence that was emptied begins anew.
+        self.state_lengths.masked_fill_(lengths == 0, 0)
+        if rows > self.pending and (on_host or whole):
+            self.reserve_drafts_(self._unsure(rows, counts, whole) if on_host else rows)
+        keep = self.pending if rows > self.pending else None
+        if parents is not None:
+            parents = parents.expand(self.batch, rows).contiguous()
+        return StateStep(lengths, None if whole else counts, self.pending_index, parents, keep)
+
+    def _unsure(self, rows: int, counts: Tensor | None, whole: bool) -> int:
+        """How many of the last rows of a forward have to be pending. Of a prompt, those that may be committed will be, as far as they
+        fit nowhere else."""
+        computed = torch.full_like(self.lengths, rows)
+        stored = computed if counts is None else counts
+        computed = computed if whole else stored
+        return int(torch.where(self.lengths == 0, computed - stored, computed).max())
+
+    def commit_(self, counts: Tensor, source_index: Tensor | None = None) -> None:
+        """Keeps accepted rows, as that of the KV cache. No state changes, and no pending row moves.
+
+        Raises:
+            ValueError: more rows than can be pending; fewer than are in the states already, those of a prompt but for the last
+                `pending`. Nothing changes then.
+        """
+        state_commit_(self.lengths, self.pending_index, self.state_lengths, counts, source_index, advance=False)
+        self.kv.commit_(counts, source_index)
+
+    def trim_(self, new_lengths: int | Sequence[int] | Tensor) -> None:
+        """Shortens sequences, as that of the KV cache, to 0 or to a length that the states can go back to.
+
+        Raises:
+            ValueError: a length before the pending rows; nothing changes then.
+        """
+        if not isinstance(new_lengths, Tensor):
+            numbers = self.kv._numbers("cache.HybridCache.trim_", "new_lengths", new_lengths)
+            new_lengths = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        emptied = self.state_lengths.masked_fill(new_lengths == 0, 0)
+        state_trim_(self.lengths, new_lengths, emptied)
+        self.state_lengths.copy_(emptied)
+        self.kv.trim_(new_lengths)
+
+    def idle_row_(self, row: int) -> None:
+        """As that of the KV cache."""
+        self.kv.idle_row_(row)
+        self.state_lengths[:, row] = self.lengths[row]
+
+    def copy_row_(self, row: int, other: Any, other_row: int, length: int) -> None:
+        """Replaces sequence `row` by the first `length` tokens of a sequence of another cache, as that of the KV cache.
+
+        Raises:
+            ValueError: a cache with other states, or a length that the other's states cannot go back to.
+        """
+        op = "cache.HybridCache.copy_row_"
+        check(getattr(other, "shapes", None) == self.shapes, op, "other", "have the same states", "others")
+        if self.device.type == "cpu":
+            low = int(other.state_lengths[:, other_row].max())
+            check(length == 0 or low <= length, op, "length", f"be 0 or at least {low}", length)
+        self.kv.copy_row_(row, other.kv, other_row, length)
+        self.reserve_drafts_(other.pending)
+        for name, slots in self.states.items():
+            given = other.states[name]
+            slots.state[row].copy_(given.state[other_row])
+            for mine, theirs in zip(slots.pending, given.pending, strict=True):
+                mine[row, : other.pending].copy_(theirs[other_row])
+        self.state_lengths[:, row].copy_(other.state_lengths[:, other_row])
+        self.pending_index[row, : other.pending].copy_(other.pending_index[other_row])
+
+    def reset_(self) -> None:
+        """Empties every sequence."""
+        self.trim_(0)
