@@ -9,6 +9,16 @@
 
 namespace pdkernels::PDK_DEVICE::bindings {
 
+// Rows are read directly if they consist of whole vectors of floats in the order of the weights.
+inline bool reads_rows(const LinearArgs& args) {
+  return args.element == Element::kFloat && args.weight_element == Element::kFloat &&
+         args.width % LinearArgs::kPadding == 0;
+}
+// Bytes of scratch memory for the product of so many rows.
+inline int64_t scratch_bytes(const LinearArgs& args, int64_t rows) {
+  return reads_rows(args) ? 0 : rows * args.padded_width() * static_cast<int64_t>(sizeof(float));
+}
+
 // A matrix and its bias as products take them.
 struct Matrix {
   FlatRows weight;
@@ -33,19 +43,11 @@ struct Matrix {
 
   int64_t width() const { return args.width; }
   int64_t outputs() const { return args.outputs; }
-  // Rows are read directly if they consist of whole vectors of floats in the order of the weights.
-  bool reads_rows() const {
-    return args.element == Element::kFloat && args.weight_element == Element::kFloat &&
-           args.width % LinearArgs::kPadding == 0;
-  }
-  // Bytes of scratch memory for the product of so many rows.
-  int64_t scratch_bytes(int64_t rows) const {
-    return reads_rows() ? 0 : rows * args.padded_width() * static_cast<int64_t>(sizeof(float));
-  }
+  int64_t scratch_bytes(int64_t rows) const { return bindings::scratch_bytes(args, rows); }
 
   void multiply(const Launch& launch, const RowsView& x, int64_t rows, void* out, void* scratch) {
     args.x = x, args.rows = rows, args.out = {out, args.outputs};
-    args.wide = reads_rows() ? nullptr : static_cast<float*>(scratch);
+    args.wide = reads_rows(args) ? nullptr : static_cast<float*>(scratch);
     if (rows > 0 && args.outputs > 0) launch(PDK_VECTOR(linear), args);
   }
 };

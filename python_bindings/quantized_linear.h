@@ -9,16 +9,17 @@
 
 namespace pdkernels::PDK_DEVICE::bindings {
 
-// The parts of a matrix with rows of `width`, in `parts`. The number of its outputs.
+// The parts of a matrix with rows of `width`, in `parts`, or of so many matrices. The number of its outputs.
 inline int64_t unpack_parts(const SameDevice& device, const Tensors& weights, const std::vector<int64_t>& layouts,
-                            const std::vector<int64_t>& outputs, int64_t width, QuantizedPart* parts) {
+                            const std::vector<int64_t>& outputs, int64_t width, QuantizedPart* parts,
+                            int64_t matrices = 1) {
   PDK_CHECK(!weights.empty() && weights.size() <= QuantizedLinearArgs::kMaxParts);
   PDK_CHECK(weights.size() == layouts.size() && weights.size() == outputs.size());
   int64_t total = 0;
   for (size_t i = 0; i < weights.size(); ++i) {
     QuantizedPart& part = parts[i];
     PDK_CHECK(QuantizedLayout::unpack(layouts[i], part.layout) && outputs[i] >= 0);
-    const int64_t bytes = QuantizedLayout::tiles(outputs[i]) * part.layout.tile_bytes(width);
+    const int64_t bytes = matrices * QuantizedLayout::tiles(outputs[i]) * part.layout.tile_bytes(width);
     device.require(weights[i], ScalarType::Byte, {bytes});
     PDK_CHECK(weights[i].is_contiguous());
     part.data = data<uint8_t>(weights[i]), part.outputs = outputs[i];

@@ -44,8 +44,9 @@ def quantize(
     matrices to `skip`.
 
     Args:
-        weight: ``(outputs, width)`` of any float dtype, finite. Or a `pdkernels.models.Transformer`, whose embedding and head are
-            quantised too; or a wrapped model of transformers, whose linear layers are.
+        weight: ``(outputs, width)`` of any float dtype, finite, or ``(matrices, outputs, width)``: the experts of a mixture. Or a
+            `pdkernels.models.Transformer`, whose embedding and head are quantised too; or a wrapped model of transformers, whose
+            linear layers are.
         format: "int8" and "int4": a scale for `group` columns of an output, codes symmetric around zero.
             "q8_0", "q4_0", "q4_1", "q5_0", "q5_1": GGUF's formats with a scale (and a minimum) for 32 columns, with the codes that
             llama.cpp's quantiser writes.
@@ -78,7 +79,14 @@ def quantize(
         return weight.quantized(format, group=group, skip=skip)
     refuse(bool(skip), OP, "skip is for models, and weight is a tensor")
     check_floats(OP, "weight", weight)
-    check(weight.dim() == 2, OP, "weight", "have shape (outputs, width)", tuple(weight.shape))
+    if weight.dim() == 3 and len(weight):
+        return QuantizedWeight.stack([_matrix(own, format, group) for own in weight])
+    return _matrix(weight, format, group)
+
+
+def _matrix(weight: Tensor, format: str, group: int | None) -> QuantizedWeight:
+    known = "have shape (outputs, width) or (matrices, outputs, width)"
+    check(weight.dim() == 2, OP, "weight", known, tuple(weight.shape))
     values = weight.detach().to("cpu", torch.float32)
     check(bool(values.isfinite().all()), OP, "weight", "be finite", "infinities or NaN")
     outputs, width = values.shape

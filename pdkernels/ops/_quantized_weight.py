@@ -11,7 +11,7 @@ from typing_extensions import Buffer
 
 from pdkernels import _memory
 from pdkernels._host import pack_gguf
-from pdkernels._validation import check, check_type, fail
+from pdkernels._validation import check, check_type, fail, message
 from pdkernels.reference.gguf_blocks import LAYOUTS
 from pdkernels.reference.quantized_linear import BLOCK, Layout, Quantized, dequantize, pack
 
@@ -32,7 +32,7 @@ class Part(NamedTuple):
     layout: Layout
     outputs: int
     data: Tensor
-    """Packed codes and scales, ``(layout.nbytes(outputs, width),)`` uint8."""
+    """Packed codes and scales, ``(layout.nbytes(outputs, width),)`` uint8; those of several matrices follow each other."""
 
 
 class QuantizedWeight(torch.nn.Module):
@@ -44,9 +44,13 @@ class QuantizedWeight(torch.nn.Module):
 
     Made by `quantize`, or by loading a quantised checkpoint.
 
+    With `matrices` it holds so many of one shape and format, `(matrices, outputs, width)`: the experts of a mixture, which
+    `grouped_linear` takes.
+
     Args:
         parts: consecutive outputs with the format of each.
         width: inputs.
+        matrices: how many; None: a single one, without a dimension for their number.
 
     Example:
         >>> import torch, pdkernels as pd
@@ -57,15 +61,15 @@ class QuantizedWeight(torch.nn.Module):
         tensor([0.9999, 0.0000, 0.0000])
     """
 
-    def __init__(self, parts: Sequence[Part], width: int) -> None:
+    def __init__(self, parts: Sequence[Part], width: int, matrices: int | None = None) -> None:
         super().__init__()
         check(0 < len(parts) <= MAX_PARTS, OP, "parts", f"be 1 to {MAX_PARTS}", len(parts))
-        self.width = width
+        self.width, self.matrices = width, matrices
         self.formats = [part.format for part in parts]
         self.layouts = [part.layout.number for part in parts]
         self.outputs = [part.outputs for part in parts]
         for i, part in enumerate(parts):
-            size = part.layout.nbytes(part.outputs, width)
+            size = part.layout.nbytes(part.outputs, width) * (1 if matrices is None else matrices)
             check_type(
                 part.data.dtype == torch.uint8, OP, f"parts[{i}].data", "have dtype torch.uint8", part.data.dtype
             )
@@ -82,35 +86,54 @@ class QuantizedWeight(torch.nn.Module):
 
     @classmethod
     def from_gguf(
-        cls, format: str, source: Buffer, outputs: int, width: int, order: Sequence[int] | None = None
+        cls,
+        format: str,
+        source: Buffer,
+        outputs: int,
+        width: int,
+        order: Sequence[int] | None = None,
+        matrices: int | None = None,
     ) -> QuantizedWeight:
         """From the bytes of a tensor in a GGUF file; no number changes.
 
         Args:
             format: one of `GGUF_FORMATS`.
             source: the blocks of the rows, one row after the other.
-            outputs, width: the tensor's shape.
+            outputs, width: the tensor's shape, or that of each of its `matrices`.
             order: the row of the file that each output is; None: the same.
+            matrices: as of the class.
         """
         check(format in LAYOUTS, OP, "format", f"be one of {', '.join(LAYOUTS)}", repr(format))
-        layout = LAYOUTS[format]
-        data = _memory.empty((layout.nbytes(outputs, width),), torch.uint8)
-        wrong = pack_gguf(format, source, [] if order is None else order, outputs, width, cast(Any, data.numpy()))
+        layout, rows = LAYOUTS[format], [] if order is None else order
+        count = 1 if matrices is None else matrices
+        data = _memory.empty((count * layout.nbytes(outputs, width),), torch.uint8)
+        blocks = memoryview(source).cast("B")
+        step, wrong = len(blocks) // max(count, 1), 0
+        for i, own in enumerate(data.view(count, -1) if data.numel() else ()):
+            wrong += pack_gguf(format, blocks[i * step : (i + 1) * step], rows, outputs, width, cast(Any, own.numpy()))
         check(wrong == 0, OP, "scales", "be finite", f"{wrong} others")
-        return cls([Part(format.lower(), layout, outputs, data)], width)
+        return cls([Part(format.lower(), layout, outputs, data)], width, matrices)
 
     @classmethod
     def from_integers(
-        cls, format: str, codes: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: int
+        cls,
+        format: str,
+        codes: Tensor,
+        scales: Tensor,
+        zeros: Tensor,
+        bits: int,
+        group: int,
+        matrices: int | None = None,
     ) -> QuantizedWeight:
         """The matrix ``scale * (code - zero)``. Scales are kept exactly.
 
         Args:
             format: its name.
-            codes: ``(outputs, width)`` uint8 of 4 or 8 `bits`.
+            codes: ``(outputs, width)`` uint8 of 4 or 8 `bits`; of several matrices one after the other, as are scales and zeros.
             scales: ``(outputs, groups)`` float16, bfloat16 or float32, finite.
             zeros: ``(outputs, groups)`` uint8.
             group: columns that share a scale, a multiple of `GROUP`; 0: all.
+            matrices: as of the class.
         """
         width, wide = codes.shape[1], scales.float()
         fields = {"scale": wide[..., None], "zero": zeros[..., None]}
@@ -121,19 +144,46 @@ class QuantizedWeight(torch.nn.Module):
         if kind == "float":
             del fields["zero"]
         padded = torch.nn.functional.pad(codes, (0, -width % BLOCK))
-        return cls.pack(format, Layout(kind, bits, group // BLOCK), Quantized(padded, fields), width)
+        layout, found = Layout(kind, bits, group // BLOCK), []
+        if matrices is None:
+            return cls.pack(format, layout, Quantized(padded, fields), width)
+        outputs = len(codes) // matrices
+        for rows in (slice(i * outputs, (i + 1) * outputs) for i in range(matrices)):
+            own = Quantized(padded[rows], {name: field[rows] for name, field in fields.items()})
+            found.append(cls.pack(format, layout, own, width))
+        return cls.stack(found)
 
     @classmethod
     def join(cls, weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
         """The outputs of several matrices of one width, one after the other."""
-        width = weights[0].width
+        width, matrices = weights[0].width, weights[0].matrices
         for i, weight in enumerate(weights):
             check(weight.width == width, OP, f"weights[{i}]", f"have width {width} like weights[0]", weight.width)
-        return cls([part for weight in weights for part in weight.parts()], width)
+            same = weight.matrices == matrices
+            check(same, OP, f"weights[{i}]", f"hold {matrices} matrices like weights[0]", weight.matrices)
+        return cls([part for weight in weights for part in weight.parts()], width, matrices)
+
+    @classmethod
+    def stack(cls, weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+        """Several matrices of one shape and format as one, `(matrices, outputs, width)`."""
+        check(len(weights) > 0, OP, "weights", "be at least one", 0)
+        first = weights[0]
+        like = first.shape, first.layouts, first.outputs
+        for i, weight in enumerate(weights):
+            same = weight.matrices is None and (weight.shape, weight.layouts, weight.outputs) == like
+            check(same, OP, f"weights[{i}]", f"have the format and shape of weights[0], {first}", str(weight))
+        parts = []
+        for part, *others in zip(*(weight.parts() for weight in weights)):
+            data = [part.data, *(other.data for other in others)]
+            on_host = part.data.device.type == "cpu"
+            whole = _memory.empty((sum(map(len, data)),), torch.uint8) if on_host else None
+            parts.append(part._replace(data=torch.cat(data, out=whole)))
+        return cls(parts, first.width, len(weights))
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((sum(self.outputs), self.width))
+        own = (sum(self.outputs), self.width)
+        return torch.Size(own if self.matrices is None else (self.matrices, *own))
 
     @property
     def format(self) -> str:
@@ -154,15 +204,18 @@ class QuantizedWeight(torch.nn.Module):
         return self.data[0].device
 
     def __len__(self) -> int:
-        return sum(self.outputs)
+        return self.shape[0]
 
     def parts(self) -> Iterator[Part]:
         for format, layout, outputs, data in zip(self.formats, self.layouts, self.outputs, self.data):
             yield Part(format, Layout.of(layout), outputs, data)
 
-    def __getitem__(self, rows: slice) -> QuantizedWeight:
-        """The outputs of a slice, which must be whole parts. Shares the memory."""
+    def __getitem__(self, rows: slice | int) -> QuantizedWeight:
+        """The outputs of a slice, which must be whole parts; or a matrix of several. Shares the memory."""
+        if self.matrices is not None:
+            return self._matrix(rows)
         check_type(isinstance(rows, slice), OP, "rows", "be a slice", type(rows).__name__)
+        assert isinstance(rows, slice)
         first, last, step = rows.indices(len(self))
         check(step == 1, OP, "rows", "be a slice with step 1", rows)
         found, at = [], 0
@@ -174,8 +227,22 @@ class QuantizedWeight(torch.nn.Module):
             fail(OP, "rows", f"be whole parts, which have {self.outputs} outputs", f"[{first}, {last})")
         return QuantizedWeight(found, self.width)
 
+    def _matrix(self, number: slice | int) -> QuantizedWeight:
+        check_type(type(number) is int, OP, "matrix", "be an int", type(number).__name__)
+        assert isinstance(number, int)
+        count = len(self)
+        if not -count <= number < count:
+            raise IndexError(message(OP, "matrix", f"be in [-{count}, {count})", number))
+        own = [part._replace(data=part.data.view(count, -1)[number]) for part in self.parts()]
+        return QuantizedWeight(own, self.width)
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The matrix as numbers, ``(outputs, width)``, each rounded to float32 and then to `dtype`."""
+        """The matrix as numbers, of `shape`, each rounded to float32 and then to `dtype`."""
+        if self.matrices is not None:
+            whole = _memory.empty(self.shape, dtype)
+            for number in range(self.matrices):
+                whole[number] = self[number].dequantize(dtype)
+            return whole.to(self.device)
         parts = [dequantize(part.layout, part.data.cpu(), part.outputs, self.width) for part in self.parts()]
         return torch.cat(parts).to(dtype=dtype, device=self.device)
 

@@ -53,7 +53,7 @@ def quantized_linear(
         >>> pd.quantized_linear(torch.arange(32.0), weight)[:4]
         tensor([0.0000, 1.9528, 3.9055, 5.8583])
     """
-    check_type(isinstance(weight, QuantizedWeight), OP, "weight", "be a QuantizedWeight", type(weight).__name__)
+    check_matrix(OP, weight)
     out: Tensor = call(quantized_linear_op, (x, weight.data, weight.layouts, weight.outputs, bias), x, backend)
     return out
 
@@ -86,22 +86,36 @@ def quantized_embedding(
         >>> pd.quantized_embedding(torch.tensor([1]), weight)[0, :3]
         tensor([0.0000, 0.9999, 0.0000])
     """
-    check_type(isinstance(weight, QuantizedWeight), EMBEDDING, "weight", "be a QuantizedWeight", type(weight).__name__)
+    check_matrix(EMBEDDING, weight)
     check_type(isinstance(dtype, torch.dtype), EMBEDDING, "dtype", "be a torch.dtype", type(dtype).__name__)
     arguments = (ids, weight.data, weight.layouts, weight.outputs, weight.width, dtype)
     out: Tensor = call(quantized_embedding_op, arguments, ids, backend)
     return out
 
 
-def _check_parts(
-    op: str, device: torch.device, weights: list[Tensor], layouts: list[int], outputs: list[int], width: int
+def check_matrix(op: str, weight: QuantizedWeight) -> None:
+    check_type(isinstance(weight, QuantizedWeight), op, "weight", "be a QuantizedWeight", type(weight).__name__)
+    if weight.matrices is not None:
+        remedy = "grouped_linear multiplies with several matrices."
+        fail(op, "weight", "have shape (outputs, width)", tuple(weight.shape), remedy)
+
+
+def check_parts(
+    op: str,
+    device: torch.device,
+    weights: list[Tensor],
+    layouts: list[int],
+    outputs: list[int],
+    width: int,
+    matrices: int = 1,
 ) -> None:
+    """The parts of a matrix, or of so many matrices of one shape."""
     if not len(weights) == len(layouts) == len(outputs) > 0:
         fail(op, "weights, layouts and outputs", "have one length", (len(weights), len(layouts), len(outputs)))
     for i, (data, layout, count) in enumerate(zip(weights, layouts, outputs)):
         check_type(data.dtype == torch.uint8, op, f"weights[{i}]", "have dtype torch.uint8", data.dtype)
         check_device(op, f"weights[{i}]", data, device)
-        size = reference.Layout.of(layout).nbytes(count, width)
+        size = matrices * reference.Layout.of(layout).nbytes(count, width)
         if data.shape != (size,):
             fail(op, f"weights[{i}]", f"have shape ({size},) for rows of width {width}", tuple(data.shape))
 
@@ -112,7 +126,7 @@ def _fake(
     check_floats(OP, "x", x)
     if x.dim() == 0:
         fail(OP, "x", "have shape (..., width)", ())
-    _check_parts(OP, x.device, weights, layouts, outputs, x.shape[-1])
+    check_parts(OP, x.device, weights, layouts, outputs, x.shape[-1])
     if bias is not None:
         check_floats(OP, "bias", bias, (sum(outputs),), like=x)
     return x.new_empty((*x.shape[:-1], sum(outputs)))
@@ -123,7 +137,7 @@ def _embedding_fake(
 ) -> Tensor:
     check_index(EMBEDDING, "ids", ids, tuple(ids.shape) if isinstance(ids, Tensor) else (), None)
     check_type(dtype in KERNEL_DTYPES, EMBEDDING, "dtype", "be float32, float16 or bfloat16", dtype)
-    _check_parts(EMBEDDING, ids.device, weights, layouts, outputs, width)
+    check_parts(EMBEDDING, ids.device, weights, layouts, outputs, width)
     return ids.new_empty((*ids.shape, width), dtype=dtype)
 
 
@@ -179,7 +193,7 @@ def _sample(x: Any, dim: Any, number: int) -> Any:
     return x if dim is None else x.select(dim, number)
 
 
-def _batched(op: torch._ops.OpOverload) -> None:
+def batched(op: torch._ops.OpOverload) -> None:
     """Registers how torch.vmap runs it: PyTorch's own way takes no lists of tensors."""
 
     def run(info: Any, dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
@@ -189,5 +203,5 @@ def _batched(op: torch._ops.OpOverload) -> None:
     torch.library.register_vmap(op, run, lib=LIBRARY)
 
 
-_batched(quantized_linear_op)
-_batched(quantized_embedding_op)
+batched(quantized_linear_op)
+batched(quantized_embedding_op)

@@ -1,9 +1,10 @@
 """Products with a quantised matrix, and rows of such a matrix as numbers, in Triton.
 
-Three kernels. The first quantises the rows of `x`. The second multiplies: a program owns a tile of outputs and a tile of rows, walks
+Four kernels. The first quantises the rows of `x`. The second multiplies: a program owns a tile of outputs and a tile of rows, walks
 over the blocks of 32 in ascending order, multiplies codes on the tensor cores and adds each block to float32 sums. The products of
 codes are exact and no multiplication is contracted with an addition (`ROUNDED`), so the result has the bits of the reference, whatever
-the tiles. The third turns rows of the matrix into numbers.
+the tiles. The third does so for rows that are sorted by group, each group with a matrix of its own. The fourth turns rows of a matrix
+into numbers.
 
 The matrix is read as csrc/ops/quantized_linear.h describes it. A byte of four-bit codes holds columns c and c + 16 of a block, and a
 tensor core takes 32 columns at a time. So a product takes one half of two neighbouring blocks, of which `x` has zeros in place of one:
@@ -19,6 +20,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from pdkernels.triton.linear import group_of, row_tiles_of
 
 TILE = tl.constexpr(16)
 BLOCK = tl.constexpr(32)
@@ -188,18 +191,15 @@ def _pair_codes(at, second, BITS: tl.constexpr):
     return low.to(tl.int8, bitcast=True), high.to(tl.int8, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["rows", "padded", "blocks", "pairs"])
-def _products(codes, numbers, data, scales, bias, out, rows, padded, outputs, blocks, pairs, tile_bytes, headers, out_stride,
-              SCALES: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+@triton.jit
+def _multiply(codes, numbers, data, scales, bias, out, row, rows, padded, output, outputs, blocks, pairs, tile_bytes, headers,
+              out_stride, matrix_at, SCALES: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
               ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
+    """Stores the tile of `row` and `output`, those that are below `rows` and `outputs`, of the matrix at so many bytes."""
     BLOCK_BYTES: tl.constexpr = TILE * BLOCK // 8 * BITS
-    # Programs that read the same weights are adjacent. One dimension of the grid: the others end at 65,535.
-    row_tiles = padded // ROWS
-    row = tl.program_id(0) % row_tiles * ROWS + tl.arange(0, ROWS)
-    output = tl.program_id(0) // row_tiles * OUTPUTS + tl.arange(0, OUTPUTS)
     lane = output % TILE
     # Past the last tile it is read again.
-    tile_at = tl.minimum(output // TILE, (outputs - 1) // TILE).to(tl.int64) * tile_bytes
+    tile_at = tl.minimum(output // TILE, (outputs - 1) // TILE).to(tl.int64) * tile_bytes + matrix_at
     at = data + tile_at + headers + 4 * lane
     plane = 2 * pairs.to(tl.int64) * padded
     k = tl.arange(0, BLOCK)[:, None]
@@ -238,6 +238,34 @@ def _products(codes, numbers, data, scales, bias, out, rows, padded, outputs, bl
         total += tl.load(bias + output, mask=real, other=0.0).to(tl.float32)[:, None]
     to = out + row.to(tl.int64)[None, :] * out_stride + output[:, None]
     tl.store(to, total.to(out.dtype.element_ty), mask=(row < rows)[None, :] & real[:, None])
+
+
+@triton.jit(do_not_specialize=["rows", "padded", "blocks", "pairs"])
+def _products(codes, numbers, data, scales, bias, out, rows, padded, outputs, blocks, pairs, tile_bytes, headers, out_stride,
+              SCALES: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+              ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
+    # Programs that read the same weights are adjacent. One dimension of the grid: the others end at 65,535.
+    row_tiles = padded // ROWS
+    row = tl.program_id(0) % row_tiles * ROWS + tl.arange(0, ROWS)
+    output = tl.program_id(0) // row_tiles * OUTPUTS + tl.arange(0, OUTPUTS)
+    _multiply(codes, numbers, data, scales, bias, out, row, rows, padded, output, outputs, blocks, pairs, tile_bytes, headers,
+              out_stride, 0, SCALES, BITS, GROUP, ROWS, OUTPUTS, STEP)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "padded", "row_tiles", "blocks", "pairs"])
+def _grouped_products(codes, numbers, data, scales, ends, bias, out, rows, padded, groups, row_tiles, outputs, blocks, pairs,
+                      tile_bytes, headers, out_stride, matrix_bytes,
+                      SCALES: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+                      OUTPUTS: tl.constexpr, STEP: tl.constexpr, GROUPS: tl.constexpr):  # fmt: skip
+    group, first, end = group_of(tl.program_id(0) % row_tiles, ends, groups, rows, ROWS, GROUPS)
+    if first >= end:
+        return
+    output = tl.program_id(0) // row_tiles * OUTPUTS + tl.arange(0, OUTPUTS)
+    own = bias
+    if bias is not None:
+        own = bias + group * out_stride
+    _multiply(codes, numbers, data, scales, own, out, first + tl.arange(0, ROWS), end, padded, output, outputs, blocks, pairs,
+              tile_bytes, headers, out_stride, group * matrix_bytes, SCALES, BITS, GROUP, ROWS, OUTPUTS, STEP)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first", "outputs", "blocks", "chunks"])
@@ -290,7 +318,9 @@ class Part(NamedTuple):
     kind: dict[str, int]
 
 
-def parts_of(weights: Sequence[Tensor], layouts: Sequence[int], outputs: Sequence[int], blocks: int) -> list[Part]:
+def parts_of(
+    weights: Sequence[Tensor], layouts: Sequence[int], outputs: Sequence[int], blocks: int, matrices: int = 1
+) -> list[Part]:
     """The parts that have outputs."""
     found, first = [], 0
     for data, layout, count in zip(weights, layouts, outputs):
@@ -299,12 +329,46 @@ def parts_of(weights: Sequence[Tensor], layouts: Sequence[int], outputs: Sequenc
             kind = torch.float32 if scales in (FLOAT, FLOAT_ZERO) else torch.float16
             if data.data_ptr() % 16:
                 data = data.clone()
-            tile_bytes = data.numel() // triton.cdiv(count, TILE.value)
+            tile_bytes = data.numel() // (matrices * triton.cdiv(count, TILE.value))
             headers = tile_bytes - blocks * TILE.value * BLOCK.value // 8 * bits
             constants = {"SCALES": scales, "BITS": bits, "GROUP": group}
             found.append(Part(data, data.view(kind), first, count, tile_bytes, headers, constants))
         first += count
     return found
+
+
+class Rows(NamedTuple):
+    """Quantised rows of `x`, and how products take them."""
+
+    codes: Tensor
+    numbers: Tensor
+    padded: int
+    blocks: int
+    pairs: int
+    tiling: Tiling
+    constants: dict[str, int]
+    """What kernels are compiled and launched with."""
+
+
+def quantized_rows(x: Tensor, further: int = 0) -> Rows:
+    """The rows `(rows, width)`, whole tiles of them and `further` tiles; a launch."""
+    rows, width = x.shape
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    tiling = next((one for one in _TABLE if rows <= one.rows), _TABLE[-1])
+    blocks, padded = triton.cdiv(width, BLOCK.value), (triton.cdiv(rows, tiling.rows) + further) * tiling.rows
+    pairs = triton.cdiv(blocks, 2)
+    codes = x.new_empty(2 * pairs, padded, 2, BLOCK.value, dtype=torch.int8)
+    numbers = x.new_empty(3, 2 * pairs, padded, dtype=torch.int32)
+    programs = padded * triton.cdiv(2 * pairs, BLOCKS)
+    _quantize_rows[(programs,)](
+        x, codes, numbers, rows, padded, width, pairs, x.stride(0), BLOCKS=BLOCKS, num_warps=4, **ROUNDED
+    )
+    step = tiling.pairs
+    while pairs % step:
+        step //= 2
+    constants = {"ROWS": tiling.rows, "OUTPUTS": tiling.outputs, "STEP": step, "num_warps": tiling.warps}
+    constants |= {"num_stages": tiling.stages, **ROUNDED}
+    return Rows(codes, numbers, padded, blocks, pairs, tiling, constants)
 
 
 def forward(
@@ -318,22 +382,9 @@ def forward(
     bias = None if bias is None else bias.contiguous()
     if width == 0:
         return out.zero_() if bias is None else out.copy_(bias.expand(rows, total))
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    tiling = next((one for one in _TABLE if rows <= one.rows), _TABLE[-1])
-    blocks, row_tiles = triton.cdiv(width, BLOCK.value), triton.cdiv(rows, tiling.rows)
-    padded = row_tiles * tiling.rows
-    pairs = triton.cdiv(blocks, 2)
-    codes = x.new_empty(2 * pairs, padded, 2, BLOCK.value, dtype=torch.int8)
-    numbers = x.new_empty(3, 2 * pairs, padded, dtype=torch.int32)
-    programs = padded * triton.cdiv(2 * pairs, BLOCKS)
-    _quantize_rows[(programs,)](
-        x, codes, numbers, rows, padded, width, pairs, x.stride(0), BLOCKS=BLOCKS, num_warps=4, **ROUNDED
-    )
-    step = tiling.pairs
-    while pairs % step:
-        step //= 2
+    codes, numbers, padded, blocks, pairs, tiling, constants = quantized_rows(x)
     for part in parts_of(weights, layouts, outputs, blocks):
-        _products[(row_tiles * triton.cdiv(part.outputs, tiling.outputs),)](
+        _products[(padded // tiling.rows * triton.cdiv(part.outputs, tiling.outputs),)](
             codes,
             numbers,
             part.data,
@@ -349,12 +400,54 @@ def forward(
             part.headers,
             total,
             **part.kind,
-            ROWS=tiling.rows,
-            OUTPUTS=tiling.outputs,
-            STEP=step,
-            num_warps=tiling.warps,
-            num_stages=tiling.stages,
-            **ROUNDED,
+            **constants,
+        )
+    return out
+
+
+def grouped(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    layouts: Sequence[int],
+    outputs: Sequence[int],
+    ends: Tensor,
+    bias: Tensor | None,
+) -> Tensor:
+    """``(rows, width) x (groups, outputs, width) -> (rows, outputs)``, launched like `forward`; a tile is of a single group."""
+    (rows, width), total, groups = x.shape, sum(outputs), len(ends)
+    out = x.new_empty(rows, total)
+    if rows == 0 or total == 0 or groups == 0:
+        return out
+    bias, ends = None if bias is None else bias.contiguous(), ends.contiguous()
+    if width == 0:
+        numbers = torch.searchsorted(ends, torch.arange(rows, device=x.device), right=True)
+        return out.zero_() if bias is None else out.copy_(bias[numbers])
+    # The last tile of a group may read rows after it.
+    codes, numbers, padded, blocks, pairs, tiling, constants = quantized_rows(x, further=1)
+    row_tiles = row_tiles_of(rows, groups, tiling.rows)
+    for part in parts_of(weights, layouts, outputs, blocks, groups):
+        _grouped_products[(row_tiles * triton.cdiv(part.outputs, tiling.outputs),)](
+            codes,
+            numbers,
+            part.data,
+            part.scales,
+            ends,
+            None if bias is None else bias[:, part.first :],
+            out[:, part.first :],
+            rows,
+            padded,
+            groups,
+            row_tiles,
+            part.outputs,
+            blocks,
+            pairs,
+            part.tile_bytes,
+            part.headers,
+            total,
+            part.tile_bytes * triton.cdiv(part.outputs, TILE.value),
+            **part.kind,
+            **constants,
+            GROUPS=triton.next_power_of_2(groups),
         )
     return out
 

@@ -391,38 +391,95 @@ void multiply(const LinearArgs& args, const X* x, int64_t x_stride, const W* wei
   });
 }
 
+// Whether rows of x are multiplied as they are, in 16 bits.
 template <class T, class W>
-void linear_of(const LinearArgs& args) {
+constexpr bool kAsStored = kPairs && __is_same(T, Bfloat16) && __is_same(W, Bfloat16);
+
+// x in `args.wide`, if the products read it there.
+template <class T, class W>
+void widen_rows(const LinearArgs& args) {
+  if (kAsStored<T, W> || args.wide == nullptr) return;
+  const int64_t stride = args.padded_width();
+  for_rows(args.rows, args.width, [&](int64_t r) {
+    float* to = args.wide + r * stride;
+    widen<T, W>(args.x.row<const T>(r), to, args.width);
+    for (int64_t i = args.width; i < stride; ++i) to[i] = 0;
+  });
+}
+
+template <class T, class W>
+void multiply_widened(const LinearArgs& args) {
   const W* weight = static_cast<const W*>(args.weight);
 #ifdef PDK_AMX
-  if constexpr (__is_same(T, Bfloat16) && __is_same(W, Bfloat16)) return AmxLinear(args).run();
+  if constexpr (kAsStored<T, W>) return AmxLinear(args).run();
 #endif
-  if constexpr (kPairs && __is_same(T, Bfloat16) && __is_same(W, Bfloat16)) {
+  if constexpr (kAsStored<T, W>) {
     multiply<T>(args, args.x.row<const T>(0), args.x.row_stride, weight);
   } else if (args.wide == nullptr) {
     multiply<T>(args, args.x.row<const float>(0), args.x.row_stride, weight);
   } else {
-    const int64_t stride = args.padded_width();
-    for_rows(args.rows, args.width, [&](int64_t r) {
-      float* to = args.wide + r * stride;
-      widen<T, W>(args.x.row<const T>(r), to, args.width);
-      for (int64_t i = args.width; i < stride; ++i) to[i] = 0;
-    });
-    multiply<T>(args, args.wide, stride, weight);
+    multiply<T>(args, args.wide, args.padded_width(), weight);
   }
 }
 
+// The product of a group's rows with `outputs` outputs of its matrix, from `first` on.
+template <class T, class W>
+LinearArgs product_of(const GroupedLinearArgs& args, const RowGroup& group, int64_t first, int64_t outputs) {
+  LinearArgs own = args.all;
+  own.rows = group.count, own.outputs = outputs;
+  own.x.data = args.all.x.row<T>(group.first);
+  own.out.data = args.all.out.row<T>(group.first) + first;
+  if (own.wide != nullptr) own.wide += group.first * own.padded_width();
+  own.weight =
+      static_cast<const W*>(own.weight) + group.matrix * args.matrix_stride + first * args.all.weight_stride;
+  if (own.bias != nullptr) own.bias = static_cast<const T*>(own.bias) + group.matrix * args.all.outputs + first;
+  return own;
+}
+
+template <class T, class W>
+void product(const LinearArgs& args) {
+  widen_rows<T, W>(args);
+  multiply_widened<T, W>(args);
+}
+
+// Groups one after the other, several at a time on different threads; fewer groups than threads are divided.
+template <class T, class W>
+void product(const GroupedLinearArgs& args) {
+  constexpr int64_t kShare = 8 * kBlock;  // outputs, at least
+  const int64_t outputs = args.all.outputs, threads = max_threads(), used = args.groups.count;
+  const int64_t wanted = used < 4 * threads ? (4 * threads + used - 1) / used : 1;
+  const int64_t share = larger(rounded_up((outputs + wanted - 1) / wanted, kShare), kShare);
+  const int64_t shares = threads > 1 ? (outputs + share - 1) / share : 1;
+  widen_rows<T, W>(args.all);
+  for_rows(used * shares, outputs / shares * args.all.width, [&](int64_t item) {
+    const int64_t first = item % shares * share, count = shares > 1 ? smaller(share, outputs - first) : outputs;
+    multiply_widened<T, W>(product_of<T, W>(args, args.groups.used[item / shares], first, count));
+  });
+}
+
+template <class T, class Args>
+void product_with(const Args& args, Element weight) {
+  switch (weight) {
+    case Element::kFloat: return product<T, float>(args);
+    case Element::kHalf: return product<T, Half>(args);
+    case Element::kBfloat16: return product<T, Bfloat16>(args);
+  }
+}
 template <class T>
 void linear_with(const LinearArgs& args) {
-  switch (args.weight_element) {
-    case Element::kFloat: return linear_of<T, float>(args);
-    case Element::kHalf: return linear_of<T, Half>(args);
-    case Element::kBfloat16: return linear_of<T, Bfloat16>(args);
-  }
+  product_with<T>(args, args.weight_element);
 }
 
 }  // namespace
 
 void linear(const LinearArgs& args) { PDK_BY_ELEMENT(linear_with, args) }
+
+void grouped_linear(const GroupedLinearArgs& args) {
+  switch (args.all.element) {
+    case Element::kFloat: return product_with<float>(args, args.all.weight_element);
+    case Element::kHalf: return product_with<Half>(args, args.all.weight_element);
+    case Element::kBfloat16: return product_with<Bfloat16>(args, args.all.weight_element);
+  }
+}
 
 }  // namespace pdkernels::cpu::PDK_ISA

@@ -314,24 +314,60 @@ void quantize_row(const T* x, int64_t width, const QuantizedRows& to, int64_t ro
   }
 }
 
+// The tiles [from, to) of all rows, which are quantised; `matrix`: the number of the matrix, of those of each part.
+template <class T>
+void multiply_tiles(const QuantizedLinearArgs& args, int64_t matrix, int64_t from, int64_t to) {
+  auto* sums = reinterpret_cast<float*>(thread_scratch(args.rows * Layout::kTile * sizeof(float)));
+  int64_t first = 0;  // outputs and tiles of the parts before
+  int64_t before = 0;
+  for (int64_t p = 0; p < args.part_count; ++p) {
+    const QuantizedPart& part = args.parts[p];
+    const int64_t own = Layout::tiles(part.outputs), bytes = part.layout.tile_bytes(args.width);
+    const uint8_t* data = part.data + matrix * own * bytes;
+    for (int64_t t = from > before ? from - before : 0; t < smaller(own, to - before); ++t) {
+      multiply_rows(args, part.layout, data + t * bytes, sums);
+      finish<T>(args, sums, first + t * Layout::kTile, smaller(Layout::kTile, part.outputs - t * Layout::kTile));
+    }
+    first += part.outputs, before += own;
+  }
+}
+
+PDK_INLINE int64_t tiles_of(const QuantizedLinearArgs& args) {
+  int64_t tiles = 0;
+  for (int64_t p = 0; p < args.part_count; ++p) tiles += Layout::tiles(args.parts[p].outputs);
+  return tiles;
+}
+
 template <class T>
 void linear_of(const QuantizedLinearArgs& args) {
   for_rows(args.rows, args.width,
            [&](int64_t row) { quantize_row(args.x.row<const T>(row), args.width, args.quantized, row); });
-  int64_t tiles = 0;
-  for (int64_t p = 0; p < args.part_count; ++p) tiles += Layout::tiles(args.parts[p].outputs);
-  for_ranges(tiles, Layout::kTile * args.width * smaller(args.rows, 4), [&](int64_t from, int64_t to) {
-    auto* sums = reinterpret_cast<float*>(thread_scratch(args.rows * Layout::kTile * sizeof(float)));
-    int64_t first = 0;  // outputs and tiles of the parts before
-    int64_t before = 0;
-    for (int64_t p = 0; p < args.part_count; ++p) {
-      const QuantizedPart& part = args.parts[p];
-      const int64_t own = Layout::tiles(part.outputs), bytes = part.layout.tile_bytes(args.width);
-      for (int64_t t = from > before ? from - before : 0; t < smaller(own, to - before); ++t) {
-        multiply_rows(args, part.layout, part.data + t * bytes, sums);
-        finish<T>(args, sums, first + t * Layout::kTile, smaller(Layout::kTile, part.outputs - t * Layout::kTile));
-      }
-      first += part.outputs, before += own;
+  for_ranges(tiles_of(args), Layout::kTile * args.width * smaller(args.rows, 4),
+             [&](int64_t from, int64_t to) { multiply_tiles<T>(args, 0, from, to); });
+}
+
+template <class T>
+void grouped_linear_of(const QuantizedGroupedLinearArgs& args) {
+  const QuantizedLinearArgs& all = args.all;
+  const RowGroup* used = args.groups.used;
+  for_rows(args.groups.count, all.width * (all.rows / args.groups.count), [&](int64_t u) {
+    for (int64_t i = 0; i < used[u].count; ++i) {
+      quantize_row(all.x.row<const T>(used[u].first + i), all.width, all.quantized, used[u].slot + i);
+    }
+  });
+  const int64_t tiles = tiles_of(all);
+  const int64_t each = Layout::kTile * all.width * smaller(all.rows / args.groups.count, 4);
+  for_ranges(args.groups.count * tiles, each, [&](int64_t from, int64_t to) {
+    for (int64_t next; from < to; from = next) {
+      const RowGroup& group = used[from / tiles];
+      const int64_t first = from / tiles * tiles;
+      next = smaller(first + tiles, to);
+      QuantizedLinearArgs own = all;
+      own.rows = group.count;
+      own.out.data = all.out.row<T>(group.first);
+      own.quantized.data = all.quantized.row(group.slot);
+      if (own.bias != nullptr) own.bias = static_cast<const T*>(own.bias) + group.matrix * args.outputs;
+      multiply_tiles<T>(own, group.matrix, from - first, next - first);
     }
   });
 }
@@ -406,6 +442,13 @@ void embedding_of(const QuantizedEmbeddingArgs& args) {
 }  // namespace
 
 void quantized_linear(const QuantizedLinearArgs& args) { PDK_BY_ELEMENT(linear_of, args) }
+void quantized_grouped_linear(const QuantizedGroupedLinearArgs& args) {
+  switch (args.all.element) {
+    case Element::kFloat: return grouped_linear_of<float>(args);
+    case Element::kHalf: return grouped_linear_of<Half>(args);
+    case Element::kBfloat16: return grouped_linear_of<Bfloat16>(args);
+  }
+}
 void quantized_embedding(const QuantizedEmbeddingArgs& args) { PDK_BY_ELEMENT(embedding_of, args) }
 
 }  // namespace pdkernels::cpu::PDK_ISA
