@@ -224,7 +224,8 @@ def test_op_headers_do_not_depend_on_one_another() -> None:
         for path in (ROOT / "csrc/ops").glob("*.h")
     }
     assert {name: included for name, included in found.items() if included} == {
-        "speculative_attention": {"block_sparse_attention"}
+        "grouped_linear": {"linear", "quantized_linear"},
+        "speculative_attention": {"block_sparse_attention"},
     }
 
 

@@ -54,6 +54,7 @@ LAUNCHES: dict[str, Callable[[dict[str, Any]], int]] = {
     "linear_token_statistics": lambda given: 2,
     # One for each part of the matrix; the rows are quantised first.
     "quantized_linear": lambda given: 1 + len(given["weights"]),
+    "quantized_grouped_linear": lambda given: 1 + len(given["weights"]),
     "quantized_embedding": lambda given: len(given["weights"]),
     "speculative_attention": lambda given: attention_launches(given),
     "speculative_attention_append_": lambda given: attention_launches(given),

@@ -105,6 +105,27 @@ CHOICES: dict[str, Choices] = {
         "layout": LAYOUTS,
         "bias": (False, True),
     },
+    "grouped_linear": {
+        "dtype": (*((one, one) for one in DTYPES), ("float32", "bfloat16"), ("float32", "float16")),
+        "rows": (1, 17, 160),
+        "groups": (1, 8, 128),
+        "outputs": (1, 16, 50),
+        "width": (1, 16, 40, 4096),
+        "layout": LAYOUTS,
+        "ends": INDEX,
+        "bias": (False, True),
+    },
+    "quantized_grouped_linear": {
+        "dtype": DTYPES,
+        "matrix": MATRICES,
+        "rows": (1, 17, 160),
+        "groups": (1, 8, 128),
+        "outputs": (1, 16, 50),
+        "width": (32, 256, 768, 4096),
+        "layout": LAYOUTS,
+        "ends": INDEX,
+        "bias": (False, True),
+    },
     "quantized_embedding": {
         "dtype": DTYPES,
         "matrix": MATRICES,
@@ -261,20 +282,35 @@ def _call_linear(function: Callable[..., Any], given: dict[str, Any]) -> None:
     function(x, weight, _zeros(layout, given["outputs"], dtype=dtype) if given["bias"] else None)
 
 
-def _packed(given: dict[str, Any]) -> Any:
+def _packed(given: dict[str, Any], matrices: int | None = None) -> Any:
     import pdkernels as pd
     from pdkernels.ops._quantized_weight import Part
     from pdkernels.reference.quantized_linear import Layout
 
     layout, width = Layout(*given["matrix"]), given["width"]
-    data = torch.empty(layout.nbytes(given["outputs"], width), dtype=torch.uint8)
-    return pd.QuantizedWeight([Part("any", layout, given["outputs"], data)], width)
+    data = torch.empty((matrices or 1) * layout.nbytes(given["outputs"], width), dtype=torch.uint8)
+    return pd.QuantizedWeight([Part("any", layout, given["outputs"], data)], width, matrices)
 
 
 def _call_quantized(function: Callable[..., Any], given: dict[str, Any]) -> None:
     layout, dtype = given["layout"], given["dtype"]
     x = _zeros(layout, given["rows"], given["width"], dtype=dtype)
     function(x, _packed(given), _zeros(layout, given["outputs"], dtype=dtype) if given["bias"] else None)
+
+
+def _call_grouped(function: Callable[..., Any], given: dict[str, Any]) -> None:
+    layout, groups, (dtype, of_weight) = given["layout"], given["groups"], given["dtype"]
+    x = _zeros(layout, given["rows"], given["width"], dtype=dtype)
+    weight = _zeros(layout, groups, given["outputs"], given["width"], dtype=of_weight)
+    bias = _zeros(layout, groups, given["outputs"], dtype=dtype) if given["bias"] else None
+    function(x, weight, torch.zeros(groups, dtype=getattr(torch, given["ends"])), bias)
+
+
+def _call_quantized_grouped(function: Callable[..., Any], given: dict[str, Any]) -> None:
+    layout, groups, dtype = given["layout"], given["groups"], given["dtype"]
+    x = _zeros(layout, given["rows"], given["width"], dtype=dtype)
+    bias = _zeros(layout, groups, given["outputs"], dtype=dtype) if given["bias"] else None
+    function(x, _packed(given, groups), torch.zeros(groups, dtype=getattr(torch, given["ends"])), bias)
 
 
 def _call_embedding(function: Callable[..., Any], given: dict[str, Any]) -> None:
@@ -303,6 +339,8 @@ CALLS: dict[str, Callable[[Callable[..., Any], dict[str, Any]], None]] = {
     "speculative_attention_append_": _call_speculative,
     "linear": _call_linear,
     "quantized_linear": _call_quantized,
+    "grouped_linear": _call_grouped,
+    "quantized_grouped_linear": _call_quantized_grouped,
     "quantized_embedding": _call_embedding,
     "linear_token_statistics": _call_statistics,
 }

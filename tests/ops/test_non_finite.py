@@ -26,6 +26,8 @@ TRITON = {
     "block_sparse_attention_backward": ("block_sparse_attention", "_triton_backward"),
     "linear": ("linear", "_triton"),
     "quantized_linear": ("quantized_linear", "_triton"),
+    "grouped_linear": ("grouped_linear", "_triton"),
+    "quantized_grouped_linear": ("grouped_linear", "_quantized_triton"),
     "linear_token_statistics": ("linear_token_statistics", "_triton"),
     "speculative_attention": ("_speculative", "by_triton"),
     "speculative_attention_append_": ("_speculative", "by_triton"),

@@ -128,6 +128,8 @@ def tokens(logits: Tensor, hidden: Tensor, weight: Tensor, ids: Tensor) -> Tenso
     packed: pd.QuantizedWeight = pd.quantize(weight, "q4_0")
     hidden = hidden + pd.quantized_embedding(ids, packed, hidden.dtype)
     logits = logits + pd.quantized_linear(hidden, packed)
+    experts = pd.quantize(weight[None], "int8")
+    logits = pd.grouped_linear(hidden, weight[None], ids) + pd.quantized_grouped_linear(hidden, experts, ids)
     head: pd.TokenStatistics = pd.linear_token_statistics(hidden, weight, top_k=2)
     filled: pd.Unmasked = pd.unmask_(ids, guesses.ids, head.probs, mask_token=7, threshold=0.9)
     verdict: pd.DraftVerdict = pd.verify_draft(ids, guesses.ids)
