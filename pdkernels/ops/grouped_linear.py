@@ -138,17 +138,17 @@ def _quantized_fake(
 
 
 def _triton(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None) -> Tensor:
-    from pdkernels.triton.linear import grouped
+    from pdkernels.triton.grouped_linear import forward
 
-    return grouped(x, weight, ends, bias)
+    return forward(x, weight, ends, bias)
 
 
 def _quantized_triton(
     x: Tensor, weights: list[Tensor], layouts: list[int], outputs: list[int], ends: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    from pdkernels.triton.quantized_linear import grouped
+    from pdkernels.triton.grouped_linear import quantized_forward
 
-    return grouped(x, weights, layouts, outputs, ends, bias)
+    return quantized_forward(x, weights, layouts, outputs, ends, bias)
 
 
 def _example(draw: Draw) -> dict[str, Any]:

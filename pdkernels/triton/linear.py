@@ -27,11 +27,11 @@ class Tiling(NamedTuple):
 
 
 # 16 rows are the minimum of a tensor core. Few outputs per program, so that small matrices keep many SMs reading.
-_TABLE = {"16-bit": Tiling(16, 32, 128, 4, 4), "fp32": Tiling(16, 32, 64, 4, 3)}
+TABLE = {"16-bit": Tiling(16, 32, 128, 4, 4), "fp32": Tiling(16, 32, 64, 4, 3)}
 
 
 @triton.jit
-def _multiply(x, weight, bias, out, row, rows, output, outputs, width, x_stride, weight_stride,
+def product_tile(x, weight, bias, out, row, rows, output, outputs, width, x_stride, weight_stride,
               ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr):  # fmt: skip
     """Stores the tile of `row` and `output`, those that are below `rows` and `outputs`."""
     real_row, real_output = row < rows, output < outputs
@@ -57,44 +57,7 @@ def _linear(x, weight, bias, out, rows, outputs, width, x_stride, weight_stride,
     row_tiles = tl.cdiv(rows, ROWS)
     row = (tl.program_id(0) % row_tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     output = (tl.program_id(0) // row_tiles * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.int64)
-    _multiply(x, weight, bias, out, row, rows, output, outputs, width, x_stride, weight_stride, ROWS, OUTPUTS, DEPTH)
-
-
-@triton.jit
-def group_of(tile, ends, groups, rows, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    """The group that a tile of rows is of, the first of its rows, and where the group's rows end. Past the last tile there are none.
-
-    Ends that do not ascend, which only the CPU refuses, give no row outside of memory.
-    """
-    group = tl.arange(0, GROUPS)
-    end = tl.load(ends + group, mask=group < groups, other=0).to(tl.int64)
-    start = tl.load(ends + group - 1, mask=(group > 0) & (group < groups), other=0).to(tl.int64)
-    end, start = tl.minimum(end, rows), tl.maximum(start, 0)
-    tiles = tl.maximum((end - start + ROWS - 1) // ROWS, 0).to(tl.int32)
-    tiles = tl.where(group < groups, tiles, 0)
-    last = tl.cumsum(tiles, 0)
-    own = tl.sum((last <= tile).to(tl.int32), 0)
-    mine = group == own
-    before = tl.sum(tl.where(mine, last - tiles, 0), 0)
-    first = tl.sum(tl.where(mine, start, 0), 0) + (tile - before).to(tl.int64) * ROWS
-    return own.to(tl.int64), first, tl.sum(tl.where(mine, end, 0), 0)
-
-
-@triton.jit(do_not_specialize=["rows", "row_tiles"])
-def _grouped_linear(x, weight, ends, bias, out, rows, groups, outputs, width, row_tiles, x_stride, weight_stride,
-                    matrix_stride,
-                    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, GROUPS: tl.constexpr):  # fmt: skip
-    group, first, end = group_of(tl.program_id(0) % row_tiles, ends, groups, rows, ROWS, GROUPS)
-    if first >= end:
-        return
-    output = (tl.program_id(0) // row_tiles * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.int64)
-    own = bias
-    if bias is not None:
-        own = bias + group * outputs
-    _multiply(
-        x, weight + group * matrix_stride, own, out, first + tl.arange(0, ROWS), end, output, outputs, width, x_stride,
-        weight_stride, ROWS, OUTPUTS, DEPTH
-    )  # fmt: skip
+    product_tile(x, weight, bias, out, row, rows, output, outputs, width, x_stride, weight_stride, ROWS, OUTPUTS, DEPTH)
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -106,7 +69,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     x = x if x.stride(-1) == 1 else x.contiguous()
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
-    tiling = _TABLE["fp32" if x.dtype == torch.float32 else "16-bit"]
+    tiling = TABLE["fp32" if x.dtype == torch.float32 else "16-bit"]
     programs = triton.cdiv(rows, tiling.rows) * triton.cdiv(outputs, tiling.outputs)
     _linear[(programs,)](
         x,
@@ -121,45 +84,6 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ROWS=tiling.rows,
         OUTPUTS=tiling.outputs,
         DEPTH=tiling.depth,
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
-    )
-    return out
-
-
-def row_tiles_of(rows: int, groups: int, size: int) -> int:
-    """Tiles of `size` rows that suffice, however the rows are divided among the groups."""
-    return min(rows, rows // size + min(rows, groups))
-
-
-def grouped(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None) -> Tensor:
-    """``(rows, width) x (groups, outputs, width) -> (rows, outputs)``, in the tiles of `forward`; each is of a single group."""
-    rows, (groups, outputs, width) = len(x), weight.shape
-    out = x.new_empty(rows, outputs)
-    if rows == 0 or outputs == 0 or groups == 0:
-        return out
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    weight = weight if weight.stride(-1) == 1 else weight.contiguous()
-    tiling = _TABLE["fp32" if x.dtype == torch.float32 else "16-bit"]
-    row_tiles = row_tiles_of(rows, groups, tiling.rows)
-    _grouped_linear[(row_tiles * triton.cdiv(outputs, tiling.outputs),)](
-        x,
-        weight,
-        ends.contiguous(),
-        None if bias is None else bias.contiguous(),
-        out,
-        rows,
-        groups,
-        outputs,
-        width,
-        row_tiles,
-        x.stride(0),
-        weight.stride(1),
-        weight.stride(0),
-        ROWS=tiling.rows,
-        OUTPUTS=tiling.outputs,
-        DEPTH=tiling.depth,
-        GROUPS=triton.next_power_of_2(groups),
         num_warps=tiling.warps,
         num_stages=tiling.stages,
     )

@@ -1,10 +1,9 @@
 """Products with a quantised matrix, and rows of such a matrix as numbers, in Triton.
 
-Four kernels. The first quantises the rows of `x`. The second multiplies: a program owns a tile of outputs and a tile of rows, walks
+Three kernels. The first quantises the rows of `x`. The second multiplies: a program owns a tile of outputs and a tile of rows, walks
 over the blocks of 32 in ascending order, multiplies codes on the tensor cores and adds each block to float32 sums. The products of
 codes are exact and no multiplication is contracted with an addition (`ROUNDED`), so the result has the bits of the reference, whatever
-the tiles. The third does so for rows that are sorted by group, each group with a matrix of its own. The fourth turns rows of a matrix
-into numbers.
+the tiles. The third turns rows of the matrix into numbers.
 
 The matrix is read as csrc/ops/quantized_linear.h describes it. A byte of four-bit codes holds columns c and c + 16 of a block, and a
 tensor core takes 32 columns at a time. So a product takes one half of two neighbouring blocks, of which `x` has zeros in place of one:
@@ -20,8 +19,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from pdkernels.triton.linear import group_of, row_tiles_of
 
 TILE = tl.constexpr(16)
 BLOCK = tl.constexpr(32)
@@ -192,7 +189,7 @@ def _pair_codes(at, second, BITS: tl.constexpr):
 
 
 @triton.jit
-def _multiply(codes, numbers, data, scales, bias, out, row, rows, padded, output, outputs, blocks, pairs, tile_bytes, headers,
+def packed_tile(codes, numbers, data, scales, bias, out, row, rows, padded, output, outputs, blocks, pairs, tile_bytes, headers,
               out_stride, matrix_at, SCALES: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
               ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
     """Stores the tile of `row` and `output`, those that are below `rows` and `outputs`, of the matrix at so many bytes."""
@@ -248,24 +245,8 @@ def _products(codes, numbers, data, scales, bias, out, rows, padded, outputs, bl
     row_tiles = padded // ROWS
     row = tl.program_id(0) % row_tiles * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(0) // row_tiles * OUTPUTS + tl.arange(0, OUTPUTS)
-    _multiply(codes, numbers, data, scales, bias, out, row, rows, padded, output, outputs, blocks, pairs, tile_bytes, headers,
+    packed_tile(codes, numbers, data, scales, bias, out, row, rows, padded, output, outputs, blocks, pairs, tile_bytes, headers,
               out_stride, 0, SCALES, BITS, GROUP, ROWS, OUTPUTS, STEP)  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["rows", "padded", "row_tiles", "blocks", "pairs"])
-def _grouped_products(codes, numbers, data, scales, ends, bias, out, rows, padded, groups, row_tiles, outputs, blocks, pairs,
-                      tile_bytes, headers, out_stride, matrix_bytes,
-                      SCALES: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-                      OUTPUTS: tl.constexpr, STEP: tl.constexpr, GROUPS: tl.constexpr):  # fmt: skip
-    group, first, end = group_of(tl.program_id(0) % row_tiles, ends, groups, rows, ROWS, GROUPS)
-    if first >= end:
-        return
-    output = tl.program_id(0) // row_tiles * OUTPUTS + tl.arange(0, OUTPUTS)
-    own = bias
-    if bias is not None:
-        own = bias + group * out_stride
-    _multiply(codes, numbers, data, scales, own, out, first + tl.arange(0, ROWS), end, padded, output, outputs, blocks, pairs,
-              tile_bytes, headers, out_stride, group * matrix_bytes, SCALES, BITS, GROUP, ROWS, OUTPUTS, STEP)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first", "outputs", "blocks", "chunks"])
@@ -401,53 +382,6 @@ def forward(
             total,
             **part.kind,
             **constants,
-        )
-    return out
-
-
-def grouped(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    layouts: Sequence[int],
-    outputs: Sequence[int],
-    ends: Tensor,
-    bias: Tensor | None,
-) -> Tensor:
-    """``(rows, width) x (groups, outputs, width) -> (rows, outputs)``, launched like `forward`; a tile is of a single group."""
-    (rows, width), total, groups = x.shape, sum(outputs), len(ends)
-    out = x.new_empty(rows, total)
-    if rows == 0 or total == 0 or groups == 0:
-        return out
-    bias, ends = None if bias is None else bias.contiguous(), ends.contiguous()
-    if width == 0:
-        numbers = torch.searchsorted(ends, torch.arange(rows, device=x.device), right=True)
-        return out.zero_() if bias is None else out.copy_(bias[numbers])
-    # The last tile of a group may read rows after it.
-    codes, numbers, padded, blocks, pairs, tiling, constants = quantized_rows(x, further=1)
-    row_tiles = row_tiles_of(rows, groups, tiling.rows)
-    for part in parts_of(weights, layouts, outputs, blocks, groups):
-        _grouped_products[(row_tiles * triton.cdiv(part.outputs, tiling.outputs),)](
-            codes,
-            numbers,
-            part.data,
-            part.scales,
-            ends,
-            None if bias is None else bias[:, part.first :],
-            out[:, part.first :],
-            rows,
-            padded,
-            groups,
-            row_tiles,
-            part.outputs,
-            blocks,
-            pairs,
-            part.tile_bytes,
-            part.headers,
-            total,
-            part.tile_bytes * triton.cdiv(part.outputs, TILE.value),
-            **part.kind,
-            **constants,
-            GROUPS=triton.next_power_of_2(groups),
         )
     return out
 

@@ -143,7 +143,8 @@ def test_any_layout() -> None:
 @requires_triton
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_triton_has_the_bits_of_its_linear(counts: list[int]) -> None:
-    from pdkernels.triton.linear import forward, grouped
+    from pdkernels.triton.grouped_linear import forward as grouped
+    from pdkernels.triton.linear import forward
 
     device = triton_device()
     for dtypes in ((torch.float32, torch.float32), (torch.float16, torch.float16), (torch.float32, torch.float16)):
@@ -157,7 +158,7 @@ def test_triton_has_the_bits_of_its_linear(counts: list[int]) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_triton_has_the_bits_of_the_formula(name: str) -> None:
     """The smallest tiling and the largest."""
-    from pdkernels.triton.quantized_linear import grouped
+    from pdkernels.triton.grouped_linear import quantized_forward as grouped
 
     device = triton_device()
     for counts, dtype in (([0, 4, 3], torch.float32), ([35, 6], dot_dtypes()[0])):
@@ -173,7 +174,7 @@ def test_triton_has_the_bits_of_the_formula(name: str) -> None:
 
 @requires_triton
 def test_triton_on_nothing() -> None:
-    from pdkernels.triton import linear, quantized_linear
+    from pdkernels.triton.grouped_linear import forward, quantized_forward
 
     device = triton_device()
     ends = torch.tensor([0, 2], device=device)
@@ -182,25 +183,25 @@ def test_triton_on_nothing() -> None:
         bias, own = bias.view(groups, outputs), ends[:groups] * (rows > 0)
         weight = torch.zeros(groups, outputs, width, device=device)
         expected = bias[1].expand(rows, outputs) if groups else bias.new_empty(0, outputs)
-        assert torch.equal(linear.grouped(x, weight, own, bias), expected)
+        assert torch.equal(forward(x, weight, own, bias), expected)
         if groups:
             w = packed("Q8_0", groups, outputs, width).to(device)
             given = w.data, w.layouts, w.outputs, own
             if rows == 0 or outputs == 0 or width == 0:
-                assert torch.equal(quantized_linear.grouped(x, *given, bias), expected)
+                assert torch.equal(quantized_forward(x, *given, bias), expected)
 
 
 @requires_triton
 @pytest.mark.parametrize("ends", [[5, 2, 9], [-3, 4, 9], [0, 4, 20], [4, 4, 6], [9, -1, 30]])
 def test_triton_stays_inside_with_ends_that_are_wrong(ends: list[int]) -> None:
     """A GPU does not check them."""
-    from pdkernels.triton import linear
+    from pdkernels.triton import grouped_linear
 
     device = triton_device()
     x, weight, _ = (t.to(device) for t in inputs([9, 0, 0], 20, 40, (torch.float32, torch.float32)))
     out = torch.full((9 + 64, 20), 7.0, device=device)
-    tiles = linear.row_tiles_of(9, 3, 16)
-    linear._grouped_linear[(tiles,)](
+    tiles = grouped_linear.row_tiles_of(9, 3, 16)
+    grouped_linear._grouped_linear[(tiles,)](
         x, weight, torch.tensor(ends, device=device), None, out[32:41], 9, 3, 20, 40, tiles, 40, 40, 800,
         ROWS=16, OUTPUTS=32, DEPTH=64, GROUPS=4,
     )  # fmt: skip

@@ -74,6 +74,7 @@ def launch_all(size: int) -> None:
     from pdkernels.reference.quantized_linear import Layout
     from pdkernels.triton import (
         block_sparse_attention,
+        grouped_linear,
         linear,
         linear_token_statistics,
         quantized_linear,
@@ -98,9 +99,9 @@ def launch_all(size: int) -> None:
     packed = [torch.zeros(layout.nbytes(96, 64), dtype=torch.uint8)], [layout.number], [96]
     quantized_linear.forward(make(size, 64), *packed, None)
     ends = torch.zeros(8, dtype=torch.int64)
-    linear.grouped(make(size, 64), make(8, 96, 64), ends, None)
+    grouped_linear.forward(make(size, 64), make(8, 96, 64), ends, None)
     experts = [torch.zeros(8 * layout.nbytes(96, 64), dtype=torch.uint8)], *packed[1:]
-    quantized_linear.grouped(make(size, 64), *experts, ends, None)
+    grouped_linear.quantized_forward(make(size, 64), *experts, ends, None)
     quantized_linear.rows_of(torch.zeros(size, dtype=torch.int64), *packed, 64, torch.bfloat16)
     linear_token_statistics.forward(make(size, 64), make(96, 64), 1.0, 0, None, 0, None, None, None, (), 2, "sampling")
 
@@ -133,7 +134,7 @@ def test_no_kernel_is_recompiled_for_another_length() -> None:
     compiled = harness.measure(["sm_90"], __name__)
     # Tiles of packed products are smaller for up to 8 rows.
     assert compiled.pop("quantized_linear _products") == 2
-    assert compiled.pop("quantized_linear _grouped_products") == 2
+    assert compiled.pop("grouped_linear _grouped_products") == 2
     assert len(compiled) == 12 and set(compiled.values()) == {1}, compiled
 
 
