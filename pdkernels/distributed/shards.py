@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pdkernels._validation import check
+from pdkernels._validation import check, message
 from pdkernels.models import RecurrentDepthConfig, TransformerConfig
 
 OP = "distributed.parallelize"
@@ -43,6 +43,11 @@ class Shards:
 
     def __init__(self, config: TransformerConfig | RecurrentDepthConfig, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
+        if isinstance(config, TransformerConfig) and config.experts is not None:
+            remedy = "Load it on one rank."
+            raise NotImplementedError(
+                message(OP, "model", "have no experts", f"{config.experts.count} a layer", remedy)
+            )
         words = f"be divisible by the {ranks} ranks"
         check(config.heads % ranks == 0, OP, "heads", words, config.heads)
         check(config.intermediate_size % ranks == 0, OP, "intermediate_size", words, config.intermediate_size)

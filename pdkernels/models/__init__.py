@@ -3,7 +3,7 @@ folders."""
 
 from pdkernels.models.callable_model import CallableModel, from_callable
 from pdkernels.models.chat import ChatTemplate
-from pdkernels.models.config import TransformerConfig
+from pdkernels.models.config import ExpertsConfig, TransformerConfig
 from pdkernels.models.drafters import EagleConfig, EagleHead, load_drafter, save_drafter
 from pdkernels.models.hf import from_hf_config, from_hf_state_dict, to_hf_state_dict
 from pdkernels.models.huginn import from_huginn_config, from_huginn_state_dict, to_huginn_config, to_huginn_state_dict
@@ -47,6 +47,7 @@ __all__ = [
     "ChatTemplate",
     "EagleConfig",
     "EagleHead",
+    "ExpertsConfig",
     "FactorScaling",
     "JsonTokenizer",
     "LanguageModel",

@@ -71,7 +71,8 @@ class Adapter(NamedTuple):
             if not any(part in self.pairs or part in self.whole for part in parts):
                 continue
             whole = ours[name].to(wide, copy=True)
-            targets = whole.split([shape[0] for shape in parts.values()]) if len(parts) > 1 else [whole]
+            rows = whole if whole.dim() <= 2 else whole.flatten(0, -2)
+            targets = rows.split([shape[0] for shape in parts.values()]) if len(parts) > 1 else [rows]
             for part, target in zip(parts, targets):
                 if part in self.whole:
                     target.copy_(self.whole[part].view(target.shape))

@@ -25,6 +25,38 @@ def _check_numbers(op: str, config: TransformerConfig | RecurrentDepthConfig) ->
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of experts in place of the MLP of a layer: SwiGLUs, of which a router chooses some for every row.
+
+    A row's weights are the softmax of the router's logits, of the `per_token` experts with the largest.
+
+    >>> ExpertsConfig(count=8, per_token=2, intermediate_size=16).normalized
+    True
+    """
+
+    count: int
+    per_token: int
+    """Experts of a row."""
+    intermediate_size: int
+    """Of an expert."""
+    normalized: bool = True
+    """Whether the weights of a row's experts are divided by their sum."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers with an MLP all the same."""
+
+    def __post_init__(self) -> None:
+        op = "ExpertsConfig"
+        for name in ("count", "per_token", "intermediate_size"):
+            value = getattr(self, name)
+            check_type(type(value) is int, op, name, "be an int", type(value).__name__)
+            check_int(op, name, value, 1)
+        check(self.per_token <= self.count, op, "per_token", f"be at most count ({self.count})", self.per_token)
+        check_flag(op, "normalized", self.normalized)
+        fits = isinstance(self.dense_layers, tuple) and all(type(one) is int and one >= 0 for one in self.dense_layers)
+        check(fits, op, "dense_layers", "be a tuple of numbers of layers", self.dense_layers)
+
+
+@dataclass(frozen=True)
 class TransformerConfig:
     """Sizes and variants of a `Transformer`. `head_dim` does not have to be `hidden_size / heads`.
 
@@ -58,6 +90,8 @@ class TransformerConfig:
     """The token that the logits of row i predict: i + 1, or i itself, which is then a mask."""
     max_positions: int = 2048
     """Positions the model was trained for: `generate` refuses longer texts, unless `overflow="warn"`; a forward takes them."""
+    experts: ExpertsConfig | None = None
+    """None: every layer has an MLP of `intermediate_size`."""
 
     def __post_init__(self) -> None:
         op = "TransformerConfig"
@@ -91,6 +125,14 @@ class TransformerConfig:
         for name in ("qkv_bias", "output_bias", "mlp_bias", "qk_norm", "tied_head"):
             check_flag(op, name, getattr(self, name))
         _check_numbers(op, self)
+        experts = self.experts
+        known = experts is None or isinstance(experts, ExpertsConfig)
+        check_type(known, op, "experts", "be an ExpertsConfig or None", type(experts).__name__)
+        if experts is not None:
+            last = max(experts.dense_layers, default=0)
+            check(last < self.layers, op, "experts.dense_layers", f"be below layers ({self.layers})", last)
+            dense = len(set(experts.dense_layers))
+            check(dense < self.layers, op, "experts.dense_layers", "leave a layer with experts", "all layers")
         if isinstance(scaling, FactorScaling):
             pairs = len(scaling.factors)
             check(pairs == self.head_dim // 2, op, "rope_scaling", f"have {self.head_dim // 2} factors", pairs)
@@ -101,6 +143,10 @@ class TransformerConfig:
     def group_size(self) -> int:
         """Query heads per KV head."""
         return self.heads // self.kv_heads
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the layer of this number has experts in place of an MLP."""
+        return self.experts is not None and layer not in self.experts.dense_layers
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,9 @@ class Weights:
 
     def parameters(self, layout: Layout, dtype: torch.dtype | None, device: torch.device) -> dict[str, torch.Tensor]:
         """Our parameters, as `Layout.gather` makes them of all tensors, but one after the other; `dtype` None: as stored."""
-        ours = {name: self.parameter(layout, parts, dtype).to(device) for name, parts in layout.parts()}
+        ours = {
+            name: layout.shaped(name, self.parameter(layout, parts, dtype)).to(device) for name, parts in layout.parts()
+        }
         self.check_tied(layout)
         return ours
 

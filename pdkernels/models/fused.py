@@ -13,6 +13,8 @@ import torch.nn.functional as F
 
 from pdkernels._validation import KERNEL_DTYPES
 from pdkernels.ops._quantized_weight import QuantizedWeight
+from pdkernels.ops.grouped_linear import grouped_linear as grouped_product
+from pdkernels.ops.grouped_linear import quantized_grouped_linear
 from pdkernels.ops.linear import linear as product
 from pdkernels.ops.quantized_linear import quantized_embedding, quantized_linear
 from pdkernels.ops.transformer_ops import add_rms_norm, silu_and_mul
@@ -31,6 +33,20 @@ def linear(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, bias: torch.
     if x.device.type == "cpu" and enabled(x):
         return product(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def grouped_linear(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, ends: torch.Tensor) -> torch.Tensor:
+    """``x[r] @ weight[g]^T`` for the rows r of each expert g, which end at `ends`. Without the op the host reads these."""
+    if isinstance(weight, QuantizedWeight):
+        return quantized_grouped_linear(x, weight, ends)
+    if enabled(x):
+        return grouped_product(x, weight, ends)
+    found, first = [x.new_empty(0, weight.shape[1])], 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > first:
+            found.append(F.linear(x[first:end], weight[expert]))
+        first = end
+    return torch.cat(found)
 
 
 def embed(tokens: torch.Tensor, weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Checkpoints with Hugging Face names: configuration and tensors, both ways.
 
-Qwen2, Qwen3, Llama, Mistral, Ministral3, and the diffusion models Dream, Fast-dLLM v2, SDAR and Nemotron-Labs-Diffusion.
+Qwen2, Qwen3, Llama, Mistral, Ministral3, and the diffusion models Dream, Fast-dLLM v2, SDAR and Nemotron-Labs-Diffusion; and with
+experts Qwen3-MoE, Mixtral, SDAR-MoE and LLaDA-MoE.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from pdkernels._validation import check
 from pdkernels.models.config import TransformerConfig
 from pdkernels.models.fields import OP, Fields, demand, read_from, shown
+from pdkernels.models.hf_experts import LLADA_MOE, READERS, expert_parts, read_experts
 from pdkernels.models.hf_rope import read_rope
 from pdkernels.models.layout import Layout, Parts
 
@@ -39,6 +41,7 @@ class _Usual(NamedTuple):
     qk_norm: bool = False
     attention: Literal["causal", "bidirectional"] = "causal"
     predicts: Literal["next", "own"] = "next"
+    theta: float = 10000.0
 
 
 _QWEN2 = _Usual(32768, 32, window=4096, switched=True, bias=True, qkv_bias=True)
@@ -55,12 +58,18 @@ _USUAL = {
     "Fast_dLLM_Qwen": _QWEN2._replace(mask_token=151665),
     "sdar": _QWEN3._replace(mask_token=151669, predicts="own"),
     NEMOTRON: _Usual(262144, 8, eps=1e-5),
+    "qwen3_moe": _QWEN3._replace(kv_heads=4),
+    "mixtral": _Usual(131072, 8, eps=1e-5, theta=1e6),
+    "sdar_moe": _QWEN3._replace(kv_heads=4, mask_token=151669, predicts="own"),
+    # Its config.json names no mask token.
+    LLADA_MOE: _Usual(8192, 16, eps=1e-5, mask_token=156895, attention="bidirectional", predicts="own", theta=50000.0),
 }
 ARCHITECTURES = tuple(_USUAL)
 MASK_TOKENS = {kind: usual.mask_token for kind, usual in _USUAL.items() if usual.mask_token is not None}
 
 _HEAD = "lm_head.weight"
-_REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+_INNER = {LLADA_MOE: "dense_intermediate_size"}
+_REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
 def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
@@ -77,7 +86,9 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
     fields.require(_REQUIRED)
     kind = fields.get("model_type")
     demand(kind in ARCHITECTURES, "model_type", f"be one of {', '.join(ARCHITECTURES)}", shown(kind))
-    usual = _USUAL[str(kind)]
+    usual, inner = _USUAL[str(kind)], _INNER.get(str(kind), "intermediate_size")
+    if kind != LLADA_MOE:
+        fields.require((inner,))
     if usual.qk_norm:  # the published classes default to 128, regardless of the other sizes
         fields.require(("head_dim",))
     activation = fields.get("hidden_act", "silu")
@@ -86,7 +97,7 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
     demand(not fields.get("per_layer_config"), "per_layer_config", "be absent", shown(fields.get("per_layer_config")))
     stated = fields.integer("max_position_embeddings", usual.positions)
     with read_from("config.json"):
-        theta, scaling = read_rope(fields, stated, kind in ("ministral3", NEMOTRON), default=kind == "ministral3")
+        theta, scaling = read_rope(fields, stated, kind in ("ministral3", NEMOTRON), kind == "ministral3", usual.theta)
     positions = stated if scaling is None else scaling.reach(stated)
     _check_window(fields, usual, positions)
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
@@ -100,6 +111,8 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
     demand(not biased or usual.bias, "attention_bias", "be false", True)
     if kind == NEMOTRON:  # the default of its class is no token
         fields.require(("mask_token_id",))
+    experts = read_experts(fields, str(kind)) if kind in READERS else None
+    qk_norm = fields.flag("qk_layernorm", True) if kind == LLADA_MOE else usual.qk_norm
     with read_from("config.json"):
         return TransformerConfig(
             vocab_size=fields.integer("vocab_size"),
@@ -108,18 +121,19 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
             heads=heads,
             kv_heads=fields.integer("num_key_value_heads", kv_heads),
             head_dim=fields.integer("head_dim", head_dim),
-            intermediate_size=fields.integer("intermediate_size"),
+            intermediate_size=fields.integer(inner, 8192 if kind == LLADA_MOE else None),
             rope_theta=theta,
             rope_scaling=scaling,
             norm_eps=fields.number("rms_norm_eps", usual.eps, minimum=0),
             qkv_bias=biased or usual.qkv_bias,
             output_bias=biased and (kind == "llama" or usual.qk_norm),
             mlp_bias=mlp_biased,
-            qk_norm=usual.qk_norm,
+            qk_norm=qk_norm,
             tied_head=fields.flag("tie_word_embeddings", False),
             attention=usual.attention,
             predicts=usual.predicts,
             max_positions=positions,
+            experts=experts,
         )
 
 
@@ -151,11 +165,12 @@ def _check_window(fields: Fields, usual: _Usual, positions: int) -> None:
 def layout(config: TransformerConfig, kind: str = "") -> Layout:
     """The tensors of a checkpoint with this configuration; `kind` is its model_type if its tensors have other names."""
     body, head = ("encoder.", "diffusion_head.weight") if kind == NEMOTRON else ("model.", _HEAD)
-    parts = partial(_parts, config, body, head)
-    return Layout(parts, config.layers, f"{body}embed_tokens.weight", head, config.tied_head)
+    parts = partial(_parts, config, body, head, kind)
+    count = 0 if config.experts is None else config.experts.count
+    return Layout(parts, config.layers, f"{body}embed_tokens.weight", head, config.tied_head, experts=count)
 
 
-def _parts(config: TransformerConfig, body: str, head: str) -> Iterator[tuple[str, Parts]]:
+def _parts(config: TransformerConfig, body: str, head: str, kind: str) -> Iterator[tuple[str, Parts]]:
     hidden, inner, matrix = config.hidden_size, config.intermediate_size, (config.vocab_size, config.hidden_size)
     query, key_value = config.heads * config.head_dim, config.kv_heads * config.head_dim
     yield "embedding", {f"{body}embed_tokens.weight": matrix}
@@ -171,9 +186,12 @@ def _parts(config: TransformerConfig, body: str, head: str) -> Iterator[tuple[st
         yield f"{ours}output", {f"{theirs}self_attn.o_proj.weight": (hidden, query)}
         if config.output_bias:
             yield f"{ours}output_bias", {f"{theirs}self_attn.o_proj.bias": (hidden,)}
-        yield f"{ours}gate_up", {f"{theirs}mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
-        yield f"{ours}down", {f"{theirs}mlp.down_proj.weight": (hidden, inner)}
-        if config.mlp_bias:
+        if config.has_experts(index):
+            yield from expert_parts(config, kind, ours, theirs)
+        else:
+            yield f"{ours}gate_up", {f"{theirs}mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
+            yield f"{ours}down", {f"{theirs}mlp.down_proj.weight": (hidden, inner)}
+        if config.mlp_bias and not config.has_experts(index):
             yield f"{ours}gate_up_bias", {f"{theirs}mlp.{name}_proj.bias": (inner,) for name in ("gate", "up")}
             yield f"{ours}down_bias", {f"{theirs}mlp.down_proj.bias": (hidden,)}
         yield f"{ours}attention_norm", {f"{theirs}input_layernorm.weight": (hidden,)}

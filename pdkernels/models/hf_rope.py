@@ -26,13 +26,13 @@ _MINISTRAL3: dict[str, Any] = {
 
 
 def read_rope(
-    fields: Fields, max_positions: int, scaled_queries: bool, default: bool
+    fields: Fields, max_positions: int, scaled_queries: bool, default: bool, base: float = 10000.0
 ) -> tuple[float, RopeScaling | None]:
     """The base and the scaling rule.
 
     `rope_scaling` replaces `rope_parameters` as a whole, even its `rope_theta`. Inside, `rope_type` precedes `type`, and
     `rope_theta` the field of that name outside; `original_max_position_embeddings` outside precedes the one inside. `default`:
-    without either Ministral3's own values are meant. `scaled_queries`: the model reads `llama_4_scaling_beta`.
+    without either Ministral3's own values are meant. `base`: without a `rope_theta`. `scaled_queries`: the model reads `llama_4_scaling_beta`.
     """
     where = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     rope = fields.part(where)
@@ -44,7 +44,7 @@ def read_rope(
     for holder in (rope, fields):
         share = holder.number("partial_rotary_factor", 1.0)
         demand(share == 1.0, "partial_rotary_factor", "be 1", share)
-    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0, above=0), above=0)
+    theta = rope.number("rope_theta", fields.number("rope_theta", base, above=0), above=0)
     original = fields.maybe_integer("original_max_position_embeddings")
     if original is not None:
         rope = Fields({**rope.values, "original_max_position_embeddings": original}, rope.where)

@@ -51,17 +51,20 @@ class Layer(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.empty(config.head_dim)) if config.qk_norm else None)
         self.output = nn.Parameter(torch.empty(hidden, width))
         self.mlp_norm = nn.Parameter(torch.empty(hidden))
-        self.gate_up = nn.Parameter(torch.empty(2 * config.intermediate_size, hidden))
-        self.down = nn.Parameter(torch.empty(hidden, config.intermediate_size))
-        biases = {"output_bias": hidden * config.output_bias}
-        biases |= {
-            "gate_up_bias": 2 * config.intermediate_size * config.mlp_bias,
-            "down_bias": hidden * config.mlp_bias,
-        }
-        for name, size in biases.items():
-            self.register_parameter(name, nn.Parameter(torch.empty(size)) if size else None)
+        self._add_mlp(config)
+        self._add_biases({"output_bias": hidden * config.output_bias})
         self.register_parameter("adapter_in", None)
         self.register_parameter("adapter_out", None)
+
+    def _add_mlp(self, config: TransformerConfig) -> None:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_up = nn.Parameter(torch.empty(2 * inner, hidden))
+        self.down = nn.Parameter(torch.empty(hidden, inner))
+        self._add_biases({"gate_up_bias": 2 * inner * config.mlp_bias, "down_bias": hidden * config.mlp_bias})
+
+    def _add_biases(self, sizes: dict[str, int]) -> None:
+        for name, size in sizes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(size)) if size else None)
 
     def forward(
         self,

@@ -35,6 +35,8 @@ class Layout(NamedTuple):
     tied: bool
     source: str = "config.json"
     """The configuration file."""
+    experts: int = 0
+    """Of a layer that has some: parameters called `experts_*` are stacks of so many matrices."""
 
     def stored(self, names: Mapping[str, Stored]) -> None:
         """Refuses a checkpoint with missing or extra tensors, wrong shapes, or integers instead of floats.
@@ -68,7 +70,7 @@ class Layout(NamedTuple):
         for name, parts in self.parts():
             tensors = [left[part] for part in parts]
             joined = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-            ours[name] = joined if joined.dim() <= 2 else joined.flatten(0, -2)  # ours are vectors and matrices
+            ours[name] = self.shaped(name, joined)
         if self.tied and self.head in left:
             head, embedding = left[self.head], ours["embedding"]
             # They may be stored in dtypes of different precision.
@@ -77,6 +79,11 @@ class Layout(NamedTuple):
                 and any(torch.equal(head.to(kind), embedding.to(kind)) for kind in {head.dtype, embedding.dtype})
             )
         return ours
+
+    def shaped(self, name: str, joined: torch.Tensor) -> torch.Tensor:
+        """One of our parameters from its parts in one tensor: vectors and matrices, and stacks of matrices."""
+        rows = joined if joined.dim() <= 2 else joined.flatten(0, -2)
+        return rows.view(self.experts, -1, rows.shape[1]) if ".experts_" in name else rows
 
     def check_tied(self, same: bool) -> None:
         """Refuses a stored head that is not the `same` as the embedding."""
@@ -95,7 +102,8 @@ class Layout(NamedTuple):
                 ((part, shape),) = parts.items()
                 theirs[part] = state[name].view(shape)
             else:
-                theirs.update(zip(parts, state[name].split([shape[0] for shape in parts.values()]), strict=True))
+                rows = state[name] if state[name].dim() <= 2 else state[name].flatten(0, -2)
+                theirs.update(zip(parts, rows.split([shape[0] for shape in parts.values()]), strict=True))
         return theirs
 
 

@@ -13,7 +13,7 @@ from pdkernels.ops._quantize import quantize
 from pdkernels.ops._quantized_weight import QuantizedWeight
 
 OP = "quantize"
-MATRICES = ("embedding", "head", "qkv", "output", "gate_up", "down")
+MATRICES = ("embedding", "head", "qkv", "output", "gate_up", "down", "experts_gate_up", "experts_down")
 
 
 def adopt_(model: nn.Module, state: Mapping[str, Stated]) -> None:

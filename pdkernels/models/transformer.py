@@ -30,6 +30,7 @@ from pdkernels.models.attention import (
 )
 from pdkernels.models.caches import new_cache
 from pdkernels.models.config import TransformerConfig
+from pdkernels.models.experts import ExpertLayer
 from pdkernels.models.fused import linear, rms_norm
 from pdkernels.models.layer import Layer, Matrix
 from pdkernels.models.plan_tokens import PlanTokens, checked_plan_tokens
@@ -95,7 +96,8 @@ class Transformer(nn.Module):
         self.plan_tokens = checked_plan_tokens(op, plan_tokens, config.vocab_size, mask_token)
         # Matrices may be replaced by quantised ones.
         self.embedding: Matrix = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        self.layers = cast(Sequence[Layer], nn.ModuleList(Layer(config) for _ in range(config.layers)))
+        kinds = (ExpertLayer if config.has_experts(index) else Layer for index in range(config.layers))
+        self.layers = cast(Sequence[Layer], nn.ModuleList(kind(config) for kind in kinds))
         self.norm = nn.Parameter(torch.empty(config.hidden_size))
         head = None if config.tied_head else nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.register_parameter("head", head)
@@ -113,7 +115,7 @@ class Transformer(nn.Module):
     def initialize_(self) -> None:
         """Initialises weights with N(0, 0.02^2); projections into the residual stream are smaller with more layers."""
         for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
+            if parameter.dim() >= 2:
                 deep = name.endswith(("output", "down"))
                 parameter.normal_(std=0.02 / math.sqrt(2 * self.config.layers) if deep else 0.02)
             elif name.endswith("bias"):

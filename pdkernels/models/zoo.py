@@ -20,9 +20,11 @@ from pdkernels._validation import check, check_type, did_you_mean, fail, message
 from pdkernels.models import gguf, hf, huginn, llada
 from pdkernels.models.adapters import MASK_FILE, named_adapter, read_adapter, read_mask_token
 from pdkernels.models.checkpoint import Checkpoint, Config, Stated
+from pdkernels.models.config import ExpertsConfig
 from pdkernels.models.fields import OP, Fields, demand, shown
 from pdkernels.models.folder import Weights, member, read_fields
 from pdkernels.models.hf import ARCHITECTURES, MASK_TOKENS, from_hf_config
+from pdkernels.models.hf_experts import LLADA_MOE
 from pdkernels.models.layout import DTYPES, Layout
 from pdkernels.models.packaged import PACKAGED, packaged
 from pdkernels.models.packing import adopt_
@@ -225,6 +227,10 @@ def _load_tiny(path: Path, dtype: torch.dtype | None, device: torch.device | str
     scaling = fields.pop("yarn", None) or fields.get("rope_scaling")
     if scaling is not None:
         fields["rope_scaling"] = _SCALINGS[scaling.pop("rule", YarnScaling.__name__)](**scaling)
+    if fields.get("experts") is not None:
+        fields["experts"] = ExpertsConfig(
+            **{**fields["experts"], "dense_layers": tuple(fields["experts"]["dense_layers"])}
+        )
     mask_token = int(metadata["mask_token"]) if "mask_token" in metadata else None
     plan_tokens = PlanTokens(**json.loads(metadata["plan_tokens"])) if "plan_tokens" in metadata else None
     # Before there was a second architecture, none was stored.
@@ -283,7 +289,7 @@ def _folder_checkpoint(folder: Path, dtype: torch.dtype | None, packed: bool | N
     fields = read_fields(folder, "config.json")
     if fields is None:
         fail(OP, "name_or_path", "hold config.json", f"none in {folder}")
-    kind = fields.get("model_type")
+    kind = _kind(fields)
     scheme = scheme_of(fields)
     refuse(
         bool(packed) and scheme is None, OP, f"packed must not be True for {folder}, whose matrices are not quantised"
@@ -324,13 +330,19 @@ def _described(fields: Fields, *, quantised: bool = False) -> tuple[Config, Layo
     if recurs:
         recurrent = huginn.from_huginn_config(fields.values)
         return recurrent, huginn.layout(recurrent)
-    kinds, kind = (*ARCHITECTURES, llada.MODEL_TYPE, huginn.MODEL_TYPE), fields.get("model_type")
+    kinds, kind = (*ARCHITECTURES, llada.MODEL_TYPE, huginn.MODEL_TYPE), _kind(fields)
     demand(kind in kinds, "model_type", f"be one of {', '.join(kinds)}", shown(kind))
     if kind == llada.MODEL_TYPE:
         masked = llada.from_llada_config(fields.values)
         return masked, llada.layout(masked)
-    config = from_hf_config(fields.values)
-    return config, hf.layout(config, str(kind))
+    config = from_hf_config({**fields.values, "model_type": kind})
+    return config, hf.layout(config, kind)
+
+
+def _kind(fields: Fields) -> str:
+    """The `model_type`, in which LLaDA-MoE does not differ from LLaDA."""
+    kind = fields.get("model_type")
+    return LLADA_MOE if kind == llada.MODEL_TYPE and "num_experts" in fields.values else kind
 
 
 def from_published(
@@ -344,7 +356,7 @@ def from_published(
     """A model from a parsed config.json and tensors with published names, as a checkpoint's folder has them."""
     fields = Fields(config)
     ours, layout = _described(fields)
-    mask_token = fields.token("mask_token_id", ours.vocab_size, MASK_TOKENS.get(str(fields.get("model_type"))))
+    mask_token = fields.token("mask_token_id", ours.vocab_size, MASK_TOKENS.get(str(_kind(fields))))
     return _assemble(ours, {**layout.gather(state)}, dtype, device, tokenizer, end_tokens, mask_token)
 
 
