@@ -41,12 +41,14 @@ class ExpertsConfig:
     """Of an expert."""
     normalized: bool = True
     """Whether the weights of a row's experts are divided by their sum."""
+    every: int = 1
+    """Each layer of this number has experts, the others an MLP: 2 is every second layer, from the second on."""
     dense_layers: tuple[int, ...] = ()
     """Layers with an MLP all the same."""
 
     def __post_init__(self) -> None:
         op = "ExpertsConfig"
-        for name in ("count", "per_token", "intermediate_size"):
+        for name in ("count", "per_token", "intermediate_size", "every"):
             value = getattr(self, name)
             check_type(type(value) is int, op, name, "be an int", type(value).__name__)
             check_int(op, name, value, 1)
@@ -54,6 +56,15 @@ class ExpertsConfig:
         check_flag(op, "normalized", self.normalized)
         fits = isinstance(self.dense_layers, tuple) and all(type(one) is int and one >= 0 for one in self.dense_layers)
         check(fits, op, "dense_layers", "be a tuple of numbers of layers", self.dense_layers)
+
+    def are_in(self, layer: int) -> bool:
+        """Whether the layer of this number has experts."""
+        return (layer + 1) % self.every == 0 and layer not in self.dense_layers
+
+    def are_in_any(self, layers: int) -> bool:
+        """Whether one of so many layers has experts."""
+        candidates = range(self.every - 1, layers, self.every)[: len(self.dense_layers) + 1]
+        return any(map(self.are_in, candidates))
 
 
 @dataclass(frozen=True)
@@ -131,8 +142,7 @@ class TransformerConfig:
         if experts is not None:
             last = max(experts.dense_layers, default=0)
             check(last < self.layers, op, "experts.dense_layers", f"be below layers ({self.layers})", last)
-            dense = len(set(experts.dense_layers))
-            check(dense < self.layers, op, "experts.dense_layers", "leave a layer with experts", "all layers")
+            check(experts.are_in_any(self.layers), op, "experts", "be in one of the layers", "none")
         if isinstance(scaling, FactorScaling):
             pairs = len(scaling.factors)
             check(pairs == self.head_dim // 2, op, "rope_scaling", f"have {self.head_dim // 2} factors", pairs)
@@ -146,7 +156,7 @@ class TransformerConfig:
 
     def has_experts(self, layer: int) -> bool:
         """Whether the layer of this number has experts in place of an MLP."""
-        return self.experts is not None and layer not in self.experts.dense_layers
+        return self.experts is not None and self.experts.are_in(layer)
 
 
 @dataclass(frozen=True)

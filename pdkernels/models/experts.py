@@ -61,4 +61,8 @@ def mixture(
     inner = gated(grouped_linear(x[order // per_token], gate_up, ends))
     outputs = grouped_linear(inner, down, ends)[order.argsort()].view(rows, per_token, -1)
     wide = torch.promote_types(x.dtype, torch.float32)
-    return (outputs.to(wide) * weights.to(wide)[..., None]).sum(1).to(x.dtype)
+    # One after the other: torch.sum chooses an order by sizes, layouts and threads.
+    first, *others = (outputs.to(wide) * weights.to(wide)[..., None]).unbind(1)
+    for term in others:
+        first = first + term
+    return first.to(x.dtype)

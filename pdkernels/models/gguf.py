@@ -1,4 +1,4 @@
-"""GGUF files: configuration and tensors of Llama, Qwen2 and Qwen3 models.
+"""GGUF files: configuration and tensors of Llama, Qwen2, Qwen3 and Qwen3-MoE models.
 
 Sources: the writers and loaders of github.com/ggml-org/llama.cpp (gguf-py, convert_hf_to_gguf.py, src/llama-model.cpp).
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from pdkernels import _memory
 from pdkernels._validation import check, fail, message
 from pdkernels.models import hf
 from pdkernels.models.checkpoint import Checkpoint, Stated
-from pdkernels.models.config import TransformerConfig
+from pdkernels.models.config import ExpertsConfig, TransformerConfig
 from pdkernels.models.fields import OP, Fields, Kept, read_from, shown
 from pdkernels.models.gguf_ends import marks_of
 from pdkernels.models.gguf_file import GgufFile, GgufTensor
@@ -26,7 +27,8 @@ from pdkernels.models.layout import Layout, Parts, Stored
 from pdkernels.models.rope import FactorScaling, LinearScaling, RopeScaling, YarnScaling
 from pdkernels.ops._quantized_weight import GGUF_FORMATS, QuantizedWeight
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
+_MOE = "qwen3moe"
 
 _EMBEDDING, _HEAD, _FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 _OUTSIDE = {"model.embed_tokens.": "token_embd.", "model.norm.": "output_norm.", "lm_head.": "output."}
@@ -43,8 +45,16 @@ _INSIDE = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
+_ROUTER = "ffn_gate_inp.weight"
 _OTHERWISE = {
-    "expert_count": (0,),
+    "expert_shared_count": (0,),
+    "expert_shared_feed_forward_length": (0,),
+    "expert_group_count": (0, 1),
+    "expert_weights_norm": (True,),
+    "expert_weights_scale": (1.0, 0.0),
+    "expert_gating_func": (1,),
+    "leading_dense_block_count": (0,),
+    "interleave_moe_layer_step": (1, 0),
     "use_parallel_residual": (False,),
     "attention.causal": (True,),
     "attention.scale": (0.0,),
@@ -98,7 +108,9 @@ def _stored(file: GgufFile, name: str, tensor: GgufTensor) -> str:
 
 
 def _usual_dtype(file: GgufFile) -> torch.dtype:
-    kinds = {file.type_name(tensor) for tensor in file.tensors.values() if len(tensor.shape) == 2}
+    # Routers are stored as float32, whatever the other matrices are.
+    matrices = (tensor for name, tensor in file.tensors.items() if not name.endswith(_ROUTER))
+    kinds = {file.type_name(tensor) for tensor in matrices if len(tensor.shape) >= 2}
     return {"BF16": torch.bfloat16, "F16": torch.float16}.get("".join(kinds), torch.float32)
 
 
@@ -109,6 +121,9 @@ def _config(file: GgufFile) -> TransformerConfig:
         _refuse(file.name, "general.architecture", f"be one of {', '.join(ARCHITECTURES)}", kind)
     own = {key.removeprefix(f"{kind}."): _decimal(value) for key, value in everything.values.items()}
     fields = Fields(own, f"{file.name}: {kind}")
+    experts = fields.integer("expert_count", 0, minimum=0)
+    if experts and kind != _MOE:
+        _refuse(file.name, f"{kind}.expert_count", "be 0", experts)
     for name, allowed in _OTHERWISE.items():
         value = fields.get(name, allowed[0])
         if value not in allowed:
@@ -148,10 +163,18 @@ def _config(file: GgufFile) -> TransformerConfig:
             qkv_bias=held("attn_q", "attn_k", "attn_v"),
             output_bias=held("attn_output"),
             mlp_bias=held("ffn_gate", "ffn_up", "ffn_down"),
-            qk_norm=kind == "qwen3",
+            qk_norm=kind in ("qwen3", _MOE),
             tied_head=_HEAD not in file.tensors,
             max_positions=positions,
+            experts=_experts(fields) if kind == _MOE else None,
         )
+
+
+def _experts(fields: Fields) -> ExpertsConfig:
+    """Every layer has them, and weights are normalised: llama.cpp computes no others of this architecture."""
+    fields.require(("expert_count", "expert_used_count"))
+    inner = fields.integer("expert_feed_forward_length", fields.integer("feed_forward_length"))
+    return ExpertsConfig(fields.integer("expert_count"), fields.integer("expert_used_count"), inner)
 
 
 def _scaling(file: GgufFile, fields: Fields, head_dim: int, positions: int) -> RopeScaling | None:
@@ -185,13 +208,28 @@ def _scaling(file: GgufFile, fields: Fields, head_dim: int, positions: int) -> R
 
 def _layout(config: TransformerConfig, name: str) -> Layout:
     """The tensors of a file with this configuration: those of the published checkpoint, under GGUF names."""
-    published = hf.layout(config)
-    return Layout(partial(_parts, published), config.layers, _EMBEDDING, _HEAD, config.tied_head, name)
+    count = 0 if config.experts is None else config.experts.count
+    parts = partial(_parts, config)
+    return Layout(parts, config.layers, _EMBEDDING, _HEAD, config.tied_head, name, count, separate_experts=False)
 
 
-def _parts(published: Layout) -> Iterator[tuple[str, Parts]]:
-    for ours, parts in published.parts():
-        yield ours, {_name(theirs): shape for theirs, shape in parts.items()}
+def _parts(config: TransformerConfig) -> Iterator[tuple[str, Parts]]:
+    experts, hidden = config.experts, config.hidden_size
+    # Theirs are a tensor each, and are not among those of a model without them.
+    dense = config if experts is None else replace(config, experts=None)
+    for ours, parts in hf.layout(dense).parts():
+        name = ours.rpartition(".")[2]
+        if experts is None or name not in ("gate_up", "down"):
+            yield ours, {_name(theirs): shape for theirs, shape in parts.items()}
+            continue
+        block = f"blk.{ours.split('.')[1]}."
+        layer, inner = ours.removesuffix(name), experts.intermediate_size
+        if name == "gate_up":
+            yield f"{layer}router", {f"{block}{_ROUTER}": (experts.count, hidden)}
+            both = (f"{block}ffn_{half}_exps.weight" for half in ("gate", "up"))
+            yield f"{layer}experts_gate_up", dict.fromkeys(both, (experts.count, inner, hidden))
+        else:
+            yield f"{layer}experts_down", {f"{block}ffn_down_exps.weight": (experts.count, hidden, inner)}
 
 
 def _name(published: str) -> str:
@@ -220,8 +258,11 @@ def _gather(
     )
     ours: dict[str, Stated] = {}
     for name, parts in layout.parts():
-        shape = (sum(part[0] for part in parts.values()), *next(iter(parts.values()))[1:])
-        if packed is not False and len(shape) == 2:
+        first_shape = next(iter(parts.values()))
+        rows = max(len(first_shape) - 2, 0)  # the dimension of a matrix along which parts follow each other
+        total = sum(part[rows] for part in parts.values())
+        shape = (*first_shape[:rows], total, *first_shape[rows + 1 :])
+        if packed is not False and len(shape) >= 2 and not name.endswith(".router"):
             formats = {theirs: file.type_name(file.tensors[theirs]) for theirs in parts}
             other = next((theirs for theirs, format in formats.items() if format not in GGUF_FORMATS), None)
             if other is None:
@@ -235,9 +276,14 @@ def _gather(
         whole = _memory.empty(shape, dtype or usual)
         first = 0
         for theirs, part in parts.items():
-            target = whole[first : first + part[0]]
-            file.read_into_(target, file.tensors[theirs])
-            first += part[0]
+            target = whole.narrow(rows, first, part[rows])
+            if target.is_contiguous():
+                file.read_into_(target, file.tensors[theirs])
+            else:
+                own = _memory.empty(part, whole.dtype)
+                file.read_into_(own, file.tensors[theirs])
+                target.copy_(own)
+            first += part[rows]
             turned = heads.get(theirs.split(".")[-2])
             if turned is not None:
                 target.copy_(_halves(target, turned, config.head_dim))
@@ -248,13 +294,14 @@ def _gather(
 def _packed(file: GgufFile, name: str, heads: dict[str, int], head_dim: int) -> QuantizedWeight:
     """A matrix as it lies in the file, its blocks in the order in which the products read them."""
     tensor = file.tensors[name]
-    outputs, width = tensor.shape
+    *matrices, outputs, width = tensor.shape
     format = file.type_name(tensor)
     turned, order = heads.get(name.split(".")[-2]), None
     if turned is not None:
         order = _halves(torch.arange(outputs)[:, None], turned, head_dim).view(-1).tolist()
     with read_from(f"{file.name}: {shown(name)}"):
-        return QuantizedWeight.from_gguf(format, file.bytes_of(tensor), outputs, width, order)
+        source = file.bytes_of(tensor)
+        return QuantizedWeight.from_gguf(format, source, outputs, width, order, matrices[0] if matrices else None)
 
 
 def _halves(rows: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:

@@ -72,14 +72,14 @@ def _qwen3(fields: Fields) -> ExpertsConfig | None:
     check(fits, OP, "config.json: mlp_only_layers", "be a list of numbers of layers", shown(dense))
     per_token = fields.integer("num_experts_per_tok", 8)
     inner, normalized = fields.integer("moe_intermediate_size", 768), fields.flag("norm_topk_prob", False)
-    without = [one for one in range(layers) if one in dense or (one + 1) % step]
-    return _experts(count, per_token, inner, normalized, without, layers)
+    known = {one for one in dense if 0 <= one < layers}
+    return _experts(layers, count, per_token, inner, normalized, step, tuple(sorted(known)))
 
 
 def _mixtral(fields: Fields) -> ExpertsConfig | None:
     layers = fields.integer("num_hidden_layers")
     per_token, inner = fields.integer("num_experts_per_tok", 2), fields.integer("intermediate_size")
-    return _experts(_count(fields, 8), per_token, inner, True, [], layers)
+    return _experts(layers, _count(fields, 8), per_token, inner, True)
 
 
 def _llada(fields: Fields) -> ExpertsConfig | None:
@@ -88,13 +88,15 @@ def _llada(fields: Fields) -> ExpertsConfig | None:
     check(hidden % heads == 0, OP, "config.json: num_attention_heads", f"divide hidden_size ({hidden})", heads)
     normalized = fields.flag("norm_topk_prob", False)
     demand(not normalized, "norm_topk_prob", "be false", normalized)  # the published class does not read it
-    frequencies = fields.get("moe_layer_freq", [1] * layers)
-    fits = isinstance(frequencies, list) and len(frequencies) == layers and all(one in (0, 1) for one in frequencies)
+    frequencies = fields.get("moe_layer_freq", [])
+    fits = (
+        isinstance(frequencies, list) and len(frequencies) in (0, layers) and all(one in (0, 1) for one in frequencies)
+    )
     check(fits, OP, "config.json: moe_layer_freq", f"be {layers} numbers that are 0 or 1", shown(frequencies))
-    without = [one for one, chosen in enumerate(frequencies) if chosen == 0]
+    dense = tuple(one for one, chosen in enumerate(frequencies) if chosen == 0)
     per_token = fields.integer("num_experts_per_tok", 8)
     inner = fields.integer("expert_intermediate_size", 1024)
-    return _experts(_count(fields, 64), per_token, inner, False, without, layers)
+    return _experts(layers, _count(fields, 64), per_token, inner, False, 1, dense)
 
 
 READERS: dict[str, Callable[[Fields], ExpertsConfig | None]] = {
@@ -106,12 +108,19 @@ READERS: dict[str, Callable[[Fields], ExpertsConfig | None]] = {
 
 
 def _experts(
-    count: int, per_token: int, inner: int, normalized: bool, without: list[int], layers: int
+    layers: int,
+    count: int,
+    per_token: int,
+    inner: int,
+    normalized: bool,
+    every: int = 1,
+    dense_layers: tuple[int, ...] = (),
 ) -> ExpertsConfig | None:
-    if count == 0 or len(without) == layers:
+    if count == 0:
         return None
     with read_from("config.json"):
-        return ExpertsConfig(count, per_token, inner, normalized, tuple(without))
+        experts = ExpertsConfig(count, per_token, inner, normalized, every, dense_layers)
+    return experts if experts.are_in_any(layers) else None
 
 
 def expert_parts(config: TransformerConfig, kind: str, ours: str, theirs: str) -> Iterator[tuple[str, Parts]]:

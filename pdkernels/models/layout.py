@@ -37,6 +37,8 @@ class Layout(NamedTuple):
     """The configuration file."""
     experts: int = 0
     """Of a layer that has some: parameters called `experts_*` are stacks of so many matrices."""
+    separate_experts: bool = True
+    """Whether each has tensors of its own in the checkpoint."""
 
     def stored(self, names: Mapping[str, Stored]) -> None:
         """Refuses a checkpoint with missing or extra tensors, wrong shapes, or integers instead of floats.
@@ -45,8 +47,7 @@ class Layout(NamedTuple):
         """
         left = {_embedding(self, names, name): tensor for name, tensor in names.items() if not _follows(name)}
         whole = f"hold every tensor of its {self.source}"
-        # Every layer has its own tensors.
-        check(self.layers <= len(left), OP, "checkpoint", whole, f"{len(left)} for {self.layers} layers")
+        self.check_count(len(left))
         missing = []
         for _, parts in self.parts():
             for name, shape in parts.items():
@@ -61,6 +62,13 @@ class Layout(NamedTuple):
         if self.tied and (head := left.pop(self.head, None)) is not None:
             _check_dtype(f"{head.file}: {self.head}" if head.file else self.head, head.dtype)
         check(not left, OP, "checkpoint", f"hold only tensors of its {self.source}", f"also {some(sorted(left))}")
+
+    def check_count(self, tensors: int) -> None:
+        """Refuses a checkpoint with fewer tensors than layers, or than experts of a layer: each has its own."""
+        whole = f"hold every tensor of its {self.source}"
+        check(self.layers <= tensors, OP, "checkpoint", whole, f"{tensors} for {self.layers} layers")
+        apart = self.experts if self.separate_experts else 0
+        check(apart <= tensors, OP, "checkpoint", whole, f"{tensors} for {apart} experts")
 
     def gather(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Our parameters, from tensors with published names."""

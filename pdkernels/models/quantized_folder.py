@@ -52,8 +52,7 @@ class QuantizedFolder(NamedTuple):
     def checked(cls, layout: Layout, weights: Weights, scheme: Scheme, packed: bool | None) -> QuantizedFolder:
         """Refuses tensors that are missing, left over or of another shape or dtype, before any is read."""
         left, formats = dict(weights.stored), dict[str, Format]()
-        whole = f"hold every tensor of its {layout.source}"
-        check(layout.layers <= len(left), OP, "checkpoint", whole, f"{len(left)} for {layout.layers} layers")
+        layout.check_count(len(left))
         names = set()
         for ours, parts in layout.parts():
             for part, shape in parts.items():

@@ -31,6 +31,15 @@ LLAMA = {
 QWEN2 = {**LLAMA, "model_type": "qwen2", "tie_word_embeddings": True, "rms_norm_eps": 1e-6}
 QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True}
 FAMILIES = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
+QWEN3MOE = {
+    **QWEN3,
+    "model_type": "qwen3_moe",
+    "tie_word_embeddings": False,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
 
 
 def permuted(matrix: np.ndarray, heads: int) -> np.ndarray:
@@ -55,7 +64,7 @@ def write_gguf(
     Returns what the file holds, dequantised, with the names of Hugging Face.
     """
     state = random_checkpoint(fields, dtype=torch.float32) if state is None else state
-    arch = fields["model_type"]
+    arch = fields["model_type"].replace("_", "")
     writer = gguf.GGUFWriter(path, arch)
     known = {
         "block_count": fields["num_hidden_layers"],
@@ -72,6 +81,10 @@ def write_gguf(
         "vocab_size": fields["vocab_size"],
         **(more or {}),
     }
+    if "num_experts" in fields:
+        ours = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+        ours["expert_feed_forward_length"] = "moe_intermediate_size"
+        known = {name: fields[theirs] for name, theirs in ours.items()} | known
     for name, value in known.items():
         if value is not None:
             add(writer, f"{arch}.{name}", value)
@@ -79,16 +92,21 @@ def write_gguf(
         add(writer, f"tokenizer.{name}" if name.startswith("chat_template") else f"tokenizer.ggml.{name}", value)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], fields["num_hidden_layers"])
     held, quantised = {}, gguf.GGMLQuantizationType[kind]
-    for name, tensor in state.items():
+    for name, tensor in stacked(state).items():
         array = tensor.float().numpy()
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
         turned = arch == "llama" and heads is not None
         stored = permuted(array, fields[heads]) if turned else array
-        as_kind = quantised if array.ndim == 2 else gguf.GGMLQuantizationType.F32
+        router = name.endswith("mlp.gate.weight")
+        as_kind = quantised if array.ndim >= 2 and not router else gguf.GGMLQuantizationType.F32
         data = gguf.quants.quantize(np.ascontiguousarray(stored), as_kind)
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), data, raw_dtype=as_kind)
         back = gguf.quants.dequantize(gguf.quants.quantize(np.ascontiguousarray(array), as_kind), as_kind)
-        held[name] = torch.from_numpy(np.array(back, np.float32))
+        values = torch.from_numpy(np.array(back, np.float32))
+        if array.ndim == 3:
+            held |= {name.replace("experts.", f"experts.{i}."): own for i, own in enumerate(values)}
+        else:
+            held[name] = values
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
     writer.write_header_to_file()
@@ -96,6 +114,22 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return held
+
+
+def stacked(state: State) -> State:
+    """The matrices of a layer's experts as one tensor, as the converter stacks them."""
+    found: dict[str, Any] = {}
+    for name, tensor in state.items():
+        before, _, after = name.partition("experts.")
+        number, _, rest = after.partition(".")
+        if after:
+            found.setdefault(f"{before}experts.{rest}", {})[int(number)] = tensor
+        else:
+            found[name] = tensor
+    return {
+        name: torch.stack([one[i] for i in range(len(one))]) if isinstance(one, dict) else one
+        for name, one in found.items()
+    }
 
 
 def add(writer: Any, name: str, value: Any) -> None:
