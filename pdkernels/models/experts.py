@@ -42,6 +42,28 @@ def chosen_experts(logits: torch.Tensor, experts: ExpertsConfig) -> tuple[torch.
     return weights.to(logits.dtype), ids
 
 
+def sorted_by_expert(ids: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The order that sorts the flat `ids` by expert, and where those of each of `count` experts end."""
+    flat = ids.flatten()
+    order = flat.argsort(stable=True)
+    return order, torch.searchsorted(flat[order], torch.arange(count, device=ids.device), right=True)
+
+
+def in_order(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Rows sorted by expert as they were before."""
+    return rows[order.argsort()]
+
+
+def weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The sum of `outputs` `(rows, per_token, width)` with `weights` `(rows, per_token)`, in float32 or float64."""
+    wide = torch.promote_types(outputs.dtype, torch.float32)
+    # One after the other: torch.sum chooses an order by sizes, layouts and threads.
+    total, *others = (outputs.to(wide) * weights.to(wide)[..., None]).unbind(1)
+    for term in others:
+        total = total + term
+    return total
+
+
 def mixture(
     x: torch.Tensor,
     weights: torch.Tensor,
@@ -51,18 +73,10 @@ def mixture(
 ) -> torch.Tensor:
     """The weighted sum of the outputs of the experts `ids` `(rows, per_token)` for the rows of `x` `(rows, hidden)`.
 
-    Rows are sorted by expert on the device. A row's experts are added up in the order of `ids`, in float32, so that its sum has the same
-    bits in any batch.
+    Rows are sorted by expert on the device. A row's experts are added up in the order of `ids`, so that its sum has the same bits in
+    any batch.
     """
-    rows, per_token = ids.shape
-    order = ids.flatten().argsort(stable=True)
-    numbers = torch.arange(len(gate_up), device=x.device)
-    ends = torch.searchsorted(ids.flatten()[order], numbers, right=True)
-    inner = gated(grouped_linear(x[order // per_token], gate_up, ends))
-    outputs = grouped_linear(inner, down, ends)[order.argsort()].view(rows, per_token, -1)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    # One after the other: torch.sum chooses an order by sizes, layouts and threads.
-    first, *others = (outputs.to(wide) * weights.to(wide)[..., None]).unbind(1)
-    for term in others:
-        first = first + term
-    return first.to(x.dtype)
+    order, ends = sorted_by_expert(ids, len(gate_up))
+    inner = gated(grouped_linear(x[order // ids.shape[1]], gate_up, ends))
+    outputs = in_order(grouped_linear(inner, down, ends), order)
+    return weighted_sum(outputs.view(*ids.shape, -1), weights).to(x.dtype)

@@ -35,16 +35,18 @@ def linear(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, bias: torch.
     return F.linear(x, weight, bias)
 
 
-def grouped_linear(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, ends: torch.Tensor) -> torch.Tensor:
-    """``x[r] @ weight[g]^T`` for the rows r of each expert g, which end at `ends`. Without the op the host reads these."""
+def grouped_linear(
+    x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, ends: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``x[r] @ weight[g]^T + bias[g]`` for the rows r of each expert g, which end at `ends`. Without the op the host reads these."""
     if isinstance(weight, QuantizedWeight):
-        return quantized_grouped_linear(x, weight, ends)
+        return quantized_grouped_linear(x, weight, ends, bias)
     if enabled(x):
-        return grouped_product(x, weight, ends)
+        return grouped_product(x, weight, ends, bias)
     found, first = [x.new_empty(0, weight.shape[1])], 0
     for expert, end in enumerate(ends.tolist()):
         if end > first:
-            found.append(F.linear(x[first:end], weight[expert]))
+            found.append(F.linear(x[first:end], weight[expert], None if bias is None else bias[expert]))
         first = end
     return torch.cat(found)
 

@@ -6,8 +6,10 @@ huggingface.co/inclusionAI/LLaDA-MoE-7B-A1B-Base.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
+
+import torch
 
 from pdkernels._validation import check
 from pdkernels.models.config import ExpertsConfig, TransformerConfig
@@ -132,3 +134,20 @@ def expert_parts(config: TransformerConfig, kind: str, ours: str, theirs: str) -
     pairs = (f"{each}{one}.{name}.weight" for one in range(experts.count) for name in (names.gate, names.up))
     yield f"{ours}experts_gate_up", dict.fromkeys(pairs, (inner, hidden))
     yield (f"{ours}experts_down", {f"{each}{one}.{names.down}.weight": (hidden, inner) for one in range(experts.count)})
+
+
+def separated_experts(state: Mapping[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+    """The tensors of a model of transformers, which stacks the matrices of a layer's experts, by their published names."""
+    names, found = _OTHERS.get(kind, _USUAL), dict[str, torch.Tensor]()
+    for name, tensor in state.items():
+        layer, _, own = name.partition(".mlp.")
+        module = f"{layer}.{names.module}."
+        if own == "experts.gate_up_proj" and tensor.dim() == 3:
+            for one, both in enumerate(tensor):
+                halves = zip((names.gate, names.up), both.chunk(2))
+                found |= {f"{module}experts.{one}.{half}.weight": values for half, values in halves}
+        elif own == "experts.down_proj" and tensor.dim() == 3:
+            found |= {f"{module}experts.{one}.{names.down}.weight": values for one, values in enumerate(tensor)}
+        else:
+            found[f"{module}gate.weight" if own == "gate.weight" else name] = tensor
+    return found

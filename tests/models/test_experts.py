@@ -388,9 +388,9 @@ def test_gguf_has_the_logits_of_the_same_folder(kind: str, tmp_path: Path) -> No
         torch.testing.assert_close(found, theirs(tokens).logits, rtol=1e-4, atol=1e-4)
 
 
-def written(files: Any, folder: Path, kind: str, *, head_dim: int = 16, **options: Any) -> Any:
+def written(files: Any, folder: Path, kind: str, sizes: Any = None, **options: Any) -> Any:
     """A GGUF file of a random model of Qwen3-MoE; what it holds, by published names."""
-    fields = {**files.QWEN3MOE, "head_dim": head_dim}
+    fields = {**files.QWEN3MOE, **(sizes or {})}
     config = transformers.Qwen3MoeConfig(**fields)
     torch.manual_seed(1)
     model = transformers.Qwen3MoeForCausalLM(config).requires_grad_(False)
@@ -446,7 +446,8 @@ def test_what_a_gguf_file_says_of_experts(more: dict[str, Any], text: str, tmp_p
 def test_transformers_reads_the_same_gguf_file(tmp_path: Path) -> None:
     files = pytest.importorskip("tests.support.gguf_files", reason="needs the package gguf")
     pytest.importorskip("accelerate", reason="transformers reads GGUF files where accelerate is installed")
-    written(files, tmp_path, "Q8_0", head_dim=128)  # it takes no other from such a file
+    # It takes no other sizes from such a file.
+    written(files, tmp_path, "Q8_0", {"head_dim": 128, "moe_intermediate_size": 768})
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32).eval()
     theirs.set_experts_implementation("eager")
     # It does not read from the file that weights are normalised.

@@ -13,6 +13,7 @@ from torch import Tensor
 from pdkernels._validation import check, check_choice, check_type, message
 from pdkernels.cache import Cache, HybridCache, StateShape
 from pdkernels.integrations.transformers._attention import attention
+from pdkernels.integrations.transformers._experts import NAME, register_experts
 from pdkernels.integrations.transformers._given import check_loaded, without_adapter
 from pdkernels.integrations.transformers._plans import PlanMask, mask_function
 from pdkernels.integrations.transformers._probe import (
@@ -34,6 +35,7 @@ from pdkernels.integrations.transformers._tokenizer import adapted
 from pdkernels.masks import TilePlan, causal, full
 from pdkernels.models import Transformer
 from pdkernels.models.caches import new_cache
+from pdkernels.models.hf_experts import separated_experts
 from pdkernels.models.recompute import nothing_new
 from pdkernels.models.states import States
 from pdkernels.models.taps import Tapped, checked_taps
@@ -41,8 +43,6 @@ from pdkernels.models.transformer import select_rows
 from pdkernels.models.zoo import from_published
 from pdkernels.ops.block_sparse_attention import block_sparse_attention
 from pdkernels.ops.speculative_attention import speculative_attention, speculative_attention_append_
-
-NAME = "pdkernels"
 
 
 class Rows(NamedTuple):
@@ -280,7 +280,7 @@ class WrappedModel:
 
 
 def register() -> None:
-    """Registers ``attn_implementation="pdkernels"`` with transformers. Idempotent.
+    """Registers ``attn_implementation="pdkernels"`` and ``experts_implementation="pdkernels"`` with transformers. Idempotent.
 
     Models then attend with `pdkernels.block_sparse_attention` (training, prefill, ``model(..., tile_plan=mask.plan())``) and
     `pdkernels.speculative_attention` (decoding on any cache of transformers, and on `PdCache`).
@@ -296,6 +296,7 @@ def register() -> None:
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask_function)
+    register_experts()
 
 
 def wrap(
@@ -444,7 +445,15 @@ def from_transformers(model: Any, tokenizer: Any = None) -> Transformer:
     ends = getattr(model.generation_config, "eos_token_id", None)
     ends = () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    made = from_published(model.config.to_dict(), state, model.dtype, model.device, adapted(tokenizer), ends)
+    config = model.config.to_dict()
+    made = from_published(
+        config,
+        separated_experts(state, config.get("model_type", "")),
+        model.dtype,
+        model.device,
+        adapted(tokenizer),
+        ends,
+    )
     assert isinstance(made, Transformer)  # transformers has no recurrent-depth model
     with undisturbed(model.device):
         prove_converted(type(model).__name__, made, shadow(model), random_tokens(model, 1, TOKENS))

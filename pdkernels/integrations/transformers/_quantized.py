@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pdkernels._validation import check, check_type
+from pdkernels.integrations.transformers._experts import register_experts, replace_, stacks
 from pdkernels.models.packing import OP, quantize_named
 from pdkernels.ops._quantized_weight import QuantizedWeight
 from pdkernels.ops.quantized_linear import quantized_linear
@@ -57,18 +58,20 @@ def quantize_linears_(
 ) -> Model:
     """Puts a `QuantizedLinear` in the place of every `torch.nn.Linear` of a model, whose numbers are then free.
 
-    The embedding, and experts that are one tensor, stay numbers. The model is for inference: run it under ``torch.no_grad()``.
+    Experts that transformers holds as stacks of matrices are packed too, and run with ``experts_implementation="pdkernels"``; stacks
+    of transposed matrices, such as those of gpt-oss, routers and the embedding stay numbers. The model is for inference: run it
+    under ``torch.no_grad()``.
 
     Args:
         model: of transformers, or any other.
         format, group: as in `pdkernels.quantize`.
-        skip: the last parts of the names of modules to leave as they are, such as "lm_head" or "mlp.down_proj".
+        skip: the last parts of the names of modules to leave as they are, such as "lm_head", "mlp.down_proj" or "mlp.experts".
 
     Returns:
         The model.
 
     Raises:
-        ValueError: as `pdkernels.quantize`; a name in `skip` that no linear layer has; no linear layer. The model is then unchanged.
+        ValueError: as `pdkernels.quantize`; a name in `skip` that no such layer has; no linear layer. The model is then unchanged.
 
     Example:
         >>> import torch, transformers
@@ -84,10 +87,17 @@ def quantize_linears_(
     check_type(isinstance(model, nn.Module), OP, "model", "be a module", type(model).__name__)
     ends = (skip,) if isinstance(skip, str) else tuple(skip)
     linears = {name: module for name, module in model.named_modules() if name and type(module) is nn.Linear}
+    experts = {name: module for name, module in model.named_modules() if stacks(module)}
     check(bool(linears), OP, "model", "have linear layers in it", f"none in a {type(model).__name__}")
     for end in ends:
-        known = any(_ends(name, end) for name in linears)
+        known = any(_ends(name, end) for name in (*linears, *experts))
         check(known, OP, "skip", "hold the last parts of names of linear layers", repr(end))
+    packed = [
+        (module, stack, _packed(f"{name}.{stack}", getattr(module, stack), format, group))
+        for name, module in experts.items()
+        if not any(_ends(name, end) for end in ends)
+        for stack in stacks(module)
+    ]
     made = {
         name: _quantised(name, module, format, group)
         for name, module in linears.items()
@@ -96,6 +106,10 @@ def quantize_linears_(
     for name, module in made.items():
         path, _, own = name.rpartition(".")
         setattr(model.get_submodule(path), own, module)
+    if packed:
+        register_experts()
+    for module, stack, weight in packed:
+        replace_(module, stack, weight)
     return model
 
 
@@ -108,7 +122,10 @@ def _ends(name: str, end: str) -> bool:
 
 
 def _quantised(name: str, module: nn.Linear, format: str, group: int | None) -> QuantizedLinear:
+    return QuantizedLinear(_packed(name, module.weight, format, group), module.bias).train(module.training)
+
+
+def _packed(name: str, weight: Tensor, format: str, group: int | None) -> QuantizedWeight:
     kinds = (torch.float32, torch.float16, torch.bfloat16)
-    check_type(module.weight.dtype in kinds, OP, name, "be float32, float16 or bfloat16", module.weight.dtype)
-    weight = quantize_named(name, module.weight, format, group).to(module.weight.device)
-    return QuantizedLinear(weight, module.bias).train(module.training)
+    check_type(weight.dtype in kinds, OP, name, "be float32, float16 or bfloat16", weight.dtype)
+    return quantize_named(name, weight, format, group).to(weight.device)

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from pdkernels.integrations.transformers._experts import NAME, choose_
+
 _KEPT = (str, bytes, int, float, bool, torch.Tensor, torch.dtype, torch.device, type, types.BuiltinFunctionType)
 _CONTAINERS = (list, tuple, dict, set)
 _DEEPEST = 4  # containers in containers that are searched for modules
@@ -232,6 +234,8 @@ class _Copier:
         made = copy.deepcopy(config, self.configs)
         if self.implementation is not None and made._attn_implementation != self.implementation:
             made._attn_implementation = self.implementation
+        if self.implementation == NAME:
+            choose_(made)
         return made
 
 
