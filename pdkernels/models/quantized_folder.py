@@ -13,8 +13,8 @@ from pdkernels.models import compressed, gptq
 from pdkernels.models.checkpoint import Stated
 from pdkernels.models.fields import OP, Fields, read_from, some
 from pdkernels.models.folder import Weights
-from pdkernels.models.integers import Format, Scheme, refuse
-from pdkernels.models.layout import DTYPES, Layout, Stored
+from pdkernels.models.integers import Format, Integers, Scheme, refuse
+from pdkernels.models.layout import DTYPES, Layout, Parts, Stored
 from pdkernels.ops._quantized_weight import QuantizedWeight
 
 METHODS = (*gptq.METHODS, compressed.METHOD)
@@ -59,7 +59,9 @@ class QuantizedFolder(NamedTuple):
                 names.add(part)
                 module = part.removesuffix(".weight")
                 form = scheme.format_of(module) if module != part and len(shape) == 2 else None
-                if form is None:
+                if form is None or (
+                    ours.endswith(".router") and part in left
+                ):  # some modules have no linear layer there
                     continue
                 if ours == "embedding":
                     words = message(OP, f"{layout.source}: {module}", "hold numbers", "a quantised embedding", _REMEDY)
@@ -82,28 +84,53 @@ class QuantizedFolder(NamedTuple):
             stated: Stated
             if not quantised:
                 stated = self.weights.parameter(self.layout, parts, dtype)
-            elif self.packed is not False and len(quantised) == len(parts):
-                stated = QuantizedWeight.join([self._matrix(part, parts[part])[0] for part in parts])
-            elif self.packed:
+            elif self.packed is not False and len(quantised) == len(parts) and not name.endswith(".router"):
+                stated = self._packed(name, parts)
+            elif self.packed and not name.endswith(".router"):
                 other = next(part for part in parts if part not in self.formats)
                 words = f"be quantised like {quantised[0]}, with which it is one matrix"
                 raise NotImplementedError(message(OP, other, words, "numbers", "Pass packed=None."))
             else:
                 stated = self._numbers(parts, dtype)
+            if isinstance(stated, torch.Tensor):
+                stated = self.layout.shaped(name, stated)
             ours[name] = stated.to(device)
         self.weights.check_tied(self.layout)
         return ours
 
+    def _packed(self, name: str, parts: Parts) -> QuantizedWeight:
+        """One of our parameters. The experts of a layer, whose parts follow each other, become one for each of their matrices."""
+        if ".experts_" not in name:
+            return QuantizedWeight.join([self._matrix(part, shape)[0] for part, shape in parts.items()])
+        each, names = len(parts) // self.layout.experts, list(parts)
+        joined = []
+        for first in range(each):
+            own = names[first::each]
+            formats = {self.formats[part] for part in own}
+            if len(formats) > 1:
+                words = message(OP, own[0], "have the format of the other experts", "another one", "Pass packed=False.")
+                raise NotImplementedError(words)
+            form = self.formats[own[0]]
+            found = [self._integers(part, parts[part]) for part in own]
+            codes, scales, zeros = (torch.cat(values) for values in zip(*(one[:3] for one in found)))
+            made = QuantizedWeight.from_integers(form.name, codes, scales, zeros, *found[0][3:], matrices=len(own))
+            joined.append(made)
+        return QuantizedWeight.join(joined)
+
     def _matrix(self, part: str, shape: tuple[int, ...]) -> tuple[QuantizedWeight, torch.dtype]:
         """The matrix, and the dtype to which its numbers are rounded."""
+        found = self._integers(part, shape)
+        with read_from(part.removesuffix(".weight")):
+            return QuantizedWeight.from_integers(self.formats[part].name, *found), found.scales.dtype
+
+    def _integers(self, part: str, shape: tuple[int, ...]) -> Integers:
         module, form = part.removesuffix(".weight"), self.formats[part]
 
         def tensor(name: str) -> torch.Tensor | None:
             return self.weights.whole(f"{module}.{name}") if f"{module}.{name}" in self.weights.stored else None
 
         with read_from(module):
-            found = form.read(tensor, *shape)
-            return QuantizedWeight.from_integers(form.name, *found), found.scales.dtype
+            return form.read(tensor, *shape)
 
     def _numbers(self, parts: dict[str, tuple[int, ...]], dtype: torch.dtype | None) -> torch.Tensor:
         found = []

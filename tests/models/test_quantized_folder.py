@@ -15,7 +15,7 @@ import pdkernels as pd
 from pdkernels import models
 from pdkernels.decoding import generate
 from tests.support.checkpoints import plain_logits
-from tests.support.quantized_files import FAMILIES, KINDS, LLAMA, QWEN2, write_folder
+from tests.support.quantized_files import FAMILIES, KINDS, LLAMA, QWEN2, QWEN3_MOE, quantised, write_folder
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
 
@@ -59,6 +59,43 @@ def test_logits_are_close_to_those_of_the_numbers(family: str, kind: str, tmp_pa
     for draft in ("model", "lookup"):
         ours = generate(model, TOKENS, "jacobi", draft=draft, max_new_tokens=12, end_tokens=())
         assert ours.tokens.tolist() == greedy.tokens.tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_stay_packed(kind: str, tmp_path: Path) -> None:
+    held = write_folder(tmp_path, QWEN3_MOE, KINDS[kind])
+    model, numbers = models.load(tmp_path, packed=True), models.load(tmp_path, packed=False)
+    expected = models.from_hf_state_dict({name: tensor.float() for name, tensor in held.items()}, numbers.config)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in numbers.state_dict().items())
+    for index, layer in enumerate(model.layers):
+        for name in ("experts_gate_up", "experts_down"):
+            packed = getattr(layer, name)
+            assert packed.shape == expected[f"layers.{index}.{name}"].shape and packed.matrices == 4
+            assert torch.equal(packed.dequantize(KINDS[kind].dtype).float(), expected[f"layers.{index}.{name}"])
+        assert isinstance(layer.router, torch.nn.Parameter)
+    greedy = generate(model, TOKENS, max_new_tokens=12, end_tokens=())
+    assert generate(model, TOKENS, "jacobi", max_new_tokens=12, end_tokens=()).tokens.tolist() == greedy.tokens.tolist()
+
+
+def test_experts_of_several_formats_are_refused(tmp_path: Path) -> None:
+    kind = KINDS["packed 4 of 32"]
+    write_folder(tmp_path, QWEN3_MOE, kind)
+    other = KINDS["packed 8 of rows, zeros, fp32"]
+    state = load_file(tmp_path / "model.safetensors")
+    module = "model.layers.1.mlp.experts.2.up_proj"
+    matrix = quantised(torch.randn(128, 64), 8, 0, symmetric=False, dtype=torch.float32)
+    state = {name: value for name, value in state.items() if not name.startswith(module)}
+    state |= {f"{module}.{part}": value for part, value in other.pack(matrix).items()}
+    save_file(state, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    groups = config["quantization_config"]["config_groups"]
+    groups["group_1"] = copy.deepcopy(groups["group_0"]) | {"targets": [f"re:.*{module}$"]}
+    groups["group_1"]["weights"] |= {"num_bits": 8, "symmetric": False, "strategy": "channel"}
+    groups["group_1"]["weights"].pop("group_size")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(NotImplementedError, match=r"must have the format of the other experts, got another one"):
+        models.load(tmp_path)
+    assert models.load(tmp_path, packed=False).config.experts is not None
 
 
 @pytest.mark.parametrize("kind", ["gptq 4 of 32", "packed 8 of rows, zeros, fp32"])

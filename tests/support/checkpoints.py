@@ -26,12 +26,17 @@ def random_checkpoint(fields: dict[str, Any], seed: int = 0, dtype: torch.dtype 
             state[f"{name}self_attn.{part}_proj.weight"] = matrix(width, hidden)
             if fields["model_type"] == "qwen2" or fields.get("attention_bias"):
                 state[f"{name}self_attn.{part}_proj.bias"] = matrix(width)
-            if fields["model_type"] == "qwen3" and part != "v":
+            if fields["model_type"] in ("qwen3", "qwen3_moe") and part != "v":
                 state[f"{name}self_attn.{part}_norm.weight"] = 1 + matrix(head_dim)
         state[f"{name}self_attn.o_proj.weight"] = matrix(hidden, heads * head_dim)
-        state[f"{name}mlp.gate_proj.weight"] = matrix(inner, hidden)
-        state[f"{name}mlp.up_proj.weight"] = matrix(inner, hidden)
-        state[f"{name}mlp.down_proj.weight"] = matrix(hidden, inner)
+        experts = fields.get("num_experts", 0)
+        if experts:
+            state[f"{name}mlp.gate.weight"] = matrix(experts, hidden)
+        for module in [f"experts.{i}." for i in range(experts)] or [""]:
+            width = fields["moe_intermediate_size"] if experts else inner
+            state[f"{name}mlp.{module}gate_proj.weight"] = matrix(width, hidden)
+            state[f"{name}mlp.{module}up_proj.weight"] = matrix(width, hidden)
+            state[f"{name}mlp.{module}down_proj.weight"] = matrix(hidden, width)
         if fields.get("attention_bias"):
             state[f"{name}self_attn.o_proj.bias"] = matrix(hidden)
         if fields.get("mlp_bias"):

@@ -31,6 +31,14 @@ LLAMA = {
 QWEN2 = {**LLAMA, "model_type": "qwen2", "tie_word_embeddings": True}
 QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 32}
 FAMILIES = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
+QWEN3_MOE = {
+    **QWEN3,
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+}
 
 
 class Quantised(NamedTuple):
