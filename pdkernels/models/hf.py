@@ -34,6 +34,8 @@ class _Usual(NamedTuple):
     window: int | None = None
     switched: bool = False
     """Whether use_sliding_window enables windows, from layer max_window_layers on."""
+    all_slide: bool = False
+    """Windows are then those of all layers, whatever max_window_layers and layer_types say."""
     bias: bool = False
     """attention_bias may be true."""
     mask_token: int | None = None
@@ -46,6 +48,7 @@ class _Usual(NamedTuple):
 
 _QWEN2 = _Usual(32768, 32, window=4096, switched=True, bias=True, qkv_bias=True)
 _QWEN3 = _QWEN2._replace(qkv_bias=False, qk_norm=True)
+_QWEN3_MOE = _QWEN3._replace(kv_heads=4, all_slide=True)
 # Dream has Qwen2's layers without a causal mask; row i still predicts token i + 1, which may be a mask. Fast-dLLM v2 has the same
 # layers and is causal except for the block that it fills. So is SDAR, with Qwen3's layers and rows that predict their own token.
 _USUAL = {
@@ -58,9 +61,9 @@ _USUAL = {
     "Fast_dLLM_Qwen": _QWEN2._replace(mask_token=151665),
     "sdar": _QWEN3._replace(mask_token=151669, predicts="own"),
     NEMOTRON: _Usual(262144, 8, eps=1e-5),
-    "qwen3_moe": _QWEN3._replace(kv_heads=4),
+    "qwen3_moe": _QWEN3_MOE,
     "mixtral": _Usual(131072, 8, eps=1e-5, theta=1e6),
-    "sdar_moe": _QWEN3._replace(kv_heads=4, mask_token=151669, predicts="own"),
+    "sdar_moe": _QWEN3_MOE._replace(mask_token=151669, predicts="own"),
     # Its config.json names no mask token.
     LLADA_MOE: _Usual(8192, 16, eps=1e-5, mask_token=156895, attention="bidirectional", predicts="own", theta=50000.0),
 }
@@ -143,13 +146,15 @@ def _check_window(fields: Fields, usual: _Usual, positions: int) -> None:
     types = fields.get("layer_types", [])
     fits = isinstance(types, list) and all(isinstance(kind, str) for kind in types)
     check(fits, OP, "config.json: layer_types", "be a list of names", shown(types))
-    known = {"full_attention", "attention"} | ({"sliding_attention"} if usual.switched else set())
+    known = {"full_attention", "attention"} | (
+        {"sliding_attention"} if usual.switched and not usual.all_slide else set()
+    )
     other = next((kind for kind in types if kind not in known), "full_attention")
     demand(other in known, "layer_types", "be 'full_attention' for every layer", shown(other))
     if usual.switched:
         switched = fields.flag("use_sliding_window", False)
-        slides = switched and fields.integer("max_window_layers", 28, minimum=0) < layers
-        if types:
+        slides = switched and (usual.all_slide or fields.integer("max_window_layers", 28, minimum=0) < layers)
+        if types and not usual.all_slide:
             slides = "sliding_attention" in types
             demand(
                 switched or not slides, "layer_types", "be 'full_attention' without use_sliding_window", "other layers"

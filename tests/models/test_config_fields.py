@@ -14,7 +14,8 @@ from pdkernels import models
 
 transformers = pytest.importorskip("transformers")
 
-KINDS = ("llama", "qwen2", "qwen3", "mistral", "ministral3")
+MIXTURES = ("qwen3_moe", "mixtral")
+KINDS = ("llama", "qwen2", "qwen3", "mistral", "ministral3", *MIXTURES)
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]])
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 LLAMA3 = dict(
@@ -39,6 +40,10 @@ def base(kind: str) -> dict[str, Any]:
     )
     if kind == "ministral3":
         fields["rope_parameters"] = {**YARN, "rope_theta": 100.0, **BETA}
+    if kind == "qwen3_moe":
+        fields |= {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "norm_topk_prob": True}
+    if kind == "mixtral":
+        fields |= {"num_local_experts": 5, "num_experts_per_tok": 2}
     return fields
 
 
@@ -117,6 +122,21 @@ VALUES: dict[str, list[Any]] = {
     "transformers_version": ["4.40.0"],
 }  # fmt: skip
 
+EXPERTS: dict[str, list[Any]] = {
+    "num_experts": [4, 0],
+    "num_local_experts": [4],
+    "num_experts_per_tok": [1, 9],
+    "moe_intermediate_size": [12],
+    "norm_topk_prob": [False],
+    "decoder_sparse_step": [2, 3],
+    "mlp_only_layers": [[0], [0, 1], [5], [-1], None],
+    "output_router_logits": [True],
+    "router_aux_loss_coef": [0.5],
+    "router_jitter_noise": [0.5],
+    "shared_expert_intermediate_size": [0],
+}
+"""Of the classes in `MIXTURES` alone."""
+
 PAIRS: dict[str, dict[str, Any]] = {
     "a recipe beside rope_parameters": {"rope_scaling": YARN},
     "a recipe with its base": {"rope_scaling": {**YARN, "rope_theta": 100.0}},
@@ -152,6 +172,9 @@ def cases() -> list[Any]:
     for kind in KINDS:
         fast = kind in ("qwen2", "ministral3")
         every = [(f"{field}={value}"[:60], {field: value}) for field, values in VALUES.items() for value in values]
+        experts = [(f"{field}={value}", {field: value}) for field, values in EXPERTS.items() for value in values]
+        if kind in MIXTURES:
+            found += [pytest.param(kind, changes, id=f"{kind}-{name}") for name, changes in experts]
         for name, changes in [*every, *PAIRS.items(), *((f"no {field}", {field: ...}) for field in MISSING)]:
             touchy = any(part in name for part in ("rope", "window", "heads", "head_dim", "layer_types", "length", "no ", "base", "bias"))  # fmt: skip
             marks = [] if fast and touchy else [pytest.mark.slow]
@@ -171,9 +194,10 @@ def test_logits_are_those_of_transformers(kind: str, changes: dict[str, Any], tm
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_field_is_left_out(kind: str) -> None:
     config = type(transformers.AutoConfig.for_model(kind))
-    assert {field.name for field in dataclasses.fields(config)} <= set(VALUES), {
+    known = {*VALUES, *(EXPERTS if kind in MIXTURES else ())}
+    assert {field.name for field in dataclasses.fields(config)} <= known, {
         field.name for field in dataclasses.fields(config)
-    } - set(VALUES)
+    } - known
 
 
 NAMED = ["deepseek_v3", "llama4", "gemma2", "bloom", "mpt", "rwkv", "cohere", "cohere2", "gpt2"]
