@@ -430,8 +430,7 @@ LinearArgs product_of(const GroupedLinearArgs& args, const RowGroup& group, int6
   own.x.data = args.all.x.row<T>(group.first);
   own.out.data = args.all.out.row<T>(group.first) + first;
   if (own.wide != nullptr) own.wide += group.first * own.padded_width();
-  own.weight =
-      static_cast<const W*>(own.weight) + group.matrix * args.matrix_stride + first * args.all.weight_stride;
+  own.weight = static_cast<const W*>(own.weight) + group.matrix * args.matrix_stride + first * args.all.weight_stride;
   if (own.bias != nullptr) own.bias = static_cast<const T*>(own.bias) + group.matrix * args.all.outputs + first;
   return own;
 }

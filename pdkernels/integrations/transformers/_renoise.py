@@ -16,7 +16,8 @@ from transformers.cache_utils import DynamicCache
 from pdkernels._philox import random_words
 from pdkernels._validation import check, check_type, integer
 from pdkernels.decoding._sampling import Seed, checked_seeds
-from pdkernels.integrations.transformers._model import NAME, register
+from pdkernels.integrations.transformers._experts import NAME
+from pdkernels.integrations.transformers._model import register
 from pdkernels.ops.token_statistics import token_statistics
 
 OP = "renoise"
