@@ -139,6 +139,65 @@ def run_requests(name: str, method: str, options: dict[str, Any], chance: random
     assert [tensor.data_ptr() for tensor in tensors(batch)] == pointers
 
 
+CAUSAL = [case for case in ALL if case[0] != "tiny-masked" and "recurrences" not in find(case[1]).options]
+
+
+@pytest.mark.parametrize("case", CAUSAL, ids=[IDS[ALL.index(case)] for case in CAUSAL])
+def test_batches_of_other_sizes_take_requests_over(case: tuple[str, str, dict[str, Any]]) -> None:
+    name, method, options = case
+    model, chance = pd.models.load(name), random.Random(method)
+    kind = find(method).steps
+    first = RunningBatch(kind, sizes(model, 1, 14, None), **options)
+    others = [RunningBatch(kind, sizes(model, rows, 14, None), first.staging, **options) for rows in (2, 3)]
+    batches, batch, running = [first, *others], first, {}
+    queue = [
+        Request(model, method, chance.choice(STARTS), chance.choice([14, 5]), None, (), number, options)
+        for number in range(6)
+    ]
+    moves = pieces = 0
+    while queue or batch.busy:
+        if queue and batch.free:
+            request = queue.pop()
+            if first.staging.in_pieces:
+                for _ in range(chance.randrange(3)):
+                    first.staging.run(request.session.prompts[0], chance.randint(1, 5))
+                    pieces += 1
+            row = batch.free[0]
+            batch.admit(row, request.session, request.seed)
+            running[row] = request
+        for row in batch.step():
+            running.pop(row).compare(batch.retire(row))
+        fitting = [other for other in batches if other is not batch and len(other.sessions) >= len(running)]
+        if fitting and chance.random() < 0.5:
+            other = chance.choice(fitting)
+            other.take_over(batch)
+            assert not batch.busy and len(batch.free) == len(batch.sessions)
+            batch, running, moves = other, dict(enumerate(running[row] for row in sorted(running))), moves + 1
+    assert moves > 3 and (pieces or not first.staging.in_pieces)
+
+
+def test_a_prompt_begins_with_rows_of_another_text() -> None:
+    model = pd.models.load("tiny-code")
+    request = Request(model, "jacobi", "import os\nimport sys\n", 14, None, (), 1, {})
+    prompt = request.session.prompts[0]
+    batch = RunningBatch(find("jacobi").steps, sizes(model, 1, 14, None, longest=40))
+    kept = model.new_cache(1, 12)
+    model(torch.tensor([prompt[:12]]), cache=kept)
+    kept.commit_(torch.tensor([12]))
+    batch.staging.adopt(kept, 12)
+    counted = []
+    run = type(model).forward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            type(model), "forward", lambda self, tokens, **k: counted.append(tokens.shape[1]) or run(self, tokens, **k)
+        )
+        batch.admit(0, request.session, request.seed)
+    assert counted == [len(prompt) - 12 + 12]  # the rest, and the 12 guesses of the first draft
+    while not batch.step():
+        pass
+    request.compare(batch.retire(0))
+
+
 def reachable(value: Any, seen: set[int]) -> list[torch.Tensor]:
     """All tensors that steps hold, but for those of the model, of sessions, of options and of caches."""
     if isinstance(value, torch.Tensor):

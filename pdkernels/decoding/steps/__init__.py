@@ -4,6 +4,7 @@ from pdkernels.decoding.steps.contract import Steps, decoder, run, with_defaults
 from pdkernels.decoding.steps.drafts import DraftSteps, record_first
 from pdkernels.decoding.steps.entry import Entry, Row, Rows, float_of
 from pdkernels.decoding.steps.running import RunningBatch
+from pdkernels.decoding.steps.staging import Staging
 
 __all__ = [
     "DraftSteps",
@@ -11,6 +12,7 @@ __all__ = [
     "Row",
     "Rows",
     "RunningBatch",
+    "Staging",
     "Steps",
     "decoder",
     "float_of",

@@ -78,18 +78,20 @@ class Steps(ABC):
         """Whether a sequence can join before the next step; `rows` is the last entry. If not, it can after some more steps."""
         return True
 
-    def admit(self, row: int, staging: Steps, length: int, capacity: int) -> None:
-        """Replaces sequence `row` by the one that `staging` has started; no other sequence changes, except that it may wait.
+    def admit(self, row: int, other: Steps, length: int, capacity: int, other_row: int = 0) -> None:
+        """Replaces sequence `row` by one that `other` has started; no other sequence changes, except that it may wait.
 
-        `staging` was built with the same options for the same sizes, but for one sequence. The cache has `length` tokens of that, and
-        room for `capacity`. Nothing here waits for the device, but pages change. MemoryError, before any change: there are too few.
+        `other` was built with the same options for the same sizes, but for another number of sequences. Its cache has `length` tokens of
+        that sequence; here there will be room for `capacity`. Nothing here waits for the device, but pages change. MemoryError, before
+        any change: there are too few.
         """
-        for copy in range(row, self.cache.batch, len(self.entry.table)):
+        batch, others = len(self.entry.table), len(other.entry.table)
+        for copy in range(row, self.cache.batch, batch):
             if self.cache.block_table is not None:
                 self.cache.resize_row_(copy, capacity)
-            self.cache.copy_row_(copy, staging.cache, copy // len(self.entry.table), length)
-        for mine, other in zip(self.state, staging.state, strict=True):
-            mine[row].copy_(other[0])
+            self.cache.copy_row_(copy, other.cache, other_row + copy // batch * others, length)
+        for mine, theirs in zip(self.state, other.state, strict=True):
+            mine[row].copy_(theirs[other_row])
         self.joined()
 
     def joined(self) -> None:  # noqa: B027, most have nothing to adapt

@@ -8,6 +8,7 @@ from pdkernels._validation import check, message
 from pdkernels.decoding._sampling import checked_seeds
 from pdkernels.decoding._session import Session, inference
 from pdkernels.decoding.steps.contract import Steps, next_entry, refuse_no_choice
+from pdkernels.decoding.steps.staging import Staging
 
 _OP = "decoding.steps.RunningBatch"
 
@@ -26,6 +27,7 @@ class RunningBatch:
         kind: the steps of a method.
         largest: a session with the sizes of the batch: as many prompts as there are rows, all as long as the longest that may come,
             and the largest limit. Its model, end tokens and filters are those of all requests.
+        staging: where prompts run, if that is shared with another batch of the same method, options and sizes; None: an own one.
         **options: of the method, but no seed.
 
     Raises:
@@ -55,12 +57,13 @@ class RunningBatch:
     """
 
     @inference()
-    def __init__(self, kind: type[Steps], largest: Session, **options: Any) -> None:
+    def __init__(self, kind: type[Steps], largest: Session, staging: Staging | None = None, **options: Any) -> None:
         check("seed" not in options, _OP, "seed", "be given to admit", options.get("seed"))
         check(largest.tails is None, _OP, "largest", "have no masks in prompts", "some")
         self._largest, batch = largest, largest.batch
         self.steps = kind(largest, **options)
-        self._staging = kind(self._sized([[0] * largest.longest]), **options)
+        self.staging = staging or Staging(kind, self._sized([[0] * largest.longest]), **options)
+        """Where prompts run; a prompt may have begun to before `admit`."""
         for absent, what in ((self.steps.lacks, "options"), (self._other_cache(), "model")):
             if absent:
                 raise NotImplementedError(message(_OP, what, "let sequences join and leave", absent))
@@ -105,17 +108,51 @@ class RunningBatch:
         Nothing has changed after an error. The host waits for the prompt's forward.
         """
         self._check(row, session)
-        staging, steps = self._staging, self.steps
-        staging.reseed(checked_seeds(_OP, seed, 1))
-        staging.start(session)
-        first = staging.entry.rows()
+        steps, started = self.steps, self.staging.steps
+        first = self.staging.start(session, checked_seeds(_OP, seed, 1))
         refuse_no_choice(session, [first])
         length = 0 if steps.keeps_pages else session.longest
-        steps.admit(row, staging, length, session.longest + session.max_new_tokens)
+        steps.admit(row, started, length, session.longest + session.max_new_tokens)
         self._rows = steps.entry.rows()
         self.sessions[row], self._taken_part[row] = session, 0
-        self._record(row, lambda: staging.opened(session, first))
+        self._record(row, lambda: started.opened(session, first))
         self._stop()
+
+    @inference()
+    def take_over(self, other: RunningBatch) -> None:
+        """Takes the requests of another batch into the rows from 0 on, as they are; that one has none then.
+
+        Both have the method, options and sizes, but for the number of rows. The host waits for the device.
+
+        Raises:
+            ValueError: this batch has requests, or too few rows; or the method fills canvases, which have rows for every new position.
+            MemoryError: the pool of pages is too small.
+        """
+        taken = other._taken()
+        check(not self.busy, _OP, "take_over", "be called without requests", f"{len(self._taken())}")
+        check(len(taken) <= len(self.sessions), _OP, "other", f"have at most {len(self.sessions)} requests", len(taken))
+        check(not self.steps.keeps_pages, _OP, "take_over", "be called for a method on a KV cache", "a canvas")
+        lengths = other.steps.cache.lengths.tolist()
+        try:
+            for row, theirs in enumerate(taken):
+                session = other.sessions[theirs]
+                assert session is not None
+                capacity = session.longest + session.max_new_tokens
+                self.steps.admit(row, other.steps, lengths[theirs], capacity, theirs)
+        except MemoryError:
+            self._end(list(range(len(taken))))
+            for row in range(len(taken)):
+                self._give_back(row)
+            raise
+        for row, theirs in enumerate(taken):
+            self.sessions[row], other.sessions[theirs] = other.sessions[theirs], None
+            self._taken_part[row] = other._taken_part[theirs]
+            if theirs in other._errors:
+                self._errors[row] = other._errors.pop(theirs)
+        self._rows = self.steps.entry.rows()
+        other._end(taken)
+        for row in taken:
+            other._give_back(row)
 
     @inference()
     def step(self) -> list[int]:

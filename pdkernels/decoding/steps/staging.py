@@ -1,0 +1,99 @@
+"""Where the prompt of a request runs before the request joins a batch: steps of batch 1, whose prompt can run in pieces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pdkernels.decoding._sampling import latents
+from pdkernels.decoding._session import Session, inference
+from pdkernels.decoding.steps.contract import Steps
+from pdkernels.decoding.steps.entry import Rows
+
+
+class _Continued:
+    """A model that is told that the cache already holds the first `known` tokens of what it gets next.
+
+    Rows do not depend on how a text is split into forwards, so the rest of it gives the same logits as the whole.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.inner, self.known = model, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __call__(
+        self,
+        tokens: torch.Tensor,
+        *,
+        cache: Any,
+        counts: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        known, self.known = self.known, 0
+        logits: torch.Tensor
+        # A method that masks or adapts its prompt, or reads its rows, runs the whole of it.
+        if known == 0 or options or rows is None or int(rows.min()) < known:
+            logits = self.inner(tokens, cache=cache, counts=counts, rows=rows, **options)
+            return logits
+        cache.lengths.fill_(known)
+        counts = None if counts is None else counts - known
+        logits = self.inner(tokens[:, known:], cache=cache, counts=counts, rows=rows - known)
+        cache.lengths.zero_()
+        return logits
+
+
+class Staging:
+    """Steps of batch 1 for one request after another.
+
+    Args:
+        kind: the steps of a method.
+        largest: a session of one prompt with the largest sizes.
+        **options: of the method, but no seed.
+    """
+
+    @inference()
+    def __init__(self, kind: type[Steps], largest: Session, **options: Any) -> None:
+        self._model = _Continued(largest.model)
+        model, largest.model = largest.model, self._model
+        self.steps = kind(largest, **options)
+        largest.model = model
+        # A canvas has no rows that stay, and states of a recurrent-depth model depend on the seed.
+        self.in_pieces = not self.steps.keeps_pages and not latents(model, self.steps.seeds)
+        """Whether a prompt can run in pieces."""
+        self.known = 0
+        """Tokens of the next prompt whose K and V are in the cache."""
+
+    @inference()
+    def adopt(self, cache: Any, length: int) -> None:
+        """Takes over the first `length` tokens of the next prompt from a cache of batch 1."""
+        self.steps.cache.copy_row_(0, cache, 0, length)
+        self.known = length
+
+    @inference()
+    def run(self, prompt: list[int], count: int) -> None:
+        """Runs the next `count` tokens of the next prompt; the last token of a prompt is left to `start`."""
+        count = min(count, len(prompt) - 1 - self.known)
+        if count < 1:
+            return
+        cache = self.steps.cache
+        tokens = torch.tensor([prompt[self.known : self.known + count]], device=cache.device)
+        cache.lengths.fill_(self.known)
+        self._model.inner(tokens, cache=cache, rows=torch.tensor([[count - 1]], device=cache.device))
+        # A commit also moves what a model keeps beside the cache.
+        cache.commit_(torch.tensor([count], device=cache.device))
+        self.known += count
+
+    @inference()
+    def start(self, session: Session, seed: torch.Tensor) -> Rows:
+        """Runs the rest of the prompt, and returns the first entry."""
+        self._model.known, self.known = self.known, 0
+        self.steps.reseed(seed)
+        try:
+            self.steps.start(session)
+        finally:
+            self._model.known = 0
+        return self.steps.entry.rows()
