@@ -1,6 +1,6 @@
 """Kernels for parallel decoding of language models.
 
-``import pdkernels as pd``: ops at the top level, KV caches in `pd.cache`, decoders in `pd.decoding`, models in `pd.models`,
+``import pdkernels as pd``: ops at the top level, KV caches in `pd.cache`, decoders in `pd.decoding`, continuous batching by `pd.Engine`, models in `pd.models`,
 slow and simple references in `pd.reference`.
 """
 
@@ -14,8 +14,20 @@ from pdkernels import reference as reference
 from pdkernels._native import has_native as has_native
 from pdkernels.config import __version__ as __version__
 from pdkernels.config import show_config as show_config
+from pdkernels.engine import Engine as Engine
 from pdkernels.ops import *  # noqa: F403
 
-_OTHERS = ("__version__", "cache", "decoding", "has_native", "masks", "models", "ops", "reference", "show_config")
+_OTHERS = (
+    "Engine",
+    "__version__",
+    "cache",
+    "decoding",
+    "has_native",
+    "masks",
+    "models",
+    "ops",
+    "reference",
+    "show_config",
+)
 # As in `pdkernels.ops`: not through its name.
 vars()["__all__"] = [*_OTHERS, *vars(ops)["__all__"]]

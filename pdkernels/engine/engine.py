@@ -1,0 +1,327 @@
+"""One model, one thread that steps, many requests."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+import time
+from collections.abc import Hashable, Sequence
+from types import TracebackType
+from typing import Any
+
+from pdkernels._validation import check, check_flag, check_type, integer, message, sentence
+from pdkernels.decoding import Method, OnTokens, available, check_capabilities, check_options, find
+from pdkernels.decoding._prompts import Prompts
+from pdkernels.decoding._repetition import PenalisedModel, checked_penalty
+from pdkernels.decoding._request import check_model, checked_stops, open_session
+from pdkernels.decoding._sampling import checked_seeds
+from pdkernels.decoding._session import MAX_POSITIONS, Session
+from pdkernels.decoding.steps import Staging
+from pdkernels.engine.generation import Generation
+from pdkernels.engine.lane import Lane, Request
+from pdkernels.engine.metrics import EngineMetrics
+from pdkernels.engine.prefixes import Prefixes
+
+_OP = "Engine.submit"
+_BUCKET = 32  # canvases of one batch are padded to a multiple of this many prompt tokens
+
+
+class EngineFull(RuntimeError):
+    """There are `max_waiting` requests that have not joined a batch: try again later."""
+
+
+class Engine:
+    """Continuous batching over one model: requests join and leave a running batch between two steps.
+
+    A request gets the tokens that `generate` gives it alone, whatever else runs, if the logits of a row do not depend on the other
+    rows of a forward; on the CPU this library's models have the same bits.
+
+    Requests of one method with the same options share a batch, and the batches take turns. A batch on a KV cache grows and
+    shrinks with the number of its requests. Room for the whole of a request is set aside when it joins, so none is ever evicted; those
+    that find none wait, in the order of their submission.
+
+    Args:
+        model: as for `generate`. Nothing else may run it while the engine does.
+        max_running: requests of a batch at a time.
+        max_canvases: the same for methods that fill canvases, whose forwards are wide already; None: 1 on the CPU, else `max_running`.
+        max_batches: batches at a time. If more kinds of requests come, a batch that is idle makes room, and none idle, nothing younger
+            than the oldest request without a batch joins.
+        max_prompt_tokens, max_new_tokens: limits of a request; a row of a cache has room for both. None: what the model was trained for,
+            at most 4,096 together, three quarters of it for the prompt.
+        max_waiting: requests that have not joined a batch.
+        prompt_tokens_per_step: tokens of prompts that may run between two steps. A longer prompt runs in pieces, so that it does not
+            stall the others.
+        kept_prompt_tokens: tokens of earlier prompts whose K and V are kept, for prompts that begin with the same ones; 0 keeps none.
+
+    Raises:
+        ValueError, TypeError: a limit out of range; an object that is no model.
+
+    Example:
+        >>> import pdkernels as pd
+        >>> with pd.Engine(pd.models.load("tiny-code")) as engine:
+        ...     first = engine.submit("import os\\n", "jacobi", max_new_tokens=8)
+        ...     second = engine.submit("def f(", "jacobi", max_new_tokens=12)
+        ...     text = "".join(piece.text for piece in first)
+        >>> text == first.result().text, second.result().stats.tokens, second.finish_reason
+        (True, 12, 'length')
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_running: int = 8,
+        max_canvases: int | None = None,
+        max_batches: int = 4,
+        max_prompt_tokens: int | None = None,
+        max_new_tokens: int | None = None,
+        max_waiting: int = 1024,
+        prompt_tokens_per_step: int = 256,
+        kept_prompt_tokens: int = 16384,
+    ) -> None:
+        op = "Engine"
+        check_type(hasattr(model, "config"), op, "model", "be a model", type(model).__name__)
+        self.model = model
+        positions = min(getattr(model.config, "max_positions", None) or 4096, 4096)
+        self.max_running = integer(op, "max_running", max_running, 1)
+        on_cpu = model.device.type == "cpu"
+        default = 1 if on_cpu else max_running
+        self.max_canvases = default if max_canvases is None else integer(op, "max_canvases", max_canvases, 1)
+        self.max_batches = integer(op, "max_batches", max_batches, 1)
+        new = positions // 4 if max_new_tokens is None else integer(op, "max_new_tokens", max_new_tokens, 1)
+        longest = max(1, positions - new) if max_prompt_tokens is None else max_prompt_tokens
+        self.max_new_tokens, self.max_prompt_tokens = new, integer(op, "max_prompt_tokens", longest, 1)
+        check(new + longest <= MAX_POSITIONS, op, "max_prompt_tokens", f"leave room in {MAX_POSITIONS}", longest)
+        self.max_waiting = integer(op, "max_waiting", max_waiting, 1)
+        self.prompt_tokens_per_step = integer(op, "prompt_tokens_per_step", prompt_tokens_per_step, 1)
+        self._prefixes = Prefixes(integer(op, "kept_prompt_tokens", kept_prompt_tokens, 0))
+        self._numbers = itertools.count()
+        self._penalised: dict[float, Any] = {1.0: model}
+        self._lanes: dict[Hashable, Lane] = {}
+        self._metrics = EngineMetrics()
+        self._work = threading.Condition()
+        self._closing: str = ""  # "finish" or "cancel"
+        self._thread = threading.Thread(target=self._run, name="pdkernels-engine", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self,
+        prompt: Prompts,
+        method: str | Method = "autoregressive",
+        *,
+        max_new_tokens: int = 128,
+        end_tokens: Sequence[int] | None = None,
+        on_tokens: OnTokens | None = None,
+        trace: bool = False,
+        repetition_penalty: float = 1.0,
+        stop_strings: Sequence[str] = (),
+        timeout: float | None = None,
+        seed: int = 0,
+        **options: Any,
+    ) -> Generation:
+        """Queues a request and returns at once.
+
+        Args:
+            prompt: one prompt, as for `generate`.
+            method: its name; one whose sequences can join and leave a batch.
+            max_new_tokens: at most the engine's.
+            end_tokens, trace, repetition_penalty, stop_strings: as for `generate`.
+            on_tokens: as for `generate`, with sequence 0; called by the engine's thread, which waits for it. Its error ends the request.
+            timeout: seconds from now after which it ends with what it has; None: no limit.
+            seed: an int, as for `generate`.
+            **options: of the method.
+
+        Raises:
+            ValueError, TypeError: as `generate`; a batch of prompts; a request beyond the engine's limits.
+            NotImplementedError: a method or an option that lets no sequences join and leave.
+            EngineFull: too many requests wait.
+            RuntimeError: the engine is closed.
+        """
+        chosen = method if isinstance(method, Method) else find(method)
+        check_capabilities(chosen, self.model)
+        check_options(chosen, options)
+        check_model(self.model, chosen, options.get("page_size") is not None)
+        check_flag(_OP, "trace", trace)
+        check_type(type(seed) is int, _OP, "seed", "be an int", type(seed).__name__)
+        checked_seeds(_OP, seed, 1)
+        if timeout is not None:
+            check_type(type(timeout) in (int, float), _OP, "timeout", "be a number", type(timeout).__name__)
+            check(timeout > 0, _OP, "timeout", "be above 0 seconds", timeout)
+        if chosen.steps is None:
+            fitting = [name for name in _joining() if find(name).supports(self.model)]
+            remedy = f"These can: {', '.join(fitting) or 'none'}."
+            raise NotImplementedError(
+                message(_OP, "method", "let requests join and leave a batch", chosen.name, remedy)
+            )
+        penalty, stops = checked_penalty(_OP, repetition_penalty), checked_stops(self.model, stop_strings)
+        model = self._model_of(penalty, chosen)
+        check_type(type(max_new_tokens) is int, _OP, "max_new_tokens", "be an int", type(max_new_tokens).__name__)
+        most = self.max_new_tokens
+        check(1 <= max_new_tokens <= most, _OP, "max_new_tokens", f"be in 1 .. {most}, the engine's", max_new_tokens)
+        session, single = open_session(model, prompt, max_new_tokens, end_tokens, on_tokens, trace)
+        check(single, _OP, "prompt", "be one prompt", f"a batch of {session.batch}", "Submit each one.")
+        longest = self.max_prompt_tokens
+        check(
+            session.longest <= longest, _OP, "prompt", f"have at most {longest} tokens, the engine's", session.longest
+        )
+        session.repetition_penalty, session.stop_strings = penalty, stops
+
+        decoder = None if self.model.tokenizer is None else self.model.tokenizer.incremental()
+        handle = Generation(next(self._numbers), session.prompts[0], decoder)
+        handle._wake = self._notify
+        told = session._on_tokens
+
+        def tell(sequence: int, ids: list[int], accepted: int) -> None:
+            handle._add(ids, accepted)
+            if told is not None:
+                told(sequence, ids, accepted)
+
+        session._on_tokens = tell
+        key = self._key(chosen, session, options)
+        if key not in self._lanes:
+            self._try(chosen, session, options)
+        request = Request(handle, session, seed, None if timeout is None else time.perf_counter() + timeout)
+        with self._work:
+            if self._closing:
+                raise RuntimeError(sentence(_OP, "the engine is closed"))
+            waiting = sum(len(lane.waiting) for lane in self._lanes.values())
+            if waiting >= self.max_waiting:
+                raise EngineFull(
+                    sentence(_OP, f"{waiting} requests wait already", "Try again later, or raise max_waiting.")
+                )
+            if key not in self._lanes:
+                self._lanes[key] = self._lane(chosen, session, options)
+            self._lanes[key].waiting.append(request)
+            self._metrics.submitted += 1
+            self._work.notify()
+        return handle
+
+    def metrics(self) -> EngineMetrics:
+        """A copy of the counters.
+
+        >>> import pdkernels as pd
+        >>> with pd.Engine(pd.models.load("tiny-code")) as engine:
+        ...     handle = engine.submit("import os", max_new_tokens=3)
+        >>> engine.metrics().finished, engine.metrics().new_tokens
+        ({'length': 1}, 3)
+        """
+        with self._work:
+            now = copy.copy(self._metrics)
+            now.finished = dict(now.finished)
+            lanes = list(self._lanes.values())
+            now.waiting = sum(len(lane.waiting) for lane in lanes)
+            now.running = sum(len(lane.running) + (lane.begun is not None) for lane in lanes)
+            now.batches = sum(lane.batch is not None for lane in lanes)
+            now.kept_tokens = self._prefixes.tokens
+        return now
+
+    def close(self, *, finish: bool = True, timeout: float | None = None) -> bool:
+        """Takes no more requests; returns whether all have ended, and the thread has.
+
+        Args:
+            finish: wait for the requests that are there; False cancels them.
+            timeout: seconds to wait; None: for ever.
+        """
+        with self._work:
+            self._closing = "finish" if finish and self._closing != "cancel" else "cancel"
+            self._work.notify()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(finish=kind is None)
+
+    def _notify(self) -> None:
+        with self._work:
+            self._work.notify()
+
+    def _model_of(self, penalty: float, method: Method) -> Any:
+        """The model that decodes with a penalty; the same object each time, since a batch has one model."""
+        if method.fills_canvases:
+            return self.model
+        if penalty not in self._penalised:
+            self._penalised[penalty] = PenalisedModel(self.model, penalty)
+        return self._penalised[penalty]
+
+    def _key(self, method: Method, session: Session, options: dict[str, Any]) -> Hashable:
+        """What the requests of a batch share. The sizes of canvases are those of a request, since they cost what they hold."""
+        assert method.steps is not None
+        sizes = () if method.steps.any_limit else (session.max_new_tokens, -(-session.longest // _BUCKET))
+        chosen = tuple(sorted((name, repr(value)) for name, value in options.items()))
+        return method.name, chosen, session.end_tokens, session.repetition_penalty, sizes
+
+    def _try(self, method: Method, session: Session, options: dict[str, Any]) -> None:
+        """Raises what the method's steps say of the options and of the model."""
+        assert method.steps is not None
+        steps = Staging(method.steps, session, **options).steps
+        absent = steps.lacks
+        if not absent and not hasattr(steps.cache, "copy_row_"):
+            absent = f"a cache, {type(steps.cache).__name__}, without copy_row_"
+        if absent:
+            raise NotImplementedError(message(_OP, "method", "let requests join and leave a batch", absent))
+
+    def _lane(self, method: Method, session: Session, options: dict[str, Any]) -> Lane:
+        model, ends, penalty, kind = session.model, session.end_tokens, session.repetition_penalty, method.steps
+        assert kind is not None
+        longest, limit = self.max_prompt_tokens, self.max_new_tokens
+        if not kind.any_limit:
+            longest, limit = -(-session.longest // _BUCKET) * _BUCKET, session.max_new_tokens
+
+        def sized(rows: int) -> Session:
+            largest = Session(model, [[0] * longest] * rows, limit, ends, None, False)
+            largest.repetition_penalty = penalty
+            return largest
+
+        rows = self.max_canvases if kind.keeps_pages else self.max_running
+        return Lane(method.name, kind, options, sized, rows, grows=not kind.keeps_pages and model.device.type == "cpu")
+
+    def _run(self) -> None:
+        while True:
+            with self._work:
+                while not self._closing and not any(lane.busy or lane.waiting for lane in self._lanes.values()):
+                    self._work.wait()
+                lanes = list(self._lanes.items())
+                for _, lane in lanes:
+                    if self._closing == "cancel":
+                        for request in [*lane.waiting, *lane.running.values(), *([lane.begun] if lane.begun else [])]:
+                            request.handle._withdrawn = True
+                    lane.drop_waiting(self._metrics)
+                if self._closing and not any(lane.busy or lane.waiting for _, lane in lanes):
+                    return
+                before = self._open_lanes()
+            live = [lane for _, lane in lanes if lane.batch is not None and (lane.busy or lane.waiting)]
+            for lane in live:
+                try:
+                    lane.turn(self._prefixes, self.prompt_tokens_per_step, before, self._metrics)
+                except Exception as error:  # of the batch: a model that fails, memory that has run out
+                    lane.fail(error, self._metrics)
+
+    def _open_lanes(self) -> int | None:
+        """Gives batches to lanes that have none, the oldest requests first, and forgets lanes that have nothing to do. Returns the
+        number of the oldest request that found no room, before which no younger one may begin."""
+        closed = [lane for lane in self._lanes.values() if lane.batch is None and lane.waiting]
+        for lane in sorted(closed, key=lambda lane: lane.oldest):
+            live = [other for other in self._lanes.values() if other.batch is not None]
+            if len(live) >= self.max_batches:
+                number = lane.waiting[0].handle.number
+                idle = [other for other in live if not other.busy and (not other.waiting or number < other.oldest)]
+                if not idle:
+                    return number
+                min(idle, key=lambda other: other.last_used).close()
+            try:
+                lane.open()
+            except Exception as error:
+                lane.begun = lane.waiting.popleft()
+                lane.fail(error, self._metrics)
+        self._lanes = {key: lane for key, lane in self._lanes.items() if lane.batch is not None or lane.waiting}
+        return None
+
+
+def _joining() -> list[str]:
+    return [name for name in available() if find(name).steps is not None]

@@ -1,0 +1,157 @@
+"""A request's side of an engine: its tokens as they come, its result, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import CancelledError
+from typing import Any, Literal, NamedTuple
+
+from pdkernels.decoding import DecodeResult
+
+FinishReason = Literal["stop", "length", "cancelled", "timeout"]
+
+
+class Piece(NamedTuple):
+    """Tokens that became final together."""
+
+    tokens: list[int]
+    text: str
+    """Their text, without bytes of a character that is not complete yet; empty for a model without a tokenizer."""
+    accepted: int
+    """How many of the tokens, from the front, were accepted drafts."""
+
+
+class Generation:
+    """A submitted request. Iterate over it, with `for` or `async for`, for its pieces as they come; any number of times.
+
+    All methods may be called from any thread. A piece is kept until the generation itself is dropped, so a slow reader delays nobody.
+    """
+
+    def __init__(self, number: int, prompt: list[int], decoder: Any) -> None:
+        self.number = number
+        """Requests of an engine are numbered from 0 in the order of their submission."""
+        self.prompt = prompt
+        self.submitted = time.perf_counter()
+        """As `time.perf_counter`; so are the other times. None: not yet."""
+        self.joined: float | None = None
+        self.first_token: float | None = None
+        self.ended: float | None = None
+        self.finish_reason: FinishReason | None = None
+        """Why it ended; None while it has not, and after an error."""
+        self._decoder = decoder
+        self._pieces: list[Piece] = []
+        self._result: DecodeResult[Any, Any] | None = None
+        self._error: BaseException | None = None
+        self._withdrawn = False
+        self._changed = threading.Condition()
+        self._listeners: list[Callable[[], None]] = []
+        self._wake: Callable[[], None] = lambda: None
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, for whatever reason."""
+        return self.ended is not None
+
+    def cancel(self) -> None:
+        """Ends it at the next step; what it has so far stays readable. No effect on one that has ended."""
+        with self._changed:
+            self._withdrawn = True
+        self._wake()
+
+    def result(self, timeout: float | None = None) -> DecodeResult[Any, Any]:
+        """Waits for the end, and returns what `generate` returns for the prompt alone.
+
+        Args:
+            timeout: seconds to wait; None: for ever. The generation goes on after that.
+
+        Raises:
+            TimeoutError: it has not ended in time.
+            concurrent.futures.CancelledError: it was cancelled, or had a time limit, before it joined a batch.
+            Exception: what ended it, if that was an error.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.done, timeout):
+                raise TimeoutError(f"pdkernels.Engine: request {self.number} has not ended within {timeout} s")
+        if self._error is not None:
+            raise self._error
+        if self._result is None:
+            raise CancelledError(f"pdkernels.Engine: request {self.number} ended before it began: {self.finish_reason}")
+        return self._result
+
+    def __iter__(self) -> Iterator[Piece]:
+        at = 0
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda at=at: len(self._pieces) > at or self.done)  # type: ignore[misc]
+                pieces = self._pieces[at:]
+            if not pieces:
+                break
+            at += len(pieces)
+            yield from pieces
+        if self._error is not None:
+            raise self._error
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        loop, news = asyncio.get_running_loop(), asyncio.Event()
+
+        def tell() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(news.set)
+
+        with self._changed:
+            self._listeners.append(tell)
+        try:
+            at = 0
+            while True:
+                news.clear()
+                with self._changed:
+                    pieces, done = self._pieces[at:], self.done
+                at += len(pieces)
+                for piece in pieces:
+                    yield piece
+                if not pieces and done:
+                    break
+                if not pieces:
+                    await news.wait()
+        finally:
+            with self._changed:
+                self._listeners.remove(tell)
+        if self._error is not None:
+            raise self._error
+
+    # The rest is called by the engine's thread.
+
+    def _add(self, ids: list[int], accepted: int) -> None:
+        if self.first_token is None and ids:
+            self.first_token = time.perf_counter()
+        text = "" if self._decoder is None else self._decoder.feed(ids)
+        self._publish(Piece(list(ids), text, accepted))
+
+    def _end(
+        self,
+        reason: FinishReason | None,
+        result: DecodeResult[Any, Any] | None = None,
+        error: BaseException | None = None,
+    ) -> None:
+        rest = "" if self._decoder is None else self._decoder.flush()
+        if rest:
+            self._publish(Piece([], rest, 0))
+        with self._changed:
+            self.finish_reason, self._result, self._error = reason, result, error
+            self.ended = time.perf_counter()
+        self._tell()
+
+    def _publish(self, piece: Piece) -> None:
+        with self._changed:
+            self._pieces.append(piece)
+        self._tell()
+
+    def _tell(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener()

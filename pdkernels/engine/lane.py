@@ -1,0 +1,229 @@
+"""The requests of one method with the same options: those that wait, the one whose prompt runs, and the batch of the others."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pdkernels.decoding._request import finished
+from pdkernels.decoding._session import Session
+from pdkernels.decoding.steps import RunningBatch, Steps
+from pdkernels.engine.generation import FinishReason, Generation
+from pdkernels.engine.metrics import EngineMetrics
+from pdkernels.engine.prefixes import Prefixes
+
+# Turns with at most half of the rows taken before a batch shrinks: moving it costs a read of its rows.
+_PATIENCE = 32
+
+
+@dataclass
+class Request:
+    """What the engine knows of a request."""
+
+    handle: Generation
+    session: Session
+    seed: int
+    deadline: float | None
+
+    @property
+    def over(self) -> FinishReason | None:
+        """Why it must not go on; None if it may."""
+        if self.handle._withdrawn:
+            return "cancelled"
+        late = self.deadline is not None and time.perf_counter() > self.deadline
+        return "timeout" if late else None
+
+
+class Lane:
+    """One method with its options. Its batch has as many rows as its requests need, rounded up to a power of two: every row costs.
+
+    Args:
+        method: its name.
+        kind, options: of the batch.
+        sized: a session with the largest sizes, for a number of rows.
+        rows: maximum number of requests at a time.
+        grows: whether the number of rows follows the requests, for methods on a KV cache; else it is always `rows`.
+    """
+
+    def __init__(
+        self,
+        method: str,
+        kind: type[Steps],
+        options: dict[str, Any],
+        sized: Callable[[int], Session],
+        rows: int,
+        grows: bool,
+    ) -> None:
+        self.method, self._kind, self._options, self._sized = method, kind, options, sized
+        self._rows, self._grows = rows, grows
+        self.waiting: deque[Request] = deque()
+        self.begun: Request | None = None
+        """The one whose prompt runs."""
+        self.running: dict[int, Request] = {}
+        """By row."""
+        self.batch: RunningBatch | None = None
+        self._batches: dict[int, RunningBatch] = {}  # by number of rows
+        self._unused = 0  # turns with at most half of the rows taken
+        self.last_used = 0.0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request runs, or its prompt does."""
+        return bool(self.running) or self.begun is not None
+
+    @property
+    def oldest(self) -> int:
+        """The number of the first request that waits."""
+        return self.waiting[0].handle.number
+
+    def open(self) -> None:
+        """Allocates the smallest batch."""
+        self._take(self._size(1))
+
+    def close(self) -> None:
+        """Frees the batches; there are no requests."""
+        self.batch, self._batches = None, {}
+
+    def fail(self, error: BaseException, metrics: EngineMetrics) -> None:
+        """Ends all requests that have begun, after an error of the batch, which is dropped."""
+        begun = [*self.running.values(), *([self.begun] if self.begun else [])]
+        self.running, self.begun = {}, None
+        self.close()
+        for request in begun:
+            _ended(request, None, metrics, error=error)
+
+    def turn(self, prefixes: Prefixes, budget: int, before: int | None, metrics: EngineMetrics) -> None:
+        """Lets requests join and leave, and runs a step.
+
+        Args:
+            prefixes: earlier prompts.
+            budget: tokens of prompts that may run in this turn; one prompt that cannot run in pieces may be longer.
+            before: only requests with a smaller number may begin; None: all may.
+            metrics: is updated.
+        """
+        assert self.batch is not None
+        for row, request in list(self.running.items()):
+            if (reason := request.over) is not None:
+                self._leave(row, metrics, reason)
+        while budget > 0 and (spent := self._join(prefixes, budget, before, metrics)) > 0:
+            budget -= spent
+        if self.running:
+            metrics.steps += 1
+            for row in self.batch.step():
+                self._leave(row, metrics)
+        self._shrink()
+        self.last_used = time.perf_counter()
+
+    def drop_waiting(self, metrics: EngineMetrics) -> None:
+        """Ends the waiting requests that have been cancelled, or are late."""
+        for request in [request for request in self.waiting if request.over]:
+            self.waiting.remove(request)
+            _ended(request, request.over, metrics)
+
+    def _join(self, prefixes: Prefixes, budget: int, before: int | None, metrics: EngineMetrics) -> int:
+        """Runs a piece of a prompt, or lets its request join. Returns the tokens it ran; 0: there is none, or no room."""
+        batch = self.batch
+        assert batch is not None
+        if self.begun is None:
+            young = not self.waiting or (before is not None and self.oldest >= before)
+            if young or len(self.running) == self._rows:
+                return 0
+            self.begun = self.waiting.popleft()
+            if batch.staging.in_pieces:
+                cache, length = prefixes.find(self.begun.session.model, self.begun.session.prompts[0])
+                if length:
+                    batch.staging.adopt(cache, length)
+                    metrics.reused_tokens += length
+        request, staging = self.begun, batch.staging
+        if (reason := request.over) is not None:
+            self.begun, staging.known = None, 0
+            _ended(request, reason, metrics)
+            return 1
+        prompt = request.session.prompts[0]
+        left = len(prompt) - staging.known
+        try:
+            if staging.in_pieces and left > budget:
+                staging.run(prompt, budget)
+                return budget
+            if not batch.free:
+                self._take(self._size(len(self.running) + 1))
+                batch = self.batch
+            if not batch.ready:
+                return 0
+            row = batch.free[0]
+            request.handle.joined = time.perf_counter()
+            batch.admit(row, request.session, request.seed)
+        except Exception as error:  # of this request: the rows of the others have not changed
+            self.begun, staging.known = None, 0
+            _ended(request, None, metrics, error=error)
+            return max(1, left)
+        self.begun, self.running[row] = None, request
+        metrics.prompt_tokens += len(prompt)
+        if staging.in_pieces:
+            prefixes.keep(request.session.model, prompt, staging.steps.cache)
+        return max(1, left)
+
+    def _leave(self, row: int, metrics: EngineMetrics, reason: FinishReason | None = None) -> None:
+        assert self.batch is not None
+        request = self.running.pop(row)
+        try:
+            forwards = self.batch.retire(row)
+        except Exception as error:
+            _ended(request, None, metrics, error=error)
+            return
+        if reason is None:
+            session = request.session
+            tokens = session.tokens[0]
+            stopped = session.stopped[0] or any(token in session.end_tokens for token in tokens[-1:])
+            reason = "stop" if stopped or len(tokens) < session.max_new_tokens else "length"
+        _ended(request, reason, metrics, self.method, forwards)
+
+    def _size(self, requests: int) -> int:
+        return min(self._rows, 1 << (requests - 1).bit_length()) if self._grows else self._rows
+
+    def _take(self, rows: int) -> None:
+        """Moves the requests to the batch with this number of rows."""
+        old = self.batch
+        if rows not in self._batches:
+            staging = None if old is None else old.staging
+            self._batches[rows] = RunningBatch(self._kind, self._sized(rows), staging, **self._options)
+        self.batch = self._batches[rows]
+        self._unused = 0
+        if old is not None and old is not self.batch:
+            self.batch.take_over(old)
+            self.running = dict(enumerate(self.running[row] for row in sorted(self.running)))
+
+    def _shrink(self) -> None:
+        assert self.batch is not None
+        size = self._size(max(1, len(self.running) + (self.begun is not None)))
+        self._unused = self._unused + 1 if size < len(self.batch.sessions) else 0
+        if self._unused > _PATIENCE:
+            self._take(size)
+
+
+def _ended(
+    request: Request,
+    reason: FinishReason | None,
+    metrics: EngineMetrics,
+    method: str = "",
+    forwards: int | None = None,
+    error: BaseException | None = None,
+) -> None:
+    """Tells a request that it has ended, and counts it. Without `forwards` it never ran."""
+    handle, result = request.handle, None
+    if forwards is not None:
+        result = finished(request.session, True, method, lambda: forwards)
+        seconds = time.perf_counter() - (handle.joined or handle.submitted)
+        result = replace(result, stats=replace(result.stats, seconds=seconds))
+        metrics.new_tokens += result.stats.tokens
+        metrics.forwards += forwards
+    name = "error" if reason is None else reason
+    metrics.finished[name] = metrics.finished.get(name, 0) + 1
+    handle._end(reason, result, error)
+    if forwards is not None and handle.joined is not None and handle.ended is not None:
+        metrics.waited += handle.joined - handle.submitted
+        metrics.to_first_token += (handle.first_token or handle.ended) - handle.submitted
+        metrics.total += handle.ended - handle.submitted

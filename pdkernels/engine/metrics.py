@@ -1,0 +1,42 @@
+"""Counters of an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class EngineMetrics:
+    """What an engine has done since it started, and what it holds now. Times are sums over finished requests, in seconds."""
+
+    waiting: int = 0
+    """Requests that have not joined a batch."""
+    running: int = 0
+    """Requests in a batch."""
+    batches: int = 0
+    """Batches that are allocated: one for each method with its options."""
+    submitted: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
+    """Finished requests by their reason (`FinishReason`); "error" counts those that failed."""
+    prompt_tokens: int = 0
+    """Tokens of the prompts that have joined."""
+    reused_tokens: int = 0
+    """Those among them whose K and V were known from an earlier prompt."""
+    new_tokens: int = 0
+    forwards: int = 0
+    """Forwards that finished requests took part in, summed over the requests."""
+    steps: int = 0
+    """Steps of all batches."""
+    kept_tokens: int = 0
+    """Tokens of earlier prompts whose K and V are kept."""
+    waited: float = 0.0
+    """From `submit` until the request joined."""
+    to_first_token: float = 0.0
+    """From `submit`."""
+    total: float = 0.0
+    """From `submit` to the last token."""
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """New tokens of finished requests for each forward that their sequences took part in; 0 before the first."""
+        return self.new_tokens / self.forwards if self.forwards else 0.0

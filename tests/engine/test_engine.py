@@ -1,0 +1,309 @@
+"""An engine gives each request what it has alone, whatever else runs, and loses none."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from concurrent.futures import CancelledError
+from typing import Any
+
+import pytest
+import torch
+
+import pdkernels as pd
+from pdkernels.decoding import find, generate
+from pdkernels.engine import Engine, EngineFull, Generation
+
+STARTS = [
+    "import os\n",
+    "def f(x):\n    return",
+    "class Node:",
+    "x = [1, 2, 3]\nfor",
+    "a",
+    "import os\nimport sys\nfrom typing",
+]
+SUMS = ["12+30=", "7+5=", "48+21="]
+
+# Every method whose sequences can join, on a model that it is for.
+JOINING: list[tuple[str, str, list[dict[str, Any]]]] = [
+    ("tiny-code", "autoregressive", [{}, {"temperature": 0.9}]),
+    ("tiny-code", "jacobi", [{}, {"draft": "lookup", "window": 5, "temperature": 0.7}]),
+    ("tiny-trimode", "linear_self_speculation", [{"block_size": 4}]),
+    ("tiny-trimode", "quadratic_self_speculation", [{"block_size": 3}]),
+    ("tiny-trimode", "block_diffusion", [{"block_size": 4}]),
+    ("tiny-recurrent", "recurrent_diffusion", [{}]),
+    ("tiny-masked", "llada", [{}]),
+    ("tiny-masked", "fast_dllm", [{"threshold": 0.9}]),
+]
+MODELS = sorted({name for name, _, _ in JOINING})
+
+
+def kinds_of(model: str) -> list[tuple[str, dict[str, Any]]]:
+    return [(method, options) for name, method, several in JOINING if name == model for options in several]
+
+
+class Submitted:
+    """A request with random settings, and what `generate` gives for it."""
+
+    def __init__(self, engine: Engine, name: str, chance: random.Random) -> None:
+        method, options = chance.choice(kinds_of(name))
+        masked = name == "tiny-masked"
+        prompt = chance.choice(SUMS if masked else STARTS)
+        settings: dict[str, Any] = {
+            "max_new_tokens": 6 if masked else chance.randint(1, 16),
+            "end_tokens": chance.choice([None, ()]),
+            "seed": chance.randrange(2**40),
+            "stop_strings": chance.choice([(), (), ("e", " = ")]),
+            "trace": chance.random() < 0.3,
+        }
+        if method in {"autoregressive", "jacobi"} and chance.random() < 0.2:
+            settings["repetition_penalty"] = 1.3
+        self.arguments = prompt, method, settings | options
+        self.handle = engine.submit(prompt, method, **settings, **options)
+        self.withdrawn = False
+
+    def compare(self, model: Any) -> None:
+        prompt, method, settings = self.arguments
+        alone = generate(model, prompt, method, **settings)
+        if self.handle.finish_reason == "cancelled":
+            tokens = [token for piece in self.handle for token in piece.tokens]
+            assert self.withdrawn and tokens == alone.tokens.tolist()[: len(tokens)]
+            return
+        result = self.handle.result(60)
+        assert result.tokens.tolist() == alone.tokens.tolist()
+        assert [token for piece in self.handle for token in piece.tokens] == alone.tokens.tolist()
+        assert "".join(piece.text for piece in self.handle) == result.text == alone.text
+        for fact in ("accepted", "trace", "forwards", "tokens", "method"):
+            assert getattr(result.stats, fact) == getattr(alone.stats, fact), fact
+
+
+def arrivals(name: str, seed: int, count: int) -> None:
+    model, chance = pd.models.load(name), random.Random(seed)
+    sizes = {"max_running": chance.randint(1, 5), "max_batches": chance.randint(1, 3), "max_new_tokens": 16}
+    pieces = {"prompt_tokens_per_step": chance.choice([1, 4, 256]), "kept_prompt_tokens": chance.choice([0, 40, 4096])}
+    with Engine(model, max_prompt_tokens=64, **sizes, **pieces) as engine:
+        sent = []
+        for _ in range(count):
+            sent.append(Submitted(engine, name, chance))
+            if chance.random() < 0.3:
+                time.sleep(chance.random() * 0.02)
+            if chance.random() < 0.15:
+                victim = chance.choice(sent)
+                victim.withdrawn = True
+                victim.handle.cancel()
+        for one in sent:
+            assert one.handle._changed is not None
+    metrics = engine.metrics()
+    assert all(one.handle.done for one in sent)
+    assert sum(metrics.finished.values()) == metrics.submitted == count
+    assert metrics.waiting == metrics.running == 0
+    for one in sent:
+        one.compare(model)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_requests_that_arrive_at_random_are_as_they_are_alone(name: str) -> None:
+    arrivals(name, seed=1, count=10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("name", MODELS)
+def test_many_requests_that_arrive_at_random(name: str, seed: int) -> None:
+    arrivals(name, seed, count=40)
+
+
+def test_the_table_of_joining_methods_is_whole() -> None:
+    named = {method for _, method, _ in JOINING}
+    assert named == {name for name in pd.decoding.available() if find(name).steps is not None}
+
+
+def test_a_batch_grows_with_its_requests_and_shrinks_again() -> None:
+    model = pd.models.load("tiny-code")
+    with Engine(model, max_running=4, max_prompt_tokens=20, max_new_tokens=120) as engine:
+        long = engine.submit("import os\n", max_new_tokens=120, end_tokens=())
+        next(iter(long))
+        lane = next(iter(engine._lanes.values()))
+        rows = {len(lane.batch.sessions)} if lane.batch else set()
+        short = [engine.submit("def f(", max_new_tokens=4, end_tokens=()) for _ in range(3)]
+        for one in short:
+            one.result(60)
+        long.result(60)
+        rows |= set(lane._batches)
+        assert lane.batch is not None and rows >= {1} and max(rows) <= 4
+        sizes = len(lane.batch.sessions)
+    assert sizes == 1
+
+
+def test_a_shared_beginning_runs_once() -> None:
+    model = pd.models.load("tiny-code")
+    prompt = "import os\nimport sys\nfrom typing import Any\n"
+    counted: list[int] = []
+    forward = type(model).forward
+
+    def counting(self: Any, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
+        counted.append(tokens.shape[1])
+        return forward(self, tokens, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(model), "forward", counting)
+        with Engine(model, max_new_tokens=4) as engine:
+            engine.submit(prompt, max_new_tokens=1).result(60)
+            whole = max(counted)
+            counted.clear()
+            result = engine.submit(prompt + "x = 1\n", max_new_tokens=4, end_tokens=()).result(60)
+    assert whole >= len(prompt) and max(counted) == len("x = 1\n")
+    assert engine.metrics().reused_tokens == len(prompt)
+    assert result.tokens.equal(generate(model, prompt + "x = 1\n", max_new_tokens=4, end_tokens=()).tokens)
+
+
+def test_a_long_prompt_does_not_stall_the_others() -> None:
+    model = pd.models.load("tiny-code")
+    order: list[str] = []
+    with Engine(model, max_prompt_tokens=400, max_new_tokens=60, prompt_tokens_per_step=16) as engine:
+        started = threading.Event()
+
+        def short(_sequence: int, _ids: list[int], _accepted: int) -> None:
+            order.append("short")
+            started.set()
+
+        first = engine.submit("a", max_new_tokens=60, end_tokens=(), on_tokens=short)
+        assert started.wait(60)
+        long = engine.submit("x" * 390, max_new_tokens=1, end_tokens=(), on_tokens=lambda *_: order.append("long"))
+        long.result(60)
+        first.result(60)
+    at = order.index("long")
+    assert order[:at].count("short") >= 390 // 16 - 2
+
+
+def test_kinds_beyond_the_batches_take_turns_in_their_order() -> None:
+    model = pd.models.load("tiny-code")
+    done: list[int] = []
+    with Engine(model, max_batches=1, max_running=2, max_new_tokens=12) as engine:
+        handles = [
+            engine.submit("import", end_tokens=(), max_new_tokens=6, temperature=0.5 + number % 3, seed=number)
+            for number in range(9)
+        ]
+        for handle in handles:
+            handle.result(60)
+            done.append(handle.number)
+        assert engine.metrics().batches == 1
+    joined = sorted(handles, key=lambda handle: handle.joined or 0)
+    assert [handle.number for handle in joined][:1] == [0] and done == list(range(9))
+    for number, handle in enumerate(handles):
+        alone = generate(model, "import", end_tokens=(), max_new_tokens=6, temperature=0.5 + number % 3, seed=number)
+        assert handle.result().tokens.equal(alone.tokens)
+
+
+def test_cancelled_late_and_refused_requests() -> None:
+    model = pd.models.load("tiny-code")
+    gate = threading.Event()
+    with Engine(model, max_running=1, max_waiting=2, max_new_tokens=50, max_prompt_tokens=30) as engine:
+        first = engine.submit("import", max_new_tokens=50, end_tokens=(), on_tokens=lambda *_: gate.wait(60))
+        while first.joined is None:
+            time.sleep(0.001)
+        waiting = engine.submit("import", max_new_tokens=3)
+        late = engine.submit("import", max_new_tokens=3, timeout=0.01)
+        with pytest.raises(EngineFull, match="2 requests wait already"):
+            engine.submit("import", max_new_tokens=3)
+        with pytest.raises(TimeoutError, match="request 1 has not ended within 0.0"):
+            waiting.result(0.01)
+        waiting.cancel()
+        gate.set()
+        with pytest.raises(CancelledError, match="before it began: cancelled"):
+            waiting.result(60)
+        with pytest.raises(CancelledError, match="before it began: timeout"):
+            late.result(60)
+        assert first.result(60).stats.tokens == 50 and first.finish_reason == "length"
+
+        for wrong, words in (
+            ({"max_new_tokens": 51}, r"max_new_tokens must be in 1 \.\. 50, the engine's, got 51"),
+            ({"max_new_tokens": 0}, r"must be in 1 \.\. 50"),
+            ({"prompt": "x" * 31}, "prompt must have at most 30 tokens, the engine's, got 31"),
+            ({"prompt": ["a", "b"]}, "prompt must be one prompt, got a batch of 2"),
+            ({"temperature": -1.0}, "temperature"),
+            ({"method": "jacobi", "block_size": 0}, "block_size must be at least 1"),
+            ({"timeout": 0}, "timeout must be above 0 seconds"),
+            ({"method": "no_such"}, "method must name a decoding method"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                engine.submit(**({"prompt": "import", "max_new_tokens": 3} | wrong))
+        for wrong, kind in (({"seed": [1]}, TypeError), ({"no_such": 1}, TypeError), ({"timeout": "1"}, TypeError)):
+            with pytest.raises(kind):
+                engine.submit("import", max_new_tokens=3, **wrong)
+        with pytest.raises(NotImplementedError, match="let requests join and leave a batch, got jacobi_multiblock"):
+            engine.submit("import", "jacobi_multiblock", max_new_tokens=3)
+        with pytest.raises(NotImplementedError, match="revise"):
+            with Engine(pd.models.load("tiny-masked")) as masked:
+                masked.submit("12+30=", "llada", max_new_tokens=6, revise=0.2)
+        assert engine.submit("import", max_new_tokens=3).result(60).stats.tokens == 3
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        engine.submit("import", max_new_tokens=3)
+
+
+def test_errors_end_the_requests_they_concern() -> None:
+    model = pd.models.load("tiny-code")
+
+    def fails(_sequence: int, _ids: list[int], _accepted: int) -> None:
+        raise OSError("closed")
+
+    with Engine(model, max_new_tokens=30) as engine:
+        bad = engine.submit("import", max_new_tokens=9, on_tokens=fails)
+        good = engine.submit("import", max_new_tokens=9, end_tokens=())
+        with pytest.raises(OSError, match="closed"):
+            bad.result(60)
+        assert good.result(60).stats.tokens == 9
+        forward = type(model).forward
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(model), "forward", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no memory")))
+            broken = engine.submit("import", max_new_tokens=9)
+            with pytest.raises(RuntimeError, match="no memory"):
+                broken.result(60)
+        assert type(model).forward is forward
+        assert engine.submit("import", max_new_tokens=9, end_tokens=()).result(60).tokens.equal(good.result().tokens)
+    assert engine.metrics().finished == {"error": 2, "length": 2}
+
+
+def test_close_cancels_or_finishes() -> None:
+    model = pd.models.load("tiny-code")
+    engine = Engine(model, max_new_tokens=200, max_prompt_tokens=50)
+    handles = [engine.submit("import", max_new_tokens=200, end_tokens=()) for _ in range(3)]
+    assert engine.close(finish=False, timeout=60)
+    assert all(handle.done and handle.finish_reason == "cancelled" for handle in handles)
+    engine = Engine(model, max_new_tokens=20, max_prompt_tokens=50)
+    handles = [engine.submit("import", max_new_tokens=20, end_tokens=()) for _ in range(3)]
+    assert engine.close(timeout=60)
+    assert [handle.finish_reason for handle in handles] == ["length"] * 3
+
+
+def test_asynchronous_readers() -> None:
+    model = pd.models.load("tiny-code")
+
+    async def read(handle: Generation) -> str:
+        return "".join([piece.text async for piece in handle])
+
+    async def main() -> list[str]:
+        handles = [engine.submit(start, "jacobi", max_new_tokens=12, seed=7) for start in STARTS]
+        return await asyncio.gather(*map(read, handles))
+
+    with Engine(model, max_running=3, max_new_tokens=16) as engine:
+        texts = asyncio.run(main())
+    assert texts == [generate(model, start, "jacobi", max_new_tokens=12, seed=7).text for start in STARTS]
+
+
+def test_limits_of_an_engine_are_checked() -> None:
+    model = pd.models.load("tiny-code")
+    for wrong in (
+        "max_running",
+        "max_batches",
+        "max_prompt_tokens",
+        "max_new_tokens",
+        "max_waiting",
+        "prompt_tokens_per_step",
+    ):
+        with pytest.raises(ValueError, match=f"Engine: {wrong} must be 1 or more, got 0"):
+            Engine(model, **{wrong: 0})
+    with pytest.raises(TypeError, match="Engine: model must be a model, got str"):
+        Engine("tiny-code")
