@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import threading
 import time
@@ -11,9 +12,10 @@ from types import TracebackType
 from typing import Any
 
 from pdkernels._validation import check, check_flag, check_type, integer, message, sentence
-from pdkernels.decoding import Method, OnTokens, available, check_capabilities, check_options, find
+from pdkernels.decoding import Method, OnTokens, available, check_capabilities, check_options, find, generate
+from pdkernels.decoding._filter_options import FILTERS, checked_filters
+from pdkernels.decoding._filtered_model import FilteredModel
 from pdkernels.decoding._prompts import Prompts
-from pdkernels.decoding._repetition import PenalisedModel, checked_penalty
 from pdkernels.decoding._request import check_model, checked_stops, open_session
 from pdkernels.decoding._sampling import checked_seeds
 from pdkernels.decoding._session import MAX_POSITIONS, Session
@@ -24,6 +26,7 @@ from pdkernels.engine.metrics import EngineMetrics
 from pdkernels.engine.prefixes import Prefixes
 
 _OP = "Engine.submit"
+_UNFILTERED = {name: inspect.signature(generate).parameters[name].default for name in FILTERS}
 _BUCKET = 32  # canvases of one batch are padded to a multiple of this many prompt tokens
 
 
@@ -97,7 +100,6 @@ class Engine:
         self.prompt_tokens_per_step = integer(op, "prompt_tokens_per_step", prompt_tokens_per_step, 1)
         self._prefixes = Prefixes(integer(op, "kept_prompt_tokens", kept_prompt_tokens, 0))
         self._numbers = itertools.count()
-        self._penalised: dict[float, Any] = {1.0: model}
         self._lanes: dict[Hashable, Lane] = {}
         self._metrics = EngineMetrics()
         self._work = threading.Condition()
@@ -114,7 +116,6 @@ class Engine:
         end_tokens: Sequence[int] | None = None,
         on_tokens: OnTokens | None = None,
         trace: bool = False,
-        repetition_penalty: float = 1.0,
         stop_strings: Sequence[str] = (),
         timeout: float | None = None,
         seed: int = 0,
@@ -126,11 +127,11 @@ class Engine:
             prompt: one prompt, as for `generate`.
             method: its name; one whose sequences can join and leave a batch.
             max_new_tokens: at most the engine's.
-            end_tokens, trace, repetition_penalty, stop_strings: as for `generate`.
+            end_tokens, trace, stop_strings: as for `generate`.
             on_tokens: as for `generate`, with sequence 0; called by the engine's thread, which waits for it. Its error ends the request.
             timeout: seconds from now after which it ends with what it has; None: no limit.
             seed: an int, as for `generate`.
-            **options: of the method.
+            **options: of the method; and `repetition_penalty`, `logit_bias` and the other filters of `generate`.
 
         Raises:
             ValueError, TypeError: as `generate`; a batch of prompts; a request beyond the engine's limits.
@@ -140,6 +141,7 @@ class Engine:
         """
         chosen = method if isinstance(method, Method) else find(method)
         check_capabilities(chosen, self.model)
+        given = {name: options.pop(name) for name in FILTERS if name in options}
         check_options(chosen, options)
         check_model(self.model, chosen, options.get("page_size") is not None)
         check_flag(_OP, "trace", trace)
@@ -154,18 +156,18 @@ class Engine:
             raise NotImplementedError(
                 message(_OP, "method", "let requests join and leave a batch", chosen.name, remedy)
             )
-        penalty, stops = checked_penalty(_OP, repetition_penalty), checked_stops(self.model, stop_strings)
-        model = self._model_of(penalty, chosen)
+        stops = checked_stops(self.model, stop_strings)
         check_type(type(max_new_tokens) is int, _OP, "max_new_tokens", "be an int", type(max_new_tokens).__name__)
         most = self.max_new_tokens
         check(1 <= max_new_tokens <= most, _OP, "max_new_tokens", f"be in 1 .. {most}, the engine's", max_new_tokens)
-        session, single = open_session(model, prompt, max_new_tokens, end_tokens, on_tokens, trace)
+        session, single = open_session(self.model, prompt, max_new_tokens, end_tokens, on_tokens, trace)
         check(single, _OP, "prompt", "be one prompt", f"a batch of {session.batch}", "Submit each one.")
         longest = self.max_prompt_tokens
         check(
             session.longest <= longest, _OP, "prompt", f"have at most {longest} tokens, the engine's", session.longest
         )
-        session.repetition_penalty, session.stop_strings = penalty, stops
+        session.stop_strings = stops
+        session.filters = checked_filters(chosen, self.model.config.vocab_size, session.end_tokens, _UNFILTERED | given)
 
         decoder = None if self.model.tokenizer is None else self.model.tokenizer.incremental()
         handle = Generation(next(self._numbers), session.prompts[0], decoder)
@@ -192,6 +194,7 @@ class Engine:
                 )
             if key not in self._lanes:
                 self._lanes[key] = self._lane(chosen, session, options)
+            session.model = self._lanes[key].model
             self._lanes[key].waiting.append(request)
             self._metrics.submitted += 1
             self._work.notify()
@@ -241,20 +244,12 @@ class Engine:
         with self._work:
             self._work.notify()
 
-    def _model_of(self, penalty: float, method: Method) -> Any:
-        """The model that decodes with a penalty; the same object each time, since a batch has one model."""
-        if method.fills_canvases:
-            return self.model
-        if penalty not in self._penalised:
-            self._penalised[penalty] = PenalisedModel(self.model, penalty)
-        return self._penalised[penalty]
-
     def _key(self, method: Method, session: Session, options: dict[str, Any]) -> Hashable:
         """What the requests of a batch share. The sizes of canvases are those of a request, since they cost what they hold."""
         assert method.steps is not None
         sizes = () if method.steps.any_limit else (session.max_new_tokens, -(-session.longest // _BUCKET))
         chosen = tuple(sorted((name, repr(value)) for name, value in options.items()))
-        return method.name, chosen, session.end_tokens, session.repetition_penalty, sizes
+        return method.name, chosen, session.end_tokens, repr(session.filters), sizes
 
     def _try(self, method: Method, session: Session, options: dict[str, Any]) -> None:
         """Raises what the method's steps say of the options and of the model."""
@@ -267,19 +262,21 @@ class Engine:
             raise NotImplementedError(message(_OP, "method", "let requests join and leave a batch", absent))
 
     def _lane(self, method: Method, session: Session, options: dict[str, Any]) -> Lane:
-        model, ends, penalty, kind = session.model, session.end_tokens, session.repetition_penalty, method.steps
+        ends, filters, kind = session.end_tokens, session.filters, method.steps
         assert kind is not None
+        model = self.model if method.fills_canvases or not filters.any else FilteredModel(self.model, filters)
         longest, limit = self.max_prompt_tokens, self.max_new_tokens
         if not kind.any_limit:
             longest, limit = -(-session.longest // _BUCKET) * _BUCKET, session.max_new_tokens
 
         def sized(rows: int) -> Session:
             largest = Session(model, [[0] * longest] * rows, limit, ends, None, False)
-            largest.repetition_penalty = penalty
+            largest.filters = filters
             return largest
 
         rows = self.max_canvases if kind.keeps_pages else self.max_running
-        return Lane(method.name, kind, options, sized, rows, grows=not kind.keeps_pages and model.device.type == "cpu")
+        grows = not kind.keeps_pages and self.model.device.type == "cpu"
+        return Lane(method.name, kind, options, model, sized, rows, grows)
 
     def _run(self) -> None:
         while True:

@@ -43,6 +43,7 @@ class Lane:
     Args:
         method: its name.
         kind, options: of the batch.
+        model: with the filters of its requests.
         sized: a session with the largest sizes, for a number of rows.
         rows: maximum number of requests at a time.
         grows: whether the number of rows follows the requests, for methods on a KV cache; else it is always `rows`.
@@ -53,11 +54,13 @@ class Lane:
         method: str,
         kind: type[Steps],
         options: dict[str, Any],
+        model: Any,
         sized: Callable[[int], Session],
         rows: int,
         grows: bool,
     ) -> None:
-        self.method, self._kind, self._options, self._sized = method, kind, options, sized
+        self.method, self.model = method, model
+        self._kind, self._options, self._sized = kind, options, sized
         self._rows, self._grows = rows, grows
         self.waiting: deque[Request] = deque()
         self.begun: Request | None = None
@@ -149,8 +152,7 @@ class Lane:
                 staging.run(prompt, budget)
                 return budget
             if not batch.free:
-                self._take(self._size(len(self.running) + 1))
-                batch = self.batch
+                batch = self._take(self._size(len(self.running) + 1))
             if not batch.ready:
                 return 0
             row = batch.free[0]
@@ -184,8 +186,8 @@ class Lane:
     def _size(self, requests: int) -> int:
         return min(self._rows, 1 << (requests - 1).bit_length()) if self._grows else self._rows
 
-    def _take(self, rows: int) -> None:
-        """Moves the requests to the batch with this number of rows."""
+    def _take(self, rows: int) -> RunningBatch:
+        """The batch with this number of rows, to which the requests have moved."""
         old = self.batch
         if rows not in self._batches:
             staging = None if old is None else old.staging
@@ -195,6 +197,7 @@ class Lane:
         if old is not None and old is not self.batch:
             self.batch.take_over(old)
             self.running = dict(enumerate(self.running[row] for row in sorted(self.running)))
+        return self.batch
 
     def _shrink(self) -> None:
         assert self.batch is not None

@@ -59,7 +59,9 @@ class Submitted:
             "trace": chance.random() < 0.3,
         }
         if method in {"autoregressive", "jacobi"} and chance.random() < 0.2:
-            settings["repetition_penalty"] = 1.3
+            settings |= chance.choice(
+                [{"repetition_penalty": 1.3}, {"frequency_penalty": 0.5, "suppress_tokens": [10]}]
+            )
         self.arguments = prompt, method, settings | options
         self.handle = engine.submit(prompt, method, **settings, **options)
         self.withdrawn = False
