@@ -200,6 +200,11 @@ class Engine:
             self._work.notify()
         return handle
 
+    @property
+    def running(self) -> bool:
+        """Whether it takes requests."""
+        return not self._closing and self._thread.is_alive()
+
     def metrics(self) -> EngineMetrics:
         """A copy of the counters.
 

@@ -55,6 +55,12 @@ class Generation:
         """Whether it has ended, for whatever reason."""
         return self.ended is not None
 
+    @property
+    def pieces(self) -> list[Piece]:
+        """What has come so far."""
+        with self._changed:
+            return list(self._pieces)
+
     def cancel(self) -> None:
         """Ends it at the next step; what it has so far stays readable. No effect on one that has ended."""
         with self._changed:

@@ -1,0 +1,271 @@
+"""From a body to requests of the engine, and from their pieces to answers in OpenAI's form."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from pdkernels.decoding import find, stream
+from pdkernels.engine import Engine, Generation
+from pdkernels.serve.schema import ChatRequest, CompletionRequest, Settings
+from pdkernels.serve.stops import StopCut
+
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
+_NOTHING = {"top_p": 1, "top_k": 0, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
+
+
+class Refused(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(self, message: str, status: int = 400, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.parameter = status, parameter
+
+
+class Choice:
+    """One of the answers to a request."""
+
+    def __init__(self, handle: Generation, stops: Sequence[str], before: str = "") -> None:
+        self.handle, self._stops, self._before = handle, stops, before
+
+    async def texts(self) -> AsyncIterator[str]:
+        """Pieces of its text, none empty."""
+        cut = StopCut(self._stops)
+        if self._before:
+            yield self._before
+        async for piece in self.handle:
+            if text := cut.feed(piece.text):
+                yield text
+        if text := cut.flush():
+            yield text
+
+    @property
+    def reason(self) -> str:
+        """OpenAI's name of why it ended; a time limit has none there."""
+        return self.handle.finish_reason or "stop"
+
+
+class Answer:
+    """The choices of a request, whole or as they come."""
+
+    def __init__(self, kind: str, name: str, choices: list[Choice], prompts: int) -> None:
+        self.chat = kind == "chat"
+        self._head = {
+            "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": name,
+        }
+        self.choices, self._prompts = choices, prompts
+
+    def cancel(self) -> None:
+        """Ends what still runs."""
+        for choice in self.choices:
+            choice.handle.cancel()
+
+    async def whole(self) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        texts = await asyncio.gather(*(_joined(choice) for choice in self.choices))
+        entries = []
+        for index, (choice, text) in enumerate(zip(self.choices, texts, strict=True)):
+            content = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
+            entries.append({"index": index, **content, "logprobs": None, "finish_reason": choice.reason})
+        kind = "chat.completion" if self.chat else "text_completion"
+        return {**self._head, "object": kind, "choices": entries, "usage": self.usage()}
+
+    async def events(self, with_usage: bool) -> AsyncIterator[str]:
+        """The events of a stream. Whoever stops reading cancels the answer."""
+        kind = "chat.completion.chunk" if self.chat else "text_completion"
+        news: asyncio.Queue[tuple[int, str | None, BaseException | None]] = asyncio.Queue()
+
+        async def read(index: int, choice: Choice) -> None:
+            error: BaseException | None = None
+            try:
+                async for text in choice.texts():
+                    news.put_nowait((index, text, None))
+            except Exception as failed:
+                error = failed
+            news.put_nowait((index, None, error))
+
+        def event(entries: list[dict[str, Any]], **more: Any) -> str:
+            return f"data: {json.dumps({**self._head, 'object': kind, 'choices': entries, **more})}\n\n"
+
+        def entry(index: int, text: str | None, reason: str | None) -> dict[str, Any]:
+            content: dict[str, Any] = {"text": text or ""}
+            if self.chat:
+                content = {"delta": {} if text is None else {"content": text}}
+            return {"index": index, **content, "logprobs": None, "finish_reason": reason}
+
+        readers = [asyncio.create_task(read(*pair)) for pair in enumerate(self.choices)]
+        none = {"usage": None} if with_usage else {}
+        try:
+            if self.chat:
+                for index in range(len(self.choices)):
+                    first = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+                    yield event([first], **none)
+            left = len(readers)
+            while left:
+                index, text, error = await news.get()
+                if error is not None:
+                    yield f"data: {json.dumps(error_body(str(error), 500))}\n\n"
+                    return
+                left -= text is None
+                reason = self.choices[index].reason if text is None else None
+                yield event([entry(index, text, reason)], **none)
+            if with_usage:
+                yield event([], usage=self.usage())
+            yield "data: [DONE]\n\n"
+        finally:
+            self.cancel()
+            for reader in readers:
+                reader.cancel()
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens of the prompts, each counted once, and of the answers."""
+        prompt = sum(len(choice.handle.prompt) for choice in self.choices[: self._prompts])
+        pieces = [piece for choice in self.choices for piece in choice.handle.pieces]
+        new, accepted = sum(len(piece.tokens) for piece in pieces), sum(piece.accepted for piece in pieces)
+        details = {"accepted_prediction_tokens": accepted}
+        counts = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        return {**counts, "completion_tokens_details": details}
+
+
+async def _joined(choice: Choice) -> str:
+    return "".join([text async for text in choice.texts()])
+
+
+def error_body(message: str, status: int, parameter: str | None = None) -> dict[str, Any]:
+    """An error in OpenAI's form."""
+    kinds = {401: "authentication_error", 404: "not_found_error", 413: "invalid_request_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": parameter, "code": status}}
+
+
+class Frontend:
+    """An engine with the names and defaults of a server.
+
+    Args:
+        engine: runs the requests.
+        name: of the model, as clients name it.
+        method, options: where a request names none.
+        sampling: settings where a request has none, such as those that a checkpoint suggests.
+        max_choices: of one request, over all its prompts.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        method: str,
+        options: Mapping[str, Any],
+        sampling: Mapping[str, Any],
+        max_choices: int,
+    ) -> None:
+        self.engine, self.name, self.method = engine, name, method
+        self._options, self._sampling, self._max_choices = dict(options), dict(sampling), max_choices
+
+    def chat(self, body: ChatRequest) -> Answer:
+        """Submits a chat."""
+        if body.response_format is not None and body.response_format.type != "text":
+            raise Refused(
+                f"response_format {body.response_format.type!r} is not supported; use 'text'", 400, "response_format"
+            )
+        tokenizer = self.engine.model.tokenizer
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise Refused("this model has no chat template; use /v1/completions", 400, "messages")
+        tools = body.tools if body.tool_choice != "none" else None
+        variables = {**(body.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
+        prompt = tokenizer.encode_chat([_plain(message) for message in body.messages], **variables)
+        return self._submit("chat", body, [prompt], body.max_completion_tokens or body.max_tokens)
+
+    def completion(self, body: CompletionRequest) -> Answer:
+        """Submits one prompt or several."""
+        if body.best_of not in (None, body.n or 1):
+            raise Refused("best_of must be n: all choices are returned", 400, "best_of")
+        prompts: list[Any]
+        given = body.prompt
+        single = isinstance(given, str) or (len(given) > 0 and isinstance(given[0], int))
+        prompts = [given] if single else list(given)
+        if not prompts:
+            raise Refused("prompt must not be empty", 400, "prompt")
+        return self._submit("text", body, prompts, body.max_tokens, body.echo)
+
+    def _submit(self, kind: str, body: Settings, prompts: list[Any], most: int | None, echo: bool = False) -> Answer:
+        if body.model != self.name:
+            raise Refused(f"the model {body.model!r} is not served here; {self.name!r} is", 404, "model")
+        several = body.n or 1
+        if several * len(prompts) > self._max_choices:
+            words = f"at most {self._max_choices} choices can be asked for at once, got {several * len(prompts)}"
+            raise Refused(words, 400, "n")
+        method = find(body.method or self.method)
+        options = dict(self._options) if body.method in (None, self.method) else {}
+        options |= body.options or {}
+        settings = self._settings(body, method.name, set(method.options), options)
+        stops = body.stop or []
+        seed = secrets.randbits(62) if body.seed is None else body.seed
+        limit = self.engine.max_new_tokens if most is None else most
+        choices: list[Choice] = []
+        try:
+            for prompt in prompts:
+                text = prompt if isinstance(prompt, str) else ""
+                if echo and not text:
+                    text = self.engine.model.tokenizer.decode(prompt)
+                for number in range(several):
+                    handle = self.engine.submit(
+                        prompt,
+                        method,
+                        max_new_tokens=limit,
+                        stop_strings=stops,
+                        timeout=body.timeout,
+                        seed=stream(seed, number) if several > 1 else seed,
+                        **settings,
+                    )
+                    choices.append(Choice(handle, stops, text if echo else ""))
+        except BaseException:
+            for choice in choices:
+                choice.handle.cancel()
+            raise
+        return Answer(kind, self.name, choices, len(prompts))
+
+    def _settings(self, body: Settings, method: str, known: set[str], options: dict[str, Any]) -> dict[str, Any]:
+        """Options of the method and filters."""
+        found = dict(options)
+        sampling = {name: value for name in _SAMPLING if (value := self._chosen(body, name)) is not None}
+        if sampling.get("temperature", 1.0) == 0:  # filters keep the largest logit
+            sampling = {"temperature": 0.0}
+        for name, value in sampling.items():
+            if value == _NOTHING.get(name):
+                continue
+            if name not in known:
+                if getattr(body, name) is not None and not (name == "temperature" and value in (0, 1)):
+                    raise Refused(f"method {method!r} does not follow {name}", 400, name)
+                continue
+            found.setdefault(name, value)
+        for name in _PENALTIES:
+            value = self._chosen(body, name)
+            if value and value != _NOTHING.get(name):
+                found[name] = value
+        return found
+
+    def _chosen(self, body: Settings, name: str) -> Any:
+        value = getattr(body, name)
+        return self._sampling.get(name) if value is None else value
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose parts of text are joined; templates differ in whether they take parts."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise Refused(f"messages: a part of type {kind!r} is not supported; only text is", 400, "messages")
+        texts.append(part["text"])
+    return {**message, "content": "".join(texts)}

@@ -1,0 +1,242 @@
+"""The application: routes, limits, errors."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from pdkernels._validation import sentence
+
+try:
+    from fastapi import FastAPI, Request
+    from fastapi.exceptions import RequestValidationError
+    from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+except ModuleNotFoundError as missing:
+    words = "a server needs FastAPI and uvicorn"
+    raise ImportError(sentence("serve", words, "Install them with `pip install 'pdkernels[serve]'`.")) from missing
+
+from pdkernels.engine import Engine, EngineFull
+from pdkernels.serve.answers import Answer, Frontend, Refused, error_body
+from pdkernels.serve.metrics import prometheus
+from pdkernels.serve.schema import ChatRequest, CompletionRequest, ReplayRequest
+
+_OPEN = ("/", "/health")  # pages that need no key
+_POLL = 0.25  # seconds between looks for a client that has gone
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a server.
+
+    Attributes:
+        body: bytes of a request.
+        choices: answers that one request may ask for.
+        seconds: of an answer; None: no limit. A request's own `timeout` counts if it is smaller.
+        shutdown: seconds that requests have to finish after the server was told to stop.
+    """
+
+    body: int = 1 << 20
+    choices: int = 16
+    seconds: float | None = 600.0
+    shutdown: float = 30.0
+
+
+def create_app(
+    engine: Engine,
+    name: str,
+    *,
+    method: str = "autoregressive",
+    options: Mapping[str, Any] | None = None,
+    sampling: Mapping[str, Any] | None = None,
+    limits: Limits | None = None,
+    api_key: str | None = None,
+) -> FastAPI:
+    """An application with the routes `/v1/chat/completions`, `/v1/completions`, `/v1/models`, `/health`, `/metrics`, and a page at `/`.
+
+    Args:
+        engine: closed when the application ends.
+        name: of the model, as clients name it.
+        method, options: of requests that name no method.
+        sampling: temperature and other settings of requests that have none.
+        limits: None: the defaults.
+        api_key: what clients must send as a bearer token, but for `/health`; None: nothing.
+
+    Example:
+        >>> import pdkernels as pd
+        >>> from fastapi.testclient import TestClient
+        >>> from pdkernels.serve import create_app
+        >>> with TestClient(create_app(pd.Engine(pd.models.load("tiny-code")), "tiny", method="jacobi")) as client:
+        ...     body = {"model": "tiny", "prompt": "import os\\n", "max_tokens": 4, "temperature": 0}
+        ...     client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"]
+        4
+    """
+    bounds = limits or Limits()
+    front = Frontend(engine, name, method, options or {}, sampling or {}, bounds.choices)
+    started = int(time.time())
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        yield
+        if not await asyncio.to_thread(engine.close, finish=True, timeout=bounds.shutdown):
+            await asyncio.to_thread(engine.close, finish=False, timeout=10.0)
+
+    app = FastAPI(title="pdkernels", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(Gate, most=bounds.body, api_key=api_key)
+
+    def refused(_request: Request, error: Exception) -> JSONResponse:
+        status, parameter, headers = 500, None, {}
+        if isinstance(error, Refused):
+            status, parameter = error.status, error.parameter
+        elif isinstance(error, EngineFull):
+            status, headers = 429, {"Retry-After": "1"}
+        elif isinstance(error, (ValueError, TypeError, NotImplementedError)):
+            status = 400
+        elif isinstance(error, RuntimeError) and "closed" in str(error):
+            status = 503
+        return JSONResponse(error_body(str(error), status, parameter), status, headers)
+
+    for kind in (Refused, EngineFull, ValueError, TypeError, NotImplementedError, RuntimeError):
+        app.add_exception_handler(kind, refused)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"] if part != "body")
+        extra = first["type"] == "extra_forbidden"
+        text = f"{place} is not supported here" if extra else f"{place or 'body'}: {first['msg']}"
+        return JSONResponse(error_body(text, 400, place or None), 400)
+
+    async def answered(request: Request, answer: Answer, body: ChatRequest | CompletionRequest) -> Response:
+        if body.stream:
+            with_usage = body.stream_options is not None and body.stream_options.include_usage
+            return StreamingResponse(answer.events(with_usage), media_type="text/event-stream")
+        whole = asyncio.ensure_future(answer.whole())
+        try:
+            while not whole.done():
+                await asyncio.wait([whole], timeout=_POLL)
+                if not whole.done() and await request.is_disconnected():
+                    return Response(status_code=499)
+            return JSONResponse(whole.result())
+        finally:
+            answer.cancel()
+            whole.cancel()
+            with suppress(BaseException):
+                await whole
+
+    def bounded(body: ChatRequest | CompletionRequest) -> None:
+        if bounds.seconds is not None:
+            body.timeout = bounds.seconds if body.timeout is None else min(body.timeout, bounds.seconds)
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        bounded(body)
+        # A template runs in a process of its own, for which this waits.
+        return await answered(request, await asyncio.to_thread(front.chat, body), body)
+
+    @app.post("/v1/completions")
+    async def complete(body: CompletionRequest, request: Request) -> Response:
+        bounded(body)
+        return await answered(request, await asyncio.to_thread(front.completion, body), body)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        entry = {"id": name, "object": "model", "created": started, "owned_by": "pdkernels"}
+        return {"object": "list", "data": [entry]}
+
+    @app.get("/v1/models/{wanted:path}")
+    async def one(wanted: str) -> dict[str, Any]:
+        if wanted != name:
+            raise Refused(f"the model {wanted!r} is not served here; {name!r} is", 404, "model")
+        return {"id": name, "object": "model", "created": started, "owned_by": "pdkernels"}
+
+    @app.get("/health")
+    async def health() -> Response:
+        return PlainTextResponse("ok\n") if engine.running else PlainTextResponse("stopping\n", 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return PlainTextResponse(prometheus(engine.metrics()), media_type="text/plain; version=0.0.4")
+
+    @app.post("/replay")
+    async def replay(body: ReplayRequest, request: Request) -> Response:
+        def submit() -> Any:
+            prompt: Any = [{"role": "user", "content": body.prompt}] if body.chat else body.prompt
+            chosen = dict(options or {}) if body.method in (None, method) else {}
+            settings = chosen | (body.options or {})
+            return engine.submit(
+                prompt,
+                body.method or method,
+                max_new_tokens=body.max_tokens,
+                trace=True,
+                timeout=bounds.seconds,
+                **settings,
+            )
+
+        handle = await asyncio.to_thread(submit)
+        try:
+            while not handle.done:
+                await asyncio.sleep(_POLL / 5)
+                if await request.is_disconnected():
+                    return Response(status_code=499)
+        finally:
+            handle.cancel()
+        with tempfile.TemporaryDirectory() as folder:
+            page = Path(folder) / "replay.html"
+            handle.result().save_html(page)
+            return HTMLResponse(page.read_text())
+
+    @app.get("/")
+    async def page() -> Response:
+        return HTMLResponse(files("pdkernels.serve").joinpath("page.html").read_text())
+
+    return app
+
+
+class Gate:
+    """Lets only bodies through that are small enough, whatever their headers say, and only clients that know the key.
+
+    It reads a body whole; a middleware of Starlette's own would hide from the application that a client has gone.
+    """
+
+    def __init__(self, app: Any, most: int, api_key: str | None) -> None:
+        self._app, self._most, self._key = app, most, api_key
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if self._key is not None and scope["path"] not in _OPEN:
+            header = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(header.removeprefix(b"Bearer "), self._key.encode()):
+                answer = JSONResponse(error_body("the API key is missing or wrong", 401), 401)
+                await answer(scope, receive, send)
+                return
+        body, more = b"", True
+        announced = int(dict(scope["headers"]).get(b"content-length") or 0)
+        while more and max(announced, len(body)) <= self._most:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        if max(announced, len(body)) > self._most:
+            text = f"the body must have at most {self._most} bytes"
+            await JSONResponse(error_body(text, 413), 413)(scope, receive, send)
+            return
+        sent = False
+
+        async def replayed() -> Any:
+            nonlocal sent
+            if not sent:
+                sent = True
+                return {"type": "http.request", "body": body, "more_body": False}
+            return await receive()
+
+        await self._app(scope, replayed, send)

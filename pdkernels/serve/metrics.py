@@ -1,0 +1,46 @@
+"""An engine's counters as Prometheus reads them.
+
+Source: prometheus.io/docs/instrumenting/exposition_formats, "Text-based format".
+"""
+
+from __future__ import annotations
+
+from pdkernels.engine import EngineMetrics
+
+_GAUGES = {
+    "waiting": "Requests that have not joined a batch.",
+    "running": "Requests in a batch.",
+    "batches": "Allocated batches.",
+    "kept_tokens": "Tokens of earlier prompts whose K and V are kept.",
+}
+_COUNTERS = {
+    "submitted": "Requests.",
+    "prompt_tokens": "Tokens of prompts.",
+    "reused_tokens": "Tokens of prompts whose K and V were known.",
+    "new_tokens": "Tokens of finished answers.",
+    "forwards": "Forwards that finished requests took part in.",
+    "steps": "Steps of all batches.",
+    "waited": "Seconds that finished requests waited before they joined.",
+    "to_first_token": "Seconds from the request to the first token of finished requests.",
+    "total": "Seconds from the request to the last token of finished requests.",
+}
+
+
+def prometheus(metrics: EngineMetrics) -> str:
+    """The text of `/metrics`.
+
+    >>> print(prometheus(EngineMetrics(waiting=2)).splitlines()[2])
+    pdkernels_waiting 2
+    """
+    lines = []
+    for kind, table in (("gauge", _GAUGES), ("counter", _COUNTERS)):
+        for name, help_text in table.items():
+            full = f"pdkernels_{name}" + ("_total" if kind == "counter" else "")
+            if name in ("waited", "to_first_token", "total"):
+                full = f"pdkernels_request_{name}_seconds_total"
+            lines += [f"# HELP {full} {help_text}", f"# TYPE {full} {kind}", f"{full} {getattr(metrics, name)}"]
+    lines += ["# HELP pdkernels_finished_total Finished requests.", "# TYPE pdkernels_finished_total counter"]
+    lines += [
+        f'pdkernels_finished_total{{reason="{reason}"}} {count}' for reason, count in sorted(metrics.finished.items())
+    ]
+    return "\n".join(lines) + "\n"

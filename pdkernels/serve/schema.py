@@ -1,0 +1,98 @@
+"""What clients send: the fields of OpenAI's interface that a model here can follow, and a few more.
+
+Source: platform.openai.com/docs/api-reference, "Chat" and "Completions". A field that is not here is refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+_Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class StreamOptions(_Strict):
+    """How a stream ends."""
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] | None = None
+
+
+class Settings(_Strict):
+    """Fields of both endpoints."""
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = 1
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    stop: _Stops | None = None
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    user: str | None = None
+    """Says who asks; it changes nothing."""
+    # Beyond OpenAI's: in its client they are passed by `extra_body`.
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    method: str | None = None
+    """The decoding method; None: the server's."""
+    options: dict[str, Any] | None = None
+    """Options of the method."""
+    timeout: Annotated[float, Field(gt=0)] | None = None
+    """Seconds after which an answer ends with what it has."""
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _several(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+
+class ResponseFormat(BaseModel):
+    """The form of an answer."""
+
+    type: str
+
+
+class ChatRequest(Settings):
+    """The body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    """For the checkpoint's template; calls are not parsed out of the answer."""
+    tool_choice: Literal["auto", "none"] | None = None
+    response_format: ResponseFormat | None = None
+    logprobs: Literal[False] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the template, such as `enable_thinking`."""
+
+
+class CompletionRequest(Settings):
+    """The body of `/v1/completions`."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    max_tokens: Annotated[int, Field(ge=1)] | None = 16
+    echo: bool = False
+    best_of: int | None = None
+    logprobs: None = None
+    suffix: None = None
+
+
+class ReplayRequest(_Strict):
+    """The body of `/replay`: a page that shows a generation step by step."""
+
+    prompt: Annotated[str, Field(min_length=1)]
+    chat: bool = False
+    method: str | None = None
+    options: dict[str, Any] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] = 64

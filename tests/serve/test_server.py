@@ -1,0 +1,354 @@
+"""The server as clients see it: OpenAI's own, and clients that do everything wrong."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+import pdkernels as pd
+from pdkernels.decoding import generate
+from pdkernels.models.chat import ChatTemplate
+from pdkernels.serve.stops import StopCut
+
+httpx = pytest.importorskip("httpx")
+openai = pytest.importorskip("openai")
+
+PROMPTS = ["import os\n", "def f(x):\n    return", "class Node:", "x = [1, 2, 3]\nfor", "a", "print("]
+
+
+def alone(prompt: Any, limit: int, method: str = "autoregressive", **options: Any) -> str:
+    text = generate(pd.models.load("tiny-code"), prompt, method, max_new_tokens=limit, **options).text
+    assert isinstance(text, str)
+    return text
+
+
+def client_of(address: str, **options: Any) -> Any:
+    return openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60, **options)
+
+
+def test_completions_of_the_openai_client(serve: Any) -> None:
+    address, _ = serve(method="jacobi")
+    client = client_of(address)
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    for prompt in PROMPTS:
+        answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=12, temperature=0)
+        expected = generate(pd.models.load("tiny-code"), prompt, "jacobi", max_new_tokens=12)
+        assert answer.choices[0].text == expected.text
+        assert answer.usage.prompt_tokens == len(prompt) and answer.usage.completion_tokens == len(expected.tokens)
+        assert answer.choices[0].finish_reason == ("length" if len(expected.tokens) == 12 else "stop")
+        pieces = list(client.completions.create(model="tiny", prompt=prompt, max_tokens=12, temperature=0, stream=True))
+        assert "".join(piece.choices[0].text for piece in pieces) == expected.text
+    several = client.completions.create(model="tiny", prompt=PROMPTS[:3], max_tokens=8, temperature=0, echo=True)
+    assert [choice.text for choice in several.choices] == [text + alone(text, 8) for text in PROMPTS[:3]]
+    ids = client.completions.create(model="tiny", prompt=list(b"import os\n"), max_tokens=8, temperature=0)
+    assert ids.choices[0].text == alone("import os\n", 8)
+
+
+def test_sampling_and_filters_reach_the_method(serve: Any) -> None:
+    address, _ = serve()
+    client = client_of(address)
+    more = {"top_k": 5, "min_p": 0.05, "repetition_penalty": 1.2}
+    answer = client.completions.create(
+        model="tiny", prompt="import", max_tokens=16, temperature=0.8, top_p=0.9, seed=5, frequency_penalty=0.5,
+        presence_penalty=0.25, logit_bias={"10": -100}, extra_body=more,
+    )  # fmt: skip
+    expected = alone(
+        "import", 16, temperature=0.8, top_p=0.9, seed=5, frequency_penalty=0.5, presence_penalty=0.25,
+        logit_bias={10: -100.0}, **more,
+    )  # fmt: skip
+    assert answer.choices[0].text == expected
+    several = client.completions.create(model="tiny", prompt="import", max_tokens=8, temperature=1, n=3, seed=9)
+    seeds = [pd.decoding.stream(9, number) for number in range(3)]
+    assert [choice.text for choice in several.choices] == [
+        alone("import", 8, temperature=1.0, seed=seed) for seed in seeds
+    ]
+    other = client.completions.create(
+        model="tiny",
+        prompt="import",
+        max_tokens=8,
+        temperature=0,
+        extra_body={"method": "jacobi", "options": {"block_size": 4}},
+    )
+    assert other.choices[0].text == alone("import", 8)
+    free = [
+        client.completions.create(model="tiny", prompt="a", max_tokens=12, temperature=1).choices[0].text
+        for _ in range(4)
+    ]
+    assert len(set(free)) > 1  # without a seed each is drawn anew
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if tools %}[{{ tools[0].function.name }}]{% endif %}{% if shout %}!{% endif %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+class Chatting:
+    """The byte tokenizer with a chat template."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner, self.chat_template = inner, ChatTemplate(TEMPLATE)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def encode_chat(self, messages: Any, **variables: Any) -> list[int]:
+        ids: list[int] = self._inner.encode(self.chat_template.render(messages, **variables))
+        return ids
+
+
+def test_chats_of_the_openai_client(serve: Any) -> None:
+    model = pd.models.load("tiny-code")
+    model.tokenizer = Chatting(model.tokenizer)
+    address, _ = serve(model=model)
+    client = client_of(address)
+    messages: Any = [
+        {"role": "system", "content": "import os"},
+        {"role": "user", "content": [{"type": "text", "text": "def "}, {"type": "text", "text": "f("}]},
+    ]
+    prompt = "<system>import os<user>def f(<assistant>"
+    answer = client.chat.completions.create(model="tiny", messages=messages, max_completion_tokens=10, temperature=0)
+    assert answer.choices[0].message.content == alone(prompt, 10) and answer.usage.prompt_tokens == len(prompt)
+    tools: Any = [{"type": "function", "function": {"name": "look"}}]
+    answer = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=10, temperature=0, tools=tools,
+        extra_body={"chat_template_kwargs": {"shout": True}},
+    )  # fmt: skip
+    assert answer.choices[0].message.content == alone("<system>import os<user>def f([look]!<assistant>", 10)
+    pieces = list(
+        client.chat.completions.create(
+            model="tiny",
+            messages=messages,
+            max_tokens=10,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert pieces[0].choices[0].delta.role == "assistant"
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces[:-1]) == alone(prompt, 10)
+    assert pieces[-2].choices[0].finish_reason in ("length", "stop") and pieces[-1].usage.completion_tokens == 10
+    with pytest.raises(openai.BadRequestError, match="a part of type 'image_url' is not supported"):
+        image: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+        client.chat.completions.create(model="tiny", messages=image)
+
+
+def test_stop_strings_are_left_out(serve: Any) -> None:
+    address, _ = serve()
+    client = client_of(address)
+    whole = alone("class Node:", 60, end_tokens=())
+    stop = whole[20:23]
+    expected = whole[: whole.index(stop)]
+    options: dict[str, Any] = {"model": "tiny", "prompt": "class Node:", "max_tokens": 60, "temperature": 0}
+    answer = client.completions.create(stop=[stop, "no such text"], **options)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (expected, "stop")
+    pieces = list(client.completions.create(stop=stop, stream=True, **options))
+    assert "".join(piece.choices[0].text for piece in pieces) == expected
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_cut_is_that_of_the_whole_text(seed: int) -> None:
+    chance = random.Random(seed)
+    for _ in range(50):
+        text = "".join(chance.choice("ab") for _ in range(chance.randint(0, 12)))
+        stops = ["".join(chance.choice("ab") for _ in range(chance.randint(1, 4))) for _ in range(chance.randint(0, 3))]
+        ends = [end for end in range(len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
+        expected = (
+            text if not ends else text[: min(text[: ends[0]].find(stop) for stop in stops if stop in text[: ends[0]])]
+        )
+        cut, at, got = StopCut(stops), 0, ""
+        while at < len(text):
+            size = chance.randint(1, 3)
+            got, at = got + cut.feed(text[at : at + size]), at + size
+        assert got + cut.flush() == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        ({"model": "other"}, 404, "'other' is not served here; 'tiny' is"),
+        ({"prompt": []}, 400, "prompt"),
+        ({"prompt": ""}, 400, "prompt must hold at least one token"),
+        ({"prompt": [999999]}, 400, "hold ids in 0"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"max_tokens": 65}, 400, r"1 .. 64, the engine's, got 65"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"temperature": "NaN"}, 400, "temperature"),
+        ({"logprobs": 3}, 400, "logprobs"),
+        ({"suffix": "x"}, 400, "suffix"),
+        ({"no_such": 1}, 400, "no_such is not supported here"),
+        ({"n": 1000}, 400, "n"),
+        ({"n": 17}, 400, "at most 16 choices"),
+        ({"best_of": 3}, 400, "best_of must be n"),
+        ({"stop": [""]}, 400, "stop"),
+        ({"method": "no_such"}, 400, "method must name a decoding method"),
+        ({"method": "llada"}, 400, "fit the model"),
+        ({"options": {"block_size": 3}}, 400, "has no option 'block_size'"),
+        ({"logit_bias": {"99999": 1.0}}, 400, "logit_bias"),
+        ({"seed": -1}, 400, "seed"),
+        ({"prompt": "x" * 449, "max_tokens": 1}, 400, "prompt must have at most 448 tokens"),
+        ({"prompt": "x" * 900, "max_tokens": 1}, 400, "prompt must leave room"),
+    ],
+)  # fmt: skip
+def test_bad_bodies_are_refused_by_name(app_client: Any, body: dict[str, Any], status: int, words: str) -> None:
+    answer = app_client.post("/v1/completions", json={"model": "tiny", "prompt": "import", "max_tokens": 3} | body)
+    error = answer.json()["error"]
+    assert answer.status_code == error["code"] == status and words in error["message"], error
+
+
+@pytest.fixture(scope="module")
+def app_client() -> Any:
+    from fastapi.testclient import TestClient
+
+    from pdkernels.engine import Engine
+    from pdkernels.serve import Limits, create_app
+
+    engine = Engine(pd.models.load("tiny-code"), max_new_tokens=64)
+    with TestClient(create_app(engine, "tiny", limits=Limits(body=20_000)), raise_server_exceptions=False) as client:
+        yield client
+    assert not engine.running
+
+
+def test_other_routes(app_client: Any) -> None:
+    assert app_client.get("/health").text == "ok\n"
+    app_client.post("/v1/completions", json={"model": "tiny", "prompt": "import", "max_tokens": 3, "temperature": 0})
+    text = app_client.get("/metrics").text
+    assert "pdkernels_new_tokens_total" in text and 'pdkernels_finished_total{reason="length"}' in text
+    assert app_client.get("/v1/models/other").status_code == 404
+    assert "<form>" in app_client.get("/").text
+    page = app_client.post("/replay", json={"prompt": "import os", "method": "jacobi", "max_tokens": 6})
+    assert page.status_code == 200 and page.text.startswith("<!doctype html>")
+    assert app_client.post("/v1/completions", content=b"{not json").status_code == 400
+    assert (
+        app_client.post(
+            "/v1/chat/completions", json={"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
+        ).status_code
+        == 400
+    )
+    large = app_client.post("/v1/completions", content=b"x" * 20_001)
+    assert large.status_code == 413 and "at most 20000 bytes" in large.json()["error"]["message"]
+
+    def chunks() -> Any:
+        for _ in range(30):
+            yield b"x" * 1000
+
+    assert app_client.post("/v1/completions", content=chunks()).status_code == 413
+
+
+def test_a_key_is_asked_for(serve: Any) -> None:
+    address, _ = serve(api_key="geheim")
+    assert httpx.get(f"{address}/v1/models").status_code == 401
+    assert httpx.get(f"{address}/metrics").status_code == 401
+    assert httpx.get(f"{address}/health").status_code == 200
+    good = openai.OpenAI(base_url=f"{address}/v1", api_key="geheim")
+    assert [model.id for model in good.models.list()] == ["tiny"]
+
+
+def test_many_clients_get_their_own_texts(serve: Any) -> None:
+    many(*serve(engine={"max_running": 6, "prompt_tokens_per_step": 8}), clients=8, rounds=3)
+
+
+@pytest.mark.slow
+def test_soak(serve: Any) -> None:
+    address, engine = serve(engine={"max_running": 8, "prompt_tokens_per_step": 8})
+    started = time.monotonic()
+    while time.monotonic() - started < 600:
+        many(address, engine, clients=64, rounds=4)
+
+
+def many(address: str, engine: Any, clients: int, rounds: int) -> None:
+    """Clients of which some vanish in the middle of a stream, and some read slowly; every text is that of `generate`."""
+    expected = {prompt: alone(prompt, 24, end_tokens=None) for prompt in PROMPTS}
+
+    def one(number: int) -> None:
+        chance, client = random.Random(number), client_of(address)
+        for _ in range(rounds):
+            prompt = chance.choice(PROMPTS)
+            options: dict[str, Any] = {
+                "model": "tiny", "prompt": prompt, "max_tokens": 24, "temperature": 0,
+                "extra_body": {"method": chance.choice(["autoregressive", "jacobi"])},
+            }  # fmt: skip
+            kind = chance.choice(["whole", "stream", "slow", "vanish"])
+            if kind == "whole":
+                assert client.completions.create(**options).choices[0].text == expected[prompt]
+                continue
+            got = ""
+            for piece in (stream := client.completions.create(stream=True, **options)):
+                got += piece.choices[0].text
+                if kind == "slow":
+                    time.sleep(0.01)
+                if kind == "vanish" and got:
+                    stream.close()
+                    break
+            assert expected[prompt].startswith(got) and (kind == "vanish" or got == expected[prompt])
+
+    with ThreadPoolExecutor(clients) as pool:
+        list(pool.map(one, range(clients)))
+    deadline = time.monotonic() + 30
+    while (metrics := engine.metrics()).running or metrics.waiting:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert sum(metrics.finished.values()) == metrics.submitted and "error" not in metrics.finished
+
+
+@pytest.fixture
+def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forwards of 10 ms."""
+    kind = type(pd.models.load("tiny-code"))
+    forward = kind.forward
+
+    def slow(self: Any, *arguments: Any, **options: Any) -> Any:
+        time.sleep(0.01)
+        return forward(self, *arguments, **options)
+
+    monkeypatch.setattr(kind, "forward", slow)
+
+
+@pytest.mark.usefixtures("slowly")
+def test_a_client_that_hangs_up_ends_its_request(serve: Any) -> None:
+    address, engine = serve(engine={"max_new_tokens": 400, "max_prompt_tokens": 64})
+    host, port = address.removeprefix("http://").split(":")
+    body = json.dumps({"model": "tiny", "prompt": "import os\n", "max_tokens": 400, "temperature": 0}).encode()
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        % len(body)
+    )
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head + body)
+        deadline = time.monotonic() + 30
+        while engine.metrics().running == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+    while engine.metrics().running:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert engine.metrics().finished == {"cancelled": 1}
+
+
+@pytest.mark.usefixtures("slowly")
+def test_too_many_requests_and_late_answers(serve: Any) -> None:
+    address, engine = serve(engine={"max_running": 1, "max_waiting": 1, "max_new_tokens": 400, "max_prompt_tokens": 64})
+    gate = threading.Event()
+    first = engine.submit("import", max_new_tokens=3, on_tokens=lambda *_: gate.wait(60))
+    while first.joined is None:
+        time.sleep(0.001)
+    second = engine.submit("import", max_new_tokens=3)
+    body = {"model": "tiny", "prompt": "import", "max_tokens": 3}
+    full = httpx.post(f"{address}/v1/completions", json=body)
+    assert full.status_code == 429 and full.headers["retry-after"] == "1"
+    gate.set()
+    second.result(60)
+    late = httpx.post(
+        f"{address}/v1/completions", json=body | {"max_tokens": 400, "timeout": 0.3, "temperature": 0}, timeout=60
+    )
+    choice = late.json()["choices"][0]
+    assert choice["finish_reason"] == "timeout" and 0 < late.json()["usage"]["completion_tokens"] < 60
+    assert late.status_code == 200
