@@ -1,4 +1,4 @@
-"""The command line: ``python -m pdkernels generate | batch | chat | demo | eval | methods | models | doctor``.
+"""The command line: ``python -m pdkernels generate | batch | chat | serve | demo | eval | methods | models | doctor``.
 
 The only package that imports typer and rich, which the library itself does not need.
 """
@@ -35,6 +35,7 @@ from pdkernels.cli._doctor import doctor
 from pdkernels.cli._generate import generate
 from pdkernels.cli._models import list_models
 from pdkernels.cli._plans import COLUMNS, evaluate_plans
+from pdkernels.cli._serve import serve
 from pdkernels.cli._sweep import run_sweep
 from pdkernels.cli._tables import evaluation_table
 from pdkernels.cli._terminal import check_file, errors_reported, use_threads
@@ -56,6 +57,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command("batch")(batch)
 app.command("chat")(chat)
+app.command("serve")(serve)
 app.command("demo")(demo)
 
 

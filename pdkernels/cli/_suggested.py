@@ -10,25 +10,36 @@ FILE = "generation_config.json"
 _TOP_K = 50  # of transformers, where the file has none
 
 
-def suggested(model: str) -> str:
-    """The options with which the checkpoint in the folder `model` samples as its authors had it; empty for greedy decoding or no file.
+def settings(model: str) -> dict[str, float]:
+    """The settings with which the checkpoint in the folder `model` samples as its authors had it, without those that change nothing.
 
-    >>> suggested("tiny-code")
-    ''
+    Empty for greedy decoding or no file.
+
+    >>> settings("tiny-code")
+    {}
     """
     folder = Path(model)
     fields = read_fields(folder, FILE) if folder.is_dir() else None
     if fields is None or not fields.flag("do_sample", False):
-        return ""
-    options = {
+        return {}
+    found = {
         "temperature": fields.number("temperature", 1.0, above=0),
-        "top-k": fields.integer("top_k", _TOP_K, minimum=0),
-        "top-p": fields.number("top_p", 1.0, minimum=0),
-        "min-p": fields.number("min_p", 0.0, minimum=0),
-        "repetition-penalty": fields.number("repetition_penalty", 1.0, above=0),
+        "top_k": fields.integer("top_k", _TOP_K, minimum=0),
+        "top_p": fields.number("top_p", 1.0, minimum=0),
+        "min_p": fields.number("min_p", 0.0, minimum=0),
+        "repetition_penalty": fields.number("repetition_penalty", 1.0, above=0),
     }
-    off = {"top-k": 0, "top-p": 1, "min-p": 0, "repetition-penalty": 1}
-    return " ".join(f"--{name} {value:g}" for name, value in options.items() if off.get(name) != value)
+    off = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
+    return {name: value for name, value in found.items() if off.get(name) != value}
+
+
+def suggested(model: str) -> str:
+    """`settings` as options of the command line.
+
+    >>> suggested("tiny-code")
+    ''
+    """
+    return " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in settings(model).items())
 
 
 def advice(model: str, temperature: float | None) -> str:

@@ -86,13 +86,15 @@ class Engine:
         op = "Engine"
         check_type(hasattr(model, "config"), op, "model", "be a model", type(model).__name__)
         self.model = model
-        positions = min(getattr(model.config, "max_positions", None) or 4096, 4096)
+        trained = getattr(model.config, "max_positions", None) or MAX_POSITIONS
+        positions = min(trained, 4096)
         self.max_running = integer(op, "max_running", max_running, 1)
         on_cpu = model.device.type == "cpu"
         default = 1 if on_cpu else max_running
         self.max_canvases = default if max_canvases is None else integer(op, "max_canvases", max_canvases, 1)
         self.max_batches = integer(op, "max_batches", max_batches, 1)
         new = positions // 4 if max_new_tokens is None else integer(op, "max_new_tokens", max_new_tokens, 1)
+        check(new < trained, op, "max_new_tokens", f"leave room for a prompt in the model's {trained} positions", new)
         longest = max(1, positions - new) if max_prompt_tokens is None else max_prompt_tokens
         self.max_new_tokens, self.max_prompt_tokens = new, integer(op, "max_prompt_tokens", longest, 1)
         check(new + longest <= MAX_POSITIONS, op, "max_prompt_tokens", f"leave room in {MAX_POSITIONS}", longest)

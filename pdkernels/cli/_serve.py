@@ -1,0 +1,98 @@
+"""``python -m pdkernels serve``: an HTTP server with OpenAI's interface."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from pdkernels import decoding
+from pdkernels._validation import check as demand
+from pdkernels.cli._suggested import settings
+from pdkernels.cli._terminal import DEVICE_HELP, DTYPE_HELP, assigned_options, errors_reported, load, use_threads
+from pdkernels.engine import Engine
+
+KEY = "PDKERNELS_API_KEY"
+
+
+def serve(
+    model: Annotated[str, typer.Option(help="Name of a model, a checkpoint's folder, or a .gguf file.")] = (
+        "smollm2-135m-instruct"
+    ),
+    name: Annotated[str | None, typer.Option(help="What clients call the model; by default as --model does.")] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="Decoding method of requests that name none; by default the one the model was trained for, else 'jacobi' with prompt lookup."
+        ),
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="An option of that method; may be given several times."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; only this machine can reach the default.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
+    max_running: Annotated[int, typer.Option(min=1, help="Requests in a batch at a time.")] = 8,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are answered with 429.")] = 256,
+    max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Longest prompt.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds after which an answer ends.")] = 600.0,
+    device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "cpu",
+    dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads; by default one for a tiny model, else torch's default.")
+    ] = None,
+) -> None:
+    """Serve a model over HTTP, for any client of OpenAI's interface.
+
+    Clients must send the key in the environment variable PDKERNELS_API_KEY, if it is set.
+    """
+    console = Console(stderr=True, highlight=False)
+    with errors_reported():
+        from pdkernels.serve import Limits, create_app, run
+
+        if method is not None:
+            decoding.find(method)
+        language_model: Any = load("serve", model, device, dtype)
+        use_threads(threads, [language_model])
+        options = assigned_options("serve", option or [])
+        if method is None:
+            method, chosen = decoding.default_method(language_model, options, name=model)
+            options = {**chosen, **options}
+        elif method == "jacobi":
+            options.setdefault("draft", "lookup")
+        sizes = {"max_prompt_tokens": max_prompt_tokens, "max_new_tokens": max_new_tokens}
+        engine = Engine(language_model, max_running=max_running, max_waiting=max_waiting, **sizes)
+        with engine:
+            # A first, hidden answer absorbs the start-up cost, and refuses unsupported options before the first request.
+            engine.submit([0], decoding.find(method), max_new_tokens=_canvas(method, engine), **options).result()
+            key = os.environ.get(KEY) or None
+            demand(key is None or key.isascii(), "serve", KEY, "be ASCII", "other characters")
+            if key is None and not _is_loopback(host):
+                words = f"Anyone who reaches {host}:{port} can use the model. Set {KEY} to ask for a key."
+                console.print(Text(words, "bold yellow"), soft_wrap=True)
+            called, limits = name or model, Limits(seconds=timeout)
+            console.print(Text(f"{called} by {method} on http://{host}:{port}/v1", "bold"), soft_wrap=True)
+            app = create_app(
+                engine, called, method=method, options=options, sampling=settings(model), limits=limits, api_key=key
+            )
+            run(app, host=host, port=port, limits=limits)
+
+
+def _canvas(method: str, engine: Engine) -> int:
+    """New tokens of the first answer: a canvas may come in blocks."""
+    steps = decoding.find(method).steps
+    return 1 if steps is None or steps.any_limit else min(32, engine.max_new_tokens)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
