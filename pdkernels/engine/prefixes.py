@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
+from torch import Tensor
 
 from pdkernels.decoding._session import inference
 
@@ -19,20 +19,18 @@ class Prefixes:
 
     def __init__(self, limit: int) -> None:
         self.limit, self.tokens = limit, 0
-        self._kept: OrderedDict[int, tuple[Any, NDArray[np.int64], Any]] = (
-            OrderedDict()
-        )  # by number: model, tokens, cache
+        self._kept: OrderedDict[int, tuple[Any, Tensor, Any]] = OrderedDict()  # by number: model, tokens, cache
         self._number = 0
 
     def find(self, model: Any, prompt: list[int]) -> tuple[Any, int]:
         """The cache with the longest common beginning, and its length; the last token of a prompt is never part of it."""
-        tokens = np.asarray(prompt[:-1], dtype=np.int64)
+        tokens = torch.tensor(prompt[:-1], dtype=torch.int64)
         best: tuple[int, int] | None = None
         for number, (owner, known, _) in self._kept.items():
             if owner is model:
                 shorter = min(len(known), len(tokens))
-                differing = np.flatnonzero(known[:shorter] != tokens[:shorter])
-                length = int(differing[0]) if len(differing) else shorter
+                same = (known[:shorter] == tokens[:shorter]).cumprod(0)
+                length = int(same.sum())
                 best = max(best or (0, 0), (length, number))
         if best is None or best[0] < _SHORTEST:
             return None, 0
@@ -44,14 +42,14 @@ class Prefixes:
         """Copies the rows of a prompt, the first sequence of `cache`."""
         if not _SHORTEST <= len(prompt) <= self.limit:
             return
-        tokens = np.asarray(prompt, dtype=np.int64)
+        tokens = torch.tensor(prompt, dtype=torch.int64)
         for number, (owner, known, _) in list(self._kept.items()):
             if owner is not model:
                 continue
-            if len(known) >= len(tokens) and np.array_equal(known[: len(tokens)], tokens):
+            if len(known) >= len(tokens) and torch.equal(known[: len(tokens)], tokens):
                 self._kept.move_to_end(number)
                 return
-            if np.array_equal(tokens[: len(known)], known):
+            if len(known) <= len(tokens) and torch.equal(tokens[: len(known)], known):
                 self._drop(number)
         while self.tokens + len(tokens) > self.limit:
             self._drop(next(iter(self._kept)))
