@@ -67,7 +67,7 @@ def serve(
             options = {**chosen, **options}
         elif method == "jacobi":
             options.setdefault("draft", "lookup")
-        sizes = {"max_prompt_tokens": max_prompt_tokens, "max_new_tokens": max_new_tokens}
+        sizes: dict[str, Any] = {"max_prompt_tokens": max_prompt_tokens, "max_new_tokens": max_new_tokens}
         engine = Engine(language_model, max_running=max_running, max_waiting=max_waiting, **sizes)
         with engine:
             # A first, hidden answer absorbs the start-up cost, and refuses unsupported options before the first request.

@@ -19,6 +19,7 @@ from pdkernels.decoding._prompts import Prompts
 from pdkernels.decoding._request import check_model, checked_stops, open_session
 from pdkernels.decoding._sampling import checked_seeds
 from pdkernels.decoding._session import MAX_POSITIONS, Session
+from pdkernels.decoding._stops import Stops
 from pdkernels.decoding.steps import Staging
 from pdkernels.engine.generation import Generation
 from pdkernels.engine.lane import Lane, Request
@@ -168,7 +169,7 @@ class Engine:
         check(
             session.longest <= longest, _OP, "prompt", f"have at most {longest} tokens, the engine's", session.longest
         )
-        session.stop_strings = stops
+        session.stops = Stops(stops)
         session.filters = checked_filters(chosen, self.model.config.vocab_size, session.end_tokens, _UNFILTERED | given)
 
         decoder = None if self.model.tokenizer is None else self.model.tokenizer.incremental()
