@@ -1,0 +1,1 @@
+"""Warp-specialised attention kernels in Gluon, for Hopper."""
