@@ -27,7 +27,7 @@ from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("masks", "triton", "ops", "cache")  # each needs those before it, and MODULES
+PACKAGES = ("masks", "triton", "gluon", "ops", "cache")  # each needs those before it, and MODULES
 MODULES = (
     "_aliasing",
     "_attention",

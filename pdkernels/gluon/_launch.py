@@ -53,7 +53,9 @@ def describable(x: Tensor) -> bool:
     return (
         x.data_ptr() % 16 == 0
         and x.stride(-1) == 1
-        and all(0 < stride * x.element_size() < 2**40 and stride * x.element_size() % 16 == 0 for stride in x.stride()[:3])
+        and all(
+            0 < stride * x.element_size() < 2**40 and stride * x.element_size() % 16 == 0 for stride in x.stride()[:3]
+        )
     )
 
 

@@ -14,12 +14,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from pdkernels.gluon._steps import (
     add_values,
@@ -90,7 +85,18 @@ def produce(
     count = 0
     for turn in range(0, turns_of(items)):
         batch, kv_head, in_group, start, row, begin, middle, masked, full = tile_of(
-            turn, plan_rows, lists, rows_stride, num_tiles, kv_heads, sequences, section, GROUP, BLOCK_Q, BLOCK_K, BLOCK_N
+            turn,
+            plan_rows,
+            lists,
+            rows_stride,
+            num_tiles,
+            kv_heads,
+            sequences,
+            section,
+            GROUP,
+            BLOCK_Q,
+            BLOCK_K,
+            BLOCK_N,
         )
         head = kv_head * GROUP + in_group
         for half in gl.static_range(2):
@@ -153,7 +159,18 @@ def consume(
     count = 0
     for turn in range(0, turns_of(items)):
         batch, kv_head, in_group, start, row, begin, middle, masked, full = tile_of(
-            turn, plan_rows, lists, rows_stride, num_tiles, kv_heads, sequences, section, GROUP, BLOCK_Q, BLOCK_K, BLOCK_N
+            turn,
+            plan_rows,
+            lists,
+            rows_stride,
+            num_tiles,
+            kv_heads,
+            sequences,
+            section,
+            GROUP,
+            BLOCK_Q,
+            BLOCK_K,
+            BLOCK_N,
         )
         head = kv_head * GROUP + in_group + OWN_HEAD
         start += OWN_ROW
@@ -178,7 +195,7 @@ def consume(
                 score_scale, BLOCK_N, STAGES, FOLD_SCALE,
             )  # fmt: skip
             count += 1
-        for i in range(gl.maximum(masked, 1), masked + full):
+        for _ in range(gl.maximum(masked, 1), masked + full):
             acc, weights, peak, total = step(
                 acc, weights, query, k_smem, v_smem, k_ready, v_ready, k_free, v_free, count, None, peak, total,
                 score_scale, BLOCK_N, STAGES, FOLD_SCALE,

@@ -184,6 +184,11 @@ def _reference_backward(given: GradientArguments) -> tuple[Tensor, Tensor, Tenso
 
 
 def _triton(given: AttentionArguments) -> tuple[Tensor, Tensor]:
+    from pdkernels.ops._gluon import forward_for
+
+    specialised = forward_for(given)
+    if specialised is not None:
+        return specialised(given)
     from pdkernels.triton.block_sparse_attention import forward
 
     return forward(given)

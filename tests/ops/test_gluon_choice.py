@@ -1,0 +1,122 @@
+"""When a Gluon kernel serves a call, and what happens if it fails."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from pdkernels._attention import AttentionArguments
+from pdkernels.masks import causal
+from pdkernels.ops import _gluon as _choice
+from pdkernels.reference.block_sparse_attention import block_sparse_attention as reference
+
+
+def given(head_dim: int = 64, dtype: torch.dtype = torch.float16) -> AttentionArguments:
+    q = torch.randn(1, 200, 2, head_dim).to(dtype)
+    return AttentionArguments(q, q, q, *causal(200).plan(128, 128).arguments, 0.125)
+
+
+def right(arguments: AttentionArguments) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.float() for x in arguments[:3])
+    out, lse = reference(q, k, v, causal(q.shape[1]).dense(), arguments.scale)
+    return out.to(arguments.q.dtype), lse
+
+
+def wrong(arguments: AttentionArguments) -> tuple[Tensor, Tensor]:
+    out, lse = right(arguments)
+    out[:, 150] = 0
+    return out, lse
+
+
+def fails(arguments: AttentionArguments) -> tuple[Tensor, Tensor]:
+    raise RuntimeError("no such instruction")
+
+
+@pytest.fixture(autouse=True)
+def unchecked() -> Any:
+    with mock.patch.dict(_choice.CHECKED, clear=True):
+        yield
+
+
+def test_a_kernel_that_computes_the_reference_passes_and_runs_once() -> None:
+    runs = []
+
+    def counted(arguments: AttentionArguments) -> tuple[Tensor, Tensor]:
+        runs.append(arguments)
+        return right(arguments)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert all(_choice.passes(given(), counted) for _ in range(3))
+    assert len(runs) == 1
+    assert _choice.passes(given(128), counted) and len(runs) == 2
+
+
+@pytest.mark.parametrize("kernel, why", [(wrong, "results are off"), (fails, "no such instruction")])
+def test_a_kernel_that_fails_is_named_once(kernel: Any, why: str) -> None:
+    with pytest.warns(UserWarning, match=f"heads of 64 in torch.float16 is not used on cpu, .*{why}"):
+        assert not _choice.passes(given(), kernel)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not _choice.passes(given(), kernel)
+
+
+def test_no_check_while_a_graph_is_captured() -> None:
+    arguments = given()
+    q = mock.MagicMock(wraps=arguments.q, is_cuda=True, shape=arguments.q.shape, dtype=arguments.q.dtype)
+    with mock.patch("torch.cuda.is_current_stream_capturing", return_value=True):
+        assert not _choice.passes(arguments._replace(q=q), right)
+    assert not _choice.CHECKED
+
+
+def on_gpu(capability: tuple[int, int]) -> Any:
+    """Arguments that say that they are on a GPU."""
+    arguments = given()
+    q = SimpleNamespace(device=torch.device("cuda", 0), shape=arguments.q.shape, dtype=arguments.q.dtype)
+    return arguments._replace(q=q), mock.patch("torch.cuda.get_device_capability", return_value=capability)
+
+
+@pytest.mark.parametrize(
+    "capability, setting, served", [((9, 0), "auto", True), ((9, 0), "0", False), ((10, 0), "auto", False)]
+)
+def test_hopper_alone_unless_the_environment_says_no(
+    capability: tuple[int, int], setting: str, served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="needs triton")
+    from pdkernels.gluon import _launch
+
+    arguments, there = on_gpu(capability)
+    monkeypatch.setenv(_choice.VARIABLE, setting)
+    monkeypatch.setattr(_launch, "serves", lambda given: True)
+    monkeypatch.setattr(_choice, "passes", lambda given, forward: True)
+    with there:
+        assert (_choice.forward_for(arguments) is _launch.forward) == served
+
+
+def test_the_environment_says_auto_or_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(_choice.VARIABLE, "yes")
+    with pytest.raises(ValueError, match="PDKERNELS_GLUON must be auto or 0, got 'yes'"):
+        _choice.wanted()
+
+
+def test_what_the_kernel_does_not_serve() -> None:
+    pytest.importorskip("triton", reason="needs triton")
+    from pdkernels.gluon._launch import serves
+
+    assert serves(given()) and serves(given(128, torch.bfloat16))
+    assert not serves(given(96)) and not serves(given(64, torch.float32))
+    plain = given()
+    for block_q, block_k in ((32, 128), (64, 64), (128, 96)):
+        assert not serves(plain._replace(block_q=block_q, block_k=block_k))
+    # Two heads of 64 rows share a program, if there are two.
+    assert serves(plain._replace(block_q=64, k=plain.k[:, :, :1], v=plain.v[:, :, :1]))
+    assert not serves(plain._replace(block_q=64))
+    shifted = torch.zeros(200 * 2 * 64 + 4, dtype=torch.float16)[4:].view(1, 200, 2, 64)
+    assert not serves(plain._replace(v=shifted)) and not serves(plain._replace(q=plain.q[:, :0]))
+    assert not serves(plain._replace(k=torch.zeros(1, 200, 2, 68, dtype=torch.float16)[..., :64]))
