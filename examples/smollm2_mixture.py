@@ -26,9 +26,8 @@ def chats(model: Transformer, wanted: int, longest: int, seed: int) -> list[list
     """`wanted` different questions of at most `longest` tokens, or all there are in `ROUNDS` rounds."""
     found: dict[tuple[int, ...], None] = {}
     for number in range(ROUNDS):
-        found |= dict.fromkeys(map(tuple, prompts(model, wanted, longest, seed + number)))
-        if len(found) >= wanted:
-            break
+        if len(found) < wanted:  # a round is drawn whole, so that the first questions are the same whatever is wanted
+            found |= dict.fromkeys(map(tuple, prompts(model, 1 << 20, longest, seed + number)))
     return [list(chat) for chat in list(found)[:wanted]]
 
 

@@ -242,7 +242,7 @@ def generate(
         (True, True)
     """
     chosen = method if isinstance(method, Method) else find(method)
-    check_capabilities(chosen, model)
+    check_capabilities(chosen, model, options)
     check_options(chosen, options)
     check_model(model, chosen, options.get("page_size") is not None)
     check_flag(_OP, "infill", infill)
@@ -295,9 +295,11 @@ def check_logprobs(method: Method, logprobs: int) -> None:
         raise NotImplementedError(sentence(_OP, f"method {method.name!r} does not follow logprobs: {reason}"))
 
 
-def check_capabilities(method: Method, model: Any) -> None:
+def check_capabilities(method: Method, model: Any, options: Mapping[str, Any]) -> None:
     """TypeError for a model that lacks a capability that `method` requires."""
     offered = capabilities(model)
+    if options.get("drafter") is not None:
+        offered |= {"drafter"}
     absent = sorted(method.requires - offered)
     if absent:
         words = f"fit the model ({', '.join(sorted(offered)) or 'no capabilities'})"

@@ -72,6 +72,15 @@ class JacobiMultiblock(Autoregressive, total=False):
     verification_size: int
 
 
+class DraftModel(Autoregressive, total=False):
+    drafter: Any
+    block_size: int
+
+
+class Eagle(DraftModel, total=False):
+    pass
+
+
 class LinearSelfSpeculation(Autoregressive, total=False):
     block_size: int
     threshold: float
@@ -320,6 +329,18 @@ class Generate(Protocol):
     def __call__(
         self, model: Any, prompt: Batch, method: Literal["jacobi_multiblock"], **options: Unpack[JacobiMultiblock]
     ) -> Many: ...
+    @overload
+    def __call__(
+        self, model: Any, prompt: Prompt, method: Literal["draft_model"], **options: Unpack[DraftModel]
+    ) -> One: ...
+    @overload
+    def __call__(
+        self, model: Any, prompt: Batch, method: Literal["draft_model"], **options: Unpack[DraftModel]
+    ) -> Many: ...
+    @overload
+    def __call__(self, model: Any, prompt: Prompt, method: Literal["eagle"], **options: Unpack[Eagle]) -> One: ...
+    @overload
+    def __call__(self, model: Any, prompt: Batch, method: Literal["eagle"], **options: Unpack[Eagle]) -> Many: ...
     @overload
     def __call__(
         self,

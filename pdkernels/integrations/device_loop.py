@@ -115,7 +115,7 @@ class DeviceLoop:
                 )
             )
         _check_model(model)
-        check_capabilities(METHODS[method], model)
+        check_capabilities(METHODS[method], model, options)
         check_options(METHODS[method], options)
         # The prompts' forward gives the first token, so the loop is only for further ones.
         sizes = {"batch": (batch, 1), "longest_prompt": (longest_prompt, 1), "max_new_tokens": (max_new_tokens, 2)}

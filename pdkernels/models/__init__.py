@@ -21,6 +21,7 @@ from pdkernels.models.protocols import (
     RecurrentPartsModel,
     RecurrentWaveModel,
     SelfSpeculativeModel,
+    TappedModel,
 )
 from pdkernels.models.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
 from pdkernels.models.rope import FactorScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
@@ -64,6 +65,7 @@ __all__ = [
     "SamplerConfig",
     "SamplerHead",
     "SelfSpeculativeModel",
+    "TappedModel",
     "Tokenizer",
     "Transformer",
     "TransformerConfig",

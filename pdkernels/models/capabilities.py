@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 from pdkernels._validation import check
 
-Capability = Literal["causal", "block_causal", "bidirectional", "own_prediction", "recurrent", "plan_tokens"]
+Capability = Literal["causal", "block_causal", "bidirectional", "own_prediction", "recurrent", "plan_tokens", "drafter"]
 
 CAPABILITIES: dict[Capability, str] = {
     "causal": "the logits of a row, which sees what comes before it, predict the next token",
@@ -15,12 +15,13 @@ CAPABILITIES: dict[Capability, str] = {
     "own_prediction": "the logits of a row predict its own token; otherwise the next one",
     "recurrent": "the caller chooses the number of recurrences",
     "plan_tokens": "the model writes plans with control tokens",
+    "drafter": "the model's attribute `drafters` names drafters, by method",
 }
 assert set(CAPABILITIES) == set(get_args(Capability))
 
 
 def capabilities(model: Any) -> frozenset[Capability]:
-    """The attribute `capabilities` of `model`, or, without one, the capabilities that follow from its config.
+    """The attribute `capabilities` of `model`, or, without one, the capabilities that follow from its config; and "drafter".
 
     >>> import pdkernels as pd
     >>> sorted(capabilities(pd.models.load("tiny-trimode"))), sorted(capabilities(pd.models.load("tiny-recurrent")))
@@ -28,6 +29,8 @@ def capabilities(model: Any) -> frozenset[Capability]:
     """
     stated = getattr(model, "capabilities", None)
     found = of_config(model) if stated is None else frozenset(stated)
+    if getattr(model, "drafters", None):
+        found |= {"drafter"}
     unknown = sorted(found - set(CAPABILITIES))
     check(not unknown, "decoding", "model.capabilities", f"be of {', '.join(CAPABILITIES)}", ", ".join(unknown))
     return found

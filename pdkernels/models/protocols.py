@@ -37,6 +37,16 @@ class RowsConfig(Config, Protocol):
         ...
 
 
+class LayersConfig(Config, Protocol):
+    """The sizes that a drafter of hidden states must fit."""
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def layers(self) -> int: ...
+
+
 class RecurrentConfig(Config, Protocol):
     """The config of a recurrent-depth model."""
 
@@ -104,6 +114,23 @@ class BlockModel(CausalModel, Protocol):
 
     def hidden(self, tokens: Tensor, *, cache: Any, counts: Tensor | None = None, mask: Any = None) -> Tensor:
         """``(batch, T, hidden_size)``, for `logits`; the arguments are those of a forward."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class TappedModel(CausalModel, Protocol):
+    """For `eagle`: forwards that also return the inputs of layers, and a head that can be applied to hidden rows later.
+
+    A drafter without an embedding of its own also needs `embed`, from tokens to their embeddings.
+    """
+
+    @property
+    def config(self) -> LayersConfig: ...
+
+    def tapped(self, tokens: Tensor, taps: Sequence[int], *, cache: Any, counts: Tensor | None = None) -> Any:
+        """The hidden rows ``(batch, T, hidden_size)``, for `logits`, and the inputs ``(batch, T, len(taps), hidden_size)`` of
+        the layers `taps`; the arguments are those of a forward."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...

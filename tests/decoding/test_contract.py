@@ -20,6 +20,7 @@ from pdkernels.decoding import DecodeResult, available, find, generate, is_lossl
 from pdkernels.models import RecurrentDepth
 from tests.support.base import reads_of_the_device, streams
 from tests.support.causal import SCRIPTS, FakeModel
+from tests.support.drafters import with_drafters
 from tests.support.masked import deep_masked, small_masked
 from tests.support.plans import END, planning_model
 from tests.support.recurrent import RECURRENCES, models
@@ -33,7 +34,7 @@ def recurrent() -> RecurrentDepth:
 # In fp64, so that nothing depends on the order of sums; heads of 16 can be read by kernels in fp32.
 KINDS: dict[str, Callable[[], Any]] = {
     "scripted": lambda: FakeModel(SCRIPTS["sticky"]),
-    "causal": lambda: small_transformer(1, head_dim=16),
+    "causal": lambda: with_drafters(small_transformer(1, head_dim=16)),
     "block causal": lambda: deep_masked(0, "own", 16, "causal"),
     "masked": lambda: small_masked(1, head_dim=16),
     "masked, next": lambda: small_masked(1, "next", 16),
@@ -64,6 +65,8 @@ INTERVALS: dict[str, Any] = {"prompt_interval": 4, "gen_interval": 2, "transfer_
 FORMS: dict[str, list[dict[str, Any]]] = {
     "autoregressive": [{"top_k": 5, "top_p": 0.8, "min_p": 0.05, "typical_p": 0.9}],
     "jacobi": [{"block_size": 1}, {"block_size": 4}, {"window": 5}, {"draft": "lookup"}],
+    "draft_model": [{"block_size": 1}, {"block_size": 2}, {"block_size": 9}],
+    "eagle": [{"block_size": 1}, {"block_size": 2}, {"block_size": 9}],
     "jacobi_multiblock": [
         {"block_size": 4},
         {"block_size": 3, "blocks": 4, "spawn_ratio": 0.3, "pool_size": 6, "verification_size": 5},
@@ -358,6 +361,8 @@ def test_kernels_give_the_tokens_of_plain_torch(method: str, kind: str, form: An
         return
     known, plain = find(method), exact(kind)
     fast = copy.deepcopy(plain).float()
+    for drafter in getattr(fast, "drafters", {}).values():
+        drafter.float()
     batch = [[1, 2, 3, 4, 5, 6, 7], [5], [9, 9]]
     options = {"max_new_tokens": 12, "end_tokens": (), "trace": True, "seed": 2**64 - 1, **form}
     for drawing in ({}, {"temperature": 0.7}) if known.fills_canvases and is_usual(method, form) else ({},):

@@ -16,6 +16,7 @@ import pdkernels as pd
 from bench.papers.released.planned import PLANNED
 from bench.papers.released.slowfast import SLOWFAST
 from tests.harness.pretended_gpu import Pretended, pretended_gpu, without_gpu
+from tests.support.drafters import with_drafters
 from tests.support.plans import example
 
 PROMPTS = ["482 + 967 = ?", "7 + 12 = ?"]
@@ -69,6 +70,8 @@ def request(method: pd.decoding.Method) -> tuple[list[str], int]:
 def generate(device: str, method: pd.decoding.Method, options: dict[str, Any]) -> pd.decoding.DecodeResult:
     prompts, limit = request(method)
     model = example(method).to(device)
+    if "drafter" in method.requires:
+        with_drafters(model)
     return pd.decoding.generate(model, prompts, method, max_new_tokens=limit, end_tokens=(), **options)
 
 

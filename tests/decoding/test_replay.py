@@ -13,6 +13,7 @@ import pdkernels as pd
 from pdkernels.decoding import _replay
 from pdkernels.decoding.methods import METHODS
 from tests.support.errors import refused
+from tests.support.plans import example
 
 PROMPTS = ["482 + 967 = ?\n", "def f(x):\n"]
 CANDIDATES = ["tiny-code", "tiny-masked", "tiny-recurrent", "tiny-trimode"]
@@ -21,7 +22,7 @@ CANDIDATES = ["tiny-code", "tiny-masked", "tiny-recurrent", "tiny-trimode"]
 def run(method: str, prompts: list[str] | str = PROMPTS, **options) -> pd.decoding.DecodeResult:
     known = METHODS[method]
     models = (pd.models.load(name) for name in known.models or CANDIDATES)
-    model = next(model for model in models if known.supports(model))
+    model = example(known) if "drafter" in known.requires else next(filter(known.supports, models))
     return pd.decoding.generate(model, prompts, method, max_new_tokens=20, trace=True, **options)
 
 

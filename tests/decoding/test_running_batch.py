@@ -20,6 +20,7 @@ from pdkernels.decoding._stops import Stops
 from pdkernels.decoding.steps import RunningBatch
 from tests.harness.pretended_gpu import pretended_gpu, waits, without_gpu
 from tests.integrations.test_steps import CASES, STARTS, SUMS
+from tests.support.drafters import with_drafters
 
 MORE = [
     ("tiny-trimode", "quadratic_self_speculation", {"block_size": 3, "ensemble_weight": 0.5}),
@@ -27,6 +28,10 @@ MORE = [
     ("tiny-trimode", "block_diffusion", {"block_size": 3, "threshold": None, "steps_per_block": 2}),
     ("tiny-trimode", "linear_self_speculation", {"block_size": 1}),
     ("tiny-code", "jacobi", {"draft": "lookup", "window": 5, "temperature": 0.9}),
+    ("tiny-code", "draft_model", {"block_size": 4, "page_size": 5}),
+    ("tiny-code", "draft_model", {"block_size": 2, "temperature": 0.8}),
+    ("tiny-code", "eagle", {"block_size": 4, "temperature": 0.8}),
+    ("tiny-code", "eagle", {"block_size": 3, "page_size": 4}),
     ("tiny-recurrent", "recurrent_diffusion", {"kept_recurrences": 2, "headway": 3, "new_state": "copied"}),
     ("tiny-masked", "fast_dllm", {"block_size": 3, "cache": "dual"}),
 ]
@@ -35,6 +40,10 @@ ALL = [
     for name, method, options in CASES + MORE
 ]
 IDS = [f"{method}-{'-'.join(map(str, options.values()))}-{name}" for name, method, options in ALL]
+
+
+def loaded(name: str) -> Any:
+    return with_drafters(pd.models.load(name)) if name == "tiny-code" else pd.models.load(name)
 
 
 class Request:
@@ -101,7 +110,7 @@ def test_each_of_many_requests_is_as_it_is_alone(case: tuple[str, str, dict[str,
 
 
 def run_requests(name: str, method: str, options: dict[str, Any], chance: random.Random, count: int) -> None:
-    model, masked = pd.models.load(name), name == "tiny-masked"
+    model, masked = loaded(name), name == "tiny-masked"
     most, rows = (6 if masked else 14), chance.randint(2, 3)
     if "page_size" in find(method).options:
         options = options | {"page_size": chance.choice([None, 1, 3, 16])}
@@ -218,7 +227,7 @@ def reachable(value: Any, seen: set[int]) -> list[torch.Tensor]:
 def test_state_is_all_that_steps_change(case: tuple[str, str, dict[str, Any]]) -> None:
     """A tensor that is missing in `state` stays that of the sequence before, which tokens need not show."""
     name, method, options = case
-    model, masked = pd.models.load(name), name == "tiny-masked"
+    model, masked = loaded(name), name == "tiny-masked"
     with torch.inference_mode():
         steps = find(method).steps(sizes(model, 5, 12, None), **options)
         held = reachable(steps, set())
@@ -367,7 +376,9 @@ def test_a_request_that_fails_ends_alone() -> None:
 def test_a_step_reads_the_device_once(case: tuple[str, str, dict[str, Any]]) -> None:
     name, method, options = case
     with pretended_gpu():
-        model = copy.deepcopy(pd.models.load(name)).to("cuda")
+        model = copy.deepcopy(loaded(name)).to("cuda")
+        if name == "tiny-code":
+            with_drafters(model)
         batch = RunningBatch(find(method).steps, sizes(model, 2, 6, ()), **options)
         for row, prompt in enumerate(("7 + 1", "10 + 4")):
             batch.admit(row, open_session(model, prompt, 6, ())[0])

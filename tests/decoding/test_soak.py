@@ -23,6 +23,7 @@ from pdkernels.models import (
     from_callable,
 )
 from tests.ops.examples import example, run
+from tests.support.drafters import with_drafters
 
 STATUS = Path("/proc/self/statm")
 SIZES = {"vocab_size": 24, "hidden_size": 16, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16}
@@ -41,7 +42,7 @@ def model_of(method: str) -> Any:
     kind: dict[str, Any] = {"attention": "bidirectional", "predicts": "own"} if known.wing == "masked" else {}
     tags = PlanTokens(16, 17, 18, 19, 20, 21, digits=range(10), unit=1) if (known.wing == "planned") else None
     model = Transformer(TransformerConfig(**SIZES, intermediate_size=24, **kind), mask_token=MASK, plan_tokens=tags)
-    return model.requires_grad_(False)
+    return with_drafters(model.requires_grad_(False)) if "drafter" in known.requires else model.requires_grad_(False)
 
 
 @cache

@@ -15,6 +15,7 @@ import pdkernels as pd
 from pdkernels.cache import ContiguousKVCache, PagedKVCache
 from tests.decoding.test_devices import CASES, MASKED, PROMPTS, found, label, request
 from tests.harness.pretended_gpu import pretended_gpu, waits, without_gpu
+from tests.support.drafters import with_drafters
 from tests.support.plans import END, planning_model
 
 pytestmark = without_gpu
@@ -38,7 +39,7 @@ def gpu() -> Iterator[None]:
 
 @cache
 def on_gpu(name: str) -> Any:
-    return pd.models.load(name).to("cuda")
+    return with_drafters(pd.models.load(name).to("cuda"))
 
 
 def watched(method: str | pd.decoding.Method, options: dict[str, Any]) -> tuple[list[str], pd.decoding.DecodeStats]:

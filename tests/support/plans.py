@@ -14,6 +14,7 @@ from pdkernels.models import PlanTokens, Transformer, TransformerConfig, load
 from pdkernels.reference.planned import PlannedResult, planned
 from pdkernels.reference.sampling import without
 from tests.support.base import CachedFake, streams
+from tests.support.drafters import with_drafters
 
 WORDS, END, MASK = range(10, 15), 15, 22
 TAGS = PlanTokens(16, 17, 18, 19, 20, 21, digits=range(10), unit=1)
@@ -67,8 +68,9 @@ def planning_model(seed: int, predicts: str = "own", head_dim: int = 8, dtype: s
 
 
 def example(method: Method) -> Any:
-    """A trained model for a method."""
-    return load(method.example)
+    """A trained model for a method, with a random drafter if it needs one."""
+    model = load(method.example)
+    return with_drafters(model) if "drafter" in method.requires else model
 
 
 class Scripted(CachedFake):

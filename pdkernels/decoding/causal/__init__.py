@@ -6,6 +6,8 @@ from pdkernels.decoding._method import Method
 from pdkernels.decoding.causal import (
     autoregressive,
     block_diffusion,
+    draft_model,
+    eagle,
     fast_dllm_v2,
     jacobi,
     jacobi_multiblock,
@@ -13,10 +15,11 @@ from pdkernels.decoding.causal import (
     quadratic_self_speculation,
 )
 from pdkernels.models.capabilities import Capability
-from pdkernels.models.protocols import BlockCausalModel, BlockModel, BranchingModel, SelfSpeculativeModel
+from pdkernels.models.protocols import BlockCausalModel, BlockModel, BranchingModel, SelfSpeculativeModel, TappedModel
 
 _TRI_MODE = ("tiny-trimode",)
 _MASKS_AMONG_ROWS: frozenset[Capability] = frozenset({"causal", "block_causal"})
+_DRAFTED: frozenset[Capability] = frozenset({"causal", "drafter"})
 
 METHODS = (
     Method(
@@ -47,6 +50,27 @@ METHODS = (
         verifies_drafts=True,
         models=("tiny-jacobi",),
         widths=(None,),
+    ),
+    Method(
+        "draft_model",
+        draft_model.decode,
+        title="a small model drafts",
+        requires=_DRAFTED,
+        lossless=True,
+        steps=draft_model.DraftModelSteps,
+        verifies_drafts=True,
+        in_default_evaluation=False,
+    ),
+    Method(
+        "eagle",
+        eagle.decode,
+        title="EAGLE-3",
+        requires=_DRAFTED,
+        protocol=TappedModel,
+        lossless=True,
+        steps=eagle.EagleSteps,
+        verifies_drafts=True,
+        in_default_evaluation=False,
     ),
     Method(
         "linear_self_speculation",

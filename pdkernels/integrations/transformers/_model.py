@@ -189,6 +189,12 @@ class WrappedModel:
         states: dict[int, Tensor | None] = dict.fromkeys(taps)
         return Tapped.of(self._hidden(tokens, cache, counts, positions, mask, adapted, states), states, taps)
 
+    @torch.no_grad()
+    def embed(self, tokens: Tensor) -> Tensor:
+        """As `Transformer.embed`."""
+        rows: Tensor = self._body.get_input_embeddings()(tokens)
+        return rows
+
     def _hidden(
         self,
         tokens: Tensor,

@@ -1,0 +1,89 @@
+"""What decoders with a second model share: a step drafts with it first, then the target verifies."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+
+from pdkernels._validation import check, refuse
+from pdkernels.decoding._sampling import OWN
+from pdkernels.decoding._session import Session
+from pdkernels.decoding._token_sampler import TokenSampler
+from pdkernels.decoding.steps import DraftSteps, Rows, Steps
+from pdkernels.ops import verify_draft
+
+
+class DrafterSteps(DraftSteps):
+    """Steps that draft, verify, and take over what was accepted.
+
+    A draft is made at the beginning of its step, when the host knows how long it may be: `entry.draft` is the known token alone,
+    and `entry.verified` the draft of the last step.
+    """
+
+    drafter: Any
+    drafted: Any
+    """The drafter's cache. Its lengths are those of its committed rows, never more than the target's."""
+    sampler: TokenSampler
+    banned: tuple[int, ...]
+
+    def allocate_drafter(
+        self, op: str, session: Session, seeds: torch.Tensor, slots: int, page_size: int | None, drafter: Any
+    ) -> None:
+        """`allocate`, and the drafter's cache, whose rows past a text have room too."""
+        self.allocate(session, seeds, slots, page_size, draft=1, verified=slots, predictions=slots)
+        self.drafter = drafter
+        self.drafted = drafter.new_cache(session.batch, session.longest + session.max_new_tokens + slots)
+        here, there = self.cache.lengths.device, self.drafted.lengths.device
+        check(here == there, op, "drafter", f"be on the model's device ({here})", there)
+
+    @abstractmethod
+    def draft(self, width: int) -> torch.Tensor:
+        """Guesses ``(batch, width - 1)`` for what follows the known tokens."""
+
+    @abstractmethod
+    def forward(self, draft: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
+        """The target's logits of a draft."""
+
+    def accept(self, draft: torch.Tensor, accepted: torch.Tensor, next_token: torch.Tensor) -> None:
+        """After a commit: takes over the first `accepted` tokens of `draft`, after which comes `next_token`."""
+
+    def step(self, width: int | None = None, ragged: bool = True) -> None:
+        entry, width = self.entry, width or self.slots
+        draft = entry.draft if width == 1 else torch.cat([entry.draft, self.draft(width)], 1)
+        counts = entry.pending if ragged else None
+        logits = self.forward(draft, counts)
+        positions = self.cache.lengths[:, None] + 1 + self.slot[:width]
+        predictions = self.sampler.sample(logits, positions, self.seeds, OWN, self.banned)
+        shown = predictions.clamp(min=0)
+        verdict = verify_draft(draft, shown, draft_lengths=entry.pending, end_tokens=self.ends)
+        self.cache.commit_(verdict.accepted)
+        entry.verified[:, :width] = draft
+        entry.predictions[:, :width] = shown
+        entry.draft[:, 0] = verdict.next_token.clamp(min=0)
+        self.judge(verdict, logits, predictions)
+        self.accept(draft, verdict.accepted, entry.draft)
+
+    def admit(self, row: int, other: Steps, length: int, capacity: int, other_row: int = 0) -> None:
+        super().admit(row, other, length, capacity, other_row)
+        assert isinstance(other, DrafterSteps)
+        self.drafted.copy_row_(row, other.drafted, other_row, length)
+        self.drafted.lengths[row].copy_(other.drafted.lengths[other_row])
+
+    def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
+        taken_part: int = sum(row.pending > 0 for row in before)
+        session.forwards += taken_part > 0
+        for sequence, (old, row) in enumerate(zip(before, rows, strict=True)):
+            if length := old.pending:
+                draft, predictions = row.verified[:length], row.predictions[:length]
+                session.log_step(sequence, draft, predictions, accepted=row.accepted, next_token=row.draft[0])
+        return taken_part
+
+
+def checked_drafter(op: str, model: Any, given: Any, method: str) -> Any:
+    """The drafter of a call, or the model's own for this method."""
+    drafter = getattr(model, "drafters", {}).get(method) if given is None else given
+    remedy = f"Pass drafter, or put one into the model's attribute `drafters`, a dict, under {method!r}."
+    refuse(drafter is None, op, "the model has no drafter for this method", remedy)
+    return drafter

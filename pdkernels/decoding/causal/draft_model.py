@@ -1,0 +1,117 @@
+"""Speculative decoding with an ordinary small model as drafter: it guesses tokens one by one, and one forward of the target verifies them.
+
+Sources: Leviathan et al., "Fast inference from transformers via speculative decoding" (arXiv 2211.17192); Chen et al., "Accelerating
+large language model decoding with speculative sampling" (arXiv 2302.01318). A token is accepted if it is the one that the target draws
+at its position, so sampled texts too are those of `autoregressive` with the same seed. The drafter draws with the same noise: where
+two distributions are close, their draws are mostly equal.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pdkernels._validation import check, check_type
+from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampling, checked_size, latents
+from pdkernels.decoding._session import Session
+from pdkernels.decoding._token_sampler import checked_sampler
+from pdkernels.decoding.causal._drafter import DrafterSteps, checked_drafter
+from pdkernels.decoding.steps import decoder
+from pdkernels.models.capabilities import capabilities
+from pdkernels.models.protocols import CausalModel, missing
+
+_OP = "decoding.draft_model"
+
+
+class DraftModelSteps(DrafterSteps):
+    """The drafter keeps the text in a cache of its own, one or two tokens behind the known one.
+
+    Args:
+        drafter: a causal model with the target's vocabulary; None: the model's ``drafters["draft_model"]``.
+        block_size: tokens of a draft, the known first one included; 1 is autoregressive decoding.
+        temperature: sampling temperature; 0 is greedy. Drafter and target draw with the same noise and the same filters, so the tokens are
+            those that `autoregressive` samples with the same seed.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        *,
+        drafter: Any = None,
+        block_size: int = 5,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        typical_p: float | None = None,
+        allow_mask_token: bool = False,
+        seed: Seed = 0,
+        page_size: int | None = None,
+    ) -> None:
+        size = checked_size(_OP, "block_size", block_size)
+        seeds = checked_sampling(_OP, temperature, seed, session.batch)
+        self.sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p, typical_p)
+        self.banned = banned_tokens(_OP, session.model, allow_mask_token)
+        drafter = _checked(session.model, checked_drafter(_OP, session.model, drafter, "draft_model"))
+        slots = max(1, min(session.block(size), session.max_new_tokens - 1))
+        self.allocate_drafter(_OP, session, seeds, slots, page_size, drafter)
+        self.latents, self.draft_latents = latents(self.model, self.seeds), latents(drafter, self.seeds)
+        self.previous = torch.zeros_like(self.entry.draft)
+        """The token before the known one."""
+
+    @property
+    def state(self) -> tuple[torch.Tensor, ...]:
+        return *super().state, self.previous
+
+    def start(self, session: Session) -> None:
+        prompts, lengths = session.packed_prompts(session.longest, self.cache.device)
+        self.cache.lengths.zero_(), self.drafted.lengths.zero_()
+        last, counts = (lengths - 1)[:, None], session.ragged(lengths)
+        logits = self.model(prompts, cache=self.cache, counts=counts, rows=last, **self.latents)
+        self.drafter(prompts, cache=self.drafted, counts=counts, rows=last, **self.draft_latents)
+        first = self.sampler.sample(logits, lengths[:, None], self.seeds, OWN, self.banned)
+        self.cache.commit_(lengths), self.drafted.commit_(lengths)
+        self.begin(session, first, logits)
+        self.entry.draft.copy_(first.clamp(min=0))
+        self.previous.copy_(prompts.gather(1, last))
+
+    def draft(self, width: int) -> torch.Tensor:
+        known, busy = self.entry.draft, self.entry.pending.sign()
+        behind = (self.cache.lengths > self.drafted.lengths)[:, None]
+        tokens = torch.cat([torch.where(behind, self.previous, known), known], 1)
+        counts = (1 + behind[:, 0]) * busy
+        guesses, rows = [], behind.long()
+        for number in range(1, width):
+            logits = self.drafter(tokens, cache=self.drafted, counts=counts, rows=rows, **self.draft_latents)
+            self.drafted.commit_(counts)
+            positions = self.cache.lengths[:, None] + number
+            tokens = self.sampler.sample(logits, positions, self.seeds, OWN, self.banned).clamp(min=0)
+            guesses.append(tokens)
+            counts, rows = busy, torch.zeros_like(rows)
+        return torch.cat(guesses, 1)
+
+    def forward(self, draft: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
+        logits: torch.Tensor = self.model(draft, cache=self.cache, counts=counts, **self.latents)
+        return logits
+
+    def accept(self, draft: torch.Tensor, accepted: torch.Tensor, next_token: torch.Tensor) -> None:
+        # What the drafter has read of a rejected guess is forgotten.
+        self.drafted.lengths.copy_(torch.minimum(self.drafted.lengths, self.cache.lengths))
+        last = draft.gather(1, (accepted - 1).clamp(min=0)[:, None])
+        self.previous.copy_(torch.where(accepted[:, None] > 0, last, self.previous))
+
+
+decode = decoder(DraftModelSteps)
+
+
+def _checked(model: Any, drafter: Any) -> Any:
+    absent = missing(drafter, CausalModel)
+    check_type(not absent, _OP, "drafter", "be a causal model", f"a {type(drafter).__name__} without {absent}")
+    offered = capabilities(drafter)
+    check(
+        "causal" in offered, _OP, "drafter", "be causal", ", ".join(sorted(offered)) or "a model without capabilities"
+    )
+    ours, theirs = model.config.vocab_size, drafter.config.vocab_size
+    check(ours == theirs, _OP, "drafter", f"have the model's vocabulary of {ours} tokens", theirs)
+    return drafter

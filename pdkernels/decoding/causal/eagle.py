@@ -1,0 +1,173 @@
+"""EAGLE-3: a head of one layer drafts from the target's hidden states, and one forward of the target verifies its chain.
+
+Source: "EAGLE-3" (arXiv 2503.01840). The head reads the features of rows that the target has computed, and its own rows where it has
+not been yet. Features come with the verification (`Transformer.tapped`), so the target runs once per step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pdkernels._validation import check, check_type, refuse
+from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampling, checked_size
+from pdkernels.decoding._session import Session
+from pdkernels.decoding._token_sampler import checked_sampler
+from pdkernels.decoding.causal._drafter import DrafterSteps, checked_drafter
+from pdkernels.decoding.steps import Steps, decoder
+from pdkernels.models import EagleHead
+
+_OP = "decoding.eagle"
+
+_UNREAD = 16  # rows that may wait while nothing is drafted: the head reads them together
+
+
+class EagleSteps(DrafterSteps):
+    """Row i of the head's cache is about token i + 1, and is committed once the target has computed row i.
+
+    Args:
+        drafter: an `EagleHead` for this model (`pdkernels.models.load_drafter`); None: the model's ``drafters["eagle"]``.
+        block_size: tokens of a draft, the known first one included; 1 is autoregressive decoding.
+        temperature: sampling temperature; 0 is greedy. Drafter and target draw with the same noise and the same filters, so the tokens are
+            those that `autoregressive` samples with the same seed.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        *,
+        drafter: Any = None,
+        block_size: int = 4,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        typical_p: float | None = None,
+        allow_mask_token: bool = False,
+        seed: Seed = 0,
+        page_size: int | None = None,
+    ) -> None:
+        size = checked_size(_OP, "block_size", block_size)
+        seeds = checked_sampling(_OP, temperature, seed, session.batch)
+        self.sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p, typical_p)
+        self.banned = banned_tokens(_OP, session.model, allow_mask_token)
+        head = _checked(session.model, checked_drafter(_OP, session.model, drafter, "eagle"))
+        slots = max(1, min(session.block(size), session.max_new_tokens - 1))
+        self.allocate_drafter(_OP, session, seeds, slots, page_size, head)
+        self.embed = session.model.embed if head.embedding is None else head.embed
+        self.taps = head.config.taps
+        batch, device = session.batch, self.cache.device
+        self.room = slots + _UNREAD
+        self.features = torch.zeros(batch, self.room, head.config.body.hidden_size, dtype=head.dtype, device=device)
+        """What the head reads of the rows that it has not read yet."""
+        self.tokens = torch.zeros(batch, self.room, dtype=torch.int64, device=device)
+        """The tokens after these rows."""
+        self.fresh = torch.zeros_like(self.remaining)
+        """``(batch,)``, how many there are."""
+        self.most = 0  # no sequence has more of them
+
+    @property
+    def state(self) -> tuple[torch.Tensor, ...]:
+        return *super().state, self.features, self.tokens, self.fresh
+
+    def start(self, session: Session) -> None:
+        prompts, lengths = session.packed_prompts(session.longest, self.cache.device)
+        self.cache.lengths.zero_(), self.drafted.lengths.zero_()
+        last, counts = (lengths - 1)[:, None], session.ragged(lengths)
+        hidden, taps = self.model.tapped(prompts, self.taps, cache=self.cache, counts=counts)
+        index = last[..., None].expand(-1, -1, hidden.shape[-1])
+        logits = self.model.logits(hidden.gather(1, index))
+        first = self.sampler.sample(logits, lengths[:, None], self.seeds, OWN, self.banned)
+        self.cache.commit_(lengths)
+        self.begin(session, first, logits)
+        self.entry.draft.copy_(first.clamp(min=0))
+        features = self.drafter.fused(taps)
+        if session.longest > 1:
+            self.drafter(self.embed(prompts[:, 1:]), features[:, :-1], cache=self.drafted, counts=lengths - 1)
+            self.drafted.commit_(lengths - 1)
+        index = last[..., None].expand(-1, -1, features.shape[-1])
+        self.features[:, :1] = features.gather(1, index)
+        self.tokens[:, :1] = self.entry.draft
+        self.fresh.fill_(1)
+        self.most = 1
+
+    def step(self, width: int | None = None, ragged: bool = True) -> None:
+        if width is None:  # as many as a graph must be ready for
+            self.most = self.slots
+        super().step(width, ragged)
+
+    def admit(self, row: int, other: Steps, length: int, capacity: int, other_row: int = 0) -> None:
+        super().admit(row, other, length, capacity, other_row)
+        assert isinstance(other, EagleSteps)
+        self.most = max(self.most, other.most)
+
+    def draft(self, width: int) -> torch.Tensor:
+        busy = self.entry.pending.sign()
+        hidden, guesses = self._read(), []
+        read = self.drafted.lengths.clone()
+        for number in range(1, width):
+            if number > 1:
+                hidden = self.drafter(self.embed(guesses[-1]), hidden, cache=self.drafted, counts=busy)
+                self.drafted.commit_(busy)
+            guesses.append(self._guess(hidden, self.cache.lengths[:, None] + number))
+        self.drafted.lengths.copy_(read)  # its own rows have no features yet
+        return torch.cat(guesses, 1)
+
+    def _read(self) -> torch.Tensor:
+        """The head's rows ``(batch, 1, hidden_size)`` after all that was fresh."""
+        tokens, fresh = self.tokens[:, : self.most], self.fresh
+        hidden = self.drafter(self.embed(tokens), self.features[:, : self.most], cache=self.drafted, counts=fresh)
+        rows = (fresh - 1).clamp(min=0)[:, None, None].expand(-1, -1, hidden.shape[-1])
+        self.drafted.commit_(fresh)
+        fresh.zero_()
+        self.most = 0
+        return hidden.gather(1, rows)
+
+    def _guess(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The head's tokens ``(batch, 1)`` for `positions`, as the target's ids."""
+        logits, vocabulary = self.drafter.logits(hidden), self.drafter.vocabulary
+        if self.sampler.temperature == 0:
+            return vocabulary[self.sampler.sample(logits, positions, self.seeds, OWN).clamp(min=0)]
+        # The noise of a sample belongs to the target's ids.
+        whole = logits.new_full((*logits.shape[:-1], self.model.config.vocab_size), -torch.inf)
+        whole[..., vocabulary] = logits
+        return self.sampler.sample(whole, positions, self.seeds, OWN, self.banned).clamp(min=0)
+
+    def forward(self, draft: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
+        hidden, taps = self.model.tapped(draft, self.taps, cache=self.cache, counts=counts)
+        self._verified = self.drafter.fused(taps) if self.slots > 1 else hidden
+        logits: torch.Tensor = self.model.logits(hidden)
+        return logits
+
+    def accept(self, draft: torch.Tensor, accepted: torch.Tensor, next_token: torch.Tensor) -> None:
+        if self.slots == 1:
+            return
+        width = draft.shape[1]
+        if self.most + width > self.room:
+            self._read()
+        last = (accepted - 1).clamp(min=0)[:, None]
+        following = torch.cat([draft[:, 1:], next_token], 1).scatter(1, last, next_token)
+        places = self.fresh[:, None] + self.slot[:width]
+        self.tokens.scatter_(1, places, following)
+        self.features.scatter_(1, places[..., None].expand_as(self._verified), self._verified)
+        self.fresh.add_(accepted)
+        self.most += width
+
+
+decode = decoder(EagleSteps)
+
+
+def _checked(model: Any, head: Any) -> EagleHead:
+    check_type(isinstance(head, EagleHead), _OP, "drafter", "be an EagleHead", type(head).__name__)
+    assert isinstance(head, EagleHead)
+    config, sizes = head.config, model.config
+    vocabulary, width, layers = config.body.vocab_size, config.target_hidden_size, max(config.taps)
+    check(vocabulary == sizes.vocab_size, _OP, "drafter", f"be for {sizes.vocab_size} tokens, the model's", vocabulary)
+    check(
+        width == sizes.hidden_size, _OP, "drafter", f"be for a hidden size of {sizes.hidden_size}, the model's", width
+    )
+    check(layers <= sizes.layers, _OP, "drafter", f"read layers in 0 .. {sizes.layers}, the model's", layers)
+    shares = head.embedding is None and not hasattr(model, "embed")
+    refuse(shares, _OP, "the drafter shares the model's embedding, and the model has no `embed`")
+    return head

@@ -1,0 +1,54 @@
+"""Drafters with random weights for any causal model of the tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pdkernels.models import EagleConfig, EagleHead, Transformer, TransformerConfig
+
+
+def eagle_head(model: Any, seed: int = 0, taps: tuple[int, ...] = (), **changes: Any) -> EagleHead:
+    """A head for a model, of fewer tokens than the model has, which shares its embedding."""
+    config = model.config
+    body = TransformerConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        layers=1,
+        heads=2,
+        kv_heads=1,
+        head_dim=16,
+        intermediate_size=24,
+        tied_head=False,
+    )
+    known: dict[str, Any] = {"draft_vocab_size": max(1, config.vocab_size - 2), "own_embedding": False}
+    known["target_hidden_size"] = config.hidden_size
+    made = EagleConfig(body, taps or (0, config.layers), **{**known, **changes})
+    torch.manual_seed(seed)
+    return EagleHead(made).to(model.device, model.dtype).requires_grad_(False).eval()
+
+
+def small_drafter(model: Any, seed: int = 0) -> Transformer:
+    """A transformer of one layer with the vocabulary of a model."""
+    config = TransformerConfig(
+        vocab_size=model.config.vocab_size,
+        hidden_size=16,
+        layers=1,
+        heads=2,
+        kv_heads=1,
+        head_dim=16,
+        intermediate_size=24,
+    )
+    torch.manual_seed(seed)
+    made = Transformer(config)
+    for parameter in made.parameters():
+        if parameter.dim() == 2:
+            parameter.data *= 20  # so that its choices differ from row to row
+    return made.to(model.device, model.dtype).requires_grad_(False).eval()
+
+
+def with_drafters(model: Any) -> Any:
+    """The model, with a drafter for every method that needs one."""
+    model.drafters = {"draft_model": small_drafter(model), "eagle": eagle_head(model)}
+    return model
