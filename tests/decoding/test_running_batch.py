@@ -154,7 +154,7 @@ CAUSAL = [case for case in ALL if case[0] != "tiny-masked" and "recurrences" not
 @pytest.mark.parametrize("case", CAUSAL, ids=[IDS[ALL.index(case)] for case in CAUSAL])
 def test_batches_of_other_sizes_take_requests_over(case: tuple[str, str, dict[str, Any]]) -> None:
     name, method, options = case
-    model, chance = pd.models.load(name), random.Random(method)
+    model, chance = loaded(name), random.Random(method)
     kind = find(method).steps
     first = RunningBatch(kind, sizes(model, 1, 14, None), **options)
     others = [RunningBatch(kind, sizes(model, rows, 14, None), first.staging, **options) for rows in (2, 3)]
