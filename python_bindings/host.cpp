@@ -6,6 +6,7 @@
 #include "host/gguf_blocks.h"
 #include "host/huge_pages.h"
 #include "host/page_allocator.h"
+#include "host_grammar.h"
 #include "host_planner.h"
 
 namespace py = pybind11;
@@ -94,4 +95,5 @@ Example:
 )");
 
   bind_planner(m);
+  bind_grammar(m);
 }

@@ -1,0 +1,173 @@
+// A deterministic automaton over bytes, from a nondeterministic one.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+namespace pdkernels {
+
+struct ByteEdge {
+  int32_t from, first, last, to;  // on the bytes first .. last
+};
+
+struct ByteAutomaton {
+  std::vector<int32_t> next;       // states x 256; -1: no text goes on like this
+  std::vector<uint8_t> accepting;  // per state
+  int64_t states() const { return static_cast<int64_t>(accepting.size()); }
+};
+
+class TooLarge : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+namespace automaton_detail {
+
+// The states that no byte leads away from matter only for their empty edges.
+class Closure {
+ public:
+  Closure(int64_t states, const std::vector<std::pair<int32_t, int32_t>>& empty, const std::vector<uint8_t>& kept)
+      : empty_(states), kept_(kept), mark_(states, 0) {
+    for (const auto& [from, to] : empty) empty_[from].push_back(to);
+  }
+
+  // Sorted, without the states that are not kept.
+  std::vector<int32_t> of(const std::vector<int32_t>& from, int64_t& work) {
+    std::vector<int32_t> stack, found;
+    ++stamp_;
+    for (const int32_t state : from) push(state, stack);
+    while (!stack.empty()) {
+      const int32_t state = stack.back();
+      stack.pop_back();
+      ++work;
+      if (kept_[state]) found.push_back(state);
+      for (const int32_t next : empty_[state]) push(next, stack);
+    }
+    std::sort(found.begin(), found.end());
+    return found;
+  }
+
+ private:
+  void push(int32_t state, std::vector<int32_t>& stack) {
+    if (mark_[state] == stamp_) return;
+    mark_[state] = stamp_;
+    stack.push_back(state);
+  }
+
+  std::vector<std::vector<int32_t>> empty_;
+  const std::vector<uint8_t>& kept_;
+  std::vector<int64_t> mark_;
+  int64_t stamp_ = 0;
+};
+
+}  // namespace automaton_detail
+
+// State 0 is the start. States from which no text is accepted are left out; without any, the result has no states.
+// TooLarge: more than `max_states`, or more than `max_work` steps of the construction.
+inline ByteAutomaton determinise(int64_t states, const std::vector<ByteEdge>& edges,
+                                 const std::vector<std::pair<int32_t, int32_t>>& empty, int32_t start, int32_t accept,
+                                 int64_t max_states, int64_t max_work) {
+  std::vector<uint8_t> kept(states, 0);
+  kept[accept] = 1;
+  std::vector<std::vector<ByteEdge>> leaving(states);
+  std::vector<uint8_t> borders(257, 0);  // bytes between two borders are never told apart
+  for (const ByteEdge& edge : edges) {
+    kept[edge.from] = 1;
+    leaving[edge.from].push_back(edge);
+    borders[edge.first] = borders[edge.last + 1] = 1;
+  }
+  std::vector<int32_t> firsts{0};
+  for (int32_t byte = 1; byte < 256; ++byte) {
+    if (borders[byte]) firsts.push_back(byte);
+  }
+  const int64_t parts = static_cast<int64_t>(firsts.size());
+  std::vector<int32_t> part_of(257, static_cast<int32_t>(parts));
+  for (int64_t part = 0; part < parts; ++part) {
+    const int32_t end = part + 1 < parts ? firsts[part + 1] : 256;
+    for (int32_t byte = firsts[part]; byte < end; ++byte) part_of[byte] = static_cast<int32_t>(part);
+  }
+
+  int64_t work = 0;
+  automaton_detail::Closure closure(states, empty, kept);
+  std::map<std::vector<int32_t>, int32_t> known;
+  std::vector<const std::vector<int32_t>*> sets;
+  std::vector<std::vector<int32_t>> reached;
+  const auto number = [&](std::vector<int32_t> set) {
+    const auto [place, fresh] = known.emplace(std::move(set), static_cast<int32_t>(sets.size()));
+    if (fresh) {
+      if (static_cast<int64_t>(sets.size()) >= max_states) throw TooLarge("states");
+      sets.push_back(&place->first);
+    }
+    return place->second;
+  };
+  number(closure.of({start}, work));
+  std::vector<std::vector<int32_t>> targets(parts);
+  for (size_t at = 0; at < sets.size(); ++at) {
+    for (auto& target : targets) target.clear();
+    for (const int32_t state : *sets[at]) {
+      for (const ByteEdge& edge : leaving[state]) {
+        for (int32_t part = part_of[edge.first]; part < part_of[edge.last + 1]; ++part) {
+          targets[part].push_back(edge.to);
+          ++work;
+        }
+      }
+    }
+    std::vector<int32_t> line(parts, -1);
+    for (int64_t part = 0; part < parts; ++part) {
+      if (!targets[part].empty()) {
+        // Most bytes lead where their neighbours lead.
+        line[part] = part > 0 && targets[part] == targets[part - 1] ? line[part - 1]
+                                                                    : number(closure.of(targets[part], work));
+      }
+      if (work > max_work) throw TooLarge("work");
+    }
+    reached.push_back(std::move(line));
+  }
+
+  // Leave out what leads nowhere.
+  const int64_t count = static_cast<int64_t>(sets.size());
+  std::vector<std::vector<int32_t>> before(count);
+  std::vector<int32_t> place(count, -1), stack;
+  for (int64_t state = 0; state < count; ++state) {
+    for (const int32_t to : reached[state]) {
+      if (to >= 0) before[to].push_back(static_cast<int32_t>(state));
+    }
+    if (std::binary_search(sets[state]->begin(), sets[state]->end(), accept)) {
+      place[state] = 0;
+      stack.push_back(static_cast<int32_t>(state));
+    }
+  }
+  while (!stack.empty()) {
+    const int32_t state = stack.back();
+    stack.pop_back();
+    for (const int32_t from : before[state]) {
+      if (place[from] < 0) {
+        place[from] = 0;
+        stack.push_back(from);
+      }
+    }
+  }
+  ByteAutomaton made;
+  if (place[0] < 0) return made;
+  int32_t useful = 0;
+  for (int32_t& new_place : place) {
+    if (new_place == 0) new_place = useful++;
+  }
+  made.next.assign(static_cast<size_t>(useful) * 256, -1);
+  made.accepting.assign(useful, 0);
+  for (int64_t state = 0; state < count; ++state) {
+    if (place[state] < 0) continue;
+    made.accepting[place[state]] = std::binary_search(sets[state]->begin(), sets[state]->end(), accept);
+    for (int32_t byte = 0; byte < 256; ++byte) {
+      const int32_t to = reached[state][part_of[byte]];
+      if (to >= 0) made.next[static_cast<size_t>(place[state]) * 256 + byte] = place[to];
+    }
+  }
+  return made;
+}
+
+}  // namespace pdkernels

@@ -1,0 +1,227 @@
+"""Regular languages as expressions, and the automata over the bytes of their texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple, TypeAlias
+
+from pdkernels._host import ByteAutomaton, TooLarge
+from pdkernels._validation import refuse, sentence
+
+OP = "decoding.Grammar"
+MAX_STATES = 100_000
+"""Of the nondeterministic automaton: what an expression unfolds to."""
+_MAX_DETERMINISTIC = 20_000
+_MAX_WORK = 20_000_000
+
+Ranges = tuple[tuple[int, int], ...]
+"""Of code points, ascending, both ends included."""
+
+_LAST = 0x10FFFF
+_SURROGATES = (0xD800, 0xDFFF)
+_LENGTHS = (0x7F, 0x7FF, 0xFFFF, _LAST)  # the last code points of one byte, two, ..
+
+
+class Chars(NamedTuple):
+    """One of these characters."""
+
+    ranges: Ranges
+
+
+class Seq(NamedTuple):
+    """One after the other."""
+
+    parts: tuple[Expression, ...]
+
+
+class Alt(NamedTuple):
+    """One of these; without parts: nothing matches."""
+
+    parts: tuple[Expression, ...]
+
+
+class Repeat(NamedTuple):
+    """From `least` to `most` times; None: any number."""
+
+    part: Expression
+    least: int
+    most: int | None
+
+
+Expression: TypeAlias = Chars | Seq | Alt | Repeat
+
+EMPTY = Seq(())
+NOTHING = Alt(())
+
+
+def text(characters: str) -> Expression:
+    """These characters."""
+    return Seq(tuple(Chars(((ord(one), ord(one)),)) for one in characters))
+
+
+def optional(part: Expression) -> Expression:
+    return Repeat(part, 0, 1)
+
+
+def separated(part: Expression, by: Expression, least: int, most: int | None) -> Expression:
+    """`part`, from `least` to `most` times, with `by` between two."""
+    if most is not None and most < least:
+        return NOTHING
+    if most == 0:
+        return EMPTY
+    more = Repeat(Seq((by, part)), max(0, least - 1), None if most is None else most - 1)
+    whole = Seq((part, more))
+    return optional(whole) if least == 0 else whole
+
+
+def normal(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """Ascending ranges that do not touch.
+
+    >>> normal([(5, 9), (1, 4), (20, 20)])
+    ((1, 9), (20, 20))
+    """
+    found: list[tuple[int, int]] = []
+    for first, last in sorted(ranges):
+        if found and first <= found[-1][1] + 1:
+            found[-1] = found[-1][0], max(last, found[-1][1])
+        elif first <= last:
+            found.append((first, last))
+    return tuple(found)
+
+
+def complement(ranges: Ranges) -> Ranges:
+    """All other characters; surrogates are none.
+
+    >>> complement(((0, 0x10FFFE),))
+    ((1114111, 1114111),)
+    """
+    rest, start = [], 0
+    for first, last in normal([*ranges, _SURROGATES]):
+        rest.append((start, first - 1))
+        start = last + 1
+    return normal([*rest, (start, _LAST)])
+
+
+@lru_cache(maxsize=1024)
+def utf8(ranges: Ranges) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """The bytes of characters: sequences of ranges of bytes.
+
+    >>> utf8(((0x41, 0xFF),))
+    (((65, 127),), ((194, 195), (128, 191)))
+    """
+    found: list[tuple[tuple[int, int], ...]] = []
+    for first, last in ranges:
+        for start, end in zip((0, *(at + 1 for at in _LENGTHS)), _LENGTHS):
+            low, high = max(first, start), min(last, end)
+            if low <= high:
+                _split(low, high, found)
+    return tuple(found)
+
+
+def _split(first: int, last: int, found: list[tuple[tuple[int, int], ...]]) -> None:
+    """Characters of the same number of bytes, as ranges whose bytes vary independently."""
+    length = len(chr(first).encode("utf-8", "surrogatepass"))
+    for free in range(1, length):  # continuation bytes at the end
+        unit = 1 << 6 * free
+        if first // unit != last // unit:
+            if first % unit:
+                middle = (first // unit + 1) * unit
+            elif (last + 1) % unit:
+                middle = (last + 1) // unit * unit
+            else:
+                continue
+            _split(first, middle - 1, found)
+            _split(middle, last, found)
+            return
+    low, high = (chr(at).encode("utf-8", "surrogatepass") for at in (first, last))
+    found.append(tuple(zip(low, high)))
+
+
+def size(part: Expression) -> int:
+    """States of its automaton, about; no more than a little above `MAX_STATES` is computed of a larger one."""
+    if isinstance(part, Chars):
+        return 2 + sum(len(one) - 1 for one in utf8(part.ranges))
+    if isinstance(part, Repeat):
+        copies = part.least + 1 if part.most is None else max(part.most, 1)
+        return min(copies * (size(part.part) + 2), 10 * MAX_STATES)
+    return min(2 + sum(map(size, part.parts)), 10 * MAX_STATES)
+
+
+class _Builder:
+    """The nondeterministic automaton of an expression."""
+
+    def __init__(self) -> None:
+        self.states = 0
+        self.edges: list[tuple[int, int, int, int]] = []
+        self.empty: list[tuple[int, int]] = []
+
+    def state(self) -> int:
+        self.states += 1
+        return self.states - 1
+
+    def add(self, part: Expression, start: int) -> int:
+        """The state after `part` from `start`."""
+        if isinstance(part, Chars):
+            end = self.state()
+            for line in utf8(part.ranges):
+                here = start
+                for number, (first, last) in enumerate(line):
+                    there = end if number == len(line) - 1 else self.state()
+                    self.edges.append((here, first, last, there))
+                    here = there
+            return end
+        if isinstance(part, Seq):
+            for one in part.parts:
+                start = self.add(one, start)
+            return start
+        if isinstance(part, Alt):
+            end = self.state()
+            for one in part.parts:
+                begin = self.state()
+                self.empty += [(start, begin), (self.add(one, begin), end)]
+            return end
+        for _ in range(part.least):
+            start = self.add(part.part, start)
+        end = self.state()
+        if part.most is None:
+            loop = self.state()
+            self.empty += [(start, loop), (loop, end), (self.add(part.part, loop), loop)]
+            return end
+        self.empty.append((start, end))
+        for _ in range(part.most - part.least):
+            begin = self.state()
+            self.empty.append((start, begin))
+            start = self.add(part.part, begin)
+            self.empty.append((start, end))
+        return end
+
+
+def compiled(part: Expression, words: str) -> ByteAutomaton:
+    """The automaton of an expression, which errors call `words`.
+
+    >>> compiled(Repeat(text("ab"), 1, 2), "it").accepts(b"abab")
+    True
+    """
+    remedy = "Shorten its repetitions."
+    states = size(part)
+    refuse(states > MAX_STATES, OP, f"{words} unfolds to more than {MAX_STATES} states", remedy)
+    builder = _Builder()
+    start = builder.state()
+    end = builder.add(part, start)
+    limits = _MAX_DETERMINISTIC, _MAX_WORK
+    try:
+        made = ByteAutomaton(builder.states, builder.edges, builder.empty, start, end, *limits)
+    except TooLarge:
+        raise ValueError(sentence(OP, f"the automaton of {words} is too large", remedy)) from None
+    refuse(made.states == 0, OP, f"no text satisfies {words}")
+    return made
+
+
+def sequence(*parts: Expression | str) -> Expression:
+    """A `Seq` of expressions and strings."""
+    return Seq(tuple(text(part) if isinstance(part, str) else part for part in parts))
+
+
+def either(parts: Sequence[Expression]) -> Expression:
+    return parts[0] if len(parts) == 1 else Alt(tuple(parts))
