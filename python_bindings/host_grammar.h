@@ -117,17 +117,18 @@ Args:
     automaton: a ByteAutomaton with a state.
     tokens: the bytes of each token; none: it is never part of a text.
     ends: ids that may follow a whole text.
-    max_cells: TooLarge, a ValueError, for more states times classes of tokens.
+    max_cells, max_work: TooLarge, a ValueError, for more states times classes of tokens, or more pairs of a state and a token
+        that leads on from it.
 
 Example:
     >>> from pdkernels._host import ByteAutomaton, TokenAutomaton
     >>> ab = ByteAutomaton(3, [(0, 97, 97, 1), (1, 98, 98, 2)], [], 0, 2, 100, 1000)
-    >>> made = TokenAutomaton(ab, [b"a", b"b", b"ab", b""], [3], 1000)
+    >>> made = TokenAutomaton(ab, [b"a", b"b", b"ab", b""], [3], 1000, 1000)
     >>> made.next(0, 2), made.distance(0), made.done
     (2, 1, 3)
 )")
       .def(py::init([](const ByteAutomaton& automaton, const std::vector<py::bytes>& tokens,
-                       const std::vector<int64_t>& ends, int64_t max_cells) {
+                       const std::vector<int64_t>& ends, int64_t max_cells, int64_t max_work) {
              std::vector<uint8_t> text;
              std::vector<int64_t> offsets{0};
              for (const py::bytes& token : tokens) {
@@ -142,9 +143,10 @@ Example:
              }
              if (automaton.states() == 0) throw std::invalid_argument("pdkernels.TokenAutomaton: no text is accepted.");
              const py::gil_scoped_release release;
-             return TokenAutomaton(automaton, text, offsets, ends, max_cells);
+             return TokenAutomaton(automaton, text, offsets, ends, max_cells, max_work);
            }),
-           py::arg("automaton"), py::arg("tokens"), py::arg("ends"), py::arg("max_cells"))
+           py::arg("automaton"), py::arg("tokens"), py::arg("ends"), py::arg("max_cells"),
+           py::arg("max_work"))
       .def_property_readonly("states", &TokenAutomaton::states, "States that tokens reach.")
       .def_property_readonly("classes", &TokenAutomaton::classes, "Classes of tokens that all states treat alike.")
       .def_property_readonly("done", &TokenAutomaton::done, "The state after an end token.")
@@ -160,6 +162,16 @@ Example:
              check_states(made, {state});
              return made.next(state, token);
            }, py::arg("state"), py::arg("token"), "The state after a token; -1: there is none.")
+      .def("follow", [](const TokenAutomaton& made, int32_t state, const std::vector<int64_t>& tokens) {
+             check_states(made, {state});
+             for (const int64_t token : tokens) state = state < 0 ? state : made.next(state, token);
+             return state;
+           }, py::arg("state"), py::arg("tokens"), "The state after some tokens; -1: there is none.")
+      .def("forced", [](const TokenAutomaton& made, int32_t state) {
+             check_states(made, {state});
+             const auto& bytes = made.forced(state);
+             return std::vector<int32_t>(bytes.begin(), bytes.end());
+           }, py::arg("state"), "The bytes that every text has next, as far as there is no choice.")
       .def(
           "mask",
           [](const TokenAutomaton& made, int32_t state, int64_t budget, py::buffer bits) {

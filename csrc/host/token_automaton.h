@@ -24,13 +24,15 @@ class TokenAutomaton {
   static constexpr int32_t kFar = std::numeric_limits<int32_t>::max();
 
   // `offsets` (vocabulary + 1) cut `text` into the bytes of the tokens; a token without bytes is never part of a text. `ends`
-  // are the ids that may follow a whole text. TooLarge: more than `max_cells` states times classes.
+  // are the ids that may follow a whole text. TooLarge: more than `max_cells` states times classes, or more than `max_work` pairs
+  // of a state and a token that leads on from it.
   TokenAutomaton(const ByteAutomaton& bytes, const std::vector<uint8_t>& text, const std::vector<int64_t>& offsets,
-                 const std::vector<int64_t>& ends, int64_t max_cells)
+                 const std::vector<int64_t>& ends, int64_t max_cells, int64_t max_work)
       : vocabulary_(static_cast<int64_t>(offsets.size()) - 1), class_of_(vocabulary_, 0) {
     sort_tokens(text, offsets);
-    collect(bytes, text, offsets, ends, max_cells);
+    collect(bytes, text, offsets, ends, max_cells, max_work);
     measure();
+    force(bytes);
   }
 
   int64_t states() const { return states_; }
@@ -46,6 +48,12 @@ class TokenAutomaton {
   int32_t next(int32_t state, int64_t token) const {
     if (token < 0 || token >= vocabulary_) return kDead;
     return follow(state, class_of_[token]);
+  }
+
+  // The bytes that every text has next.
+  const std::vector<uint8_t>& forced(int32_t state) const {
+    static const std::vector<uint8_t> none;
+    return state == done() ? none : forced_[state];
   }
 
   // The bits of the tokens after which at most `budget` more tokens complete the text. Returns how many, and the last of them.
@@ -240,7 +248,7 @@ class TokenAutomaton {
   }
 
   void collect(const ByteAutomaton& bytes, const std::vector<uint8_t>& text, const std::vector<int64_t>& offsets,
-               const std::vector<int64_t>& ends, int64_t max_cells) {
+               const std::vector<int64_t>& ends, int64_t max_cells, int64_t max_work) {
     std::vector<int32_t> number(bytes.states(), kDead), queue;
     std::vector<int64_t> members{vocabulary_};
     const auto reach = [&](int32_t state) {
@@ -258,8 +266,11 @@ class TokenAutomaton {
         alive.emplace_back(id, to);
       });
       split(alive, members);
+      max_work -= static_cast<int64_t>(alive.size());
+      if (max_work < 0) throw TooLarge("work");
       if (static_cast<int64_t>(queue.size() * members.size()) > max_cells) throw TooLarge("cells");
     }
+    byte_states_ = queue;
     std::vector<std::pair<int64_t, int32_t>> marked;
     for (const int64_t id : ends) marked.emplace_back(id, 0);
     split(marked, members);
@@ -356,13 +367,29 @@ class TokenAutomaton {
     }
   }
 
+  void force(const ByteAutomaton& bytes) {
+    constexpr size_t kMost = 64;
+    forced_.resize(states_);
+    for (int32_t state = 0; state < states_; ++state) {
+      int32_t here = byte_states_[state];
+      while (!bytes.accepting[here] && forced_[state].size() < kMost) {
+        const int32_t* line = &bytes.next[static_cast<size_t>(here) * 256];
+        const int32_t* first = std::find_if(line, line + 256, [](int32_t to) { return to >= 0; });
+        if (std::find_if(first + 1, line + 256, [](int32_t to) { return to >= 0; }) != line + 256) break;
+        forced_[state].push_back(static_cast<uint8_t>(first - line));
+        here = *first;
+      }
+    }
+  }
+
   int64_t vocabulary_, states_ = 0, classes_ = 0;
   std::vector<int32_t> class_of_;
   std::vector<int64_t> order_, shared_;
   std::vector<int32_t> table_;
   std::vector<uint8_t> accepting_;
   std::vector<std::vector<int32_t>> following_;  // of each state, the states after some token
-  std::vector<int32_t> distance_;
+  std::vector<int32_t> distance_, byte_states_;
+  std::vector<std::vector<uint8_t>> forced_;
 };
 
 }  // namespace pdkernels

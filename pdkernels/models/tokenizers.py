@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from pdkernels._validation import check, check_type, fail, message, sentence
 from pdkernels.models.chat import ChatTemplate, Messages
+from pdkernels.models.token_bytes import skips_first_space, token_bytes
 from pdkernels.models.tokenizer_bounds import check_bounds
 from pdkernels.models.tokenizer_files import TokenizerFiles
 
@@ -81,6 +82,10 @@ class ByteTokenizer:
 
     def incremental(self) -> IncrementalDecoder:
         return _ByteStream()
+
+    def token_bytes(self) -> list[bytes]:
+        """What each token writes; nothing for the end token."""
+        return [bytes([one]) for one in range(256)] + [b""]
 
 
 class _ByteStream:
@@ -215,6 +220,18 @@ class JsonTokenizer:
 
     def incremental(self) -> IncrementalDecoder:
         return _JsonStream(self)
+
+    @property
+    def skips_first_space(self) -> bool:
+        """Whether `decode` leaves out a space at the beginning of a text."""
+        return skips_first_space(self._tokenizer)
+
+    def token_bytes(self) -> list[bytes]:
+        """What each token writes; nothing for special ones, which `decode` leaves out.
+
+        Raises NotImplementedError for a tokenizer whose texts are not these bytes one after the other.
+        """
+        return token_bytes(self._tokenizer, self._name)
 
 
 def _checked(path: Path) -> str:

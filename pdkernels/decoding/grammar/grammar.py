@@ -1,0 +1,162 @@
+"""The public object for a language: what it is made from, and its automata over the tokens of models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+from pdkernels._host import ByteAutomaton, TokenAutomaton, TooLarge
+from pdkernels._validation import check, check_choice, check_type, sentence
+from pdkernels.decoding.grammar.ebnf import parsed_ebnf
+from pdkernels.decoding.grammar.language import OP, Alt, Expression, compiled, text
+from pdkernels.decoding.grammar.regex import parsed
+from pdkernels.decoding.grammar.schema import Schema, parsed_schema
+from pdkernels.decoding.grammar.vocabulary import vocabulary_of
+
+_FAR = 2**31 - 1
+_MAX_CELLS = 2**26
+_MAX_WORK = 40_000_000
+_MAX_DEPTH = 64
+
+Fill = Literal["each", "joint"]
+
+
+class Grammar:
+    """A language: `generate(grammar=..)` gives texts that belong to it, whatever the method.
+
+    Make one by `Grammar.json_schema`, `Grammar.regex`, `Grammar.choice` or `Grammar.ebnf`. It holds an automaton over bytes; the automaton over
+    the tokens of a model is made when the model is first used with it, and kept.
+
+    Attributes:
+        source: what it was made from, for messages.
+        fill: how canvases are filled. "each": every position gets the token that is drawn from what the grammar allows there. "joint": the
+            positions of a forward get the tokens of the most probable valid completion (DINGO), at temperature 0.
+
+    Example:
+        >>> import pdkernels as pd
+        >>> model = pd.models.load("tiny-code")
+        >>> grammar = pd.decoding.Grammar.regex("(yes|no), [0-9]{2}")
+        >>> import re
+        >>> result = pd.decoding.generate(model, "def ", grammar=grammar, max_new_tokens=16)
+        >>> bool(re.fullmatch("(yes|no), [0-9]{2}", result.text))
+        True
+    """
+
+    def __init__(self, expression: Expression, source: str, fill: Fill = "each") -> None:
+        check_choice(OP, "fill", fill, ("each", "joint"))
+        self.source, self.fill = source, fill
+        self.automaton: ByteAutomaton = compiled(expression, source)
+        self._made: WeakKeyDictionary[Any, dict[tuple[int, ...], TokenAutomaton]] = WeakKeyDictionary()
+
+    @classmethod
+    def regex(cls, pattern: str, *, fill: Fill = "each") -> Grammar:
+        """The texts that a regular expression in Python's syntax matches from end to end.
+
+        ``\\d``, ``\\s`` and ``\\w`` are those of ASCII.
+
+        Raises:
+            ValueError: not a regular expression; one that matches nothing, or whose automaton is too large.
+            NotImplementedError: lookaround, references to groups, anchors inside it, flags.
+        """
+        return cls(parsed(pattern), f"the pattern {_short(pattern)}", fill)
+
+    @classmethod
+    def choice(cls, texts: Sequence[str], *, fill: Fill = "each") -> Grammar:
+        """One of some texts.
+
+        >>> Grammar.choice(["red", "green"]).matches("red"), Grammar.choice(["red"]).matches("re")
+        (True, False)
+        """
+        several = isinstance(texts, Sequence) and not isinstance(texts, str)
+        check_type(several, OP, "choice", "be a list of strings", type(texts).__name__)
+        for one in texts:
+            check_type(isinstance(one, str), OP, "choice", "hold strings", type(one).__name__)
+        check(len(texts) > 0, OP, "choice", "hold a string", "none")
+        return cls(Alt(tuple(map(text, texts))), f"the choice {_short(list(texts))}", fill)
+
+    @classmethod
+    def json_schema(
+        cls, schema: Schema | str, *, whitespace: str | None = None, depth: int = 3, fill: Fill = "each"
+    ) -> Grammar:
+        """JSON values that satisfy a schema: a dict, a bool, or JSON.
+
+        Properties come in the schema's order, without others. A value of a recursive schema has at most `depth` levels of a reference inside
+        itself.
+
+        Args:
+            schema: the schema. A keyword that is not followed is refused.
+            whitespace: a regular expression for the space around brackets, commas and colons. None: at most one space after a comma
+                or a colon.
+            depth: how often a ``$ref`` may occur inside itself.
+
+        Raises:
+            ValueError: a schema that nothing satisfies, or whose automaton is too large.
+            NotImplementedError: a keyword that is not followed.
+
+        >>> Grammar.json_schema({"type": "array", "items": {"type": "boolean"}}).matches("[true, false]")
+        True
+        """
+        if whitespace is not None:
+            check_type(isinstance(whitespace, str), OP, "whitespace", "be a str", type(whitespace).__name__)
+        expression = parsed_schema(schema, whitespace, _checked_depth(depth))
+        return cls(expression, f"the schema {_short(schema)}", fill)
+
+    @classmethod
+    def ebnf(cls, rules: str, *, start: str = "start", depth: int = 3, fill: Fill = "each") -> Grammar:
+        """The texts of a grammar in Lark's EBNF: rules ``name: expansions`` of strings, ``/patterns/``, names, groups, ``|``, ``?``, ``*``, ``+`` and
+        ``~ n..m``.
+
+        A grammar without recursion is followed exactly; of others, the texts in which no rule is more than `depth` times inside itself.
+
+        >>> sums = Grammar.ebnf('start: term ("+" term)*\\nterm: /[0-9]/ | "(" start ")"')
+        >>> sums.matches("1+(2+3)"), sums.matches("1+(2")
+        (True, False)
+        """
+        return cls(parsed_ebnf(rules, start, _checked_depth(depth)), f"the grammar {_short(rules)}", fill)
+
+    def matches(self, text: str) -> bool:
+        """Whether a text belongs to the language."""
+        return self.automaton.accepts(text.encode())
+
+    def for_model(self, model: Any, end_tokens: Sequence[int]) -> TokenAutomaton:
+        """The automaton over a model's tokens.
+
+        Raises:
+            ValueError: tokens that write none of the texts; an end token that writes text; too many states for the vocabulary.
+            NotImplementedError: a model without a tokenizer that knows the bytes of its tokens.
+        """
+        key = (model.config.vocab_size, *end_tokens)
+        known = self._made.setdefault(model.tokenizer, {}) if model.tokenizer is not None else {}
+        if key not in known:
+            known[key] = self._compiled(model, end_tokens)
+        return known[key]
+
+    def _compiled(self, model: Any, end_tokens: Sequence[int]) -> TokenAutomaton:
+        vocabulary = vocabulary_of(model)
+        for token in end_tokens:
+            written = vocabulary.tokens[token]
+            check(not written, OP, "end_tokens", "write no text with a grammar", f"{token}, which writes {written!r}")
+        automaton = self.automaton.skipping(32) if vocabulary.skips_space else self.automaton
+        try:
+            made = TokenAutomaton(automaton, vocabulary.tokens, list(end_tokens), _MAX_CELLS, _MAX_WORK)
+        except TooLarge:
+            words = f"{self.source} has too many states for a vocabulary of {len(vocabulary.tokens)} tokens"
+            raise ValueError(sentence(OP, words, "Shorten its repetitions.")) from None
+        if made.distance(0) == _FAR:
+            raise ValueError(sentence(OP, f"the tokens of the model write no text of {self.source}"))
+        return made
+
+    def __repr__(self) -> str:
+        return f"Grammar({self.source})"
+
+
+def _checked_depth(depth: int) -> int:
+    check_type(type(depth) is int, OP, "depth", "be an int", type(depth).__name__)
+    check(0 <= depth <= _MAX_DEPTH, OP, "depth", f"be in 0 .. {_MAX_DEPTH}", depth)
+    return depth
+
+
+def _short(value: object) -> str:
+    words = " ".join(str(value).split()) if isinstance(value, str) else repr(value)
+    return repr(words[:60] + "...") if len(words) > 63 else repr(words) if isinstance(value, str) else words
