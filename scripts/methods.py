@@ -40,6 +40,7 @@ REQUEST = {
     "max_time": "float | None",
     "n": "int",
     "logprobs": "int | None",
+    "grammar": "Grammar | Sequence[Grammar | None] | None",
 }
 KINDS = {"Prompt": "One", "Batch": "Many"}  # type of a single prompt, and of its result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from pdkernels._validation import check, check_flag, check_type, did_you_mean, message, sentence
@@ -16,6 +17,7 @@ from pdkernels.decoding._session import MAX_POSITIONS
 from pdkernels.decoding._shared_prompts import SharedPrompts
 from pdkernels.decoding._stops import Stops, checked_criteria, checked_time
 from pdkernels.decoding._usual import default_method
+from pdkernels.decoding.grammar import Grammar, opened
 from pdkernels.decoding.methods import METHODS
 from pdkernels.decoding.planned._lanes import chunk_lanes
 from pdkernels.decoding.planned._outline import BAD_PLANS, BadPlan
@@ -43,6 +45,7 @@ __all__ = [
     "DecodeStats",
     "DenoiseStep",
     "ExitCheck",
+    "Grammar",
     "LinearStep",
     "LogProbs",
     "MaskedStep",
@@ -169,6 +172,7 @@ def generate(
     max_time: float | None = None,
     n: int = 1,
     logprobs: int | None = None,
+    grammar: Grammar | Sequence[Grammar | None] | None = None,
     **options: Any,
 ) -> DecodeResult[Any, Any]:
     """Generate from `prompt`, with the decoding method called `method`.
@@ -216,6 +220,8 @@ def generate(
         logprobs: also return the log-probabilities of the new tokens and of this many most probable ones at each place: of the model's own
             distribution, before penalties, temperature and filters, as vLLM does by default. One more pass over the text
             computes them, which the stats do not count.
+        grammar: a `Grammar` that every text belongs to, or one (or None) for each prompt. A sequence ends with its end token, or with the last
+            of its `max_new_tokens`, and is a whole text of the grammar then. With `infill` the grammar is that of the whole result.
         **options: options of the method, see below; `method_options` lists their names.
 
     Returns:
@@ -279,6 +285,9 @@ def generate(
             "logits_processor": logits_processor,
         },
     )
+    session.grammar = opened(grammar, chosen, session, n, options)
+    if session.grammar is not None:
+        filters = replace(filters, allowed=session.grammar.words)
     session.filters = filters
     if n > 1 and chosen.wing == "causal" and not chosen.fills_canvases:
         session.model = SharedPrompts(model, session.prompts[::n], n)

@@ -131,6 +131,8 @@ def finished(
     with inference():
         forwards = decode()
     seconds = time.perf_counter() - started - session.callback_seconds
+    if session.grammar is not None:
+        session.grammar.check_complete(session.tokens, session.stopped)
 
     tokens = sum(len(ids) for ids in session.tokens) - session.given
     # By default a sequence takes part in the prompt's forward and in one per verified draft.
@@ -145,6 +147,7 @@ def finished(
         trace=session.trace,
         recurrences=session.recurrences if session.counts_recurrences else None,
         plans=session.plans,
+        forced=None if session.grammar is None else session.grammar.forced_counts(session.tokens),
     )
     written = session.written
     ids = [torch.tensor(sequence, dtype=torch.int64) for sequence in written]

@@ -102,6 +102,7 @@ class Session:
         self.canvas: Any = None  # the host's half of a canvas, of steps that fill one
         self.callback_seconds = 0.0
         self.filters = Filters()  # of methods whose texts are canvases; those on a cache have a model that applies them
+        self.grammar: Any = None  # a GrammarRows (decoding/grammar), or None
         self.stops = Stops()
         self.stopped = [False] * self.batch  # by one of these
         self._on_tokens = on_tokens

@@ -91,6 +91,7 @@ class DecodeStats:
         recurrences: times that the core of a recurrent-depth model ran over the batch, whatever its rows; the prompt's count.
             None for a method that does not control them.
         plans: per sequence, what it planned and the outcome; None for methods without plans.
+        forced: per sequence, the tokens that a grammar drafted because every text of it has them next; None without a grammar.
     """
 
     method: str
@@ -102,6 +103,7 @@ class DecodeStats:
     trace: Trace | None = None
     recurrences: int | None = None
     plans: list[PlanReport] | None = None
+    forced: list[int] | None = None
 
     @property
     def tokens_per_second(self) -> float:

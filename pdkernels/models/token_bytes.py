@@ -55,7 +55,9 @@ def token_bytes(tokenizer: Any, name: str) -> list[bytes]:
     ends = any(step["type"] == "Strip" and step.get("stop", 0) != 0 for step in steps)
     if not level and not (set(kinds) <= known and spaces and plain and not ends):
         actual = " and ".join(kinds) or "no decoder"
-        raise NotImplementedError(message("models.load", f"{name}: decoder", "be ByteLevel or that of SentencePiece", actual))
+        raise NotImplementedError(
+            message("models.load", f"{name}: decoder", "be ByteLevel or that of SentencePiece", actual)
+        )
     fallback, table = "ByteFallback" in kinds, _byte_level()
     for text, token in tokenizer.get_vocab(with_added_tokens=False).items():
         if token >= len(tokens):

@@ -39,6 +39,7 @@ from pdkernels.decoding._token_sampler import TokenSampler, checked_sampler, lar
 from pdkernels.decoding.canvas.checks import checked_masked_model as checked_masked_model
 from pdkernels.decoding.canvas.record import CanvasRecord
 from pdkernels.decoding.canvas.trace import Record, masked_trace
+from pdkernels.decoding.grammar.fill import Guessed, joint_guesses, settle_
 from pdkernels.models.capabilities import rows_ahead
 from pdkernels.ops import TokenStatistics, Unmasked, token_statistics, unmask_
 
@@ -139,6 +140,7 @@ class Canvas(CanvasRecord):
         self._parts: list[list[bool]] = []  # of each commit
         self._committed: list[torch.Tensor] = []
         self._records: list[Record] = []
+        self._guessed: Guessed | None = None  # of the last forward, under a grammar
         self.logits_hook: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
     @property
@@ -266,26 +268,18 @@ class Canvas(CanvasRecord):
                 logits = filters.exclusions.apply(logits, self._prefixes(step))
         if self.logits_hook is not None:
             logits = self.logits_hook(self._session.forwards - 1, self.tokens, step.positions, logits)
+        if self._session.grammar is not None:
+            self._guessed = self._what_is_guessed(step, logits)
         options = self._options(step)
-        kept = logits
-        if cuts:
-            for token in options["suppress"]:
-                suppress_(logits, token)
-            if sampling.typical_p < 1:
-                sampler = TokenSampler(
-                    sampling.temperature, sampling.top_k, options.pop("top_p"), options.pop("min_p"), sampling.typical_p
-                )
-                kept = sampler.filtered(logits)
-            elif sampling.top_k_first:
-                assert sampling.top_k is not None
-                kept = largest(logits, sampling.top_k)
-            else:  # with top_p, which uses the distribution of all tokens
-                assert sampling.top_k is not None
-                kept = likeliest(logits, sampling.top_k, sampling.temperature, options.pop("top_p"))
+        kept = self._cut(logits, options) if cuts else logits
         guesses = token_statistics(kept, backend=self._backend, **options)
         if cuts and sampling.distribution == "model":
             guesses = self._as_model(guesses, logits)
         self._look_for_broken(guesses, step)
+        if self._guessed is not None:
+            canvases = [canvas.tolist() for canvas in self._canvases()]
+            ids, probs = joint_guesses(self._session.grammar, canvases, self._guessed, guesses.ids, guesses.probs)
+            guesses = guesses._replace(ids=ids, probs=probs)
         if sampling.late:
             options["suppress"] += sampling.late
             sure = token_statistics(kept, backend=self._backend, **options)
@@ -296,11 +290,51 @@ class Canvas(CanvasRecord):
             guesses = guesses._replace(probs=sure.probs.masked_fill(is_end(guesses.ids, self._late), 0))
         return guesses
 
+    def _cut(self, logits: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+        """`logits` without what `top_k` and `typical_p` drop; takes from `options` what is done here. Writes to `logits`."""
+        sampling = self.sampling
+        for token in options["suppress"]:
+            suppress_(logits, token)
+        if sampling.typical_p < 1:
+            sampler = TokenSampler(
+                sampling.temperature, sampling.top_k, options.pop("top_p"), options.pop("min_p"), sampling.typical_p
+            )
+            return sampler.filtered(logits)
+        assert sampling.top_k is not None
+        if sampling.top_k_first:
+            return largest(logits, sampling.top_k)
+        # With top_p, which uses the distribution of all tokens.
+        return likeliest(logits, sampling.top_k, sampling.temperature, options.pop("top_p"))
+
     def _as_model(self, guesses: TokenStatistics, logits: torch.Tensor) -> TokenStatistics:
         """`guesses` from filtered logits, with their confidence in the distribution before."""
         whole = token_statistics(logits, top_k=1, backend=self._backend)
         probs = guesses.probs * (guesses.logsumexp - whole.logsumexp).exp()
         return guesses._replace(probs=probs.masked_fill(guesses.ids < 0, 0), margin=whole.margin, entropy=whole.entropy)
+
+    def _canvases(self) -> list[torch.Tensor]:
+        """The positions of each sequence after its prompt."""
+        bounds = zip(self.tokens, self.starts, self._limits, strict=True)
+        return [row[start : start + own] for row, start, own in bounds]
+
+    def _what_is_guessed(self, step: Step, logits: torch.Tensor) -> Guessed:
+        """For a grammar: the guesses of a forward, and how a token is drawn again from what is left of a row."""
+        sampling, backend = self.sampling, self._backend
+
+        def draw(sequence: int, row: int, left: torch.Tensor) -> torch.Tensor:
+            options = self._options(step._replace(full=True))
+            for name in ("seed", "step", "positions"):
+                value = options.get(name)
+                if isinstance(value, torch.Tensor):
+                    value = value.expand(len(step.positions), -1)[sequence : sequence + 1]
+                    options[name] = value[:, row : row + 1] if value.shape[1] > 1 else value
+            if sampling.top_k is not None or sampling.typical_p < 1:
+                left = self._cut(left, options)
+            return token_statistics(left, backend=backend, **options).ids
+
+        starts = torch.tensor(self.starts, device=logits.device)[:, None]
+        places = (step.positions - starts).masked_fill(step.positions < 0, -1)
+        return Guessed(logits, places, [[] for _ in self.starts], draw)
 
     def _prefixes(self, step: Step, copies: int = 1) -> Prefixes:
         """What the rows of `step` see: the whole canvas; the last of several `copies` is without the prompt."""
@@ -366,10 +400,12 @@ class Canvas(CanvasRecord):
 
     def fill(self, step: Step, ids: torch.Tensor, confidence: torch.Tensor | None, **rule: Any) -> Unmasked:
         """`commit` without the record."""
+        before = None if self._guessed is None else [canvas.tolist() for canvas in self._canvases()]
+        shown = self.turns(step) if confidence is None and before is not None else confidence
         if confidence is None:
             number = step.number
             rule |= {"seed": self.seeds, "step": number if isinstance(number, int) else number[:, 0]}
-        return unmask_(
+        done = unmask_(
             self.tokens,
             ids,
             confidence,
@@ -379,6 +415,9 @@ class Canvas(CanvasRecord):
             backend=self._backend,
             **rule,
         )
+        if before is not None and self._guessed is not None and shown is not None:
+            settle_(self._session.grammar, self._canvases(), before, self._guessed, shown)
+        return done
 
     def turns(self, step: Step) -> torch.Tensor:
         """fp64 in (0, 1): the numbers that replace the confidence for random choices."""

@@ -26,10 +26,12 @@ from pdkernels.decoding._sampling import (
     checked_sampling,
     checked_size,
     statistics,
+    suppress_,
 )
 from pdkernels.decoding._session import Session, has_no_choice, is_end
 from pdkernels.decoding._token_sampler import checked_sampler
 from pdkernels.decoding.canvas.canvas import share
+from pdkernels.decoding.grammar.fill import Guessed, joint_guesses, settle_
 from pdkernels.decoding.steps import Entry, Row, Rows, Steps, decoder
 from pdkernels.decoding.traces import DenoiseStep
 from pdkernels.masks import TilePlan, full
@@ -99,7 +101,7 @@ class BlockSteps(Steps):
         checked_name(_OP, "refresh", refresh, get_args(Refresh))
         seeds = checked_sampling(_OP, temperature, seed, session.batch)
         self.token_sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p, typical_p)
-        self.model, self.limit = session.model, session.max_new_tokens
+        self.model, self.limit, self.session = session.model, session.max_new_tokens, session
         self.threshold, self.sampler = threshold, sampler
         self.mask_token = checked_mask_token(_OP, self.model, mask_token)
         self.banned = banned_tokens(_OP, self.model, allow_mask_token, self.mask_token)
@@ -185,6 +187,10 @@ class BlockSteps(Steps):
             ids, sure = (part[:, known:] for part in judged)
         no_choice = ((sure.isnan() | (ids < 0)) & (block[:, known:] == self.mask_token)).any(1) & (entry.taking > 0)
         number = self.passes.clamp(max=len(self.quotas) - 1)
+        guessed = None
+        if self.session.grammar is not None:
+            guessed, before = self._what_is_guessed(hidden), block.tolist()
+            ids, sure = joint_guesses(self.session.grammar, before, guessed, ids, sure)
         done = unmask_(
             block[:, known:],
             ids,
@@ -195,9 +201,24 @@ class BlockSteps(Steps):
             threshold=self.threshold,
             backend=backend_of(sure.dtype),
         )
+        if guessed is not None:
+            settle_(self.session.grammar, list(block), before, guessed, sure)
         self.passes += 1
         self._found(no_choice, done.committed)
         self._look()
+
+    def _what_is_guessed(self, hidden: torch.Tensor) -> Guessed:
+        """For a grammar, with the rows of `hidden` of a filtered model."""
+        known = [ids[:count] for ids, count in zip(self.session.tokens, self.written.tolist(), strict=True)]
+        logits = suppress_(self.model.logits(hidden[:, self.known :]), self.mask_token)
+        places = self.slot[self.known :].expand(len(hidden), -1)
+
+        def draw(sequence: int, row: int, left: torch.Tensor) -> torch.Tensor:
+            one = slice(sequence, sequence + 1)
+            position = self.cache.lengths[one, None] + places[one, row : row + 1]
+            return self.token_sampler.sample(left, position, self.seeds[one], self.forward[one, None], (self.mask_token,))
+
+        return Guessed(logits, places, known, draw)
 
     def _is_end(self) -> torch.Tensor:
         block = self.entry.block

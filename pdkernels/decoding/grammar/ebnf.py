@@ -6,9 +6,20 @@ import ast
 import re
 from typing import Any, NoReturn
 
-from pdkernels._validation import check_type, did_you_mean, fail, sentence
-from pdkernels.decoding.grammar.language import NOTHING, OP, Alt, Chars, Expression, Repeat, Seq, optional, text
-from pdkernels.decoding.grammar.regex import parsed
+from pdkernels._validation import check_type, did_you_mean, fail, refuse, sentence
+from pdkernels.decoding.grammar.language import (
+    MAX_STATES,
+    NOTHING,
+    OP,
+    Alt,
+    Chars,
+    Expression,
+    Repeat,
+    Seq,
+    optional,
+    text,
+)
+from pdkernels.decoding.grammar.regex import MAX_LENGTH, parsed
 
 _TOKEN = re.compile(
     r"""(?P<space>\s+|//[^\n]*)|(?P<string>"(?:[^"\\\n]|\\.)*"i?)|(?P<pattern>/(?:[^/\\\n]|\\.)+/[a-z]*)"""
@@ -27,6 +38,7 @@ def parsed_ebnf(rules: str, start: str, depth: int) -> Expression:
     """
     check_type(isinstance(rules, str), OP, "rules", "be a str", type(rules).__name__)
     check_type(isinstance(start, str), OP, "start", "be a str", type(start).__name__)
+    refuse(len(rules) > MAX_LENGTH, OP, f"the grammar has more than {MAX_LENGTH} characters")
     found = _rules(_pieces(rules))
     if start not in found:
         remedy = f"{did_you_mean(start, found)}It has {', '.join(found) or 'no rules'}."
@@ -72,6 +84,7 @@ class _Unfolder:
     def __init__(self, rules: dict[str, list[Piece]], depth: int) -> None:
         self._rules, self._depth = rules, depth
         self._open: dict[str, int] = {}
+        self._parts = 0
         self._trees = {name: _Reader(pieces, name).whole() for name, pieces in rules.items()}
 
     def rule(self, name: str) -> Expression:
@@ -86,6 +99,8 @@ class _Unfolder:
         return made
 
     def unfolded(self, tree: Any) -> Expression:
+        self._parts += 1
+        refuse(self._parts > MAX_STATES, OP, f"the grammar unfolds to more than {MAX_STATES} parts", "Lower the depth.")
         if isinstance(tree, str):
             return self.rule(tree)
         if isinstance(tree, Chars):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
-from pdkernels._host import ByteAutomaton, TokenAutomaton, TooLarge
+from pdkernels import _host
 from pdkernels._validation import check, check_choice, check_type, sentence
 from pdkernels.decoding.grammar.ebnf import parsed_ebnf
 from pdkernels.decoding.grammar.language import OP, Alt, Expression, compiled, text
@@ -46,8 +46,8 @@ class Grammar:
     def __init__(self, expression: Expression, source: str, fill: Fill = "each") -> None:
         check_choice(OP, "fill", fill, ("each", "joint"))
         self.source, self.fill = source, fill
-        self.automaton: ByteAutomaton = compiled(expression, source)
-        self._made: WeakKeyDictionary[Any, dict[tuple[int, ...], TokenAutomaton]] = WeakKeyDictionary()
+        self.automaton: _host.ByteAutomaton = compiled(expression, source)
+        self._made: WeakKeyDictionary[Any, dict[tuple[int, ...], _host.TokenAutomaton]] = WeakKeyDictionary()
 
     @classmethod
     def regex(cls, pattern: str, *, fill: Fill = "each") -> Grammar:
@@ -119,7 +119,7 @@ class Grammar:
         """Whether a text belongs to the language."""
         return self.automaton.accepts(text.encode())
 
-    def for_model(self, model: Any, end_tokens: Sequence[int]) -> TokenAutomaton:
+    def for_model(self, model: Any, end_tokens: Sequence[int]) -> _host.TokenAutomaton:
         """The automaton over a model's tokens.
 
         Raises:
@@ -132,15 +132,15 @@ class Grammar:
             known[key] = self._compiled(model, end_tokens)
         return known[key]
 
-    def _compiled(self, model: Any, end_tokens: Sequence[int]) -> TokenAutomaton:
+    def _compiled(self, model: Any, end_tokens: Sequence[int]) -> _host.TokenAutomaton:
         vocabulary = vocabulary_of(model)
         for token in end_tokens:
             written = vocabulary.tokens[token]
             check(not written, OP, "end_tokens", "write no text with a grammar", f"{token}, which writes {written!r}")
         automaton = self.automaton.skipping(32) if vocabulary.skips_space else self.automaton
         try:
-            made = TokenAutomaton(automaton, vocabulary.tokens, list(end_tokens), _MAX_CELLS, _MAX_WORK)
-        except TooLarge:
+            made = _host.TokenAutomaton(automaton, vocabulary.tokens, list(end_tokens), _MAX_CELLS, _MAX_WORK)
+        except _host.TooLarge:
             words = f"{self.source} has too many states for a vocabulary of {len(vocabulary.tokens)} tokens"
             raise ValueError(sentence(OP, words, "Shorten its repetitions.")) from None
         if made.distance(0) == _FAR:

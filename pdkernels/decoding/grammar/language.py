@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
-from pdkernels._host import ByteAutomaton, TooLarge
+from pdkernels import _host
 from pdkernels._validation import refuse, sentence
 
 OP = "decoding.Grammar"
@@ -197,7 +197,7 @@ class _Builder:
         return end
 
 
-def compiled(part: Expression, words: str) -> ByteAutomaton:
+def compiled(part: Expression, words: str) -> _host.ByteAutomaton:
     """The automaton of an expression, which errors call `words`.
 
     >>> compiled(Repeat(text("ab"), 1, 2), "it").accepts(b"abab")
@@ -211,8 +211,8 @@ def compiled(part: Expression, words: str) -> ByteAutomaton:
     end = builder.add(part, start)
     limits = _MAX_DETERMINISTIC, _MAX_WORK
     try:
-        made = ByteAutomaton(builder.states, builder.edges, builder.empty, start, end, *limits)
-    except TooLarge:
+        made = _host.ByteAutomaton(builder.states, builder.edges, builder.empty, start, end, *limits)
+    except _host.TooLarge:
         raise ValueError(sentence(OP, f"the automaton of {words} is too large", remedy)) from None
     refuse(made.states == 0, OP, f"no text satisfies {words}")
     return made

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
-from pdkernels._validation import check_type, fail, sentence
+from pdkernels._validation import check_type, fail, refuse, sentence
 from pdkernels.decoding.grammar.language import (
     NOTHING,
     OP,
@@ -27,6 +27,7 @@ if sys.version_info >= (3, 11):
 else:
     import sre_parse as parser
 
+MAX_LENGTH = 50_000
 ANYTHING = Chars(complement(()))
 _LINE = Chars(complement(((10, 10),)))
 _ASCII: dict[str, Ranges] = {
@@ -51,6 +52,7 @@ def parsed(pattern: str, *, search: bool = False) -> Expression:
         NotImplementedError: a part that is none of a regular language, or a flag.
     """
     check_type(isinstance(pattern, str), OP, "pattern", "be a str", type(pattern).__name__)
+    refuse(len(pattern) > MAX_LENGTH, OP, f"the pattern has more than {MAX_LENGTH} characters")
     try:
         tree = parser.parse(pattern)
     except (re.error, OverflowError) as error:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdkernels._host import TokenAutomaton
+from pdkernels import _host
 from pdkernels._validation import check, check_type, refuse, sentence
 from pdkernels.decoding._method import Method
 from pdkernels.decoding._prefixes import Prefixes
@@ -33,7 +33,7 @@ Redraw = Callable[[int, int, Tensor], int]
 class Text(NamedTuple):
     """The grammar of one sequence."""
 
-    automaton: TokenAutomaton
+    automaton: _host.TokenAutomaton
     fill: str
     start: int
     """The state where its new tokens begin."""
@@ -67,13 +67,13 @@ class GrammarRows:
     def _canvases(self, rows: Prefixes, sequences: Sequence[int], numbers: list[list[int]], found: Any) -> None:
         """Rows of canvases, which see all of them."""
         texts, known = rows.text.tolist(), rows.known.tolist()
-        first = (rows.length.tolist(), rows.generated.long().argmax(1).tolist())
+        ends = rows.length.tolist()
         for line, sequence in enumerate(sequences):
             text = self._texts[sequence]
             if text is None:
                 continue
-            end, start = first[0][line], first[1][line]
-            start = end - text.limit if rows.generated.shape[1] else start
+            end = ends[line]
+            start = end - text.limit
             canvas = [
                 token if there else MASK
                 for token, there in zip(texts[line][start:end], known[line][start:end], strict=True)
@@ -84,16 +84,9 @@ class GrammarRows:
                     text.automaton.allowed(places[position], places[position + 1], found[line, row])
 
     def _drafts(
-        self,
-        rows: Prefixes,
-        sequences: Sequence[int],
-        numbers: list[list[int]],
-        guessing: list[list[bool]],
-        found: Any,
+        self, rows: Prefixes, sequences: Sequence[int], numbers: list[list[int]], guessing: list[list[bool]], found: Any
     ) -> None:
-        lengths, begun, tokens, visible = (
-            part.tolist() for part in (rows.length, rows.new, rows.tokens, rows.visible)
-        )
+        lengths, begun, tokens, visible = (part.tolist() for part in (rows.length, rows.new, rows.tokens, rows.visible))
         texts = rows.text.tolist()
         prompts = (~rows.generated).sum(1).tolist()
         for line, sequence in enumerate(sequences):
@@ -105,12 +98,16 @@ class GrammarRows:
             after: dict[tuple[int, ...], int] = {(): state}
             canvases: dict[tuple[int, ...], list[list[int]]] = {}
             for row, number in enumerate(numbers[line]):
-                sees = () if not begun[line] else tuple(
-                    token for token, seen in zip(tokens[line], visible[line][row], strict=True) if seen
+                sees = (
+                    ()
+                    if not begun[line]
+                    else tuple(token for token, seen in zip(tokens[line], visible[line][row], strict=True) if seen)
                 )
                 if guessing[line][row]:
                     if begun[line]:
-                        self._guess(text, state, sees, number - len(committed), len(committed), canvases, found[line, row])
+                        self._guess(
+                            text, state, sees, number - len(committed), len(committed), canvases, found[line, row]
+                        )
                     continue
                 here = self._after(text, after, sees)
                 if here >= 0:
@@ -278,12 +275,18 @@ class GrammarRows:
                 continue
             state = self._follow(text, text.start, written)
             whole = state >= 0 and text.automaton.accepting(state)
-            words = f"sequence {sequence} is no text of {text.source}: another option excluded the tokens that it needed"
+            words = (
+                f"sequence {sequence} is no text of {text.source}: another option excluded the tokens that it needed"
+            )
             refuse(not whole, _OP, words)
 
 
 def opened(
-    grammar: Grammar | Sequence[Grammar | None] | None, method: Method, session: Session, options: dict[str, Any]
+    grammar: Grammar | Sequence[Grammar | None] | None,
+    method: Method,
+    session: Session,
+    copies: int,
+    options: dict[str, Any],
 ) -> GrammarRows | None:
     """The grammars of a session, checked; None without any.
 
@@ -293,10 +296,17 @@ def opened(
     """
     if grammar is None:
         return None
-    several = [grammar] * session.batch if isinstance(grammar, Grammar) else grammar
+    prompts = session.batch // copies
+    several = [grammar] * prompts if isinstance(grammar, Grammar) else grammar
     fits = isinstance(several, Sequence) and all(one is None or isinstance(one, Grammar) for one in several)
     check_type(fits, _OP, "grammar", "be a Grammar, or a list of them", type(grammar).__name__)
-    check(len(several) == session.batch, _OP, "grammar", f"have one for each of the {session.batch} prompts", len(several))
+    check(len(several) == prompts, _OP, "grammar", f"have one for each of the {prompts} prompts", len(several))
+    several = [one for one in several for _ in range(copies)]
+    joint = [one for one in several if one is not None and one.fill == "joint"]
+    words = "a grammar with fill='joint' has one most probable completion"
+    refuse(bool(joint) and (options.get("temperature") or 0) > 0, _OP, words, "Use temperature 0, or fill='each'.")
+    words = f"method {method.name!r} writes token after token, so its grammar must have fill='each', got 'joint'"
+    refuse(bool(joint) and not method.writes_in_parallel, _OP, words)
     for name in refused_options(method, options):
         raise NotImplementedError(sentence(_OP, f"method {method.name!r} does not follow a grammar with {name}"))
     ends = () if options.get("no_end") else session.end_tokens

@@ -15,6 +15,7 @@ from pdkernels.decoding.grammar.language import (
     Alt,
     Chars,
     Expression,
+    Ranges,
     Repeat,
     Seq,
     complement,
@@ -44,6 +45,7 @@ _KEYWORDS = {
     "null": frozenset[str](),
 }
 _APPLIED = frozenset("type enum const anyOf oneOf allOf $ref".split())
+_KNOWN = _NOTES | _APPLIED | frozenset().union(*_KEYWORDS.values())
 _TYPES: dict[str, Callable[[Any], bool]] = {
     "string": lambda value: isinstance(value, str),
     "integer": lambda value: type(value) is int or (type(value) is float and value.is_integer()),
@@ -53,6 +55,7 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
     "boolean": lambda value: type(value) is bool,
     "null": lambda value: value is None,
 }
+_MAX_PARTS = 3_000
 _ANYTHING_DEPTH = 1  # of arrays and objects inside a value without a schema
 
 _CONTROL = ((0, 31),)
@@ -99,13 +102,18 @@ class _Compiler:
         self._open: dict[str, int] = {}  # how often each reference is being followed
         gap = EMPTY if whitespace is None else parsed(whitespace)
         space = optional(text(" ")) if whitespace is None else gap
-        self._gap = gap
+        wide = any(not {9, 10, 13, 32}.issuperset(range(first, last + 1)) for first, last in _characters(gap))
+        refuse(wide, OP, "whitespace matches characters that are no space in JSON", r"Write [ \t\n\r], not \s.")
+        self._gap, self._parts = gap, 0
         self._comma, self._colon = Seq((gap, text(","), space)), Seq((gap, text(":"), space))
+        self._any = self._anything(_ANYTHING_DEPTH)
 
     def value(self, schema: Any, place: str) -> Expression:
         """The texts of the values of a schema, which errors call `place`."""
+        self._parts += 1
+        refuse(self._parts > _MAX_PARTS, OP, f"the schema unfolds to more than {_MAX_PARTS} parts", "Lower the depth.")
         if schema is True or schema == {}:
-            return self._anything(_ANYTHING_DEPTH)
+            return self._any
         if schema is False:
             return NOTHING
         check(isinstance(schema, Mapping), OP, f"schema at {place}", "be an object or a bool", type(schema).__name__)
@@ -116,7 +124,7 @@ class _Compiler:
         if "$ref" in schema:
             return self._reference(schema, place)
         if not schema:
-            return self._anything(_ANYTHING_DEPTH)
+            return self._any
         if "const" in schema or "enum" in schema:
             return self._listed(schema, place)
         for name in ("anyOf", "oneOf"):
@@ -134,21 +142,21 @@ class _Compiler:
         return either([self._typed(kind, schema, place) for kind in several])
 
     def _check_keywords(self, schema: Mapping[str, Any], place: str) -> None:
-        known = _NOTES | _APPLIED | frozenset().union(*_KEYWORDS.values())
         for name in schema:
-            self._refuse(name not in known, f"{place}/{name}", f"the keyword {name!r}")
+            self._refuse(name not in _KNOWN, f"{place}/{name}", f"the keyword {name!r}")
         of = schema.get("type")
         kinds = {of} if isinstance(of, str) else set(of) if isinstance(of, list) else set()
-        for kind, words in _KEYWORDS.items():
-            # A keyword of another type demands nothing.
-            others = frozenset().union(*(_KEYWORDS.get(one, frozenset()) for one in kinds if isinstance(one, str)))
-            stray = sorted((words & schema.keys()) - others) if kinds else []
-            words_ = f"{stray and stray[0]!r} beside type {of!r}"
-            self._refuse(bool(stray), place, words_, "It demands nothing there: leave it out.")
+        own = frozenset[str]().union(*(_KEYWORDS.get(one, frozenset()) for one in kinds if isinstance(one, str)))
+        stray = sorted(schema.keys() - _NOTES - _APPLIED - own) if kinds else []
+        words = f"{stray and stray[0]!r} beside type {of!r}"
+        self._refuse(bool(stray), place, words, "It demands nothing there: leave it out.")
 
-    def _refuse(self, condition: bool, place: str, words: str, remedy: str = "") -> None:
+    @staticmethod
+    def _refuse(condition: bool, place: str, words: str, remedy: str = "") -> None:
         if condition:
-            raise NotImplementedError(sentence(OP, f"the schema has {words} at {place}, which is not supported", remedy))
+            raise NotImplementedError(
+                sentence(OP, f"the schema has {words} at {place}, which is not supported", remedy)
+            )
 
     def _merged(self, schema: Mapping[str, Any], place: str) -> dict[str, Any]:
         """All parts of an allOf in one schema."""
@@ -185,7 +193,9 @@ class _Compiler:
 
     def _found(self, reference: Any, place: str) -> Any:
         local = isinstance(reference, str) and reference.startswith("#")
-        self._refuse(not local, place, f"the reference {reference!r}", "Only those into the schema itself are followed.")
+        self._refuse(
+            not local, place, f"the reference {reference!r}", "Only those into the schema itself are followed."
+        )
         found = self._root
         for part in reference[1:].split("/")[1:]:
             name = unquote(part).replace("~1", "/").replace("~0", "~")
@@ -240,7 +250,11 @@ class _Compiler:
     def _choice(self, schema: Mapping[str, Any], name: str, place: str) -> Expression:
         branches = schema[name]
         check(
-            isinstance(branches, list) and len(branches) > 0, OP, f"{name} at {place}", "be a list with an entry", branches
+            isinstance(branches, list) and len(branches) > 0,
+            OP,
+            f"{name} at {place}",
+            "be a list with an entry",
+            branches,
         )
         rest = {key: value for key, value in schema.items() if key != name}
         self._refuse("anyOf" in rest or "oneOf" in rest, place, "both anyOf and oneOf")
@@ -415,6 +429,15 @@ def _counts(schema: Mapping[str, Any], low: str, high: str, place: str) -> tuple
     return schema.get(low, 0), schema.get(high)
 
 
+def _characters(part: Expression) -> Ranges:
+    """All that occur in an expression."""
+    if isinstance(part, Chars):
+        return part.ranges
+    if isinstance(part, Repeat):
+        return _characters(part.part)
+    return normal(one for inner in part.parts for one in _characters(inner))
+
+
 def _escaped(part: Expression) -> Expression:
     """The texts of `part` inside the quotes of JSON."""
     if isinstance(part, Seq):
@@ -426,7 +449,9 @@ def _escaped(part: Expression) -> Expression:
     inside = [(max(first, low), min(last, high)) for first, last in part.ranges for low, high in _PLAIN]
     plain = normal((first, last) for first, last in inside if first <= last)
     escaped = [
-        text(written) for point, written in _ESCAPES.items() if any(first <= point <= last for first, last in part.ranges)
+        text(written)
+        for point, written in _ESCAPES.items()
+        if any(first <= point <= last for first, last in part.ranges)
     ]
     return Alt((*((Chars(plain),) if plain else ()), *escaped))
 

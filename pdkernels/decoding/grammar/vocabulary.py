@@ -25,7 +25,9 @@ def vocabulary_of(model: Any) -> Vocabulary:
     """
     tokenizer = model.tokenizer
     if tokenizer is None or not hasattr(tokenizer, "token_bytes"):
-        name = "no tokenizer" if tokenizer is None else f"the tokenizer {type(tokenizer).__name__} without token_bytes()"
+        name = (
+            "no tokenizer" if tokenizer is None else f"the tokenizer {type(tokenizer).__name__} without token_bytes()"
+        )
         words = f"a grammar needs the bytes of the tokens, and the model has {name}"
         raise NotImplementedError(sentence(OP, words, "See docs/structured_output.md."))
     tokens, size = list(tokenizer.token_bytes()), model.config.vocab_size

@@ -124,6 +124,10 @@ class Steps(ABC):
         self.end(stopped)
         return self.entry.rows()
 
+    def forced(self, session: Session, rows: Rows) -> Rows:
+        """Drafts what the grammars of a session leave no choice about; returns the entry after that."""
+        return rows
+
     def recorded(self, session: Session, log: list[list[list[int]]]) -> int:
         """Records a whole generation from the log of its entries, and returns the forwards its sequences took part in."""
         entries = [self.entry.rows(values) for values in log]
@@ -180,6 +184,7 @@ def run(steps: Steps, session: Session, replays: Sequence[Callable[[], None]] = 
     taken_part = steps.opened(session, rows)
     rows = steps.halt(session, rows)
     while any(row.pending for row in rows):
+        rows = steps.forced(session, rows)
         before, rows = rows, next_entry(steps, rows, replays)
         refuse_no_choice(session, [rows])
         taken_part += steps.stepped(session, before, rows)

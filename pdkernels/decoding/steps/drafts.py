@@ -58,6 +58,21 @@ class DraftSteps(Steps):
         self.entry.pending.copy_(self.remaining.clamp(max=self.slots))
         self.entry.accepted.copy_(verdict.accepted).masked_fill_(no_choice, -1)
 
+    def forced(self, session: Session, rows: Rows) -> Rows:
+        if session.grammar is None or self.slots == 1 or "draft" not in self.entry.__dict__:
+            return rows
+        left, changed = self.remaining.tolist(), False
+        for sequence, row in enumerate(rows):
+            if row.pending == 0:
+                continue
+            room = min(self.slots, left[sequence]) - 1
+            tokens = session.grammar.drafted(sequence, session.tokens[sequence], room)
+            if tokens:
+                changed = True
+                self.entry.draft[sequence, 1 : 1 + len(tokens)] = torch.tensor(tokens, device=self.slot.device)
+                self.entry.pending[sequence] = max(row.pending, 1 + len(tokens))
+        return self.entry.rows() if changed else rows
+
     def opened(self, session: Session, rows: Rows) -> int:
         return record_first(session, [row.draft[0] for row in rows])
 

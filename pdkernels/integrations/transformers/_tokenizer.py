@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, cast
 
-from pdkernels._validation import refuse
+from pdkernels._validation import refuse, sentence
 from pdkernels.models.chat import Messages, check_messages
+from pdkernels.models.token_bytes import skips_first_space, token_bytes
 from pdkernels.models.tokenizers import IncrementalDecoder, JsonTokenizer
 
 OP = "transformers tokenizer"
@@ -56,6 +57,22 @@ class TheirTokenizer:
     def decode_all(self, ids: Iterable[int]) -> str:
         """The text including special tokens, in which stop strings are searched."""
         return str(self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=False))
+
+    @property
+    def skips_first_space(self) -> bool:
+        """As `JsonTokenizer.skips_first_space`."""
+        return skips_first_space(self._fast())
+
+    def token_bytes(self) -> list[bytes]:
+        """As `JsonTokenizer.token_bytes`."""
+        return token_bytes(self._fast(), type(self.tokenizer).__name__)
+
+    def _fast(self) -> Any:
+        fast = getattr(self.tokenizer, "backend_tokenizer", None)
+        if fast is None:
+            words = f"a grammar needs a fast tokenizer, and {type(self.tokenizer).__name__} is none"
+            raise NotImplementedError(sentence(OP, words))
+        return fast
 
     def incremental(self) -> IncrementalDecoder:
         return JsonTokenizer.incremental(cast(JsonTokenizer, self))
