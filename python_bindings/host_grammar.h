@@ -69,7 +69,8 @@ Example:
 )")
       .def(py::init(&parse_automaton), py::arg("states"), py::arg("edges"), py::arg("empty"), py::arg("start"),
            py::arg("accept"), py::arg("max_states"), py::arg("max_work"))
-      .def_property_readonly("states", &ByteAutomaton::states, "States from which a text is accepted; the first one starts.")
+      .def_property_readonly("states", &ByteAutomaton::states,
+                             "States from which a text is accepted; the first one starts.")
       .def_property_readonly(
           "table",
           [](const ByteAutomaton& made) {
@@ -81,7 +82,8 @@ Example:
           },
           "The next state of each state after each byte; -1: none.")
       .def_property_readonly(
-          "accepting", [](const ByteAutomaton& made) { return std::vector<bool>(made.accepting.begin(), made.accepting.end()); },
+          "accepting",
+          [](const ByteAutomaton& made) { return std::vector<bool>(made.accepting.begin(), made.accepting.end()); },
           "Which states accept.")
       .def(
           "skipping",
@@ -96,7 +98,8 @@ Example:
             other.accepting.insert(other.accepting.begin(), made.accepting[0]);
             return other;
           },
-          py::arg("byte"), "The automaton of the same texts, and of those with this byte before them: a first one is left out.")
+          py::arg("byte"),
+          "The automaton of the same texts, and of those with this byte before them: a first one is left out.")
       .def(
           "accepts",
           [](const ByteAutomaton& made, const py::bytes& text) {
@@ -145,33 +148,48 @@ Example:
              const py::gil_scoped_release release;
              return TokenAutomaton(automaton, text, offsets, ends, max_cells, max_work);
            }),
-           py::arg("automaton"), py::arg("tokens"), py::arg("ends"), py::arg("max_cells"),
-           py::arg("max_work"))
+           py::arg("automaton"), py::arg("tokens"), py::arg("ends"), py::arg("max_cells"), py::arg("max_work"))
       .def_property_readonly("states", &TokenAutomaton::states, "States that tokens reach.")
       .def_property_readonly("classes", &TokenAutomaton::classes, "Classes of tokens that all states treat alike.")
       .def_property_readonly("done", &TokenAutomaton::done, "The state after an end token.")
-      .def("accepting", [](const TokenAutomaton& made, int32_t state) {
-             check_states(made, {state});
-             return made.accepting(state);
-           }, py::arg("state"), "Whether a text may end here.")
-      .def("distance", [](const TokenAutomaton& made, int32_t state) {
-             check_states(made, {state});
-             return made.distance(state);
-           }, py::arg("state"), "The fewest tokens from here to a whole text, an end token not counted; 2**31 - 1: no tokens lead to one.")
-      .def("next", [](const TokenAutomaton& made, int32_t state, int64_t token) {
-             check_states(made, {state});
-             return made.next(state, token);
-           }, py::arg("state"), py::arg("token"), "The state after a token; -1: there is none.")
-      .def("follow", [](const TokenAutomaton& made, int32_t state, const std::vector<int64_t>& tokens) {
-             check_states(made, {state});
-             for (const int64_t token : tokens) state = state < 0 ? state : made.next(state, token);
-             return state;
-           }, py::arg("state"), py::arg("tokens"), "The state after some tokens; -1: there is none.")
-      .def("forced", [](const TokenAutomaton& made, int32_t state) {
-             check_states(made, {state});
-             const auto& bytes = made.forced(state);
-             return std::vector<int32_t>(bytes.begin(), bytes.end());
-           }, py::arg("state"), "The bytes that every text has next, as far as there is no choice.")
+      .def(
+          "accepting",
+          [](const TokenAutomaton& made, int32_t state) {
+            check_states(made, {state});
+            return made.accepting(state);
+          },
+          py::arg("state"), "Whether a text may end here.")
+      .def(
+          "distance",
+          [](const TokenAutomaton& made, int32_t state) {
+            check_states(made, {state});
+            return made.distance(state);
+          },
+          py::arg("state"),
+          "The fewest tokens from here to a whole text, an end token not counted; 2**31 - 1: no tokens lead to one.")
+      .def(
+          "next",
+          [](const TokenAutomaton& made, int32_t state, int64_t token) {
+            check_states(made, {state});
+            return made.next(state, token);
+          },
+          py::arg("state"), py::arg("token"), "The state after a token; -1: there is none.")
+      .def(
+          "follow",
+          [](const TokenAutomaton& made, int32_t state, const std::vector<int64_t>& tokens) {
+            check_states(made, {state});
+            for (const int64_t token : tokens) state = state < 0 ? state : made.next(state, token);
+            return state;
+          },
+          py::arg("state"), py::arg("tokens"), "The state after some tokens; -1: there is none.")
+      .def(
+          "forced",
+          [](const TokenAutomaton& made, int32_t state) {
+            check_states(made, {state});
+            const auto& bytes = made.forced(state);
+            return std::vector<int32_t>(bytes.begin(), bytes.end());
+          },
+          py::arg("state"), "The bytes that every text has next, as far as there is no choice.")
       .def(
           "mask",
           [](const TokenAutomaton& made, int32_t state, int64_t budget, py::buffer bits) {
@@ -180,7 +198,8 @@ Example:
             return made.mask(state, budget, bits_of(made, to));
           },
           py::arg("state"), py::arg("budget"), py::arg("bits"),
-          "Writes the bits of the tokens after which at most `budget` more complete the text; how many they are, and the last one.")
+          "Writes the bits of the tokens after which at most `budget` more complete the text; how many they are, and "
+          "the last one.")
       .def(
           "places",
           [](const TokenAutomaton& made, const std::vector<int64_t>& canvas, const std::vector<int32_t>& starts,
@@ -190,7 +209,8 @@ Example:
             return made.places(canvas, starts, budget);
           },
           py::arg("canvas"), py::arg("starts"), py::arg("budget"),
-          "The states before each token of a canvas and after the last one; -1 in it is a mask. Empty if nothing completes it.")
+          "The states before each token of a canvas and after the last one; -1 in it is a mask. Empty if nothing "
+          "completes it.")
       .def(
           "allowed",
           [](const TokenAutomaton& made, const std::vector<int32_t>& before, const std::vector<int32_t>& after,
@@ -201,7 +221,8 @@ Example:
             return made.allowed(before, after, bits_of(made, to));
           },
           py::arg("before"), py::arg("after"), py::arg("bits"),
-          "Writes the bits of the tokens that lead from a state before them to a state after them; how many they are, and the last one.")
+          "Writes the bits of the tokens that lead from a state before them to a state after them; how many they are, "
+          "and the last one.")
       .def(
           "best",
           [](const TokenAutomaton& made, const std::vector<int64_t>& canvas, const std::vector<int32_t>& starts,
@@ -216,7 +237,8 @@ Example:
             return made.best(canvas, starts, budget, static_cast<const float*>(rows.ptr));
           },
           py::arg("canvas"), py::arg("starts"), py::arg("budget"), py::arg("scores"),
-          "The tokens of the most probable completion of a canvas, given log-probabilities for each of its masks; empty if there is none.");
+          "The tokens of the most probable completion of a canvas, given log-probabilities for each of its masks; "
+          "empty if there is none.");
 }
 
 }  // namespace

@@ -120,8 +120,8 @@ inline ByteAutomaton determinise(int64_t states, const std::vector<ByteEdge>& ed
     for (int64_t part = 0; part < parts; ++part) {
       if (!targets[part].empty()) {
         // Most bytes lead where their neighbours lead.
-        line[part] = part > 0 && targets[part] == targets[part - 1] ? line[part - 1]
-                                                                    : number(closure.of(targets[part], work));
+        line[part] =
+            part > 0 && targets[part] == targets[part - 1] ? line[part - 1] : number(closure.of(targets[part], work));
       }
       if (work > max_work) throw TooLarge("work");
     }

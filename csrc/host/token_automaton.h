@@ -1,9 +1,10 @@
-// An automaton over the tokens of a vocabulary, and its passes over canvases: rows of tokens where some are still masked.
+// An automaton over the tokens of a vocabulary, and its passes over canvases: rows of tokens where some are still
+// masked.
 //
-// Tokens that every state treats alike form a class, so that a table of states and classes holds all transitions. State `done()` comes
-// after an end token, where every token may follow. Known tokens of a canvas lead one way, a mask leads every way there is:
-// a forward pass finds the states that the tokens before a position may lead to, a backward pass those that its later ones
-// can complete. The plain form is reference/token_automaton.py.
+// Tokens that every state treats alike form a class, so that a table of states and classes holds all transitions. State
+// `done()` comes after an end token, where every token may follow. Known tokens of a canvas lead one way, a mask leads
+// every way there is: a forward pass finds the states that the tokens before a position may lead to, a backward pass
+// those that its later ones can complete. The plain form is reference/token_automaton.py.
 #pragma once
 
 #include <algorithm>
@@ -23,9 +24,9 @@ class TokenAutomaton {
   static constexpr int32_t kDead = -1;
   static constexpr int32_t kFar = std::numeric_limits<int32_t>::max();
 
-  // `offsets` (vocabulary + 1) cut `text` into the bytes of the tokens; a token without bytes is never part of a text. `ends`
-  // are the ids that may follow a whole text. TooLarge: more than `max_cells` states times classes, or more than `max_work` pairs
-  // of a state and a token that leads on from it.
+  // `offsets` (vocabulary + 1) cut `text` into the bytes of the tokens; a token without bytes is never part of a text.
+  // `ends` are the ids that may follow a whole text. TooLarge: more than `max_cells` states times classes, or more than
+  // `max_work` pairs of a state and a token that leads on from it.
   TokenAutomaton(const ByteAutomaton& bytes, const std::vector<uint8_t>& text, const std::vector<int64_t>& offsets,
                  const std::vector<int64_t>& ends, int64_t max_cells, int64_t max_work)
       : vocabulary_(static_cast<int64_t>(offsets.size()) - 1), class_of_(vocabulary_, 0) {
@@ -56,15 +57,16 @@ class TokenAutomaton {
     return state == done() ? none : forced_[state];
   }
 
-  // The bits of the tokens after which at most `budget` more tokens complete the text. Returns how many, and the last of them.
+  // The bits of the tokens after which at most `budget` more tokens complete the text. Returns how many, and the last
+  // of them.
   std::pair<int64_t, int64_t> mask(int32_t state, int64_t budget, int32_t* bits) const {
     std::vector<uint8_t> fits(classes_);
     for (int32_t c = 0; c < classes_; ++c) fits[c] = within(follow(state, c), budget);
     return write(fits, bits);
   }
 
-  // The states of each place of a canvas, before its tokens and after the last: those that its tokens allow. -1 is a mask. Empty if
-  // the canvas cannot be completed with at most `budget` tokens after it.
+  // The states of each place of a canvas, before its tokens and after the last: those that its tokens allow. -1 is a
+  // mask. Empty if the canvas cannot be completed with at most `budget` tokens after it.
   std::vector<std::vector<int32_t>> places(const std::vector<int64_t>& canvas, const std::vector<int32_t>& starts,
                                            int64_t budget) const {
     const int64_t length = static_cast<int64_t>(canvas.size());
@@ -126,8 +128,8 @@ class TokenAutomaton {
     return write(fits, bits);
   }
 
-  // The tokens of the most probable completion of a canvas: `scores` has a row of log-probabilities for each of its masks, which may be
-  // -inf. Of equals the lowest state and the lowest id win. Empty if there is none.
+  // The tokens of the most probable completion of a canvas: `scores` has a row of log-probabilities for each of its
+  // masks, which may be -inf. Of equals the lowest state and the lowest id win. Empty if there is none.
   std::vector<int64_t> best(const std::vector<int64_t>& canvas, const std::vector<int32_t>& starts, int64_t budget,
                             const float* scores) const {
     const int64_t length = static_cast<int64_t>(canvas.size());

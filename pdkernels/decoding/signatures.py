@@ -13,6 +13,7 @@ from typing_extensions import Unpack
 
 from pdkernels.decoding._method import Method
 from pdkernels.decoding._prompts import Batch, Prompt
+from pdkernels.decoding.grammar.grammar import Grammar
 from pdkernels.decoding.result import DecodeResult, OnTokens
 from pdkernels.models.sampler_head import SamplerHead
 
@@ -45,6 +46,7 @@ class Request(TypedDict, total=False):
     max_time: float | None
     n: int
     logprobs: int | None
+    grammar: Grammar | Sequence[Grammar | None] | None
 
 
 class Autoregressive(Request, total=False):

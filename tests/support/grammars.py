@@ -66,7 +66,7 @@ SCHEMAS: dict[str, Any] = {
     "open share": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 10},
     "temperature": {"type": "number", "minimum": -273.15, "maximum": 60.5},
     "string": _string(minLength=2, maxLength=12),
-    "unicode": _string(pattern="^[α-ω]{2,5}$"),
+    "unicode": _string(pattern="^[ж-ю]{2,5}$"),
     "quoted": _string(pattern='^say "[a-z]{1,5}"$'),
     "path": _string(pattern="^C:\\\\[a-z]{1,6}$"),
     "found": _string(pattern="needle"),

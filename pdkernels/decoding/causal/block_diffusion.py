@@ -216,7 +216,9 @@ class BlockSteps(Steps):
         def draw(sequence: int, row: int, left: torch.Tensor) -> torch.Tensor:
             one = slice(sequence, sequence + 1)
             position = self.cache.lengths[one, None] + places[one, row : row + 1]
-            return self.token_sampler.sample(left, position, self.seeds[one], self.forward[one, None], (self.mask_token,))
+            return self.token_sampler.sample(
+                left, position, self.seeds[one], self.forward[one, None], (self.mask_token,)
+            )
 
         return Guessed(logits, places, known, draw)
 
