@@ -64,7 +64,7 @@ def parsed(pattern: str, *, search: bool = False) -> Expression:
         raise NotImplementedError(sentence(OP, f"flags such as {re.RegexFlag(flags)!r} are not supported in a pattern"))
     dot = ANYTHING if tree.state.flags & re.DOTALL.value else _LINE
     try:
-        return _Tree(pattern, dot).whole(list(tree), search)
+        return _Tree(pattern, dot).whole(tree.data, search)
     except RecursionError:
         fail(OP, "pattern", "have fewer groups inside each other", repr(pattern[:80]))
 

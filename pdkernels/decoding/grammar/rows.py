@@ -7,15 +7,16 @@ way (`TokenAutomaton.places`).
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pdkernels import _host
 from pdkernels._validation import check, check_type, refuse, sentence
+from pdkernels.decoding._filters import unpacked
 from pdkernels.decoding._method import Method
 from pdkernels.decoding._prefixes import Prefixes
 from pdkernels.decoding._session import Session
@@ -55,16 +56,16 @@ class GrammarRows:
     def words(self, rows: Prefixes) -> Tensor:
         """As `Filters.allowed`: int32 ``(batch, R, ceil(V / 32))``."""
         batch, count = rows.number.shape
-        found = np.full((batch, count, self._width), -1, dtype=np.int32)
+        found = torch.full((batch, count, self._width), -1, dtype=torch.int32)
         numbers, guessing = rows.number.tolist(), rows.guessing.tolist()
         sequences = range(batch) if rows.sequences is None else rows.sequences.tolist()
         if rows.tokens.shape[1] == 0:
             self._canvases(rows, sequences, numbers, found)
         else:
             self._drafts(rows, sequences, numbers, guessing, found)
-        return torch.from_numpy(found).to(rows.number.device, non_blocking=True)
+        return found.to(rows.number.device, non_blocking=True)
 
-    def _canvases(self, rows: Prefixes, sequences: Sequence[int], numbers: list[list[int]], found: Any) -> None:
+    def _canvases(self, rows: Prefixes, sequences: Sequence[int], numbers: list[list[int]], found: Tensor) -> None:
         """Rows of canvases, which see all of them."""
         texts, known = rows.text.tolist(), rows.known.tolist()
         ends = rows.length.tolist()
@@ -81,7 +82,7 @@ class GrammarRows:
             places = text.automaton.places(canvas, [text.start], 0)
             for row, position in enumerate(numbers[line]):
                 if places and position < len(canvas) and canvas[position] == MASK:
-                    text.automaton.allowed(places[position], places[position + 1], found[line, row])
+                    text.automaton.allowed(places[position], places[position + 1], _buffer(found[line, row]))
 
     def _drafts(
         self, rows: Prefixes, sequences: Sequence[int], numbers: list[list[int]], guessing: list[list[bool]], found: Any
@@ -111,7 +112,7 @@ class GrammarRows:
                     continue
                 here = self._after(text, after, sees)
                 if here >= 0:
-                    text.automaton.mask(here, text.limit - number - 1, found[line, row])
+                    text.automaton.mask(here, text.limit - number - 1, _buffer(found[line, row]))
 
     def _state(self, sequence: int, text: Text, committed: list[int]) -> int:
         """The state after the tokens in the cache."""
@@ -145,7 +146,7 @@ class GrammarRows:
         position: int,
         before: int,
         known: dict[tuple[int, ...], list[list[int]]],
-        bits: Any,
+        bits: Tensor,
     ) -> None:
         """A row of a mask: what may stand at its `position` of the tokens that it sees, of which `before` come earlier in the text."""
         if sees not in known:
@@ -154,7 +155,7 @@ class GrammarRows:
             known[sees] = text.automaton.places(canvas, [state], budget) if state >= 0 else []
         places = known[sees]
         if 0 <= position < len(places) - 1:
-            text.automaton.allowed(places[position], places[position + 1], bits)
+            text.automaton.allowed(places[position], places[position + 1], _buffer(bits))
 
     def canvas(self, tokens: Sequence[int]) -> list[int]:
         """Tokens with `MASK` in place of the mask token."""
@@ -189,7 +190,7 @@ class GrammarRows:
         filled = [at for at in range(len(new)) if old[at] == MASK != new[at]]
         if start < 0 or not filled or text.automaton.places(new, [start], budget):
             return made
-        bits = np.zeros(self._width, dtype=np.int32)
+        bits = torch.zeros(self._width, dtype=torch.int32)
         canvas = old
         for at in sorted(filled, key=lambda place: (-confidence[place], place)):
             places = text.automaton.places([*canvas[:at], new[at], *canvas[at + 1 :]], [start], budget)
@@ -197,8 +198,8 @@ class GrammarRows:
                 places = text.automaton.places(canvas, [start], budget)
                 if not places:
                     return made  # it was lost before this step
-                text.automaton.allowed(places[at], places[at + 1], bits)
-                new[at] = redraw(sequence, at, torch.from_numpy(bits.copy()))
+                text.automaton.allowed(places[at], places[at + 1], _buffer(bits))
+                new[at] = redraw(sequence, at, bits)
             canvas = [*canvas[:at], new[at], *canvas[at + 1 :]]
             made[at] = new[at]
         return made
@@ -215,8 +216,8 @@ class GrammarRows:
         start, canvas = self._follow(text, text.start, known), self.canvas(tokens)[:room]
         if start < 0:
             return []
-        rows = scores.detach().to("cpu", torch.float32).contiguous().numpy()
-        return text.automaton.best(canvas, [start], room - len(canvas), rows)
+        rows = scores.detach().to("cpu", torch.float32).contiguous()
+        return text.automaton.best(canvas, [start], room - len(canvas), _buffer(rows))
 
     def is_joint(self, sequence: int) -> bool:
         text = self._texts[sequence]
@@ -236,9 +237,9 @@ class GrammarRows:
         if text is None:
             return []
         state, found = self._follow(text, text.start, tokens), list[int]()
-        bits = np.zeros(self._width, dtype=np.int32)
+        bits = torch.zeros(self._width, dtype=torch.int32)
         while state >= 0 and len(found) < room and state != text.automaton.done:
-            count, last = text.automaton.mask(state, text.limit - len(tokens) - len(found) - 1, bits)
+            count, last = text.automaton.mask(state, text.limit - len(tokens) - len(found) - 1, _buffer(bits))
             token = last if count == 1 else self._longest(text, state, bits)
             if token < 0:
                 break
@@ -248,14 +249,14 @@ class GrammarRows:
             self.forced[sequence].setdefault(len(tokens) + at, token)
         return found
 
-    def _longest(self, text: Text, state: int, bits: Any) -> int:
+    def _longest(self, text: Text, state: int, bits: Tensor) -> int:
         """The longest token of the bytes that come next without a choice; -1: there is a choice."""
         written = bytes(text.automaton.forced(state))
         if not written:
             return -1
-        allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+        allowed = unpacked(bits, self._vocabulary).nonzero()[:, 0].tolist()
         # All of them write a beginning of the same bytes, so the furthest one is the longest.
-        return int(max(allowed, key=lambda token: self._progress(text, state, int(token)), default=-1))
+        return max(allowed, key=lambda token: self._progress(text, state, token), default=-1)
 
     def _progress(self, text: Text, state: int, token: int) -> int:
         to = text.automaton.next(state, token)
@@ -279,6 +280,12 @@ class GrammarRows:
                 f"sequence {sequence} is no text of {text.source}: another option excluded the tokens that it needed"
             )
             refuse(not whole, _OP, words)
+
+
+def _buffer(tensor: Tensor) -> Any:
+    """The elements of a contiguous tensor on the host, for C++."""
+    kind = ctypes.c_float if tensor.dtype == torch.float32 else ctypes.c_int32
+    return (kind * tensor.numel()).from_address(tensor.data_ptr())
 
 
 def opened(
