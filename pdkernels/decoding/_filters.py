@@ -136,12 +136,15 @@ class Filters:
     def _hooked(self, logits: Tensor, rows: Prefixes) -> Tensor:
         """Row by row: a hook may treat the rows of one call alike, and prefixes differ in length."""
         guessing = rows.guessing.tolist()
-        for sequence, texts in enumerate(rows.ids()):
+        numbers = range(len(guessing)) if rows.sequences is None else rows.sequences.tolist()
+        for place, (sequence, texts) in enumerate(zip(numbers, rows.ids(), strict=True)):
+            # A hook may have a form for each sequence.
+            hooks = [getattr(hook, "for_sequence", lambda _, hook=hook: hook)(sequence) for hook in self.hooks]
             for row, ids in enumerate(texts):
-                if not guessing[sequence][row]:  # a guess for a position whose prefix is not known yet
+                if not guessing[place][row]:  # a guess for a position whose prefix is not known yet
                     prefix = torch.tensor([ids], device=logits.device)
-                    for hook in self.hooks:
-                        logits[sequence, row] = hook(prefix, logits[sequence, row][None].clone())[0]
+                    for hook in hooks:
+                        logits[place, row] = hook(prefix, logits[place, row][None].clone())[0]
         return logits
 
 

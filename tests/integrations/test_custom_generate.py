@@ -12,6 +12,7 @@ import torch
 transformers = pytest.importorskip("transformers", reason="transformers is not installed", minversion="4.57")
 from transformers import GenerationConfig, GenerationMixin  # noqa: E402
 
+from pdkernels.decoding.methods import METHODS  # noqa: E402
 from pdkernels.integrations.transformers import generate  # noqa: E402
 from pdkernels.integrations.transformers._settings import ARGUMENTS, FIELDS, INPUTS, METADATA  # noqa: E402
 
@@ -141,8 +142,8 @@ VALUES: dict[str, Any] = {
     "disable_compile": True,
     "continuous_batching_config": {"block_size": 16},
 }
-DRAWN = ("top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
-FILTERS = ("top_k", "top_p", "min_p")
+FILTERS = ("top_k", "top_p", "min_p", "typical_p")
+OTHERS = ("top_h", "epsilon_cutoff", "eta_cutoff")
 # What transformers refuses itself, before it calls us.
 REFUSED_BEFORE = {"num_return_sequences": "num_return_sequences"}
 
@@ -186,18 +187,23 @@ def test_a_field_is_followed_or_refused_by_name(field: str, method: str | None) 
     said = ours(method=method, **settings)
     if field == "do_sample":
         assert said.shape == (1, 9 + NEW)
-    elif field == "return_dict_in_generate":
-        assert torch.equal(said.sequences, theirs(**settings).sequences)
+    elif settings.get("return_dict_in_generate"):
+        expected = theirs(**settings)
+        assert torch.equal(said.sequences, expected.sequences)
+        for name in ("scores", "logits"):
+            assert (name in said) == (name in expected)
+            for ours_, theirs_ in zip(said.get(name) or (), expected.get(name) or (), strict=True):
+                torch.testing.assert_close(ours_, theirs_, atol=1e-4, rtol=1e-4)
     else:
         assert torch.equal(said, theirs(**settings))
 
 
-@pytest.mark.parametrize("field", sorted(fields() & {*DRAWN, *FILTERS}))
+@pytest.mark.parametrize("field", sorted(fields() & {*FILTERS}))
 def test_a_filter_of_draws_is_refused_by_name(field: str) -> None:
     """The filters that causal methods have, by a method that has none."""
-    settings: dict[str, Any] = {"do_sample": True, "top_k": 0, field: VALUES[field]}
-    if field in FILTERS:
-        settings["method"] = "llada"
+    settings: dict[str, Any] = {"do_sample": True, "top_k": 0, field: VALUES[field], "method": "dream"}
+    if field in METHODS["dream"].options:
+        return
     with pytest.raises(REFUSALS, match=rf"^pdkernels\.generate: {field} must be off"):
         ours(**settings)
 
@@ -237,15 +243,111 @@ class Never(transformers.StoppingCriteria):  # type: ignore[misc]
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
+class Parity(transformers.LogitsProcessor):  # type: ignore[misc]
+    """Depends on the padded prefix: its length and its last token."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()
+        scores[:, input_ids.shape[1] % 2 :: 2] -= 3.0
+        scores[torch.arange(len(scores)), input_ids[:, -1]] = -torch.inf
+        return scores
+
+
+class AfterSix(transformers.StoppingCriteria):  # type: ignore[misc]
+    """Ends a text whose padded length is at least 15 with an even token."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return (input_ids[:, -1] % 2 == 0) & (input_ids.shape[1] >= 15)
+
+
+PROCESSORS: list[Any] = [
+    [Nothing()],
+    [Parity()],
+    [transformers.TemperatureLogitsWarper(2.0), Parity()],
+    [transformers.RepetitionPenaltyLogitsProcessor(1.5)],
+    [transformers.RepetitionPenaltyLogitsProcessor(1.5, **({"prompt_ignore_length": 9} if FIVE else {}))],
+]
+
+
+@pytest.mark.parametrize("number", range(len(PROCESSORS)))
+@pytest.mark.parametrize("method", [None, "autoregressive", "jacobi", "jacobi_multiblock"])
+def test_processors_of_callers_are_applied_to_every_row(method: str | None, number: int) -> None:
+    """Beside those that transformers makes, in its order, and with the padding of a batch."""
+    mask = torch.ones(3, 9, dtype=torch.int64)
+    mask[1, :4] = 0
+    ids = prompts(3).masked_fill(mask == 0, 0)
+    processors = transformers.LogitsProcessorList(PROCESSORS[number])
+    more: dict[str, Any] = {"suppress_tokens": [7], "no_repeat_ngram_size": 3, "attention_mask": mask}
+    for settings in (more, more | ({"repetition_penalty": 1.2} if FIVE and number < 3 else {})):
+        expected = theirs(ids, logits_processor=processors, **settings)
+        assert torch.equal(ours(ids, method=method, logits_processor=processors, **settings), expected)
+    if number > 0:
+        assert not torch.equal(expected, theirs(ids, **settings))
+
+
+@pytest.mark.parametrize("method", [None, "jacobi_multiblock"])
+def test_processors_of_settings_see_the_padding(method: str | None) -> None:
+    mask = torch.ones(3, 9, dtype=torch.int64)
+    mask[1, :4] = 0
+    ids = prompts(3).masked_fill(mask == 0, 0)
+    settings: dict[str, Any] = {
+        "attention_mask": mask,
+        "eos_token_id": an_end(),
+        "min_length": 14,
+        "forced_eos_token_id": 5,
+    }
+    settings |= {"bad_words_ids": [[5, 6], [9]], "sequence_bias": [[[4], 2.0], [[3, 8], 5.0]]}
+    settings |= {"exponential_decay_length_penalty": (2, 1.5), "begin_suppress_tokens": [11]}
+    assert torch.equal(ours(ids, method=method, **settings), theirs(ids, **settings))
+
+
+def test_allowed_tokens_of_each_text() -> None:
+    """`prefix_allowed_tokens_fn` is asked with the number of the text."""
+    settings = {"prefix_allowed_tokens_fn": lambda batch, ids: [3 + batch, 10 + len(ids) % 4, 20]}
+    for method in (None, "jacobi_multiblock"):
+        assert torch.equal(ours(prompts(3), method=method, **settings), theirs(prompts(3), **settings))
+
+
+@pytest.mark.parametrize("method", [None, "autoregressive", "jacobi_multiblock"])
+def test_stopping_criteria_of_callers(method: str | None) -> None:
+    mask = torch.ones(3, 9, dtype=torch.int64)
+    mask[1, :4] = 0
+    ids = prompts(3).masked_fill(mask == 0, 0)
+    for made in ([Never()], [AfterSix()], [transformers.MaxLengthCriteria(12)], [AfterSix(), Never()]):
+        criteria = transformers.StoppingCriteriaList(made)
+        # Without an end token transformers goes on with texts that a criterion has ended, until it has ended all.
+        settings = {"attention_mask": mask, "stopping_criteria": criteria, "eos_token_id": V - 1}
+        assert torch.equal(ours(ids, method=method, **settings), theirs(ids, **settings))
+
+
+def test_time_is_up() -> None:
+    assert ours(max_time=1e-9).shape[1] < 9 + NEW
+    assert torch.equal(ours(max_time=100.0), theirs())
+
+
+@pytest.mark.parametrize("drawn", [{}, {"do_sample": True, "temperature": 0.7, "top_k": 5}])
+def test_scores_and_logits_are_those_of_the_texts(drawn: dict[str, Any]) -> None:
+    """Recomputed with transformers from what was written; of texts that have ended they are 0."""
+    ids, end = prompts(3), an_end()
+    asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    settings = {"eos_token_id": end, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2, **drawn}
+    said = ours(ids, **asked, **settings)
+    new = said.sequences[:, 9:]
+    assert len(said.scores) == len(said.logits) == new.shape[1]
+    for place in range(new.shape[1]):
+        step = theirs(said.sequences[:, : 9 + place], **asked, **settings | {"max_new_tokens": 1})
+        for row in range(3):
+            if end in new[row, :place].tolist():
+                assert not said.logits[place][row].any() and not said.scores[place][row].any()
+                continue
+            torch.testing.assert_close(said.logits[place][row], step.logits[0][row], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(said.scores[place][row], step.scores[0][row], atol=1e-4, rtol=1e-4)
+            assert said.scores[place][row, new[row, place]] > -torch.inf
+
+
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        ("logits_processor", [Nothing()]),
-        ("logits_processor", [transformers.TemperatureLogitsWarper(2.0)]),
-        ("logits_processor", [transformers.RepetitionPenaltyLogitsProcessor(1.5)]),
-        ("stopping_criteria", [Never()]),
-        ("stopping_criteria", [transformers.MaxLengthCriteria(12)]),
-        ("prefix_allowed_tokens_fn", lambda batch, ids: [3, 4]),
         ("synced_gpus", True),
         ("assistant_model", "the model"),
         ("negative_prompt_ids", prompts()),
@@ -253,12 +355,6 @@ class Never(transformers.StoppingCriteria):  # type: ignore[misc]
     ],
 )
 def test_an_argument_that_is_dropped_on_the_way_is_refused_by_name(argument: str, value: Any) -> None:
-    lists = {
-        "logits_processor": transformers.LogitsProcessorList,
-        "stopping_criteria": transformers.StoppingCriteriaList,
-    }
-    if argument in lists:
-        value = lists[argument](value)
     if argument == "assistant_model":
         value = model_of("Qwen3")
     with pytest.raises(NotImplementedError, match=rf"^pdkernels\.generate: {argument} must be"):
@@ -382,6 +478,9 @@ LAWS: list[dict[str, Any]] = [
     {"temperature": 2.0, "top_k": 20, "top_p": 0.95},
     {"temperature": 1.5, "top_p": 0.8, "min_p": 0.05},
     {"temperature": 3.0, "top_k": 0, "min_p": 0.2, "repetition_penalty": 1.3},
+    {"temperature": 3.0, "top_k": 30, "typical_p": 0.6},
+    {"temperature": 2.0, "top_k": 0, "epsilon_cutoff": 0.02, "suppress_tokens": [5]},
+    {"temperature": 2.0, "top_k": 0, "eta_cutoff": 0.05},
 ]
 
 
@@ -401,7 +500,7 @@ def test_the_law_of_draws(drawn: dict[str, Any], method: str | None) -> None:
         seen = torch.bincount(tokens, minlength=V).double() / len(tokens)
         assert len(tokens) > 100 and (seen[law == 0] == 0).all()
         assert (seen - law).abs().sum() < 3 * (law * (1 - law) / len(tokens)).sqrt().sum()
-    assert (law == 0).any() == (drawn.get("top_k") != 0 or "min_p" in drawn)
+    assert (law == 0).any() == (drawn.get("top_k") != 0 or len(drawn) > 2)
 
 
 # ----------------------------------------------------------------------------------------------------- methods, options

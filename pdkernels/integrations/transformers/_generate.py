@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -12,6 +13,8 @@ from torch import Tensor
 from pdkernels._validation import check, check_type, fail, message, sentence
 from pdkernels.decoding import DecodeResult, Method, check_options, find
 from pdkernels.decoding import generate as decode
+from pdkernels.integrations.transformers._lists import PaddedCriterion, PaddedHook, plain_logits
+from pdkernels.integrations.transformers._lists import options as list_options
 from pdkernels.integrations.transformers._model import wrap
 from pdkernels.integrations.transformers._settings import (
     FIELDS,
@@ -28,6 +31,7 @@ _FILTERS: dict[str, Callable[[Any], bool]] = {
     "top_k": lambda value: value in (None, 0),
     "top_p": lambda value: value is None or value >= 1,
     "min_p": lambda value: value in (None, 0),
+    "typical_p": lambda value: value is None or value >= 1,
 }
 # Options of `pdkernels.decoding.generate` that belong to no method and have no setting in transformers.
 _SHARED = ("overflow", "trace")
@@ -51,8 +55,9 @@ def generate(
     """Decodes with one of our methods instead of transformers' token-by-token decoding.
 
     Call it through transformers: ``model.generate(**inputs, custom_generate=generate)``. Greedy settings give the tokens of
-    transformers. With ``do_sample=True`` texts have the law of transformers' `temperature`, `top_k`, `top_p` and `min_p`, but the random
-    numbers are ours. Every other setting and input of transformers is followed, refused by name, or changes no token.
+    transformers. With ``do_sample=True`` texts have the law of transformers' `temperature` and filters, but the random numbers are ours.
+    Every other setting and input of transformers is followed, refused by name, or changes no token. Processors and stopping
+    criteria that have no option of ours run on one row or text at a time, which is slow; they must depend on their arguments alone.
 
     Args:
         method: one of `pdkernels.decoding.available()`; None: "jacobi" with prompt-lookup drafts, for any model.
@@ -62,7 +67,7 @@ def generate(
 
     Returns:
         ``(batch, prompt + new)`` int64 ids, padded with the pad token; with ``return_dict_in_generate=True`` an object with
-        `sequences`, and `stats` of `pdkernels.decoding.generate`.
+        `sequences`, `stats` of `pdkernels.decoding.generate`, and `scores` and `logits` as transformers has them, if asked.
 
     Raises:
         NotImplementedError: settings, inputs, logits processors or stopping criteria that our methods do not support.
@@ -108,16 +113,21 @@ def generate(
             if not FIELDS[name].allows(value):
                 refuse(name, value, FIELDS[name])
         check_fields(generation_config)
-        check_arguments(given, logits_processor, stopping_criteria)
+        check_arguments(given)
         chosen, options = _method(method, method_options)
-        options = _sampling_options(generation_config, chosen) | options
         if getattr(model.config, "is_encoder_decoder", False):
             raise NotImplementedError(message(OP, "model", "be a decoder", f"{type(model).__name__} with an encoder"))
         remedy = "Start from a beginning-of-text token if the model has one."
         check(input_ids.shape[-1] > 0, OP, "input_ids", "hold at least one token", tuple(input_ids.shape), remedy)
         real = check_inputs(model, model_kwargs, input_ids, given)
-        options["repetition_penalty"] = _penalty(generation_config, logits_processor, bool(real.all()))
         prompts = [ids[seen] for ids, seen in zip(input_ids, real)]
+        lengths = [len(prompt) for prompt in prompts]
+        callers = given.get("logits_processor") or ()
+        filters, by_hooks = list_options(generation_config, logits_processor, callers, input_ids, lengths)
+        if "logits_processor" not in filters:
+            filters["repetition_penalty"] = _penalty(generation_config, logits_processor, bool(real.all()))
+        options = _sampling_options(generation_config, chosen, by_hooks) | filters | options
+        options |= _stops(stopping_criteria, given.get("stopping_criteria") or (), input_ids, real)
         if listener is not None:
             if len(prompts) > 1:
                 raise ValueError(sentence(OP, f"a streamer takes one prompt, got {len(prompts)}"))
@@ -129,7 +139,8 @@ def generate(
         ends = tuple(token for token in stated if 0 <= token < vocabulary)  # others never end a text
         length = input_ids.shape[1]
         new = generation_config.max_length - length
-        result = decode(wrap(model), prompts, chosen, max_new_tokens=new, end_tokens=ends, **options)
+        wrapped = wrap(model)
+        result = decode(wrapped, prompts, chosen, max_new_tokens=new, end_tokens=ends, **options)
     except BaseException:
         if listener is not None:
             with suppress(Exception):
@@ -139,7 +150,11 @@ def generate(
         listener.end()
     pad = generation_config.pad_token_id
     pad = next(iter(stated), 0) if pad is None else int(pad)
-    return _returned(result, input_ids, pad, bool(generation_config.return_dict_in_generate))
+    sequences = _sequences(result, input_ids, pad)
+    if not generation_config.return_dict_in_generate:
+        return sequences
+    hook = PaddedHook(list(logits_processor or ()), input_ids, lengths)
+    return _output(result, sequences, generation_config, wrapped, prompts, hook)
 
 
 def _method(name: str | None, given: Mapping[str, Any] | None) -> tuple[Method, dict[str, Any]]:
@@ -155,14 +170,16 @@ def _method(name: str | None, given: Mapping[str, Any] | None) -> tuple[Method, 
     return chosen, options
 
 
-def _sampling_options(config: Any, method: Method) -> dict[str, Any]:
-    """The sampling options of a method that `config` sets."""
+def _sampling_options(config: Any, method: Method, by_hooks: bool) -> dict[str, Any]:
+    """The sampling options of a method that `config` sets; `by_hooks`: temperature and filters are among the hooks."""
     if not config.do_sample:
         return {}
     if "temperature" not in method.options:
         fail(OP, "do_sample", f"be False for method {method.name!r}, which does not sample", True)
     options: dict[str, Any] = {"temperature": 1.0 if config.temperature is None else float(config.temperature)}
     options["seed"] = int(torch.randint(2**31, ()).item())  # as in transformers: a new one in each call
+    if by_hooks:
+        return options | {"temperature": 1.0}
     for option, is_off in _FILTERS.items():
         value = getattr(config, option)
         if is_off(value):
@@ -201,17 +218,54 @@ def _ids(value: Any) -> tuple[int, ...]:
     return () if value is None else (value,) if isinstance(value, int) else tuple(value)
 
 
-def _returned(result: DecodeResult[Any, Any], input_ids: Tensor, pad: int, whole: bool) -> Any:
+def _stops(criteria: Any, callers: Any, input_ids: Tensor, real: Tensor) -> dict[str, Any]:
+    """Options for stopping criteria; `callers` are those that transformers did not make. Length and end tokens have options already."""
+    found: dict[str, Any] = {}
+    others = []
+    for item in criteria or ():
+        name = "" if any(item is own for own in callers) else type(item).__name__
+        if name == "MaxTimeCriteria":
+            found["max_time"] = max(0.0, item.initial_timestamp + item.max_time - time.time())
+        elif name not in ("MaxLengthCriteria", "EosTokenCriteria"):
+            others.append(PaddedCriterion(item, input_ids, real))
+    return found | ({"stopping_criteria": others} if others else {})
+
+
+def _sequences(result: DecodeResult[Any, Any], input_ids: Tensor, pad: int) -> Tensor:
     batch, length = input_ids.shape
     width = max(len(ids) for ids in result.tokens)
     out = torch.full((batch, length + width), pad, dtype=torch.int64, device=input_ids.device)
     out[:, :length] = input_ids
     for row, ids in zip(out, result.tokens):
         row[length : length + len(ids)] = ids.to(out)
-    if not whole:
-        return out
+    return out
+
+
+def _output(
+    result: DecodeResult[Any, Any], sequences: Tensor, config: Any, model: Any, prompts: list[Tensor], hook: PaddedHook
+) -> Any:
+    """transformers' object, with `scores` and `logits` of every new token if the config asks for them; those of a text that has ended
+    are 0."""
     from transformers.generation import GenerateDecoderOnlyOutput
 
-    found = GenerateDecoderOnlyOutput(sequences=out)
+    found = GenerateDecoderOnlyOutput(sequences=sequences)
     found["stats"] = result.stats
+    if config.output_scores or config.output_logits:
+        texts = [ids.tolist() for ids in result.tokens]
+        logits = plain_logits(model, [prompt.tolist() for prompt in prompts], texts)
+        if config.output_logits:
+            found["logits"] = tuple(logits)
+        if config.output_scores:
+            found["scores"] = tuple(_processed(logits, prompts, texts, hook))
     return found
+
+
+def _processed(logits: list[Tensor], prompts: list[Tensor], texts: list[list[int]], hook: PaddedHook) -> list[Tensor]:
+    """The same after transformers' processors."""
+    scores = [rows.clone() for rows in logits]
+    for sequence, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        own = hook.for_sequence(sequence)
+        for place in range(len(text)):
+            ids = torch.cat([prompt, prompt.new_tensor(text[:place])])[None]
+            scores[place][sequence] = own(ids, scores[place][sequence][None])[0]
+    return scores

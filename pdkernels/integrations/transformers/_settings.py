@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
@@ -53,7 +53,8 @@ def _absent(remedy: str) -> Rule:
 
 _THEIRS = "transformers' own generate does this."
 _BEAMS = "Beams are decoded by transformers' own generate."
-_LOGITS = "Decoding methods take a model's logits as they are, but for temperature and repetition_penalty."
+_PROCESSED = "by the processor that transformers makes of it, or a filter of ours"
+_LOGITS = "It is not a function of a row's logits and its prefix."
 _OUTPUTS = "Decoding methods return tokens and stats, not what the forwards computed."
 _ASSISTANT = "Method 'jacobi' drafts without a second model."
 _CACHES = "Decoding methods keep their own caches."
@@ -61,18 +62,17 @@ _IDS = "Decoding methods give a model token ids alone."
 _COMPILED = "Decoding methods do not compile the model."
 _WITH_ASSISTANT = "only assistants and prompt lookup read it, which are refused"
 _WITH_BEAMS = "only beams read it, which are refused"
-_OTHER_DRAWS = "Decoding methods do not filter this way."
 
 FIELDS: dict[str, Rule] = {
     # Lengths
     "max_length": _followed("the prompts' length and max_new_tokens are in it by then"),
     "max_new_tokens": _followed("by max_length"),
-    "min_new_tokens": _refused("Texts end at the first end token."),  # before min_length, which it sets
-    "min_length": _refused("Texts end at the first end token."),
+    "min_new_tokens": _followed(_PROCESSED),
+    "min_length": _followed(_PROCESSED),
     "early_stopping": _unused(_WITH_BEAMS),
-    "max_time": _refused("Limit max_new_tokens instead."),
+    "max_time": _followed("as max_time of pdkernels.decoding.generate"),
     "stop_strings": _refused(
-        "transformers drops the tokenizer that they need; pdkernels.decoding.generate(wrap(model, tokenizer), ...) takes stop_strings."
+        "transformers drops the tokenizer that they need: pass the folder custom_generate, or a StopStringCriteria as stopping_criteria."
     ),
     # Strategy
     "do_sample": _followed("by methods with a temperature; the random numbers are ours"),
@@ -97,35 +97,35 @@ FIELDS: dict[str, Rule] = {
     "top_k": _followed("by methods with a top_k, under do_sample=True; others refuse it"),
     "top_p": _followed("by methods with a top_p, under do_sample=True; others refuse it"),
     "min_p": _followed("by methods with a min_p, under do_sample=True; others refuse it"),
-    "top_h": _refused(_OTHER_DRAWS, draws=True),
-    "typical_p": _refused(_OTHER_DRAWS, 1.0, draws=True),
-    "epsilon_cutoff": _refused(_OTHER_DRAWS, 0.0, draws=True),
-    "eta_cutoff": _refused(_OTHER_DRAWS, 0.0, draws=True),
+    "top_h": _followed(_PROCESSED),
+    "typical_p": _followed("by methods with a typical_p, under do_sample=True; others refuse it"),
+    "epsilon_cutoff": _followed(_PROCESSED),
+    "eta_cutoff": _followed(_PROCESSED),
     # Logits
     "repetition_penalty": _followed("as repetition_penalty of pdkernels.decoding.generate"),
     "encoder_repetition_penalty": _refused(_LOGITS, 1.0),
     "length_penalty": _unused(_WITH_BEAMS),
-    "no_repeat_ngram_size": _refused(_LOGITS),
+    "no_repeat_ngram_size": _followed(_PROCESSED),
     "encoder_no_repeat_ngram_size": _refused(_LOGITS),
-    "bad_words_ids": _refused(_LOGITS),
+    "bad_words_ids": _followed(_PROCESSED),
     "renormalize_logits": _unused("the likeliest token and the law of draws stay the same"),
-    "forced_bos_token_id": _refused(_LOGITS),
-    "forced_eos_token_id": _refused(_LOGITS),
-    "remove_invalid_values": _refused("Logits that are NaN are an error."),
-    "exponential_decay_length_penalty": _refused(_LOGITS),
-    "suppress_tokens": _refused(_LOGITS),
-    "begin_suppress_tokens": _refused(_LOGITS),
-    "sequence_bias": _refused(_LOGITS),
+    "forced_bos_token_id": _followed(_PROCESSED),
+    "forced_eos_token_id": _followed(_PROCESSED),
+    "remove_invalid_values": _followed(_PROCESSED),
+    "exponential_decay_length_penalty": _followed(_PROCESSED),
+    "suppress_tokens": _followed(_PROCESSED),
+    "begin_suppress_tokens": _followed(_PROCESSED),
+    "sequence_bias": _followed(_PROCESSED),
     "token_healing": _refused("transformers drops the tokenizer that it needs."),
     "guidance_scale": _refused(_LOGITS, 1),
-    "watermarking_config": _refused(_LOGITS),
+    "watermarking_config": _followed(_PROCESSED),
     # Outputs
     "num_return_sequences": _followed("transformers repeats the prompts; each draws its own text"),
     "output_attentions": _refused(_OUTPUTS),
     "output_hidden_states": _refused(_OUTPUTS),
-    "output_scores": _refused(_OUTPUTS),
-    "output_logits": _refused(_OUTPUTS),
-    "return_dict_in_generate": _followed("with `sequences` and `stats`"),
+    "output_scores": _followed("by one more pass over the texts"),
+    "output_logits": _followed("by one more pass over the texts"),
+    "return_dict_in_generate": _followed("with `sequences`, `stats`, and `scores` and `logits` if asked"),
     # Tokens
     "pad_token_id": _followed("after a text that ended before others"),
     "bos_token_id": _followed("by transformers, which makes it the prompt where there is none"),
@@ -168,9 +168,9 @@ METADATA = {
 ARGUMENTS: dict[str, Rule] = {
     "inputs": _followed("as the prompts"),
     "generation_config": _followed("field by field, as in FIELDS"),
-    "logits_processor": _refused(_LOGITS, expectation="be empty"),
-    "stopping_criteria": _refused("Texts end at eos_token_id or after max_new_tokens.", expectation="be empty"),
-    "prefix_allowed_tokens_fn": _absent(_LOGITS),
+    "logits_processor": _followed("row by row, each after its own prefix; they must depend on these two alone"),
+    "stopping_criteria": _followed("text by text, for every new token"),
+    "prefix_allowed_tokens_fn": _followed(_PROCESSED),
     "synced_gpus": _refused("The processes of a model in shards do not write in step."),
     "assistant_model": _absent(_ASSISTANT),
     "streamer": _followed("token by token, for one prompt"),
@@ -199,17 +199,6 @@ INPUTS: dict[str, Rule] = {
     "mm_token_type_ids": _followed("where a model with images marks none"),
 }
 """The inputs of models that `generate` knows; others are refused, since a decoder would not see them."""
-
-# Made from fields that are followed.
-_PROCESSORS = {
-    "TemperatureLogitsWarper",
-    "TopKLogitsWarper",
-    "TopPLogitsWarper",
-    "MinPLogitsWarper",
-    "RepetitionPenaltyLogitsProcessor",
-    "LogitNormalization",
-}
-_CRITERIA = {"MaxLengthCriteria", "EosTokenCriteria"}
 
 
 def caller(model: Any) -> Mapping[str, Any]:
@@ -247,24 +236,12 @@ def check_fields(config: Any) -> None:
             refuse(name, value, _refused("This version of pdkernels does not know the setting."))
 
 
-def check_arguments(given: Mapping[str, Any], processors: Iterable[Any], criteria: Iterable[Any]) -> None:
-    """Raises NotImplementedError for arguments of transformers' `generate` that are not supported.
-
-    `processors` and `criteria` are those that it made, in which a model may have put its own.
-    """
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Raises NotImplementedError for arguments of transformers' `generate` that are not supported."""
     for name, rule in ARGUMENTS.items():
         value = given.get(name)
-        if isinstance(value, list) and value:
-            refuse(name, value[0], rule)
         if not isinstance(value, list) and not rule.allows(value):
             refuse(name, value, rule)
-    for name, made, kinds in (
-        ("logits_processor", processors, _PROCESSORS),
-        ("stopping_criteria", criteria, _CRITERIA),
-    ):
-        for item in made or ():
-            if type(item).__name__ not in kinds:
-                refuse(name, item, ARGUMENTS[name])
 
 
 def check_inputs(model: Any, inputs: Mapping[str, Any], input_ids: Tensor, given: Mapping[str, Any]) -> Tensor:

@@ -1,0 +1,152 @@
+"""transformers' lists of logits processors and stopping criteria, as filters, hooks and stops of `pdkernels.decoding.generate`.
+
+A processor that has a filter of ours becomes that. If there are others, all become hooks: they run in the order of the list, each on one
+row, after the padded prompt and the tokens generated before the row, as in transformers' own loop.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pdkernels._validation import message
+from pdkernels.decoding._log_probs import scored
+
+_OP = "generate"
+
+# Of draws; in this order, and after all others.
+WARPERS = (
+    "TemperatureLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "MinPLogitsWarper",
+    "TypicalLogitsWarper",
+    "LogitNormalization",
+)
+# Followed as options where transformers made them of its settings.
+NATIVE = (
+    "RepetitionPenaltyLogitsProcessor",
+    "NoBadWordsLogitsProcessor",
+    "SuppressTokensLogitsProcessor",
+    "SuppressTokensAtBeginLogitsProcessor",
+)
+_STATEFUL = {
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor": "it runs the model once per token",
+    "SynthIDTextWatermarkLogitsProcessor": "it counts the tokens of one text",
+    "EncoderRepetitionPenaltyLogitsProcessor": "it is for a whole batch",
+    "EncoderNoRepeatNGramLogitsProcessor": "it is for a whole batch",
+}
+
+
+class PaddedHook:
+    """Processors for the rows of a batch: `input_ids` ``(batch, n)`` are its padded prompts, `lengths` those without padding."""
+
+    def __init__(self, processors: Sequence[Any], input_ids: Tensor, lengths: Sequence[int]) -> None:
+        self.processors, self._ids, self._lengths = processors, input_ids, lengths
+
+    def for_sequence(self, sequence: int) -> Callable[[Tensor, Tensor], Tensor]:
+        """The hook for the rows of one sequence."""
+        prompt, length = self._ids[sequence][None], self._lengths[sequence]
+        processors = [_of_sequence(processor, sequence) for processor in self.processors]
+
+        def hook(ids: Tensor, scores: Tensor) -> Tensor:
+            text = torch.cat([prompt.to(ids), ids[:, length:]], 1)
+            for processor in processors:
+                allowed = getattr(processor, "_prefix_allowed_tokens_fn", None)
+                if allowed is None:
+                    scores = processor(text, scores)
+                else:  # which takes its batch for that of all texts
+                    keep = torch.full_like(scores, -torch.inf).index_fill_(
+                        1, _ids(allowed(sequence, text[0]), scores), 0
+                    )
+                    scores = scores + keep
+            return scores
+
+        return hook
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        return self.for_sequence(0)(ids, scores)
+
+
+class PaddedCriterion:
+    """A stopping criterion that sees texts with the padding of their prompts."""
+
+    def __init__(self, criterion: Any, input_ids: Tensor, real: Tensor) -> None:
+        self._criterion = criterion
+        self._prompts = [(ids[seen].tolist(), ids) for ids, seen in zip(input_ids, real, strict=True)]
+
+    def __call__(self, ids: Tensor, scores: Any) -> Any:
+        text = ids[0].tolist()
+        # Equal prompts without their padding may differ in it, which a criterion could only read by mistake.
+        known = max((pair for pair in self._prompts if text[: len(pair[0])] == pair[0]), key=lambda pair: len(pair[0]))
+        new = torch.tensor(text[len(known[0]) :]).to(known[1])
+        return self._criterion(torch.cat([known[1], new])[None], scores)
+
+
+def split(processors: Iterable[Any], callers: Iterable[Any]) -> tuple[list[Any], bool]:
+    """The processors that become hooks, and whether the warpers are among them: where one of those is not ours, all are.
+
+    `callers`: those that the caller of transformers' `generate` passed. Only those that it made itself have options.
+    """
+    listed, given = list(processors or ()), list(callers or ())
+    names = ["" if any(item is own for own in given) else type(item).__name__ for item in listed]
+    for item in listed:
+        if reason := _STATEFUL.get(name := type(item).__name__):
+            words = "hold functions of a row and its prefix"
+            raise NotImplementedError(
+                message(_OP, "logits_processor", words, name, f"{reason[0].upper()}{reason[1:]}.")
+            )
+    first = next((place for place, name in enumerate(names) if name in WARPERS), len(names))
+    if not all(name in WARPERS for name in names[first:]):
+        return listed, True
+    if all(name in NATIVE for name in names[:first]):
+        return [], False
+    return listed[:first], False
+
+
+def options(
+    config: Any, processors: Iterable[Any], callers: Iterable[Any], input_ids: Tensor, lengths: Sequence[int]
+) -> tuple[dict[str, Any], bool]:
+    """Options of `pdkernels.decoding.generate`, and whether draws are filtered by hooks alone."""
+    hooks, whole = split(processors, callers)
+    if hooks:
+        return {"logits_processor": [PaddedHook(hooks, input_ids, lengths)]}, whole
+    made = {type(item).__name__: item for item in processors or ()}
+    found: dict[str, Any] = {}
+    if "SuppressTokensLogitsProcessor" in made:
+        found["suppress_tokens"] = list(config.suppress_tokens)
+    if "SuppressTokensAtBeginLogitsProcessor" in made:
+        found["begin_suppress_tokens"] = list(config.begin_suppress_tokens)
+    if "NoBadWordsLogitsProcessor" in made:  # which leaves out end tokens alone
+        found["bad_words"] = [list(word) for word in made["NoBadWordsLogitsProcessor"].sequence_bias]
+    return found, False
+
+
+def _of_sequence(processor: Any, sequence: int) -> Any:
+    """A processor that knows the padding of a batch, for one of its sequences."""
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    if not isinstance(ignored, Tensor) or len(ignored) == 1:
+        return processor
+    own = copy.copy(processor)
+    own.prompt_ignore_length = ignored[sequence : sequence + 1]
+    return own
+
+
+def _ids(tokens: Any, like: Tensor) -> Tensor:
+    return torch.as_tensor(tokens, dtype=torch.int64, device=like.device).reshape(-1)
+
+
+@torch.inference_mode()
+def plain_logits(model: Any, prompts: list[list[int]], texts: list[list[int]]) -> list[Tensor]:
+    """The model's logits of each new token, float32 ``(batch, V)``: 0 for texts that have ended."""
+    lengths = torch.tensor([len(text) for text in texts])
+    found: list[Tensor] = []
+    for first, logits in scored(model, prompts, texts):
+        for place, rows in enumerate(logits.float().unbind(1), first):
+            over = lengths.to(rows.device) <= place
+            found.append(rows.masked_fill(over[:, None], 0).clone())
+    return found
