@@ -282,7 +282,7 @@ def test_figures_of_forwards_and_cycles(batch_size: int) -> None:
         tokens = forwards = cycles = drafted = 0
         for number, prompt in enumerate(task.prompts):
             options = Candidate("small", row.method, row.width).options
-            options["seed"] = decoding.stream(0, number % batch_size)
+            options["seed"] = decoding.sequence_seed(0, number % batch_size)
             stats = decoding.generate(
                 model, prompt, row.method, max_new_tokens=15, end_tokens=(), trace=True, **options
             ).stats

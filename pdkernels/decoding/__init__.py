@@ -12,10 +12,11 @@ from pdkernels.decoding._filtered_model import FilteredModel
 from pdkernels.decoding._method import SHARED, Method
 from pdkernels.decoding._prompts import Prompts
 from pdkernels.decoding._request import Overflow, check_model, checked_stops, finished, open_session
-from pdkernels.decoding._sampling import checked_mask_token, checked_size, stream
+from pdkernels.decoding._sampling import checked_mask_token, checked_size, sequence_seed
 from pdkernels.decoding._session import MAX_POSITIONS
 from pdkernels.decoding._shared_prompts import SharedPrompts
 from pdkernels.decoding._stops import Stops, checked_criteria, checked_time
+from pdkernels.decoding._stream import Piece, Stream
 from pdkernels.decoding._usual import default_method
 from pdkernels.decoding.grammar import Grammar, opened
 from pdkernels.decoding.methods import METHODS
@@ -51,9 +52,11 @@ __all__ = [
     "MaskedStep",
     "Method",
     "OnTokens",
+    "Piece",
     "PlanReport",
     "PlanRound",
     "RecurrentStep",
+    "Stream",
     "TraceStep",
     "available",
     "chunk_lanes",
@@ -63,6 +66,7 @@ __all__ = [
     "generate",
     "is_lossless",
     "method_options",
+    "sequence_seed",
     "stream",
     "supports",
 ]
@@ -294,6 +298,27 @@ def generate(
     if filters.any and not chosen.fills_canvases:
         session.model = FilteredModel(session.model, filters)
     return finished(session, single, chosen.name, lambda: chosen.decode(session, **options), logprobs)
+
+
+def stream(model: Any, prompt: Prompts, method: str | Method = "autoregressive", **options: Any) -> Stream:
+    """`generate` as an iterator over pieces of text, each as soon as its tokens are final; for loops without a callback.
+
+    Args:
+        model, prompt, method, **options: as for `generate`, without `on_tokens`.
+
+    Returns:
+        An iterator of `Piece`. Its `result` is that of `generate`, after the last piece; `close`, or the end of a ``with`` block, ends the
+        generation early. Errors of `generate` are raised by the loop.
+
+    Example:
+        >>> import pdkernels as pd
+        >>> pieces = pd.decoding.stream(pd.models.load("tiny-code"), "def add(a, b):", "jacobi", max_new_tokens=16)
+        >>> text = "".join(piece.text for piece in pieces)
+        >>> text == pieces.result.text
+        True
+    """
+    check_type("on_tokens" not in options, "decoding.stream", "on_tokens", "be left out", "one")
+    return Stream(generate, model, prompt, method, options)
 
 
 def check_logprobs(method: Method, logprobs: int) -> None:

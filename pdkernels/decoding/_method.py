@@ -44,7 +44,7 @@ class SharedOptions:
             leave, the one that reaches it included, except in recurrent methods; None: from all.
         min_p: sample from the tokens with at least this share of the largest probability; None: from all.
         typical_p: sample from the tokens whose surprise is closest to the entropy, until they have this mass; None: from all. Applied last.
-        seed: seed of all random numbers: an int, from which each sequence derives its own stream (`stream`), or a list with one seed
+        seed: seed of all random numbers: an int, from which each sequence derives its own stream (`sequence_seed`), or a list with one seed
             per sequence.
         allow_mask_token: whether the model may emit its mask token; by default it cannot.
         recurrences: how many recurrences the prompt and every token get; None: as many as the model was trained for.

@@ -1,6 +1,6 @@
 """Sampling of tokens, batched and on the device; the plain form is reference/sampling.py.
 
-A sample's random numbers are keyed by the seed of the sequence (`stream`), by what is sampled
+A sample's random numbers are keyed by the seed of the sequence (`sequence_seed`), by what is sampled
 (`OWN`, or the number of the sequence's guessing forward), by the position and by the vocabulary id. So a sequence gets the
 same tokens alone, in a batch and in the reference, and no random state is stored.
 """
@@ -31,11 +31,11 @@ _GOLDEN = (
 )
 
 
-def stream(seed: int, sequence: int) -> int:
+def sequence_seed(seed: int, sequence: int) -> int:
     """The seed of sequence number `sequence` of a batch whose `seed` is one number, ``seed + sequence * 0x9E3779B97F4A7C15``
     modulo 2**64: with it, the sequence alone gives what it gives in the batch.
 
-    >>> stream(7, 0), hex(stream(7, 1))
+    >>> sequence_seed(7, 0), hex(sequence_seed(7, 1))
     (7, '0x9e3779b97f4a7c1c')
     """
     return (seed + sequence * _GOLDEN) % 2**64
@@ -139,7 +139,7 @@ def checked_sampling(op: str, temperature: float, seed: Seed, batch: int) -> tor
 def checked_seeds(op: str, seed: Seed, batch: int) -> torch.Tensor:
     """The seed of each sequence, int64 ``(batch,)`` on the host."""
     if isinstance(seed, int) and not isinstance(seed, bool):
-        seeds = [stream(seed, sequence) for sequence in range(batch)]
+        seeds = [sequence_seed(seed, sequence) for sequence in range(batch)]
     else:
         several = isinstance(seed, Sequence) and all(type(number) is int for number in seed)
         check_type(several, op, "seed", "be an int or a list of ints", type(seed).__name__)

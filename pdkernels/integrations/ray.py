@@ -28,7 +28,7 @@ import torch
 from pdkernels import models
 from pdkernels._validation import check, check_choice, check_type, integer, message, sentence
 from pdkernels._version import __version__
-from pdkernels.decoding import check_options, default_method, find, generate, stream
+from pdkernels.decoding import check_options, default_method, find, generate, sequence_seed
 from pdkernels.decoding.signatures import Request
 from pdkernels.integrations.ledger import Ledger, ledger_path, refuse_links
 from pdkernels.integrations.prompt_files import OP, Contents, Prompt, check_output, model_identity, read_prompts, writer
@@ -148,7 +148,7 @@ class Worker:
     def _texts(self, prompts: list[tuple[int, Any]]) -> list[Result]:
         options = dict(self.options)
         if "seed" in self.method.options:
-            options["seed"] = [stream(self.seed, number) for number, _ in prompts]
+            options["seed"] = [sequence_seed(self.seed, number) for number, _ in prompts]
         found = generate(self.model, [prompt for _, prompt in prompts], self.method, **options)
         self.works = True
         lines = zip(prompts, found.text or [], found.tokens, strict=True)

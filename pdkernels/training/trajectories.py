@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import check, check_index, check_type
-from pdkernels.decoding import TraceStep, generate, stream
+from pdkernels.decoding import TraceStep, generate, sequence_seed
 from pdkernels.training.packing import NoiseAwareSample
 
 Schedule: TypeAlias = Literal["code", "paper"]
@@ -95,7 +95,7 @@ def collect_trajectories(
             end_tokens=end_tokens,
             trace=True,
             block_size=block_size,
-            seed=[stream(seed, start + index) for index in range(len(chosen))],
+            seed=[sequence_seed(seed, start + index) for index in range(len(chosen))],
         )
         trace = cast(list[list[TraceStep]], result.stats.trace)
         for prompt, tokens, steps in zip(chosen, result.tokens, trace, strict=True):

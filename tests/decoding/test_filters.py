@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pdkernels.decoding import generate, stream
+from pdkernels.decoding import generate, sequence_seed
 from pdkernels.decoding._token_sampler import TokenSampler
 from pdkernels.decoding.methods import METHODS
 from pdkernels.reference import sampling as reference
@@ -139,7 +139,7 @@ def test_a_draw_is_one_of_the_filtered_distribution(
     if size == len(banned):
         banned = ()
     before, positions = logits.clone(), torch.arange(6).view(2, 3)
-    numbers = torch.tensor([(stream(seed, n) + 2**63) % 2**64 - 2**63 for n in range(2)])
+    numbers = torch.tensor([(sequence_seed(seed, n) + 2**63) % 2**64 - 2**63 for n in range(2)])
     rows = logits.double().clone()
     rows[..., list(banned)] = -torch.inf
     assume(not at_a_border(rows.view(6, -1), sampler))
@@ -147,7 +147,9 @@ def test_a_draw_is_one_of_the_filtered_distribution(
     for n in range(2):
         law = reference.filtered(rows[n], *sampler)
         assert torch.equal(sampler.filtered(logits[n], banned).isfinite(), law.isfinite())
-        assert found[n].tolist() == reference.draw(law, positions[n].tolist(), sampler.temperature, stream(seed, n), 3)
+        assert found[n].tolist() == reference.draw(
+            law, positions[n].tolist(), sampler.temperature, sequence_seed(seed, n), 3
+        )
     assert torch.equal(logits, before)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pdkernels.decoding import available, find, generate, stream
+from pdkernels.decoding import available, find, generate, sequence_seed
 from tests.support.causal import FakeModel
 from tests.support.masked import MASK, Scripted, deep_masked, hashed, small_masked
 
@@ -40,7 +40,7 @@ def test_given_tokens_stay_and_masks_are_filled(method: str, options: dict[str, 
         prompts = prompts[:1]
     options = {"max_new_tokens": new, "end_tokens": (3, 4), "infill": True, **options}
     alone = [
-        generate(model, prompt, find(method), seed=stream(0, number), **options)
+        generate(model, prompt, find(method), seed=sequence_seed(0, number), **options)
         for number, prompt in enumerate(prompts)
     ]
     for prompt, result in zip(prompts, alone, strict=True):

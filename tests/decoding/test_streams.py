@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdkernels.decoding import available, find, generate, is_lossless, method_options, stream, supports
+from pdkernels.decoding import available, find, generate, is_lossless, method_options, sequence_seed, supports
 from pdkernels.models.recurrent_depth import RecurrentDepth
 from pdkernels.reference.block_diffusion import block_diffusion
 from pdkernels.reference.linear_self_speculation import linear_self_speculation
@@ -52,9 +52,9 @@ def test_every_sequence_has_its_own_stream(method: str) -> None:
     if DRAWS.get(method, True):
         assert len({tuple(tokens.tolist()) for tokens in together.tokens}) == 4
     for n in range(4):
-        alone = run(method, PROMPT, seed=stream(7, n))
+        alone = run(method, PROMPT, seed=sequence_seed(7, n))
         assert torch.equal(alone.tokens, together.tokens[n]) and alone.stats.accepted[0] == together.stats.accepted[n]
-    listed = run(method, [PROMPT] * 3, seed=[stream(7, n) for n in (2, 0, 2)])
+    listed = run(method, [PROMPT] * 3, seed=[sequence_seed(7, n) for n in (2, 0, 2)])
     for tokens, accepted, n in zip(listed.tokens, listed.stats.accepted, (2, 0, 2), strict=True):
         assert torch.equal(tokens, together.tokens[n]) and accepted == together.stats.accepted[n]
 
@@ -73,8 +73,8 @@ def test_equal_prompts_draw_from_the_distribution() -> None:
 
 
 def test_streams_of_small_seeds_never_meet() -> None:
-    seeds = {stream(seed, n) for seed in range(100) for n in range(100)}
-    assert len(seeds) == 10_000 and stream(-1, 0) == 2**64 - 1 and stream(5, 0) == 5
+    seeds = {sequence_seed(seed, n) for seed in range(100) for n in range(100)}
+    assert len(seeds) == 10_000 and sequence_seed(-1, 0) == 2**64 - 1 and sequence_seed(5, 0) == 5
 
 
 @pytest.mark.parametrize("method", ["jacobi", "autoregressive"])

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from pdkernels.cache import ContiguousKVCache, PagedKVCache
-from pdkernels.decoding import generate, stream
+from pdkernels.decoding import generate, sequence_seed
 from pdkernels.models.transformer import Transformer, TransformerConfig
 from pdkernels.reference.autoregressive import Model
 from pdkernels.reference.sampling import causal_logits, distribution, without
@@ -24,7 +24,7 @@ page_sizes = st.sampled_from([None, None, 1, 3, 16])
 
 def streams(batch: list[Any], options: dict[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
     """The prompts of a batch, each with the options that it has alone."""
-    return [(prompt, options | {"seed": stream(options.get("seed", 0), n)}) for n, prompt in enumerate(batch)]
+    return [(prompt, options | {"seed": sequence_seed(options.get("seed", 0), n)}) for n, prompt in enumerate(batch)]
 
 
 class CachedFake:

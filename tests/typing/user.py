@@ -79,12 +79,19 @@ def a_plan() -> str:
     return pd.decoding.chunk_lanes([pd.decoding.ChunkStep(0, [[3]], {(0, 0): 4})])
 
 
+def pieces() -> str:
+    found = pd.decoding.stream(model, "a", "jacobi", max_new_tokens=4, draft="lookup")
+    texts = [piece.text or "" for piece in found if piece.accepted >= 0]
+    found.close()
+    return "".join(texts)
+
+
 def facts() -> list[str]:
     names = [name for name in pd.decoding.available() if pd.decoding.supports(name, model)]
     method, options_of_default = pd.decoding.default_method(model)
     assert isinstance(options_of_default, dict)
     lossless = [name for name in names if pd.decoding.is_lossless(name)]
-    seeds = [pd.decoding.stream(0, number) for number in range(2)]
+    seeds = [pd.decoding.sequence_seed(0, number) for number in range(2)]
     assert len(seeds) == 2
     options = [f"{name}={pd.decoding.default_option('jacobi', name)}" for name in pd.decoding.method_options("jacobi")]
     return [method, *lossless, *options, pd.show_config(), str(pd.has_native())]
