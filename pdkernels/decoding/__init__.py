@@ -317,6 +317,8 @@ def stream(model: Any, prompt: Prompts, method: str | Method = "autoregressive",
         >>> text == pieces.result.text
         True
     """
+    remedy = "The seed of one sequence of a batch is sequence_seed(seed, number)."
+    check_type(not isinstance(model, int), "decoding.stream", "model", "be a model", type(model).__name__, remedy)
     check_type("on_tokens" not in options, "decoding.stream", "on_tokens", "be left out", "one")
     return Stream(generate, model, prompt, method, options)
 

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from pdkernels.decoding import find, stream
+from pdkernels.decoding import find, sequence_seed
 from pdkernels.engine import Engine, Generation
 from pdkernels.serve.schema import ChatRequest, CompletionRequest, Settings
 from pdkernels.serve.stops import StopCut
@@ -222,7 +222,7 @@ class Frontend:
                         max_new_tokens=limit,
                         stop_strings=stops,
                         timeout=body.timeout,
-                        seed=stream(seed, number) if several > 1 else seed,
+                        seed=sequence_seed(seed, number) if several > 1 else seed,
                         **settings,
                     )
                     choices.append(Choice(handle, stops, text if echo else ""))

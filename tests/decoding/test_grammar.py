@@ -91,7 +91,7 @@ def test_lossless_methods_write_what_autoregressive_does(name: str, options: dic
         assert [ids.tolist() for ids in found.tokens] == [ids.tolist() for ids in expected.tokens], (method, more)
     assert re.fullmatch(PATTERN, expected.text[0]) and isinstance(json.loads(expected.text[1]), list)
     assert expected.text[2] == generate(model(name), prompts, max_new_tokens=40, **options).text[2]
-    alone = {**asked, "grammar": schema, "seed": [pd.decoding.stream(options.get("seed", 0), 1)], "page_size": 4}
+    alone = {**asked, "grammar": schema, "seed": [pd.decoding.sequence_seed(options.get("seed", 0), 1)], "page_size": 4}
     assert generate(model(name), prompts[1], "jacobi", **alone).tokens.tolist() == expected.tokens[1].tolist()
 
 

@@ -66,7 +66,7 @@ def test_sampling_and_filters_reach_the_method(serve: Any) -> None:
     )  # fmt: skip
     assert answer.choices[0].text == expected
     several = client.completions.create(model="tiny", prompt="import", max_tokens=8, temperature=1, n=3, seed=9)
-    seeds = [pd.decoding.stream(9, number) for number in range(3)]
+    seeds = [pd.decoding.sequence_seed(9, number) for number in range(3)]
     assert [choice.text for choice in several.choices] == [
         alone("import", 8, temperature=1.0, seed=seed) for seed in seeds
     ]
