@@ -126,8 +126,10 @@ def quantized_forward(
     if width == 0:
         numbers = torch.searchsorted(ends, torch.arange(rows, device=x.device), right=True)
         return out.zero_() if bias is None else out.copy_(bias[numbers])
-    # The last tile of a group may read rows after it.
-    codes, numbers, padded, blocks, pairs, tiling, constants = quantized_rows(x, further=1)
+    # Tiles for twice the rows that a group has if all have as many. The last tile of a group may read rows after it.
+    codes, numbers, padded, blocks, pairs, tiling, constants = quantized_rows(
+        x, triton.cdiv(2 * rows, groups), further=1
+    )
     row_tiles = row_tiles_of(rows, groups, tiling.rows)
     for part in parts_of(weights, layouts, outputs, blocks, groups):
         _grouped_products[(row_tiles * triton.cdiv(part.outputs, tiling.outputs),)](

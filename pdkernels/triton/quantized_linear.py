@@ -331,11 +331,11 @@ class Rows(NamedTuple):
     """What kernels are compiled and launched with."""
 
 
-def quantized_rows(x: Tensor, further: int = 0) -> Rows:
-    """The rows `(rows, width)`, whole tiles of them and `further` tiles; a launch."""
+def quantized_rows(x: Tensor, together: int, further: int = 0) -> Rows:
+    """The rows `(rows, width)`, whole tiles of them and `further` tiles; a launch. So many go `together` through one matrix."""
     rows, width = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
-    tiling = next((one for one in _TABLE if rows <= one.rows), _TABLE[-1])
+    tiling = next((one for one in _TABLE if together <= one.rows), _TABLE[-1])
     blocks, padded = triton.cdiv(width, BLOCK.value), (triton.cdiv(rows, tiling.rows) + further) * tiling.rows
     pairs = triton.cdiv(blocks, 2)
     codes = x.new_empty(2 * pairs, padded, 2, BLOCK.value, dtype=torch.int8)
@@ -363,7 +363,7 @@ def forward(
     bias = None if bias is None else bias.contiguous()
     if width == 0:
         return out.zero_() if bias is None else out.copy_(bias.expand(rows, total))
-    codes, numbers, padded, blocks, pairs, tiling, constants = quantized_rows(x)
+    codes, numbers, padded, blocks, pairs, tiling, constants = quantized_rows(x, rows)
     for part in parts_of(weights, layouts, outputs, blocks):
         _products[(padded // tiling.rows * triton.cdiv(part.outputs, tiling.outputs),)](
             codes,
