@@ -94,7 +94,7 @@ def quantized_grouped_linear(
         >>> import torch, pdkernels as pd
         >>> experts = pd.quantize(torch.stack((torch.eye(32), 2 * torch.eye(32))), "q8_0")
         >>> pd.quantized_grouped_linear(torch.ones(2, 32), experts, torch.tensor([1, 2]))[:, 0]
-        tensor([0.9999, 1.9998])
+        tensor([0.9999, 1.9999])
     """
     check_type(isinstance(weight, QuantizedWeight), QUANTIZED, "weight", "be a QuantizedWeight", type(weight).__name__)
     if weight.matrices is None:
