@@ -200,6 +200,56 @@ def test_gradients_are_those_of_transformers(tmp_path: Path) -> None:
     torch.testing.assert_close(router, theirs.model.layers[2].mlp.gate.weight.grad, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "o_proj"]])
+def test_adapters_are_those_of_peft(targets: Any, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="compares with peft where it is installed")
+    theirs = made("qwen3_moe, a dense layer")
+    theirs.save_pretrained(tmp_path / "base")
+    adapted = peft.get_peft_model(
+        theirs, peft.LoraConfig(r=4, lora_alpha=6, task_type="CAUSAL_LM", target_modules=targets)
+    )
+    for name, parameter in adapted.eval().named_parameters():
+        if "lora_" in name:
+            parameter.data += torch.randn_like(parameter) * 0.1
+    adapted.save_pretrained(tmp_path / "lora")
+    if targets == "all-linear":  # the stacks of experts too, which PEFT adapts as parameters
+        with pytest.raises(NotImplementedError, match="target_parameters must be absent"):
+            models.load(tmp_path / "base", adapter=tmp_path / "lora")
+        return
+    ours = models.load(tmp_path / "base", adapter=tmp_path / "lora", dtype=torch.float32)
+    tokens = torch.tensor([TOKENS])
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), adapted(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapter_of_experts_is_merged_by_their_published_names(qwen3: Path, tmp_path: Path) -> None:
+    """As versions of PEFT and transformers wrote it whose experts were linear layers."""
+    from safetensors.torch import save_file
+
+    name, draw = "model.layers.1.mlp.experts.5.up_proj", torch.Generator().manual_seed(0)
+    a, b = torch.randn(2, 32, generator=draw), torch.randn(32, 2, generator=draw)
+    save_file(
+        {f"base_model.model.{name}.lora_A.weight": a, f"base_model.model.{name}.lora_B.weight": b},
+        tmp_path / "adapter_model.safetensors",
+    )
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["up_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    plain = models.load(qwen3, dtype=torch.float32).layers[1].experts_gate_up
+    merged = models.load(qwen3, dtype=torch.float32, adapter=tmp_path).layers[1].experts_gate_up
+    expected = plain.clone()
+    expected[5, 32:] += 2 * b @ a
+    torch.testing.assert_close(merged, expected)
+
+
+def test_a_forward_is_one_graph(qwen3: Path) -> None:
+    model = models.load(qwen3, dtype=torch.float32)
+    compiled = torch.compile(model, fullgraph=True, backend="eager", dynamic=True)
+    for rows in (7, 12):
+        tokens = torch.tensor([TOKENS[:rows]])
+        with torch.no_grad():
+            assert torch.equal(compiled(tokens), model(tokens))
+
+
 # ---- diffusion models
 
 

@@ -27,7 +27,9 @@ WIDE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 64,
+    "moe_intermediate_size": 256,
 }
+FAMILIES = {**files.FAMILIES, "qwen3moe": files.QWEN3MOE}
 SIMPLE, SUPER = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"], ["Q4_K", "Q5_K", "Q6_K"]
 
 
@@ -52,7 +54,7 @@ def super_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def written(path: Path, kind: str, family: str = "llama") -> models.Transformer:
-    fields = {**files.FAMILIES[family], **(WIDE if kind in SUPER else {})}
+    fields = {**FAMILIES[family], **(WIDE if kind in SUPER else {})}
     files.write_gguf(path, fields, kind=kind)
     model = models.load(path, packed=True)
     held = [module for module in model.modules() if isinstance(module, pd.QuantizedWeight)]
@@ -61,13 +63,15 @@ def written(path: Path, kind: str, family: str = "llama") -> models.Transformer:
 
 
 @pytest.mark.usefixtures("super_blocks")
-@pytest.mark.parametrize("family", files.FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", [*SIMPLE, *SUPER])
 def test_logits_and_decoders(kind: str, family: str, tmp_path: Path) -> None:
     model = written(tmp_path / "m.gguf", kind, family)
     tokens = torch.tensor([PROMPTS[0]])
     found, expected = model(tokens), models.load(tmp_path / "m.gguf", packed=False)(tokens)
-    assert 0 < (found - expected).norm() < 0.1 * expected.norm()  # activations have 8 bits
+    errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    # Activations have 8 bits; a router may choose another expert for a row.
+    assert 0 < (errors.median() if family == "qwen3moe" else errors.max()) < 0.1
     greedy = generate(model, PROMPTS, max_new_tokens=16, end_tokens=())
     assert [len(row) for row in greedy.tokens] == [16] * 3
     alone = generate(model, PROMPTS[0], max_new_tokens=16, end_tokens=(), page_size=4)
