@@ -9,6 +9,7 @@
 #include "logit_divergence.h"
 #include "quantized_linear.h"
 #include "recurrence.h"
+#include "recurrent_state.h"
 #include "speculative_attention.h"
 #include "token_statistics.h"
 #include "transformer_layers.h"

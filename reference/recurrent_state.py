@@ -93,11 +93,12 @@ def _steps(
         for at in accepted:
             if not 0 <= at < max_pending:
                 _fail(op, "pending_index", f"be in [0, {max_pending - 1}]", at, b)
-        before = list(range(-1, count - 1)) if parents is None else parents[b, :count].tolist()
-        for i, parent in enumerate(before):
-            if not -1 <= parent < i:
-                _fail(op, "parents", f"be in [-1, {i - 1}] for row {i}", parent, b)
         settled = 0 if keep is None else max(count - keep, 0)
+        before = list(range(-1, count - 1)) if parents is None else parents[b, :count].tolist()
+        for i, parent in enumerate(before):  # settled rows are a path, and the others follow it
+            least = min(i, settled) - 1
+            if not least <= parent < i:
+                _fail(op, "parents", f"be in [{least}, {i - 1}] for row {i}", parent, b)
         found.append(_Step(b, row, accepted, held == 0, count, settled, before))
     return found
 
@@ -189,9 +190,13 @@ def gated_delta_(
         if sigmoid_beta:
             beta = beta.sigmoid()
         state = state * g.exp()[:, None, None]
-        remembered = (state * k[..., None]).sum(-2)
-        state = state + k[..., None] * ((v - remembered) * beta[:, None])[:, None]
-        return state, None if q is None else (state * (prepared(q) * scale)[..., None]).sum(-2)
+        update = (v - (state * k[..., None]).sum(-2)) * beta[:, None]
+        following = state + k[..., None] * update[:, None]
+        if q is None:
+            return following, None
+        q = prepared(q) * scale
+        # Of the new state, in two parts, as a kernel that has read the old state once can compute it.
+        return following, (state * q[..., None]).sum(-2) + (q * k).sum(-1, keepdim=True) * update
 
     out = torch.zeros_like(v, memory_format=torch.contiguous_format)
     for step in steps:
@@ -227,7 +232,7 @@ def selective_state_(
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     dt_min: float = 0.0,
-    dt_max: float = float("inf"),
+    dt_max: float | None = None,
 ) -> Tensor:
     """``S = exp(dt A) S + (dt B) x^T``, and ``out = S^T C + D x``; without `dt` it is 1: lightning attention.
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from pdkernels import _memory
 from pdkernels._validation import check, check_fits_memory, integer
 from pdkernels.cache.contiguous import KVCacheBase
-from pdkernels.ops._state_steps import state_commit_, state_trim_
+from pdkernels.ops.recurrent_state import state_commit_, state_trim_
 
 PENDING_ROWS = 64
 """Rows of a draft that can be rejected, unless `HybridCache.reserve_drafts_` makes room for more."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from pdkernels._validation import check
 from pdkernels.cache.hybrid import HybridCache, StateShape, StateSlots, StateStep
 from pdkernels.masks import TilePlan
-from pdkernels.ops._state_steps import gated_delta_, selective_state_, short_conv_
+from pdkernels.ops.recurrent_state import gated_delta_, selective_state_, short_conv_
 
 
 class States:
@@ -44,7 +44,8 @@ class States:
         if cache is None:
             nothing = torch.zeros(batch, dtype=torch.int64, device=device)
             whole = None if parents is None else parents.expand(batch, rows).contiguous()
-            self._step = StateStep(nothing, None, None, whole, 0)
+            # A tree has no last row, so none of it can become part of a state.
+            self._step = StateStep(nothing, None, None, whole, 0 if whole is None else None)
         else:
             self._step = cache.begin_(rows, counts, parents=parents, whole=mask is not None)
 
@@ -54,7 +55,8 @@ class States:
         if self.cache is not None:
             return self.cache.states[name]
         batch = len(new[0])
-        pending = tuple(x.new_empty(batch, 0, *x.shape[2:]) for x in new)
+        kept = 0 if self._step.keep == 0 else new[0].shape[1]
+        pending = tuple(x.new_empty(batch, kept, *x.shape[2:]) for x in new)
         return StateSlots(new[0].new_empty((batch, *state), dtype=dtype), self._step.lengths.clone(), pending)
 
     def short_conv(
@@ -102,7 +104,7 @@ class States:
         slots = self._slots(name, (x.shape[2], b.shape[3], x.shape[3]), torch.float32, x, b, dt)
         out: Tensor = selective_state_(
             slots.state, slots.lengths, *slots.pending, x, b, c, dt, a, self._step.lengths, D=d, dt_bias=dt_bias,
-            dt_softplus=dt_softplus, dt_min=dt_limit[0], dt_max=dt_limit[1], **self._options(),
+            dt_softplus=dt_softplus, dt_limit=dt_limit, **self._options(),
         )  # fmt: skip
         return out
 

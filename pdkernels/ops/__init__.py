@@ -13,6 +13,7 @@ from pdkernels.ops.log_step import *
 from pdkernels.ops.logit_divergence import *
 from pdkernels.ops.quantized_linear import *
 from pdkernels.ops.recurrence import *
+from pdkernels.ops.recurrent_state import *
 from pdkernels.ops.speculative_attention import *
 from pdkernels.ops.token_statistics import *
 from pdkernels.ops.transformer_ops import *

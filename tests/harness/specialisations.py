@@ -20,34 +20,20 @@ import random
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.harness import state_specialisations as states
 from tests.harness import triton_budgets
+from tests.harness.choices import ABSENT, DTYPES, HEAD_DIMS, INDEX, LAYOUTS, Choices, index, zeros
 
 # The grid's limits in each dimension: CUDA programming guide, table of technical specifications.
 GRID_LIMIT = (2**31 - 1, 65535, 65535)
-
-Choices = dict[str, Sequence[Any]]
-DTYPES = ("float16", "bfloat16", "float32")
-INDEX = ("int32", "int64")
-ABSENT = None
-# Two widths of a head where its dimension is no power of two; each row of the tables of blockings.
-HEAD_DIMS = (16, 40, 64, 96, 128, 192, 256)
-LAYOUTS = ("contiguous", "shifted", "far")
-"""`shifted`: addresses that are multiples of an element only. `far`: strides of dimensions of size 1 beyond 32 bits."""
-
-
-def _index(values: Sequence[Any]) -> Sequence[Any]:
-    """An index tensor that may be absent: None, or one of `values` in both dtypes."""
-    return (ABSENT, *itertools.product(values, INDEX))
-
 
 # (kind of scales, bits of a code, blocks of a group) of packed matrices; a group of 0 is the whole row.
 MATRICES = (
@@ -74,19 +60,20 @@ _SPECULATIVE: Choices = {
     "new": (1, 5, 81),
     "capacity": (1, 300, 4096),
     "lengths": INDEX,
-    "starts": _index(("sequence", "token")),
+    "starts": index(("sequence", "token")),
     "window": (ABSENT, 7),
-    "cu_seqlens": _index(("packed",)),
+    "cu_seqlens": index(("packed",)),
     # A step lies within a page, or does not; pages that are no power of two.
-    "block_table": _index((1, 16, 24, 64, 128)),
+    "block_table": index((1, 16, 24, 64, 128)),
 }
 CHOICES: dict[str, Choices] = {
+    **states.CHOICES,
     "block_sparse_attention": {**_ATTENTION, "lengths": ((1, 1), (16, 130), (200, 200)), "grad_lse": (False, True)},
     "speculative_attention": _SPECULATIVE,
     "speculative_attention_append_": {
         **_SPECULATIVE,
-        "counts": _index(("sequence",)),
-        "source_index": _index(("rows", "columns")),
+        "counts": index(("sequence",)),
+        "source_index": index(("rows", "columns")),
     },
     "linear": {
         "dtype": (*((one, one) for one in DTYPES), ("float32", "bfloat16"), ("float32", "float16")),
@@ -153,7 +140,7 @@ CHOICES: dict[str, Choices] = {
 # What has no influence on a launch, or is made from the choices above.
 OTHERS = {"backend", "return_lse", "q", "k", "v", "k_new", "v_new", "k_cache", "v_cache", "x", "weight", "hidden"}
 # With filters the product is PyTorch's, in a group too, and then no kernel of Triton runs.
-OTHERS |= {"top_p", "min_p", "group", "first_id"}
+OTHERS |= {"top_p", "min_p", "group", "first_id"} | states.OTHERS
 
 
 def unknown(name: str) -> list[str]:
@@ -213,20 +200,6 @@ def _words(choice: Any) -> set[str]:
 # --------------------------------------------------------------------------------------------------------------------- calls
 
 
-def _zeros(layout: str, *shape: int, dtype: str) -> Tensor:
-    kind = getattr(torch, dtype)
-    if layout == "shifted":
-        return torch.empty(torch.Size(shape).numel() + 1, dtype=kind)[1:].view(shape)
-    if layout == "transposed":
-        return torch.empty(shape[::-1], dtype=kind).T
-    x = torch.empty(shape, dtype=kind)
-    if layout == "far":
-        strides = [2**32 if size == 1 and at < len(shape) - 1 and at != len(shape) - 3 else stride
-                   for at, (size, stride) in enumerate(zip(shape, x.stride()))]  # fmt: skip
-        return x.as_strided(shape, strides)
-    return x
-
-
 def _plan(given: dict[str, Any], rows: int, columns: int) -> Any:
     from pdkernels.masks import Segment, SegmentMask
     from pdkernels.masks.tile_plan import TilePlan
@@ -239,7 +212,7 @@ def _plan(given: dict[str, Any], rows: int, columns: int) -> Any:
 def _call_block_sparse(function: Callable[..., Any], given: dict[str, Any]) -> None:
     (q_len, kv_len), (heads, kv_heads) = given["lengths"], given["heads"]
     q, k, v = (
-        _zeros(given["layout"], given["batch"], rows, count, given["head_dim"], dtype=given["dtype"]).requires_grad_()
+        zeros(given["layout"], given["batch"], rows, count, given["head_dim"], dtype=given["dtype"]).requires_grad_()
         for rows, count in ((q_len, heads), (kv_len, kv_heads), (kv_len, kv_heads))
     )
     out, lse = function(q, k, v, _plan(given, q_len, kv_len), scale=given["scale"], return_lse=True)
@@ -255,7 +228,7 @@ def _call_speculative(function: Callable[..., Any], given: dict[str, Any]) -> No
     whole: tuple[int, ...] = (batch, new)
     if given["cu_seqlens"] is not None:
         whole, options["cu_seqlens"] = (batch * new,), number(batch + 1, given["cu_seqlens"][1])
-    q, k, v = (_zeros(layout, *whole, count, dim, dtype=given["dtype"]) for count in (heads, kv_heads, kv_heads))
+    q, k, v = (zeros(layout, *whole, count, dim, dtype=given["dtype"]) for count in (heads, kv_heads, kv_heads))
     pages, page_size = batch, given["capacity"]
     if given["block_table"] is not None:
         page_size, dtype = given["block_table"]
@@ -271,15 +244,15 @@ def _call_speculative(function: Callable[..., Any], given: dict[str, Any]) -> No
         kind, dtype = given["source_index"]
         chosen = number((batch, 3), dtype)
         options["source_index"] = chosen if kind == "rows" else chosen.T.contiguous().T
-    caches = (_zeros(layout, pages, page_size, kv_heads, dim, dtype=given["dtype"]) for _ in range(2))
+    caches = (zeros(layout, pages, page_size, kv_heads, dim, dtype=given["dtype"]) for _ in range(2))
     function(q, k, v, *caches, number(batch, given["lengths"]), _plan(given, new, new), **options)
 
 
 def _call_linear(function: Callable[..., Any], given: dict[str, Any]) -> None:
     layout, (dtype, of_weight) = given["layout"], given["dtype"]
-    x = _zeros(layout, given["rows"], given["width"], dtype=dtype)
-    weight = _zeros(layout, given["outputs"], given["width"], dtype=of_weight)
-    function(x, weight, _zeros(layout, given["outputs"], dtype=dtype) if given["bias"] else None)
+    x = zeros(layout, given["rows"], given["width"], dtype=dtype)
+    weight = zeros(layout, given["outputs"], given["width"], dtype=of_weight)
+    function(x, weight, zeros(layout, given["outputs"], dtype=dtype) if given["bias"] else None)
 
 
 def _packed(given: dict[str, Any], matrices: int | None = None) -> Any:
@@ -294,22 +267,22 @@ def _packed(given: dict[str, Any], matrices: int | None = None) -> Any:
 
 def _call_quantized(function: Callable[..., Any], given: dict[str, Any]) -> None:
     layout, dtype = given["layout"], given["dtype"]
-    x = _zeros(layout, given["rows"], given["width"], dtype=dtype)
-    function(x, _packed(given), _zeros(layout, given["outputs"], dtype=dtype) if given["bias"] else None)
+    x = zeros(layout, given["rows"], given["width"], dtype=dtype)
+    function(x, _packed(given), zeros(layout, given["outputs"], dtype=dtype) if given["bias"] else None)
 
 
 def _call_grouped(function: Callable[..., Any], given: dict[str, Any]) -> None:
     layout, groups, (dtype, of_weight) = given["layout"], given["groups"], given["dtype"]
-    x = _zeros(layout, given["rows"], given["width"], dtype=dtype)
-    weight = _zeros(layout, groups, given["outputs"], given["width"], dtype=of_weight)
-    bias = _zeros(layout, groups, given["outputs"], dtype=dtype) if given["bias"] else None
+    x = zeros(layout, given["rows"], given["width"], dtype=dtype)
+    weight = zeros(layout, groups, given["outputs"], given["width"], dtype=of_weight)
+    bias = zeros(layout, groups, given["outputs"], dtype=dtype) if given["bias"] else None
     function(x, weight, torch.zeros(groups, dtype=getattr(torch, given["ends"])), bias)
 
 
 def _call_quantized_grouped(function: Callable[..., Any], given: dict[str, Any]) -> None:
     layout, groups, dtype = given["layout"], given["groups"], given["dtype"]
-    x = _zeros(layout, given["rows"], given["width"], dtype=dtype)
-    bias = _zeros(layout, groups, given["outputs"], dtype=dtype) if given["bias"] else None
+    x = zeros(layout, given["rows"], given["width"], dtype=dtype)
+    bias = zeros(layout, groups, given["outputs"], dtype=dtype) if given["bias"] else None
     function(x, _packed(given, groups), torch.zeros(groups, dtype=getattr(torch, given["ends"])), bias)
 
 
@@ -327,13 +300,12 @@ def _call_statistics(function: Callable[..., Any], given: dict[str, Any]) -> Non
             options[name] = torch.zeros(rows, dtype=getattr(torch, options[name]))
     if options["top_k"] is not None:
         options["top_k"] = min(options["top_k"], given["vocabulary"])
-    hidden, weight = (
-        _zeros(layout, size, given["width"], dtype=given["dtype"]) for size in (rows, given["vocabulary"])
-    )
+    hidden, weight = (zeros(layout, size, given["width"], dtype=given["dtype"]) for size in (rows, given["vocabulary"]))
     function(hidden, weight, **options)
 
 
 CALLS: dict[str, Callable[[Callable[..., Any], dict[str, Any]], None]] = {
+    **states.CALLS,
     "block_sparse_attention": _call_block_sparse,
     "speculative_attention": _call_speculative,
     "speculative_attention_append_": _call_speculative,
@@ -362,14 +334,16 @@ def extremes(name: str) -> Iterator[dict[str, Any]]:
                 yield fullest | large  # pages as long as steps
                 yield fullest | large | {"block_table": (16, "int64"), "cu_seqlens": None}
     else:
-        yield from covering({**CHOICES[name], "layout": ("contiguous",)}, 1)
-        for dtype in CHOICES[name]["dtype"]:
+        layout = {"layout": ("contiguous",)} if "layout" in plainest else {}
+        yield from covering({**CHOICES[name], **layout}, 1)
+        for dtype in () if name in states.CHOICES else CHOICES[name]["dtype"]:
             yield plainest | {"dtype": dtype, "rows": 160, "width": 4096}
             yield fullest | {"dtype": dtype, "rows": 1, "width": 4096}
 
 
 # More than 65,535 of what a second dimension of a grid could count.
 LARGE: dict[str, dict[str, Any]] = {
+    **states.LARGE,
     "block_sparse_attention": {"batch": 70_000},
     "speculative_attention": {"batch": 70_000, "capacity": 4096},
     "speculative_attention_append_": {"batch": 70_000, "capacity": 4096},

@@ -22,7 +22,9 @@ BY_TRITON = {name for name, kernel in backends.ON_CUDA.items() if kernel == "tri
 
 
 def sources() -> list[Path]:
-    return sorted([*(ROOT / "pdkernels" / "ops").glob("*.py"), ROOT / "tests" / "harness" / "specialisations.py"])
+    harness_files = ("choices", "specialisations", "state_specialisations")
+    own = [ROOT / "tests" / "harness" / f"{name}.py" for name in harness_files]
+    return sorted([*(ROOT / "pdkernels" / "ops").glob("*.py"), *own])
 
 
 def compiled(*cases: str) -> dict[str, dict[str, Any]]:

@@ -129,6 +129,15 @@ def caches(k: Tensor, v: Tensor, k_new: Tensor, v_new: Tensor, lengths: Tensor, 
     return pd.add_cached_rows_(pd.gather_rows(k, rows), k, rows, index)
 
 
+def states(state: Tensor, pending: list[Tensor], x: Tensor, gate: Tensor, lengths: Tensor, index: Tensor) -> Tensor:
+    delta = (x, x, x, gate, gate, lengths)
+    out: Tensor = pd.gated_delta_(state, lengths, *pending[:4], *delta, pending_index=index, keep=4, l2norm_eps=1e-6)
+    out = out + pd.selective_state_(state, lengths, x, x, None, x, x, x, None, gate, lengths, dt_limit=(0.0, 1.0))
+    pd.state_commit_(lengths, index, [lengths, lengths], lengths, index, advance=False)
+    pd.state_trim_(lengths, lengths, lengths)
+    return out + pd.short_conv_(state, lengths, x, x, x, lengths, activation="silu")
+
+
 def tokens(logits: Tensor, hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     logits = logits if logits.numel() else pd.linear(hidden, weight)
     guesses: pd.TokenStatistics = pd.token_statistics(logits, temperature=1.0, suppress=(7,), distribution="sampling")

@@ -1,0 +1,165 @@
+"""Steps of layers with a state: drafts of some rows, all of which are accepted and replayed in the next step.
+
+Compared with transformers' row-by-row function, eager and compiled, which writes the state once per call but could not take a row
+back, and with reading and writing the states of the same layers once. Several layers are run in turn, so that no cache holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import pdkernels as pd
+from bench.devices import by_device
+from bench.timing import compare
+
+# Kind, heads, key heads or groups, keys, values, and layers run in turn.
+MODELS: dict[str, tuple[str, int, int, int, int, int]] = {
+    "Qwen3.5-9B": ("delta", 32, 16, 128, 128, 24),
+    "Granite-4-Tiny": ("mamba", 48, 1, 128, 64, 24),
+    "MiniMax-Text-01": ("lightning", 64, 64, 128, 128, 12),
+    "dry": ("delta", 4, 2, 16, 16, 2),
+}
+SHAPES = {
+    "cpu": ("Qwen3.5-9B", "Granite-4-Tiny", "MiniMax-Text-01"),
+    "cuda": ("Qwen3.5-9B", "Granite-4-Tiny"),
+    "dry": ("dry",),
+}
+ROWS = (1, 2, 4, 8)
+CANDIDATES = ("pdkernels", "PyTorch", "torch.compile", "a read and a write of the states")
+
+
+def delta_rows(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """`torch_recurrent_gated_delta_rule` of transformers for one sequence: q and k are normalised, heads repeated."""
+    heads = v.shape[1]
+
+    def prepared(x: Tensor) -> Tensor:
+        x = x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+        return x.repeat_interleave(heads // x.shape[1], 1)
+
+    q, k, out = prepared(q) * k.shape[-1] ** -0.5, prepared(k), []
+    for i in range(len(v)):
+        state = state * g[i].exp()[:, None, None]
+        update = (v[i] - (state * k[i][..., None]).sum(-2)) * beta[i][:, None]
+        state = state + k[i][..., None] * update[:, None]
+        out.append((state * q[i][..., None]).sum(-2))
+    return torch.stack(out), state
+
+
+def selective_rows(state: Tensor, C: Tensor, B: Tensor, x: Tensor, dt: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
+    """`mamba2_selective_state_update` of transformers, row by row, for one sequence."""
+    repeat, out = x.shape[1] // B.shape[1], []
+    for i in range(len(x)):
+        key = B[i].repeat_interleave(repeat, 0) * dt[i][:, None]
+        state = state * (dt[i] * A).exp()[:, None, None] + key[..., None] * x[i][:, None]
+        out.append((state * C[i].repeat_interleave(repeat, 0)[..., None]).sum(-2))
+    return torch.stack(out), state
+
+
+class Setup:
+    """The layers of a model, and the rows of a step."""
+
+    def __init__(self, model: str, rows: int, device: str) -> None:
+        self.kind, heads, key_heads, keys, values, self.layers = MODELS[model]
+        generator = torch.Generator().manual_seed(rows)
+
+        def floats(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(device)
+
+        self.states = [torch.zeros(1, heads, keys, values, device=device) for _ in range(self.layers)]
+        self.q, self.k, self.v = (
+            floats(1, rows, key_heads, keys),
+            floats(1, rows, key_heads, keys),
+            floats(1, rows, heads, values),
+        )
+        self.gate, self.beta = -floats(1, rows, heads).abs(), floats(1, rows, heads).sigmoid()
+        self.A = floats(heads).abs() if self.kind == "lightning" else -floats(heads).abs()
+        if self.kind != "delta":
+            self.gate = self.gate.abs()
+        shapes = [x.shape[2:] for x in (self.k, self.v, self.gate, self.beta)]
+        self.pending = [[torch.zeros(1, rows, *shape, device=device) for shape in shapes] for _ in self.states]
+        self.state_lengths = torch.zeros(self.layers, 1, dtype=torch.int64, device=device)
+        self.lengths = torch.zeros(1, dtype=torch.int64, device=device)
+        self.index = torch.zeros(1, rows, dtype=torch.int64, device=device)
+        self.counts = torch.tensor([rows], device=device)
+        self.nbytes = sum(state.nbytes for state in self.states)
+
+    def ours(self) -> list[Tensor]:
+        out = []
+        for state, held, (k, v, gate, beta) in zip(self.states, self.state_lengths, self.pending):
+            step = {"pending_index": self.index}
+            if self.kind == "delta":
+                given = (k, v, gate, beta, self.q, self.k, self.v, self.gate, self.beta)
+                out.append(pd.gated_delta_(state, held, *given, self.lengths, l2norm_eps=1e-6, **step))
+            elif self.kind == "mamba":
+                given = (v, k, gate, self.v, self.k, self.q, self.gate, self.A)
+                out.append(pd.selective_state_(state, held, *given, self.lengths, **step))
+            else:
+                given = (v, k, None, self.v, self.k, self.q, None, -self.A)
+                out.append(pd.selective_state_(state, held, *given, self.lengths, **step))
+        pd.state_commit_(self.lengths, self.index, self.state_lengths, self.counts)
+        return out
+
+    def plain(self, form: Callable[..., Callable[..., Any]]) -> list[Tensor]:
+        out = []
+        for i, state in enumerate(self.states):
+            if self.kind == "delta":
+                y, self.states[i][0] = form(delta_rows)(
+                    state[0], self.q[0], self.k[0], self.v[0], self.gate[0], self.beta[0]
+                )
+            else:
+                one = self.gate[0] if self.kind == "mamba" else torch.ones_like(self.gate[0])
+                A = self.A if self.kind == "mamba" else -self.A
+                y, self.states[i][0] = form(selective_rows)(state[0], self.q[0], self.k[0], self.v[0], one, A)
+            out.append(y[None])
+        return out
+
+    def floor(self) -> list[Tensor]:
+        return [state.mul_(1.0) for state in self.states]
+
+
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=False)
+
+
+def eager(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+@by_device("model", SHAPES)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_state_step(benchmark, name: str, rows: int, model: str, device: str) -> None:
+    benchmark.group = f"recurrent state, {model}, {rows} rows, {device}"
+    setup, other = Setup(model, rows, device), Setup(model, rows, device)
+    calls = {
+        "pdkernels": setup.ours,
+        "PyTorch": partial(setup.plain, eager),
+        "torch.compile": partial(setup.plain, compiled),
+        "a read and a write of the states": setup.floor,
+    }
+    with torch.inference_mode():
+        if name in ("pdkernels", "torch.compile"):
+            for _ in range(3):  # the rows of the second step follow those that the first one left pending
+                for found, wanted in zip(calls[name](), other.plain(eager), strict=True):
+                    assert torch.allclose(found, wanted, rtol=1e-3, atol=1e-3)
+        compare(
+            benchmark,
+            calls[name],
+            baseline=partial(other.plain, eager),
+            baseline_name="PyTorch",
+            device=device,
+            rounds=12,
+            warmup=2,
+            bytes_moved=setup.nbytes,
+            op="recurrent_state",
+            candidate=name,
+            model=model,
+            rows=rows,
+        )
