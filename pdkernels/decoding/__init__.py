@@ -25,6 +25,7 @@ from pdkernels.decoding.planned._outline import BAD_PLANS, BadPlan
 from pdkernels.decoding.recurrent.recurrent_adaptive import ExitCheck
 from pdkernels.decoding.result import ChunkTokens, DecodeResult, DecodeStats, LogProbs, OnTokens, PlanReport, PlanRound
 from pdkernels.decoding.signatures import Generate
+from pdkernels.decoding.suffixes import SuffixPool
 from pdkernels.decoding.traces import (
     AdaptiveStep,
     ChunkStep,
@@ -57,6 +58,7 @@ __all__ = [
     "PlanRound",
     "RecurrentStep",
     "Stream",
+    "SuffixPool",
     "TraceStep",
     "available",
     "chunk_lanes",

@@ -15,6 +15,7 @@ from pdkernels.decoding._method import Method
 from pdkernels.decoding._prompts import Batch, Prompt
 from pdkernels.decoding.grammar.grammar import Grammar
 from pdkernels.decoding.result import DecodeResult, OnTokens
+from pdkernels.decoding.suffixes import SuffixPool
 from pdkernels.models.sampler_head import SamplerHead
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -72,6 +73,11 @@ class JacobiMultiblock(Autoregressive, total=False):
     spawn_ratio: float
     pool_size: int
     verification_size: int
+
+
+class Suffix(Autoregressive, total=False):
+    pool: SuffixPool | None
+    block_size: int
 
 
 class DraftModel(Autoregressive, total=False):
@@ -331,6 +337,10 @@ class Generate(Protocol):
     def __call__(
         self, model: Any, prompt: Batch, method: Literal["jacobi_multiblock"], **options: Unpack[JacobiMultiblock]
     ) -> Many: ...
+    @overload
+    def __call__(self, model: Any, prompt: Prompt, method: Literal["suffix"], **options: Unpack[Suffix]) -> One: ...
+    @overload
+    def __call__(self, model: Any, prompt: Batch, method: Literal["suffix"], **options: Unpack[Suffix]) -> Many: ...
     @overload
     def __call__(
         self, model: Any, prompt: Prompt, method: Literal["draft_model"], **options: Unpack[DraftModel]

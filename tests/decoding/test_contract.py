@@ -65,6 +65,7 @@ INTERVALS: dict[str, Any] = {"prompt_interval": 4, "gen_interval": 2, "transfer_
 FORMS: dict[str, list[dict[str, Any]]] = {
     "autoregressive": [{"top_k": 5, "top_p": 0.8, "min_p": 0.05, "typical_p": 0.9}],
     "jacobi": [{"block_size": 1}, {"block_size": 4}, {"window": 5}, {"draft": "lookup"}],
+    "suffix": [{"block_size": 1}, {"block_size": 4}],
     "draft_model": [{"block_size": 1}, {"block_size": 2}, {"block_size": 9}],
     "eagle": [{"block_size": 1}, {"block_size": 2}, {"block_size": 9}],
     "jacobi_multiblock": [
@@ -323,7 +324,8 @@ def test_every_token_is_reported_once(method: str, kind: str) -> None:
         heard, written = [*map(sorted, heard)], [*map(sorted, written)]
     assert heard == written and calls > 2
     if known.verifies_drafts:
-        assert drafts == [sum(accepted) - len(accepted) for accepted in result.stats.accepted] and sum(drafts) > 0
+        assert drafts == [sum(accepted) - len(accepted) for accepted in result.stats.accepted]
+        assert sum(drafts) > 0 or method == "suffix"  # a text without repetitions has none
     assert method != "autoregressive" or not any(drafts)
 
 

@@ -13,6 +13,7 @@ from pdkernels.decoding.causal import (
     jacobi_multiblock,
     linear_self_speculation,
     quadratic_self_speculation,
+    suffix,
 )
 from pdkernels.models.capabilities import Capability
 from pdkernels.models.protocols import BlockCausalModel, BlockModel, BranchingModel, SelfSpeculativeModel, TappedModel
@@ -51,6 +52,7 @@ METHODS = (
         models=("tiny-jacobi",),
         widths=(None,),
     ),
+    Method("suffix", suffix.decode, title="suffixes", lossless=True, verifies_drafts=True, in_default_evaluation=False),
     Method(
         "draft_model",
         draft_model.decode,
