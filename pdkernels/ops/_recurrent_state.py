@@ -263,26 +263,26 @@ def fake_trim(lengths: Tensor, new_lengths: Tensor, state_lengths: list[Tensor])
 
 
 def _example_step(draw: Draw) -> dict[str, Any]:
-    """Two sequences of a cache, of which one has three accepted rows and the other none."""
+    """Two sequences of a cache, of which one has two accepted rows and the other none."""
     held = draw.ints(0, 9, 2)
     return {
         "state_lengths": held,
-        "lengths": held + torch.tensor([3, 0]),
-        "counts": torch.tensor([5, 4]),
-        "pending_index": draw.ints(0, 5, 2, 6),
+        "lengths": held + torch.tensor([2, 0]),
+        "counts": torch.tensor([3, 2]),
+        "pending_index": draw.ints(0, 3, 2, 4),
     }
 
 
 def example_delta(draw: Draw) -> dict[str, Any]:
     def rows(batch: int, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        gates = draw.floats(batch, n, 4), draw.floats(batch, n, 4).sigmoid()
-        return draw.floats(batch, n, 2, 24), draw.floats(batch, n, 4, 40), -gates[0].abs(), gates[1]
+        gates = draw.floats(batch, n, 2), draw.floats(batch, n, 2).sigmoid()
+        return draw.floats(batch, n, 1, 9), draw.floats(batch, n, 2, 20), -gates[0].abs(), gates[1]
 
-    pending, new = rows(2, 6), rows(2, 5)
+    pending, new = rows(2, 4), rows(2, 3)
     return {
-        "state": draw.floats(2, 4, 24, 40, dtype=torch.float32),
+        "state": draw.floats(2, 2, 9, 20, dtype=torch.float32),
         **dict(zip(("pending_k", "pending_v", "pending_g", "pending_beta"), pending)),
-        "q": draw.floats(2, 5, 2, 24),
+        "q": draw.floats(2, 3, 1, 9),
         **dict(zip(("k", "v", "g", "beta"), new)),
         "l2norm_eps": 1e-6,
         **_example_step(draw),
@@ -291,16 +291,16 @@ def example_delta(draw: Draw) -> dict[str, Any]:
 
 def example_selective(draw: Draw) -> dict[str, Any]:
     return {
-        "state": draw.floats(2, 4, 24, 40, dtype=torch.float32),
-        "pending_x": draw.floats(2, 6, 4, 40),
-        "pending_B": draw.floats(2, 6, 2, 24),
-        "pending_dt": draw.floats(2, 6, 4),
-        "x": draw.floats(2, 5, 4, 40),
-        "B": draw.floats(2, 5, 2, 24),
-        "C": draw.floats(2, 5, 2, 24),
-        "dt": draw.floats(2, 5, 4),
-        "A": -draw.floats(4).abs(),
-        "D": draw.floats(4),
+        "state": draw.floats(2, 2, 9, 20, dtype=torch.float32),
+        "pending_x": draw.floats(2, 4, 2, 20),
+        "pending_B": draw.floats(2, 4, 1, 9),
+        "pending_dt": draw.floats(2, 4, 2),
+        "x": draw.floats(2, 3, 2, 20),
+        "B": draw.floats(2, 3, 1, 9),
+        "C": draw.floats(2, 3, 1, 9),
+        "dt": draw.floats(2, 3, 2),
+        "A": -draw.floats(2).abs(),
+        "D": draw.floats(2),
         "dt_softplus": True,
         **_example_step(draw),
     }
@@ -309,8 +309,8 @@ def example_selective(draw: Draw) -> dict[str, Any]:
 def example_conv(draw: Draw) -> dict[str, Any]:
     return {
         "state": draw.floats(2, 3, 40),
-        "pending": draw.floats(2, 6, 40),
-        "x": draw.floats(2, 5, 40),
+        "pending": draw.floats(2, 4, 40),
+        "x": draw.floats(2, 3, 40),
         "weight": draw.floats(40, 4),
         "bias": draw.floats(40),
         "activation": "silu",
