@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from pdkernels._validation import check, check_flag, check_type, did_you_mean, message, sentence
 from pdkernels.decoding._filter_options import checked_filters, checked_sequences, no_logprobs
@@ -13,7 +13,7 @@ from pdkernels.decoding._method import SHARED, Method
 from pdkernels.decoding._prompts import Prompts
 from pdkernels.decoding._request import Overflow, check_model, checked_stops, finished, open_session
 from pdkernels.decoding._sampling import checked_mask_token, checked_size, sequence_seed
-from pdkernels.decoding._session import MAX_POSITIONS
+from pdkernels.decoding._session import MAX_POSITIONS, Session
 from pdkernels.decoding._shared_prompts import SharedPrompts
 from pdkernels.decoding._stops import Stops, checked_criteria, checked_time
 from pdkernels.decoding._stream import Piece, Stream
@@ -253,6 +253,79 @@ def generate(
         >>> torch.equal(greedy.tokens, jacobi.tokens), jacobi.stats.forwards <= greedy.stats.forwards
         (True, True)
     """
+    prepared = prepare(
+        model,
+        prompt,
+        method,
+        options,
+        max_new_tokens=max_new_tokens,
+        end_tokens=end_tokens,
+        on_tokens=on_tokens,
+        trace=trace,
+        overflow=overflow,
+        infill=infill,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=logit_bias,
+        bad_words=bad_words,
+        min_new_tokens=min_new_tokens,
+        forced_tokens=forced_tokens,
+        suppress_tokens=suppress_tokens,
+        begin_suppress_tokens=begin_suppress_tokens,
+        logits_processor=logits_processor,
+        stop_strings=stop_strings,
+        stop_sequences=stop_sequences,
+        stopping_criteria=stopping_criteria,
+        max_time=max_time,
+        n=n,
+        logprobs=logprobs,
+        grammar=grammar,
+    )
+    session, decode = prepared.session, prepared.method.decode
+    return finished(session, prepared.single, prepared.method.name, lambda: decode(session, **options), logprobs)
+
+
+class Prepared(NamedTuple):
+    """A call of `generate`, checked, before its first forward."""
+
+    method: Method
+    session: Session
+    single: bool
+    """Whether there was a single prompt, not a batch."""
+
+
+def prepare(
+    model: Any,
+    prompt: Prompts,
+    method: str | Method,
+    options: dict[str, Any],
+    *,
+    max_new_tokens: int,
+    end_tokens: Sequence[int] | None,
+    on_tokens: OnTokens | None,
+    trace: bool,
+    overflow: Overflow,
+    infill: bool,
+    repetition_penalty: float,
+    presence_penalty: float,
+    frequency_penalty: float,
+    logit_bias: Mapping[int, float] | None,
+    bad_words: Sequence[Sequence[int]],
+    min_new_tokens: int,
+    forced_tokens: Mapping[int, int] | None,
+    suppress_tokens: Sequence[int],
+    begin_suppress_tokens: Sequence[int],
+    logits_processor: Callable[..., Any] | Sequence[Callable[..., Any]] | None,
+    stop_strings: Sequence[str],
+    stop_sequences: Sequence[Sequence[int]],
+    stopping_criteria: Callable[..., Any] | Sequence[Callable[..., Any]] | None,
+    max_time: float | None,
+    n: int,
+    logprobs: int | None,
+    grammar: Grammar | Sequence[Grammar | None] | None,
+) -> Prepared:
+    """Checks the arguments of `generate`, whose `options` are those of the method."""
     chosen = method if isinstance(method, Method) else find(method)
     check_capabilities(chosen, model, options)
     check_options(chosen, options)
@@ -299,7 +372,7 @@ def generate(
         session.model = SharedPrompts(model, session.prompts[::n], n)
     if filters.any and not chosen.fills_canvases:
         session.model = FilteredModel(session.model, filters)
-    return finished(session, single, chosen.name, lambda: chosen.decode(session, **options), logprobs)
+    return Prepared(chosen, session, single)
 
 
 def stream(model: Any, prompt: Prompts, method: str | Method = "autoregressive", **options: Any) -> Stream:

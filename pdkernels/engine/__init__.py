@@ -1,7 +1,7 @@
 """Continuous batching: one model serves many requests at a time, with any method whose sequences can join and leave a batch."""
 
 from pdkernels.engine.engine import Engine, EngineFull
-from pdkernels.engine.generation import FinishReason, Generation, Piece
+from pdkernels.engine.generation import FinishReason, Generation
 from pdkernels.engine.metrics import EngineMetrics
 
-__all__ = ["Engine", "EngineFull", "EngineMetrics", "FinishReason", "Generation", "Piece"]
+__all__ = ["Engine", "EngineFull", "EngineMetrics", "FinishReason", "Generation"]

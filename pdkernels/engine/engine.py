@@ -7,19 +7,16 @@ import inspect
 import itertools
 import threading
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from types import TracebackType
 from typing import Any
 
-from pdkernels._validation import check, check_flag, check_type, integer, message, sentence
-from pdkernels.decoding import Method, OnTokens, available, check_capabilities, check_options, find, generate
-from pdkernels.decoding._filter_options import FILTERS, checked_filters
+from pdkernels._validation import check, check_type, integer, message, refuse, sentence
+from pdkernels.decoding import Method, OnTokens, available, check_capabilities, find, generate, prepare
 from pdkernels.decoding._filtered_model import FilteredModel
 from pdkernels.decoding._prompts import Prompts
-from pdkernels.decoding._request import check_model, checked_stops, open_session
 from pdkernels.decoding._sampling import checked_seeds
 from pdkernels.decoding._session import MAX_POSITIONS, Session
-from pdkernels.decoding._stops import Stops
 from pdkernels.decoding.steps import Staging
 from pdkernels.engine.generation import Generation
 from pdkernels.engine.lane import Lane, Request
@@ -27,7 +24,11 @@ from pdkernels.engine.metrics import EngineMetrics
 from pdkernels.engine.prefixes import Prefixes
 
 _OP = "Engine.submit"
-_UNFILTERED = {name: inspect.signature(generate).parameters[name].default for name in FILTERS}
+_SETTINGS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(generate).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+}
 _BUCKET = 32  # canvases of one batch are padded to a multiple of this many prompt tokens
 
 
@@ -66,7 +67,7 @@ class Engine:
         >>> with pd.Engine(pd.models.load("tiny-code")) as engine:
         ...     first = engine.submit("import os\\n", "jacobi", max_new_tokens=8)
         ...     second = engine.submit("def f(", "jacobi", max_new_tokens=12)
-        ...     text = "".join(piece.text for piece in first)
+        ...     text = "".join(piece.text or "" for piece in first)
         >>> text == first.result().text, second.result().stats.tokens, second.finish_reason
         (True, 12, 'length')
     """
@@ -116,10 +117,7 @@ class Engine:
         method: str | Method = "autoregressive",
         *,
         max_new_tokens: int = 128,
-        end_tokens: Sequence[int] | None = None,
         on_tokens: OnTokens | None = None,
-        trace: bool = False,
-        stop_strings: Sequence[str] = (),
         timeout: float | None = None,
         seed: int = 0,
         **options: Any,
@@ -130,11 +128,11 @@ class Engine:
             prompt: one prompt, as for `generate`.
             method: its name; one whose sequences can join and leave a batch.
             max_new_tokens: at most the engine's.
-            end_tokens, trace, stop_strings: as for `generate`.
             on_tokens: as for `generate`, with sequence 0; called by the engine's thread, which waits for it. Its error ends the request.
             timeout: seconds from now after which it ends with what it has; None: no limit.
             seed: an int, as for `generate`.
-            **options: of the method; and `repetition_penalty`, `logit_bias` and the other filters of `generate`.
+            **options: of the method; and `end_tokens`, `stop_strings`, `logit_bias`, `grammar`, `logprobs` and all others of `generate`, but for
+                `n` and `infill`. Requests with a grammar or a hook have a batch of their own.
 
         Raises:
             ValueError, TypeError: as `generate`; a batch of prompts; a request beyond the engine's limits.
@@ -142,36 +140,31 @@ class Engine:
             EngineFull: too many requests wait.
             RuntimeError: the engine is closed.
         """
+        given = {name: options.pop(name) for name in _SETTINGS if name in options}
         chosen = method if isinstance(method, Method) else find(method)
-        check_capabilities(chosen, self.model)
-        given = {name: options.pop(name) for name in FILTERS if name in options}
-        check_options(chosen, options)
-        check_model(self.model, chosen, options.get("page_size") is not None)
-        check_flag(_OP, "trace", trace)
-        check_type(type(seed) is int, _OP, "seed", "be an int", type(seed).__name__)
-        checked_seeds(_OP, seed, 1)
-        if timeout is not None:
-            check_type(type(timeout) in (int, float), _OP, "timeout", "be a number", type(timeout).__name__)
-            check(timeout > 0, _OP, "timeout", "be above 0 seconds", timeout)
+        check_capabilities(chosen, self.model, options)
         if chosen.steps is None:
             fitting = [name for name in _joining() if find(name).supports(self.model)]
             remedy = f"These can: {', '.join(fitting) or 'none'}."
             raise NotImplementedError(
                 message(_OP, "method", "let requests join and leave a batch", chosen.name, remedy)
             )
-        stops = checked_stops(self.model, stop_strings)
+        refuse(given.pop("n", 1) != 1, _OP, "a request has one answer", "Submit it several times, with other seeds.")
+        refuse(given.pop("infill", False) is not False, _OP, "masks in prompts cannot be filled here", "Use generate.")
+        check_type(type(seed) is int, _OP, "seed", "be an int", type(seed).__name__)
+        checked_seeds(_OP, seed, 1)
+        if timeout is not None:
+            check_type(type(timeout) in (int, float), _OP, "timeout", "be a number", type(timeout).__name__)
+            check(timeout > 0, _OP, "timeout", "be above 0 seconds", timeout)
+        most, longest = self.max_new_tokens, self.max_prompt_tokens
         check_type(type(max_new_tokens) is int, _OP, "max_new_tokens", "be an int", type(max_new_tokens).__name__)
-        most = self.max_new_tokens
         check(1 <= max_new_tokens <= most, _OP, "max_new_tokens", f"be in 1 .. {most}, the engine's", max_new_tokens)
-        session, single = open_session(self.model, prompt, max_new_tokens, end_tokens, on_tokens, trace)
+        settings = {**_SETTINGS, **given, "max_new_tokens": max_new_tokens, "on_tokens": on_tokens}
+        _, session, single = prepare(self.model, prompt, chosen, options, **settings)
         check(single, _OP, "prompt", "be one prompt", f"a batch of {session.batch}", "Submit each one.")
-        longest = self.max_prompt_tokens
         check(
             session.longest <= longest, _OP, "prompt", f"have at most {longest} tokens, the engine's", session.longest
         )
-        session.stops = Stops(stops)
-        session.filters = checked_filters(chosen, self.model.config.vocab_size, session.end_tokens, _UNFILTERED | given)
-
         decoder = None if self.model.tokenizer is None else self.model.tokenizer.incremental()
         handle = Generation(next(self._numbers), session.prompts[0], decoder)
         handle._wake = self._notify
@@ -183,10 +176,11 @@ class Engine:
                 told(sequence, ids, accepted)
 
         session._on_tokens = tell
-        key = self._key(chosen, session, options)
+        key = self._key(chosen, session, options, handle.number)
         if key not in self._lanes:
             self._try(chosen, session, options)
-        request = Request(handle, session, seed, None if timeout is None else time.perf_counter() + timeout)
+        deadline = None if timeout is None else time.perf_counter() + timeout
+        request = Request(handle, session, seed, deadline, settings["logprobs"])
         with self._work:
             if self._closing:
                 raise RuntimeError(sentence(_OP, "the engine is closed"))
@@ -252,11 +246,13 @@ class Engine:
         with self._work:
             self._work.notify()
 
-    def _key(self, method: Method, session: Session, options: dict[str, Any]) -> Hashable:
+    def _key(self, method: Method, session: Session, options: dict[str, Any], number: int) -> Hashable:
         """What the requests of a batch share. The sizes of canvases are those of a request, since they cost what they hold."""
         assert method.steps is not None
+        if session.filters.allowed is not None or session.filters.hooks:
+            return number  # these follow one text
         sizes = () if method.steps.any_limit else (session.max_new_tokens, -(-session.longest // _BUCKET))
-        chosen = tuple(sorted((name, repr(value)) for name, value in options.items()))
+        chosen = tuple(sorted((name, _written(value)) for name, value in options.items()))
         return method.name, chosen, session.end_tokens, repr(session.filters), sizes
 
     def _try(self, method: Method, session: Session, options: dict[str, Any]) -> None:
@@ -326,6 +322,13 @@ class Engine:
                 lane.fail(error, self._metrics)
         self._lanes = {key: lane for key, lane in self._lanes.items() if lane.batch is not None or lane.waiting}
         return None
+
+
+def _written(value: Any) -> str:
+    """The same for equal settings; a model or a hook is only equal to itself."""
+    plain = value is None or isinstance(value, (bool, int, float, str))
+    listed = isinstance(value, (list, tuple)) and all(isinstance(one, (bool, int, float, str)) for one in value)
+    return repr(value) if plain or listed else f"{type(value).__name__} {id(value)}"
 
 
 def _joining() -> list[str]:

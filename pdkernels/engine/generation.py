@@ -7,21 +7,11 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import CancelledError
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from pdkernels.decoding import DecodeResult
+from pdkernels.decoding import DecodeResult, Piece
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout"]
-
-
-class Piece(NamedTuple):
-    """Tokens that became final together."""
-
-    tokens: list[int]
-    text: str
-    """Their text, without bytes of a character that is not complete yet; empty for a model without a tokenizer."""
-    accepted: int
-    """How many of the tokens, from the front, were accepted drafts."""
 
 
 class Generation:
@@ -133,8 +123,8 @@ class Generation:
     def _add(self, ids: list[int], accepted: int) -> None:
         if self.first_token is None and ids:
             self.first_token = time.perf_counter()
-        text = "" if self._decoder is None else self._decoder.feed(ids)
-        self._publish(Piece(list(ids), text, accepted))
+        text = None if self._decoder is None else self._decoder.feed(ids)
+        self._publish(Piece(0, list(ids), text, accepted))
 
     def _end(
         self,
@@ -144,7 +134,7 @@ class Generation:
     ) -> None:
         rest = "" if self._decoder is None else self._decoder.flush()
         if rest:
-            self._publish(Piece([], rest, 0))
+            self._publish(Piece(0, [], rest, 0))
         with self._changed:
             self.finish_reason, self._result, self._error = reason, result, error
             self.ended = time.perf_counter()

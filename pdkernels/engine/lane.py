@@ -27,6 +27,7 @@ class Request:
     session: Session
     seed: int
     deadline: float | None
+    logprobs: int | None
 
     @property
     def over(self) -> FinishReason | None:
@@ -181,7 +182,12 @@ class Lane:
             tokens = session.tokens[0]
             stopped = session.stopped[0] or any(token in session.end_tokens for token in tokens[-1:])
             reason = "stop" if stopped or len(tokens) < session.max_new_tokens else "length"
-        _ended(request, reason, metrics, self.method, forwards)
+        else:
+            request.session.stopped[0] = True  # whatever it has, it is whole
+        try:
+            _ended(request, reason, metrics, self.method, forwards)
+        except Exception as error:  # a text that is not one of its grammar
+            _ended(request, None, metrics, error=error)
 
     def _size(self, requests: int) -> int:
         return min(self._rows, 1 << (requests - 1).bit_length()) if self._grows else self._rows
@@ -218,7 +224,7 @@ def _ended(
     """Tells a request that it has ended, and counts it. Without `forwards` it never ran."""
     handle, result = request.handle, None
     if forwards is not None:
-        result = finished(request.session, True, method, lambda: forwards)
+        result = finished(request.session, True, method, lambda: forwards, request.logprobs)
         seconds = time.perf_counter() - (handle.joined or handle.submitted)
         result = replace(result, stats=replace(result.stats, seconds=seconds))
         metrics.new_tokens += result.stats.tokens

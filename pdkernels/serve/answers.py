@@ -8,9 +8,10 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
-from pdkernels.decoding import find, sequence_seed
+from pdkernels.decoding import Grammar, find, sequence_seed
 from pdkernels.engine import Engine, Generation
 from pdkernels.serve.schema import ChatRequest, CompletionRequest, Settings
 from pdkernels.serve.stops import StopCut
@@ -31,8 +32,8 @@ class Refused(Exception):
 class Choice:
     """One of the answers to a request."""
 
-    def __init__(self, handle: Generation, stops: Sequence[str], before: str = "") -> None:
-        self.handle, self._stops, self._before = handle, stops, before
+    def __init__(self, handle: Generation, tokenizer: Any, stops: Sequence[str], before: str = "") -> None:
+        self.handle, self.tokenizer, self._stops, self._before = handle, tokenizer, stops, before
 
     async def texts(self) -> AsyncIterator[str]:
         """Pieces of its text, none empty."""
@@ -40,7 +41,7 @@ class Choice:
         if self._before:
             yield self._before
         async for piece in self.handle:
-            if text := cut.feed(piece.text):
+            if text := cut.feed(piece.text or ""):
                 yield text
         if text := cut.flush():
             yield text
@@ -74,9 +75,41 @@ class Answer:
         entries = []
         for index, (choice, text) in enumerate(zip(self.choices, texts, strict=True)):
             content = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-            entries.append({"index": index, **content, "logprobs": None, "finish_reason": choice.reason})
+            entries.append(
+                {"index": index, **content, "logprobs": self._likely(choice), "finish_reason": choice.reason}
+            )
         kind = "chat.completion" if self.chat else "text_completion"
         return {**self._head, "object": kind, "choices": entries, "usage": self.usage()}
+
+    def _likely(self, choice: Choice) -> dict[str, Any] | None:
+        """The log-probabilities of a choice, if they were asked for, as OpenAI writes them."""
+        result = choice.handle.result()
+        found = result.logprobs
+        if found is None:
+            return None
+        tokenizer = choice.tokenizer
+        decode = getattr(tokenizer, "decode_all", tokenizer.decode)
+        texts = [decode([token]) for token in result.tokens.tolist()]
+        tops = [
+            [(decode([token]), value) for token, value in zip(ids, values, strict=True)]
+            for ids, values in zip(found.top_ids.tolist(), found.top.tolist(), strict=True)
+        ]
+        values = found.tokens.tolist()
+        if not self.chat:
+            offsets = [sum(map(len, texts[:place])) for place in range(len(texts))]
+            return {
+                "tokens": texts,
+                "token_logprobs": values,
+                "top_logprobs": list(map(dict, tops)),
+                "text_offset": offsets,
+            }
+
+        def entry(text: str, value: float) -> dict[str, Any]:
+            return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+        rows = zip(texts, values, tops, strict=True)
+        content = [{**entry(text, value), "top_logprobs": [entry(*one) for one in top]} for text, value, top in rows]
+        return {"content": content, "refusal": None}
 
     async def events(self, with_usage: bool) -> AsyncIterator[str]:
         """The events of a stream. Whoever stops reading cancels the answer."""
@@ -129,7 +162,7 @@ class Answer:
         """Tokens of the prompts, each counted once, and of the answers."""
         prompt = sum(len(choice.handle.prompt) for choice in self.choices[: self._prompts])
         pieces = [piece for choice in self.choices for piece in choice.handle.pieces]
-        new, accepted = sum(len(piece.tokens) for piece in pieces), sum(piece.accepted for piece in pieces)
+        new, accepted = sum(len(piece.ids) for piece in pieces), sum(piece.accepted for piece in pieces)
         details = {"accepted_prediction_tokens": accepted}
         counts = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
         return {**counts, "completion_tokens_details": details}
@@ -171,10 +204,6 @@ class Frontend:
 
     def chat(self, body: ChatRequest) -> Answer:
         """Submits a chat."""
-        if body.response_format is not None and body.response_format.type != "text":
-            raise Refused(
-                f"response_format {body.response_format.type!r} is not supported; use 'text'", 400, "response_format"
-            )
         tokenizer = self.engine.model.tokenizer
         if getattr(tokenizer, "chat_template", None) is None:
             raise Refused("this model has no chat template; use /v1/completions", 400, "messages")
@@ -206,6 +235,12 @@ class Frontend:
         options = dict(self._options) if body.method in (None, self.method) else {}
         options |= body.options or {}
         settings = self._settings(body, method.name, set(method.options), options)
+        settings |= _asked_grammar(body)
+        top = _asked_logprobs(body)
+        if top is not None:
+            if body.stream:
+                raise Refused("logprobs come with answers that are not streamed", 400, "logprobs")
+            settings["logprobs"] = top
         stops = body.stop or []
         seed = secrets.randbits(62) if body.seed is None else body.seed
         limit = self.engine.max_new_tokens if most is None else most
@@ -225,7 +260,7 @@ class Frontend:
                         seed=sequence_seed(seed, number) if several > 1 else seed,
                         **settings,
                     )
-                    choices.append(Choice(handle, stops, text if echo else ""))
+                    choices.append(Choice(handle, self.engine.model.tokenizer, stops, text if echo else ""))
         except BaseException:
             for choice in choices:
                 choice.handle.cancel()
@@ -255,6 +290,40 @@ class Frontend:
     def _chosen(self, body: Settings, name: str) -> Any:
         value = getattr(body, name)
         return self._sampling.get(name) if value is None else value
+
+
+@lru_cache(maxsize=64)
+def _grammar(kind: str, source: str) -> Grammar:
+    """Kept, since its automata over tokens take longer to make than to use."""
+    if kind == "regex":
+        return Grammar.regex(source)
+    given = json.loads(source)
+    return Grammar.choice(given) if kind == "choice" else Grammar.json_schema(given)
+
+
+def _asked_grammar(body: Settings) -> dict[str, Grammar]:
+    form = body.response_format if isinstance(body, ChatRequest) else None
+    asked = {"regex": body.regex, "choice": body.choice and json.dumps(body.choice)}
+    if form is not None and form.type != "text":
+        if (form.json_schema is None) == (form.type == "json_schema"):
+            raise Refused("json_schema must be given exactly for the type 'json_schema'", 400, "response_format")
+        schema = (
+            {"type": "object", "additionalProperties": True} if form.json_schema is None else form.json_schema.schema_
+        )
+        asked["schema"] = json.dumps(schema)
+    given = {kind: source for kind, source in asked.items() if source is not None}
+    if len(given) > 1:
+        raise Refused(f"{' and '.join(given)} exclude each other", 400, "response_format")
+    return {"grammar": _grammar(kind, source) for kind, source in given.items()}
+
+
+def _asked_logprobs(body: Settings) -> int | None:
+    """How many of the largest log-probabilities are asked for; None: no log-probabilities."""
+    if isinstance(body, ChatRequest):
+        if body.top_logprobs and not body.logprobs:
+            raise Refused("top_logprobs needs logprobs to be true", 400, "top_logprobs")
+        return (body.top_logprobs or 0) if body.logprobs else None
+    return body.logprobs if isinstance(body, CompletionRequest) else None
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,6 +47,10 @@ class Settings(_Strict):
     """The decoding method; None: the server's."""
     options: dict[str, Any] | None = None
     """Options of the method."""
+    regex: str | None = None
+    """A regular expression that the whole answer matches."""
+    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    """Texts of which the answer is one."""
     timeout: Annotated[float, Field(gt=0)] | None = None
     """Seconds after which an answer ends with what it has."""
 
@@ -56,10 +60,21 @@ class Settings(_Strict):
         return [value] if isinstance(value, str) else value
 
 
-class ResponseFormat(BaseModel):
+class JsonSchema(BaseModel):
+    """A schema that an answer follows."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+    name: str = ""
+    description: str | None = None
+    strict: bool | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class ResponseFormat(_Strict):
     """The form of an answer."""
 
-    type: str
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
 
 
 class ChatRequest(Settings):
@@ -72,7 +87,8 @@ class ChatRequest(Settings):
     """For the checkpoint's template; calls are not parsed out of the answer."""
     tool_choice: Literal["auto", "none"] | None = None
     response_format: ResponseFormat | None = None
-    logprobs: Literal[False] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the template, such as `enable_thinking`."""
 
@@ -84,7 +100,7 @@ class CompletionRequest(Settings):
     max_tokens: Annotated[int, Field(ge=1)] | None = 16
     echo: bool = False
     best_of: int | None = None
-    logprobs: None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     suffix: None = None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import threading
 import time
 from concurrent.futures import CancelledError
@@ -15,6 +16,7 @@ import torch
 import pdkernels as pd
 from pdkernels.decoding import find, generate
 from pdkernels.engine import Engine, EngineFull, Generation
+from tests.support.drafters import with_drafters
 
 STARTS = [
     "import os\n",
@@ -30,6 +32,8 @@ SUMS = ["12+30=", "7+5=", "48+21="]
 JOINING: list[tuple[str, str, list[dict[str, Any]]]] = [
     ("tiny-code", "autoregressive", [{}, {"temperature": 0.9}]),
     ("tiny-code", "jacobi", [{}, {"draft": "lookup", "window": 5, "temperature": 0.7}]),
+    ("tiny-code", "draft_model", [{"block_size": 3}]),
+    ("tiny-code", "eagle", [{"temperature": 0.6}]),
     ("tiny-trimode", "linear_self_speculation", [{"block_size": 4}]),
     ("tiny-trimode", "quadratic_self_speculation", [{"block_size": 3}]),
     ("tiny-trimode", "block_diffusion", [{"block_size": 4}]),
@@ -38,6 +42,10 @@ JOINING: list[tuple[str, str, list[dict[str, Any]]]] = [
     ("tiny-masked", "fast_dllm", [{"threshold": 0.9}]),
 ]
 MODELS = sorted({name for name, _, _ in JOINING})
+
+
+def loaded(name: str) -> Any:
+    return with_drafters(pd.models.load(name)) if name == "tiny-code" else pd.models.load(name)
 
 
 def kinds_of(model: str) -> list[tuple[str, dict[str, Any]]]:
@@ -70,19 +78,19 @@ class Submitted:
         prompt, method, settings = self.arguments
         alone = generate(model, prompt, method, **settings)
         if self.handle.finish_reason == "cancelled":
-            tokens = [token for piece in self.handle for token in piece.tokens]
+            tokens = [token for piece in self.handle for token in piece.ids]
             assert self.withdrawn and tokens == alone.tokens.tolist()[: len(tokens)]
             return
         result = self.handle.result(60)
         assert result.tokens.tolist() == alone.tokens.tolist()
-        assert [token for piece in self.handle for token in piece.tokens] == alone.tokens.tolist()
-        assert "".join(piece.text for piece in self.handle) == result.text == alone.text
+        assert [token for piece in self.handle for token in piece.ids] == alone.tokens.tolist()
+        assert "".join(piece.text or "" for piece in self.handle) == result.text == alone.text
         for fact in ("accepted", "trace", "forwards", "tokens", "method"):
             assert getattr(result.stats, fact) == getattr(alone.stats, fact), fact
 
 
 def arrivals(name: str, seed: int, count: int) -> None:
-    model, chance = pd.models.load(name), random.Random(seed)
+    model, chance = loaded(name), random.Random(seed)
     sizes = {"max_running": chance.randint(1, 5), "max_batches": chance.randint(1, 3), "max_new_tokens": 16}
     pieces = {"prompt_tokens_per_step": chance.choice([1, 4, 256]), "kept_prompt_tokens": chance.choice([0, 40, 4096])}
     with Engine(model, max_prompt_tokens=64, **sizes, **pieces) as engine:
@@ -280,11 +288,39 @@ def test_close_cancels_or_finishes() -> None:
     assert [handle.finish_reason for handle in handles] == ["length"] * 3
 
 
+def test_grammars_hooks_and_log_probabilities() -> None:
+    model = pd.models.load("tiny-code")
+    grammar = pd.decoding.Grammar.regex("(yes|no), [0-9]{2}")
+    with Engine(model, max_new_tokens=16) as engine:
+        written = [
+            engine.submit("def ", max_new_tokens=16, grammar=grammar, temperature=1.0, seed=seed) for seed in range(4)
+        ]
+        likely = engine.submit("import", max_new_tokens=5, logprobs=3, end_tokens=())
+        hooked = engine.submit("import", max_new_tokens=5, end_tokens=(), logits_processor=lambda ids, scores: -scores)
+        stopped = engine.submit("import", max_new_tokens=16, end_tokens=(), stop_sequences=[[10]])
+        for seed, handle in enumerate(written):
+            alone = generate(model, "def ", max_new_tokens=16, grammar=grammar, temperature=1.0, seed=seed)
+            assert handle.result(60).text == alone.text and re.fullmatch("(yes|no), [0-9]{2}", alone.text)
+        expected = generate(model, "import", max_new_tokens=5, logprobs=3, end_tokens=())
+        found = likely.result(60)
+        assert found.logprobs is not None and expected.logprobs is not None
+        assert torch.equal(found.logprobs.top_ids, expected.logprobs.top_ids)
+        assert torch.equal(found.logprobs.tokens, expected.logprobs.tokens)
+        least = generate(model, "import", max_new_tokens=5, end_tokens=(), logits_processor=lambda ids, scores: -scores)
+        assert hooked.result(60).tokens.equal(least.tokens)
+        until = generate(model, "import", max_new_tokens=16, end_tokens=(), stop_sequences=[[10]])
+        assert stopped.result(60).tokens.equal(until.tokens)
+        slow = engine.submit(
+            "def ", max_new_tokens=16, grammar=grammar, on_tokens=lambda *_: time.sleep(0.2), timeout=0.3
+        )
+        assert slow.result(60).stats.tokens < 8 and slow.finish_reason == "timeout"
+
+
 def test_asynchronous_readers() -> None:
     model = pd.models.load("tiny-code")
 
     async def read(handle: Generation) -> str:
-        return "".join([piece.text async for piece in handle])
+        return "".join([piece.text or "" async for piece in handle])
 
     async def main() -> list[str]:
         handles = [engine.submit(start, "jacobi", max_new_tokens=12, seed=7) for start in STARTS]

@@ -12,6 +12,7 @@ namespace pdkernels::cpu {
 void run_parallel(int64_t begin, int64_t end, int64_t, void (*body)(int64_t, int64_t, void*), void* context) {
   body(begin, end, context);
 }
+int64_t max_threads() { return 1; }
 char* thread_scratch(int64_t bytes) {
   static std::vector<char> memory;
   memory.resize(static_cast<size_t>(bytes) + 64);

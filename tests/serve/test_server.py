@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import socket
 import threading
 import time
@@ -141,6 +142,62 @@ def test_chats_of_the_openai_client(serve: Any) -> None:
         client.chat.completions.create(model="tiny", messages=image)
 
 
+def test_answers_of_a_form(serve: Any) -> None:
+    model = pd.models.load("tiny-code")
+    model.tokenizer = Chatting(model.tokenizer)
+    address, _ = serve(model=model)
+    client = client_of(address)
+    schema = {
+        "type": "object",
+        "properties": {"age": {"type": "integer"}, "ok": {"type": "boolean"}},
+        "required": ["age", "ok"],
+    }
+    form: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema, "strict": True}}
+    messages: Any = [{"role": "user", "content": "def f("}]
+    for method in ("autoregressive", "jacobi"):
+        answer = client.chat.completions.create(
+            model="tiny",
+            messages=messages,
+            max_tokens=60,
+            temperature=1,
+            seed=3,
+            response_format=form,
+            extra_body={"method": method},
+        )
+        found = json.loads(answer.choices[0].message.content)
+        assert isinstance(found["age"], int) and isinstance(found["ok"], bool)
+    one = client.completions.create(
+        model="tiny", prompt="def ", max_tokens=9, temperature=1, extra_body={"choice": ["red", "blue"]}
+    )
+    assert one.choices[0].text in ("red", "blue") and one.choices[0].finish_reason == "stop"
+    two = client.completions.create(
+        model="tiny", prompt="def ", max_tokens=9, temperature=1, extra_body={"regex": "[0-9]{3}"}
+    )
+    assert re.fullmatch("[0-9]{3}", two.choices[0].text)
+
+
+def test_log_probabilities_of_the_openai_client(serve: Any) -> None:
+    model = pd.models.load("tiny-code")
+    model.tokenizer = Chatting(model.tokenizer)
+    address, _ = serve(model=model)
+    client = client_of(address)
+    answer = client.completions.create(
+        model="tiny", prompt="import os", max_tokens=5, temperature=0, logprobs=2
+    ).choices[0]
+    expected = generate(pd.models.load("tiny-code"), "import os", max_new_tokens=5, logprobs=2)
+    assert answer.logprobs.token_logprobs == expected.logprobs.tokens.tolist()
+    assert "".join(answer.logprobs.tokens) == answer.text
+    assert [max(top.values()) for top in answer.logprobs.top_logprobs] == expected.logprobs.top[:, 0].tolist()
+    messages: Any = [{"role": "user", "content": "def f("}]
+    chat = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=5, temperature=0, logprobs=True, top_logprobs=3
+    ).choices[0]
+    assert "".join(one.token for one in chat.logprobs.content) == chat.message.content
+    assert all(
+        len(one.top_logprobs) == 3 and one.top_logprobs[0].logprob == one.logprob for one in chat.logprobs.content
+    )
+
+
 def test_stop_strings_are_left_out(serve: Any) -> None:
     address, _ = serve()
     client = client_of(address)
@@ -182,7 +239,12 @@ def test_a_cut_is_that_of_the_whole_text(seed: int) -> None:
         ({"max_tokens": 65}, 400, r"1 .. 64, the engine's, got 65"),
         ({"temperature": -1}, 400, "temperature"),
         ({"temperature": "NaN"}, 400, "temperature"),
-        ({"logprobs": 3}, 400, "logprobs"),
+        ({"logprobs": 21}, 400, "logprobs"),
+        ({"logprobs": 3, "stream": True}, 400, "not streamed"),
+        ({"regex": "(a", "max_tokens": 9}, 400, "regular expression"),
+        ({"regex": "a", "choice": ["b"]}, 400, "exclude each other"),
+        ({"regex": "(a{1000}){1000}"}, 400, "automaton is too large"),
+        ({"choice": ["a much longer text"]}, 400, "cannot be completed within max_new_tokens (3)"),
         ({"suffix": "x"}, 400, "suffix"),
         ({"no_such": 1}, 400, "no_such is not supported here"),
         ({"n": 1000}, 400, "n"),
