@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from pdkernels.decoding import Grammar, find, sequence_seed
+from pdkernels.decoding import Grammar, LogProbs, find, sequence_seed
 from pdkernels.engine import Engine, Generation
 from pdkernels.serve.schema import ChatRequest, CompletionRequest, Settings
 from pdkernels.serve.stops import StopCut
@@ -87,6 +87,7 @@ class Answer:
         found = result.logprobs
         if found is None:
             return None
+        assert isinstance(found, LogProbs)
         tokenizer = choice.tokenizer
         decode = getattr(tokenizer, "decode_all", tokenizer.decode)
         texts = [decode([token]) for token in result.tokens.tolist()]
@@ -303,7 +304,8 @@ def _grammar(kind: str, source: str) -> Grammar:
 
 def _asked_grammar(body: Settings) -> dict[str, Grammar]:
     form = body.response_format if isinstance(body, ChatRequest) else None
-    asked = {"regex": body.regex, "choice": body.choice and json.dumps(body.choice)}
+    choice = None if body.choice is None else json.dumps(body.choice)
+    asked: dict[str, str | None] = {"regex": body.regex, "choice": choice}
     if form is not None and form.type != "text":
         if (form.json_schema is None) == (form.type == "json_schema"):
             raise Refused("json_schema must be given exactly for the type 'json_schema'", 400, "response_format")
@@ -314,7 +316,10 @@ def _asked_grammar(body: Settings) -> dict[str, Grammar]:
     given = {kind: source for kind, source in asked.items() if source is not None}
     if len(given) > 1:
         raise Refused(f"{' and '.join(given)} exclude each other", 400, "response_format")
-    return {"grammar": _grammar(kind, source) for kind, source in given.items()}
+    found: dict[str, Grammar] = {}
+    for kind, source in given.items():
+        found["grammar"] = _grammar(kind, source)
+    return found
 
 
 def _asked_logprobs(body: Settings) -> int | None:
