@@ -227,7 +227,8 @@ def generate(
             distribution, before penalties, temperature and filters, as vLLM does by default. One more pass over the text
             computes them, which the stats do not count.
         grammar: a `Grammar` that every text belongs to, or one (or None) for each prompt. A sequence ends with its end token, or with the last
-            of its `max_new_tokens`, and is a whole text of the grammar then. With `infill` the grammar is that of the whole result.
+            of its `max_new_tokens`, and is a whole text of the grammar then. With `infill` the grammar is that of the whole result,
+            in method "planned" that of each chunk.
         **options: options of the method, see below; `method_options` lists their names.
 
     Returns:
@@ -365,7 +366,7 @@ def prepare(
         },
     )
     session.grammar = opened(grammar, chosen, session, n, options)
-    if session.grammar is not None:
+    if session.grammar is not None and session.grammar.whole:
         filters = replace(filters, allowed=session.grammar.words)
     session.filters = filters
     if n > 1 and chosen.wing == "causal" and not chosen.fills_canvases:

@@ -206,6 +206,41 @@ def test_most_probable_completion() -> None:
         assert result.text == best
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 1.0},
+        {"threshold": 0.3},
+        {"steps_ratio": 0.2},
+        {"sparse": True, "cache": "drop_finished"},
+        {"top_k": 3, "temperature": 0.7},
+    ],
+)
+def test_chunks_of_plans(options: dict[str, Any]) -> None:
+    """Every chunk is a text of the grammar, up to its padding."""
+    planner = model("tiny-planned")
+    tags = planner.plan_tokens
+    grammar = Grammar.regex("[a-z]{1,4}( [a-z]+)*|[0-9]+")
+    prompts = ["describe: red box", "list: a b c"]
+    result = written("planned", grammar, prompts, max_new_tokens=80, **options)
+    chunks = 0
+    for ids in result.tokens:
+        inside: list[int] | None = None
+        for token in ids.tolist():
+            if token == tags.chunk_open:
+                inside = []
+            elif token == tags.chunk_close and inside is not None:
+                text = bytes(one for one in inside if one != tags.pad).decode()
+                assert grammar.matches(text) and tags.pad not in inside[: len(text)], inside
+                inside, chunks = None, chunks + 1
+            elif inside is not None:
+                inside.append(token)
+    assert chunks > 0
+    with pytest.raises(ValueError, match="the plan asks for a chunk of .* takes 70 at least"):
+        written("planned", Grammar.regex("x{70}"), prompts, max_new_tokens=80, **options)
+
+
 def test_texts_end_within_the_limit() -> None:
     """A grammar of long texts gives whole ones at any limit that has one, and is refused below."""
     grammar = Grammar.regex(r'"[a-z]{3,}"')

@@ -50,6 +50,8 @@ class GrammarRows:
         self._texts, self._mask_token = texts, mask_token
         self._width, self._vocabulary = (vocabulary + 31) // 32, vocabulary
         self._known: list[tuple[list[int], int]] = [([], text.start if text else -1) for text in texts]
+        self.whole = True
+        """Whether the grammar is that of a whole text, not of its chunks."""
         self.forced: list[dict[int, int]] = [{} for _ in texts]
         """Of each sequence, the tokens that were drafted because no text has others there, by their places."""
 
@@ -229,6 +231,32 @@ class GrammarRows:
         room = len(tokens) if text is None else max(0, text.limit - len(known))
         return [at for at, token in enumerate(self.canvas(tokens)[:room]) if token == MASK]
 
+    # Chunks, each of which is a text of the grammar
+
+    def least(self, sequence: int) -> tuple[int, str]:
+        """The fewest tokens of a text of a sequence's grammar, and what the grammar is; 0 without one."""
+        text = self._texts[sequence]
+        return (0, "") if text is None else (text.automaton.distance(text.start), text.source)
+
+    def chunk(self, sequence: int, tokens: Sequence[int]) -> Tensor:
+        """The words of the masks of a chunk: ``(masks, ceil(V / 32))``."""
+        text, canvas = self._texts[sequence], self.canvas(tokens)
+        masks = [at for at, token in enumerate(canvas) if token == MASK]
+        found = torch.full((len(masks), self._width), -1, dtype=torch.int32)
+        places = text.automaton.places(canvas, [text.start], 0) if text else []
+        for row, at in enumerate(masks):
+            if text and places:
+                text.automaton.allowed(places[at], places[at + 1], _buffer(found[row]))
+        return found
+
+    def settled_chunk(
+        self, sequence: int, before: Sequence[int], after: Sequence[int], confidence: Sequence[float], redraw: Redraw
+    ) -> list[int]:
+        """`settled` of a chunk."""
+        text = self._texts[sequence]
+        alone = GrammarRows([text and text._replace(limit=len(before))], self._vocabulary, self._mask_token)
+        return alone.settled(0, [], before, after, confidence, redraw)
+
     # Jump-forward
 
     def drafted(self, sequence: int, tokens: Sequence[int], room: int) -> list[int]:
@@ -272,7 +300,7 @@ class GrammarRows:
     def check_complete(self, tokens: Sequence[Sequence[int]], stopped: Sequence[bool]) -> None:
         """Raises ValueError for a text that is not whole: other filters or a hook excluded what the grammar needed."""
         for sequence, (text, written) in enumerate(zip(self._texts, tokens, strict=True)):
-            if text is None or stopped[sequence]:
+            if text is None or stopped[sequence] or not self.whole:
                 continue
             state = self._follow(text, text.start, written)
             whole = state >= 0 and text.automaton.accepting(state)
@@ -317,6 +345,10 @@ def opened(
     for name in refused_options(method, options):
         raise NotImplementedError(sentence(_OP, f"method {method.name!r} does not follow a grammar with {name}"))
     ends = () if options.get("no_end") else session.end_tokens
+    if method.wing == "planned":
+        words = "method 'planned' fills each chunk by itself, so its grammar must have fill='each', got 'joint'"
+        refuse(bool(joint), _OP, words)
+        ends = (session.model.plan_tokens.pad,)  # a chunk ends with padding
     remedy = "Pass end_tokens, or use a method that fills a canvas."
     refuse(not ends and not method.fills_canvases, _OP, "a grammar needs an end token, which ends the text", remedy)
     model = session.model
@@ -327,6 +359,7 @@ def opened(
         model.config.vocab_size,
         mask_token,
     )
+    made.whole = method.wing != "planned"
     return made
 
 
@@ -344,6 +377,8 @@ def _opened(
         canvas = [MASK if token == mask_token else token for token in tail]
         refuse(not automaton.places(canvas, [start], limit - len(tail)), _OP, words)
         return Text(automaton, grammar.fill, start, limit, grammar.source)
+    if method.wing == "planned":  # whose chunks are as long as the plan says
+        return Text(automaton, grammar.fill, start, limit, grammar.source)
     least = automaton.distance(start)
     words = f"{grammar.source} cannot be completed within max_new_tokens ({limit}): it takes {least} tokens at least"
     refuse(least > limit, _OP, words)
@@ -356,8 +391,6 @@ def _opened(
 def refused_options(method: Method, options: dict[str, Any]) -> list[str]:
     """The options given that do not go with a grammar."""
     hooks = [name for name in ("logits_hook", "tokens_hook", "sampler") if options.get(name) is not None]
-    if method.wing == "planned":
-        return ["its plans, which are no text of it"]
     if options.get("keep_changed"):
         hooks.append("keep_changed=True")
     return hooks

@@ -35,6 +35,7 @@ from pdkernels.decoding._sampling import (
     suppress_,
 )
 from pdkernels.decoding._session import Session, to_device_async
+from pdkernels.decoding.planned._grammar import ChunkGrammar, without
 from pdkernels.decoding.planned._outline import joined, text_pieces
 from pdkernels.decoding.planned._text import BAD_PLAN_WAYS, CACHES, Keeping, OnBadPlan, PlannedText, PlanOptions
 from pdkernels.masks import Stage, TilePlan, pack, planned
@@ -165,6 +166,7 @@ class Guesses:
         step: torch.Tensor | int,
         positions: torch.Tensor,
         banned: tuple[int, ...],
+        allowed: torch.Tensor | None = None,
     ) -> TokenStatistics:
         """For rows ``(batch, R, hidden_size)`` at `positions` ``(batch, R)`` of the texts, -1 where there is nothing to guess."""
         row = torch.arange(positions.numel(), device=positions.device).view_as(positions)
@@ -175,12 +177,17 @@ class Guesses:
             "min_p": self._min_p,
             **noise(self._temperature, self._seeds.index_select(0, sequences), step, positions),
         }
-        if self._top_k is None:
+        if self._top_k is None and allowed is None:
             return statistics(self._model, hidden, suppress=banned, top_p=self._top_p, **options)
         logits = self._model.logits(hidden)
         for token in banned:
             suppress_(logits, token)
-        logits = likeliest(logits, self._top_k, self._temperature, self._top_p)
+        if allowed is not None:
+            logits = without(logits, allowed)
+        if self._top_k is None:
+            options["top_p"] = self._top_p
+        else:
+            logits = likeliest(logits, self._top_k, self._temperature, self._top_p)
         return token_statistics(logits, backend=backend_of(logits.dtype), **options)
 
 
@@ -278,7 +285,11 @@ class Rounds:
         shift = int(options.tags.predicts == "next")
         rows = (positions - shift).clamp(min=0)
         hidden = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1]))
-        found = self._guess(hidden, sequences, number, offsets, self._banned)
+        chunks = allowed = None
+        if self._session.grammar is not None:
+            chunks = ChunkGrammar(self._session, texts, live, options.mask_token, options.tags.pad)
+            allowed = chunks.words(positions.shape[1])
+        found = self._guess(hidden, sequences, number, offsets, self._banned, allowed)
         there = positions >= 0
         no_choice = ((found.probs.isnan() | (found.ids < 0)) & there).any(1, keepdim=True)
         scores = {"entropy": -found.entropy, "confidence": found.probs, "margin": found.margin}[self._order]
@@ -293,6 +304,14 @@ class Rounds:
             backend=backend_of(scores.dtype),
             **self._limits(scores, positions, windows, quota),
         )
+        if chunks is not None:
+
+            def draw(text: int, row: int, words: torch.Tensor) -> int:
+                one, at = slice(text, text + 1), slice(row, row + 1)
+                given = hidden[one, at], sequences[one], number[one], offsets[one, at]
+                return int(self._guess(*given, self._banned, words[None, None]).ids.item())
+
+            chunks.settle_(canvas, positions, scores, draw)
         return torch.cat([canvas, no_choice.to(canvas.dtype)], 1).flatten()
 
     def _limits(

@@ -1,0 +1,72 @@
+"""Chunks that belong to a grammar: each one alone is a text of it, and what it does not need is padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pdkernels._validation import refuse
+from pdkernels.decoding._filters import unpacked
+from pdkernels.decoding._session import Session
+from pdkernels.decoding.planned._text import PlannedText
+
+Draw = Callable[[int, int, Tensor], int]
+"""From the number of a text in the step, a row of its logits and the words of the tokens left to one of them."""
+
+
+class ChunkGrammar:
+    """The chunks of a step."""
+
+    def __init__(
+        self, session: Session, texts: Sequence[PlannedText], live: Sequence[list[int]], mask_token: int, pad: int
+    ) -> None:
+        self._texts, self._live, self._mask, self._pad = texts, live, mask_token, pad
+        self._grammar: Any = session.grammar
+        for text, chunks in zip(texts, live, strict=True):
+            for chunk in chunks:
+                self._check(text, len(text.chunks[chunk]))
+
+    def _check(self, text: PlannedText, length: int) -> None:
+        least, source = self._grammar.least(text.sequence)
+        words = f"the plan asks for a chunk of {length} tokens, and {source} takes {least} at least"
+        refuse(least > length, "decoding.planned", words)
+
+    def words(self, width: int) -> Tensor:
+        """As `Filters.allowed`: for the masks of each text, one chunk after another, `width` rows."""
+        found = []
+        for text, chunks in zip(self._texts, self._live, strict=True):
+            rows = [self._grammar.chunk(text.sequence, text.chunks[chunk]) for chunk in chunks]
+            own = torch.cat(rows)
+            found.append(torch.cat([own, own.new_full((width - len(own), own.shape[1]), -1)]))
+        return torch.stack(found)
+
+    def settle_(self, canvas: Tensor, positions: Tensor, scores: Tensor, draw: Draw) -> None:
+        """Replaces tokens of a step that exclude each other, and pads what comes after the end of a chunk, in place."""
+        sure, places = scores.tolist(), positions.tolist()
+        for number, (text, chunks) in enumerate(zip(self._texts, self._live, strict=True)):
+            first = 1
+            row_of = {place: row for row, place in enumerate(places[number]) if place >= 0}
+            for chunk in chunks:
+                before = text.chunks[chunk]
+                last = first + len(before)
+                after = canvas[number, first:last].tolist()
+                ranks = [sure[number][row_of[at]] if at in row_of else 0.0 for at in range(first, last)]
+
+                def redraw(_: int, at: int, words: Tensor, number: int = number, first: int = first) -> int:
+                    return draw(number, row_of[first + at], words)  # noqa: B023, it is called in this round
+
+                made = self._grammar.settled_chunk(text.sequence, before, after, ranks, redraw)
+                if self._pad in made:
+                    end = made.index(self._pad)
+                    made = made[:end] + [self._pad] * (len(made) - end)
+                if made != after:
+                    canvas[number, first:last] = torch.tensor(made, device=canvas.device)
+                first = last + 2
+
+
+def without(logits: Tensor, words: Tensor) -> Tensor:
+    """`logits` ``(.., V)`` without the tokens that are not allowed."""
+    return logits.masked_fill(~unpacked(words.to(logits.device), logits.shape[-1]), -torch.inf)
