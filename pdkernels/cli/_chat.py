@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,6 +16,7 @@ from rich.text import Text
 
 from pdkernels import decoding
 from pdkernels._validation import check as demand
+from pdkernels.cli._grammar import CHOICE_HELP, EBNF_HELP, REGEX_HELP, SCHEMA_HELP, grammar_of
 from pdkernels.cli._suggested import advice
 from pdkernels.cli._terminal import (
     DEVICE_HELP,
@@ -133,6 +135,10 @@ def chat(
     ] = None,
     system: Annotated[str | None, typer.Option(help="The system message that opens the chat.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per answer.")] = 512,
+    json_schema: Annotated[str | None, typer.Option(metavar="SCHEMA", help=SCHEMA_HELP)] = None,
+    regex: Annotated[str | None, typer.Option(metavar="PATTERN", help=REGEX_HELP)] = None,
+    choice: Annotated[list[str] | None, typer.Option(metavar="TEXT", help=CHOICE_HELP)] = None,
+    ebnf: Annotated[Path | None, typer.Option(dir_okay=False, help=EBNF_HELP)] = None,
     device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "cpu",
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's setting.")] = None,
@@ -142,6 +148,7 @@ def chat(
     with errors_reported():
         if method is not None:
             decoding.find(method)
+        grammar = grammar_of("chat", json_schema, regex, choice, ebnf)
         language_model: Any = load("chat", model, device, dtype)
         use_threads(threads, [language_model])
         demand(
@@ -166,6 +173,9 @@ def chat(
         decoding.generate(language_model, first, decoding.find(method), max_new_tokens=1, **options)
         if words := advice(model, temperature):
             console.print(Text(words, "dim"), soft_wrap=True)
+        if grammar is not None:
+            grammar.for_model(language_model, language_model.end_tokens)
+            options["grammar"] = grammar
         talk(console, Chat(language_model, method, options, max_new_tokens, system))
 
 

@@ -14,6 +14,7 @@ from rich.text import Text
 from pdkernels import decoding
 from pdkernels._validation import check as demand
 from pdkernels._validation import did_you_mean, refuse
+from pdkernels.cli._grammar import CHOICE_HELP, EBNF_HELP, REGEX_HELP, SCHEMA_HELP, grammar_of
 from pdkernels.cli._suggested import advice
 from pdkernels.cli._tables import generation_table
 from pdkernels.cli._terminal import (
@@ -72,6 +73,10 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(help="A string that ends the text; may be given several times.")
     ] = None,
+    json_schema: Annotated[str | None, typer.Option(metavar="SCHEMA", help=SCHEMA_HELP)] = None,
+    regex: Annotated[str | None, typer.Option(metavar="PATTERN", help=REGEX_HELP)] = None,
+    choice: Annotated[list[str] | None, typer.Option(metavar="TEXT", help=CHOICE_HELP)] = None,
+    ebnf: Annotated[Path | None, typer.Option(dir_okay=False, help=EBNF_HELP)] = None,
     device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "cpu",
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
     threads: Annotated[
@@ -93,6 +98,7 @@ def generate(
     options = {name: value for name, value in given.items() if value is not None}
     with errors_reported():
         named = assigned_options("generate", option or [], options)
+        grammar = grammar_of("generate", json_schema, regex, choice, ebnf)
         if html is not None:
             check_file("generate", "--html", html)
             demand(len(method or [""]) == 1, "generate", "--html", "come with one --method", ", ".join(method or ()))
@@ -114,7 +120,11 @@ def generate(
         use_threads(threads, [language_model])
         if words := advice(model, temperature):
             console.print(Text(words, "dim"), soft_wrap=True)
-        asked: dict[str, Any] = {"repetition_penalty": repetition_penalty, "stop_strings": stop or []}
+        asked: dict[str, Any] = {
+            "repetition_penalty": repetition_penalty,
+            "stop_strings": stop or [],
+            "grammar": grammar,
+        }
         traced = {"trace": html is not None, **asked}
         results = {
             name: _run(console, language_model, prompt, name, max_new_tokens, {**methods[name], **traced})
@@ -168,7 +178,10 @@ def _run(
 ) -> DecodeResult[torch.Tensor, str]:
     # Warm up with a few hidden tokens after a short prompt, so that no method pays for the start of the process.
     chosen = decoding.find(method)
-    decoding.generate(model, prompt[:100], chosen, max_new_tokens=min(4, max_new_tokens), **options)
+    # A grammar may need more of them.
+    decoding.generate(
+        model, prompt[:100], chosen, max_new_tokens=min(4, max_new_tokens), **{**options, "grammar": None}
+    )
     console.rule(Text(method, "bold"), align="left", style="dim")
     console.print(Text(visible(prompt), PROMPT), end="", soft_wrap=True)
     if chosen.wing == "planned":  # their tokens do not come in text order, and not all are text

@@ -34,7 +34,7 @@ _FILTERS: dict[str, Callable[[Any], bool]] = {
     "typical_p": lambda value: value is None or value >= 1,
 }
 # Options of `pdkernels.decoding.generate` that belong to no method and have no setting in transformers.
-_SHARED = ("overflow", "trace")
+_SHARED = ("grammar", "overflow", "tokenizer", "trace")
 
 
 def generate(
@@ -61,7 +61,8 @@ def generate(
 
     Args:
         method: one of `pdkernels.decoding.available()`; None: "jacobi" with prompt-lookup drafts, for any model.
-        method_options: options of the method, such as ``{"block_size": 16}``, and `trace` and `overflow`.
+        method_options: options of the method, such as ``{"block_size": 16}``, and `trace`, `overflow` and `grammar`, a
+            `pdkernels.decoding.Grammar` or a list of them, which needs the `tokenizer` beside it.
         token_streamer: the same as `streamer`.
         stop_strings: refused, like `token_healing`; both need a tokenizer, which transformers does not pass on.
 
@@ -139,7 +140,11 @@ def generate(
         ends = tuple(token for token in stated if 0 <= token < vocabulary)  # others never end a text
         length = input_ids.shape[1]
         new = generation_config.max_length - length
-        wrapped = wrap(model)
+        tokenizer = options.pop("tokenizer", None)
+        if tokenizer is None and options.get("grammar") is not None:
+            words = "a grammar needs the tokenizer of the model"
+            raise ValueError(sentence(OP, words, "Pass method_options={'grammar': .., 'tokenizer': ..}."))
+        wrapped = wrap(model, tokenizer)
         result = decode(wrapped, prompts, chosen, max_new_tokens=new, end_tokens=ends, **options)
     except BaseException:
         if listener is not None:

@@ -1,0 +1,38 @@
+"""The grammar of the command line: one of four options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pdkernels._validation import refuse, sentence
+from pdkernels.decoding import Grammar
+
+SCHEMA_HELP = "A JSON schema, or a file with one: the text is a value that satisfies it."
+REGEX_HELP = "A regular expression that the whole text matches."
+CHOICE_HELP = "A text that may be written; given several times, the text is one of them."
+EBNF_HELP = "A file with a grammar in Lark's EBNF, whose rule `start` the text follows."
+
+
+def grammar_of(
+    command: str, json_schema: str | None, regex: str | None, choice: list[str] | None, ebnf: Path | None
+) -> Grammar | None:
+    """The grammar that one of the options asks for; None without any."""
+    given = {"--json-schema": json_schema, "--regex": regex, "--choice": choice or None, "--ebnf": ebnf}
+    named = [name for name, value in given.items() if value is not None]
+    refuse(len(named) > 1, command, f"{' and '.join(named)} exclude each other", "Give one of them.")
+    if json_schema is not None:
+        inline = json_schema.lstrip().startswith(("{", "true", "false"))
+        return Grammar.json_schema(json_schema if inline else _read(command, "--json-schema", Path(json_schema)))
+    if regex is not None:
+        return Grammar.regex(regex)
+    if choice:
+        return Grammar.choice(choice)
+    return None if ebnf is None else Grammar.ebnf(_read(command, "--ebnf", ebnf))
+
+
+def _read(command: str, option: str, path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise ValueError(sentence(command, f"{option} names {str(path)!r}, which cannot be read: {reason}")) from None
