@@ -15,6 +15,7 @@ import torch
 import pdkernels as pd
 from pdkernels.decoding import Grammar, generate
 from pdkernels.decoding.methods import METHODS
+from tests.support.drafters import eagle_head, small_drafter
 from tests.support.grammars import all_grammars
 
 PATTERN = r'\{"name": "[^"\\\x00-\x1f]{0,12}", "age": (0|[1-9]\d{0,2})\}'
@@ -48,9 +49,15 @@ def model(name: str) -> Any:
     return pd.models.load(name)
 
 
+def drafter(method: str, name: str) -> dict[str, Any]:
+    """The option of a method that needs a second model."""
+    made = {"draft_model": small_drafter, "eagle": eagle_head}.get(method)
+    return {} if made is None else {"drafter": made(model(name))}
+
+
 def written(method: str, grammar: Any, prompt: Any = ("ab = ", "x"), **options: Any) -> Any:
     chosen = METHODS[method]
-    options = {"max_new_tokens": 44, **options}
+    options = {"max_new_tokens": 34, **drafter(method, chosen.example), **options}
     prompt = list(prompt) if isinstance(prompt, tuple) else prompt
     return generate(model(chosen.example), prompt, method, grammar=grammar, **options)
 
@@ -66,15 +73,13 @@ def test_texts_belong_to_the_grammar(method: str, options: dict[str, Any], tempe
         try:
             result = written(method, grammar, temperature=temperature, **options)
         except ValueError as error:
-            assert options.get("no_end") and "has exactly 44 tokens" in str(error)
-            result = written(method, grammar, temperature=temperature, **{**options, "max_new_tokens": 30})
+            assert options.get("no_end") and "has exactly 34 tokens" in str(error)
+            result = written(method, grammar, temperature=temperature, **{**options, "max_new_tokens": 28})
         assert all(re.fullmatch(PATTERN, text) for text in result.text), result.text
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"temperature": 0.9, "seed": 5}, {"temperature": 1.2, "top_k": 4, "top_p": 0.9}]
-)
-@pytest.mark.parametrize("name", ["tiny-trimode", "tiny-jacobi"])
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.2, "seed": 5, "top_k": 4, "top_p": 0.9}])
+@pytest.mark.parametrize("name", ["tiny-trimode", pytest.param("tiny-jacobi", marks=pytest.mark.slow)])
 def test_lossless_methods_write_what_autoregressive_does(name: str, options: dict[str, Any]) -> None:
     grammar, schema = Grammar.regex(PATTERN), Grammar.json_schema({"type": "array", "items": {"enum": ["ab", 7, None]}})
     prompts = ["ab = ", "def f(x):\n", "12"]
@@ -83,8 +88,9 @@ def test_lossless_methods_write_what_autoregressive_does(name: str, options: dic
     for method, more in FORMS:
         chosen = METHODS[method]
         plain = "verification" not in more and "ensemble_weight" not in more
-        if chosen.wing != "causal" or not chosen.lossless or not plain or not pd.decoding.supports(method, model(name)):
+        if chosen.wing != "causal" or not chosen.lossless or not plain:
             continue
+        more = {**more, **drafter(method, name)}
         if chosen.needs_mask_token and model(name).mask_token is None:
             continue
         found = generate(model(name), prompts, method, **asked, **more)
@@ -141,7 +147,7 @@ def law(name: str, grammar: str, limit: int, prompt: str) -> dict[tuple[int, ...
 
 @pytest.mark.parametrize(("method", "name"), [("autoregressive", "tiny-code"), ("jacobi", "tiny-code")])
 def test_law_of_sampling_by_enumeration(method: str, name: str) -> None:
-    grammar, limit, count = "(a|b)*c?(ab)?", 3, 2000
+    grammar, limit, count = "(a|b)*c?(ab)?", 3, 1200
     expected = law(name, grammar, limit, "x = ")
     result = generate(
         model(name), ["x = "] * count, method, grammar=Grammar.regex(grammar), temperature=1.0, max_new_tokens=limit
@@ -252,7 +258,7 @@ def test_texts_end_within_the_limit() -> None:
         "llada",
         "recurrent_static",
     ):
-        for limit in (5, 6, 9):
+        for limit in (5, 9):
             for temperature in (0.0, 1.5):
                 result = written(method, grammar, max_new_tokens=limit, temperature=temperature)
                 assert all(re.fullmatch(r'"[a-z]{3,}"', text) for text in result.text), (method, limit)

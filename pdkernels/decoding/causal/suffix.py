@@ -102,6 +102,15 @@ class SuffixSteps(DraftSteps):
         self._draft(rows)
         return taken_part
 
+    def forced(self, session: Session, rows: Rows) -> Rows:
+        if session.grammar is not None:
+            for sequence, row in enumerate(rows):
+                room = row.pending - 1
+                tokens = session.grammar.drafted(sequence, session.tokens[sequence], room) if room > 0 else []
+                if tokens:
+                    self.drafts[sequence] = [row.draft[0], *tokens]
+        return rows
+
     def _draft(self, rows: Rows) -> None:
         """The next drafts, whose first tokens are known."""
         self.drafts = [

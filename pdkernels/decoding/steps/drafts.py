@@ -59,7 +59,9 @@ class DraftSteps(Steps):
         self.entry.accepted.copy_(verdict.accepted).masked_fill_(no_choice, -1)
 
     def forced(self, session: Session, rows: Rows) -> Rows:
-        if session.grammar is None or self.slots == 1 or "draft" not in self.entry.__dict__:
+        columns = self.entry.__dict__
+        # Some drafts are made in the step itself.
+        if session.grammar is None or "draft" not in columns or columns["draft"].shape[1] < max(2, self.slots):
             return rows
         left, changed = self.remaining.tolist(), False
         for sequence, row in enumerate(rows):
