@@ -163,11 +163,12 @@ class HybridCache:
         on_host = lengths.device.type == "cpu"
         # A sequence that was emptied begins anew.
         self.state_lengths.masked_fill_(lengths == 0, 0)
-        if rows > self.pending and (on_host or whole):
+        if parents is not None:  # no row of a tree can go into a state before its branch is chosen
+            self.reserve_drafts_(rows)
+            parents = parents.expand(self.batch, rows).contiguous()
+        elif rows > self.pending and (on_host or whole):
             self.reserve_drafts_(self._unsure(rows, counts, whole) if on_host else rows)
         keep = self.pending if rows > self.pending else None
-        if parents is not None:
-            parents = parents.expand(self.batch, rows).contiguous()
         return StateStep(lengths, None if whole else counts, self.pending_index, parents, keep)
 
     def _unsure(self, rows: int, counts: Tensor | None, whole: bool) -> int:

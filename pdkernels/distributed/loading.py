@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -46,12 +46,12 @@ def load(
     group = group_of(OP, mesh)
     given, usable = checked_request(name_or_path, dtype, device)
     if given in available():
-        return parallelize(load_whole(given, dtype=dtype), group).to(usable)
+        return parallelize(_known(load_whole(given, dtype=dtype)), group).to(usable)
     if given in PACKAGED:
         given = str(packaged(given))
     found = checkpoint_of(given, name_or_path is not given, dtype)
     if found.weights is None:
-        return parallelize(load_whole(given, dtype=dtype, packed=False), group).to(usable)
+        return parallelize(_known(load_whole(given, dtype=dtype, packed=False)), group).to(usable)
     shards = Shards(found.config, dist.get_rank(group), dist.get_world_size(group))
     read = _read(found.layout, found.weights, shards)
     parts = ((name, _memory.moved(tensor, found.dtype, usable)) for name, tensor in read)
@@ -59,6 +59,11 @@ def load(
     if hasattr(found.config, "predicts"):  # a Transformer's
         facts |= {"mask_token": found.mask_token, "plan_tokens": found.plan_tokens}
     return assembled(found.config, shards, group, parts, facts)
+
+
+def _known(model: Any) -> ParallelModel:
+    """The model, of a kind that `parallelize` refuses if it is another."""
+    return cast(ParallelModel, model)
 
 
 def _read(layout: Layout, weights: Weights, shards: Shards) -> Iterator[tuple[str, torch.Tensor]]:

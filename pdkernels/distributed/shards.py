@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pdkernels._validation import check, message
-from pdkernels.models import RecurrentDepthConfig, TransformerConfig
+from pdkernels.models import HybridConfig, RecurrentDepthConfig, TransformerConfig
 
 OP = "distributed.parallelize"
 
@@ -48,6 +48,9 @@ class Shards:
             raise NotImplementedError(
                 message(OP, "model", "have no experts", f"{config.experts.count} a layer", remedy)
             )
+        if isinstance(config, HybridConfig):
+            words, remedy = "have attention in every layer", "Load it on one rank."
+            raise NotImplementedError(message(OP, "model", words, "a hybrid", remedy))
         words = f"be divisible by the {ranks} ranks"
         check(config.heads % ranks == 0, OP, "heads", words, config.heads)
         check(config.intermediate_size % ranks == 0, OP, "intermediate_size", words, config.intermediate_size)

@@ -1,4 +1,4 @@
-"""A transformer and a recurrent-depth model that run on our caches, the trained tiny models, and checkpoints from local
+"""A transformer, a hybrid and a recurrent-depth model that run on our caches, the trained tiny models, and checkpoints from local
 folders."""
 
 from pdkernels.models.callable_model import CallableModel, from_callable
@@ -7,6 +7,7 @@ from pdkernels.models.config import ExpertsConfig, TransformerConfig
 from pdkernels.models.drafters import EagleConfig, EagleHead, load_drafter, save_drafter
 from pdkernels.models.hf import from_hf_config, from_hf_state_dict, to_hf_state_dict
 from pdkernels.models.huginn import from_huginn_config, from_huginn_state_dict, to_huginn_config, to_huginn_state_dict
+from pdkernels.models.hybrid import Hybrid, HybridConfig
 from pdkernels.models.llada import from_llada_config, from_llada_state_dict, to_llada_state_dict
 from pdkernels.models.plan_tokens import PlanTokens
 from pdkernels.models.protocols import (
@@ -50,6 +51,8 @@ __all__ = [
     "EagleHead",
     "ExpertsConfig",
     "FactorScaling",
+    "Hybrid",
+    "HybridConfig",
     "JsonTokenizer",
     "LanguageModel",
     "LinearScaling",

@@ -16,7 +16,7 @@ import torch
 
 from pdkernels import _memory
 from pdkernels._validation import check, fail, message
-from pdkernels.models import hf
+from pdkernels.models import gguf_hybrid, hf, hybrid_hf
 from pdkernels.models.checkpoint import Checkpoint, Stated
 from pdkernels.models.config import ExpertsConfig, TransformerConfig
 from pdkernels.models.fields import OP, Fields, Kept, read_from, shown
@@ -76,8 +76,15 @@ def read(path: Path, dtype: torch.dtype | None, packed: bool | None = None) -> C
     `packed`: whether quantised matrices stay so. True refuses matrices of other formats, None leaves those as numbers.
     """
     file = GgufFile(path)
-    config = _config(file)
-    layout = _layout(config, file.name)
+    kind = file.fields.get("general.architecture")
+    config: TransformerConfig
+    if kind in gguf_hybrid.ARCHITECTURES:
+        config = gguf_hybrid.config_of(file, _fields(file, str(kind)), str(kind), _scaling)
+        layout = gguf_hybrid.layout_of(config, str(kind), file.name)
+        published = hybrid_hf.layout(config, gguf_hybrid.PUBLISHED[str(kind)])
+    else:
+        config = _config(file)
+        layout, published = _layout(config, file.name), hf.layout(config)
     stored = {
         name: Stored(tensor.shape, _stored(file, name, tensor), file.name) for name, tensor in file.tensors.items()
     }
@@ -94,7 +101,7 @@ def read(path: Path, dtype: torch.dtype | None, packed: bool | None = None) -> C
     chosen = dtype or _usual_dtype(file)
     # Adapters use the published names.
     return Checkpoint(
-        config, hf.layout(config), chosen, partial(_gather, file, layout, config, chosen, packed), words, marks.ends
+        config, published, chosen, partial(_gather, file, layout, config, chosen, packed), words, marks.ends
     )
 
 
@@ -108,26 +115,35 @@ def _stored(file: GgufFile, name: str, tensor: GgufTensor) -> str:
 
 
 def _usual_dtype(file: GgufFile) -> torch.dtype:
-    # Routers are stored as float32, whatever the other matrices are.
-    matrices = (tensor for name, tensor in file.tensors.items() if not name.endswith(_ROUTER))
+    # Routers and convolutions are stored as float32, whatever the other matrices are.
+    exact = (_ROUTER, *gguf_hybrid.CONVOLUTIONS)
+    matrices = (tensor for name, tensor in file.tensors.items() if not name.endswith(exact))
     kinds = {file.type_name(tensor) for tensor in matrices if len(tensor.shape) >= 2}
     return {"BF16": torch.bfloat16, "F16": torch.float16}.get("".join(kinds), torch.float32)
+
+
+def _fields(file: GgufFile, kind: str) -> Fields:
+    """The fields of the architecture, without its name; those that would need another computation are refused."""
+    known = Fields(file.fields, file.name).values
+    own = {key.removeprefix(f"{kind}."): _decimal(value) for key, value in known.items()}
+    fields = Fields(own, f"{file.name}: {kind}")
+    for name, allowed in _OTHERWISE.items():
+        value = fields.get(name, allowed[0])
+        if value not in allowed:
+            _refuse(file.name, f"{kind}.{name}", f"be {allowed[0]}", value)
+    return fields
 
 
 def _config(file: GgufFile) -> TransformerConfig:
     everything = Fields(file.fields, file.name)
     kind = everything.get("general.architecture")
     if kind not in ARCHITECTURES:
-        _refuse(file.name, "general.architecture", f"be one of {', '.join(ARCHITECTURES)}", kind)
-    own = {key.removeprefix(f"{kind}."): _decimal(value) for key, value in everything.values.items()}
-    fields = Fields(own, f"{file.name}: {kind}")
+        known = ", ".join((*ARCHITECTURES, *gguf_hybrid.ARCHITECTURES))
+        _refuse(file.name, "general.architecture", f"be one of {known}", kind)
+    fields = _fields(file, kind)
     experts = fields.integer("expert_count", 0, minimum=0)
     if experts and kind != _MOE:
         _refuse(file.name, f"{kind}.expert_count", "be 0", experts)
-    for name, allowed in _OTHERWISE.items():
-        value = fields.get(name, allowed[0])
-        if value not in allowed:
-            _refuse(file.name, f"{kind}.{name}", f"be {allowed[0]}", value)
     embedding = file.tensors.get(_EMBEDDING)
     if embedding is None:
         fail(OP, file.name, f"hold {_EMBEDDING}", "none")
@@ -262,7 +278,7 @@ def _gather(
         rows = max(len(first_shape) - 2, 0)  # the dimension of a matrix along which parts follow each other
         total = sum(part[rows] for part in parts.values())
         shape = (*first_shape[:rows], total, *first_shape[rows + 1 :])
-        if packed is not False and len(shape) >= 2 and not name.endswith(".router"):
+        if packed is not False and len(shape) >= 2 and not name.endswith((".router", ".conv")):
             formats = {theirs: file.type_name(file.tensors[theirs]) for theirs in parts}
             other = next((theirs for theirs, format in formats.items() if format not in GGUF_FORMATS), None)
             if other is None:

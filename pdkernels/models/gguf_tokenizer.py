@@ -17,7 +17,8 @@ from pdkernels.models.tokenizers import JsonTokenizer, library, naming
 _LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _PRE = {
     "smollm": "smollm",
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), "llama3"),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "lfm2"), "llama3"),
+    "qwen35": "qwen35",
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), "qwen2"),
 }
 _UNKNOWN = 2
@@ -63,11 +64,15 @@ def _assemble(pre: str, vocabulary: dict[str, int], pairs: list[Any], kinds: lis
         parts = [cut.Digits(individual_digits=True), cut.ByteLevel(add_prefix_space=False, use_regex=True)]
     else:
         pattern = _LLAMA3 if pre == "llama3" else _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+        if pre == "qwen35":  # combining marks belong to words
+            pattern = pattern.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(
+                r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"
+            )
         parts = [
             cut.Split(tokenizers.Regex(pattern), "isolated"),
             cut.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
-    if pre == "qwen2":
+    if pre in ("qwen2", "qwen35"):
         made.normalizer = tokenizers.normalizers.NFC()
     made.pre_tokenizer = cut.Sequence(parts)
     made.decoder = tokenizers.decoders.ByteLevel()

@@ -39,13 +39,19 @@ class Layout(NamedTuple):
     """Of a layer that has some: parameters called `experts_*` are stacks of so many matrices."""
     separate_experts: bool = True
     """Whether each has tensors of its own in the checkpoint."""
+    apart: tuple[str, ...] = ()
+    """Beginnings of the names of tensors that belong to another model in the same checkpoint."""
 
     def stored(self, names: Mapping[str, Stored]) -> None:
         """Refuses a checkpoint with missing or extra tensors, wrong shapes, or integers instead of floats.
 
         Takes time linear in the checkpoint's tensors, whatever its config.json says.
         """
-        left = {_embedding(self, names, name): tensor for name, tensor in names.items() if not _follows(name)}
+        left = {
+            _embedding(self, names, name): tensor
+            for name, tensor in names.items()
+            if not (_follows(name) or name.startswith(self.apart))
+        }
         whole = f"hold every tensor of its {self.source}"
         self.check_count(len(left))
         missing = []

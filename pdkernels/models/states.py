@@ -7,15 +7,17 @@ more. Rows are computed one after the other, as decoding would, so a row has the
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check
+from pdkernels._validation import check, message
 from pdkernels.cache.hybrid import HybridCache, StateShape, StateSlots, StateStep
 from pdkernels.masks import TilePlan
 from pdkernels.ops.recurrent_state import gated_delta_, selective_state_, short_conv_
+
+Activation = Literal["none", "silu"]
 
 
 class States:
@@ -60,12 +62,13 @@ class States:
         return StateSlots(new[0].new_empty((batch, *state), dtype=dtype), self._step.lengths.clone(), pending)
 
     def short_conv(
-        self, name: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none"
+        self, name: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Activation = "none"
     ) -> Tensor:
         """A causal convolution of x ``(batch, rows, channels)`` with weight ``(channels, width)``; see `pdkernels.short_conv_`."""
         slots = self._slots(name, (weight.shape[1] - 1, x.shape[2]), x.dtype, x)
+        (pending,) = slots.pending
         out: Tensor = short_conv_(
-            slots.state, slots.lengths, *slots.pending, x, weight, self._step.lengths, bias=bias, activation=activation,
+            slots.state, slots.lengths, pending, x, weight, self._step.lengths, bias=bias, activation=activation,
             **self._options(),
         )  # fmt: skip
         return out
@@ -75,14 +78,23 @@ class States:
         return {"counts": counts, "pending_index": pending_index, "parents": parents, "keep": keep}
 
     def gated_delta(
-        self, name: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, l2norm_eps: float | None
+        self,
+        name: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        l2norm_eps: float | None,
+        **gates: Any,
     ) -> Tensor:
         """The gated delta rule of q, k ``(batch, rows, key_heads, key_dim)`` and v ``(batch, rows, heads, value_dim)``; see
         `pdkernels.gated_delta_`."""
         slots = self._slots(name, (v.shape[2], k.shape[3], v.shape[3]), torch.float32, k, v, g, beta)
+        pending_k, pending_v, pending_g, pending_beta = slots.pending
         out: Tensor = gated_delta_(
-            slots.state, slots.lengths, *slots.pending, q, k, v, g, beta, self._step.lengths, l2norm_eps=l2norm_eps,
-            **self._options(),
+            slots.state, slots.lengths, pending_k, pending_v, pending_g, pending_beta, q, k, v, g, beta, self._step.lengths, l2norm_eps=l2norm_eps,
+            **gates, **self._options(),
         )  # fmt: skip
         return out
 
@@ -102,8 +114,9 @@ class States:
         """Mamba 2 of x ``(batch, rows, heads, head_dim)``, dt ``(batch, rows, heads)``, a ``(heads,)``, b and c
         ``(batch, rows, groups, state_size)``; see `pdkernels.selective_state_`."""
         slots = self._slots(name, (x.shape[2], b.shape[3], x.shape[3]), torch.float32, x, b, dt)
+        pending_x, pending_b, pending_dt = slots.pending
         out: Tensor = selective_state_(
-            slots.state, slots.lengths, *slots.pending, x, b, c, dt, a, self._step.lengths, D=d, dt_bias=dt_bias,
+            slots.state, slots.lengths, pending_x, pending_b, pending_dt, x, b, c, dt, a, self._step.lengths, D=d, dt_bias=dt_bias,
             dt_softplus=dt_softplus, dt_limit=dt_limit, **self._options(),
         )  # fmt: skip
         return out
@@ -116,14 +129,20 @@ def parents_of(mask: TilePlan) -> Tensor | None:
     """The new row that each row of a plan follows, ``(rows,)`` or ``(batch, rows)``: the last earlier one that it sees, -1: none.
     None: every row follows the one before it.
 
+    Raises:
+        NotImplementedError: a mask under which a row sees a later one that does not see it: it would follow that one.
+
     >>> import pdkernels as pd
     >>> parents_of(pd.masks.causal(4).plan()), parents_of(pd.masks.quadratic(2, 2).plan()).tolist()
     (None, [-1, 0, 0, 2, 1, 4])
     """
     if mask not in _PARENTS:
-        seen = mask.dense().tril(-1)
-        order = torch.arange(mask.kv_len, device=seen.device)
-        parents = torch.where(seen, order, -1).amax(-1) if mask.kv_len else order
+        dense = mask.dense()
+        if bool((dense.triu(1) & ~dense.mT).any()):
+            words = "have rows that come after what they follow, for recurrent layers"
+            raise NotImplementedError(message("models.States", "mask", words, "rows that see later ones"))
+        order = torch.arange(mask.kv_len, device=dense.device)
+        parents = torch.where(dense.tril(-1), order, -1).amax(-1) if mask.kv_len else order
         chain = bool((parents == order - 1).all())
         _PARENTS[mask] = None if chain else parents
     return _PARENTS[mask]

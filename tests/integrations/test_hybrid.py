@@ -229,3 +229,47 @@ def test_the_model_stays_as_it_is() -> None:
             parameter.mul_(1.1)
     result = pd.decoding.generate(wrapped, prompt, "jacobi", max_new_tokens=NEW, end_tokens=())
     assert result.tokens.tolist() == greedy(model, prompt)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("implementation", ["sdpa", "pdkernels"])
+def test_a_cache_in_their_generate(family: str, implementation: str) -> None:
+    """`PdCache` in transformers' own loop, with padding, and again after a reset; paged without."""
+    from pdkernels.integrations.transformers import PdCache, register
+
+    register()
+    model, texts = model_of(family, 12), prompts(12)
+    theirs = [greedy(model, text) for text in texts]
+    model.set_attn_implementation(implementation)
+    width = max(map(len, texts))
+    tokens = torch.tensor([[0] * (width - len(text)) + text for text in texts])
+    mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts])
+    settings = {
+        "max_new_tokens": NEW,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        "suppress_tokens": [MASK],
+    }
+    cache = PdCache(model.config, 5, width + NEW)
+    for _ in range(2):
+        found = model.generate(tokens, attention_mask=mask, past_key_values=cache, **settings)
+        assert found[:, width:].tolist() == theirs
+        with pytest.raises(NotImplementedError, match="recurrent layers cannot go back"):
+            cache.crop(-1)
+        cache.reset()
+    if implementation == "pdkernels":
+        paged = PdCache(model.config, 1, len(texts[2]) + NEW, kind="paged", page_size=4)
+        found = model.generate(torch.tensor(texts[2:3]), past_key_values=paged, **settings)
+        assert found[0, len(texts[2]) :].tolist() == theirs[2]
+
+
+def test_a_cache_follows_beams() -> None:
+    from pdkernels.integrations.transformers import PdCache
+
+    for family in ("lfm2", "falcon_h1", "qwen3_next"):
+        model, text = model_of(family, 13), torch.tensor(prompts(13)[:1])
+        settings = {"max_new_tokens": NEW, "num_beams": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        cache = PdCache(model.config, 3, text.shape[1] + NEW)
+        found = model.generate(text, past_key_values=cache, **settings)
+        assert torch.equal(found, model.generate(text, **settings)), family

@@ -33,6 +33,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "jacobi": dict(rounds=2, steps=2, block_size=8, sums=2, windows=2, count=2, replayed=1),
     "recurrent": dict(steps=4, sums=2, windows=1, context=32, warmup=2, evaluate_every=3, scored=1),
     "deep": dict(steps=4, short=2, rows=2, warmup=2, evaluate_every=3, scored=1),
+    "hybrid": dict(steps=4, sums=2, windows=1, look_every=2, fast=False),
     "masked": dict(steps=4, rows=3, sums=2, joint_weight=1.0, warmup=2, fast=False, look_every=3, scored=2),
 }
 
@@ -52,6 +53,9 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(found["code"], "CONFIG", config)
     for name in ("recurrent", "deep"):
         monkeypatch.setattr(found[name], "CONFIG", replace(found[name].CONFIG, **SIZES))
+    small = dict(SIZES, kv_heads=1, key_heads=2, value_heads=2, key_dim=8, value_dim=8)
+    monkeypatch.setattr(found["hybrid"], "CONFIG", replace(found["hybrid"].CONFIG, **small))
+    monkeypatch.setattr(found["hybrid"], "report", lambda *_, **__: "nothing learnt")
     sums = as_ids([(problem.prompt + problem.steps).encode() for problem in islice(arithmetic(0), 60)])
     files = [b"x = 1\n" * 200]
     source = as_ids(files)
@@ -85,7 +89,7 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def options(name: str, folder: Path, output: Path) -> dict[str, Any]:
     start = folder / f"start-{257 if name == 'masked' else None}.safetensors"
-    known = {} if name in ("code", "recurrent", "deep") else {"start": str(start)}
+    known = {} if name in ("code", "recurrent", "deep", "hybrid") else {"start": str(start)}
     return {"output": output, **SMALL[name], **known}
 
 
@@ -105,7 +109,16 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
 # The steps are of the first stage or round, and of the second.
 @pytest.mark.parametrize(
     ("name", "at"),
-    [("code", 2), ("trimode", 1), ("trimode", 4), ("jacobi", 3), ("recurrent", 2), ("deep", 3), ("masked", 1)],
+    [
+        ("code", 2),
+        ("trimode", 1),
+        ("trimode", 4),
+        ("jacobi", 3),
+        ("recurrent", 2),
+        ("deep", 3),
+        ("hybrid", 2),
+        ("masked", 1),
+    ],
 )
 def test_a_resumed_training_is_one_that_was_never_stopped(
     name: str,
@@ -157,8 +170,8 @@ def test_the_scripts_write_models_that_load(
         assert model.config.predicts == "own" and model.mask_token == 257 and not model.has_adapter
         assert not torch.equal(model.embedding, start.embedding)
     else:
-        assert model.has_adapter == (name == "trimode") and (model.mask_token == 257) == (name == "trimode")
-        method = {"trimode": "linear_self_speculation"}.get(name, "jacobi")
+        assert model.has_adapter == (name == "trimode") and (model.mask_token == 257) == (name in ("trimode", "hybrid"))
+        method = dict.fromkeys(("trimode", "hybrid"), "linear_self_speculation").get(name, "jacobi")
         greedy = pd.decoding.generate(model, prompt, max_new_tokens=20)
         found = pd.decoding.generate(model, prompt, pd.decoding.find(method), max_new_tokens=20)
         assert found.tokens.equal(greedy.tokens)

@@ -11,6 +11,13 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from pdkernels._validation import check, check_choice, check_type, fail, integer
 from pdkernels.cache import ContiguousKVCache, PagedKVCache
 
+try:  # of transformers 5
+    from transformers.cache_utils import DummyLayer, LinearAttentionLayer
+
+    _STATES: tuple[Any, ...] = (LinearAttentionLayer,)
+except ImportError:
+    _STATES = ()
+
 OP = "PdCache"
 PAGES = "_pdkernels_pages"
 """The attribute on the keys of a paged cache that locates the others."""
@@ -30,7 +37,7 @@ class PdCache(Cache):  # type: ignore[misc]
     """A KV cache of transformers that is written in place: no step copies cached rows.
 
     It holds what a `DynamicCache` holds, padding included, in memory that is allocated once. Rows left by a rejected draft are
-    dropped by `crop`, which only changes a number.
+    dropped by `crop`, which only changes a number. States of recurrent layers are kept by transformers' own layers and cannot be cropped.
 
     Args:
         config: of the model; its layers must not have a sliding window shorter than `capacity`.
@@ -42,7 +49,7 @@ class PdCache(Cache):  # type: ignore[misc]
 
     Raises:
         ValueError: a size below 1, an unknown kind; in a forward: more tokens than `capacity`, another batch.
-        NotImplementedError: a model with sliding windows shorter than `capacity`.
+        NotImplementedError: a model with sliding windows shorter than `capacity`; in `crop`: one with recurrent layers.
 
     Example:
         >>> import torch, transformers
@@ -81,10 +88,12 @@ class PdCache(Cache):  # type: ignore[misc]
         self.kind, self.seen = kind, 0
         self._dtype, self._device = dtype, device
         self.storage: ContiguousKVCache | PagedKVCache | None = None
-        super().__init__(layers=[PdLayer(self, layer) for layer in range(config.num_hidden_layers)])
+        super().__init__(layers=_layers(self, config))
+        self._attends = [layer for layer in self.layers if isinstance(layer, PdLayer)]
+        self._recurrent = [layer for layer in self.layers if isinstance(layer, _STATES)]
 
     def _allocate(self, key: Tensor) -> ContiguousKVCache | PagedKVCache:
-        layers, kv_heads, head_dim = len(self.layers), key.shape[1], key.shape[3]
+        layers, kv_heads, head_dim = len(self._attends), key.shape[1], key.shape[3]
         dtype, device = self._dtype or key.dtype, self._device or key.device
         if self.kind == "contiguous":
             return ContiguousKVCache(layers, self.batch, self.capacity, kv_heads, head_dim, dtype=dtype, device=device)
@@ -128,15 +137,27 @@ class PdCache(Cache):  # type: ignore[misc]
         check_type(type(max_length) is int, OP, "max_length", "be an int", type(max_length).__name__)
         length = self.seen + max_length if max_length < 0 else min(max_length, self.seen)
         check(length >= 0, OP, "max_length", f"keep some of the {self.seen} cached tokens", max_length)
+        if self._recurrent and length < self.seen:
+            words = "the states of recurrent layers cannot go back to fewer tokens; use pdkernels.decoding.generate, or reset()"
+            raise NotImplementedError(f"{OP}: {words}.")
         self.seen = length
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` can drop tokens."""
+        return not self._recurrent
 
     def reset(self) -> None:
         """Drops all tokens but keeps the memory."""
         self.seen = 0
+        for layer in self._recurrent:
+            _STATES[0].reset(layer)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Sequence i continues from sequence ``beam_idx[i]``."""
         self.batch_select_indices(beam_idx)
+        for layer in self._recurrent:
+            _STATES[0].reorder_cache(layer, beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps these sequences; their number must not change."""
@@ -200,6 +221,49 @@ class PdLayer(CacheLayerMixin):  # type: ignore[misc]
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.index == 0:
             self.owner.reorder_cache(beam_idx)
+
+
+class PdBoth(*_STATES, PdLayer):  # type: ignore[misc]
+    """A layer with attention and a recurrent state side by side (Falcon-H1). transformers keeps the state."""
+
+    is_compileable = False
+
+    def __init__(self, owner: PdCache, index: int) -> None:
+        PdLayer.__init__(self, owner, index)
+        for kind in _STATES:
+            kind.__init__(self)
+        self.is_initialized = True
+
+    def lazy_initialization(self, *keys: Any, **states: Any) -> None:
+        """Of the state; the owner allocates memory for keys and values."""
+        if states:
+            _STATES[0].lazy_initialization(self, **states)
+
+    is_croppable = PdLayer.is_croppable
+    reset = PdLayer.reset
+    crop = PdLayer.crop
+    reorder_cache = PdLayer.reorder_cache
+    get_max_length = get_max_cache_shape = PdLayer.get_max_length
+
+
+def _layers(owner: PdCache, config: Any) -> list[Any]:
+    """Layers of ours where there is attention, and transformers' own for states, whose size is fixed."""
+    kinds = list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
+    if not _STATES or not any(kind in ("conv", "linear_attention", "hybrid", "hybrid_sliding") for kind in kinds):
+        return [PdLayer(owner, layer) for layer in range(config.num_hidden_layers)]
+    found: list[Any] = []
+    slots = 0
+    for kind in kinds:
+        if kind == "hybrid_sliding":
+            raise NotImplementedError(f"{OP}: layers with a sliding window and a state are not supported.")
+        if kind in ("conv", "linear_attention"):
+            found.append(_STATES[0]())
+        elif kind in ("mlp", "moe"):
+            found.append(DummyLayer())
+        else:
+            found.append((PdBoth if kind == "hybrid" else PdLayer)(owner, slots))
+            slots += 1
+    return found
 
 
 def windowed(config: Any) -> int | None:

@@ -33,7 +33,7 @@ from pdkernels.integrations.transformers._shadow import body_of, head_of, shadow
 from pdkernels.integrations.transformers._states import exchange_, using
 from pdkernels.integrations.transformers._tokenizer import adapted
 from pdkernels.masks import TilePlan, causal, full
-from pdkernels.models import Transformer
+from pdkernels.models import Hybrid, RecurrentDepth, Transformer
 from pdkernels.models.caches import new_cache
 from pdkernels.models.hf_experts import separated_experts
 from pdkernels.models.recompute import nothing_new
@@ -419,8 +419,8 @@ def _measured(
     return sizes
 
 
-def from_transformers(model: Any, tokenizer: Any = None) -> Transformer:
-    """The weights of a transformers model in a `pdkernels.models.Transformer`, with its dtype and on its device.
+def from_transformers(model: Any, tokenizer: Any = None) -> Transformer | Hybrid:
+    """The weights of a transformers model in a `pdkernels.models.Transformer` or `Hybrid`, with its dtype and on its device.
 
     The architectures are those of `pdkernels.models.load`. Matrices that we store fused (q, k and v) are copied, the others
     shared. The logits of a few random tokens, at early and at late positions, are compared with the model's own.
@@ -460,7 +460,7 @@ def from_transformers(model: Any, tokenizer: Any = None) -> Transformer:
         adapted(tokenizer),
         ends,
     )
-    assert isinstance(made, Transformer)  # transformers has no recurrent-depth model
+    assert not isinstance(made, RecurrentDepth)  # transformers has no such model
     with undisturbed(model.device):
         prove_converted(type(model).__name__, made, shadow(model), random_tokens(model, 1, TOKENS))
     return made

@@ -11,14 +11,14 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pdkernels.models import fused
-from pdkernels.models.states import States
+from pdkernels.models.states import Activation, States
 
 USED: ContextVar[States | None] = ContextVar("states", default=None)
 
@@ -43,7 +43,7 @@ def _convolution(layer: int) -> Callable[..., Any]:
     def causal_conv1d_fn(
         hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
     ) -> Tensor:
-        kind = {None: "none", "swish": "silu"}.get(activation, str(activation))
+        kind = cast(Activation, {None: "none", "swish": "silu"}.get(activation, activation))
         return _states().short_conv((layer, "conv"), hidden_states.mT, weight, bias, kind).mT
 
     return causal_conv1d_fn

@@ -1,0 +1,131 @@
+"""Train `tiny-hybrid`: one layer with attention and three with the gated delta rule, for next tokens and for filling in masks.
+
+    python examples/train_tiny_hybrid.py
+
+writes tiny-hybrid.safetensors into the current folder. The texts, the noise and the losses are those of the joint stage of `tiny-trimode`, from
+random weights: the clean copy of a text is one chain of rows, and each noisy block goes on from the state before it. So one set of
+weights decodes token by token and by speculating on itself, with a memory that does not grow but in one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from torch import Tensor
+from train_tiny_code import score as score_of
+from train_tiny_trimode import MASK_TOKEN, TILE, cosine, joint_batches, joint_step
+from training_run import HAS_BF16, Output, Resume, Run, Score, save
+
+from pdkernels.models import ByteTokenizer
+from pdkernels.models.hybrid import Hybrid, HybridConfig
+from pdkernels.training import DualStreamBatch, arithmetic
+
+CONFIG = HybridConfig(
+    vocab_size=MASK_TOKEN + 1,
+    hidden_size=256,
+    layers=4,
+    heads=4,
+    kv_heads=2,
+    head_dim=64,
+    intermediate_size=352,
+    mixers=("delta", "delta", "attention", "delta"),
+    key_heads=4,
+    value_heads=4,
+    key_dim=32,
+    value_dim=64,
+    qk_norm=True,
+    max_positions=512,
+)
+
+
+def without_easy_masks(model: Hybrid, batch: DualStreamBatch, generator: torch.Generator) -> DualStreamBatch:
+    """The batch after a decoder's first step: where the model is confident, its noisy copies hold the hidden token itself."""
+    hidden = model.hidden(batch.tokens[None], positions=batch.positions, mask=batch.mask.plan(TILE, TILE))[0].detach()
+    with torch.no_grad():
+        sure = model.logits(hidden[batch.masked_rows]).float().softmax(-1).amax(-1)
+    left = sure < 0.5 + 0.5 * torch.rand((), generator=generator)
+    tokens = batch.tokens.clone()
+    tokens[batch.masked_rows[~left]] = batch.masked_labels[~left]
+    return batch._replace(
+        tokens=tokens,
+        masked_rows=batch.masked_rows[left],
+        masked_labels=batch.masked_labels[left],
+        masked_weights=batch.masked_weights[left],
+    )
+
+
+def report(model: Hybrid, problems: int, width: int = 8, advance: Callable[[int], None] = lambda count: None) -> str:
+    held_out = list(islice(arithmetic(0, held_out=True), problems))
+    right, _ = score_of(model, "autoregressive", held_out, advance)
+    _, linear = score_of(model, "linear_self_speculation", held_out, advance, block_size=width)
+    _, quadratic = score_of(model, "quadratic_self_speculation", held_out, advance, block_size=width)
+    return (
+        f"held-out sums: {right:.0%} right; tokens per forward at width {width}: linear {linear:.2f} "
+        f"({2 * linear:.2f} per cycle), quadratic {quadratic:.2f}"
+    )
+
+
+def main(
+    output: Output = Path("tiny-hybrid.safetensors"),
+    steps: Annotated[int, typer.Option(help="Steps.")] = 8000,
+    sums: Annotated[int, typer.Option(help="Problems per step.")] = 8,
+    windows: Annotated[int, typer.Option(help="Pieces of source per step.")] = 1,
+    masked_weight: Annotated[float, typer.Option(help="Weight of the masked loss.")] = 1.0,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
+    seed: Annotated[int, typer.Option(help="Seed of weights, masks, texts and order.")] = 0,
+    threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves torch's choice.")] = 0,
+    fast: Annotated[bool, typer.Option(help="bfloat16 products, where the CPU multiplies it itself.")] = HAS_BF16,
+    look_every: Annotated[int, typer.Option(help="Steps between looks at held-out sums.")] = 500,
+    resume: Resume = False,
+    score: Score = True,
+) -> None:
+    """Train tiny-hybrid and save it, rounded to bf16."""
+    settings = {"steps": steps, "sums": sums, "windows": windows, "masked_weight": masked_weight, "lr": lr}
+    run = Run(output, resume, {**settings, "seed": seed, "fast": fast}, threads)
+    torch.manual_seed(seed)
+    model = Hybrid(CONFIG, tokenizer=ByteTokenizer(), end_tokens=ByteTokenizer().end_tokens, mask_token=MASK_TOKEN)
+    batches, generator = joint_batches(sums, windows, seed), torch.Generator().manual_seed(seed)
+
+    def joint(number: int) -> tuple[Tensor, dict[str, float]]:
+        batch = next(batches)
+        with torch.autocast("cpu", torch.bfloat16, enabled=fast):
+            if number % 2 and number > steps // 8:
+                batch = without_easy_masks(model, batch, generator)
+            return joint_step(model, batch, masked_weight)
+
+    def look() -> str:
+        model.requires_grad_(False)
+        try:
+            return report(model, 50) if score else ""
+        finally:
+            model.requires_grad_(True)
+
+    with run.stoppable():
+        run.optimise(
+            "joint",
+            model,
+            list(model.parameters()),
+            steps,
+            cosine(steps, lr),
+            joint,
+            skip=lambda number: next(batches),
+            generators=[generator],
+            look=look,
+            look_every=look_every,
+            muon=True,
+        )
+        model.to(torch.bfloat16).float().requires_grad_(False)
+        facts: dict[str, str] = {}
+        if score:
+            with run.scoring(3 * 200) as advance:
+                facts = {"held_out": report(model, 200, advance=advance)}
+        save(run, model, "byte-level, hybrid, tri-mode, Python's standard library and arithmetic", **facts)
+
+
+if __name__ == "__main__":
+    typer.run(main)
