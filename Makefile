@@ -13,7 +13,7 @@ CLANG_FORMAT := $(WITH) lint -c 'import sys, clang_format; sys.exit(clang_format
 CPP := $(shell find csrc python_bindings tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-smollm2 test test-all lint format types docs figures bench build wheel hf-kernels sanitize clean
+.PHONY: help demo demo-smollm2 test test-all lint format types docs figures bench build wheel hf-kernels custom-generate sanitize clean
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -66,6 +66,9 @@ wheel: ## a wheel, with CUDA kernels where nvcc is found, and an sdist, both in 
 
 hf-kernels: ## the ops as a kernel for the library `kernels`, in dist/hf-kernels
 	@$(WITH) wheel scripts/hf_kernels.py
+
+custom-generate: ## our decoders as a generation strategy of the Hugging Face Hub, in dist/custom-generate
+	@$(WITH) wheel scripts/custom_generate.py
 
 sanitize: ## the op tests on a build with address and undefined-behaviour sanitizers
 	@$(WITH) test -m pytest tests/test_sanitizers.py
