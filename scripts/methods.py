@@ -9,12 +9,13 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from pdkernels.decoding._method import SHARED
+from pdkernels.decoding._filter_options import FILTERS, no_logprobs, refusal
+from pdkernels.decoding._method import SHARED, Method
 from pdkernels.decoding.methods import METHODS
 from pdkernels.models.capabilities import CAPABILITIES
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "decoding.md"
+PAGES = tuple(ROOT / "docs" / name for name in ("decoding.md", "sampling.md"))
 REGISTRY = ROOT / "pdkernels" / "decoding" / "signatures.py"
 
 REQUEST = {
@@ -71,13 +72,26 @@ def options_table() -> str:
     return "\n".join(lines)
 
 
-def sampling_table() -> str:
-    """Which settings of sampling each method has."""
-    names = ("temperature", "top_k", "top_p", "min_p", "typical_p")
-    lines = [f"| method | {' | '.join(f'`{name}`' for name in names)} |", "|---" * (1 + len(names)) + "|"]
-    for method in METHODS.values():
-        cells = ("yes" if name in method.options else "-" for name in names)
-        lines.append(f"| `{method.name}` | {' | '.join(cells)} |")
+DRAWS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+
+
+def follows(method: Method, setting: str) -> str:
+    """ "yes", "no", or the part of a setting that a method follows."""
+    if setting in DRAWS:
+        return "yes" if setting in method.options else "no"
+    refused = no_logprobs(method) if setting == "logprobs" else refusal(method, setting)
+    return "yes" if not refused else "single tokens" if setting == "bad_words" else "no"
+
+
+def settings_table() -> str:
+    """Which settings of sampling each method follows; settings that the same methods follow share a column."""
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for name in (*DRAWS, *FILTERS, "logprobs"):
+        columns.setdefault(tuple(follows(method, name) for method in METHODS.values()), []).append(f"`{name}`")
+    lines = [f"| method | {' | '.join(', '.join(names) for names in columns.values())} |"]
+    lines.append("|---" * (1 + len(columns)) + "|")
+    for place, name in enumerate(METHODS):
+        lines.append(f"| `{name}` | {' | '.join(cells[place] for cells in columns)} |")
     return "\n".join(lines)
 
 
@@ -87,7 +101,7 @@ def _cell(text: str) -> str:
 
 def page(text: str) -> str:
     """A page with its tables regenerated."""
-    for name, made in (("methods", methods_table), ("sampling", sampling_table), ("options", options_table)):
+    for name, made in (("methods", methods_table), ("settings", settings_table), ("options", options_table)):
         text = re.sub(f"(<!-- {name} -->\n).*?(?=<!-- /{name} -->)", _filled(made), text, flags=re.DOTALL)
     return text
 
@@ -157,7 +171,7 @@ def _broken(arguments: list[str]) -> list[str]:
 
 
 def main() -> None:
-    for path, made in ((PAGE, page), (REGISTRY, registry)):
+    for path, made in (*((path, page) for path in PAGES), (REGISTRY, registry)):
         path.write_text(made(path.read_text()))
 
 

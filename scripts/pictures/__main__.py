@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 from bench.papers import plot_theory
-from scripts.pictures import attention, choices, masks, states
+from scripts.pictures import attention, choices, masks, sampling, states
 from scripts.pictures.parts import IMAGES
 
 
@@ -22,6 +22,6 @@ def pictures(*modules: ModuleType) -> dict[str, Callable[[], None]]:
 
 
 if __name__ == "__main__":
-    known = pictures(attention, choices, masks, states) | {"theory": theory}
+    known = pictures(attention, choices, masks, sampling, states) | {"theory": theory}
     for chosen in sys.argv[1:] or known:
         known[chosen]()

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pdkernels.decoding import generate
-from pdkernels.decoding._filter_options import checked_filters
+from pdkernels.decoding._filter_options import FILTERS, checked_filters
 from pdkernels.decoding._filters import Filters, unpacked
 from pdkernels.decoding._prefixes import Prefixes
 from pdkernels.decoding.methods import METHODS
 from pdkernels.reference import sampling as reference
+from scripts.methods import DRAWS, follows
 from tests.support.base import page_sizes, seeds, streams
 from tests.support.masked import small_masked
 from tests.support.plans import example
@@ -398,3 +399,43 @@ def test_guidance_keeps_impossible_tokens_impossible() -> None:
 def test_what_a_method_cannot_follow_is_refused_by_name(method: str, option: dict[str, Any], words: str) -> None:
     with pytest.raises(NotImplementedError, match=words):
         generate(example(METHODS[method]), [1, 2], method, max_new_tokens=4, **option)
+
+
+# A value of each setting that a method would have to do something for.
+ASKED: dict[str, Any] = {
+    "temperature": 0.7,
+    "top_k": 3,
+    "top_p": 0.5,
+    "min_p": 0.2,
+    "typical_p": 0.5,
+    "repetition_penalty": 1.3,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "logit_bias": {3: 2.0},
+    "bad_words": [[1, 2]],
+    "min_new_tokens": 2,
+    "forced_tokens": {0: 3},
+    "suppress_tokens": [5],
+    "begin_suppress_tokens": [5],
+    "logits_processor": lambda ids, logits: logits,
+    "logprobs": 2,
+}
+
+
+@pytest.mark.parametrize("setting", ASKED)
+@pytest.mark.parametrize("method", METHODS)
+def test_the_table_of_methods_and_settings_is_true(method: str, setting: str) -> None:
+    """A setting runs, or is refused by its name, as the table in the docs says."""
+    expected, model, value = follows(METHODS[method], setting), example(METHODS[method]), ASKED[setting]
+    options = {"max_new_tokens": 4} | ({"block_size": 4} if "block_size" in METHODS[method].options else {})
+    options |= {"small_block_size": 2} if method == "fast_dllm_v2" else {}
+    if expected != "yes":
+        with pytest.raises((NotImplementedError, TypeError), match=setting):
+            generate(model, [2, 1], METHODS[method], **{setting: value}, **options)
+        value = [[1]] if expected == "single tokens" else None
+    if value is not None:
+        generate(model, [2, 1], METHODS[method], **{setting: value}, **options)
+
+
+def test_the_table_has_every_setting() -> None:
+    assert list(ASKED) == [*DRAWS, *FILTERS, "logprobs"]
