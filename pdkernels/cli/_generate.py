@@ -61,6 +61,7 @@ def generate(
     top_k: Annotated[int | None, typer.Option(help=SHARED["top_k"])] = None,
     top_p: Annotated[float | None, typer.Option(help=SHARED["top_p"])] = None,
     min_p: Annotated[float | None, typer.Option(help=SHARED["min_p"])] = None,
+    typical_p: Annotated[float | None, typer.Option(help=SHARED["typical_p"])] = None,
     seed: Annotated[int | None, typer.Option(help=SHARED["seed"])] = None,
     page_size: Annotated[int | None, typer.Option(help=SHARED["page_size"])] = None,
     option: Annotated[
@@ -70,6 +71,12 @@ def generate(
     repetition_penalty: Annotated[
         float, typer.Option(help="Above 1, tokens that are already in the text become less likely.")
     ] = 1.0,
+    presence_penalty: Annotated[
+        float, typer.Option(help="Subtracted from the logits of tokens generated so far.")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="The same, times the number of times that a token was generated.")
+    ] = 0.0,
     stop: Annotated[
         list[str] | None, typer.Option(help="A string that ends the text; may be given several times.")
     ] = None,
@@ -94,7 +101,7 @@ def generate(
     """Continue a prompt; show which tokens were accepted drafts, and the cost of the generation."""
     console = Console(highlight=False)
     given: dict[str, Any] = {"block_size": block_size, "window": window, "seed": seed, "page_size": page_size}
-    given |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    given |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "typical_p": typical_p}
     options = {name: value for name, value in given.items() if value is not None}
     with errors_reported():
         named = assigned_options("generate", option or [], options)
@@ -125,6 +132,7 @@ def generate(
             "stop_strings": stop or [],
             "grammar": grammar,
         }
+        asked |= {"presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty}
         traced = {"trace": html is not None, **asked}
         results = {
             name: _run(console, language_model, prompt, name, max_new_tokens, {**methods[name], **traced})
