@@ -21,8 +21,9 @@ _LOG = logging.getLogger(__name__)
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 # Further generation options of tasks, with the neutral values that are accepted.
 _Draw = tuple[tuple[str, Any], ...]  # temperature and filters, empty for greedy decoding
-_OFF = {"top_k": 0, "top_p": 1, "min_p": 0}  # values that filter nothing
-_NOTHING: dict[str, tuple[Any, ...]] = {"num_beams": (1,), "repetition_penalty": (1, 1.0), "num_return_sequences": (1,)}
+_OFF = {"top_k": 0, "top_p": 1, "min_p": 0, "typical_p": 1}  # values that filter nothing
+_PENALTIES = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0, "min_new_tokens": 0}
+_NOTHING: dict[str, tuple[Any, ...]] = {"num_beams": (1,), "num_return_sequences": (1,)}
 
 
 @register_model("pdkernels")
@@ -270,7 +271,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             ids = [prompt[limit - longest :] for prompt in ids]
         options = dict(self.options)
         for name, value in draw:
-            if name not in method_options(self.method.name):
+            if name not in (*_PENALTIES, *method_options(self.method.name)):
                 remedy = "does not draw" if name == "temperature" else f"has no {name}"
                 _refuse(name, value, f"Method {self.method.name!r} {remedy}.")
             options[name] = value
@@ -292,14 +293,16 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         if draws is None:
             draws = bool(temperature)
         filters = {name: asked.pop(name, None) for name in _OFF}
+        given = {name: asked.pop(name, None) for name in _PENALTIES}
+        penalties = tuple((name, value) for name, value in given.items() if value not in (None, _PENALTIES[name]))
         for name, value in asked.items():
             if value is not None and value not in _NOTHING.get(name, ()):
                 _refuse(name, value, "Give options of the method in model_args.")
         stops = tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop)
         if not draws:  # filters keep the most probable token
-            return limit, (), stops
+            return limit, penalties, stops
         kept = [(name, value) for name, value in filters.items() if value not in (None, _OFF[name])]
-        return limit, (("temperature", 1.0 if temperature is None else float(temperature)), *kept), stops
+        return limit, (("temperature", 1.0 if temperature is None else float(temperature)), *kept, *penalties), stops
 
 
 def _refuse(name: str, value: Any, remedy: str) -> NoReturn:

@@ -87,7 +87,7 @@ FIELDS: dict[str, Rule] = {
     "force_words_ids": _refused(_BEAMS),
     # Caches
     "use_cache": Rule("refused", _CACHES, (None, True), expectation="be True"),
-    "cache_implementation": _refused(_CACHES, "dynamic"),
+    "cache_implementation": _refused(_CACHES, "dynamic", "hybrid"),  # the latter in the configs of Gemma
     "cache_config": _refused(_CACHES),
     "max_cache_len": _unused("only static caches read it, which cache_implementation asks for"),
     "return_legacy_cache": _refused(_CACHES),
