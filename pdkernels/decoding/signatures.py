@@ -62,7 +62,7 @@ class Autoregressive(Request, total=False):
 
 
 class Jacobi(Autoregressive, total=False):
-    block_size: int | None
+    block_size: int | Literal["auto"] | None
     window: int | None
     draft: Literal["model", "lookup"]
 
@@ -77,12 +77,12 @@ class JacobiMultiblock(Autoregressive, total=False):
 
 class Suffix(Autoregressive, total=False):
     pool: SuffixPool | None
-    block_size: int
+    block_size: int | Literal["auto"]
 
 
 class DraftModel(Autoregressive, total=False):
     drafter: Any
-    block_size: int
+    block_size: int | Literal["auto"]
 
 
 class Eagle(DraftModel, total=False):

@@ -181,6 +181,8 @@ def rows_of(candidate: Candidate) -> int:
     size = option("block_size") if "block_size" in method.options and method.wing == "causal" else None
     if size is None:
         return 1
+    if size == "auto":  # the longest of any method
+        return 16
     if candidate.method == "quadratic_self_speculation":
         return int(size * (1 + (option("masks_per_group") or size - option("label_shift"))))
     if candidate.method == "jacobi_multiblock":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,10 +30,18 @@ class DrafterSteps(DraftSteps):
     banned: tuple[int, ...]
 
     def allocate_drafter(
-        self, op: str, session: Session, seeds: torch.Tensor, slots: int, page_size: int | None, drafter: Any
+        self,
+        op: str,
+        session: Session,
+        seeds: torch.Tensor,
+        slots: int,
+        page_size: int | None,
+        drafter: Any,
+        costs: Sequence[float] = (),
     ) -> None:
         """`allocate`, and the drafter's cache, whose rows past a text have room too."""
-        self.allocate(session, seeds, slots, page_size, draft=1, verified=slots, predictions=slots)
+        columns = {"draft": 1, "verified": slots, "predictions": slots}
+        self.allocate(session, seeds, slots, page_size, costs=costs, **columns)
         self.drafter = drafter
         self.drafted = drafter.new_cache(session.batch, session.longest + session.max_new_tokens + slots)
         here, there = self.cache.lengths.device, self.drafted.lengths.device
@@ -51,7 +60,7 @@ class DrafterSteps(DraftSteps):
 
     def step(self, width: int | None = None, ragged: bool = True) -> None:
         entry, width = self.entry, width or self.slots
-        draft = entry.draft if width == 1 else torch.cat([entry.draft, self.draft(width)], 1)
+        draft = entry.draft.clone() if width == 1 else torch.cat([entry.draft, self.draft(width)], 1)
         counts = entry.pending if ragged else None
         logits = self.forward(draft, counts)
         positions = self.cache.lengths[:, None] + 1 + self.slot[:width]

@@ -13,23 +13,28 @@ from typing import Any
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampling, checked_size, latents
+from pdkernels.decoding._costs import BlockSize, checked_block_size, guess_seconds, step_costs
+from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampling, latents
 from pdkernels.decoding._session import Session
 from pdkernels.decoding._token_sampler import checked_sampler
 from pdkernels.decoding.causal._drafter import DrafterSteps, checked_drafter
-from pdkernels.decoding.steps import decoder
+from pdkernels.decoding.steps import Steps, decoder
 from pdkernels.models.capabilities import capabilities
 from pdkernels.models.protocols import CausalModel, missing
 
 _OP = "decoding.draft_model"
 
+_LONGEST = 8  # of drafts whose length is chosen
+
 
 class DraftModelSteps(DrafterSteps):
-    """The drafter keeps the text in a cache of its own, one or two tokens behind the known one.
+    """The drafter keeps the text in a cache of its own, and reads what is new to it when it drafts.
 
     Args:
         drafter: a causal model with the target's vocabulary; None: the model's ``drafters["draft_model"]``.
-        block_size: tokens of a draft, the known first one included; 1 is autoregressive decoding.
+        block_size: tokens of a draft, the known first one included; 1 is autoregressive decoding. "auto" chooses
+            the length of each draft by the measured times of forwards and by what was accepted so far; then it is never much slower than
+            decoding token by token.
         temperature: sampling temperature; 0 is greedy. Drafter and target draw with the same noise and the same filters, so the tokens are
             those that `autoregressive` samples with the same seed.
     """
@@ -39,7 +44,7 @@ class DraftModelSteps(DrafterSteps):
         session: Session,
         *,
         drafter: Any = None,
-        block_size: int = 5,
+        block_size: BlockSize = 5,
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -49,20 +54,33 @@ class DraftModelSteps(DrafterSteps):
         seed: Seed = 0,
         page_size: int | None = None,
     ) -> None:
-        size = checked_size(_OP, "block_size", block_size)
+        size, chosen = checked_block_size(_OP, block_size, _LONGEST)
         seeds = checked_sampling(_OP, temperature, seed, session.batch)
         self.sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p, typical_p)
         self.banned = banned_tokens(_OP, session.model, allow_mask_token)
         drafter = _checked(session.model, checked_drafter(_OP, session.model, drafter, "draft_model"))
         slots = max(1, min(session.block(size), session.max_new_tokens - 1))
-        self.allocate_drafter(_OP, session, seeds, slots, page_size, drafter)
+        costs = step_costs(session.model, slots, guess_seconds(drafter)) if chosen else ()
+        self.allocate_drafter(_OP, session, seeds, slots, page_size, drafter, costs)
         self.latents, self.draft_latents = latents(self.model, self.seeds), latents(drafter, self.seeds)
-        self.previous = torch.zeros_like(self.entry.draft)
-        """The token before the known one."""
+        width = session.longest + session.max_new_tokens + slots
+        self.text = torch.zeros(session.batch, width, dtype=torch.int64, device=self.cache.device)
+        """The text, the known token included."""
+        self.most = 1  # the drafter has read all but this many tokens of any text, the known one included
 
     @property
     def state(self) -> tuple[torch.Tensor, ...]:
-        return *super().state, self.previous
+        return *super().state, self.text
+
+    def admit(self, row: int, other: Steps, length: int, capacity: int, other_row: int = 0) -> None:
+        super().admit(row, other, length, capacity, other_row)
+        assert isinstance(other, DraftModelSteps)
+        self.most = max(self.most, other.most)
+
+    def step(self, width: int | None = None, ragged: bool = True) -> None:
+        if width is None:  # as many as a graph must be ready for
+            self.most = 2
+        super().step(width, ragged)
 
     def start(self, session: Session) -> None:
         prompts, lengths = session.packed_prompts(session.longest, self.cache.device)
@@ -74,14 +92,16 @@ class DraftModelSteps(DrafterSteps):
         self.cache.commit_(lengths), self.drafted.commit_(lengths)
         self.begin(session, first, logits)
         self.entry.draft.copy_(first.clamp(min=0))
-        self.previous.copy_(prompts.gather(1, last))
+        self.text[:, : session.longest] = prompts
+        self.text.scatter_(1, lengths[:, None], self.entry.draft)
+        self.most = 1
 
     def draft(self, width: int) -> torch.Tensor:
-        known, busy = self.entry.draft, self.entry.pending.sign()
-        behind = (self.cache.lengths > self.drafted.lengths)[:, None]
-        tokens = torch.cat([torch.where(behind, self.previous, known), known], 1)
-        counts = (1 + behind[:, 0]) * busy
-        guesses, rows = [], behind.long()
+        busy, unread = self.entry.pending.sign(), self.cache.lengths - self.drafted.lengths + 1
+        places = self.drafted.lengths[:, None] + torch.arange(self.most, device=unread.device)
+        tokens = self.text.gather(1, places.clamp(max=self.text.shape[1] - 1))
+        guesses, counts = [], unread * busy
+        rows = (counts - 1).clamp(min=0)[:, None]
         for number in range(1, width):
             logits = self.drafter(tokens, cache=self.drafted, counts=counts, rows=rows, **self.draft_latents)
             self.drafted.commit_(counts)
@@ -89,6 +109,7 @@ class DraftModelSteps(DrafterSteps):
             tokens = self.sampler.sample(logits, positions, self.seeds, OWN, self.banned).clamp(min=0)
             guesses.append(tokens)
             counts, rows = busy, torch.zeros_like(rows)
+        self.most = 1
         return torch.cat(guesses, 1)
 
     def forward(self, draft: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
@@ -96,10 +117,12 @@ class DraftModelSteps(DrafterSteps):
         return logits
 
     def accept(self, draft: torch.Tensor, accepted: torch.Tensor, next_token: torch.Tensor) -> None:
+        lengths, width = self.cache.lengths, draft.shape[1]
         # What the drafter has read of a rejected guess is forgotten.
-        self.drafted.lengths.copy_(torch.minimum(self.drafted.lengths, self.cache.lengths))
-        last = draft.gather(1, (accepted - 1).clamp(min=0)[:, None])
-        self.previous.copy_(torch.where(accepted[:, None] > 0, last, self.previous))
+        self.drafted.lengths.copy_(torch.minimum(self.drafted.lengths, lengths))
+        self.text.scatter_(1, (lengths - accepted)[:, None] + self.slot[:width], draft)
+        self.text.scatter_(1, lengths[:, None], next_token)
+        self.most += 1  # it has not read its own last guess, and nothing of a step without a draft
 
 
 decode = decoder(DraftModelSteps)

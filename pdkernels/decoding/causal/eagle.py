@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from pdkernels._validation import check, check_type, refuse
-from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampling, checked_size
+from pdkernels.decoding._costs import BlockSize, checked_block_size, guess_seconds, step_costs
+from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampling
 from pdkernels.decoding._session import Session
 from pdkernels.decoding._token_sampler import checked_sampler
 from pdkernels.decoding.causal._drafter import DrafterSteps, checked_drafter
@@ -20,6 +21,7 @@ from pdkernels.models import EagleHead
 
 _OP = "decoding.eagle"
 
+_LONGEST = 8  # of drafts whose length is chosen
 _UNREAD = 16  # rows that may wait while nothing is drafted: the head reads them together
 
 
@@ -28,7 +30,9 @@ class EagleSteps(DrafterSteps):
 
     Args:
         drafter: an `EagleHead` for this model (`pdkernels.models.load_drafter`); None: the model's ``drafters["eagle"]``.
-        block_size: tokens of a draft, the known first one included; 1 is autoregressive decoding.
+        block_size: tokens of a draft, the known first one included; 1 is autoregressive decoding. "auto" chooses
+            the length of each draft by the measured times of forwards and by what was accepted so far; then it is never much slower than
+            decoding token by token.
         temperature: sampling temperature; 0 is greedy. Drafter and target draw with the same noise and the same filters, so the tokens are
             those that `autoregressive` samples with the same seed.
     """
@@ -38,7 +42,7 @@ class EagleSteps(DrafterSteps):
         session: Session,
         *,
         drafter: Any = None,
-        block_size: int = 4,
+        block_size: BlockSize = 4,
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -48,14 +52,15 @@ class EagleSteps(DrafterSteps):
         seed: Seed = 0,
         page_size: int | None = None,
     ) -> None:
-        size = checked_size(_OP, "block_size", block_size)
+        size, chosen = checked_block_size(_OP, block_size, _LONGEST)
         seeds = checked_sampling(_OP, temperature, seed, session.batch)
         self.sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p, typical_p)
         self.banned = banned_tokens(_OP, session.model, allow_mask_token)
         head = _checked(session.model, checked_drafter(_OP, session.model, drafter, "eagle"))
         slots = max(1, min(session.block(size), session.max_new_tokens - 1))
-        self.allocate_drafter(_OP, session, seeds, slots, page_size, head)
         self.embed = session.model.embed if head.embedding is None else head.embed
+        costs = step_costs(session.model, slots, guess_seconds(HeadRows(head, self.embed))) if chosen else ()
+        self.allocate_drafter(_OP, session, seeds, slots, page_size, head, costs)
         self.taps = head.config.taps
         batch, device = session.batch, self.cache.device
         self.room = slots + _UNREAD
@@ -156,6 +161,20 @@ class EagleSteps(DrafterSteps):
 
 
 decode = decoder(EagleSteps)
+
+
+class HeadRows:
+    """A head as a model that continues a text on its own rows, whose forwards can be timed."""
+
+    def __init__(self, head: EagleHead, embed: Any) -> None:
+        self.model_itself, self._embed, self.new_cache = head, embed, head.new_cache
+
+    def __call__(self, tokens: torch.Tensor, *, cache: Any, rows: torch.Tensor | None = None) -> torch.Tensor:
+        embedded = self._embed(tokens)
+        hidden = self.model_itself(embedded, embedded, cache=cache)
+        if rows is not None:
+            hidden = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1]))
+        return self.model_itself.logits(hidden)
 
 
 def _checked(model: Any, head: Any) -> EagleHead:

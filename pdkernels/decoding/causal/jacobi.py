@@ -12,6 +12,7 @@ from typing import Literal, get_args
 import torch
 
 from pdkernels._validation import check, check_fits_memory, check_type, refuse
+from pdkernels.decoding._costs import BlockSize, checked_block_size, step_costs
 from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_name, checked_sampling, latents
 from pdkernels.decoding._session import Session
 from pdkernels.decoding._token_sampler import checked_sampler
@@ -35,6 +36,7 @@ class JacobiSteps(DraftSteps):
 
     Args:
         block_size: decode block after block of this many tokens (default 16): inside a block the draft only shrinks.
+            "auto": a running draft, whose length is chosen in every step by the measured times of forwards and by what was accepted so far.
         window: keep a draft of this many tokens instead, refilled after every forward. Excludes `block_size`.
         draft: where guesses come from. "model": the predictions for the previous draft, and random tokens of the text where there
             are none; for models trained to jump ahead. "lookup": what followed earlier occurrences of the last tokens,
@@ -51,7 +53,7 @@ class JacobiSteps(DraftSteps):
         self,
         session: Session,
         *,
-        block_size: int | None = None,
+        block_size: BlockSize | None = None,
         window: int | None = None,
         draft: Draft = "model",
         temperature: float = 0.0,
@@ -63,11 +65,11 @@ class JacobiSteps(DraftSteps):
         seed: Seed = 0,
         page_size: int | None = None,
     ) -> None:
-        length = _checked_length(block_size, window)
+        length, chosen = _checked_length(block_size, window)
         checked_name(_OP, "draft", draft, get_args(Draft))
         seeds = checked_sampling(_OP, temperature, seed, session.batch)
         self.sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p, typical_p)
-        self.windowed = window is not None
+        self.windowed = window is not None or chosen
         self.banned = banned_tokens(_OP, session.model, allow_mask_token)
         # The last requested token needs no forward, so no draft is longer than limit - 1.
         batch, limit = session.batch, session.max_new_tokens
@@ -75,7 +77,7 @@ class JacobiSteps(DraftSteps):
         words = 100 * batch * limit * slots  # bytes of random words, temporaries included
         if draft == "model":
             check_fits_memory(_OP, "block_size", length, words, torch.device("cpu"))
-        self.allocate(session, seeds, slots, page_size)
+        self.allocate(session, seeds, slots, page_size, costs=step_costs(session.model, slots) if chosen else ())
         self.latents = latents(self.model, self.seeds)
         width, device = session.longest + limit + slots, self.cache.device
         self.lookup = Lookup(batch, width, slots, device) if draft == "lookup" else None
@@ -166,7 +168,7 @@ class JacobiSteps(DraftSteps):
         self.history.scatter_(1, committed[:, None], draft[:, :1])
         guesses, found = lookup.draft(committed + 1)
         draft[:, 1:] = guesses
-        self.entry.pending.copy_(torch.minimum(1 + found, self.remaining))
+        self.entry.pending.copy_(torch.minimum(1 + found, self.entry.pending))
 
     def _predictions(
         self, tokens: torch.Tensor, counts: torch.Tensor | None, positions: torch.Tensor, **rows: torch.Tensor
@@ -179,14 +181,14 @@ class JacobiSteps(DraftSteps):
 decode = decoder(JacobiSteps)
 
 
-def _checked_length(block_size: int | None, window: int | None) -> int:
-    """Length of a full draft."""
+def _checked_length(block_size: BlockSize | None, window: int | None) -> tuple[int, bool]:
+    """Length of a full draft, and whether lengths are to be chosen."""
     both = block_size is not None and window is not None
     words = f"block_size={block_size} and window={window} exclude each other"
     refuse(both, _OP, words, "Give block_size to decode block by block, or window to keep one running draft.")
-    for name, value in (("block_size", block_size), ("window", window)):
-        if value is not None:
-            check_type(type(value) is int, _OP, name, "be an int", type(value).__name__)
-            check(value >= 1, _OP, name, "be at least 1", value)
-            return value
-    return DEFAULT_BLOCK_SIZE
+    if window is not None:
+        check_type(type(window) is int, _OP, "window", "be an int", type(window).__name__)
+        check(window >= 1, _OP, "window", "be at least 1", window)
+        return window, False
+    size = DEFAULT_BLOCK_SIZE if block_size is None else block_size
+    return checked_block_size(_OP, size, DEFAULT_BLOCK_SIZE)

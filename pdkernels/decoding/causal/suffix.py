@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 
 from pdkernels._validation import check_type
-from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampling, checked_size, latents
+from pdkernels.decoding._costs import BlockSize, checked_block_size, step_costs
+from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampling, latents
 from pdkernels.decoding._session import Session, to_device_async
 from pdkernels.decoding._token_sampler import checked_sampler
 from pdkernels.decoding.steps import DraftSteps, Rows, run
@@ -18,6 +19,8 @@ from pdkernels.decoding.suffixes import Reader, SuffixPool
 from pdkernels.ops import verify_draft
 
 _OP = "decoding.suffix"
+
+_LONGEST = 16  # of drafts whose length is chosen
 
 
 class SuffixSteps(DraftSteps):
@@ -30,7 +33,7 @@ class SuffixSteps(DraftSteps):
         session: Session,
         *,
         pool: SuffixPool | None,
-        block_size: int,
+        block_size: BlockSize,
         temperature: float,
         top_k: int | None,
         top_p: float | None,
@@ -40,14 +43,15 @@ class SuffixSteps(DraftSteps):
         seed: Seed,
         page_size: int | None,
     ) -> None:
-        size = checked_size(_OP, "block_size", block_size)
+        size, chosen = checked_block_size(_OP, block_size, _LONGEST)
         fits = pool is None or isinstance(pool, SuffixPool)
         check_type(fits, _OP, "pool", "be a SuffixPool or None", type(pool).__name__)
         seeds = checked_sampling(_OP, temperature, seed, session.batch)
         self.sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p, typical_p)
         self.banned = banned_tokens(_OP, session.model, allow_mask_token)
         slots = max(1, min(session.block(size), session.max_new_tokens - 1))
-        self.allocate(session, seeds, slots, page_size, draft=1, predictions=slots)
+        costs = step_costs(session.model, slots) if chosen else ()
+        self.allocate(session, seeds, slots, page_size, costs=costs, draft=1, predictions=slots)
         self.latents = latents(self.model, self.seeds)
         self.readers = [Reader(pool) for _ in session.prompts]
         self.drafts: list[list[int]] = []
@@ -71,6 +75,7 @@ class SuffixSteps(DraftSteps):
         sent = to_device_async(rows, self.cache.device)
         # A stop string may have ended a sequence after its draft was made.
         counts, draft = torch.minimum(sent[:, 0], entry.pending), sent[:, 1:]
+        entry.pending.copy_(counts)
         shared = len({len(draft) for draft in self.drafts}) == 1
         logits = self.model(draft, cache=self.cache, counts=None if shared else counts, **self.latents)
         positions = self.cache.lengths[:, None] + 1 + self.slot[:width]
@@ -123,7 +128,7 @@ def decode(
     session: Session,
     *,
     pool: SuffixPool | None = None,
-    block_size: int = 16,
+    block_size: BlockSize = 16,
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -139,6 +144,7 @@ def decode(
         pool: a `SuffixPool` of earlier texts, to which the prompts and new tokens of this call are added at its end. It changes how many
             forwards a text takes, never the text. None: only the text itself is searched.
         block_size: maximum tokens of a draft, the known first one included. A match of n tokens drafts 3 n, and no match drafts none.
+            "auto" drafts less where that pays, by the measured times of forwards and by what was accepted so far.
         temperature: sampling temperature; 0 is greedy. The noise of a sample is keyed by its position and seed, so the tokens are those
             that `autoregressive` samples with the same seed.
     """

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from pdkernels.decoding._session import Session, accepted_without_choice, has_no_choice, is_end
 from pdkernels.decoding.steps.contract import Steps
 from pdkernels.decoding.steps.entry import Entry, Rows
+from pdkernels.decoding.steps.lengths import Lengths
 from pdkernels.ops.verify_draft import DraftVerdict
 
 
@@ -18,22 +21,37 @@ class DraftSteps(Steps):
     verifier said to the last one.
     """
 
+    lengths: Lengths | None = None
+    """What chooses the lengths of drafts, if that is asked for."""
+
     def allocate(
-        self, session: Session, seeds: torch.Tensor, slots: int, page_size: int | None, **columns: int | None
+        self,
+        session: Session,
+        seeds: torch.Tensor,
+        slots: int,
+        page_size: int | None,
+        *,
+        costs: Sequence[float] = (),
+        **columns: int | None,
     ) -> None:
-        """Cache and state for drafts of at most `slots` tokens. `columns` of the entry replace `draft` and `predictions`."""
+        """Cache and state for drafts of at most `slots` tokens. `columns` of the entry replace `draft` and `predictions`.
+
+        `costs`: of steps with 1 .. `slots` rows, if their length is to be chosen by what pays.
+        """
         self.model, self.limit, self.slots = session.model, session.max_new_tokens, slots
         self.cache = session.new_cache(page_size, drafts=slots)  # its lengths grow in place with every commit
         device = self.cache.device
         self.seeds, self.ends = seeds.to(device), session.ends_on(device)
         self.slot = torch.arange(slots, device=device)
+        self.lengths = Lengths(costs, session.batch, device) if costs and slots > 1 else None
         self.remaining = torch.zeros_like(self.cache.lengths)
         """``(batch,)``: remaining tokens; 0 once a sequence is done."""
         self.entry = Entry(session.batch, device, **(columns or {"draft": slots, "predictions": slots}))
 
     @property
     def state(self) -> tuple[torch.Tensor, ...]:
-        return *super().state, self.remaining
+        chosen = () if self.lengths is None else self.lengths.state
+        return *super().state, self.remaining, *chosen
 
     @property
     def live(self) -> tuple[torch.Tensor, ...]:
@@ -46,7 +64,9 @@ class DraftSteps(Steps):
         self.remaining.fill_(session.max_new_tokens - 1).masked_fill_(no_choice, 0)
         if self.ends is not None:
             self.remaining.masked_fill_(is_end(first[:, 0], self.ends), 0)
-        self.entry.pending.copy_(self.remaining.clamp(max=self.slots))
+        if self.lengths is not None:
+            self.lengths.clear()
+        self._next_length()
 
     def judge(self, verdict: DraftVerdict, logits: torch.Tensor, predictions: torch.Tensor) -> None:
         """After a verification: the tokens `predictions` ``(batch, R)`` were drawn from the verifier's `logits` ``(batch, R, V)``.
@@ -55,7 +75,9 @@ class DraftSteps(Steps):
         """
         no_choice = accepted_without_choice(logits, predictions, verdict.accepted)
         self.remaining.sub_(verdict.accepted).masked_fill_(verdict.ended | no_choice, 0)
-        self.entry.pending.copy_(self.remaining.clamp(max=self.slots))
+        if self.lengths is not None:
+            self.lengths.update(self.entry.pending, verdict.accepted)
+        self._next_length()
         self.entry.accepted.copy_(verdict.accepted).masked_fill_(no_choice, -1)
 
     def forced(self, session: Session, rows: Rows) -> Rows:
@@ -74,6 +96,11 @@ class DraftSteps(Steps):
                 self.entry.draft[sequence, 1 : 1 + len(tokens)] = torch.tensor(tokens, device=self.slot.device)
                 self.entry.pending[sequence] = max(row.pending, 1 + len(tokens))
         return self.entry.rows() if changed else rows
+
+    def _next_length(self) -> None:
+        """The longest draft that slots and remaining tokens allow, and that pays."""
+        most = self.remaining.clamp(max=self.slots)
+        self.entry.pending.copy_(most if self.lengths is None else torch.minimum(most, self.lengths.choose()))
 
     def opened(self, session: Session, rows: Rows) -> int:
         return record_first(session, [row.draft[0] for row in rows])

@@ -1,0 +1,224 @@
+"""The time of a forward by its number of rows on this device, and the knee where rows stop being free.
+
+Source: "Jacobi Forcing", appendix D (figure 5): block size times candidates is bounded by the number of rows whose forward takes
+as long as that of one row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from pdkernels._validation import check
+
+_OP = "decoding.row_times"
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+class RowTimes(NamedTuple):
+    """Seconds of forwards, and ``max(flat, start + slope * rows)`` fitted to them."""
+
+    rows: tuple[int, ...]
+    seconds: tuple[float, ...]
+    """Median of each size."""
+    flat: float
+    start: float
+    slope: float
+
+    @property
+    def knee(self) -> float:
+        """Rows where the fitted line leaves the floor; infinite if it never does.
+
+        >>> fit_row_times([1, 2, 4, 8, 16], [3.0, 3.0, 3.0, 3.0, 3.0]).knee
+        inf
+        """
+        return max(1.0, (self.flat - self.start) / self.slope) if self.slope > 0 else math.inf
+
+    def budget(self, slack: float = 0.1) -> int:
+        """The most rows for which this and all smaller measured numbers cost at most ``1 + slack`` times the first.
+
+        >>> fit_row_times([1, 2, 4, 8], [1.0, 1.05, 1.2, 1.05]).budget()
+        2
+        """
+        found = self.rows[0]
+        for count, seconds in zip(self.rows, self.seconds):
+            if seconds > (1 + slack) * self.seconds[0]:
+                break
+            found = count
+        return found
+
+    def at(self, rows: int) -> float:
+        """The fitted seconds of a forward over that many rows.
+
+        >>> fit_row_times([1, 2, 4, 8, 16, 32], [6.0, 6.0, 6.0, 6.0, 9.0, 17.0]).at(20)
+        11.0
+        """
+        return max(self.flat, self.start + self.slope * rows)
+
+    def as_json(self) -> dict[str, Any]:
+        """All fields, the knee and the budget as plain values; an infinite knee is None."""
+        knee = self.knee if math.isfinite(self.knee) else None
+        return {**self._asdict(), "knee": knee, "budget": self.budget()}
+
+
+def fit_row_times(rows: Sequence[int], seconds: Sequence[float]) -> RowTimes:
+    """Fits a floor and a line to measured times: the split of the points that leaves the least squared error, relative to the times.
+
+    Args:
+        rows: ascending.
+        seconds: of one forward over that many rows.
+
+    Raises:
+        ValueError: fewer than two points, rows that do not ascend, a time that is not positive.
+
+    Example:
+        >>> fit = fit_row_times([1, 2, 4, 8, 16, 32], [6.0, 6.0, 6.0, 6.0, 9.0, 17.0])   # max(6, 1 + rows / 2)
+        >>> round(fit.flat, 6), round(fit.start, 6), round(fit.slope, 6), round(fit.knee, 6), fit.budget()
+        (6.0, 1.0, 0.5, 10.0, 8)
+    """
+    check(len(rows) == len(seconds) >= 2, _OP, "rows", "be two or more, with a time for each", len(rows))
+    check(all(a < b for a, b in zip(rows, rows[1:])), _OP, "rows", "ascend", tuple(rows))
+    check(all(second > 0 for second in seconds), _OP, "seconds", "be positive", min(seconds))
+    best: tuple[float, float, float, float] | None = None
+    for split in range(1, len(rows) + 1):
+        flat = statistics.fmean(seconds[:split])
+        for start, slope in _lines(rows[split:], seconds[split:], rows[split - 1], flat):
+            fitted = (max(flat, start + slope * count) for count in rows)
+            error = sum((a / b - 1) ** 2 for a, b in zip(fitted, seconds))
+            if best is None or error < best[0] - 1e-15:
+                best = (error, flat, start, slope)
+    assert best is not None
+    return RowTimes(tuple(rows), tuple(seconds), *best[1:])
+
+
+def _lines(rows: Sequence[int], seconds: Sequence[float], last: int, flat: float) -> list[tuple[float, float]]:
+    """Candidates for the line after a floor that ends at `last`: by least squares, and the one from the floor's end."""
+    if not rows:
+        return [(flat, 0.0)]
+    found = []
+    if len(rows) > 1:
+        # Relative errors, so that the largest times do not dominate.
+        weights = [1 / second**2 for second in seconds]
+        total = sum(weights)
+        mean = sum(w * x for w, x in zip(weights, rows)) / total
+        height = sum(w * y for w, y in zip(weights, seconds)) / total
+        slope = sum(w * (x - mean) * (y - height) for w, x, y in zip(weights, rows, seconds))
+        slope /= sum(w * (x - mean) ** 2 for w, x in zip(weights, rows))
+        found.append((height - slope * mean, slope))
+    slope = (seconds[-1] - flat) / (rows[-1] - last)
+    found.append((flat - slope * last, slope))
+    return found
+
+
+def measure_row_times(
+    model: Any, rows: Sequence[int] = ROWS, *, prefix: int = 128, repeats: int = 15, batch: int = 1
+) -> RowTimes:
+    """Median seconds of forwards over `rows` new rows after a cached prefix, logits included.
+
+    Sizes take turns, so that other load on the machine affects all of them alike.
+
+    Args:
+        model: a causal one; tokens do not matter.
+        prefix: tokens in the cache.
+        repeats: forwards of each size, after a warm-up.
+        batch: sequences, each with that many rows.
+
+    Example:
+        >>> import pdkernels as pd
+        >>> times = measure_row_times(pd.models.load("tiny-code"), (1, 8), prefix=16, repeats=3)
+        >>> times.rows, all(second > 0 for second in times.seconds)
+        ((1, 8), True)
+    """
+    for name, value in (("prefix", prefix), ("repeats", repeats), ("batch", batch)):
+        check(value >= 1, _OP, name, "be at least 1", value)
+    cache = model.new_cache(batch, prefix + max(rows))
+    device = cache.lengths.device
+    last = torch.full((batch, 1), prefix - 1, device=device)
+    with torch.inference_mode():
+        model(torch.ones(batch, prefix, dtype=torch.int64, device=device), cache=cache, rows=last)
+        cache.commit_(torch.full((batch,), prefix, device=device))
+        blocks = {count: torch.ones(batch, count, dtype=torch.int64, device=device) for count in rows}
+        taken: dict[int, list[float]] = {count: [] for count in rows}
+        for turn in range(repeats + 1):
+            for count in rows:
+                _wait(device)
+                started = time.perf_counter()
+                model(blocks[count], cache=cache)
+                _wait(device)
+                if turn:
+                    taken[count].append(time.perf_counter() - started)
+    return fit_row_times(list(rows), [statistics.median(taken[count]) for count in rows])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+_kept: dict[str, RowTimes] = {}
+
+
+def kept_row_times(model: Any) -> RowTimes:
+    """`measure_row_times` of a model on this machine, once: the result is kept in memory, and in a file of the user's cache folder.
+
+    Two models are the same here if they have the same sizes, dtype and formats of matrices.
+    """
+    name = _name_of(model)
+    if name not in _kept:
+        file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdkernels" / "row_times.json"
+        known = _read(file)
+        found = known.get(name)
+        if found is None:
+            times = measure_row_times(model, (1, 2, 4, 8, 16, 32), repeats=5)
+            _write(file, known | {name: [list(times.rows), list(times.seconds)]})
+        else:
+            times = fit_row_times(*found)
+        _kept[name] = times
+    return _kept[name]
+
+
+def _name_of(model: Any) -> str:
+    whole = getattr(model, "model_itself", model)
+    parameters = getattr(whole, "named_parameters", None)
+    sizes = [(name, tuple(each.shape), str(each.dtype)) for name, each in parameters()] if parameters else []
+    buffers = getattr(whole, "named_buffers", None)
+    sizes += [(name, tuple(each.shape), str(each.dtype)) for name, each in buffers()] if buffers else []
+    device = getattr(whole, "device", torch.device("cpu"))
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.processor()} {os.cpu_count()}"
+    facts = f"{type(whole).__name__} {whole.config} {sizes} {where} {torch.get_num_threads()} {torch.__version__}"
+    return hashlib.sha256(facts.encode()).hexdigest()[:24]
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """What the file holds; nothing if it is missing or damaged."""
+    try:
+        found = json.loads(file.read_text())
+        fits = isinstance(found, dict) and all(
+            len(pair) == 2 and len(pair[0]) == len(pair[1]) >= 2 and min(pair[1]) > 0 for pair in found.values()
+        )
+        return found if fits else {}
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def _write(file: Path, values: dict[str, Any]) -> None:
+    """Replaces the file as a whole; where that is not allowed, times are measured again in the next process."""
+    unfinished = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(json.dumps(values))
+        os.replace(unfinished, file)
+    except OSError:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)

@@ -1,0 +1,208 @@
+"""Lengths of drafts that pay: the tokens stay, the cost never exceeds that of decoding token by token, and good drafts become long."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdkernels.decoding import generate, row_times
+from pdkernels.decoding.row_times import fit_row_times
+from pdkernels.decoding.steps.lengths import CREDIT, SLACK, Lengths
+from tests.support.drafters import with_drafters
+from tests.support.tri_mode import small_transformer
+
+# Of 1, 2, .. rows: as on a CPU, where every row costs; as on a GPU, where the first ones are free; nothing is worth a row.
+TABLES = {"cpu": [1 + 0.25 * n for n in range(16)], "gpu": [1.0] * 16, "dear": [1.0 + n for n in range(16)]}
+
+
+class Times:
+    """A table in place of a measurement."""
+
+    def __init__(self, costs: Sequence[float]) -> None:
+        self.costs = costs
+
+    def at(self, rows: int) -> float:
+        return self.costs[rows - 1]
+
+
+@pytest.fixture(params=TABLES)
+def costs(request: Any, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    found: list[float] = TABLES[request.param]
+    monkeypatch.setattr("pdkernels.decoding._costs.kept_row_times", lambda model: Times(found))
+    monkeypatch.setattr("pdkernels.decoding.causal.eagle.guess_seconds", lambda drafter: 0.05)
+    monkeypatch.setattr("pdkernels.decoding.causal.draft_model.guess_seconds", lambda drafter: 0.05)
+    return found
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "jacobi": {},
+    "lookup": {"draft": "lookup"},
+    "suffix": {},
+    "draft_model": {},
+    "eagle": {},
+}
+
+
+def spent(accepted: list[int], rows: list[int], costs: Sequence[float], guess: float) -> tuple[float, float]:
+    """The cost of the steps, and that of decoding the same tokens one by one."""
+    return sum(costs[count - 1] + guess * (count - 1) for count in rows), sum(accepted) * costs[0]
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("temperature", [0.0, 1.2])
+def test_tokens_stay_and_cost_is_bounded(name: str, temperature: float, costs: list[float]) -> None:
+    method, guess = ("jacobi" if name == "lookup" else name), 0.05 if name in ("draft_model", "eagle") else 0.0
+    model = with_drafters(small_transformer(1, 40, head_dim=16).float())
+    prompts = [[3, 1, 4, 1, 5], [9], [2, 6, 2, 6, 2]]
+    drawn = {"temperature": temperature, "seed": 2, "max_new_tokens": 120, "end_tokens": ()}
+    expected = generate(model, prompts, **drawn)
+    for page_size in (None, 7):
+        options = {"block_size": "auto", "page_size": page_size, **METHODS[name]}
+        found = generate(model, prompts, method, trace=True, **options, **drawn)
+        assert all(map(torch.equal, found.tokens, expected.tokens))
+    for prompt, tokens, index in zip(prompts, found.tokens, range(3), strict=True):
+        steps = found.stats.trace[index]
+        rows = [len(step.draft) for step in steps]
+        cost, plain = spent(found.stats.accepted[index], rows, costs, guess)
+        assert cost <= plain * (1 + SLACK) + CREDIT * costs[0] + 1e-9
+        if name != "jacobi" and temperature == 0:  # alone as in the batch: fillers of drafts depend on the seed
+            alone = generate(model, prompt, method, trace=True, **options, **drawn)
+            assert torch.equal(alone.tokens, tokens) and alone.stats.accepted[0] == found.stats.accepted[index]
+
+
+def test_a_drafter_that_is_right_gets_long_drafts(costs: list[float]) -> None:
+    model = small_transformer(1, head_dim=16).float()
+    model.drafters = {"draft_model": model}
+    found = generate(model, [3, 1, 4], "draft_model", block_size="auto", max_new_tokens=161, end_tokens=(), trace=True)
+    rows = [len(step.draft) for step in found.stats.trace[0]]
+    if costs is TABLES["dear"]:
+        assert max(rows) == 1
+    else:
+        assert rows[-2] >= 6 and found.stats.forwards <= 161 / 6 + 6
+        fixed = [161 / size * (costs[size - 1] + 0.05 * (size - 1)) for size in range(1, 9)]
+        assert spent([], rows, costs, 0.05)[0] <= 1.05 * min(fixed) + costs[0] * 4
+
+
+def simulated(costs: Sequence[float], share: Any, tokens: int, seed: int) -> tuple[float, float, list[int]]:
+    """The cost of drafting `tokens` tokens, each guess of which is right with a probability that may depend on the place in the
+    text; that of decoding them one by one; and the rows of each step."""
+    lengths, generator = Lengths(costs, 1, torch.device("cpu")), torch.Generator().manual_seed(seed)
+    written, cost, rows = 0, 0.0, []
+    while written < tokens:
+        width = int(lengths.choose())
+        right = torch.rand(width, generator=generator).tolist()
+        accepted = 1
+        while accepted < width and right[accepted] < share(written + accepted):
+            accepted += 1
+        lengths.update(torch.tensor([width]), torch.tensor([accepted]))
+        written, cost = written + accepted, cost + costs[width - 1]
+        rows.append(width)
+    return cost, written * costs[0], rows
+
+
+@settings(max_examples=60)
+@given(
+    steps=st.lists(st.floats(0, 2), min_size=1, max_size=9),
+    shares=st.lists(st.floats(0, 1), min_size=1, max_size=5),
+    seed=st.integers(0, 9),
+)
+def test_the_bound_holds_for_any_costs_and_any_text(steps: list[float], shares: list[float], seed: int) -> None:
+    costs = [1.0]
+    for step in steps:
+        costs.append(costs[-1] + step)
+    cost, plain, _ = simulated(costs, lambda at: shares[at // 40 % len(shares)], 200, seed)
+    assert cost <= plain * (1 + SLACK) + CREDIT + 1e-6
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 0.7, 0.9, 1.0])
+@pytest.mark.parametrize("table", ["cpu", "gpu"])
+def test_close_to_the_best_fixed_length(share: float, table: str) -> None:
+    costs = [cost + 0.03 * n for n, cost in enumerate(TABLES[table][:8])]
+    found = [simulated(costs, lambda at: share, 2000, seed) for seed in range(4)]
+    cost = sum(each[0] / each[1] for each in found) / 4
+    tokens = [sum(share**n for n in range(size)) for size in range(1, 9)]
+    best = min(each / given for each, given in zip(costs, tokens, strict=True)) / costs[0]
+    assert cost <= 1.05 * best and cost <= 1 / 0.98
+
+
+def test_a_text_that_changes_is_followed() -> None:
+    costs = [1 + 0.28 * n for n in range(8)]
+    cost, plain, rows = simulated(costs, lambda at: 0.95 if at // 300 % 2 else 0.0, 1800, 0)
+    assert cost < 0.85 * plain and rows[-1] > 3
+    cost, plain, rows = simulated(costs, lambda at: 0.0, 600, 0)
+    assert cost < 1.02 * plain and sum(count > 1 for count in rows) < 40
+
+
+# ---- times that are kept
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(row_times, "_kept", {})
+    return tmp_path / "pdkernels" / "row_times.json"
+
+
+def test_times_are_measured_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, other = small_transformer(0, head_dim=16).float(), small_transformer(0, 40, head_dim=16).float()
+    measured: list[Any] = []
+    whole = row_times.measure_row_times
+
+    def measure(model: Any, *given: Any, **options: Any) -> Any:
+        measured.append(model)
+        return whole(model, *given, **options)
+
+    monkeypatch.setattr(row_times, "measure_row_times", measure)
+    first = row_times.kept_row_times(model)
+    assert row_times.kept_row_times(small_transformer(5, head_dim=16).float()) == first and len(measured) == 1
+    row_times._kept.clear()  # as in another process
+    assert row_times.kept_row_times(model) == first and len(measured) == 1
+    row_times.kept_row_times(other), row_times.kept_row_times(model.bfloat16())
+    assert len(measured) == 3 and len(json.loads(home.read_text())) == 3
+    home.write_text("{")
+    row_times._kept.clear()
+    row_times.kept_row_times(model)
+    assert len(measured) == 4 and len(json.loads(home.read_text())) == 1
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(row_times, "_kept", {})
+    assert row_times.kept_row_times(small_transformer(0, head_dim=16).float()).at(1) > 0
+
+
+def test_every_method_measures(home: Path) -> None:
+    """With real times, whatever they are."""
+    model = with_drafters(small_transformer(1, head_dim=16).float())
+    expected = generate(model, [3, 1, 4], max_new_tokens=16, end_tokens=()).tokens
+    for name, options in METHODS.items():
+        method = "jacobi" if name == "lookup" else name
+        found = generate(model, [3, 1, 4], method, block_size="auto", max_new_tokens=16, end_tokens=(), **options)
+        assert torch.equal(found.tokens, expected)
+    assert len(json.loads(home.read_text())) == 3  # the model, its small drafter, its head
+
+
+@pytest.mark.parametrize("method", ["jacobi", "suffix", "draft_model", "eagle"])
+def test_other_words_are_refused(method: str) -> None:
+    model = with_drafters(small_transformer(1, head_dim=16).float())
+    with pytest.raises(
+        ValueError, match=f"pdkernels.decoding.{method}: block_size must be an int or 'auto', got 'best'"
+    ):
+        generate(model, [1], method, block_size="best", max_new_tokens=4)
+    with pytest.raises(TypeError, match="block_size must be an int or 'auto', got float"):
+        generate(model, [1], method, block_size=2.0, max_new_tokens=4)
+    with pytest.raises(ValueError, match="block_size must be at least 1, got 0"):
+        generate(model, [1], method, block_size=0, max_new_tokens=4)
+
+
+def test_the_fit_is_what_is_asked_for() -> None:
+    fit = fit_row_times([1, 2, 4, 8], [1.0, 1.0, 2.0, 4.0])
+    assert [fit.at(rows) for rows in (1, 2, 4, 8)] == pytest.approx([1.0, 1.0, 2.0, 4.0])
