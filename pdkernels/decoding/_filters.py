@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -88,18 +89,19 @@ class Filters:
 
     def _penalise_(self, logits: Tensor, rows: Prefixes) -> None:
         total, new = rows.counted()
-        own = rows.own_counts()
-        before = logits.clone() if rows.tokens.shape[1] else logits
-        # A token that is both in the text and among the new ones is written twice: the second time counts all.
         text = rows.text.clamp(0, rows.vocabulary - 1)
         parts = [(text, torch.zeros((), dtype=torch.int32, device=logits.device))]
         if rows.tokens.shape[1]:
-            parts.append((rows.tokens.clamp(0, rows.vocabulary - 1), own))
+            parts.append((rows.tokens.clamp(0, rows.vocabulary - 1), rows.own_counts()))
+        changed = []
         for ids, more in parts:
             at = ids[:, None].expand(-1, logits.shape[1], -1)
             seen = total.gather(1, ids)[:, None] + more > 0
             count = new.gather(1, ids)[:, None] + more * rows.new[:, None, None]
-            logits.scatter_(-1, at, self._penalised(before.gather(-1, at), seen, count))
+            changed.append((at, self._penalised(logits.gather(-1, at), seen, count)))
+        # A token that is both in the text and among the new ones is written twice: the second time counts all.
+        for at, values in changed:
+            logits.scatter_(-1, at, values)
 
     def _penalised(self, values: Tensor, seen: Tensor, count: Tensor) -> Tensor:
         penalty = self.repetition_penalty
@@ -154,8 +156,17 @@ def unpacked(words: Tensor, vocabulary: int) -> Tensor:
     >>> unpacked(torch.tensor([[5]], dtype=torch.int32), 4)
     tensor([[ True, False,  True, False]])
     """
-    bits = torch.arange(32, device=words.device, dtype=torch.int32)
-    return (words[..., None].bitwise_right_shift(bits) & 1).flatten(-2)[..., :vocabulary].bool()
+    octets = words.contiguous().view(
+        torch.uint8
+    )  # the lowest bits come first, as on all machines that torch is built for
+    return _octets(words.device).take(octets.long()).view(torch.bool)[..., :vocabulary]
+
+
+@lru_cache
+def _octets(device: torch.device) -> Tensor:
+    """For each byte its 8 bits as bytes, in one int64."""
+    bits = torch.arange(256)[:, None] >> torch.arange(8)
+    return (bits & 1).to(torch.uint8).view(torch.int64).flatten().to(device)
 
 
 def _ids(ids: Sequence[int], like: Tensor) -> Tensor:

@@ -175,7 +175,7 @@ def test_colour_only_where_it_is_wanted(environment: dict[str, str], coloured: b
         (["--blok-size", "4"], "No such option: --blok-size"),
         (["--option", "blok_size=4"], "--option blok_size= is not an option of jacobi. Did you mean 'block_size'?"),
         (["--method", "autoregressive", "--window", "4"], "--window is not an option of autoregressive"),
-        (["--model", "tiny-masked", "--min-p", "0.1"], "--min-p is not an option of llada"),
+        (["--model", "tiny-masked", "--window", "4"], "--window is not an option of llada"),
         (["--top-k", "0"], "top_k must be at least 1, got 0"),
         (
             ["--block-size", "4", "--option", "block_size=8"],

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pdkernels.decoding import generate, sequence_seed
-from pdkernels.decoding._token_sampler import TokenSampler
+from pdkernels.decoding._token_sampler import TokenSampler, kth_largest
 from pdkernels.decoding.methods import METHODS
 from pdkernels.reference import sampling as reference
 from pdkernels.reference.block_diffusion import block_diffusion
@@ -151,6 +151,40 @@ def test_a_draw_is_one_of_the_filtered_distribution(
             law, positions[n].tolist(), sampler.temperature, sequence_seed(seed, n), 3
         )
     assert torch.equal(logits, before)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    size=st.sampled_from([1, 63, 64, 700, 5000, 5003]),
+    levels=st.sampled_from([3, 40, 0]),
+    count=st.integers(1, 30),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_the_kth_largest_of_long_rows(seed: int, size: int, levels: int, count: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(3, 2, size, generator=generator)
+    if levels:
+        logits = (logits * levels).round() / levels
+    logits[0, 0, : size // 2] = -torch.inf
+    logits[1, 1, size // 3] = torch.inf
+    logits = logits.to(dtype)
+    expected = logits.sort(-1, descending=True).values[..., min(count, size) - 1 :][..., :1]
+    assert torch.equal(kth_largest(logits, min(count, size)), expected)
+    logits[2, 0, size // 2] = torch.nan
+    theirs = logits.topk(min(count, size), -1).values[..., -1:]
+    torch.testing.assert_close(kth_largest(logits, min(count, size)), theirs, equal_nan=True, rtol=0, atol=0)
+
+
+def test_typical_tokens_of_long_rows_are_those_of_transformers() -> None:
+    """Where few tokens are left by top-k, only those are ordered."""
+    generator = torch.Generator().manual_seed(5)
+    for top_k, typical_p in ((None, 0.6), (7, 0.6), (50, 0.9)):
+        logits = torch.randn(3, 4000, generator=generator, dtype=torch.float64) * 3
+        sampler = TokenSampler(0.8, top_k=top_k, typical_p=typical_p)
+        assert torch.equal(sampler.filtered(logits).isfinite(), processed(logits, sampler).isfinite())
+        tied = logits.round()  # far more than top_k
+        assert torch.equal(sampler.filtered(tied).isfinite(), processed(tied, sampler).isfinite())
 
 
 class Head:
