@@ -20,6 +20,12 @@ char* thread_scratch(int64_t bytes) {
 }
 }  // namespace pdkernels::cpu
 
+#ifdef __aarch64__
+using Half = __fp16;  // GCC 12 knows the other name in C only
+#else
+using Half = _Float16;
+#endif
+
 using namespace pdkernels;
 using namespace pdkernels::cpu::portable;
 
@@ -36,7 +42,7 @@ static uint16_t narrow(Element element, float x) {
     std::memcpy(&bits, &x, 4);
     return static_cast<uint16_t>(bits >> 16);
   }
-  _Float16 half = static_cast<_Float16>(x);
+  Half half = static_cast<Half>(x);
   uint16_t bits;
   std::memcpy(&bits, &half, 2);
   return bits;
@@ -74,7 +80,7 @@ static void print(const char* kind, const char* name, int a, int b, const Values
       const uint32_t bits = static_cast<uint32_t>(x.words[i]) << 16;
       std::memcpy(&wide[i], &bits, 4);
     } else {
-      _Float16 half;
+      Half half;
       std::memcpy(&half, &x.words[i], 2);
       wide[i] = static_cast<float>(half);
     }
