@@ -5,10 +5,13 @@ python -m bench.bench_grouped_linear      CPU time of one thread, the least of m
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +29,7 @@ from tests.harness.error_budget import assert_within_budget
 MODELS = {"Qwen3-30B-A3B": [(128, 8, 1536, 2048), (128, 8, 2048, 768)], "dry": [(4, 2, 48, 64), (4, 2, 64, 32)]}
 SHAPES = {"cpu": ("Qwen3-30B-A3B",), "cuda": ("Qwen3-30B-A3B",), "dry": ("dry",)}
 TOKENS = (1, 8, 64)
+RESULT = Path(__file__).parent / "results/grouped_linear.json"
 LOOP = "F.linear in a loop"
 CANDIDATES = ("bf16", "q4_0", "q8_0", LOOP)
 
@@ -109,7 +113,8 @@ def seconds(call: Callable[[], object]) -> float:
     return time.thread_time() - start
 
 
-def main(model: str = "Qwen3-30B-A3B", rounds: int = 15) -> None:
+def measured(model: str = "Qwen3-30B-A3B", rounds: int = 15) -> dict[str, Any]:
+    """The least CPU time of a candidate for each number of tokens, in ms; rounds of the candidates take turns."""
     torch.set_num_threads(1)
     found: dict[str, list[float]] = {name: [] for name in CANDIDATES}
     with torch.inference_mode():
@@ -120,14 +125,22 @@ def main(model: str = "Qwen3-30B-A3B", rounds: int = 15) -> None:
                 for name, call in calls.items():
                     times[name].append(seconds(call))
             for name in CANDIDATES:
-                found[name].append(1000 * min(times[name]))
-    print("| ms |", " | ".join(f"{tokens} token{'s' * (tokens > 1)}" for tokens in TOKENS), "|")
-    print("| --- |", "---: | " * len(TOKENS))
-    for name, row in found.items():
+                found[name].append(round(1000 * min(times[name]), 3))
+    return {"model": model, "rounds": rounds, "processor": processor(), "tokens": TOKENS, "ms": found}
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The table of docs/ops/grouped_linear.md."""
+    tokens = (f"{count} token{'s' * (count > 1)}" for count in found["tokens"])
+    lines = [f"| ms | {' | '.join(tokens)} |", "| --- | " + " | ".join(["---:"] * len(found["tokens"])) + " |"]
+    for name, row in found["ms"].items():
         label = f"{name}, bf16" if name == LOOP else f"grouped_linear, {name}"
-        print(f"| {label} |", " | ".join(f"{value:.1f}" for value in row), "|")
-    print(f"\n{model}, the experts of a layer, CPU time, minimum of {rounds} rounds; {processor()}, 1 thread")
+        lines.append(f"| {label} | {' | '.join(f'{value:.1f}' for value in row)} |")
+    place = f"CPU time, minimum of {found['rounds']} rounds; {found['processor']}, 1 thread"
+    return "\n".join([*lines, "", f"{found['model']}, the experts of a layer, {place}"])
 
 
 if __name__ == "__main__":
-    main()
+    result = measured()
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    print(markdown(result))

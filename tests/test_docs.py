@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import cpu_engines, report
+from bench import bench_grouped_linear, cpu_engines, report
 from scripts import methods
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,6 +36,11 @@ def test_python_blocks_run(page: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_engines_side_by_side_are_those_that_were_measured() -> None:
     found = json.loads((ROOT / "bench/results/cpu_engines.json").read_text())
     assert cpu_engines.markdown(found) in (ROOT / "docs/ops/quantized_linear.md").read_text()
+
+
+def test_products_of_experts_are_those_that_were_measured() -> None:
+    found = json.loads(bench_grouped_linear.RESULT.read_text())
+    assert bench_grouped_linear.markdown(found) in (ROOT / "docs/ops/grouped_linear.md").read_text()
 
 
 def test_excerpts_are_in_their_files() -> None:

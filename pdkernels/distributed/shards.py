@@ -51,6 +51,8 @@ class Shards:
         if isinstance(config, HybridConfig):
             words, remedy = "have attention in every layer", "Load it on one rank."
             raise NotImplementedError(message(OP, "model", words, "a hybrid", remedy))
+        if isinstance(config, TransformerConfig) and config.whole_qk_norm:
+            raise NotImplementedError(message(OP, "model", "norm each head of q and k", "norms over all heads"))
         words = f"be divisible by the {ranks} ranks"
         check(config.heads % ranks == 0, OP, "heads", words, config.heads)
         check(config.intermediate_size % ranks == 0, OP, "intermediate_size", words, config.intermediate_size)

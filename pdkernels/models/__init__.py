@@ -25,7 +25,7 @@ from pdkernels.models.protocols import (
     TappedModel,
 )
 from pdkernels.models.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
-from pdkernels.models.rope import FactorScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from pdkernels.models.rope import FactorScaling, LinearScaling, Llama3Scaling, PartialRotation, RopeScaling, YarnScaling
 from pdkernels.models.sampler_head import (
     SamplerConfig,
     SamplerHead,
@@ -57,6 +57,7 @@ __all__ = [
     "LanguageModel",
     "LinearScaling",
     "Llama3Scaling",
+    "PartialRotation",
     "PlanTokens",
     "PlanningModel",
     "RecurrentDepth",

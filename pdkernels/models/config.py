@@ -28,7 +28,8 @@ def _check_numbers(op: str, config: TransformerConfig | RecurrentDepthConfig) ->
 class ExpertsConfig:
     """A mixture of experts in place of the MLP of a layer: SwiGLUs, of which a router chooses some for every row.
 
-    A row's weights are the softmax of the router's logits, of the `per_token` experts with the largest.
+    A row's weights are the softmax of the router's logits, of the `per_token` experts with the largest. Or the logits become scores
+    between 0 and 1 each (LLaDA2): then a bias may be added for the choice, which may be of the experts of a few groups.
 
     >>> ExpertsConfig(count=8, per_token=2, intermediate_size=16).normalized
     True
@@ -43,27 +44,59 @@ class ExpertsConfig:
     """Whether the weights of a row's experts are divided by their sum."""
     every: int = 1
     """Each layer of this number has experts, the others an MLP: 2 is every second layer, from the second on."""
+    first: int = 0
+    """The first layer that has experts."""
     dense_layers: tuple[int, ...] = ()
     """Layers with an MLP all the same."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    biased: bool = False
+    """Whether a bias is added to the scores for the choice of experts, not for their weights."""
+    groups: int = 1
+    """Groups of consecutive experts. A row's experts are of `chosen_groups` of them, those whose two largest scores have the largest sum."""
+    chosen_groups: int = 1
+    scale: float = 1.0
+    """Factor of the weights."""
+    shared_size: int = 0
+    """Intermediate size of an MLP whose output is added for every row; 0: none."""
 
     def __post_init__(self) -> None:
         op = "ExpertsConfig"
-        for name in ("count", "per_token", "intermediate_size", "every"):
+        for name in ("count", "per_token", "intermediate_size", "every", "groups", "chosen_groups"):
             value = getattr(self, name)
             check_type(type(value) is int, op, name, "be an int", type(value).__name__)
             check_int(op, name, value, 1)
         check(self.per_token <= self.count, op, "per_token", f"be at most count ({self.count})", self.per_token)
-        check_flag(op, "normalized", self.normalized)
+        for name in ("normalized", "biased"):
+            check_flag(op, name, getattr(self, name))
+        for name in ("first", "shared_size"):
+            check_type(type(getattr(self, name)) is int, op, name, "be an int", type(getattr(self, name)).__name__)
+            check_int(op, name, getattr(self, name), 0)
+        check(self.scores in ("softmax", "sigmoid"), op, "scores", "be 'softmax' or 'sigmoid'", repr(self.scores))
+        check_number(op, "scale", self.scale, 0, FINITE, "be positive")
+        each = self.count // self.groups
+        fits = self.count % self.groups == 0 and (self.groups == 1 or each >= 2)
+        check(fits, op, "groups", f"divide count ({self.count}) into groups of at least 2 experts", self.groups)
+        fits = self.chosen_groups <= self.groups and self.per_token <= self.chosen_groups * each
+        check(
+            fits,
+            op,
+            "chosen_groups",
+            f"hold {self.per_token} experts, {each} each, and be at most groups",
+            self.chosen_groups,
+        )
+        plain = self.scores == "sigmoid" or not (self.biased or self.groups > 1)
+        check(plain, op, "scores", "be 'sigmoid' with a bias or groups", repr(self.scores))
         fits = isinstance(self.dense_layers, tuple) and all(type(one) is int and one >= 0 for one in self.dense_layers)
         check(fits, op, "dense_layers", "be a tuple of numbers of layers", self.dense_layers)
 
     def are_in(self, layer: int) -> bool:
         """Whether the layer of this number has experts."""
-        return (layer + 1) % self.every == 0 and layer not in self.dense_layers
+        return layer >= self.first and (layer + 1) % self.every == 0 and layer not in self.dense_layers
 
     def are_in_any(self, layers: int) -> bool:
         """Whether one of so many layers has experts."""
-        candidates = range(self.every - 1, layers, self.every)[: len(self.dense_layers) + 1]
+        begin = (self.first + self.every) // self.every * self.every - 1
+        candidates = range(begin, layers, self.every)[: len(self.dense_layers) + 1]
         return any(map(self.are_in, candidates))
 
 
@@ -94,6 +127,8 @@ class TransformerConfig:
     """Biases of the MLP's three matrices."""
     qk_norm: bool = False
     """An RMS norm over each head of q and k before RoPE, with one weight for all heads of q and one for those of k (Qwen3)."""
+    whole_qk_norm: bool = False
+    """With `qk_norm`: over all heads together, with a weight for each component (OLMoE)."""
     tied_head: bool = True
     attention: Literal["causal", "bidirectional"] = "causal"
     """The attention of a forward without a cache and without a mask."""
@@ -133,8 +168,9 @@ class TransformerConfig:
             "be a RopeScaling or None",
             type(scaling).__name__,
         )
-        for name in ("qkv_bias", "output_bias", "mlp_bias", "qk_norm", "tied_head"):
+        for name in ("qkv_bias", "output_bias", "mlp_bias", "qk_norm", "whole_qk_norm", "tied_head"):
             check_flag(op, name, getattr(self, name))
+        check(self.qk_norm or not self.whole_qk_norm, op, "whole_qk_norm", "be False without qk_norm", True)
         _check_numbers(op, self)
         experts = self.experts
         known = experts is None or isinstance(experts, ExpertsConfig)
@@ -153,6 +189,12 @@ class TransformerConfig:
     def group_size(self) -> int:
         """Query heads per KV head."""
         return self.heads // self.kv_heads
+
+    @property
+    def qk_norm_sizes(self) -> dict[str, int]:
+        """Components of the norms of q and k; none if there are no norms."""
+        heads = {"q_norm": self.heads, "k_norm": self.kv_heads} if self.qk_norm else {}
+        return {name: self.head_dim * (count if self.whole_qk_norm else 1) for name, count in heads.items()}
 
     def has_experts(self, layer: int) -> bool:
         """Whether the layer of this number has experts in place of an MLP."""

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from pdkernels.models.config import ExpertsConfig, TransformerConfig
-from pdkernels.models.fused import gated, grouped_linear, linear
+from pdkernels.models.fused import gated, grouped_linear, linear, wide_linear
 from pdkernels.models.layer import Layer, Matrix
 
 
@@ -14,22 +14,35 @@ class ExpertLayer(Layer):
     """Attention and a mixture of SwiGLU experts, of which the router chooses some for every row."""
 
     router: nn.Parameter
+    router_bias: nn.Parameter | None
     experts_gate_up: Matrix
     experts_down: Matrix
+    shared_gate_up: Matrix | None
+    shared_down: Matrix | None
 
     def _add_mlp(self, config: TransformerConfig) -> None:
         experts, hidden = config.experts, config.hidden_size
         assert experts is not None
         self.router = nn.Parameter(torch.empty(experts.count, hidden))
+        self.register_parameter("router_bias", nn.Parameter(torch.empty(experts.count)) if experts.biased else None)
         self.experts_gate_up = nn.Parameter(torch.empty(experts.count, 2 * experts.intermediate_size, hidden))
         self.experts_down = nn.Parameter(torch.empty(experts.count, hidden, experts.intermediate_size))
+        shared = experts.shared_size
+        for name, shape in (("shared_gate_up", (2 * shared, hidden)), ("shared_down", (hidden, shared))):
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)) if shared else None)
 
     def _mlp(self, normed: torch.Tensor) -> torch.Tensor:
         experts = self.config.experts
         assert experts is not None
         rows = normed.flatten(0, -2)
-        weights, ids = chosen_experts(linear(rows, self.router), experts)
-        return mixture(rows, weights, ids, self.experts_gate_up, self.experts_down).view_as(normed)
+        if experts.scores == "softmax":
+            weights, ids = chosen_experts(linear(rows, self.router), experts)
+        else:
+            weights, ids = chosen_by_sigmoid(wide_linear(rows, self.router), self.router_bias, experts)
+        out = mixture(rows, weights, ids, self.experts_gate_up, self.experts_down).view_as(normed)
+        if self.shared_gate_up is None or self.shared_down is None:
+            return out
+        return out + linear(gated(linear(normed, self.shared_gate_up)), self.shared_down)
 
 
 def chosen_experts(logits: torch.Tensor, experts: ExpertsConfig) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,7 +52,25 @@ def chosen_experts(logits: torch.Tensor, experts: ExpertsConfig) -> tuple[torch.
     weights, ids = logits.softmax(-1, dtype=wide).topk(experts.per_token)
     if experts.normalized:
         weights = weights / weights.sum(-1, keepdim=True)
-    return weights.to(logits.dtype), ids
+    return (weights * experts.scale).to(logits.dtype), ids
+
+
+def chosen_by_sigmoid(
+    logits: torch.Tensor, bias: torch.Tensor | None, experts: ExpertsConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same with a score between 0 and 1 for each expert, in groups if there are some."""
+    scores = logits.sigmoid()
+    ranked = scores if bias is None else scores + bias
+    if experts.groups > 1:
+        groups = ranked.unflatten(-1, (experts.groups, -1))
+        best = groups.topk(2).values.sum(-1).topk(experts.chosen_groups).indices
+        outside = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, False)
+        ranked = groups.masked_fill(outside[..., None], -torch.inf).flatten(-2)
+    ids = ranked.topk(experts.per_token).indices
+    weights = scores.gather(-1, ids)
+    if experts.normalized and experts.per_token > 1:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * experts.scale, ids
 
 
 def sorted_by_expert(ids: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -35,6 +35,14 @@ def linear(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, bias: torch.
     return F.linear(x, weight, bias)
 
 
+def wide_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``x @ weight^T`` in float32, or float64, whatever the dtypes."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if x.device.type == "cpu" and enabled(x):
+        return product(wide, weight)
+    return F.linear(wide, weight.to(wide.dtype))
+
+
 def grouped_linear(
     x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, ends: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Checkpoints with Hugging Face names: configuration and tensors, both ways.
 
 Qwen2, Qwen3, Llama, Mistral, Ministral3, and the diffusion models Dream, Fast-dLLM v2, SDAR and Nemotron-Labs-Diffusion; and with
-experts Qwen3-MoE, Mixtral, SDAR-MoE and LLaDA-MoE.
+experts Qwen3-MoE, Mixtral, OLMoE, SDAR-MoE and LLaDA-MoE.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class _Usual(NamedTuple):
     mask_token: int | None = None
     qkv_bias: bool = False
     qk_norm: bool = False
+    whole_qk_norm: bool = False
     attention: Literal["causal", "bidirectional"] = "causal"
     predicts: Literal["next", "own"] = "next"
     theta: float = 10000.0
@@ -63,6 +64,7 @@ _USUAL = {
     NEMOTRON: _Usual(262144, 8, eps=1e-5),
     "qwen3_moe": _QWEN3_MOE,
     "mixtral": _Usual(131072, 8, eps=1e-5, theta=1e6),
+    "olmoe": _Usual(4096, eps=1e-5, bias=True, qk_norm=True, whole_qk_norm=True),
     "sdar_moe": _QWEN3_MOE._replace(mask_token=151669, predicts="own"),
     # Its config.json names no mask token.
     LLADA_MOE: _Usual(8192, 16, eps=1e-5, mask_token=156895, attention="bidirectional", predicts="own", theta=50000.0),
@@ -92,7 +94,7 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
     usual, inner = _USUAL[str(kind)], _INNER.get(str(kind), "intermediate_size")
     if kind != LLADA_MOE:
         fields.require((inner,))
-    if usual.qk_norm:  # the published classes default to 128, regardless of the other sizes
+    if usual.qk_norm and not usual.whole_qk_norm:  # the published classes default to 128, regardless of the other sizes
         fields.require(("head_dim",))
     activation = fields.get("hidden_act", "silu")
     demand(activation in ("silu", "swish"), "hidden_act", "be 'silu'", shown(activation))
@@ -132,6 +134,7 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
             output_bias=biased and (kind == "llama" or usual.qk_norm),
             mlp_bias=mlp_biased,
             qk_norm=qk_norm,
+            whole_qk_norm=usual.whole_qk_norm,
             tied_head=fields.flag("tie_word_embeddings", False),
             attention=usual.attention,
             predicts=usual.predicts,
@@ -185,9 +188,8 @@ def _parts(config: TransformerConfig, body: str, head: str, kind: str) -> Iterat
         yield f"{ours}qkv", {f"{theirs}self_attn.{name}_proj.weight": (width, hidden) for name, width in widths.items()}
         if config.qkv_bias:
             yield f"{ours}qkv_bias", {f"{theirs}self_attn.{name}_proj.bias": (width,) for name, width in widths.items()}
-        if config.qk_norm:
-            for name in ("q_norm", "k_norm"):
-                yield f"{ours}{name}", {f"{theirs}self_attn.{name}.weight": (config.head_dim,)}
+        for name, size in config.qk_norm_sizes.items():
+            yield f"{ours}{name}", {f"{theirs}self_attn.{name}.weight": (size,)}
         yield f"{ours}output", {f"{theirs}self_attn.o_proj.weight": (hidden, query)}
         if config.output_bias:
             yield f"{ours}output_bias", {f"{theirs}self_attn.o_proj.bias": (hidden,)}

@@ -1,6 +1,6 @@
 """Experts in checkpoints with Hugging Face names: what a config.json says of them, and their tensors.
 
-Source: the configuration and modelling files of Qwen3-MoE and Mixtral in transformers, of huggingface.co/JetLM/SDAR-30B-A3B-Chat and of
+Source: the configuration and modelling files of Qwen3-MoE, Mixtral and OLMoE in transformers, of huggingface.co/JetLM/SDAR-30B-A3B-Chat and of
 huggingface.co/inclusionAI/LLaDA-MoE-7B-A1B-Base.
 """
 
@@ -84,6 +84,12 @@ def _mixtral(fields: Fields) -> ExpertsConfig | None:
     return _experts(layers, _count(fields, 8), per_token, inner, True)
 
 
+def _olmoe(fields: Fields) -> ExpertsConfig | None:
+    layers, count = fields.integer("num_hidden_layers"), _count(fields, 64)
+    per_token, inner = fields.integer("num_experts_per_tok", 8), fields.integer("intermediate_size")
+    return _experts(layers, count, per_token, inner, fields.flag("norm_topk_prob", False))
+
+
 def _llada(fields: Fields) -> ExpertsConfig | None:
     layers, heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
     hidden = fields.integer("hidden_size")
@@ -105,6 +111,7 @@ READERS: dict[str, Callable[[Fields], ExpertsConfig | None]] = {
     "qwen3_moe": _qwen3,
     "sdar_moe": _qwen3,
     "mixtral": _mixtral,
+    "olmoe": _olmoe,
     LLADA_MOE: _llada,
 }
 
@@ -121,7 +128,7 @@ def _experts(
     if count == 0:
         return None
     with read_from("config.json"):
-        experts = ExpertsConfig(count, per_token, inner, normalized, every, dense_layers)
+        experts = ExpertsConfig(count, per_token, inner, normalized, every=every, dense_layers=dense_layers)
     return experts if experts.are_in_any(layers) else None
 
 

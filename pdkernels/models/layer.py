@@ -48,7 +48,8 @@ class Layer(nn.Module):
         self.qkv = nn.Parameter(torch.empty(qkv_width, hidden))
         self.register_parameter("qkv_bias", nn.Parameter(torch.empty(qkv_width)) if config.qkv_bias else None)
         for name in ("q_norm", "k_norm"):
-            self.register_parameter(name, nn.Parameter(torch.empty(config.head_dim)) if config.qk_norm else None)
+            size = config.qk_norm_sizes.get(name)
+            self.register_parameter(name, None if size is None else nn.Parameter(torch.empty(size)))
         self.output = nn.Parameter(torch.empty(hidden, width))
         self.mlp_norm = nn.Parameter(torch.empty(hidden))
         self._add_mlp(config)
@@ -109,6 +110,11 @@ class Layer(nn.Module):
         if self.q_norm is None or self.k_norm is None or part == "v":
             return heads
         q, k, *v = heads.split([config.heads, *[config.kv_heads] * (len(part) - 1)], -2)
+        if config.whole_qk_norm:
+            both = (q, self.q_norm), (k, self.k_norm)
+            wide = (rms_norm(x.flatten(-2), weight, config.norm_eps) for x, weight in both)
+            q, k = (x.unflatten(-1, (-1, config.head_dim)) for x in wide)
+            return torch.cat((q, k, *v), -2)
         return torch.cat((rms_norm(q, self.q_norm, config.norm_eps), rms_norm(k, self.k_norm, config.norm_eps), *v), -2)
 
     def project_out(self, mixed: torch.Tensor, adapted: torch.Tensor | None = None) -> torch.Tensor:

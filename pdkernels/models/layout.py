@@ -41,6 +41,8 @@ class Layout(NamedTuple):
     """Whether each has tensors of its own in the checkpoint."""
     apart: tuple[str, ...] = ()
     """Beginnings of the names of tensors that belong to another model in the same checkpoint."""
+    turned: Callable[[str, torch.Tensor], torch.Tensor] | None = None
+    """One of our parameters in our order of rows, if that differs from the checkpoint's."""
 
     def stored(self, names: Mapping[str, Stored]) -> None:
         """Refuses a checkpoint with missing or extra tensors, wrong shapes, or integers instead of floats.
@@ -97,6 +99,8 @@ class Layout(NamedTuple):
     def shaped(self, name: str, joined: torch.Tensor) -> torch.Tensor:
         """One of our parameters from its parts in one tensor: vectors and matrices, and stacks of matrices."""
         rows = joined if joined.dim() <= 2 else joined.flatten(0, -2)
+        if self.turned is not None:
+            rows = self.turned(name, rows)
         return rows.view(self.experts, -1, rows.shape[1]) if ".experts_" in name else rows
 
     def check_tied(self, same: bool) -> None:

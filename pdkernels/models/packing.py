@@ -13,7 +13,8 @@ from pdkernels.ops._quantize import quantize
 from pdkernels.ops._quantized_weight import QuantizedWeight
 
 OP = "quantize"
-MATRICES = ("embedding", "head", "qkv", "output", "gate_up", "down", "experts_gate_up", "experts_down")
+_EXPERTS = ("experts_gate_up", "experts_down", "shared_gate_up", "shared_down")
+MATRICES = ("embedding", "head", "qkv", "output", "gate_up", "down", *_EXPERTS)
 
 
 def adopt_(model: nn.Module, state: Mapping[str, Stated]) -> None:

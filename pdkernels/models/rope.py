@@ -59,6 +59,23 @@ class LinearScaling(RopeScaling):
 
 
 @dataclass(frozen=True)
+class PartialRotation(RopeScaling):
+    """Only `rotated` components of a head turn, with the frequencies of a head of that size: the first pairs."""
+
+    rotated: int
+
+    def __post_init__(self) -> None:
+        check_int("PartialRotation", "rotated", self.rotated, 2)
+        check(self.rotated % 2 == 0, "PartialRotation", "rotated", "be even", self.rotated)
+
+    def scaled(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
+        found, pairs = torch.zeros_like(frequencies), self.rotated // 2
+        turning = torch.arange(0, self.rotated, 2, dtype=frequencies.dtype, device=frequencies.device)
+        found[:pairs] = theta ** (-turning / self.rotated)
+        return found
+
+
+@dataclass(frozen=True)
 class FactorScaling(RopeScaling):
     """The frequency of each pair is divided by its own factor, as GGUF files store Llama 3.1's rule."""
 

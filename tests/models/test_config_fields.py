@@ -14,7 +14,7 @@ from pdkernels import models
 
 transformers = pytest.importorskip("transformers")
 
-MIXTURES = ("qwen3_moe", "mixtral")
+MIXTURES = ("qwen3_moe", "mixtral", "olmoe")
 KINDS = ("llama", "qwen2", "qwen3", "mistral", "ministral3", *MIXTURES)
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]])
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
@@ -42,6 +42,8 @@ def base(kind: str) -> dict[str, Any]:
         fields["rope_parameters"] = {**YARN, "rope_theta": 100.0, **BETA}
     if kind == "qwen3_moe":
         fields |= {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "norm_topk_prob": True}
+    if kind == "olmoe":
+        fields |= {"num_experts": 5, "num_experts_per_tok": 2, "eos_token_id": 5}
     if kind == "mixtral":
         fields |= {"num_local_experts": 5, "num_experts_per_tok": 2}
     return fields
@@ -134,6 +136,7 @@ EXPERTS: dict[str, list[Any]] = {
     "router_aux_loss_coef": [0.5],
     "router_jitter_noise": [0.5],
     "shared_expert_intermediate_size": [0],
+    "clip_qkv": [0.1, None],
 }
 """Of the classes in `MIXTURES` alone."""
 

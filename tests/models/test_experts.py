@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe, every second layer": ("Qwen3Moe", {**QWEN3, "decoder_sparse_step": 2}),
     "qwen3_moe, all layers dense": ("Qwen3Moe", {**QWEN3, "decoder_sparse_step": 4}),
     "mixtral": ("Mixtral", {**SIZES, "num_local_experts": 4}),
+    "olmoe": ("Olmoe", {**SIZES, "num_experts": 8, "num_experts_per_tok": 3, "eos_token_id": 5}),
 }
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 CAUSAL = ("autoregressive", "jacobi", "jacobi_lookup", "quadratic_self_speculation", "linear_self_speculation")
@@ -181,6 +183,29 @@ def test_the_whole_step_leaves_experts_to_the_layers(qwen3: Path) -> None:
         patch.setattr(whole_step, "run_layers", recorded)
         generate(model, TOKENS, max_new_tokens=3)
     assert seen and all(one is None for one in seen)
+
+
+def test_norms_over_all_heads_without_experts() -> None:
+    """Rows one by one and together, on a cache; ranks of tensor parallelism refuse them."""
+    from pdkernels.distributed.shards import Shards
+
+    config = models.TransformerConfig(
+        vocab_size=48, hidden_size=32, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate_size=40, qk_norm=True,
+        whole_qk_norm=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = models.Transformer(config).requires_grad_(False).eval()
+    for layer in model.layers:
+        for norm in (layer.q_norm, layer.k_norm):
+            norm.normal_(1, 0.2)
+    tokens = torch.tensor([TOKENS])
+    with torch.inference_mode():
+        assert torch.equal(logits_by(model, tokens, 1), logits_by(model, tokens, 12))
+        torch.testing.assert_close(logits_by(model, tokens, 5), model(tokens), rtol=1e-4, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="model must norm each head of q and k, got norms over all heads"):
+        Shards(config, 0, 2)
+    with pytest.raises(ValueError, match="whole_qk_norm must be False without qk_norm"):
+        replace(config, qk_norm=False)
 
 
 def test_gradients_are_those_of_transformers(tmp_path: Path) -> None:

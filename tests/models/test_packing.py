@@ -98,7 +98,7 @@ def test_a_trained_model_still_writes_code() -> None:
 ERRORS: list[tuple[Any, type[Exception], str]] = [
     (lambda: pd.quantize(made(hidden_size=48), "q8_0"), ValueError, "quantize: embedding must have a width that is a multiple of 32 for q8_0, got 48. Name it in skip=."),
     (lambda: pd.quantize(made(), "q2_k"), ValueError, "format must be one of int8, int4, q8_0"),
-    (lambda: pd.quantize(made(), skip="heads"), ValueError, "skip must hold names of embedding, head, qkv, output, gate_up, down, got 'heads'"),
+    (lambda: pd.quantize(made(), skip="heads"), ValueError, "skip must hold names of embedding, head, qkv, output, gate_up, down, experts_gate_up, experts_down, shared_gate_up, shared_down, got 'heads'"),
     (lambda: pd.quantize(made(tied_head=True), skip="head"), ValueError, "skip must name the embedding, which is the head of this model"),
     (lambda: pd.quantize(made().double()), TypeError, "model must be float32, float16 or bfloat16, got torch.float64"),
     (lambda: pd.quantize(pd.quantize(made())), NotImplementedError, "model must have no packed matrices yet, got some. Load it with packed=False."),
