@@ -170,7 +170,7 @@ def test_other_architectures_and_parts(tmp_path: Path) -> None:
         (
             "general.architecture",
             "gemma3",
-            "m.gguf: general.architecture must be one of llama, qwen2, qwen3, qwen3moe, got 'gemma3'.",
+            "m.gguf: general.architecture must be one of llama, qwen2, qwen3, qwen3moe, qwen35, lfm2, got 'gemma3'.",
         ),
         ("split.count", 3, "m.gguf must be a whole model, got one of 3 parts. Join its parts with"),
     ):
