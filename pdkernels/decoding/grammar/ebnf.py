@@ -39,7 +39,7 @@ def parsed_ebnf(rules: str, start: str, depth: int) -> Expression:
     check_type(isinstance(rules, str), OP, "rules", "be a str", type(rules).__name__)
     check_type(isinstance(start, str), OP, "start", "be a str", type(start).__name__)
     refuse(len(rules) > MAX_LENGTH, OP, f"the grammar has more than {MAX_LENGTH} characters")
-    found = _rules(_pieces(rules))
+    found = _rules(pieces(rules))
     if start not in found:
         remedy = f"{did_you_mean(start, found)}It has {', '.join(found) or 'no rules'}."
         fail(OP, "start", "name a rule of the grammar", repr(start), remedy)
@@ -49,14 +49,18 @@ def parsed_ebnf(rules: str, start: str, depth: int) -> Expression:
         raise ValueError(sentence(OP, "the grammar has too many levels", "Lower the depth.")) from None
 
 
-def _pieces(rules: str) -> list[Piece]:
+def pieces(rules: str, directives: bool = False) -> list[Piece]:
+    """The words of a grammar; with `directives`, also those of Lark that are not followed here, and what is not known."""
     found, at = [], 0
     while at < len(rules):
         match = _TOKEN.match(rules, at)
+        if match is None and directives:
+            at += 1
+            continue
         if match is None:
             fail(OP, "rules", "be a grammar in Lark's EBNF", repr(rules[at : at + 20]))
         kind, at = str(match.lastgroup), match.end()
-        if kind == "directive":
+        if kind == "directive" and not directives:
             words = f"the directive {match[0]} of a grammar is not supported"
             raise NotImplementedError(sentence(OP, words, "Write white space where it may be."))
         if kind not in ("space", "alias"):

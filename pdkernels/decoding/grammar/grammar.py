@@ -7,12 +7,13 @@ from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 from pdkernels import _host
-from pdkernels._validation import check, check_choice, check_type, sentence
+from pdkernels._validation import check, check_choice, check_type, refuse, sentence
+from pdkernels.decoding.grammar.context_free import PrefixAutomaton, checked_rules, tokenizer_of
 from pdkernels.decoding.grammar.ebnf import parsed_ebnf
 from pdkernels.decoding.grammar.language import OP, Alt, Expression, compiled, text
 from pdkernels.decoding.grammar.regex import parsed
 from pdkernels.decoding.grammar.schema import Schema, parsed_schema
-from pdkernels.decoding.grammar.vocabulary import vocabulary_of
+from pdkernels.decoding.grammar.vocabulary import Vocabulary, vocabulary_of
 
 _FAR = 2**31 - 1
 _MAX_CELLS = 2**26
@@ -115,6 +116,19 @@ class Grammar:
         """
         return cls(parsed_ebnf(rules, start, _checked_depth(depth)), f"the grammar {_short(rules)}", fill)
 
+    @classmethod
+    def lark(cls, rules: str) -> Grammar:
+        """The texts of a context-free grammar in the Lark format of llguidance, of any depth.
+
+        For methods that write token after token. Nothing bounds how long a text gets: one that is not whole after `max_new_tokens` is an error.
+        `ebnf` bounds the depth instead, and works in all methods.
+
+        Raises:
+            ValueError: not a grammar of llguidance.
+            ImportError: the optional library llguidance is not installed.
+        """
+        return ContextFreeGrammar(rules)
+
     def matches(self, text: str) -> bool:
         """Whether a text belongs to the language."""
         return self.automaton.accepts(text.encode())
@@ -133,10 +147,7 @@ class Grammar:
         return known[key]
 
     def _compiled(self, model: Any, end_tokens: Sequence[int]) -> _host.TokenAutomaton:
-        vocabulary = vocabulary_of(model)
-        for token in end_tokens:
-            written = vocabulary.tokens[token]
-            check(not written, OP, "end_tokens", "write no text with a grammar", f"{token}, which writes {written!r}")
+        vocabulary = self._checked_vocabulary(model, end_tokens)
         automaton = self.automaton.skipping(32) if vocabulary.skips_space else self.automaton
         try:
             made = _host.TokenAutomaton(automaton, vocabulary.tokens, list(end_tokens), _MAX_CELLS, _MAX_WORK)
@@ -147,8 +158,43 @@ class Grammar:
             raise ValueError(sentence(OP, f"the tokens of the model write no text of {self.source}"))
         return made
 
+    @staticmethod
+    def _checked_vocabulary(model: Any, end_tokens: Sequence[int]) -> Vocabulary:
+        vocabulary = vocabulary_of(model)
+        for token in end_tokens:
+            written = vocabulary.tokens[token]
+            check(not written, OP, "end_tokens", "write no text with a grammar", f"{token}, which writes {written!r}")
+        return vocabulary
+
     def __repr__(self) -> str:
         return f"Grammar({self.source})"
+
+
+class ContextFreeGrammar(Grammar):
+    """A grammar whose masks llguidance computes."""
+
+    def __init__(self, rules: str) -> None:
+        self._rules = checked_rules(rules)
+        self.source, self.fill = f"the grammar {_short(rules)}", "each"
+        self._tokenizers: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
+
+    def matches(self, text: str) -> bool:
+        tokens = [bytes([one]) for one in range(256)] + [b""]
+        made = PrefixAutomaton(tokenizer_of(tokens, [256]), self._rules, [256])
+        state = made.follow(0, list(text.encode()))
+        return state >= 0 and made.accepting(state)
+
+    def for_model(self, model: Any, end_tokens: Sequence[int]) -> Any:
+        """A new automaton: it remembers the prefixes of one text."""
+        tokens = self._checked_vocabulary(model, end_tokens)
+        refuse(
+            tokens.skips_space, OP, "Grammar.lark does not know tokenizers that leave out the first space", "Use ebnf."
+        )
+        known = self._tokenizers.setdefault(model.tokenizer, {})
+        key = (model.config.vocab_size, *end_tokens)
+        if key not in known:
+            known[key] = tokenizer_of(tokens.tokens, end_tokens)
+        return PrefixAutomaton(known[key], self._rules, end_tokens)
 
 
 def _checked_depth(depth: int) -> int:

@@ -20,7 +20,8 @@ from pdkernels.decoding._filters import unpacked
 from pdkernels.decoding._method import Method
 from pdkernels.decoding._prefixes import Prefixes
 from pdkernels.decoding._session import Session
-from pdkernels.decoding.grammar.grammar import Grammar
+from pdkernels.decoding.grammar.context_free import PrefixAutomaton
+from pdkernels.decoding.grammar.grammar import ContextFreeGrammar, Grammar
 
 _OP = "decoding.generate"
 _FAR = 2**31 - 1
@@ -34,7 +35,7 @@ Redraw = Callable[[int, int, Tensor], int]
 class Text(NamedTuple):
     """The grammar of one sequence."""
 
-    automaton: _host.TokenAutomaton
+    automaton: _host.TokenAutomaton | PrefixAutomaton
     fill: str
     start: int
     """The state where its new tokens begin."""
@@ -304,9 +305,11 @@ class GrammarRows:
                 continue
             state = self._follow(text, text.start, written)
             whole = state >= 0 and text.automaton.accepting(state)
-            words = (
-                f"sequence {sequence} is no text of {text.source}: another option excluded the tokens that it needed"
-            )
+            words = f"sequence {sequence} is no text of {text.source}: another option excluded what it needed"
+            if isinstance(text.automaton, PrefixAutomaton):
+                words = (
+                    f"{text.source} could not be completed within max_new_tokens ({text.limit}) in sequence {sequence}"
+                )
             refuse(not whole, _OP, words)
 
 
@@ -342,6 +345,12 @@ def opened(
     refuse(bool(joint) and (options.get("temperature") or 0) > 0, _OP, words, "Use temperature 0, or fill='each'.")
     words = f"method {method.name!r} writes token after token, so its grammar must have fill='each', got 'joint'"
     refuse(bool(joint) and not method.writes_in_parallel, _OP, words)
+    free = any(isinstance(one, ContextFreeGrammar) for one in several)
+    if free and method.writes_in_parallel:
+        words = (
+            f"method {method.name!r} does not follow Grammar.lark, whose texts can only be written token after token"
+        )
+        raise NotImplementedError(sentence(_OP, words, "Use Grammar.ebnf."))
     for name in refused_options(method, options):
         raise NotImplementedError(sentence(_OP, f"method {method.name!r} does not follow a grammar with {name}"))
     ends = () if options.get("no_end") else session.end_tokens
