@@ -15,11 +15,12 @@ import numpy
 import pytest
 import torch
 
-from pdkernels.integrations.vllm import LookupProposer
+from pdkernels.integrations.vllm import LookupProposer, SuffixProposer
 from pdkernels.integrations.vllm._lookup import looked_up
 from pdkernels.integrations.vllm._ragged import RaggedBatch
 from pdkernels.reference.jacobi_lookup import looked_up as plainly_looked_up
 from pdkernels.reference.speculative_attention import speculative_attention
+from pdkernels.reference.suffix import suffix_draft
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 ENGINES = Path(__file__).with_name("vllm_engines.py")
@@ -255,6 +256,38 @@ def test_requests_without_new_tokens_get_no_draft() -> None:
     proposer = LookupProposer(SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=3)))
     texts = numpy.array([[1, 2, 1, 2], [1, 2, 1, 2]])
     assert proposer.propose([[2], []], numpy.array([4, 4]), texts, slot_mappings=None) == [[1, 2, 1], []]
+
+
+def test_suffixes_of_requests_that_come_move_and_go() -> None:
+    """Rows of a batch as vLLM keeps them: a request that is done leaves its row to the last one. Drafts are those of the plain form, from
+    the request's own text and from those that were done before."""
+    choice = numpy.random.default_rng(0)
+    proposer = SuffixProposer(SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=7)))
+    running: list[list[int]] = []
+    done: list[list[int]] = []
+    drafted = moved = 0
+    for _ in range(300):
+        finished: list[list[int]] = []
+        if running and choice.random() < 0.2:
+            row = int(choice.integers(len(running)))
+            finished.append(running[row])
+            moved += row < len(running) - 1
+            running[row] = running[-1]
+            running.pop()
+        while len(running) < 4 and choice.random() < 0.4:  # a prompt comes, without a token of its own yet
+            running.append(choice.integers(0, 6, int(choice.integers(3, 20))).tolist())
+        new = [choice.integers(0, 6, int(choice.integers(0, 4))).tolist() for _ in running]
+        for text, tokens in zip(running, new, strict=True):
+            text += tokens
+        table = numpy.zeros((max(len(running), 1), 400), dtype=numpy.int32)
+        for row, text in enumerate(running):
+            table[row, : len(text)] = text
+        found = proposer.propose(new, numpy.array([*map(len, running)]), table, slot_mappings=None)
+        done += finished
+        for text, tokens, draft in zip(running, new, found, strict=True):
+            assert draft == (suffix_draft(text, done, 7) if tokens else [])
+            drafted += len(draft)
+    assert drafted > 400 and moved > 5 and len(done) > 20
 
 
 # ------------------------------------------------------------------------------------------------------- engines, with vLLM
