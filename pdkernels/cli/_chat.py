@@ -20,10 +20,12 @@ from pdkernels.cli._grammar import CHOICE_HELP, EBNF_HELP, REGEX_HELP, SCHEMA_HE
 from pdkernels.cli._suggested import advice
 from pdkernels.cli._terminal import (
     DEVICE_HELP,
+    DRAFTER_HELP,
     DTYPE_HELP,
     LEGEND,
     Stream,
     assigned_options,
+    block_size_of,
     errors_reported,
     is_ours,
     load,
@@ -123,7 +125,10 @@ def chat(
         str | None,
         typer.Option(help="For 'jacobi': 'lookup' for any model, 'model' for one that was trained to jump ahead."),
     ] = None,
-    block_size: Annotated[int | None, typer.Option(help="Tokens per draft or block; by default the method's.")] = None,
+    block_size: Annotated[
+        str | None, typer.Option(metavar="INTEGER|auto", help="Tokens per draft or block; by default the method's.")
+    ] = None,
+    drafter: Annotated[str | None, typer.Option(help=DRAFTER_HELP)] = None,
     temperature: Annotated[float | None, typer.Option(help=SHARED["temperature"])] = None,
     top_k: Annotated[int | None, typer.Option(help=SHARED["top_k"])] = None,
     top_p: Annotated[float | None, typer.Option(help=SHARED["top_p"])] = None,
@@ -149,7 +154,7 @@ def chat(
         if method is not None:
             decoding.find(method)
         grammar = grammar_of("chat", json_schema, regex, choice, ebnf)
-        language_model: Any = load("chat", model, device, dtype)
+        language_model: Any = load("chat", model, device, dtype, drafter)
         use_threads(threads, [language_model])
         demand(
             hasattr(language_model.tokenizer, "encode_chat"),
@@ -159,7 +164,7 @@ def chat(
             model,
             "Use generate to continue a text.",
         )
-        given: dict[str, Any] = {"draft": draft, "block_size": block_size, "seed": seed}
+        given: dict[str, Any] = {"draft": draft, "block_size": block_size_of("chat", block_size), "seed": seed}
         given |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         options = {name: value for name, value in given.items() if value is not None}
         options |= assigned_options("chat", option or [], options)

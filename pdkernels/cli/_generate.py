@@ -20,11 +20,13 @@ from pdkernels.cli._tables import generation_table
 from pdkernels.cli._terminal import (
     ACCEPTED,
     DEVICE_HELP,
+    DRAFTER_HELP,
     DTYPE_HELP,
     LEGEND,
     PROMPT,
     Stream,
     assigned_options,
+    block_size_of,
     check_file,
     errors_reported,
     load,
@@ -55,7 +57,8 @@ def generate(
         ),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum new tokens; an end token stops earlier.")] = 128,
-    block_size: Annotated[int | None, typer.Option(help=_help("block_size"))] = None,
+    block_size: Annotated[str | None, typer.Option(metavar="INTEGER|auto", help=_help("block_size"))] = None,
+    drafter: Annotated[str | None, typer.Option(help=DRAFTER_HELP)] = None,
     window: Annotated[int | None, typer.Option(help=_help("window"))] = None,
     temperature: Annotated[float | None, typer.Option(help=SHARED["temperature"])] = None,
     top_k: Annotated[int | None, typer.Option(help=SHARED["top_k"])] = None,
@@ -104,6 +107,8 @@ def generate(
     given |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "typical_p": typical_p}
     options = {name: value for name, value in given.items() if value is not None}
     with errors_reported():
+        if "block_size" in options:
+            options["block_size"] = block_size_of("generate", block_size)
         named = assigned_options("generate", option or [], options)
         grammar = grammar_of("generate", json_schema, regex, choice, ebnf)
         if html is not None:
@@ -112,7 +117,7 @@ def generate(
             demand("all" not in (method or ()), "generate", "--html", "come with one --method", "all")
         for name in set(method or ()) - {"all"}:
             decoding.find(name)
-        language_model = load("generate", model, device, dtype)
+        language_model = load("generate", model, device, dtype, drafter)
         if method:
             methods = _methods(method, options, named, language_model)
         else:

@@ -17,6 +17,7 @@ from rich.text import Text
 from pdkernels import models
 from pdkernels._validation import check, check_choice, refuse
 from pdkernels.evaluation.sweep import parse_value
+from pdkernels.models.drafters.folder import is_drafter_folder
 from pdkernels.models.layout import DTYPES
 from pdkernels.models.tokenizers import Tokenizer
 
@@ -89,11 +90,32 @@ DTYPE_HELP = f"Dtype of the weights: {', '.join(DTYPES)}; by default the checkpo
 DEVICE_HELP = "Device of the model: cpu or cuda."
 
 
-def load(command: str, model: str, device: str, dtype: str | None) -> Any:
-    """The model that the command line names."""
+DRAFTER_HELP = (
+    "A drafter: the folder of an EAGLE-3 head for the model, or the name or path of a small model with its vocabulary."
+)
+BLOCK_SIZE_AUTO = "auto"
+
+
+def load(command: str, model: str, device: str, dtype: str | None, drafter: str | None = None) -> Any:
+    """The model that the command line names, with its drafter."""
     asked: dict[str, Any] = {"dtype": named_dtype(command, dtype), "device": device}
     usual = {"dtype": None, "device": "cpu"}
-    return models.load(model, **{name: value for name, value in asked.items() if value != usual[name]})
+    asked = {name: value for name, value in asked.items() if value != usual[name]}
+    found: Any = models.load(model, **asked)
+    if drafter is not None:
+        head = is_drafter_folder(drafter)
+        made = models.load_drafter(drafter, found) if head else models.load(drafter, **asked)
+        found.drafters = {"eagle" if head else "draft_model": made}
+    return found
+
+
+def block_size_of(command: str, value: str | None) -> int | str | None:
+    """What ``--block-size`` says: a number, or "auto"."""
+    if value is None or value == BLOCK_SIZE_AUTO:
+        return value
+    whole = value.removeprefix("-").isdecimal() and len(value) < 20
+    check(whole, command, "--block-size", f"be a number or {BLOCK_SIZE_AUTO}", repr(value[:40]))
+    return int(value)
 
 
 def check_file(command: str, option: str, path: Path) -> None:

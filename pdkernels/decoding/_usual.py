@@ -19,7 +19,7 @@ def default_method(
     """The method for a model when the caller names none, and its options.
 
     A model that was trained for a method gets it. Any other decodes token by token, with drafts that are looked up in the text: these
-    never change the tokens, and without a match a forward has one row, as without drafts.
+    never change the tokens, and without a match a forward has one row, as without drafts. A model with a drafter uses it.
 
     Args:
         model: as for `generate`.
@@ -40,6 +40,11 @@ def default_method(
     >>> default_method(pd.models.load("tiny-trimode"))
     ('linear_self_speculation', {})
     """
+    drafters = () if several else getattr(model, "drafters", None) or ()
+    attached = next((method for method in ("eagle", "draft_model") if method in drafters), None)
+    if attached is not None:
+        chosen = {"block_size": "auto"}
+        return attached, {option: value for option, value in chosen.items() if option not in options}
     method, chosen = _trained_for(model, name) or ("jacobi", {"draft": "lookup"})
     if chosen and (several or missing(model, METHODS[method].model_protocol)):
         method, chosen = "autoregressive", {}

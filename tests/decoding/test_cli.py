@@ -21,6 +21,7 @@ from pdkernels.decoding._session import Session
 from pdkernels.decoding.methods import METHODS
 from pdkernels.models import ByteTokenizer, Transformer, TransformerConfig
 from pdkernels.models.zoo import WEIGHTS
+from tests.support.drafters import eagle_head
 
 GENERATE = ["generate", "--prompt", "def f(", "--max-new-tokens", "24"]
 
@@ -365,3 +366,20 @@ def test_the_library_itself_needs_neither() -> None:
 def test_only_a_picture_needs_matplotlib() -> None:
     code = "import sys, pdkernels.cli; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_drafters_are_attached(noise: Transformer, tmp_path: Path) -> None:
+    """The folder of a head, and a small model by name; each is the default method then, with lengths that pay."""
+    head = eagle_head(noise, taps=(0, 1, 1), own_embedding=True).float()
+    models.save_drafter(head, tmp_path / "head")
+    for drafter, method in ((str(tmp_path / "head"), "eagle"), ("tiny-jacobi", "draft_model")):
+        for more in ([], ["--block-size", "3"], ["--block-size", "auto"]):
+            noise.drafters = {}
+            result = run(*GENERATE, "--drafter", drafter, "--check", *more, XDG_CACHE_HOME=str(tmp_path))
+            assert result.exit_code == 0, result.output
+            assert re.search(rf"^ +{method} +\d+ +24 ", result.stdout, re.M) and "identical" in result.stdout
+    noise.drafters = {}
+    wrong = run(*GENERATE, "--drafter", str(tmp_path))
+    assert wrong.exit_code == 2 and "config.json" in wrong.stderr
+    wrong = run(*GENERATE, "--block-size", "most")
+    assert wrong.exit_code == 2 and "--block-size must be a number or auto, got 'most'" in wrong.stderr

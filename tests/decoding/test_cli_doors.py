@@ -32,7 +32,7 @@ NAMES = st.sampled_from(
     ["tiny-code", "tiny-masked", "tiny-cod", "", "a/b", ".", "jacobi", "llada", "autoregressive", "\x00"]
 )
 OPTIONS = {
-    "generate": "--prompt --model --method --max-new-tokens --block-size --window --temperature --top-k --top-p --min-p --typical-p --presence-penalty --frequency-penalty --seed --page-size --option "
+    "generate": "--prompt --model --method --max-new-tokens --block-size --drafter --window --temperature --top-k --top-p --min-p --typical-p --presence-penalty --frequency-penalty --seed --page-size --option "
     "--stop --html --dtype --repetition-penalty",
     "batch": "--output --model --method --batch-size --column --seed --option --dtype --adapter --on-error --top-k --top-p --min-p --max-new-tokens",
     "methods": "",

@@ -102,6 +102,17 @@ def load_drafter(path: str | Path, target: Any, *, dtype: torch.dtype | None = N
     return head.requires_grad_(False).eval()
 
 
+def is_drafter_folder(path: str | Path) -> bool:
+    """Whether a path is that of a folder with a drafter, of any kind, not with a model."""
+    try:
+        found = json.loads((Path(path) / _CONFIG).read_text())
+    except (OSError, ValueError):
+        return False
+    names = found.get("architectures") if isinstance(found, dict) else None
+    listed = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    return isinstance(found, dict) and ("speculators_model_type" in found or any("Eagle" in name for name in listed))
+
+
 def save_drafter(head: EagleHead, path: str | Path, *, target: str = "", tokens: int = 5) -> None:
     """Writes a head as a folder in the format of the speculators library, which also vLLM reads. An existing folder is replaced.
 
