@@ -14,6 +14,7 @@ import torch
 
 import pdkernels as pd
 from pdkernels.decoding import generate
+from pdkernels.decoding._filter_options import FILTERS
 from pdkernels.decoding.methods import METHODS
 from pdkernels.models import from_callable
 from tests.support.masked import small_masked
@@ -95,6 +96,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "repetition_penalty": {"repetition_penalty": 1.7},
     "penalty and draws": {"repetition_penalty": 0.6, "temperature": 0.9, "end_tokens": (END,)},
     "penalty and pages": {"repetition_penalty": 1.7, "page_size": 4},
+    "presence and frequency": {"presence_penalty": 0.6, "frequency_penalty": 0.4, "temperature": 0.7},
+    "bias and bans": {"logit_bias": {4: 3.0}, "suppress_tokens": [5], "bad_words": [[6]], "begin_suppress_tokens": [7]},
+    "minimum": {"min_new_tokens": 4, "end_tokens": range(0, 9)},
+    "forced": {"forced_tokens": {0: 3, 5: 4}},
+    "typical_p": {"temperature": 0.8, "typical_p": 0.6},
+    "stop_sequences": {"stop_sequences": [[4], [6, 7]]},
     "trace": {"trace": True},
     "overflow": {"overflow": "warn"},
 }
@@ -116,7 +123,7 @@ def answer(model: Any, prompts: Any, method: str, options: dict[str, Any]) -> tu
 
 
 def known(method: str, options: dict[str, Any]) -> bool:
-    shared = {"end_tokens", "stop_strings", "repetition_penalty", "trace", "overflow"}
+    shared = {"end_tokens", "stop_strings", "stop_sequences", "trace", "overflow", *FILTERS}
     return all(name in METHODS[method].options for name in options.keys() - shared)
 
 

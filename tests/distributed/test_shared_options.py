@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import pdkernels as pd
+from pdkernels.decoding._filter_options import FILTERS
 from pdkernels.decoding.methods import METHODS
 from pdkernels.distributed import parallelize
 from tests.distributed.test_tensor_parallel import PROMPTS, length
@@ -19,6 +20,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "stop_strings": {"stop_strings": ["e", "1", " "]},
     "repetition_penalty": {"repetition_penalty": 1.7},
     "penalty and draws": {"repetition_penalty": 0.6, "temperature": 0.9, "page_size": 4},
+    "filters": {
+        "presence_penalty": 0.6,
+        "frequency_penalty": 0.4,
+        "logit_bias": {40: 3.0},
+        "suppress_tokens": [50, 51],
+    },
+    "filters and draws": {
+        "temperature": 0.9,
+        "top_k": 7,
+        "min_p": 0.02,
+        "bad_words": [[41]],
+        "repetition_penalty": 1.2,
+    },
+    "typical_p": {"temperature": 0.9, "typical_p": 0.6},
     "trace": {"trace": True},
     "allow_mask_token": {"allow_mask_token": True},
 }
@@ -33,7 +48,7 @@ METHOD = {
 
 
 def calls(name: str) -> list[tuple[str, dict[str, Any]]]:
-    shared = {"end_tokens", "stop_strings", "repetition_penalty", "trace"}
+    shared = {"end_tokens", "stop_strings", "trace", *FILTERS}
     return [
         (method, options)
         for method in METHOD[name]
