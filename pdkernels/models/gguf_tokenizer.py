@@ -17,9 +17,10 @@ from pdkernels.models.tokenizers import JsonTokenizer, library, naming
 _LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _PRE = {
     "smollm": "smollm",
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "lfm2"), "llama3"),
-    "qwen35": "qwen35",
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), "llama3"),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), "qwen2"),
+    "lfm2": "llama3",
+    "qwen35": "qwen35",
 }
 _UNKNOWN = 2
 

@@ -97,6 +97,15 @@ PIECES = {
 PIECES["smollm"] += [" 東京x", "²", "!?", " \t"]
 PIECES["llama-bpe"] += ["!?", " \t"]
 PIECES["qwen2"] += [" 東京x", "²", "!?", " \t"]
+PIECES |= {"lfm2": PIECES["llama-bpe"], "qwen35": PIECES["qwen2"]}
+
+
+def test_combining_marks_are_letters_of_qwen35_alone(words: dict[str, Any], tmp_path: Path) -> None:
+    text, found = " किम् a", {}
+    for pre in ("qwen2", "qwen35"):
+        tokenizer = load(tmp_path, words, "qwen2", pre=pre, add_bos_token=False).tokenizer
+        found[pre] = [text[a:b] for _, (a, b) in tokenizer._tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+    assert found == {"qwen35": [" किम्", " a"], "qwen2": [" क", "िम", "्", " a"]}
 
 
 @pytest.mark.parametrize("pre", PIECES)
