@@ -102,19 +102,22 @@ class States:
         self,
         name: Any,
         x: Tensor,
-        dt: Tensor,
+        dt: Tensor | None,
         a: Tensor,
         b: Tensor,
         c: Tensor,
-        d: Tensor | None,
-        dt_bias: Tensor | None,
-        dt_softplus: bool,
-        dt_limit: tuple[float, float],
+        d: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
     ) -> Tensor:
         """Mamba 2 of x ``(batch, rows, heads, head_dim)``, dt ``(batch, rows, heads)``, a ``(heads,)``, b and c
-        ``(batch, rows, groups, state_size)``; see `pdkernels.selective_state_`."""
-        slots = self._slots(name, (x.shape[2], b.shape[3], x.shape[3]), torch.float32, x, b, dt)
-        pending_x, pending_b, pending_dt = slots.pending
+        ``(batch, rows, groups, state_size)``, or without dt lightning attention; see `pdkernels.selective_state_`."""
+        slots = self._slots(
+            name, (x.shape[2], b.shape[3], x.shape[3]), torch.float32, *((x, b) if dt is None else (x, b, dt))
+        )
+        pending_x, pending_b, *more = slots.pending
+        pending_dt = more[0] if more else None
         out: Tensor = selective_state_(
             slots.state, slots.lengths, pending_x, pending_b, pending_dt, x, b, c, dt, a, self._step.lengths, D=d, dt_bias=dt_bias,
             dt_softplus=dt_softplus, dt_limit=dt_limit, **self._options(),

@@ -22,7 +22,6 @@ REFUSED = {
     "gpt_oss": "attention sinks",
     "jamba": "2 that do not, and keep another state",
     "kimi_linear": "2 that do not, and keep another state",
-    "minimax": "2 that do not, and keep another state",
     "minimax_m3_vl_text": "a choice of key blocks",
     "mpt": "computes its own",
     "roberta": "with our attention as with its own",

@@ -14,7 +14,7 @@ from pdkernels.integrations.transformers import wrap  # noqa: E402
 from scripts import architectures  # noqa: E402
 
 FAMILIES = [
-    "lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid", "bamba", "granitemoehybrid", "falcon_h1", "nemotron_h",
+    "lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid", "bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "minimax",
 ]  # fmt: skip
 MASK, NEW = 127, 12
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -37,7 +37,8 @@ def prompts(seed: int) -> list[list[int]]:
 
 
 def model_of(family: str, seed: int, dtype: torch.dtype = torch.float32) -> Any:
-    model = architectures.build(family, 0.4, seed)
+    # MiniMax keeps its states in bfloat16 where the model is: large weights make its own logits differ from the exact ones.
+    model = architectures.build(family, 0.2 if family == "minimax" else 0.4, seed)
     for module in model.modules():
         # Whole forwards of transformers have a minimum of the time step that its single steps do not have.
         if hasattr(module, "time_step_limit"):
@@ -231,7 +232,7 @@ def test_the_model_stays_as_it_is() -> None:
     assert result.tokens.tolist() == greedy(model, prompt)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES[:-1])  # MiniMax takes no other cache than its own
 @pytest.mark.parametrize("implementation", ["sdpa", "pdkernels"])
 def test_a_cache_in_their_generate(family: str, implementation: str) -> None:
     """`PdCache` in transformers' own loop, with padding, and again after a reset; paged without."""
@@ -273,3 +274,12 @@ def test_a_cache_follows_beams() -> None:
         cache = PdCache(model.config, 3, text.shape[1] + NEW)
         found = model.generate(text, past_key_values=cache, **settings)
         assert torch.equal(found, model.generate(text, **settings)), family
+
+
+def test_a_quantised_model() -> None:
+    """Its linear layers are exchanged for quantised ones, and decoding stays lossless."""
+    for family in ("qwen3_5_text", "bamba"):
+        packed, texts = pd.quantize(wrap(model_of(family, 14), mask_token=MASK), "q8_0"), prompts(14)
+        expected = ours(packed, texts, "autoregressive", None)
+        for form in ("lookup", "linear", "quadratic"):
+            assert ours(packed, texts, form, 3) == expected, (family, form)

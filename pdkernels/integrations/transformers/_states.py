@@ -93,6 +93,16 @@ _SCANS: dict[str, Callable[[int], Callable[..., Any]]] = {
 }
 
 
+def _lightning(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """The layer of MiniMax, whose class has no function for its scan."""
+    heads = module.act_fn(module.qkv_proj(hidden_states)).unflatten(-1, (module.num_attention_heads, -1))
+    q, k, v = heads.split(module.head_dim, -1)
+    decay = -module.slope_rate.float().view(-1)
+    mixed = _states().selective_state((module.layer_idx, "selective"), v, None, decay, k, q)
+    gate = F.sigmoid(module.output_gate(hidden_states))
+    return module.out_proj(gate * module.norm(mixed.flatten(-2))), None
+
+
 class _Functional:
     """`torch.nn.functional` with functions whose bits do not depend on the other rows, or on where a number is in a tensor."""
 
@@ -132,6 +142,9 @@ def exchange_(shadowed: nn.Module) -> bool:
     for module, forward in modules:
         layer, names = getattr(module, "layer_idx", None), _names(forward)
         scans = {name: _SCANS[name](layer) for name in names if name in _SCANS and isinstance(layer, int)}
+        if "get_linear_cache" in names and hasattr(module, "slope_rate"):
+            found = True
+            _assign(module, types.MethodType(_lightning, module))
         if scans and not any(name in names for name in _OTHERS):
             found = True
             _replace(module, forward, {**scans, **_rows(forward)})
