@@ -36,6 +36,15 @@ struct Updated {
 // or the work tile, which is a state decayed already, and the row that decayed it.
 enum class Source { kState, kStateAndRow, kWorkAndRow };
 
+// Rows of a state are apart, which the processor's own prefetching does not see so well. A pass that computes on what
+// is in the cache already prefetches for the next block instead.
+constexpr int64_t kAhead = 12;
+template <int kVectors>
+PDK_INLINE void prefetch(const float* from) {
+  constexpr int kLine = 16;
+  for (int at = 0; at < kVectors * kLanes; at += kLine) __builtin_prefetch(from + at);
+}
+
 // The state at a place, behind the row before. `k`: of that row at the key.
 template <Source kSource, class Lanes>
 PDK_INLINE Vec state_at(const float* state, const float* work, Lanes lanes, Vec decay, Vec k, Vec update) {
@@ -50,7 +59,7 @@ PDK_INLINE Vec state_at(const float* state, const float* work, Lanes lanes, Vec 
 template <int kVectors, Source kSource, bool kQueried, bool kSaves, bool kStores, class Lanes>
 __attribute__((noinline)) void pass(int64_t keys, const Tile<Lanes>& state_tile, const Tile<Whole>& work_tile,
                                     const Updated<kVectors>& before, const Row& row, Vectors<kVectors>& remembered,
-                                    Vectors<kVectors>& read) {
+                                    Vectors<kVectors>& read, const float* next) {
   // Local copies: what is stored might be any of these, as far as the compiler knows.
   const Lanes lanes = state_tile.lanes;
   const int64_t stride = state_tile.stride, work_stride = work_tile.stride;
@@ -64,6 +73,8 @@ __attribute__((noinline)) void pass(int64_t keys, const Tile<Lanes>& state_tile,
     for (int i = 0; i < kVectors; ++i) update[i] = before.update.of[i];
   }
   for (int64_t key = 0; key < keys; ++key, state += stride, work += work_stride) {
+    if constexpr (kSource == Source::kState) prefetch<kVectors>(state + kAhead * stride);
+    if constexpr (kSaves) prefetch<kVectors>(next + key * stride);
     const Vec new_k = splat(k[key]), new_q = splat(kQueried ? q[key] : 0.0f);
     const Vec old_k = splat(kSource != Source::kState ? before_k[key] : 0.0f);
 #pragma GCC unroll 8
@@ -83,7 +94,8 @@ __attribute__((noinline)) void pass(int64_t keys, const Tile<Lanes>& state_tile,
 // Some rows of Mamba 2, one after the other at each place of the state. The sums are those of q with the new states.
 template <int kVectors, int kRows, bool kQueried, bool kStores, class From, class To>
 __attribute__((noinline)) void pass(int64_t keys, const Tile<From>& from, const Tile<To>& to, const Row* rows,
-                                    const Vectors<kVectors>* updates, Vectors<kVectors>* read) {
+                                    const Vectors<kVectors>* updates, Vectors<kVectors>* read, const float* next,
+                                    int64_t state_stride) {
   const From from_lanes = from.lanes;
   const To to_lanes = to.lanes;
   const int64_t from_stride = from.stride, to_stride = to.stride;
@@ -97,6 +109,11 @@ __attribute__((noinline)) void pass(int64_t keys, const Tile<From>& from, const 
     for (int i = 0; i < kVectors; ++i) update[r][i] = updates[r].of[i], sums[r][i] = Vec{};
   }
   for (int64_t key = 0; key < keys; ++key, source += from_stride, target += to_stride) {
+    if constexpr (kQueried) {
+      prefetch<kVectors>(next + key * state_stride);
+    } else {
+      prefetch<kVectors>(source + kAhead * from_stride);
+    }
     Vec x[kVectors];
 #pragma GCC unroll 8
     for (int i = 0; i < kVectors; ++i) x[i] = load(source + i * kLanes, from_lanes);
@@ -134,7 +151,9 @@ class Block {
         head_(head),
         column_(column),
         state_{state + column, args.state_key_stride, lanes},
-        work_{work, kVectors * kLanes, {}} {}
+        work_{work, kVectors * kLanes, {}},
+        next_(state +
+              (column + kVectors * kLanes < args.values ? column + kVectors * kLanes : args.state_head_stride)) {}
 
   void clear_state() { clear(state_); }
 
@@ -247,7 +266,8 @@ class Block {
   template <Source kSource, bool kQueried, bool kSaves, bool kStores>
   void run(const Row& row) {
     Vectors<kVectors> remembered;
-    pass<kVectors, kSource, kQueried, kSaves, kStores>(args_.keys, state_, work_, before_, row, remembered, read_);
+    pass<kVectors, kSource, kQueried, kSaves, kStores>(args_.keys, state_, work_, before_, row, remembered, read_,
+                                                       next_);
     before_.row = &row;
     for (int i = 0; i < kVectors; ++i) {
       const Vec v = load(row.v + column_ + i * kLanes, Whole{});
@@ -293,9 +313,9 @@ class Block {
     }
     const int64_t keys = args_.keys;
     if (count == 1) {
-      pass<kVectors, 1, kQueried, kStores>(keys, from, to, rows, group_, group_read_);
+      pass<kVectors, 1, kQueried, kStores>(keys, from, to, rows, group_, group_read_, next_, state_.stride);
     } else {
-      pass<kVectors, 2, kQueried, kStores>(keys, from, to, rows, group_, group_read_);
+      pass<kVectors, 2, kQueried, kStores>(keys, from, to, rows, group_, group_read_, next_, state_.stride);
     }
   }
 
@@ -318,6 +338,7 @@ class Block {
   const int64_t b_, head_, column_;
   const Tile<Lanes> state_;
   const Tile<Whole> work_;
+  const float* const next_;  // the columns, or the head, that come after this block
   int64_t depth_ = 0;
   Updated<kVectors> before_ = {};
   Vectors<kVectors> read_ = {}, group_[kGroup] = {}, group_read_[kGroup] = {};
