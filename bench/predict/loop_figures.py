@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +51,25 @@ def read_loop(loop: Sequence[Instruction]) -> dict[str, int]:
     }
 
 
+def read_scan(kernel: Any) -> dict[str, Any]:
+    """Of a layer with a state; ``steady``: the longest loop, over new rows."""
+    return _read(kernel, lambda loop: len(loop) > 0)
+
+
 def read_kernel(kernel: Any) -> dict[str, Any]:
     """``steady``: the loop with the most work for tensor cores, of equals the shortest; ``masked``: the longest of the others that
     have any."""
+    return _read(kernel, lambda loop: tensor_cycles(loop) or mix(loop)["HMMA"] or mix(loop)["IMMA"])
+
+
+def _read(kernel: Any, wanted: Callable[[list[Instruction]], object]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "kernel.cubin")
         cubin.write_bytes(kernel.asm["cubin"])
         (code,) = disassemble(cubin, "sm_90a").values()
-    loops = [loop for loop in steady_loops(code) if tensor_cycles(loop) or mix(loop)["HMMA"] or mix(loop)["IMMA"]]
-    loops.sort(key=lambda loop: (-tensor_cycles(loop), len(loop)))
+    loops = [loop for loop in steady_loops(code) if wanted(loop)]
+    if any(map(tensor_cycles, loops)):
+        loops.sort(key=lambda loop: (-tensor_cycles(loop), len(loop)))
     figures, warps = harness.read_figures(kernel, "sm_90"), kernel.metadata.num_warps
     registers = -(-figures["registers"] // 8) * 8 * 32 * warps
     programs = min(REGISTERS // registers, THREADS // (32 * warps), SHARED // (figures["shared"] + 1024))
@@ -78,6 +88,8 @@ def main(cases: list[str]) -> None:
     from tests.ops.test_linear_token_statistics_compiled import compile_variant as compile_head
     from tests.ops.test_quantized_linear_compiled import compile_variant as compile_packed
     from tests.ops.test_quantized_linear_compiled import matrices
+    from tests.ops.test_recurrent_state_compiled import compile_variant as compile_states
+    from tests.ops.test_recurrent_state_compiled import launch, launch_selective
     from tests.ops.test_speculative_attention_compiled import compile_variant
 
     found = {}
@@ -93,6 +105,8 @@ def main(cases: list[str]) -> None:
             for rows in (8, 64):
                 kernel = compile_packed("sm_90:bf16:4096", layout, rows)["_products"]
                 found[f"packed {name}, {rows} rows"] = read_kernel(kernel)
+        for name, of in (("delta", launch), ("mamba", launch_selective)):
+            found[f"state {name}"] = read_scan(compile_states(case, of)["_scan"])
         found["flex"] = read_kernel(flex_template.compile_kernel())
     print(json.dumps(found))
 

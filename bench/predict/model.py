@@ -215,6 +215,16 @@ def packed_bytes(name: str, outputs: int, width: int) -> int:
     return Layout(scales, int(bits), 8 if scales == "super" else 1).nbytes(outputs, width)
 
 
+def scan(device: Device, kernel: dict[str, Any], programs: int, rows: int, moved: int) -> float:
+    """Seconds of a step of layers with a state that replays `rows` rows and computes as many: the bytes, or what a warp issues one
+    after the other, where the loop over replayed rows is as long as that over new ones. The second launch moves what is small."""
+    slots = 2 * rows * kernel["steady"]["slots"] + kernel["code"]
+    waves = -(-programs // (device.sms * kernel["programs"]))
+    abreast = min(-(-programs // device.sms), kernel["programs"])
+    cycles = waves * slots * max(device.alone, abreast * kernel["warps"] / 4)
+    return max(cycles / device.clock, moved / device.memory) + 2 * device.launch + 2 * device.latency
+
+
 def small(device: Device, launches: int, moved: float, waits: int) -> float:
     """Seconds of kernels bound by latency: launches, bytes, and accesses that wait for another one."""
     return launches * device.launch + moved / device.memory + waits * device.latency
@@ -317,6 +327,15 @@ def rows(device: Device, figures: dict[str, Any], slots: float | None, cuts: Seq
             floor = packed_bytes(name, 28672, 4096) / device.memory
             seconds = packed(device, figures, name, count, 28672, 4096)
             found.append(Row(f"packed product {label}, 28,672 x 4,096, {count} rows", floor, 1.5 * floor, seconds))
+    # Heads, keys, values; tiles have 32 columns. A state is read and written once.
+    for name, label, heads, keys, values in (("delta", "gated delta", 32, 128, 128), ("mamba", "Mamba 2", 48, 128, 64)):
+        for batch, count in ((1, 1), (1, 8), (16, 8)):
+            moved = 2 * batch * heads * keys * values * 4
+            seconds = scan(device, figures[f"state {name}"], batch * heads * values // 32, count, moved)
+            floor = moved / device.memory
+            found.append(
+                Row(f"{label} step, batch {batch}, {count} accepted and {count} new", floor, 1.5 * floor, seconds)
+            )
     wave, accepted, prompt = 512 * 5280 * 2, 8 * 147456, 16384
     # 32 heads and 8 of K and of V: q and k are written back, k and v stored.
     turned = Shared(prompt, prompt * 256 * (48 + 40 + 16), 2 * 192, 256, 3, prompt, 2)

@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from pdkernels._validation import check_type
+from pdkernels._validation import check_fits_float, check_type
 from pdkernels.backends import Backend
 from pdkernels.ops import _recurrent_state as checks
 from pdkernels.ops._library import call, define
@@ -115,6 +115,9 @@ def gated_delta_(
         >>> pd.gated_delta_(state, held, *pending, one, one, one, zero, half, lengths).flatten(), state.item()
         (tensor([0.8750, 0.9375, 0.9688]), 0.75)
     """
+    for name, number in (("scale", scale), ("l2norm_eps", l2norm_eps)):
+        if isinstance(number, int):  # torch would take any for an optional float
+            check_fits_float("gated_delta_", name, number)
     cache = (state, state_lengths, pending_k, pending_v, pending_g, pending_beta)
     step = (lengths, counts, cache_rows, pending_index, parents, keep)
     arguments = (*cache, q, k, v, g, beta, *step, scale, l2norm_eps, A, dt_bias, sigmoid_beta)
@@ -187,6 +190,8 @@ def selective_state_(
     step = (lengths, counts, cache_rows, pending_index, parents, keep)
     pair = isinstance(dt_limit, (tuple, list)) and len(dt_limit) == 2
     check_type(pair, "selective_state_", "dt_limit", "be two numbers", dt_limit)
+    if isinstance(dt_limit[1], int):  # torch would take any for an optional float
+        check_fits_float("selective_state_", "dt_limit", dt_limit[1])
     arguments = (*cache, x, B, C, dt, A, *step, D, dt_bias, dt_softplus, *dt_limit)
     out: Tensor = call(selective_op, arguments, x, backend)
     return out

@@ -1,0 +1,106 @@
+"""The Triton kernels of layers with a state compile for every architecture, within budget, without spills and contraction."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.harness import triton_budgets as harness
+from tests.harness.triton_interpreter import requires_triton
+from tests.ops.test_quantized_linear_compiled import arithmetic
+
+pytestmark = requires_triton
+# Budgets are named "sm_90:bf16:128 state delta": keys and values of a head, and what a kernel is compiled for.
+BUDGETS = {name: budget for name, budget in json.loads(harness.BUDGET_FILE.read_text()).items() if " state " in name}
+CASES = sorted({name.split(" ")[0] for name in BUDGETS})
+FIRST = "sm_90:bf16:128"
+
+
+def launch(given: Any) -> tuple[Any, Any]:
+    """Steps of 8 rows of layers such as Qwen3.5's and Granite 4's, in the place of block-sparse attention."""
+    import torch
+
+    from pdkernels.triton import recurrent_state as kernels
+
+    size, dtype = given.q.shape[-1], given.q.dtype
+    heads, key_heads, rows = 32, 16, 8
+    state, lengths = torch.zeros(1, heads, size, size), torch.zeros(1, dtype=torch.int64)
+    k, v = (torch.zeros(1, rows, count, size, dtype=dtype) for count in (key_heads, heads))
+    gate, number = torch.zeros(1, rows, heads, dtype=dtype), torch.zeros(heads)
+    index = torch.zeros(1, rows, dtype=torch.int64)
+    kernels.gated_delta_(
+        state, lengths.clone(), k, v, gate, gate, k, k, v, gate, gate, lengths, pending_index=index, l2norm_eps=1e-6,
+        A=number, dt_bias=number, sigmoid_beta=True,
+    )  # fmt: skip
+    return given.q, given.q
+
+
+def launch_selective(given: Any) -> tuple[Any, Any]:
+    import torch
+
+    from pdkernels.triton import recurrent_state as kernels
+
+    size, dtype = given.q.shape[-1], given.q.dtype
+    heads, rows = 48, 8
+    state, lengths = torch.zeros(1, heads, size, 64), torch.zeros(1, dtype=torch.int64)
+    k, v = (torch.zeros(1, rows, count, width, dtype=dtype) for count, width in ((1, size), (heads, 64)))
+    gate, number = torch.zeros(1, rows, heads, dtype=dtype), torch.zeros(heads)
+    index = torch.zeros(1, rows, dtype=torch.int64)
+    kernels.selective_state_(
+        state, lengths.clone(), v, k, gate, v, k, k, gate, number, lengths, pending_index=index, D=number, dt_bias=number,
+        dt_softplus=True,
+    )  # fmt: skip
+    x, weight = torch.zeros(1, rows, 4096, dtype=dtype), torch.zeros(4096, 4, dtype=dtype)
+    kernels.short_conv_(torch.zeros(1, 3, 4096, dtype=dtype), lengths.clone(), x, x, weight, lengths, activation="silu")
+    return given.q, given.q
+
+
+def compile_variant(case: str, of: Any) -> dict[str, Any]:
+    """What the harness compiles when these launches replace those of the block-sparse kernels."""
+    from pdkernels.triton import block_sparse_attention
+
+    with mock.patch.multiple(block_sparse_attention, forward=of, backward=mock.DEFAULT):
+        return harness.compile_case(case)
+
+
+def main(cases: list[str]) -> None:
+    found: dict[str, dict[str, Any]] = {}
+    for case in cases:
+        for kind, of in (("delta", launch), ("mamba", launch_selective)):
+            for kernel, compiled in compile_variant(case, of).items():
+                label = {"_scan": kind, "_conv": "conv"}.get(kernel)
+                if label is not None:
+                    figures = harness.read_figures(compiled, case.split(":")[0])
+                    found[f"{case} state {label}"] = figures | {"contracted": arithmetic(compiled)[r"\bfma\."]}
+    print(json.dumps(found))
+
+
+def check(*cases: str) -> set[str]:
+    measured, found = harness.measure(list(cases), __name__), []
+    for name, figures in measured.items():
+        contracted, budget = figures.pop("contracted"), BUDGETS.get(name, {})
+        # Exponentials and quotients are made of them.
+        if contracted > budget.get("fma", 0):
+            found.append(f"{name} has {contracted} contracted products, its budget is {budget.get('fma', 0)}")
+        figures["mma.sync"] = 1  # it multiplies no matrices
+        found += harness.problems(name, figures, {key: most for key, most in budget.items() if key != "fma"} or None)
+    assert not found, "\n" + "\n".join(found)
+    return set(measured)
+
+
+def test_kernels_stay_within_budget() -> None:
+    assert len(check(FIRST)) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in CASES if case != FIRST])
+def test_the_rest_stays_within_budget(case: str) -> None:
+    assert check(case) == {name for name in BUDGETS if name.split(" ")[0] == case}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
