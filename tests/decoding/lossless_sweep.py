@@ -1,20 +1,29 @@
 """All methods that promise the tokens of greedy decoding, on random models: `python -m tests.decoding.lossless_sweep 1000`.
 
-Random weights are the hard case: nothing is certain, so logits are close to each other and in bfloat16 often tie. With `--smollm2`
+Random weights are the hard case: nothing is certain, so logits are close to each other and in bfloat16 often tie. Models are of
+numbers, or of matrices packed in each format, whose activations are float32 and bfloat16 in turn. With `--smollm2`
 the model is SmolLM2 with its drafter, and the prompts are questions about modules of the standard library.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import platform
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+import pdkernels as pd
 from pdkernels.decoding import available, generate, is_lossless, supports
-from pdkernels.models import load
+from pdkernels.evaluation.machine import processor
+from pdkernels.models import Transformer, load
+from pdkernels.reference.gguf_blocks import LAYOUTS
+from pdkernels.reference.quantized_linear import Quantized
 from tests.support.tri_mode import small_transformer
 
 FORMS: dict[str, list[dict[str, Any]]] = {
@@ -28,16 +37,69 @@ METHODS = {
     for name in available()
     if is_lossless(name) and supports(name, small_transformer(0)) and name != "autoregressive"
 }
+NUMBERS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PACKED = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "int8", "int4", "int4 of 64")
+SIZES = {
+    "": {"head_dim": 16, "hidden_size": 64, "intermediate_size": 96},
+    "_k": {"head_dim": 64, "hidden_size": 256, "intermediate_size": 256},
+}
 BATCH, NEW, VOCABULARY = 10, 24, 40
 
 
-def differences(prompts: int, dtype: torch.dtype, seed: int = 0) -> Iterator[tuple[str, int, int]]:
+def packed(model: Transformer, format: str) -> Transformer:
+    """The model with all its matrices in a format."""
+    if not format.endswith("_k"):
+        name, _, group = format.partition(" of ")
+        return pd.quantize(model, name, group=int(group) if group else None)
+    made = pd.quantize(model, "q8_0")  # and then other matrices in the place of these
+    for module in list(made.modules()):
+        for name, weight in list(module.named_children()):
+            if isinstance(weight, pd.QuantizedWeight):
+                setattr(module, name, k_format(weight.dequantize(), format))
+    return made
+
+
+def k_format(values: Tensor, format: str) -> pd.QuantizedWeight:
+    """A matrix in a format whose scales are multiples of a scale for 256 columns. Only files have them, so nothing else writes them."""
+    layout = LAYOUTS[format.upper()]
+    outputs, width = values.shape
+    groups = layout.groups(width)
+    parts = values.view(outputs, groups, 16, 16)
+    if layout.scales == "super16":  # (outputs, groups, 16 halves, 16)
+        steps = parts.abs().amax(3) / 31
+        scale = (steps.amax(2, keepdim=True) / 127).half()
+        multiples = torch.where(scale > 0, steps / scale, 0.0).round().clamp(max=127)
+        step = (scale * multiples)[..., None]
+        codes = torch.where(step > 0, parts / step, 0.0).round().clamp(-32, 31) + 32
+        fields = {"scale": scale, "multiples": multiples.to(torch.uint8)}
+    else:
+        parts = values.view(outputs, groups, 8, 32)
+        low = -parts.amin(3).clamp(max=0)
+        steps = (parts.amax(3).clamp(min=0) + low) / (2**layout.bits - 1)
+        scale, minimum = ((each.amax(2, keepdim=True) / 255).half() for each in (steps, low))
+        pairs = [
+            torch.where(to > 0, of / to, 0.0).round().clamp(max=255) for of, to in ((steps, scale), (low, minimum))
+        ]
+        step, offset = (scale * pairs[0])[..., None], (minimum * pairs[1])[..., None]
+        codes = torch.where(step > 0, (parts + offset) / step, 0.0).round().clamp(0, 2**layout.bits - 1)
+        fields = {"scale": scale, "minimum": minimum, "multiples": torch.stack(pairs, 3).flatten(2).to(torch.uint8)}
+    return pd.QuantizedWeight.pack(
+        format, layout, Quantized(codes.reshape(outputs, width).to(torch.uint8), fields), width
+    )
+
+
+def differences(prompts: int, weights: str, seed: int = 0) -> Iterator[tuple[str, int, int]]:
     """For each method of each batch of prompts, its name, how many sequences were compared and how many differ.
 
-    A model serves one batch. Greedy decoding runs one prompt at a time; the others alternate between batches and pages.
+    A model serves one batch; `weights` says what its matrices are. Greedy decoding runs one prompt at a time; the others alternate
+    between batches and pages.
     """
     for at in range(0, prompts, BATCH):
-        model = small_transformer(seed + at, VOCABULARY, adapter=at % 20 == 0, head_dim=16).to(dtype)
+        model = small_transformer(seed + at, VOCABULARY, at % 20 == 0, **SIZES.get(weights[-2:], SIZES[""]))
+        if weights in NUMBERS:
+            model = model.to(NUMBERS[weights])
+        else:
+            model = packed(model.to((torch.float32, torch.bfloat16)[at // BATCH // 2 % 2]), weights)
         generator = torch.Generator().manual_seed(seed + at)
         count = min(BATCH, prompts - at)
         lengths = torch.randint(1, 40, (count,), generator=generator).tolist()
@@ -57,9 +119,10 @@ SMOLLM2_METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def differences_on_smollm2(prompts: int, dtype: torch.dtype, seed: int = 0) -> Iterator[tuple[str, int, int]]:
+def differences_on_smollm2(prompts: int, weights: str, seed: int = 0) -> Iterator[tuple[str, int, int]]:
     """The same on a real model. `seed` is the index of the first module, alphabetically, in the questions."""
-    model = load("smollm2-135m-instruct", drafter="smollm2-drafter", dtype=dtype)
+    model = load("smollm2-135m-instruct", drafter="smollm2-drafter", packed=False, dtype=NUMBERS.get(weights))
+    model = model if weights in NUMBERS else packed(model, weights)
     names = sorted(name for name in sys.stdlib_module_names if not name.startswith("_"))[seed : seed + prompts]
     for name in names:
         question = [{"role": "user", "content": f"What is the Python module {name} for?"}]
@@ -73,16 +136,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("prompts", type=int, nargs="?", default=1000)
     parser.add_argument("--smollm2", action="store_true")
+    parser.add_argument(
+        "--weights", nargs="+", default=[*NUMBERS, *PACKED], choices=[*NUMBERS, *PACKED], metavar="FORMAT"
+    )
+    parser.add_argument("--to", type=Path, help="where the counts are written as JSON")
     given = parser.parse_args()
     compare = differences_on_smollm2 if given.smollm2 else differences
-    total: dict[tuple[str, torch.dtype], tuple[int, int]] = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        for method, compared, wrong in compare(given.prompts, dtype):
-            before = total.get((method, dtype), (0, 0))
-            total[method, dtype] = (before[0] + compared, before[1] + wrong)
-    for (method, dtype), (compared, wrong) in total.items():
-        print(f"{method:28} {dtype!s:16} {compared} prompts, {wrong} differ from greedy")
-    sys.exit(any(wrong for _, wrong in total.values()))
+    found: dict[str, dict[str, dict[str, int]]] = {}
+    for weights in given.weights:
+        counts = found.setdefault(weights, {})
+        for method, compared, wrong in compare(given.prompts, weights):
+            own = counts.setdefault(method, {"prompts": 0, "differ": 0})
+            own["prompts"] += compared
+            own["differ"] += wrong
+        for method, own in counts.items():
+            print(f"{weights:12} {method:28} {own['prompts']} prompts, {own['differ']} differ from greedy", flush=True)
+    if given.to is not None:
+        facts = {"machine": processor(), "torch": torch.__version__, "python": platform.python_version()}
+        given.to.write_text(json.dumps(facts | {"new_tokens": NEW, "weights": found}, indent=1) + "\n")
+    sys.exit(any(own["differ"] for counts in found.values() for own in counts.values()))
 
 
 if __name__ == "__main__":

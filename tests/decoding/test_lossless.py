@@ -1,19 +1,39 @@
-"""Lossless in bfloat16 as in float32: a draft is verified with the bits that greedy decoding computes."""
+"""Lossless in bfloat16 and with packed weights as in float32: a draft is verified with the bits that greedy decoding computes."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.decoding.lossless_sweep import FORMS, METHODS, differences
+from tests.decoding.lossless_sweep import FORMS, METHODS, NUMBERS, PACKED, differences, k_format
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def test_the_sweep_has_all_methods_that_promise_it() -> None:
     assert set(METHODS) >= set(FORMS) and "quadratic_self_speculation" in METHODS
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_no_token_differs_from_greedy_decoding(dtype: torch.dtype) -> None:
-    found = list(differences(20, dtype, seed=5000))
+@pytest.mark.parametrize("weights", [*NUMBERS, *PACKED])
+def test_no_token_differs_from_greedy_decoding(weights: str) -> None:
+    found = list(differences(20, weights, seed=5000))
     assert len(found) == 2 * len(METHODS)
     assert [(method, wrong) for method, _, wrong in found if wrong] == []
+
+
+@pytest.mark.parametrize("format", ["q4_k", "q5_k", "q6_k"])
+def test_matrices_that_the_sweep_packs_are_those_it_was_given(format: str) -> None:
+    values = torch.randn(24, 512, generator=torch.Generator().manual_seed(0))
+    made = k_format(values, format)
+    assert (made.dequantize() - values).norm() < {"q4_k": 0.09, "q5_k": 0.05, "q6_k": 0.03}[format] * values.norm()
+
+
+def test_the_committed_sweep_has_every_format() -> None:
+    found = json.loads((ROOT / "bench/results/lossless.json").read_text())["weights"]
+    assert set(found) == {*NUMBERS, *PACKED}
+    for counts in found.values():
+        assert set(counts) == set(METHODS)
+        assert all(own == {"prompts": 1000, "differ": 0} for own in counts.values())

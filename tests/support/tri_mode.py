@@ -261,11 +261,13 @@ def lowest_confidence() -> float:
     return float(distribution(without(row, MASK), 1.0)[0, 0])
 
 
-def small_transformer(seed: int, size: int = 13, adapter: bool = False, head_dim: int = 8) -> Transformer:
+def small_transformer(
+    seed: int, size: int = 13, adapter: bool = False, head_dim: int = 8, hidden_size: int = 16, **sizes: int
+) -> Transformer:
     """As `random_transformer`, causal, with an adapter on demand."""
-    model = random_transformer(seed, 0.4, vocab_size=size, head_dim=head_dim)
+    model = random_transformer(seed, 0.4, vocab_size=size, head_dim=head_dim, hidden_size=hidden_size, **sizes)
     if adapter:
-        model.attach_adapter_([(torch.randn(3, 4 * head_dim), torch.randn(16, 3)) for _ in range(2)], scale=0.5)
+        model.attach_adapter_([(torch.randn(3, 4 * head_dim), torch.randn(hidden_size, 3)) for _ in range(2)], scale=0.5)
     return model
 
 

@@ -15,42 +15,28 @@ namespace {
 
 using Layout = QuantizedLayout;
 
+// Rows that are multiplied together, and vectors of outputs: as many sums as there are registers for.
 #ifdef __AVX512DQ__
-constexpr int kRows = 8;  // as many sums as there are registers for, beside the codes of a block
+constexpr int kRows = 8, kVectors = 2;
 #else
-constexpr int kRows = 4;
+constexpr int kRows = 4, kVectors = 1;
 #endif
 constexpr int kRuns = Layout::kBlock / 4;  // of four columns in a block
 constexpr int kRunBytes = 4 * Layout::kTile;
-
-typedef int8_t Bytes __attribute__((vector_size(4 * PDK_LANES), may_alias));
+constexpr int64_t kAhead = 8192;  // bytes between what is read and what is fetched from memory meanwhile
 
 PDK_INLINE Words load_words(const uint8_t* from) { return *reinterpret_cast<const LooseWords*>(from); }
 
-// The codes of a block, a byte each, four columns a word.
+// The codes of a run, a byte each, four columns a word.
 template <int bits>
-PDK_INLINE void unpack(const uint8_t* from, Words (&codes)[kRuns]) {
-  if constexpr (bits == 8) {
-#pragma GCC unroll 8
-    for (int i = 0; i < kRuns; ++i) codes[i] = load_words(from + i * kRunBytes);
-  } else {
-#pragma GCC unroll 4
-    for (int i = 0; i < kRuns / 2; ++i) {
-      const Words both = load_words(from + i * kRunBytes);
-      codes[i] = both & 0x0f0f0f0fu;
-      codes[i + kRuns / 2] = both >> 4 & 0x0f0f0f0fu;
-    }
-    if constexpr (bits > 4) {
-      constexpr int more = bits - 4, each = 8 / more;
-      constexpr uint32_t mask = more == 1 ? 0x01010101u : 0x03030303u;
-      Words high{};
-#pragma GCC unroll 8
-      for (int i = 0; i < kRuns; ++i) {
-        if (i % each == 0) high = load_words(from + (kRuns / 2 + i / each) * kRunBytes);
-        codes[i] |= (high >> (more * (i % each)) & mask) << 4;
-      }
-    }
-  }
+PDK_INLINE Words unpack(const uint8_t* block, int run) {
+  if constexpr (bits == 8) return load_words(block + run * kRunBytes);
+  const Words both = load_words(block + run % (kRuns / 2) * kRunBytes);
+  const Words low = (run < kRuns / 2 ? both : both >> 4) & 0x0f0f0f0fu;
+  if constexpr (bits == 4) return low;
+  constexpr int more = bits - 4, each = bits == 4 ? 1 : 8 / more;
+  const Words high = load_words(block + (kRuns / 2 + run / each) * kRunBytes);
+  return low | (high >> (more * (run % each)) & (more == 1 ? 0x01010101u : 0x03030303u)) << 4;
 }
 
 PDK_INLINE int32_t word_at(const int8_t* from) {
@@ -59,74 +45,118 @@ PDK_INLINE int32_t word_at(const int8_t* from) {
   return word;
 }
 
-// To the sums of some rows, adds the products of codes (unsigned) and x (signed) over the columns of the runs [first,
-// last). Rows take turns, so that none waits for its own last sum.
-template <int bits, int first, int last, int rows>
-PDK_INLINE void add_products(Ints (&sums)[rows], const Words (&codes)[kRuns], const QuantizedBlock* x) {
 #if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && PDK_LANES == 8)
+#define PDK_DOT_PRODUCTS  // of unsigned and signed bytes
+#endif
+
+// Whether products want codes of 8 bits less 128.
+template <int bits>
+constexpr bool signed_codes() {
+#if defined(PDK_ONE_REGISTER) && !defined(PDK_DOT_PRODUCTS)
+  return bits == 8;
+#else
+  return false;
+#endif
+}
+
+// To the sums of some rows, adds the products of codes and x over the columns of the runs [first, last). Rows take
+// turns, so that none waits for its own last sum, and vectors share what is loaded of a row.
+template <int bits, int first, int last, int vectors, int rows>
+PDK_INLINE void add_products(Ints (&sums)[vectors][rows], const uint8_t* const (&blocks)[vectors],
+                             const QuantizedBlock* x) {
+  // Halves of a byte one after the other.
+  const auto run_at = [](int i) { return bits == 8 || last - first < kRuns ? i : i / 2 + i % 2 * (kRuns / 2); };
+#if defined(PDK_DOT_PRODUCTS)
 #if PDK_LANES == 16
-  const auto add = [](Ints& sum, Words a, int32_t b) {
-    sum = reinterpret_cast<Ints>(
-        _mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum), reinterpret_cast<__m512i>(a), _mm512_set1_epi32(b)));
+  const auto every = [](int32_t word) { return _mm512_set1_epi32(word); };
+  const auto add = [](Ints& sum, Words a, __m512i b) {
+    sum = reinterpret_cast<Ints>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum), reinterpret_cast<__m512i>(a), b));
   };
 #else
-  const auto add = [](Ints& sum, Words a, int32_t b) {
+  const auto every = [](int32_t word) { return _mm256_set1_epi32(word); };
+  const auto add = [](Ints& sum, Words a, __m256i b) {
     sum = reinterpret_cast<Ints>(
-        _mm256_dpbusd_avx_epi32(reinterpret_cast<__m256i>(sum), reinterpret_cast<__m256i>(a), _mm256_set1_epi32(b)));
+        _mm256_dpbusd_avx_epi32(reinterpret_cast<__m256i>(sum), reinterpret_cast<__m256i>(a), b));
   };
 #endif
 #pragma GCC unroll 8
   for (int i = first; i < last; ++i) {
+    const int run = run_at(i);
+    Words codes[vectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < vectors; ++v) codes[v] = unpack<bits>(blocks[v], run);
 #pragma GCC unroll 8
-    for (int r = 0; r < rows; ++r) add(sums[r], codes[i], word_at(x[r].codes + 4 * i));
+    for (int r = 0; r < rows; ++r) {
+      const auto own = every(word_at(x[r].codes + 4 * run));
+#pragma GCC unroll 2
+      for (int v = 0; v < vectors; ++v) add(sums[v][r], codes[v], own);
+    }
   }
 #elif defined(PDK_ONE_REGISTER)
-  // Products of pairs are added up in 16 bits, where they must fit: so few runs at a time, and codes of 8 bits in two
-  // parts.
+  // Products of pairs are added up in 16 bits, where they must fit: those of so few runs. Codes of 8 bits are
+  // multiplied without their signs, which x takes over.
   constexpr int at_once = bits <= 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1;
 #if PDK_LANES == 16
   typedef __m512i Register;
-  const auto pairs = [](Words a, int32_t b) {
-    return _mm512_maddubs_epi16(reinterpret_cast<__m512i>(a), _mm512_set1_epi32(b));
-  };
+  const auto every = [](int32_t word) { return _mm512_set1_epi32(word); };
+  const auto pairs = [](Register a, Register b) { return _mm512_maddubs_epi16(a, b); };
   const auto plus = [](Register a, Register b) { return _mm512_add_epi16(a, b); };
   const auto words = [](Register a) { return reinterpret_cast<Ints>(_mm512_madd_epi16(a, _mm512_set1_epi16(1))); };
+  const auto magnitude = [](Register a) { return _mm512_abs_epi8(a); };
+  const auto signs = [](Register b, Register a) {
+    return _mm512_mask_sub_epi8(b, _mm512_movepi8_mask(a), _mm512_setzero_si512(), b);
+  };
 #else
   typedef __m256i Register;
-  const auto pairs = [](Words a, int32_t b) {
-    return _mm256_maddubs_epi16(reinterpret_cast<__m256i>(a), _mm256_set1_epi32(b));
-  };
+  const auto every = [](int32_t word) { return _mm256_set1_epi32(word); };
+  const auto pairs = [](Register a, Register b) { return _mm256_maddubs_epi16(a, b); };
   const auto plus = [](Register a, Register b) { return _mm256_add_epi16(a, b); };
   const auto words = [](Register a) { return reinterpret_cast<Ints>(_mm256_madd_epi16(a, _mm256_set1_epi16(1))); };
+  const auto magnitude = [](Register a) { return _mm256_abs_epi8(a); };
+  const auto signs = [](Register b, Register a) { return _mm256_sign_epi8(b, a); };
 #endif
 #pragma GCC unroll 8
   for (int i = first; i < last; i += at_once) {
-    if constexpr (bits == 8) {
-      const Words high = codes[i] >> 1 & 0x7f7f7f7fu, low = codes[i] & 0x01010101u;
+    Register found[vectors][rows];
 #pragma GCC unroll 8
-      for (int r = 0; r < rows; ++r) {
-        const int32_t own = word_at(x[r].codes + 4 * i);
-        sums[r] += (words(pairs(high, own)) << 1) + words(pairs(low, own));
-      }
-    } else {
-      Register found[rows];
-#pragma GCC unroll 8
-      for (int j = i; j < i + at_once; ++j) {
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; ++r) {
-          const Register product = pairs(codes[j], word_at(x[r].codes + 4 * j));
-          found[r] = j == i ? product : plus(found[r], product);
+    for (int j = i; j < i + at_once; ++j) {
+      const int run = run_at(j);
+      Register codes[vectors], whole[vectors];
+#pragma GCC unroll 2
+      for (int v = 0; v < vectors; ++v) {
+        whole[v] = reinterpret_cast<Register>(unpack<bits>(blocks[v], run));
+        if constexpr (signed_codes<bits>()) {
+          whole[v] = reinterpret_cast<Register>(reinterpret_cast<Words>(whole[v]) ^ 0x80808080u);
+          codes[v] = magnitude(whole[v]);
+        } else {
+          codes[v] = whole[v];
         }
       }
 #pragma GCC unroll 8
-      for (int r = 0; r < rows; ++r) sums[r] += words(found[r]);
+      for (int r = 0; r < rows; ++r) {
+        const Register own = every(word_at(x[r].codes + 4 * run));
+#pragma GCC unroll 2
+        for (int v = 0; v < vectors; ++v) {
+          const Register product = pairs(codes[v], signed_codes<bits>() ? signs(own, whole[v]) : own);
+          found[v][r] = j == i ? product : plus(found[v][r], product);
+        }
+      }
+    }
+#pragma GCC unroll 2
+    for (int v = 0; v < vectors; ++v) {
+#pragma GCC unroll 8
+      for (int r = 0; r < rows; ++r) sums[v][r] += words(found[v][r]);
     }
   }
 #else
   for (int i = first; i < last; ++i) {
-    for (int byte = 0; byte < 4; ++byte) {
-      const Ints code = reinterpret_cast<Ints>(codes[i] >> (8 * byte) & 0xffu);
-      for (int r = 0; r < rows; ++r) sums[r] += code * static_cast<int32_t>(x[r].codes[4 * i + byte]);
+    const int run = run_at(i);
+    for (int v = 0; v < vectors; ++v) {
+      const Words codes = unpack<bits>(blocks[v], run);
+      for (int byte = 0; byte < 4; ++byte) {
+        const Ints code = reinterpret_cast<Ints>(codes >> (8 * byte) & 0xffu);
+        for (int r = 0; r < rows; ++r) sums[v][r] += code * static_cast<int32_t>(x[r].codes[4 * run + byte]);
+      }
     }
   }
 #endif
@@ -152,17 +182,28 @@ PDK_INLINE Ints signed_bytes(const uint8_t* from) {
 }
 PDK_INLINE Vec to_vec(Ints x) { return __builtin_convertvector(x, Vec); }
 
-// Sums of `rows` rows from `row` on with the outputs of a tile from `lane` on.
-template <Layout::Scales kScales, int bits, int rows>
-PDK_INLINE void multiply_tile(const QuantizedLinearArgs& args, const Layout& layout, const uint8_t* tile, int lane,
-                              int64_t row, Vec (&total)[rows]) {
+// What is read next of a matrix: fetched from memory while the tiles before it are multiplied.
+struct Stream {
+  const uint8_t* at;
+  int64_t step;  // bytes that are read of a block
+
+  PDK_INLINE void advance() {
+    for (int64_t i = 0; i < step; i += 64) __builtin_prefetch(at + i, 0, 3);
+    at += step;
+  }
+};
+
+// Sums of `rows` rows from `row` on with outputs from `lane` of a tile on, a vector in each of some neighbouring tiles.
+template <Layout::Scales kScales, int bits, int vectors, int rows>
+PDK_INLINE void multiply_lanes(const QuantizedLinearArgs& args, const Layout& layout, const uint8_t* tile, int lane,
+                               int64_t row, Stream stream, Vec (&total)[vectors][rows]) {
   constexpr bool symmetric = kScales == Layout::kHalf || kScales == Layout::kFloat,
                  super16 = kScales == Layout::kSuper16;
   constexpr bool zeros = kScales == Layout::kHalfZero;  // and kFloatZero
   constexpr bool minima = kScales == Layout::kHalfMin || kScales == Layout::kSuper;
   constexpr bool one_block = kScales == Layout::kHalf || kScales == Layout::kHalfMin;
   constexpr int tile_size = Layout::kTile, shift = bits - 1;  // 2^shift is the code of zero
-  const int64_t blocks = args.quantized.blocks;
+  const int64_t blocks = args.quantized.blocks, distance = layout.tile_bytes(args.width);
   const int64_t size = one_block                              ? 1
                        : kScales == Layout::kSuper || super16 ? Layout::kMaxSuperBlocks
                                                               : layout.blocks_of_group(args.width);
@@ -170,55 +211,74 @@ PDK_INLINE void multiply_tile(const QuantizedLinearArgs& args, const Layout& lay
   const uint8_t* header = tile;
   const uint8_t* codes = tile + layout.headers(args.width) + 4 * lane;
   const QuantizedBlock* x = args.quantized.row(row);
-  for (int r = 0; r < rows; ++r) total[r] = Vec{};
+  for (int v = 0; v < vectors; ++v) {
+    for (int r = 0; r < rows; ++r) total[v][r] = Vec{};
+  }
   for (int64_t first = 0; first < blocks; first += size, header += header_bytes) {
-    Vec group_scale, group_minimum{};
-    Ints group_zero{};
-    if (kScales == Layout::kFloat || (zeros && layout.scales == Layout::kFloatZero)) {
-      group_scale = load(reinterpret_cast<const float*>(header) + lane, Whole{});
-    } else {
-      group_scale = halves(header + 2 * lane);
+    Vec group_scale[vectors], group_minimum[vectors]{};
+    Ints group_zero[vectors]{};
+    for (int v = 0; v < vectors; ++v) {
+      const uint8_t* own = header + v * distance;
+      if (kScales == Layout::kFloat || (zeros && layout.scales == Layout::kFloatZero)) {
+        group_scale[v] = load(reinterpret_cast<const float*>(own) + lane, Whole{});
+      } else {
+        group_scale[v] = halves(own + 2 * lane);
+      }
+      if constexpr (zeros) group_zero[v] = unsigned_bytes(own + header_bytes - tile_size + lane);
+      if constexpr (zeros && signed_codes<bits>()) group_zero[v] -= 128;
+      if constexpr (minima) group_minimum[v] = halves(own + 2 * tile_size + 2 * lane);
     }
-    if constexpr (zeros) group_zero = unsigned_bytes(header + header_bytes - tile_size + lane);
-    if constexpr (minima) group_minimum = halves(header + 2 * tile_size + 2 * lane);
     const int64_t last = one_block ? first + 1 : smaller(first + size, blocks);
     for (int64_t b = first; b < last; ++b) {
-      Words block[kRuns];
-      unpack<bits>(codes, block);
-      codes += tile_size * Layout::kBlock / 8 * bits;
-      Vec scale = group_scale, minimum = group_minimum;
-      Ints factors[2]{};
-      if constexpr (kScales == Layout::kSuper) {
-        const uint8_t* own = header + 4 * tile_size + 2 * tile_size * (b - first) + lane;
-        scale = rounded(group_scale * to_vec(unsigned_bytes(own)));
-        minimum = rounded(group_minimum * to_vec(unsigned_bytes(own + tile_size)));
-      } else if constexpr (super16) {
-        const uint8_t* own = header + 2 * tile_size + 2 * tile_size * (b - first) + lane;
-        factors[0] = signed_bytes(own), factors[1] = signed_bytes(own + tile_size);
+      if (stream.step > 0) stream.advance();
+      const uint8_t* block[vectors];
+      Vec scale[vectors], minimum[vectors];
+      Ints factors[vectors][2]{};
+      for (int v = 0; v < vectors; ++v) {
+        block[v] = codes + v * distance;
+        scale[v] = group_scale[v], minimum[v] = group_minimum[v];
+        if constexpr (kScales == Layout::kSuper) {
+          const uint8_t* own = header + v * distance + 4 * tile_size + 2 * tile_size * (b - first) + lane;
+          scale[v] = rounded(scale[v] * to_vec(unsigned_bytes(own)));
+          minimum[v] = rounded(minimum[v] * to_vec(unsigned_bytes(own + tile_size)));
+        } else if constexpr (super16) {
+          const uint8_t* own = header + v * distance + 2 * tile_size + 2 * tile_size * (b - first) + lane;
+          factors[v][0] = signed_bytes(own), factors[v][1] = signed_bytes(own + tile_size);
+        }
       }
-      Ints sums[rows]{};
+      codes += tile_size * Layout::kBlock / 8 * bits;
+      Ints sums[vectors][rows]{};
       if constexpr (super16) {
-        Ints second[rows];
+        Ints second[vectors][rows];
         for (int r = 0; r < rows; ++r) {
-          sums[r] = splat(x[r].negative_half) << shift;
-          second[r] = (splat(x[r].negative_sum) << shift) - sums[r];
+          for (int v = 0; v < vectors; ++v) {
+            sums[v][r] = splat(x[r].negative_half) << shift;
+            second[v][r] = (splat(x[r].negative_sum) << shift) - sums[v][r];
+          }
         }
         add_products<bits, 0, kRuns / 2>(sums, block, x);
         add_products<bits, kRuns / 2, kRuns>(second, block, x);
-        for (int r = 0; r < rows; ++r) sums[r] = sums[r] * factors[0] + second[r] * factors[1];
+        for (int r = 0; r < rows; ++r) {
+          for (int v = 0; v < vectors; ++v) sums[v][r] = sums[v][r] * factors[v][0] + second[v][r] * factors[v][1];
+        }
       } else {
         for (int r = 0; r < rows; ++r) {
-          if constexpr (symmetric) sums[r] = splat(x[r].negative_sum) << shift;
-          if constexpr (zeros) sums[r] = group_zero * x[r].negative_sum;
+          for (int v = 0; v < vectors; ++v) {
+            if constexpr (symmetric && !signed_codes<bits>()) sums[v][r] = splat(x[r].negative_sum) << shift;
+            if constexpr (zeros) sums[v][r] = group_zero[v] * x[r].negative_sum;
+          }
         }
         add_products<bits, 0, kRuns>(sums, block, x);
       }
 #pragma GCC unroll 8
       for (int r = 0; r < rows; ++r) {
-        total[r] += rounded(rounded(to_vec(sums[r]) * x[r].scale) * scale);
-        if constexpr (minima) {
-          const Vec added = rounded(x[r].scaled_sum * minimum);
-          total[r] = kScales == Layout::kSuper ? total[r] - added : total[r] + added;
+#pragma GCC unroll 2
+        for (int v = 0; v < vectors; ++v) {
+          total[v][r] += rounded(rounded(to_vec(sums[v][r]) * x[r].scale) * scale[v]);
+          if constexpr (minima) {
+            const Vec added = rounded(x[r].scaled_sum * minimum[v]);
+            total[v][r] = kScales == Layout::kSuper ? total[v][r] - added : total[v][r] + added;
+          }
         }
       }
       x += QuantizedRows::kGroup;
@@ -226,29 +286,39 @@ PDK_INLINE void multiply_tile(const QuantizedLinearArgs& args, const Layout& lay
   }
 }
 
-// Sums of all rows with the outputs of a tile, (rows, 16) in `sums`.
-template <Layout::Scales kScales, int bits, int rows = kRows>
+// Sums of the rows from `row` on with the outputs of neighbouring tiles, (tiles, rows, 16) in `sums`.
+//
+// A group of rows less than all is one of half its size and what that leaves, so that fewer functions are compiled.
+template <Layout::Scales kScales, int bits, int vectors, int rows = kRows>
 void multiply_rows(const QuantizedLinearArgs& args, const Layout& layout, const uint8_t* tile, int64_t row,
                    float* sums) {
-  // A group of rows less than all is one of half its size and what that leaves, so that fewer functions are compiled.
   for (; row + rows <= args.rows; row += rows) {
     for (int lane = 0; lane < Layout::kTile; lane += kLanes) {
-      Vec total[rows];
-      multiply_tile<kScales, bits, rows>(args, layout, tile, lane, row, total);
-      for (int r = 0; r < rows; ++r) store(sums + (row + r) * Layout::kTile + lane, total[r], Whole{});
+      const int64_t bytes = layout.tile_bytes(args.width), blocks = larger(args.quantized.blocks, 1);
+      // The first rows and outputs are those that read the codes from memory.
+      const bool is_first = row == 0 && lane == 0;
+      const Stream stream{tile + (vectors - 1) * bytes + kAhead,
+                          is_first ? (vectors * bytes + blocks - 1) / blocks : 0};
+      Vec total[vectors][rows];
+      multiply_lanes<kScales, bits>(args, layout, tile, lane, row, stream, total);
+      for (int v = 0; v < vectors; ++v) {
+        for (int r = 0; r < rows; ++r)
+          store(sums + (v * args.rows + row + r) * Layout::kTile + lane, total[v][r], Whole{});
+      }
     }
   }
   if constexpr (rows > 1) {
     if (row < args.rows)
-      multiply_rows<kScales, bits, rows == 4 ? 3 : rows == 3 ? 2 : rows / 2>(args, layout, tile, row, sums);
+      multiply_rows<kScales, bits, vectors, rows == 4 ? 3 : rows == 3 ? 2 : rows / 2>(args, layout, tile, row, sums);
   }
 }
 
+template <int vectors>
 void multiply_rows(const QuantizedLinearArgs& args, const Layout& layout, const uint8_t* tile, float* sums) {
   const auto is = [&](Layout::Scales scales, int bits) { return layout.scales == scales && layout.bits == bits; };
   const bool zeros = layout.has_zeros();
 #define PDK_FORMAT(given, scales, bits) \
-  if (given) return multiply_rows<Layout::scales, bits>(args, layout, tile, 0, sums);
+  if (given) return multiply_rows<Layout::scales, bits, vectors>(args, layout, tile, 0, sums);
 #define PDK_ONE(scales, bits) PDK_FORMAT(is(Layout::scales, bits), scales, bits)
   PDK_ONE(kHalf, 4)
   PDK_ONE(kHalf, 5)
@@ -279,54 +349,80 @@ void finish(const QuantizedLinearArgs& args, const float* sums, int64_t first, i
   }
 }
 
+// The largest of all lanes, and the sum of all: by halves, as the compiler does not.
+template <class Lanes, class Join>
+PDK_INLINE auto joined(Lanes x, const Join& join) {
+  constexpr int lanes = sizeof(Lanes) / sizeof(x[0]);
+  if constexpr (lanes == 1) {
+    return x[0];
+  } else {
+    typedef decltype(x[0] + 0) Number;
+    typedef Number HalfOf __attribute__((vector_size(sizeof(Lanes) / 2)));
+    struct {
+      HalfOf low, high;
+    } parts = __builtin_bit_cast(decltype(parts), x);
+    return joined(join(parts.low, parts.high), join);
+  }
+}
+
 // A row of x: codes are round(x * (127 / max)), ties to even, of blocks whose largest magnitude is max. A block below
 // 2^-100 is zero; one with an infinity or NaN has the scale NaN.
 template <class T>
 void quantize_row(const T* x, int64_t width, const QuantizedRows& to, int64_t row) {
-  constexpr int size = Layout::kBlock;
+  constexpr int size = Layout::kBlock, vectors = size / kLanes;
+  const auto plus = [](auto a, auto b) { return a + b; };
+  const auto most = [](auto a, auto b) { return a > b ? a : b; };
   QuantizedBlock* block = to.row(row);
   for (int64_t b = 0; b < to.blocks; ++b, block += QuantizedRows::kGroup) {
-    alignas(64) float values[size] = {};
-    to_floats(x + b * size, values, smaller(size, width - b * size));
+    const int64_t begin = b * size;
+    Vec values[vectors];
     Words largest{};
-    for (int i = 0; i < size; i += kLanes) {
-      const Words bits = reinterpret_cast<Words>(load(values + i, Whole{})) & 0x7fffffffu;
-      largest = bits > largest ? bits : largest;
+#pragma GCC unroll 8
+    for (int i = 0; i < vectors; ++i) {
+      const int64_t at = begin + i * kLanes;
+      values[i] = at + kLanes <= width ? load(x + at, Whole{}) : at < width ? load(x + at, Part{width - at}) : Vec{};
+      largest = most(largest, reinterpret_cast<Words>(values[i]) & 0x7fffffffu);
     }
-    uint32_t bits = 0;
-    for (int lane = 0; lane < kLanes; ++lane) bits = largest[lane] > bits ? largest[lane] : bits;
+    const uint32_t bits = joined(largest, most);
     const float max = __builtin_bit_cast(float, bits);
     const bool finite = bits < 0x7f800000u, counted = finite && max >= 0x1p-100f;
     const float inverse = counted ? 127.0f / max : 0.0f;
     constexpr float rounder = 12582912.0f;  // 1.5 * 2^23: rounds to whole numbers, which are then in the low bits
-    alignas(64) int32_t whole[size];
-    for (int i = 0; i < size; i += kLanes) {
-      const Vec shifted = rounded(load(values + i, Whole{}) * inverse) + rounder;
-      *reinterpret_cast<Ints*>(whole + i) = reinterpret_cast<Ints>(shifted) - 0x4b400000;
+    Ints halves[2]{};
+#pragma GCC unroll 8
+    for (int i = 0; i < vectors; ++i) {
+      const Vec shifted = rounded(values[i] * inverse) + rounder;
+      const Ints whole = counted ? reinterpret_cast<Ints>(shifted) - 0x4b400000 : Ints{};
+      halves[i / (vectors / 2)] += whole;
+      *reinterpret_cast<LooseSigned*>(block->codes + i * kLanes) = __builtin_convertvector(whole, LooseSigned);
     }
-    if (!counted) __builtin_memset(whole, 0, sizeof(whole));
-    int32_t first = 0, second = 0;
-    for (int i = 0; i < size; ++i) block->codes[i] = static_cast<int8_t>(whole[i]);
-    for (int i = 0; i < size / 2; ++i) first += whole[i], second += whole[i + size / 2];
+    const int32_t first = joined(halves[0], plus), sum = first + joined(halves[1], plus);
     block->scale = counted ? max / 127.0f : finite ? 0.0f : __builtin_nanf("");
-    block->scaled_sum = static_cast<float>(first + second) * block->scale;
-    block->negative_sum = -(first + second), block->negative_half = -first;
+    block->scaled_sum = static_cast<float>(sum) * block->scale;
+    block->negative_sum = -sum, block->negative_half = -first;
   }
 }
 
 // The tiles [from, to) of all rows, which are quantised; `matrix`: the number of the matrix, of those of each part.
 template <class T>
 void multiply_tiles(const QuantizedLinearArgs& args, int64_t matrix, int64_t from, int64_t to) {
-  auto* sums = reinterpret_cast<float*>(thread_scratch(args.rows * Layout::kTile * sizeof(float)));
+  auto* sums = reinterpret_cast<float*>(thread_scratch(kVectors * args.rows * Layout::kTile * sizeof(float)));
   int64_t first = 0;  // outputs and tiles of the parts before
   int64_t before = 0;
   for (int64_t p = 0; p < args.part_count; ++p) {
     const QuantizedPart& part = args.parts[p];
     const int64_t own = Layout::tiles(part.outputs), bytes = part.layout.tile_bytes(args.width);
     const uint8_t* data = part.data + matrix * own * bytes;
-    for (int64_t t = from > before ? from - before : 0; t < smaller(own, to - before); ++t) {
-      multiply_rows(args, part.layout, data + t * bytes, sums);
-      finish<T>(args, sums, first + t * Layout::kTile, smaller(Layout::kTile, part.outputs - t * Layout::kTile));
+    const int64_t last = smaller(own, to - before);
+    for (int64_t t = from > before ? from - before : 0; t < last;) {
+      const uint8_t* tile = data + t * bytes;
+      const bool several = args.rows > 1 && t + kVectors <= last;  // else every vector would be a stream of its own
+      several ? multiply_rows<kVectors>(args, part.layout, tile, sums)
+              : multiply_rows<1>(args, part.layout, tile, sums);
+      for (int v = 0; v < (several ? kVectors : 1); ++v, ++t) {
+        finish<T>(args, sums + v * args.rows * Layout::kTile, first + t * Layout::kTile,
+                  smaller(Layout::kTile, part.outputs - t * Layout::kTile));
+      }
     }
     first += part.outputs, before += own;
   }
