@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from bench import gpu_report, plots
+from bench import cpu_engines_report, gpu_report, plots
 from bench.gpu_report import table
 from bench.peers_report import PEERS_SUMMARY, peers
 from bench.planned_report import evaluation_planned, planned_round
@@ -23,6 +23,7 @@ from bench.transformers_report import anchored, transformers_speed, transformers
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results/cpu"
 GPU_RESULTS = ROOT / "bench/results"
+CPU_ENGINES = ROOT / "bench/results/cpu_engines.json"
 TRANSFORMERS_TESTS = ROOT / "bench/results/transformers_tests.json"
 
 
@@ -355,6 +356,8 @@ TABLES = {
     "unmask_ threshold": lambda rows: unmask(rows, "threshold"),
     # Regardless of the argument.
     "transformers tests": lambda rows: transformers_tests(TRANSFORMERS_TESTS),
+    "cpu_engines": lambda rows: cpu_engines_report.engines(CPU_ENGINES),
+    "cpu_engines summary": lambda rows: cpu_engines_report.summary(CPU_ENGINES),
     "gpu": lambda rows: gpu_report.pages(GPU_RESULTS),
     "gpu summary": lambda rows: gpu_report.summary(GPU_RESULTS),
     "machine": lambda rows: machine([row for row in rows if row["op"] == "kv_commit_"]),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import bench_grouped_linear, cpu_engines, report
+from bench import bench_grouped_linear, report
 from scripts import methods
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,11 +31,6 @@ def test_python_blocks_run(page: Path, capsys: pytest.CaptureFixture[str]) -> No
             if error.name not in OPTIONAL:
                 raise
             pytest.skip(f"{error.name} is not installed")
-
-
-def test_engines_side_by_side_are_those_that_were_measured() -> None:
-    found = json.loads((ROOT / "bench/results/cpu_engines.json").read_text())
-    assert cpu_engines.markdown(found) in (ROOT / "docs/ops/quantized_linear.md").read_text()
 
 
 def test_products_of_experts_are_those_that_were_measured() -> None:

@@ -267,7 +267,9 @@ def small_transformer(
     """As `random_transformer`, causal, with an adapter on demand."""
     model = random_transformer(seed, 0.4, vocab_size=size, head_dim=head_dim, hidden_size=hidden_size, **sizes)
     if adapter:
-        model.attach_adapter_([(torch.randn(3, 4 * head_dim), torch.randn(hidden_size, 3)) for _ in range(2)], scale=0.5)
+        model.attach_adapter_(
+            [(torch.randn(3, 4 * head_dim), torch.randn(hidden_size, 3)) for _ in range(2)], scale=0.5
+        )
     return model
 
 

@@ -16,8 +16,10 @@ namespace {
 using Layout = QuantizedLayout;
 
 // Rows that are multiplied together, and vectors of outputs: as many sums as there are registers for.
-#ifdef __AVX512DQ__
+#if defined(__AVX512VNNI__)
 constexpr int kRows = 8, kVectors = 2;
+#elif defined(__AVX512DQ__)
+constexpr int kRows = 8, kVectors = 1;
 #else
 constexpr int kRows = 4, kVectors = 1;
 #endif
