@@ -23,6 +23,7 @@ from pdkernels.cli._terminal import (
     DRAFTER_HELP,
     DTYPE_HELP,
     LEGEND,
+    PACKED_HELP,
     Stream,
     assigned_options,
     block_size_of,
@@ -146,6 +147,7 @@ def chat(
     ebnf: Annotated[Path | None, typer.Option(dir_okay=False, help=EBNF_HELP)] = None,
     device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "cpu",
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
+    packed: Annotated[bool | None, typer.Option(help=PACKED_HELP)] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's setting.")] = None,
 ) -> None:
     """Chat with a model. Accepted drafts are in colour; each answer ends with a line of figures."""
@@ -154,7 +156,7 @@ def chat(
         if method is not None:
             decoding.find(method)
         grammar = grammar_of("chat", json_schema, regex, choice, ebnf)
-        language_model: Any = load("chat", model, device, dtype, drafter)
+        language_model: Any = load("chat", model, device, dtype, packed, drafter)
         use_threads(threads, [language_model])
         demand(
             hasattr(language_model.tokenizer, "encode_chat"),

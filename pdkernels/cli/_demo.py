@@ -24,6 +24,7 @@ from pdkernels.cli._terminal import (
     DEVICE_HELP,
     DTYPE_HELP,
     LEGEND,
+    PACKED_HELP,
     PROMPT,
     Stream,
     errors_reported,
@@ -72,6 +73,7 @@ def demo(
     rounds: Annotated[int, typer.Option(min=1, help="Measurements per prompt; the median is shown.")] = 3,
     device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "cpu",
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
+    packed: Annotated[bool | None, typer.Option(help=PACKED_HELP)] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's setting.")] = None,
 ) -> None:
     """Answer questions in every way that gives the same tokens, and show the cost of each.
@@ -80,13 +82,15 @@ def demo(
     """
     console, same = Console(highlight=False), True
     with errors_reported():
-        language_model: Any = load("demo", model, device, dtype)
+        language_model: Any = load("demo", model, device, dtype, packed)
         remedy = "Use generate to continue a text."
         chats = hasattr(language_model.tokenizer, "encode_chat")
         demand(chats, "demo", "--model", "have a chat template", model, remedy)
         one_by_one = decoding.supports(GREEDY, language_model)
         demand(one_by_one, "demo", "--model", "decode token by token", model, "Use chat, or generate --method all.")
         use_threads(threads, [language_model])
+        if isinstance(language_model, torch.nn.Module):
+            console.print(f"{model}: {_weights(language_model)}", style="dim", soft_wrap=True, markup=False)
         competitors = _competitors(model, language_model)
         for text in question or QUESTIONS:
             prompt = language_model.tokenizer.encode_chat([{"role": "user", "content": text}])
@@ -184,6 +188,15 @@ def _theirs(file: Path, end_tokens: tuple[int, ...]) -> Callable[[list[int], int
         return Answer(tokens, len(tokens), seconds)
 
     return answer
+
+
+def _weights(model: torch.nn.Module) -> str:
+    """What the matrices of a model are, and the memory that its weights take."""
+    packed = [part for part in model.modules() if isinstance(part, QuantizedWeight)]
+    tensors = [*model.parameters(), *(data for part in packed for data in part.data)]
+    size = sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values()) / 1e6
+    kinds = sorted({format for part in packed for format in part.formats}) or [str(tensors[0].dtype)[len("torch.") :]]
+    return f"weights in {' and '.join(kinds)}, {size:,.0f} MB"
 
 
 def _table(competitors: dict[str, Competitor], answers: dict[str, Answer], wrong: set[str], rounds: int) -> Table:

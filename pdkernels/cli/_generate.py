@@ -23,6 +23,7 @@ from pdkernels.cli._terminal import (
     DRAFTER_HELP,
     DTYPE_HELP,
     LEGEND,
+    PACKED_HELP,
     PROMPT,
     Stream,
     assigned_options,
@@ -89,6 +90,7 @@ def generate(
     ebnf: Annotated[Path | None, typer.Option(dir_okay=False, help=EBNF_HELP)] = None,
     device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "cpu",
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
+    packed: Annotated[bool | None, typer.Option(help=PACKED_HELP)] = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads; by default one for a tiny model, else torch's default.")
     ] = None,
@@ -117,7 +119,7 @@ def generate(
             demand("all" not in (method or ()), "generate", "--html", "come with one --method", "all")
         for name in set(method or ()) - {"all"}:
             decoding.find(name)
-        language_model = load("generate", model, device, dtype, drafter)
+        language_model = load("generate", model, device, dtype, packed, drafter)
         if method:
             methods = _methods(method, options, named, language_model)
         else:

@@ -13,7 +13,15 @@ from rich.text import Text
 from pdkernels import decoding
 from pdkernels._validation import check as demand
 from pdkernels.cli._suggested import settings
-from pdkernels.cli._terminal import DEVICE_HELP, DTYPE_HELP, assigned_options, errors_reported, load, use_threads
+from pdkernels.cli._terminal import (
+    DEVICE_HELP,
+    DTYPE_HELP,
+    PACKED_HELP,
+    assigned_options,
+    errors_reported,
+    load,
+    use_threads,
+)
 from pdkernels.engine import Engine
 
 KEY = "PDKERNELS_API_KEY"
@@ -45,6 +53,7 @@ def serve(
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds after which an answer ends.")] = 600.0,
     device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "cpu",
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
+    packed: Annotated[bool | None, typer.Option(help=PACKED_HELP)] = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads; by default one for a tiny model, else torch's default.")
     ] = None,
@@ -59,7 +68,7 @@ def serve(
 
         if method is not None:
             decoding.find(method)
-        language_model: Any = load("serve", model, device, dtype)
+        language_model: Any = load("serve", model, device, dtype, packed)
         use_threads(threads, [language_model])
         options = assigned_options("serve", option or [])
         if method is None:

@@ -93,15 +93,20 @@ DEVICE_HELP = "Device of the model: cpu or cuda."
 DRAFTER_HELP = (
     "A drafter: the folder of an EAGLE-3 head for the model, or the name or path of a small model with its vocabulary."
 )
+PACKED_HELP = (
+    "Keep quantised matrices as they are stored, or make numbers of them; by default kept on the CPU where possible."
+)
 BLOCK_SIZE_AUTO = "auto"
 
 
-def load(command: str, model: str, device: str, dtype: str | None, drafter: str | None = None) -> Any:
-    """The model that the command line names, with its drafter."""
+def load(
+    command: str, model: str, device: str, dtype: str | None, packed: bool | None, drafter: str | None = None
+) -> Any:
+    """The model that the command line names, with its drafter. `packed` is for the model alone."""
     asked: dict[str, Any] = {"dtype": named_dtype(command, dtype), "device": device}
     usual = {"dtype": None, "device": "cpu"}
     asked = {name: value for name, value in asked.items() if value != usual[name]}
-    found: Any = models.load(model, **asked)
+    found: Any = models.load(model, **asked, **({} if packed is None else {"packed": packed}))
     if drafter is not None:
         head = is_drafter_folder(drafter)
         made = models.load_drafter(drafter, found) if head else models.load(drafter, **asked)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+import pdkernels as pd
 from pdkernels import cli, decoding, models
 from pdkernels.cli import _chat as command
 from pdkernels.cli import _demo
@@ -164,6 +165,32 @@ def test_every_way_gives_the_same_tokens(tiny: Transformer) -> None:
         assert re.search(rf"^ *jacobi, looked up +30 +{forwards} +{30 / forwards:.2f} .* yes *$", result.stdout, re.M)
     assert len(re.findall(r"^ *autoregressive +30 +30 +1\.00 .* 1\.00x +is greedy *$", result.stdout, re.M)) == 2
     assert max(map(len, result.stdout.splitlines())) <= 100
+
+
+def test_the_demo_says_what_the_weights_are(tiny: Transformer) -> None:
+    result = demo("--question", "x", "--max-new-tokens", "4", "--rounds", "1")
+    assert result.stdout.startswith("tiny: weights in float64, 0 MB\n"), result.output
+    packed = pd.quantize(models.load("tiny-code"), "q8_0", skip="embedding")
+    size = sum(parameter.nbytes for parameter in packed.parameters())
+    size += sum(data.nbytes for part in packed.modules() if isinstance(part, pd.QuantizedWeight) for data in part.data)
+    assert size > 1e6 and _demo._weights(packed) == f"weights in q8_0, {size / 1e6:,.0f} MB"
+
+
+@pytest.mark.parametrize("given, packed", [([], None), (["--packed"], True), (["--no-packed"], False)])
+@pytest.mark.parametrize("name", ["demo", "chat", "generate", "serve"])
+def test_packed_reaches_the_loader(
+    monkeypatch: pytest.MonkeyPatch, name: str, given: list[str], packed: bool | None
+) -> None:
+    asked: list[Any] = []
+
+    def load(model: str, **options: Any) -> Any:
+        asked.append(options.get("packed"))
+        raise ValueError("pdkernels.models.load: enough")
+
+    monkeypatch.setattr(models, "load", load)
+    more = ["--prompt", "x"] if name == "generate" else []
+    result = CliRunner().invoke(cli.app, [name, "--model", "tiny", *more, *given], input="x\n")
+    assert result.exit_code == 2 and asked == [packed], result.output
 
 
 def test_an_adapter_in_the_package_takes_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
