@@ -11,7 +11,7 @@ import argparse
 import json
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +88,10 @@ def k_format(values: Tensor, format: str) -> pd.QuantizedWeight:
     )
 
 
-def differences(prompts: int, weights: str, seed: int = 0) -> Iterator[tuple[str, int, int]]:
-    """For each method of each batch of prompts, its name, how many sequences were compared and how many differ.
+def differences(
+    prompts: int, weights: str, seed: int = 0, methods: Collection[str] = tuple(METHODS)
+) -> Iterator[tuple[str, int, int]]:
+    """For each of `methods` on each batch of prompts, its name, how many sequences were compared and how many differ.
 
     A model serves one batch; `weights` says what its matrices are. Greedy decoding runs one prompt at a time; the others alternate
     between batches and pages.
@@ -105,7 +107,8 @@ def differences(prompts: int, weights: str, seed: int = 0) -> Iterator[tuple[str
         lengths = torch.randint(1, 40, (count,), generator=generator).tolist()
         texts = [torch.randint(VOCABULARY - 1, (length,), generator=generator).tolist() for length in lengths]
         greedy = [generate(model, text, max_new_tokens=NEW, end_tokens=()).tokens for text in texts]
-        for method, variants in METHODS.items():
+        for method in methods:
+            variants = METHODS[method]
             options = variants[at // BATCH % 2] | {"page_size": (None, 7, 16)[at // BATCH % 3]}
             found = generate(model, texts, method, max_new_tokens=NEW, end_tokens=(), **options).tokens
             yield method, count, sum(not torch.equal(a, b) for a, b in zip(found, greedy, strict=True))
@@ -139,17 +142,21 @@ def main() -> None:
     parser.add_argument(
         "--weights", nargs="+", default=[*NUMBERS, *PACKED], choices=[*NUMBERS, *PACKED], metavar="FORMAT"
     )
-    parser.add_argument("--to", type=Path, help="where the counts are written as JSON")
+    parser.add_argument("--to", type=Path, help="a JSON of counts; methods that it has are skipped")
     given = parser.parse_args()
-    compare = differences_on_smollm2 if given.smollm2 else differences
-    found: dict[str, dict[str, dict[str, int]]] = {}
+    compare: Callable[..., Iterator[tuple[str, int, int]]] = differences_on_smollm2 if given.smollm2 else differences
+    known = json.loads(given.to.read_text()) if given.to is not None and given.to.exists() else {}
+    found: dict[str, dict[str, dict[str, int]]] = known.get("weights", {})
     for weights in given.weights:
-        counts = found.setdefault(weights, {})
-        for method, compared, wrong in compare(given.prompts, weights):
+        before = found.setdefault(weights, {})
+        counts: dict[str, dict[str, int]] = {}
+        more = {} if given.smollm2 else {"methods": [method for method in METHODS if method not in before]}
+        for method, compared, wrong in compare(given.prompts, weights, **more):
             own = counts.setdefault(method, {"prompts": 0, "differ": 0})
             own["prompts"] += compared
             own["differ"] += wrong
         for method, own in counts.items():
+            before[method] = own
             print(f"{weights:12} {method:28} {own['prompts']} prompts, {own['differ']} differ from greedy", flush=True)
     if given.to is not None:
         facts = {"machine": processor(), "torch": torch.__version__, "python": platform.python_version()}
