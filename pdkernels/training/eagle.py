@@ -31,7 +31,8 @@ def usual_taps(layers: int) -> tuple[int, int, int]:
 
 @torch.no_grad()
 def new_eagle_head(model: Transformer, vocabulary: Tensor, taps: Sequence[int] | None = None) -> EagleHead:
-    """A head of one layer to train for a target, which begins as a copy of the target's last layer on its last tap.
+    """A head of one layer to train for a target, which begins as a copy of the target's last layer on its last tap. In place of experts
+    it has an MLP, which begins with random numbers.
 
     Args:
         model: the target, with matrices of numbers (``packed=False``).
@@ -52,7 +53,8 @@ def new_eagle_head(model: Transformer, vocabulary: Tensor, taps: Sequence[int] |
     """
     config = model.config
     taps = usual_taps(config.layers) if taps is None else tuple(taps)
-    body = replace(config, layers=1, qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm=False, tied_head=False)
+    plain = dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias", "qk_norm", "whole_qk_norm", "tied_head"), False)
+    body = replace(config, layers=1, experts=None, **plain)
     made = EagleConfig(body, tuple(taps), len(vocabulary), config.hidden_size, own_embedding=False)
     head, last = EagleHead(made), model.layers[-1]
     first: Any = head.layers[0]
@@ -64,7 +66,8 @@ def new_eagle_head(model: Transformer, vocabulary: Tensor, taps: Sequence[int] |
     first.qkv[:, width:] = last.qkv.float()
     first.qkv[:, :width] *= 0.1
     for name in ("output", "gate_up", "down", "mlp_norm"):
-        getattr(first, name).copy_(getattr(last, name))
+        if hasattr(last, name):  # a layer with experts has no MLP
+            getattr(first, name).copy_(getattr(last, name))
     first.hidden_norm.copy_(last.attention_norm)
     head.fc *= 0.05
     head.fc[:, -width:] += torch.eye(width)

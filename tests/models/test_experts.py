@@ -185,6 +185,17 @@ def test_the_whole_step_leaves_experts_to_the_layers(qwen3: Path) -> None:
     assert seen and all(one is None for one in seen)
 
 
+@pytest.mark.parametrize("kind", ["qwen3_moe", "olmoe"])
+def test_a_new_drafter_has_an_mlp_in_place_of_experts(kind: str, tmp_path: Path) -> None:
+    from pdkernels.training import new_eagle_head
+
+    made(kind).save_pretrained(tmp_path)
+    model = models.load(tmp_path, dtype=torch.float32)
+    head = new_eagle_head(model, torch.arange(0, 48, 2), taps=(0, 1, 2))
+    assert head.layers[0].gate_up.shape == (2 * model.config.intermediate_size, 32)
+    assert torch.equal(head.layers[0].output, model.layers[2].output)
+
+
 def test_norms_over_all_heads_without_experts() -> None:
     """Rows one by one and together, on a cache; ranks of tensor parallelism refuse them."""
     from pdkernels.distributed.shards import Shards
