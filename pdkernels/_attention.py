@@ -38,6 +38,7 @@ class AttentionArguments(NamedTuple):
     block_q: int
     block_k: int
     scale: float
+    sinks: Tensor | None = None
 
     @property
     def plan(self) -> PlanArguments:
@@ -84,6 +85,7 @@ class SpeculativeArguments(NamedTuple):
     starts: Tensor | None = None
     cu_seqlens: Tensor | None = None
     max_new: int = 0
+    sinks: Tensor | None = None
     # Of the op that appends alone.
     counts: Tensor | None = None
     source_index: Tensor | None = None
@@ -130,17 +132,17 @@ LAYOUTS = {
     **dict.fromkeys(("q", "k", "v", "k_new", "v_new", "out", "grad_out"), "bthd"),
     **dict.fromkeys(("k_cache", "v_cache"), "bshd"),
     **dict.fromkeys(("lse", "grad_lse"), "bht"),
-    **{"lengths": "b", "block_table": "bp", "starts": "bt"},
+    **{"lengths": "b", "block_table": "bp", "starts": "bt", "sinks": "h"},
 }
 
 
 def takes_head_dim(head_dim: int) -> bool:
     """Whether the kernels support heads of that size.
 
-    >>> [size for size in (8, 16, 20, 96, 256, 264) if takes_head_dim(size)]
-    [16, 96, 256]
+    >>> [size for size in (8, 16, 20, 96, 256, 512, 520) if takes_head_dim(size)]
+    [16, 96, 256, 512]
     """
-    return head_dim % 8 == 0 and 16 <= head_dim <= 256
+    return head_dim % 8 == 0 and 16 <= head_dim <= 512
 
 
 def given_scale(op: str, scale: float | None, q: Tensor) -> float:
@@ -172,7 +174,33 @@ def check_heads(op: str, given: AttentionArguments | SpeculativeArguments, keys:
         fail(op, keys, f"have a number of heads that divides the {heads} of q", kv_heads)
     if not takes_head_dim(head_dim):
         remedy = "Pad all heads with zeros and pass the scale."
-        fail(op, "head_dim", "be a multiple of 8 in [16, 256]", head_dim, remedy)
+        fail(op, "head_dim", "be a multiple of 8 in [16, 512]", head_dim, remedy)
+    if given.sinks is not None:
+        check_sinks(op, given.sinks, given.q, heads)
+
+
+def check_sinks(op: str, sinks: Tensor, q: Tensor, heads: int) -> None:
+    """One number for each query head, in the precision of the softmax."""
+    if tuple(sinks.shape) != (heads,):
+        fail(op, "sinks", f"have shape ({heads},), one for each query head", tuple(sinks.shape))
+    if sinks.dtype != softmax_dtype(q):
+        raise TypeError(message(op, "sinks", f"be {softmax_dtype(q)}", sinks.dtype, "Convert it with .to()."))
+    if sinks.device != q.device:
+        fail(op, "sinks", f"be on {q.device} like q", sinks.device, f"Move it with .to({str(q.device)!r}).")
+
+
+def softmax_dtype(q: Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)
+
+
+def given_sinks(op: str, sinks: Tensor | None, q: Tensor) -> Tensor | None:
+    """`sinks` as the ops take them, in the dtype of the softmax."""
+    if sinks is None:
+        return None
+    check_type(isinstance(sinks, Tensor), op, "sinks", "be a tensor", type(sinks).__name__)
+    if not sinks.is_floating_point():
+        raise TypeError(message(op, "sinks", "be of a floating-point dtype", sinks.dtype))
+    return sinks.to(softmax_dtype(q))
 
 
 def refuse_float64(op: str, q: Tensor) -> None:

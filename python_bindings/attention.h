@@ -20,7 +20,8 @@ struct AttentionInputs {
   Tensor q, k, v;
   PlanInputs plan;
   double scale;
-  auto fields() const { return std::tie(q, k, v, plan, scale); }
+  OptionalTensor sinks;
+  auto fields() const { return std::tie(q, k, v, plan, scale, sinks); }
 };
 
 struct GradientInputs {
@@ -41,8 +42,10 @@ struct SpeculativeInputs {
   double scale;
   OptionalTensor block_table, starts, cu_seqlens;
   int64_t max_new;
+  OptionalTensor sinks;
   auto fields() const {
-    return std::tie(q, k_new, v_new, k_cache, v_cache, lengths, plan, scale, block_table, starts, cu_seqlens, max_new);
+    return std::tie(q, k_new, v_new, k_cache, v_cache, lengths, plan, scale, block_table, starts, cu_seqlens, max_new,
+                    sinks);
   }
 
   bool packed() const { return cu_seqlens.has_value(); }
@@ -109,8 +112,8 @@ inline void unpack_attention(const AttentionInputs& in, const Tensor& out, const
   args.block_q = in.plan.block_q, args.block_k = in.plan.block_k, args.scale = static_cast<float>(in.scale);
   STD_TORCH_CHECK(args.kv_heads > 0 && args.q_heads > 0 && args.q_heads % args.kv_heads == 0,
                   "pdkernels: q heads must be a multiple of kv heads");
-  STD_TORCH_CHECK(args.head_dim % 8 == 0 && args.head_dim >= 16 && args.head_dim <= 256,
-                  "pdkernels: head_dim must be a multiple of 8 in [16, 256]");
+  STD_TORCH_CHECK(args.head_dim % 8 == 0 && args.head_dim >= 16 && args.head_dim <= 512,
+                  "pdkernels: head_dim must be a multiple of 8 in [16, 512]");
   STD_TORCH_CHECK(args.block_q > 0 && args.block_q % 16 == 0 && args.block_k > 0 && args.block_k % 16 == 0,
                   "pdkernels: block_q and block_k must be multiples of 16");
   const auto view = [&](const Tensor& t, int64_t tokens, int64_t heads) {
@@ -122,6 +125,14 @@ inline void unpack_attention(const AttentionInputs& in, const Tensor& out, const
   args.out = view(out, args.q_len, args.q_heads);
   args.lse = row_sums(device, lse, args);
   args.lse_stride = args.q_len;
+  args.sinks = nullptr, args.sinks_stride = 0;
+  if (in.sinks.has_value()) {
+    device.require(*in.sinks);
+    STD_TORCH_CHECK(
+        in.sinks->scalar_type() == ScalarType::Float && in.sinks->dim() == 1 && in.sinks->size(0) == args.q_heads,
+        "pdkernels: sinks must be float32, one for each head");
+    args.sinks = static_cast<const float*>(in.sinks->data_ptr()), args.sinks_stride = in.sinks->stride(0);
+  }
 }
 
 template <class Cache>
@@ -175,8 +186,9 @@ void unpack_speculative(const SpeculativeInputs<Cache>& in, const Tensor& out, c
                         SpeculativeArgs& args) {
   const bool packed = in.packed();
   const SameDevice device(in.q);
-  unpack_attention({as_entry(in.q, packed), as_entry(in.k_new, packed), as_entry(in.v_new, packed), in.plan, in.scale},
-                   as_entry(out, packed), lse, args);
+  unpack_attention(
+      {as_entry(in.q, packed), as_entry(in.k_new, packed), as_entry(in.v_new, packed), in.plan, in.scale, in.sinks},
+      as_entry(out, packed), lse, args);
   if (packed) {
     args.batch = in.cu_seqlens->size(0) - 1, args.q_len = args.kv_len = in.max_new;
     args.row_begins = index_view(device, in.cu_seqlens, 1, args.batch + 1);

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def block_sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None = None
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None = None, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """``(out, lse)`` of ``softmax(scale q k^T + mask) v``; autograd differentiates both.
 
@@ -16,10 +16,12 @@ def block_sparse_attention(
         k, v: ``(batch, kv_len, kv_heads, head_dim)``; query head ``h`` reads KV head ``h // (q_heads // kv_heads)``.
         mask: bool ``(q_len, kv_len)`` or ``(batch, q_len, kv_len)``, True where a query attends to a key.
         scale: None means ``head_dim ** -0.5``.
+        sinks: ``(q_heads,)``: another score of every row of a head, not scaled, whose value is zero; it is in the softmax and in
+            the log-sum-exp. None: no head has one.
 
     Returns:
         ``out`` like q, and the natural log-sum-exp of the visible scores ``(batch, q_heads, q_len)``, in float32 for
-        half precision. Fully masked rows return zeros, a log-sum-exp of -inf and zero gradients.
+        half precision. Without a sink, fully masked rows return zeros, a log-sum-exp of -inf and zero gradients.
 
     Non-finite numbers affect only the rows that see them.
 
@@ -37,11 +39,17 @@ def block_sparse_attention(
         scores = queries.float() @ keys.float().transpose(2, 3) * scale  # beyond the range of float16
     scores = scores.to(torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype)
     scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:  # the last column
+        column = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat(
+            [scores, column.masked_fill(column.isneginf(), -torch.inf)], -1
+        )  # so that no gradient reaches these
     lse = scores.logsumexp(dim=-1)
     weights = (scores - lse.masked_fill(lse.isneginf(), 0).unsqueeze(-1)).exp()
     # The rounding of a large log-sum-exp can exceed log(sum), so weights are divided by their sum instead.
     total, near = weights.sum(-1, keepdim=True), (lse.abs() < 16384).unsqueeze(-1)
     weights = (weights / total.masked_fill(near | (total == 0), 1)).to(q.dtype)
+    weights = weights[..., : k.shape[1]]
     out = weights @ values if finite else _visible_sums(weights, values, hidden)
     return out.transpose(1, 2).contiguous(), lse
 

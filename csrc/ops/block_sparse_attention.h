@@ -69,6 +69,10 @@ struct AttentionArgs {
   Bitmaps bitmaps;
   int64_t batch, q_len, kv_len, q_heads, kv_heads, head_dim, block_q, block_k;
   float scale;
+  const float* sinks;  // of each head, a score without a value that every row sees; or nullptr
+  int64_t sinks_stride;
+
+  float sink(int64_t head) const { return sinks[head * sinks_stride]; }
 };
 
 struct AttentionGradArgs : AttentionArgs {

@@ -85,6 +85,7 @@ def forward(given: AttentionArguments) -> tuple[Tensor, Tensor]:
     section = max(1, min(sequences, SECTION_BYTES // (2 * kv_len * head_dim * q.element_size())))
     forward_kernel[(min(items, processors(q.device)),)](
         describe(q, 64), describe(k, steps.block_n), describe(v, steps.block_n), describe(out, 64), lse,
+        None if given.sinks is None else given.sinks.contiguous(),
         given.plan_rows, given.plan_lists, given.bitmaps, given.plan_rows.stride(0) if given.plan_rows.dim() == 3 else 0,
         tiles, q_len, kv_len, kv_heads, sequences, section, items, given.scale * math.log2(math.e),
         GROUP=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_Q=given.block_q, BLOCK_K=given.block_k,

@@ -28,8 +28,7 @@ from pdkernels.gluon._steps import (
     words_of,
 )
 
-# ln 2
-LN_2 = gl.constexpr(0.6931471805599453)
+LN_2, LOG2_E = gl.constexpr(0.6931471805599453), gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
@@ -145,7 +144,7 @@ def words_of_step(
 
 @gluon.jit
 def consume(
-    o_desc, lse, q_smem, k_smem, v_smem, o_smem, q_ready, k_ready, v_ready, q_free, k_free, v_free,
+    o_desc, lse, sinks, q_smem, k_smem, v_smem, o_smem, q_ready, k_ready, v_ready, q_free, k_free, v_free,
     plan_rows, lists, bitmaps, rows_stride, num_tiles, q_len, kv_len, kv_heads, sequences, section, items, score_scale,
     HALF: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
@@ -178,6 +177,10 @@ def consume(
         mbarrier.wait(q_ready, turn & 1)
         peak = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
         total = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
+        if sinks is not None:  # a score without a value, before all others
+            sink = gl.load(sinks + head) * LOG2_E
+            peak = total + sink
+            total = gl.where(peak == float("-inf"), 0.0, 1.0)
         acc = gl.zeros([64, HEAD_DIM], gl.float32, SUMS)
         # The first step looks at its mask whatever it is.
         s = next_scores(query, k_smem, k_ready, count, BLOCK_N, STAGES)
@@ -226,7 +229,7 @@ _CHANGING = ["rows_stride", "num_tiles", "q_len", "kv_len", "kv_heads", "sequenc
 
 @gluon.jit(do_not_specialize=_CHANGING)
 def forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, lse, plan_rows, lists, bitmaps,
+    q_desc, k_desc, v_desc, o_desc, lse, sinks, plan_rows, lists, bitmaps,
     rows_stride, num_tiles, q_len, kv_len, kv_heads, sequences, section, items, score_scale,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, FOLD_SCALE: gl.constexpr,
@@ -256,7 +259,7 @@ def forward_kernel(
             (
                 consume,
                 (
-                    o_desc, lse, q_smem.index(0), k_smem, v_smem, o_smem.index(0), q_ready.index(0), k_ready, v_ready,
+                    o_desc, lse, sinks, q_smem.index(0), k_smem, v_smem, o_smem.index(0), q_ready.index(0), k_ready, v_ready,
                     q_free.index(0), k_free, v_free, plan_rows, lists, bitmaps, rows_stride, num_tiles, q_len, kv_len,
                     kv_heads, sequences, section, items, score_scale, 0, GROUP, HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_N,
                     STAGES, FOLD_SCALE,
@@ -265,7 +268,7 @@ def forward_kernel(
             (
                 consume,
                 (
-                    o_desc, lse, q_smem.index(1), k_smem, v_smem, o_smem.index(1), q_ready.index(1), k_ready, v_ready,
+                    o_desc, lse, sinks, q_smem.index(1), k_smem, v_smem, o_smem.index(1), q_ready.index(1), k_ready, v_ready,
                     q_free.index(1), k_free, v_free, plan_rows, lists, bitmaps, rows_stride, num_tiles, q_len, kv_len,
                     kv_heads, sequences, section, items, score_scale, 1, GROUP, HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_N,
                     STAGES, FOLD_SCALE,

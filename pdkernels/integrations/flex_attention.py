@@ -116,7 +116,7 @@ def flex_attention(
     """`block_sparse_attention` with the arguments, layouts and results of ``torch.nn.attention.flex_attention.flex_attention``.
 
     Args:
-        query: ``(batch, q_heads, q_len, head_dim)``, float32, float16 or bfloat16; head_dim a multiple of 8 in ``[16, 256]``.
+        query: ``(batch, q_heads, q_len, head_dim)``, float32, float16 or bfloat16; head_dim a multiple of 8 in ``[16, 512]``.
         key, value: ``(batch, kv_heads, kv_len, head_dim)``, or with a batch of 1.
         score_mod: must be None: the kernels only scale and mask scores.
         block_mask: a `BlockMask` with one head, a mask or plan of ours; None: every pair. The plan of a `BlockMask` is made in the first

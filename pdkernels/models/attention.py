@@ -3,7 +3,7 @@
 A forward on a cache calls `speculative_attention_append_`: the prefix is read in place, paged or not, the new K and V are stored
 after it, and the plan of the new tokens does not depend on its length. Any number of rows takes this path, because on the CPU a
 causal row gets the same bits in all forwards. Inputs that the kernels do not support (fp64, head dimensions that are not a
-multiple of 8 in 16 .. 256) and bool masks take another path, meant for tests and small experiments: PyTorch's attention over a
+multiple of 8 in 16 .. 512) and bool masks take another path, meant for tests and small experiments: PyTorch's attention over a
 copy of the prefix and the new tokens, under a dense mask.
 """
 

@@ -2,7 +2,7 @@
 
 A masked-diffusion model revises rows anywhere in a text, and each row attends to the whole text. So K and V are stored first, and
 attention reads only the cache: `speculative_attention` with a plan without new tokens. Inputs that no kernel supports (fp64,
-head dimensions that are not a multiple of 8 in 16 .. 256) use PyTorch's attention under a dense mask.
+head dimensions that are not a multiple of 8 in 16 .. 512) use PyTorch's attention under a dense mask.
 """
 
 from __future__ import annotations

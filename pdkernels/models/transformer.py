@@ -164,7 +164,7 @@ class Transformer(nn.Module):
         mask, `counts` is the number of rows that are stored, 0 for a forward that only reads. The other rows are not padding: they
         are visible where the mask shows them, and their logits are valid. `positions` are offsets from `cache.lengths`, below T,
         or below the capacity if nothing is stored; K and V are always stored in the order of the rows.
-        The cache is read in place, even if it is paged. In fp64, with head dimensions that are not a multiple of 8 in 16 .. 256 and
+        The cache is read in place, even if it is paged. In fp64, with head dimensions that are not a multiple of 8 in 16 .. 512 and
         with a bool `mask`, every layer copies it in every forward: give decoders plans.
 
         `rows`: compute logits only for these of the T rows, `(batch, len(rows), vocab_size)`: row indices for all

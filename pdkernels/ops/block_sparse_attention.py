@@ -20,6 +20,7 @@ from pdkernels._attention import (
     check_input,
     check_plan,
     given_scale,
+    given_sinks,
     refuse_float64,
 )
 from pdkernels._validation import check_flag, check_type, fail, message, refuse_tangents
@@ -33,21 +34,21 @@ from pdkernels.reference import block_sparse_attention as reference
 __all__ = ["block_sparse_attention"]
 
 OP = "block_sparse_attention"
-# The arguments that have a gradient, in the order in which the backward pass returns them.
+# The arguments whose gradients the backward op returns, in its order. That of the sinks follows from its arguments: `_of_sinks`.
 DIFFERENTIABLE = ("q", "k", "v")
 
 
 @overload
 def block_sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, plan: TilePlan, *,
-    scale: float | None = ..., return_lse: Literal[False] = ..., backend: Backend = ...
+    scale: float | None = ..., sinks: Tensor | None = ..., return_lse: Literal[False] = ..., backend: Backend = ...
 ) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def block_sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, plan: TilePlan, *,
-    scale: float | None = ..., return_lse: Literal[True], backend: Backend = ...
+    scale: float | None = ..., sinks: Tensor | None = ..., return_lse: Literal[True], backend: Backend = ...
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -58,6 +59,7 @@ def block_sparse_attention(
     plan: TilePlan,
     *,
     scale: float | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -68,19 +70,21 @@ def block_sparse_attention(
 
     Args:
         q: ``(batch, q_len, q_heads, head_dim)``, float32, float16 or bfloat16 (float64 with ``backend="reference"``); head_dim
-            a multiple of 8 in ``[16, 256]``.
+            a multiple of 8 in ``[16, 512]``.
         k, v: ``(batch, kv_len, kv_heads, head_dim)``, dtype of q; kv_heads divides q_heads, and query head ``h`` reads KV head
             ``h // (q_heads // kv_heads)``. All three may have any strides with a contiguous last dimension.
         plan: of a mask of q_len rows and kv_len columns, on the device of q: ``mask.plan(block_q, block_k, q.device)``. All
             samples and heads share it; a stacked plan (`TilePlan.stack`) has one for each sample.
         scale: of the scores, finite in float32; None means ``head_dim ** -0.5``.
+        sinks: ``(q_heads,)``, any floating-point dtype: one more score for each row of a head, not scaled and without a value, so that
+            the weights of the values sum to less than 1, as in gpt-oss. -inf means none. None: no head has one. Differentiable.
         return_lse: also return the log-sum-exp of each row's scores.
         backend: see `pdkernels.show_config`.
 
     Returns:
         ``out``, shape and dtype of q, contiguous. With `return_lse` ``(out, lse)``: the natural log-sum-exp of the visible scores,
-        ``(batch, q_heads, q_len)`` float32, differentiable too. Rows that see nothing are zero, with a log-sum-exp of -inf; they
-        receive and pass on zero gradients.
+        ``(batch, q_heads, q_len)`` float32, differentiable too; a sink is one of them. Rows that see nothing are zero, with a
+        log-sum-exp of -inf, or that of their sink; they receive and pass on zero gradients.
 
     Raises:
         ValueError: shapes or strides that do not fit, a plan for other lengths, another batch or another device.
@@ -118,7 +122,7 @@ def block_sparse_attention(
             "Build the mask for these lengths; pack(..., length=n) pads one.",
         )
     check_flag(OP, "return_lse", return_lse)
-    given = AttentionArguments(q, k, v, *plan.arguments, given_scale(OP, scale, q))
+    given = AttentionArguments(q, k, v, *plan.arguments, given_scale(OP, scale, q), given_sinks(OP, sinks, q))
     out, lse = call(attention_op, given, q, backend)
     return (out, lse) if return_lse else out
 
@@ -168,7 +172,7 @@ def _fake_backward(given: GradientArguments) -> tuple[Tensor, Tensor, Tensor]:
 
 def _reference(given: AttentionArguments) -> tuple[Tensor, Tensor]:
     mask = dense_plan(given.plan, given.q.shape[1], given.k.shape[1])
-    results: tuple[Tensor, Tensor] = reference.block_sparse_attention(given.q, given.k, given.v, mask, given.scale)
+    results: tuple[Tensor, Tensor] = reference.block_sparse_attention(*given[:3], mask, given.scale, given.sinks)
     return results
 
 
@@ -203,7 +207,7 @@ def _triton_backward(given: GradientArguments) -> tuple[Tensor, Tensor, Tensor]:
 def _example(draw: Draw) -> dict[str, Any]:
     mask = masks.noise_aware_causal(40, 8, 5)
     q, k, v = (draw.floats(2, mask.q_len, heads, 32) for heads in (4, 2, 2))
-    return {"q": q, "k": k, "v": v, "plan": mask.plan(32, 32)}
+    return {"q": q, "k": k, "v": v, "plan": mask.plan(32, 32), "sinks": draw.floats(4)}
 
 
 def _example_backward(draw: Draw) -> dict[str, Any]:
@@ -234,6 +238,17 @@ backward_op = define(
 TENSORS = OPS[OP].tensors
 OTHERS = tuple(i for i in range(len(AttentionArguments._fields)) if i not in TENSORS)
 DIFFERENTIATED = tuple(AttentionArguments._fields.index(name) for name in DIFFERENTIABLE)
+SINKS = AttentionArguments._fields.index("sinks")
+
+
+def _of_sinks(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The gradient of the sinks. Their value is 0, so that the gradient of such a score is its weight times minus rowsum(dO * O)."""
+    missing = (grad_out.float() * out.float()).sum(-1).transpose(1, 2)
+    if grad_lse is not None:
+        missing = missing - grad_lse
+    # Rows without any score have a log-sum-exp of -inf, and a sink of -inf has no weight.
+    weights = torch.where(sinks[:, None].isneginf(), 0, (sinks[:, None] - lse).exp())
+    return -torch.where(weights == 0, 0, weights * missing).sum((0, 2))
 
 
 # What `torch.library.register_autograd` would generate, written out: before calling `setup_context` it walks the schema once
@@ -266,6 +281,8 @@ class _Attention(torch.autograd.Function):
         found: list[Tensor | None] = [None] * len(arguments)
         for i, gradient in zip(DIFFERENTIATED, backward_op(grad_out, grad_lse, out, lse, *arguments)):
             found[i] = gradient if needed[i] else None
+        if needed[SINKS]:
+            found[SINKS] = _of_sinks(grad_out, grad_lse, out, lse, arguments[SINKS])
         return tuple(found)
 
 
@@ -273,9 +290,9 @@ def _autograd(*arguments: Any) -> tuple[Tensor, Tensor]:
     refuse_tangents(OP, arguments)
     if torch.is_grad_enabled():
         given: tuple[Any, ...] = AttentionArguments(*arguments)  # with those that are left out, which do not arrive
-        if any([given[i] is not None and given[i].requires_grad for i in DIFFERENTIATED]):
+        if any([given[i] is not None and given[i].requires_grad for i in (*DIFFERENTIATED, SINKS)]):
             if torch._C._are_functorch_transforms_active():
-                refuse_transforms(OP, "q, k and v")
+                refuse_transforms(OP, "q, k, v and sinks")
             refuse_inference(OP, given)
             results: tuple[Tensor, Tensor] = _Attention.apply(*given)  # type: ignore[no-untyped-call]
             return results

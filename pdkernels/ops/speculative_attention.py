@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pdkernels import masks
-from pdkernels._attention import APPEND_ONLY, SpeculativeArguments, given_scale
+from pdkernels._attention import APPEND_ONLY, SpeculativeArguments, given_scale, given_sinks
 from pdkernels._validation import check_flag, message, refuse_tangents
 from pdkernels.backends import Backend
 from pdkernels.masks import TilePlan
@@ -42,7 +42,7 @@ __all__ = ["speculative_attention", "speculative_attention_append_"]
 def speculative_attention(
     q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, plan: TilePlan, *,
     starts: Tensor | None = ..., window: int | None = ..., cu_seqlens: Tensor | None = ..., block_table: Tensor | None = ...,
-    scale: float | None = ..., return_lse: Literal[False] = ..., backend: Backend = ...
+    scale: float | None = ..., sinks: Tensor | None = ..., return_lse: Literal[False] = ..., backend: Backend = ...
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def speculative_attention(
 def speculative_attention(
     q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, plan: TilePlan, *,
     starts: Tensor | None = ..., window: int | None = ..., cu_seqlens: Tensor | None = ..., block_table: Tensor | None = ...,
-    scale: float | None = ..., return_lse: Literal[True], backend: Backend = ...
+    scale: float | None = ..., sinks: Tensor | None = ..., return_lse: Literal[True], backend: Backend = ...
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -68,6 +68,7 @@ def speculative_attention(
     cu_seqlens: Tensor | None = None,
     block_table: Tensor | None = None,
     scale: float | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -86,7 +87,7 @@ def speculative_attention(
 
     Args:
         q: ``(batch, new, q_heads, head_dim)``, float32, float16 or bfloat16 (float64 with ``backend="reference"``); head_dim a
-            multiple of 8 in ``[16, 256]``.
+            multiple of 8 in ``[16, 512]``.
         k_new, v_new: ``(batch, new, kv_heads, head_dim)``, K and V of the new tokens, dtype of q; kv_heads divides q_heads, and
             query head ``h`` reads KV head ``h // (q_heads // kv_heads)``.
         k_cache, v_cache: ``(batch, slots, kv_heads, head_dim)``, one layer of a cache, dtype of q. With `block_table`:
@@ -105,13 +106,14 @@ def speculative_attention(
         block_table: ``(batch, pages_per_sequence)`` int32 or int64; position ``p`` is slot ``p % page_size`` of page
             ``block_table[b, p // page_size]``. None: the cache is contiguous.
         scale: of the scores, finite in float32; None means ``head_dim ** -0.5``.
+        sinks: ``(q_heads,)``: one more score for each row of a head, as in `block_sparse_attention`.
         return_lse: also return the log-sum-exp of each row's scores.
         backend: see `pdkernels.show_config`.
 
     Returns:
         ``out``, shape and dtype of q, contiguous. With `return_lse` ``(out, lse)``: the natural log-sum-exp of the visible scores,
         ``(batch, q_heads, new)`` float32, or ``(q_heads, rows)`` with `cu_seqlens`. Rows that see nothing (only with an empty
-        prefix or a start past it) are zero, with a log-sum-exp of -inf.
+        prefix or a start past it) are zero, with a log-sum-exp of -inf, or that of their sink.
 
     Raises:
         ValueError: shapes or strides that do not fit, a plan for another number of tokens, another batch or another device. On
@@ -145,7 +147,7 @@ def speculative_attention(
         starts = first_positions(OP, q, lengths, starts, window, cu_seqlens)
     given = SpeculativeArguments(
         q, k_new, v_new, k_cache, v_cache, lengths, *plan.arguments, given_scale(OP, scale, q),
-        block_table, starts, cu_seqlens, 0 if cu_seqlens is None else plan.q_len,
+        block_table, starts, cu_seqlens, 0 if cu_seqlens is None else plan.q_len, given_sinks(OP, sinks, q),
     )  # fmt: skip
     out, lse = call(attention_op, given[: -len(APPEND_ONLY)], q, backend)
     return (out, lse) if return_lse else out
@@ -155,7 +157,8 @@ def speculative_attention(
 def speculative_attention_append_(
     q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, plan: TilePlan, *,
     counts: Tensor | None = ..., source_index: Tensor | None = ..., starts: Tensor | None = ..., window: int | None = ...,
-    cu_seqlens: Tensor | None = ..., block_table: Tensor | None = ..., scale: float | None = ..., return_lse: Literal[False] = ..., backend: Backend = ...
+    cu_seqlens: Tensor | None = ..., block_table: Tensor | None = ..., scale: float | None = ..., sinks: Tensor | None = ...,
+    return_lse: Literal[False] = ..., backend: Backend = ...
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -163,7 +166,8 @@ def speculative_attention_append_(
 def speculative_attention_append_(
     q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, plan: TilePlan, *,
     counts: Tensor | None = ..., source_index: Tensor | None = ..., starts: Tensor | None = ..., window: int | None = ...,
-    cu_seqlens: Tensor | None = ..., block_table: Tensor | None = ..., scale: float | None = ..., return_lse: Literal[True], backend: Backend = ...
+    cu_seqlens: Tensor | None = ..., block_table: Tensor | None = ..., scale: float | None = ..., sinks: Tensor | None = ...,
+    return_lse: Literal[True], backend: Backend = ...
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -183,6 +187,7 @@ def speculative_attention_append_(
     cu_seqlens: Tensor | None = None,
     block_table: Tensor | None = None,
     scale: float | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -193,7 +198,7 @@ def speculative_attention_append_(
     quadratic draft, the kept ones are a prefix of them and the commit moves nothing. The result does not depend on what is stored.
 
     Args:
-        q, k_new, v_new, plan, starts, window, cu_seqlens, block_table, scale, return_lse, backend: as in `speculative_attention`.
+        q, k_new, v_new, plan, starts, window, cu_seqlens, block_table, scale, sinks, return_lse, backend: as in `speculative_attention`.
         k_cache, v_cache: as there; written. They share no memory with `q`, `k_new` and `v_new`, and no slot past the prefix of
             one sequence is a slot of another.
         lengths: as there. The rows must fit after them.
@@ -228,7 +233,7 @@ def speculative_attention_append_(
         starts = first_positions(APPEND, q, lengths, starts, window, cu_seqlens)
     given = SpeculativeArguments(
         q, k_new, v_new, k_cache, v_cache, lengths, *plan.arguments, given_scale(APPEND, scale, q),
-        block_table, starts, cu_seqlens, 0 if cu_seqlens is None else plan.q_len, counts=counts, source_index=source_index,
+        block_table, starts, cu_seqlens, 0 if cu_seqlens is None else plan.q_len, given_sinks(APPEND, sinks, q), counts=counts, source_index=source_index,
     )  # fmt: skip
     out, lse = call(append_op, given, q, backend)
     return (out, lse) if return_lse else out
@@ -250,7 +255,7 @@ def _example(draw: Draw) -> dict[str, Any]:
     q, k_new, v_new = (draw.floats(2, mask.q_len, heads, 32) for heads in (4, 2, 2))
     k, v, lengths = draw.floats(2, 64, 2, 32), draw.floats(2, 64, 2, 32), draw.ints(0, 64 - mask.q_len, 2)
     caches = {"k_cache": k, "v_cache": v, "lengths": lengths}
-    return {"q": q, "k_new": k_new, "v_new": v_new, **caches, "plan": mask.plan(16, 16)}
+    return {"q": q, "k_new": k_new, "v_new": v_new, **caches, "plan": mask.plan(16, 16), "sinks": draw.floats(4)}
 
 
 def _define(op: str, **schema: Sequence[str]) -> torch._ops.OpOverload:

@@ -189,6 +189,18 @@ def visible(bitmaps, bitmap, row, column, left, BLOCK_Q: tl.constexpr, BLOCK_K: 
 
 
 @triton.jit
+def first_maximum(sinks, there, ROWS: tl.constexpr, BASE_2: tl.constexpr):
+    """The maximum and the sum of each row before its first key: those of its sink. `sinks`: an address, or one for each row; None: no
+    row has any, nor if it is not `there`."""
+    m_i = tl.full((ROWS,), float("-inf"), tl.float32)
+    if sinks is not None:
+        m_i = tl.maximum(m_i, tl.load(sinks, mask=there, other=float("-inf")), propagate_nan=tl.PropagateNan.ALL)
+        if BASE_2:
+            m_i *= LOG2_E
+    return m_i, tl.where(m_i == float("-inf"), 0.0, 1.0)
+
+
+@triton.jit
 def online_softmax(query, key, mask, m_i, l_i, score_scale, D1: tl.constexpr, BASE_2: tl.constexpr,
           FOLD_SCALE: tl.constexpr):  # fmt: skip
     """``(p, alpha, m_i, l_i)``: the weights of a step, the factor of what was added up before it, and the running maximum and sum of

@@ -70,7 +70,7 @@ BLOCKS_ENOUGH = 512
 
 @triton.jit(do_not_specialize=_CHANGING)
 def _forward_kernel(
-    q, k, v, out, lse, plan_rows, lists, bitmaps,
+    q, k, v, sinks, out, lse, plan_rows, lists, bitmaps,
     q_stride_b, q_stride, q_stride_h, k_stride_b, k_stride, k_stride_h, v_stride_b, v_stride, v_stride_h,
     rows_stride, num_tiles, q_len, kv_len, kv_heads, score_scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
@@ -90,8 +90,7 @@ def _forward_kernel(
     q += batch * q_stride_b + head * q_stride_h + start * q_stride
     query = blocks.load(q, q_stride, left, BLOCK_M, HEAD_DIM, D0, D1, True)
     acc = blocks.zeros(BLOCK_M, D0, D1)
-    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    m_i, l_i = blocks.first_maximum(None if sinks is None else sinks + head, True, BLOCK_M, BASE_2)
     pair = begin
     steps, at, range_end = blocks.first_range(lists, begin, middle, BLOCK_K // BLOCK_N)
     for _ in range(0, steps):
@@ -314,7 +313,7 @@ def forward(given: AttentionArguments) -> tuple[Tensor, Tensor]:
     programs = batch * heads * q_tiles * (given.block_q // blocking.block_m)
     if programs:
         _forward_kernel[(programs,)](
-            q, k, v, out, lse, of_q, given.plan_lists, given.bitmaps,
+            q, k, v, None if given.sinks is None else given.sinks.contiguous(), out, lse, of_q, given.plan_lists, given.bitmaps,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], _stride(of_q), q_tiles,
             *_sizes(given), **_constants(given, blocking), FOLD_SCALE=given.scale > 0,
         )  # fmt: skip

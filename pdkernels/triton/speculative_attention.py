@@ -43,17 +43,39 @@ _TABLE: dict[tuple[str, str], dict[int, Blocking]] = {
         128: Blocking(128, 64, 32, 8, 4),
         192: Blocking(128, 64, 32, 8, 2),
         256: Blocking(64, 64, 32, 8, 2),
+        512: Blocking(64, 32, 16, 8, 2),
     },
-    ("many", "sm_100"): {128: Blocking(128, 128, 32, 8, 2), 256: Blocking(64, 64, 32, 8, 2)},
+    ("many", "sm_100"): {
+        128: Blocking(128, 128, 32, 8, 2),
+        256: Blocking(64, 64, 32, 8, 2),
+        512: Blocking(64, 32, 16, 8, 2),
+    },
     ("many", "sm_80"): {
         64: Blocking(128, 64, 32, 8, 3),
         128: Blocking(64, 64, 32, 8, 2),
         256: Blocking(64, 32, 32, 8, 2),
+        512: Blocking(32, 16, 16, 8, 2),
     },
-    ("many", "fp32"): {64: Blocking(32, 32, 32, 8, 2), 256: Blocking(16, 32, 32, 8, 2)},
-    ("few", "sm_90"): {128: Blocking(FEW_ROWS, 64, 32, 4, 4), 256: Blocking(FEW_ROWS, 32, 32, 4, 3)},
-    ("few", "sm_100"): {128: Blocking(FEW_ROWS, 64, 32, 4, 4), 256: Blocking(FEW_ROWS, 32, 32, 4, 3)},
-    ("few", "sm_80"): {128: Blocking(FEW_ROWS, 64, 32, 4, 3), 256: Blocking(FEW_ROWS, 32, 32, 4, 3)},
+    ("many", "fp32"): {
+        64: Blocking(32, 32, 32, 8, 2),
+        256: Blocking(16, 32, 32, 8, 2),
+        512: Blocking(16, 16, 16, 8, 2),
+    },
+    ("few", "sm_90"): {
+        128: Blocking(FEW_ROWS, 64, 32, 4, 4),
+        256: Blocking(FEW_ROWS, 32, 32, 4, 3),
+        512: Blocking(FEW_ROWS, 32, 32, 8, 2),
+    },
+    ("few", "sm_100"): {
+        128: Blocking(FEW_ROWS, 64, 32, 4, 4),
+        256: Blocking(FEW_ROWS, 32, 32, 4, 3),
+        512: Blocking(FEW_ROWS, 32, 32, 8, 2),
+    },
+    ("few", "sm_80"): {
+        128: Blocking(FEW_ROWS, 64, 32, 4, 3),
+        256: Blocking(FEW_ROWS, 32, 32, 4, 3),
+        512: Blocking(FEW_ROWS, 16, 16, 8, 2),
+    },
 }
 
 # Keys in the shortest split; lengths of splits are multiples of it.
@@ -157,7 +179,7 @@ def _tail_step(
 )  # fmt: skip
 def _split_kernel(
     q, k_new, v_new, k_cache, v_cache, lengths, table, plan_rows, lists, bitmaps, out, lse,
-    counts, sources, starts, floors, begins,
+    counts, sources, starts, floors, begins, sinks,
     q_stride_b, q_stride, q_stride_h, kn_stride_b, kn_stride, kn_stride_h, vn_stride_b, vn_stride, vn_stride_h,
     kc_stride_b, kc_stride, kc_stride_h, vc_stride_b, vc_stride, vc_stride_h, table_stride, rows_stride,
     source_stride_b, source_stride, starts_stride_b, starts_stride,
@@ -200,8 +222,9 @@ def _split_kernel(
     q_rows = q + (entry * q_stride_b + token.to(tl.int64) * q_stride + head * q_stride_h)
     query = blocks.load(q_rows[:, None], 0, rows_left, BLOCK_M, HEAD_DIM, D0, D1, True)
     acc = blocks.zeros(BLOCK_M, D0, D1)
-    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    # A sink counts once: in the first split, which is always in use.
+    there = (rows >= 0) & (split == 0)
+    m_i, l_i = blocks.first_maximum(None if sinks is None else sinks + head, there, BLOCK_M, BASE_2)
 
     k_cache += kv_head * kc_stride_h
     v_cache += kv_head * vc_stride_h
@@ -377,6 +400,7 @@ def forward(given: SpeculativeArguments, *, append: bool = False) -> tuple[Tenso
     _split_kernel[(splits * batch * kv_heads * row_tiles,)](
         q, k_new, v_new, k_cache, v_cache, lengths, block_table, given.plan_rows, given.plan_lists, given.bitmaps,
         parts, part_lse, counts, given.source_index, starts, floors, cu_seqlens,
+        None if given.sinks is None else given.sinks.contiguous(),
         *(stride for x in (q, k_new, v_new, k_cache, v_cache) for stride in x.stride()[:3]),
         0 if block_table is None else block_table.stride(0), given.plan_rows.stride(0) if given.plan_rows.dim() == 3 else 0,
         *((0, 0) if given.source_index is None else given.source_index.stride()), *starts_strides,

@@ -77,13 +77,17 @@ def random_call(seed: int, largest: int = 300) -> Call:
 
     q, k, v = randn(q_len, kv_heads * group), randn(kv_len, kv_heads), randn(kv_len, kv_heads)
     scale = chosen.choice((head_dim**-0.5, head_dim**-0.5, -0.3, 0.01, 2.0))
-    given = AttentionArguments(q, k, v, *plan_of(masks, block_q, block_k), block_q, block_k, scale)
+    sinks = torch.randn(kv_heads * group, generator=generator) * 3 if chosen.random() < 0.5 else None
+    if sinks is not None:
+        sinks[0] = float("-inf")
+    given = AttentionArguments(q, k, v, *plan_of(masks, block_q, block_k), block_q, block_k, scale, sinks)
     return Call(given, torch.stack(masks).expand(batch, q_len, kv_len))
 
 
 def check(call: Call, results: tuple[Tensor, Tensor]) -> None:
-    q, k, v = call.given.q, call.given.k, call.given.v
-    exact, same = (reference(q.to(t), k.to(t), v.to(t), call.mask, call.given.scale) for t in (torch.float64, q.dtype))
+    q, k, v = call.given[:3]
+    rest = call.mask, call.given.scale, call.given.sinks
+    exact, same = (reference(q.to(t), k.to(t), v.to(t), *rest) for t in (torch.float64, q.dtype))
     for name, *tensors in zip(("out", "lse"), results, exact, same):
         assert_within_budget(*tensors, name=name)
 
@@ -227,6 +231,7 @@ WRONG_VALUES = {
     "sums are not scaled": Edit(
         STEPS, "    shrink = gl.exp2(peak - origin)\n", "    shrink = gl.exp2(origin - origin)\n"
     ),
+    "the sink of another head": Edit(FORWARD, "gl.load(sinks + head)", "gl.load(sinks + head // 2)"),
     "ranges are one": Edit(FORWARD, "                    pair += 1\n", ""),
     "the same tile in every turn": Edit(FORWARD, "item = turn * programs + gl.where", "item = gl.where"),
 }

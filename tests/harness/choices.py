@@ -14,7 +14,7 @@ DTYPES = ("float16", "bfloat16", "float32")
 INDEX = ("int32", "int64")
 ABSENT = None
 # Two widths of a head where its dimension is no power of two; each row of the tables of blockings.
-HEAD_DIMS = (16, 40, 64, 96, 128, 192, 256)
+HEAD_DIMS = (16, 40, 64, 96, 128, 192, 256, 320, 512)
 LAYOUTS = ("contiguous", "shifted", "far")
 """`shifted`: addresses that are multiples of an element only. `far`: strides of dimensions of size 1 beyond 32 bits."""
 

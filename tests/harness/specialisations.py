@@ -54,6 +54,7 @@ _ATTENTION: Choices = {
     "plan": ((16, 16), (48, 96), (128, 128)),
     "stacked": (False, True),
     "scale": (ABSENT, -0.5),
+    "sinks": (ABSENT, "float32"),
 }
 _SPECULATIVE: Choices = {
     **_ATTENTION,
@@ -215,7 +216,8 @@ def _call_block_sparse(function: Callable[..., Any], given: dict[str, Any]) -> N
         zeros(given["layout"], given["batch"], rows, count, given["head_dim"], dtype=given["dtype"]).requires_grad_()
         for rows, count in ((q_len, heads), (kv_len, kv_heads), (kv_len, kv_heads))
     )
-    out, lse = function(q, k, v, _plan(given, q_len, kv_len), scale=given["scale"], return_lse=True)
+    sinks = torch.zeros(heads, requires_grad=True) if given["sinks"] else None
+    out, lse = function(q, k, v, _plan(given, q_len, kv_len), scale=given["scale"], sinks=sinks, return_lse=True)
     results = (out, lse) if given["grad_lse"] else (out,)
     torch.autograd.grad(results, (q, k, v), [torch.zeros_like(x) for x in results])
 
@@ -225,6 +227,7 @@ def _call_speculative(function: Callable[..., Any], given: dict[str, Any]) -> No
     heads, kv_heads = given["heads"]
     number = lambda shape, dtype: torch.zeros(shape, dtype=getattr(torch, dtype))  # noqa: E731
     options: dict[str, Any] = {"scale": given["scale"], "window": given["window"]}
+    options["sinks"] = number(heads, given["sinks"]) if given["sinks"] else None
     whole: tuple[int, ...] = (batch, new)
     if given["cu_seqlens"] is not None:
         whole, options["cu_seqlens"] = (batch * new,), number(batch + 1, given["cu_seqlens"][1])
@@ -323,7 +326,7 @@ def extremes(name: str) -> Iterator[dict[str, Any]]:
     plainest = {key: values[0] for key, values in CHOICES[name].items()}
     fullest = {key: values[-1] for key, values in CHOICES[name].items()} | {"layout": "contiguous"}
     if "head_dim" in plainest:
-        for dtype, dim in itertools.product(("bfloat16", "float32"), (48, 64, 96, 128, 192, 256)):
+        for dtype, dim in itertools.product(("bfloat16", "float32"), (48, 64, 96, 128, 192, 256, 512)):
             sizes = {"dtype": dtype, "head_dim": dim, "heads": (28, 4), "plan": (128, 128), "scale": None}
             if name == "block_sparse_attention":
                 yield fullest | sizes

@@ -16,13 +16,18 @@ void forward(const AttentionArgs& args) {
   });
 }
 
+template <class T, class Tiles, class Wide>
+void forward(const AttentionArgs& args) {
+  return args.head_dim <= kUsualHead ? forward<T, Tiles>(args) : forward<T, Wide>(args);
+}
+
 }  // namespace
 
 void block_sparse_attention(const AttentionArgs& args) {
   switch (args.element) {
-    case Element::kFloat: return forward<float, VectorTiles>(args);
-    case Element::kHalf: return forward<Half, VectorTiles>(args);
-    case Element::kBfloat16: return forward<Bfloat16, Bfloat16Tiles>(args);
+    case Element::kFloat: return forward<float, VectorTiles, WideTiles>(args);
+    case Element::kHalf: return forward<Half, VectorTiles, WideTiles>(args);
+    case Element::kBfloat16: return forward<Bfloat16, Bfloat16Tiles, WideBfloat16Tiles>(args);
   }
 }
 

@@ -31,7 +31,7 @@ PDK_INLINE bool is_large(float lse) {
 // token.
 struct LaneStatistics {
   Vec lse[2], delta[2];
-  Vec weights[2], gradients[2];  // per lane, summed over all tokens: w and g
+  Vec weights[2], gradients[2];  // per lane, summed over all tokens and the sink: w and g
   bool large;                    // the log-sum-exp of any lane is
   PDK_INLINE Vec lse_of(int, int v) const { return lse[v]; }
   PDK_INLINE Vec delta_of(int, int v) const { return delta[v]; }
@@ -187,8 +187,17 @@ void start_queries(const AttentionGradArgs& args, int64_t batch, int64_t head, i
       lse = usable(args.lse[row]);
       panel.statistics.large |= is_large(lse);
     }
-    panel.statistics.lse[lane / kLanes][lane % kLanes] = lse;
-    panel.statistics.delta[lane / kLanes][lane % kLanes] = delta;
+    const int v = lane / kLanes, i = lane % kLanes;
+    if (args.sinks != nullptr && lane < panel.lanes.count) {
+      // What the weights miss from 1, and what it adds to g: its value is 0.
+      int32_t in_group, in_tile;
+      panel.lanes.locate(lane, in_group, in_tile);
+      const float weight = __builtin_expf(args.sink(head + in_group) - lse);
+      panel.statistics.weights[v][i] = weight;
+      panel.statistics.gradients[v][i] = -weight * delta;
+    }
+    panel.statistics.lse[v][i] = lse;
+    panel.statistics.delta[v][i] = delta;
   }
 }
 
@@ -379,13 +388,18 @@ void backward(const AttentionGradArgs& args) {
                    });
 }
 
+template <class T, class Tiles, class Wide>
+void backward(const AttentionGradArgs& args) {
+  return args.head_dim <= kUsualHead ? backward<T, Tiles>(args) : backward<T, Wide>(args);
+}
+
 }  // namespace
 
 void block_sparse_attention_backward(const AttentionGradArgs& args) {
   switch (args.element) {
-    case Element::kFloat: return backward<float, VectorTiles>(args);
-    case Element::kHalf: return backward<Half, VectorTiles>(args);
-    case Element::kBfloat16: return backward<Bfloat16, Bfloat16Tiles>(args);
+    case Element::kFloat: return backward<float, VectorTiles, WideTiles>(args);
+    case Element::kHalf: return backward<Half, VectorTiles, WideTiles>(args);
+    case Element::kBfloat16: return backward<Bfloat16, Bfloat16Tiles, WideBfloat16Tiles>(args);
   }
 }
 

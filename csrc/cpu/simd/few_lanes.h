@@ -17,7 +17,7 @@ constexpr int64_t kFewLanes = kLanes / 2;
 constexpr int64_t kSpan = 32;
 
 // From lane to lane in sums that have head elements side by side.
-constexpr int64_t kSumStride = 256;
+constexpr int64_t kSumStride = 512;
 
 // Vectors side by side, so that their independent sums hide the latency of an addition and fit into registers.
 template <int kLive>

@@ -120,6 +120,13 @@ void start(const AttentionArgs& args, int64_t batch, int64_t head, int64_t token
     panel.m_i[v] = splat(-kInfinity);
     panel.l_i[v] = Vec{};
   }
+  for (int lane = 0; args.sinks != nullptr && lane < panel.lanes.count; ++lane) {
+    int32_t in_group, in_tile;
+    panel.lanes.locate(lane, in_group, in_tile);
+    const float sink = args.sink(head + in_group);
+    panel.m_i[lane / kLanes][lane % kLanes] = sink;
+    panel.l_i[lane / kLanes][lane % kLanes] = sink == -kInfinity ? 0 : 1;
+  }
   const LanePointers<const T, Tiles::kPanel> rows(args.q, batch, token, head, panel.lanes);
   Tiles::pack_panel(rows.at, args.head_dim, panel.queries);
   __builtin_memset(panel.sums, 0, Tiles::sums_size(args.head_dim) * sizeof(float));

@@ -132,7 +132,7 @@ void merge_splits(const SpeculativeArgs& args, int64_t splits) {
   parallel_for(0, rows, 16, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const int64_t batch = row / (args.q_heads * tokens), head = row / tokens % args.q_heads, token = row % tokens;
-      float m_i = -kInfinity, l_i = 0, sums[256] = {};
+      float m_i = -kInfinity, l_i = 0, sums[512] = {};
       for (int64_t s = 0; s < splits; ++s) {
         const float lse = args.parts_lse[s * rows + row];
         m_i = lse > m_i ? lse : m_i;
@@ -195,7 +195,8 @@ void attend_splits(const SpeculativeArgs& args) {
   for_items<Tiles>(heads * args.of_q.num_tiles * splits, bytes, [&](int64_t item, char* base) {
     const int64_t batch = item % heads / args.kv_heads, kv_head = item % args.kv_heads;
     const int64_t tile = item / heads % args.of_q.num_tiles, s = item / heads / args.of_q.num_tiles;
-    const SpeculativeArgs own = of_sequence<T>(args, batch);
+    SpeculativeArgs own = of_sequence<T>(args, batch);
+    if (s > 0) own.sinks = nullptr;  // it counts once
     const int64_t entry = args.packed() ? 0 : batch;
     if (s == 0) append_rows<T>(own, batch, entry, kv_head, tile);
     if (tile * args.block_q >= own.q_len) return;
@@ -224,6 +225,9 @@ void attend_splits(const SpeculativeArgs& args) {
 template <class T>
 void attend_narrow_or_wide(const SpeculativeArgs& args) {
   const int64_t lanes = smaller(args.block_q, args.q_len) * (args.q_heads / args.kv_heads);
+  if (args.head_dim > kUsualHead) {
+    return lanes <= kLanes ? attend_splits<T, VectorTilesOf<1, 512>>(args) : attend_splits<T, WideTiles>(args);
+  }
   return lanes <= kLanes ? attend_splits<T, VectorTilesOf<1>>(args) : attend_splits<T, VectorTiles>(args);
 }
 

@@ -14,7 +14,7 @@ namespace pdkernels::cpu::PDK_ISA {
 
 constexpr int kBlock = 32;
 constexpr int kChunk = 128;
-constexpr int kMostPieces = 8;
+constexpr int kMostPieces = 16;
 
 // Elements of a head that are summed separately before they are added: with short rows and few keys a single rounding
 // shows.
@@ -78,7 +78,8 @@ struct Operand {
 
 // Products by fused multiply-adds: one element of a row, broadcast, times a panel's vectors. For any element type, as
 // floats. A lane's sums are the same for any number of vectors.
-template <int kCount>
+// Heads have up to kLargestHead elements.
+template <int kCount, int kLargestHead = 256>
 struct VectorTilesOf {
   static constexpr int kVectors = kCount;
   static constexpr int kPanel = kVectors * kLanes;
@@ -88,7 +89,7 @@ struct VectorTilesOf {
 
   // Room for the largest head, the same for all, so that row offsets are constants; and an odd number of cache lines,
   // so that a column of rows does not map to a few sets of the cache.
-  static constexpr int64_t kRowStride = 272;
+  static constexpr int64_t kRowStride = kLargestHead + 16;
   static int64_t panel_size(int64_t head_dim) { return head_dim * kPanel; }
   static int64_t sums_size(int64_t head_dim) { return head_dim * kPanel; }
 
@@ -203,5 +204,9 @@ struct VectorTilesOf {
 };
 
 using VectorTiles = VectorTilesOf<2>;
+
+// Heads above this have tiles of their own: the rows of all others stay close to each other.
+constexpr int64_t kUsualHead = 256;
+using WideTiles = VectorTilesOf<2, 512>;
 
 }  // namespace pdkernels::cpu::PDK_ISA

@@ -199,6 +199,7 @@ struct AmxTiles {
 };
 
 using Bfloat16Tiles = AmxTiles;
+using WideBfloat16Tiles = AmxTiles;
 
 }  // namespace pdkernels::cpu::PDK_ISA
 
@@ -207,6 +208,7 @@ using Bfloat16Tiles = AmxTiles;
 namespace pdkernels::cpu::PDK_ISA {
 
 using Bfloat16Tiles = VectorTiles;
+using WideBfloat16Tiles = WideTiles;
 
 }  // namespace pdkernels::cpu::PDK_ISA
 

@@ -18,7 +18,7 @@ from pdkernels.ops.block_sparse_attention import block_sparse_attention
 from pdkernels.ops.speculative_attention import speculative_attention
 
 OP = 'attn_implementation="pdkernels"'
-WIDEST = 256  # heads supported by the kernels
+WIDEST = 512  # heads supported by the kernels
 # What other implementations compute and these kernels do not, by argument name.
 REFUSED = {
     "softcap": "a soft cap",
@@ -102,7 +102,7 @@ def _check(query: Tensor, dropout: float, rest: dict[str, Any]) -> None:
     fits = query.dtype in KERNEL_DTYPES and (takes_head_dim(query.shape[3]) or query.shape[3] > WIDEST)
     if not fits:
         found = f"{query.dtype} with heads of {query.shape[3]}"
-        words = "be float32, float16 or bfloat16 with heads of a multiple of 8 in [16, 256]"
+        words = "be float32, float16 or bfloat16 with heads of a multiple of 8 in [16, 512]"
         raise NotOurs(message(OP, "query", words, found, 'Use attn_implementation="sdpa".'), found)
 
 

@@ -97,7 +97,7 @@ class Attention(base.AttentionImpl):  # type: ignore[misc]
             if getattr(self, name, 1) > 1:
                 refuse(f"{what}_context_parallel_size", getattr(self, name))
         if not AttentionBackend.supports_head_size(head_size):
-            raise NotImplementedError(message(OP, "head_size", "be a multiple of 8 in [16, 256]", head_size))
+            raise NotImplementedError(message(OP, "head_size", "be a multiple of 8 in [16, 512]", head_size))
         if sliding_window is not None:
             sliding_window = integer(OP, "sliding_window", sliding_window, 1)
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
