@@ -104,7 +104,7 @@ class TheirDraws:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("global_head_dim", [32, 264])
+@pytest.mark.parametrize("global_head_dim", [32, 264, 520])
 @pytest.mark.parametrize("padded", [False, True])
 def test_logits_of_canvases(global_head_dim: int, padded: bool) -> None:
     """The encoder's windows and the canvas' full tail over them; heads wider than the kernels' in the full layers."""

@@ -37,16 +37,16 @@ CASES = {
     "v must have shape (2, 40, 2, 16) like k, got (2, 40, 1, 16)": {"v": V[:, :, :1]},
     "k must have a number of heads that divides the 3 of q, got 2": {"q": Q[:, :, :3]},
     "k must have a number of heads that divides the 4 of q, got 0": {"k": K[:, :, :0], "v": V[:, :, :0]},
-    "head_dim must be a multiple of 8 in [16, 256], got 12. Pad all heads with zeros and pass the scale.": {
+    "head_dim must be a multiple of 8 in [16, 512], got 12. Pad all heads with zeros and pass the scale.": {
         "q": Q[..., :12],
         "k": K[..., :12],
         "v": V[..., :12],
     },
-    "head_dim must be a multiple of 8 in [16, 256], got 0": {
+    "head_dim must be a multiple of 8 in [16, 512], got 0": {
         name: x[..., :0] for name, x in (("q", Q), ("k", K), ("v", V))
     },
-    "head_dim must be a multiple of 8 in [16, 256], got 272": {
-        name: x.repeat(1, 1, 1, 17) for name, x in (("q", Q), ("k", K), ("v", V))
+    "head_dim must be a multiple of 8 in [16, 512], got 528": {
+        name: x.repeat(1, 1, 1, 33) for name, x in (("q", Q), ("k", K), ("v", V))
     },
     "TypeError: plan must be a TilePlan, got SegmentMask. Call mask.plan(block_q, block_k, q.device).": {"plan": MASK},
     "TypeError: plan must be a TilePlan, got NoneType": {"plan": None},
@@ -135,7 +135,7 @@ def test_a_gradient_is_not_differentiated_again(kernels: str) -> None:
 
 
 def test_derivatives_by_functions_are_refused_and_not_dropped() -> None:
-    with pytest.raises(NotImplementedError, match=r"torch\.func cannot differentiate q, k and v\."):
+    with pytest.raises(NotImplementedError, match=r"torch\.func cannot differentiate q, k, v and sinks\."):
         torch.func.grad(lambda q: pd.block_sparse_attention(q, K, V, PLAN).sum())(Q)
     torch.func.grad(lambda q: pd.block_sparse_attention(q, K, V, PLAN, backend="reference").sum())(Q)
 

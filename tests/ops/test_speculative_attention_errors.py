@@ -54,10 +54,10 @@ TRACED = {
     "k_new must have the batch 2, the 20 tokens and the head_dim 16 of q, got (1, 20, 2, 16)": {"k_new": K_NEW[:1]},
     "v_new must have shape (2, 20, 2, 16) like k_new, got (2, 20, 1, 16)": {"v_new": V_NEW[:, :, :1]},
     "k_new must have a number of heads that divides the 3 of q, got 2": {"q": Q[:, :, :3]},
-    "head_dim must be a multiple of 8 in [16, 256], got 12. Pad all heads with zeros and pass the scale.": {
+    "head_dim must be a multiple of 8 in [16, 512], got 12. Pad all heads with zeros and pass the scale.": {
         name: x[..., :12] for name, x in zip(NAMES[:5], GOOD)
     },
-    "head_dim must be a multiple of 8 in [16, 256], got 0": {name: x[..., :0] for name, x in zip(NAMES[:5], GOOD)},
+    "head_dim must be a multiple of 8 in [16, 512], got 0": {name: x[..., :0] for name, x in zip(NAMES[:5], GOOD)},
     "k_cache must have 2 heads of 16 like k_new, got (2, 24, 1, 16)": {
         "k_cache": K_CACHE[:, :, :1],
         "v_cache": V_CACHE[:, :, :1],
