@@ -360,15 +360,14 @@ def test_all_grammars_with_all_methods(method: str) -> None:
         "tests.support.grammar_oracle", reason="jsonschema is not installed", exc_type=ImportError
     )
     valid = refused = 0
-    for name, grammar in all_grammars().items():
-        for options in ({}, {"temperature": 1.0, "seed": 2}):
-            try:
-                result = written(method, grammar, max_new_tokens=96, **options)
-            except ValueError as error:
-                assert "cannot be completed within max_new_tokens (96)" in str(error), name
-                refused += 1
-                continue
-            for text in result.text:
-                assert oracle.fault(name, text) == "", (name, text)
-                valid += 1
-    assert valid >= 380 and refused <= 10, (valid, refused)
+    for number, (name, grammar) in enumerate(all_grammars().items()):
+        options = {"temperature": 1.0, "seed": number} if number % 2 else {}
+        try:
+            result = written(method, grammar, "ab = ", max_new_tokens=80, **options)
+        except ValueError as error:
+            assert "cannot be completed within max_new_tokens (80)" in str(error), name
+            refused += 1
+            continue
+        assert oracle.fault(name, result.text) == "", (name, result.text)
+        valid += 1
+    assert valid >= 100 and refused <= 5, (valid, refused)
