@@ -258,6 +258,9 @@ class Engine:
     def _try(self, method: Method, session: Session, options: dict[str, Any]) -> None:
         """Raises what the method's steps say of the options and of the model."""
         assert method.steps is not None
+        if session.grammar is not None and method.writes_in_parallel:
+            words = f"method {method.name!r} does not follow a grammar in a running batch: what it fills at once must fit together"
+            raise NotImplementedError(sentence(_OP, words, "Call pdkernels.decoding.generate."))
         steps = Staging(method.steps, session, **options).steps
         absent = steps.lacks
         if not absent and not hasattr(steps.cache, "copy_row_"):

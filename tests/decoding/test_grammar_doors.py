@@ -68,6 +68,20 @@ def test_chat(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cannot be completed" in CliRunner().invoke(cli.app, short, input="Is it?\n").output
 
 
+def test_the_engine_refuses_methods_that_fill_several_places_at_once() -> None:
+    grammar = Grammar.choice(["yes", "no"])
+    for name, method in (("tiny-trimode", "block_diffusion"), ("tiny-masked", "llada")):
+        with pd.Engine(pd.models.load(name)) as engine:
+            with pytest.raises(NotImplementedError, match=f"'{method}' does not follow a grammar in a running batch"):
+                engine.submit("x", method, max_new_tokens=8, grammar=grammar)
+    with pd.Engine(pd.models.load("tiny-trimode")) as engine:
+        made = [
+            engine.submit("x", method, max_new_tokens=8, grammar=grammar)
+            for method in ("jacobi", "linear_self_speculation")
+        ]
+        assert all(one.result().text in ("yes", "no") for one in made)
+
+
 @pytest.fixture(scope="module")
 def theirs() -> Any:
     transformers = pytest.importorskip("transformers", minversion="4.57")

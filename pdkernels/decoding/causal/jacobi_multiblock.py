@@ -123,6 +123,10 @@ def decode(
                 active[sequence] = None
             else:
                 progress.advance(draft, accepted, answers, own[step.width :], fresh[sequence])
+                if session.grammar is not None:
+                    first = progress.rows[0]
+                    forced = session.grammar.drafted(sequence, session.tokens[sequence], len(first) - 1)
+                    first[1 : 1 + len(forced)] = forced
 
 
 class _Step(NamedTuple):

@@ -28,6 +28,7 @@ from pdkernels.decoding._sampling import (
 )
 from pdkernels.decoding._session import Session
 from pdkernels.decoding._token_sampler import checked_sampler
+from pdkernels.decoding.grammar.rows import GrammarRows
 from pdkernels.decoding.steps import DraftSteps, Rows, decoder, record_first
 from pdkernels.decoding.traces import LinearStep
 from pdkernels.masks import full
@@ -82,7 +83,8 @@ class LinearSteps(DraftSteps):
             threshold,
             "Slots filled in later passes depend on others; use verification='compare'.",
         )
-        self.block_size = block_size = session.block(block_size)
+        self.block_size, self.session = session.block(block_size), session
+        block_size = self.block_size
         self.threshold = threshold
         self.mask_token = checked_mask_token(_OP, session.model, mask_token)
         self.banned = banned_tokens(_OP, session.model, allow_mask_token, self.mask_token)
@@ -142,6 +144,8 @@ class LinearSteps(DraftSteps):
     def _verify(self, drafted: torch.Tensor | None, width: int, ragged: bool) -> None:
         """`drafted`: filtered logits of the draft, if their distribution is needed."""
         entry, lengths = self.entry, self.cache.lengths
+        if self.session.grammar is not None and not self.rejection:  # whose guesses have the law of the drafter
+            self._force(self.session.grammar)
         draft = entry.block[:, :width]
         logits = self.model(draft, cache=self.cache, counts=entry.pending if ragged else None)
         self.forward += 1
@@ -162,6 +166,14 @@ class LinearSteps(DraftSteps):
         self.begun.copy_(self.forward)
         self.fresh.fill_(True)
         entry.predictions[:, :width] = predictions
+
+    def _force(self, grammar: GrammarRows) -> None:
+        """Writes what no text of a grammar leaves out into the block."""
+        for sequence, pending in enumerate(self.entry.pending.tolist()):
+            if pending > 1:
+                tokens = grammar.drafted(sequence, self.session.tokens[sequence], pending - 1)
+                forced = torch.tensor(tokens, dtype=torch.int64, device=self.slot.device)
+                self.entry.block[sequence, 1 : 1 + len(tokens)] = forced
 
     def draft(self) -> torch.Tensor | None:
         """A pass over the block after its known token; returns its filtered logits if their distribution is needed."""
