@@ -53,11 +53,14 @@ def new_eagle_head(model: Transformer, vocabulary: Tensor, taps: Sequence[int] |
     """
     config = model.config
     taps = usual_taps(config.layers) if taps is None else tuple(taps)
-    plain = dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias", "qk_norm", "whole_qk_norm", "tied_head"), False)
+    plain: dict[str, Any] = dict.fromkeys(
+        ("qkv_bias", "output_bias", "mlp_bias", "qk_norm", "whole_qk_norm", "tied_head"), False
+    )
     body = replace(config, layers=1, experts=None, **plain)
     made = EagleConfig(body, tuple(taps), len(vocabulary), config.hidden_size, own_embedding=False)
-    head, last = EagleHead(made), model.layers[-1]
-    first: Any = head.layers[0]
+    head: Any = EagleHead(made)
+    last: Any = model.layers[-1]
+    first = head.layers[0]
     width = config.hidden_size
     packed = any(isinstance(part, QuantizedWeight) for part in model.modules())
     check(
@@ -72,9 +75,11 @@ def new_eagle_head(model: Transformer, vocabulary: Tensor, taps: Sequence[int] |
     head.fc *= 0.05
     head.fc[:, -width:] += torch.eye(width)
     head.norm.copy_(model.norm)
-    head.head.copy_((model.embedding if model.head is None else model.head)[vocabulary])
+    rows: Any = model.embedding if model.head is None else model.head
+    head.head.copy_(rows[vocabulary])
     head.vocabulary.copy_(vocabulary)
-    return head
+    found: EagleHead = head
+    return found
 
 
 class EagleLoss(NamedTuple):

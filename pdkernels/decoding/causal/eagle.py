@@ -109,7 +109,7 @@ class EagleSteps(DrafterSteps):
 
     def draft(self, width: int) -> torch.Tensor:
         busy = self.entry.pending.sign()
-        hidden, guesses = self._read(), []
+        hidden, guesses = self._read(), list[torch.Tensor]()
         read = self.drafted.lengths.clone()
         for number in range(1, width):
             if number > 1:
@@ -122,7 +122,9 @@ class EagleSteps(DrafterSteps):
     def _read(self) -> torch.Tensor:
         """The head's rows ``(batch, 1, hidden_size)`` after all that was fresh."""
         tokens, fresh = self.tokens[:, : self.most], self.fresh
-        hidden = self.drafter(self.embed(tokens), self.features[:, : self.most], cache=self.drafted, counts=fresh)
+        hidden: torch.Tensor = self.drafter(
+            self.embed(tokens), self.features[:, : self.most], cache=self.drafted, counts=fresh
+        )
         rows = (fresh - 1).clamp(min=0)[:, None, None].expand(-1, -1, hidden.shape[-1])
         self.drafted.commit_(fresh)
         fresh.zero_()
@@ -131,7 +133,8 @@ class EagleSteps(DrafterSteps):
 
     def _guess(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The head's tokens ``(batch, 1)`` for `positions`, as the target's ids."""
-        logits, vocabulary = self.drafter.logits(hidden), self.drafter.vocabulary
+        logits: torch.Tensor = self.drafter.logits(hidden)
+        vocabulary: torch.Tensor = self.drafter.vocabulary
         if self.sampler.temperature == 0:
             return vocabulary[self.sampler.sample(logits, positions, self.seeds, OWN).clamp(min=0)]
         # The noise of a sample belongs to the target's ids.

@@ -6,7 +6,7 @@ forwards, sample the same tokens and accept the same prefix of every draft.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -93,7 +93,13 @@ class LinearSteps(DraftSteps):
         self.max_passes = min(1, block_size - 1) if threshold == 0 else block_size - 1  # each fills at least one slot
         self.forms = ("step", "verify") if self.max_passes > 1 else ("step",)
 
-        columns = {"form": None, "known": None, "forwards": None, "block": block_size, "predictions": block_size}
+        columns: dict[str, Any] = {
+            "form": None,
+            "known": None,
+            "forwards": None,
+            "block": block_size,
+            "predictions": block_size,
+        }
         self.allocate(session, seeds, block_size, page_size, **columns)
         self.bidirectional = full(block_size).plan(64, 64, self.cache.device)
         self.nothing = torch.zeros_like(self.cache.lengths)  # rows that a draft pass stores

@@ -94,8 +94,8 @@ def load_drafter(path: str | Path, target: Any, *, dtype: torch.dtype | None = N
     state: dict[str, Tensor | QuantizedWeight] = {
         name: weights.parameter(layout, parts, kind).to(target.device) for name, parts in layout.parts()
     }
-    if "fc_norm" in state:
-        state["fc_norm"] = state["fc_norm"].flatten()
+    if isinstance(norms := state.get("fc_norm"), Tensor):
+        state["fc_norm"] = norms.flatten()  # those of the taps are kept as one
     with torch.device("meta"):
         head = EagleHead(config)
     adopt_(head, {**state, "vocabulary": vocabulary.to(target.device)})
@@ -134,9 +134,9 @@ def save_drafter(head: EagleHead, path: str | Path, *, target: str = "", tokens:
     tensors = {name: tensor.contiguous() for name, tensor in layout.scatter(state).items()}
     size = config.body.vocab_size
     if config.draft_vocab_size < size:
-        tensors["d2t"] = head.vocabulary - torch.arange(config.draft_vocab_size, device=head.vocabulary.device)
-        tensors["t2d"] = torch.zeros(size, dtype=torch.bool, device=head.vocabulary.device)
-        tensors["t2d"][head.vocabulary] = True
+        ids = head.vocabulary
+        tensors["d2t"] = ids - torch.arange(len(ids), device=ids.device)
+        tensors["t2d"] = torch.zeros(size, dtype=torch.bool, device=ids.device).index_fill_(0, ids, True)
     fields = _written(config, str(head.dtype).removeprefix("torch."), target, tokens)
     unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
     unfinished.mkdir(parents=True)
