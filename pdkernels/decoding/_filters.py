@@ -127,10 +127,10 @@ class Filters:
 
     def _force_(self, logits: Tensor, rows: Prefixes) -> None:
         assert self.forced_tokens is not None
-        table = [-1] * (max(self.forced_tokens) + 2)
+        target = torch.full_like(rows.number, -1)
         for number, token in self.forced_tokens.items():
-            table[number] = token
-        target = _ids(table, logits)[rows.number.clamp(0, len(table) - 1)][..., None]
+            target = target.masked_fill(rows.number == number, token)
+        target = target[..., None]
         others = torch.arange(logits.shape[-1], device=logits.device) != target
         logits.masked_fill_(others & (target >= 0), -torch.inf)
         logits.masked_fill_(~others, 0.0)
@@ -156,9 +156,8 @@ def unpacked(words: Tensor, vocabulary: int) -> Tensor:
     >>> unpacked(torch.tensor([[5]], dtype=torch.int32), 4)
     tensor([[ True, False,  True, False]])
     """
-    octets = words.contiguous().view(
-        torch.uint8
-    )  # the lowest bits come first, as on all machines that torch is built for
+    # Bytes begin with the lowest bits on all machines that torch is built for.
+    octets = words.contiguous().view(torch.uint8)
     return _octets(words.device).take(octets.long()).view(torch.bool)[..., :vocabulary]
 
 
