@@ -208,6 +208,10 @@ class HybridCache:
         self.kv.idle_row_(row)
         self.state_lengths[:, row] = self.lengths[row]
 
+    def earliest(self, row: int) -> int:
+        """The shortest length but 0 that a sequence can be cut to. Reads the device."""
+        return int(self.state_lengths[:, row].max())
+
     def copy_row_(self, row: int, other: Any, other_row: int, length: int) -> None:
         """Replaces sequence `row` by the first `length` tokens of a sequence of another cache, as that of the KV cache.
 
@@ -217,7 +221,7 @@ class HybridCache:
         op = "cache.HybridCache.copy_row_"
         check(getattr(other, "shapes", None) == self.shapes, op, "other", "have the same states", "others")
         if self.device.type == "cpu":
-            low = int(other.state_lengths[:, other_row].max())
+            low = other.earliest(other_row)
             check(length == 0 or low <= length, op, "length", f"be 0 or at least {low}", length)
         self.kv.copy_row_(row, other.kv, other_row, length)
         self.reserve_drafts_(other.pending)

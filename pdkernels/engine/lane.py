@@ -148,6 +148,8 @@ class Lane:
             return 1
         prompt = request.session.prompts[0]
         left = len(prompt) - staging.known
+        # Rows after the first piece stay beside recurrent states until the next one.
+        budget = min(budget, getattr(staging.steps.cache, "pending", budget))
         try:
             if staging.in_pieces and left > budget:
                 staging.run(prompt, budget)

@@ -26,12 +26,14 @@ class Prefixes:
         """The cache with the longest common beginning, and its length; the last token of a prompt is never part of it."""
         tokens = torch.tensor(prompt[:-1], dtype=torch.int64)
         best: tuple[int, int] | None = None
-        for number, (owner, known, _) in self._kept.items():
+        for number, (owner, known, cache) in self._kept.items():
             if owner is model:
                 shorter = min(len(known), len(tokens))
                 same = (known[:shorter] == tokens[:shorter]).cumprod(0)
                 length = int(same.sum())
-                best = max(best or (0, 0), (length, number))
+                # Recurrent states do not go back further than their last rows.
+                if not hasattr(cache, "earliest") or length >= cache.earliest(0):
+                    best = max(best or (0, 0), (length, number))
         if best is None or best[0] < _SHORTEST:
             return None, 0
         self._kept.move_to_end(best[1])

@@ -283,3 +283,17 @@ def test_a_quantised_model() -> None:
         expected = ours(packed, texts, "autoregressive", None)
         for form in ("lookup", "linear", "quadratic"):
             assert ours(packed, texts, form, 3) == expected, (family, form)
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_next"])
+def test_an_engine(family: str) -> None:
+    """Prompts in pieces, and beginnings of earlier prompts, as far back as the states go."""
+    model = model_of(family, 3)
+    wrapped, base = wrap(model, mask_token=MASK), [*prompts(3)[2], *prompts(4)[2], *prompts(5)[2], *prompts(6)[2]]
+    texts = [base, [*base, 4, 4], base[:20], [*base[:20], 5, 6, 7], [*base[:12], 9, 9], prompts(4)[0], base[:-1]]
+    with pd.Engine(wrapped, prompt_tokens_per_step=7, max_prompt_tokens=100, max_new_tokens=NEW) as engine:
+        for method, options in (("autoregressive", {}), ("jacobi", {"draft": "lookup"})):
+            for text in texts:
+                found = engine.submit(text, method, max_new_tokens=NEW, end_tokens=(), **options).result()
+                assert found.tokens.tolist() == greedy(model, text), (method, text)
+        assert engine.metrics().reused_tokens > 100
