@@ -222,6 +222,11 @@ def test_options_that_would_say_nothing_are_refused() -> None:
     cache, rows = Cache(delta, 1, 2), delta.rows(1, 1)
     with pytest.raises(ValueError, match="dt_bias belongs to a decay that A makes"):
         cache.step(rows, dt_bias=delta.dt_bias)
+    for options in ({"scale": 2**62}, {"l2norm_eps": 2**64}):
+        with pytest.raises(ValueError, match="must be a float, or an int of at most 53 bits"):
+            pd.gated_delta_(
+                *cache.tensors()[:1], cache.state_lengths, *cache.pending, rows[-1], *rows[:4], cache.lengths, **options
+            )
     conv = small("conv")
     conv.activation = "relu"
     with pytest.raises(ValueError, match="activation must be one of 'none', 'silu'"):
