@@ -1,0 +1,31 @@
+"""The model reproduces what was published of other forward passes."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.predict.ladder import RUNGS, lines, rate, snake
+from tests.cudasim.build import ROOT
+from tests.harness.budgets import find_cuobjdump
+from tests.harness.triton_interpreter import requires_triton
+
+
+@pytest.mark.parametrize("name, size", [(rung.name, size) for rung in RUNGS for size in rung.published])
+def test_published_rates_within_ten_percent(name: str, size: int) -> None:
+    (rung,) = (one for one in RUNGS if one.name == name)
+    assert rate(rung.step, size) == pytest.approx(rung.published[size], rel=0.1)
+
+
+def test_turns_of_alternating_direction() -> None:
+    assert snake([5, 4, 3, 2, 1], 2) == 8  # 5 + 2 + 1, 4 + 3
+    assert snake([1], 3) == 1
+
+
+@requires_triton
+@pytest.mark.skipif(find_cuobjdump() is None, reason="needs cuobjdump")
+def test_the_page_has_these_predictions() -> None:
+    from tests.ops.test_block_sparse_attention_gluon_compiled import measure
+
+    page = (ROOT / "docs" / "gpu_proof.md").read_text()
+    table = page.partition("<!-- ladder -->\n")[2].partition("\n<!-- /ladder -->")[0]
+    assert table == "\n".join(lines(measure(["bf16:128:128"])["bf16:128:128"]))
