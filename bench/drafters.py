@@ -1,0 +1,102 @@
+"""Methods with drafts on held-out questions, against token by token: the same tokens, forwards, and seconds of one quiet machine.
+
+    python -m bench.drafters --drafter smollm2-eagle --questions 50 --json drafters.json
+
+Questions take turns with methods, so that other load on the machine affects all alike; each pair runs `--repeats` times and the least time
+counts. Times of a busy machine are worthless: run nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import pdkernels as pd
+from pdkernels.evaluation.machine import facts
+
+BASELINE = "autoregressive"
+
+
+def methods(drafter: bool) -> dict[str, tuple[str, dict[str, Any]]]:
+    """By label, the method and its options."""
+    found: dict[str, tuple[str, dict[str, Any]]] = {BASELINE: (BASELINE, {})}
+    for size in (8, "auto"):
+        found[f"lookup, {size}"] = ("jacobi", {"draft": "lookup", "block_size": size})
+        found[f"suffix, {size}"] = ("suffix", {"block_size": size})
+    for size in (2, 3, 4, 6, "auto") if drafter else ():
+        found[f"eagle, {size}"] = ("eagle", {"block_size": size})
+    return found
+
+
+def run(model: Any, prompts: list[list[int]], limit: int, repeats: int) -> dict[str, dict[str, Any]]:
+    """Tokens, forwards, equal answers and seconds of every method."""
+    chosen = methods(bool(getattr(model, "drafters", None)))
+    rows: dict[str, dict[str, Any]] = {
+        label: {"tokens": 0, "forwards": 0, "equal": 0, "seconds": 0.0, "slowest": 0.0} for label in chosen
+    }
+    for prompt in prompts:
+        least = dict.fromkeys(chosen, float("inf"))
+        found: dict[str, Any] = {}
+        for _ in range(repeats):
+            for label, (method, options) in chosen.items():
+                started = time.perf_counter()
+                found[label] = pd.decoding.generate(
+                    model, prompt, pd.decoding.find(method), max_new_tokens=limit, **options
+                )
+                least[label] = min(least[label], time.perf_counter() - started)
+        for label, result in found.items():
+            row = rows[label]
+            row["tokens"] += result.stats.tokens
+            row["forwards"] += result.stats.forwards
+            row["equal"] += torch.equal(result.tokens, found[BASELINE].tokens)
+            row["seconds"] += least[label]
+            row["slowest"] = max(row["slowest"], least[label] / least[BASELINE])
+    return rows
+
+
+def table(rows: dict[str, dict[str, Any]], questions: int) -> str:
+    lines = [f"{'method':<18}{'tokens a forward':>17}{'equal':>9}{'tokens/s':>10}{'speed':>8}{'worst question':>16}"]
+    base = rows[BASELINE]["seconds"]
+    for label, row in rows.items():
+        lines.append(
+            f"{label:<18}{row['tokens'] / row['forwards']:>17.2f}{row['equal']:>5}/{questions:<3}"
+            f"{row['tokens'] / row['seconds']:>10.1f}{base / row['seconds']:>7.2f}x{1 / row['slowest']:>15.2f}x"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--drafter", help="the folder of an EAGLE-3 head")
+    parser.add_argument("--questions", type=int, default=50)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--packed", help="format that the head's matrices are quantised to, such as int8")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+    from smollm2_texts import prompts
+
+    model: Any = pd.models.load(given.model)
+    if given.drafter:
+        head = pd.models.load_drafter(given.drafter, model)
+        model.drafters = {"eagle": head if given.packed is None else head.quantized(given.packed)}
+    asked = prompts(model, given.questions, 160, 0, held_out=True)
+    rows = run(model, asked, given.tokens, given.repeats)
+    print(table(rows, len(asked)))
+    if given.json is not None:
+        settings = {name: str(value) for name, value in vars(given).items()}
+        given.json.write_text(json.dumps({"machine": facts(), "settings": settings, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
