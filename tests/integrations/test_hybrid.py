@@ -22,12 +22,13 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "jacobi": ("jacobi", {"block_size": 5}),
     "window": ("jacobi", {"window": 4}),
     "lookup": ("jacobi", {"draft": "lookup"}),
+    "suffix": ("suffix", {}),
     "multiblock": ("jacobi_multiblock", {"block_size": 4}),
     "linear": ("linear_self_speculation", {"block_size": 5, "mask_token": MASK}),
     "linear in passes": ("linear_self_speculation", {"block_size": 4, "threshold": 0.02, "mask_token": MASK}),
     "quadratic": ("quadratic_self_speculation", {"block_size": 4, "mask_token": MASK}),
 }
-QUICK = ["autoregressive", "lookup", "multiblock", "linear", "quadratic"]
+QUICK = ["autoregressive", "lookup", "suffix", "multiblock", "linear", "quadratic"]
 
 
 def prompts(seed: int) -> list[list[int]]:
@@ -297,3 +298,15 @@ def test_an_engine(family: str) -> None:
                 found = engine.submit(text, method, max_new_tokens=NEW, end_tokens=(), **options).result()
                 assert found.tokens.tolist() == greedy(model, text), (method, text)
         assert engine.metrics().reused_tokens > 100
+
+
+def test_hidden_states_of_all_layers() -> None:
+    """A drafter may read the input of any layer, recurrent or not."""
+    model, tokens = model_of("qwen3_5_text", 15), torch.tensor([prompts(15)[0]])
+    wrapped = wrap(model)
+    cache = wrapped.new_cache(1, 16)
+    assert cache.layers < wrapped.config.layers == model.config.num_hidden_layers
+    tapped = wrapped.tapped(tokens, taps=(1, 3), cache=cache)
+    with torch.no_grad():
+        states = model.model(tokens, output_hidden_states=True).hidden_states
+    assert torch.allclose(tapped.features, torch.stack([states[1], states[3]], -2), atol=1e-3)

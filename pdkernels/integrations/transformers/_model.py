@@ -155,7 +155,7 @@ class WrappedModel:
         self, batch: int, capacity: int, *, kind: Literal["contiguous", "paged"] = "contiguous", page_size: int = 16
     ) -> Cache:
         """As `Transformer.new_cache`; a `pdkernels.cache.HybridCache` for a model with recurrent layers."""
-        cache = new_cache(self, batch, capacity, kind, page_size)
+        cache = new_cache(self, batch, capacity, kind, page_size, len(self.config.attends) or None)
         return cache if self.config.states is None else HybridCache(cache, self.config.states)
 
     @torch.no_grad()

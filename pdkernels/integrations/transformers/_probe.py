@@ -107,7 +107,7 @@ def shape_of(
     heads, key, value = seen.shapes.pop()
     if key != value:
         refuse("have keys and values of one width", f"{name} with {key} and {value}")
-    return Shape(len(numbers), heads, key, tuple(sorted(numbers)))
+    return Shape(layers, heads, key, tuple(sorted(numbers)))
 
 
 def longest_plain(name: str, config: Any, body: Any, tokens: Tensor, positions: int) -> int:
