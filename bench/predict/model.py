@@ -217,8 +217,8 @@ def packed_bytes(name: str, outputs: int, width: int) -> int:
 
 def scan(device: Device, kernel: dict[str, Any], programs: int, rows: int, moved: int) -> float:
     """Seconds of a step of layers with a state that replays `rows` rows and computes as many: the bytes, or what a warp issues one
-    after the other, where the loop over replayed rows is as long as that over new ones. The second launch moves what is small."""
-    slots = 2 * rows * kernel["steady"]["slots"] + kernel["code"]
+    after the other. The longest loop is that over new rows. The second launch moves what is small."""
+    slots = rows * (kernel["steady"]["slots"] + kernel["masked"]["slots"]) + kernel["code"]
     waves = -(-programs // (device.sms * kernel["programs"]))
     abreast = min(-(-programs // device.sms), kernel["programs"])
     cycles = waves * slots * max(device.alone, abreast * kernel["warps"] / 4)
@@ -333,9 +333,8 @@ def rows(device: Device, figures: dict[str, Any], slots: float | None, cuts: Seq
             moved = 2 * batch * heads * keys * values * 4
             seconds = scan(device, figures[f"state {name}"], batch * heads * values // 32, count, moved)
             floor = moved / device.memory
-            found.append(
-                Row(f"{label} step, batch {batch}, {count} accepted and {count} new", floor, 1.5 * floor, seconds)
-            )
+            goal = 1.5 * floor + 2 * device.launch
+            found.append(Row(f"{label} step, batch {batch}, {count} accepted and {count} new", floor, goal, seconds))
     wave, accepted, prompt = 512 * 5280 * 2, 8 * 147456, 16384
     # 32 heads and 8 of K and of V: q and k are written back, k and v stored.
     turned = Shared(prompt, prompt * 256 * (48 + 40 + 16), 2 * 192, 256, 3, prompt, 2)
