@@ -106,7 +106,8 @@ def load(
     asked: dict[str, Any] = {"dtype": named_dtype(command, dtype), "device": device}
     usual = {"dtype": None, "device": "cpu"}
     asked = {name: value for name, value in asked.items() if value != usual[name]}
-    found: Any = models.load(model, **asked, **({} if packed is None else {"packed": packed}))
+    own = asked if packed is None else {**asked, "packed": packed}
+    found: Any = models.load(model, **own)
     if drafter is not None:
         head = is_drafter_folder(drafter)
         made = models.load_drafter(drafter, found) if head else models.load(drafter, **asked)
