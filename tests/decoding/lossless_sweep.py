@@ -24,6 +24,7 @@ from pdkernels.evaluation.machine import processor
 from pdkernels.models import Transformer, load
 from pdkernels.reference.gguf_blocks import LAYOUTS
 from pdkernels.reference.quantized_linear import Quantized
+from tests.support.drafters import with_drafters
 from tests.support.tri_mode import small_transformer
 
 FORMS: dict[str, list[dict[str, Any]]] = {
@@ -32,10 +33,15 @@ FORMS: dict[str, list[dict[str, Any]]] = {
     "linear_self_speculation": [{"block_size": 6}, {"block_size": 4, "threshold": 0.1}],
     "quadratic_self_speculation": [{"block_size": 4}, {"block_size": 5}],
 }
+DRAFTED: dict[str, list[dict[str, Any]]] = {
+    "suffix": [{"block_size": 4}, {}],
+    "draft_model": [{"block_size": 3}, {"block_size": 6}],
+    "eagle": [{"block_size": 2}, {"block_size": 5}],
+}
 METHODS = {
-    name: FORMS.get(name, [{}, {}])
+    name: (FORMS | DRAFTED).get(name, [{}, {}])
     for name in available()
-    if is_lossless(name) and supports(name, small_transformer(0)) and name != "autoregressive"
+    if is_lossless(name) and supports(name, with_drafters(small_transformer(0))) and name != "autoregressive"
 }
 NUMBERS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PACKED = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "int8", "int4", "int4 of 64")
@@ -102,6 +108,7 @@ def differences(
             model = model.to(NUMBERS[weights])
         else:
             model = packed(model.to((torch.float32, torch.bfloat16)[at // BATCH // 2 % 2]), weights)
+        with_drafters(model)
         generator = torch.Generator().manual_seed(seed + at)
         count = min(BATCH, prompts - at)
         lengths = torch.randint(1, 40, (count,), generator=generator).tolist()
