@@ -352,6 +352,8 @@ LARGE: dict[str, dict[str, Any]] = {
     "speculative_attention_append_": {"batch": 70_000, "capacity": 4096},
     "linear": {"rows": 1_200_000, "outputs": 2_500_000},
     "quantized_linear": {"rows": 600_000, "outputs": 2_500_000},
+    "grouped_linear": {"rows": 600_000, "outputs": 2_500_000},
+    "quantized_grouped_linear": {"rows": 600_000, "outputs": 2_500_000},
     "quantized_embedding": {"rows": 70_000},
     "linear_token_statistics": {"rows": 1_200_000},
 }
