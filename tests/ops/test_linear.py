@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from torch import Tensor
 import pdkernels as pd
 from pdkernels.reference.linear import linear as reference
 from tests.harness.error_budget import assert_within_budget
-from tests.harness.triton_interpreter import requires_triton, triton_device
+from tests.harness.triton_interpreter import interpreted, requires_triton, triton_device
 from tests.ops.implementations import LEVELS
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
@@ -182,3 +183,27 @@ def test_errors(wrong: dict[str, Any], error: type[Exception], text: str) -> Non
     with pytest.raises(error) as caught:
         pd.linear(**arguments)
     assert text in str(caught.value)
+
+
+@requires_triton
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("width", [512, 1024, 1536, 2048, 4096])
+def test_a_row_does_not_depend_on_their_number_at_any_width(
+    width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels that choose by the number of rows how to sum up a width of 2^n were reported to differ."""
+    from pdkernels.triton.linear import forward
+
+    def by_rows(a: Any, b: Any, dtype: Any) -> Any:
+        """As on tensor cores, where a row's sums are the same at any place of a tile. Those of a BLAS are not."""
+        return np.stack([(row[:, None] * b.astype(dtype)).sum(0) for row in a.astype(dtype)])
+
+    if interpreted():
+        monkeypatch.setattr(np, "matmul", by_rows)
+    x, weight, bias = (one.to(triton_device()) for one in inputs(64, 33, width, (dtype, dtype)))
+    whole = forward(x, weight, bias)
+    check(whole, x.cpu(), weight.cpu(), bias.cpu())
+    for rows in (1, 2, 8, 15, 16, 17, 33, 63):
+        first = 64 - rows  # at another place of its tile
+        assert torch.equal(forward(x[first:], weight, bias), whole[first:])
