@@ -97,9 +97,9 @@ _TABLE: dict[tuple[str, str], dict[int, Blocking]] = {
         64: Blocking(32, 32, 32, 4, 2),
         128: Blocking(16, 32, 32, 4, 2),
         256: Blocking(16, 16, 16, 4, 2),
-        512: Blocking(16, 16, 16, 8, 1),
+        512: Blocking(16, 16, 16, 8, 2),
     },
-    ("dkv", "fp32"): {64: Blocking(32, 32, 32, 8, 2), 256: Blocking(16, 16, 16, 8, 2), 512: Blocking(16, 16, 16, 8, 1)},
+    ("dkv", "fp32"): {64: Blocking(32, 32, 32, 8, 2), 256: Blocking(16, 16, 16, 8, 2), 512: Blocking(16, 16, 16, 8, 2)},
 }
 
 

@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdkernels._attention import AttentionArguments, GradientArguments
+from pdkernels._validation import message
 from pdkernels.triton import _blocks as blocks
 from pdkernels.triton._blocking import Blocking, choose_blocking
 from pdkernels.triton._blocks import LN_2, LOG2_E, addressable, split_head_dim
@@ -323,6 +324,7 @@ def forward(given: AttentionArguments) -> tuple[Tensor, Tensor]:
 def backward(gradients: GradientArguments) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)``, contiguous, from the gradients of what `forward` returned."""
     given, out, lse, grad_lse = gradients.forward, gradients.out, gradients.lse, gradients.grad_lse
+    _check_shared_memory(given.q)
     grad_out, q, k, v = (addressable(x) for x in (gradients.grad_out, given.q, given.k, given.v))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     of_q, q_tiles = _side(given.plan_rows, 0, q.shape[1], given.block_q)
@@ -358,6 +360,18 @@ def backward(gradients: GradientArguments) -> tuple[Tensor, Tensor, Tensor]:
         if pieces > 1:
             _sum_kernel[(triton.cdiv(k.numel(), 1024), 2)](*parts, dk, dv, k.numel(), pieces, BLOCK=1024, num_warps=4)
     return dq, dk, dv
+
+
+def _check_shared_memory(q: Tensor) -> None:
+    """A step of float32 holds 16 rows of four operands, which is too much for some GPUs (sm_86, 89, 120)."""
+    needed = 4 * 16 * sum(split_head_dim(q.shape[3])) * 4 + 1024
+    if q.device.type != "cuda" or q.element_size() < 4:
+        return
+    there = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
+    if needed > there:
+        wanted = f"be smaller for gradients in float32 on a GPU with {there} bytes of shared memory a block"
+        remedy = "Use float16 or bfloat16."
+        raise NotImplementedError(message("block_sparse_attention", "head_dim", wanted, q.shape[3], remedy))
 
 
 def split_group(group: int, blocks_of_keys: int) -> tuple[int, int]:

@@ -219,3 +219,21 @@ def test_sinks_that_do_not_fit() -> None:
         with pytest.raises(TypeError, match="sinks must be a tensor, got list"):
             call([0.0] * 4)
         call(torch.zeros(4, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("head_dim, refused", [(512, True), (256, False)])
+def test_gradients_that_need_more_shared_memory_than_there_is(
+    head_dim: int, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Float32 with heads of 512 takes 132,096 bytes; sm_86, 89 and 120 have 101,376."""
+    pytest.importorskip("triton", reason="needs triton")
+    from pdkernels.triton.block_sparse_attention import _check_shared_memory
+
+    facts = SimpleNamespace(shared_memory_per_block_optin=101376)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    q: Any = SimpleNamespace(shape=(1, 8, 2, head_dim), device=torch.device("cuda", 0), element_size=lambda: 4)
+    if refused:
+        with pytest.raises(NotImplementedError, match="head_dim must be smaller for gradients in float32"):
+            _check_shared_memory(q)
+        facts.shared_memory_per_block_optin = 166912  # sm_80
+    _check_shared_memory(q)
