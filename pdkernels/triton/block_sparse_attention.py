@@ -367,7 +367,7 @@ def _check_shared_memory(q: Tensor) -> None:
     needed = 4 * 16 * sum(split_head_dim(q.shape[3])) * 4 + 1024
     if q.device.type != "cuda" or q.element_size() < 4:
         return
-    there = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
+    there: int = getattr(torch.cuda.get_device_properties(q.device), "shared_memory_per_block_optin")  # noqa: B009, torch's stubs lack it
     if needed > there:
         wanted = f"be smaller for gradients in float32 on a GPU with {there} bytes of shared memory a block"
         remedy = "Use float16 or bfloat16."

@@ -357,6 +357,7 @@ def test_options() -> None:
         "top_k",
         "top_p",
         "min_p",
+        "typical_p",
         "allow_mask_token",
         "seed",
         "page_size",
