@@ -109,7 +109,7 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
         {"method": "autoregressive", "block_size": 4},
         TypeError,
         GENERATE + "method 'autoregressive' has no option 'block_size'. It accepts: temperature, top_k, top_p, "
-        "min_p, allow_mask_token, seed, page_size.",
+        "min_p, typical_p, allow_mask_token, seed, page_size.",
     ),
     (
         {"blocksize": 4},

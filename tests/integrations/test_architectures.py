@@ -19,7 +19,6 @@ REFUSED = {
     "diffllama": "once each, got DiffLlamaForCausalLM with 8 calls",
     "gemma2": "a soft cap",
     "gemma4_text": "the same key and value heads in every layer",
-    "gpt_oss": "attention sinks",
     "jamba": "2 that do not, and keep another state",
     "kimi_linear": "2 that do not, and keep another state",
     "minimax_m3_vl_text": "a choice of key blocks",
@@ -30,7 +29,7 @@ REFUSED = {
     "udop": "be a decoder alone",
 }
 WORK = [
-    "cohere", "deepseek_v3", "gemma3_text", "gpt2", "granite", "lfm2_vl", "llama4_text", "llava", "mistral", "olmoe", "opt", "phi3", "qwen2_5_vl",
+    "cohere", "deepseek_v3", "gemma3_text", "gpt2", "gpt_oss", "granite", "lfm2_vl", "llama4_text", "llava", "mistral", "olmoe", "opt", "phi3", "qwen2_5_vl",
     "qwen2_moe", "qwen3_5", "stablelm",
 ]  # fmt: skip
 

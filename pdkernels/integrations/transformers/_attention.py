@@ -22,8 +22,6 @@ WIDEST = 512  # heads supported by the kernels
 # What other implementations compute and these kernels do not, by argument name.
 REFUSED = {
     "softcap": "a soft cap",
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
     "position_bias": "a bias of positions",
     "head_mask": "a mask of heads",
     "attention_bias": "a bias",
@@ -50,17 +48,21 @@ def attention(
     scaling: float | None = None,
     is_causal: bool | None = None,
     tile_plan: TilePlan | None = None,
+    s_aux: Tensor | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of query ``(batch, heads, rows, head_dim)`` over key and value ``(batch, kv_heads, keys, head_dim)``."""
+    """Attention of query ``(batch, heads, rows, head_dim)`` over key and value ``(batch, kv_heads, keys, head_dim)``.
+
+    `s_aux` ``(heads,)`` or None: sinks, as transformers calls them.
+    """
     _check(query, dropout, rest)
     step = getattr(attention_mask, "step", None)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if query.shape[3] > WIDEST and step is None:
-        return _wide(query, key, value, attention_mask, tile_plan, causal, scaling), None
+        return _wide(query, key, value, attention_mask, tile_plan, causal, scaling, s_aux), None
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if step is not None:
-        return step.attend(q, k, v, getattr(module, "layer_idx", None), scaling), None
+        return step.attend(q, k, v, getattr(module, "layer_idx", None), scaling, s_aux), None
     if tile_plan is not None:
         check_type(
             isinstance(tile_plan, TilePlan),
@@ -70,22 +72,23 @@ def attention(
             type(tile_plan).__name__,
             "Call mask.plan().",
         )
-        return block_sparse_attention(q, k, v, tile_plan, scale=scaling), None
+        return block_sparse_attention(q, k, v, tile_plan, scale=scaling, sinks=s_aux), None
     pages = getattr(key, PAGES, None)
     if pages is not None:
-        return _paged(q, k, v, pages, attention_mask, scaling), None
+        return _paged(q, k, v, pages, attention_mask, scaling, s_aux), None
     if attention_mask is None:
         if not causal and q.shape[1] < k.shape[1] and not _records(q, k, v):
-            return _full_tail(q, k, v, scaling), None
+            return _full_tail(q, k, v, scaling, s_aux), None
         plan_for = causal_plan if causal else full_plan
-        return block_sparse_attention(q, k, v, plan_for(q.shape[1], k.shape[1], q.device), scale=scaling), None
+        plan = plan_for(q.shape[1], k.shape[1], q.device)
+        return block_sparse_attention(q, k, v, plan, scale=scaling, sinks=s_aux), None
     if not isinstance(attention_mask, PlanMask):
-        return _dense(query, key, value, attention_mask, scaling), None
+        return _dense(query, key, value, attention_mask, scaling, s_aux), None
     if attention_mask.rule is not None:
         note_rule(attention_mask)
     if attention_mask.plan is not None:
-        return block_sparse_attention(q, k, v, attention_mask.plan, scale=scaling), None
-    return _after_prefix(q, k, v, attention_mask.offset, scaling), None
+        return block_sparse_attention(q, k, v, attention_mask.plan, scale=scaling, sinks=s_aux), None
+    return _after_prefix(q, k, v, attention_mask.offset, scaling, s_aux), None
 
 
 def _check(query: Tensor, dropout: float, rest: dict[str, Any]) -> None:
@@ -106,7 +109,9 @@ def _check(query: Tensor, dropout: float, rest: dict[str, Any]) -> None:
         raise NotOurs(message(OP, "query", words, found, 'Use attn_implementation="sdpa".'), found)
 
 
-def _after_prefix(q: Tensor, k: Tensor, v: Tensor, offset: Tensor | int, scale: float | None) -> Tensor:
+def _after_prefix(
+    q: Tensor, k: Tensor, v: Tensor, offset: Tensor | int, scale: float | None, sinks: Tensor | None
+) -> Tensor:
     """Rows that see all cached tokens and each other causally; no plan is made for a step.
 
     `k` and `v` hold the cached tokens, the new ones at `offset`, and optionally room for more.
@@ -114,27 +119,31 @@ def _after_prefix(q: Tensor, k: Tensor, v: Tensor, offset: Tensor | int, scale: 
     batch, rows = q.shape[:2]
     if _records(q, k, v):
         keys = int(offset) + rows
-        return block_sparse_attention(q, k[:, :keys], v[:, :keys], causal_plan(rows, keys, q.device), scale=scale)
+        plan = causal_plan(rows, keys, q.device)
+        return block_sparse_attention(q, k[:, :keys], v[:, :keys], plan, scale=scale, sinks=sinks)
     if rows == 1 and isinstance(offset, Tensor):
         # The new token is already in the cache; only the device knows where, and the host does not need to.
         lengths = (offset.to(torch.int64) + 1).expand(batch).contiguous()
-        return speculative_attention(q, k[:, :1], v[:, :1], k, v, lengths, nothing_new(1, q.device), scale=scale)
+        plan = nothing_new(1, q.device)
+        return speculative_attention(q, k[:, :1], v[:, :1], k, v, lengths, plan, scale=scale, sinks=sinks)
     first = int(offset)
     lengths = torch.full((batch,), first, dtype=torch.int64, device=q.device)
     new = slice(first, first + rows)
-    return speculative_attention(q, k[:, new], v[:, new], k, v, lengths, causal_plan(rows, rows, q.device), scale=scale)
+    plan = causal_plan(rows, rows, q.device)
+    return speculative_attention(q, k[:, new], v[:, new], k, v, lengths, plan, scale=scale, sinks=sinks)
 
 
 def _records(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def _full_tail(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+def _full_tail(q: Tensor, k: Tensor, v: Tensor, scale: float | None, sinks: Tensor | None) -> Tensor:
     """The last rows of the keys are the queries' own, and all see everything: a canvas after its prefix, of any length."""
     rows, keys = q.shape[1], k.shape[1]
     lengths = torch.full((q.shape[0],), keys - rows, dtype=torch.int64, device=q.device)
     plan = full_plan(rows, rows, q.device)
-    return speculative_attention(q, k[:, keys - rows :], v[:, keys - rows :], k, v, lengths, plan, scale=scale)
+    new = slice(keys - rows, keys)
+    return speculative_attention(q, k[:, new], v[:, new], k, v, lengths, plan, scale=scale, sinks=sinks)
 
 
 def _wide(
@@ -145,6 +154,7 @@ def _wide(
     plan: TilePlan | None,
     causal: bool,
     scale: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """For heads wider than the kernels support: PyTorch's attention, under the dense mask of a plan."""
     if getattr(key, PAGES, None) is not None:
@@ -163,27 +173,39 @@ def _wide(
         mask = torch.arange(keys, device=query.device) <= positions[:, None]
     if mask is None:
         mask = torch.ones(rows, keys, dtype=torch.bool, device=query.device)
-    return _dense(query, key, value, mask, scale)
+    return _dense(query, key, value, mask, scale, sinks)
 
 
-def _paged(q: Tensor, k: Tensor, v: Tensor, pages: Pages, mask: Tensor | None, scale: float | None) -> Tensor:
+def _paged(
+    q: Tensor, k: Tensor, v: Tensor, pages: Pages, mask: Tensor | None, scale: float | None, sinks: Tensor | None
+) -> Tensor:
     """Attention over a paged `PdCache`, which returns the new rows and the location of the others."""
     if mask is not None and (not isinstance(mask, PlanMask) or mask.plan is not None):
         plan = getattr(mask, "plan", None)
         if pages.prefix == 0 and plan is not None:
-            return block_sparse_attention(q, k, v, plan, scale=scale)
+            return block_sparse_attention(q, k, v, plan, scale=scale, sinks=sinks)
         fail(
             OP, "attention_mask", "be causal without padding for a paged cache", "another", "Use a contiguous PdCache."
         )
     plan = causal_plan(q.shape[1], q.shape[1], q.device)
     return speculative_attention(
-        q, k, v, pages.k, pages.v, pages.lengths, plan, block_table=pages.block_table, scale=scale
+        q, k, v, pages.k, pages.v, pages.lengths, plan, block_table=pages.block_table, scale=scale, sinks=sinks
     )
 
 
-def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+def _dense(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, sinks: Tensor | None
+) -> Tensor:
     """For a caller's own 4-D mask: PyTorch's attention, since a plan for it would cost more than it saves."""
     mask = mask[..., : key.shape[2]]
+    if sinks is not None:
+        # A key of zeros, whose score is the sink.
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
+        mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], -1)
+        score = sinks.to(query.dtype).view(1, -1, 1, 1).expand(*mask.shape[:3], 1)
+        mask = torch.cat([mask.to(query.dtype), score], -1)
+        key, value = F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )

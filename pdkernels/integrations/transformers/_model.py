@@ -57,16 +57,28 @@ class Rows(NamedTuple):
     places: dict[int, int] = {}
     """The layers of the cache by the numbers of the model's; empty: the same numbers."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float | None) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float | None, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attention of q ``(batch, rows, heads, head_dim)``, rotated like k."""
         cache = self.cache
         if cache is None:
-            return block_sparse_attention(q, k, v, self.plan, scale=scale)
+            return block_sparse_attention(q, k, v, self.plan, scale=scale, sinks=sinks)
         place = self.places.get(layer, layer)
         k_cache, v_cache, table = cache.k[place], cache.v[place], cache.block_table
         if self.visible is None:
             return speculative_attention_append_(
-                q, k, v, k_cache, v_cache, cache.lengths, self.plan, counts=self.counts, block_table=table, scale=scale
+                q,
+                k,
+                v,
+                k_cache,
+                v_cache,
+                cache.lengths,
+                self.plan,
+                counts=self.counts,
+                block_table=table,
+                scale=scale,
+                sinks=sinks,
             )
         assert self.slots is not None
         sequences, rows = (self.slots >= 0).nonzero(as_tuple=True)
@@ -76,7 +88,8 @@ class Rows(NamedTuple):
             size = k_cache.shape[1]
             pages, targets = table[sequences, targets // size].long(), targets % size
         k_cache[pages, targets], v_cache[pages, targets] = k[sequences, rows], v[sequences, rows]
-        return speculative_attention(q, k, v, k_cache, v_cache, self.visible, self.plan, block_table=table, scale=scale)
+        where = {"block_table": table, "scale": scale, "sinks": sinks}
+        return speculative_attention(q, k, v, k_cache, v_cache, self.visible, self.plan, **where)
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,9 @@ class _Seen:
         self.calls: list[int | None] = []
         self.shapes: set[tuple[int, int, int]] = set()
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int | None, scale: float | None) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: int | None, scale: float | None, sinks: Any = None
+    ) -> Tensor:
         self.calls.append(layer)
         self.shapes.add((k.shape[2], k.shape[3], v.shape[3]))
         return q.new_zeros(*q.shape[:3], v.shape[3])
