@@ -88,8 +88,10 @@ class Rows(NamedTuple):
             size = k_cache.shape[1]
             pages, targets = table[sequences, targets // size].long(), targets % size
         k_cache[pages, targets], v_cache[pages, targets] = k[sequences, rows], v[sequences, rows]
-        where = {"block_table": table, "scale": scale, "sinks": sinks}
-        return speculative_attention(q, k, v, k_cache, v_cache, self.visible, self.plan, **where)
+        shown = self.visible
+        return speculative_attention(
+            q, k, v, k_cache, v_cache, shown, self.plan, block_table=table, scale=scale, sinks=sinks
+        )
 
 
 @dataclass(frozen=True)
