@@ -194,7 +194,8 @@ class Layers {
                                         in_.block_table,
                                         std::nullopt,
                                         std::nullopt,
-                                        0};
+                                        0,
+                                        std::nullopt};
     lse_ = torch::stable::new_empty(in_.x, {batch_, heads_, in_.x.size(1)}, ScalarType::Float);
     unpack_speculative(attention, mixed_, lse_, attention_);
     attention_.op = "speculative_attention_append_";

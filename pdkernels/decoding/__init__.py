@@ -88,8 +88,8 @@ def available() -> tuple[str, ...]:
 def find(method: str) -> Method:
     """The facts about a method. `generate` also takes it, for names known only at run time: type checkers then allow any options.
 
-    >>> find("jacobi").options["block_size"].help
-    'decode block after block of this many tokens (default 16): inside a block the draft only shrinks.'
+    >>> find("jacobi").options["window"].help
+    'keep a draft of this many tokens instead, refilled after every forward. Excludes `block_size`.'
     """
     check_type(isinstance(method, str), _OP, "method", "be a str", type(method).__name__)
     remedy = "" if method in METHODS else f"{did_you_mean(method, METHODS)}Known: {', '.join(METHODS)}."

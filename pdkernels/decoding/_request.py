@@ -120,7 +120,7 @@ def _check_length(model: Any, longest: int, max_new_tokens: int, overflow: Overf
     if overflow == "error":
         remedy = "Shorten the prompt, lower max_new_tokens, or pass overflow='warn'."
         raise ValueError(message(_OP, "prompt", expectation, actual, remedy))
-    warnings.warn(message(_OP, "prompt", expectation, actual), stacklevel=4)
+    warnings.warn(message(_OP, "prompt", expectation, actual), stacklevel=5)
 
 
 def finished(

@@ -289,7 +289,7 @@ def test_a_model_states_its_capabilities() -> None:
             return model(*arguments, **options)
 
     stated: Any = Stated()
-    assert [name for name in available() if supports(name, stated)] == ["autoregressive", "jacobi"]
+    assert [name for name in available() if supports(name, stated)] == ["autoregressive", "jacobi", "suffix"]
     assert generate(stated, [1, 2], "jacobi", max_new_tokens=4).tokens.tolist() == (
         generate(model, [1, 2], max_new_tokens=4).tokens.tolist()
     )

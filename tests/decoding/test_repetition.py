@@ -16,6 +16,7 @@ from pdkernels.reference.llada import llada
 from pdkernels.reference.repetition import PenalisedModel
 from tests.decoding import lossless_sweep
 from tests.support.base import Plain, streams
+from tests.support.drafters import with_drafters
 from tests.support.masked import MASK, small_masked
 from tests.support.plans import example
 from tests.support.tri_mode import small_transformer
@@ -45,6 +46,8 @@ def with_text(method: str) -> Any:
 def test_lossless_methods_give_the_tokens_of_the_penalised_model(method: str, penalty: float) -> None:
     model = small_transformer(4, 24, head_dim=16)
     plain = PenalisedModel(Plain(model), penalty, model.mask_token)
+    if "drafter" in METHODS[method].requires:
+        model = with_drafters(model)
     expected = [autoregressive(plain, prompt, 14).tokens for prompt in BATCH]
     options = {"max_new_tokens": 14, "repetition_penalty": penalty}
     for sizes in lossless_sweep.METHODS[method]:

@@ -56,6 +56,7 @@ def attention(
     `s_aux` ``(heads,)`` or None: sinks, as transformers calls them.
     """
     _check(query, dropout, rest)
+    s_aux = None if s_aux is None else s_aux.float()
     step = getattr(attention_mask, "step", None)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if query.shape[3] > WIDEST and step is None:
