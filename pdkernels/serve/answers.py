@@ -11,14 +11,24 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from pdkernels.decoding import Grammar, LogProbs, find, sequence_seed
+from pdkernels.decoding import Grammar, LogProbs, Method, find, sequence_seed
 from pdkernels.engine import Engine, Generation
 from pdkernels.serve.schema import ChatRequest, CompletionRequest, Settings
 from pdkernels.serve.stops import StopCut
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
-_NOTHING = {"top_p": 1, "top_k": 0, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
+_FILTERS = _SAMPLING[1:]
+_FIELDS = (*_SAMPLING, "seed")  # options of methods that requests have as fields
+_NOTHING = {
+    "temperature": 0,
+    "top_p": 1,
+    "top_k": 0,
+    "min_p": 0,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+}
 
 
 class Refused(Exception):
@@ -233,9 +243,7 @@ class Frontend:
             words = f"at most {self._max_choices} choices can be asked for at once, got {several * len(prompts)}"
             raise Refused(words, 400, "n")
         method = find(body.method or self.method)
-        options = dict(self._options) if body.method in (None, self.method) else {}
-        options |= body.options or {}
-        settings = self._settings(body, method.name, set(method.options), options)
+        settings = self._settings(body, method)
         settings |= _asked_grammar(body)
         top = _asked_logprobs(body)
         if top is not None:
@@ -268,29 +276,42 @@ class Frontend:
             raise
         return Answer(kind, self.name, choices, len(prompts))
 
-    def _settings(self, body: Settings, method: str, known: set[str], options: dict[str, Any]) -> dict[str, Any]:
-        """Options of the method and filters."""
-        found = dict(options)
-        sampling = {name: value for name in _SAMPLING if (value := self._chosen(body, name)) is not None}
-        if sampling.get("temperature", 1.0) == 0:  # filters keep the largest logit
-            sampling = {"temperature": 0.0}
-        for name, value in sampling.items():
-            if value == _NOTHING.get(name):
-                continue
-            if name not in known:
-                if getattr(body, name) is not None and not (name == "temperature" and value in (0, 1)):
-                    raise Refused(f"method {method!r} does not follow {name}", 400, name)
-                continue
-            found.setdefault(name, value)
+    def options_of(self, method: Method, given: Mapping[str, Any] | None, fields: Sequence[str] = ()) -> dict[str, Any]:
+        """The options of a request's method: its own, which are not among its `fields`, over the server's if that is its method too."""
+        for name in given or {}:
+            if name not in method.options or name in fields:
+                words = "has a field of its own" if name in fields else f"is no option of method {method.name!r}"
+                raise Refused(f"options: {name!r} {words}", 400, "options")
+        served = self._options if method.name == self.method else {}
+        return {**served, **(given or {})}
+
+    def _settings(self, body: Settings, method: Method) -> dict[str, Any]:
+        """Options of the method and filters. A field of the request wins over the server's options, and those over the suggested ones."""
+        found = self.options_of(method, body.options, _FIELDS)
+        asked = {name: getattr(body, name) for name in _SAMPLING}
+        chosen = {
+            name: value
+            for name in _SAMPLING
+            if (value := self._sampling.get(name) if asked[name] is None else asked[name]) is not None
+            and (asked[name] is not None or name not in found)
+        }
+        for name, value in chosen.items():
+            if name in method.options:
+                found[name] = value
+            elif asked[name] is not None and value != _NOTHING[name]:
+                raise Refused(f"method {method.name!r} does not follow {name}", 400, name)
+        # Without temperature the largest logit is chosen, which every filter keeps.
+        greedy = found.get("temperature", 0) == 0
+        found = {
+            name: value
+            for name, value in found.items()
+            if name not in _FILTERS or not (greedy or value == _NOTHING[name])
+        }
         for name in _PENALTIES:
-            value = self._chosen(body, name)
+            value = self._sampling.get(name) if getattr(body, name) is None else getattr(body, name)
             if value and value != _NOTHING.get(name):
                 found[name] = value
         return found
-
-    def _chosen(self, body: Settings, name: str) -> Any:
-        value = getattr(body, name)
-        return self._sampling.get(name) if value is None else value
 
 
 @lru_cache(maxsize=64)

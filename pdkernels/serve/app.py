@@ -23,6 +23,7 @@ except ModuleNotFoundError as missing:
     words = "a server needs FastAPI and uvicorn"
     raise ImportError(sentence("serve", words, "Install them with `pip install 'pdkernels[serve]'`.")) from missing
 
+from pdkernels.decoding import find
 from pdkernels.engine import Engine, EngineFull
 from pdkernels.serve.answers import Answer, Frontend, Refused, error_body
 from pdkernels.serve.metrics import prometheus
@@ -169,15 +170,10 @@ def create_app(
     async def replay(body: ReplayRequest, request: Request) -> Response:
         def submit() -> Any:
             prompt: Any = [{"role": "user", "content": body.prompt}] if body.chat else body.prompt
-            chosen = dict(options or {}) if body.method in (None, method) else {}
-            settings = chosen | (body.options or {})
+            found = find(body.method or method)
+            settings = front.options_of(found, body.options)
             return engine.submit(
-                prompt,
-                body.method or method,
-                max_new_tokens=body.max_tokens,
-                trace=True,
-                timeout=bounds.seconds,
-                **settings,
+                prompt, found, max_new_tokens=body.max_tokens, trace=True, timeout=bounds.seconds, **settings
             )
 
         handle = await asyncio.to_thread(submit)

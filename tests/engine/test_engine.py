@@ -103,8 +103,6 @@ def arrivals(name: str, seed: int, count: int) -> None:
                 victim = chance.choice(sent)
                 victim.withdrawn = True
                 victim.handle.cancel()
-        for one in sent:
-            assert one.handle._changed is not None
     metrics = engine.metrics()
     assert all(one.handle.done for one in sent)
     assert sum(metrics.finished.values()) == metrics.submitted == count
@@ -136,15 +134,12 @@ def test_a_batch_grows_with_its_requests_and_shrinks_again() -> None:
         long = engine.submit("import os\n", max_new_tokens=120, end_tokens=())
         next(iter(long))
         lane = next(iter(engine._lanes.values()))
-        rows = {len(lane.batch.sessions)} if lane.batch else set()
-        short = [engine.submit("def f(", max_new_tokens=4, end_tokens=()) for _ in range(3)]
+        assert lane.batch is not None and len(lane.batch.sessions) == 1
+        short = [engine.submit("def f(", max_new_tokens=30, end_tokens=()) for _ in range(3)]
         for one in short:
             one.result(60)
         long.result(60)
-        rows |= set(lane._batches)
-        assert lane.batch is not None and rows >= {1} and max(rows) <= 4
-        sizes = len(lane.batch.sessions)
-    assert sizes == 1
+        assert max(lane._batches) == 4 and len(lane.batch.sessions) == 1
 
 
 def test_a_shared_beginning_runs_once() -> None:

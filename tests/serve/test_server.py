@@ -198,6 +198,31 @@ def test_log_probabilities_of_the_openai_client(serve: Any) -> None:
     )
 
 
+def test_a_field_of_a_request_wins_over_the_servers_options(serve: Any) -> None:
+    served = {
+        "options": {"temperature": 0.9, "top_p": 0.5},
+        "sampling": {"temperature": 0.2, "top_k": 3, "repetition_penalty": 1.3},
+    }
+    address, _ = serve(**served)
+    client = client_of(address)
+
+    def text(**fields: Any) -> str:
+        made: str = (
+            client.completions.create(model="tiny", prompt="import", max_tokens=16, seed=4, **fields).choices[0].text
+        )
+        return made
+
+    same = {"repetition_penalty": 1.3, "seed": 4}
+    assert text() == alone("import", 16, temperature=0.9, top_p=0.5, top_k=3, **same)
+    assert text(temperature=2.0) == alone("import", 16, temperature=2.0, top_p=0.5, top_k=3, **same)
+    off = {"extra_body": {"top_k": 0, "repetition_penalty": 1.0}}
+    assert text(top_p=1.0, **off) == alone("import", 16, temperature=0.9, seed=4)
+    assert text(temperature=0.0) == alone("import", 16, repetition_penalty=1.3)
+    # Another method has the suggested settings, but not the options of the server's.
+    other = alone("import", 16, temperature=0.2, top_k=3, **same)
+    assert text(extra_body={"method": "jacobi"}) == other
+
+
 def test_stop_strings_are_left_out(serve: Any) -> None:
     address, _ = serve()
     client = client_of(address)
@@ -253,7 +278,10 @@ def test_a_cut_is_that_of_the_whole_text(seed: int) -> None:
         ({"stop": [""]}, 400, "stop"),
         ({"method": "no_such"}, 400, "method must name a decoding method"),
         ({"method": "llada"}, 400, "fit the model"),
-        ({"options": {"block_size": 3}}, 400, "has no option 'block_size'"),
+        ({"options": {"block_size": 3}}, 400, "'block_size' is no option of method 'autoregressive'"),
+        ({"options": {"temperature": 0.5}}, 400, "'temperature' has a field of its own"),
+        ({"options": {"max_new_tokens": 3}}, 400, "'max_new_tokens' is no option of method"),
+        ({"options": {"overflow": "warn"}}, 400, "'overflow' is no option of method"),
         ({"logit_bias": {"99999": 1.0}}, 400, "logit_bias"),
         ({"seed": -1}, 400, "seed"),
         ({"prompt": "x" * 449, "max_tokens": 1}, 400, "prompt must have at most 448 tokens"),
