@@ -1,6 +1,6 @@
 """Products of a layer's experts: ours, and a loop of PyTorch's products over the experts that have rows.
 
-python -m bench.bench_grouped_linear      CPU time of one thread, the least of many, as a table for docs/ops/grouped_linear.md
+python -m bench.bench_grouped_linear      CPU time of one thread, the minimum of many runs, as a table for docs/ops/grouped_linear.md
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def measured(model: str = "Qwen3-30B-A3B", rounds: int = 15) -> dict[str, Any]:
-    """The least CPU time of a candidate for each number of tokens, in ms; rounds of the candidates take turns."""
+    """The minimum CPU time of an implementation for each number of tokens, in ms; the implementations take turns."""
     torch.set_num_threads(1)
     found: dict[str, list[float]] = {name: [] for name in CANDIDATES}
     with torch.inference_mode():

@@ -2,7 +2,7 @@
 
     python -m bench.drafters --drafter smollm2-eagle --questions 50 --json drafters.json
 
-Questions take turns with methods, so that other load on the machine affects all alike; each pair runs `--repeats` times and the least time
+Questions take turns with methods, so that other load on the machine affects all alike; each pair runs `--repeats` times and the minimum time
 counts. Times of a busy machine are worthless: run nothing else.
 """
 
@@ -41,7 +41,7 @@ def run(model: Any, prompts: list[list[int]], limit: int, repeats: int) -> dict[
         label: {"tokens": 0, "forwards": 0, "equal": 0, "seconds": 0.0, "slowest": 0.0} for label in chosen
     }
     for prompt in prompts:
-        least = dict.fromkeys(chosen, float("inf"))
+        fastest = dict.fromkeys(chosen, float("inf"))
         found: dict[str, Any] = {}
         for _ in range(repeats):
             for label, (method, options) in chosen.items():
@@ -49,14 +49,14 @@ def run(model: Any, prompts: list[list[int]], limit: int, repeats: int) -> dict[
                 found[label] = pd.decoding.generate(
                     model, prompt, pd.decoding.find(method), max_new_tokens=limit, **options
                 )
-                least[label] = min(least[label], time.perf_counter() - started)
+                fastest[label] = min(fastest[label], time.perf_counter() - started)
         for label, result in found.items():
             row = rows[label]
             row["tokens"] += result.stats.tokens
             row["forwards"] += result.stats.forwards
             row["equal"] += torch.equal(result.tokens, found[BASELINE].tokens)
-            row["seconds"] += least[label]
-            row["slowest"] = max(row["slowest"], least[label] / least[BASELINE])
+            row["seconds"] += fastest[label]
+            row["slowest"] = max(row["slowest"], fastest[label] / fastest[BASELINE])
     return rows
 
 

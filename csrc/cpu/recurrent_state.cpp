@@ -49,9 +49,9 @@ void check_sequence(const StateStep& step, int64_t b) {
   }
   const int64_t settled = step.settled(count);
   for (int64_t i = 0; step.parents.given() && i < count; ++i) {
-    const int64_t parent = step.parent(b, i), least = std::min(i, settled) - 1;
-    if (parent < least || parent >= i) {
-      fail(op, b, "parents", range(least, i - 1) + " for row " + std::to_string(i), parent,
+    const int64_t parent = step.parent(b, i), lowest = std::min(i, settled) - 1;
+    if (parent < lowest || parent >= i) {
+      fail(op, b, "parents", range(lowest, i - 1) + " for row " + std::to_string(i), parent,
            "A row comes after its parent, and settled rows are a path that the others follow; -1 is the last committed "
            "row.");
     }
@@ -160,13 +160,13 @@ void state_commit(const StateCommitArgs& args) {
 void state_trim(const StateTrimArgs& args) {
   for (int64_t b = 0; b < args.batch; ++b) {
     const int64_t length = args.lengths.load(b), wanted = args.new_lengths.load(b);
-    int64_t least = 0;
+    int64_t lowest = 0;
     for (int64_t layer = 0; wanted != length && layer < args.layers.count; ++layer) {
       const int64_t held = args.layers.lengths[layer].load(b);
-      if (layer == 0 || held > least) least = held;
+      if (layer == 0 || held > lowest) lowest = held;
     }
-    if (wanted < least || wanted > length) {
-      fail("state_trim_", b, "new_lengths", range(least, length), wanted,
+    if (wanted < lowest || wanted > length) {
+      fail("state_trim_", b, "new_lengths", range(lowest, length), wanted,
            "Rows that are in the state can't be taken out of it. Restore a copy of an earlier state instead.");
     }
   }

@@ -9,6 +9,20 @@ import torch
 from torch import Tensor
 
 
+def continued(
+    model: Any, tokens: Tensor, cache: Any, counts: Tensor | None, rows: Tensor, before: Tensor, shortest: int
+) -> Tensor:
+    """The logits of `rows` of a forward over whole prompts into an empty cache, which holds the first `before` ``(batch,)`` tokens of
+    each, at least `shortest`. Rows do not depend on how a text is split into forwards. The caller commits whole prompts."""
+    place = before[:, None] + torch.arange(tokens.shape[1] - shortest, device=tokens.device)
+    rest = tokens.gather(1, place.clamp(max=tokens.shape[1] - 1))
+    counts = torch.full_like(before, tokens.shape[1]) if counts is None else counts
+    cache.lengths.copy_(before)
+    logits: Tensor = model(rest, cache=cache, counts=counts - before, rows=rows - before[:, None])
+    cache.lengths.zero_()
+    return logits
+
+
 class SharedPrompts:
     """A wrapper of a causal model for a batch in which every prompt is there `count` times in a row.
 
@@ -61,12 +75,4 @@ class SharedPrompts:
             for sequence in range(len(tokens)):
                 prompt = sequence // self._count
                 cache.copy_row_(sequence, own, prompt, shared[prompt])
-        before = known.repeat_interleave(self._count)
-        place = before[:, None] + torch.arange(tokens.shape[1] - min(shared), device=device)
-        rest = tokens.gather(1, place.clamp(max=tokens.shape[1] - 1))
-        counts = torch.full_like(before, tokens.shape[1]) if counts is None else counts
-        # The caller commits whole prompts, to an empty cache.
-        cache.lengths.copy_(before)
-        logits: Tensor = self.model(rest, cache=cache, counts=counts - before, rows=rows - before[:, None])
-        cache.lengths.zero_()
-        return logits
+        return continued(self.model, tokens, cache, counts, rows, known.repeat_interleave(self._count), min(shared))

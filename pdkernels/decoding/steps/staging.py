@@ -8,15 +8,13 @@ import torch
 
 from pdkernels.decoding._sampling import latents
 from pdkernels.decoding._session import Session, inference
+from pdkernels.decoding._shared_prompts import continued
 from pdkernels.decoding.steps.contract import Steps
 from pdkernels.decoding.steps.entry import Rows
 
 
 class _Continued:
-    """A model that is told that the cache already holds the first `known` tokens of what it gets next.
-
-    Rows do not depend on how a text is split into forwards, so the rest of it gives the same logits as the whole.
-    """
+    """A model that is told that the cache already holds the first `known` tokens of what it gets next."""
 
     def __init__(self, model: Any) -> None:
         self.inner, self.known = model, 0
@@ -39,11 +37,7 @@ class _Continued:
         if known == 0 or options or rows is None or int(rows.min()) < known:
             logits = self.inner(tokens, cache=cache, counts=counts, rows=rows, **options)
             return logits
-        cache.lengths.fill_(known)
-        counts = None if counts is None else counts - known
-        logits = self.inner(tokens[:, known:], cache=cache, counts=counts, rows=rows - known)
-        cache.lengths.zero_()
-        return logits
+        return continued(self.inner, tokens, cache, counts, rows, torch.full_like(cache.lengths, known), known)
 
 
 class Staging:
