@@ -71,7 +71,7 @@ class JacobiMultiblock(Autoregressive, total=False):
     block_size: int
     blocks: int
     spawn_ratio: float
-    pool_size: int
+    pool_size: int | None
     verification_size: int
 
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import pdkernels as pd
 from pdkernels import models
 from pdkernels.cache import ContiguousKVCache, PagedKVCache
 from pdkernels.decoding import DecodeResult, generate, method_options
@@ -362,3 +363,28 @@ def test_options() -> None:
         "seed",
         "page_size",
     )
+
+
+def test_packed_weights_have_no_candidates_by_default() -> None:
+    plain = pd.models.load("tiny-jacobi")
+    for model, size in ((plain, 4), (pd.quantize(plain, "q8_0"), 0)):
+        default, same, other = (
+            pd.decoding.generate(model, "import os", METHOD, max_new_tokens=60, end_tokens=(), trace=True, **options)
+            for options in ({}, {"pool_size": size}, {"pool_size": 4 - size})
+        )
+        assert default.stats.trace == same.stats.trace != other.stats.trace
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_long_answers_of_packed_weights_are_the_greedy_ones(temperature: float) -> None:
+    try:
+        model = pd.models.load("smollm2-135m-instruct")
+    except ImportError as error:
+        pytest.skip(str(error))
+    questions = ("Explain list comprehensions in Python.", "Write a short story about a fox and a crow.")
+    for seed, question in enumerate(questions * 2):
+        chat = [{"role": "user", "content": question}]
+        options: dict[str, Any] = {"max_new_tokens": 150, "seed": seed, "temperature": temperature}
+        expected = pd.decoding.generate(model, chat, **options)
+        assert torch.equal(pd.decoding.generate(model, chat, METHOD, **options).tokens, expected.tokens)
