@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import json
+import mmap
 import os
 import pickle
 import subprocess
@@ -49,6 +50,30 @@ def filled(size: int = 8 * MIB) -> torch.Tensor:
     return tensor
 
 
+def advised(tensor: torch.Tensor) -> bool:
+    """Whether the system was asked for huge pages in every mapping that holds a tensor."""
+    first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    inside, flags = False, []
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, value = line.partition(" ")
+        if "-" in name:
+            low, high = (int(part, 16) for part in name.split("-"))
+            inside = low < last and first < high
+        elif inside and name == "VmFlags:":
+            flags.append("hg" in value.split())
+    return bool(flags) and all(flags)
+
+
+def plentiful(size: int = 256 * MIB) -> bool:
+    """Whether an ordinary mapping gets huge pages now. A machine that has run for long has its free memory in small pieces."""
+    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as plain:
+        plain.madvise(mmap.MADV_HUGEPAGE)
+        tensor = torch.frombuffer(plain, dtype=torch.uint8).fill_(1)
+        found = _memory.huge_bytes(tensor)
+        del tensor
+        return found >= size - 4 * MIB
+
+
 def written(folder: Path, state: dict[str, torch.Tensor], fields: dict[str, Any], files: int = 1) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(fields))
@@ -65,9 +90,11 @@ def written(folder: Path, state: dict[str, torch.Tensor], fields: dict[str, Any]
 @given
 def test_the_memory_is_in_huge_pages_and_given_back() -> None:
     gc.collect()
+    many = plentiful()
     before = resident()
     tensor = filled(64 * MIB)
-    assert _memory.huge_bytes(tensor) >= 62 * MIB and resident() - before >= 62 * MIB
+    assert advised(tensor) and resident() - before >= 62 * MIB
+    assert _memory.huge_bytes(tensor) >= 62 * MIB or not (many and plentiful())
     part = tensor[5:6].clone()
     del tensor
     assert resident() - before < 8 * MIB and part[0, 0] == 5 * 1024
@@ -76,9 +103,12 @@ def test_the_memory_is_in_huge_pages_and_given_back() -> None:
 @given
 def test_small_blocks_are_neighbours_and_each_gives_its_own_pages_back() -> None:
     gc.collect()
+    many = plentiful()
     before = resident()
     blocks = [filled(MIB) for _ in range(40)]
-    assert max(_memory.huge_bytes(block) for block in blocks) >= 24 * MIB  # of the mapping that holds them
+    assert all(advised(block) for block in blocks)
+    held = max(_memory.huge_bytes(block) for block in blocks)  # of the mapping that holds them
+    assert held >= 24 * MIB or not (many and plentiful())
     assert len({block.untyped_storage().data_ptr() for block in blocks}) == 40
     assert all(block.untyped_storage().nbytes() == MIB for block in blocks)
     del blocks[1::2]
@@ -159,11 +189,13 @@ def test_touching_on_the_threads_of_kernels_leaves_zeros(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
 def test_caches(kind: str) -> None:
+    many = _memory.enabled() and plentiful()
     model = pd.models.load("tiny-code")
     cache = model.new_cache(batch=4, capacity=4096, kind=kind)
     assert not cache.k.any() and not cache.v.any()
     if _memory.enabled():
-        assert _memory.huge_bytes(cache.k.fill_(1)) >= cache.k.nbytes // 2
+        assert advised(cache.k) and advised(cache.v)
+        assert _memory.huge_bytes(cache.k.fill_(1)) >= cache.k.nbytes // 2 or not (many and plentiful())
     other = pickle.loads(pickle.dumps(cache))
     assert torch.equal(other.k, cache.k)
 
@@ -226,9 +258,11 @@ def test_the_loader_equals_safetensors_own(tied: bool, stored: torch.dtype, file
 def test_a_loaded_model_is_in_huge_pages_and_behaves_like_any_other(tmp_path: Path) -> None:
     fields = FIELDS | {"tie_word_embeddings": True}
     folder = written(tmp_path / "checkpoint", random_checkpoint(fields, dtype=torch.bfloat16), fields)
+    many = plentiful()
     model = pd.models.load(folder)
     large = [p for p in model.parameters() if p.nbytes >= _memory._LEAST]
-    assert large and all(_memory.huge_bytes(p) > 0 for p in large)
+    assert large and all(advised(p) for p in large)
+    assert all(_memory.huge_bytes(p) > 0 for p in large) or not (many and plentiful())
     save_file(model.state_dict(), tmp_path / "copy.safetensors")  # refuses tensors that share a storage
     tokens = torch.tensor([[1, 2, 3]])
     expected = model(tokens)
