@@ -80,7 +80,7 @@ class Ours(Engine):
     def begin(self, context: Tokens, batch: int) -> None:
         one = self.model.new_cache(1, len(context))
         self.model.hidden(self.torch.tensor([context]), cache=one)
-        self.cache, self.batch = self.model.new_cache(batch, len(context) + 1024), batch
+        self.cache, self.batch = self.model.new_cache(batch, len(context) + 1024 // batch), batch
         self.cache.k[:, :, : len(context)] = one.k[:, :, : len(context)]
         self.cache.v[:, :, : len(context)] = one.v[:, :, : len(context)]
         self.cache.commit_(self.torch.full((batch,), len(context)))

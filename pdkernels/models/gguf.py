@@ -315,8 +315,7 @@ def _packed(file: GgufFile, name: str, heads: dict[str, int], head_dim: int) -> 
     turned, order = heads.get(name.split(".")[-2]), None
     if turned is not None:
         order = _halves(torch.arange(outputs)[:, None], turned, head_dim).view(-1).tolist()
-    with read_from(f"{file.name}: {shown(name)}"):
-        source = file.bytes_of(tensor)
+    with read_from(f"{file.name}: {shown(name)}"), file.bytes_of(tensor) as source:
         return QuantizedWeight.from_gguf(format, source, outputs, width, order, matrices[0] if matrices else None)
 
 

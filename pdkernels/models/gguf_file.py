@@ -12,6 +12,8 @@ import os
 import stat
 import struct
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -86,13 +88,19 @@ class GgufFile:
             with numpy.errstate(all="ignore"):  # scales may be infinite or NaN
                 numbers = self._quants.quants.dequantize(row, kind)
             part.copy_(torch.from_numpy(numbers if numbers.flags.writeable else numbers.copy()).view(-1))
-        if hasattr(self._map, "madvise"):  # what was read need not stay mapped beside the numbers
+        self._let_go(tensor)
+
+    @contextmanager
+    def bytes_of(self, tensor: GgufTensor) -> Iterator[memoryview]:
+        """Its blocks as they lie in the file."""
+        yield memoryview(self._map)[tensor.start : tensor.start + tensor.bytes]
+        self._let_go(tensor)
+
+    def _let_go(self, tensor: GgufTensor) -> None:
+        """What was read need not stay in memory beside what was made of it."""
+        if hasattr(self._map, "madvise"):
             first = tensor.start // mmap.PAGESIZE * mmap.PAGESIZE
             self._map.madvise(mmap.MADV_DONTNEED, first, tensor.start + tensor.bytes - first)
-
-    def bytes_of(self, tensor: GgufTensor) -> memoryview:
-        """Its blocks as they lie in the file."""
-        return memoryview(self._map)[tensor.start : tensor.start + tensor.bytes]
 
     # ---- the header
 
