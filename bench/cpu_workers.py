@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 Tokens = list[int]
+Clients = tuple[float, list[float], list[Tokens]]
+"""The time until all have their `new` tokens, in ms, that to the first token of each, and the tokens."""
 DRAFT = 10  # tokens that an engine's own lookup proposes
 
 
@@ -52,6 +54,10 @@ class Engine:
     def answer(self, prompt: Tokens, new: int, lookup: bool) -> tuple[float, Tokens]:
         """The time to continue a prompt by `new` tokens, and the tokens."""
         raise NotImplementedError
+
+    def clients(self, prompts: list[Tokens], new: int, lookup: bool) -> Clients:
+        """A client for each prompt, all at once, greedy."""
+        raise NotImplementedError("it has no clients here")
 
     def memory(self) -> float:
         """Peak of this process in MB."""
@@ -97,6 +103,25 @@ class Ours(Engine):
         run = self.pd.decoding.generate
         took, found = self.timed(lambda: run(self.model, prompt, max_new_tokens=new, end_tokens=(), **options))
         return took, found.tokens.tolist()
+
+    def clients(self, prompts: list[Tokens], new: int, lookup: bool) -> Clients:
+        method = ("jacobi", {"draft": "lookup"}) if lookup else ("autoregressive", {})
+        if not hasattr(self, "server"):
+            self.server = self.pd.Engine(self.model, max_running=8, max_new_tokens=new, kept_prompt_tokens=0)
+        first: dict[int, float] = {}
+        start = self.clock()
+
+        def client(number: int) -> Any:
+            def told(_sequence: int, _ids: Tokens, _accepted: int) -> None:
+                first.setdefault(number, 1e3 * (self.clock() - start))
+
+            name, options = method
+            return self.server.submit(
+                prompts[number], name, max_new_tokens=new, end_tokens=(), on_tokens=told, **options
+            )
+
+        took, answers = self.timed(lambda: [one.result() for one in [client(n) for n in range(len(prompts))]])
+        return took, [first[number] for number in range(len(prompts))], [one.tokens.tolist() for one in answers]
 
 
 class LlamaCpp(Engine):
@@ -162,6 +187,40 @@ class LlamaCpp(Engine):
         for sequence in range(self.batch):
             self.api.llama_memory_seq_rm(self.kept, sequence, self.length, -1)
         return took
+
+    def clients(self, prompts: list[Tokens], new: int, lookup: bool) -> Clients:
+        """As its own server batches them: all prompts in one pass, then a token of each sequence in every pass."""
+        if lookup:
+            raise NotImplementedError("its lookup is for one sequence")
+        total = sum(map(len, prompts))
+        self.open(max(total, max(map(len, prompts)) + new), len(prompts))
+        rows, first, texts = self.rows, [0.0], [list[int]() for _ in prompts]
+
+        def passed(news: list[Tokens]) -> None:
+            """Reads new tokens of each sequence, and chooses one after the last of them."""
+            at = 0
+            for sequence, tokens in enumerate(news):
+                begin = len(prompts[sequence]) + len(texts[sequence]) - len(tokens)
+                for i, token in enumerate(tokens):
+                    rows.token[at], rows.pos[at], rows.logits[at] = token, begin + i, i + 1 == len(tokens)
+                    rows.n_seq_id[at], rows.seq_id[at][0], at = 1, sequence, at + 1
+            rows.n_tokens = at
+            if self.api.llama_decode(self.context, rows):
+                raise RuntimeError("llama_decode failed")
+            logits = self.api.llama_get_logits(self.context)
+            chosen = self.numpy.ctypeslib.as_array(logits, shape=(len(news), self.vocabulary)).argmax(1).tolist()
+            for text, token in zip(texts, chosen, strict=True):
+                text.append(token)
+
+        def run() -> None:
+            start = self.clock()
+            passed(prompts)
+            first[0] = 1e3 * (self.clock() - start)
+            while len(texts[0]) < new:
+                passed([text[-1:] for text in texts])
+
+        took, _ = self.timed(run)
+        return took, first * len(prompts), texts
 
     def answer(self, prompt: Tokens, new: int, lookup: bool) -> tuple[float, Tokens]:
         from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
@@ -335,7 +394,7 @@ ENGINES: dict[str, type[Engine]] = {
     "OpenVINO": OpenVino,
     "onnxruntime": OnnxRuntime,
 }
-METHODS = ("choices", "begin", "forward", "prompt", "answer", "memory")
+METHODS = ("choices", "begin", "forward", "prompt", "answer", "clients", "memory")
 
 
 def main() -> None:

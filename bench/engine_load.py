@@ -1,9 +1,13 @@
-"""Clients of an engine at the same time: how many tokens a second it gives them together, and when the first of each comes.
+"""Clients at once: how many tokens a second an engine gives them together, and when the first of each comes.
 
-    python -m bench.engine_load --model smollm2-135m-instruct --clients 1 8 --json bench/results/engine_load.json
+    python -m bench.engine_load [--peer-python PYTHON ...] [--clients 1 2 4 8] [--rounds 5] [--to bench/results/engine_load.json]
 
-Each client asks one question after another, with another method in each row of the table. Every answer is compared with that of `generate`
-alone before a figure counts.
+`pd.Engine` and llama.cpp run in processes of their own with the same GGUF file, and take turns. Each client asks one question, all
+questions arrive together, and answers are greedy and equally long. llama.cpp is driven as its server batches: all prompts in one pass, then a
+token of every sequence in each.
+
+Times are CPU time with one thread, which other work on the machine disturbs little; the round with the least is kept. An answer of
+ours among others must be the one that it is alone, token for token, or no figure counts.
 """
 
 from __future__ import annotations
@@ -11,18 +15,21 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import threading
-import time
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
-from rich.table import Table
 
 import pdkernels as pd
+from bench.cpu_engines import Refused, Worker, agreement, pythons
+from bench.gpu_report import table
 from pdkernels.evaluation.machine import processor
+from pdkernels.models.packaged import packaged
 
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench/results/engine_load.json"
 QUESTIONS = (
     "What is a prime number?",
     "Write a haiku about the sea.",
@@ -33,80 +40,109 @@ QUESTIONS = (
     "Translate 'good morning' into French.",
     "Why is the sky blue?",
 )
+Ask = Callable[..., Any]
 
 
-def measured(
-    engine: pd.Engine, method: str, options: dict[str, Any], clients: int, rounds: int, tokens: int
-) -> dict[str, float]:
-    """Figures of `clients` that ask `rounds` questions each."""
-    firsts: list[float] = []
-    answers: list[tuple[str, list[int]]] = []
+def measure(
+    engines: dict[str, tuple[Ask, bool]], prompts: list[list[int]], sizes: list[int], rounds: int, new: int
+) -> Any:
+    """The cells of all engines and numbers of clients, and the first answers of each engine.
 
-    def ask(client: int) -> None:
-        for number in range(rounds):
-            question = QUESTIONS[(client + number) % len(QUESTIONS)]
-            handle = engine.submit([{"role": "user", "content": question}], method, max_new_tokens=tokens, **options)
-            result = handle.result()
-            assert handle.first_token is not None
-            firsts.append(handle.first_token - handle.submitted)
-            answers.append((question, result.tokens.tolist()))
+    Args:
+        engines: by name, what asks a worker, and whether it looks drafts up.
+        prompts: one for each client of the largest number.
+    """
+    found: dict[str, dict[str, Any]] = {name: {} for name in engines}
+    answers: dict[str, list[list[int]]] = {}
+    for round_ in range(rounds + 1):
+        for size in sizes:
+            for name, (ask, lookup) in engines.items():
+                took, first, texts = ask("clients", prompts[:size], new, lookup)
+                known = answers.setdefault(name, [])
+                known += texts[len(known) :]
+                if name.startswith("pdkernels") and texts != known[:size]:
+                    raise SystemExit(f"{name}: with {size} clients an answer changes")
+                least = found[name].get(str(size))
+                # The first round makes batches of every size.
+                if round_ > 0 and (least is None or took < least["ms"]):
+                    found[name][str(size)] = {
+                        "ms": took,
+                        "tokens_per_second": 1e3 * new * size / took,
+                        "first_token_median_ms": statistics.median(first),
+                        "first_token_worst_ms": max(first),
+                    }
+    return found, answers
 
-    threads = [threading.Thread(target=ask, args=(client,)) for client in range(clients)]
-    started, busy = time.perf_counter(), time.process_time()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    wall, busy = time.perf_counter() - started, time.process_time() - busy
-    for question, got in answers:
-        chat = [{"role": "user", "content": question}]
-        alone = pd.decoding.generate(engine.model, chat, pd.decoding.find(method), max_new_tokens=tokens, **options)
-        assert got == alone.tokens.tolist(), question
-    new = sum(len(got) for _, got in answers)
-    return {
-        "clients": clients,
-        "tokens": new,
-        "tokens_per_second": new / wall,
-        "tokens_per_cpu_second": new / busy,
-        "first_token_median": statistics.median(firsts),
-        "first_token_worst": max(firsts),
-    }
+
+def load_table(path: Path) -> str:
+    """A line for each engine: tokens a second with each number of clients, and the time to the first token."""
+    if not path.exists():
+        return "not measured"
+    found = json.loads(path.read_text())
+    sizes = list(next(iter(found["figures"].values())))
+    last = sizes[-1]
+    head = [
+        "tokens a second, clients",
+        *sizes,
+        f"{last} over 1",
+        "first token, ms, one client",
+        f"{last} clients, median",
+        "worst",
+    ]
+    lines = []
+    for name, cells in found["figures"].items():
+        speeds = [cells[size]["tokens_per_second"] for size in sizes]
+        times = [cells[sizes[0]]["first_token_median_ms"]]
+        times += [cells[last][f"first_token_{which}_ms"] for which in ("median", "worst")]
+        shown = f"**{name}**" if name.startswith("pdkernels") else name
+        lines.append(
+            [
+                shown,
+                *(f"{speed:,.0f}" for speed in speeds),
+                f"{speeds[-1] / speeds[0]:.1f}x",
+                *(f"{ms:,.0f}" for ms in times),
+            ]
+        )
+    facts = f"{found['file']}, {found['tokens']} tokens an answer; CPU time, one thread, minimum of interleaved rounds; {found['machine']}"
+    return f"{table(head, lines)}\n\n{facts}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("file", nargs="?", type=Path, help="a GGUF file; SmolLM2-135M without one")
+    parser.add_argument("--peer-python", nargs="*", default=[], metavar="PYTHON", help="other environments' Pythons")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 2, 4, 8], choices=range(1, 9))
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--to", type=Path, default=RESULTS)
     chosen = parser.parse_args()
-    if chosen.threads:
-        torch.set_num_threads(chosen.threads)
-    model = pd.models.load(chosen.model)
-    table = Table("method", "clients", "tokens/s", "tokens/CPU s", "first token, median", "worst", title=processor())
-    rows = []
-    for method, options in (("autoregressive", {}), ("jacobi", {"draft": "lookup"})):
-        with pd.Engine(
-            model, max_running=max(chosen.clients), max_new_tokens=chosen.tokens, kept_prompt_tokens=0
-        ) as engine:
-            measured(engine, method, options, max(chosen.clients), 1, 4)  # batches of every size exist from here on
-            for clients in chosen.clients:
-                row = measured(engine, method, options, clients, chosen.rounds, chosen.tokens)
-                rows.append({"method": method, **row})
-                times = (f"{1000 * row[name]:.0f} ms" for name in ("first_token_median", "first_token_worst"))
-                table.add_row(
-                    method,
-                    str(clients),
-                    f"{row['tokens_per_second']:.1f}",
-                    f"{row['tokens_per_cpu_second']:.1f}",
-                    *times,
-                )
-    Console().print(table)
-    if chosen.json:
-        facts = {"model": chosen.model, "machine": processor(), "threads": torch.get_num_threads(), "rows": rows}
-        chosen.json.write_text(json.dumps(facts, indent=1) + "\n")
+    file = chosen.file or packaged("smollm2-135m-instruct")
+    tokenizer: Any = pd.models.load(file).tokenizer
+    prompts = [tokenizer.encode_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
+    python, workers, engines = pythons(chosen.peer_python), [], dict[str, tuple[Ask, bool]]()
+    try:
+        for name in ("pdkernels", "llama.cpp"):
+            if name in python:
+                workers.append(Worker(python[name], {"engine": name, "file": str(file), "threads": 1}))
+                engines[name] = workers[-1], False
+                if name == "pdkernels":
+                    engines[f"{name}, drafts looked up"] = workers[-1], True
+        figures, answers = measure(engines, prompts, sorted(chosen.clients), chosen.rounds, chosen.tokens)
+        for prompt, text in zip(prompts, answers["pdkernels"], strict=False):
+            if workers[0]("answer", prompt, chosen.tokens, False)[1] != text:
+                raise SystemExit("an answer among others is not the one that it is alone")
+    except Refused as error:
+        raise SystemExit(str(error)) from None
+    finally:
+        for worker in workers:
+            worker.end()
+    equal = {
+        name: statistics.mean(agreement(a, b) for a, b in zip(texts, answers["pdkernels"], strict=True))
+        for name, texts in answers.items()
+    }
+    facts = {"file": file.name, "machine": processor(), "python": sys.version.split()[0], "tokens": chosen.tokens}
+    chosen.to.write_text(json.dumps(facts | {"figures": figures, "equal_tokens": equal}, indent=1) + "\n")
+    Console().print(load_table(chosen.to), markup=False)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The installed versions, the compiled kernels, and the implementation of each op on each device."""
+"""The installed versions, what is missing, the compiled kernels, and the implementation of each op on each device."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import platform
 import torch
 
 from pdkernels import _native, backends
+from pdkernels._extras import missing_extras
 from pdkernels._host import cpu_isa
 from pdkernels._version import __version__
 
@@ -27,7 +28,7 @@ ENVIRONMENT = {
 
 
 def show_config() -> str:
-    """Versions, what was compiled, and the implementation each op would use on each device, as text.
+    """Versions, what was compiled, which extras are missing, and the implementation each op would use on each device, as text.
 
     Never starts a CUDA context.
 
@@ -46,6 +47,9 @@ def show_config() -> str:
             "built with": f"{info['compiler']}, against torch {info['torch']}" if info else "-",
             "CUDA": ", ".join(f"sm_{arch}" for arch in _native.cuda_archs()) or "not compiled",
         },
+    )
+    lines += _section(
+        "extras", missing_extras() or {"-": "this copy is not installed, so its requirements are unknown"}
     )
     lines += _section("devices", _devices())
     width = max(len(op) for op in backends.CHOICES) + 4

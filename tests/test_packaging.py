@@ -380,3 +380,22 @@ def test_isolated_build_takes_the_torch_that_is_there(checkout: Path, tmp_path: 
     pip(interpreter, "install", "--no-deps", *options, checkout, environment=environment)
     answer = python(USE, executable=interpreter, cwd=tmp_path)
     assert answer.stdout.startswith(f"{checkout if options else site}/pdkernels\n")
+
+
+def test_the_conda_recipe_asks_for_what_the_wheel_does() -> None:
+    """conda-forge calls torch pytorch."""
+    recipe = (ROOT / "scripts/conda/recipe.yaml").read_text()
+    project = (ROOT / "pyproject.toml").read_text()
+    assert re.search(r'version: "(.+)"', recipe)[1] == load("pdkernels/_version.py").__version__
+    run_ = recipe.partition("  run:\n")[2].partition("  run_constraints:\n")
+    listed = {name.replace("pytorch", "torch"): bound for name, bound in re.findall(r"- (\S+) (>=\S+)\n", run_[0])}
+    needed = re.search(r"^dependencies = \[(.*)\]$", project, re.M)[1]
+    assert listed.pop("python") == re.search(r'requires-python = "(.+)"', project)[1]
+    assert listed == dict(re.findall(r'"([\w-]+)(>=[\d.]+)"', needed))
+    optional = {}
+    for extra in ("cli", "serve"):
+        optional |= dict(re.findall(r'"([\w-]+)(>=[\d.]+)"', re.search(rf"^{extra} = \[(.*)\]$", project, re.M)[1]))
+    assert dict(re.findall(r"- (\S+) (>=\S+)\n", run_[2].partition("\ntests:")[0])) == optional
+    build = dict(re.findall(r"- (\S+) (>=\S+)\n", recipe.partition("  host:\n")[2].partition("  run:\n")[0]))
+    wanted = dict(re.findall(r'"([\w-]+)(>=[\d.]+)"', re.search(r"^requires = \[(.*)\]$", project, re.M)[1]))
+    assert build == wanted | {"pytorch": listed["torch"]}

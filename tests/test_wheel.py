@@ -9,9 +9,11 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import pdkernels as pd
 from tests.test_packaging import AS_BUILT, ROOT, USE, elsewhere, load, new_environment, pip, python, run
@@ -63,6 +65,59 @@ def test_wheel_works_in_another_environment(wheel: Path, tmp_path: Path) -> None
     package, reference = answer.stdout.split()
     assert package.startswith(str(tmp_path)) and reference == f"{package}/reference"
     assert pd.__version__ in run(tmp_path / "venv/bin/pdkernels", "doctor", cwd=tmp_path).stdout
+
+
+def closure(*names: str) -> list[metadata.Distribution]:
+    """These distributions and all that they need, without extras."""
+    found: dict[str, metadata.Distribution] = {}
+    todo = list(names)
+    while todo:
+        name = todo.pop()
+        if name in found:
+            continue
+        try:
+            found[name] = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            continue  # one for another platform
+        for line in found[name].requires or ():
+            required = Requirement(line)
+            if required.marker is None or required.marker.evaluate({"extra": ""}):
+                todo.append(required.name)
+    return list(found.values())
+
+
+@pytest.mark.slow
+def test_a_wheel_with_what_it_pulls_and_nothing_else(wheel: Path, tmp_path: Path) -> None:
+    """A fresh environment in which only the wheel and its requirements can be found."""
+    interpreter = new_environment(tmp_path / "venv", packages=False)
+    site = Path(python("import sysconfig; print(sysconfig.get_path('purelib'))", executable=interpreter).stdout.strip())
+    pip(interpreter, "install", "--no-index", "--no-deps", "--no-compile", wheel)
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        lines = [line for line in archive.read(name).decode().splitlines() if line.startswith("Requires-Dist: ")]
+    needed = [Requirement(line.removeprefix("Requires-Dist: ")) for line in lines]
+    pulled = closure(*(one.name for one in needed if one.marker is None))
+    assert {"torch", "safetensors"} <= {one.name for one in pulled}
+    for distribution in pulled:
+        for top in {Path(file).parts[0] for file in distribution.files or ()} - {"..", "bin", "__pycache__"}:
+            source = Path(str(distribution.locate_file(top)))
+            if source.exists() and not (site / top).exists():
+                (site / top).symlink_to(source)
+    code = (
+        "import pdkernels as pd, sys\n"
+        "result = pd.decoding.generate(pd.models.load('tiny-code'), 'import os', 'jacobi', max_new_tokens=8)\n"
+        "assert len(result.tokens) == 8 and pd.has_native(), result\n"
+        "for name in ('numpy', 'rich', 'typer', 'fastapi', 'tokenizers', 'transformers', 'pytest'):\n"
+        "    assert name not in sys.modules, name\n"
+        "print(repr(result.text))"
+    )
+    expected = pd.decoding.generate(pd.models.load("tiny-code"), "import os", "jacobi", max_new_tokens=8).text
+    assert python(code, executable=interpreter, cwd=tmp_path).stdout.strip() == repr(expected)
+    answer = run(tmp_path / "venv/bin/pdkernels", "doctor", cwd=tmp_path, fails=True)
+    said = " ".join(answer.stdout.split())
+    assert "missing: fastapi, uvicorn; pip install 'pdkernels[serve]'" in said
+    assert "missing: rich, typer; pip install 'pdkernels[cli]'" in said
+    assert answer.stderr == "The pdkernels command line needs typer and rich: pip install 'pdkernels[cli]'\n"
 
 
 def test_sdist_holds_all_sources(tmp_path: Path) -> None:

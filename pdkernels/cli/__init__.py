@@ -22,6 +22,10 @@ try:
 except ModuleNotFoundError as missing:
     if (missing.name or "").partition(".")[0] not in ("typer", "rich"):
         raise
+    if sys.argv[1:] == ["doctor"]:  # which says what is missing
+        from pdkernels.config import show_config
+
+        print(show_config())
     sys.exit("The pdkernels command line needs typer and rich: pip install 'pdkernels[cli]'")
 
 

@@ -106,6 +106,7 @@ class Session:
         self.stops = Stops()
         self.stopped = [False] * self.batch  # by one of these
         self._on_tokens = on_tokens
+        self.on_provisional: Callable[[list[int | None]], None] | None = None  # of a request in a running batch
 
     def block(self, size: int) -> int:
         """A block of `size` tokens, limited to about the requested length."""

@@ -21,6 +21,9 @@ class Piece(NamedTuple):
     """What they add to the text; empty while a character is incomplete; None if the model has no tokenizer, and for "planned"."""
     accepted: int
     """How many of `ids`, from the front, were accepted drafts."""
+    provisional: list[int | None] | None = None
+    """Of an engine's request that asks for it: what stands after the text so far, None where nothing is written. It replaces what was
+    there before, and may still change. Such a piece has no `ids`."""
 
 
 class _Stopped(Exception):

@@ -11,10 +11,13 @@ from collections.abc import Hashable
 from types import TracebackType
 from typing import Any
 
-from pdkernels._validation import check, check_type, integer, message, refuse, sentence
+import torch
+
+from pdkernels._validation import check, check_flag, check_type, integer, message, refuse, sentence
 from pdkernels.decoding import Method, OnTokens, available, check_capabilities, find, generate, prepare
 from pdkernels.decoding._filtered_model import FilteredModel
 from pdkernels.decoding._prompts import Prompts
+from pdkernels.decoding._row_samplers import SAMPLING, own_sampler
 from pdkernels.decoding._sampling import checked_seeds
 from pdkernels.decoding._session import MAX_POSITIONS, Session
 from pdkernels.decoding.steps import Staging
@@ -42,7 +45,8 @@ class Engine:
     A request gets the tokens that `generate` gives it alone, whatever else runs, if the logits of a row do not depend on the other
     rows of a forward; on the CPU this library's models have the same bits.
 
-    Requests of one method with the same options share a batch, and the batches take turns. A batch on a KV cache grows and
+    Requests of one method with the same options share a batch, and the batches take turns; each has a seed, a temperature and filters of its own
+    where the method draws tokens by row (`Steps.draws_by_row`). A batch on a KV cache grows and
     shrinks with the number of its requests. Room for the whole of a request is set aside when it joins, so none is ever evicted; those
     that find none wait, in the order of their submission.
 
@@ -91,8 +95,9 @@ class Engine:
         trained = getattr(model.config, "max_positions", None) or MAX_POSITIONS
         positions = min(trained, 4096)
         self.max_running = integer(op, "max_running", max_running, 1)
-        on_cpu = model.device.type == "cpu"
-        default = 1 if on_cpu else max_running
+        # A plain function does not say where it is.
+        self._on_cpu = torch.device(getattr(model, "device", "cpu")).type == "cpu"
+        default = 1 if self._on_cpu else max_running
         self.max_canvases = default if max_canvases is None else integer(op, "max_canvases", max_canvases, 1)
         self.max_batches = integer(op, "max_batches", max_batches, 1)
         new = positions // 4 if max_new_tokens is None else integer(op, "max_new_tokens", max_new_tokens, 1)
@@ -120,6 +125,7 @@ class Engine:
         on_tokens: OnTokens | None = None,
         timeout: float | None = None,
         seed: int = 0,
+        provisional: bool = False,
         **options: Any,
     ) -> Generation:
         """Queues a request and returns at once.
@@ -131,6 +137,8 @@ class Engine:
             on_tokens: as for `generate`, with sequence 0; called by the engine's thread, which waits for it. Its error ends the request.
             timeout: seconds from now after which it ends with what it has; None: no limit.
             seed: an int, as for `generate`.
+            provisional: also give pieces with what stands after the text so far (`Piece.provisional`), for a method that fills positions in
+                any order. A reader gets the latest; older ones are not kept.
             **options: of the method; and `end_tokens`, `stop_strings`, `logit_bias`, `grammar`, `logprobs` and all others of `generate`, but for
                 `n` and `infill`. Requests with a grammar or a hook have a batch of their own.
 
@@ -149,6 +157,10 @@ class Engine:
             raise NotImplementedError(
                 message(_OP, "method", "let requests join and leave a batch", chosen.name, remedy)
             )
+        check_flag(_OP, "provisional", provisional)
+        if provisional and not chosen.steps.shows_provisional:
+            remedy = f"These do: {', '.join(_showing())}."
+            raise NotImplementedError(message(_OP, "method", "write provisional text", chosen.name, remedy))
         refuse(given.pop("n", 1) != 1, _OP, "a request has one answer", "Submit it several times, with other seeds.")
         refuse(given.pop("infill", False) is not False, _OP, "masks in prompts cannot be filled here", "Use generate.")
         check_type(type(seed) is int, _OP, "seed", "be an int", type(seed).__name__)
@@ -176,11 +188,16 @@ class Engine:
                 told(sequence, ids, accepted)
 
         session._on_tokens = tell
-        key = self._key(chosen, session, options, handle.number)
+        session.on_provisional = handle._show if provisional else None
+        sampler, shared = None, options
+        if chosen.steps.draws_by_row(options):
+            sampler = own_sampler(f"decoding.{chosen.name}", options)
+            shared = {name: value for name, value in options.items() if name not in SAMPLING}
+        key = self._key(chosen, session, shared, handle.number)
         if key not in self._lanes:
             self._try(chosen, session, options)
         deadline = None if timeout is None else time.perf_counter() + timeout
-        request = Request(handle, session, seed, deadline, settings["logprobs"])
+        request = Request(handle, session, seed, deadline, settings["logprobs"], sampler)
         with self._work:
             if self._closing:
                 raise RuntimeError(sentence(_OP, "the engine is closed"))
@@ -190,7 +207,7 @@ class Engine:
                     sentence(_OP, f"{waiting} requests wait already", "Try again later, or raise max_waiting.")
                 )
             if key not in self._lanes:
-                self._lanes[key] = self._lane(chosen, session, options)
+                self._lanes[key] = self._lane(chosen, session, shared)
             session.model = self._lanes[key].model
             self._lanes[key].waiting.append(request)
             self._metrics.submitted += 1
@@ -282,7 +299,7 @@ class Engine:
             return largest
 
         rows = self.max_canvases if kind.keeps_pages else self.max_running
-        grows = not kind.keeps_pages and self.model.device.type == "cpu"
+        grows = not kind.keeps_pages and self._on_cpu
         return Lane(method.name, kind, options, model, sized, rows, grows)
 
     def _run(self) -> None:
@@ -336,3 +353,7 @@ def _written(value: Any) -> str:
 
 def _joining() -> list[str]:
     return [name for name in available() if find(name).steps is not None]
+
+
+def _showing() -> list[str]:
+    return [name for name in _joining() if getattr(find(name).steps, "shows_provisional", False)]

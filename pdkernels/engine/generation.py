@@ -36,6 +36,7 @@ class Generation:
         self._result: DecodeResult[Any, Any] | None = None
         self._error: BaseException | None = None
         self._withdrawn = False
+        self._standing: tuple[int, int, list[int | None]] = (0, 0, [])  # number, the pieces before it, its tokens
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
         self._wake: Callable[[], None] = lambda: None
@@ -78,14 +79,13 @@ class Generation:
         return self._result
 
     def __iter__(self) -> Iterator[Piece]:
-        at = 0
+        reader = _Reader(self)
         while True:
             with self._changed:
-                self._changed.wait_for(lambda at=at: len(self._pieces) > at or self.done)  # type: ignore[misc]
-                pieces = self._pieces[at:]
+                self._changed.wait_for(lambda: reader.waits_no_more)
+                pieces = reader.read()
             if not pieces:
                 break
-            at += len(pieces)
             yield from pieces
         if self._error is not None:
             raise self._error
@@ -100,12 +100,11 @@ class Generation:
         with self._changed:
             self._listeners.append(tell)
         try:
-            at = 0
+            reader = _Reader(self)
             while True:
                 news.clear()
                 with self._changed:
-                    pieces, done = self._pieces[at:], self.done
-                at += len(pieces)
+                    pieces, done = reader.read(), self.done
                 for piece in pieces:
                     yield piece
                 if not pieces and done:
@@ -125,6 +124,15 @@ class Generation:
             self.first_token = time.perf_counter()
         text = None if self._decoder is None else self._decoder.feed(ids)
         self._publish(Piece(0, list(ids), text, accepted))
+
+    def _show(self, tokens: list[int | None]) -> None:
+        with self._changed:
+            number, *before = self._standing
+            new = [len(self._pieces), tokens] != before
+            if new:
+                self._standing = number + 1, len(self._pieces), tokens
+        if new:
+            self._tell()
 
     def _end(
         self,
@@ -151,3 +159,32 @@ class Generation:
             listeners = list(self._listeners)
         for listener in listeners:
             listener()
+
+
+class _Reader:
+    """How far one reader has come. Its methods are for the holder of the generation's lock."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation, self._at, self._seen = generation, 0, 0
+
+    @property
+    def waits_no_more(self) -> bool:
+        """Whether there is something to read, or nothing to wait for."""
+        of = self._generation
+        return len(of._pieces) > self._at or of.done or self._shown
+
+    @property
+    def _shown(self) -> bool:
+        """Whether something new stands after the last piece."""
+        number, after, _ = self._generation._standing
+        return number > self._seen and after == len(self._generation._pieces) and not self._generation.done
+
+    def read(self) -> list[Piece]:
+        """What is new."""
+        of = self._generation
+        pieces = of._pieces[self._at :]
+        self._at += len(pieces)
+        if self._shown:
+            self._seen, _, tokens = of._standing
+            pieces = [*pieces, Piece(0, [], None if of._decoder is None else "", 0, list(tokens))]
+        return pieces

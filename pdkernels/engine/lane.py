@@ -10,6 +10,7 @@ from typing import Any
 
 from pdkernels.decoding._request import finished
 from pdkernels.decoding._session import Session
+from pdkernels.decoding._token_sampler import TokenSampler
 from pdkernels.decoding.steps import RunningBatch, Steps
 from pdkernels.engine.generation import FinishReason, Generation
 from pdkernels.engine.metrics import EngineMetrics
@@ -28,6 +29,8 @@ class Request:
     seed: int
     deadline: float | None
     logprobs: int | None
+    sampler: TokenSampler | None = None
+    """Its temperature and filters, if they are not those of the batch."""
 
     @property
     def over(self) -> FinishReason | None:
@@ -160,7 +163,7 @@ class Lane:
                 return 0
             row = batch.free[0]
             request.handle.joined = time.perf_counter()
-            batch.admit(row, request.session, request.seed)
+            batch.admit(row, request.session, request.seed, request.sampler)
         except Exception as error:  # of this request: the rows of the others have not changed
             self.begun, staging.known = None, 0
             _ended(request, None, metrics, error=error)
@@ -230,6 +233,7 @@ def _ended(
         seconds = time.perf_counter() - (handle.joined or handle.submitted)
         result = replace(result, stats=replace(result.stats, seconds=seconds))
         metrics.new_tokens += result.stats.tokens
+        metrics.accepted_tokens += sum(piece.accepted for piece in handle.pieces)
         metrics.forwards += forwards
     name = "error" if reason is None else reason
     metrics.finished[name] = metrics.finished.get(name, 0) + 1

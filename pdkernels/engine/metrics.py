@@ -23,6 +23,9 @@ class EngineMetrics:
     reused_tokens: int = 0
     """Those among them whose K and V were known from an earlier prompt."""
     new_tokens: int = 0
+    """Tokens of finished requests."""
+    accepted_tokens: int = 0
+    """Those among them that were drafted and accepted."""
     forwards: int = 0
     """Forwards that finished requests took part in, summed over the requests."""
     steps: int = 0

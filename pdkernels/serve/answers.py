@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 from pdkernels.decoding import Grammar, LogProbs, Method, find, sequence_seed
@@ -31,6 +32,10 @@ _NOTHING = {
 }
 
 
+Standing = list[str | None]
+"""What stands after a text: pieces of text, None for each position where nothing is written."""
+
+
 class Refused(Exception):
     """A request that is answered with an error."""
 
@@ -45,16 +50,35 @@ class Choice:
     def __init__(self, handle: Generation, tokenizer: Any, stops: Sequence[str], before: str = "") -> None:
         self.handle, self.tokenizer, self._stops, self._before = handle, tokenizer, stops, before
 
-    async def texts(self) -> AsyncIterator[str]:
-        """Pieces of its text, none empty."""
+    async def news(self) -> AsyncIterator[str | Standing]:
+        """Pieces of its text, none empty; and what stands after it, if that was asked for."""
         cut = StopCut(self._stops)
         if self._before:
             yield self._before
         async for piece in self.handle:
-            if text := cut.feed(piece.text or ""):
+            if piece.provisional is not None:
+                yield [*([cut.held] if cut.held else []), *self._written(piece.provisional)]
+            elif text := cut.feed(piece.text or ""):
                 yield text
         if text := cut.flush():
             yield text
+
+    def _written(self, tokens: list[int | None]) -> Standing:
+        found: Standing = []
+        for written, run in groupby(tokens, key=lambda token: token is not None):
+            several = list(run)
+            if not written:
+                found += [None] * len(several)
+            elif text := self._decoded([token for token in several if token is not None]):
+                found.append(text)
+        return found
+
+    def _decoded(self, ids: list[int]) -> str:
+        """The text of `ids` inside a text, where some tokenizers have a space that they leave out at its beginning."""
+        if not getattr(self.tokenizer, "skips_first_space", False):
+            return str(self.tokenizer.decode(ids))
+        before = str(self.tokenizer.decode(ids[:1]))
+        return str(self.tokenizer.decode([ids[0], *ids])).removeprefix(before)
 
     @property
     def reason(self) -> str:
@@ -125,13 +149,13 @@ class Answer:
     async def events(self, with_usage: bool) -> AsyncIterator[str]:
         """The events of a stream. Whoever stops reading cancels the answer."""
         kind = "chat.completion.chunk" if self.chat else "text_completion"
-        news: asyncio.Queue[tuple[int, str | None, BaseException | None]] = asyncio.Queue()
+        news: asyncio.Queue[tuple[int, str | Standing | None, BaseException | None]] = asyncio.Queue()
 
         async def read(index: int, choice: Choice) -> None:
             error: BaseException | None = None
             try:
-                async for text in choice.texts():
-                    news.put_nowait((index, text, None))
+                async for one in choice.news():
+                    news.put_nowait((index, one, None))
             except Exception as failed:
                 error = failed
             news.put_nowait((index, None, error))
@@ -139,10 +163,11 @@ class Answer:
         def event(entries: list[dict[str, Any]], **more: Any) -> str:
             return f"data: {json.dumps({**self._head, 'object': kind, 'choices': entries, **more})}\n\n"
 
-        def entry(index: int, text: str | None, reason: str | None) -> dict[str, Any]:
-            content: dict[str, Any] = {"text": text or ""}
-            if self.chat:
-                content = {"delta": {} if text is None else {"content": text}}
+        def entry(index: int, new: str | Standing | None, reason: str | None) -> dict[str, Any]:
+            shown: dict[str, Any] = {"provisional": new} if isinstance(new, list) else {}
+            if isinstance(new, str):
+                shown = {"content" if self.chat else "text": new}
+            content = {"delta": shown} if self.chat else {"text": "", **shown}
             return {"index": index, **content, "logprobs": None, "finish_reason": reason}
 
         readers = [asyncio.create_task(read(*pair)) for pair in enumerate(self.choices)]
@@ -154,13 +179,13 @@ class Answer:
                     yield event([first], **none)
             left = len(readers)
             while left:
-                index, text, error = await news.get()
+                index, new, error = await news.get()
                 if error is not None:
                     yield f"data: {json.dumps(error_body(str(error), 500))}\n\n"
                     return
-                left -= text is None
-                reason = self.choices[index].reason if text is None else None
-                yield event([entry(index, text, reason)], **none)
+                left -= new is None
+                reason = self.choices[index].reason if new is None else None
+                yield event([entry(index, new, reason)], **none)
             if with_usage:
                 yield event([], usage=self.usage())
             yield "data: [DONE]\n\n"
@@ -180,7 +205,7 @@ class Answer:
 
 
 async def _joined(choice: Choice) -> str:
-    return "".join([text async for text in choice.texts()])
+    return "".join([new async for new in choice.news() if isinstance(new, str)])
 
 
 def error_body(message: str, status: int, parameter: str | None = None) -> dict[str, Any]:
@@ -250,6 +275,8 @@ class Frontend:
             if body.stream:
                 raise Refused("logprobs come with answers that are not streamed", 400, "logprobs")
             settings["logprobs"] = top
+        if body.provisional and not body.stream:
+            raise Refused("provisional text comes in a stream", 400, "provisional")
         stops = body.stop or []
         seed = secrets.randbits(62) if body.seed is None else body.seed
         limit = self.engine.max_new_tokens if most is None else most
@@ -266,6 +293,7 @@ class Frontend:
                         max_new_tokens=limit,
                         stop_strings=stops,
                         timeout=body.timeout,
+                        provisional=body.provisional,
                         seed=sequence_seed(seed, number) if several > 1 else seed,
                         **settings,
                     )

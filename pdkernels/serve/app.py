@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import html
+import json
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -23,7 +25,7 @@ except ModuleNotFoundError as missing:
     words = "a server needs FastAPI and uvicorn"
     raise ImportError(sentence("serve", words, "Install them with `pip install 'pdkernels[serve]'`.")) from missing
 
-from pdkernels.decoding import find
+from pdkernels.decoding import available, find
 from pdkernels.engine import Engine, EngineFull
 from pdkernels.serve.answers import Answer, Frontend, Refused, error_body
 from pdkernels.serve.metrics import prometheus
@@ -191,7 +193,17 @@ def create_app(
 
     @app.get("/")
     async def page() -> Response:
-        return HTMLResponse(files("pdkernels.serve").joinpath("page.html").read_text())
+        model = engine.model
+        facts = {
+            "methods": [one for one in available() if find(one).steps is not None and find(one).supports(model)],
+            "method": method,
+            "most": engine.max_new_tokens,
+            "chat": getattr(model.tokenizer, "chat_template", None) is not None,
+            "key": api_key is not None,
+        }
+        text = files("pdkernels.serve").joinpath("page.html").read_text(encoding="utf-8")
+        data = json.dumps(facts).replace("<", "\\u003c")  # no text can close the script's element
+        return HTMLResponse(text.replace("{{facts}}", data).replace("{{name}}", html.escape(name)))
 
     return app
 

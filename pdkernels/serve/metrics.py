@@ -18,6 +18,7 @@ _COUNTERS = {
     "prompt_tokens": "Tokens of prompts.",
     "reused_tokens": "Tokens of prompts whose K and V were known.",
     "new_tokens": "Tokens of finished answers.",
+    "accepted_tokens": "Those of them that were drafted and accepted.",
     "forwards": "Forwards that finished requests took part in.",
     "steps": "Steps of all batches.",
     "waited": "Seconds that finished requests waited before they joined.",

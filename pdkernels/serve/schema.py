@@ -7,13 +7,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 _Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16)]
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _asked(cls, value: Any) -> Any:
+        """Some clients send null in fields that ask for nothing, known here or not."""
+        return {name: one for name, one in value.items() if one is not None} if isinstance(value, dict) else value
 
 
 class StreamOptions(_Strict):
@@ -30,7 +36,7 @@ class Settings(_Strict):
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = 1
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: _Stops | None = None
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -51,6 +57,8 @@ class Settings(_Strict):
     """A regular expression that the whole answer matches."""
     choice: Annotated[list[str], Field(min_length=1)] | None = None
     """Texts of which the answer is one."""
+    provisional: bool = False
+    """Whether a stream also says what stands after its text so far, and may still change; of methods that fill positions in any order."""
     timeout: Annotated[float, Field(gt=0)] | None = None
     """Seconds after which an answer ends with what it has."""
 

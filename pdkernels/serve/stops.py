@@ -40,6 +40,11 @@ class StopCut:
         self._held = self._held[len(certain) :]
         return certain
 
+    @property
+    def held(self) -> str:
+        """What is held back."""
+        return self._held
+
     def flush(self) -> str:
         """What was held back, once no more comes."""
         rest, self._held = self._held, ""

@@ -16,6 +16,7 @@ import torch
 import pdkernels as pd
 from pdkernels.decoding import find, generate
 from pdkernels.engine import Engine, EngineFull, Generation
+from tests.support.causal import FakeModel, by_history
 from tests.support.drafters import with_drafters
 
 STARTS = [
@@ -70,6 +71,9 @@ class Submitted:
             settings |= chance.choice(
                 [{"repetition_penalty": 1.3}, {"frequency_penalty": 0.5, "suppress_tokens": [10]}]
             )
+        steps = find(method).steps
+        if steps is not None and steps.draws_by_row(options) and chance.random() < 0.5:
+            options = options | {"temperature": chance.choice([0.0, 0.5, 1.1]), "top_p": chance.choice([None, 0.9])}
         self.arguments = prompt, method, settings | options
         self.handle = engine.submit(prompt, method, **settings, **options)
         self.withdrawn = False
@@ -107,6 +111,7 @@ def arrivals(name: str, seed: int, count: int) -> None:
     assert all(one.handle.done for one in sent)
     assert sum(metrics.finished.values()) == metrics.submitted == count
     assert metrics.waiting == metrics.running == 0
+    assert metrics.accepted_tokens == sum(piece.accepted for one in sent for piece in one.handle.pieces)
     for one in sent:
         one.compare(model)
 
@@ -140,6 +145,69 @@ def test_a_batch_grows_with_its_requests_and_shrinks_again() -> None:
             one.result(60)
         long.result(60)
         assert max(lane._batches) == 4 and len(lane.batch.sessions) == 1
+
+
+def test_a_batch_has_settings_for_each_of_its_requests() -> None:
+    model, told = pd.models.load("tiny-code"), threading.Event()
+    kinds = [{}, {"temperature": 0.8}, {"temperature": 1.2, "top_k": 4}, {"temperature": 0.8, "top_p": 0.7}]
+    with Engine(model, max_running=4, max_batches=1, max_new_tokens=30) as engine:
+        first = engine.submit("import os\n", max_new_tokens=30, end_tokens=(), on_tokens=lambda *_: told.wait(60))
+        handles = [engine.submit("def f(", max_new_tokens=12, end_tokens=(), seed=4, **kind) for kind in kinds]
+        with pytest.raises(ValueError, match="decoding.autoregressive: top_p must be in 0"):
+            engine.submit("def f(", max_new_tokens=12, temperature=1.0, top_p=2.0)
+        told.set()
+        for handle, kind in zip(handles, kinds, strict=True):
+            alone = generate(model, "def f(", max_new_tokens=12, end_tokens=(), seed=4, **kind)
+            assert handle.result(60).tokens.equal(alone.tokens)
+        assert engine.metrics().batches == 1
+        # Three of them ran beside the first one; by themselves, each kind would have had to wait for the one before.
+        assert first.ended is None or sum(handle.joined < first.ended for handle in handles) >= 3
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "prompt", "limit"),
+    [
+        ("tiny-masked", "llada", "482 + 967 = ?", 12),
+        ("tiny-masked", "fast_dllm", "482 + 967 = ?", 12),
+        ("tiny-trimode", "block_diffusion", "class Node:", 14),
+    ],
+)
+def test_provisional_text_stands_after_the_text(name: str, method: str, prompt: str, limit: int) -> None:
+    model = pd.models.load(name)
+    with Engine(model, max_new_tokens=limit) as engine:
+        handle = engine.submit(prompt, method, max_new_tokens=limit, provisional=True)
+        plain = engine.submit(prompt, method, max_new_tokens=limit)
+        found: list[tuple[int, list[int | None]]] = []
+        known: list[int] = []
+        for piece in handle:
+            known += piece.ids
+            if piece.provisional is not None:
+                assert piece.ids == [] and piece.text == ""
+                found.append((len(known), piece.provisional))
+        assert all(piece.provisional is None for piece in plain)
+        assert known == handle.result().tokens.tolist() == plain.result().tokens.tolist()
+        assert [piece.ids for piece in handle.pieces] == [piece.ids for piece in plain.pieces]
+        # Nothing that these methods fill changes, so what stood there came.
+        for at, tokens in found:
+            assert all(token in (None, final) for token, final in zip(tokens, known[at:], strict=False))
+        if name == "tiny-trimode":
+            with pytest.raises(
+                NotImplementedError, match="write provisional text, got autoregressive. These do: block"
+            ):
+                engine.submit(prompt, max_new_tokens=limit, provisional=True)
+
+
+def test_a_model_need_not_say_where_it_is() -> None:
+    model = FakeModel(by_history)
+    assert not hasattr(model, "device")
+    with Engine(model, max_running=3, max_prompt_tokens=8, max_new_tokens=12) as engine:
+        prompts = [[3, 1, 4], [5], [2, 7], [1, 8, 2, 8]]
+        handles = [engine.submit(prompt, "jacobi", max_new_tokens=12, block_size=3) for prompt in prompts]
+        for prompt, handle in zip(prompts, handles, strict=True):
+            text = list(prompt)
+            for _ in range(12):
+                text.append(by_history(text))
+            assert handle.result(60).tokens.tolist() == text[len(prompt) :]
 
 
 def test_a_shared_beginning_runs_once() -> None:
@@ -188,7 +256,7 @@ def test_kinds_beyond_the_batches_take_turns_in_their_order() -> None:
     done: list[int] = []
     with Engine(model, max_batches=1, max_running=2, max_new_tokens=12) as engine:
         handles = [
-            engine.submit("import", end_tokens=(), max_new_tokens=6, temperature=0.5 + number % 3, seed=number)
+            engine.submit("import", end_tokens=(), max_new_tokens=6, presence_penalty=0.5 + number % 3, seed=number)
             for number in range(9)
         ]
         for handle in handles:
@@ -198,7 +266,7 @@ def test_kinds_beyond_the_batches_take_turns_in_their_order() -> None:
     joined = sorted(handles, key=lambda handle: handle.joined or 0)
     assert [handle.number for handle in joined][:1] == [0] and done == list(range(9))
     for number, handle in enumerate(handles):
-        alone = generate(model, "import", end_tokens=(), max_new_tokens=6, temperature=0.5 + number % 3, seed=number)
+        alone = generate(model, "import", end_tokens=(), max_new_tokens=6, presence_penalty=0.5 + number % 3)
         assert handle.result().tokens.equal(alone.tokens)
 
 

@@ -95,8 +95,8 @@ TEMPLATE = (
 class Chatting:
     """The byte tokenizer with a chat template."""
 
-    def __init__(self, inner: Any) -> None:
-        self._inner, self.chat_template = inner, ChatTemplate(TEMPLATE)
+    def __init__(self, inner: Any, template: str = TEMPLATE) -> None:
+        self._inner, self.chat_template = inner, ChatTemplate(template)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -223,6 +223,44 @@ def test_a_field_of_a_request_wins_over_the_servers_options(serve: Any) -> None:
     assert text(extra_body={"method": "jacobi"}) == other
 
 
+@pytest.mark.parametrize("chat", [False, True], ids=["completion", "chat"])
+def test_provisional_text_of_a_method_that_fills_positions_in_any_order(serve: Any, chat: bool) -> None:
+    model = pd.models.load("tiny-masked")
+    prompt = "482 + 967 = ?"
+    expected = generate(model, "<user>" + prompt if chat else prompt, "llada", max_new_tokens=12).text
+    model.tokenizer = Chatting(model.tokenizer, "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    address, _ = serve(model=model, method="llada")
+    client = client_of(address)
+    options: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "stream": True, "extra_body": {"provisional": True}}
+    if chat:
+        pieces = client.chat.completions.create(messages=[{"role": "user", "content": prompt}], **options)
+        news = [piece.choices[0].delta for piece in pieces]
+        texts = [new.content for new in news]
+    else:
+        news = [piece.choices[0] for piece in client.completions.create(prompt=prompt, **options)]
+        texts = [new.text for new in news]
+    assert "".join(text or "" for text in texts) == expected
+    at, shown = 0, 0
+    for text, new in zip(texts, news, strict=True):
+        at += len(text or "")
+        standing = (new.model_extra or {}).get("provisional")
+        if standing is not None:
+            assert not text
+            # A character is a token here, so what stands at a position is what comes there, or nothing.
+            written = "".join("\0" if one is None else one for one in standing)
+            assert all(one in ("\0", final) for one, final in zip(written, expected[at:], strict=False))
+            shown += 1
+    assert shown > 0
+    several = client.completions.create(prompt=prompt, n=2, seed=1, **options)
+    both = ["", ""]
+    for piece in several:
+        both[piece.choices[0].index] += piece.choices[0].text
+    assert both == [
+        generate(model, prompt, "llada", max_new_tokens=12, seed=pd.decoding.sequence_seed(1, number)).text
+        for number in range(2)
+    ]
+
+
 def test_stop_strings_are_left_out(serve: Any) -> None:
     address, _ = serve()
     client = client_of(address)
@@ -283,7 +321,10 @@ def test_a_cut_is_that_of_the_whole_text(seed: int) -> None:
         ({"options": {"max_new_tokens": 3}}, 400, "'max_new_tokens' is no option of method"),
         ({"options": {"overflow": "warn"}}, 400, "'overflow' is no option of method"),
         ({"logit_bias": {"99999": 1.0}}, 400, "logit_bias"),
-        ({"seed": -1}, 400, "seed"),
+        ({"seed": 2**63}, 400, "seed"),
+        ({"service_tier": "flex"}, 400, "service_tier is not supported here"),
+        ({"provisional": True}, 400, "provisional text comes in a stream"),
+        ({"provisional": True, "stream": True}, 400, "write provisional text, got autoregressive"),
         ({"prompt": "x" * 449, "max_tokens": 1}, 400, "prompt must have at most 448 tokens"),
         ({"prompt": "x" * 900, "max_tokens": 1}, 400, "prompt must leave room"),
     ],
@@ -307,13 +348,30 @@ def app_client() -> Any:
     assert not engine.running
 
 
+def test_counters_in_the_form_of_prometheus(app_client: Any) -> None:
+    parser = pytest.importorskip("prometheus_client.parser")
+    app_client.post("/v1/completions", json={"model": "tiny", "prompt": "import", "max_tokens": 3, "temperature": 0})
+    families = {one.name: one for one in parser.text_string_to_metric_families(app_client.get("/metrics").text)}
+    assert all(one.documentation and one.type in ("counter", "gauge") for one in families.values())
+    values = {sample.name: sample.value for one in families.values() for sample in one.samples}
+    assert values["pdkernels_new_tokens_total"] >= 3 and values["pdkernels_running"] == 0
+    reasons = {sample.labels["reason"] for sample in families["pdkernels_finished"].samples}
+    assert reasons <= {"stop", "length", "cancelled", "timeout", "error"} and "length" in reasons
+
+
 def test_other_routes(app_client: Any) -> None:
     assert app_client.get("/health").text == "ok\n"
     app_client.post("/v1/completions", json={"model": "tiny", "prompt": "import", "max_tokens": 3, "temperature": 0})
     text = app_client.get("/metrics").text
     assert "pdkernels_new_tokens_total" in text and 'pdkernels_finished_total{reason="length"}' in text
+    nothing = {"stop": None, "functions": None, "max_tokens": None, "logprobs": None}  # as some clients write it
+    answer = app_client.post("/v1/completions", json={"model": "tiny", "prompt": "import", **nothing})
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] <= 16
     assert app_client.get("/v1/models/other").status_code == 404
-    assert "<form>" in app_client.get("/").text
+    shown = app_client.get("/").text
+    facts = json.loads(re.search(r'id="facts">(.+?)</script>', shown)[1])
+    assert facts["method"] == "autoregressive" and "jacobi" in facts["methods"] and "llada" not in facts["methods"]
+    assert (facts["most"], facts["chat"], facts["key"]) == (64, False, False) and "{{" not in shown
     page = app_client.post("/replay", json={"prompt": "import os", "method": "jacobi", "max_tokens": 6})
     assert page.status_code == 200 and page.text.startswith("<!doctype html>")
     assert app_client.post("/v1/completions", content=b"{not json").status_code == 400
@@ -344,14 +402,6 @@ def test_a_key_is_asked_for(serve: Any) -> None:
 
 def test_many_clients_get_their_own_texts(serve: Any) -> None:
     many(*serve(engine={"max_running": 6, "prompt_tokens_per_step": 8}), clients=8, rounds=3)
-
-
-@pytest.mark.slow
-def test_soak(serve: Any) -> None:
-    address, engine = serve(engine={"max_running": 8, "prompt_tokens_per_step": 8})
-    started = time.monotonic()
-    while time.monotonic() - started < 600:
-        many(address, engine, clients=64, rounds=4)
 
 
 def many(address: str, engine: Any, clients: int, rounds: int) -> None:

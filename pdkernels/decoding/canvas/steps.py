@@ -15,7 +15,7 @@ from pdkernels.decoding._session import Session, is_end
 from pdkernels.decoding.canvas.canvas import Canvas, Step
 from pdkernels.decoding.canvas.forward import WholeCanvas
 from pdkernels.decoding.canvas.record import CanvasRecord
-from pdkernels.decoding.steps import Entry, Row, Rows, Steps, float_of
+from pdkernels.decoding.steps import Entry, Row, Rows, Steps, float_of, unfinished
 from pdkernels.decoding.traces import MaskedStep
 
 
@@ -30,6 +30,7 @@ class CanvasSteps(Steps):
 
     any_limit = False
     keeps_pages = True
+    shows_provisional = True
 
     def _build(self, session: Session, canvas: Canvas, forward: WholeCanvas, widest: int, random: bool = False) -> None:
         """`widest`: maximum number of positions of a window."""
@@ -124,6 +125,9 @@ class CanvasSteps(Steps):
                 session.trace[sequence].append(self._traced(session.prompts[sequence], old, new))
             record.look(sequence, new.answer, no_choice=False)
         return sum(part)
+
+    def provisional(self, session: Session, before: Row | None, row: Row) -> list[int | None]:
+        return unfinished(row.answer[len(session.tokens[0]) :], self.canvas.mask_token, session.end_tokens)
 
     def _traced(self, prompt: list[int], old: Row, new: Row) -> MaskedStep:
         mask, first, last = self.canvas.mask_token, new.first, new.last

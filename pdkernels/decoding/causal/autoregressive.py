@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampling, latents
@@ -33,6 +36,10 @@ class AutoregressiveSteps(DraftSteps):
         self.banned = banned_tokens(_OP, session.model, allow_mask_token)
         self.allocate(session, seeds, 1, page_size, draft=1)
         self.latents = latents(self.model, self.seeds)
+
+    @classmethod
+    def draws_by_row(cls, options: Mapping[str, Any]) -> bool:
+        return True
 
     def start(self, session: Session) -> None:
         prompts, prompt_lengths = session.packed_prompts(session.longest, self.cache.device)

@@ -9,7 +9,7 @@ the others before all of them are refreshed in one forward. Its tokens do not wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -32,7 +32,7 @@ from pdkernels.decoding._session import Session, has_no_choice, is_end
 from pdkernels.decoding._token_sampler import checked_sampler
 from pdkernels.decoding.canvas.canvas import share
 from pdkernels.decoding.grammar.fill import Guessed, joint_guesses, settle_
-from pdkernels.decoding.steps import Entry, Row, Rows, Steps, decoder
+from pdkernels.decoding.steps import Entry, Row, Rows, Steps, decoder, unfinished
 from pdkernels.decoding.traces import DenoiseStep
 from pdkernels.masks import TilePlan, full
 from pdkernels.models.sampler_head import SamplerHead
@@ -62,6 +62,7 @@ class BlockSteps(Steps):
     """
 
     forms = ("step", "refresh")
+    shows_provisional = True
 
     def __init__(
         self,
@@ -100,9 +101,9 @@ class BlockSteps(Steps):
             check(temperature == 0, _OP, "temperature", "be 0 with a sampler", temperature)
         checked_name(_OP, "refresh", refresh, get_args(Refresh))
         seeds = checked_sampling(_OP, temperature, seed, session.batch)
-        self.token_sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p, typical_p)
+        self.sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p, typical_p)
         self.model, self.limit, self.session = session.model, session.max_new_tokens, session
-        self.threshold, self.sampler = threshold, sampler
+        self.threshold, self.network = threshold, sampler
         self.mask_token = checked_mask_token(_OP, self.model, mask_token)
         self.banned = banned_tokens(_OP, self.model, allow_mask_token, self.mask_token)
         self.block_size = block_size = session.block(block_size)
@@ -122,6 +123,10 @@ class BlockSteps(Steps):
         self.written = torch.zeros_like(self.nothing)  # tokens of the blocks before this one
         self.passes = torch.zeros_like(self.nothing)  # steps over this block
         self.entry = Entry(session.batch, device, form=None, taking=None, block=block_size)
+
+    @classmethod
+    def draws_by_row(cls, options: Mapping[str, Any]) -> bool:
+        return options.get("sampler") is None  # which is for temperature 0
 
     @property
     def state(self) -> tuple[torch.Tensor, ...]:
@@ -162,7 +167,7 @@ class BlockSteps(Steps):
         self.passes.zero_()
         self.entry.block.fill_(self.mask_token)
         if self.known:
-            first = self.token_sampler.sample(logits, self.cache.lengths[:, None], self.seeds, OWN, self.banned)
+            first = self.sampler.sample(logits, self.cache.lengths[:, None], self.seeds, OWN, self.banned)
             self.entry.block[:, :1] = first
             self._found(has_no_choice(logits, first)[:, 0] & (self.entry.pending > 0), self.nothing)
         self._look()
@@ -172,18 +177,18 @@ class BlockSteps(Steps):
         hidden = model.hidden(block, cache=self.cache, counts=self.nothing, mask=self.bidirectional)
         self.forward += entry.taking
         stop = self.block_size - known
-        if self.sampler is None:
+        if self.network is None:
             positions = self.cache.lengths[:, None] + self.slot[known:]
             ends = entry.taking * stop
             # Neither temperature nor filters nor noise enter the confidence.
-            ids, sure = self.token_sampler.guess(
+            ids, sure = self.sampler.guess(
                 model, hidden[:, known:], positions, self.seeds, self.forward[:, None], (self.mask_token,)
             )
         else:
             before_end = self._is_end().cumsum(1) == 0
             ends = entry.taking * (before_end.sum(1) - known).clamp(min=0)
             able = (block == self.mask_token) & (self.slot < ends[:, None] + known)
-            judged = judged_guesses(model, hidden, block, able, self.mask_token, self.sampler)
+            judged = judged_guesses(model, hidden, block, able, self.mask_token, self.network)
             ids, sure = (part[:, known:] for part in judged)
         no_choice = ((sure.isnan() | (ids < 0)) & (block[:, known:] == self.mask_token)).any(1) & (entry.taking > 0)
         number = self.passes.clamp(max=len(self.quotas) - 1)
@@ -216,9 +221,7 @@ class BlockSteps(Steps):
         def draw(sequence: int, row: int, left: torch.Tensor) -> torch.Tensor:
             one = slice(sequence, sequence + 1)
             position = self.cache.lengths[one, None] + places[one, row : row + 1]
-            return self.token_sampler.sample(
-                left, position, self.seeds[one], self.forward[one, None], (self.mask_token,)
-            )
+            return self.sampler.sample(left, position, self.seeds[one], self.forward[one, None], (self.mask_token,))
 
         return Guessed(logits, places, known, draw)
 
@@ -263,6 +266,13 @@ class BlockSteps(Steps):
             if row.form or not row.taking:
                 self._close(session, sequence, row.block)
         return taken_part
+
+    def provisional(self, session: Session, before: Row | None, row: Row) -> list[int | None]:
+        if row.form or not row.taking:  # the block is on record
+            return []
+        begin = len(session.tokens[0]) - self.known
+        block = row.block[self.known : session.max_new_tokens - begin]
+        return unfinished(block, self.mask_token, session.end_tokens)
 
     def _begun(self, session: Session, sequence: int, row: Row) -> None:
         if self.known:

@@ -8,6 +8,7 @@ two distributions are close, their draws are mostly equal.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -67,6 +68,10 @@ class DraftModelSteps(DrafterSteps):
         self.text = torch.zeros(session.batch, width, dtype=torch.int64, device=self.cache.device)
         """The text, the known token included."""
         self.most = 1  # the drafter has read all but this many tokens of any text, the known one included
+
+    @classmethod
+    def draws_by_row(cls, options: Mapping[str, Any]) -> bool:
+        return True
 
     @property
     def state(self) -> tuple[torch.Tensor, ...]:

@@ -7,7 +7,8 @@ The plain forms are reference/jacobi.py and reference/jacobi_lookup.py; they tak
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -89,6 +90,10 @@ class JacobiSteps(DraftSteps):
         self.number = torch.zeros_like(self.remaining)  # of each sequence's step
         self.sequence = torch.arange(batch, device=device)
         self.after = self.slot + 1
+
+    @classmethod
+    def draws_by_row(cls, options: Mapping[str, Any]) -> bool:
+        return True
 
     @property
     def state(self) -> tuple[torch.Tensor, ...]:

@@ -6,6 +6,7 @@ forwards, sample the same tokens and accept the same prefix of every draft.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import torch
@@ -27,7 +28,7 @@ from pdkernels.decoding._sampling import (
     sample,
 )
 from pdkernels.decoding._session import Session
-from pdkernels.decoding._token_sampler import checked_sampler
+from pdkernels.decoding._token_sampler import TokenSampler, checked_sampler
 from pdkernels.decoding.grammar.rows import GrammarRows
 from pdkernels.decoding.steps import DraftSteps, Rows, decoder, record_first
 from pdkernels.decoding.traces import LinearStep
@@ -52,6 +53,8 @@ class LinearSteps(DraftSteps):
         verification: "compare" accepts a draft token that equals the verifier's own sample, "rejection" accepts draft token x
             with probability ``min(1, p(x) / q(x))``: this keeps the distribution and accepts more. It requires threshold 0.
     """
+
+    sampler: TokenSampler
 
     def __init__(
         self,
@@ -107,6 +110,10 @@ class LinearSteps(DraftSteps):
         self.begun = torch.zeros_like(self.cache.lengths)  # `forward` before the block
         self.drafting = torch.zeros_like(self.cache.lengths)  # 1 while a block has masks
         self.fresh = torch.ones_like(self.drafting, dtype=torch.bool)  # the next pass begins a block
+
+    @classmethod
+    def draws_by_row(cls, options: Mapping[str, Any]) -> bool:
+        return bool(options.get("verification", "compare") == "compare")  # rejection needs a temperature
 
     @property
     def max_entries(self) -> int:

@@ -10,8 +10,9 @@ never sees the masks of other groups.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -107,6 +108,10 @@ class QuadraticSteps(DraftSteps):
         self.guessing = 1 - label_shift + self.slot[:-1]  # masks of a group whose rows predict the next draft
         self.whole = _layout(slots, masks, in_group, self.cache.device)  # kept here for a graph
         self.forward = torch.zeros_like(self.cache.lengths)  # number of the last forward
+
+    @classmethod
+    def draws_by_row(cls, options: Mapping[str, Any]) -> bool:
+        return True
 
     @property
     def state(self) -> tuple[torch.Tensor, ...]:

@@ -26,7 +26,7 @@ from pdkernels.decoding.recurrent._parts import (
     new_cache,
 )
 from pdkernels.decoding.recurrent._wave import Mixer, Rule, Wave, WaveOptions
-from pdkernels.decoding.steps import Entry, Rows, Steps, decoder, float_of, record_first
+from pdkernels.decoding.steps import Entry, Row, Rows, Steps, decoder, float_of, record_first, unfinished
 from pdkernels.decoding.traces import RecurrentStep
 
 _OP = "decoding.recurrent_diffusion"
@@ -61,6 +61,8 @@ class WaveSteps(Steps):
         kept_recurrences: as elsewhere; those of a step count from 0 in every step, as in the released code.
         seed: seed of initial states, noise, samples and guesses.
     """
+
+    shows_provisional = True
 
     def __init__(
         self,
@@ -206,6 +208,11 @@ class WaveSteps(Steps):
             if frozen:  # all but the last of them were inputs of this step
                 session.emit(sequence, predicted[:frozen], frozen - 1)
         return taken_part
+
+    def provisional(self, session: Session, before: Row | None, row: Row) -> list[int | None]:
+        return (
+            [] if before is None else unfinished(row.predictions[row.accepted : before.pending], -1, session.end_tokens)
+        )
 
 
 decode = decoder(WaveSteps)

@@ -2,7 +2,7 @@
 
 from pdkernels.decoding.steps.contract import Steps, decoder, run, with_defaults
 from pdkernels.decoding.steps.drafts import DraftSteps, record_first
-from pdkernels.decoding.steps.entry import Entry, Row, Rows, float_of
+from pdkernels.decoding.steps.entry import Entry, Row, Rows, float_of, unfinished
 from pdkernels.decoding.steps.running import RunningBatch
 from pdkernels.decoding.steps.staging import Staging
 
@@ -18,5 +18,6 @@ __all__ = [
     "float_of",
     "record_first",
     "run",
+    "unfinished",
     "with_defaults",
 ]

@@ -11,7 +11,7 @@ two steps: `admit` copies these rows from steps that have run its prompt alone (
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import update_wrapper
 from inspect import signature
 from itertools import pairwise
@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 
+from pdkernels.decoding._row_samplers import RowSamplers
 from pdkernels.decoding._session import Session
-from pdkernels.decoding.steps.entry import Entry, Rows
+from pdkernels.decoding._token_sampler import TokenSampler
+from pdkernels.decoding.steps.entry import Entry, Row, Rows
 
 
 class Steps(ABC):
@@ -43,6 +45,10 @@ class Steps(ABC):
     """Whether a generation may have fewer tokens than `limit`."""
     keeps_pages: bool = False
     """Whether a step writes to the cache of a sequence that is done as if it continued."""
+    shows_provisional: bool = False
+    """Whether it fills positions in any order, so that there is provisional text after the text on record."""
+    sampler: TokenSampler | RowSamplers
+    """What draws tokens (`TokenSampler`); where `draws_by_row`, it may be a `RowSamplers`."""
     forms: tuple[str, ...] = ("step",)
     """Names of the methods that run a round; they have the arguments of `step`."""
 
@@ -58,6 +64,11 @@ class Steps(ABC):
     def step(self, width: int | None = None, ragged: bool = True) -> None:
         """Runs one round for all sequences. Nothing pending is larger than `width` (None: unknown); all have that size if not
         `ragged`."""
+
+    @classmethod
+    def draws_by_row(cls, options: Mapping[str, Any]) -> bool:
+        """Whether rows may have temperatures and filters of their own, with these options of the method."""
+        return False
 
     @property
     def live(self) -> tuple[torch.Tensor, ...]:
@@ -115,6 +126,13 @@ class Steps(ABC):
     @abstractmethod
     def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
         """Records an entry, given the one before it. Returns the forwards of the step its sequences took part in."""
+
+    def provisional(self, session: Session, before: Row | None, row: Row) -> list[int | None]:
+        """The tokens after those on record of a session of one prompt, None where nothing is written: they may still change.
+
+        `row` is its part of the last entry, which has been recorded; `before` that of the entry before, None after the prompt.
+        """
+        return []
 
     def halt(self, session: Session, rows: Rows) -> Rows:
         """Ends the sequences that a stop string has ended, on the device; returns the entry after that."""

@@ -76,6 +76,19 @@ class Entry:
         return [Row(self._places, row) for row in (self.table.tolist() if values is None else values)]
 
 
+def unfinished(tokens: list[int], mask_token: int, ends: tuple[int, ...]) -> list[int | None]:
+    """`tokens` up to the first of the end tokens, with None for masks, none of them at the end.
+
+    >>> unfinished([9, 4, 9, 5, 9, 2, 9], mask_token=9, ends=(2,))
+    [None, 4, None, 5]
+    """
+    end = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
+    found = [None if token == mask_token else token for token in tokens[:end]]
+    while found and found[-1] is None:
+        found.pop()
+    return found
+
+
 def float_of(bits: int) -> float:
     """The fp64 value of an int64, whose bits it has in an entry.
 

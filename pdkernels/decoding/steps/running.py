@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdkernels._validation import check, message
+from pdkernels._validation import check, message, refuse
+from pdkernels.decoding._row_samplers import RowSamplers
 from pdkernels.decoding._sampling import checked_seeds
 from pdkernels.decoding._session import Session, inference
+from pdkernels.decoding._token_sampler import TokenSampler
 from pdkernels.decoding.steps.contract import Steps, next_entry, refuse_no_choice
 from pdkernels.decoding.steps.staging import Staging
 
@@ -67,6 +69,11 @@ class RunningBatch:
         for absent, what in ((self.steps.lacks, "options"), (self._other_cache(), "model")):
             if absent:
                 raise NotImplementedError(message(_OP, what, "let sequences join and leave", absent))
+        self._samplers: RowSamplers | None = None
+        if kind.draws_by_row(options):
+            assert isinstance(self.steps.sampler, TokenSampler)
+            self._sampler = self.steps.sampler
+            self.steps.sampler = self._samplers = RowSamplers(batch)
         self.sessions: list[Session | None] = [None] * batch
         """The request of each row."""
         self._taken_part = [0] * batch
@@ -93,13 +100,14 @@ class RunningBatch:
         return self.steps.ready(self._rows)
 
     @inference()
-    def admit(self, row: int, session: Session, seed: int = 0) -> None:
+    def admit(self, row: int, session: Session, seed: int = 0, sampler: TokenSampler | None = None) -> None:
         """Runs a request's prompt and puts the request in a free row, while the other rows stay where they are.
 
         Args:
             row: one of `free`.
             session: of one prompt, with the batch's model and end tokens, and no larger than `largest`.
             seed: as that of `generate` for the prompt alone.
+            sampler: its temperature and filters, if the method's steps draw by row (`Steps.draws_by_row`); None: those of the batch.
 
         Raises:
             ValueError: a row that is taken, a request that does not fit, logits without a choice; or the batch is not `ready`.
@@ -109,13 +117,19 @@ class RunningBatch:
         """
         self._check(row, session)
         steps, started = self.steps, self.staging.steps
-        first = self.staging.start(session, checked_seeds(_OP, seed, 1))
+        refuse(
+            sampler is not None and self._samplers is None, _OP, "these steps draw all rows alike", "Pass no sampler."
+        )
+        first = self.staging.start(session, checked_seeds(_OP, seed, 1), sampler)
         refuse_no_choice(session, [first])
         length = 0 if steps.keeps_pages else session.longest
         steps.admit(row, started, length, session.longest + session.max_new_tokens)
         self._rows = steps.entry.rows()
         self.sessions[row], self._taken_part[row] = session, 0
+        if self._samplers is not None:
+            self._samplers[row] = sampler or self._sampler
         self._record(row, lambda: started.opened(session, first))
+        self._show(row, session, None)
         self._stop()
 
     @inference()
@@ -147,6 +161,8 @@ class RunningBatch:
         for row, theirs in enumerate(taken):
             self.sessions[row], other.sessions[theirs] = other.sessions[theirs], None
             self._taken_part[row] = other._taken_part[theirs]
+            if self._samplers is not None and other._samplers is not None:
+                self._samplers[row] = other._samplers[theirs]
             if theirs in other._errors:
                 self._errors[row] = other._errors.pop(theirs)
         self._rows = self.steps.entry.rows()
@@ -228,6 +244,12 @@ class RunningBatch:
             return self.steps.stepped(session, [before], rows)
 
         self._record(row, record)
+        self._show(row, session, before)
+
+    def _show(self, row: int, session: Session, before: Any) -> None:
+        """Tells who wants to know what stands after the text of a request."""
+        if session.on_provisional is not None and row not in self._errors and not session.stopped[0]:
+            session.on_provisional(self.steps.provisional(session, before, self._rows[row]))
 
     def _record(self, row: int, record: Any) -> None:
         try:
@@ -247,7 +269,9 @@ class RunningBatch:
         self._rows = self.steps.entry.rows()
 
     def _give_back(self, row: int) -> None:
-        """Returns the pages of a row without a request, but for what a step reads and writes of it."""
+        """Returns the pages of a row without a request, but for what a step reads and writes of it, and its sampler."""
+        if self._samplers is not None:
+            self._samplers[row] = None
         cache = self.steps.cache
         if self.steps.keeps_pages:
             return

@@ -9,6 +9,7 @@ import torch
 from pdkernels.decoding._sampling import latents
 from pdkernels.decoding._session import Session, inference
 from pdkernels.decoding._shared_prompts import continued
+from pdkernels.decoding._token_sampler import TokenSampler
 from pdkernels.decoding.steps.contract import Steps
 from pdkernels.decoding.steps.entry import Rows
 
@@ -58,6 +59,7 @@ class Staging:
         # A canvas has no rows that stay, and states of a recurrent-depth model depend on the seed.
         self.in_pieces = not self.steps.keeps_pages and not latents(model, self.steps.seeds)
         """Whether a prompt can run in pieces."""
+        self._sampler = getattr(self.steps, "sampler", None)
         self.known = 0
         """Tokens of the next prompt whose K and V are in the cache."""
 
@@ -82,9 +84,11 @@ class Staging:
         self.known += count
 
     @inference()
-    def start(self, session: Session, seed: torch.Tensor) -> Rows:
-        """Runs the rest of the prompt, and returns the first entry."""
+    def start(self, session: Session, seed: torch.Tensor, sampler: TokenSampler | None = None) -> Rows:
+        """Runs the rest of the prompt, and returns the first entry, drawn by `sampler`; None: by that of the options."""
         self._model.known, self.known = self.known, 0
+        if self._sampler is not None:
+            self.steps.sampler = sampler or self._sampler
         self.steps.reseed(seed)
         try:
             self.steps.start(session)
