@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from bench import cpu_engines_report, engine_load, gpu_report, plots
+from bench import cpu_engines_report, engine_load, gpu_report, grammars_report, plots
 from bench.gpu_report import table
 from bench.peers_report import PEERS_SUMMARY, peers
 from bench.planned_report import evaluation_planned, planned_round
@@ -25,6 +25,7 @@ RESULTS = ROOT / "bench/results/cpu"
 GPU_RESULTS = ROOT / "bench/results"
 CPU_ENGINES = ROOT / "bench/results/cpu_engines.json"
 ENGINE_LOAD = ROOT / "bench/results/engine_load.json"
+GRAMMARS = ROOT / "bench/results/grammars.json"
 TRANSFORMERS_TESTS = ROOT / "bench/results/transformers_tests.json"
 
 
@@ -360,6 +361,8 @@ TABLES = {
     "cpu_engines": lambda rows: cpu_engines_report.engines(CPU_ENGINES),
     "engine_load": lambda rows: engine_load.load_table(ENGINE_LOAD),
     "cpu_engines summary": lambda rows: cpu_engines_report.summary(CPU_ENGINES),
+    "grammars proof": lambda rows: grammars_report.proof(GRAMMARS),
+    "grammars cost": lambda rows: grammars_report.cost(GRAMMARS),
     "gpu": lambda rows: gpu_report.pages(GPU_RESULTS),
     "gpu summary": lambda rows: gpu_report.summary(GPU_RESULTS),
     "machine": lambda rows: machine([row for row in rows if row["op"] == "kv_commit_"]),

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from bench import plots, report
+from bench import grammars_report, plots, report
 from bench.bench_log_step import CANDIDATES
 from bench.bench_speculative_attention import APPENDING
+from pdkernels.decoding.methods import METHODS
 
 
 def result(op: str, candidate: str, median: float, ratio: float, **sizes: object) -> dict:
@@ -101,3 +102,24 @@ def test_the_headline_shows_each_method_at_its_fastest(tmp_path: Path) -> None:
     assert all(row["right"] >= baseline["right"] and row["speedup"] > 1 for row in best)
     plots.headline(rows, tmp_path / "headline.png")
     assert (tmp_path / "headline.png").stat().st_size > 10_000
+
+
+def test_tables_of_grammars() -> None:
+    rows = [
+        {"model": "tiny-code", "method": "jacobi", "valid": 3, "invalid": 0, "refused": 1},
+        {"model": "smollm2-135m-instruct", "method": "jacobi", "valid": 2, "invalid": 2, "refused": 0},
+        {"model": "tiny-masked", "method": "llada", "valid": 4, "invalid": 0, "refused": 0},
+    ]
+    times = {"step_us": 500.0, "rest_ms": 10.0, "grammar_ms": 3.2, "automaton_ms": 41.0, "states": 1234}
+    machine = {"device": "one", "torch": "2", "pdkernels": "0"}
+    text = grammars_report.tables({"proof": rows, "cost": {"person": times}, "machine": machine})
+    assert "| `jacobi` | 3 of 3, 1 refused | 2 of 4 |" in text and "| `llada` | 4 of 4 | - |" in text
+    assert "| person | 500 | 10.0 | 5.0% | 3 | 41 | 1,234 |" in text
+
+
+def test_grammars_are_cheap_and_always_followed() -> None:
+    """In the committed figures."""
+    found = json.loads(report.GRAMMARS.read_text())
+    assert {row["method"] for row in found["proof"]} == set(METHODS)
+    assert all(row["invalid"] == 0 and row["valid"] + row["refused"] >= 100 for row in found["proof"])
+    assert all(row["step_us"] / 1e3 < 0.1 * row["rest_ms"] for row in found["cost"].values())

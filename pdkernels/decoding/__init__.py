@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from pdkernels._validation import check, check_flag, check_type, did_you_mean, message, sentence
-from pdkernels.decoding._filter_options import checked_filters, checked_sequences, no_logprobs
+from pdkernels.decoding._filter_options import checked_filters, checked_sequences, no_logprobs, writes_logprobs
 from pdkernels.decoding._filtered_model import FilteredModel
+from pdkernels.decoding._log_probs import WrittenLogProbs
 from pdkernels.decoding._method import SHARED, Method
 from pdkernels.decoding._prompts import Prompts
 from pdkernels.decoding._request import Overflow, check_model, checked_stops, finished, open_session
@@ -225,7 +226,8 @@ def generate(
             compute the prompt's rows once.
         logprobs: also return the log-probabilities of the new tokens and of this many most probable ones at each place: of the model's own
             distribution, before penalties, temperature and filters, as vLLM does by default. One more pass over the text
-            computes them, which the stats do not count.
+            computes them, which the stats do not count. In methods that fill masks and in those that choose recurrences they are of the
+            forward that wrote the token.
         grammar: a `Grammar` that every text belongs to, or one (or None) for each prompt. A sequence ends with its end token, or with the last
             of its `max_new_tokens`, and is a whole text of the grammar then. With `infill` the grammar is that of the whole result,
             in method "planned" that of each chunk.
@@ -373,6 +375,11 @@ def prepare(
         session.model = SharedPrompts(model, session.prompts[::n], n)
     if filters.any and not chosen.fills_canvases:
         session.model = FilteredModel(session.model, filters)
+    if logprobs is not None and writes_logprobs(chosen):
+        length = session.longest + session.max_new_tokens
+        session.likely = WrittenLogProbs(logprobs, session.batch, length, model.config.vocab_size, session.model.device)
+        if isinstance(session.model, FilteredModel):
+            session.model.keeps_plain = True
     return Prepared(chosen, session, single)
 
 

@@ -44,9 +44,12 @@ def refusal(method: Method, option: str) -> str:
 
 def no_logprobs(method: Method) -> str:
     """Why a method has no log-probabilities; empty if it has."""
-    if method.writes_in_parallel:
-        return _PARALLEL
-    return "they depend on how many recurrences each token had" if method.wing == "recurrent" else ""
+    return "its chunks are put together once they are written" if method.wing == "planned" else ""
+
+
+def writes_logprobs(method: Method) -> bool:
+    """Whether the log-probabilities of a token are those of the forward that wrote it: a pass over the text would compute other rows."""
+    return method.writes_in_parallel or method.wing == "recurrent"
 
 
 def checked_filters(method: Method, vocabulary: int, end_tokens: Sequence[int], options: Mapping[str, Any]) -> Filters:

@@ -63,6 +63,9 @@ class FilteredModel:
 
     def __init__(self, model: Any, filters: Filters) -> None:
         self.model, self.filters = model, filters
+        self.keeps_plain = False
+        self.plain: Tensor | None = None
+        """The logits of the last forward before the filters, if `keeps_plain`."""
         self._rows: Tensor = torch.empty(0)  # the tokens of the last prelude
 
     @property
@@ -80,16 +83,16 @@ class FilteredModel:
 
     def __call__(self, tokens: Tensor, *, cache: Any, rows: Tensor | None = None, **options: Any) -> Tensor:
         inner, prefixes = self._begin(tokens, cache, options, rows)
-        return self.filters.apply(self.model(tokens, cache=inner, rows=rows, **options), prefixes)
+        return self._filtered(self.model(tokens, cache=inner, rows=rows, **options), prefixes)
 
     def hidden(self, tokens: Tensor, *, cache: Any, **options: Any) -> Tensor:
         inner, prefixes = self._begin(tokens, cache, options, None)
-        return self.filters.apply(self.model.logits(self.model.hidden(tokens, cache=inner, **options)), prefixes)
+        return self._filtered(self.model.logits(self.model.hidden(tokens, cache=inner, **options)), prefixes)
 
     def tapped(self, tokens: Tensor, taps: Sequence[int], *, cache: Any, **options: Any) -> Tapped:
         inner, prefixes = self._begin(tokens, cache, options, None)
         hidden, features = self.model.tapped(tokens, taps, cache=inner, **options)
-        return Tapped(self.filters.apply(self.model.logits(hidden), prefixes), features)
+        return Tapped(self._filtered(self.model.logits(hidden), prefixes), features)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """A copy of the hidden rows, which are logits already, because the caller may write to them."""
@@ -107,7 +110,12 @@ class FilteredModel:
     def coda(self, state: Tensor, context: Any, rows: Tensor | None = None) -> Tensor:
         _, prefixes = self._begin(self._rows, self._cache, {}, rows)
         chosen = () if rows is None else (rows,)
-        return self.filters.apply(self.model.coda(state, context, *chosen), prefixes)
+        return self._filtered(self.model.coda(state, context, *chosen), prefixes)
+
+    def _filtered(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
+        if self.keeps_plain:
+            self.plain = logits
+        return self.filters.apply(logits, prefixes)
 
     def _begin(self, tokens: Tensor, cache: Any, options: dict[str, Any], rows: Tensor | None) -> tuple[Any, Prefixes]:
         """The cache for the model, and what the rows see; notes the tokens of the new rows."""

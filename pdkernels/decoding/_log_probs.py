@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of finished texts, by a pass of the model over them."""
+"""Log-probabilities of the tokens of texts: by a pass of the model over finished ones, or as their tokens are written."""
 
 from __future__ import annotations
 
@@ -9,6 +9,37 @@ import torch
 from torch import Tensor
 
 from pdkernels.decoding.result import LogProbs
+
+
+class WrittenLogProbs:
+    """Log-probabilities of the tokens of a batch in the forwards that write them, for methods whose rows do not depend on the text before
+    them alone. Tokens may be written again: the last time counts."""
+
+    def __init__(self, count: int, batch: int, length: int, vocabulary: int, device: torch.device) -> None:
+        """For texts of at most `length` tokens, prompts included; with the `count` most probable tokens of each place."""
+        self.count, self._none = min(count, vocabulary), length
+        self._own = torch.full((batch, length + 1), torch.nan, device=device)
+        self._top = torch.full((batch, length + 1, self.count), torch.nan, device=device)
+        self._ids = torch.zeros(batch, length + 1, self.count, dtype=torch.int64, device=device)
+
+    def write_(self, logits: Tensor, ids: Tensor, positions: Tensor, where: Tensor) -> None:
+        """Row r of `logits` ``(batch, R, V)`` gives the token ``ids[b, r]`` at ``positions[b, r]``, where ``where[b, r]``."""
+        if hasattr(logits, "full_tensor"):
+            logits = logits.full_tensor()
+        likely = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        at = torch.where(where & (positions < self._none), positions, self._none)
+        own, top = likely.gather(-1, ids.clamp(min=0)[..., None])[..., 0], likely.topk(self.count, -1)
+        self._own.scatter_(1, at, own.to(self._own.dtype))
+        several = at[..., None].expand(-1, -1, self.count)
+        self._top.scatter_(1, several, top.values.to(self._top.dtype))
+        self._ids.scatter_(1, several, top.indices)
+
+    def of(self, prompts: Sequence[list[int]], texts: Sequence[list[int]]) -> list[LogProbs]:
+        """Those of `texts`, which follow `prompts`; NaN for tokens that no forward wrote."""
+        rows = [slice(len(prompt), len(prompt) + len(text)) for prompt, text in zip(prompts, texts, strict=True)]
+        columns = [part.cpu() for part in (self._own, self._ids, self._top)]
+        return [LogProbs(*(column[n, part] for column in columns)) for n, part in enumerate(rows)]
+
 
 CHUNK = 64
 """New tokens per forward of the pass: logits of this many rows are in memory at once."""

@@ -126,7 +126,8 @@ def _check_length(model: Any, longest: int, max_new_tokens: int, overflow: Overf
 def finished(
     session: Session, single: bool, method: str, decode: Callable[[], int | None], logprobs: int | None = None
 ) -> DecodeResult[Any, Any]:
-    """The result of `generate` from a session that `decode` fills; `logprobs`: how many of each place, in one more pass."""
+    """The result of `generate` from a session that `decode` fills; `logprobs`: how many of each place, in one more pass unless the
+    session has them."""
     started = time.perf_counter()
     with inference():
         forwards = decode()
@@ -157,8 +158,8 @@ def finished(
         text = [decode_text(sequence) for sequence in written]
     model = session.model
     source = Source(session.prompts, session.tokens, model.tokenizer, special_names(model)) if session.trace else None
-    likely = None
-    if logprobs is not None:
+    likely = None if session.likely is None else session.likely.of(session.prompts, session.tokens)
+    if logprobs is not None and likely is None:
         with inference():
             likely = log_probs(getattr(model, "model_itself", model), session.prompts, session.tokens, logprobs)
     if single:

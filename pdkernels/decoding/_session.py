@@ -11,6 +11,7 @@ import torch
 
 from pdkernels._validation import sentence
 from pdkernels.decoding._filters import Filters
+from pdkernels.decoding._log_probs import WrittenLogProbs
 from pdkernels.decoding._stops import Stops
 from pdkernels.decoding.result import OnTokens, PlanReport
 from pdkernels.decoding.traces import TraceStep
@@ -102,6 +103,7 @@ class Session:
         self.canvas: Any = None  # the host's half of a canvas, of steps that fill one
         self.callback_seconds = 0.0
         self.filters = Filters()  # of methods whose texts are canvases; those on a cache have a model that applies them
+        self.likely: WrittenLogProbs | None = None
         self.grammar: Any = None  # a GrammarRows (decoding/grammar), or None
         self.stops = Stops()
         self.stopped = [False] * self.batch  # by one of these
@@ -204,6 +206,25 @@ class Session:
                 left[sequence] = type(left[sequence])(0)
                 for tensor in device:
                     tensor[sequence] = 0
+
+    def plain(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits of the last forward before filters, if log-probabilities are wanted: `logits` where there are no filters."""
+        found: torch.Tensor | None = getattr(self.model, "plain", None) if self.likely is not None else None
+        return logits if found is None else found
+
+    def note(self, plain: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor, where: torch.Tensor) -> None:
+        """Keeps the log-probabilities of tokens that a forward writes, if they are wanted; see `WrittenLogProbs.write_`."""
+        if self.likely is not None:
+            self.likely.write_(plain, ids, positions, where)
+
+    def forced(self, rooms: Sequence[int]) -> list[list[int]]:
+        """The tokens after those on record that the grammars leave no choice about, of each sequence at most as many as its room."""
+        if self.grammar is None:
+            return [[] for _ in rooms]
+        return [
+            self.grammar.drafted(sequence, self.tokens[sequence], room) if room > 0 else []
+            for sequence, room in enumerate(rooms)
+        ]
 
     def report(self, sequence: int, new: list[int], accepted_drafts: int) -> None:
         """Passes tokens to the callback, as its own list."""

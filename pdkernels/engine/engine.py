@@ -278,6 +278,9 @@ class Engine:
         if session.grammar is not None and method.writes_in_parallel:
             words = f"method {method.name!r} does not follow a grammar in a running batch: what it fills at once must fit together"
             raise NotImplementedError(sentence(_OP, words, "Call pdkernels.decoding.generate."))
+        if session.likely is not None:
+            words = f"method {method.name!r} does not follow logprobs in a running batch: they are kept by a text's own forwards"
+            raise NotImplementedError(sentence(_OP, words, "Call pdkernels.decoding.generate."))
         steps = Staging(method.steps, session, **options).steps
         absent = steps.lacks
         if not absent and not hasattr(steps.cache, "copy_row_"):

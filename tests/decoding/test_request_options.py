@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from pdkernels.decoding import generate
-from pdkernels.decoding._filter_options import no_logprobs
+from pdkernels.decoding._filter_options import no_logprobs, writes_logprobs
 from pdkernels.decoding.methods import METHODS
+from pdkernels.models import load
 from tests.support.plans import example
 from tests.support.tri_mode import small_transformer
 
@@ -156,6 +157,79 @@ def test_log_probabilities_are_the_models_own(form: str, count: int, monkeypatch
         torch.testing.assert_close(told.top, top.values)
     single = generate(model, BATCH[0], method, logprobs=count, max_new_tokens=11, end_tokens=(5,), **own, **drawn)
     torch.testing.assert_close(single.logprobs.tokens, found.logprobs[0].tokens)
+
+
+WRITERS = [name for name in METHODS if writes_logprobs(METHODS[name]) and not no_logprobs(METHODS[name])]
+
+
+@pytest.mark.parametrize(
+    "drawn", [{}, {"temperature": 1.3, "repetition_penalty": 1.7, "suppress_tokens": [2], "seed": 4}]
+)
+@pytest.mark.parametrize("method", WRITERS)
+def test_log_probabilities_of_the_forward_that_wrote_a_token(
+    method: str, drawn: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is in a row that the model gave, before filters; nothing else changes, and a text has the same ones alone."""
+    model, rows, own = example(METHODS[method]), list[Tensor](), options_of(method) | {"end_tokens": (5,)}
+    plain = generate(model, BATCH, method, **own, **drawn)
+    for name in ("coda", "logits", "forward"):
+        if hasattr(type(model), name):
+            monkeypatch.setattr(type(model), name, spied(getattr(type(model), name), rows))
+    found = generate(model, BATCH, method, logprobs=3, **own, **drawn)
+    assert lists(found.tokens) == lists(plain.tokens) and found.stats.forwards == plain.stats.forwards
+    every = torch.cat([part.reshape(-1, part.shape[-1]) for part in rows]).float().log_softmax(-1)
+    tops = every.topk(3, -1)
+    for ids, told in zip(found.tokens, found.logprobs, strict=True):
+        assert told.tokens.shape == ids.shape and told.top.shape == (*ids.shape, 3)
+        for token, own_value, top_ids, top in zip(ids.tolist(), told.tokens, told.top_ids, told.top, strict=True):
+            same = (every[:, token] - own_value).abs() < 1e-5
+            assert bool((same & (tops.indices == top_ids).all(-1) & ((tops.values - top).abs() < 1e-5).all(-1)).any())
+    alone = generate(model, BATCH[0], method, logprobs=3, **own, **drawn)
+    torch.testing.assert_close(alone.logprobs.tokens, found.logprobs[0].tokens)
+
+
+def spied(function: Any, rows: list[Tensor]) -> Any:
+    def spy(*given: Any, **options: Any) -> Any:
+        made = function(*given, **options)
+        rows.append(made.detach().clone())
+        return made
+
+    return spy
+
+
+def test_log_probabilities_of_a_canvas_filled_at_once() -> None:
+    """With one step they are those of a forward over nothing but masks."""
+    model, ids = load("tiny-masked"), [100, 101, 102, 32]
+    found = generate(model, ids, "llada", steps=1, max_new_tokens=6, logprobs=2, end_tokens=())
+    canvas = torch.tensor([ids + [model.mask_token] * 6])
+    cache, start = model.new_cache(1, canvas.shape[1]), torch.zeros(1, dtype=torch.int64)
+    with torch.inference_mode():
+        hidden = model.recompute(canvas, cache, start, counts=None, visible=torch.tensor([canvas.shape[1]]))
+        likely = model.logits(hidden)[0, len(ids) :].log_softmax(-1)
+    torch.testing.assert_close(found.logprobs.tokens, likely.gather(-1, found.tokens[:, None])[:, 0])
+    assert torch.equal(found.logprobs.top_ids, likely.topk(2, -1).indices)
+
+
+def test_log_probabilities_of_fixed_recurrences() -> None:
+    """With one recurrence a row is that of a forward over the whole text."""
+    model, prompt = load("tiny-recurrent"), [100, 101, 102]
+    options = {"recurrences": 1, "init_scale": 0.0, "max_new_tokens": 7, "logprobs": 2, "end_tokens": ()}
+    found = generate(model, prompt, "recurrent_static", **options)
+    text = torch.tensor([prompt + found.tokens.tolist()])
+    with torch.inference_mode():
+        cache = model.new_cache(1, text.shape[1])
+        likely = model(text, cache=cache, recurrences=1, seed=0, init_scale=0.0)[0, len(prompt) - 1 : -1].log_softmax(
+            -1
+        )
+    torch.testing.assert_close(found.logprobs.tokens, likely.gather(-1, found.tokens[:, None])[:, 0])
+    assert torch.equal(found.logprobs.top_ids, likely.topk(2, -1).indices)
+
+
+def test_tokens_of_a_prompt_have_no_log_probability() -> None:
+    model = load("tiny-masked")
+    prompt = [100, model.mask_token, 102, model.mask_token]
+    told = generate(model, prompt, "llada", infill=True, max_new_tokens=2, logprobs=1, end_tokens=()).logprobs
+    assert told.tokens.isnan().tolist() == [False, True, False, False, False]
 
 
 def test_no_tokens_have_no_log_probabilities() -> None:

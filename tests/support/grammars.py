@@ -125,6 +125,25 @@ SCHEMAS: dict[str, Any] = {
     "sentiment": _object(sentiment={"enum": ["positive", "negative", "neutral"]}, score={"type": "number", "minimum": 0, "maximum": 1}),
     "person": _object(2, name=WORD, age=COUNT, email=SHORT),
     "steps": _object(steps={"type": "array", "items": _object(explanation=WORD, output=WORD), "maxItems": 2}, answer=SHORT),
+    # keywords together
+    "short code": _string(pattern="^[A-Z]+-\\d+$", minLength=4, maxLength=7),
+    "multiple of five": {"type": "integer", "multipleOf": 5, "minimum": 0, "maximum": 95},
+    "options": {"type": "array", "items": {"enum": ["fast", "safe", "quiet"]}, "uniqueItems": True, "minItems": 1},
+    "payment": {
+        **_object(1, method={"enum": ["card", "cash"]}, number=_string(pattern="^\\d{4}$"), change=FLAG),
+        "if": {"properties": {"method": {"const": "card"}}},
+        "then": {"required": ["number"]},
+        "else": {"properties": {"number": False}},
+    },
+    "one of two": {**_object(0, id=COUNT, name=WORD), "oneOf": [{"required": ["id"]}, {"required": ["name"]}]},
+    "headers": {"type": "object", "patternProperties": {"^x-[a-z]{1,4}$": WORD}, "additionalProperties": False, "maxProperties": 2},
+    "languages": {"type": "object", "propertyNames": {"enum": ["en", "de", "fr"]}, "additionalProperties": WORD, "maxProperties": 2},
+    "billing": {**_object(0, card=_string(pattern="^\\d{4}$"), address=WORD), "dependentRequired": {"card": ["address"]}},
+    "closed": {"allOf": [{**_object(0, a=COUNT, b=FLAG), "additionalProperties": False}, {"required": ["b"], "type": "object"}]},
+    "old tuple": {"$schema": "http://json-schema.org/draft-07/schema#", "type": "array", "items": [WORD, COUNT], "additionalItems": False, "minItems": 2},
+    "not listed": {"type": "string", "pattern": "^[a-z]{2,4}$", "not": {"enum": ["none", "null"]}},
+    "beside a reference": {"$ref": "#/$defs/n", "maximum": 5, "$defs": {"n": COUNT}},
+    "link": _string(format="uri", maxLength=24),
     "true": True,
 }  # fmt: skip
 

@@ -141,6 +141,7 @@ class Canvas(CanvasRecord):
         self._committed: list[torch.Tensor] = []
         self._records: list[Record] = []
         self._guessed: Guessed | None = None  # of the last forward, under a grammar
+        self._plain: torch.Tensor | None = None  # logits of its guesses before filters, if log-probabilities are wanted
         self.logits_hook: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
     @property
@@ -250,12 +251,16 @@ class Canvas(CanvasRecord):
         hidden = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1]))
         filters = self._session.filters
         cuts = sampling.top_k is not None or sampling.typical_p < 1
-        if not (sampling.guidance or sampling.late or cuts or filters.any or self.logits_hook):
+        likely = self._session.likely is not None
+        if not (sampling.guidance or sampling.late or cuts or filters.any or self.logits_hook or likely):
             guesses = statistics(model, hidden, **self._options(step))
             self._look_for_broken(guesses, step)
             return guesses
         # These options need sums of logits, two distributions or the best tokens: the logits are computed once.
         logits = model.logits(hidden)
+        if likely:
+            parts = logits.split(len(step.positions))
+            self._plain = logits.clone() if len(parts) == 1 else parts[0] + sampling.guidance * (parts[-2] - parts[-1])
         if filters.any and not sampling.guidance:
             logits = filters.apply(logits, self._prefixes(step))
         if sampling.guidance:
@@ -417,6 +422,11 @@ class Canvas(CanvasRecord):
         )
         if before is not None and self._guessed is not None and shown is not None:
             settle_(self._session.grammar, self._canvases(), before, self._guessed, shown)
+        if self._plain is not None:
+            written = self.tokens.gather(1, step.positions.clamp(min=0))
+            self._session.note(
+                self._plain, written, step.positions, (step.positions >= 0) & (written != self.mask_token)
+            )
         return done
 
     def turns(self, step: Step) -> torch.Tensor:

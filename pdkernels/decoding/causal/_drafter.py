@@ -10,7 +10,7 @@ import torch
 
 from pdkernels._validation import check, refuse
 from pdkernels.decoding._sampling import OWN
-from pdkernels.decoding._session import Session
+from pdkernels.decoding._session import Session, to_device_async
 from pdkernels.decoding._token_sampler import TokenSampler
 from pdkernels.decoding.steps import DraftSteps, Rows, Steps
 from pdkernels.ops import verify_draft
@@ -28,6 +28,8 @@ class DrafterSteps(DraftSteps):
     """The drafter's cache. Its lengths are those of its committed rows, never more than the target's."""
     sampler: TokenSampler
     banned: tuple[int, ...]
+    _forced: torch.Tensor | None = None
+    """``(batch, slots - 1)``: what grammars force in the next draft, -1 elsewhere."""
 
     def allocate_drafter(
         self,
@@ -49,7 +51,19 @@ class DrafterSteps(DraftSteps):
 
     @abstractmethod
     def draft(self, width: int) -> torch.Tensor:
-        """Guesses ``(batch, width - 1)`` for what follows the known tokens."""
+        """Guesses ``(batch, width - 1)`` for what follows the known tokens, each as `or_forced` gives it."""
+
+    def or_forced(self, number: int, guess: torch.Tensor) -> torch.Tensor:
+        """The guesses ``(batch, 1)`` for token `number` of a draft, but for what a grammar forces there."""
+        if self._forced is None:
+            return guess
+        forced = self._forced[:, number - 1 : number]
+        return torch.where(forced < 0, guess, forced)
+
+    def place(self, found: Sequence[Sequence[int]]) -> None:
+        room = self.slots - 1
+        rows = [[*tokens, *[-1] * (room - len(tokens))] for tokens in found]
+        self._forced = to_device_async(rows, self.cache.lengths.device)
 
     @abstractmethod
     def forward(self, draft: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
@@ -61,6 +75,7 @@ class DrafterSteps(DraftSteps):
     def step(self, width: int | None = None, ragged: bool = True) -> None:
         entry, width = self.entry, width or self.slots
         draft = entry.draft.clone() if width == 1 else torch.cat([entry.draft, self.draft(width)], 1)
+        self._forced = None
         counts = entry.pending if ragged else None
         logits = self.forward(draft, counts)
         positions = self.cache.lengths[:, None] + 1 + self.slot[:width]

@@ -1,4 +1,7 @@
-"""Autoregressive decoding: one token per forward, on the KV cache. The baseline of every other method."""
+"""Autoregressive decoding: one token per forward, on the KV cache. The baseline of every other method.
+
+Tokens that a grammar leaves no choice about share a forward: they are drafted without the model and verified.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,16 @@ from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampl
 from pdkernels.decoding._session import Session, has_no_choice, is_end
 from pdkernels.decoding._token_sampler import checked_sampler
 from pdkernels.decoding.steps import DraftSteps, Rows, decoder
+from pdkernels.models.capabilities import capabilities
+from pdkernels.ops import verify_draft
 
 _OP = "decoding.autoregressive"
 
+_FORCED = 16  # tokens of a forward, the known one included, if a grammar forces the others
+
 
 class AutoregressiveSteps(DraftSteps):
-    """Drafts of the known token alone: its row's prediction is always right."""
+    """Drafts of the known token alone, whose row's prediction is always right; with a grammar also of what it forces."""
 
     def __init__(
         self,
@@ -34,7 +41,11 @@ class AutoregressiveSteps(DraftSteps):
         seeds = checked_sampling(_OP, temperature, seed, session.batch)
         self.sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p, typical_p)
         self.banned = banned_tokens(_OP, session.model, allow_mask_token)
-        self.allocate(session, seeds, 1, page_size, draft=1)
+        # On a recurrent-depth model, rows of one forward read each other before their last recurrence.
+        alone = session.grammar is None or "recurrent" in capabilities(session.model)
+        slots = 1 if alone else max(1, min(_FORCED, session.max_new_tokens - 1))
+        columns: dict[str, Any] = {"draft": slots} | ({"predictions": slots} if slots > 1 else {})
+        self.allocate(session, seeds, slots, page_size, **columns)
         self.latents = latents(self.model, self.seeds)
 
     @classmethod
@@ -49,9 +60,12 @@ class AutoregressiveSteps(DraftSteps):
         first = self._draw(logits, prompt_lengths)
         self.cache.commit_(prompt_lengths)
         self.begin(session, first, logits)
-        self.entry.draft.copy_(first.clamp(min=0))
+        self.entry.draft[:, :1] = first.clamp(min=0)
 
     def step(self, width: int | None = None, ragged: bool = True) -> None:
+        if self.slots > 1:
+            self._verify(width or self.slots, ragged)
+            return
         # A finished sequence goes through the model too, but its row is never committed: its cache does not change.
         entry = self.entry
         logits = self.model(entry.draft, cache=self.cache, **self.latents)
@@ -64,12 +78,28 @@ class AutoregressiveSteps(DraftSteps):
         entry.draft.copy_(token.clamp(min=0))
         if self.ends is not None:
             self.remaining.masked_fill_(is_end(token[:, 0], self.ends), 0)
-        entry.pending.copy_(self.remaining.clamp(max=1))
+        self._next_length()
+
+    def _verify(self, width: int, ragged: bool) -> None:
+        entry, counts = self.entry, self.entry.pending if ragged else None
+        logits = self.model(entry.draft[:, :width], cache=self.cache, counts=counts, **self.latents)
+        positions = self.cache.lengths[:, None] + 1 + self.slot[:width]
+        predictions = self.sampler.sample(logits, positions, self.seeds, OWN, self.banned)
+        entry.predictions[:, :width] = predictions.clamp(min=0)
+        verdict = verify_draft(entry.draft, entry.predictions, draft_lengths=entry.pending, end_tokens=self.ends)
+        self.cache.commit_(verdict.accepted)
+        entry.draft[:, 0] = verdict.next_token.clamp(min=0)
+        self.judge(verdict, logits, predictions)
+
+    def _next_length(self) -> None:
+        self.entry.pending.copy_(self.remaining.clamp(max=1))
 
     def _draw(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self.sampler.sample(logits, positions[:, None], self.seeds, OWN, self.banned)
 
     def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
+        if self.slots > 1:
+            return super().stepped(session, before, rows)
         taken_part: int = sum(row.pending for row in before)
         session.forwards += taken_part > 0
         for sequence, (old, row) in enumerate(zip(before, rows, strict=True)):

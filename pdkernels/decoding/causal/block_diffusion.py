@@ -169,6 +169,8 @@ class BlockSteps(Steps):
         if self.known:
             first = self.sampler.sample(logits, self.cache.lengths[:, None], self.seeds, OWN, self.banned)
             self.entry.block[:, :1] = first
+            session, taking = self.session, (self.entry.pending > 0)[:, None]
+            session.note(session.plain(logits), first, self.cache.lengths[:, None], taking)
             self._found(has_no_choice(logits, first)[:, 0] & (self.entry.pending > 0), self.nothing)
         self._look()
 
@@ -196,6 +198,7 @@ class BlockSteps(Steps):
         if self.session.grammar is not None:
             guessed, before = self._what_is_guessed(hidden), block.tolist()
             ids, sure = joint_guesses(self.session.grammar, before, guessed, ids, sure)
+        masked = block[:, known:] == self.mask_token
         done = unmask_(
             block[:, known:],
             ids,
@@ -208,6 +211,10 @@ class BlockSteps(Steps):
         )
         if guessed is not None:
             settle_(self.session.grammar, list(block), before, guessed, sure)
+        if self.session.likely is not None:
+            plain = self.session.plain(model.logits(hidden))[:, known:]
+            written, places = block[:, known:], self.cache.lengths[:, None] + self.slot[known:]
+            self.session.note(plain, written, places, masked & (written != self.mask_token))
         self.passes += 1
         self._found(no_choice, done.committed)
         self._look()

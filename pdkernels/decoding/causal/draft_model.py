@@ -111,7 +111,8 @@ class DraftModelSteps(DrafterSteps):
             logits = self.drafter(tokens, cache=self.drafted, counts=counts, rows=rows, **self.draft_latents)
             self.drafted.commit_(counts)
             positions = self.cache.lengths[:, None] + number
-            tokens = self.sampler.sample(logits, positions, self.seeds, OWN, self.banned).clamp(min=0)
+            drawn = self.sampler.sample(logits, positions, self.seeds, OWN, self.banned).clamp(min=0)
+            tokens = self.or_forced(number, drawn)
             guesses.append(tokens)
             counts, rows = busy, torch.zeros_like(rows)
         self.most = 1

@@ -115,7 +115,8 @@ class EagleSteps(DrafterSteps):
             if number > 1:
                 hidden = self.drafter(self.embed(guesses[-1]), hidden, cache=self.drafted, counts=busy)
                 self.drafted.commit_(busy)
-            guesses.append(self._guess(hidden, self.cache.lengths[:, None] + number))
+            guess = self._guess(hidden, self.cache.lengths[:, None] + number)
+            guesses.append(self.or_forced(number, guess))
         self.drafted.lengths.copy_(read)  # its own rows have no features yet
         return torch.cat(guesses, 1)
 

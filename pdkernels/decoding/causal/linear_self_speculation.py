@@ -29,7 +29,6 @@ from pdkernels.decoding._sampling import (
 )
 from pdkernels.decoding._session import Session
 from pdkernels.decoding._token_sampler import TokenSampler, checked_sampler
-from pdkernels.decoding.grammar.rows import GrammarRows
 from pdkernels.decoding.steps import DraftSteps, Rows, decoder, record_first
 from pdkernels.decoding.traces import LinearStep
 from pdkernels.masks import full
@@ -158,7 +157,7 @@ class LinearSteps(DraftSteps):
         """`drafted`: filtered logits of the draft, if their distribution is needed."""
         entry, lengths = self.entry, self.cache.lengths
         if self.session.grammar is not None and not self.rejection:  # whose guesses have the law of the drafter
-            self._force(self.session.grammar)
+            self._force()
         draft = entry.block[:, :width]
         logits = self.model(draft, cache=self.cache, counts=entry.pending if ragged else None)
         self.forward += 1
@@ -180,13 +179,15 @@ class LinearSteps(DraftSteps):
         self.fresh.fill_(True)
         entry.predictions[:, :width] = predictions
 
-    def _force(self, grammar: GrammarRows) -> None:
+    def _force(self) -> None:
         """Writes what no text of a grammar leaves out into the block."""
-        for sequence, pending in enumerate(self.entry.pending.tolist()):
-            if pending > 1:
-                tokens = grammar.drafted(sequence, self.session.tokens[sequence], pending - 1)
-                forced = torch.tensor(tokens, dtype=torch.int64, device=self.slot.device)
-                self.entry.block[sequence, 1 : 1 + len(tokens)] = forced
+        rooms = [pending - 1 for pending in self.entry.pending.tolist()]
+        for sequence, tokens in enumerate(self.session.forced(rooms)):
+            forced = torch.tensor(tokens, dtype=torch.int64, device=self.slot.device)
+            self.entry.block[sequence, 1 : 1 + len(tokens)] = forced
+
+    def forced(self, session: Session, rows: Rows) -> Rows:
+        return rows  # a step writes them itself, after its draft passes
 
     def draft(self) -> torch.Tensor | None:
         """A pass over the block after its known token; returns its filtered logits if their distribution is needed."""

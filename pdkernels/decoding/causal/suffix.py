@@ -108,12 +108,9 @@ class SuffixSteps(DraftSteps):
         return taken_part
 
     def forced(self, session: Session, rows: Rows) -> Rows:
-        if session.grammar is not None:
-            for sequence, row in enumerate(rows):
-                room = row.pending - 1
-                tokens = session.grammar.drafted(sequence, session.tokens[sequence], room) if room > 0 else []
-                if tokens:
-                    self.drafts[sequence] = [row.draft[0], *tokens]
+        for sequence, tokens in enumerate(session.forced([row.pending - 1 for row in rows])):
+            if tokens:
+                self.drafts[sequence] = [rows[sequence].draft[0], *tokens]
         return rows
 
     def _draft(self, rows: Rows) -> None:

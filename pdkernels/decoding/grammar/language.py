@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 from pdkernels import _host
@@ -14,6 +15,8 @@ MAX_STATES = 100_000
 """Of the nondeterministic automaton: what an expression unfolds to."""
 _MAX_DETERMINISTIC = 20_000
 _MAX_WORK = 20_000_000
+_MAX_EDGES = 400_000
+_REMEDY = "Shorten its repetitions."
 
 Ranges = tuple[tuple[int, int], ...]
 """Of code points, ascending, both ends included."""
@@ -49,7 +52,16 @@ class Repeat(NamedTuple):
     most: int | None
 
 
-Expression: TypeAlias = Chars | Seq | Alt | Repeat
+class Machine(NamedTuple):
+    """The texts that a deterministic automaton over bytes accepts; its first state is 0."""
+
+    states: int
+    edges: tuple[tuple[int, int, int, int], ...]
+    """From, first byte, last byte, to."""
+    accepting: tuple[int, ...]
+
+
+Expression: TypeAlias = Chars | Seq | Alt | Repeat | Machine
 
 EMPTY = Seq(())
 NOTHING = Alt(())
@@ -145,6 +157,8 @@ def size(part: Expression) -> int:
     if isinstance(part, Repeat):
         copies = part.least + 1 if part.most is None else max(part.most, 1)
         return min(copies * (size(part.part) + 2), 10 * MAX_STATES)
+    if isinstance(part, Machine):
+        return 2 + part.states
     return min(2 + sum(map(size, part.parts)), 10 * MAX_STATES)
 
 
@@ -181,6 +195,12 @@ class _Builder:
                 begin = self.state()
                 self.empty += [(start, begin), (self.add(one, begin), end)]
             return end
+        if isinstance(part, Machine):
+            base, end = self.states, self.states + part.states
+            self.states += part.states + 1
+            self.edges += [(base + from_, first, last, base + to) for from_, first, last, to in part.edges]
+            self.empty += [(start, base), *((base + state, end) for state in part.accepting)]
+            return end
         for _ in range(part.least):
             start = self.add(part.part, start)
         end = self.state()
@@ -203,19 +223,105 @@ def compiled(part: Expression, words: str) -> _host.ByteAutomaton:
     >>> compiled(Repeat(text("ab"), 1, 2), "it").accepts(b"abab")
     True
     """
-    remedy = "Shorten its repetitions."
+    made = _determinised(part, words)
+    refuse(made.states == 0, OP, f"no text satisfies {words}")
+    return made
+
+
+def _determinised(part: Expression, words: str) -> _host.ByteAutomaton:
+    """The same; without states if no text satisfies it."""
     states = size(part)
-    refuse(states > MAX_STATES, OP, f"{words} unfolds to more than {MAX_STATES} states", remedy)
+    refuse(states > MAX_STATES, OP, f"{words} unfolds to more than {MAX_STATES} states", _REMEDY)
     builder = _Builder()
     start = builder.state()
     end = builder.add(part, start)
     limits = _MAX_DETERMINISTIC, _MAX_WORK
     try:
-        made = _host.ByteAutomaton(builder.states, builder.edges, builder.empty, start, end, *limits)
+        return _host.ByteAutomaton(builder.states, builder.edges, builder.empty, start, end, *limits)
     except _host.TooLarge:
-        raise ValueError(sentence(OP, f"the automaton of {words} is too large", remedy)) from None
-    refuse(made.states == 0, OP, f"no text satisfies {words}")
-    return made
+        raise ValueError(sentence(OP, f"the automaton of {words} is too large", _REMEDY)) from None
+
+
+def both(one: Expression, other: Expression, words: str) -> Expression:
+    """The texts of two expressions at once, by the product of their automata.
+
+    >>> vowel, short = Repeat(Chars(((97, 97), (101, 101))), 0, None), Repeat(Chars(((97, 122),)), 2, 3)
+    >>> made = compiled(both(vowel, short, "it"), "it")
+    >>> made.accepts(b"aea"), made.accepts(b"aeae"), made.accepts(b"ab")
+    (True, False, False)
+    """
+    return _product(one, other, words, True)
+
+
+def without(one: Expression, other: Expression, words: str) -> Expression:
+    """The texts of an expression that are none of the other.
+
+    >>> made = compiled(without(Repeat(Chars(((97, 98),)), 1, 2), text("ab"), "it"), "it")
+    >>> made.accepts(b"ab"), made.accepts(b"a"), made.accepts(b"bb")
+    (False, True, True)
+    """
+    return _product(one, other, words, False)
+
+
+def _product(one: Expression, other: Expression, words: str, wanted: bool) -> Expression:
+    """The texts of `one` that the other has, or has not."""
+    first, second = _determinised(one, words), _determinised(other, words)
+    if first.states == 0 or second.states == 0:
+        return NOTHING if wanted or first.states == 0 else one
+    lines, others = [_Runs(made.table) for made in (first, second)]
+    ends, other_ends = first.accepting, second.accepting
+    start = (0, 0)
+    number, queue, edges = {start: 0}, [start], list[tuple[int, int, int, int]]()
+    for here in queue:
+        for low, high, to, beside in _joined(lines[here[0]], others[here[1]]):
+            if wanted and beside < 0:
+                continue
+            pair = (to, beside)
+            if pair not in number:
+                number[pair] = len(queue)
+                queue.append(pair)
+            edges.append((number[here], low, high, number[pair]))
+        large = len(queue) > _MAX_DETERMINISTIC or len(edges) > _MAX_EDGES
+        refuse(large, OP, f"the automaton of {words} is too large", _REMEDY)
+    fits = [n for n, (a, b) in enumerate(queue) if ends[a] and (b >= 0 and other_ends[b]) == wanted]
+    return Machine(len(queue), tuple(edges), tuple(fits)) if fits else NOTHING
+
+
+class _Runs:
+    """Of each state of an automaton, ranges of bytes and where they lead; of state -1 none."""
+
+    def __init__(self, table: list[list[int]]) -> None:
+        self._table = table
+        self._made: dict[int, list[tuple[int, int, int]]] = {-1: []}
+
+    def __getitem__(self, state: int) -> list[tuple[int, int, int]]:
+        if state not in self._made:
+            line = self._table[state]
+            borders = [0, *(byte for byte in range(1, 256) if line[byte] != line[byte - 1]), 256]
+            runs = [(low, high - 1, line[low]) for low, high in pairwise(borders)]
+            self._made[state] = [run for run in runs if run[2] >= 0]
+        return self._made[state]
+
+
+def _joined(
+    runs: list[tuple[int, int, int]], others: list[tuple[int, int, int]]
+) -> Iterator[tuple[int, int, int, int]]:
+    """The ranges of `runs`, parted by those of `others`, and where both lead; -1: the second nowhere."""
+    at = 0
+    for low, high, to in runs:
+        while at < len(others) and others[at][1] < low:
+            at += 1
+        next_ = at
+        while low <= high:
+            if next_ == len(others) or others[next_][0] > high:
+                yield low, high, to, -1
+                break
+            first, last, beside = others[next_]
+            if low < first:
+                yield low, first - 1, to, -1
+                low = first
+            yield low, min(high, last), to, beside
+            low, next_ = min(high, last) + 1, next_ + 1
 
 
 def sequence(*parts: Expression | str) -> Expression:

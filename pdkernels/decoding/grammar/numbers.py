@@ -10,6 +10,7 @@ from pdkernels.decoding.grammar.language import (
     Alt,
     Chars,
     Expression,
+    Machine,
     Repeat,
     Seq,
     either,
@@ -41,6 +42,17 @@ def integers(low: float | None, high: float | None) -> Expression:
     if last >= 0:
         parts.append(_natural(max(0, first), last))
     return either(parts)
+
+
+def multiples(step: int) -> Expression:
+    """The multiples of a whole number, with any zeros before them: a state for each remainder."""
+    minus, first = 1, 2
+    edges = [(0, 45, 45, minus)]
+    for digit in range(10):
+        byte = 48 + digit
+        edges += [(start, byte, byte, first + digit % step) for start in (0, minus)]
+        edges += [(first + left, byte, byte, first + (10 * left + digit) % step) for left in range(step)]
+    return Machine(first + step, tuple(edges), (first,))
 
 
 def numbers(low: float | None, high: float | None, *, above: bool = False, below: bool = False) -> Expression:

@@ -275,7 +275,7 @@ class GrammarRows:
             found.append(token)
             state = self._follow(text, state, [token])
         for at, token in enumerate(found):
-            self.forced[sequence].setdefault(len(tokens) + at, token)
+            self.forced[sequence][len(tokens) + at] = token
         return found
 
     def _longest(self, text: Text, state: int, bits: Tensor) -> int:

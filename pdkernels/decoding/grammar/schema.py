@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import unquote
 
 from pdkernels._validation import check, check_type, refuse, sentence
 from pdkernels.decoding.grammar.language import (
@@ -15,66 +14,32 @@ from pdkernels.decoding.grammar.language import (
     Alt,
     Chars,
     Expression,
+    Machine,
     Ranges,
     Repeat,
     Seq,
-    complement,
+    both,
+    compiled,
     either,
     normal,
     optional,
     separated,
-    sequence,
     text,
+    without,
 )
-from pdkernels.decoding.grammar.numbers import integers, numbers
+from pdkernels.decoding.grammar.numbers import numbers
 from pdkernels.decoding.grammar.regex import parsed
+from pdkernels.decoding.grammar.schema_apart import ENUMERATED, OF_OBJECTS, OF_STRINGS, holds, told_apart
+from pdkernels.decoding.grammar.schema_flat import Flattener
+from pdkernels.decoding.grammar.schema_keywords import TYPES, check_keywords, counts, is_note, kinds_of
+from pdkernels.decoding.grammar.schema_merge import CONDITIONS, Merged, merged, property_of, same, together, unsupported
+from pdkernels.decoding.grammar.schema_numbers import number_of
+from pdkernels.decoding.grammar.schema_strings import matching, string, string_of
 
 Schema = Mapping[str, Any] | bool
 
-_NOTES = frozenset(
-    "title description default examples $schema $id $comment $anchor deprecated readOnly writeOnly $defs definitions".split()
-)
-"""Keywords that demand nothing."""
-_KEYWORDS = {
-    "string": frozenset("minLength maxLength pattern format".split()),
-    "integer": frozenset("minimum maximum exclusiveMinimum exclusiveMaximum multipleOf".split()),
-    "number": frozenset("minimum maximum exclusiveMinimum exclusiveMaximum multipleOf".split()),
-    "array": frozenset("items prefixItems minItems maxItems uniqueItems".split()),
-    "object": frozenset("properties required additionalProperties minProperties maxProperties".split()),
-    "boolean": frozenset[str](),
-    "null": frozenset[str](),
-}
-_APPLIED = frozenset("type enum const anyOf oneOf allOf $ref".split())
-_KNOWN = _NOTES | _APPLIED | frozenset().union(*_KEYWORDS.values())
-_TYPES: dict[str, Callable[[Any], bool]] = {
-    "string": lambda value: isinstance(value, str),
-    "integer": lambda value: type(value) is int or (type(value) is float and value.is_integer()),
-    "number": lambda value: type(value) in (int, float),
-    "array": lambda value: isinstance(value, list),
-    "object": lambda value: isinstance(value, dict),
-    "boolean": lambda value: type(value) is bool,
-    "null": lambda value: value is None,
-}
 _MAX_PARTS = 3_000
 _ANYTHING_DEPTH = 1  # of arrays and objects inside a value without a schema
-
-_CONTROL = ((0, 31),)
-_PLAIN = complement(normal([*_CONTROL, (34, 34), (92, 92)]))
-_ESCAPES = {34: '\\"', 92: "\\\\", 8: "\\b", 9: "\\t", 10: "\\n", 12: "\\f", 13: "\\r"}
-_CHARACTER = Alt((Chars(_PLAIN), Seq((text("\\"), Chars(normal((ord(one), ord(one)) for one in '"\\bfnrt'))))))
-
-_DAY = r"(0[1-9]|1\d|2[0-8])"
-_DATE = rf"\d{{4}}-((0[1-9]|1[0-2])-{_DAY}|(0[13-9]|1[0-2])-(29|30)|(0[13578]|1[02])-31)"
-_TIME = r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,6})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)"
-_BYTE = r"(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
-_FORMATS = {
-    "date": _DATE.replace(r"\d{4}", r"[1-9]\d{3}"),
-    "time": _TIME,
-    "date-time": _DATE.replace(r"\d{4}", r"[1-9]\d{3}") + "T" + _TIME,
-    "uuid": r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}",
-    "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
-    "email": r"[a-z0-9]+([._-][a-z0-9]+){0,3}@[a-z0-9]+(-[a-z0-9]+){0,2}(\.[a-z]{2,8}){1,3}",
-}
 
 
 def parsed_schema(schema: Schema | str, whitespace: str | None, depth: int) -> Expression:
@@ -98,7 +63,7 @@ def parsed_schema(schema: Schema | str, whitespace: str | None, depth: int) -> E
 
 class _Compiler:
     def __init__(self, root: Any, whitespace: str | None, depth: int) -> None:
-        self._root, self._depth = root, depth
+        self._flat, self._depth = Flattener(root), depth
         self._open: dict[str, int] = {}  # how often each reference is being followed
         gap = EMPTY if whitespace is None else parsed(whitespace)
         space = optional(text(" ")) if whitespace is None else gap
@@ -112,125 +77,80 @@ class _Compiler:
         """The texts of the values of a schema, which errors call `place`."""
         self._parts += 1
         refuse(self._parts > _MAX_PARTS, OP, f"the schema unfolds to more than {_MAX_PARTS} parts", "Lower the depth.")
-        if schema is True or schema == {}:
-            return self._any
-        if schema is False:
-            return NOTHING
-        check(isinstance(schema, Mapping), OP, f"schema at {place}", "be an object or a bool", type(schema).__name__)
-        self._check_keywords(schema, place)
-        schema = {name: value for name, value in schema.items() if name not in _NOTES}
-        if "allOf" in schema:
-            return self.value(self._merged(schema, place), place)
-        if "$ref" in schema:
+        if isinstance(schema, Mapping) and "$ref" in schema:
             return self._reference(schema, place)
-        if not schema:
+        flat = self._flat(schema, place)
+        if isinstance(flat, bool):
+            return self._any if flat else NOTHING
+        if not flat:
             return self._any
-        if "const" in schema or "enum" in schema:
-            return self._listed(schema, place)
+        if flat.get(CONDITIONS):
+            return self._conditional(flat, place)
+        if "const" in flat or "enum" in flat:
+            return self._listed(flat, place)
         for name in ("anyOf", "oneOf"):
-            if name in schema:
-                return self._choice(schema, name, place)
-        kinds = schema.get("type")
-        if kinds is None:
-            kinds = sorted(kind for kind, words in _KEYWORDS.items() if words & schema.keys() and kind != "integer")
-            self._refuse(len(kinds) != 1, place, "without a type", f"Its keywords are those of {', '.join(kinds)}.")
-        several = [kinds] if isinstance(kinds, str) else kinds
-        fits = isinstance(several, list) and all(isinstance(kind, str) and kind in _KEYWORDS for kind in several)
-        check(fits, OP, f"type at {place}", f"be among {', '.join(_KEYWORDS)}", kinds)
-        if "number" in several:
-            several = [kind for kind in several if kind != "integer"]
-        return either([self._typed(kind, schema, place) for kind in several])
-
-    def _check_keywords(self, schema: Mapping[str, Any], place: str) -> None:
-        for name in schema:
-            self._refuse(name not in _KNOWN, f"{place}/{name}", f"the keyword {name!r}")
-        of = schema.get("type")
-        kinds = {of} if isinstance(of, str) else set(of) if isinstance(of, list) else set()
-        own = frozenset[str]().union(*(_KEYWORDS.get(one, frozenset()) for one in kinds if isinstance(one, str)))
-        stray = sorted(schema.keys() - _NOTES - _APPLIED - own) if kinds else []
-        words = f"{stray and stray[0]!r} beside type {of!r}"
-        self._refuse(bool(stray), place, words, "It demands nothing there: leave it out.")
-
-    @staticmethod
-    def _refuse(condition: bool, place: str, words: str, remedy: str = "") -> None:
-        if condition:
-            raise NotImplementedError(
-                sentence(OP, f"the schema has {words} at {place}, which is not supported", remedy)
-            )
-
-    def _merged(self, schema: Mapping[str, Any], place: str) -> dict[str, Any]:
-        """All parts of an allOf in one schema."""
-        made = {name: value for name, value in schema.items() if name != "allOf"}
-        parts = schema["allOf"]
-        check(isinstance(parts, list) and len(parts) > 0, OP, f"allOf at {place}", "be a list with an entry", parts)
-        for part in parts:
-            if part is True:
-                continue
-            self._refuse(part is False, place, "false in allOf")
-            if "$ref" in part and len(part.keys() - _NOTES) == 1:
-                part = self._found(part["$ref"], place)
-            if "allOf" in part:
-                part = self._merged(part, place)
-            for name, value in part.items():
-                if name in _NOTES:
-                    continue
-                if name not in made or made[name] == value:
-                    made[name] = value
-                elif name == "properties":
-                    both = set(made[name]) & set(value)
-                    clash = sorted(one for one in both if made[name][one] != value[one])
-                    self._refuse(bool(clash), place, f"{clash and clash[0]!r} twice in allOf")
-                    made[name] = {**made[name], **value}
-                elif name == "required":
-                    made[name] = [*made[name], *(one for one in value if one not in made[name])]
-                elif name in ("minimum", "exclusiveMinimum", "minLength", "minItems"):
-                    made[name] = max(made[name], value)
-                elif name in ("maximum", "exclusiveMaximum", "maxLength", "maxItems"):
-                    made[name] = min(made[name], value)
-                else:
-                    self._refuse(True, place, f"{name!r} twice in allOf")
-        return made
-
-    def _found(self, reference: Any, place: str) -> Any:
-        local = isinstance(reference, str) and reference.startswith("#")
-        self._refuse(
-            not local, place, f"the reference {reference!r}", "Only those into the schema itself are followed."
-        )
-        found = self._root
-        for part in reference[1:].split("/")[1:]:
-            name = unquote(part).replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-                found = found[int(name)]
-                continue
-            there = isinstance(found, Mapping) and name in found
-            check(there, OP, f"$ref at {place}", "point into the schema", repr(reference))
-            found = found[name]
-        return found
+            if name in flat:
+                return self._choice(flat, name, place)
+        return either([self._typed(kind, flat, place) for kind in kinds_of(flat, place)])
 
     def _reference(self, schema: Mapping[str, Any], place: str) -> Expression:
         """A reference, no more than `depth` times inside itself: a value that needs more levels is none."""
-        reference, more = schema["$ref"], sorted(schema.keys() - {"$ref"})
-        self._refuse(bool(more), place, f"{more and more[0]!r} beside a $ref", "Put both into an allOf.")
-        found, level = self._found(reference, place), self._open.get(reference, 0)
+        check_keywords(schema, place)
+        reference = schema["$ref"]
+        found, level = self._flat.found(reference, place), self._open.get(reference, 0)
         if level > self._depth:
             return NOTHING
+        alone = all(name == "$ref" or is_note(name) for name in schema)
         self._open[reference] = level + 1
-        made = self.value(found, reference)
+        made = self.value(found if alone else {"allOf": [schema]}, reference if alone else place)
         self._open[reference] = level
         return made
 
+    def _conditional(self, schema: Mapping[str, Any], place: str) -> Expression:
+        """Where the first condition holds and where it does not: what it names has the values or is absent, or not."""
+        (when, then, otherwise), *more = schema[CONDITIONS]
+        rest = {name: value for name, value in schema.items() if name != CONDITIONS} | (
+            {CONDITIONS: more} if more else {}
+        )
+        condition = self._flat(when, f"{place}/if")
+        words = "an if, a not or a oneOf that is none of required properties and listed values"
+        unsupported(isinstance(condition, bool) or not condition.keys() <= OF_OBJECTS, place, words)
+        assert not isinstance(condition, bool)
+        unsupported(condition.get("type", "object") != "object", place, words)
+        listed = {}
+        for name, one in condition.get("properties", {}).items():
+            flat = self._flat(one, f"{place}/if/properties/{name}")
+            fits = not isinstance(flat, bool) and flat.keys() <= ENUMERATED and flat.keys() & {"const", "enum"}
+            unsupported(not fits, place, words)
+            listed[name] = flat
+        branches: list[tuple[Mapping[str, Any], Any]] = [(condition, then)]
+        for name, one in listed.items():
+            branches.append(({"type": "object", "properties": {name: {"not": one}}, "required": [name]}, otherwise))
+        for name in condition.get("required", ()):
+            branches.append(({"type": "object", "properties": {name: False}}, otherwise))
+        found = [merged(merged(rest, one, place), self._flat(part, place), place) for one, part in branches]
+        return either([self.value(one, place) for one in found])
+
+    # Listed values, and choices
+
     def _listed(self, schema: Mapping[str, Any], place: str) -> Expression:
-        """One of the values of an enum or a const."""
+        """One of the values of an enum or a const that satisfy the rest of the schema."""
         values = [schema["const"]] if "const" in schema else schema["enum"]
         check(isinstance(values, list), OP, f"enum at {place}", "be a list", type(values).__name__)
         if "const" in schema and "enum" in schema:
-            values = [value for value in values if any(_same(value, one) for one in schema["enum"])]
+            values = [value for value in values if any(same(value, one) for one in schema["enum"])]
+        if "not" in schema:
+            values = [value for value in values if not holds(self._flat, schema["not"], value, place)]
         kinds = schema.get("type")
         if kinds is not None:
-            several = [kinds] if isinstance(kinds, str) else kinds
-            values = [value for value in values if any(_TYPES[kind](value) for kind in several)]
-        more = sorted(schema.keys() - {"type", "enum", "const"})
-        self._refuse(bool(more), place, f"{more and more[0]!r} beside listed values")
+            several = kinds_of({"type": kinds}, place)
+            values = [value for value in values if any(TYPES[kind](value) for kind in several)]
+        more = {name: value for name, value in schema.items() if name not in ("enum", "const", "not", "type")}
+        if more and values:
+            # Of those that the rest allows in the form in which values are written.
+            rest = Merged(more if kinds is None else more | {"type": kinds})
+            fits = compiled(self.value(rest, place), f"the schema at {place}")
+            values = [value for value in values if fits.accepts(_written(value).encode())]
         return Alt(tuple(self._exactly(value) for value in values))
 
     def _exactly(self, value: Any) -> Expression:
@@ -249,106 +169,71 @@ class _Compiler:
 
     def _choice(self, schema: Mapping[str, Any], name: str, place: str) -> Expression:
         branches = schema[name]
-        check(
-            isinstance(branches, list) and len(branches) > 0,
-            OP,
-            f"{name} at {place}",
-            "be a list with an entry",
-            branches,
-        )
+        several = isinstance(branches, list) and len(branches) > 0
+        check(several, OP, f"{name} at {place}", "be a list with an entry", branches)
         rest = {key: value for key, value in schema.items() if key != name}
-        self._refuse("anyOf" in rest or "oneOf" in rest, place, "both anyOf and oneOf")
-        if rest:
-            branches = [self._merged({**rest, "allOf": [branch]}, place) for branch in branches]
         if name == "oneOf":
-            facts = [self._fact(branch, place) for branch in branches]
-            apart = all(_apart(a, b) for n, a in enumerate(facts) for b in facts[n + 1 :])
-            remedy = "Give them different types, or a required property with different values, or use anyOf."
-            self._refuse(not apart, place, "oneOf with branches that may overlap", remedy)
+            branches = told_apart(self._flat, branches, rest, place)
+        if rest:
+            branches = [
+                merged(rest, self._flat(branch, f"{place}/{name}/{n}"), place) for n, branch in enumerate(branches)
+            ]
         return Alt(tuple(self.value(branch, f"{place}/{name}/{n}") for n, branch in enumerate(branches)))
 
-    def _fact(self, schema: Any, place: str) -> tuple[set[str], dict[str, list[Any]], list[Any] | None]:
-        """What tells a branch from others: its types, its required properties with listed values, its own listed values."""
-        for _ in range(16):
-            if not isinstance(schema, Mapping) or "$ref" not in schema:
-                break
-            schema = self._found(schema["$ref"], place)
-        if not isinstance(schema, Mapping):
-            return set(_TYPES), {}, None
-        values = [schema["const"]] if "const" in schema else schema.get("enum")
-        kinds = schema.get("type", list(_TYPES))
-        types = {kinds} if isinstance(kinds, str) else set(kinds)
-        if "number" in types:
-            types.add("integer")
-        named = {}
-        for name, one in schema.get("properties", {}).items():
-            if isinstance(one, Mapping) and name in schema.get("required", ()):
-                listed = [one["const"]] if "const" in one else one.get("enum")
-                if listed is not None:
-                    named[name] = listed
-        return types, named, values
+    # Types
 
     def _typed(self, kind: str, schema: Mapping[str, Any], place: str) -> Expression:
         if kind == "null":
-            return text("null")
-        if kind == "boolean":
-            return Alt((text("true"), text("false")))
-        if kind == "string":
-            return self._string(schema, place)
-        if kind == "array":
-            return self._array(schema, place)
-        if kind == "object":
-            return self._object(schema, place)
-        return self._number(kind, schema, place)
+            made: Expression = text("null")
+        elif kind == "boolean":
+            made = Alt((text("true"), text("false")))
+        elif kind == "string":
+            made = string_of(schema, place)
+        elif kind == "array":
+            made = self._array(schema, place)
+        elif kind == "object":
+            made = self._object(schema, place)
+        else:
+            made = number_of(kind, schema, place)
+        return self._denied(made, kind, schema["not"], place) if "not" in schema else made
 
-    def _number(self, kind: str, schema: Mapping[str, Any], place: str) -> Expression:
-        for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
-            given = schema.get(name)
-            check(given is None or type(given) in (int, float), OP, f"{name} at {place}", "be a number", given)
-        self._refuse(schema.get("multipleOf", 1) != 1, f"{place}/multipleOf", "multipleOf other than 1")
-        if "multipleOf" in schema:
-            kind = "integer"
-        low, high = schema.get("minimum"), schema.get("maximum")
-        beyond, before = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
-        above = beyond is not None and (low is None or beyond >= low)
-        below = before is not None and (high is None or before <= high)
-        low, high = (beyond if above else low), (before if below else high)
-        if kind == "number":
-            return numbers(low, high, above=above, below=below)
-        if above and low is not None:
-            low = int(low // 1) + 1
-        if below and high is not None:
-            high = int(-(-high // 1)) - 1
-        return integers(low, high)
-
-    def _string(self, schema: Mapping[str, Any], place: str) -> Expression:
-        given = sorted(schema.keys() & {"pattern", "format"})
-        sized = sorted(schema.keys() & {"minLength", "maxLength"})
-        self._refuse(
-            len(given) + bool(sized) > 1, place, f"{(given + sized)[:2]} of one string", "Write one pattern for all."
-        )
-        if given == ["format"]:
-            known = schema["format"] in _FORMATS
-            self._refuse(not known, f"{place}/format", f"{schema['format']!r}", f"Known: {', '.join(_FORMATS)}.")
-            return self._quoted(parsed(_FORMATS[schema["format"]]))
-        if given:
-            return self._quoted(parsed(schema["pattern"], search=True))
-        least, most = _counts(schema, "minLength", "maxLength", place)
-        if most is not None and most < least:
+    def _denied(self, made: Expression, kind: str, schema: Any, place: str) -> Expression:
+        """The texts of `made`, of values of one type, whose values do not satisfy the schema of a `not`."""
+        flat = self._flat(schema, f"{place}/not")
+        if isinstance(flat, bool):
+            return NOTHING if flat else made
+        if flat.keys() == {"anyOf"}:
+            for one in flat["anyOf"]:
+                made = self._denied(made, kind, one, place)
+            return made
+        if "const" in flat or "enum" in flat:
+            listed = [flat["const"]] if "const" in flat else flat["enum"]
+            values = [value for value in listed if TYPES[kind](value) and holds(self._flat, flat, value, place)]
+            several = kind in ("number", "array", "object") and len(values) > 0
+            unsupported(
+                several, f"{place}/not", f"listed values of type {kind}", "They may be written in several ways."
+            )
+            return without(made, Alt(tuple(map(self._exactly, values))), f"the schema at {place}") if values else made
+        stray = sorted(flat.keys() - OF_STRINGS)
+        unsupported(bool(stray), f"{place}/not", f"{stray and stray[0]!r} in a not")
+        if "type" in flat:
+            kinds = kinds_of({"type": flat["type"]}, place)
+            unsupported(kind == "number" and "integer" in kinds, f"{place}/not", "integers in a not of a number")
+            if kind not in kinds and not (kind == "integer" and "number" in kinds):
+                return made
+        strings = {name: value for name, value in flat.items() if name != "type"}
+        if kind != "string" or not strings:
             return NOTHING
-        return sequence('"', Repeat(_CHARACTER, least, most), '"')
-
-    def _quoted(self, part: Expression) -> Expression:
-        return sequence('"', _escaped(part), '"')
+        return without(made, string_of(strings, f"{place}/not"), f"the schema at {place}")
 
     def _array(self, schema: Mapping[str, Any], place: str) -> Expression:
         first = [self.value(one, f"{place}/prefixItems") for one in schema.get("prefixItems", ())]
         items = schema.get("items", True)
-        least, most = _counts(schema, "minItems", "maxItems", place)
+        least, most = counts(schema, "minItems", "maxItems", place)
         if most is not None and most < least:
             return NOTHING
-        one = most is not None and most <= 1
-        self._refuse(schema.get("uniqueItems", False) is True and not one, f"{place}/uniqueItems", "uniqueItems")
+        if schema.get("uniqueItems", False) and (most is None or most > 1):
+            return self._unique(schema, least, most, place)
         if not first:
             item = self.value(items, f"{place}/items") if most != 0 else EMPTY
             return self._enclosed("[", "]", separated(item, self._comma, least, most))
@@ -366,53 +251,103 @@ class _Compiler:
             forms.append(Seq((self._joined(whole), rest)))
         return self._enclosed("[", "]", either(forms))
 
+    def _unique(self, schema: Mapping[str, Any], least: int, most: int | None, place: str) -> Expression:
+        """An array of different items, which are listed: in the order of the list."""
+        words = "uniqueItems of items that are not listed"
+        flat = self._flat(schema.get("items", True), f"{place}/items")
+        listed = not isinstance(flat, bool) and (flat.keys() & {"const", "enum"} or flat.get("type") == "boolean")
+        unsupported(
+            not listed or "prefixItems" in schema,
+            f"{place}/uniqueItems",
+            words,
+            "Give items an enum, or set maxItems to 1.",
+        )
+        assert not isinstance(flat, bool)
+        values = [flat["const"]] if "const" in flat else flat.get("enum", [False, True])
+        different = [value for n, value in enumerate(values) if not any(same(value, one) for one in values[:n])]
+        parts = [(False, self.value(together(flat, {"const": value}), f"{place}/items")) for value in different]
+        return self._enclosed("[", "]", self._some([part for part in parts if part[1] != NOTHING], least, most))
+
     def _object(self, schema: Mapping[str, Any], place: str) -> Expression:
-        properties, required = schema.get("properties", {}), schema.get("required", [])
-        check(isinstance(properties, Mapping), OP, f"properties at {place}", "be an object", type(properties).__name__)
-        check(isinstance(required, list), OP, f"required at {place}", "be a list", type(required).__name__)
-        others = schema.get("additionalProperties", True)
-        missing = [name for name in required if name not in properties]
-        if missing and others is False:
-            return NOTHING
-        properties = {**properties, **{name: others for name in missing}}
-        for name in ("minProperties", "maxProperties"):
-            self._refuse(name in schema, f"{place}/{name}", f"the keyword {name!r}")
-        if not properties:
-            return self._map(others, place)
-        return self._record(properties, required, place)
+        own, required = schema.get("properties", {}), schema.get("required", [])
+        others = schema.get("additionalProperties", schema.get("unevaluatedProperties", True))
+        least, most = counts(schema, "minProperties", "maxProperties", place)
+        names = schema.get("propertyNames", True)
+        names = names if names is True else self.value(together({"type": "string"}, names), f"{place}/propertyNames")
+        known = {name: property_of(schema, name, others) for name in _ordered(schema)}
+        if names is not True:
+            fits = compiled(names, f"the schema at {place}/propertyNames")
+            known = {name: one if fits.accepts(_written(name).encode()) else False for name, one in known.items()}
+        if any(one is not False for one in known.values()) or required:
+            pairs = []
+            for name, one in known.items():
+                value = self.value(one, f"{place}/properties/{name}")
+                pairs.append((name in required, Seq((self._exactly(name), self._colon, value))))
+            return self._enclosed("{", "}", self._some(pairs, least, most))
+        words = "minProperties above 1 of an object without properties"
+        unsupported(least > 1, place, words, "Its names may repeat.")
+        kinds = self._kinds_of_names(schema, others, place)
+        free = []
+        for name_, value in kinds:
+            name_ = name_ if names is True else both(name_, names, f"the schema at {place}/propertyNames")
+            listed = Alt(tuple(map(self._exactly, own)))
+            free.append(Seq((without(name_, listed, f"the schema at {place}") if own else name_, self._colon, value)))
+        inside = separated(either(free), self._comma, least, most) if free else NOTHING if least else EMPTY
+        return self._enclosed("{", "}", inside)
 
-    def _map(self, schema: Any, place: str) -> Expression:
-        """An object with any names, and values of `schema`."""
-        if schema is False:
-            return self._enclosed("{", "}", EMPTY)
-        value = self.value(schema, f"{place}/additionalProperties")
-        pair = Seq((sequence('"', Repeat(_CHARACTER, 1, None), '"'), self._colon, value))
-        return self._enclosed("{", "}", separated(pair, self._comma, 0, None))
+    def _kinds_of_names(
+        self, schema: Mapping[str, Any], others: Any, place: str
+    ) -> list[tuple[Expression, Expression]]:
+        """The names that an object without properties may have, and their values."""
+        patterns, found = schema.get("patternProperties", {}), list[tuple[Expression, Expression]]()
+        for pattern, one in patterns.items():
+            name = matching(pattern)
+            for other, two in patterns.items():
+                if two != one:  # a name of both would need a value of both
+                    name = without(name, matching(other), f"the schema at {place}")
+            found.append((name, self.value(one, f"{place}/patternProperties")))
+        if others is False or (patterns and others is True):
+            return found
+        name = string(1, None)
+        for pattern in patterns:
+            name = without(name, matching(pattern), f"the schema at {place}")
+        return [*found, (name, self.value(others, f"{place}/additionalProperties"))]
 
-    def _record(self, properties: Mapping[str, Any], required: Sequence[str], place: str) -> Expression:
-        """The properties of an object in their order, all `required` ones among them."""
-        pairs = []
-        for name, schema in properties.items():
-            value = self.value(schema, f"{place}/properties/{name}")
-            pairs.append((name in required, Seq((self._exactly(name), self._colon, value))))
+    def _some(self, parts: Sequence[tuple[bool, Expression]], least: int, most: int | None) -> Expression:
+        """From `least` to `most` of the parts in their order, those that must be there among them."""
+        if least > 1 or (most is not None and most < len(parts)):
+            return self._counted(parts, least, most, EMPTY)
         forms = []
-        for first, (needed, pair) in enumerate(pairs):
-            rest = [Seq((self._comma, other)) for _, other in pairs[first + 1 :]]
-            more = [one if must else optional(one) for one, (must, _) in zip(rest, pairs[first + 1 :], strict=True)]
-            forms.append(Seq((pair, *more)))
+        for first, (needed, part) in enumerate(parts):
+            rest = [(must, Seq((self._comma, other))) for must, other in parts[first + 1 :]]
+            forms.append(Seq((part, *(other if must else optional(other) for must, other in rest))))
             if needed:
                 break
         else:
-            forms.append(EMPTY)
-        return self._enclosed("{", "}", Alt(tuple(forms)))
+            forms += [EMPTY] if least == 0 else []
+        return Alt(tuple(forms))
+
+    def _counted(
+        self, parts: Sequence[tuple[bool, Expression]], least: int, most: int | None, before: Expression
+    ) -> Expression:
+        self._parts += 1
+        refuse(
+            self._parts > _MAX_PARTS, OP, f"the schema unfolds to more than {_MAX_PARTS} parts", "Name fewer of them."
+        )
+        forms = [] if least > 0 or any(must for must, _ in parts) else [EMPTY]
+        for at, (must, part) in enumerate(parts if most is None or most > 0 else ()):
+            rest = self._counted(parts[at + 1 :], least - 1, None if most is None else most - 1, self._comma)
+            forms.append(Seq((before, part, rest)))
+            if must:
+                break
+        return Alt(tuple(forms))
 
     def _anything(self, depth: int) -> Expression:
         """A value without a schema, with no more than `depth` arrays or objects inside each other."""
-        string = sequence('"', Repeat(_CHARACTER, 0, None), '"')
-        parts = [string, numbers(None, None), text("true"), text("false"), text("null")]
+        parts = [string(0, None), numbers(None, None), text("true"), text("false"), text("null")]
         if depth > 0:
             inner = self._anything(depth - 1)
-            pair = Seq((string, self._colon, inner))
+            pair = Seq((string(0, None), self._colon, inner))
             parts += [
                 self._enclosed("[", "]", separated(inner, self._comma, 0, None)),
                 self._enclosed("{", "}", separated(pair, self._comma, 0, None)),
@@ -420,13 +355,18 @@ class _Compiler:
         return Alt(tuple(parts))
 
 
-def _counts(schema: Mapping[str, Any], low: str, high: str, place: str) -> tuple[int, int | None]:
-    for name in (low, high):
-        given = schema.get(name, 0)
-        fits = type(given) is int and given >= 0
-        check(fits, OP, f"{name} at {place}", "be a whole number of at least 0", given)
-    refuse(schema.get(high) is not None and schema[high] > 10**6, OP, f"{high} at {place} is above {10**6}")
-    return schema.get(low, 0), schema.get(high)
+def _ordered(schema: Mapping[str, Any]) -> list[str]:
+    """The names that an object has, in the order in which they are written."""
+    own, first = schema.get("properties", {}), schema.get("propertyOrdering", [])
+    orders = {name: one.get("propertyOrder", 1000) if isinstance(one, Mapping) else 1000 for name, one in own.items()}
+    fits = all(type(order) in (int, float) for order in orders.values())
+    names = sorted(own, key=lambda name: orders[name]) if fits else list(own)
+    known = dict.fromkeys([*names, *schema.get("required", [])])
+    return [*(name for name in dict.fromkeys(first) if name in known), *(name for name in known if name not in first)]
+
+
+def _written(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _characters(part: Expression) -> Ranges:
@@ -435,38 +375,5 @@ def _characters(part: Expression) -> Ranges:
         return part.ranges
     if isinstance(part, Repeat):
         return _characters(part.part)
+    assert not isinstance(part, Machine)
     return normal(one for inner in part.parts for one in _characters(inner))
-
-
-def _escaped(part: Expression) -> Expression:
-    """The texts of `part` inside the quotes of JSON."""
-    if isinstance(part, Seq):
-        return Seq(tuple(map(_escaped, part.parts)))
-    if isinstance(part, Alt):
-        return Alt(tuple(map(_escaped, part.parts)))
-    if isinstance(part, Repeat):
-        return part._replace(part=_escaped(part.part))
-    inside = [(max(first, low), min(last, high)) for first, last in part.ranges for low, high in _PLAIN]
-    plain = normal((first, last) for first, last in inside if first <= last)
-    escaped = [
-        text(written)
-        for point, written in _ESCAPES.items()
-        if any(first <= point <= last for first, last in part.ranges)
-    ]
-    return Alt((*((Chars(plain),) if plain else ()), *escaped))
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two values are equal as JSON: true is not 1."""
-    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
-
-
-def _apart(
-    one: tuple[set[str], dict[str, list[Any]], list[Any] | None],
-    other: tuple[set[str], dict[str, list[Any]], list[Any] | None],
-) -> bool:
-    def differ(values: list[Any] | None, others: list[Any] | None) -> bool:
-        return values is not None and others is not None and not any(_same(a, b) for a in values for b in others)
-
-    named = any(differ(values, other[1].get(name)) for name, values in one[1].items())
-    return not one[0] & other[0] or differ(one[2], other[2]) or (one[0] == other[0] == {"object"} and named)

@@ -341,5 +341,6 @@ def after_prompts(
     if state is not None:
         state = state.gather(1, last[..., None].expand(-1, -1, state.shape[-1])) if core.copied else None
     tokens = sampling.sample(logits, lengths[:, None])
+    session.note(session.plain(logits), tokens, lengths[:, None], torch.ones_like(tokens, dtype=torch.bool))
     cache.commit_(lengths)
     return tokens, flag_no_choice(logits, tokens)[:, 0], state, recurrences

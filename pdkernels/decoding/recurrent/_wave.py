@@ -8,6 +8,7 @@ freeze, only the cursor moves: the next step reads this step's states and embedd
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -59,7 +60,7 @@ class Wave:
         self, session: Session, cache: Any, ends: torch.Tensor | None, options: WaveOptions, sampling: Sampling
     ) -> None:
         self.model: RecurrentDepth = session.model
-        self.options, self.sampling = options, sampling
+        self.options, self.sampling, self._session = options, sampling, session
         self._cache, self._ends = cache, ends
         # Only requested tokens get a row: the wave ends where the text will.
         limit = session.max_new_tokens
@@ -170,6 +171,7 @@ class Wave:
         logits = model.coda(state, context)
         drawn = self.sampling.sample(logits, positions)
         predictions = drawn.clamp(min=0)
+        self._session.note(self._session.plain(logits), drawn, positions, self._slot[:rows] < width[:, None])
         if self._text is not None:
             # Drafts come after the text at their own positions; only moving the cursor makes them part of it.
             self._text.scatter_(1, positions, predictions)
@@ -201,6 +203,24 @@ class Wave:
             backend=backend,
         )
         return drawn.masked_fill(has_no_choice(logits, drawn), -1), distance
+
+    def append_forced(self, session: Session, widths: Sequence[int]) -> bool:
+        """Appends the tokens that grammars force after the inputs of the waves, as far as these stay. Whether there were any."""
+        inputs, remaining, changed = self.tokens.tolist(), self.remaining.tolist(), False
+        for sequence, width in enumerate(widths):
+            if width == 0:
+                continue
+            room = min(self.capacity, remaining[sequence]) - width
+            text = [*session.tokens[sequence], *inputs[sequence][1:width]]
+            found = session.grammar.drafted(sequence, text, room)
+            if found:
+                rows = slice(width, width + len(found))
+                self.tokens[sequence, rows] = torch.tensor(found, device=self.tokens.device)
+                self._recurrences[sequence, rows] = 0
+                self._unchanged_steps[sequence, rows] = 0
+                self.width[sequence] = rows.stop
+                changed = True
+        return changed
 
     def _filler(self) -> torch.Tensor | None:
         """Tokens from the text, ``(batch, headway - 1)``, for new rows without a prediction."""

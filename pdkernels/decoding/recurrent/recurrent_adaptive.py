@@ -169,12 +169,13 @@ def decode(
             last = count
             if not callable(criterion) and criterion not in _LATENT:
                 seen = model.coda(state, current_context)
+                told = session.plain(seen)
                 # A converged row is padding of this forward: its logits are those of the check at which it converged.
-                logits = (
-                    seen
-                    if logits is None or still_open == active
-                    else torch.where(open_rows[:, None, None], seen, logits)
-                )
+                if logits is None or still_open == active:
+                    logits, plain = seen, told
+                else:
+                    logits = torch.where(open_rows[:, None, None], seen, logits)
+                    plain = torch.where(open_rows[:, None, None], told, plain)
             if callable(criterion):
                 say = partial(_last_rows, model, state, current_context, None)
                 rows = torch.ones_like(cache.lengths)
@@ -201,11 +202,13 @@ def decode(
 
         if logits is None:
             logits = model.coda(state, context)
+            plain = session.plain(logits)
         if core.kept > 1:
             core.fill(model, cache, 1, counts, to_device_async([needed], cache.lengths.device)[0])
         before = state
         cache.commit_(active_rows.to(cache.lengths.dtype))
         token = sampling.sample(logits, cache.lengths[:, None])
+        session.note(plain, token, cache.lengths[:, None], active_rows[:, None])
         written = flag_no_choice(logits, token)[:, 0]
         if ends is not None:
             active_rows = active_rows & ~is_end(token[:, 0], ends)

@@ -181,6 +181,12 @@ class WaveSteps(Steps):
         # It would never converge.
         self._write(wave.advance, (predictions[:, 0] < 0) & active)
 
+    def forced(self, session: Session, rows: Rows) -> Rows:
+        if session.grammar is None or not self.wave.append_forced(session, [row.pending for row in rows]):
+            return rows
+        self.entry.pending.copy_(self.wave.width)
+        return self.entry.rows()
+
     def _write(self, advance: torch.Tensor, no_choice: torch.Tensor) -> None:
         self.wave.width.masked_fill_(no_choice, 0)
         self.entry.pending.copy_(self.wave.width)

@@ -95,13 +95,18 @@ def decode(
     while (width := max(host_lengths)) > 0:
         cursor = lengths.clone()
         chain = [before]
-        for row in range(width - 1):
-            token = block[:, row : row + 1]
+        forced, shared = _write_forced(block, session, host_lengths)
+        # Rows that start from each other's last states have a forward each.
+        skipped = 0 if core.copied else shared
+        for row in range(skipped, width - 1):
+            token = block[:, (row if row > skipped else 0) : row + 1]
             logits, state = core.forward(model, token, cache, draft_recurrences, sampling.seeds, before=chain[-1])
             chain.append(state if core.copied else None)
             # While drafting, the draft counts as text. A sequence whose draft is complete goes through the model too.
-            cache.commit_((draft_lengths > row + 1).to(lengths.dtype))
-            block[:, row + 1 : row + 2] = sampling.sample(logits, (cursor + row + 1)[:, None]).clamp(min=0)
+            cache.commit_((draft_lengths > row + 1).to(lengths.dtype) * token.shape[1])
+            guess = sampling.sample(logits[:, -1:], (cursor + row + 1)[:, None]).clamp(min=0)
+            after = block[:, row + 1 : row + 2]
+            after.copy_(guess if forced is None else torch.where(forced > row, after, guess))
         kv_trim_(lengths, cursor)  # not the cache's own, which would release pages
 
         draft = block[:, :width]
@@ -111,13 +116,15 @@ def decode(
         predictions = sampling.sample(logits, cursor[:, None] + 1 + slot[:width])
         if verification_threshold < 1:
             predictions = _lenient(predictions, logits, draft, draft_lengths, verification_threshold)
+        after, rows = cursor[:, None] + 1 + slot[:width], slot[:width] < draft_lengths[:, None]
+        session.note(session.plain(logits), predictions, after, rows)
         verdict = verify_draft(draft, predictions, draft_lengths=draft_lengths, end_tokens=ends)
         cache.commit_(verdict.accepted)
         if core.copied and states is not None:
             last = (verdict.accepted - 1).clamp(min=0)[:, None, None]
             before = states.gather(1, last.expand(-1, -1, states.shape[-1]))
-        session.forwards += width
-        session.recurrences += (width - 1) * draft_recurrences + recurrences
+        session.forwards += width - skipped
+        session.recurrences += (width - 1 - skipped) * draft_recurrences + recurrences
 
         # The verifier's next token is known, so it counts; a finished sequence has nothing remaining.
         remaining = (remaining - verdict.accepted).masked_fill_(verdict.ended, 0)
@@ -131,13 +138,26 @@ def decode(
         poll = torch.cat(columns, 1).tolist()
         for sequence, (accepted, _, next_token, *tokens) in enumerate(poll):
             if (length := host_lengths[sequence]) > 0:
-                taken_part += length  # its drafting forwards and the verifying one
+                taken_part += length - min(skipped, length - 1)  # its drafting forwards and the verifying one
                 judged = tokens[width:][:length] if session.trace is not None else None
                 session.log_step(sequence, tokens[:length], judged, accepted=accepted, next_token=next_token)
         host_lengths = [row[1] for row in poll]
         session.stop_(host_lengths, remaining, draft_lengths)
         block[:, 0] = verdict.next_token.clamp(min=0)  # -1 in a finished sequence
     return taken_part
+
+
+def _write_forced(block: Tensor, session: Session, lengths: list[int]) -> tuple[Tensor | None, int]:
+    """Writes what grammars force into drafts of `lengths`. How many tokens of each draft they are, ``(batch, 1)``, and how many all drafts
+    have, of which none needs a forward."""
+    found = session.forced([length - 1 for length in lengths])
+    if not any(found):
+        return None, 0
+    for sequence, tokens in enumerate(found):
+        block[sequence, 1 : 1 + len(tokens)] = torch.tensor(tokens, dtype=torch.int64, device=block.device)
+    whole, pairs = max(lengths) - 1, [*zip(found, lengths, strict=True)]
+    shared = min(whole if len(tokens) >= length - 1 else len(tokens) for tokens, length in pairs)
+    return torch.tensor([[len(tokens)] for tokens in found], device=block.device), shared
 
 
 def _begun(chain: list[Tensor | None], lengths: Tensor, slot: Tensor) -> Tensor | None:

@@ -65,6 +65,7 @@ def decode(
         logits, state = core.forward(model, token, cache, recurrences, sampling.seeds, before=before)
         cache.commit_(active_rows)
         token = sampling.sample(logits, cache.lengths[:, None])
+        session.note(session.plain(logits), token, cache.lengths[:, None], active_rows[:, None] > 0)
         if ends is not None:
             active_rows = active_rows.masked_fill(is_end(token[:, 0], ends), 0)
         session.forwards += 1

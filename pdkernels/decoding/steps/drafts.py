@@ -81,21 +81,24 @@ class DraftSteps(Steps):
         self.entry.accepted.copy_(verdict.accepted).masked_fill_(no_choice, -1)
 
     def forced(self, session: Session, rows: Rows) -> Rows:
-        columns = self.entry.__dict__
-        # Some drafts are made in the step itself.
-        if session.grammar is None or "draft" not in columns or columns["draft"].shape[1] < max(2, self.slots):
+        if session.grammar is None or self.slots == 1:
             return rows
-        left, changed = self.remaining.tolist(), False
-        for sequence, row in enumerate(rows):
-            if row.pending == 0:
-                continue
-            room = min(self.slots, left[sequence]) - 1
-            tokens = session.grammar.drafted(sequence, session.tokens[sequence], room)
+        left = self.remaining.tolist()
+        rooms = [min(self.slots, more) - 1 if row.pending else 0 for row, more in zip(rows, left, strict=True)]
+        found = session.forced(rooms)
+        if not any(found):
+            return rows
+        self.place(found)
+        for sequence, (row, tokens) in enumerate(zip(rows, found, strict=True)):
             if tokens:
-                changed = True
-                self.entry.draft[sequence, 1 : 1 + len(tokens)] = torch.tensor(tokens, device=self.slot.device)
                 self.entry.pending[sequence] = max(row.pending, 1 + len(tokens))
-        return self.entry.rows() if changed else rows
+        return self.entry.rows()
+
+    def place(self, found: Sequence[Sequence[int]]) -> None:
+        """Puts tokens into the drafts of the next step, after the known ones."""
+        for sequence, tokens in enumerate(found):
+            if tokens:
+                self.entry.draft[sequence, 1 : 1 + len(tokens)] = torch.tensor(tokens, device=self.slot.device)
 
     def _next_length(self) -> None:
         """The longest draft that slots and remaining tokens allow, and that pays."""

@@ -1,0 +1,62 @@
+"""Schemas without references, `allOf` and notes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from pdkernels._validation import check
+from pdkernels.decoding.grammar.language import OP
+from pdkernels.decoding.grammar.schema_apart import of_objects
+from pdkernels.decoding.grammar.schema_keywords import check_keywords, is_note, modern
+from pdkernels.decoding.grammar.schema_merge import CONDITIONS, Flat, Merged, merged, unsupported
+
+
+class Flattener:
+    """Follows the references of a root schema."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+
+    def __call__(self, schema: Any, place: str) -> Flat:
+        """A schema without notes, `$ref` and `allOf`, in the words of the latest draft."""
+        if isinstance(schema, (bool, Merged)):
+            return schema
+        check(isinstance(schema, Mapping), OP, f"schema at {place}", "be an object or a bool", type(schema).__name__)
+        check_keywords(schema, place)
+        made = Merged(modern({name: value for name, value in schema.items() if not is_note(name)}))
+        parts = made.pop("allOf", [])
+        if "$ref" in made:
+            parts = [self.found(made.pop("$ref"), place), *parts]
+        if "not" in made:
+            denied = self(made["not"], f"{place}/not")
+            if denied is True or denied == {}:
+                return False
+            if denied is False:
+                del made["not"]
+            elif denied.keys() == {"anyOf"}:
+                del made["not"]
+                parts = [*parts, *({"not": one} for one in denied["anyOf"])]
+            elif of_objects(denied):
+                made[CONDITIONS] = [*made.get(CONDITIONS, []), (made.pop("not"), False, True)]
+        whole: Flat = made
+        for part in parts:
+            whole = merged(whole, self(part, place), place)
+        return whole
+
+    def found(self, reference: Any, place: str) -> Any:
+        """The part of the root that a reference names."""
+        local = isinstance(reference, str) and reference.startswith("#")
+        remedy = "Only those into the schema itself are followed."
+        unsupported(not local, place, f"the reference {reference!r}", remedy)
+        found = self._root
+        for part in reference[1:].split("/")[1:]:
+            name = unquote(part).replace("~1", "/").replace("~0", "~")
+            if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+                found = found[int(name)]
+                continue
+            there = isinstance(found, Mapping) and name in found
+            check(there, OP, f"$ref at {place}", "point into the schema", repr(reference))
+            found = found[name]
+        return found

@@ -1,0 +1,121 @@
+"""The keywords of JSON schemas: which there are, what their values must be, and those of earlier drafts as those of 2020-12."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pdkernels._validation import check, refuse
+from pdkernels.decoding.grammar.language import OP
+from pdkernels.decoding.grammar.regex import parsed
+from pdkernels.decoding.grammar.schema_merge import CONDITIONS, unsupported
+
+_NOTES = frozenset(
+    "title description default examples example $schema $id id $comment $anchor $dynamicAnchor $vocabulary deprecated readOnly writeOnly "
+    "$defs definitions contentMediaType contentEncoding contentSchema nullable discriminator externalDocs xml markdownDescription "
+    "enumDescriptions markdownEnumDescriptions deprecationMessage defaultSnippets propertyOrder".split()
+)
+"""Keywords that demand nothing; those that begin with ``x-`` do not either."""
+KEYWORDS = {
+    "string": frozenset("minLength maxLength pattern format".split()),
+    "integer": frozenset("minimum maximum exclusiveMinimum exclusiveMaximum multipleOf format".split()),
+    "number": frozenset("minimum maximum exclusiveMinimum exclusiveMaximum multipleOf format".split()),
+    "array": frozenset("items prefixItems additionalItems minItems maxItems uniqueItems".split()),
+    "object": frozenset(
+        "properties required additionalProperties unevaluatedProperties patternProperties propertyNames minProperties maxProperties "
+        "dependencies dependentRequired dependentSchemas propertyOrdering".split()
+    ),
+    "boolean": frozenset[str](),
+    "null": frozenset[str](),
+}
+_APPLIED = frozenset("type enum const anyOf oneOf allOf not if then else $ref".split())
+_KNOWN = _NOTES | _APPLIED | frozenset().union(*KEYWORDS.values())
+TYPES: dict[str, Callable[[Any], bool]] = {
+    "string": lambda value: isinstance(value, str),
+    "integer": lambda value: type(value) is int or (type(value) is float and value.is_integer()),
+    "number": lambda value: type(value) in (int, float),
+    "array": lambda value: isinstance(value, list),
+    "object": lambda value: isinstance(value, dict),
+    "boolean": lambda value: type(value) is bool,
+    "null": lambda value: value is None,
+}
+_SHAPES: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(
+        "properties patternProperties dependencies dependentRequired dependentSchemas".split(), (Mapping, "an object")
+    ),
+    **dict.fromkeys("required enum anyOf oneOf allOf prefixItems propertyOrdering".split(), (list, "a list")),
+    **dict.fromkeys(["pattern", "format"], (str, "a string")),
+    "uniqueItems": (bool, "true or false"),
+}
+
+
+def is_note(name: str) -> bool:
+    return name in _NOTES or name.startswith("x-")
+
+
+def check_keywords(schema: Mapping[str, Any], place: str) -> None:
+    for name, value in schema.items():
+        unsupported(name not in _KNOWN and not is_note(name), f"{place}/{name}", f"the keyword {name!r}")
+        kind, words = _SHAPES.get(name, (object, ""))
+        check(isinstance(value, kind), OP, f"{name} at {place}", f"be {words}", type(value).__name__)
+    for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
+        given = schema.get(name, 0)
+        fits = type(given) in (int, float) or (type(given) is bool and name.startswith("exclusive"))
+        check(fits, OP, f"{name} at {place}", "be a number", given)
+    for low, high in (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties")):
+        counts(schema, low, high, place)
+    for pattern in schema.get("patternProperties", {}):
+        parsed(pattern)
+    for name in schema.get("required", ()):
+        check(isinstance(name, str), OP, f"required at {place}", "hold strings", type(name).__name__)
+    of = schema.get("type")
+    kinds = {of} if isinstance(of, str) else set(of) if isinstance(of, list) else set()
+    own = frozenset[str]().union(*(KEYWORDS.get(one, frozenset()) for one in kinds if isinstance(one, str)))
+    stray = sorted(name for name in schema if not is_note(name) and name not in _APPLIED | own) if kinds else []
+    words = f"{stray and stray[0]!r} beside type {of!r}"
+    unsupported(bool(stray), place, words, "It demands nothing there: leave it out.")
+
+
+def modern(schema: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of earlier drafts as those of 2020-12, and all conditions under one name."""
+    more = schema.pop("additionalItems", True)
+    if isinstance(schema.get("items"), list):
+        schema["prefixItems"], schema["items"] = schema["items"], more
+    for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+        if type(schema.get(exclusive)) is bool:
+            if schema.pop(exclusive) and bound in schema:
+                schema[exclusive] = schema.pop(bound)
+    conditions = []
+    then, otherwise = schema.pop("then", True), schema.pop("else", True)
+    if "if" in schema:
+        conditions.append((schema.pop("if"), then, otherwise))
+    for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
+        for name, one in schema.pop(keyword, {}).items():
+            conditions.append(({"required": [name]}, {"required": one} if isinstance(one, list) else one, True))
+    if conditions:
+        schema[CONDITIONS] = conditions
+    return schema
+
+
+def counts(schema: Mapping[str, Any], low: str, high: str, place: str) -> tuple[int, int | None]:
+    for name in (low, high):
+        given = schema.get(name, 0)
+        fits = type(given) is int and given >= 0
+        check(fits, OP, f"{name} at {place}", "be a whole number of at least 0", given)
+    refuse(schema.get(high) is not None and schema[high] > 10**6, OP, f"{high} at {place} is above {10**6}")
+    return schema.get(low, 0), schema.get(high)
+
+
+def kinds_of(schema: Mapping[str, Any], place: str) -> list[str]:
+    """The types of a schema without listed values: those that it names, else those that its keywords are for."""
+    kinds = schema.get("type")
+    if kinds is None:
+        given = schema.keys() - {"format"} or schema.keys()
+        kinds = [kind for kind, words in KEYWORDS.items() if words & given and kind != "integer"]
+        unsupported(not kinds, place, f"{sorted(schema)[0]!r} without a type")
+        if schema.keys() == {"format"}:
+            kinds = ["string"]
+    several = [kinds] if isinstance(kinds, str) else kinds
+    fits = isinstance(several, list) and all(isinstance(kind, str) and kind in KEYWORDS for kind in several)
+    check(fits, OP, f"type at {place}", f"be among {', '.join(KEYWORDS)}", kinds)
+    return [kind for kind in several if kind != "integer" or "number" not in several]

@@ -1,0 +1,173 @@
+"""Two JSON schemas as one that demands what both do. Neither has `allOf` or `$ref` at its top, and `CONDITIONS` stands for `if`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from pdkernels import _host
+from pdkernels._validation import sentence
+from pdkernels.decoding.grammar.language import OP, compiled
+from pdkernels.decoding.grammar.regex import parsed
+
+
+class Merged(dict[str, Any]):
+    """A schema that needs no more of this: `pattern` and `format` may be tuples of several, and `if` is in `CONDITIONS`."""
+
+
+Flat = Merged | bool
+CONDITIONS = "$conditions"
+"""A list of triples: where the first schema holds, the second must, elsewhere the third."""
+
+_HIGHER = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
+_LOWER = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
+_NESTED = ("items", "additionalProperties", "unevaluatedProperties", "propertyNames")
+_MAX_PRODUCT = 64
+
+
+def unsupported(condition: bool, place: str, words: str, remedy: str = "") -> None:
+    """Raises for a schema that has `words` at `place`."""
+    if condition:
+        words = f"the schema has {words} at {place}, which is not supported"
+        raise NotImplementedError(sentence(OP, words, remedy))
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are equal as JSON: true is not 1, but 1.0 is."""
+    return _plain(one) == _plain(other)
+
+
+def _plain(value: Any) -> str:
+    return json.dumps(_whole(value), sort_keys=True)
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _whole(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_whole(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def together(one: Any, other: Any) -> Any:
+    """A schema of both, to be merged where it is reached."""
+    if one is False or other is False:
+        return False
+    return one if other is True or one == other else other if one is True else {"allOf": [one, other]}
+
+
+def found_in(pattern: str, text: str) -> bool:
+    """Whether a pattern is found in a text: by an automaton, which takes a step for a byte."""
+    return _searched(pattern).accepts(text.encode())
+
+
+@lru_cache(maxsize=256)
+def _searched(pattern: str) -> _host.ByteAutomaton:
+    return compiled(parsed(pattern, search=True), f"the pattern {pattern[:60]!r}")
+
+
+def merged(one: Mapping[str, Any] | bool, other: Mapping[str, Any] | bool, place: str) -> Flat:
+    """One schema of two.
+
+    >>> merged({"minimum": 1, "type": "number"}, {"minimum": 3, "type": ["integer", "null"]}, "#")
+    {'minimum': 3, 'type': ['integer']}
+    """
+    if isinstance(one, bool) or isinstance(other, bool):
+        left = other if one is True else one
+        return False if one is False or other is False else left if isinstance(left, bool) else Merged(left)
+    made = Merged(one)
+    for name, value in other.items():
+        if name not in made:
+            made[name] = value
+        elif name not in ("properties", "patternProperties"):
+            found = _both(name, made[name], value, place)
+            if found is False and name in ("type", "const"):
+                return False
+            made[name] = found
+    properties = _properties(one, other)
+    if properties:
+        made["properties"] = properties
+    if "patternProperties" in one and "patternProperties" in other:
+        mine, theirs = one["patternProperties"], other["patternProperties"]
+        made["patternProperties"] = {
+            pattern: together(mine.get(pattern, True), theirs.get(pattern, True)) for pattern in {**mine, **theirs}
+        }
+    return made
+
+
+def _both(name: str, one: Any, other: Any, place: str) -> Any:
+    if name in _HIGHER:
+        return max(one, other)
+    if name in _LOWER:
+        return min(one, other)
+    if name in _NESTED:
+        return together(one, other)
+    rule = _RULES.get(name)
+    if rule is not None:
+        return rule(one, other)
+    if name == "prefixItems" and len(one) == len(other):
+        return [together(a, b) for a, b in zip(one, other, strict=True)]
+    if name == "anyOf" and len(one) * len(other) <= _MAX_PRODUCT:
+        return [together(a, b) for a in one for b in other]
+    unsupported(one != other, place, f"{name!r} twice in allOf")
+    return one
+
+
+def _types(one: Any, other: Any) -> Any:
+    mine, theirs = ([kinds] if isinstance(kinds, str) else list(kinds) for kinds in (one, other))
+    found = [kind for kind in mine if kind in theirs or (kind == "integer" and "number" in theirs)]
+    found += [kind for kind in theirs if kind == "integer" and "number" in mine and kind not in found]
+    return found or False
+
+
+def _several(one: Any, other: Any) -> Any:
+    mine, theirs = (part if isinstance(part, tuple) else (part,) for part in (one, other))
+    return (*mine, *(part for part in theirs if part not in mine))
+
+
+def _common(one: Any, other: Any) -> Any:
+    both = type(one) is int and type(other) is int and one > 0 and other > 0
+    return math.lcm(one, other) if both else one if one == other else (one, other)
+
+
+_RULES: dict[str, Callable[[Any, Any], Any]] = {
+    "type": _types,
+    "const": lambda one, other: one if same(one, other) else False,
+    "enum": lambda one, other: [value for value in one if any(same(value, it) for it in other)],
+    "required": lambda one, other: [*one, *(name for name in other if name not in one)],
+    "pattern": _several,
+    "format": _several,
+    "not": lambda one, other: {"anyOf": [one, other]},
+    "uniqueItems": lambda one, other: one or other,
+    "multipleOf": _common,
+    CONDITIONS: lambda one, other: [*one, *other],
+}
+
+
+def _properties(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """The properties of both. What one schema says of all others holds for those that the other one names."""
+    mine, theirs = one.get("properties", {}), other.get("properties", {})
+    return {name: together(_said(one, name), _said(other, name)) for name in {**mine, **theirs}}
+
+
+def _said(schema: Mapping[str, Any], name: str) -> Any:
+    return property_of(schema, name, schema.get("additionalProperties", True))
+
+
+def property_of(schema: Mapping[str, Any], name: str, others: Any) -> Any:
+    """What a schema demands of a property: by its name, by the patterns that are found in it, and without those what it demands of
+    `others`.
+
+    >>> property_of({"properties": {"a": {"type": "null"}}, "patternProperties": {"^x": {"type": "string"}}}, "xy", False)
+    {'type': 'string'}
+    """
+    properties = schema.get("properties", {})
+    said = [properties[name]] if name in properties else []
+    said += [one for pattern, one in schema.get("patternProperties", {}).items() if found_in(pattern, name)]
+    made: Any = True
+    for part in said:
+        made = together(made, part)
+    return made if said else others
