@@ -1,6 +1,6 @@
 """Texts of a hundred grammars by every method, and what a grammar costs a step.
 
-    python -m bench.grammars [--part proof] [--part cost] [--to bench/results/grammars.json]
+    python -m bench.grammars [--part tiny] [--part smollm2] [--part cost] [--to bench/results/grammars.json]
 
 The proof counts texts that jsonschema and `re` accept, and grammars that are refused because their shortest text is longer than what may be
 written. Methods that cannot run SmolLM2 run a tiny model of their kind.
@@ -104,13 +104,17 @@ def proof(model: Any, method: str, prompt: Any, options: dict[str, Any]) -> dict
     return tally
 
 
-def every_proof() -> Iterator[tuple[str, str, dict[str, int]]]:
-    """Model, method and tally of each."""
+def tiny_proofs() -> Iterator[tuple[str, str, dict[str, int]]]:
+    """Model, method and tally of every method."""
     for method, known in METHODS.items():
         model = pd.models.load(known.example)
         make = {"draft_model": small_drafter, "eagle": eagle_head}.get(method)
         prompt = "describe: red box" if method == "planned" else "ab = "
         yield known.example, method, proof(model, method, prompt, {} if make is None else {"drafter": make(model)})
+
+
+def smollm2_proofs() -> Iterator[tuple[str, str, dict[str, int]]]:
+    """The same of the methods that can run SmolLM2."""
     for method, options in SMALL.items():
         own = dict(options)
         drafter = own.pop("drafter", None)
@@ -165,16 +169,18 @@ def cost(model: Any, name: str) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.grammars", description=__doc__.partition("\n")[0])
-    parser.add_argument("--part", action="append", choices=["proof", "cost"])
+    parser.add_argument("--part", action="append", choices=["tiny", "smollm2", "cost"])
     parser.add_argument("--to", type=Path, default=RESULTS)
     chosen = parser.parse_args()
     found = json.loads(chosen.to.read_text()) if chosen.to.exists() else {}
-    parts = chosen.part or ["proof", "cost"]
-    if "proof" in parts:
-        found["proof"] = []
-        for model, method, tally in every_proof():
+    parts = chosen.part or ["tiny", "smollm2", "cost"]
+    for part, proofs in (("tiny", tiny_proofs), ("smollm2", smollm2_proofs)):
+        for model, method, tally in proofs() if part in parts else ():
             print(model, method, tally, flush=True)
-            found["proof"].append({"model": model, "method": method, **tally})
+            row = {"model": model, "method": method, **tally}
+            others = [one for one in found.get("proof", []) if (one["model"], one["method"]) != (model, method)]
+            found["proof"] = [*others, row]
+            chosen.to.write_text(json.dumps(found, indent=1) + "\n")
     if "cost" in parts:
         torch.set_num_threads(1)
         model = pd.models.load(SMOLLM2)
