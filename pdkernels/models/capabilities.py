@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Literal, get_args
 
 from pdkernels._validation import check
-from pdkernels.ops._quantized_weight import QuantizedWeight
 
 Capability = Literal["causal", "block_causal", "bidirectional", "own_prediction", "recurrent", "plan_tokens", "drafter"]
 
@@ -61,16 +60,3 @@ def of_config(model: Any) -> frozenset[Capability]:
 def rows_ahead(model: Any) -> int:
     """The offset of the token that the logits of a row predict: 0 for its own, 1 for the next."""
     return 0 if "own_prediction" in capabilities(model) else 1
-
-
-def has_packed_weights(model: Any) -> bool:
-    """Whether products of a model quantise their other factor, and so may turn a last bit into another code.
-
-    >>> import pdkernels as pd
-    >>> model = pd.models.load("tiny-code")
-    >>> has_packed_weights(model), has_packed_weights(pd.quantize(model, "q8_0"))
-    (False, True)
-    """
-    while model is not None and not hasattr(model, "modules"):  # wrappers of models
-        model = getattr(model, "model", None)
-    return model is not None and any(isinstance(part, QuantizedWeight) for part in model.modules())

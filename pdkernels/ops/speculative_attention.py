@@ -126,7 +126,8 @@ def speculative_attention(
 
     Softmax and sums run in float32. Results repeat bit for bit and do not depend on the number of threads or on the rest of the
     batch; a paged cache gives the bits of a contiguous one of the same capacity. On the CPU a row has the same bits whether the
-    keys it sees are cached or new, however many new tokens there are, and packed or not. ``torch.compile`` sees one op, and
+    keys it sees are cached or new, whatever other new tokens lie between those, however many there are, and packed or not: a row of a tree
+    has those of its chain. ``torch.compile`` sees one op, and
     neither it nor a CUDA graph depends on the length of prefixes.
 
     Source: one forward over prefix and draft as in quadratic self-speculation (Nemotron-Labs-Diffusion, appendix C); splits of a

@@ -365,19 +365,10 @@ def test_options() -> None:
     )
 
 
-def test_packed_weights_have_no_candidates_by_default() -> None:
-    plain = pd.models.load("tiny-jacobi")
-    for model, size in ((plain, 4), (pd.quantize(plain, "q8_0"), 0)):
-        default, same, other = (
-            pd.decoding.generate(model, "import os", METHOD, max_new_tokens=60, end_tokens=(), trace=True, **options)
-            for options in ({}, {"pool_size": size}, {"pool_size": 4 - size})
-        )
-        assert default.stats.trace == same.stats.trace != other.stats.trace
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_long_answers_of_packed_weights_are_the_greedy_ones(temperature: float) -> None:
+    """Candidates included. Packed products round their other factor to 8 bits, so a last bit of attention would become another token."""
     try:
         model = pd.models.load("smollm2-135m-instruct")
     except ImportError as error:

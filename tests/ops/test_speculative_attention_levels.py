@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from pdkernels.masks import SegmentMask, causal
+from pdkernels.masks import SegmentMask, causal, full, pack
 from pdkernels.reference.speculative_attention import speculative_attention as reference
 from tests.harness.error_budget import assert_within_budget
 from tests.ops.attention_cases import DTYPES
@@ -118,3 +118,23 @@ def test_a_causal_row_has_the_same_bits_in_any_call(
         found = cached(first, rows, page_size, mask)
         assert torch.equal(found.out, whole.out[:, first : first + rows])
         assert torch.equal(found.lse, whole.lse[:, :, first : first + rows])
+
+
+PATHS = [(dtype, tail) for dtype in DTYPES for tail in TAILS if tail not in ("block", "one token", "nothing")]
+
+
+@pytest.mark.parametrize(("dtype", "tail"), PATHS, ids=str)
+def test_a_row_has_the_bits_of_a_forward_over_what_it_sees(level_ops: object, dtype: torch.dtype, tail: str) -> None:
+    """Whatever lies between the new tokens that it sees, and wherever chunks of keys are cut: a row of a tree is a row of a chain."""
+    mask, length = TAILS[tail], (3, 126, 97)[list(TAILS).index(tail) % 3]
+    inputs = make_inputs(mask.q_len, [length], dtype=dtype, heads=6, kv_heads=2, head_dim=40)
+    whole, scale = run(level_ops, inputs, tail), inputs.q.shape[-1] ** -0.5
+    for row, shown in enumerate(mask.dense()):
+        seen = shown.nonzero()[:, 0]
+        alone, tokens = full(len(seen)) if len(seen) else pack([], length=1), seen if len(seen) else torch.tensor([0])
+        given = inputs._replace(
+            q=inputs.q[:, [row] * len(tokens)], k_new=inputs.k_new[:, tokens], v_new=inputs.v_new[:, tokens]
+        )
+        found = Results(*level_ops.speculative_attention(*given[:6], *alone.plan(32, 48).arguments, scale))
+        assert torch.equal(found.out[:, 0], whole.out[:, row])
+        assert torch.equal(found.lse[:, :, 0], whole.lse[:, :, row])

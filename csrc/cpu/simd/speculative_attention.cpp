@@ -1,21 +1,14 @@
 // Speculative attention: a work item is one query tile of one KV head over one split of the positions.
 //
-// A row that sees all keys up to its own gets the same bits whether these are cached or new, and however many other
-// rows there are: lanes are independent, a key that a lane does not see adds an exact 0 to its sums, and chunks and
-// splits are cut at positions that are the same for all.
+// A row gets the same bits whether the keys that it sees are cached or new, whatever lies between those, and however
+// many other rows there are: lanes are independent, a key that a lane does not see adds an exact 0 to its sums, and
+// chunks and splits are cut at positions that count what a row sees.
 #include "ops/speculative_attention.h"
 #include "forward.h"
+#include "paths.h"
 
 namespace pdkernels::cpu::PDK_ISA {
 namespace {
-
-constexpr int64_t kWords = kChunk / 32;  // of a bitmap row over one chunk
-
-// Bits [first, last) of a word, clipped to it.
-PDK_INLINE uint32_t ones(int64_t first, int64_t last) {
-  first = larger(first, 0), last = smaller(last, 32);
-  return first >= last ? 0 : ~0u >> (32 - (last - first)) << first;
-}
 
 // 32 bits of a bitmap row from `column` on, which may be before the row.
 PDK_INLINE uint32_t bits_from(const uint32_t* row, int64_t words, int64_t column) {
@@ -47,8 +40,6 @@ inline Starts starts_of(const SpeculativeArgs& args, int64_t batch, int64_t tile
   }
   return found;
 }
-
-enum class Visibility { kNone, kSome, kAll };
 
 // What a query tile sees of a chunk whose first key is new token `column`, or a cached one where that is negative.
 // If it is neither all nor nothing, `bitmap` gets kWords words for each row.
@@ -93,34 +84,83 @@ inline Visibility visibility_of(const SpeculativeArgs& args, int64_t batch, int6
   return Visibility::kSome;
 }
 
+// The rows of up to kChunk keys and values of a sequence, cached or new.
+template <class T>
+class KeyRows {
+ public:
+  KeyRows(const SpeculativeArgs& args, int64_t batch, int64_t entry, int64_t kv_head)
+      : args_(args), batch_(batch), entry_(entry), kv_head_(kv_head), length_(args.lengths.load(batch)) {}
+
+  int64_t count = 0;
+  const T *keys[kChunk], *values[kChunk];
+
+  // The key at a position; after the prefix that of `token`.
+  void add(int64_t position, int64_t token) {
+    const bool cached = position < length_;
+    const Slot at = cached ? args_.pages.locate(batch_, position) : Slot{entry_, token};
+    keys[count] = (cached ? args_.k_cache : args_.k).row<const T>(at.page, at.slot, kv_head_);
+    values[count++] = (cached ? args_.v_cache : args_.v).row<const T>(at.page, at.slot, kv_head_);
+  }
+  void repeat_last() {
+    keys[count] = keys[count - 1], values[count] = values[count - 1];
+    ++count;
+  }
+
+ private:
+  const SpeculativeArgs& args_;
+  int64_t batch_, entry_, kv_head_, length_;
+};
+
 // The keys of a sequence at positions [begin, end), cached or new, in chunks that attend() takes. A chunk begins at a
 // multiple of kChunk whatever part of the sequence is cached: which sums are added up first depends on positions alone.
-template <class T, class Consume>
+template <class T, int kTogether, class Consume>
 void for_positions(const SpeculativeArgs& args, int64_t batch, int64_t entry, int64_t kv_head, int64_t tile,
-                   int64_t begin, int64_t end, uint32_t* bitmap, const Consume& consume) {
+                   int64_t begin, int64_t end, uint32_t* bitmap, Paths& paths, const Consume& consume) {
   const int64_t length = args.lengths.load(batch);
   const Starts starts = starts_of(args, batch, tile);
-  begin = larger(begin, starts.min / kChunk * kChunk);
-  end = smaller(end, length + tail_end(args, batch, tile));
-  for (int64_t first = begin; first < end; first += kChunk) {
-    const int64_t count = smaller(kChunk, end - first);
+  const auto take = [&](const KeyRows<T>& rows, Visibility visibility) {
+    if (visibility == Visibility::kNone) return;
+    consume(rows.keys, rows.values, rows.count, visibility == Visibility::kAll ? nullptr : bitmap, kWords, 0);
+  };
+  const bool ordered = in_order(args, batch, tile);
+  const int64_t common = smaller(end, ordered ? length + tail_end(args, batch, tile) : length / kChunk * kChunk);
+  for (int64_t first = larger(begin, starts.min / kChunk * kChunk); first < common; first += kChunk) {
+    const int64_t count = smaller(kChunk, common - first);
     const Visibility visibility = first + count <= length && starts.max <= first
                                       ? Visibility::kAll
                                       : visibility_of(args, batch, tile, first - length, count, starts, bitmap);
     if (visibility == Visibility::kNone) continue;
-    const T *keys[kChunk], *values[kChunk];
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t position = first + i;
-      if (position < length) {
-        const Slot at = args.pages.locate(batch, position);
-        keys[i] = args.k_cache.row<const T>(at.page, at.slot, kv_head);
-        values[i] = args.v_cache.row<const T>(at.page, at.slot, kv_head);
-      } else {
-        keys[i] = args.k.row<const T>(entry, position - length, kv_head);
-        values[i] = args.v.row<const T>(entry, position - length, kv_head);
+    KeyRows<T> rows(args, batch, entry, kv_head);
+    for (int64_t position = first; position < first + count; ++position) rows.add(position, position - length);
+    take(rows, visibility);
+  }
+  if (ordered || end <= common) return;
+
+  // Each path has positions of its own after the prefix. Where these begin inside a chunk, paths come one after the
+  // other in it, as many as there is room for; so do the last cached keys that are added up together with them.
+  const int64_t found = paths.find(args, batch, tile);
+  int64_t longest = 0;
+  for (int64_t path = 0; path < found; ++path) longest = larger(longest, paths.tokens_of(path));
+  for (int64_t first = larger(begin, length / kChunk * kChunk); first < smaller(end, length + longest);
+       first += kChunk) {
+    const int64_t cut = larger(first, length / kTogether * kTogether);
+    for (int64_t path = 0; path < found;) {
+      KeyRows<T> rows(args, batch, entry, kv_head);
+      for (int64_t position = first; position < cut; ++position) rows.add(position, 0);
+      __builtin_memset(bitmap, 0, smaller(args.block_q, args.q_len) * kWords * sizeof(uint32_t));
+      const int64_t before = path;
+      for (; path < found; ++path) {
+        const int64_t last = smaller(first + kChunk, length + paths.tokens_of(path)), own = larger(last - cut, 0);
+        if (path > before && rows.count + rounded_up(own, kTogether) > kChunk) break;
+        const int32_t* tokens = paths.list(path);
+        paths.show(args, batch, tile, path, first, cut - first, rows.count, cut, own, bitmap);
+        for (int64_t position = cut; position < cut + own; ++position) {
+          rows.add(position, position < length ? 0 : tokens[position - length]);
+        }
+        while (own > 0 && rows.count % kTogether != 0 && rows.count < kChunk) rows.repeat_last();
       }
+      take(rows, paths.of(bitmap, rows.count));
     }
-    consume(keys, values, count, visibility == Visibility::kAll ? nullptr : bitmap, kWords, 0);
   }
 }
 
@@ -173,6 +213,17 @@ inline int64_t used_splits(const SpeculativeArgs& args) {
   return count_splits(longest);
 }
 
+// New tokens of the longest sequence if a tile of any of them has paths; else 0, for no memory is needed.
+inline int64_t tokens_in_paths(const SpeculativeArgs& args) {
+  const int64_t plans = args.of_q.rows_stride == 0 ? 1 : args.batch;
+  for (int64_t batch = 0; batch < plans; ++batch) {
+    for (int64_t tile = 0; tile < args.of_q.num_tiles; ++tile) {
+      if (!in_order(args, batch, tile)) return args.q_len;
+    }
+  }
+  return 0;
+}
+
 // The arguments of a packed sequence: its own rows are those of the only batch entry.
 template <class T>
 SpeculativeArgs of_sequence(const SpeculativeArgs& args, int64_t batch) {
@@ -191,7 +242,9 @@ void attend_splits(const SpeculativeArgs& args) {
   const int64_t scratch = Memory<Tiles>(nullptr, args.head_dim).bytes;
   const int64_t heads = args.batch * args.kv_heads, splits = used_splits(args);
   const int64_t rows = args.rows() * args.q_heads, width = args.q_heads * args.head_dim;
-  const int64_t bytes = scratch + args.block_q * kWords * static_cast<int64_t>(sizeof(uint32_t));
+  const int64_t of_bitmap = rounded_up(args.block_q * kWords * static_cast<int64_t>(sizeof(uint32_t)), 64);
+  const int64_t path_tokens = tokens_in_paths(args);
+  const int64_t bytes = scratch + of_bitmap + Paths(nullptr, args.block_q, path_tokens).bytes;
   for_items<Tiles>(heads * args.of_q.num_tiles * splits, bytes, [&](int64_t item, char* base) {
     const int64_t batch = item % heads / args.kv_heads, kv_head = item % args.kv_heads;
     const int64_t tile = item / heads % args.of_q.num_tiles, s = item / heads / args.of_q.num_tiles;
@@ -202,8 +255,10 @@ void attend_splits(const SpeculativeArgs& args) {
     if (tile * args.block_q >= own.q_len) return;
     Memory<Tiles> memory(base, args.head_dim);
     auto* bitmap = reinterpret_cast<uint32_t*>(base + scratch);
+    Paths paths(base + scratch + of_bitmap, args.block_q, path_tokens);
     const auto chunks = [&](const auto& consume) {
-      for_positions<T>(own, batch, entry, kv_head, tile, split_begin(s), split_begin(s + 1), bitmap, consume);
+      for_positions<T, Tiles::kTogether>(own, batch, entry, kv_head, tile, split_begin(s), split_begin(s + 1), bitmap,
+                                         paths, consume);
     };
     if (splits == 1) {
       attend<T>(own, entry, kv_head, tile, memory, chunks, [&](int64_t head, int64_t token, Panel<Tiles>& panel) {

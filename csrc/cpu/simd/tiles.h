@@ -83,6 +83,7 @@ template <int kCount, int kLargestHead = 256>
 struct VectorTilesOf {
   static constexpr int kVectors = kCount;
   static constexpr int kPanel = kVectors * kLanes;
+  static constexpr int kTogether = 2;  // tokens from a multiple of it on are added up before they join a sum
   // Rows of one group of accumulators: as many as fit into 16 or 32 registers.
   static constexpr int kGroup = kLanes == 16 || kVectors == 1 ? 8 : 6;
   using Packed = float;

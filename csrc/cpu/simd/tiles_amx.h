@@ -25,6 +25,7 @@ struct AmxTiles {
   static constexpr int kVectors = 2;
   static constexpr int kPanel = 32;
   static constexpr int kDepth = 32;  // summed by one instruction
+  static constexpr int kTogether = kDepth;
   using Packed = uint16_t;
 
   static int64_t padded(int64_t head_dim) { return rounded_up(head_dim, kDepth); }

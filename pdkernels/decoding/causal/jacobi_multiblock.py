@@ -20,11 +20,9 @@ from pdkernels.decoding._token_sampler import checked_sampler
 from pdkernels.decoding.causal._filler import filler_words
 from pdkernels.decoding.causal._multiblock import Limits, Progress
 from pdkernels.masks import TilePlan, candidates
-from pdkernels.models.capabilities import has_packed_weights
 from pdkernels.ops import verify_draft
 
 _OP = "decoding.jacobi_multiblock"
-_POOL = 4
 
 # Branches are padded to a multiple of this many tokens, so that few plans serve all steps.
 BRANCH_STEP = 8
@@ -38,7 +36,7 @@ def decode(
     block_size: int = 16,
     blocks: int = 2,
     spawn_ratio: float = 0.85,
-    pool_size: int | None = None,
+    pool_size: int = 4,
     verification_size: int = 4,
     temperature: float = 0.0,
     top_k: int | None = None,
@@ -55,17 +53,13 @@ def decode(
         block_size: tokens per block.
         blocks: maximum number of active blocks, including the one being committed.
         spawn_ratio: a block opens the next one when this share of its tokens is accepted.
-        pool_size: how many rejected sequences are kept to find candidates in; the oldest is dropped first. 0: no candidates. None: 4, but 0 for
-            packed weights: a candidate's keys lie in other slots than token by token, so the last bits of its logits may differ, and packed
-            products make more of that.
+        pool_size: how many rejected sequences are kept to find candidates in; the oldest is dropped first. 0: no candidates.
         verification_size: maximum number of candidates verified per forward, including the draft; 1: only the draft.
         temperature: sampling temperature; 0 is greedy. The noise of a sample is keyed by its position and seed, so the tokens are those
             that `autoregressive` samples with the same seed, whatever was drafted.
         seed: seed of the samples, and of the random tokens that fill a draft until the model has made guesses. Those change how many
             forwards it takes, not the tokens. An int or a list, as elsewhere.
     """
-    if pool_size is None:
-        pool_size = 0 if has_packed_weights(session.model) else _POOL
     limits = _checked_limits(block_size, blocks, spawn_ratio, pool_size, verification_size)
     seeds = checked_sampling(_OP, temperature, seed, session.batch)
     sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p, typical_p)
