@@ -31,6 +31,8 @@ def methods(drafter: bool) -> dict[str, tuple[str, dict[str, Any]]]:
         found[f"suffix, {size}"] = ("suffix", {"block_size": size})
     for size in (2, 3, 4, 6, "auto") if drafter else ():
         found[f"eagle, {size}"] = ("eagle", {"block_size": size})
+    for branches, nodes in ((2, 6), (3, 10)) if drafter else ():
+        found[f"eagle, {nodes} nodes"] = ("eagle", {"block_size": 4, "branches": branches, "nodes": nodes})
     return found
 
 

@@ -1,4 +1,4 @@
-"""``python -m pdkernels demo``: a pretrained model answers questions token by token, with lookup drafts, and in transformers."""
+"""``python -m pdkernels demo``: a pretrained model answers questions token by token, with drafts, and in transformers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from pdkernels.cli._terminal import (
     use_threads,
     visible,
 )
-from pdkernels.models.packaged import PACKAGED, packaged
+from pdkernels.models.packaged import DRAFTERS, PACKAGED, packaged
 from pdkernels.models.zoo import WEIGHTS
 from pdkernels.ops.quantized_linear import QuantizedWeight
 
@@ -91,14 +91,15 @@ def demo(
         use_threads(threads, [language_model])
         if isinstance(language_model, torch.nn.Module):
             console.print(f"{model}: {_weights(language_model)}", style="dim", soft_wrap=True, markup=False)
-        competitors = _competitors(model, language_model)
+        competitors, drafts = _competitors(model, language_model), _drafts(model, language_model)
         for text in question or QUESTIONS:
             prompt = language_model.tokenizer.encode_chat([{"role": "user", "content": text}])
             console.rule(style="dim")
             console.print(Text(visible(text), PROMPT), soft_wrap=True)
             stream = Stream(console, language_model.tokenizer)
+            method, options = list(drafts.values())[-1]
             decoding.generate(
-                language_model, prompt, "jacobi", draft="lookup", max_new_tokens=max_new_tokens, on_tokens=stream
+                language_model, prompt, method, max_new_tokens=max_new_tokens, on_tokens=stream, **options
             )
             stream.finish()
             answers = _measured(competitors, prompt, max_new_tokens, rounds)
@@ -134,15 +135,15 @@ def _measured(
 
 def _competitors(name: str, model: Any) -> dict[str, Competitor]:
     """All available competitors, by their names in the table."""
-    found = {
-        GREEDY: Competitor(_ours(model), GREEDY),
-        "jacobi, looked up": Competitor(_ours(model, draft="lookup"), GREEDY),
-    }
+    found = {GREEDY: Competitor(_ours(model, GREEDY), GREEDY)}
+    for label, (method, options) in _drafts(name, model).items():
+        found[label] = Competitor(_ours(model, method, **options), GREEDY)
     if name == PACKAGED[0] and ADAPTER.is_dir():
         # A different model, compared with its own greedy tokens.
         forced = models.load(name, adapter=ADAPTER)
         own = "autoregressive, adapted"
-        found |= {own: Competitor(_ours(forced), own), "jacobi, adapted": Competitor(_ours(forced, draft="model"), own)}
+        jumps = Competitor(_ours(forced, "jacobi", draft="model"), own)
+        found |= {own: Competitor(_ours(forced, GREEDY), own), "jacobi, adapted": jumps}
     file = packaged(name) if name in PACKAGED else Path(name)
     if file.suffix == ".gguf" and importlib.util.find_spec("transformers") is not None:
         # It makes numbers of packed matrices, and so writes a text of its own.
@@ -152,8 +153,18 @@ def _competitors(name: str, model: Any) -> dict[str, Competitor]:
     return found
 
 
-def _ours(model: Any, **options: Any) -> Callable[[list[int], int], Answer]:
-    method = decoding.find("jacobi" if options else GREEDY)
+def _drafts(name: str, model: Any) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Methods that draft, and their options, by their names in the table; the last one is shown while it writes."""
+    found: dict[str, tuple[str, dict[str, Any]]] = {"jacobi, looked up": ("jacobi", {"draft": "lookup"})}
+    if DRAFTERS.get(name) in models.available_drafters():
+        if not getattr(model, "drafters", None):
+            model.drafters = {"eagle": models.load_drafter(DRAFTERS[name], model)}
+        found["eagle"] = "eagle", {"block_size": "auto"}
+    return found
+
+
+def _ours(model: Any, name: str, **options: Any) -> Callable[[list[int], int], Answer]:
+    method = decoding.find(name)
 
     def answer(prompt: list[int], max_new_tokens: int) -> Answer:
         result = decoding.generate(model, prompt, method, max_new_tokens=max_new_tokens, **options)

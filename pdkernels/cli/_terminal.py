@@ -90,9 +90,7 @@ DTYPE_HELP = f"Dtype of the weights: {', '.join(DTYPES)}; by default the checkpo
 DEVICE_HELP = "Device of the model: cpu or cuda."
 
 
-DRAFTER_HELP = (
-    "A drafter: the folder of an EAGLE-3 head for the model, or the name or path of a small model with its vocabulary."
-)
+DRAFTER_HELP = "A drafter: the name or folder of an EAGLE-3 head for the model, or the name or path of a small model with its vocabulary."
 PACKED_HELP = (
     "Keep quantised matrices as they are stored, or make numbers of them; by default kept on the CPU where possible."
 )

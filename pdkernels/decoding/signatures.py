@@ -71,7 +71,7 @@ class JacobiMultiblock(Autoregressive, total=False):
     block_size: int
     blocks: int
     spawn_ratio: float
-    pool_size: int | None
+    pool_size: int
     verification_size: int
 
 
@@ -86,7 +86,8 @@ class DraftModel(Autoregressive, total=False):
 
 
 class Eagle(DraftModel, total=False):
-    pass
+    branches: int
+    nodes: int | None
 
 
 class LinearSelfSpeculation(Autoregressive, total=False):

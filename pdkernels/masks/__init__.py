@@ -8,6 +8,7 @@ from pdkernels.masks.planned import Stage, planned, planned_streams
 from pdkernels.masks.segment_mask import Segment, SegmentMask
 from pdkernels.masks.speculation import QuadraticMask, quadratic, tree
 from pdkernels.masks.tile_plan import BlockLists, TilePlan
+from pdkernels.masks.tree_plans import TreePlans
 
 __all__ = [
     "AnchoredMask",
@@ -18,6 +19,7 @@ __all__ = [
     "SegmentMask",
     "Stage",
     "TilePlan",
+    "TreePlans",
     "anchored",
     "block_causal",
     "candidates",

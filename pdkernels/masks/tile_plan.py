@@ -24,7 +24,7 @@ def numbered(device: torch.device | str) -> torch.device:
     return device if device.type == "cpu" or device.index is not None else torch.empty(0, device=device).device
 
 
-def _words(visible: Tensor) -> Tensor:
+def packed_words(visible: Tensor) -> Tensor:
     """``(n, rows, columns)`` bool as int32 words of 32 columns."""
     padded = torch.nn.functional.pad(visible, (0, -visible.shape[-1] % 32)).unflatten(-1, (-1, 8))
     weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=visible.device)
@@ -293,7 +293,7 @@ class TilePlan:
         # Bitmaps are numbered in the order of their first occurrence.
         numbers = torch.full_like(areas, -1)
         needed = (pairs[partial] > 0) & (pairs[partial] < areas[partial])
-        contents, content = torch.unique(_words(visible[needed]), dim=0, return_inverse=True)
+        contents, content = torch.unique(packed_words(visible[needed]), dim=0, return_inverse=True)
         met = torch.full((len(contents),), len(content), device=full.device).scatter_reduce(
             0, content, torch.arange(len(content), device=full.device), "amin"
         )

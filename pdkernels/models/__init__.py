@@ -4,7 +4,7 @@ folders."""
 from pdkernels.models.callable_model import CallableModel, from_callable
 from pdkernels.models.chat import ChatTemplate
 from pdkernels.models.config import ExpertsConfig, TransformerConfig
-from pdkernels.models.drafters import EagleConfig, EagleHead, load_drafter, save_drafter
+from pdkernels.models.drafters import EagleConfig, EagleHead, available_drafters, load_drafter, save_drafter
 from pdkernels.models.hf import from_hf_config, from_hf_state_dict, to_hf_state_dict
 from pdkernels.models.huginn import from_huginn_config, from_huginn_state_dict, to_huginn_config, to_huginn_state_dict
 from pdkernels.models.hybrid import Hybrid, HybridConfig
@@ -75,6 +75,7 @@ __all__ = [
     "TransformerConfig",
     "YarnScaling",
     "available",
+    "available_drafters",
     "from_callable",
     "from_hf_config",
     "from_hf_state_dict",

@@ -117,16 +117,21 @@ class NewRows(NamedTuple):
         """Attention of `qkv` `(batch, rows, heads + 2 * kv_heads, head_dim)`, not yet rotated: q's shape."""
         # `split` of a tensor is a function in Python that calls this one.
         qk, v = qkv.split_with_sizes((qkv.shape[2] - self.kv_heads, self.kv_heads), -2)
-        if self.rotation.positions is None:
-            qk = apply_rope(qk, self.rotation, self.style)
-        else:
-            apply_rope_(qk, self.rotation.cos, self.rotation.sin, self.rotation.positions, style=self.style)
+        qk = rotated(qk, self.rotation, self.style)
         q, k = qk.split_with_sizes((qk.shape[2] - self.kv_heads, self.kv_heads), -2)
         if self.rotation.query_scale is not None:
             q = q * self.rotation.query_scale.to(q.dtype)
         if self.cache is None:
             return attend(q, k, v, self.visibility)
         return attend_cached(q, k, v, self.visibility, self.cache, layer, self.counts)
+
+
+def rotated(qk: torch.Tensor, rotation: Rotation, style: RopeStyle) -> torch.Tensor:
+    """Queries and keys of new rows at their positions, in place where a kernel does it."""
+    if rotation.positions is None:
+        return apply_rope(qk, rotation, style)
+    apply_rope_(qk, rotation.cos, rotation.sin, rotation.positions, style=style)
+    return qk
 
 
 def _causal_plan(rows: int, device: torch.device) -> TilePlan:

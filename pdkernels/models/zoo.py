@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,6 +21,7 @@ from pdkernels.models import gguf, hf, huginn, hybrid_hf, llada, llada2
 from pdkernels.models.adapters import MASK_FILE, named_adapter, read_adapter, read_mask_token
 from pdkernels.models.checkpoint import Checkpoint, Config, Stated
 from pdkernels.models.config import ExpertsConfig
+from pdkernels.models.drafters.folder import is_drafter_folder, load_drafter
 from pdkernels.models.fields import OP, Fields, demand, shown
 from pdkernels.models.folder import Weights, member, read_fields
 from pdkernels.models.hf import ARCHITECTURES, from_hf_config
@@ -93,7 +94,8 @@ def load(
         adapter: a folder with a PEFT LoRA adapter, which is merged into the weights.
         drafter: the same for an adapter of attention's output projections, which is kept separate: only rows that a forward adapts
             use it, as the drafts of self-speculation do (`Transformer.attach_adapter_`). Its folder may supply a mask token for a
-            model without one (``mask_token.safetensors``), which becomes the last id. "smollm2-drafter" is in the package.
+            model without one (``mask_token.safetensors``), which becomes the last id. "smollm2-drafter" is in the package. Or the
+            folder or name of an EAGLE-3 head (`load_drafter`), which is attached as ``model.drafters["eagle"]``.
         packed: whether quantised matrices stay as they are stored, see `QuantizedWeight`; products then also quantise their other
             factor to 8 bits, as llama.cpp does. False makes numbers of them. None: they stay on the CPU, unless an adapter is
             merged into them or `dtype` is fp64. True refuses a checkpoint with a matrix that cannot stay packed. Of a folder, these
@@ -116,6 +118,10 @@ def load(
         >>> result.text
         's\\n'
     """
+    if drafter is not None and is_drafter_folder(drafter):
+        model: Any = load(name_or_path, dtype=dtype, device=device, adapter=adapter, packed=packed)
+        model.drafters = {"eagle": load_drafter(drafter, model)}
+        return cast(Model, model)
     given, device = checked_request(name_or_path, dtype, device)
     check_type(packed is None or isinstance(packed, bool), OP, "packed", "be a bool or None", type(packed).__name__)
     refuse(packed is True and dtype == torch.float64, OP, "packed matrices have no product in fp64")

@@ -13,7 +13,7 @@ from pdkernels import _memory
 from pdkernels._host import pack_gguf
 from pdkernels._validation import check, check_type, fail, message
 from pdkernels.reference.gguf_blocks import LAYOUTS
-from pdkernels.reference.quantized_linear import BLOCK, Layout, Quantized, dequantize, pack
+from pdkernels.reference.quantized_linear import BLOCK, Layout, Quantized, dequantize, pack, unpack
 
 __all__ = ["QuantizedWeight"]
 
@@ -33,6 +33,10 @@ class Part(NamedTuple):
     outputs: int
     data: Tensor
     """Packed codes and scales, ``(layout.nbytes(outputs, width),)`` uint8; those of several matrices follow each other."""
+
+    def unpacked(self, width: int) -> Quantized:
+        """The codes and scales of a single matrix, on the CPU."""
+        return unpack(self.layout, self.data.cpu(), self.outputs, width)
 
 
 class QuantizedWeight(torch.nn.Module):

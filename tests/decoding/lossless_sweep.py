@@ -36,7 +36,12 @@ FORMS: dict[str, list[dict[str, Any]]] = {
 DRAFTED: dict[str, list[dict[str, Any]]] = {
     "suffix": [{"block_size": 4}, {}],
     "draft_model": [{"block_size": 3}, {"block_size": 6}],
-    "eagle": [{"block_size": 2}, {"block_size": 5}],
+    "eagle": [
+        {"block_size": 2},
+        {"block_size": 3, "branches": 2},
+        {"block_size": 5},
+        {"block_size": 5, "branches": 3, "nodes": 12},
+    ],
 }
 METHODS = {
     name: (FORMS | DRAFTED).get(name, [{}, {}])
@@ -116,7 +121,7 @@ def differences(
         greedy = [generate(model, text, max_new_tokens=NEW, end_tokens=()).tokens for text in texts]
         for method in methods:
             variants = METHODS[method]
-            options = variants[at // BATCH % 2] | {"page_size": (None, 7, 16)[at // BATCH % 3]}
+            options = variants[at // BATCH % len(variants)] | {"page_size": (None, 7, 16)[at // BATCH % 3]}
             found = generate(model, texts, method, max_new_tokens=NEW, end_tokens=(), **options).tokens
             yield method, count, sum(not torch.equal(a, b) for a, b in zip(found, greedy, strict=True))
 

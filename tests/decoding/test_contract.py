@@ -67,7 +67,13 @@ FORMS: dict[str, list[dict[str, Any]]] = {
     "jacobi": [{"block_size": 1}, {"block_size": 4}, {"window": 5}, {"draft": "lookup"}],
     "suffix": [{"block_size": 1}, {"block_size": 4}],
     "draft_model": [{"block_size": 1}, {"block_size": 2}, {"block_size": 9}],
-    "eagle": [{"block_size": 1}, {"block_size": 2}, {"block_size": 9}],
+    "eagle": [
+        {"block_size": 1},
+        {"block_size": 2},
+        {"block_size": 9},
+        {"block_size": 4, "branches": 2},
+        {"branches": 3, "nodes": 10},
+    ],
     "jacobi_multiblock": [
         {"block_size": 4},
         {"block_size": 3, "blocks": 4, "spawn_ratio": 0.3, "pool_size": 6, "verification_size": 5},

@@ -12,6 +12,8 @@ from pdkernels.decoding._sampling import OWN
 from pdkernels.decoding._token_sampler import TokenSampler
 from pdkernels.models import Transformer, TransformerConfig
 from pdkernels.reference.eagle import eagle as plain
+from pdkernels.reference.eagle import eagle_tree as plain_tree
+from pdkernels.reference.sampling import uniforms
 from tests.support.drafters import eagle_head, small_drafter
 from tests.support.tri_mode import small_transformer
 
@@ -63,6 +65,16 @@ class Plain:
         whole[..., self.head.vocabulary] = logits
         return self.draw(whole[0, 0], position)
 
+    def guesses(self, row: torch.Tensor, position: int) -> list[tuple[int, float]]:
+        """The head's best tokens, with the noise of their draws in their logits."""
+        logits, ids = self.head.logits(row[None])[0].double(), self.head.vocabulary
+        if self.sampler.temperature > 0:
+            words = uniforms(self.seeds, OWN, torch.tensor(position), ids)
+            logits = logits / self.sampler.temperature - (-words.log()).log()
+        shares = logits.float().log_softmax(-1)
+        order = sorted(range(len(ids)), key=lambda number: -float(shares[number]))[: self.branches]
+        return [(int(ids[number]), float(shares[number])) for number in order]
+
     def draw(self, row: torch.Tensor, position: int) -> int:
         places = torch.tensor([[position]])
         return int(self.sampler.sample(row[None, None], places, self.seeds, OWN, self.banned))
@@ -71,6 +83,14 @@ class Plain:
         with torch.inference_mode():
             parts = self.logits, self.features, self.rows, self.guess, self.draw
             return plain(*parts, prompt, limit, size, ends)
+
+    def run_trees(
+        self, prompt: list[int], limit: int, size: int, branches: int, nodes: int, ends: tuple[int, ...] = ()
+    ) -> Any:
+        self.branches = branches
+        with torch.inference_mode():
+            parts = self.logits, self.features, self.rows, self.guesses, self.draw
+            return plain_tree(*parts, prompt, limit, size, branches, nodes, ends)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -96,6 +116,44 @@ def test_the_steps_of_the_plain_form(variant: str, temperature: float) -> None:
             assert [list(step.draft) for step in found.stats.trace[0]] == expected.drafts
             several += sum(count > 1 for count in expected.accepted)
     assert several > 3
+
+
+TREES = [(4, 2, 6), (6, 3, 12), (2, 4, 4)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(("size", "branches", "nodes"), TREES)
+def test_the_steps_of_the_plain_form_of_trees(size: int, branches: int, nodes: int, temperature: float) -> None:
+    off_the_chain = 0
+    for seed in range(2):
+        model = a_model(seed)
+        head = a_head(model, seed, **list(VARIANTS.values())[seed])
+        options = {"branches": branches, "nodes": nodes, "block_size": size, "temperature": temperature, "seed": seed}
+        options |= {"end_tokens": (), "drafter": head, "trace": True, "max_new_tokens": LIMIT}
+        together = generate(model, PROMPTS, "eagle", **{**options, "seed": [seed] * len(PROMPTS)})
+        for number, prompt in enumerate(PROMPTS):
+            expected = Plain(model, head, temperature, seed).run_trees(prompt, LIMIT, size, branches, nodes)
+            alone = generate(model, prompt, "eagle", **options)
+            assert alone.tokens.tolist() == together.tokens[number].tolist() == expected.tokens
+            assert alone.stats.accepted[0] == together.stats.accepted[number] == expected.accepted
+            assert [list(step.draft) for step in alone.stats.trace[0]] == expected.drafts
+            chain = Plain(model, head, temperature, seed).run(prompt, LIMIT, size)
+            off_the_chain += expected.accepted != chain.accepted
+    assert off_the_chain > 1
+
+
+def test_end_tokens_in_trees() -> None:
+    ended = 0
+    for seed in range(2):
+        model = a_model(seed)
+        head = a_head(model, seed)
+        for end in set(generate(model, PROMPTS[0], max_new_tokens=LIMIT, end_tokens=()).tokens.tolist()):
+            expected = Plain(model, head, 0.0, seed).run_trees(PROMPTS[0], LIMIT, 5, 3, 9, (end,))
+            options = {"block_size": 5, "branches": 3, "nodes": 9, "drafter": head, "end_tokens": (end,)}
+            found = generate(model, PROMPTS[0], "eagle", max_new_tokens=LIMIT, **options)
+            assert found.tokens.tolist() == expected.tokens and found.stats.accepted[0] == expected.accepted
+            ended += len(expected.tokens) < LIMIT
+    assert ended > 3
 
 
 def test_end_tokens_in_drafts() -> None:
@@ -136,8 +194,8 @@ def test_lossless_in_every_dtype(dtype: torch.dtype, page_size: int | None) -> N
         head = a_head(model, seed)
         for drawn in ({}, {"temperature": 0.9, "seed": seed, "top_k": 6, "top_p": 0.9}):
             expected = generate(model, PROMPTS, max_new_tokens=20, end_tokens=(), **drawn).tokens
-            for size in (2, 6):
-                options = {"block_size": size, "drafter": head, "page_size": page_size, **drawn}
+            for size, tree in ((2, {}), (6, {}), (3, {"branches": 2}), (6, {"branches": 3, "nodes": 15})):
+                options = {"block_size": size, "drafter": head, "page_size": page_size, **tree, **drawn}
                 found = generate(model, PROMPTS, "eagle", max_new_tokens=20, end_tokens=(), **options).tokens
                 assert all(map(torch.equal, found, expected))
 

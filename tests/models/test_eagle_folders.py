@@ -175,8 +175,6 @@ def test_other_heads_are_refused(target: Transformer, tmp_path: Path) -> None:
         load_drafter(folder, target)
     with pytest.raises(ValueError, match="drafter must be a folder with config.json"):
         load_drafter(tmp_path / "nothing", target)
-    with pytest.raises(ValueError, match="head must hold numbers, got packed matrices"):
-        save_drafter(a_head().quantized(group=32), folder)
 
 
 # ---- the library

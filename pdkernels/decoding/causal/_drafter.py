@@ -40,10 +40,11 @@ class DrafterSteps(DraftSteps):
         page_size: int | None,
         drafter: Any,
         costs: Sequence[float] = (),
+        rows: int = 0,
     ) -> None:
         """`allocate`, and the drafter's cache, whose rows past a text have room too."""
-        columns = {"draft": 1, "verified": slots, "predictions": slots}
-        self.allocate(session, seeds, slots, page_size, costs=costs, **columns)
+        columns = {"draft": 1, "verified": slots, "predictions": slots, "checked": None}
+        self.allocate(session, seeds, slots, page_size, costs=costs, rows=rows, **columns)
         self.drafter = drafter
         self.drafted = drafter.new_cache(session.batch, session.longest + session.max_new_tokens + slots)
         here, there = self.cache.lengths.device, self.drafted.lengths.device
@@ -80,9 +81,27 @@ class DrafterSteps(DraftSteps):
         logits = self.forward(draft, counts)
         positions = self.cache.lengths[:, None] + 1 + self.slot[:width]
         predictions = self.sampler.sample(logits, positions, self.seeds, OWN, self.banned)
-        shown = predictions.clamp(min=0)
-        verdict = verify_draft(draft, shown, draft_lengths=entry.pending, end_tokens=self.ends)
-        self.cache.commit_(verdict.accepted)
+        self.take(draft, entry.pending, logits, predictions)
+
+    def take(
+        self,
+        draft: torch.Tensor,
+        lengths: torch.Tensor,
+        logits: torch.Tensor,
+        predictions: torch.Tensor,
+        rows: torch.Tensor | None = None,
+    ) -> None:
+        """Verifies the first `lengths` tokens of each draft ``(batch, width)`` by the target's `predictions`, drawn from `logits`.
+
+        `rows`: where they are in the forward; None: in their order.
+        """
+        entry, shown, width = self.entry, predictions.clamp(min=0), draft.shape[1]
+        verdict = verify_draft(draft, shown, draft_lengths=lengths, end_tokens=self.ends)
+        if rows is None:  # an argument that caches of most methods need not have
+            self.cache.commit_(verdict.accepted)
+        else:
+            self.cache.commit_(verdict.accepted, rows)
+        entry.checked.copy_(lengths)
         entry.verified[:, :width] = draft
         entry.predictions[:, :width] = shown
         entry.draft[:, 0] = verdict.next_token.clamp(min=0)
@@ -99,7 +118,8 @@ class DrafterSteps(DraftSteps):
         taken_part: int = sum(row.pending > 0 for row in before)
         session.forwards += taken_part > 0
         for sequence, (old, row) in enumerate(zip(before, rows, strict=True)):
-            if length := old.pending:
+            if old.pending:
+                length = row.checked
                 draft, predictions = row.verified[:length], row.predictions[:length]
                 session.log_step(sequence, draft, predictions, accepted=row.accepted, next_token=row.draft[0])
         return taken_part

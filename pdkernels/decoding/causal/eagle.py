@@ -1,27 +1,36 @@
-"""EAGLE-3: a head of one layer drafts from the target's hidden states, and one forward of the target verifies its chain.
+"""EAGLE-3: a head of one layer drafts from the target's hidden states, and one forward of the target verifies its chain or tree.
 
-Source: "EAGLE-3" (arXiv 2503.01840). The head reads the features of rows that the target has computed, and its own rows where it has
+Sources: "EAGLE-3" (arXiv 2503.01840); trees as in "EAGLE-2" (arXiv 2406.16858). The head reads the features of rows that the target has computed, and its own rows where it has
 not been yet. Features come with the verification (`Transformer.tapped`), so the target runs once per step.
 """
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from pdkernels._philox import uniforms_at
 from pdkernels._validation import check, check_type, refuse
 from pdkernels.decoding._costs import BlockSize, checked_block_size, guess_seconds, step_costs
-from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampling
+from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampling, checked_size
 from pdkernels.decoding._session import Session
 from pdkernels.decoding._token_sampler import checked_sampler
 from pdkernels.decoding.causal._drafter import DrafterSteps, checked_drafter
+from pdkernels.decoding.causal._tree import Growth, Tree
 from pdkernels.decoding.steps import Steps, decoder
-from pdkernels.models import EagleHead
+from pdkernels.masks import TreePlans
+from pdkernels.masks.tree_plans import ancestors
+from pdkernels.models import EagleHead, load_drafter
+from pdkernels.models.capabilities import capabilities
+from pdkernels.models.drafters.rows import BranchRows
 
 _OP = "decoding.eagle"
 
 _LONGEST = 8  # of drafts whose length is chosen
+_NODES = 1024  # of a tree
 _UNREAD = 16  # rows that may wait while nothing is drafted: the head reads them together
 
 
@@ -29,10 +38,13 @@ class EagleSteps(DrafterSteps):
     """Row i of the head's cache is about token i + 1, and is committed once the target has computed row i.
 
     Args:
-        drafter: an `EagleHead` for this model (`pdkernels.models.load_drafter`); None: the model's ``drafters["eagle"]``.
+        drafter: an `EagleHead` for this model, or the name or folder of one (`pdkernels.models.load_drafter`); None: the model's
+            ``drafters["eagle"]``.
         block_size: tokens of a draft, the known first one included; 1 is autoregressive decoding. "auto" chooses
             the length of each draft by the measured times of forwards and by what was accepted so far; then it is never much slower than
-            decoding token by token.
+            decoding token by token. Of a tree, the tokens of its longest path.
+        branches: 1 drafts chains. More draft trees: so many of the most confident nodes of each depth are extended, by so many tokens each.
+        nodes: tokens of a tree that are verified, the known one included: the most confident. None: `block_size` times `branches`.
         temperature: sampling temperature; 0 is greedy. Drafter and target draw with the same noise and the same filters, so the tokens are
             those that `autoregressive` samples with the same seed.
     """
@@ -43,6 +55,8 @@ class EagleSteps(DrafterSteps):
         *,
         drafter: Any = None,
         block_size: BlockSize = 4,
+        branches: int = 1,
+        nodes: int | None = None,
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -56,11 +70,18 @@ class EagleSteps(DrafterSteps):
         seeds = checked_sampling(_OP, temperature, seed, session.batch)
         self.sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p, typical_p)
         self.banned = banned_tokens(_OP, session.model, allow_mask_token)
-        head = _checked(session.model, checked_drafter(_OP, session.model, drafter, "eagle"))
+        given = checked_drafter(_OP, session.model, drafter, "eagle")
+        if isinstance(given, (str, os.PathLike)):
+            given = load_drafter(given if isinstance(given, str) else Path(given), session.model)
+        head = _checked(session.model, given)
         slots = max(1, min(session.block(size), session.max_new_tokens - 1))
         self.embed = session.model.embed if head.embedding is None else head.embed
+        self.branches, self.nodes = _checked_tree(session.model, branches, nodes, slots, chosen, len(head.vocabulary))
         costs = step_costs(session.model, slots, guess_seconds(HeadRows(head, self.embed))) if chosen else ()
-        self.allocate_drafter(_OP, session, seeds, slots, page_size, head, costs)
+        self.allocate_drafter(_OP, session, seeds, slots, page_size, head, costs, self.nodes)
+        self.plans: dict[int, TreePlans] = {}
+        ids = head.vocabulary.tolist() if self.branches > 1 else []
+        self.hidden_ids = tuple(number for number, token in enumerate(ids) if token in self.banned)
         self.taps = head.config.taps
         batch, device = session.batch, self.cache.device
         self.room = slots + _UNREAD
@@ -100,10 +121,69 @@ class EagleSteps(DrafterSteps):
     def step(self, width: int | None = None, ragged: bool = True) -> None:
         if width is None:  # as many as a graph must be ready for
             self.most = self.slots
-        super().step(width, ragged)
+        # What a grammar forces is a chain.
+        if self.branches == 1 or width == 1 or self._forced is not None:
+            super().step(width, ragged)
+        else:
+            self._step_of_tree(width or self.slots, ragged)
+
+    def _step_of_tree(self, width: int, ragged: bool) -> None:
+        tree = self._grow(width)
+        nodes = tree.tokens.shape[1]
+        counts = self.entry.pending.sign() * nodes if ragged else None
+        plan = tree.plan(self._plans_of(nodes), width - 1)
+        hidden, taps = self.model.tapped(
+            tree.tokens, self.taps, cache=self.cache, counts=counts, mask=plan, positions=tree.depths
+        )
+        logits = self.model.logits(hidden)
+        positions = self.cache.lengths[:, None] + 1 + tree.depths
+        predictions = self.sampler.sample(logits, positions, self.seeds, OWN, self.banned)
+        path, length = tree.path(predictions, width)
+
+        def along(rows: torch.Tensor) -> torch.Tensor:
+            return rows.gather(1, path[..., None].expand(-1, -1, rows.shape[-1]))
+
+        self._verified = along(self.drafter.fused(taps))
+        draft = tree.tokens.gather(1, path)
+        self.take(draft, torch.minimum(length, self.entry.pending), along(logits), predictions.gather(1, path), path)
+
+    def _grow(self, width: int) -> Tree:
+        """A tree whose paths have at most `width` tokens, and no more than are pending."""
+        hidden, lengths = self._read(), self.cache.lengths[:, None]
+        growth = Growth(self.entry.draft, self.branches, self.entry.pending[:, None] - 1)
+        before = growth.add(*self._candidates(hidden, lengths + 1))
+        parents = torch.full_like(before, -1)  # of the head's own rows, of which the known token is none
+        rows = BranchRows(self.drafter.config.body, self.drafter.tables, self.drafted, self.plans)
+        for depth in range(1, width - 1):
+            embedded = self.embed(growth.frontier)
+            rows.add(embedded, depth - 1, ancestors(parents, depth - 1))
+            hidden = self.drafter.run(embedded, hidden.gather(1, before[..., None].expand_as(embedded)), rows)
+            before = growth.add(*self._candidates(hidden, lengths + depth + 1))
+            parents = torch.cat([parents, before + self.branches * (depth - 1)], 1)
+        return growth.best(self.nodes)
+
+    def _candidates(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The head's `branches` best tokens ``(batch, n, branches)`` after each row, and the logarithms of their probabilities.
+
+        Of a draw these are the probabilities that are left when its noise is known: the noise is part of the logits.
+        """
+        logits: torch.Tensor = self.drafter.logits(hidden)
+        vocabulary: torch.Tensor = self.drafter.vocabulary
+        if self.sampler.temperature > 0:
+            scores = self.sampler.filtered(logits, self.hidden_ids).double() / self.sampler.temperature
+            words = uniforms_at(self.seeds[:, None, None], OWN, positions[..., None], vocabulary)
+            logits = scores - (-words.log()).log()
+        shares = logits.float().log_softmax(-1).nan_to_num(-torch.inf, neginf=-torch.inf).clamp(max=0)
+        best = shares.topk(self.branches, -1)
+        return vocabulary[best.indices], best.values
+
+    def _plans_of(self, nodes: int) -> TreePlans:
+        if nodes not in self.plans:
+            self.plans[nodes] = TreePlans(len(self.entry.table), nodes, self.cache.device)
+        return self.plans[nodes]
 
     def admit(self, row: int, other: Steps, length: int, capacity: int, other_row: int = 0) -> None:
-        super().admit(row, other, length, capacity, other_row)
+        super().admit(row, other, length, capacity + self.spare, other_row)
         assert isinstance(other, EagleSteps)
         self.most = max(self.most, other.most)
 
@@ -179,6 +259,23 @@ class HeadRows:
         if rows is not None:
             hidden = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1]))
         return self.model_itself.logits(hidden)
+
+
+def _checked_tree(
+    model: Any, branches: int, nodes: int | None, slots: int, chosen: bool, vocabulary: int
+) -> tuple[int, int]:
+    """The branches and the rows of a step."""
+    branches = min(checked_size(_OP, "branches", branches), vocabulary)
+    if branches == 1:
+        refuse(nodes is not None, _OP, "nodes is for trees", "Pass branches too, more than 1.")
+        return 1, slots
+    refuse(chosen, _OP, "block_size='auto' chooses lengths of chains", "Pass branches=1, or a number as block_size.")
+    offered = capabilities(model)
+    fits = "block_causal" in offered
+    check(fits, _OP, "branches", "be 1 for a model whose rows cannot branch", branches)
+    most = checked_size(_OP, "nodes", slots * branches if nodes is None else nodes)
+    check(nodes is None or 2 <= most <= _NODES, _OP, "nodes", f"be in 2 .. {_NODES}", most)
+    return branches, max(slots, min(most, _NODES, 1 + branches + max(slots - 2, 0) * branches**2))
 
 
 def _checked(model: Any, head: Any) -> EagleHead:

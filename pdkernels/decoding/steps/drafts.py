@@ -21,6 +21,7 @@ class DraftSteps(Steps):
     verifier said to the last one.
     """
 
+    spare: int = 0
     lengths: Lengths | None = None
     """What chooses the lengths of drafts, if that is asked for."""
 
@@ -32,14 +33,19 @@ class DraftSteps(Steps):
         page_size: int | None,
         *,
         costs: Sequence[float] = (),
+        rows: int = 0,
         **columns: int | None,
     ) -> None:
         """Cache and state for drafts of at most `slots` tokens. `columns` of the entry replace `draft` and `predictions`.
 
-        `costs`: of steps with 1 .. `slots` rows, if their length is to be chosen by what pays.
+        `costs`: of steps with 1 .. `slots` rows, if their length is to be chosen by what pays. `rows`: of a forward, if a draft has
+        branches and so more rows than tokens that can be accepted.
         """
         self.model, self.limit, self.slots = session.model, session.max_new_tokens, slots
-        self.cache = session.new_cache(page_size, drafts=slots)  # its lengths grow in place with every commit
+        self.spare = rows if rows > slots else 0
+        """Slots of a cache past the longest text."""
+        # Its lengths grow in place with every commit.
+        self.cache = session.new_cache(page_size, self.spare, drafts=max(rows, slots))
         device = self.cache.device
         self.seeds, self.ends = seeds.to(device), session.ends_on(device)
         self.slot = torch.arange(slots, device=device)

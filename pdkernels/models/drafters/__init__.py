@@ -1,6 +1,6 @@
 """Drafters that read the hidden states of their target."""
 
 from pdkernels.models.drafters.eagle import EagleConfig, EagleHead
-from pdkernels.models.drafters.folder import load_drafter, save_drafter
+from pdkernels.models.drafters.folder import available_drafters, load_drafter, save_drafter
 
-__all__ = ["EagleConfig", "EagleHead", "load_drafter", "save_drafter"]
+__all__ = ["EagleConfig", "EagleHead", "available_drafters", "load_drafter", "save_drafter"]

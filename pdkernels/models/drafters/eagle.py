@@ -143,7 +143,7 @@ class EagleHead(nn.Module):
         self.norm = nn.Parameter(torch.empty(body.hidden_size))
         self.head: Matrix = nn.Parameter(torch.empty(config.draft_vocab_size, body.hidden_size))
         self.register_buffer("vocabulary", torch.arange(config.draft_vocab_size))
-        self._tables = tables_of(body)
+        self.tables = tables_of(body)
         if not self.norm.is_meta:
             self.initialize_()
 
@@ -206,7 +206,7 @@ class EagleHead(nn.Module):
             cache: of `new_cache`; like the other arguments as in a forward of `Transformer`.
         """
         with torch.no_grad():
-            rows = new_rows(self.config.body, self._tables, embedded, embedded.shape[1], cache, counts, positions, mask)
+            rows = new_rows(self.config.body, self.tables, embedded, embedded.shape[1], cache, counts, positions, mask)
             return self.run(embedded, hidden, rows)
 
     def run(self, embedded: Tensor, hidden: Tensor, rows: NewRows) -> Tensor:

@@ -1,6 +1,7 @@
 """Folders of EAGLE-3 heads, both ways: the format of the speculators library, and that of EAGLE's own checkpoints.
 
-Sources: speculators 0.9 (models/eagle3, convert/eagle); the released EAGLE-3 checkpoints (``midlayer``, offsets in ``d2t``).
+Packed matrices are stored in the format of compressed-tensors. Sources: speculators 0.9 (models/eagle3, convert/eagle); the released
+EAGLE-3 checkpoints (``midlayer``, offsets in ``d2t``).
 """
 
 from __future__ import annotations
@@ -19,13 +20,17 @@ from torch import Tensor
 from pdkernels._validation import check, check_type, fail
 from pdkernels.models.config import TransformerConfig
 from pdkernels.models.drafters.eagle import EagleConfig, EagleHead
+from pdkernels.models.drafters.packed import packed_tensors, quantization_config
 from pdkernels.models.fields import OP, Fields, demand, read_from, shown, some
 from pdkernels.models.folder import Weights, member, read_fields
 from pdkernels.models.hf import from_hf_config
 from pdkernels.models.layout import Layout, Parts
 from pdkernels.models.packing import adopt_
+from pdkernels.models.quantized_folder import FIELDS, QuantizedFolder, scheme_of
 from pdkernels.models.rope import LinearScaling, Llama3Scaling
 from pdkernels.ops._quantized_weight import QuantizedWeight
+
+PACKAGED = Path(__file__).parents[1] / "weights" / "drafters"
 
 _CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
@@ -52,14 +57,28 @@ _IGNORED = ("verifier_norm.weight", "verifier_lm_head.weight")
 """Copies of the target's, which only training reads."""
 
 
-def load_drafter(path: str | Path, target: Any, *, dtype: torch.dtype | None = None) -> EagleHead:
+def available_drafters() -> tuple[str, ...]:
+    """Names of the heads in the package."""
+    return tuple(sorted(path.parent.name for path in PACKAGED.glob(f"*/{_CONFIG}")))
+
+
+def drafter_folder(name_or_path: str | Path) -> Path:
+    """The folder of a drafter. A string may name one of the package; a path is always a folder."""
+    packaged = isinstance(name_or_path, str) and name_or_path in available_drafters()
+    return PACKAGED / name_or_path if packaged else Path(name_or_path)
+
+
+def load_drafter(
+    path: str | Path, target: Any, *, dtype: torch.dtype | None = None, packed: bool | None = None
+) -> EagleHead:
     """An EAGLE-3 head for a target, from a folder with ``config.json`` and ``*.safetensors``.
 
     Args:
         path: of a folder in the format of the speculators library (``"speculators_model_type": "eagle3"``), or of an EAGLE-3
-            checkpoint as EAGLE's authors and others publish them (``midlayer.*``).
+            checkpoint as EAGLE's authors and others publish them (``midlayer.*``); or the name of a head in the package.
         target: the model that it drafts for, one of `load` or of `pdkernels.integrations.transformers.wrap`.
         dtype: of the weights; None: the target's.
+        packed: whether quantised matrices stay as they are stored, as in `load`. None: on the CPU.
 
     Returns:
         The head, without gradients, on the target's device.
@@ -80,20 +99,26 @@ def load_drafter(path: str | Path, target: Any, *, dtype: torch.dtype | None = N
         (1, 2, 3)
     """
     check_type(isinstance(path, (str, os.PathLike)), OP, "drafter", "be a path", type(path).__name__)
-    folder = Path(path)
+    folder = drafter_folder(path)
     fields = read_fields(folder, _CONFIG)
     if fields is None:
         fail(OP, "drafter", f"be a folder with {_CONFIG}", folder)
     weights = _weights(folder)
     config, prefix = _config(fields, weights, target)
-    stored = {name: known for name, known in weights.stored.items() if name not in (*_IGNORED, "d2t", "t2d")}
-    layout = _layout(config, prefix, "embed_tokens.weight" in stored)
-    layout.stored(stored)
-    vocabulary = _vocabulary(weights, config)
+    maps, scheme = weights.stored, scheme_of(fields)
+    weights.stored = {name: known for name, known in maps.items() if name not in (*_IGNORED, "d2t", "t2d")}
+    layout = _layout(config, prefix, "embed_tokens.weight" in weights.stored)
     kind = target.dtype if dtype is None else dtype
-    state: dict[str, Tensor | QuantizedWeight] = {
-        name: weights.parameter(layout, parts, kind).to(target.device) for name, parts in layout.parts()
-    }
+    state: dict[str, Tensor | QuantizedWeight]
+    if scheme is None:
+        layout.stored(weights.stored)
+        state = {name: weights.parameter(layout, parts, kind).to(target.device) for name, parts in layout.parts()}
+    else:
+        on_host = target.device.type == "cpu" and kind != torch.float64
+        numbers = False if packed is None and not on_host else packed
+        state = QuantizedFolder.checked(layout, weights, scheme, numbers).parameters(kind, target.device)
+    weights.stored = maps
+    vocabulary = _vocabulary(weights, config)
     if isinstance(norms := state.get("fc_norm"), Tensor):
         state["fc_norm"] = norms.flatten()  # those of the taps are kept as one
     with torch.device("meta"):
@@ -103,9 +128,9 @@ def load_drafter(path: str | Path, target: Any, *, dtype: torch.dtype | None = N
 
 
 def is_drafter_folder(path: str | Path) -> bool:
-    """Whether a path is that of a folder with a drafter, of any kind, not with a model."""
+    """Whether a name or path is that of a folder with a drafter, of any kind, not with a model."""
     try:
-        found = json.loads((Path(path) / _CONFIG).read_text())
+        found = json.loads((drafter_folder(path) / _CONFIG).read_text())
     except (OSError, ValueError):
         return False
     names = found.get("architectures") if isinstance(found, dict) else None
@@ -117,27 +142,37 @@ def save_drafter(head: EagleHead, path: str | Path, *, target: str = "", tokens:
     """Writes a head as a folder in the format of the speculators library, which also vLLM reads. An existing folder is replaced.
 
     Args:
-        head: with matrices of numbers, in any dtype.
+        head: in any dtype, with matrices of numbers or packed ones (`pdkernels.quantize`), which are stored as compressed-tensors does.
         path: of the folder.
         target: name or path of the target, which readers look up there.
         tokens: how many tokens to draft, which servers take as their default.
 
     Raises:
-        NotImplementedError: packed matrices, or a scaling of positions that this does not write.
+        NotImplementedError: packed matrices in other formats than int8, int4, q8_0 and q4_0, or a scaling of positions that this does
+            not write.
     """
     check_type(isinstance(head, EagleHead), "models.save_drafter", "head", "be an EagleHead", type(head).__name__)
-    packed = any(isinstance(part, QuantizedWeight) for part in head.modules())
-    check(not packed, "models.save_drafter", "head", "hold numbers", "packed matrices")
     config, folder = head.config, Path(path)
-    state = {name: tensor.detach() for name, tensor in head.state_dict().items() if name != "vocabulary"}
+    packed = {name: part for name, part in head.named_modules() if isinstance(part, QuantizedWeight)}
     layout = _layout(config, "layers.0.", config.own_embedding)
-    tensors = {name: tensor.contiguous() for name, tensor in layout.scatter(state).items()}
+    parts = dict(layout.parts())
+    numbers = layout._replace(parts=lambda: ((name, own) for name, own in parts.items() if name not in packed))
+    state = {name: tensor.detach() for name, tensor in head.named_parameters()}
+    tensors = {name: tensor.contiguous() for name, tensor in numbers.scatter(state).items()}
+    others = [name.removesuffix(".weight") for name, tensor in tensors.items() if tensor.dim() == 2]
+    kinds: dict[str, tuple[int, int]] = {}
+    for name, weight in packed.items():
+        found, own = packed_tensors(weight, parts[name])
+        tensors |= found
+        kinds |= own
     size = config.body.vocab_size
     if config.draft_vocab_size < size:
         ids = head.vocabulary
         tensors["d2t"] = ids - torch.arange(len(ids), device=ids.device)
         tensors["t2d"] = torch.zeros(size, dtype=torch.bool, device=ids.device).index_fill_(0, ids, True)
-    fields = _written(config, str(head.dtype).removeprefix("torch."), target, tokens)
+    fields = {**_written(config, str(head.dtype).removeprefix("torch."), target, tokens)}
+    if kinds:
+        fields[FIELDS[0]] = quantization_config(kinds, others)
     unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
     unfinished.mkdir(parents=True)
     try:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from pdkernels.cache import Cache
-from pdkernels.masks import TilePlan
+from pdkernels.masks import TilePlan, TreePlans
 from pdkernels.models import fused
-from pdkernels.models.attention import NewRows, cached_visibility
+from pdkernels.models.attention import NewRows, Visibility, attend_stored, cached_visibility, rotated
 from pdkernels.models.config import TransformerConfig
 from pdkernels.models.rope import RopeTables, Rotation
 
@@ -50,3 +50,46 @@ def new_rows(
     # Padding rows may lie past the capacity, but not past capacity + rows.
     rotation = rotation_at(tables, like, cache.capacity + count, cache.lengths[:, None] + offsets)
     return NewRows(rotation, config.rope_style, config.kv_heads, visibility, cache, counts)
+
+
+class BranchRows:
+    """The rows that a drafter adds in one step: they see the committed rows and some of those added before them. Nothing is stored.
+
+    Args:
+        config: of the drafter's layers.
+        tables: their rotation.
+        cache: with the committed rows.
+        plans: by the number of rows, what makes the plan of a mask; kept from step to step.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, tables: RopeTables, cache: Cache, plans: dict[int, TreePlans]
+    ) -> None:
+        self._config, self._tables, self._cache, self._plans = config, tables, cache, plans
+        self._keys: list[Tensor | None] = [None] * config.layers
+        self._values: list[Tensor | None] = [None] * config.layers
+        self._rotation: Rotation
+        self._visibility: Visibility
+
+    def add(self, like: Tensor, offset: int, seen: Tensor) -> None:
+        """The next rows, at `offset` from the cached length; `seen` ``(batch, n, n)`` bool is what all rows so far and these see."""
+        cache, count = self._cache, seen.shape[1]
+        positions = (cache.lengths + offset)[:, None].expand(-1, like.shape[1])
+        self._rotation = rotation_at(self._tables, like, cache.capacity + count, positions)
+        if count not in self._plans:
+            self._plans[count] = TreePlans(len(seen), count, cache.device)
+        lengths = cache.lengths.tolist() if cache.device.type == "cpu" else None
+        self._visibility = cached_visibility(cache, lengths, None, count, self._plans[count].of(seen))
+
+    def attend_(self, qkv: Tensor, layer: int) -> Tensor:
+        """Attention of the rows added last, as of `NewRows`. Queries of earlier rows are zeros: their results are known."""
+        kv_heads = self._config.kv_heads
+        qk, v = qkv.split_with_sizes((qkv.shape[2] - kv_heads, kv_heads), -2)
+        qk = rotated(qk, self._rotation, self._config.rope_style)
+        q, k = qk.split_with_sizes((qk.shape[2] - kv_heads, kv_heads), -2)
+        known, values = self._keys[layer], self._values[layer]
+        if known is not None and values is not None:
+            q = torch.cat([q.new_zeros(len(q), known.shape[1], *q.shape[2:]), q], 1)
+            k, v = torch.cat([known, k], 1), torch.cat([values, v], 1)
+        self._keys[layer], self._values[layer] = k, v
+        return attend_stored(q, k, v, self._visibility, self._cache, layer)[:, -qkv.shape[1] :]
