@@ -69,6 +69,8 @@ class Lane:
         self.waiting: deque[Request] = deque()
         self.begun: Request | None = None
         """The one whose prompt runs."""
+        self._branch = 0
+        """Where its state is kept for prompts that branch off there."""
         self.running: dict[int, Request] = {}
         """By row."""
         self.batch: RunningBatch | None = None
@@ -138,12 +140,13 @@ class Lane:
             young = not self.waiting or (before is not None and self.oldest >= before)
             if young or len(self.running) == self._rows:
                 return 0
-            self.begun = self.waiting.popleft()
+            self.begun, self._branch = self.waiting.popleft(), 0
             if batch.staging.in_pieces:
-                cache, length = prefixes.find(self.begun.session.model, self.begun.session.prompts[0])
-                if length:
-                    batch.staging.adopt(cache, length)
-                    metrics.reused_tokens += length
+                found = prefixes.find(self.begun.session.model, self.begun.session.prompts[0])
+                if found.length:
+                    batch.staging.adopt(found.cache, found.length)
+                    metrics.reused_tokens += found.length
+                self._branch = found.branch
         request, staging = self.begun, batch.staging
         if (reason := request.over) is not None:
             self.begun, staging.known = None, 0
@@ -153,9 +156,13 @@ class Lane:
         left = len(prompt) - staging.known
         # Rows after the first piece stay beside recurrent states until the next one.
         budget = min(budget, getattr(staging.steps.cache, "pending", budget))
+        if staging.known < self._branch:
+            budget = min(budget, self._branch - staging.known)
         try:
             if staging.in_pieces and left > budget:
                 staging.run(prompt, budget)
+                if staging.known == self._branch:
+                    prefixes.keep(request.session.model, prompt[: self._branch], staging.steps.cache)
                 return budget
             if not batch.free:
                 batch = self._take(self._size(len(self.running) + 1))

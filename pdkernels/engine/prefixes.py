@@ -1,9 +1,9 @@
-"""K and V of earlier prompts, for later ones that begin with the same tokens."""
+"""K, V and states of earlier prompts, for later ones that begin with the same tokens."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,31 +13,47 @@ from pdkernels.decoding._session import inference
 _SHORTEST = 16  # tokens that are cheaper to run than to look up
 
 
+class Found(NamedTuple):
+    """What is known of a prompt."""
+
+    cache: Any
+    length: int
+    """The longest common beginning of the prompt and the rows of `cache`; 0: there is none."""
+    branch: int
+    """Where another prompt leaves this one whose states cannot go back as far, worth keeping when this one gets there; 0: nowhere."""
+
+
 class Prefixes:
     """Least recently used prompts, at most `limit` tokens of them. Each has a cache of its own, so taking one over is a copy, and it
-    costs what a read of its rows costs; a row of a running batch never shares memory with another."""
+    costs what a read of its rows costs; a row of a running batch never shares memory with another.
+
+    A recurrent state goes back to its last rows alone. So a kept prompt serves those that begin with all of it; and where two
+    prompts branch, the second one's state is kept as well, for a third (`Found.branch`)."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.tokens = limit, 0
         self._kept: OrderedDict[int, tuple[Any, Tensor, Any]] = OrderedDict()  # by number: model, tokens, cache
         self._number = 0
 
-    def find(self, model: Any, prompt: list[int]) -> tuple[Any, int]:
-        """The cache with the longest common beginning, and its length; the last token of a prompt is never part of it."""
+    def find(self, model: Any, prompt: list[int]) -> Found:
+        """The cache with the longest common beginning; the last token of a prompt is never part of it."""
         tokens = torch.tensor(prompt[:-1], dtype=torch.int64)
-        best: tuple[int, int] | None = None
+        best, branch = (0, -1), 0
         for number, (owner, known, cache) in self._kept.items():
             if owner is model:
                 shorter = min(len(known), len(tokens))
                 same = (known[:shorter] == tokens[:shorter]).cumprod(0)
                 length = int(same.sum())
-                # Recurrent states do not go back further than their last rows.
-                if not hasattr(cache, "earliest") or length >= cache.earliest(0):
-                    best = max(best or (0, 0), (length, number))
-        if best is None or best[0] < _SHORTEST:
-            return None, 0
-        self._kept.move_to_end(best[1])
-        return self._kept[best[1]][2], best[0]
+                if _goes_back(cache, length):
+                    best = max(best, (length, number))
+                else:
+                    branch = max(branch, length)
+        length, number = best if best[0] >= _SHORTEST else (0, -1)
+        branch = branch if branch >= length + _SHORTEST else 0
+        if not length:
+            return Found(None, 0, branch)
+        self._kept.move_to_end(number)
+        return Found(self._kept[number][2], length, branch)
 
     @inference()
     def keep(self, model: Any, prompt: list[int], cache: Any) -> None:
@@ -45,13 +61,17 @@ class Prefixes:
         if not _SHORTEST <= len(prompt) <= self.limit:
             return
         tokens = torch.tensor(prompt, dtype=torch.int64)
-        for number, (owner, known, _) in list(self._kept.items()):
+        for number, (owner, known, owned) in list(self._kept.items()):
             if owner is not model:
                 continue
-            if len(known) >= len(tokens) and torch.equal(known[: len(tokens)], tokens):
+            if (
+                len(known) >= len(tokens)
+                and torch.equal(known[: len(tokens)], tokens)
+                and _goes_back(owned, len(tokens))
+            ):
                 self._kept.move_to_end(number)
                 return
-            if len(known) <= len(tokens) and torch.equal(tokens[: len(known)], known):
+            if len(known) <= len(tokens) and torch.equal(tokens[: len(known)], known) and _goes_back(cache, len(known)):
                 self._drop(number)
         while self.tokens + len(tokens) > self.limit:
             self._drop(next(iter(self._kept)))
@@ -63,3 +83,8 @@ class Prefixes:
 
     def _drop(self, number: int) -> None:
         self.tokens -= len(self._kept.pop(number)[1])
+
+
+def _goes_back(cache: Any, length: int) -> bool:
+    """Whether the first sequence of a cache can be cut to `length` tokens."""
+    return not hasattr(cache, "earliest") or length >= cache.earliest(0)
