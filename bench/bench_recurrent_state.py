@@ -2,12 +2,16 @@
 
 Compared with transformers' row-by-row function, eager and compiled, which writes the state once per call but could not take a row
 back, and with reading and writing the states of the same layers once. Several layers are run in turn, so that no cache holds them.
+
+`python -m bench.bench_recurrent_state` writes the CPU times that docs/ops/recurrent_state.md shows.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +19,12 @@ import torch
 from torch import Tensor
 
 import pdkernels as pd
+from bench.bench_grouped_linear import seconds
 from bench.devices import by_device
 from bench.timing import compare
+from pdkernels.evaluation.machine import processor
+
+RESULT = Path(__file__).parent / "results/recurrent_state.json"
 
 # Kind, heads, key heads or groups, keys, values, and layers run in turn.
 MODELS: dict[str, tuple[str, int, int, int, int, int]] = {
@@ -31,7 +39,8 @@ SHAPES = {
     "dry": ("dry",),
 }
 ROWS = (1, 2, 4, 8)
-CANDIDATES = ("pdkernels", "PyTorch", "torch.compile", "a read and a write of the states")
+FLOOR = "a read and a write of the states"
+CANDIDATES = ("pdkernels", "PyTorch", "torch.compile", FLOOR)
 
 
 def delta_rows(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,7 +90,7 @@ class Setup:
         self.A = floats(heads).abs() if self.kind == "lightning" else -floats(heads).abs()
         if self.kind != "delta":
             self.gate = self.gate.abs()
-        shapes = [x.shape[2:] for x in (self.k, self.v, self.gate, self.beta)]
+        shapes = [x.shape[2:] for x in (self.k, self.v, self.gate)]
         self.pending = [[torch.zeros(1, rows, *shape, device=device) for shape in shapes] for _ in self.states]
         self.state_lengths = torch.zeros(self.layers, 1, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(1, dtype=torch.int64, device=device)
@@ -91,10 +100,10 @@ class Setup:
 
     def ours(self) -> list[Tensor]:
         out = []
-        for state, held, (k, v, gate, beta) in zip(self.states, self.state_lengths, self.pending):
+        for state, held, (k, v, gate) in zip(self.states, self.state_lengths, self.pending):
             step = {"pending_index": self.index}
             if self.kind == "delta":
-                given = (k, v, gate, beta, self.q, self.k, self.v, self.gate, self.beta)
+                given = (k, v, gate, self.q, self.k, self.v, self.gate, self.beta)
                 out.append(pd.gated_delta_(state, held, *given, self.lengths, l2norm_eps=1e-6, **step))
             elif self.kind == "mamba":
                 given = (v, k, gate, self.v, self.k, self.q, self.gate, self.A)
@@ -132,27 +141,33 @@ def eager(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def candidate(name: str, model: str, rows: int, device: str) -> tuple[Setup, Callable[[], list[Tensor]]]:
+    """Layers, and a call of them whose results are checked."""
+    setup, other = Setup(model, rows, device), Setup(model, rows, device)
+    call: Callable[[], list[Tensor]] = {
+        "pdkernels": setup.ours,
+        "PyTorch": partial(setup.plain, eager),
+        "torch.compile": partial(setup.plain, compiled),
+        FLOOR: setup.floor,
+    }[name]
+    if name in ("pdkernels", "torch.compile"):
+        for _ in range(3):  # the rows of the second step follow those that the first one left pending
+            for found, wanted in zip(call(), other.plain(eager), strict=True):
+                assert torch.allclose(found, wanted, rtol=1e-3, atol=1e-3)
+    return setup, call
+
+
 @by_device("model", SHAPES)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("name", CANDIDATES)
 def test_state_step(benchmark, name: str, rows: int, model: str, device: str) -> None:
     benchmark.group = f"recurrent state, {model}, {rows} rows, {device}"
-    setup, other = Setup(model, rows, device), Setup(model, rows, device)
-    calls = {
-        "pdkernels": setup.ours,
-        "PyTorch": partial(setup.plain, eager),
-        "torch.compile": partial(setup.plain, compiled),
-        "a read and a write of the states": setup.floor,
-    }
     with torch.inference_mode():
-        if name in ("pdkernels", "torch.compile"):
-            for _ in range(3):  # the rows of the second step follow those that the first one left pending
-                for found, wanted in zip(calls[name](), other.plain(eager), strict=True):
-                    assert torch.allclose(found, wanted, rtol=1e-3, atol=1e-3)
+        setup, call = candidate(name, model, rows, device)
         compare(
             benchmark,
-            calls[name],
-            baseline=partial(other.plain, eager),
+            call,
+            baseline=partial(Setup(model, rows, device).plain, eager),
             baseline_name="PyTorch",
             device=device,
             rounds=12,
@@ -163,3 +178,44 @@ def test_state_step(benchmark, name: str, rows: int, model: str, device: str) ->
             model=model,
             rows=rows,
         )
+
+
+def measured(rounds: int = 15) -> dict[str, Any]:
+    """The minimum CPU time of a layer's step for each model, implementation and number of rows, in ms; the implementations take turns."""
+    torch.set_num_threads(1)
+    found: dict[str, dict[str, list[float]]] = {}
+    with torch.inference_mode():
+        for model in SHAPES["cpu"]:
+            found[model] = {name: [] for name in CANDIDATES}
+            for rows in ROWS:
+                layers = MODELS[model][-1]
+                calls = {name: candidate(name, model, rows, "cpu")[1] for name in CANDIDATES}
+                times: dict[str, list[float]] = {name: [] for name in CANDIDATES}
+                for turn in range(rounds):
+                    for name, call in calls.items():
+                        if turn < 4 or name not in ("PyTorch", "torch.compile"):  # which take seconds
+                            times[name].append(seconds(call) / layers)
+                for name in CANDIDATES:
+                    found[model][name].append(round(1000 * min(times[name]), 4))
+    return {"rounds": rounds, "processor": processor(), "rows": ROWS, "ms": found}
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The table of docs/ops/recurrent_state.md: a floor is one read and one write of the state."""
+    counts = found["rows"]
+    heads = [f"{count} row{'s' * (count > 1)}" for count in counts]
+    lines = [f"| ms of a layer (floors) | {' | '.join(heads)} | {counts[-1]} rows / 1 row |"]
+    lines.append("| --- |" + " ---: |" * (len(counts) + 1))
+    for model, candidates in found["ms"].items():
+        for name, times in candidates.items():
+            floors = [time / floor for time, floor in zip(times, candidates[FLOOR])]
+            cells = [f"{time:.2f} ({ratio:.2f})" for time, ratio in zip(times, floors)]
+            label = f"**{model}, {name}**" if name == "pdkernels" else f"{model}, {name}"
+            lines.append(f"| {label} | {' | '.join(cells)} | {times[-1] / times[0]:.2f} |")
+    return "\n".join([*lines, "", f"CPU time, minimum of {found['rounds']} rounds; {found['processor']}, 1 thread"])
+
+
+if __name__ == "__main__":
+    result = measured()
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    print(markdown(result))

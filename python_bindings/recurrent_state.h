@@ -1,4 +1,5 @@
-// Layers with a state: see pdkernels/ops/recurrent_state.py. On CUDA they are Triton's.
+// Layers with a state: see pdkernels/ops/recurrent_state.py. On CUDA they are Triton's. The arguments of steps are
+// structures (pdkernels/_recurrent_state.py has the same).
 #pragma once
 
 #include <cmath>
@@ -10,12 +11,57 @@
 
 namespace pdkernels::PDK_DEVICE::bindings {
 
-// The part of a step that all layers share. `new_rows`: (batch, rows, ..); `pending`: (cache rows, max_pending, ..).
+// What the steps of all layers share, but for state_lengths, which comes earlier in a schema.
+struct StepInputs {
+  Tensor lengths;
+  OptionalTensor counts, cache_rows, pending_index, parents;
+  std::optional<int64_t> keep;
+  auto fields() const { return std::tie(lengths, counts, cache_rows, pending_index, parents, keep); }
+};
+
+struct DeltaInputs {
+  Written state, state_lengths, pending_k, pending_update, pending_g;
+  Tensor q, k, v, g, beta;
+  StepInputs step;
+  std::optional<double> scale, l2norm_eps;
+  OptionalTensor A, dt_bias;
+  bool sigmoid_beta;
+  auto fields() const {
+    return std::tie(state, state_lengths, pending_k, pending_update, pending_g, q, k, v, g, beta, step, scale,
+                    l2norm_eps, A, dt_bias, sigmoid_beta);
+  }
+};
+
+struct SelectiveInputs {
+  Written state, state_lengths, pending_x, pending_B;
+  OptionalWritten pending_dt;
+  Tensor x, B, C;
+  OptionalTensor dt;
+  Tensor A;
+  StepInputs step;
+  OptionalTensor D, dt_bias;
+  bool dt_softplus;
+  double dt_min;
+  std::optional<double> dt_max;
+  auto fields() const {
+    return std::tie(state, state_lengths, pending_x, pending_B, pending_dt, x, B, C, dt, A, step, D, dt_bias,
+                    dt_softplus, dt_min, dt_max);
+  }
+};
+
+struct ConvInputs {
+  Written state, state_lengths, pending;
+  Tensor x, weight;
+  StepInputs step;
+  OptionalTensor bias;
+  Word activation;
+  auto fields() const { return std::tie(state, state_lengths, pending, x, weight, step, bias, activation); }
+};
+
+// `new_rows`: (batch, rows, ..); `pending`: (cache rows, max_pending, ..).
 inline void unpack_step(StateStep& step, const char* op, const SameDevice& device, const Tensor& new_rows,
-                        const Tensor& pending, const Tensor& state_lengths, const Tensor& lengths,
-                        const OptionalTensor& counts, const OptionalTensor& cache_rows,
-                        const OptionalTensor& pending_index, const OptionalTensor& parents,
-                        const std::optional<int64_t>& keep) {
+                        const Tensor& pending, const Tensor& state_lengths, const StepInputs& in) {
+  const auto& [lengths, counts, cache_rows, pending_index, parents, keep] = in;
   PDK_CHECK(lengths.dim() == 1 && new_rows.dim() > 2 && pending.dim() > 2);
   step.op = op;
   step.batch = new_rows.size(0), step.rows = new_rows.size(1);
@@ -41,9 +87,10 @@ inline InputView input_view(const SameDevice& device, const Tensor& t, int64_t s
   return {t.data_ptr(), row_element(t), t.stride(0), t.stride(1), t.stride(2)};
 }
 
+// `kept`: whether it is what becomes the pending one, so of the same type.
 inline StateInput state_input(const SameDevice& device, const StateStep& step, const Tensor& fresh,
-                              const Tensor& pending, int64_t heads, int64_t width) {
-  PDK_CHECK(fresh.scalar_type() == pending.scalar_type());
+                              const Tensor& pending, int64_t heads, int64_t width, bool kept = true) {
+  PDK_CHECK(!kept || fresh.scalar_type() == pending.scalar_type());
   return {input_view(device, fresh, step.batch, step.rows, heads, width),
           input_view(device, pending, step.cache_size, step.max_pending, heads, width), heads, width < 0 ? 1 : width};
 }
@@ -66,104 +113,91 @@ inline void unpack_state(StateScanArgs& args, const SameDevice& device, const Te
   args.state_key_stride = state.stride(2);
 }
 
-inline Tensor run_scan(const Launch& launch, StateScanArgs& args, const Tensor& v) {
+inline std::tuple<Tensor> run_scan(const Launch& launch, StateScanArgs& args, const Tensor& v) {
   Tensor out = torch::stable::new_empty(v, sizes_of(v), v.scalar_type());
   args.out = {out.data_ptr(), args.element, out.stride(0), out.stride(1), out.stride(2)};
   launch(PDK_DEVICE::state_scan, args);
-  return out;
+  return {out};
 }
 
-inline Tensor gated_delta(Tensor& state, Tensor& state_lengths, Tensor& pending_k, Tensor& pending_v, Tensor& pending_g,
-                          Tensor& pending_beta, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
-                          const Tensor& beta, const Tensor& lengths, const OptionalTensor& counts,
-                          const OptionalTensor& cache_rows, const OptionalTensor& pending_index,
-                          const OptionalTensor& parents, std::optional<int64_t> keep, std::optional<double> scale,
-                          std::optional<double> l2norm_eps, const OptionalTensor& A, const OptionalTensor& dt_bias,
-                          bool sigmoid_beta) {
+inline std::tuple<Tensor> gated_delta(const DeltaInputs& in) {
+  const Tensor &k = in.k, &v = in.v;
   const Launch launch(v);
   const SameDevice device(v);
   StateScanArgs args{};
-  unpack_step(args, "gated_delta_", device, v, pending_v, state_lengths, lengths, counts, cache_rows, pending_index,
-              parents, keep);
-  PDK_CHECK(k.dim() == 4 && v.dim() == 4 && (A.has_value() || !dt_bias.has_value()));
+  unpack_step(args, "gated_delta_", device, v, in.pending_update, in.state_lengths, in.step);
+  PDK_CHECK(k.dim() == 4 && v.dim() == 4 && (in.A.has_value() || !in.dt_bias.has_value()));
   args.delta = true, args.element = row_element(v);
   args.key_heads = k.size(2), args.keys = k.size(3), args.heads = v.size(2), args.values = v.size(3);
-  unpack_state(args, device, state);
-  PDK_CHECK(q.scalar_type() == v.scalar_type() && k.scalar_type() == v.scalar_type());
-  args.q = input_view(device, q, args.batch, args.rows, args.key_heads, args.keys);
-  args.k = state_input(device, args, k, pending_k, args.key_heads, args.keys);
-  args.v = state_input(device, args, v, pending_v, args.heads, args.values);
-  args.gate = state_input(device, args, g, pending_g, args.heads, -1);
-  args.beta = state_input(device, args, beta, pending_beta, args.heads, -1);
-  args.A = per_head(device, A, args.heads), args.dt_bias = per_head(device, dt_bias, args.heads);
-  PDK_CHECK(!l2norm_eps.has_value() || *l2norm_eps >= 0);
-  args.scale = static_cast<float>(scale.value_or(1 / std::sqrt(static_cast<double>(args.keys))));
-  args.eps = static_cast<float>(l2norm_eps.value_or(-1));
-  args.sigmoid = sigmoid_beta;
+  unpack_state(args, device, in.state);
+  PDK_CHECK(in.q.scalar_type() == v.scalar_type() && k.scalar_type() == v.scalar_type());
+  PDK_CHECK(in.pending_update.scalar_type() == ScalarType::Float);
+  args.q = input_view(device, in.q, args.batch, args.rows, args.key_heads, args.keys);
+  args.k = state_input(device, args, k, in.pending_k, args.key_heads, args.keys);
+  args.v = state_input(device, args, v, in.pending_update, args.heads, args.values, false);
+  args.gate = state_input(device, args, in.g, in.pending_g, args.heads, -1);
+  args.beta = input_view(device, in.beta, args.batch, args.rows, args.heads, -1);
+  args.A = per_head(device, in.A, args.heads), args.dt_bias = per_head(device, in.dt_bias, args.heads);
+  PDK_CHECK(!in.l2norm_eps.has_value() || *in.l2norm_eps >= 0);
+  args.scale = static_cast<float>(in.scale.value_or(1 / std::sqrt(static_cast<double>(args.keys))));
+  args.eps = static_cast<float>(in.l2norm_eps.value_or(-1));
+  args.sigmoid = in.sigmoid_beta;
   return run_scan(launch, args, v);
 }
 
-inline Tensor selective_state(Tensor& state, Tensor& state_lengths, Tensor& pending_x, Tensor& pending_B,
-                              std::optional<Tensor>& pending_dt, const Tensor& x, const Tensor& B, const Tensor& C,
-                              const OptionalTensor& dt, const Tensor& A, const Tensor& lengths,
-                              const OptionalTensor& counts, const OptionalTensor& cache_rows,
-                              const OptionalTensor& pending_index, const OptionalTensor& parents,
-                              std::optional<int64_t> keep, const OptionalTensor& D, const OptionalTensor& dt_bias,
-                              bool dt_softplus, double dt_min, std::optional<double> dt_max) {
+inline std::tuple<Tensor> selective_state(const SelectiveInputs& in) {
+  const Tensor &x = in.x, &B = in.B;
+  const OptionalTensor& dt = in.dt;
   const Launch launch(x);
   const SameDevice device(x);
   StateScanArgs args{};
-  unpack_step(args, "selective_state_", device, x, pending_x, state_lengths, lengths, counts, cache_rows, pending_index,
-              parents, keep);
-  PDK_CHECK(x.dim() == 4 && B.dim() == 4 && dt.has_value() == pending_dt.has_value());
-  PDK_CHECK(dt.has_value() || !(dt_bias.has_value() || dt_softplus));
+  unpack_step(args, "selective_state_", device, x, in.pending_x, in.state_lengths, in.step);
+  PDK_CHECK(x.dim() == 4 && B.dim() == 4 && dt.has_value() == in.pending_dt.has_value());
+  PDK_CHECK(dt.has_value() || !(in.dt_bias.has_value() || in.dt_softplus));
   args.delta = false, args.element = row_element(x);
   args.key_heads = B.size(2), args.keys = B.size(3), args.heads = x.size(2), args.values = x.size(3);
-  unpack_state(args, device, state);
-  PDK_CHECK(B.scalar_type() == x.scalar_type() && C.scalar_type() == x.scalar_type());
-  args.q = input_view(device, C, args.batch, args.rows, args.key_heads, args.keys);
-  args.k = state_input(device, args, B, pending_B, args.key_heads, args.keys);
-  args.v = state_input(device, args, x, pending_x, args.heads, args.values);
-  if (dt.has_value()) args.gate = state_input(device, args, *dt, *pending_dt, args.heads, -1);
-  args.A = per_head(device, A, args.heads), args.D = per_head(device, D, args.heads);
-  args.dt_bias = per_head(device, dt_bias, args.heads);
-  args.softplus = dt_softplus, args.eps = -1;
-  args.dt_min = static_cast<float>(dt_min), args.dt_max = static_cast<float>(dt_max.value_or(HUGE_VAL));
+  unpack_state(args, device, in.state);
+  PDK_CHECK(B.scalar_type() == x.scalar_type() && in.C.scalar_type() == x.scalar_type());
+  args.q = input_view(device, in.C, args.batch, args.rows, args.key_heads, args.keys);
+  args.k = state_input(device, args, B, in.pending_B, args.key_heads, args.keys);
+  args.v = state_input(device, args, x, in.pending_x, args.heads, args.values);
+  if (dt.has_value()) args.gate = state_input(device, args, *dt, *in.pending_dt, args.heads, -1);
+  args.A = per_head(device, in.A, args.heads), args.D = per_head(device, in.D, args.heads);
+  args.dt_bias = per_head(device, in.dt_bias, args.heads);
+  args.softplus = in.dt_softplus, args.eps = -1;
+  args.dt_min = static_cast<float>(in.dt_min), args.dt_max = static_cast<float>(in.dt_max.value_or(HUGE_VAL));
   return run_scan(launch, args, x);
 }
 
-inline Tensor short_conv(Tensor& state, Tensor& state_lengths, Tensor& pending, const Tensor& x, const Tensor& weight,
-                         const Tensor& lengths, const OptionalTensor& bias, const OptionalTensor& counts,
-                         const OptionalTensor& cache_rows, const OptionalTensor& pending_index,
-                         const OptionalTensor& parents, std::optional<int64_t> keep, const std::string& activation) {
+inline std::tuple<Tensor> short_conv(const ConvInputs& in) {
+  const Tensor &x = in.x, &weight = in.weight;
   const Launch launch(x);
   const SameDevice device(x);
   ShortConvArgs args{};
-  unpack_step(args, "short_conv_", device, x, pending, state_lengths, lengths, counts, cache_rows, pending_index,
-              parents, keep);
-  args.channels = x.size(2), args.element = row_element(x), args.silu = is_second(activation, "none", "silu");
+  unpack_step(args, "short_conv_", device, x, in.pending, in.state_lengths, in.step);
+  args.channels = x.size(2), args.element = row_element(x), args.silu = is_second(in.activation, "none", "silu");
   device.require(weight, x.scalar_type(), {args.channels, -1});
   args.width = weight.size(1);
   PDK_CHECK(args.channels > 0 && args.width > 0 && (args.width == 1 || weight.stride(1) == 1));
-  device.require(state, x.scalar_type(), {args.cache_size, args.width - 1, args.channels});
-  device.require(pending, x.scalar_type(), {args.cache_size, args.max_pending, args.channels});
+  device.require(in.state, x.scalar_type(), {args.cache_size, args.width - 1, args.channels});
+  device.require(in.pending, x.scalar_type(), {args.cache_size, args.max_pending, args.channels});
   device.require(x, x.scalar_type(), {args.batch, args.rows, args.channels});
   const auto rows = [&](const Tensor& t) -> InputView {
     PDK_CHECK(t.size(2) <= 1 || t.stride(2) == 1);
     return {t.data_ptr(), args.element, t.stride(0), t.stride(1), 0};
   };
-  args.state = rows(state), args.x = {rows(x), rows(pending), 1, args.channels};
+  args.state = rows(in.state), args.x = {rows(x), rows(in.pending), 1, args.channels};
   args.weight = {weight.data_ptr(), args.element, 0, 0, 0}, args.weight_stride = weight.stride(0);
-  std::optional<Tensor> packed_bias;
-  if (bias.has_value()) {
-    device.require(*bias, x.scalar_type(), {args.channels});
-    packed_bias = packed(*bias);
+  OptionalTensor packed_bias;
+  if (in.bias.has_value()) {
+    device.require(*in.bias, x.scalar_type(), {args.channels});
+    packed_bias = packed(*in.bias);
     args.bias = {packed_bias->data_ptr(), args.element, 0, 0, 0};
   }
   Tensor out = torch::stable::new_empty(x, sizes_of(x), x.scalar_type());
   args.out = rows(out);
   launch(PDK_DEVICE::short_conv, args);
-  return out;
+  return {out};
 }
 
 // The state lengths of each layer: (layers, cache rows), or (cache rows,).

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -17,8 +18,9 @@
 
 namespace pdkernels::bindings {
 
-// A tensor that its op writes.
+// A tensor that its op writes, and one that may be absent.
 struct Written : torch::stable::Tensor {};
+struct OptionalWritten : std::optional<torch::stable::Tensor> {};
 
 template <class T>
 struct Fields;
@@ -41,12 +43,14 @@ template <class T>
   requires(!Structure<T>)
 struct Fields<T> {
   static constexpr uint64_t kCount = 1;
-  static constexpr bool kWrites = std::is_same_v<T, Written>;
+  static constexpr bool kWrites = std::is_same_v<T, Written> || std::is_same_v<T, OptionalWritten>;
 
   template <class>
   static T read(StableIValue*& stack) {
-    if constexpr (kWrites) {
+    if constexpr (std::is_same_v<T, Written>) {
       return {torch::stable::detail::to<torch::stable::Tensor>(*stack++)};
+    } else if constexpr (kWrites) {
+      return {torch::stable::detail::to<std::optional<torch::stable::Tensor>>(*stack++)};
     } else {
       return torch::stable::detail::to<T>(*stack++);
     }
@@ -58,8 +62,10 @@ template <class T, class Visit>
 void for_arguments(const T& value, const Visit& visit) {
   if constexpr (Structure<T>) {
     std::apply([&](const auto&... field) { (for_arguments(field, visit), ...); }, value.fields());
-  } else if constexpr (Fields<T>::kWrites) {
+  } else if constexpr (std::is_same_v<T, Written>) {
     visit.template operator()<true>(static_cast<const torch::stable::Tensor&>(value));
+  } else if constexpr (Fields<T>::kWrites) {
+    visit.template operator()<true>(static_cast<const std::optional<torch::stable::Tensor>&>(value));
   } else {
     visit.template operator()<false>(value);
   }

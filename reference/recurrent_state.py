@@ -1,7 +1,7 @@
 """Layers whose memory is a state: gated delta rule, Mamba 2, lightning attention, short convolution; row by row, in plain PyTorch.
 
-A row of a cache is a sequence. What a layer remembers of it is its *state* after `state_lengths` positions, and the inputs of
-the rows after these, the *pending* rows: those of the last draft. A commit only says how many of them were accepted, by the length
+A row of a cache is a sequence. What a layer remembers of it is its *state* after `state_lengths` positions, and what the rows after
+these add to it, the *pending* rows: those of the last draft. A commit only says how many of them were accepted, by the length
 of the sequence, and which, by `pending_index`. The next step replays them:
 
     state_lengths[r] <= lengths[r]      the accepted rows are pending rows pending_index[r, :lengths[r] - state_lengths[r]]
@@ -104,14 +104,20 @@ def _steps(
 
 
 def _run(
-    step: _Step, state: Tensor, old: Sequence[Rows], new: Sequence[Rows], cell: Callable[..., tuple[Tensor, Any]]
+    step: _Step,
+    state: Tensor,
+    old: Sequence[Rows],
+    new: Sequence[Rows],
+    replay: Callable[..., Tensor],
+    cell: Callable[..., tuple[Tensor, Any]],
 ) -> tuple[Tensor, list[Any]]:
     """The state once the accepted rows and those that are settled are in it, and the outputs of the new rows.
 
-    `cell`: the next state and an output, of a state and the inputs of a row. `old`, `new`: the inputs of pending and of new rows.
+    `replay`: the next state, of a state and what is kept of a row; `old`: that of the pending rows.
+    `cell`: the next state and an output, of a state and the inputs of a row; `new`: those of the new rows.
     """
     for at in step.accepted:
-        state, _ = cell(state, *(rows[at] for rows in old))
+        state = replay(state, *(rows[at] for rows in old))
     after: list[Tensor] = []
     outputs = []
     for i, parent in enumerate(step.parents):
@@ -146,9 +152,8 @@ def gated_delta_(
     state: Tensor,
     state_lengths: Tensor,
     pending_k: Tensor,
-    pending_v: Tensor,
+    pending_update: Tensor,
     pending_g: Tensor,
-    pending_beta: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -169,7 +174,7 @@ def gated_delta_(
     """``S = exp(g) S + k (beta (v - (exp(g) S)^T k))^T``, and ``out = S^T (scale q)``.
 
     With `l2norm_eps` q and k are normalised first; with `A` the decay is ``A softplus(g + dt_bias)`` in place of g; with
-    `sigmoid_beta` beta is a sigmoid's argument.
+    `sigmoid_beta` beta is a sigmoid's argument. Of a pending row ``beta (v - ..)``, its *update*, is kept.
     """
     (batch, rows, k_heads, keys), heads = k.shape, v.shape[2]
     steps = _steps("gated_delta_", batch, rows, pending_k.shape[1], state_lengths, lengths,
@@ -177,37 +182,40 @@ def gated_delta_(
     exact = state.dtype
     scale = keys**-0.5 if scale is None else scale
 
-    def cell(
-        state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, q: Tensor | None = None
-    ) -> tuple[Tensor, Any]:
-        def prepared(x: Tensor) -> Tensor:
-            x = x.to(exact) if l2norm_eps is None else _unit(x.to(exact), l2norm_eps)
-            return x.repeat_interleave(heads // k_heads, dim=0)
+    def prepared(x: Tensor) -> Tensor:
+        x = x.to(exact) if l2norm_eps is None else _unit(x.to(exact), l2norm_eps)
+        return x.repeat_interleave(heads // k_heads, dim=0)
 
-        k, v, g, beta = prepared(k), v.to(exact), g.to(exact), beta.to(exact)
+    def decayed(state: Tensor, g: Tensor) -> Tensor:
+        g = g.to(exact)
         if A is not None:
             g = A.to(exact) * softplus(g if dt_bias is None else g + dt_bias.to(exact))
-        if sigmoid_beta:
-            beta = beta.sigmoid()
-        state = state * g.exp()[:, None, None]
-        update = (v - (state * k[..., None]).sum(-2)) * beta[:, None]
-        following = state + k[..., None] * update[:, None]
-        if q is None:
-            return following, None
+        return state * g.exp()[:, None, None]
+
+    def replay(state: Tensor, k: Tensor, update: Tensor, g: Tensor) -> Tensor:
+        return decayed(state, g) + prepared(k)[..., None] * update[:, None]
+
+    def cell(state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, q: Tensor) -> tuple[Tensor, Any]:
+        k, v, beta = prepared(k), v.to(exact), beta.to(exact)
+        state = decayed(state, g)
+        update = (v - (state * k[..., None]).sum(-2)) * (beta.sigmoid() if sigmoid_beta else beta)[:, None]
         q = prepared(q) * scale
         # Of the new state, in two parts, as a kernel that has read the old state once can compute it.
-        return following, (state * q[..., None]).sum(-2) + (q * k).sum(-1, keepdim=True) * update
+        out = (state * q[..., None]).sum(-2) + (q * k).sum(-1, keepdim=True) * update
+        return state + k[..., None] * update[:, None], (out, update)
 
     out = torch.zeros_like(v, memory_format=torch.contiguous_format)
+    updates = torch.zeros(v.shape, dtype=exact, device=v.device)
     for step in steps:
         start = torch.zeros_like(state[step.row]) if step.is_new else state[step.row].clone()
-        old = [list(x[step.row]) for x in (pending_k, pending_v, pending_g, pending_beta)]
+        old = [list(x[step.row]) for x in (pending_k, pending_update, pending_g)]
         new = [list(x[step.sequence]) for x in (k, v, g, beta, q)]
-        final, outputs = _run(step, start, old, new, cell)
+        final, outputs = _run(step, start, old, new, replay, cell)
         if step.accepted or step.settled:
             state[step.row] = final
-        out[step.sequence, : step.rows] = torch.stack(outputs).to(out.dtype)
-    _store(steps, state_lengths, lengths, (pending_k, pending_v, pending_g, pending_beta), (k, v, g, beta))
+        for to, found in zip((out, updates), zip(*outputs)):
+            to[step.sequence, : step.rows] = torch.stack(found).to(to.dtype)
+    _store(steps, state_lengths, lengths, (pending_k, pending_update, pending_g), (k, updates, g))
     return out
 
 
@@ -266,7 +274,7 @@ def selective_state_(
                 ((x, B, dt, C), step.sequence, rows),
             )
         )
-        final, outputs = _run(step, start, old, new, cell)
+        final, outputs = _run(step, start, old, new, lambda *row: cell(*row)[0], cell)
         if step.accepted or step.settled:
             state[step.row] = final
         out[step.sequence, : step.rows] = torch.stack(outputs).to(out.dtype)
@@ -281,12 +289,12 @@ def short_conv_(
     x: Tensor,
     weight: Tensor,
     lengths: Tensor,
-    bias: Tensor | None = None,
     counts: Tensor | None = None,
     cache_rows: Tensor | None = None,
     pending_index: Tensor | None = None,
     parents: Tensor | None = None,
     keep: int | None = None,
+    bias: Tensor | None = None,
     activation: str = "none",
 ) -> Tensor:
     """A causal convolution of each channel: ``out[t] = activation(bias + sum_j weight[:, j] x[t - width + 1 + j])``.
@@ -307,7 +315,8 @@ def short_conv_(
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     for step in steps:
         start = torch.zeros_like(state[step.row]) if step.is_new else state[step.row].clone()
-        final, outputs = _run(step, start, [list(pending[step.row])], [list(x[step.sequence])], cell)
+        rows_of = [list(pending[step.row])], [list(x[step.sequence])]
+        final, outputs = _run(step, start, *rows_of, lambda *row: cell(*row)[0], cell)
         if step.accepted or step.settled:
             state[step.row] = final
         out[step.sequence, : step.rows] = torch.stack(outputs).to(out.dtype)

@@ -1,5 +1,6 @@
 // Steps of layers with a state on the CPU: values are checked here, simd/recurrent_state.cpp computes, and the new rows
-// become the pending ones once nobody reads those of before.
+// become the pending ones once nobody reads those of before. The updates of the delta rule belong to one head: they are
+// stored where they are computed.
 #include "ops/recurrent_state.h"
 
 #include <algorithm>
@@ -107,7 +108,8 @@ void conv_at_level(const ShortConvArgs& args) { PDK_DISPATCH(short_conv, args) }
 void state_scan(const StateScanArgs& args) {
   check_step(args);
   scan_at_level(args);
-  finish_step(args, {&args.k, &args.v, &args.gate, &args.beta});
+  const StateInput updates{};  // of the delta rule: whoever has computed them keeps them
+  finish_step(args, {&args.k, args.delta ? &updates : &args.v, &args.gate});
 }
 
 void short_conv(const ShortConvArgs& args) {

@@ -1,6 +1,6 @@
 // Layers whose memory is a state, for the CPU: one step of a recurrence or of a convolution, and edits of the lengths.
 //
-// A cache row remembers its state after state_lengths positions and the inputs of `max_pending` rows after these. The
+// A cache row remembers its state after state_lengths positions and what `max_pending` rows after these add to it. The
 // rows between state_lengths and lengths are accepted: a step replays them into the state, which it writes once.
 #pragma once
 
@@ -57,8 +57,8 @@ struct StateInput {
   int64_t heads = 0, width = 0;
 };
 
-// S = decay S + k update^T and out = S^T q, per head. Gated delta: update = beta (v - (decay S)^T k). Mamba 2: the
-// update is v, its x; k is dt B, q is C.
+// S = decay S + k update^T and out = S^T q, per head. Gated delta: update = beta (v - (decay S)^T k), which is what the
+// pending v holds, as floats. Mamba 2: the update is v, its x; k is dt B, q is C.
 struct StateScanArgs : StateStep {
   bool delta;
   Element element;  // of q, k, v and out
@@ -67,7 +67,7 @@ struct StateScanArgs : StateStep {
   int64_t heads, key_heads, keys, values;
   StateInput k, v;
   StateInput gate;  // log of the decay, or the step size dt; may be absent
-  StateInput beta;  // delta only
+  InputView beta;   // delta only
   InputView q, out;
   InputView A, dt_bias, D;  // (heads,)
   float scale;

@@ -1,6 +1,6 @@
 """A cache of layers with attention and layers with a recurrent state.
 
-A state cannot be trimmed like K and V. So it stays where it was when a draft began, and the inputs of the draft's rows are kept beside
+A state cannot be trimmed like K and V. So it stays where it was when a draft began, and what the draft's rows add to it is kept beside
 it: the *pending* rows. A commit only says which of them were accepted; the next forward replays these, writes the state once, and goes on
 from there (`pdkernels.models.states`).
 """
@@ -23,7 +23,7 @@ PENDING_ROWS = 64
 
 
 class StateShape(NamedTuple):
-    """A recurrent state of one layer, without the batch: its tensor, and the inputs of a row from which it is replayed."""
+    """A recurrent state of one layer, without the batch: its tensor, and what is kept of a row to replay it."""
 
     state: tuple[int, ...]
     dtype: torch.dtype
@@ -36,8 +36,8 @@ class StateShape(NamedTuple):
 
 
 class StateSlots(NamedTuple):
-    """The memory of one state: `state` ``(batch, ..)`` after the first `lengths` ``(batch,)`` tokens, and the inputs of the rows after
-    these, ``(batch, pending, ..)`` each."""
+    """The memory of one state: `state` ``(batch, ..)`` after the first `lengths` ``(batch,)`` tokens, and what is kept of the rows
+    after these, ``(batch, pending, ..)`` each."""
 
     state: Tensor
     lengths: Tensor

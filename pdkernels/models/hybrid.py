@@ -381,8 +381,8 @@ class Hybrid(nn.Module):
                     (config.value_heads, config.value_dim),
                     (config.value_heads,),
                 )
-                inputs = ((k, dtype), (v, dtype), (gate, dtype), (gate, dtype))
                 exact = torch.promote_types(dtype, torch.float32)
+                inputs = ((k, dtype), (v, exact), (gate, dtype))
                 yield (
                     (index, "delta"),
                     StateShape((config.value_heads, config.key_dim, config.value_dim), exact, inputs),

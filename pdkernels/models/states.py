@@ -51,15 +51,16 @@ class States:
         else:
             self._step = cache.begin_(rows, counts, parents=parents, whole=mask is not None)
 
-    def _slots(self, name: Any, state: tuple[int, ...], dtype: torch.dtype, *new: Tensor) -> StateSlots:
+    def _slots(self, name: Any, state: tuple[int, ...], dtype: torch.dtype, *kept: Tensor) -> StateSlots:
+        """`kept`: what is kept of the new rows, or tensors like it."""
         check(name not in self.shapes, "models.States", "name", "be that of one state", name)
-        self.shapes[name] = StateShape(state, dtype, tuple((tuple(x.shape[2:]), x.dtype) for x in new))
+        self.shapes[name] = StateShape(state, dtype, tuple((tuple(x.shape[2:]), x.dtype) for x in kept))
         if self.cache is not None:
             return self.cache.states[name]
-        batch = len(new[0])
-        kept = 0 if self._step.keep == 0 else new[0].shape[1]
-        pending = tuple(x.new_empty(batch, kept, *x.shape[2:]) for x in new)
-        return StateSlots(new[0].new_empty((batch, *state), dtype=dtype), self._step.lengths.clone(), pending)
+        batch, rows = kept[0].shape[:2]
+        most = 0 if self._step.keep == 0 else rows
+        pending = tuple(x.new_empty(batch, most, *x.shape[2:]) for x in kept)
+        return StateSlots(kept[0].new_empty((batch, *state), dtype=dtype), self._step.lengths.clone(), pending)
 
     def short_conv(
         self, name: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Activation = "none"
@@ -90,10 +91,11 @@ class States:
     ) -> Tensor:
         """The gated delta rule of q, k ``(batch, rows, key_heads, key_dim)`` and v ``(batch, rows, heads, value_dim)``; see
         `pdkernels.gated_delta_`."""
-        slots = self._slots(name, (v.shape[2], k.shape[3], v.shape[3]), torch.float32, k, v, g, beta)
-        pending_k, pending_v, pending_g, pending_beta = slots.pending
+        update = v.new_empty((), dtype=torch.float32).expand(v.shape)
+        slots = self._slots(name, (v.shape[2], k.shape[3], v.shape[3]), torch.float32, k, update, g)
+        pending_k, pending_update, pending_g = slots.pending
         out: Tensor = gated_delta_(
-            slots.state, slots.lengths, pending_k, pending_v, pending_g, pending_beta, q, k, v, g, beta, self._step.lengths, l2norm_eps=l2norm_eps,
+            slots.state, slots.lengths, pending_k, pending_update, pending_g, q, k, v, g, beta, self._step.lengths, l2norm_eps=l2norm_eps,
             **gates, **self._options(),
         )  # fmt: skip
         return out

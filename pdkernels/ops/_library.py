@@ -83,7 +83,8 @@ OPS: dict[str, OpSpec] = {}
 PLAIN = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, list, tuple, type(None)})
 
 
-SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", int: "int", float: "float"}
+_PLAIN_TYPES: dict[Any, str] = {Tensor: "Tensor", int: "int", float: "float", bool: "bool", str: "str"}
+SCHEMA_TYPES: dict[Any, str] = {**_PLAIN_TYPES, **{kind | None: f"{name}?" for kind, name in _PLAIN_TYPES.items()}}
 
 
 def schema_of(structure: Any, *, written: Sequence[str] = (), without: Sequence[str] = ()) -> str:
@@ -102,8 +103,10 @@ def schema_of(structure: Any, *, written: Sequence[str] = (), without: Sequence[
         if hasattr(hints[name], "_fields"):
             found.append(schema_of(hints[name]))
         elif name not in without:
-            default = f"={structure._field_defaults[name]}" if name in structure._field_defaults else ""
-            found.append(f"{SCHEMA_TYPES[hints[name]]}{marks.get(name, '')} {name}{default}")
+            default = structure._field_defaults.get(name, ...)
+            words = "" if default is ... else f'="{default}"' if isinstance(default, str) else f"={default}"
+            kind = SCHEMA_TYPES[hints[name]].replace("Tensor", f"Tensor{marks.get(name, '')}")
+            found.append(f"{kind} {name}{words}")
     return ", ".join(found)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pdkernels._recurrent_state import ConvArguments, DeltaArguments, SelectiveArguments, StepArguments
 from pdkernels._validation import (
     check_choice,
     check_device,
@@ -23,21 +24,13 @@ from pdkernels._validation import (
 from pdkernels.ops._library import Draw
 
 ACTIVATIONS = ("none", "silu")
+UPDATES = "pending_update"
+"""What is kept of a row of the gated delta rule in place of an input, in the state's dtype."""
 
 
-def _check_step(
-    op: str,
-    new: dict[str, Tensor],
-    pending: dict[str, Tensor],
-    state_lengths: Tensor,
-    lengths: Tensor,
-    counts: Tensor | None,
-    cache_rows: Tensor | None,
-    pending_index: Tensor | None,
-    parents: Tensor | None,
-    keep: int | None,
-) -> None:
-    """What all steps share. `new`, `pending`: the inputs that are kept, in the same order, whose own shapes were checked."""
+def _check_step(op: str, new: dict[str, Tensor], pending: dict[str, Tensor], step: StepArguments) -> None:
+    """What all steps share. `new`: inputs whose own shapes were checked; `pending`: where those of their rows are kept, in the same order."""
+    state_lengths, lengths, counts, cache_rows, pending_index, parents, keep = step
     first = next(iter(new.values()))
     (batch, rows), device = first.shape[:2], first.device
     check_index(op, "lengths", lengths, (None,), device)
@@ -48,7 +41,10 @@ def _check_step(
     check_indices(op, (batch,), device, counts=counts, cache_rows=cache_rows)
     most: int | None = None
     for (name, tensor), (like, given) in zip(pending.items(), new.items(), strict=True):
-        check_floats(op, name, tensor, like=given)
+        if name == UPDATES:
+            check_floats(op, name, tensor)
+        else:
+            check_floats(op, name, tensor, like=given)
         if tensor.dim() != given.dim() or tensor.shape[0] != size or tensor.shape[2:] != given.shape[2:]:
             tail = "".join(f", {int(n)}" for n in given.shape[2:])
             fail(op, name, f"have shape ({size}, max_pending{tail}) like lengths and {like}", tuple(tensor.shape))
@@ -67,13 +63,17 @@ def _check_step(
         fail(op, next(iter(new)), f"have at most max_pending ({most}) rows", rows, remedy)
 
 
+def _check_exact(op: str, name: str, tensor: Tensor, values: Tensor) -> None:
+    """The dtype of states: that of a float64 reference is float64."""
+    check_type(isinstance(tensor, Tensor), op, name, "be a tensor", type(tensor).__name__)
+    wanted = torch.float64 if values.dtype == torch.float64 else torch.float32
+    check_type(tensor.dtype == wanted, op, name, f"be {wanted}", tensor.dtype, "Convert it with .to().")
+
+
 def _check_state(
     op: str, state: Tensor, size: int, heads: int, keys: int, values: Tensor, k: str, key_heads: int
 ) -> None:
-    check_type(isinstance(state, Tensor), op, "state", "be a tensor", type(state).__name__)
-    # The state of a float64 reference is float64.
-    wanted = torch.float64 if values.dtype == torch.float64 else torch.float32
-    check_type(state.dtype == wanted, op, "state", f"be {wanted}", state.dtype, "Convert it with .to().")
+    _check_exact(op, "state", state, values)
     check_device(op, "state", state, values.device)
     expected = (size, heads, keys, values.shape[3])
     if tuple(state.shape) != expected:
@@ -96,31 +96,8 @@ def _check_rows(op: str, **tensors: Tensor) -> None:
     check_last_contiguous(op, "Call .contiguous() on it.", **tensors)
 
 
-def fake_delta(
-    state: Tensor,
-    state_lengths: Tensor,
-    pending_k: Tensor,
-    pending_v: Tensor,
-    pending_g: Tensor,
-    pending_beta: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    lengths: Tensor,
-    counts: Tensor | None = None,
-    cache_rows: Tensor | None = None,
-    pending_index: Tensor | None = None,
-    parents: Tensor | None = None,
-    keep: int | None = None,
-    scale: float | None = None,
-    l2norm_eps: float | None = None,
-    A: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    sigmoid_beta: bool = False,
-) -> Tensor:
-    op = "gated_delta_"
+def fake_delta(given: DeltaArguments) -> Tensor:
+    op, q, k, v, g, beta = "gated_delta_", given.q, given.k, given.v, given.g, given.beta
     check_floats(op, "v", v, (None, None, None, None))
     batch, rows, heads = v.shape[:3]
     check_floats(op, "k", k, (batch, rows, None, None), like=v)
@@ -128,50 +105,29 @@ def fake_delta(
     for name, tensor in (("g", g), ("beta", beta)):
         check_floats(op, name, tensor, (batch, rows, heads))
         check_device(op, name, tensor, v.device)
-    new = {"v": v, "k": k, "g": g, "beta": beta}
-    pending = {"pending_v": pending_v, "pending_k": pending_k, "pending_g": pending_g, "pending_beta": pending_beta}
-    _check_step(op, new, pending, state_lengths, lengths, counts, cache_rows, pending_index, parents, keep)
-    _check_state(op, state, lengths.shape[0], heads, k.shape[3], v, "k", k.shape[2])
+    pending = {UPDATES: given.pending_update, "pending_k": given.pending_k, "pending_g": given.pending_g}
+    _check_exact(op, UPDATES, given.pending_update, v)
+    _check_step(op, {"v": v, "k": k, "g": g}, pending, given.step)
+    _check_state(op, given.state, given.lengths.shape[0], heads, k.shape[3], v, "k", k.shape[2])
     _check_rows(op, q=q, k=k, v=v)
-    check_last_contiguous(op, "Allocate it so.", pending_k=pending_k, pending_v=pending_v)
-    _check_heads(op, heads, v.device, A=A, dt_bias=dt_bias)
-    refuse(A is None and dt_bias is not None, op, "dt_bias belongs to a decay that A makes", "Pass A too.")
-    if scale is not None:
-        check_number(op, "scale", scale)
-    if l2norm_eps is not None:
-        check_number(op, "l2norm_eps", l2norm_eps, 0.0, expectation="be 0 or more")
+    check_last_contiguous(op, "Allocate it so.", pending_k=given.pending_k, pending_update=given.pending_update)
+    _check_heads(op, heads, v.device, A=given.A, dt_bias=given.dt_bias)
+    lonely = given.A is None and given.dt_bias is not None
+    refuse(lonely, op, "dt_bias belongs to a decay that A makes", "Pass A too.")
+    if given.scale is not None:
+        check_number(op, "scale", given.scale)
+    if given.l2norm_eps is not None:
+        check_number(op, "l2norm_eps", given.l2norm_eps, 0.0, expectation="be 0 or more")
     return v.new_empty(v.shape)
 
 
-def fake_selective(
-    state: Tensor,
-    state_lengths: Tensor,
-    pending_x: Tensor,
-    pending_B: Tensor,
-    pending_dt: Tensor | None,
-    x: Tensor,
-    B: Tensor,
-    C: Tensor,
-    dt: Tensor | None,
-    A: Tensor,
-    lengths: Tensor,
-    counts: Tensor | None = None,
-    cache_rows: Tensor | None = None,
-    pending_index: Tensor | None = None,
-    parents: Tensor | None = None,
-    keep: int | None = None,
-    D: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_min: float = 0.0,
-    dt_max: float | None = None,
-) -> Tensor:
-    op = "selective_state_"
+def fake_selective(given: SelectiveArguments) -> Tensor:
+    op, x, B, C, dt, pending_dt = "selective_state_", given.x, given.B, given.C, given.dt, given.pending_dt
     check_floats(op, "x", x, (None, None, None, None))
     batch, rows, heads = x.shape[:3]
     check_floats(op, "B", B, (batch, rows, None, None), like=x)
     check_floats(op, "C", C, B.shape, like=x)
-    new, pending = {"x": x, "B": B}, {"pending_x": pending_x, "pending_B": pending_B}
+    new, pending = {"x": x, "B": B}, {"pending_x": given.pending_x, "pending_B": given.pending_B}
     if dt is not None:
         check_floats(op, "dt", dt, (batch, rows, heads))
         check_device(op, "dt", dt, x.device)
@@ -180,48 +136,33 @@ def fake_selective(
         new["dt"], pending["pending_dt"] = dt, pending_dt
     else:
         check_type(pending_dt is None, op, "pending_dt", "be None where dt is None", "a tensor")
-        refuse(
-            dt_bias is not None or dt_softplus, op, "dt_bias and dt_softplus belong to dt, which is None", "Pass dt."
-        )
-    _check_step(op, new, pending, state_lengths, lengths, counts, cache_rows, pending_index, parents, keep)
-    _check_state(op, state, lengths.shape[0], heads, B.shape[3], x, "B", B.shape[2])
+        said = given.dt_bias is not None or given.dt_softplus
+        refuse(said, op, "dt_bias and dt_softplus belong to dt, which is None", "Pass dt.")
+    _check_step(op, new, pending, given.step)
+    _check_state(op, given.state, given.lengths.shape[0], heads, B.shape[3], x, "B", B.shape[2])
     _check_rows(op, x=x, B=B, C=C)
-    check_last_contiguous(op, "Allocate it so.", pending_x=pending_x, pending_B=pending_B)
-    check_type(isinstance(A, Tensor), op, "A", "be a tensor", type(A).__name__)
-    _check_heads(op, heads, x.device, A=A, D=D, dt_bias=dt_bias)
-    check_number(op, "dt_min", dt_min)
-    if dt_max is not None:
-        check_number(op, "dt_max", dt_max)
+    check_last_contiguous(op, "Allocate it so.", pending_x=given.pending_x, pending_B=given.pending_B)
+    check_type(isinstance(given.A, Tensor), op, "A", "be a tensor", type(given.A).__name__)
+    _check_heads(op, heads, x.device, A=given.A, D=given.D, dt_bias=given.dt_bias)
+    check_number(op, "dt_min", given.dt_min)
+    if given.dt_max is not None:
+        check_number(op, "dt_max", given.dt_max)
     return x.new_empty(x.shape)
 
 
-def fake_conv(
-    state: Tensor,
-    state_lengths: Tensor,
-    pending: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    lengths: Tensor,
-    bias: Tensor | None = None,
-    counts: Tensor | None = None,
-    cache_rows: Tensor | None = None,
-    pending_index: Tensor | None = None,
-    parents: Tensor | None = None,
-    keep: int | None = None,
-    activation: str = "none",
-) -> Tensor:
-    op = "short_conv_"
+def fake_conv(given: ConvArguments) -> Tensor:
+    op, x, weight = "short_conv_", given.x, given.weight
     check_floats(op, "x", x, (None, None, None))
     check_floats(op, "weight", weight, (x.shape[2], None), like=x)
     if min(weight.shape) < 1:
         fail(op, "weight", "have at least one channel and one column", tuple(weight.shape))
-    _check_step(op, {"x": x}, {"pending": pending}, state_lengths, lengths, counts, cache_rows, pending_index, parents, keep)  # fmt: skip
-    check_floats(op, "state", state, (lengths.shape[0], weight.shape[1] - 1, x.shape[2]), like=x)
+    _check_step(op, {"x": x}, {"pending": given.pending}, given.step)
+    check_floats(op, "state", given.state, (given.lengths.shape[0], weight.shape[1] - 1, x.shape[2]), like=x)
     _check_rows(op, x=x, weight=weight)
-    check_last_contiguous(op, "Allocate it so.", state=state, pending=pending)
-    if bias is not None:
-        check_floats(op, "bias", bias, (x.shape[2],), like=x)
-    check_choice(op, "activation", activation, ACTIVATIONS)
+    check_last_contiguous(op, "Allocate it so.", state=given.state, pending=given.pending)
+    if given.bias is not None:
+        check_floats(op, "bias", given.bias, (x.shape[2],), like=x)
+    check_choice(op, "activation", given.activation, ACTIVATIONS)
     return x.new_empty(x.shape)
 
 
@@ -274,16 +215,16 @@ def _example_step(draw: Draw) -> dict[str, Any]:
 
 
 def example_delta(draw: Draw) -> dict[str, Any]:
-    def rows(batch: int, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        gates = draw.floats(batch, n, 2), draw.floats(batch, n, 2).sigmoid()
-        return draw.floats(batch, n, 1, 9), draw.floats(batch, n, 2, 20), -gates[0].abs(), gates[1]
-
-    pending, new = rows(2, 4), rows(2, 3)
     return {
         "state": draw.floats(2, 2, 9, 20, dtype=torch.float32),
-        **dict(zip(("pending_k", "pending_v", "pending_g", "pending_beta"), pending)),
+        "pending_k": draw.floats(2, 4, 1, 9),
+        "pending_update": draw.floats(2, 4, 2, 20, dtype=torch.float32),
+        "pending_g": -draw.floats(2, 4, 2).abs(),
         "q": draw.floats(2, 3, 1, 9),
-        **dict(zip(("k", "v", "g", "beta"), new)),
+        "k": draw.floats(2, 3, 1, 9),
+        "v": draw.floats(2, 3, 2, 20),
+        "g": -draw.floats(2, 3, 2).abs(),
+        "beta": draw.floats(2, 3, 2).sigmoid(),
         "l2norm_eps": 1e-6,
         **_example_step(draw),
     }

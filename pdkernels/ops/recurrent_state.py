@@ -1,11 +1,12 @@
 """Layers whose memory is a state: gated delta rule, Mamba 2, lightning attention and short convolutions, with drafts.
 
 Keys and values of rejected rows are forgotten by shortening a length. A state can't be: it has to be that from before the draft.
-So a step writes no state of new rows. It keeps their inputs, which are small, as the *pending* rows of the layer, and the next
-step replays those that were accepted into the state, which it writes once.
+So a step writes no state of new rows. It keeps what they add to it, which is small, as the *pending* rows of the layer, and the next
+step replays those that were accepted into the state, which it writes once. What a row adds are some of its inputs, and for the gated
+delta rule, where that takes a product with the state, the update that came of it.
 
-A row of a cache is a sequence. Of it there are, for each layer, the state, how many positions are in it (``state_lengths``), and the inputs
-of the ``max_pending`` rows after these; for all layers together, ``lengths``, the committed positions, which keys and values share, and
+A row of a cache is a sequence. Of it there are, for each layer, the state, how many positions are in it (``state_lengths``), and the ``max_pending`` rows
+after these; for all layers together, ``lengths``, the committed positions, which keys and values share, and
 ``pending_index``, which says which of the pending rows they are::
 
     position     0 .. state_lengths - 1    state_lengths .. lengths - 1                after lengths
@@ -23,14 +24,17 @@ On the CPU bad values raise and nothing is written. On CUDA a sequence with bad 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
+from pdkernels._recurrent_state import ConvArguments, DeltaArguments, SelectiveArguments
 from pdkernels._validation import check_fits_float, check_type
 from pdkernels.backends import Backend
 from pdkernels.ops import _recurrent_state as checks
-from pdkernels.ops._library import call, define
+from pdkernels.ops._library import call, define, schema_of
 from pdkernels.reference import recurrent_state as reference
 
 __all__ = ["gated_delta_", "selective_state_", "short_conv_", "state_commit_", "state_trim_"]
@@ -40,9 +44,8 @@ def gated_delta_(
     state: Tensor,
     state_lengths: Tensor,
     pending_k: Tensor,
-    pending_v: Tensor,
+    pending_update: Tensor,
     pending_g: Tensor,
-    pending_beta: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -69,8 +72,8 @@ def gated_delta_(
     Args:
         state: ``(cache rows, heads, keys, values)`` float32, contiguous last dimension. Written, unless nothing is replayed or settled.
         state_lengths: ``(cache rows,)`` int32 or int64, positions in the state. Written: ``lengths``, plus the settled rows.
-        pending_k, pending_v, pending_g, pending_beta: ``(cache rows, max_pending, ...)``, otherwise like `k`, `v`, `g` and `beta`.
-            Read, then written.
+        pending_k, pending_g: ``(cache rows, max_pending, ...)``, otherwise like `k` and `g`. Read, then written.
+        pending_update: ``(cache rows, max_pending, heads, values)`` float32: ``beta (v - S^T k)``. Read, then written.
         q, k: ``(batch, rows, key_heads, keys)``, where `key_heads` divides `heads`; head h uses key head ``h // (heads // key_heads)``.
         v: ``(batch, rows, heads, values)`` float32, float16 or bfloat16, like q and k.
         g: ``(batch, rows, heads)``, the logarithm of the decay; any of these dtypes.
@@ -106,7 +109,7 @@ def gated_delta_(
     Example:
         >>> import torch, pdkernels as pd
         >>> state, held, lengths = torch.zeros(1, 1, 1, 1), torch.tensor([0]), torch.tensor([0])
-        >>> pending = [torch.zeros(1, 4, 1, 1), torch.zeros(1, 4, 1, 1), torch.zeros(1, 4, 1), torch.zeros(1, 4, 1)]
+        >>> pending = [torch.zeros(1, 4, 1, 1), torch.zeros(1, 4, 1, 1), torch.zeros(1, 4, 1)]
         >>> one, zero = torch.ones(1, 3, 1, 1), torch.zeros(1, 3, 1)
         >>> half = torch.full((1, 3, 1), 0.5)
         >>> pd.gated_delta_(state, held, *pending, one, one, one, zero, half, lengths).flatten()
@@ -118,10 +121,11 @@ def gated_delta_(
     for name, number in (("scale", scale), ("l2norm_eps", l2norm_eps)):
         if isinstance(number, int):  # torch would take any for an optional float
             check_fits_float("gated_delta_", name, number)
-    cache = (state, state_lengths, pending_k, pending_v, pending_g, pending_beta)
-    step = (lengths, counts, cache_rows, pending_index, parents, keep)
-    arguments = (*cache, q, k, v, g, beta, *step, scale, l2norm_eps, A, dt_bias, sigmoid_beta)
-    out: Tensor = call(delta_op, arguments, v, backend)
+    given = DeltaArguments(
+        state, state_lengths, pending_k, pending_update, pending_g, q, k, v, g, beta,
+        lengths, counts, cache_rows, pending_index, parents, keep, scale, l2norm_eps, A, dt_bias, sigmoid_beta,
+    )  # fmt: skip
+    out: Tensor = call(delta_op, given, v, backend)
     return out
 
 
@@ -186,14 +190,15 @@ def selective_state_(
         >>> pd.selective_state_(state, held, *pending, None, one, one, one, None, torch.tensor([0.5]).log(), lengths).flatten()
         tensor([1.0000, 1.5000, 1.7500])
     """
-    cache = (state, state_lengths, pending_x, pending_B, pending_dt)
-    step = (lengths, counts, cache_rows, pending_index, parents, keep)
     pair = isinstance(dt_limit, (tuple, list)) and len(dt_limit) == 2
     check_type(pair, "selective_state_", "dt_limit", "be two numbers", dt_limit)
     if isinstance(dt_limit[1], int):  # torch would take any for an optional float
         check_fits_float("selective_state_", "dt_limit", dt_limit[1])
-    arguments = (*cache, x, B, C, dt, A, *step, D, dt_bias, dt_softplus, *dt_limit)
-    out: Tensor = call(selective_op, arguments, x, backend)
+    given = SelectiveArguments(
+        state, state_lengths, pending_x, pending_B, pending_dt, x, B, C, dt, A,
+        lengths, counts, cache_rows, pending_index, parents, keep, D, dt_bias, dt_softplus, *dt_limit,
+    )  # fmt: skip
+    out: Tensor = call(selective_op, given, x, backend)
     return out
 
 
@@ -247,9 +252,10 @@ def short_conv_(
         >>> pd.short_conv_(state, held, pending, x, torch.tensor([[1.0, 10.0]]), lengths).flatten()
         tensor([10., 21., 32.])
     """
-    step = (counts, cache_rows, pending_index, parents, keep)
-    arguments = (state, state_lengths, pending, x, weight, lengths, bias, *step, activation)
-    out: Tensor = call(conv_op, arguments, x, backend)
+    given = ConvArguments(
+        state, state_lengths, pending, x, weight, lengths, counts, cache_rows, pending_index, parents, keep, bias, activation
+    )  # fmt: skip
+    out: Tensor = call(conv_op, given, x, backend)
     return out
 
 
@@ -265,7 +271,8 @@ def state_commit_(
 ) -> None:
     """Accepts rows of a draft in all layers: row ``source_index[r, i]`` after the committed ones becomes the i-th of them.
 
-    No state is touched: the next step of each layer replays the rows. Picture, rows 0, 2 and 5 of a draft of six::
+    No state is touched: the next step of each layer replays the rows. They have to be a path of the draft, each computed after the one
+    before it. Picture, rows 0, 2 and 5 of a draft of six::
 
         before   lengths 4, state_lengths 4    pending 0 1 2 3 4 5    pending_index . . . . . .
         after    lengths 7, state_lengths 4    pending 0 1 2 3 4 5    pending_index 0 2 5 . . .
@@ -329,24 +336,10 @@ def _as_list(op: str, state_lengths: Tensor | Sequence[Tensor]) -> list[Tensor]:
     return list(state_lengths)
 
 
-def _delta_triton(*arguments: Any) -> Tensor:
-    from pdkernels.triton.recurrent_state import gated_delta_
+def _by_triton(op: str, given: Any) -> Tensor:
+    from pdkernels.triton import recurrent_state
 
-    out: Tensor = gated_delta_(*arguments)
-    return out
-
-
-def _selective_triton(*arguments: Any) -> Tensor:
-    from pdkernels.triton.recurrent_state import selective_state_
-
-    out: Tensor = selective_state_(*arguments)
-    return out
-
-
-def _conv_triton(*arguments: Any) -> Tensor:
-    from pdkernels.triton.recurrent_state import short_conv_
-
-    out: Tensor = short_conv_(*arguments)
+    out: Tensor = getattr(recurrent_state, op)(given)
     return out
 
 
@@ -362,34 +355,37 @@ def _trim_triton(*arguments: Any) -> None:
     state_trim_(*arguments)
 
 
-STEP = "Tensor? cache_rows=None, Tensor? pending_index=None, Tensor? parents=None, int? keep=None"
+def _define(op: str, structure: Any, *written: str, **parts: Any) -> torch._ops.OpOverload:
+    schema = schema_of(structure, written=("state", "state_lengths", *written))
+    plain = getattr(reference, op)
+    return define(
+        f"{op}({schema}) -> (Tensor out)",
+        structure=structure,
+        reference=lambda given: plain(*given),
+        triton=partial(_by_triton, op),
+        **parts,
+    )
 
-delta_op = define(
-    "gated_delta_(Tensor(a!) state, Tensor(b!) state_lengths, Tensor(c!) pending_k, Tensor(d!) pending_v, Tensor(e!) pending_g, "
-    "Tensor(f!) pending_beta, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor lengths, Tensor? counts=None, "
-    f"{STEP}, float? scale=None, float? l2norm_eps=None, Tensor? A=None, Tensor? dt_bias=None, bool sigmoid_beta=False) -> (Tensor out)",
+
+delta_op = _define(
+    "gated_delta_",
+    DeltaArguments,
+    "pending_k",
+    "pending_update",
+    "pending_g",
     fake=checks.fake_delta,
-    reference=reference.gated_delta_,
     example=checks.example_delta,
-    triton=_delta_triton,
 )
-selective_op = define(
-    "selective_state_(Tensor(a!) state, Tensor(b!) state_lengths, Tensor(c!) pending_x, Tensor(d!) pending_B, Tensor(e!)? pending_dt, "
-    f"Tensor x, Tensor B, Tensor C, Tensor? dt, Tensor A, Tensor lengths, Tensor? counts=None, {STEP}, Tensor? D=None, "
-    "Tensor? dt_bias=None, bool dt_softplus=False, float dt_min=0.0, float? dt_max=None) -> (Tensor out)",
+selective_op = _define(
+    "selective_state_",
+    SelectiveArguments,
+    "pending_x",
+    "pending_B",
+    "pending_dt",
     fake=checks.fake_selective,
-    reference=reference.selective_state_,
     example=checks.example_selective,
-    triton=_selective_triton,
 )
-conv_op = define(
-    "short_conv_(Tensor(a!) state, Tensor(b!) state_lengths, Tensor(c!) pending, Tensor x, Tensor weight, Tensor lengths, "
-    f'Tensor? bias=None, Tensor? counts=None, {STEP}, str activation="none") -> (Tensor out)',
-    fake=checks.fake_conv,
-    reference=reference.short_conv_,
-    example=checks.example_conv,
-    triton=_conv_triton,
-)
+conv_op = _define("short_conv_", ConvArguments, "pending", fake=checks.fake_conv, example=checks.example_conv)
 commit_op = define(
     "state_commit_(Tensor(a!) lengths, Tensor(b!) pending_index, Tensor[] state_lengths, Tensor counts, "
     "Tensor? source_index=None, bool advance=True) -> ()",

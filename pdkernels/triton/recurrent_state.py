@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pdkernels._recurrent_state import ConvArguments, DeltaArguments, SelectiveArguments, StepArguments
+
 LONGEST = tl.constexpr(2**31 - 1)
 _CHECKED = tl.constexpr(32)
 """Values checked at a time."""
@@ -88,7 +90,7 @@ def _unit(x, eps):
 @triton.jit
 def _row(at_k, at_v, at_gate, at_beta, key, keys, column, values, eps, decay_factor, dt_bias, dt_min, dt_max,
          DELTA: tl.constexpr, NORMALISED: tl.constexpr, SIGMOID: tl.constexpr, SOFTPLUS: tl.constexpr):  # fmt: skip
-    """(k, v, decay, beta) of a row; the pointers are those of its head."""
+    """(k, v, decay, beta) of a row; the pointers are those of its head. A row whose update is known, as its v, has no beta."""
     k = tl.load(at_k + key, mask=key < keys, other=0.0).to(tl.float32)
     v = tl.load(at_v + column, mask=column < values, other=0.0).to(tl.float32)
     beta = 1.0
@@ -98,9 +100,10 @@ def _row(at_k, at_v, at_gate, at_beta, key, keys, column, values, eps, decay_fac
         exponent = tl.load(at_gate).to(tl.float32)
         if SOFTPLUS:
             exponent = decay_factor * _softplus(exponent + dt_bias)
-        beta = tl.load(at_beta).to(tl.float32)
-        if SIGMOID:
-            beta = _sigmoid(beta)
+        if at_beta is not None:
+            beta = tl.load(at_beta).to(tl.float32)
+            if SIGMOID:
+                beta = _sigmoid(beta)
     else:
         exponent = decay_factor
         if at_gate is not None:
@@ -115,20 +118,20 @@ def _row(at_k, at_v, at_gate, at_beta, key, keys, column, values, eps, decay_fac
 
 
 @triton.jit
-def _after(state, k, v, decay, beta, DELTA: tl.constexpr):
-    """The state after a row, the decayed one before, and its update."""
+def _after(state, k, v, decay, beta, UNKNOWN: tl.constexpr):
+    """The state after a row, the decayed one before, and its update. UNKNOWN: that depends on the state."""
     decayed = state * decay
-    if DELTA:
+    if UNKNOWN:
         v = (v - tl.sum(k[:, None] * decayed, 0)) * beta
     return decayed + k[:, None] * v[None, :], decayed, v
 
 
-@triton.jit(do_not_specialize=["rows", "most", "keep", "size"])
+@triton.jit(do_not_specialize=["rows", "kept", "most", "keep", "size"])
 def _scan(
     state, state_row, state_head, state_key, state_lengths, held_stride, lengths, counts, cache_rows, index, parents, done,
-    old_k, ok_b, ok_r, ok_h, old_v, ov_b, ov_r, ov_h, old_gate, og_b, og_r, og_h, old_beta, ob_b, ob_r, ob_h,
-    new_k, k_b, k_r, k_h, new_v, v_b, v_r, v_h, new_gate, g_b, g_r, g_h, new_beta, b_b, b_r, b_h, q, q_b, q_r, q_h, out,
-    A, dt_biases, D, rows, most, keep, size, heads, group, keys, values, scale, eps, dt_min, dt_max,
+    old_k, ok_b, ok_r, ok_h, old_v, ov_b, ov_r, ov_h, old_gate, og_b, og_r, og_h,
+    new_k, k_b, k_r, k_h, new_v, v_b, v_r, v_h, new_gate, g_b, g_r, g_h, new_beta, b_b, b_r, b_h, q, q_b, q_r, q_h, out, updates,
+    A, dt_biases, D, rows, kept, most, keep, size, heads, group, keys, values, scale, eps, dt_min, dt_max,
     KEYS: tl.constexpr, COLUMNS: tl.constexpr, DELTA: tl.constexpr, NORMALISED: tl.constexpr, SIGMOID: tl.constexpr,
     SOFTPLUS: tl.constexpr,
 ):  # fmt: skip
@@ -157,8 +160,9 @@ def _scan(
             old_gate += row * og_b + h * og_h
             new_gate += b * g_b + h * g_h
         if new_beta is not None:
-            old_beta += row * ob_b + h * ob_h
             new_beta += b * b_b + h * b_h
+        if updates is not None:
+            updates += (b * kept * heads + h) * values
         factor, dt_bias, skip = 0.0, 0.0, 0.0
         if A is not None:
             factor = tl.load(A + h).to(tl.float32)
@@ -174,14 +178,11 @@ def _scan(
             if index is not None:
                 at = tl.load(index + row * most + i).to(tl.int64)
             gate_at = old_gate
-            beta_at = old_beta
             if old_gate is not None:
                 gate_at = old_gate + at * og_r
-            if old_beta is not None:
-                beta_at = old_beta + at * ob_r
-            k, v, decay, beta = _row(old_k + at * ok_r, old_v + at * ov_r, gate_at, beta_at, key, keys, column, values, eps, factor,
+            k, v, decay, beta = _row(old_k + at * ok_r, old_v + at * ov_r, gate_at, None, key, keys, column, values, eps, factor,
                                      dt_bias, dt_min, dt_max, DELTA, NORMALISED, SIGMOID, SOFTPLUS)  # fmt: skip
-            current, _, _ = _after(current, k, v, decay, beta, DELTA)
+            current, _, _ = _after(current, k, v, decay, beta, False)
         base = current
         for i in range(0, count):
             if i == settled:
@@ -224,6 +225,8 @@ def _scan(
             if NORMALISED:
                 query = _unit(query, eps)
             if DELTA:  # as on the CPU, which has read the decayed state then
+                if i >= settled:
+                    tl.store(updates + (i - settled) * heads * values + column, update, mask=real)
                 query = query * scale
                 y = tl.sum(query[:, None] * decayed, 0) + tl.sum(query * k) * update
             else:
@@ -250,10 +253,9 @@ def _copy(at, to, slot, source, b, row, i, o_b, o_r, o_h, n_b, n_r, n_h, heads, 
 def _store(
     state_lengths, held_stride, lengths, counts, cache_rows, done, rows, kept,
     old0, o0_b, o0_r, o0_h, new0, n0_b, n0_r, n0_h, heads0, width0, old1, o1_b, o1_r, o1_h, new1, n1_b, n1_r, n1_h, heads1, width1,
-    old2, o2_b, o2_r, o2_h, new2, n2_b, n2_r, n2_h, heads2, old3, o3_b, o3_r, o3_h, new3, n3_b, n3_r, n3_h, heads3,
-    BLOCK: tl.constexpr,
+    old2, o2_b, o2_r, o2_h, new2, n2_b, n2_r, n2_h, heads2, UPDATES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One of `kept` rows of each sequence; the first also sets the length."""
+    """One of `kept` rows of each sequence; the first also sets the length. UPDATES: the second input has those rows alone."""
     b, slot = (tl.program_id(0) // kept).to(tl.int64), tl.program_id(0) % kept
     settled = tl.load(done + b).to(tl.int64)
     row = b
@@ -266,11 +268,26 @@ def _store(
     if (settled >= 0) & (i < count):
         _copy(new0, old0, slot, new0, b, row, i, o0_b, o0_r, o0_h, n0_b, n0_r, n0_h, heads0, width0, BLOCK)
         if new1 is not None:
-            _copy(new1, old1, slot, new1, b, row, i, o1_b, o1_r, o1_h, n1_b, n1_r, n1_h, heads1, width1, BLOCK)
+            _copy(
+                new1,
+                old1,
+                slot,
+                new1,
+                b,
+                row,
+                slot if UPDATES else i,
+                o1_b,
+                o1_r,
+                o1_h,
+                n1_b,
+                n1_r,
+                n1_h,
+                heads1,
+                width1,
+                BLOCK,
+            )
         if new2 is not None:
             _copy(new2, old2, slot, new2, b, row, i, o2_b, o2_r, o2_h, n2_b, n2_r, n2_h, heads2, 1, BLOCK)
-        if new3 is not None:
-            _copy(new3, old3, slot, new3, b, row, i, o3_b, o3_r, o3_h, n3_b, n3_r, n3_h, heads3, 1, BLOCK)
     if (settled >= 0) & (slot == 0):
         length = tl.load(lengths + row).to(tl.int64) + settled
         tl.store(state_lengths + row * held_stride, length.to(state_lengths.dtype.element_ty))
@@ -466,14 +483,12 @@ def _view(x: Tensor | None) -> tuple[Any, ...]:
 
 
 def _keep_rows(
-    step: tuple[Any, ...], done: Tensor, rows: int, keep: int | None, inputs: list[tuple[Tensor, Tensor] | None]
+    step: StepArguments, done: Tensor, rows: int, inputs: list[tuple[Tensor, Tensor] | None], updates: bool = False
 ) -> None:
-    """The second launch. `inputs`: pending and new rows; the first two have a width."""
-    state_lengths, lengths, counts, cache_rows = step
-    batch = len(done)
-    kept = max(rows if keep is None else min(keep, rows), 1)
+    """The second launch. `inputs`: pending and new rows; the first two have a width. `updates`: the second has kept rows alone."""
+    kept = max(step.kept(rows), 1)
     arguments: list[Any] = []
-    for at, pair in enumerate([*inputs, *[None] * (4 - len(inputs))]):
+    for at, pair in enumerate([*inputs, *[None] * (3 - len(inputs))]):
         if pair is None:
             arguments += [None, 0, 0, 0, None, 0, 0, 0, *([0, 1] if at < 2 else [0])]
             continue
@@ -481,96 +496,86 @@ def _keep_rows(
         if new.dim() == 3 and at < 2:  # one head
             old, new = old[:, :, None], new[:, :, None]
         arguments += [*_view(old), *_view(new), new.shape[2], *(new.shape[3:] if at < 2 else ())]
-    _store[(batch * kept,)](
-        state_lengths, state_lengths.stride(0), lengths, counts, cache_rows, done, rows, kept, *arguments, BLOCK=COPIED
-    )
+    held = step.state_lengths
+    _store[(len(done) * kept,)](
+        held, held.stride(0), step.lengths, step.counts, step.cache_rows, done, rows, kept, *arguments, UPDATES=updates, BLOCK=COPIED
+    )  # fmt: skip
+
+
+def _dense(step: StepArguments) -> StepArguments:
+    """With what kernels read by number contiguous."""
+    lengths, counts, cache_rows, index, parents = _packed(*step[1:6])
+    assert lengths is not None
+    return step._replace(lengths=lengths, counts=counts, cache_rows=cache_rows, pending_index=index, parents=parents)
 
 
 def _scan_step(
     delta: bool,
     state: Tensor,
-    state_lengths: Tensor,
     pending: tuple[Tensor | None, ...],
     new: tuple[Tensor | None, ...],
     q: Tensor,
-    step: tuple[Any, ...],
+    step: StepArguments,
     heads: tuple[Tensor | None, ...],
     numbers: tuple[float, ...],
     **options: bool,
 ) -> Tensor:
-    """`pending`, `new`: k, v, gate and beta. `heads`: A, dt_bias and D. `numbers`: scale, eps, dt_min, dt_max."""
+    """`pending`: k, v or update, and gate. `new`: k, v, gate and beta. `heads`: A, dt_bias and D. `numbers`: scale, eps, dt_min, dt_max."""
     k, v = new[:2]
     assert k is not None and v is not None and pending[0] is not None
     (batch, rows, count, values), (key_heads, keys) = v.shape, k.shape[2:]
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if batch == 0 or rows == 0:
         return out
-    *indices, keep = step
-    lengths, counts, cache_rows, index, parents = _packed(*indices)
+    step, kept = _dense(step), step.kept(rows)
     done = torch.empty(batch, dtype=torch.int64, device=v.device)
+    updates = torch.empty(batch, kept, count, values, device=v.device) if delta else None
     columns = min(COLUMNS, triton.next_power_of_2(values))
     _scan[(batch * count * triton.cdiv(values, columns),)](
-        *_view(state), state_lengths, state_lengths.stride(0), lengths, counts, cache_rows, index, parents, done,
-        *(part for x in (*pending, *new, q) for part in _view(x)), out, *_packed(*heads),
-        rows, pending[0].shape[1], -1 if keep is None else keep, len(state), count, count // key_heads, keys, values, *numbers,
+        *_view(state), step.state_lengths, step.state_lengths.stride(0), step.lengths, step.counts, step.cache_rows, step.pending_index,
+        step.parents, done, *(part for x in (*pending, *new, q) for part in _view(x)), out, updates, *_packed(*heads),
+        rows, kept, pending[0].shape[1], -1 if step.keep is None else step.keep, len(state), count, count // key_heads, keys, values, *numbers,
         KEYS=max(triton.next_power_of_2(keys), 2), COLUMNS=columns, DELTA=delta, **options, num_warps=4, **ROUNDED,
     )  # fmt: skip
-    inputs = [None if x is None or old is None else (old, x) for old, x in zip(pending, new)]
-    _keep_rows((state_lengths, lengths, counts, cache_rows), done, rows, keep, inputs)
+    kept_rows = (k, v if updates is None else updates, new[2])
+    inputs = [None if x is None or old is None else (old, x) for old, x in zip(pending, kept_rows)]
+    _keep_rows(step, done, rows, inputs, updates=delta)
     return out
 
 
-def gated_delta_(
-    state: Tensor, state_lengths: Tensor, pending_k: Tensor, pending_v: Tensor, pending_g: Tensor, pending_beta: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: Tensor, counts: Tensor | None = None,
-    cache_rows: Tensor | None = None, pending_index: Tensor | None = None, parents: Tensor | None = None, keep: int | None = None,
-    scale: float | None = None, l2norm_eps: float | None = None, A: Tensor | None = None, dt_bias: Tensor | None = None,
-    sigmoid_beta: bool = False,
-) -> Tensor:  # fmt: skip
-    scale = k.shape[3] ** -0.5 if scale is None else float(scale)
+def gated_delta_(given: DeltaArguments) -> Tensor:
+    scale = given.k.shape[3] ** -0.5 if given.scale is None else float(given.scale)
     return _scan_step(
-        True, state, state_lengths, (pending_k, pending_v, pending_g, pending_beta), (k, v, g, beta), q,
-        (lengths, counts, cache_rows, pending_index, parents, keep), (A, dt_bias, None),
-        (scale, float(l2norm_eps or 0.0), 0.0, 0.0),
-        NORMALISED=l2norm_eps is not None, SIGMOID=sigmoid_beta, SOFTPLUS=A is not None,
+        True, given.state, (given.pending_k, given.pending_update, given.pending_g), (given.k, given.v, given.g, given.beta), given.q,
+        given.step, (given.A, given.dt_bias, None), (scale, float(given.l2norm_eps or 0.0), 0.0, 0.0),
+        NORMALISED=given.l2norm_eps is not None, SIGMOID=given.sigmoid_beta, SOFTPLUS=given.A is not None,
     )  # fmt: skip
 
 
-def selective_state_(
-    state: Tensor, state_lengths: Tensor, pending_x: Tensor, pending_B: Tensor, pending_dt: Tensor | None,
-    x: Tensor, B: Tensor, C: Tensor, dt: Tensor | None, A: Tensor, lengths: Tensor, counts: Tensor | None = None,
-    cache_rows: Tensor | None = None, pending_index: Tensor | None = None, parents: Tensor | None = None, keep: int | None = None,
-    D: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False, dt_min: float = 0.0,
-    dt_max: float | None = None,
-) -> Tensor:  # fmt: skip
+def selective_state_(given: SelectiveArguments) -> Tensor:
+    most = float("inf") if given.dt_max is None else float(given.dt_max)
     return _scan_step(
-        False, state, state_lengths, (pending_B, pending_x, pending_dt, None), (B, x, dt, None), C,
-        (lengths, counts, cache_rows, pending_index, parents, keep), (A, dt_bias, D),
-        (1.0, 0.0, float(dt_min), float("inf") if dt_max is None else float(dt_max)),
-        NORMALISED=False, SIGMOID=False, SOFTPLUS=dt_softplus,
+        False, given.state, (given.pending_B, given.pending_x, given.pending_dt), (given.B, given.x, given.dt, None), given.C,
+        given.step, (given.A, given.dt_bias, given.D), (1.0, 0.0, float(given.dt_min), most),
+        NORMALISED=False, SIGMOID=False, SOFTPLUS=given.dt_softplus,
     )  # fmt: skip
 
 
-def short_conv_(
-    state: Tensor, state_lengths: Tensor, pending: Tensor, x: Tensor, weight: Tensor, lengths: Tensor, bias: Tensor | None = None,
-    counts: Tensor | None = None, cache_rows: Tensor | None = None, pending_index: Tensor | None = None,
-    parents: Tensor | None = None, keep: int | None = None, activation: str = "none",
-) -> Tensor:  # fmt: skip
+def short_conv_(given: ConvArguments) -> Tensor:
+    x, weight, state, pending = given.x, given.weight, given.state, given.pending
     batch, rows, channels = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if batch == 0 or rows == 0:
         return out
-    lengths, counts, cache_rows, pending_index, parents, bias = _packed(  # type: ignore[assignment]
-        lengths, counts, cache_rows, pending_index, parents, bias
-    )
+    step, (bias,) = _dense(given.step), _packed(given.bias)
     done = torch.empty(batch, dtype=torch.int64, device=x.device)
     _conv[(batch * triton.cdiv(channels, CHANNELS),)](
-        state, *state.stride()[:2], state_lengths, state_lengths.stride(0), lengths, counts, cache_rows, pending_index, parents, done,
-        pending, *pending.stride()[:2], x, *x.stride()[:2], weight, weight.stride(0), bias, out,
-        rows, pending.shape[1], -1 if keep is None else keep, len(lengths), channels,
-        WIDTH=weight.shape[1], SILU=activation == "silu", BLOCK=CHANNELS, **ROUNDED,
+        state, *state.stride()[:2], step.state_lengths, step.state_lengths.stride(0), step.lengths, step.counts, step.cache_rows,
+        step.pending_index, step.parents, done, pending, *pending.stride()[:2], x, *x.stride()[:2], weight, weight.stride(0), bias, out,
+        rows, pending.shape[1], -1 if step.keep is None else step.keep, len(step.lengths), channels,
+        WIDTH=weight.shape[1], SILU=given.activation == "silu", BLOCK=CHANNELS, **ROUNDED,
     )  # fmt: skip
-    _keep_rows((state_lengths, lengths, counts, cache_rows), done, rows, keep, [(pending, x)])
+    _keep_rows(step, done, rows, [(pending, x)])
     return out
 
 

@@ -26,13 +26,13 @@ def recurrent_state() -> None:
     """A draft of five rows, a commit of three of them, and the step that replays these."""
     figure, axis = canvas(10.5, 4.9, (-2.6, 14.3), (-0.2, 7.6))
     axis.text(0.85, 7.2, "state", ha="center", fontsize=10)
-    axis.text(2.6, 7.2, "pending inputs", ha="left", fontsize=10)
+    axis.text(2.6, 7.2, "pending rows", ha="left", fontsize=10)
     axis.text(9.6, 7.2, "what happened", ha="left", fontsize=10)
     accepted = {"a": ACCEPTED, "b": REJECTED, "c": ACCEPTED, "d": REJECTED, "e": ACCEPTED}
     free = [("", FREE)]
     stages = [
         (5.4, "draft", "S₄", [(x, MODEL) for x in "abcde"] + free, "lengths 4   state_lengths 4",
-         "outputs of a .. e are computed from S₄;\nonly their inputs are stored"),
+         "outputs of a .. e are computed from S₄;\nonly what they add is stored"),
         (3.3, "commit", "S₄", list(accepted.items()) + free, "lengths 7   state_lengths 4",
          "state_commit_: pending_index = [0, 2, 4];\nno other byte changes"),
         (1.2, "next step", "S₇", [(x, MODEL) for x in "fghi"] + 2 * free, "lengths 7   state_lengths 7",

@@ -16,7 +16,7 @@ BATCH, CAPACITY, PENDING, IDS = 3, 20, 6, 50
 F32 = torch.float32
 SHAPES = {
     "conv": StateShape((2, 6), torch.bfloat16, (((6,), torch.bfloat16),)),
-    "delta": StateShape((2, 4, 3), F32, (((1, 4), F32), ((2, 3), F32), ((2,), F32), ((2,), F32))),
+    "delta": StateShape((2, 4, 3), F32, (((1, 4), F32), ((2, 3), F32), ((2,), F32))),
     "selective": StateShape((2, 5, 3), F32, (((2, 3), F32), ((1, 5), F32), ((2,), F32))),
 }
 

@@ -71,7 +71,7 @@ CHOICES: dict[str, Choices] = {
     },
 }
 OTHERS = {"weight", "state", "state_lengths", "pending", "parents", "g", "beta", "B", "C", "A"}
-OTHERS |= {f"pending_{name}" for name in ("k", "v", "g", "beta", "x", "B", "dt")}
+OTHERS |= {f"pending_{name}" for name in ("k", "update", "g", "x", "B", "dt")}
 
 
 def _numbers(dtype: str, *shape: int) -> Tensor:
@@ -98,7 +98,7 @@ def _call_scan(function: Callable[..., Any], given: dict[str, Any]) -> None:
         return [zeros(layout, *one, *shape, dtype=dtype) for one in ((batch, rows), (size, most))]
 
     k, v = rows_and_pending(key_heads, keys, dtype=dtype), rows_and_pending(heads, values, dtype=dtype)
-    gate, beta = (rows_and_pending(heads, dtype=given["gates"]) for _ in range(2))
+    gate, beta = rows_and_pending(heads, dtype=given["gates"]), zeros(layout, batch, rows, heads, dtype=given["gates"])
     q = zeros(layout, batch, rows, key_heads, keys, dtype=dtype)
     state, held = zeros(layout, size, heads, keys, values, dtype="float32"), _numbers(given["lengths"], size)
     lengths, options = _numbers(given["lengths"], size), _step_options(given, size, most)
@@ -107,7 +107,8 @@ def _call_scan(function: Callable[..., Any], given: dict[str, Any]) -> None:
         if given["A"] is not None:
             options["A"] = _numbers(given["A"], heads)
             options["dt_bias"] = _numbers(dtype, heads) if given["dt_bias"] else None
-        function(state, held, k[1], v[1], gate[1], beta[1], q, k[0], v[0], gate[0], beta[0], lengths, **options)
+        update = zeros(layout, size, most, heads, values, dtype="float32")
+        function(state, held, k[1], update, gate[1], q, k[0], v[0], gate[0], beta, lengths, **options)
         return
     options["D"] = None if given["D"] is None else _numbers(given["D"], heads)
     if given["dt"]:

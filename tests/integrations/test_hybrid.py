@@ -309,4 +309,5 @@ def test_hidden_states_of_all_layers() -> None:
     tapped = wrapped.tapped(tokens, taps=(1, 3), cache=cache)
     with torch.no_grad():
         states = model.model(tokens, output_hidden_states=True).hidden_states
-    assert torch.allclose(tapped.features, torch.stack([states[1], states[3]], -2), atol=1e-3)
+    wanted = torch.stack([states[1], states[3]], -2)
+    assert torch.allclose(tapped.features, wanted, atol=1e-4 * float(wanted.abs().max()))

@@ -32,8 +32,16 @@ class Layer:
         return torch.randn(shape, generator=self.generator).to(dtype or self.dtype)
 
     def shapes(self) -> list[tuple[int, ...]]:
-        """Of a row of each kept input."""
+        """Of a row of each input that is kept, or from which what is kept is computed."""
         raise NotImplementedError
+
+    def exact(self) -> torch.dtype:
+        """Of a state that is a matrix, and of updates."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    def kept(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Of what is pending of a row."""
+        return [(shape, self.dtype) for shape in self.shapes()]
 
     def state_shape(self) -> tuple[int, ...]:
         raise NotImplementedError
@@ -65,6 +73,10 @@ class Delta(Layer):
 
     def shapes(self) -> list[tuple[int, ...]]:
         return [(self.key_heads, self.keys), (self.heads, self.values), (self.heads,), (self.heads,)]
+
+    def kept(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        k, update, g, _ = self.shapes()
+        return [(k, self.dtype), (update, self.exact()), (g, self.dtype)]
 
     def state_shape(self) -> tuple[int, ...]:
         return self.heads, self.keys, self.values
@@ -149,12 +161,11 @@ class Cache:
     """The memory of one layer. What was never written is NaN."""
 
     def __init__(self, layer: Layer, size: int, max_pending: int, device: str | torch.device = "cpu") -> None:
-        nan, exact = float("nan"), torch.float64 if layer.dtype == torch.float64 else torch.float32
-        own = layer.dtype if layer.op == "short_conv_" else exact
+        nan, own = float("nan"), layer.dtype if layer.op == "short_conv_" else layer.exact()
         self.layer, self.device = layer, device
         self.state = torch.full((size, *layer.state_shape()), nan, dtype=own, device=device)
         self.pending = [
-            torch.full((size, max_pending, *shape), nan, dtype=layer.dtype, device=device) for shape in layer.shapes()
+            torch.full((size, max_pending, *shape), nan, dtype=dtype, device=device) for shape, dtype in layer.kept()
         ]
         self.state_lengths, self.lengths = (torch.zeros(size, dtype=torch.int64, device=device) for _ in range(2))
         self.pending_index = torch.full((size, max_pending), -1, device=device)

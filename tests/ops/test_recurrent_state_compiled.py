@@ -24,6 +24,7 @@ def launch(given: Any) -> tuple[Any, Any]:
     """Steps of 8 rows of layers such as Qwen3.5's and Granite 4's, in the place of block-sparse attention."""
     import torch
 
+    from pdkernels._recurrent_state import DeltaArguments
     from pdkernels.triton import recurrent_state as kernels
 
     size, dtype = given.q.shape[-1], given.q.dtype
@@ -32,16 +33,18 @@ def launch(given: Any) -> tuple[Any, Any]:
     k, v = (torch.zeros(1, rows, count, size, dtype=dtype) for count in (key_heads, heads))
     gate, number = torch.zeros(1, rows, heads, dtype=dtype), torch.zeros(heads)
     index = torch.zeros(1, rows, dtype=torch.int64)
-    kernels.gated_delta_(
-        state, lengths.clone(), k, v, gate, gate, k, k, v, gate, gate, lengths, pending_index=index, l2norm_eps=1e-6,
+    delta = DeltaArguments(
+        state, lengths.clone(), k, v.float(), gate, k, k, v, gate, gate, lengths, pending_index=index, l2norm_eps=1e-6,
         A=number, dt_bias=number, sigmoid_beta=True,
     )  # fmt: skip
+    kernels.gated_delta_(delta)
     return given.q, given.q
 
 
 def launch_selective(given: Any) -> tuple[Any, Any]:
     import torch
 
+    from pdkernels._recurrent_state import ConvArguments, SelectiveArguments
     from pdkernels.triton import recurrent_state as kernels
 
     size, dtype = given.q.shape[-1], given.q.dtype
@@ -50,12 +53,14 @@ def launch_selective(given: Any) -> tuple[Any, Any]:
     k, v = (torch.zeros(1, rows, count, width, dtype=dtype) for count, width in ((1, size), (heads, 64)))
     gate, number = torch.zeros(1, rows, heads, dtype=dtype), torch.zeros(heads)
     index = torch.zeros(1, rows, dtype=torch.int64)
-    kernels.selective_state_(
+    selective = SelectiveArguments(
         state, lengths.clone(), v, k, gate, v, k, k, gate, number, lengths, pending_index=index, D=number, dt_bias=number,
         dt_softplus=True,
     )  # fmt: skip
+    kernels.selective_state_(selective)
     x, weight = torch.zeros(1, rows, 4096, dtype=dtype), torch.zeros(4096, 4, dtype=dtype)
-    kernels.short_conv_(torch.zeros(1, 3, 4096, dtype=dtype), lengths.clone(), x, x, weight, lengths, activation="silu")
+    window = torch.zeros(1, 3, 4096, dtype=dtype)
+    kernels.short_conv_(ConvArguments(window, lengths.clone(), x, x, weight, lengths, activation="silu"))
     return given.q, given.q
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from pdkernels._recurrent_state import ConvArguments, DeltaArguments, SelectiveArguments
 from pdkernels.reference import recurrent_state as reference
 from tests.harness.triton_interpreter import requires_triton, triton_device
 from tests.ops.state_cases import DTYPES, LAYERS, Cache, bits, part, path_to, small
@@ -23,12 +24,12 @@ def ops() -> Any:
     from pdkernels.triton import recurrent_state as kernels
 
     def selective(*given: Any, dt_limit: tuple[float, float] = (0.0, float("inf")), **options: Any) -> Any:
-        return kernels.selective_state_(*given, dt_min=dt_limit[0], dt_max=dt_limit[1], **options)
+        return kernels.selective_state_(SelectiveArguments(*given, dt_min=dt_limit[0], dt_max=dt_limit[1], **options))
 
     return SimpleNamespace(
-        gated_delta_=kernels.gated_delta_,
+        gated_delta_=lambda *given, **options: kernels.gated_delta_(DeltaArguments(*given, **options)),
         selective_state_=selective,
-        short_conv_=kernels.short_conv_,
+        short_conv_=lambda *given, **options: kernels.short_conv_(ConvArguments(*given, **options)),
         state_commit_=lambda lengths, index, held, *given, **options: kernels.state_commit_(lengths, index, [*held], *given, **options),
         state_trim_=lambda lengths, wanted, held: kernels.state_trim_(lengths, wanted, [*held]),
     )  # fmt: skip

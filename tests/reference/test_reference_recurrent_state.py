@@ -52,7 +52,7 @@ class Delta:
         return [k, v, -floats(BATCH, rows, 4, seed=seed + 7).abs(), beta, q]
 
     def cache(self) -> SimpleNamespace:
-        return empty(self.inputs(1)[:4], 4, 5, 3)
+        return empty(self.inputs(1)[:3], 4, 5, 3)
 
     def step(self, cache: SimpleNamespace, rows: list[torch.Tensor], **options) -> torch.Tensor:
         k, v, g, beta, q = rows

@@ -5,71 +5,150 @@
 // steps.
 #include "ops/recurrent_state.h"
 #include "kernels.h"
-#include "state_blocks.h"
+#include "state_passes.h"
 
 namespace pdkernels::cpu::PDK_ISA {
 namespace {
 
-// Calls body with a Block for all columns.
-template <class T, bool kDelta, class Body>
-void for_blocks(const StateScanArgs& args, int64_t b, int64_t head, float* state, float* work, const Body& body) {
-  int64_t at = 0;
-  for (; at + kColumns * kLanes <= args.values; at += kColumns * kLanes) {
-    Block<T, kDelta, kColumns, Whole> block(args, b, head, state, work, at, Whole{});
-    body(block);
-  }
-  for_vectors(at, args.values, [&](int64_t column, auto lanes) {
-    Block<T, kDelta, 1, decltype(lanes)> block(args, b, head, state, work, column, lanes);
-    body(block);
-  });
-}
-
-// Rows that become part of a state are prepared so many at a time.
+// Known rows, and rows that become part of a state, are prepared so many at a time.
 constexpr int64_t kChunk = 32;
+
+// A step of one head of a sequence.
+template <class T, bool kDelta>
+class Head {
+ public:
+  Head(const StateScanArgs& args, int64_t b, int64_t head)
+      : args_(args),
+        b_(b),
+        head_(head),
+        row_(args.row(b)),
+        settled_(args.settled(args.count(b))),
+        drafted_(args.count(b) - settled_) {
+    float* state = args.state + row_ * args.state_row_stride + head * args.state_head_stride;
+    state_ = {state, state + args.state_head_stride, args.state_key_stride, args.keys, args.values};
+    const int64_t columns = rounded_up(args.values, kTile),
+                  tiles = kDelta ? columns / kTile * tile_stride(args.keys) : 0;
+    const int64_t rows = larger(drafted_, settled_ > 0 ? kChunk : 0), known = larger(drafted_, kChunk);
+    const int64_t floats = tiles + columns + (rows + kChunk) * floats_of_row(args);
+    char* memory = thread_scratch(floats * static_cast<int64_t>(sizeof(float)) +
+                                  (rows + known) * static_cast<int64_t>(sizeof(Row)));
+    work_ = reinterpret_cast<float*>(memory), remembered_ = work_ + tiles, of_rows_ = remembered_ + columns;
+    of_known_ = of_rows_ + rows * floats_of_row(args);
+    rows_ = reinterpret_cast<Row*>(of_known_ + kChunk * floats_of_row(args)), known_ = rows_ + rows;
+  }
+
+  void run() {
+    const int64_t accepted = args_.accepted(row_);
+    const bool is_zero = args_.state_lengths.load(row_) == 0;
+    const bool is_written = accepted + settled_ > 0;
+    from_zero_ = is_zero && !is_written;
+    if (is_zero && is_written) clear_state();
+    int64_t known = 0;
+    for (int64_t first = 0; first < accepted; first += known) {
+      if (known > 0) sweep(known, 0, Stored::kBehindKnown);
+      known = smaller(kChunk, accepted - first);
+      for (int64_t i = 0; i < known; ++i) {
+        prepare<T>(args_, {true, row_, args_.source(row_, first + i)}, head_, of_known_ + i * floats_of_row(args_),
+                   known_[i]);
+      }
+    }
+    for (int64_t first = 0; first < settled_; first += kChunk, known = 0) {
+      const int64_t count = smaller(kChunk, settled_ - first);
+      prepare_rows(first, count);
+      take(known, 0, count, first, Stored::kBehindAll);
+    }
+    if (drafted_ == 0) return;
+    prepare_rows(settled_, drafted_);
+    for (int64_t i = 0, end; i < drafted_; i = end) {
+      for (end = i + 1; end < drafted_ && parent_of(end) == end - 1;) ++end;
+      if (i > 0) known = find_ancestors(parent_of(i));
+      take(known, i, end - i, settled_, i == 0 && known > 0 ? Stored::kBehindKnown : Stored::kNever);
+    }
+    if constexpr (kDelta) keep_updates();
+  }
+
+ private:
+  void clear_state() const {
+    for (int64_t key = 0; key < args_.keys; ++key) {
+      __builtin_memset(state_.data + key * state_.stride, 0, args_.values * sizeof(float));
+    }
+  }
+
+  void prepare_rows(int64_t first, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+      prepare<T>(args_, {false, b_, first + i}, head_, of_rows_ + i * floats_of_row(args_), rows_[i]);
+    }
+  }
+
+  // Among the drafted rows; -1: none.
+  int64_t parent_of(int64_t i) const { return larger(args_.parent(b_, settled_ + i) - settled_, -1); }
+
+  // Makes `last` and its ancestors the known rows, in their order, and counts them.
+  int64_t find_ancestors(int64_t last) {
+    int64_t count = 0;
+    for (int64_t up = last; up >= 0; up = parent_of(up)) known_[count++] = rows_[up];
+    for (int64_t i = 0; i < count / 2; ++i) {
+      const Row row = known_[i];
+      known_[i] = known_[count - 1 - i], known_[count - 1 - i] = row;
+    }
+    return count;
+  }
+
+  void sweep(int64_t known, int64_t first, Stored stored, int64_t count = 0, bool goes_on = false) {
+    float* work = goes_on ? work_ : nullptr;
+    run_sweep<kDelta>({state_, from_zero_, work, remembered_, known_, rows_ + first, known, count, stored});
+  }
+
+  // `count` of the prepared rows, which follow one another, from the state and the known rows on. `number`: of the
+  // first prepared row among the new ones.
+  void take(int64_t known, int64_t first, int64_t count, int64_t number, Stored stored) {
+    const Row* rows = rows_ + first;
+    if constexpr (kDelta) {
+      const int64_t columns = rounded_up(args_.values, kTile);
+      for (int64_t i = 0; i < columns; ++i) remembered_[i] = 0;
+      const bool stores = stored == Stored::kBehindAll, goes_on = stores || count > 1;
+      sweep(known, first, stored, 1, goes_on);
+      for (int64_t at = 0; at < columns; at += kLanes) find_update(*rows, at, load(remembered_ + at, Whole{}));
+      if (goes_on) finish_path(state_, work_, rows, count, stores);
+    } else {
+      sweep(known, first, stored, count);
+    }
+    for (int64_t i = 0; i < count; ++i) write(rows[i], number + first + i);
+  }
+
+  void write(const Row& row, int64_t i) const {
+    T* to = reinterpret_cast<T*>(args_.out.at(b_, i, head_));
+    const bool adds = kDelta || args_.D.given();
+    const Vec factor = splat(kDelta ? row.qk : adds ? number(args_.D, 0, 0, head_) : 0.0f);
+    for_vectors(0, args_.values, [&](int64_t at, auto lanes) {
+      Vec y = load(row.read + at, Whole{});
+      if (adds) y += mul(factor, load(row.update + at, Whole{}));
+      store(to + at, y, lanes);
+    });
+  }
+
+  // Nobody reads this head's pending updates any more.
+  void keep_updates() const {
+    for (int64_t i = 0; i < drafted_; ++i) {
+      __builtin_memcpy(args_.v.pending.at(row_, i, head_), rows_[i].update, args_.values * sizeof(float));
+    }
+  }
+
+  const StateScanArgs& args_;
+  const int64_t b_, head_, row_, settled_, drafted_;
+  HeadState state_;
+  float *work_, *remembered_, *of_rows_, *of_known_;
+  Row *rows_, *known_;
+  bool from_zero_ = false;
+};
 
 template <class T, bool kDelta>
 void scan_head(const StateScanArgs& args, int64_t b, int64_t head) {
-  const int64_t count = args.count(b), row = args.row(b);
+  const int64_t count = args.count(b);
   for (int64_t i = count; i < args.rows; ++i) {  // padding
-    char* to = args.out.at(b, i, head);
-    for (int64_t byte = 0; byte < args.values * static_cast<int64_t>(sizeof(T)); ++byte) to[byte] = 0;
+    __builtin_memset(args.out.at(b, i, head), 0, args.values * sizeof(T));
   }
-  if (count == 0) return;
-  const bool is_zero = args.state_lengths.load(row) == 0;
-  const int64_t accepted = args.accepted(row), settled = args.settled(count), folded = accepted + settled;
-  const int64_t drafted = count - settled, most = drafted + smaller(folded, kChunk);
-  const int64_t width = 2 * rounded_up(args.keys, kSums) + rounded_up(args.values, kSums);
-  const int64_t tile = args.keys * kColumns * kLanes;
-  const int64_t row_floats = rounded_up(most * static_cast<int64_t>(sizeof(Row)) / 4 + 1, kSums);
-  char* memory = thread_scratch((tile + most * width + row_floats) * static_cast<int64_t>(sizeof(float)));
-  float *work = reinterpret_cast<float*>(memory), *prepared = work + tile;
-  Row *rows = reinterpret_cast<Row*>(prepared + most * width), *chunk_rows = rows + drafted;
-  float* state = args.state + row * args.state_row_stride + head * args.state_head_stride;
-
-  for (int64_t i = 0; i < drafted; ++i) {
-    prepare<T>(args, {false, b, settled + i}, head, prepared + i * width, rows[i]);
-  }
-  for (int64_t first = 0; first < folded; first += kChunk) {
-    const int64_t chunk = smaller(kChunk, folded - first), pending = smaller(chunk, larger(accepted - first, 0));
-    for (int64_t i = 0; i < chunk; ++i) {
-      const bool is_pending = i < pending;
-      const Place at{is_pending, is_pending ? row : b, is_pending ? args.source(row, first + i) : first + i - accepted};
-      prepare<T>(args, at, head, prepared + (drafted + i) * width, chunk_rows[i]);
-    }
-    for_blocks<T, kDelta>(args, b, head, state, work, [&](auto& block) {
-      if (first == 0 && is_zero) block.clear_state();
-      block.fold(chunk_rows, chunk, pending, larger(first - accepted, 0));
-      if (first + chunk < folded || drafted == 0) {
-        block.finish();
-      } else {
-        block.draft(rows, drafted, settled, false);
-      }
-    });
-  }
-  if (folded == 0) {
-    for_blocks<T, kDelta>(args, b, head, state, work,
-                          [&](auto& block) { block.draft(rows, drafted, settled, is_zero); });
-  }
+  if (count > 0) Head<T, kDelta>(args, b, head).run();
 }
 
 template <class T>

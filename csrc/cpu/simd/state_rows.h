@@ -101,11 +101,22 @@ PDK_INLINE void scale_by(float* x, float factor, int64_t n) {
   }
 }
 
-// A row of a head as the passes take it.
+// A row of a head as the passes take it. The arrays are padded: k and q to kSums, the others to kTile.
 struct Row {
-  float *k, *q, *v;  // q: only of new rows
+  float* k;
+  float* update;    // of a new row of the delta rule its v, until its update is known
+  float *q, *read;  // only of new rows; read: the sum of q with the state
   float decay, beta, qk;
 };
+
+// Columns that a pass takes: as many vectors as leave registers for two sums and an update of each.
+constexpr int kColumns = kLanes == 16 ? 4 : 2;
+constexpr int64_t kTile = larger(kColumns * kLanes, kSums);
+
+// Floats of a row's arrays.
+PDK_INLINE int64_t floats_of_row(const StateScanArgs& args) {
+  return 2 * rounded_up(args.keys, kSums) + 2 * rounded_up(args.values, kTile);
+}
 
 // Where a row is: new, or pending.
 struct Place {
@@ -117,7 +128,6 @@ PDK_INLINE const InputView& view_of(const StateInput& input, const Place& at) {
   return at.pending ? input.pending : input.fresh;
 }
 
-template <class T>
 PDK_INLINE void prepare_delta(const StateScanArgs& args, const Place& at, int64_t head, int64_t padded, Row& row) {
   const auto normalise = [&](float* x) {
     if (args.eps >= 0) scale_by(x, 1.0f / __builtin_sqrtf(dot(x, x, padded) + args.eps), padded);
@@ -127,6 +137,8 @@ PDK_INLINE void prepare_delta(const StateScanArgs& args, const Place& at, int64_
     normalise(row.q);
     scale_by(row.q, args.scale, padded);
     row.qk = dot(row.q, row.k, padded);
+    row.beta = number(args.beta, at.b, at.row, head);
+    if (args.sigmoid) row.beta = first(sigmoid_of(splat(row.beta)));
   }
   float log_decay = number(view_of(args.gate, at), at.b, at.row, head);
   if (args.A.given()) {
@@ -134,8 +146,6 @@ PDK_INLINE void prepare_delta(const StateScanArgs& args, const Place& at, int64_
     log_decay = first(mul(softplus_of(splat(log_decay)), splat(number(args.A, 0, 0, head))));
   }
   row.decay = first(exp_of(splat(log_decay)));
-  row.beta = number(view_of(args.beta, at), at.b, at.row, head);
-  if (args.sigmoid) row.beta = first(sigmoid_of(splat(row.beta)));
 }
 
 PDK_INLINE void prepare_selective(const StateScanArgs& args, const Place& at, int64_t head, int64_t padded, Row& row) {
@@ -154,13 +164,22 @@ PDK_INLINE void prepare_selective(const StateScanArgs& args, const Place& at, in
 
 template <class T>
 void prepare(const StateScanArgs& args, const Place& at, int64_t head, float* memory, Row& row) {
-  const int64_t padded = rounded_up(args.keys, kSums), key_head = head / (args.heads / args.key_heads);
-  row.k = memory, row.q = memory + padded, row.v = memory + 2 * padded;
+  const int64_t padded = rounded_up(args.keys, kSums), values = rounded_up(args.values, kTile);
+  const int64_t key_head = head / (args.heads / args.key_heads);
+  row.k = memory, row.update = memory + padded, row.q = row.update + values, row.read = row.q + padded;
   widen<T>(view_of(args.k, at).at(at.b, at.row, key_head), row.k, args.keys, padded);
-  widen<T>(view_of(args.v, at).at(at.b, at.row, head), row.v, args.values, rounded_up(args.values, kSums));
-  if (!at.pending) widen<T>(args.q.at(at.b, at.row, key_head), row.q, args.keys, padded);
+  const char* v = view_of(args.v, at).at(at.b, at.row, head);
+  if (args.delta && at.pending) {
+    widen<float>(v, row.update, args.values, values);
+  } else {
+    widen<T>(v, row.update, args.values, values);
+  }
+  if (!at.pending) {
+    widen<T>(args.q.at(at.b, at.row, key_head), row.q, args.keys, padded);
+    for (int64_t i = 0; i < values; ++i) row.read[i] = 0;
+  }
   if (args.delta) {
-    prepare_delta<T>(args, at, head, padded, row);
+    prepare_delta(args, at, head, padded, row);
   } else {
     prepare_selective(args, at, head, padded, row);
   }
