@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention.h"
+#include "experts.h"
 #include "linear.h"
 #include "quantized_linear.h"
 #include "speculative_attention.h"
@@ -10,6 +11,8 @@
 
 #ifndef PDKERNELS_DEVICE_CUDA
 
+#include <algorithm>
+#include <cstring>
 #include <variant>
 
 #include "parallel.h"
@@ -30,9 +33,11 @@ struct LayersInputs {
   bool interleaved;
   PlanInputs plan;
   double scale, eps;
+  RoutingInputs routing;
+  std::vector<int64_t> mixtures;  // the layers with experts in place of an MLP
   auto fields() const {
     return std::tie(x, parameters, parts, layouts, outputs, k_cache, v_cache, lengths, counts, block_table, heads, cos,
-                    sin, positions, interleaved, plan, scale, eps);
+                    sin, positions, interleaved, plan, scale, eps, routing, mixtures);
   }
 };
 
@@ -76,25 +81,51 @@ class ParameterReader {
     PDK_CHECK(at_ < in_.parameters.size());
     return in_.parameters[at_].has_value() ? vector(size) : (++at_, nullptr);
   }
-  // A matrix and its bias.
-  AnyMatrix matrix(int64_t width) {
-    const int64_t parts = next_of(in_.parts, matrix_++);
-    if (parts == 0) {
+  // A matrix, and its bias if such matrices have one.
+  AnyMatrix matrix(int64_t width, bool with_bias = true) {
+    const auto bias = [&] { return with_bias ? next() : std::nullopt; };
+    Parts parts = next_parts();
+    if (parts.weights.empty()) {
       const Tensor given = dense(next());
-      return Matrix(device_, in_.x, width, given, next());
+      return Matrix(device_, in_.x, width, given, bias());
     }
-    PDK_CHECK(parts > 0);
-    Tensors weights;
-    std::vector<int64_t> layouts, outputs;
-    for (int64_t i = 0; i < parts; ++i, ++part_) {
-      weights.push_back(dense(next()));
-      layouts.push_back(next_of(in_.layouts, part_)), outputs.push_back(next_of(in_.outputs, part_));
-    }
-    return QuantizedMatrix(device_, in_.x, width, weights, layouts, outputs, next());
+    return QuantizedMatrix(device_, in_.x, width, parts.weights, parts.layouts, parts.outputs, bias());
+  }
+  // The same without a bias, if there is one.
+  std::optional<AnyMatrix> optional_matrix(int64_t width) {
+    PDK_CHECK(at_ < in_.parameters.size());
+    if (in_.parameters[at_].has_value()) return matrix(width, false);
+    ++at_, ++matrix_;
+    return std::nullopt;
+  }
+  ExpertMatrices experts(int64_t width, int64_t count) {
+    const Parts parts = next_parts();
+    if (parts.weights.empty()) return {device_, in_.x, width, dense(next())};
+    return {device_, in_.x, width, parts.weights, parts.layouts, parts.outputs, count};
+  }
+  Router router() {
+    const Tensor weight = dense(next());
+    return {device_, in_.x, in_.routing, weight, next()};
   }
   bool done() const { return at_ == in_.parameters.size(); }
 
  private:
+  // Of a quantised matrix; none of another one.
+  struct Parts {
+    Tensors weights;
+    std::vector<int64_t> layouts, outputs;
+  };
+
+  Parts next_parts() {
+    const int64_t count = next_of(in_.parts, matrix_++);
+    PDK_CHECK(count >= 0);
+    Parts found;
+    for (int64_t i = 0; i < count; ++i, ++part_) {
+      found.weights.push_back(dense(next()));
+      found.layouts.push_back(next_of(in_.layouts, part_)), found.outputs.push_back(next_of(in_.outputs, part_));
+    }
+    return found;
+  }
   // Copying parameters in every call would cost more than this op saves.
   static Tensor dense(const OptionalTensor& t) {
     PDK_CHECK(t.has_value() && t->is_contiguous());
@@ -110,26 +141,83 @@ class ParameterReader {
   size_t at_ = 0, matrix_ = 0, part_ = 0;
 };
 
-// The order of initialisation is that of NAMES in whole_step.py.
+// Of a SwiGLU with its rows, the elements of memory that it needs.
+struct InnerSizes {
+  int64_t gate_up = 0, gated = 0, sorted = 0, scratch = 0;
+
+  void include(int64_t rows, int64_t inner) {
+    gate_up = std::max(gate_up, rows * 2 * inner), gated = std::max(gated, rows * inner);
+  }
+};
+
+struct Mlp {
+  AnyMatrix gate_up, down;
+
+  Mlp(ParameterReader& reader, int64_t width)
+      : gate_up(reader.matrix(width)), down(reader.matrix(gate_up.outputs() / 2)) {
+    PDK_CHECK(down.outputs() == width && gate_up.outputs() % 2 == 0);
+  }
+  void include(int64_t rows, InnerSizes& sizes) const {
+    sizes.include(rows, down.width());
+    sizes.scratch = std::max({sizes.scratch, gate_up.scratch_bytes(rows), down.scratch_bytes(rows)});
+  }
+};
+
+struct Mixture {
+  Router router;
+  ExpertMatrices gate_up, down;
+  std::optional<AnyMatrix> shared_gate_up, shared_down;
+  int64_t per_token;
+
+  Mixture(ParameterReader& reader, int64_t width, int64_t chosen)
+      : router(reader.router()),
+        gate_up(reader.experts(width, router.count())),
+        down(reader.experts(gate_up.outputs() / 2, router.count())),
+        shared_gate_up(reader.optional_matrix(width)),
+        shared_down(reader.optional_matrix(shared_gate_up ? shared_gate_up->outputs() / 2 : 0)),
+        per_token(chosen) {
+    PDK_CHECK(gate_up.count() == router.count() && down.count() == router.count());
+    PDK_CHECK(gate_up.outputs() % 2 == 0 && down.outputs() == width);
+    PDK_CHECK(shared_gate_up.has_value() == shared_down.has_value());
+    PDK_CHECK(!shared_down || (shared_down->outputs() == width && shared_gate_up->outputs() % 2 == 0));
+  }
+  void include(int64_t rows, InnerSizes& sizes) const {
+    const int64_t chosen = rows * per_token;
+    sizes.include(chosen, gate_up.outputs() / 2);
+    sizes.sorted = std::max(sizes.sorted, chosen * down.outputs());
+    sizes.scratch = std::max({sizes.scratch, gate_up.scratch_bytes(chosen), down.scratch_bytes(chosen)});
+    if (!shared_down) return;
+    sizes.include(rows, shared_down->width());
+    sizes.scratch = std::max({sizes.scratch, shared_gate_up->scratch_bytes(rows), shared_down->scratch_bytes(rows)});
+  }
+};
+
+// The order of initialisation is that of NAMES, or EXPERT_NAMES, in whole_step.py.
 struct LayerParameters {
   void* attention_norm;
   AnyMatrix qkv;
   void *q_norm, *k_norm;
   AnyMatrix output;
   void* mlp_norm;
-  AnyMatrix gate_up, down;
+  std::variant<Mlp, Mixture> mlp;
 
-  LayerParameters(ParameterReader& reader, int64_t width, int64_t heads_width, int64_t head_dim)
+  // `per_token`: experts of a row, 0 for a layer with an MLP.
+  LayerParameters(ParameterReader& reader, int64_t width, int64_t heads_width, int64_t head_dim, int64_t per_token)
       : attention_norm(reader.vector(width)),
         qkv(reader.matrix(width)),
         q_norm(reader.optional_vector(head_dim)),
         k_norm(reader.optional_vector(head_dim)),
         output(reader.matrix(heads_width)),
         mlp_norm(reader.vector(width)),
-        gate_up(reader.matrix(width)),
-        down(reader.matrix(gate_up.outputs() / 2)) {
+        mlp(read_mlp(reader, width, per_token)) {
     PDK_CHECK((q_norm == nullptr) == (k_norm == nullptr));
-    PDK_CHECK(output.outputs() == width && down.outputs() == width && gate_up.outputs() % 2 == 0);
+    PDK_CHECK(output.outputs() == width);
+  }
+
+ private:
+  static std::variant<Mlp, Mixture> read_mlp(ParameterReader& reader, int64_t width, int64_t per_token) {
+    if (per_token == 0) return Mlp(reader, width);
+    return Mixture(reader, width, per_token);
   }
 };
 
@@ -145,18 +233,21 @@ class Layers {
     element_ = row_element(in.x);
     kv_heads_ = in.k_cache.size(3), heads_ = in.heads;
     PDK_CHECK(kv_heads_ > 0 && heads_ > 0);
-    int64_t inner = 0, scratch = 0;
+    InnerSizes sizes;
     ParameterReader reader(in);
+    std::vector<int64_t> per_token(layers);
+    for (const int64_t layer : in.mixtures) {
+      PDK_CHECK(layer >= 0 && layer < layers && in.routing.per_token > 0);
+      per_token[layer] = in.routing.per_token;
+    }
     layers_.reserve(layers);
     for (int64_t i = 0; i < layers; ++i) {
-      layers_.emplace_back(reader, width_, heads_ * dim, dim);
+      layers_.emplace_back(reader, width_, heads_ * dim, dim, per_token[i]);
       const LayerParameters& layer = layers_.back();
       PDK_CHECK(layer.qkv.outputs() == (heads_ + 2 * kv_heads_) * dim);
       PDK_CHECK((layer.q_norm == nullptr) == (layers_[0].q_norm == nullptr));
-      inner = std::max(inner, layer.gate_up.outputs() / 2);
-      for (const AnyMatrix* matrix : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) {
-        scratch = std::max(scratch, matrix->scratch_bytes(rows_));
-      }
+      std::visit([&](const auto& mlp) { mlp.include(rows_, sizes); }, layer.mlp);
+      sizes.scratch = std::max({sizes.scratch, layer.qkv.scratch_bytes(rows_), layer.output.scratch_bytes(rows_)});
     }
     PDK_CHECK(reader.done());
     const ScalarType dtype = in.x.scalar_type();
@@ -164,9 +255,11 @@ class Layers {
     const auto heads_of = [&](int64_t heads) {
       return torch::stable::new_empty(in_.x, {batch_, in_.x.size(1), heads, dim}, dtype);
     };
-    normed_ = rows_of(width_), input_ = rows_of(width_), gate_up_ = rows_of(2 * inner), gated_ = rows_of(inner);
+    const auto flat = [&](int64_t size) { return torch::stable::new_empty(in_.x, {size}, dtype); };
+    normed_ = rows_of(width_), input_ = rows_of(width_), gate_up_ = flat(sizes.gate_up), gated_ = flat(sizes.gated);
+    sorted_ = flat(sizes.sorted), shared_ = flat(sizes.sorted > 0 ? rows_ * width_ : 0);
     residual_ = torch::stable::empty_like(in.x), added_ = torch::stable::empty_like(in.x);
-    scratch_ = torch::stable::new_empty(in.x, {scratch}, ScalarType::Byte);
+    scratch_ = torch::stable::new_empty(in.x, {sizes.scratch}, ScalarType::Byte);
     qkv_ = heads_of(heads_ + 2 * kv_heads_), mixed_ = heads_of(heads_);
     normed_qk_ = layers_[0].q_norm != nullptr ? heads_of(heads_ + kv_heads_) : qkv_;
     unpack_heads(dim);
@@ -259,12 +352,49 @@ class Layers {
     attend(number);
     multiply(layer.output, mixed_, added_);
     norm(view(added_), view(first ? in_.x : input_), layer.mlp_norm, view(residual_));
-    multiply(layer.gate_up, normed_, gate_up_);
-    SiluAndMulArgs gate;
-    gate.element = element_, gate.rows = rows_, gate.width = layer.down.width();
-    gate.x = {gate_up_.data_ptr(), 2 * gate.width}, gate.out = {gated_.data_ptr(), gate.width};
-    launch_(PDK_VECTOR(silu_and_mul), gate);
-    multiply(layer.down, gated_, added_);
+    std::visit([&](auto& mlp) { run_mlp(mlp); }, layer.mlp);
+  }
+
+  // gated_ = silu(gate) * up of gate_up_.
+  void gate(int64_t rows, int64_t inner) {
+    SiluAndMulArgs args;
+    args.element = element_, args.rows = rows, args.width = inner;
+    args.x = {gate_up_.data_ptr(), 2 * inner}, args.out = {gated_.data_ptr(), inner};
+    launch_(PDK_VECTOR(silu_and_mul), args);
+  }
+  void run_swiglu(AnyMatrix& gate_up, AnyMatrix& down, const Tensor& out) {
+    multiply(gate_up, normed_, gate_up_);
+    gate(rows_, down.width());
+    multiply(down, gated_, out);
+  }
+
+  void run_mlp(Mlp& mlp) { run_swiglu(mlp.gate_up, mlp.down, added_); }
+
+  void run_mlp(Mixture& mixture) {
+    const int64_t each = mixture.per_token, chosen = rows_ * each, inner = mixture.gate_up.outputs() / 2;
+    mixture.router.choose(launch_, normed_, experts_);
+    const int64_t row_bytes = width_ * static_cast<int64_t>(normed_.element_size());
+    parallel_for(0, chosen, 1 + 64 * 1024 / row_bytes, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        std::memcpy(bytes(sorted_) + experts_.slots[i] * row_bytes, bytes(normed_) + i / each * row_bytes, row_bytes);
+      }
+    });
+    const auto multiply_sorted = [&](ExpertMatrices& matrices, const Tensor& x, int64_t width, const Tensor& out) {
+      matrices.multiply(launch_, {x.data_ptr(), width}, chosen, experts_.groups, out.data_ptr(), scratch_.data_ptr());
+    };
+    multiply_sorted(mixture.gate_up, sorted_, width_, gate_up_);
+    gate(chosen, inner);
+    multiply_sorted(mixture.down, gated_, inner, sorted_);
+    WeightedRowsArgs sum;
+    if (mixture.shared_down) {
+      run_swiglu(*mixture.shared_gate_up, *mixture.shared_down, shared_);
+      sum.plus = view(shared_);
+    }
+    sum.element = element_, sum.x = view(sorted_), sum.out = view(added_);
+    sum.slots = experts_.slots.data(), sum.weights = experts_.weights.data();
+    sum.rounds_weights = !in_.routing.by_sigmoid;
+    sum.rows = rows_, sum.count = each, sum.width = width_;
+    launch_(PDK_VECTOR(weighted_rows), sum);
   }
 
   const LayersInputs& in_;
@@ -273,7 +403,9 @@ class Layers {
   std::vector<LayerParameters> layers_;
   Element element_;
   int64_t batch_, rows_, width_, heads_, kv_heads_, head_dim_ = 0;
-  Tensor normed_, input_, residual_, added_, qkv_, normed_qk_, mixed_, gate_up_, gated_, scratch_, lse_;
+  Tensor normed_, input_, residual_, added_, qkv_, normed_qk_, mixed_, gate_up_, gated_, sorted_, shared_, scratch_,
+      lse_;
+  ChosenExperts experts_;
   SpeculativeArgs attention_;
   std::optional<SplitResults> splits_;
   ApplyRopeArgs rope_;

@@ -67,7 +67,8 @@ def test_a_write_past_a_tensor_is_noticed(environment: dict[str, str]) -> None:
 
 def test_the_layers_of_a_model(environment: dict[str, str]) -> None:
     """They are one op, which is not among those of tests/ops."""
-    arguments = ("-m", "pytest", "tests/models/test_whole_step.py", "-q", "-x", "-m", "not slow", "-k", "not compiled")
+    tests = ("tests/models/test_whole_step.py", "tests/models/test_whole_step_experts.py")
+    arguments = ("-m", "pytest", *tests, "-q", "-x", "-m", "not slow", "-k", "not compiled")
     answer = run(*arguments, "-p", "no:cacheprovider", "-p", "no:xdist", "--capture=sys", environment=environment)
     report = re.search("(==[0-9]+==ERROR|[^\n]+runtime error:).{,4000}", answer.stderr, re.DOTALL)
     assert answer.returncode == 0, report[0] if report else answer.stdout[-8000:] + answer.stderr[-2000:]

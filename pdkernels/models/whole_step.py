@@ -23,6 +23,8 @@ from pdkernels.backends import resolve
 from pdkernels.masks import TilePlan
 from pdkernels.models import fused
 from pdkernels.models.attention import NewRows
+from pdkernels.models.config import ExpertsConfig
+from pdkernels.models.experts import ExpertLayer
 from pdkernels.models.layer import Layer
 from pdkernels.ops._library import LIBRARY, NAMESPACE, schema_of
 from pdkernels.ops._quantized_weight import QuantizedWeight
@@ -34,7 +36,8 @@ LIBRARY.define(
     f"{OP}(Tensor x, Tensor?[] parameters, int[] parts, int[] layouts, int[] outputs, "
     "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor lengths, Tensor? counts, Tensor? block_table, "
     "int heads, Tensor cos, Tensor sin, Tensor positions, bool interleaved, "
-    f"{schema_of(PlanArguments)}, float scale, float eps) -> (Tensor residual, Tensor added)"
+    f"{schema_of(PlanArguments)}, float scale, float eps, int per_token, bool normalized, bool by_sigmoid, int groups, "
+    "int chosen_groups, float routing_scale, int[] mixtures) -> (Tensor residual, Tensor added)"
 )
 _run = getattr(getattr(torch.ops, NAMESPACE), OP).default
 
@@ -43,8 +46,12 @@ NAMES = (
     *("attention_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "output", "output_bias"),
     *("mlp_norm", "gate_up", "gate_up_bias", "down", "down_bias"),
 )
-_MATRICES = ("qkv", "output", "gate_up", "down")
-_of_layer = itemgetter(*NAMES)
+# Of a layer with experts.
+EXPERT_NAMES = (
+    *NAMES[: NAMES.index("gate_up")],
+    *("router", "router_bias", "experts_gate_up", "experts_down", "shared_gate_up", "shared_down"),
+)
+_MATRICES = {"qkv", "output", "gate_up", "down", "experts_gate_up", "experts_down", "shared_gate_up", "shared_down"}
 _TYPES = {Tensor, torch.nn.Parameter, type(None)}
 # What an instance may have replaced.
 _METHODS = {name for name, value in vars(Layer).items() if callable(value)} | {"_compiled_call_impl"}
@@ -72,13 +79,24 @@ def run_layers(
     assert cache is not None and isinstance(plan, TilePlan)
     config, lengths = next(iter(layers)).config, cache.lengths
     k, v = (cache.k, cache.v) if span is None else (cache.k[span], cache.v[span])
-    arguments: tuple[Any, ...] = (x, *parameters, k, v, lengths, rows.counts, cache.block_table)
+    *tensors, mixtures = parameters
+    arguments: tuple[Any, ...] = (x, *tensors, k, v, lengths, rows.counts, cache.block_table)
     arguments += (config.heads, rotation.cos, rotation.sin, rotation.positions, rows.style == "interleaved")
     try:
-        found: tuple[Tensor, Tensor] = _run(*arguments, *plan.arguments, cache.head_dim**-0.5, config.norm_eps)
+        found: tuple[Tensor, Tensor] = _run(
+            *arguments, *plan.arguments, cache.head_dim**-0.5, config.norm_eps, *_routing(config.experts), mixtures
+        )
     except RuntimeError:  # nothing is written yet, and the layers say what does not fit
         return None
     return found
+
+
+def _routing(experts: ExpertsConfig | None) -> tuple[int, bool, bool, int, int, float]:
+    """`RoutingInputs` of python_bindings/experts.h."""
+    if experts is None:
+        return 0, False, False, 1, 1, 1.0
+    by_sigmoid, groups = experts.scores == "sigmoid", experts.groups
+    return experts.per_token, experts.normalized, by_sigmoid, groups, experts.chosen_groups, experts.scale
 
 
 def _serves(x: Tensor, rows: NewRows) -> bool:
@@ -94,6 +112,17 @@ def _serves(x: Tensor, rows: NewRows) -> bool:
     return fits and resolve("linear", "auto", x.device) == "native" and asked()
 
 
+class Kind:
+    """The names of a kind of layer's parameters."""
+
+    def __init__(self, *names: str) -> None:
+        self.names, self.of_layer = names, itemgetter(*names)
+        self.unpacked = (0,) * sum(name in _MATRICES for name in names)
+
+
+_KINDS = {Layer: Kind(*NAMES), ExpertLayer: Kind(*EXPERT_NAMES)}
+
+
 class Parameters(NamedTuple):
     """Those of all layers, one after the other, as the op takes them."""
 
@@ -102,15 +131,17 @@ class Parameters(NamedTuple):
     """Of each matrix that is quantised; 0 for the others."""
     layouts: list[int]
     outputs: list[int]
+    mixtures: list[int]
+    """The layers with experts, by their places among these."""
 
-    def add(self, own: dict[str, Any]) -> None:
+    def add(self, own: dict[str, Any], kind: Kind) -> None:
         """Appends the parameters of a layer with the attributes `own`. KeyError: it keeps some in another way."""
         if not own["_modules"]:
-            self.tensors.extend(_of_layer(own["_parameters"]))
-            self.parts.extend((0,) * len(_MATRICES))
+            self.tensors.extend(kind.of_layer(own["_parameters"]))
+            self.parts.extend(kind.unpacked)
             return
         every = own["_parameters"] | own["_modules"]
-        for name in NAMES:
+        for name in kind.names:
             given = every[name]
             if type(given) is QuantizedWeight:
                 self.tensors.extend(given._buffers.values())  # its `data`, which looks each up by name
@@ -125,15 +156,17 @@ class Parameters(NamedTuple):
 
 def _parameters(layers: Iterable[Layer]) -> Parameters | None:
     """None where a layer is another class, has hooks, or keeps its parameters in another way."""
-    found = Parameters([], [], [], [])
+    found = Parameters([], [], [], [], [])
     try:
-        for layer in layers:
-            own = vars(layer)
-            if type(layer) is not Layer or layer._forward_hooks or layer._forward_pre_hooks:
+        for number, layer in enumerate(layers):
+            own, kind = vars(layer), _KINDS.get(type(layer))
+            if kind is None or layer._forward_hooks or layer._forward_pre_hooks:
                 return None
             if not _METHODS.isdisjoint(own):
                 return None
-            found.add(own)
+            if type(layer) is ExpertLayer:
+                found.mixtures.append(number)
+            found.add(own, kind)
     except KeyError:
         return None
     return found if _TYPES.issuperset(map(type, found.tensors)) else None

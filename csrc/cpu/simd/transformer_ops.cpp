@@ -1,6 +1,7 @@
 // The ops between a transformer's matrix products. Rows are independent work items; a row is too short to be split.
 #include "kernels.h"
 #include "ops/transformer_ops_backward.h"
+#include "ops/weighted_rows.h"
 #include "rms_norm.h"
 
 namespace pdkernels::cpu::PDK_ISA {
@@ -20,6 +21,27 @@ void add_rms_norm_of(const AddRmsNormArgs& args) {
                                         : widen_row(x, row, args.width);
     squares = weight != nullptr ? norm(squares, weight, y) : round_row(row, y, args.width);
     if (args.next_weight != nullptr) norm(squares, args.next_weight, args.next.row<T>(i));
+  });
+}
+
+// Every product and sum is rounded on its own.
+template <class T>
+void weighted_rows_of(const WeightedRowsArgs& args) {
+  for_rows(args.rows, args.count * args.width, [&](int64_t i) {
+    const int64_t* slots = args.slots + i * args.count;
+    const float* weights = args.weights + i * args.count;
+    T* out = args.out.row<T>(i);
+    for_vectors(0, args.width, [&](int64_t at, auto lanes) {
+      const auto term = [&](int64_t n) {
+        const Vec weight = splat(weights[n]);
+        return rounded(load(args.x.row<const T>(slots[n]) + at, lanes) *
+                       (args.rounds_weights ? as<T>(weight) : weight));
+      };
+      Vec total = term(0);
+      for (int64_t n = 1; n < args.count; ++n) total = total + term(n);
+      if (args.plus.given()) total = as<T>(total) + load(args.plus.row<const T>(i) + at, lanes);
+      store(out + at, total, lanes);
+    });
   });
 }
 
@@ -221,6 +243,7 @@ void add_rms_norm(const AddRmsNormArgs& args) { PDK_BY_ELEMENT(add_rms_norm_of, 
 void add_rms_norm_backward(const AddRmsNormBackwardArgs& args) { PDK_BY_ELEMENT(add_rms_norm_backward_of, args) }
 void silu_and_mul_backward(const SiluAndMulBackwardArgs& args) { PDK_BY_ELEMENT(silu_and_mul_backward_of, args) }
 void silu_and_mul(const SiluAndMulArgs& args) { PDK_BY_ELEMENT(silu_and_mul_of, args) }
+void weighted_rows(const WeightedRowsArgs& args) { PDK_BY_ELEMENT(weighted_rows_of, args) }
 void apply_rope_append(const ApplyRopeAppendArgs& args) { PDK_BY_ELEMENT(apply_rope_append_of, args) }
 void apply_rope(const ApplyRopeArgs& args) { PDK_BY_ELEMENT(apply_rope_of, args) }
 
