@@ -31,6 +31,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+ON_MAC = sys.platform == "darwin"  # not tested
 VERSION = re.search('"(.+)"', (ROOT / "pdkernels/_version.py").read_text()).group(1)
 OLDEST_TORCH = (2, 11)
 USUAL_CUDA_HOME = "/usr/local/cuda"
@@ -166,7 +167,7 @@ def runs_avx2() -> bool:
 
 
 def cpu_levels(*, emulate: bool) -> dict[str, list[str]]:
-    """The levels of `CpuIsa` and their compiler flags. All are compiled on any x86-64 machine; one is chosen at run time.
+    """The levels of `CpuIsa` and their compiler flags. All of an architecture are compiled; one is chosen at run time.
 
     `emulate` asks for no instruction that this processor lacks: wide vectors become several narrow ones.
     """
@@ -175,14 +176,17 @@ def cpu_levels(*, emulate: bool) -> dict[str, list[str]]:
         levels |= {"avx2": ["-DPDK_LANES=8"], "avx2_vnni": ["-DPDK_LANES=8"]}
         levels |= {"avx512": ["-DPDK_LANES=16"], "avx512_vnni": ["-DPDK_LANES=16"]}
         levels |= {"avx512_bf16": ["-DPDK_LANES=16", "-DPDK_PAIRS"], "amx": ["-DPDK_LANES=16", "-DPDK_AMX"]}
+    elif platform.machine() in ("aarch64", "arm64"):
+        levels |= {"neon_dot": ["-DPDK_LANES=4"], "neon_i8mm": ["-DPDK_LANES=4", "-DPDK_PAIRS"]}
     avx512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"]
     pairs = [*avx512, "-mavx512bf16"]
     avx2 = ["-mavx2", "-mfma", "-mf16c"]
     instructions = {"avx2": avx2, "avx2_vnni": [*avx2, "-mavxvnni"], "avx512": avx512}
     instructions |= {"avx512_vnni": [*avx512, "-mavx512vnni"], "avx512_bf16": pairs}
-    instructions |= {"amx": [*pairs, "-mamx-tile", "-mamx-bf16"]}
+    instructions |= {"amx": [*pairs, "-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"]}
     if emulate:
         instructions = dict.fromkeys(instructions, avx2 if runs_avx2() else [])
+    instructions |= {"neon_dot": ["-march=armv8.2-a+dotprod"], "neon_i8mm": ["-march=armv8.2-a+dotprod+i8mm+bf16"]}
     # No vector crosses a call in these units, so how one is passed does not matter; and nothing throws. GCC 12 mistakes the
     # undefined vectors of its own header for variables that were forgotten.
     common = ["-Wno-psabi", "-Wno-maybe-uninitialized", "-fno-exceptions"]
@@ -194,7 +198,8 @@ def cpu_levels(*, emulate: bool) -> dict[str, list[str]]:
 def simd_units(level: str) -> list[Path]:
     """Some levels have only the kernels that gain from them, and otherwise those of a level below (platform.h)."""
     own = {"avx2_vnni": ["quantized_linear.cpp"], "avx512_vnni": ["quantized_linear.cpp"]}
-    own |= {"avx512_bf16": ["linear.cpp"], "amx": ["linear.cpp", "*attention*.cpp"]}
+    own |= {"avx512_bf16": ["linear.cpp"], "amx": ["linear.cpp", "quantized_linear.cpp", "*attention*.cpp"]}
+    own |= {"neon_dot": ["quantized_linear.cpp"], "neon_i8mm": ["linear.cpp", "quantized_linear.cpp"]}
     folder = ROOT / "csrc/cpu/simd"
     return sorted(unit for names in own.get(level, ["*.cpp"]) for unit in folder.glob(names))
 
@@ -241,7 +246,7 @@ def install(built: Path, target: Path) -> None:
 def strip(library: Path) -> None:
     """Strips a library for a wheel down to the symbols that it exports."""
     if shutil.which("strip"):
-        subprocess.run(["strip", "--strip-unneeded", str(library)], check=True)
+        subprocess.run(["strip", "-x" if ON_MAC else "--strip-unneeded", str(library)], check=True)
 
 
 class BuildNative(build_ext):
@@ -273,7 +278,7 @@ class BuildNative(build_ext):
         import pybind11
 
         cxx, flags = host_compiler()
-        ninja.linker("link_host", [*cxx, "-shared", "-O3"])
+        ninja.linker("link_host", [*cxx, "-shared", "-O3", *(["-undefined", "dynamic_lookup"] if ON_MAC else [])])
         modules = []
         for number, (suffix, headers) in enumerate(host_pythons().items()):
             rule = f"cxx_host{number or ''}"
@@ -315,7 +320,8 @@ class BuildNative(build_ext):
             ninja.build(f"cpu_{unit.stem}.o", "cxx", unit) for unit in sorted((ROOT / "csrc/cpu").glob("*.cpp"))
         ]
 
-        libraries = ["-L", torch / "lib", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu"]
+        needed = [] if ON_MAC else ["-Wl,--no-as-needed"]
+        libraries = ["-L", torch / "lib", *needed, "-ltorch", "-ltorch_cpu"]
         if nvcc is None:
             ninja.linker("link_ops", [*cxx, "-shared", *optimise], libraries)
             return ninja.build(f"{folder}_ops.so", "link_ops", *objects)

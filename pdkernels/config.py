@@ -18,7 +18,8 @@ __all__ = ["__version__", "show_config"]
 # Every environment variable that the package reads at run time.
 ENVIRONMENT = {
     "PDKERNELS_BACKEND": "default backend of every op: auto, native, triton or reference",
-    "PDKERNELS_CPU_ISA": "portable, avx2, avx2_vnni, avx512, avx512_vnni, avx512_bf16 or amx: lowers what CPU kernels may use",
+    "PDKERNELS_CPU_ISA": "portable, avx2, avx2_vnni, avx512, avx512_vnni, avx512_bf16 or amx; on arm64 portable, neon_dot or neon_i8mm: "
+    "lowers what CPU kernels may use",
     "PDKERNELS_DEBUG_CHECKS": "1: read values back from the GPU and check them, one sync per call",
     "PDKERNELS_GLUON": "0: Triton kernels on Hopper too, in place of the Gluon kernels",
     "PDKERNELS_HUGE_PAGES": "0: no huge pages for weights and KV caches on the CPU",

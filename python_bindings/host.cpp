@@ -16,7 +16,8 @@ PYBIND11_MODULE(_host, m) {
 
   m.def(
       "cpu_isa", [] { return pdkernels::name_of(pdkernels::cpu_isa()); },
-      "The vector units CPU kernels may use here: portable, avx2, avx512 or amx. PDKERNELS_CPU_ISA lowers it.");
+      "The level of vector units that CPU kernels may use here, such as avx2 or neon_dot. PDKERNELS_CPU_ISA lowers "
+      "it.");
 
   py::class_<pdkernels::PageAllocator>(m, "PageAllocator", py::module_local(),
                                        R"(Hands out page ids of a paged KV cache.

@@ -33,6 +33,13 @@ for cache in caches:
     cache.append_(0, k[:, :20], v[:, :20])
     cache.commit_(torch.tensor([20]))
 assert torch.equal(caches[0].k, caches[1].k) and caches[0].lengths.item() == 20
+numbers, x = torch.randn(2, 48, 64), torch.randn(5, 64)
+for name in ("int8", "q4_0"):
+    mine, theirs = (package.quantized_linear(x, package.quantize(numbers[0], name)) for package in (alone, pd))
+    assert torch.equal(mine, theirs)
+    stacks = [(package, package.quantize(numbers, name)) for package in (alone, pd)]
+    mine, theirs = (package.grouped_linear(x, stack, torch.tensor([2, 5])) for package, stack in stacks)
+    assert torch.equal(mine, theirs)
 (loaded,) = kernels.get_loaded_kernels()
 assert alone.__name__ == loaded.metadata.id and hasattr(getattr(torch.ops, alone.__name__), "unmask_")
 print(json.dumps({"id": loaded.metadata.id, "license": loaded.metadata.license, "file": alone.__file__}))

@@ -36,25 +36,32 @@
   using as::name;                        \
   }
 // Levels have their own kernels where their instructions help (`simd_units` in setup.py), and otherwise those of a
-// level below.
+// level below. Those of other architectures are declared and never called.
 #define PDK_BASE_KERNEL(name, Args)      \
   PDK_LEVEL_KERNEL(portable, name, Args) \
   PDK_LEVEL_KERNEL(avx2, name, Args)     \
   PDK_SAME_KERNEL(avx2_vnni, name, avx2) \
   PDK_LEVEL_KERNEL(avx512, name, Args)   \
   PDK_SAME_KERNEL(avx512_vnni, name, avx512)
+#define PDK_NEON_KERNEL(name)               \
+  PDK_SAME_KERNEL(neon_dot, name, portable) \
+  PDK_SAME_KERNEL(neon_i8mm, name, portable)
 #define PDK_VECTOR_KERNEL(name, Args)        \
   PDK_BASE_KERNEL(name, Args)                \
   PDK_SAME_KERNEL(avx512_bf16, name, avx512) \
-  PDK_SAME_KERNEL(amx, name, avx512)
+  PDK_SAME_KERNEL(amx, name, avx512)         \
+  PDK_NEON_KERNEL(name)
 #define PDK_AMX_KERNEL(name, Args)           \
   PDK_BASE_KERNEL(name, Args)                \
   PDK_SAME_KERNEL(avx512_bf16, name, avx512) \
-  PDK_LEVEL_KERNEL(amx, name, Args)
+  PDK_LEVEL_KERNEL(amx, name, Args)          \
+  PDK_NEON_KERNEL(name)
 #define PDK_BF16_KERNEL(name, Args)         \
   PDK_BASE_KERNEL(name, Args)               \
   PDK_LEVEL_KERNEL(avx512_bf16, name, Args) \
-  PDK_LEVEL_KERNEL(amx, name, Args)
+  PDK_LEVEL_KERNEL(amx, name, Args)         \
+  PDK_SAME_KERNEL(neon_dot, name, portable) \
+  PDK_LEVEL_KERNEL(neon_i8mm, name, Args)
 #define PDK_INT8_KERNEL(name, Args)               \
   PDK_LEVEL_KERNEL(portable, name, Args)          \
   PDK_LEVEL_KERNEL(avx2, name, Args)              \
@@ -62,5 +69,7 @@
   PDK_LEVEL_KERNEL(avx512, name, Args)            \
   PDK_LEVEL_KERNEL(avx512_vnni, name, Args)       \
   PDK_SAME_KERNEL(avx512_bf16, name, avx512_vnni) \
-  PDK_SAME_KERNEL(amx, name, avx512_vnni)
+  PDK_LEVEL_KERNEL(amx, name, Args)               \
+  PDK_LEVEL_KERNEL(neon_dot, name, Args)          \
+  PDK_LEVEL_KERNEL(neon_i8mm, name, Args)
 #endif

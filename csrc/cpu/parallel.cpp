@@ -5,12 +5,14 @@
 // system preempts between chunks, delays nobody.
 #include "parallel.h"
 
-#include <linux/futex.h>
 #include <pthread.h>
 #include <signal.h>
-#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
@@ -36,12 +38,17 @@ constexpr int kModestRounds = 64;  // waits without spinning after a preemption
 
 using Word = std::atomic<uint32_t>;
 
+#ifdef __linux__
 void sleep_while(Word& word, uint32_t value) {
   syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
 }
 void wake(Word& word, int64_t count) {
   syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, static_cast<int>(count), nullptr, nullptr, 0);
 }
+#else
+void sleep_while(Word& word, uint32_t value) { word.wait(value); }
+void wake(Word& word, int64_t count) { count > 1 ? word.notify_all() : word.notify_one(); }
+#endif
 
 int64_t now() {
   timespec time;
@@ -252,7 +259,9 @@ bool start_thread() {
   pthread_t thread;
   const bool started = pthread_create(&thread, &attributes, work, nullptr) == 0;
   pthread_attr_destroy(&attributes);
+#ifdef __linux__
   if (started) pthread_setname_np(thread, "pdkernels");
+#endif
   return started;
 }
 

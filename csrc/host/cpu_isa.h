@@ -9,9 +9,30 @@
 #if defined(__x86_64__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace pdkernels {
+
+// `kPortable` uses what every processor of the architecture has: SSE2 on x86-64, NEON on arm64.
+#if defined(__aarch64__)
+
+enum class CpuIsa { kPortable, kNeonDot, kNeonI8mm };
+
+constexpr CpuIsa kCpuIsas[] = {CpuIsa::kPortable, CpuIsa::kNeonDot, CpuIsa::kNeonI8mm};
+
+inline const char* name_of(CpuIsa isa) {
+  switch (isa) {
+    case CpuIsa::kNeonDot: return "neon_dot";
+    case CpuIsa::kNeonI8mm: return "neon_i8mm";
+    default: return "portable";
+  }
+}
+
+#else
 
 enum class CpuIsa { kPortable, kAvx2, kAvx2Vnni, kAvx512, kAvx512Vnni, kAvx512Bf16, kAmx };
 
@@ -29,6 +50,8 @@ inline const char* name_of(CpuIsa isa) {
     default: return "portable";
   }
 }
+
+#endif
 
 #if defined(__x86_64__)
 
@@ -70,20 +93,44 @@ inline CpuIsa detect_cpu_isa() {
   return amx && request_amx() ? CpuIsa::kAmx : CpuIsa::kAvx512Bf16;
 }
 
+#elif defined(__aarch64__)
+
+// `kNeonI8mm` has the dot products and the matrix products of bytes, and the dot products of bfloat16: Armv8.6 has all
+// of them.
+inline CpuIsa detect_cpu_isa() {
+#if defined(__linux__)
+  constexpr unsigned long kDot = 1ul << 20, kI8mm = 1ul << 13, kBf16 = 1ul << 14;  // HWCAP_ASIMDDP, HWCAP2_I8MM, _BF16
+  const unsigned long first = getauxval(AT_HWCAP), second = getauxval(AT_HWCAP2);
+  const bool dot = first & kDot, i8mm = second & kI8mm, bf16 = second & kBf16;
+#elif defined(__APPLE__)
+  const auto has = [](const char* feature) {
+    int value = 0;
+    size_t size = sizeof(value);
+    return sysctlbyname(feature, &value, &size, nullptr, 0) == 0 && value != 0;
+  };
+  const bool dot = has("hw.optional.arm.FEAT_DotProd"), i8mm = has("hw.optional.arm.FEAT_I8MM"),
+             bf16 = has("hw.optional.arm.FEAT_BF16");
+#else
+  constexpr bool dot = false, i8mm = false, bf16 = false;
+#endif
+  return !dot ? CpuIsa::kPortable : i8mm && bf16 ? CpuIsa::kNeonI8mm : CpuIsa::kNeonDot;
+}
+
 #else
 
 inline CpuIsa detect_cpu_isa() { return CpuIsa::kPortable; }
 
 #endif
 
-// PDKERNELS_CPU_ISA=portable|avx2|avx2_vnni|avx512|avx512_vnni|avx512_bf16|amx lowers the choice, never raises it.
+// PDKERNELS_CPU_ISA, the name of a level, lowers the choice, never raises it.
 inline CpuIsa lowered_by_environment(CpuIsa found) {
   const char* requested = std::getenv("PDKERNELS_CPU_ISA");
   if (requested == nullptr) return found;
+  constexpr CpuIsa kFirst = CpuIsa::kPortable, kLast = kCpuIsas[sizeof(kCpuIsas) / sizeof(CpuIsa) - 1];
   std::string names;
   for (const CpuIsa level : kCpuIsas) {
     if (std::strcmp(requested, name_of(level)) == 0) return level < found ? level : found;
-    names += std::string(level == CpuIsa::kPortable ? "" : level == CpuIsa::kAmx ? " or " : ", ") + name_of(level);
+    names += std::string(level == kFirst ? "" : level == kLast ? " or " : ", ") + name_of(level);
   }
   throw std::invalid_argument("pdkernels: PDKERNELS_CPU_ISA must be " + names + ", got '" + std::string(requested) +
                               "'.");
@@ -92,7 +139,7 @@ inline CpuIsa lowered_by_environment(CpuIsa found) {
 inline CpuIsa cpu_isa() {
 #ifdef PDKERNELS_EMULATE_ISA
   // A build for tests: the units of all levels are compiled for any processor, and each call may ask for another level.
-  return lowered_by_environment(CpuIsa::kAmx);
+  return lowered_by_environment(kCpuIsas[sizeof(kCpuIsas) / sizeof(CpuIsa) - 1]);
 #else
   static const CpuIsa isa = lowered_by_environment(detect_cpu_isa());
   return isa;

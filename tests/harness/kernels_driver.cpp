@@ -1,12 +1,12 @@
-// Runs kernels of csrc/cpu/simd, at the portable level, on pseudo-random inputs and prints their results, a line of
-// words in hexadecimal for each: tests/test_arm64.py compares those of two processors.
+// Runs kernels of csrc/cpu/simd, at the level of this processor, on pseudo-random inputs. It prints the level, and
+// their results, a line of words in hexadecimal for each: tests/test_arm64.py compares those of two processors.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <vector>
 
-#include "cpu/simd/kernels.h"
+#include "cpu/simd/dispatch.h"
 
 namespace pdkernels::cpu {
 void run_parallel(int64_t begin, int64_t end, int64_t, void (*body)(int64_t, int64_t, void*), void* context) {
@@ -27,7 +27,10 @@ using Half = _Float16;
 #endif
 
 using namespace pdkernels;
-using namespace pdkernels::cpu::portable;
+using namespace pdkernels::cpu;
+
+// As the bindings call a kernel.
+#define RUN(kernel, args) [&] { PDK_DISPATCH(kernel, args) }()
 
 static uint64_t state = 1;
 static uint32_t word() {
@@ -103,7 +106,7 @@ static void products(Element element, Element weight_element, int rows) {
   args.outputs = outputs;
   std::vector<float> wide(rows * args.padded_width() + 16);
   args.wide = wide.data() + (64 - reinterpret_cast<uintptr_t>(wide.data()) % 64) % 64 / 4;
-  linear(args);
+  RUN(linear, args);
   print("close", "linear", static_cast<int>(element) * 3 + static_cast<int>(weight_element), rows, out, rows * outputs);
 }
 
@@ -126,7 +129,7 @@ static void packed(const char* name, QuantizedLayout layout, int rows) {
   args.quantized.blocks = layout.blocks(width);
   auto* blocks = std::aligned_alloc(64, (args.quantized.bytes(rows) + 127) / 64 * 64);
   args.quantized.data = static_cast<QuantizedBlock*>(blocks);
-  quantized_linear(args);
+  RUN(quantized_linear, args);
   print("same", name, rows, 0, out, rows * outputs);
   std::free(blocks);
   std::free(memory);
@@ -146,11 +149,11 @@ static void norms(Element element) {
   args.rows = rows;
   args.width = width;
   args.eps = 1e-5f;
-  add_rms_norm(args);
+  RUN(add_rms_norm, args);
   print("close", "sum", static_cast<int>(element), 0, sum, rows * width);
   print("close", "norm", static_cast<int>(element), 0, next, rows * width);
   SiluAndMulArgs silu{element, {gate.data(), width}, {up.data(), 95}, rows, 95};
-  silu_and_mul(silu);
+  RUN(silu_and_mul, silu);
   print("close", "silu", static_cast<int>(element), 0, up, rows * 95);
 }
 
@@ -178,7 +181,7 @@ static void statistics(Element element, double temperature, double top_p) {
   args.top_probs = figures.data() + 4 * rows;
   args.parts = parts.data();
   args.cuts = cuts.data();
-  token_statistics(args);
+  RUN(token_statistics, args);
   std::printf("same tokens-%d-%d", static_cast<int>(element), static_cast<int>(temperature * 10));
   for (int64_t id : ids) std::printf(" %08x", static_cast<unsigned>(id));
   for (int64_t id : top) std::printf(" %08x", static_cast<unsigned>(id));
@@ -187,6 +190,7 @@ static void statistics(Element element, double temperature, double top_p) {
 }
 
 int main() {
+  std::printf("level %s\n", name_of(cpu_isa()));
   using L = QuantizedLayout;
   const struct {
     const char* name;
@@ -197,7 +201,7 @@ int main() {
       {"Q5_K", {L::kSuper, 5, 8}},   {"Q6_K", {L::kSuper16, 6, 8}},       {"int8", {L::kFloat, 8, 0}},
       {"int4", {L::kFloat, 4, 2}},   {"zero_half", {L::kHalfZero, 4, 4}}, {"zero_float", {L::kFloatZero, 8, 4}},
   };
-  for (int rows : {1, 3, 8, 17})
+  for (int rows : {1, 3, 8, 21})
     for (const auto& one : layouts) packed(one.name, one.layout, rows);
   const Element elements[] = {Element::kFloat, Element::kHalf, Element::kBfloat16};
   for (Element element : elements) {

@@ -70,4 +70,19 @@ inline void _tile_dpbf16ps(int sums, int a, int b) {
   }
 }
 
+// Signed bytes of `a` with unsigned ones of `b`.
+inline void _tile_dpbsud(int sums, int a, int b) {
+  EmulatedTiles& tiles = emulated_tiles();
+  for (int m = 0; m < tiles.rows[sums]; ++m) {
+    for (int n = 0; n < tiles.row_bytes[sums] / 4; ++n) {
+      int32_t sum;
+      __builtin_memcpy(&sum, tiles.bytes[sums][m] + 4 * n, 4);
+      for (int k = 0; k < tiles.row_bytes[a]; ++k) {
+        sum += static_cast<int8_t>(tiles.bytes[a][m][k]) * tiles.bytes[b][k / 4][4 * n + k % 4];
+      }
+      __builtin_memcpy(tiles.bytes[sums][m] + 4 * n, &sum, 4);
+    }
+  }
+}
+
 }  // namespace pdkernels::cpu::PDK_ISA

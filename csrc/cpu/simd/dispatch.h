@@ -16,6 +16,13 @@
     case CpuIsa::kAvx512Bf16: return ::pdkernels::cpu::avx512_bf16::kernel(args); \
     case CpuIsa::kAmx: return ::pdkernels::cpu::amx::kernel(args);                \
   }
+#elif defined(__aarch64__)
+#define PDK_DISPATCH(kernel, args)                                            \
+  switch (::pdkernels::cpu_isa()) {                                           \
+    case CpuIsa::kPortable: return ::pdkernels::cpu::portable::kernel(args);  \
+    case CpuIsa::kNeonDot: return ::pdkernels::cpu::neon_dot::kernel(args);   \
+    case CpuIsa::kNeonI8mm: return ::pdkernels::cpu::neon_i8mm::kernel(args); \
+  }
 #else
 #define PDK_DISPATCH(kernel, args) return ::pdkernels::cpu::portable::kernel(args);
 #endif

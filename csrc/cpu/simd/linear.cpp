@@ -13,6 +13,9 @@ namespace {
 #ifdef __AVX512DQ__
 constexpr int kRows = 8;
 constexpr int kOutputs[kRows + 1] = {0, 8, 8, 6, 4, 4, 4, 3, 3};
+#elif defined(PDK_NEON)
+constexpr int kRows = 4;
+constexpr int kOutputs[kRows + 1] = {0, 8, 8, 6, 6};
 #else
 constexpr int kRows = 4;
 constexpr int kOutputs[kRows + 1] = {0, 8, 6, 4, 3};
@@ -55,6 +58,15 @@ template <>
 PDK_INLINE Vec upper<Half>(Words words) {
   return lower<Half>(words >> 16);
 }
+#elif defined(PDK_NEON)
+template <>
+PDK_INLINE Vec lower<Half>(Words words) {
+  return reinterpret_cast<Vec>(vcvt_f32_f16(vreinterpret_f16_u16(vmovn_u32(reinterpret_cast<uint32x4_t>(words)))));
+}
+template <>
+PDK_INLINE Vec upper<Half>(Words words) {
+  return lower<Half>(words >> 16);
+}
 #endif
 
 // x as floats: whole steps in the order of the weights, then the rest of the row.
@@ -89,11 +101,16 @@ PDK_INLINE Words pairs(const Bfloat16* from, int64_t at, int64_t end) {
 }
 
 // sum[i] + a[2 i + 1] b[2 i + 1] + a[2 i] b[2 i], added in that order. The instruction treats subnormal numbers as
-// zero.
+// zero. That of arm64 adds the products first, and rounds whatever is not exact to an odd last bit. The latter keeps
+// sums unbiased, but each step may be off by a unit in the last place of float, where others are by half of one. A row
+// has the same bits with any other rows all the same.
 PDK_INLINE Vec add_pairs(Vec sum, Words a, Words b) {
 #ifdef __AVX512BF16__
   return reinterpret_cast<Vec>(
       _mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b)));
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  return reinterpret_cast<Vec>(vbfdotq_f32(reinterpret_cast<float32x4_t>(sum), reinterpret_cast<bfloat16x8_t>(a),
+                                           reinterpret_cast<bfloat16x8_t>(b)));
 #else
   const auto flushed = [](Vec x) { return x < 0x1p-126f && x > -0x1p-126f ? Vec{} : x; };
   const auto product = [&](Words x, Words y) {

@@ -3,166 +3,13 @@
 // A lane is an output. The products of a block of the width are whole numbers, summed exactly by whatever instructions
 // a level has; the blocks of an output are added up in ascending order, each product of scales rounded on its own. So
 // an element of the result has the same bits at every level, however many rows and outputs are computed together.
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
-
-#include "kernels.h"
-#include "strips.h"
+#include "quantized_panels.h"
+#include "quantized_products.h"
 
 namespace pdkernels::cpu::PDK_ISA {
 namespace {
 
-using Layout = QuantizedLayout;
-
-// Rows that are multiplied together, and vectors of outputs: as many sums as there are registers for.
-#if defined(__AVX512VNNI__)
-constexpr int kRows = 8, kVectors = 2;
-#elif defined(__AVX512DQ__)
-constexpr int kRows = 8, kVectors = 1;
-#else
-constexpr int kRows = 4, kVectors = 1;
-#endif
-constexpr int kRuns = Layout::kBlock / 4;  // of four columns in a block
-constexpr int kRunBytes = 4 * Layout::kTile;
 constexpr int64_t kAhead = 8192;  // bytes between what is read and what is fetched from memory meanwhile
-
-PDK_INLINE Words load_words(const uint8_t* from) { return *reinterpret_cast<const LooseWords*>(from); }
-
-// The codes of a run, a byte each, four columns a word.
-template <int bits>
-PDK_INLINE Words unpack(const uint8_t* block, int run) {
-  if constexpr (bits == 8) return load_words(block + run * kRunBytes);
-  const Words both = load_words(block + run % (kRuns / 2) * kRunBytes);
-  const Words low = (run < kRuns / 2 ? both : both >> 4) & 0x0f0f0f0fu;
-  if constexpr (bits == 4) return low;
-  constexpr int more = bits - 4, each = bits == 4 ? 1 : 8 / more;
-  const Words high = load_words(block + (kRuns / 2 + run / each) * kRunBytes);
-  return low | (high >> (more * (run % each)) & (more == 1 ? 0x01010101u : 0x03030303u)) << 4;
-}
-
-PDK_INLINE int32_t word_at(const int8_t* from) {
-  int32_t word;
-  __builtin_memcpy(&word, from, sizeof(word));
-  return word;
-}
-
-#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && PDK_LANES == 8)
-#define PDK_DOT_PRODUCTS  // of unsigned and signed bytes
-#endif
-
-// Whether products want codes of 8 bits less 128.
-template <int bits>
-constexpr bool signed_codes() {
-#if defined(PDK_ONE_REGISTER) && !defined(PDK_DOT_PRODUCTS)
-  return bits == 8;
-#else
-  return false;
-#endif
-}
-
-// To the sums of some rows, adds the products of codes and x over the columns of the runs [first, last). Rows take
-// turns, so that none waits for its own last sum, and vectors share what is loaded of a row.
-template <int bits, int first, int last, int vectors, int rows>
-PDK_INLINE void add_products(Ints (&sums)[vectors][rows], const uint8_t* const (&blocks)[vectors],
-                             const QuantizedBlock* x) {
-  // Halves of a byte one after the other.
-  const auto run_at = [](int i) { return bits == 8 || last - first < kRuns ? i : i / 2 + i % 2 * (kRuns / 2); };
-#if defined(PDK_DOT_PRODUCTS)
-#if PDK_LANES == 16
-  const auto every = [](int32_t word) { return _mm512_set1_epi32(word); };
-  const auto add = [](Ints& sum, Words a, __m512i b) {
-    sum = reinterpret_cast<Ints>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum), reinterpret_cast<__m512i>(a), b));
-  };
-#else
-  const auto every = [](int32_t word) { return _mm256_set1_epi32(word); };
-  const auto add = [](Ints& sum, Words a, __m256i b) {
-    sum = reinterpret_cast<Ints>(
-        _mm256_dpbusd_avx_epi32(reinterpret_cast<__m256i>(sum), reinterpret_cast<__m256i>(a), b));
-  };
-#endif
-#pragma GCC unroll 8
-  for (int i = first; i < last; ++i) {
-    const int run = run_at(i);
-    Words codes[vectors];
-#pragma GCC unroll 2
-    for (int v = 0; v < vectors; ++v) codes[v] = unpack<bits>(blocks[v], run);
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; ++r) {
-      const auto own = every(word_at(x[r].codes + 4 * run));
-#pragma GCC unroll 2
-      for (int v = 0; v < vectors; ++v) add(sums[v][r], codes[v], own);
-    }
-  }
-#elif defined(PDK_ONE_REGISTER)
-  // Products of pairs are added up in 16 bits, where they must fit: those of so few runs. Codes of 8 bits are
-  // multiplied without their signs, which x takes over.
-  constexpr int at_once = bits <= 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1;
-#if PDK_LANES == 16
-  typedef __m512i Register;
-  const auto every = [](int32_t word) { return _mm512_set1_epi32(word); };
-  const auto pairs = [](Register a, Register b) { return _mm512_maddubs_epi16(a, b); };
-  const auto plus = [](Register a, Register b) { return _mm512_add_epi16(a, b); };
-  const auto words = [](Register a) { return reinterpret_cast<Ints>(_mm512_madd_epi16(a, _mm512_set1_epi16(1))); };
-  const auto magnitude = [](Register a) { return _mm512_abs_epi8(a); };
-  const auto signs = [](Register b, Register a) {
-    return _mm512_mask_sub_epi8(b, _mm512_movepi8_mask(a), _mm512_setzero_si512(), b);
-  };
-#else
-  typedef __m256i Register;
-  const auto every = [](int32_t word) { return _mm256_set1_epi32(word); };
-  const auto pairs = [](Register a, Register b) { return _mm256_maddubs_epi16(a, b); };
-  const auto plus = [](Register a, Register b) { return _mm256_add_epi16(a, b); };
-  const auto words = [](Register a) { return reinterpret_cast<Ints>(_mm256_madd_epi16(a, _mm256_set1_epi16(1))); };
-  const auto magnitude = [](Register a) { return _mm256_abs_epi8(a); };
-  const auto signs = [](Register b, Register a) { return _mm256_sign_epi8(b, a); };
-#endif
-#pragma GCC unroll 8
-  for (int i = first; i < last; i += at_once) {
-    Register found[vectors][rows];
-#pragma GCC unroll 8
-    for (int j = i; j < i + at_once; ++j) {
-      const int run = run_at(j);
-      Register codes[vectors], whole[vectors];
-#pragma GCC unroll 2
-      for (int v = 0; v < vectors; ++v) {
-        whole[v] = reinterpret_cast<Register>(unpack<bits>(blocks[v], run));
-        if constexpr (signed_codes<bits>()) {
-          whole[v] = reinterpret_cast<Register>(reinterpret_cast<Words>(whole[v]) ^ 0x80808080u);
-          codes[v] = magnitude(whole[v]);
-        } else {
-          codes[v] = whole[v];
-        }
-      }
-#pragma GCC unroll 8
-      for (int r = 0; r < rows; ++r) {
-        const Register own = every(word_at(x[r].codes + 4 * run));
-#pragma GCC unroll 2
-        for (int v = 0; v < vectors; ++v) {
-          const Register product = pairs(codes[v], signed_codes<bits>() ? signs(own, whole[v]) : own);
-          found[v][r] = j == i ? product : plus(found[v][r], product);
-        }
-      }
-    }
-#pragma GCC unroll 2
-    for (int v = 0; v < vectors; ++v) {
-#pragma GCC unroll 8
-      for (int r = 0; r < rows; ++r) sums[v][r] += words(found[v][r]);
-    }
-  }
-#else
-  for (int i = first; i < last; ++i) {
-    const int run = run_at(i);
-    for (int v = 0; v < vectors; ++v) {
-      const Words codes = unpack<bits>(blocks[v], run);
-      for (int byte = 0; byte < 4; ++byte) {
-        const Ints code = reinterpret_cast<Ints>(codes >> (8 * byte) & 0xffu);
-        for (int r = 0; r < rows; ++r) sums[v][r] += code * static_cast<int32_t>(x[r].codes[4 * run + byte]);
-      }
-    }
-  }
-#endif
-}
 
 PDK_INLINE Vec halves(const uint8_t* from) {
 #if defined(__AVX512DQ__)
@@ -170,17 +17,38 @@ PDK_INLINE Vec halves(const uint8_t* from) {
       _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
 #elif defined(__F16C__) && PDK_LANES == 8
   return reinterpret_cast<Vec>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(PDK_NEON)
+  return reinterpret_cast<Vec>(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(reinterpret_cast<const uint16_t*>(from)))));
 #else
   return load(reinterpret_cast<const Half*>(from), Whole{});
 #endif
 }
 typedef uint8_t LooseBytes __attribute__((vector_size(PDK_LANES), may_alias, aligned(1)));
 typedef int8_t LooseSigned __attribute__((vector_size(PDK_LANES), may_alias, aligned(1)));
+// GCC 12 converts such vectors lane by lane, for most of the instructions of a block of one row.
 PDK_INLINE Ints unsigned_bytes(const uint8_t* from) {
+#if defined(__AVX512DQ__)
+  return reinterpret_cast<Ints>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(PDK_ONE_REGISTER)
+  return reinterpret_cast<Ints>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#elif defined(PDK_NEON)
+  const uint8x8_t bytes = vreinterpret_u8_s32(vdup_n_s32(word_at(reinterpret_cast<const int8_t*>(from))));
+  return reinterpret_cast<Ints>(vmovl_u16(vget_low_u16(vmovl_u8(bytes))));
+#else
   return __builtin_convertvector(*reinterpret_cast<const LooseBytes*>(from), Ints);
+#endif
 }
 PDK_INLINE Ints signed_bytes(const uint8_t* from) {
+#if defined(__AVX512DQ__)
+  return reinterpret_cast<Ints>(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(PDK_ONE_REGISTER)
+  return reinterpret_cast<Ints>(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#elif defined(PDK_NEON)
+  const int8x8_t bytes = vreinterpret_s8_s32(vdup_n_s32(word_at(reinterpret_cast<const int8_t*>(from))));
+  return reinterpret_cast<Ints>(vmovl_s16(vget_low_s16(vmovl_s8(bytes))));
+#else
   return __builtin_convertvector(*reinterpret_cast<const LooseSigned*>(from), Ints);
+#endif
 }
 PDK_INLINE Vec to_vec(Ints x) { return __builtin_convertvector(x, Vec); }
 
@@ -196,9 +64,10 @@ struct Stream {
 };
 
 // Sums of `rows` rows from `row` on with outputs from `lane` of a tile on, a vector in each of some neighbouring tiles.
-template <Layout::Scales kScales, int bits, int vectors, int rows>
+template <Layout::Scales kScales, int bits, int vectors, int rows, class Products>
 PDK_INLINE void multiply_lanes(const QuantizedLinearArgs& args, const Layout& layout, const uint8_t* tile, int lane,
-                               int64_t row, Stream stream, Vec (&total)[vectors][rows]) {
+                               int64_t row, Stream stream, Products& products, Vec (&total)[vectors][rows]) {
+  constexpr bool signed_codes = Products::template kSigned<bits>;
   constexpr bool symmetric = kScales == Layout::kHalf || kScales == Layout::kFloat,
                  super16 = kScales == Layout::kSuper16;
   constexpr bool zeros = kScales == Layout::kHalfZero;  // and kFloatZero
@@ -227,7 +96,7 @@ PDK_INLINE void multiply_lanes(const QuantizedLinearArgs& args, const Layout& la
         group_scale[v] = halves(own + 2 * lane);
       }
       if constexpr (zeros) group_zero[v] = unsigned_bytes(own + header_bytes - tile_size + lane);
-      if constexpr (zeros && signed_codes<bits>()) group_zero[v] -= 128;
+      if constexpr (zeros && signed_codes) group_zero[v] -= 128;
       if constexpr (minima) group_minimum[v] = halves(own + 2 * tile_size + 2 * lane);
     }
     const int64_t last = one_block ? first + 1 : smaller(first + size, blocks);
@@ -249,6 +118,7 @@ PDK_INLINE void multiply_lanes(const QuantizedLinearArgs& args, const Layout& la
         }
       }
       codes += tile_size * Layout::kBlock / 8 * bits;
+      products.template take<bits>(block);
       Ints sums[vectors][rows]{};
       if constexpr (super16) {
         Ints second[vectors][rows];
@@ -258,19 +128,19 @@ PDK_INLINE void multiply_lanes(const QuantizedLinearArgs& args, const Layout& la
             second[v][r] = (splat(x[r].negative_sum) << shift) - sums[v][r];
           }
         }
-        add_products<bits, 0, kRuns / 2>(sums, block, x);
-        add_products<bits, kRuns / 2, kRuns>(second, block, x);
+        products.template add<bits, 0, kRuns / 2>(sums, block, x);
+        products.template add<bits, kRuns / 2, kRuns>(second, block, x);
         for (int r = 0; r < rows; ++r) {
           for (int v = 0; v < vectors; ++v) sums[v][r] = sums[v][r] * factors[v][0] + second[v][r] * factors[v][1];
         }
       } else {
         for (int r = 0; r < rows; ++r) {
           for (int v = 0; v < vectors; ++v) {
-            if constexpr (symmetric && !signed_codes<bits>()) sums[v][r] = splat(x[r].negative_sum) << shift;
+            if constexpr (symmetric && !signed_codes) sums[v][r] = splat(x[r].negative_sum) << shift;
             if constexpr (zeros) sums[v][r] = group_zero[v] * x[r].negative_sum;
           }
         }
-        add_products<bits, 0, kRuns>(sums, block, x);
+        products.template add<bits, 0, kRuns>(sums, block, x);
       }
 #pragma GCC unroll 8
       for (int r = 0; r < rows; ++r) {
@@ -288,26 +158,34 @@ PDK_INLINE void multiply_lanes(const QuantizedLinearArgs& args, const Layout& la
   }
 }
 
+// Sums of `rows` rows from `row` on with the outputs of neighbouring tiles.
+template <Layout::Scales kScales, int bits, int vectors, int rows, class Products>
+PDK_INLINE void multiply_panel(const QuantizedLinearArgs& args, const Layout& layout, const uint8_t* tile, int64_t row,
+                               Products& products, float* sums) {
+  for (int lane = 0; lane < Layout::kTile; lane += kLanes) {
+    const int64_t bytes = layout.tile_bytes(args.width), blocks = larger(args.quantized.blocks, 1);
+    // The first rows and outputs are those that read the codes from memory.
+    const bool is_first = row == 0 && lane == 0;
+    const Stream stream{tile + (vectors - 1) * bytes + kAhead, is_first ? (vectors * bytes + blocks - 1) / blocks : 0};
+    Vec total[vectors][rows];
+    multiply_lanes<kScales, bits>(args, layout, tile, lane, row, stream, products, total);
+    for (int v = 0; v < vectors; ++v) {
+      for (int r = 0; r < rows; ++r) {
+        store(sums + (v * args.rows + row + r) * Layout::kTile + lane, total[v][r], Whole{});
+      }
+    }
+  }
+}
+
 // Sums of the rows from `row` on with the outputs of neighbouring tiles, (tiles, rows, 16) in `sums`.
 //
 // A group of rows less than all is one of half its size and what that leaves, so that fewer functions are compiled.
 template <Layout::Scales kScales, int bits, int vectors, int rows = kRows>
 void multiply_rows(const QuantizedLinearArgs& args, const Layout& layout, const uint8_t* tile, int64_t row,
                    float* sums) {
+  FromCodes products;
   for (; row + rows <= args.rows; row += rows) {
-    for (int lane = 0; lane < Layout::kTile; lane += kLanes) {
-      const int64_t bytes = layout.tile_bytes(args.width), blocks = larger(args.quantized.blocks, 1);
-      // The first rows and outputs are those that read the codes from memory.
-      const bool is_first = row == 0 && lane == 0;
-      const Stream stream{tile + (vectors - 1) * bytes + kAhead,
-                          is_first ? (vectors * bytes + blocks - 1) / blocks : 0};
-      Vec total[vectors][rows];
-      multiply_lanes<kScales, bits>(args, layout, tile, lane, row, stream, total);
-      for (int v = 0; v < vectors; ++v) {
-        for (int r = 0; r < rows; ++r)
-          store(sums + (v * args.rows + row + r) * Layout::kTile + lane, total[v][r], Whole{});
-      }
-    }
+    multiply_panel<kScales, bits, vectors, rows>(args, layout, tile, row, products, sums);
   }
   if constexpr (rows > 1) {
     if (row < args.rows)
@@ -315,12 +193,31 @@ void multiply_rows(const QuantizedLinearArgs& args, const Layout& layout, const 
   }
 }
 
+// Sums of all rows. Whole panels of many rows go through the unit that multiplies matrices, if there is one.
+template <Layout::Scales kScales, int bits, int vectors>
+void multiply_all(const QuantizedLinearArgs& args, const Layout& layout, const uint8_t* tile, float* sums) {
+  int64_t row = 0;
+#ifdef PDK_PANELS
+  if constexpr (vectors == kVectors) {
+    if (args.rows >= FromPanels::kMinRows) {
+      FromPanels products(reinterpret_cast<uint8_t*>(sums + kVectors * args.rows * Layout::kTile),
+                          kScales == Layout::kSuper16);
+      for (; row + kRows <= args.rows; row += kRows) {
+        products.begin(row == 0);
+        multiply_panel<kScales, bits, vectors, kRows>(args, layout, tile, row, products, sums);
+      }
+    }
+  }
+#endif
+  multiply_rows<kScales, bits, vectors>(args, layout, tile, row, sums);
+}
+
 template <int vectors>
 void multiply_rows(const QuantizedLinearArgs& args, const Layout& layout, const uint8_t* tile, float* sums) {
   const auto is = [&](Layout::Scales scales, int bits) { return layout.scales == scales && layout.bits == bits; };
   const bool zeros = layout.has_zeros();
 #define PDK_FORMAT(given, scales, bits) \
-  if (given) return multiply_rows<Layout::scales, bits, vectors>(args, layout, tile, 0, sums);
+  if (given) return multiply_all<Layout::scales, bits, vectors>(args, layout, tile, sums);
 #define PDK_ONE(scales, bits) PDK_FORMAT(is(Layout::scales, bits), scales, bits)
   PDK_ONE(kHalf, 4)
   PDK_ONE(kHalf, 5)
@@ -408,7 +305,11 @@ void quantize_row(const T* x, int64_t width, const QuantizedRows& to, int64_t ro
 // The tiles [from, to) of all rows, which are quantised; `matrix`: the number of the matrix, of those of each part.
 template <class T>
 void multiply_tiles(const QuantizedLinearArgs& args, int64_t matrix, int64_t from, int64_t to) {
-  auto* sums = reinterpret_cast<float*>(thread_scratch(kVectors * args.rows * Layout::kTile * sizeof(float)));
+  int64_t scratch = kVectors * args.rows * Layout::kTile * static_cast<int64_t>(sizeof(float));
+#ifdef PDK_PANELS
+  if (args.rows >= FromPanels::kMinRows) scratch += args.quantized.blocks * kVectors * FromPanels::kBlockBytes;
+#endif
+  auto* sums = reinterpret_cast<float*>(thread_scratch(scratch));
   int64_t first = 0;  // outputs and tiles of the parts before
   int64_t before = 0;
   for (int64_t p = 0; p < args.part_count; ++p) {

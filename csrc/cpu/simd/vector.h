@@ -10,6 +10,10 @@
 #ifdef __AVX512DQ__
 #include <immintrin.h>
 #endif
+#if defined(__aarch64__) && PDK_LANES == 4
+#include <arm_neon.h>
+#define PDK_NEON
+#endif
 
 // Whether a vector is one register, so that its instructions can be named. Tests compile wide ones for narrow
 // registers.
