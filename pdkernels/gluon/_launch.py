@@ -12,8 +12,11 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from pdkernels._attention import AttentionArguments
+from pdkernels._attention import AttentionArguments, GradientArguments
 from pdkernels.gluon.block_sparse_attention import forward_kernel
+from pdkernels.gluon.block_sparse_attention_backward import dq_kernel
+from pdkernels.triton.block_sparse_attention import Saved
+from pdkernels.triton.block_sparse_attention import backward as triton_backward
 
 ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
@@ -27,8 +30,10 @@ class Steps(NamedTuple):
     """Steps whose keys and values may be in shared memory."""
 
 
-# By head dimension. Registers and shared memory of each are in tests/gluon_budgets.json.
+# By head dimension. Registers and shared memory of each are in the tests that compile them (tests/ops/test_*_gluon_compiled.py).
 STEPS = {64: Steps(128, 4), 128: Steps(128, 2)}
+# Of dQ: a step has two products with 64 columns and one with those of the heads, whose registers 128 keys would exceed.
+GRADIENT_STEPS = {64: Steps(64, 4), 128: Steps(64, 3)}
 # Keys and values of the sequences that are worked on at once: half of Hopper's L2 cache.
 SECTION_BYTES = 24 * 2**20
 
@@ -66,6 +71,42 @@ def describe(x: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
 
 
+class Work(NamedTuple):
+    """Which tiles there are, and how they are dealt out to persistent programs."""
+
+    programs: int
+    tiles: int
+    rows_stride: int
+    """Of the plan's rows between samples; 0 where all share a plan."""
+    lengths: tuple[int, int, int]
+    """Of queries and keys, and KV heads."""
+    order: tuple[int, int, int]
+    """Pairs of a sample and a KV head, how many of them are worked on at a time, tiles of 128 rows of all."""
+
+    @classmethod
+    def of(cls, given: AttentionArguments) -> Work:
+        (batch, q_len, heads, head_dim), (kv_len, kv_heads) = given.q.shape, given.k.shape[1:3]
+        tiles, sequences = triton.cdiv(q_len, given.block_q), batch * kv_heads
+        items = batch * heads * tiles * given.block_q // 128
+        section = max(1, min(sequences, SECTION_BYTES // (2 * kv_len * head_dim * given.q.element_size())))
+        rows_stride = given.plan_rows.stride(0) if given.plan_rows.dim() == 3 else 0
+        programs = min(items, processors(given.q.device))
+        return cls(programs, tiles, rows_stride, (q_len, kv_len, kv_heads), (sequences, section, items))
+
+
+def constants(given: AttentionArguments, steps: Steps) -> dict[str, int | bool]:
+    return {
+        "GROUP": given.q.shape[2] // given.k.shape[2],
+        "HEAD_DIM": given.q.shape[3],
+        "BLOCK_Q": given.block_q,
+        "BLOCK_K": given.block_k,
+        "BLOCK_N": steps.block_n,
+        "STAGES": steps.stages,
+        "FOLD_SCALE": given.scale > 0,
+        "num_warps": 4,
+    }
+
+
 @cache
 def processors(device: torch.device) -> int:
     """SMs of a GPU; those of an H100 where there is none."""
@@ -75,20 +116,39 @@ def processors(device: torch.device) -> int:
 def forward(given: AttentionArguments) -> tuple[Tensor, Tensor]:
     """``(out, lse)`` as `pdkernels.triton.block_sparse_attention.forward` returns them, for a call that the kernel `serves`."""
     q, k, v = given.q, given.k, given.v
-    batch, q_len, heads, head_dim = q.shape
-    kv_len, kv_heads = k.shape[1:3]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device)
-    steps, tiles = STEPS[head_dim], triton.cdiv(q_len, given.block_q)
-    sequences = batch * kv_heads
-    items = batch * heads * tiles * given.block_q // 128
-    section = max(1, min(sequences, SECTION_BYTES // (2 * kv_len * head_dim * q.element_size())))
-    forward_kernel[(min(items, processors(q.device)),)](
+    lse = torch.empty(given.lse_shape, dtype=torch.float32, device=q.device)
+    steps, work = STEPS[q.shape[3]], Work.of(given)
+    forward_kernel[(work.programs,)](
         describe(q, 64), describe(k, steps.block_n), describe(v, steps.block_n), describe(out, 64), lse,
-        None if given.sinks is None else given.sinks.contiguous(),
-        given.plan_rows, given.plan_lists, given.bitmaps, given.plan_rows.stride(0) if given.plan_rows.dim() == 3 else 0,
-        tiles, q_len, kv_len, kv_heads, sequences, section, items, given.scale * math.log2(math.e),
-        GROUP=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_Q=given.block_q, BLOCK_K=given.block_k,
-        BLOCK_N=steps.block_n, STAGES=steps.stages, FOLD_SCALE=given.scale > 0, num_warps=4,
+        None if given.sinks is None else given.sinks.contiguous(), *given[3:6], work.rows_stride, work.tiles, *work.lengths,
+        *work.order, given.scale * math.log2(math.e), **constants(given, steps),
     )  # fmt: skip
     return out, lse
+
+
+def serves_gradients(gradients: GradientArguments) -> bool:
+    """Whether the kernel of dQ computes this call; the Triton kernel computes all."""
+    given = gradients.forward
+    return (
+        serves(given)
+        and given.block_k % GRADIENT_STEPS[given.q.shape[3]].block_n == 0
+        and describable(gradients.grad_out)
+    )
+
+
+def of_queries(gradients: GradientArguments, dq: Tensor, saved: Saved) -> None:
+    """Writes dQ and what the kernel of dK and dV needs, for a call that the kernel serves."""
+    given, grad_lse = gradients.forward, gradients.grad_lse
+    steps, work, grad = GRADIENT_STEPS[given.q.shape[3]], Work.of(given), gradients.grad_out
+    dq_kernel[(work.programs,)](
+        describe(given.q, 64), describe(grad, 64), describe(given.k, steps.block_n), describe(given.v, steps.block_n),
+        describe(dq, 64), grad, gradients.out.contiguous(), gradients.lse.contiguous(),
+        None if grad_lse is None else grad_lse.contiguous(), *saved, *given[3:6], *grad.stride()[:3], work.rows_stride, work.tiles,
+        saved.lse.shape[2], *work.lengths, *work.order, given.scale * math.log2(math.e), given.scale, **constants(given, steps),
+    )  # fmt: skip
+
+
+def backward(gradients: GradientArguments) -> tuple[Tensor, Tensor, Tensor]:
+    """``(dq, dk, dv)``: the Triton kernel of dK and dV after the Gluon kernel of dQ."""
+    return triton_backward(gradients, of_queries)

@@ -24,6 +24,13 @@ def weights_layout(columns):
 
 
 @gluon.constexpr_function
+def rows_layout(head_dim, warps):
+    """Of whole rows, 16 bytes a thread."""
+    across = head_dim // 8
+    return gl.BlockedLayout([1, 8], [32 // across, across], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
 def bits_layout(columns):
     """Of ``(64, columns / 32, 4, 4, 2)`` bits, such that a reshape to ``(64, columns)`` moves nothing between threads: of a word's bits
     ``8 i + 2 j + k`` a thread holds those of one j, in registers."""
@@ -52,22 +59,33 @@ def steps_in_ranges(lists, begin, middle, CUTS: gl.constexpr):
     return tiles * CUTS
 
 
+@gluon.constexpr_function
+def words_layout(columns):
+    """Of the ``(64, columns / 32)`` words that hold those bits."""
+    return gl.SliceLayout(2, gl.SliceLayout(2, gl.SliceLayout(4, bits_layout(columns))))
+
+
 @gluon.jit
 def words_of(
     bitmaps, bitmap, left, row, column,
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """The part ``[row : row + 64, column : column + BLOCK_N]`` of a bitmap in words, each shifted for the columns of its thread. All
-    ones for bitmap -1. Columns of the part from `left` on are 0, which costs nothing for each element."""
-    BITS: gl.constexpr = bits_layout(BLOCK_N)
-    GROUPS: gl.constexpr = gl.SliceLayout(4, BITS)
-    PAIRS: gl.constexpr = gl.SliceLayout(2, GROUPS)
-    WORDS: gl.constexpr = gl.SliceLayout(2, PAIRS)
+    """The part ``[row : row + 64, column : column + BLOCK_N]`` of a bitmap, all ones for bitmap -1, as `shifted` words."""
+    WORDS: gl.constexpr = words_layout(BLOCK_N)
     TILE_WORDS: gl.constexpr = (BLOCK_K + 31) // 32
     rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, WORDS))
     words = gl.arange(0, BLOCK_N // 32, layout=gl.SliceLayout(0, WORDS))
     at = bitmaps + bitmap.to(gl.int64) * (BLOCK_Q * TILE_WORDS) + column // 32
     loaded = gl.load(at + rows[:, None] * TILE_WORDS + words[None, :], mask=bitmap >= 0, other=-1)
+    return shifted(loaded, left, BLOCK_N)
+
+
+@gluon.jit
+def shifted(loaded, left, BLOCK_N: gl.constexpr):
+    """Words, each shifted for the columns of its thread. Columns from `left` on are 0, which costs nothing for each element."""
+    GROUPS: gl.constexpr = gl.SliceLayout(4, bits_layout(BLOCK_N))
+    PAIRS: gl.constexpr = gl.SliceLayout(2, GROUPS)
+    words = gl.arange(0, BLOCK_N // 32, layout=gl.SliceLayout(0, words_layout(BLOCK_N)))
     kept = gl.minimum(gl.maximum(left - 32 * words, 0), 32)
     loaded &= gl.where(kept == 32, -1, (1 << kept) - 1)[None, :]
     pair = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, PAIRS)))

@@ -74,11 +74,13 @@ def tile_of(
 
 @gluon.jit
 def produce(
-    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_ready, k_ready, v_ready, q_free, k_free, v_free,
+    q_desc, grad_desc, k_desc, v_desc, q_smem, grad_smem, k_smem, v_smem, q_ready, k_ready, v_ready, q_free, k_free, v_free,
     plan_rows, lists, rows_stride, num_tiles, kv_heads, sequences, section, items,
     GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    """Copies queries, gradients of their results if there are any, keys and values."""
     CUTS: gl.constexpr = BLOCK_K // BLOCK_N
+    COPIES: gl.constexpr = 1 if grad_desc is None else 2
     ROWS: gl.constexpr = 0 if BLOCK_Q < 128 else 64
     HEADS: gl.constexpr = 1 if BLOCK_Q < 128 else 0
     count = 0
@@ -100,9 +102,11 @@ def produce(
         head = kv_head * GROUP + in_group
         for half in gl.static_range(2):
             mbarrier.wait(q_free.index(half), (turn & 1) ^ 1)
-            mbarrier.expect(q_ready.index(half), q_desc.block_type.nbytes)
+            mbarrier.expect(q_ready.index(half), q_desc.block_type.nbytes * COPIES)
             at = [batch, start + half * ROWS, head + half * HEADS, 0]
             tma.async_copy_global_to_shared(q_desc, at, q_ready.index(half), q_smem.index(half))
+            if grad_desc is not None:
+                tma.async_copy_global_to_shared(grad_desc, at, q_ready.index(half), grad_smem.index(half))
         pair = begin
         key = gl.load(lists + 2 * begin, mask=full > 0, other=0) * CUTS
         last = gl.load(lists + 2 * begin + 1, mask=full > 0, other=0) * CUTS
@@ -277,7 +281,7 @@ def forward_kernel(
             (
                 produce,
                 (
-                    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_ready, k_ready, v_ready, q_free, k_free, v_free,
+                    q_desc, None, k_desc, v_desc, q_smem, None, k_smem, v_smem, q_ready, k_ready, v_ready, q_free, k_free, v_free,
                     plan_rows, lists, rows_stride, num_tiles, kv_heads, sequences, section, items,
                     GROUP, BLOCK_Q, BLOCK_K, BLOCK_N, STAGES,
                 ),

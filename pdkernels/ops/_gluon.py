@@ -9,20 +9,28 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from pdkernels._attention import AttentionArguments
+from pdkernels._attention import AttentionArguments, GradientArguments, SpeculativeArguments
 from pdkernels._validation import message
 from pdkernels.masks.basic import causal
-from pdkernels.reference.block_sparse_attention import block_sparse_attention as reference
+from pdkernels.reference.block_sparse_attention import block_sparse_attention
+from pdkernels.reference.speculative_attention import speculative_attention
 
 VARIABLE = "PDKERNELS_GLUON"
-# By device, head dimension and dtype: whether the kernel passed.
-CHECKED: dict[tuple[str, int, torch.dtype], bool] = {}
+# By op, device, head dimension, dtype and page size: whether the kernel passed.
+CHECKED: dict[tuple[type, str, int, torch.dtype, int], bool] = {}
 
-Forward = Callable[[AttentionArguments], tuple[Tensor, Tensor]]
+Arguments = TypeVar("Arguments", AttentionArguments, GradientArguments, SpeculativeArguments)
+Results = tuple[Tensor, ...]
+NAMES = {
+    AttentionArguments: "block-sparse",
+    GradientArguments: "the gradients of block-sparse",
+    SpeculativeArguments: "speculative",
+}
 
 
 def wanted() -> bool:
@@ -38,10 +46,14 @@ def wanted() -> bool:
     return setting == "auto"
 
 
-def forward_for(given: AttentionArguments) -> Forward | None:
+def on_hopper(q: Tensor) -> bool:
+    device = q.device
+    return wanted() and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def forward_for(given: AttentionArguments) -> Callable[[AttentionArguments], tuple[Tensor, Tensor]] | None:
     """The Gluon kernel for this call, or None."""
-    device = given.q.device
-    if not wanted() or device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+    if not on_hopper(given.q):
         return None
     try:
         from pdkernels.gluon import _launch
@@ -50,33 +62,95 @@ def forward_for(given: AttentionArguments) -> Forward | None:
     return _launch.forward if _launch.serves(given) and passes(given, _launch.forward) else None
 
 
-def passes(given: AttentionArguments, forward: Forward) -> bool:
-    """Whether the kernel for this dtype and head dimension computes what the reference does on this device. Runs it once."""
-    q = given.q
-    key = (str(q.device), q.shape[3], q.dtype)
+def backward_for(gradients: GradientArguments) -> Callable[[GradientArguments], tuple[Tensor, Tensor, Tensor]] | None:
+    """The backward pass with the Gluon kernel of dQ for this call, or None."""
+    if not on_hopper(gradients.forward.q):
+        return None
+    try:
+        from pdkernels.gluon import _launch
+    except ImportError:
+        return None
+    return _launch.backward if _launch.serves_gradients(gradients) and passes(gradients, _launch.backward) else None
+
+
+def speculative_for(given: SpeculativeArguments) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """The Gluon kernel for this call, or None. It takes ``append`` too."""
+    if not on_hopper(given.q):
+        return None
+    try:
+        from pdkernels.gluon import _launch_speculative as _launch
+    except ImportError:
+        return None
+    return _launch.forward if _launch.serves(given) and passes(given, _launch.forward) else None
+
+
+def passes(given: Arguments, forward: Callable[[Arguments], Results]) -> bool:
+    """Whether the kernel for this dtype, head dimension and page size computes what the reference does on this device. Runs it once."""
+    q = given.forward.q if isinstance(given, GradientArguments) else given.q
+    page_size = 0
+    if isinstance(given, SpeculativeArguments) and given.block_table is not None:
+        page_size = given.k_cache.shape[1]
+    key = (type(given), str(q.device), q.shape[-1], q.dtype, page_size)
     if key not in CHECKED:
         # A graph that is being captured cannot wait for results: it gets the Triton kernel.
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
             return False
-        CHECKED[key] = _compare(q, forward)
+        CHECKED[key] = _compare(*_sample(given, q, page_size), forward, q)
     return CHECKED[key]
 
 
-def _compare(like: Tensor, forward: Forward) -> bool:
-    mask, device = causal(200), like.device
+def _sample(given: Arguments, like: Tensor, page_size: int) -> tuple[Arguments, Callable[[], Results]]:
+    """A small call of the same op, and its results by the reference."""
+    device, dtype, head_dim = like.device, like.dtype, like.shape[-1]
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(1, 200, heads, like.shape[3], generator=generator).to(device, like.dtype) for heads in (2, 1, 1)
+
+    def randn(tokens: int, heads: int) -> Tensor:
+        return torch.randn(1, tokens, heads, head_dim, generator=generator).to(device, dtype)
+
+    scale = head_dim**-0.5
+    if not isinstance(given, SpeculativeArguments):
+        mask = causal(200)
+        q, k, v, grad = (randn(200, heads) for heads in (2, 1, 1, 2))
+        sample = AttentionArguments(q, k, v, *mask.plan(128, 128, device).arguments, scale)
+
+        def exact(*tensors: Tensor) -> Results:
+            results: Results = block_sparse_attention(*tensors, mask.dense().to(device), scale)
+            return results
+
+        inputs = tuple(x.float() for x in (q, k, v))
+        if isinstance(given, AttentionArguments):
+            return sample, lambda: exact(*inputs)
+        found: Any = torch.func.vjp(exact, *inputs)
+        (out, lse), gradients = found
+        return GradientArguments(grad, None, out.to(dtype), lse, sample), lambda: gradients((grad.float(), lse * 0))
+    mask, slots = causal(70), 700
+    q, k_new, v_new, k, v = (
+        randn(tokens, heads) for tokens, heads in ((70, 2), (70, 1), (70, 1), (slots, 1), (slots, 1))
     )
-    scale = like.shape[3] ** -0.5
+    lengths = torch.tensor([600], device=device)
+    table = None
+    if page_size:
+        pages = -(-slots // page_size)
+        table = torch.arange(pages - 1, -1, -1, device=device)[None]
+        k, v = (randn(pages * page_size, 1).view(pages, page_size, 1, head_dim) for _ in range(2))
+    plan = mask.plan(64, 64, device).arguments
+    sample = SpeculativeArguments(q, k_new, v_new, k, v, lengths, *plan, scale, table)
+    inputs = tuple(x.float() for x in (q, k_new, v_new, k, v))
+    return sample, lambda: speculative_attention(
+        *inputs, lengths, mask.dense().to(device), block_table=table, scale=scale
+    )
+
+
+def _compare(
+    sample: Arguments, exact: Callable[[], Results], forward: Callable[[Arguments], Results], like: Tensor
+) -> bool:
     try:
-        found = forward(AttentionArguments(q, k, v, *mask.plan(128, 128, device).arguments, scale))
-        exact = reference(*(x.float() for x in (q, k, v)), mask.dense().to(device), scale)
-        worst = max(float((a.float() - b).abs().max()) for a, b in zip(found, exact))
-        problem = "" if worst < 0.02 else f"its results are off by {worst:.3g}"  # bf16 rounds at 0.008
+        worst = max(float((a.float() - b).abs().max() / b.abs().max()) for a, b in zip(forward(sample), exact()))
+        problem = "" if worst < 0.02 else f"its results are off by {worst:.3g}"  # bf16 rounds at 0.004
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
     if problem:
-        name = f"the Gluon kernel for heads of {like.shape[3]} in {like.dtype}"
-        warnings.warn(f"pdkernels: {name} is not used on {device}, the Triton kernel is: {problem}", stacklevel=4)
+        op = NAMES[type(sample)]
+        name = f"the Gluon kernel of {op} attention for heads of {like.shape[-1]} in {like.dtype}"
+        warnings.warn(f"pdkernels: {name} is not used on {like.device}, the Triton kernel is: {problem}", stacklevel=5)
     return not problem

@@ -11,6 +11,7 @@ from torch import Tensor
 from pdkernels._attention import SpeculativeArguments, check_heads, check_input, check_plan, refuse_float64
 from pdkernels._validation import check_index, check_type, fail, integer, message
 from pdkernels.masks.tile_plan import TilePlan, dense_plan
+from pdkernels.ops._gluon import speculative_for
 from pdkernels.ops._library import DEBUG_CHECKS
 from pdkernels.reference import speculative_attention as reference
 
@@ -184,8 +185,11 @@ def by_reference(op: str, given: SpeculativeArguments) -> tuple[Tensor, Tensor]:
 
 
 def by_triton(op: str, given: SpeculativeArguments) -> tuple[Tensor, Tensor]:
-    from pdkernels.triton.speculative_attention import forward
-
     if DEBUG_CHECKS:
         check_call(op, given, values=True)
+    specialised = speculative_for(given)
+    if specialised is not None:
+        return specialised(given, append=op == APPEND)
+    from pdkernels.triton.speculative_attention import forward
+
     return forward(given, append=op == APPEND)

@@ -199,6 +199,11 @@ def _triton(given: AttentionArguments) -> tuple[Tensor, Tensor]:
 
 
 def _triton_backward(given: GradientArguments) -> tuple[Tensor, Tensor, Tensor]:
+    from pdkernels.ops._gluon import backward_for
+
+    specialised = backward_for(given)
+    if specialised is not None:
+        return specialised(given)
     from pdkernels.triton.block_sparse_attention import backward
 
     return backward(given)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from pdkernels._attention import SpeculativeArguments
 from pdkernels.triton import _blocks as blocks
 
 # Values checked, and rows stored, at a time.
@@ -70,3 +72,63 @@ def _find(rows, inside, length, table, sources, source_stride, PAGE_SIZE: tl.con
     if sources is not None:
         source = tl.load(sources + rows * source_stride, mask=inside, other=0).to(tl.int64)
     return page, slot, source
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "source_stride_b", "new", "append_rows", "kv_heads", "capacity", "pages"]
+)
+def _append_kernel(
+    k_new, v_new, k_cache, v_cache, lengths, counts, sources, table, begins,
+    kn_stride_b, kn_stride, kn_stride_h, vn_stride_b, vn_stride, vn_stride_h,
+    kc_stride_b, kc_stride, kc_stride_h, vc_stride_b, vc_stride, vc_stride_h, table_stride, source_stride_b, source_stride,
+    new, append_rows, kv_heads, capacity, pages,
+    PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PAGE_SIZE: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0) % PARTS
+    head = (tl.program_id(0) // PARTS % kv_heads).to(tl.int64)
+    batch = (tl.program_id(0) // PARTS // kv_heads).to(tl.int64)
+    if begins is None:
+        k_new += batch * kn_stride_b
+        v_new += batch * vn_stride_b
+    else:
+        begin = tl.load(begins + batch).to(tl.int64)
+        new = tl.minimum(tl.load(begins + batch + 1).to(tl.int64) - begin, new).to(tl.int32)
+        append_rows = new if sources is None else append_rows
+        k_new += begin * kn_stride
+        v_new += begin * vn_stride
+    if sources is not None:
+        sources += batch * source_stride_b
+    if PAGE_SIZE > 0:
+        table += batch * table_stride
+    else:
+        k_cache += batch * kc_stride_b
+        v_cache += batch * vc_stride_b
+    append_part(
+        part, PARTS, lengths, counts, batch, sources, source_stride, append_rows, new, capacity, table, pages,
+        k_new + head * kn_stride_h, v_new + head * vn_stride_h, kn_stride, vn_stride,
+        k_cache + head * kc_stride_h, v_cache + head * vc_stride_h, kc_stride_b, vc_stride_b, kc_stride, vc_stride,
+        HEAD_DIM, D0, D1, PAGE_SIZE,
+    )  # fmt: skip
+
+
+def store_rows(
+    given: SpeculativeArguments,
+    k_new: Tensor,
+    v_new: Tensor,
+    lengths: Tensor,
+    table: Tensor | None,
+    begins: Tensor | None,
+) -> None:
+    """Stores rows in a launch of its own, for an attention kernel that does not; all tensors but `given` as it takes them."""
+    k_cache, v_cache, sources = given.k_cache, given.v_cache, given.source_index
+    first, second = blocks.split_head_dim(k_new.shape[3])
+    rows = given.new if sources is None else sources.shape[1]
+    parts = min(4, max(1, triton.cdiv(rows, _STORED.value)))
+    _append_kernel[(given.batch * k_new.shape[2] * parts,)](
+        k_new, v_new, k_cache, v_cache, lengths, None if given.counts is None else given.counts.contiguous(), sources, table, begins,
+        *(stride for x in (k_new, v_new, k_cache, v_cache) for stride in x.stride()[:3]),
+        0 if table is None else table.stride(0), *((0, 0) if sources is None else sources.stride()),
+        given.new, rows, k_new.shape[2], given.capacity, k_cache.shape[0],
+        PARTS=parts, HEAD_DIM=k_new.shape[3], D0=first, D1=second, PAGE_SIZE=0 if table is None else k_cache.shape[1],
+        num_warps=4,
+    )  # fmt: skip

@@ -19,6 +19,8 @@ multiply-add before it. For float32 it runs in base e, since a score in base 2 i
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import triton
@@ -321,8 +323,19 @@ def forward(given: AttentionArguments) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def backward(gradients: GradientArguments) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv)``, contiguous, from the gradients of what `forward` returned."""
+class Saved(NamedTuple):
+    """What the kernel of dQ writes for that of dK and dV, ``(batch, heads, rows of all tiles)``."""
+
+    lse: Tensor
+    """In the base of the softmax; +inf for rows that saw nothing."""
+    delta: Tensor
+    """rowsum(dO * O) - dLSE."""
+
+
+def backward(
+    gradients: GradientArguments, of_queries: Callable[[GradientArguments, Tensor, Saved], None] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(dq, dk, dv)``, contiguous, from the gradients of what `forward` returned. `of_queries`: another kernel for dQ, which it writes."""
     given, out, lse, grad_lse = gradients.forward, gradients.out, gradients.lse, gradients.grad_lse
     _check_shared_memory(given.q)
     grad_out, q, k, v = (addressable(x) for x in (gradients.grad_out, given.q, given.k, given.v))
@@ -330,7 +343,7 @@ def backward(gradients: GradientArguments) -> tuple[Tensor, Tensor, Tensor]:
     of_q, q_tiles = _side(given.plan_rows, 0, q.shape[1], given.block_q)
     # All rows of all tiles, which the dK/dV kernel reads without a mask, in whole vectors: otherwise these loads serialize wgmma.
     saved_stride = triton.cdiv(q_tiles * given.block_q, 16) * 16
-    lse_b, delta = (lse.new_empty((*lse.shape[:2], saved_stride)) for _ in range(2))
+    saved = Saved(*(lse.new_empty((*lse.shape[:2], saved_stride)) for _ in range(2)))
     inputs = (*grad_out.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     sizes = _sizes(given)
     batch, _, heads, _ = q.shape
@@ -338,9 +351,11 @@ def backward(gradients: GradientArguments) -> tuple[Tensor, Tensor, Tensor]:
 
     blocking = choose_blocking("dq", q, given.block_q, given.block_k)
     programs = batch * heads * q_tiles * (given.block_q // blocking.block_m)
-    if programs:
+    if of_queries is not None:
+        of_queries(gradients, dq, saved)
+    elif programs:
         _dq_kernel[(programs,)](
-            grad_out, q, k, v, out, lse, None if grad_lse is None else grad_lse.contiguous(), dq, lse_b, delta,
+            grad_out, q, k, v, out, lse, None if grad_lse is None else grad_lse.contiguous(), dq, *saved,
             of_q, given.plan_lists, given.bitmaps, *inputs, _stride(of_q), q_tiles, saved_stride, *sizes, given.scale,
             **_constants(given, blocking),
         )  # fmt: skip
@@ -353,7 +368,7 @@ def backward(gradients: GradientArguments) -> tuple[Tensor, Tensor, Tensor]:
         parts = torch.empty((2, pieces, *k.shape), dtype=torch.float32, device=k.device).unbind()
     if batch * blocks_of_keys:
         _dkv_kernel[(batch * blocks_of_keys * pieces,)](
-            grad_out, q, k, v, lse_b, delta, *parts, of_k, given.plan_lists, given.bitmaps,
+            grad_out, q, k, v, *saved, *parts, of_k, given.plan_lists, given.bitmaps,
             *inputs, _stride(of_k), k_tiles, saved_stride, *sizes[:3], batch, pieces, piece, sizes[3], given.scale,
             **_constants(given, blocking),
         )  # fmt: skip

@@ -415,13 +415,21 @@ def forward(given: SpeculativeArguments, *, append: bool = False) -> tuple[Tenso
         num_stages=2 * blocking.stages - 1 if page_size and blocking.block_n > 32 else blocking.stages,
     )  # fmt: skip
     if splits > 1:
-        rows = 4
-        _merge_kernel[(triton.cdiv(new * heads, rows) * batch,)](
-            parts, part_lse, lengths, floors, cu_seqlens, out, lse, batch, new, entries * rows_each, heads, given.capacity, splits,
-            SPLITS=triton.next_power_of_2(splits), ROWS=rows, HEAD_DIM=head_dim,
-            WIDTH=triton.next_power_of_2(head_dim), num_warps=4,
-        )  # fmt: skip
+        merge(parts, part_lse, out, lse, given, lengths, floors, cu_seqlens, splits)
     return out, lse
+
+
+def merge(
+    parts: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, given: SpeculativeArguments,
+    lengths: Tensor, floors: Tensor | None, cu_seqlens: Tensor | None, splits: int,
+) -> None:  # fmt: skip
+    """Merges the splits' results; the tensors after `given` are contiguous."""
+    rows, new, (heads, head_dim) = 4, given.new, given.q.shape[-2:]
+    _merge_kernel[(triton.cdiv(new * heads, rows) * given.batch,)](
+        parts, part_lse, lengths, floors, cu_seqlens, out, lse, given.batch, new, lse.numel() // heads, heads, given.capacity, splits,
+        SPLITS=triton.next_power_of_2(splits), ROWS=rows, HEAD_DIM=head_dim,
+        WIDTH=triton.next_power_of_2(head_dim), num_warps=4,
+    )  # fmt: skip
 
 
 def _first_starts(starts: Tensor, cu_seqlens: Tensor, batch: int) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pdkernels._attention import AttentionArguments
+from pdkernels._attention import AttentionArguments, GradientArguments
 from pdkernels.reference.block_sparse_attention import block_sparse_attention as reference
 from tests.gluonsim import Edit
 from tests.harness.error_budget import assert_within_budget
@@ -16,6 +16,7 @@ from tests.masks.brute_force import brute_force
 
 LAUNCH = "pdkernels.gluon._launch"
 STEPS, FORWARD = "pdkernels.gluon._steps", "pdkernels.gluon.block_sparse_attention"
+BACKWARD = "pdkernels.gluon.block_sparse_attention_backward"
 
 
 class Call(NamedTuple):
@@ -96,10 +97,41 @@ def launcher(simulator: Any, programs: int = 2, stages: int = 2) -> Any:
     """The module that launches the kernel, for a GPU with so many SMs; two stages, so that a ring goes round soon."""
     module = simulator.load(LAUNCH)
     module.processors = lambda device: programs
-    module.STEPS.update(
-        {size: steps._replace(stages=min(stages, steps.stages)) for size, steps in module.STEPS.items()}
-    )
+    for table in (module.STEPS, module.GRADIENT_STEPS):
+        table.update({size: steps._replace(stages=min(stages, steps.stages)) for size, steps in table.items()})
     return module
+
+
+def gradients_of(call: Call, seed: int) -> GradientArguments:
+    """Gradients of the results of a call, which are rounded as a kernel rounds them."""
+    given = call.given
+    generator = torch.Generator().manual_seed(seed)
+    out, lse = reference(*(x.double() for x in given[:3]), call.mask, given.scale, given.sinks)
+    grad_lse = torch.randn(lse.shape, generator=generator) if seed % 2 else None
+    grad_out = torch.randn(out.shape, generator=generator).to(given.q.dtype)
+    return GradientArguments(grad_out, grad_lse, out.to(given.q.dtype), lse.float(), given)
+
+
+def check_dq(call: Call, gradients: GradientArguments, dq: Tensor, saved: Any) -> None:
+    given, q_len = call.given, call.given.q.shape[1]
+
+    def by_reference(dtype: torch.dtype) -> Tensor:
+        q, k, v = (x.to(dtype) for x in given[:3])
+        q.requires_grad_()
+        out, lse = reference(q, k, v, call.mask, given.scale, given.sinks)
+        of_lse = torch.zeros_like(lse) if gradients.grad_lse is None else gradients.grad_lse.to(lse.dtype)
+        (found,) = torch.autograd.grad((out, lse), q, (gradients.grad_out.to(dtype), of_lse))
+        return found
+
+    assert_within_budget(dq, by_reference(torch.float64), by_reference(given.q.dtype), name="dq")
+    seen = gradients.lse > -torch.inf
+    in_base_2 = torch.where(seen, gradients.lse / torch.log(torch.tensor(2.0)), torch.inf)
+    assert torch.allclose(saved.lse[:, :, :q_len], in_base_2, rtol=1e-6)
+    assert (saved.lse[:, :, q_len:] == torch.inf).all()
+    delta = (gradients.grad_out.float() * gradients.out.float()).sum(-1).transpose(1, 2)
+    if gradients.grad_lse is not None:
+        delta = delta - gradients.grad_lse
+    assert torch.allclose(saved.delta[:, :, :q_len], delta, atol=1e-4, rtol=1e-4)
 
 
 # Every one breaks the protocol between the partitions.
@@ -234,4 +266,54 @@ WRONG_VALUES = {
     "the sink of another head": Edit(FORWARD, "gl.load(sinks + head)", "gl.load(sinks + head // 2)"),
     "ranges are one": Edit(FORWARD, "                    pair += 1\n", ""),
     "the same tile in every turn": Edit(FORWARD, "item = turn * programs + gl.where", "item = gl.where"),
+}
+# The same of the kernel of dQ, in what it does not share with the forward kernel. That values are freed late enough follows from the keys, which
+# the producer waits for first.
+DQ_MUTATIONS = {
+    "keys freed while a product reads them": Edit(
+        BACKWARD,
+        "    acc = warpgroup_mma_wait(0, deps=[acc])\n    mbarrier.arrive(k_free.index((count - 1) % STAGES))\n    return",
+        "    mbarrier.arrive(k_free.index((count - 1) % STAGES))\n    acc = warpgroup_mma_wait(0, deps=[acc])\n    return",
+    ),
+    "keys freed with their values": Edit(
+        BACKWARD,
+        "    mbarrier.arrive(k_free.index((count - 1) % STAGES))\n    return",
+        "    mbarrier.arrive(k_free.index(count % STAGES))\n    return",
+    ),
+    "scores used before they are complete": Edit(
+        BACKWARD, "warpgroup_mma_wait(2, deps=[s])", "warpgroup_mma_wait(3, deps=[s])"
+    ),
+    "their gradients used before they are complete": Edit(
+        BACKWARD, "warpgroup_mma_wait(1, deps=[dp])", "warpgroup_mma_wait(2, deps=[dp])"
+    ),
+    "values freed twice": Edit(
+        BACKWARD,
+        "    mbarrier.arrive(v_free.index(count % STAGES))\n    gradients",
+        "    mbarrier.arrive(v_free.index(count % STAGES), count=2)\n    gradients",
+    ),
+    "the last keys never freed": Edit(
+        BACKWARD, "        mbarrier.arrive(k_free.index((count - 1) % STAGES))\n\n", "\n"
+    ),
+    "queries never freed": Edit(BACKWARD, "        mbarrier.arrive(q_free)\n", ""),
+    "queries freed while products need them": Edit(
+        BACKWARD,
+        "        for i in range(1, masked):\n",
+        "        mbarrier.arrive(q_free)\n        for i in range(1, masked):\n",
+    ),
+    "a consumer does not wait for queries": Edit(BACKWARD, "        mbarrier.wait(q_ready, turn & 1)\n", ""),
+    "bytes of the queries alone": Edit(FORWARD, "nbytes * COPIES", "nbytes"),
+    "gradients where queries belong": Edit(FORWARD, "q_ready.index(half), grad_smem", "q_ready.index(half), q_smem"),
+    "results overwritten while they are stored": Edit(
+        BACKWARD, "        tma.store_wait(0)\n        dq_smem", "        dq_smem"
+    ),
+    "no fence before the results are stored": Edit(
+        BACKWARD, "        fence_async_shared()\n        tma", "        tma"
+    ),
+    "the program does not wait for its stores": Edit(BACKWARD, "    tma.store_wait(0)\n\n\n", "\n\n"),
+    "no fence after the barriers": Edit(
+        BACKWARD, "    fence_async_shared()\n    gl.warp_specialize", "    gl.warp_specialize"
+    ),
+    "hidden keys are seen": Edit(BACKWARD, "    if words is not None:\n        s = hide(s, words)\n", ""),
+    "rows past the end are as the others": Edit(BACKWARD, 'mask=there, other=float("-inf")', "mask=there, other=0.0"),
+    "delta without the gradient of the log-sum-exp": Edit(BACKWARD, "row_delta -= gl.load", "row_delta += 0 * gl.load"),
 }

@@ -137,8 +137,8 @@ language = SimpleNamespace(
     split=_split,
     join=_join,
     inline_asm_elementwise=_assembly,
-    thread_barrier=lambda: running().scheduler.pause(),
-    cdiv=lambda a, b: -(-a // b),
+    thread_barrier=lambda: running().meet(),
+    cdiv=lambda a, b: (a + b - 1) // b,
 )
 
 
@@ -160,6 +160,8 @@ def _expect(barrier: View, amount: int, pred: Any = True) -> None:
 
 
 def _arrive(barrier: View, *, count: int = 1, pred: Any = True) -> None:
+    if running().me in running().apart:
+        raise Fault(f"one thread arrives at {barrier.name}, and others may still wait for their copies")
     if pred:
         barrier.barrier.arrive(count, running().known)
     running().scheduler.pause()
@@ -168,6 +170,13 @@ def _arrive(barrier: View, *, count: int = 1, pred: Any = True) -> None:
 def _copy_in(desc: Any, at: Any, barrier: View, result: View, pred: Any = True) -> None:
     if pred:
         running().load_block(desc, at, barrier, result)
+
+
+def _copy_rows(smem: View, pointer: Pointer, mask: Any = None, **_: Any) -> None:
+    values = pointer.load(mask, 0)
+    if values.shape != smem.shape or values.dtype != smem.dtype:
+        raise Fault(f"{values.shape} of {values.dtype} are copied into {smem.name}, {smem.shape} of {smem.dtype}")
+    running().load_rows(values.value, smem)
 
 
 def _wait_for_products(num_outstanding: int = 0, deps: Any = None) -> Any:
@@ -185,6 +194,11 @@ hopper = SimpleNamespace(
     fence_async_shared=lambda cluster=False: running().fence(),
     warpgroup_mma=_multiply,
     warpgroup_mma_wait=_wait_for_products,
+    async_copy=SimpleNamespace(
+        async_copy_global_to_shared=_copy_rows,
+        commit_group=lambda: running().commit(),
+        wait_group=lambda num_outstanding=0: running().wait_for_groups(num_outstanding),
+    ),
     mbarrier=SimpleNamespace(
         MBarrierLayout=real_hopper.mbarrier.MBarrierLayout,
         init=lambda barrier, count: barrier.barrier.start(count),

@@ -185,6 +185,8 @@ class View:
 
     def _may_write(self, operation: int, knowledge: int, writer: str) -> None:
         for part in self.parts:
+            if part.filled == operation and not part.reads:
+                continue  # another piece of the same copy
             if not _knows(knowledge, part.filled) or not all(_knows(knowledge, each) for each in part.reads):
                 raise Fault(f"{self.name} is overwritten by {writer} that has not waited for all who read or fill it")
             part.filled, part.reads = operation, []
@@ -220,12 +222,15 @@ class View:
         return self.cells.data.clone()
 
     def begin_filling(self, operation: int, knowledge: int) -> None:
+        if self.cells.dirty.any():
+            raise Fault(f"a copy into {self.name} is issued without a fence after threads wrote it")
+        self.begin_filling_by_threads(operation, knowledge)
+
+    def begin_filling_by_threads(self, operation: int, knowledge: int) -> None:
         if self.cells.filling.any():
             raise Fault(f"a copy into {self.name} is issued while another one fills it")
         if self.cells.reading.any():
             raise Fault(f"a copy into {self.name} is issued while a product or a copy reads it")
-        if self.cells.dirty.any():
-            raise Fault(f"a copy into {self.name} is issued without a fence after threads wrote it")
         self._may_write(operation, knowledge, "a copy")
         self.cells.filling.fill_(1)
         self.cells.data.fill_(math.nan)

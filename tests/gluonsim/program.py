@@ -73,6 +73,19 @@ class Store:
 
 
 @dataclass
+class Group:
+    """Copies by threads that were committed together."""
+
+    number: int
+    under_way: int = 0
+    copies: int = 0
+
+    @property
+    def ended(self) -> bool:
+        return self.under_way == 0
+
+
+@dataclass
 class Program:
     number: int
     programs: int
@@ -86,6 +99,11 @@ class Program:
     products: dict[int, list[Product]] = field(default_factory=lambda: defaultdict(list))
     stores: dict[int, list[Store]] = field(default_factory=lambda: defaultdict(list))
     """By partition, those that it has not waited for."""
+    groups: dict[int, list[Group]] = field(default_factory=lambda: defaultdict(list))
+    open: dict[int, Group] = field(default_factory=dict)
+    """By partition, the copies that it has not committed."""
+    apart: set[int] = field(default_factory=set)
+    """Partitions whose threads have waited for copies, each for its own, and have not met since."""
     knowledge: dict[int, int] = field(default_factory=lambda: {-1: 0})
     operations: int = 0
 
@@ -101,6 +119,8 @@ class Program:
         """After the last instruction of a partition, and of the kernel."""
         if self.products[self.me] or self.stores[self.me]:
             raise Fault("a partition ends without waiting for its products and stores")
+        if self.me in self.open or any(group.copies for group in self.groups[self.me]):
+            raise Fault("a partition ends without waiting for its copies")
         if self.me < 0 and self.scheduler.queues:
             raise Fault("the program ends while copies are under way")
 
@@ -187,6 +207,35 @@ class Program:
             target.delivered(desc.block_type.nbytes, knowledge)
 
         self.scheduler.later(object(), arrives)
+        self.scheduler.pause()
+
+    def load_rows(self, values: Tensor, into: View) -> None:
+        """By threads: the copy belongs to the group that is committed next."""
+        if self.me not in self.open:
+            self.open[self.me] = Group(self.operation())
+        group, owner = self.open[self.me], self.me
+        into.begin_filling_by_threads(group.number, self.known)
+        group.under_way += 1
+        group.copies += 1
+
+        def arrives() -> None:
+            into.end_filling(values)
+            into.cells.dirty.fill_(owner + 2)
+            group.under_way -= 1
+
+        self.scheduler.later(object(), arrives)
+        self.scheduler.pause()
+
+    def commit(self) -> None:
+        self.groups[self.me].append(self.open.pop(self.me, None) or Group(self.operation()))
+
+    def wait_for_groups(self, pending: int) -> None:
+        self._wait(self.groups[self.me], pending)
+        self.apart.add(self.me)
+
+    def meet(self) -> None:
+        """All threads of this partition."""
+        self.apart.discard(self.me)
         self.scheduler.pause()
 
     def store_block(self, desc: Descriptor, at: Sequence[Any], source: View) -> None:

@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 
-from tests.cudasim.build import ROOT
-from tests.harness import sass
+from tests.harness import gluon_budgets as gluon
 from tests.harness import triton_budgets as harness
 from tests.harness.budgets import find_cuobjdump
 from tests.harness.triton_interpreter import requires_triton
@@ -45,61 +41,26 @@ PRODUCTS = {128: 16, 64: 12}
 
 def compile_case(case: str) -> Any:
     import torch
-    import triton
-    from triton.runtime.jit import JITFunction
 
     from pdkernels._attention import AttentionArguments
     from pdkernels.gluon import _launch
     from pdkernels.masks import Segment, SegmentMask
 
     dtype, head_dim, block_q = case.split(":")
-    compiled: dict[str, Any] = {}
-    launch = JITFunction.run
-
-    def compile_only(self: Any, *arguments: Any, warmup: bool, **options: Any) -> None:
-        compiled[self.__name__] = launch(self, *arguments, warmup=True, **options)
-
-    triton.runtime.driver.set_active(harness._Driver("sm_90"))
-    with mock.patch.object(JITFunction, "run", compile_only):
-        element = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
-        q, k = (torch.zeros(1, 256, heads, int(head_dim), dtype=element) for heads in (8, 2))
-        plan = SegmentMask([Segment(256, "causal")]).plan(int(block_q), 128).arguments
-        given = AttentionArguments(q, k, k, *plan, 0.1)
-        assert _launch.serves(given)
-        _launch.forward(given)
-    return compiled["forward_kernel"]
-
-
-def read_loops(kernel: Any) -> list[dict[str, Any]]:
-    """Loops with products, the shortest first. ``in flight``: how many products each wait leaves under way."""
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder, "kernel.cubin")
-        cubin.write_bytes(kernel.asm["cubin"])
-        (code,) = sass.disassemble(cubin, "sm_90a").values()
-    found = []
-    for loop in sass.steady_loops(code):
-        mix = sass.mix(loop)
-        if mix["HGMMA"]:
-            waits = [int(x.operands.split(",")[1], 16) for x in loop if x.name.startswith("WARPGROUP.DEPBAR")]
-            spills = mix["LDL"] + mix["STL"]
-            found.append({"slots": len(loop), "products": mix["HGMMA"], "in flight": waits, "spills": spills})
-    return sorted(found, key=lambda loop: loop["slots"])
+    element = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    q, k = (torch.zeros(1, 256, heads, int(head_dim), dtype=element) for heads in (8, 2))
+    plan = SegmentMask([Segment(256, "causal")]).plan(int(block_q), 128).arguments
+    given = AttentionArguments(q, k, k, *plan, 0.1)
+    assert _launch.serves(given)
+    return gluon.compiled(lambda: _launch.forward(given))["forward_kernel"]
 
 
 def main(cases: list[str]) -> None:
-    found = {}
-    for case in cases:
-        kernel = compile_case(case)
-        figures = harness.read_figures(kernel, "sm_90")
-        ptx = kernel.asm["ptx"]
-        figures |= {"tma": ptx.count("cp.async.bulk.tensor"), "setmaxnreg": ptx.count("setmaxnreg")}
-        found[case] = {**figures, "loops": read_loops(kernel)}
-    print(json.dumps(found))
+    print(json.dumps({case: gluon.figures(compile_case(case)) for case in cases}))
 
 
 def measure(cases: list[str]) -> dict[str, dict[str, Any]]:
-    sources = (Path(__file__), *(ROOT / "pdkernels" / "gluon").glob("*.py"))
-    return harness.measure(cases, "tests.ops.test_block_sparse_attention_gluon_compiled", sources)
+    return harness.measure(cases, "tests.ops.test_block_sparse_attention_gluon_compiled", gluon.SOURCES)
 
 
 def check(case: str) -> None:

@@ -11,10 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdkernels._attention import AttentionArguments
+from pdkernels._attention import AttentionArguments, GradientArguments, SpeculativeArguments
 from pdkernels.masks import causal
+from pdkernels.masks.tile_plan import dense_plan
 from pdkernels.ops import _gluon as _choice
 from pdkernels.reference.block_sparse_attention import block_sparse_attention as reference
+from pdkernels.reference.speculative_attention import speculative_attention as speculative_reference
+from tests.ops.speculative_cases import make_inputs
 
 
 def given(head_dim: int = 64, dtype: torch.dtype = torch.float16) -> AttentionArguments:
@@ -26,6 +29,31 @@ def right(arguments: AttentionArguments) -> tuple[Tensor, Tensor]:
     q, k, v = (x.float() for x in arguments[:3])
     out, lse = reference(q, k, v, causal(q.shape[1]).dense(), arguments.scale)
     return out.to(arguments.q.dtype), lse
+
+
+def speculative(page_size: int = 0) -> SpeculativeArguments:
+    mask = causal(40)
+    *tensors, table = make_inputs(40, [100], heads=2, kv_heads=1, head_dim=64, dtype=torch.float16, page_size=page_size)
+    return SpeculativeArguments(*tensors, *mask.plan(64, 64).arguments, 0.125, table)
+
+
+def gradients() -> GradientArguments:
+    arguments = given()
+    return GradientArguments(arguments.q, None, *right(arguments), arguments)
+
+
+def by_reference(arguments: Any) -> tuple[Tensor, ...]:
+    """Of any of the ops."""
+    if isinstance(arguments, AttentionArguments):
+        return right(arguments)
+    if isinstance(arguments, SpeculativeArguments):
+        mask = dense_plan(arguments.plan, arguments.new, arguments.new)
+        table = arguments.block_table
+        return speculative_reference(*arguments[:6], mask, block_table=table, scale=arguments.scale)
+    forward = arguments.forward
+    q, k, v = (x.float().requires_grad_() for x in forward[:3])
+    out, _ = reference(q, k, v, causal(q.shape[1]).dense(), forward.scale)
+    return torch.autograd.grad(out, (q, k, v), arguments.grad_out.float())
 
 
 def wrong(arguments: AttentionArguments) -> tuple[Tensor, Tensor]:
@@ -58,9 +86,24 @@ def test_a_kernel_that_computes_the_reference_passes_and_runs_once() -> None:
     assert _choice.passes(given(128), counted) and len(runs) == 2
 
 
+@pytest.mark.parametrize("call", [speculative, lambda: speculative(16), gradients])
+def test_the_other_kernels_are_compared_too(call: Any) -> None:
+    """Each for itself, and for its page size."""
+    assert _choice.passes(given(), right)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _choice.passes(call(), by_reference)
+    assert len(_choice.CHECKED) == 2
+    _choice.CHECKED.clear()
+    with pytest.warns(UserWarning, match="its results are off"):
+        assert not _choice.passes(call(), lambda arguments: tuple(x * 1.1 for x in by_reference(arguments)))
+
+
 @pytest.mark.parametrize("kernel, why", [(wrong, "results are off"), (fails, "no such instruction")])
 def test_a_kernel_that_fails_is_named_once(kernel: Any, why: str) -> None:
-    with pytest.warns(UserWarning, match=f"heads of 64 in torch.float16 is not used on cpu, .*{why}"):
+    with pytest.warns(
+        UserWarning, match=f"block-sparse attention for heads of 64 in torch.float16 is not used on cpu, .*{why}"
+    ):
         assert not _choice.passes(given(), kernel)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -89,14 +132,19 @@ def test_hopper_alone_unless_the_environment_says_no(
     capability: tuple[int, int], setting: str, served: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="needs triton")
-    from pdkernels.gluon import _launch
+    from pdkernels.gluon import _launch, _launch_speculative
 
     arguments, there = on_gpu(capability)
     monkeypatch.setenv(_choice.VARIABLE, setting)
     monkeypatch.setattr(_launch, "serves", lambda given: True)
     monkeypatch.setattr(_choice, "passes", lambda given, forward: True)
+    monkeypatch.setattr(_launch, "serves_gradients", lambda given: True)
+    monkeypatch.setattr(_launch_speculative, "serves", lambda given: True)
     with there:
         assert (_choice.forward_for(arguments) is _launch.forward) == served
+        assert (_choice.speculative_for(arguments) is _launch_speculative.forward) == served
+        of_gradients = GradientArguments(arguments.q, None, arguments.q, arguments.q, arguments)
+        assert (_choice.backward_for(of_gradients) is _launch.backward) == served
 
 
 def test_the_environment_says_auto_or_0(monkeypatch: pytest.MonkeyPatch) -> None:

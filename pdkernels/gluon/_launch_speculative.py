@@ -1,0 +1,75 @@
+"""Starts the Gluon kernel of speculative attention, and says which calls it serves."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+from torch import Tensor
+
+from pdkernels._attention import SpeculativeArguments
+from pdkernels.gluon._launch import ELEMENTS, STEPS, describable, describe
+from pdkernels.gluon.speculative_attention import ROWS, split_kernel
+from pdkernels.triton._append import store_rows
+from pdkernels.triton.speculative_attention import FEW_ROWS, choose_splits, merge
+
+
+def serves(given: SpeculativeArguments) -> bool:
+    """Whether the kernel computes this call; the Triton kernel computes all."""
+    q, k_new = given.q, given.k_new
+    kv_heads, head_dim = k_new.shape[-2:]
+    tensors = [x if x.dim() == 4 else x.unsqueeze(0) for x in given[:5]]
+    return (
+        head_dim in STEPS
+        and q.dtype in ELEMENTS
+        and given.starts is None
+        and given.new * (q.shape[-2] // kv_heads) > FEW_ROWS
+        and given.block_k % 32 == 0
+        and all(x.numel() > 0 and describable(x) for x in tensors)
+        # cp.async copies 16 bytes, which the compiler must see from the strides.
+        and all(stride % 16 == 0 for x in tensors for stride in x.stride()[:-1])
+    )
+
+
+def forward(given: SpeculativeArguments, *, append: bool = False) -> tuple[Tensor, Tensor]:
+    """As `pdkernels.triton.speculative_attention.forward`, for a call that the kernel `serves`."""
+    q, k_new, v_new, k_cache, v_cache = given[:5]
+    begins, table = given.cu_seqlens, given.block_table
+    if begins is not None:
+        q, k_new, v_new = (x.unsqueeze(0) for x in (q, k_new, v_new))
+        begins = begins.contiguous()
+    if table is not None and table.stride(1) != 1:
+        table = table.contiguous()
+    lengths = given.lengths.contiguous()
+    entries, rows_each, heads, head_dim = q.shape
+    kv_heads, batch, new = k_new.shape[2], given.batch, given.new
+    group = heads // kv_heads
+    row_tiles = triton.cdiv(new * group, int(ROWS))
+    splits = choose_splits(given.capacity, kv_heads * row_tiles)
+    page_size = 0 if table is None else k_cache.shape[1]
+    steps = STEPS[head_dim]
+    by_tma = page_size % steps.block_n == 0
+
+    out = torch.empty(given.q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(given.lse_shape, dtype=torch.float32, device=q.device)
+    parts, part_lse = out, lse
+    if splits > 1:
+        parts = torch.empty((splits, *out.shape), dtype=torch.float32, device=q.device)
+        part_lse = torch.empty((splits, *lse.shape), dtype=torch.float32, device=q.device)
+    split_kernel[(splits * batch * kv_heads * row_tiles,)](
+        *(describe(x, steps.block_n) if by_tma else None for x in (k_cache, v_cache)),
+        q, k_new, v_new, k_cache, v_cache, lengths, table, given.plan_rows, given.plan_lists, given.bitmaps, parts, part_lse,
+        begins, None if given.sinks is None else given.sinks.contiguous(),
+        *(stride for x in (q, k_new, v_new, k_cache, v_cache) for stride in x.stride()[:3]),
+        0 if table is None else table.stride(0), given.plan_rows.stride(0) if given.plan_rows.dim() == 3 else 0,
+        batch, new, entries * rows_each, kv_heads, given.capacity, splits, row_tiles, given.scale * math.log2(math.e),
+        GROUP=group, HEAD_DIM=head_dim, BLOCK_Q=given.block_q, BLOCK_K=given.block_k, BLOCK_N=steps.block_n,
+        STAGES=steps.stages, PAGE_SIZE=page_size, BY_TMA=by_tma, WARPS=4,
+        FOLD_SCALE=given.scale > 0, num_warps=4,
+    )  # fmt: skip
+    if splits > 1:
+        merge(parts, part_lse, out, lse, given, lengths, None, begins, splits)
+    if append:
+        store_rows(given, k_new, v_new, lengths, table, begins)
+    return out, lse
