@@ -3,7 +3,7 @@
 Compared with transformers' row-by-row function, eager and compiled, which writes the state once per call but could not take a row
 back, and with reading and writing the states of the same layers once. Several layers are run in turn, so that no cache holds them.
 
-`python -m bench.bench_recurrent_state` writes the CPU times that docs/ops/recurrent_state.md shows.
+`python -m bench.bench_recurrent_state` writes the CPU times of one thread, the minimum of many, and prints them as a table.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def measured(rounds: int = 15) -> dict[str, Any]:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """The table of docs/ops/recurrent_state.md: a floor is one read and one write of the state."""
+    """A table, in which a floor is one read and one write of the state."""
     counts = found["rows"]
     heads = [f"{count} row{'s' * (count > 1)}" for count in counts]
     lines = [f"| ms of a layer (floors) | {' | '.join(heads)} | {counts[-1]} rows / 1 row |"]
