@@ -114,3 +114,11 @@ def test_tables_of_grammars() -> None:
     text = grammars_report.tables({"proof": rows, "cost": {"person": times}, "machine": machine})
     assert "| `jacobi` | 3 of 3, 1 refused | 2 of 4 |" in text and "| `llada` | 4 of 4 | - |" in text
     assert "| person | 500 | 10.0 | 5.0% | 3 | 41 | 1,234 |" in text
+
+
+def test_grammars_are_cheap_and_always_followed() -> None:
+    """In the committed figures."""
+    found = json.loads(report.GRAMMARS.read_text())
+    assert all(row["invalid"] == 0 and row["valid"] + row["refused"] >= 100 for row in found["proof"])
+    assert len(found["proof"]) > 0 and len(found["cost"]) > 0
+    assert all(row["step_us"] / 1e3 < 0.1 * row["rest_ms"] for row in found["cost"].values())
