@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from bench import cpu_engines_report, engine_load, gpu_report, grammars_report, plots
+from bench import backends, cpu_engines_report, engine_load, gpu_report, grammars_report, plots
 from bench.gpu_report import table
 from bench.peers_report import PEERS_SUMMARY, peers
 from bench.planned_report import evaluation_planned, planned_round
@@ -359,6 +359,7 @@ TABLES = {
     # Regardless of the argument.
     "transformers tests": lambda rows: transformers_tests(TRANSFORMERS_TESTS),
     "cpu_engines": lambda rows: cpu_engines_report.engines(CPU_ENGINES),
+    "backends": lambda rows: backends.backends_table(backends.RESULTS),
     "engine_load": lambda rows: engine_load.load_table(ENGINE_LOAD),
     "cpu_engines summary": lambda rows: cpu_engines_report.summary(CPU_ENGINES),
     "grammars proof": lambda rows: grammars_report.proof(GRAMMARS),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench import cpu_engines, cpu_engines_report
+from bench import cpu_engines, cpu_engines_report, engine_load
 from bench.cpu_engines import ANSWER, Cell, Refused, Worker
 
 
@@ -94,3 +94,23 @@ def test_the_committed_figures_have_tables() -> None:
     found = json.loads(cpu_engines.RESULTS.read_text())
     assert "SmolLM2-135M, 1 thread" in cpu_engines_report.tables(found)
     assert cpu_engines_report.summary(cpu_engines.RESULTS).count("**pdkernels") >= 4
+
+
+def test_clients_take_turns_and_the_least_round_counts() -> None:
+    rounds = iter(
+        [9.0, 40.0, 30.0, 8.0, 20.0, 50.0]
+    )  # of one client and two, in a round that only warms up, and in two more
+
+    def ask(*told: Any) -> Any:
+        assert told[0] == "clients" and told[2:] == (4, False)
+        return next(rounds), [float(n) for n in range(len(told[1]))], [[7, n] for n in range(len(told[1]))]
+
+    found, answers = engine_load.measure({"pdkernels": (ask, False)}, [[1], [2]], [1, 2], 2, 4)
+    assert found["pdkernels"]["1"]["ms"] == 20.0 and found["pdkernels"]["2"]["ms"] == 8.0
+    assert found["pdkernels"]["2"]["tokens_per_second"] == 1000.0 and answers == {"pdkernels": [[7, 0], [7, 1]]}
+
+
+def test_eight_clients_get_three_times_the_tokens_of_one() -> None:
+    figures = json.loads(engine_load.RESULTS.read_text())["figures"]["pdkernels"]
+    assert figures["8"]["tokens_per_second"] > 3 * figures["1"]["tokens_per_second"]
+    assert "| **pdkernels** |" in engine_load.load_table(engine_load.RESULTS)

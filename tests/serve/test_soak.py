@@ -47,7 +47,7 @@ class Server:
         self.log = log
         with log.open("w") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-        self.address, deadline = f"http://127.0.0.1:{self.port}", time.monotonic() + 120
+        self.address, deadline = f"http://127.0.0.1:{self.port}", time.monotonic() + 300
         while True:
             try:
                 httpx.get(f"{self.address}/health").raise_for_status()
@@ -93,7 +93,7 @@ class Clients:
     def run(self, number: int) -> None:
         chance = random.Random(number)
         kinds = ["whole", "stream", "stream", "slow", "vanish", "drop", "bad", "unknown"]
-        with httpx.Client(timeout=120) as client:
+        with httpx.Client(timeout=300) as client:
             while time.monotonic() < self.until:
                 kind, prompt = chance.choice(kinds), chance.choice(PROMPTS)
                 setting = chance.randrange(len(SETTINGS))
@@ -179,7 +179,7 @@ def soak(log: Path, clients: int, seconds: float) -> dict[str, Any]:
         ended = sum(value for name, value in counters.items() if name.startswith("finished_total"))
         assert ended == counters["submitted_total"] and "finished_total error" not in counters
         with ThreadPoolExecutor(8) as pool:
-            with httpx.Client(timeout=120) as client:
+            with httpx.Client(timeout=300) as client:
                 body = {"model": "tiny-code", "prompt": "class Node:", "max_tokens": LIMIT, "temperature": 0}
                 last = [pool.submit(asking.whole, client, body, asking.texts["class Node:", 0]) for _ in range(8)]
                 while server.counters()["submitted_total"] < counters["submitted_total"] + 8:
