@@ -1,16 +1,26 @@
-"""Vocabulary statistics over the 126464 tokens of LLaDA: ours, the float64 paths of the published samplers, eager PyTorch, torch.compile."""
+"""Vocabulary statistics over the 126464 tokens of LLaDA: ours, the float64 paths of the published samplers, eager PyTorch, torch.compile.
+
+python -m bench.bench_token_statistics      the cost of filters in CPU time of one thread, as a table for docs/ops/token_statistics.md
+"""
 
 from __future__ import annotations
 
+import json
+import time
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import pdkernels as pd
+from bench.bench_filter_logits import filters_of
 from bench.devices import by_device
 from bench.timing import compare
+from pdkernels.evaluation.machine import processor
 
 VOCABULARY = 126_464
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -57,10 +67,9 @@ CANDIDATES = ("pdkernels", "torch.compile, no margin", "torch.compile", "torch e
 SAMPLERS = ("pdkernels", "float64 Gumbel")
 
 
-def logits_of(rows: int, dtype: str, device: str) -> Tensor:
-    return (
-        (3 * torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(rows))).to(DTYPES[dtype]).to(device)
-    )
+def logits_of(rows: int, dtype: str, device: str, vocabulary: int = VOCABULARY) -> Tensor:
+    logits = 3 * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(rows))
+    return logits.to(DTYPES[dtype]).to(device)
 
 
 @by_device("rows", ROWS)
@@ -127,3 +136,76 @@ def test_sampling(benchmark, name: str, dtype: str, rows: int, device: str) -> N
             dtype=dtype,
             rows=rows,
         )
+
+
+# ------------------------------------------------------------------------------------------------------------ filters
+
+RESULT = Path(__file__).parent / "results/token_filters.json"
+VOCABULARIES, FILTERED_ROWS, TEMPERATURE = (32_768, 151_936), (1, 16), 0.7
+PLAIN, EVERYTHING = "temperature alone", "all of them"
+
+
+def filtered(rows: int, vocabulary: int) -> dict[str, dict[str, Any]]:
+    """Options of a draw by what they filter."""
+    filters = filters_of(rows, vocabulary)
+    cuts = {"keep_top_k": 50, "top_p": 0.95, "min_p": 0.02}
+    return {
+        PLAIN: {},
+        "penalties": {"filters": filters._replace(bias=None, allowed=None, banned=None)},
+        "allowed tokens": {"filters": pd.LogitFilters(allowed=filters.allowed)},
+        "a bias": {"filters": pd.LogitFilters(bias=filters.bias)},
+        "`keep_top_k`, `top_p`, `min_p`": cuts,
+        "`top_p`": {"top_p": 0.95},
+        "`min_p`": {"min_p": 0.02},
+        "`typical_p`": {"typical_p": 0.9},
+        "`keep_top_k`, `typical_p`": {"keep_top_k": 50, "typical_p": 0.9},
+        EVERYTHING: {"filters": filters, **cuts, "typical_p": 0.9},
+    }
+
+
+def seconds(call: Callable[[], object]) -> float:
+    start = time.thread_time()
+    call()
+    return time.thread_time() - start
+
+
+def measured(rounds: int = 60) -> dict[str, Any]:
+    """The minimum CPU time of a draw with each of the filters, in µs; they take turns. Logits are bfloat16 with the spread of a model's."""
+    torch.set_num_threads(1)
+    found: dict[str, list[float]] = {}
+    with torch.inference_mode():
+        for vocabulary in VOCABULARIES:
+            for rows in FILTERED_ROWS:
+                logits = logits_of(rows, "bf16", "cpu", vocabulary)
+                calls = {
+                    name: partial(pd.token_statistics, logits, temperature=TEMPERATURE, top_k=1, **options)
+                    for name, options in filtered(rows, vocabulary).items()
+                }
+                times: dict[str, list[float]] = {name: [] for name in calls}
+                for _ in range(rounds):
+                    for name, call in calls.items():
+                        times[name].append(seconds(call))
+                for name in calls:
+                    found.setdefault(name, []).append(round(1e6 * min(times[name]), 1))
+    cases = [[vocabulary, rows] for vocabulary in VOCABULARIES for rows in FILTERED_ROWS]
+    return {"rounds": rounds, "processor": processor(), "cases": cases, "us": found}
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The table of docs/ops/token_statistics.md."""
+    titles = (f"{vocabulary}, {rows} row{'s' * (rows > 1)}" for vocabulary, rows in found["cases"])
+    lines = [
+        f"| µs (times a draw without filters) | {' | '.join(titles)} |",
+        "| --- |" + " ---: |" * len(found["cases"]),
+    ]
+    for name, row in found["us"].items():
+        cells = (f"{us:,.0f} ({us / plain:.2f}x)" for us, plain in zip(row, found["us"][PLAIN]))
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    place = f"CPU time, minimum of {found['rounds']} rounds; {found['processor']}, 1 thread"
+    return "\n".join([*lines, "", f"Draws at temperature {TEMPERATURE} from bfloat16 logits, {place}"])
+
+
+if __name__ == "__main__":
+    result = measured()
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    print(markdown(result))

@@ -346,6 +346,7 @@ TABLES = {
         for model in ("SmolLM2-135M", "8B")
     },
     "linear_token_statistics": lambda rows: by_rows(rows, op="linear_token_statistics"),
+    "filter_logits": lambda rows: by_rows(rows, op="filter_logits"),
     "logit_divergence": lambda rows: by_rows(rows, op="logit_divergence"),
     **{
         f"feature_cache {op}": lambda rows, op=op: by_rows(rows, op="feature_cache", kernel=op)

@@ -2,6 +2,7 @@
 // PDKERNELS_DEVICE_CUDA, for CUDA. A family's bindings are in the header of its name; schemas live in pdkernels/ops.
 #include "block_sparse_attention.h"
 #include "feature_cache.h"
+#include "filter_logits.h"
 #include "grouped_linear.h"
 #include "kv_cache.h"
 #include "linear.h"

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .filter_logits import filter_logits
 from .sampling import uniforms
 
 
@@ -28,6 +29,16 @@ def token_statistics(
     top_p: float = 1.0,
     min_p: float = 0.0,
     distribution: str = "model",
+    keep_top_k: int = 0,
+    typical_p: float = 1.0,
+    bias: Tensor | None = None,
+    counts: Tensor | None = None,
+    recent: Tensor | None = None,
+    banned: Tensor | None = None,
+    allowed: Tensor | None = None,
+    repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
     first_id: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``(ids, probs, top_ids, top_probs, margin, entropy, logsumexp)`` as in `pdkernels.token_statistics`.
@@ -43,13 +54,18 @@ def token_statistics(
     number = torch.arange(len(rows), device=logits.device) if row_index is None else row_index.reshape(-1).long()
     scores = torch.full((len(number), rows.shape[-1]), -torch.inf, dtype=rows.dtype, device=rows.device)
     scores[number >= 0] = rows[number[number >= 0]]
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    penalties = repetition_penalty, presence_penalty, frequency_penalty
+    scores = filter_logits(scores, bias, counts, recent, banned, allowed, *penalties)
+    scores[number < 0] = -torch.inf
     scores[:, list(suppress)] = -torch.inf
     undefined = (scores.isnan() | (scores == torch.inf)).any(-1)
     missing = (scores == -torch.inf).all(-1)
 
     softmax_temperature = temperature if temperature > 0 else 1.0
-    possible = torch.where(kept(scores, softmax_temperature, top_p, min_p), scores, -torch.inf)
+    possible = scores
+    if temperature > 0 or distribution == "sampling":
+        stays = kept(scores, softmax_temperature, top_p, min_p, keep_top_k, typical_p)
+        possible = torch.where(stays, scores, -torch.inf)
     drawn = possible
     if temperature > 0:
         rows_at = (number if positions is None else positions.reshape(-1).long())[:, None].clamp(min=0)
@@ -91,29 +107,48 @@ def token_statistics(
     )
 
 
-def kept(scores: Tensor, temperature: float, top_p: float, min_p: float) -> Tensor:
-    """Which tokens of ``P = softmax(scores / temperature)`` the filters keep, bool of the shape of `scores`.
+def kept(
+    scores: Tensor, temperature: float, top_p: float, min_p: float, top_k: int = 0, typical_p: float = 1.0
+) -> Tensor:
+    """Which tokens the filters keep, bool of the shape of `scores`, in the order of transformers: of P = ``softmax(scores / temperature)``
+    the `top_k` largest (0: all); of the distribution of these, the tokens for which the mass of all more probable ones is below `top_p`,
+    and whose own is at least `min_p` times the largest; of the distribution of what is left, the tokens for which the mass of all those
+    whose surprise is closer to the entropy is below `typical_p`.
 
-    A token stays if the mass of all more probable ones is below `top_p` and its own at least `min_p` times the largest. The
-    most probable one always stays, and equals stay or go together.
+    Equals stay or go together, and up to `typical_p` the most probable token always stays.
 
     >>> kept(torch.tensor([[3.0, 1.0, 1.0, 0.0]]), 1.0, top_p=0.9, min_p=0.0).tolist()
     [[True, True, True, False]]
+    >>> kept(torch.tensor([[0.5, 0.3, 0.2]]).log(), 1.0, 1.0, 0.0, typical_p=0.4).tolist()  # an entropy of 1.03, surprises of 0.69, 1.2, 1.61
+    [[True, True, False]]
     """
     scores = scores.double()
     keep = torch.ones_like(scores, dtype=torch.bool)
     below = scores - scores.amax(-1, keepdim=True)
+    if 0 < top_k < scores.shape[-1]:
+        keep &= scores >= scores.sort(dim=-1, descending=True).values[..., top_k - 1 : top_k]
+    if top_p < 1:
+        mass = (below / temperature).masked_fill(~keep, -torch.inf).softmax(-1)
+        keep &= _first_of_mass(-below, mass, top_p)
     if min_p > 0:
         keep &= below >= temperature * math.log(min_p)
-    if top_p < 1:
-        ordered, order = below.sort(dim=-1, descending=True, stable=True)
-        mass = (ordered / temperature).softmax(-1)
-        before = mass.cumsum(-1) - mass
-        first = torch.ones_like(keep)
-        first[..., 1:] = ordered[..., 1:] < ordered[..., :-1]
-        before = torch.where(first, before, 0.0).cummax(-1).values  # among equals, the mass before the first
-        keep &= torch.empty_like(keep).scatter_(-1, order, before < top_p)
-    return keep | (below == 0)
+    keep |= below == 0
+    if typical_p < 1:
+        likely = (below / temperature).masked_fill(~keep, -torch.inf).log_softmax(-1)
+        entropy = -(likely * likely.exp()).nansum(-1, keepdim=True)
+        keep &= _first_of_mass((-likely - entropy).abs(), likely.exp(), typical_p)
+    return keep
+
+
+def _first_of_mass(order: Tensor, mass: Tensor, share: float) -> Tensor:
+    """The tokens for which the `mass` of all that come before them in the `order` is below `share`; among equals, all or none."""
+    ordered, index = order.sort(dim=-1, stable=True)
+    mass = mass.gather(-1, index)
+    before = mass.cumsum(-1) - mass
+    first = torch.ones_like(ordered, dtype=torch.bool)
+    first[..., 1:] = ordered[..., 1:] > ordered[..., :-1]
+    before = torch.where(first, before, 0.0).cummax(-1).values
+    return torch.empty_like(first).scatter_(-1, index, (before < share) | (ordered == ordered[..., :1]))
 
 
 def _marked(values: Tensor, undefined: Tensor, missing: Tensor) -> Tensor:

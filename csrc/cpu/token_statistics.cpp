@@ -2,7 +2,7 @@
 // merges them in the order of the vocabulary.
 #include <cmath>
 
-#include "fault.h"
+#include "check_filters.h"
 #include "ops/token_statistics.h"
 #include "parallel.h"
 #include "simd/dispatch.h"
@@ -28,6 +28,7 @@ void check_values(const TokenStatisticsArgs& args) {
     check_word("positions", args.positions);
     check_word("step", args.steps);
   }
+  check_filters(kOp, args.filters, args.rows, args.width);
 }
 
 void parts_of(const TokenStatisticsArgs& args) { PDK_DISPATCH(token_statistics, args) }

@@ -1,4 +1,4 @@
-// The filters of vocabulary statistics: a block finds the smallest logit of a row that passes them.
+// The filters of vocabulary statistics: a block finds the smallest and the largest logit of a row that pass them.
 #pragma once
 
 #include "token_regions.h"
@@ -30,7 +30,8 @@ constexpr int kKept = 2048;
 struct CutScratch {
   Bin bins[kBins];
   float kept[kKept];
-  float largest[kCutThreads / 32];
+  float largest[kCutThreads / 32], smallest[kCutThreads / 32];
+  double sums[kCutThreads / 32];
   Mass before, target;
   int bin, found;
 };
@@ -104,81 +105,107 @@ __device__ void find_bin(CutScratch& scratch, double share) {
   scratch.bin = bin, scratch.before = sofar;
 }
 
-template <class T, int kSize>
-__global__ void __launch_bounds__(kCutThreads, kCutBlocks)
-    token_cut_kernel(const __grid_constant__ TokenStatisticsArgs args) {
-  __shared__ CutScratch scratch;
-  const int64_t r = blockIdx.x, source = args.source(r);
-  if (source < 0) return;
-  const T* row = args.logits.row<const T>(source);
-  float largest = share_peak<T, kSize>(args, row);
-  bool undefined = largest != largest;
-  for (int lanes = 16; lanes > 0; lanes /= 2) largest = fmaxf(largest, __shfl_xor_sync(kAll, largest, lanes));
-  if (threadIdx.x % 32 == 0) scratch.largest[threadIdx.x / 32] = largest;
-  if (threadIdx.x == 0) scratch.before = 0, scratch.found = 0;
-  undefined = __syncthreads_or(undefined);
-  for (int warp = 0; warp < kCutThreads / 32; ++warp) largest = fmaxf(largest, scratch.largest[warp]);
-  undefined = undefined || largest == INFINITY;
-  const double temperature = args.softmax_temperature();
-  const double floor = args.min_p > 0 ? largest + temperature * log(args.min_p) : -INFINITY;
-  if (undefined || largest == -INFINITY || args.top_p >= 1) {
-    if (threadIdx.x == 0) args.cuts[r] = undefined ? -INFINITY : at_least(floor);
-    return;
-  }
+// A block's search among the masses of a row's tokens.
+struct Search {
+  CutScratch& scratch;
 
-  // A token with less than (1 - top_p) / V of the largest token's mass is outside the nucleus. All of them share the
-  // last bin.
-  const double reach = temperature * log((1 - args.top_p) / static_cast<double>(args.width)) - 1e-5 * temperature;
-  const float slope = static_cast<float>(1 / temperature), bins_per_logit = static_cast<float>((kBins - 1) / -reach);
-  const auto mass_of = [&](float x) { return static_cast<Mass>(expf((x - largest) * slope) * kMass); };
-  const auto bin_of = [&](float x) {
-    return static_cast<int>(fminf((largest - x) * bins_per_logit, static_cast<float>(kBins - 1)));
-  };
-  const auto rank_of = [](float x) { return static_cast<uint32_t>(token_key(x, 0) >> 32); };
-  const auto empty_bins = [&] {
+  __device__ void empty_bins() const {
     for (int bin = threadIdx.x; bin < kBins; bin += kCutThreads) scratch.bins[bin] = {0, 0};
     __syncthreads();
-  };
-  const auto find = [&](double share) {
+  }
+  // The first bin at which the running mass reaches the target, which is a share of all masses, or that of the last
+  // call if the share is negative.
+  __device__ int find(double share) const {
     __syncthreads();
     if (threadIdx.x < 32) find_bin(scratch, share);
     __syncthreads();
     const int bin = scratch.bin;
     __syncthreads();  // the bins are emptied next
     return bin;
+  }
+  __device__ void restart(Mass target) const {
+    __syncthreads();
+    if (threadIdx.x == 0) scratch.before = 0, scratch.target = target;
+    __syncthreads();
+  }
+};
+
+__device__ inline uint32_t rank_of(float x) { return static_cast<uint32_t>(token_key(x, 0) >> 32); }
+
+// With 16-bit elements the low bits of a rank carry no information: zeros, or ones if the number is negative.
+template <class T>
+__device__ float logit_of_rank(uint32_t rank) {
+  if (rank == 0) return -INFINITY;
+  if (sizeof(T) == 2 && rank >> 31 == 0) rank |= 0x3ffu;
+  return key_logit(static_cast<uint64_t>(rank) << 32);
+}
+
+// The logit of rank keep_top_k, by the bits of its key.
+template <class T, int kSize>
+__device__ float kth_largest(const TokenStatisticsArgs& args, const T* row, const Search& search) {
+  uint32_t rank = 0;
+  search.restart(static_cast<Mass>(args.keep_top_k));
+  constexpr int kLevels = sizeof(T) == 2 ? 2 : 3;
+  for (int level = 0; level < kLevels; ++level) {
+    const int shift = level == 2 ? 0 : level == 1 ? 10 : 21, known = level == 2 ? 10 : level == 1 ? 21 : 32;
+    search.empty_bins();
+    for_share<T, kSize>(args, row, [&](float x) {
+      const uint32_t mine = rank_of(x);
+      if (level == 0 || mine >> known == rank >> known)
+        search.scratch.bins[kBins - 1 - (mine >> shift & (level == 2 ? 1023 : 2047))].add(1);
+    });
+    rank |= static_cast<uint32_t>(kBins - 1 - search.find(-1.0)) << shift;
+  }
+  return logit_of_rank<T>(rank);
+}
+
+// The smallest logit with less than top_p of the mass above it, of the tokens from `least` on.
+template <class T, int kSize>
+__device__ float nucleus_of(const TokenStatisticsArgs& args, const T* row, float largest, float least,
+                            const Search& search) {
+  CutScratch& scratch = search.scratch;
+  search.restart(0);
+  // A token with less than (1 - top_p) / V of the largest token's mass is outside the nucleus. All of them share the
+  // last bin.
+  const double temperature = args.softmax_temperature();
+  const double reach = temperature * log((1 - args.top_p) / static_cast<double>(args.width)) - 1e-5 * temperature;
+  const float slope = static_cast<float>(1 / temperature), bins_per_logit = static_cast<float>((kBins - 1) / -reach);
+  const auto mass_of = [&](float x) { return static_cast<Mass>(expf((x - largest) * slope) * kMass); };
+  const auto bin_of = [&](float x) {
+    return static_cast<int>(fminf((largest - x) * bins_per_logit, static_cast<float>(kBins - 1)));
   };
 
   // The first level: bins by the distance to the largest logit, which spreads the masses.
-  empty_bins();
+  search.empty_bins();
   Mass below = 0;
   for_share<T, kSize>(args, row, [&](float x) {
+    if (x < least) return;
     const int near = bin_of(x);
     if (near == kBins - 1) below += mass_of(x);
     else scratch.bins[near].add(mass_of(x));
   });
   below = warp_sum(below);
   if (threadIdx.x % 32 == 0) scratch.bins[kBins - 1].add(below);
-  const int cut_bin = find(args.top_p);
+  const int cut_bin = search.find(args.top_p);
+  if (cut_bin == kBins - 1) return -INFINITY;
 
   // The next levels: bins by the bits of the cut's key, so that any number of equal logits fit. Few logits are left,
   // and the order in which they are kept does not matter.
   const auto is_left = [&](float x) {  // whether x is in the bin of the cut
     const float distance = (largest - x) * bins_per_logit;
-    return distance >= static_cast<float>(cut_bin) && distance < static_cast<float>(cut_bin + 1);
+    return x >= least && distance >= static_cast<float>(cut_bin) && distance < static_cast<float>(cut_bin + 1);
   };
-  if (cut_bin < kBins - 1) {
-    for_share<T, kSize>(args, row, [&](float x) {
-      if (!is_left(x)) return;
-      const int at = atomicAdd(&scratch.found, 1);
-      if (at < kKept) scratch.kept[at] = x;
-    });
-  }
+  for_share<T, kSize>(args, row, [&](float x) {
+    if (!is_left(x)) return;
+    const int at = atomicAdd(&scratch.found, 1);
+    if (at < kKept) scratch.kept[at] = x;
+  });
   uint32_t rank = 0;
   constexpr int kLevels = sizeof(T) == 2 ? 3 : 4;
-  for (int level = 1; level < kLevels && cut_bin < kBins - 1; ++level) {
+  for (int level = 1; level < kLevels; ++level) {
     const int shift = level == 3 ? 0 : level == 2 ? 10 : 21;
     const int known = level == 1 ? 32 : level == 2 ? 21 : 10;  // the bits from here up are found
-    empty_bins();
+    search.empty_bins();
     const auto add = [&](float x) {
       const uint32_t mine = rank_of(x);
       if (known == 32 || mine >> known == rank >> known)
@@ -191,12 +218,93 @@ __global__ void __launch_bounds__(kCutThreads, kCutBlocks)
         if (is_left(x)) add(x);
       });
     }
-    rank |= static_cast<uint32_t>(kBins - 1 - find(-1.0)) << shift;
+    rank |= static_cast<uint32_t>(kBins - 1 - search.find(-1.0)) << shift;
   }
-  // With 16-bit elements the low bits carry no information: zeros, or ones if the number is negative.
-  if (sizeof(T) == 2 && rank >> 31 == 0) rank |= 0x3ffu;
-  const float nucleus = cut_bin == kBins - 1 ? -INFINITY : key_logit(static_cast<uint64_t>(rank) << 32);
-  if (threadIdx.x == 0) args.cuts[r] = fmaxf(nucleus, at_least(floor));
+  return logit_of_rank<T>(rank);
+}
+
+// The smallest and the largest typical logit of the tokens from `least` on: those closest to the entropy, by the bits
+// of their distance to it.
+template <class T, int kSize>
+__device__ Passing typical_of(const TokenStatisticsArgs& args, const T* row, float largest, float least,
+                              const Search& search) {
+  CutScratch& scratch = search.scratch;
+  const double temperature = args.softmax_temperature();
+  const auto exponent_of = [&](float x) { return (static_cast<double>(x) - largest) / temperature; };
+  double total = 0, weighted = 0;
+  for_share<T, kSize>(args, row, [&](float x) {
+    if (x < least || x == -INFINITY) return;
+    const double exponent = exponent_of(x), e = exp(exponent);
+    total += e;
+    if (e > 0) weighted += e * exponent;
+  });
+  total = block_sum<kCutThreads>(total, scratch.sums);
+  weighted = block_sum<kCutThreads>(weighted, scratch.sums);
+  const double log_total = log(total), entropy = log_total - weighted / total;
+  const auto distance_of = [&](float x) {
+    return static_cast<uint64_t>(__double_as_longlong(fabs(log_total - exponent_of(x) - entropy)));
+  };
+  uint64_t reach = 0;
+  search.restart(0);
+#pragma unroll 1
+  for (int level = 0; level < 6; ++level) {
+    // 11 bits at a time, from the exponent down, and at last 8.
+    const int shift = level == 5 ? 0 : 52 - 11 * level, known = 63 - 11 * level;
+    const uint64_t mask = level == 5 ? 255 : 2047;
+    search.empty_bins();
+    for_share<T, kSize>(args, row, [&](float x) {
+      if (x < least || x == -INFINITY) return;
+      const uint64_t distance = distance_of(x);
+      if (level != 0 && distance >> known != reach >> known) return;
+      scratch.bins[distance >> shift & mask].add(static_cast<Mass>(exp(exponent_of(x)) * kMass));
+    });
+    reach |= static_cast<uint64_t>(search.find(level == 0 ? args.typical_p : -1.0)) << shift;
+  }
+  Passing passing{INFINITY, -INFINITY};
+  for_share<T, kSize>(args, row, [&](float x) {
+    if (x < least || x == -INFINITY || distance_of(x) > reach) return;
+    passing.low = fminf(passing.low, x), passing.high = fmaxf(passing.high, x);
+  });
+  for (int lanes = 16; lanes > 0; lanes /= 2) {
+    passing.low = fminf(passing.low, __shfl_xor_sync(kAll, passing.low, lanes));
+    passing.high = fmaxf(passing.high, __shfl_xor_sync(kAll, passing.high, lanes));
+  }
+  if (threadIdx.x % 32 == 0) {
+    scratch.smallest[threadIdx.x / 32] = passing.low, scratch.largest[threadIdx.x / 32] = passing.high;
+  }
+  __syncthreads();
+  for (int warp = 0; warp < kCutThreads / 32; ++warp) {
+    passing.low = fminf(passing.low, scratch.smallest[warp]), passing.high = fmaxf(passing.high, scratch.largest[warp]);
+  }
+  return passing;
+}
+
+template <class T, int kSize>
+__global__ void __launch_bounds__(kCutThreads, kCutBlocks)
+    token_cut_kernel(const __grid_constant__ TokenStatisticsArgs args) {
+  __shared__ CutScratch scratch;
+  const int64_t r = blockIdx.x;
+  if (args.source(r) < 0) return;
+  const T* row = args.logits_of<T>(r);
+  float largest = share_peak<T, kSize>(args, row);
+  bool undefined = largest != largest;
+  for (int lanes = 16; lanes > 0; lanes /= 2) largest = fmaxf(largest, __shfl_xor_sync(kAll, largest, lanes));
+  if (threadIdx.x % 32 == 0) scratch.largest[threadIdx.x / 32] = largest;
+  if (threadIdx.x == 0) scratch.found = 0;
+  undefined = __syncthreads_or(undefined);
+  for (int warp = 0; warp < kCutThreads / 32; ++warp) largest = fmaxf(largest, scratch.largest[warp]);
+  if (undefined || largest == INFINITY || largest == -INFINITY) {
+    if (threadIdx.x == 0) args.passing[r] = all_pass();
+    return;
+  }
+  const Search search{scratch};
+  const double floor = args.min_p > 0 ? largest + args.softmax_temperature() * log(args.min_p) : -INFINITY;
+  Passing passing{-INFINITY, INFINITY};
+  if (args.keeps_top_k()) passing.low = kth_largest<T, kSize>(args, row, search);
+  if (args.top_p < 1) passing.low = fmaxf(passing.low, nucleus_of<T, kSize>(args, row, largest, passing.low, search));
+  passing.low = fmaxf(passing.low, at_least(floor));
+  if (args.typical_p < 1) passing = typical_of<T, kSize>(args, row, largest, passing.low, search);
+  if (threadIdx.x == 0) args.passing[r] = passing;
 }
 
 }  // namespace pdkernels::cuda

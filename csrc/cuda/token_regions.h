@@ -108,13 +108,13 @@ struct Word<__nv_bfloat16> {
 };
 
 // A lane has every 32nd pack of a region, whether or not rows are loaded in packs. Tokens past the end of the row,
-// suppressed ones and those below the cut are -inf.
+// suppressed ones and those that do not pass are -inf.
 template <class T>
 struct Row {
   static constexpr int kSize = 16 / sizeof(T), kPacks = kLogitsPerLane / kSize;
   const T* logits;
   int64_t width;
-  float cut;
+  Passing passing;
   bool wide;  // packs are aligned and none is partial
 
   __device__ static int64_t token(int64_t region, int pack) {
@@ -138,7 +138,7 @@ struct Row {
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
       const float x = to_float(pack.at[j]);
-      values[j] = x < cut || (suppresses && args.suppresses_in(first + j, first + j + 1)) ? -INFINITY : x;
+      values[j] = passing.drops(x) || (suppresses && args.suppresses_in(first + j, first + j + 1)) ? -INFINITY : x;
     }
   }
 };
@@ -164,7 +164,7 @@ struct Share {
       const int pack = static_cast<int>(offset) / kSize, lane = static_cast<int>(threadIdx.x % 32);
       hide([&](int j) { return pack % 32 == lane && j == pack / 32 * kSize + static_cast<int>(offset) % kSize; });
     }
-    if (row.cut != -INFINITY) hide([&](int j) { return at(j) < row.cut; });
+    if (!row.passing.all()) hide([&](int j) { return row.passing.drops(at(j)); });
   }
 
   __device__ void put(int pack, int4 loaded) {
@@ -289,8 +289,9 @@ __device__ void sample(const TokenStatisticsArgs& args, int64_t r, int64_t regio
   const float margin = margin_of(exponents);
   const uint32_t position = args.position(r), step = args.step_of(r);
   const PhiloxKey key = args.seeds.key(r);
-  // The lane's best score so far. The score of the largest logit is at least -4.6, -log2(-ln u) of the smallest u.
-  float best = -INFINITY, warp_best = -4.6f, logit = 0;
+  // The lane's best score so far. The score of the largest logit is at least -4.6, -log2(-ln u) of the smallest u, if
+  // it can be sampled.
+  float best = -INFINITY, warp_best = row.passing.drops(found.largest) ? -INFINITY : -4.6f, logit = 0;
   uint32_t sampled = kNoToken;
 #pragma unroll 1
   for (int pack = 0; pack < Row<T>::kPacks; ++pack) {

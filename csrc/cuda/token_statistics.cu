@@ -1,8 +1,10 @@
 // Vocabulary statistics on CUDA. A warp reads a region of a row once, keeps its logits in registers, and stores the
 // largest logit, float sums relative to it, and the token that it sampled, without any barrier. One block per row then
 // merges the regions in double precision and ranks tokens. The k largest logits are in the k regions with the largest
-// maxima, so only these are read again. With filters, another kernel first finds the smallest logit that passes them.
+// maxima, so only these are read again. With filters of the distribution, another kernel first finds the logits that
+// pass them; before that, one writes rows whose logits are filtered themselves.
 #include "launch.h"
+#include "logit_filters.h"
 #include "token_cut.h"
 
 namespace pdkernels::cuda {
@@ -12,14 +14,24 @@ constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
 static_assert(kWarps * kRegion == kVocabularyPart);
 
+// Writes the filtered rows to the workspace, from which the other kernels then read them.
+template <class T>
+__global__ void __launch_bounds__(kFilterThreads)
+    token_filter_kernel(const __grid_constant__ TokenStatisticsArgs args) {
+  const int64_t pieces = (args.width + kFilterPiece - 1) / kFilterPiece;
+  const int64_t r = blockIdx.x / pieces, begin = blockIdx.x % pieces * kFilterPiece;
+  if (args.source(r) < 0) return;
+  filter_piece(args.filters, r, args.logits_of<T>(r), begin, args.width, args.workspace + r * args.width);
+}
+
 template <class T, bool kPacks, bool kDraws>
 __global__ void __launch_bounds__(kThreads) token_region_kernel(const __grid_constant__ TokenStatisticsArgs args) {
   const unsigned num_parts = static_cast<unsigned>(args.num_parts());
-  const int64_t r = blockIdx.x / num_parts, source = args.source(r);
+  const int64_t r = blockIdx.x / num_parts;
   const int64_t region = static_cast<int64_t>(blockIdx.x % num_parts) * kWarps + threadIdx.x / 32;
-  if (source < 0 || region >= num_regions(args)) return;
-  const float cut = args.filtered() ? args.cuts[r] : -INFINITY;
-  const Row<T> row{args.logits.row<const T>(source), args.width, args.sampling ? cut : -INFINITY, kPacks};
+  if (args.source(r) < 0 || region >= num_regions(args)) return;
+  const Passing passing = args.filtered() ? args.passing[r] : all_pass();
+  const Row<T> row{args.logits_of<T>(r), args.width, args.sampling ? passing : all_pass(), kPacks};
   const Share<T> share(args, row, region);
   Region found = {};
   found.largest = warp_peak(share.peak());
@@ -31,8 +43,8 @@ __global__ void __launch_bounds__(kThreads) token_region_kernel(const __grid_con
     if (__any_sync(kAll, weighted != weighted)) share.template add<true>(exponents, total, weighted);
     found.total = warp_sum(total), found.weighted = warp_sum(weighted);
     if constexpr (kDraws) {
-      const Row<T> possible{row.logits, row.width, cut, kPacks};
-      if (found.largest < INFINITY && !(found.largest < cut)) sample(args, r, region, possible, found);
+      const Row<T> possible{row.logits, row.width, passing, kPacks};
+      if (found.largest < INFINITY && !(found.largest < passing.low)) sample(args, r, region, possible, found);
     }
   }
   if (threadIdx.x % 32 == 0) regions_of(args, r)[region] = found;
@@ -115,8 +127,8 @@ __device__ uint64_t ranked_tokens(const TokenStatisticsArgs& args, int64_t r, co
   // At least as many tokens as requested reach the largest logit of the last region, so no smaller one is among the
   // first.
   const uint64_t min_key = __shfl_sync(kAll, first, ranked - 1) >> 32 << 32;
-  const float cut = args.sampling && args.filtered() ? args.cuts[r] : -INFINITY;
-  const Row<T> row{args.logits.row<const T>(args.source(r)), args.width, cut, kPacks};
+  const Passing passing = args.sampling && args.filtered() ? args.passing[r] : all_pass();
+  const Row<T> row{args.logits_of<T>(r), args.width, passing, kPacks};
   uint64_t top = 0;
   for (int i = warp; i < ranked; i += kWarps) {
     const uint64_t key = __shfl_sync(kAll, first, i);
@@ -193,7 +205,19 @@ void launch_rows(const TokenStatisticsArgs& args, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t token_statistics(const TokenStatisticsArgs& args, cudaStream_t stream) {
+cudaError_t token_statistics(const TokenStatisticsArgs& given, cudaStream_t stream) {
+  TokenStatisticsArgs args = given;
+  if (given.filters.any()) {
+    const int64_t pieces = (given.width + kFilterPiece - 1) / kFilterPiece;
+    const dim3 blocks(static_cast<unsigned>(given.rows * pieces));
+    with_element(given.element, [&](auto* element) {
+      using T = std::remove_pointer_t<decltype(element)>;
+      PDK_LAUNCH(token_filter_kernel<T>, blocks, dim3(kFilterThreads), 0, stream, given);
+    });
+    args.logits = {given.workspace, given.width};
+    args.element = Element::kFloat;
+    args.staged = true;
+  }
   with_element(args.element, [&](auto* element) {
     using T = std::remove_pointer_t<decltype(element)>;
     if (args.width % (16 / sizeof(T)) == 0 && in_packs<T>(args.logits)) {

@@ -4,6 +4,7 @@
 
 #include "common/element.h"
 #include "common/index_view.h"
+#include "common/logit_filters.h"
 #include "common/order_key.h"
 #include "common/philox.h"
 #include "common/rows_view.h"
@@ -13,6 +14,7 @@ namespace pdkernels {
 // Tokens of one work item. The order of summation depends only on the width of a row, so a row gets the same bits in
 // any batch and on any number of threads.
 constexpr int64_t kVocabularyPart = 8192;
+constexpr int64_t kVocabularyStrip = 512;  // of which the CPU keeps the largest logits
 constexpr int kMaxTopK = 16;
 constexpr int kMaxSuppressed = 16;
 
@@ -83,8 +85,18 @@ struct TokenPart {
   uint64_t sampled;        // key of the token with the largest score, 0 for none
   double score;
   DistributionSums sums;
-  bool undefined;  // a NaN or +inf is among the tokens
+  DistributionSums tempered;  // at the temperature of the draw, where a filter needs them (CPU)
+  bool undefined;             // a NaN or +inf is among the tokens
 };
+
+// The logits that pass the filters of the distribution: [low, high].
+struct Passing {
+  float low, high;
+
+  PDK_HD bool drops(float logit) const { return logit < low || logit > high; }
+  PDK_HD bool all() const { return low == -__builtin_inff() && high == __builtin_inff(); }
+};
+PDK_HD Passing all_pass() { return {-__builtin_inff(), __builtin_inff()}; }
 
 struct TokenStatisticsArgs {
   Element element;
@@ -95,20 +107,33 @@ struct TokenStatisticsArgs {
   IndexView row_index, positions, steps;  // one entry per row; not given: the row, its number, `step`
   uint32_t step;
   PhiloxSeeds seeds;
-  double temperature;  // 0: greedy
-  double top_p, min_p;
+  double temperature;    // 0: greedy
+  LogitFilters filters;  // of the logits, before everything else
+  int64_t keep_top_k;    // 0: all; the filters of the distribution: this one, top_p, min_p, typical_p
+  double top_p, min_p, typical_p;
   bool sampling;  // statistics of the sampling distribution (temperature and filters), not of the model's
   int top_k, num_suppressed;
   int64_t suppress[kMaxSuppressed];
   int64_t *ids, *top_ids;
   float *probs, *top_probs, *margin, *entropy, *logsumexp;
   TokenPart* parts;  // (rows, num_parts())
-  float* cuts;       // (rows), the smallest logit that passes the filters; only if filtered()
+  Passing* passing;  // (rows), only if filtered()
+  float* workspace;  // (rows, workspace_width())
+  bool staged;       // whether `logits` has the filtered rows of the results
 
   PDK_HD int64_t num_parts() const { return (width + kVocabularyPart - 1) / kVocabularyPart; }
   PDK_HD int num_ranked() const { return top_k < 2 ? 2 : top_k; }  // the margin needs two
   PDK_HD bool samples_token() const { return temperature > 0; }
-  PDK_HD bool filtered() const { return (top_p < 1 || min_p > 0) && (samples_token() || sampling); }
+  PDK_HD bool keeps_top_k() const { return keep_top_k > 0 && keep_top_k < width; }
+  PDK_HD bool filters_all_by_typical_p() const { return typical_p < 1 && !keeps_top_k() && top_p >= 1 && min_p <= 0; }
+  PDK_HD bool filtered() const {
+    return (keeps_top_k() || top_p < 1 || min_p > 0 || typical_p < 1) && (samples_token() || sampling);
+  }
+  PDK_HD int64_t num_strips() const { return (width + kVocabularyStrip - 1) / kVocabularyStrip; }
+  // The CPU keeps the largest logits of strips, up to 16 each; CUDA the filtered logits.
+  int64_t workspace_width(bool cuda) const {
+    return cuda ? (filters.any() ? width : 0) : filtered() ? 16 * num_strips() : 0;
+  }
   PDK_HD double softmax_temperature() const { return samples_token() ? temperature : 1; }
   // What the logits are multiplied by in the distribution of the statistics.
   PDK_HD double inv_temperature() const { return sampling ? 1 / softmax_temperature() : 1; }
@@ -120,6 +145,11 @@ struct TokenStatisticsArgs {
   PDK_HD int64_t source(int64_t r) const {
     const int64_t row = row_index.given() ? row_index.load(r) : r;
     return row < source_rows ? row : -1;
+  }
+  // The same row in memory.
+  template <class T>
+  PDK_HD const T* logits_of(int64_t r) const {
+    return logits.row<const T>(staged ? r : source(r));
   }
   PDK_HD uint32_t position(int64_t r) const {
     return static_cast<uint32_t>(positions.given() ? positions.load(r) : source(r));

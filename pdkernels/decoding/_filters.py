@@ -2,8 +2,8 @@
 
 They come before temperature, `top_k` and the filters after it, which `_token_sampler.py` has, and in transformers' order: bias, repetition
 penalty, presence and frequency penalties, bad words, `min_new_tokens`, allowed tokens, forced tokens, suppressed tokens, hooks.
-Each row is filtered for its own prefix (`_prefixes.py`). Penalties read and write the logits of the prefix's tokens alone, so their
-cost does not grow with the vocabulary. Nothing but hooks, and what decides on allowed tokens, makes the host wait.
+Each row is filtered for its own prefix (`_prefixes.py`), in one pass over its logits. Nothing but hooks, and what decides on allowed
+tokens, makes the host wait.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from pdkernels.backends import backend_of
 from pdkernels.decoding._prefixes import Prefixes
+from pdkernels.ops.filter_logits import filter_logits
 
 Hook = Callable[[Tensor, Tensor], Tensor]
 """From a prefix ``(1, n)`` and its logits ``(1, V)`` to logits, as transformers' `LogitsProcessor`."""
@@ -67,63 +69,52 @@ class Filters:
         """`logits` ``(batch, R, V)`` of rows, filtered: a copy, of at least float32, since rounded to 16 bits they would tie."""
         if hasattr(logits, "full_tensor"):  # a vocabulary in slices: the ids of a prefix are on all ranks
             logits = logits.full_tensor()
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
-        if self.logit_bias:
-            ids = _ids(list(self.logit_bias), logits)
-            logits.index_add_(-1, ids, logits.new_tensor(list(self.logit_bias.values())).expand(*logits.shape[:-1], -1))
-        if self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty:
-            self._penalise_(logits, rows)
-        if self.bad_words:
-            self._ban_words_(logits, rows)
-        if self.min_new_tokens and self.end_tokens:
-            _forbid_(logits, self.end_tokens, rows.number < self.min_new_tokens)
-        if self.allowed is not None:
-            logits.masked_fill_(~unpacked(self.allowed(rows), logits.shape[-1]), -torch.inf)
-        if self.forced_tokens:
+        words, suppressed = self._bad_words(rows), self._suppressed(rows)
+        penalises = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
+        counts, recent = rows.counted() if penalises else (None, None)
+        logits = filter_logits(
+            logits,
+            bias=self._bias(logits) if self.logit_bias else None,
+            counts=counts,
+            recent=recent,
+            banned=_listed(words if self.forced_tokens else words + suppressed),
+            allowed=self.allowed(rows) if self.allowed is not None else None,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            backend=backend_of(logits.dtype),
+        )
+        if self.forced_tokens:  # even if it is one of those above
             self._force_(logits, rows)
-        if self.suppress_tokens:
-            logits.index_fill_(-1, _ids(self.suppress_tokens, logits), -torch.inf)
-        if self.begin_suppress_tokens:
-            _forbid_(logits, self.begin_suppress_tokens, rows.number <= 0)
+            logits = filter_logits(logits, banned=_listed(suppressed), backend=backend_of(logits.dtype))
         return self._hooked(logits, rows) if self.hooks else logits
 
-    def _penalise_(self, logits: Tensor, rows: Prefixes) -> None:
-        total, new = rows.counted()
-        text = rows.text.clamp(0, rows.vocabulary - 1)
-        parts = [(text, torch.zeros((), dtype=torch.int32, device=logits.device))]
-        if rows.tokens.shape[1]:
-            parts.append((rows.tokens.clamp(0, rows.vocabulary - 1), rows.own_counts()))
-        changed = []
-        for ids, more in parts:
-            at = ids[:, None].expand(-1, logits.shape[1], -1)
-            seen = total.gather(1, ids)[:, None] + more > 0
-            count = new.gather(1, ids)[:, None] + more * rows.new[:, None, None]
-            changed.append((at, self._penalised(logits.gather(-1, at), seen, count)))
-        # A token that is both in the text and among the new ones is written twice: the second time counts all.
-        for at, values in changed:
-            logits.scatter_(-1, at, values)
+    def _bias(self, logits: Tensor) -> Tensor:
+        assert self.logit_bias is not None
+        return _dense(tuple(self.logit_bias.items()), logits.shape[-1], logits.device)
 
-    def _penalised(self, values: Tensor, seen: Tensor, count: Tensor) -> Tensor:
-        penalty = self.repetition_penalty
-        if penalty != 1:
-            values = torch.where(seen, torch.where(values < 0, values * penalty, values / penalty), values)
-        if self.presence_penalty:
-            values = values - self.presence_penalty * (count > 0).to(values.dtype)
-        if self.frequency_penalty:
-            values = values - self.frequency_penalty * count.to(values.dtype)
-        return values
-
-    def _ban_words_(self, logits: Tensor, rows: Prefixes) -> None:
-        alone = [word[0] for word in self.bad_words if len(word) == 1]
-        if alone:
-            logits.index_fill_(-1, _ids(alone, logits), -torch.inf)
+    def _bad_words(self, rows: Prefixes) -> list[Tensor]:
+        """Tokens ``(batch, R, n)`` that would complete bad words or come too early; -1: none."""
+        banned = [_where(self.bad_word_tokens, torch.ones_like(rows.number, dtype=torch.bool))]
         longer = [word for word in self.bad_words if len(word) > 1]
-        if not longer:
-            return
-        tail = rows.tail(max(map(len, longer)) - 1)
+        tail = rows.tail(max(map(len, longer)) - 1) if longer else None
         for word in longer:
-            known = tail[..., 1 - len(word) :] == _ids(word[:-1], logits)
-            _forbid_(logits, word[-1:], known.all(-1))
+            assert tail is not None
+            known = tail[..., 1 - len(word) :] == _ids(word[:-1], tail)
+            banned.append(_where(word[-1:], known.all(-1)))
+        if self.min_new_tokens:
+            banned.append(_where(self.end_tokens, rows.number < self.min_new_tokens))
+        return banned
+
+    def _suppressed(self, rows: Prefixes) -> list[Tensor]:
+        """The same of the suppressed ones."""
+        everywhere = torch.ones_like(rows.number, dtype=torch.bool)
+        return [_where(self.suppress_tokens, everywhere), _where(self.begin_suppress_tokens, rows.number <= 0)]
+
+    @property
+    def bad_word_tokens(self) -> tuple[int, ...]:
+        """Bad words of one token."""
+        return tuple(word[0] for word in self.bad_words if len(word) == 1)
 
     def _force_(self, logits: Tensor, rows: Prefixes) -> None:
         assert self.forced_tokens is not None
@@ -172,7 +163,21 @@ def _ids(ids: Sequence[int], like: Tensor) -> Tensor:
     return torch.tensor(list(ids), dtype=torch.int64).to(like.device, non_blocking=True)
 
 
-def _forbid_(logits: Tensor, tokens: Sequence[int], where: Tensor) -> None:
-    """-inf for `tokens` in the rows of `where` ``(batch, R)``."""
-    for token in tokens:
-        logits[..., token].masked_fill_(where, -torch.inf)
+def _where(tokens: Sequence[int], rows: Tensor) -> Tensor:
+    """`tokens` in the rows that are true ``(batch, R)``, else -1: ``(batch, R, n)``."""
+    return torch.where(rows[..., None], _ids(tokens, rows), -1)
+
+
+def _listed(lists: list[Tensor]) -> Tensor | None:
+    """Lists of ids ``(batch, R, n)`` as one; None if it would be empty."""
+    lists = [ids for ids in lists if ids.shape[-1]]
+    return torch.cat(lists, -1) if lists else None
+
+
+@lru_cache(64)
+def _dense(items: tuple[tuple[int, float], ...], size: int, device: torch.device) -> Tensor:
+    """Values by their ids, 0 elsewhere: float32 ``(size,)``."""
+    row = torch.zeros(size, dtype=torch.float32)
+    for token, value in items:
+        row[token] += value
+    return row.to(device)

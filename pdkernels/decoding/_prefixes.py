@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_PAIRWISE = 64  # more new tokens than this are counted over the vocabulary, fewer by comparing them with each other
+_FEW = 64  # more new tokens than this are counted over the vocabulary; fewer are compared with each other
 
 
 class Prefixes(NamedTuple):
@@ -44,26 +44,31 @@ class Prefixes(NamedTuple):
     sequences: Tensor | None = None
     """``(batch,)`` int64: numbers of the sequences, if they are not all of the batch."""
 
-    def counted(self) -> tuple[Tensor, Tensor]:
-        """How often each id is in a text, and how often among its generated tokens: int32 ``(batch, V)`` both."""
+    def counted(self) -> tuple[Tensor, Tensor | None]:
+        """`counts` and `recent` of `LogitFilters`: those of the texts, ``(batch, V)``, and of the new tokens that each row sees,
+        ``(batch, R, T)``. If they are many, all is in the counts, ``(batch, R, V)``."""
         ids = self.text.clamp(0, self.vocabulary - 1)
-        return tuple(  # type: ignore[return-value]
-            self.text.new_zeros(len(ids), self.vocabulary, dtype=torch.int32).scatter_add_(1, ids, part.int())
-            for part in (self.known, self.known & self.generated)
-        )
-
-    def own_counts(self) -> Tensor:
-        """How often a row sees each of the new tokens among them: ``(batch, R, T)`` int32."""
-        tokens, visible = self.tokens, self.visible
+        # The last column is for what does not count.
+        table = ids.new_zeros(len(ids), self.vocabulary + 1, dtype=torch.int32)
+        table.scatter_add_(1, ids, (self.known & self.generated).int())
+        prompt = self.known & (table.gather(1, ids) == 0)
+        table.scatter_(1, ids.masked_fill(~prompt, self.vocabulary), -1)
+        tokens, visible = self.tokens.clamp(0, self.vocabulary - 1), self.visible
         if self.mask_token is not None:
-            visible = visible & (tokens != self.mask_token)[:, None]
-        batch, rows, width = visible.shape
-        if width <= _PAIRWISE:
-            same = tokens[:, :, None] == tokens[:, None]
-            return (visible[..., None] & same[:, None]).sum(2, dtype=torch.int32)
-        ids = tokens.clamp(0, self.vocabulary - 1)[:, None].expand_as(visible)
-        table = visible.new_zeros(batch, rows, self.vocabulary, dtype=torch.int32)
-        return table.scatter_add_(2, ids, visible.int()).gather(2, ids)
+            visible = visible & (self.tokens != self.mask_token)[:, None]
+        if tokens.shape[1] <= _FEW:
+            entries = torch.where(self.new[:, None], tokens, -2 - tokens)[:, None]
+            recent = torch.where(visible, entries, -1) if tokens.shape[1] else None
+            return table[:, : self.vocabulary], recent
+        rows = table[:, None].repeat(1, visible.shape[1], 1)
+        ids = tokens[:, None].expand_as(visible)
+        new = visible & self.new[:, None, None]
+        of_prompt = new & (rows.gather(2, ids) < 0)  # until now
+        rows.scatter_(2, ids.masked_fill(~of_prompt, self.vocabulary), 0)
+        rows.scatter_add_(2, ids.masked_fill(~new, self.vocabulary), new.int())
+        prompt = visible & (rows.gather(2, ids) == 0)
+        rows.scatter_(2, ids.masked_fill(~prompt, self.vocabulary), -1)
+        return rows[..., : self.vocabulary], None
 
     def tail(self, count: int) -> Tensor:
         """The last `count` tokens of each prefix, -1 before its first one: int64 ``(batch, R, count)``."""

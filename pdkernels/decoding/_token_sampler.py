@@ -51,7 +51,10 @@ class TokenSampler(NamedTuple):
         """One token for each row of `logits` ``(batch, R, V)``, for `positions` ``(batch, R)``: int64 ``(batch, R)``."""
         if self.temperature == 0:
             return greedy(logits, suppress)
-        return self._drawn(self._cut(logits, suppress), suppress, noise(self.temperature, seeds, step, positions)).ids
+        draws = noise(self.temperature, seeds, step, positions)
+        if self != TokenSampler(self.temperature):  # the statistics of what is left take less than those of all tokens
+            draws |= {"distribution": "sampling"}
+        return self._drawn(logits, suppress, draws).ids
 
     def draw(
         self,
@@ -84,8 +87,10 @@ class TokenSampler(NamedTuple):
             found = statistics(model, hidden, suppress=suppress, top_k=1, **draws)
             return found.ids, found.probs
         logits = model.logits(hidden)
+        found = self._drawn(logits, suppress, draws)
+        if type(logits) is torch.Tensor:
+            return found.ids, found.probs
         whole = token_statistics(logits, suppress=suppress, top_k=1, backend=backend_of(logits.dtype))
-        found = self._drawn(self._cut(logits, suppress), suppress, draws)
         probs = found.probs * (found.logsumexp - whole.logsumexp).exp()
         return found.ids, probs.masked_fill(found.ids < 0, 0)
 
@@ -120,12 +125,16 @@ class TokenSampler(NamedTuple):
         return self.temperature > 0 and (self.top_k is not None or self.typical_p < 1)
 
     def _drawn(self, logits: torch.Tensor, suppress: tuple[int, ...], draws: dict[str, Any]) -> TokenStatistics:
-        """Draws from logits that `_cut` has cut."""
-        kept: dict[str, Any] = {"top_p": self.top_p, "min_p": self.min_p} if self.typical_p == 1 else {}
+        """Draws; of a vocabulary in slices the statistics are those of the tokens that `_cut` leaves."""
+        kept: dict[str, Any] = {"top_p": self.top_p, "min_p": self.min_p}
+        if type(logits) is torch.Tensor:
+            kept |= {"keep_top_k": self.top_k, "typical_p": self.typical_p}
+        else:
+            logits, kept = self._cut(logits, suppress), kept if self.typical_p == 1 else {}
         return token_statistics(logits, suppress=suppress, top_k=1, backend=backend_of(logits.dtype), **kept, **draws)
 
     def _cut(self, logits: torch.Tensor, suppress: tuple[int, ...]) -> torch.Tensor:
-        """`logits` with -inf for what the filters drop that `token_statistics` does not have."""
+        """`logits` with -inf for what the filters drop that `token_statistics` does not have for slices of a vocabulary."""
         return self._top(logits, suppress) if self.typical_p == 1 else self.filtered(logits, suppress)
 
     def _top(self, logits: torch.Tensor, suppress: tuple[int, ...]) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 
 from pdkernels._attention import LAYOUTS
 from pdkernels.ops._library import OPS
+from pdkernels.ops.filter_logits import TENSORS
 
 if TYPE_CHECKING:  # its import takes a second
     from torch.distributed.tensor import Placement
@@ -78,9 +79,11 @@ def _norm_backward(given: Given) -> Iterator[Cut]:
 
 
 def _statistics(given: Given, name: str) -> Iterator[Cut]:
-    """Shards by rows. Sampling needs positions, because otherwise it uses the index of the row, which differs on a rank."""
+    """Shards by rows. Sampling needs positions, because otherwise it uses the index of the row, which differs on a rank; the rows of
+    filters are for groups of rows."""
     counted = given.get("positions") is None and given.get("temperature", 0.0) > 0
-    if given.get("row_index") is None and not counted:
+    filtered = any(given.get(tensor) is not None for tensor in TENSORS)
+    if given.get("row_index") is None and not counted and not filtered:
         yield from _rows(given, [name, "seeds", "steps", "positions"], 7)
 
 

@@ -5,6 +5,7 @@ import types as _types
 
 from pdkernels.ops.block_sparse_attention import *
 from pdkernels.ops.feature_cache import *
+from pdkernels.ops.filter_logits import *
 from pdkernels.ops.grouped_linear import *
 from pdkernels.ops.kv_cache import *
 from pdkernels.ops.linear import *

@@ -13,6 +13,7 @@ from pdkernels.backends import Backend
 from pdkernels.ops._library import DEBUG_CHECKS, Draw, call, define
 from pdkernels.ops._quantized_weight import QuantizedWeight
 from pdkernels.ops._vocabulary import Part, check_part
+from pdkernels.ops.filter_logits import TENSORS, LogitFilters, check_ids
 from pdkernels.ops.linear import linear_op
 from pdkernels.ops.quantized_linear import quantized_linear
 from pdkernels.ops.token_statistics import (
@@ -20,8 +21,10 @@ from pdkernels.ops.token_statistics import (
     RESULTS,
     Options,
     TokenStatistics,
+    check_grouped,
     check_options,
     chosen_rows,
+    filter_options,
     given_top_k,
     merged_statistics,
     new_results,
@@ -56,6 +59,9 @@ def linear_token_statistics(
     top_p: float = 1.0,
     min_p: float = 0.0,
     distribution: str = "model",
+    keep_top_k: int | None = None,
+    typical_p: float = 1.0,
+    filters: LogitFilters | None = None,
     group: Any = None,
     first_id: int = 0,
     backend: Backend = "auto",
@@ -64,14 +70,15 @@ def linear_token_statistics(
 
     Equivalent to ``token_statistics(F.linear(hidden, weight), ...)``, with memory that does not grow with rows times V. On CUDA
     the product stays in registers and each logit in float32 (plain PyTorch rounds it to the dtype first, so two may tie or
-    swap); with `top_p` or `min_p`, and on the CPU, rows are processed in blocks of at most 2**24 logits through a product
+    swap); with filters of any kind, and on the CPU, rows are processed in blocks of at most 2**24 logits through a product
     (``F.linear`` on CUDA, `linear` on the CPU) and the kernel of `token_statistics`.
 
     Args:
         hidden: ``(..., E)`` float32, float16 or bfloat16, E at least 1: what the head is applied to. Any strides.
         weight: ``(V, E)`` of the same dtype, the weight of the head, V at least 1. Any strides; no bias. Or a `QuantizedWeight`: the
             logits are then those of `quantized_linear`, rounded to the dtype of `hidden`.
-        temperature, seed, step, positions, suppress, top_k, top_p, min_p, distribution: as in `token_statistics`.
+        temperature, seed, step, positions, suppress, top_k, top_p, min_p, distribution, keep_top_k, typical_p, filters: as in
+            `token_statistics`.
         row_index: int tensor of any shape: the rows of ``hidden.flatten(0, -2)`` to look at, -1 for none; None: all of them. A
             sampler passes all hidden states and selects those it needs.
         group, first_id: as in `token_statistics`; `weight` holds this rank's rows of the head. Rows are processed in blocks on
@@ -83,9 +90,10 @@ def linear_token_statistics(
 
     Raises:
         ValueError: shapes that do not fit, options out of range; on the CPU a row number outside [-1, rows), or a position or
-            step below 0 or above 2**32 - 1 that a draw would use. On CUDA such a row counts as no row, and of positions and
-            steps the low 32 bits are taken, unless ``PDKERNELS_DEBUG_CHECKS=1``.
+            step below 0 or above 2**32 - 1 that a draw would use, or an id of `filters` that is out of range. On CUDA such a row counts
+            as no row, such an id as none, and of positions and steps the low 32 bits are taken, unless ``PDKERNELS_DEBUG_CHECKS=1``.
         TypeError: dtypes that do not fit.
+        NotImplementedError: `keep_top_k`, `typical_p` or `filters` with a group.
 
     No gradient flows, and a tangent (forward mode) is refused. Deterministic. A row's result does not depend on other rows,
     except on CUDA with filters, where the product is PyTorch's, whose last bits may depend on the number of rows.
@@ -109,9 +117,11 @@ def linear_token_statistics(
     options = raw_options(
         OP, "hidden", hidden, temperature, seed, step, positions, row_index, suppress, top_k, top_p, min_p, distribution
     )
+    options += filter_options(OP, keep_top_k, typical_p, filters, hidden, row_index)
     if isinstance(weight, QuantizedWeight):
         return TokenStatistics(*_quantized(hidden, weight, Options(*options), backend))
     if group is not None:
+        check_grouped(OP, Options(*options))
         return _merged(hidden, weight, Options(*options), Part(group, first_id, len(weight)), backend)
     return TokenStatistics(*call(linear_token_statistics_op, (hidden, weight, *options), hidden, backend))
 
@@ -175,6 +185,7 @@ def _fake(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]:
 
 def _reference(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]:
     _check_values(hidden, Options(*options))
+    check_ids(OP, len(weight), Options(*options).filters)
     results: tuple[Tensor, ...] = reference.linear_token_statistics(hidden, weight, *reference_options(options))
     return results
 
@@ -182,6 +193,7 @@ def _reference(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, .
 def _cpu(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]:
     given = Options(*options)
     _check_values(hidden, given)
+    check_ids(OP, len(weight), given.filters)
     return _by_blocks(hidden, weight, given)
 
 
@@ -199,6 +211,7 @@ def _quantized(hidden: Tensor, weight: QuantizedWeight, given: Options, backend:
         return results
     if hidden.device.type == "cpu":
         _check_values(hidden, given)
+        check_ids(OP, len(weight), given.filters)
     return _by_blocks(hidden, weight, given)
 
 
@@ -237,6 +250,7 @@ def _by_blocks(hidden: Tensor, weight: Tensor | QuantizedWeight, options: Option
             block = hidden.index_select(0, chosen) if rows else hidden.new_zeros(len(taken), hidden.shape[1])
             index = torch.where(there, torch.arange(len(taken), device=hidden.device), -1)
         placed = options._replace(
+            **_of_rows(options.filters, start, min(start + size, slots), slots),
             row_index=index,
             positions=positions[piece],
             steps=None if steps is None else steps[piece],
@@ -247,11 +261,22 @@ def _by_blocks(hidden: Tensor, weight: Tensor | QuantizedWeight, options: Option
     return tuple(x.view((*shape, *x.shape[1:])) for x in results)
 
 
+def _of_rows(filters: LogitFilters, start: int, end: int, rows: int) -> dict[str, Any]:
+    """The tensors of filters for some of the rows, one row each unless all rows have the same."""
+    found = {name: getattr(filters, name) for name in TENSORS if getattr(filters, name) is not None}
+    shared = {name: len(given) for name, given in found.items() if len(given) > 1}
+    for name, groups in shared.items():
+        index = torch.arange(start, end, device=found[name].device) // (rows // groups)
+        found[name] = found[name].index_select(0, index)
+    return found
+
+
 def _triton(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]:
     given = Options(*options)
     if DEBUG_CHECKS:
         _check_values(hidden, given)
-    if given.top_p < 1 or given.min_p > 0:  # which tokens stay is known only from all logits
+        check_ids(OP, len(weight), given.filters)
+    if given.cuts or given.filters.changes:  # which tokens stay is known only from all logits
         return _by_blocks(hidden, weight, given)
     from pdkernels.triton.linear_token_statistics import forward
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,10 +10,20 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from pdkernels._validation import check_floats, check_index, check_indices, check_int, check_number, check_type, fail
+from pdkernels._validation import (
+    check_floats,
+    check_index,
+    check_indices,
+    check_int,
+    check_number,
+    check_type,
+    fail,
+    sentence,
+)
 from pdkernels.backends import Backend
 from pdkernels.ops._library import Draw, call, define, keys, schema_of
 from pdkernels.ops._vocabulary import Part, SamplingRule, check_part, merged, own_tokens, recorded
+from pdkernels.ops.filter_logits import NONE, SCHEMA, LogitFilters, check_filters, check_ids, raw_filters
 from pdkernels.reference import token_statistics as reference
 
 __all__ = ["TokenStatistics", "token_statistics"]
@@ -44,7 +55,7 @@ class TokenStatistics(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The arguments of these ops other than float tensors, in order and with defaults."""
+    """The arguments of these ops other than logits and their factors, in order and with defaults."""
 
     temperature: float = 0.0
     seed: int = 0
@@ -58,12 +69,34 @@ class Options(NamedTuple):
     top_p: float = 1.0
     min_p: float = 0.0
     distribution: str = "model"
+    keep_top_k: int = 0
+    typical_p: float = 1.0
+    # Those of LogitFilters.
+    bias: Tensor | None = None
+    counts: Tensor | None = None
+    recent: Tensor | None = None
+    banned: Tensor | None = None
+    allowed: Tensor | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+
+    @property
+    def filters(self) -> LogitFilters:
+        given: tuple[Any, ...] = self[-len(NONE) :]
+        return LogitFilters(*given)
+
+    @property
+    def cuts(self) -> bool:
+        """Whether a filter asks for all logits of a row before one of its tokens can be sampled."""
+        return self.keep_top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.typical_p < 1
 
 
 # SymInt: otherwise what changes from step to step would pin a compiled graph to one step.
 OPTIONS = (
     "float temperature=0.0, int seed=0, Tensor? seeds=None, SymInt step=0, Tensor? steps=None, Tensor? positions=None, "
-    "Tensor? row_index=None, int[] suppress=[], int top_k=5, float top_p=1.0, float min_p=0.0, str distribution='model'"
+    "Tensor? row_index=None, int[] suppress=[], int top_k=5, float top_p=1.0, float min_p=0.0, str distribution='model', "
+    f"int keep_top_k=0, float typical_p=1.0, {SCHEMA}"
 )
 """The same as a schema."""
 RESULTS = f"({schema_of(TokenStatistics)})"
@@ -82,6 +115,9 @@ def token_statistics(
     top_p: float = 1.0,
     min_p: float = 0.0,
     distribution: str = "model",
+    keep_top_k: int | None = None,
+    typical_p: float = 1.0,
+    filters: LogitFilters | None = None,
     group: Any = None,
     first_id: int = 0,
     backend: Backend = "auto",
@@ -92,11 +128,13 @@ def token_statistics(
     sample from ``softmax(logits / T)``. The uniform numbers are keyed by (`seed`, `step`, position, token id), so a sequence gets
     the same tokens alone, in a batch, on every device and in the reference. ``-ln u`` is exact in both tails.
 
-    `top_p` and `min_p` filter the tokens that can be sampled: of ``P = softmax(logits / T)`` (T = 0: 1) a token stays if the mass
-    of all more probable tokens is below `top_p`, and P is at least `min_p` times the largest. The first always stays, and ties stay
-    or go together. `distribution` is the distribution that the statistics refer to:
+    `filters` change the logits first. Others drop tokens that could be sampled, in the order of transformers: of ``softmax(logits / T)``
+    (T = 0: 1) `keep_top_k` keeps the k largest; of the distribution of these, a token stays if the mass of all more probable tokens is
+    below `top_p`, and its own at least `min_p` times the largest; of what is then left, `typical_p` keeps a token if all those whose
+    surprise is closer to the entropy have less than this mass. Ties stay or go together, and the most probable token stays unless
+    `typical_p` drops it. `distribution` is the distribution that the statistics refer to:
 
-    - ``"model"``: ``softmax(logits)``, neither tempered nor filtered (LLaDA, Fast-dLLM);
+    - ``"model"``: ``softmax(logits)`` after `filters`, neither tempered nor cut (LLaDA, Fast-dLLM);
     - ``"sampling"``: the tempered and filtered distribution that the token is sampled from (Dream).
 
     A row in which every token is -inf or suppressed is treated as padding: its ids are -1, its log-sum-exp is -inf and the other
@@ -116,6 +154,9 @@ def token_statistics(
         top_k: the number of most probable tokens to return, 1 .. min(V, 16). None: 5, or V if that is less.
         top_p, min_p: in [0, 1].
         distribution: ``"model"`` or ``"sampling"``.
+        keep_top_k: at least 1; None: all.
+        typical_p: in (0, 1].
+        filters: bias, penalties and impossible tokens, for the rows of the results.
         group: a `torch.distributed.ProcessGroup` whose ranks hold slices of the vocabulary, in the order of the ranks; `logits` are
             those of this rank's slice. All ranks pass equal options, and all get the same results, bit for bit.
         first_id: the id of the first of these logits, a multiple of 4: the number of ids on the ranks before. Only with a group.
@@ -123,9 +164,10 @@ def token_statistics(
 
     Raises:
         ValueError: shapes that do not fit, options out of range; on the CPU a row number outside [-1, rows), or a position or
-            step below 0 or above 2**32 - 1 that a draw would use. On CUDA such a row counts as no row, and of positions and
-            steps the low 32 bits are taken, unless ``PDKERNELS_DEBUG_CHECKS=1``.
+            step below 0 or above 2**32 - 1 that a draw would use, or an id of `filters` that is out of range. On CUDA such a row counts
+            as no row, such an id as none, and of positions and steps the low 32 bits are taken, unless ``PDKERNELS_DEBUG_CHECKS=1``.
         TypeError: dtypes that do not fit.
+        NotImplementedError: `keep_top_k`, `typical_p` or `filters` with a group.
 
     With a `group` ids, `suppress` and `top_k` (None: 5) are of the whole vocabulary. No logits are exchanged, but one record of
     ``8 (7 + 3 max(top_k, 2))`` bytes per row, and under `top_p` or `min_p` the largest logits of each rank until the filters
@@ -149,6 +191,7 @@ def token_statistics(
             temperature=temperature, seed=seed, step=step, positions=positions, row_index=row_index
         )
         options |= dict(suppress=suppress, top_k=top_k, top_p=top_p, min_p=min_p, distribution=distribution)
+        options |= dict(keep_top_k=keep_top_k, typical_p=typical_p, filters=filters)
         found: TokenStatistics = handle_torch_function(token_statistics, (logits,), logits, **options, backend=backend)
         return found
     check_part(OP, group, first_id)
@@ -156,7 +199,9 @@ def token_statistics(
     raw = raw_options(
         OP, "logits", logits, temperature, seed, step, positions, row_index, suppress, top_k, top_p, min_p, distribution
     )
+    raw += filter_options(OP, keep_top_k, typical_p, filters, logits, row_index)
     if group is not None:
+        check_grouped(OP, Options(*raw))
         given = Options(*raw)
         _check_logits(logits)
         rows, index, given = chosen_rows(OP, logits, logits.shape[-1], given)
@@ -218,9 +263,41 @@ def raw_options(
     return (temperature, number, seeds, step if steps is None else 0, steps, positions, row_index, suppress, *rest)
 
 
+def filter_options(
+    op: str, keep_top_k: int | None, typical_p: float, filters: LogitFilters | None, x: Tensor, row_index: Tensor | None
+) -> tuple[Any, ...]:
+    """The last of the options, in the form of the ops."""
+    if keep_top_k is None:
+        keep_top_k = 0
+    elif type(keep_top_k) is int and keep_top_k < 1:
+        fail(op, "keep_top_k", "be at least 1", keep_top_k, "Pass None to keep all tokens.")
+    if filters is None:
+        return keep_top_k, typical_p, *NONE
+    check_type(isinstance(x, Tensor) and x.dim() > 0, op, "filters", "come with rows of logits", type(x).__name__)
+    return keep_top_k, typical_p, *raw_filters(op, filters, rows_shape(x, row_index))
+
+
+def check_grouped(op: str, given: Options) -> None:
+    """Raises NotImplementedError for what is not computed from slices of a vocabulary."""
+    for name, there in (
+        ("keep_top_k", given.keep_top_k > 0),
+        ("typical_p", given.typical_p < 1),
+        ("filters", given.filters.changes),
+    ):
+        if there:
+            remedy = "Gather the logits first."
+            raise NotImplementedError(sentence(op, f"{name} is not supported with a group", remedy))
+
+
 def check_options(op: str, x: Tensor, width: int, options: Options) -> None:
     """Checks everything but the logits, of which there are `width` for each row of `x`."""
-    temperature, seed, seeds, step, steps, positions, row_index, suppress, top_k, top_p, min_p, distribution = options
+    temperature, seed, seeds, step, steps, positions, row_index, suppress, top_k, top_p, min_p, distribution = options[
+        :12
+    ]
+    check_number(op, "typical_p", options.typical_p, 0, 1, "be in (0, 1]")
+    if options.typical_p == 0:
+        fail(op, "typical_p", "be in (0, 1]", options.typical_p)
+    check_int(op, "keep_top_k", options.keep_top_k, 0)
     check_number(op, "temperature", temperature, 0, 1e30, "be in [0, 1e30]")
     if 0 < temperature < 1e-30:
         fail(op, "temperature", "be 0 or at least 1e-30", temperature, "At 0 the most probable token is taken.")
@@ -237,7 +314,9 @@ def check_options(op: str, x: Tensor, width: int, options: Options) -> None:
     _check_suppress(op, suppress, width)
     if row_index is not None:
         check_index(op, "row_index", row_index, tuple(getattr(row_index, "shape", ())), x.device)
-    check_indices(op, rows_shape(x, row_index), x.device, seed=seeds, step=steps, positions=positions)
+    shape = rows_shape(x, row_index)
+    check_indices(op, shape, x.device, seed=seeds, step=steps, positions=positions)
+    check_filters(op, x, math.prod(shape), width, options.filters)
 
 
 def _check_suppress(op: str, suppress: Sequence[int], width: int) -> None:
@@ -339,6 +418,7 @@ def new_results(x: Tensor, shape: torch.Size, top_k: int) -> tuple[Tensor, ...]:
 
 def _reference(logits: Tensor, *options: Any) -> tuple[Tensor, ...]:
     count = len(Options._fields)
+    check_ids(OP, logits.shape[-1], Options(*options[:count]).filters)
     results: tuple[Tensor, ...] = reference.token_statistics(
         logits, *reference_options(options[:count]), *options[count:]
     )

@@ -161,7 +161,7 @@ static void statistics(Element element, double temperature, double top_p) {
   const int64_t rows = 3, width = 9000;
   Values logits(element, rows * width);
   std::vector<int64_t> ids(rows), top(rows * 4);
-  std::vector<float> figures(rows * 8), cuts(rows);
+  std::vector<float> figures(rows * 8);
   TokenStatisticsArgs args{};
   args.element = element;
   args.logits = {logits.data(), width};
@@ -170,6 +170,7 @@ static void statistics(Element element, double temperature, double top_p) {
   args.seeds.all = 7;
   args.temperature = temperature;
   args.top_p = top_p;
+  args.typical_p = 1;
   args.top_k = 4;
   std::vector<TokenPart> parts(rows * args.num_parts());
   args.ids = ids.data();
@@ -180,7 +181,10 @@ static void statistics(Element element, double temperature, double top_p) {
   args.logsumexp = figures.data() + 3 * rows;
   args.top_probs = figures.data() + 4 * rows;
   args.parts = parts.data();
-  args.cuts = cuts.data();
+  std::vector<Passing> passing(rows);
+  std::vector<float> workspace(rows * args.workspace_width(false) + 16);
+  args.passing = passing.data();
+  args.workspace = workspace.data() + (64 - reinterpret_cast<uintptr_t>(workspace.data()) % 64) / 4 % 16;
   RUN(token_statistics, args);
   std::printf("same tokens-%d-%d", static_cast<int>(element), static_cast<int>(temperature * 10));
   for (int64_t id : ids) std::printf(" %08x", static_cast<unsigned>(id));

@@ -27,6 +27,7 @@ from pdkernels import backends
 from pdkernels.decoding import find
 from pdkernels.decoding._request import open_session
 from pdkernels.models import fused
+from pdkernels.ops.token_statistics import Options
 from tests.cudasim.build import ROOT
 from tests.harness.pretended_gpu import operators, pretended_gpu
 
@@ -50,7 +51,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 # By op; others launch one kernel.
 LAUNCHES: dict[str, Callable[[dict[str, Any]], int]] = {
     "kv_commit_": lambda given: 1 + (given["source_index"] is not None),
-    "token_statistics": lambda given: 2 + bool(given["top_p"] < 1 and given["temperature"] > 0),
+    "token_statistics": lambda given: statistics_launches(given),
     "linear_token_statistics": lambda given: 2,
     # One for each part of the matrix; the rows are quantised first.
     "quantized_linear": lambda given: 1 + len(given["weights"]),
@@ -84,6 +85,13 @@ class Count(NamedTuple):
     @property
     def total(self) -> int:
         return sum(self)
+
+
+def statistics_launches(given: dict[str, Any]) -> int:
+    """The regions and the rows; filters of the logits and of the distribution before."""
+    options = Options(**{name: given[name] for name in Options._fields})
+    draws = options.temperature > 0 or options.distribution == "sampling"
+    return 2 + (options.cuts and draws) + options.filters.changes
 
 
 def attention_launches(given: dict[str, Any]) -> int:

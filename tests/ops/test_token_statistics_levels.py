@@ -17,6 +17,7 @@ def test_every_vector_unit(level_ops: object, rows: int, width: int, dtype: torc
     for options in (
         {"temperature": 0.8},
         {"temperature": 0.8, "top_p": 0.9, "distribution": "sampling", "suppress": [3]},
+        {"temperature": 0.8, "keep_top_k": 5, "top_p": 0.9, "typical_p": 0.8, "distribution": "sampling"},
     ):
         check(pd.TokenStatistics(*level_ops.token_statistics(logits, **options)), logits, **options)
     own = torch.arange(rows) * 2**33 - 5

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "ops/feature_cache.h"
+#include "ops/filter_logits.h"
 #include "ops/grouped_linear.h"
 #include "ops/linear.h"
 #include "ops/logit_divergence.h"

@@ -5,6 +5,7 @@
 #include "ops/token_statistics.h"
 #include "kernels.h"
 #include "random_words.h"
+#include "token_filters.h"
 
 namespace pdkernels::cpu::PDK_ISA {
 namespace {
@@ -24,18 +25,25 @@ PDK_INLINE void insert(uint64_t* top, int count, uint64_t key) {
   top[slot] = key;
 }
 
-// Calls body(at) for the lanes of a mask.
-template <class Body>
-PDK_INLINE void for_lanes(Ints mask, int64_t at, const Body& body) {
-  for (uint32_t bits = bits_of(mask); bits != 0; bits &= bits - 1) body(at + __builtin_ctz(bits));
-}
-
 constexpr int kStrips = kVocabularyPart / kStrip;
+static_assert(kStrip == kVocabularyStrip);
+// So few tokens are sampled from directly.
+constexpr int64_t kFew = 1024;
+constexpr Passing kSettled{kInfinity, -kInfinity};
+
+PDK_INLINE bool is_settled(Passing passing) { return passing.low > passing.high; }
+
+PDK_INLINE TokenPart empty_part() {
+  TokenPart part = {};
+  part.score = -__builtin_inf();
+  part.sums = part.tempered = {-kInfinity, 0, 0};
+  return part;
+}
 
 // The largest logit, the largest of each strip per lane, and the first tokens. NaNs are skipped.
 template <class T>
-PDK_INLINE float find_top(const T* logits, int64_t count, int64_t first_id, int ranked, Vec (&peaks)[kStrips],
-                          uint64_t* top, Runners& runners) {
+PDK_INLINE float find_top(const T* logits, int64_t count, int64_t first_id, int ranked, Vec* peaks, uint64_t* top,
+                          Runners& runners) {
   Vec largest = splat(-kInfinity);
   float bound = runners.bound(ranked);
   for_strips(0, count, [&](int64_t first, int64_t last) {
@@ -61,8 +69,6 @@ PDK_INLINE float find_top(const T* logits, int64_t count, int64_t first_id, int 
   for (int lane = 0; lane < kLanes; ++lane) result = largest[lane] > result ? largest[lane] : result;
   return result;
 }
-
-typedef double Doubles __attribute__((vector_size(8 * PDK_LANES), may_alias));
 
 struct VectorSums {
   Doubles total{}, weighted{};
@@ -100,7 +106,7 @@ PDK_INLINE void add_strip(const T* logits, int64_t begin, int64_t end, float shi
 
 // Sums of e^x and x e^x, x = (logit - largest) inv_temperature. `peaks`: the largest logits of each strip, per lane.
 template <bool kTempered, class T>
-PDK_INLINE DistributionSums sums_of(const T* logits, int64_t count, float largest, const Vec (&peaks)[kStrips],
+PDK_INLINE DistributionSums sums_of(const T* logits, int64_t count, float largest, const Vec* peaks,
                                     float inv_temperature, float rest) {
   const float shift = largest == -kInfinity ? 0 : largest;  // NaNs must propagate even if all others are -inf
   VectorSums sums;
@@ -169,9 +175,8 @@ PDK_INLINE void sample_from(const TokenStatisticsArgs& args, int64_t r, const T*
 }
 
 template <class T>
-void statistics_of(const TokenStatisticsArgs& args, const T* logits, int64_t count, int64_t first_id, Runners& runners,
-                   TokenPart& part) {
-  Vec peaks[kStrips];
+void statistics_of(const TokenStatisticsArgs& args, const T* logits, int64_t count, int64_t first_id, Vec* peaks,
+                   Runners& runners, TokenPart& part) {
   const float largest = find_top(logits, count, first_id, args.num_ranked(), peaks, part.top, runners);
   const float inv_temperature = static_cast<float>(args.inv_temperature());
   part.sums = inv_temperature == 1
@@ -183,144 +188,214 @@ void statistics_of(const TokenStatisticsArgs& args, const T* logits, int64_t cou
   for (int64_t i = 0; i < count; ++i) insert(part.top, args.num_ranked(), token_key(to_float(logits[i]), first_id + i));
 }
 
-// Converts a piece of a row to floats and sets suppressed tokens to -inf.
+// Whether the tokens of [begin, end) are not those in memory.
+PDK_INLINE bool edits(const TokenStatisticsArgs& args, int64_t begin, int64_t end) {
+  return args.filters.any() || args.suppresses_in(begin, end);
+}
+
+// Converts a piece of a row of logits to floats, filters them, and sets suppressed tokens to -inf.
 template <class T>
-PDK_INLINE void stage(const TokenStatisticsArgs& args, const T* logits, int64_t begin, int64_t end, float* to) {
-  for_vectors(begin, end, [&](int64_t at, auto lanes) { store(to + (at - begin), load(logits + at, lanes), lanes); });
+PDK_INLINE void stage(const TokenStatisticsArgs& args, int64_t r, const T* logits, int64_t begin, int64_t end,
+                      float* to) {
+  filter_range(args.filters, r, logits, begin, end, to);
   for (int i = 0; i < args.num_suppressed; ++i) {
     if (args.suppress[i] >= begin && args.suppress[i] < end) to[args.suppress[i] - begin] = -kInfinity;
   }
 }
 
-// Drops logits below the cut.
-PDK_INLINE void filter(float* staged, int64_t count, float cut) {
+PDK_INLINE void drop(float* staged, int64_t count, Passing passing) {
+  if (passing.all()) return;
   for_vectors(0, count, [&](int64_t at, auto lanes) {
     const Vec x = load(staged + at, lanes);
-    store(staged + at, choose(x < cut, splat(-kInfinity), x), lanes);
+    store(staged + at, choose((x < passing.low) | (x > passing.high), splat(-kInfinity), x), lanes);
   });
 }
 
 template <class T>
 void measure(const TokenStatisticsArgs& args, int64_t r, int64_t c, Runners& runners) {
+  const Passing passing = args.filtered() ? args.passing[r] : all_pass();
+  if (is_settled(passing)) return;
+  const bool surveyed = args.filtered() && !args.sampling;  // the model's statistics are there
   TokenPart& part = args.parts[r * args.num_parts() + c];
-  part = {};
-  part.score = -__builtin_inf();
-  const T* logits = args.logits.row<const T>(args.source(r));
+  if (!surveyed) part = empty_part();
+  const T* logits = args.logits_of<T>(r);
   const int64_t begin = c * kVocabularyPart, end = smaller(begin + kVocabularyPart, args.width), count = end - begin;
-  const float cut = args.filtered() ? args.cuts[r] : -kInfinity;
-  if (cut == -kInfinity && !args.suppresses_in(begin, end)) {
-    statistics_of(args, logits + begin, count, begin, runners, part);
+  Vec peaks[kStrips];
+  if (passing.all() && !edits(args, begin, end)) {
+    if (!surveyed) statistics_of(args, logits + begin, count, begin, peaks, runners, part);
     if (args.samples_token()) sample_from(args, r, logits + begin, count, begin, runners, part);
     return;
   }
   alignas(64) float staged[kVocabularyPart];
-  stage(args, logits, begin, end, staged);
-  if (args.sampling) filter(staged, count, cut);
-  statistics_of<float>(args, staged, count, begin, runners, part);
+  stage(args, r, logits, begin, end, staged);
+  if (args.sampling) drop(staged, count, passing);
+  if (!surveyed) statistics_of<float>(args, staged, count, begin, peaks, runners, part);
   if (!args.samples_token()) return;
-  if (!args.sampling) filter(staged, count, cut);
+  if (!args.sampling) drop(staged, count, passing);
   sample_from<float>(args, r, staged, count, begin, runners, part);
 }
 
-// --- filters
+// --- filters of the distribution
 
-constexpr int kBins = 2048;
+PDK_INLINE Vec* peaks_of(const TokenStatisticsArgs& args, int64_t r) {
+  return reinterpret_cast<Vec*>(args.workspace) + r * args.num_strips();
+}
 
-// Narrows the logits, from the largest down, to the first bin at which the running mass reaches `target`.
-struct Nucleus {
-  float* logits;
-  float* masses;
-  int64_t count;
-  double before, target;
-
-  // `bin_of` grows from the largest logits to the smallest, 0 .. kBins - 1.
-  template <class BinOf>
-  void narrow(const BinOf& bin_of) {
-    double bins[kBins] = {};
-    for (int64_t i = 0; i < count; ++i) bins[bin_of(logits[i])] += masses[i];
-    int last = kBins - 1;
-    while (last > 0 && bins[last] == 0) --last;  // by rounding the target may exceed the total mass
-    int bin = 0;
-    for (; bin < last && (bins[bin] == 0 || before + bins[bin] < target); ++bin) before += bins[bin];
-    int64_t kept = 0;
-    for (int64_t i = 0; i < count; ++i) {
-      if (bin_of(logits[i]) == bin) logits[kept] = logits[i], masses[kept] = masses[i], ++kept;
-    }
-    count = kept;
-  }
-};
-
-// The smallest logit that passes the filters, -inf if nothing is dropped or the row has no distribution.
+// The largest logits of each strip, per lane; returns whether a logit is NaN.
 template <class T>
-float cut_of(const TokenStatisticsArgs& args, int64_t r) {
-  const double temperature = args.softmax_temperature();
-  const int64_t width = args.width;
-  float* logits = reinterpret_cast<float*>(thread_scratch(2 * width * static_cast<int64_t>(sizeof(float)) + 64));
-  float* masses = logits + width;
-  stage(args, args.logits.row<const T>(args.source(r)), 0, width, logits);
-  Vec peak = splat(-kInfinity);
+PDK_INLINE bool find_peaks(const T* logits, int64_t count, Vec* peaks) {
   Ints unordered{};
-  for_vectors(0, width, [&](int64_t at, auto lanes) {
-    const Vec x = load(logits + at, lanes, -kInfinity);
-    peak = larger(x, peak);
-    unordered |= x != x;
-  });
-  float largest = -kInfinity;
-  for (int lane = 0; lane < kLanes; ++lane) largest = peak[lane] > largest ? peak[lane] : largest;
-  if (bits_of(unordered) != 0 || largest == -kInfinity || largest == kInfinity) return -kInfinity;
-
-  const float floor = args.min_p > 0 ? at_least(largest + temperature * __builtin_log(args.min_p)) : -kInfinity;
-  if (args.top_p >= 1) return floor;
-
-  // A token with less than (1 - top_p) / V of the total mass is outside the nucleus.
-  const double reach = temperature * __builtin_log((1 - args.top_p) / static_cast<double>(width)) - 1e-5 * temperature;
-  const float inv_temperature = static_cast<float>(1 / temperature), lowest = static_cast<float>(reach * 1.00001);
-  double total = 0;
-  int64_t count = 0;
-  for_strips(0, width, [&](int64_t first, int64_t last) {
-    Vec sum{};
-    for_vectors(first, last, [&](int64_t at, auto lanes) {
-      const Vec logit = load(logits + at, lanes, -kInfinity), below = logit - largest;
-      Vec x = below * inv_temperature;
-      x = x < kLeastExponent ? splat(kLeastExponent) : x;
-      const Vec e = exponential_term(x);
-      sum += e;
-      for (uint32_t bits = bits_of(below >= lowest); bits != 0; bits &= bits - 1) {
-        const int lane = __builtin_ctz(bits);
-        logits[count] = logit[lane], masses[count] = e[lane], ++count;
-      }
+  for_strips(0, count, [&](int64_t first, int64_t last) {
+    Vec peak = splat(-kInfinity), other = peak;
+    for_pairs(logits, first, last, -kInfinity, [&](Vec x, Vec y) {
+      peak = larger(x, peak);
+      other = larger(y, other);
+      unordered |= (x != x) | (y != y);
     });
-    total += sum_of(sum);
+    peaks[first / kStrip] = larger(other, peak);
   });
+  return bits_of(unordered) != 0;
+}
 
-  Nucleus nucleus{logits, masses, count, 0, args.top_p * total};
-  const float bins_per_logit = static_cast<float>(kBins) / -lowest;
-  nucleus.narrow([&](float logit) {
-    const int bin = static_cast<int>((largest - logit) * bins_per_logit);
-    return bin < kBins ? bin : kBins - 1;
-  });
-  // Many logits may be left, possibly all equal. They are narrowed by the bits of their keys.
-  for (int shift = 21; shift >= 0 && nucleus.count > 1; shift -= shift > 10 ? 11 : 10) {
-    nucleus.narrow(
-        [&](float logit) { return kBins - 1 - static_cast<int>(token_key(logit, 0) >> (32 + shift) & (kBins - 1)); });
+// What the filters need of a part: the largest logits of its strips and the mass of its tokens. The statistics of the
+// model's distribution do not depend on filters, and are computed in the same read.
+template <class T>
+PDK_INLINE void survey(const TokenStatisticsArgs& args, const T* logits, int64_t count, int64_t first_id, Vec* peaks,
+                       Runners& runners, TokenPart& part) {
+  if (args.sampling) {
+    part.undefined = find_peaks(logits, count, peaks);
+  } else {
+    statistics_of(args, logits, count, first_id, peaks, runners, part);
   }
-  return nucleus.logits[0] > floor ? nucleus.logits[0] : floor;
+  if ((args.top_p >= 1 || args.keeps_top_k()) && !args.filters_all_by_typical_p()) return;
+  const double inv_temperature = 1 / args.softmax_temperature();
+  if (!args.sampling && inv_temperature == 1) {
+    part.tempered = part.sums;
+    return;
+  }
+  float largest = -kInfinity;
+  for_strips(0, count, [&](int64_t first, int64_t) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const float peak = peaks[first / kStrip][lane];
+      largest = peak > largest ? peak : largest;
+    }
+  });
+  if (largest == kInfinity || largest == -kInfinity) return;
+  const float factor = static_cast<float>(inv_temperature);
+  part.tempered =
+      sums_of<true>(logits, count, largest, peaks, factor, static_cast<float>(inv_temperature / factor - 1));
 }
 
 template <class T>
-void token_statistics_of(const TokenStatisticsArgs& args) {
-  const int64_t parts = args.num_parts();
-  if (args.filtered()) {
-    for_rows(args.rows, args.width,
-             [&](int64_t r) { args.cuts[r] = args.source(r) < 0 ? -kInfinity : cut_of<T>(args, r); });
+void survey_part(const TokenStatisticsArgs& args, int64_t r, int64_t c, Runners& runners) {
+  TokenPart& part = args.parts[r * args.num_parts() + c];
+  part = empty_part();
+  const T* logits = args.logits_of<T>(r);
+  const int64_t begin = c * kVocabularyPart, end = smaller(begin + kVocabularyPart, args.width), count = end - begin;
+  Vec* peaks = peaks_of(args, r) + begin / kStrip;
+  if (!edits(args, begin, end)) return survey(args, logits + begin, count, begin, peaks, runners, part);
+  alignas(64) float staged[kVocabularyPart];
+  stage(args, r, logits, begin, end, staged);
+  survey<float>(args, staged, count, begin, peaks, runners, part);
+}
+
+// The tokens from the strips in which one reaches `bound`.
+template <class T>
+PDK_INLINE void collect(const TokenStatisticsArgs& args, int64_t r, float bound, const Vec* peaks, Candidates& found) {
+  const T* logits = args.logits_of<T>(r);
+  alignas(64) float staged[kStrip];
+  const auto add = [&](const auto* from, int64_t first, int64_t last) {
+    for_vectors(first, last, [&](int64_t at, auto lanes) {
+      const Vec x = load(from + (at - first), lanes, -kInfinity);
+      for_lanes((x >= bound) & (x > -kInfinity), at, [&](int64_t id) {
+        found.logits[found.count] = to_float(from[id - first]), found.ids[found.count] = static_cast<uint32_t>(id);
+        ++found.count;
+      });
+    });
+  };
+  for_strips(0, args.width, [&](int64_t first, int64_t last) {
+    if (bits_of(peaks[first / kStrip] >= bound) == 0) return;
+    if (!edits(args, first, last)) return add(logits + first, first, last);
+    stage(args, r, logits, first, last, staged);
+    add(staged, first, last);
+  });
+}
+
+// Computes what filters change from the few tokens that they leave.
+void settle(const TokenStatisticsArgs& args, int64_t r, const Candidates& found) {
+  TokenPart& part = args.parts[r * args.num_parts()];
+  if (args.sampling) {
+    for (int64_t i = 0; i < found.count; ++i) {
+      insert(part.top, args.num_ranked(), token_key(found.logits[i], found.ids[i]));
+    }
+    part.sums.largest = key_logit(part.top[0]);
+    for (int64_t i = 0; i < found.count; ++i) {
+      const double x = (static_cast<double>(found.logits[i]) - part.sums.largest) * args.inv_temperature();
+      const double e = __builtin_exp(x);
+      part.sums.total += e, part.sums.weighted += x * e;
+    }
   }
+  if (!args.samples_token()) return;
+  const PhiloxKey key = args.seeds.key(r);
+  const uint32_t position = args.position(r), step = args.step_of(r);
+  for (int64_t i = 0; i < found.count; ++i) {
+    const int64_t column = args.first_id + found.ids[i];
+    const PhiloxWords words = philox4x32({{static_cast<uint32_t>(column / 4), position, step, 0}}, key);
+    const double score = gumbel_score(found.logits[i], args.temperature, words.word[column % 4]);
+    if (score > part.score) part.score = score, part.sampled = token_key(found.logits[i], found.ids[i]);
+  }
+}
+
+// Finds the logits that pass. Where few tokens have them, nothing is left to do for the row.
+template <class T>
+void narrow(const TokenStatisticsArgs& args, int64_t r) {
+  const Vec* peaks = peaks_of(args, r);
+  const int64_t strips = args.num_strips(), width = args.width;
+  args.passing[r] = all_pass();
+  const RowFacts facts = facts_of(args, r, peaks, strips);
+  if (facts.undefined) return;
+  const double drop = args.min_p > 0 ? args.softmax_temperature() * __builtin_log(args.min_p) : 0;
+  const float floor = args.min_p > 0 ? at_least(facts.sums.largest + drop) : -kInfinity;
+  double* scratch =
+      reinterpret_cast<double*>(thread_scratch(width * (2 * static_cast<int64_t>(sizeof(double)) + 8) + 64));
+  float* logits = reinterpret_cast<float*>(scratch + 2 * width);
+  Candidates found{scratch, scratch + width, logits, reinterpret_cast<uint32_t*>(logits + width), 0};
+  bool whole = false;
+  for (float bound = candidate_bound(args, facts, floor, peaks, strips); !whole; bound = -kInfinity) {
+    found.count = 0;
+    collect<T>(args, r, bound, peaks, found);
+    args.passing[r] = pass(args, facts, floor, bound, found, whole);
+  }
+  if (found.count > kFew) return;
+  settle(args, r, found);
+  args.passing[r] = kSettled;
+}
+
+// Calls body(r, part, runners) for all parts of all rows.
+template <class Body>
+void for_parts(const TokenStatisticsArgs& args, const Body& body) {
+  const int64_t parts = args.num_parts();
   for_ranges(args.rows * parts, smaller(args.width, kVocabularyPart), [&](int64_t begin, int64_t end) {
     Runners runners;
     for (int64_t item = begin; item < end; ++item) {
       if (item % parts == 0) runners = {};
-      if (args.source(item / parts) >= 0) measure<T>(args, item / parts, item % parts, runners);
+      if (args.source(item / parts) >= 0) body(item / parts, item % parts, runners);
     }
   });
+}
+
+template <class T>
+void token_statistics_of(const TokenStatisticsArgs& args) {
+  if (args.filtered()) {
+    for_parts(args, [&](int64_t r, int64_t c, Runners& runners) { survey_part<T>(args, r, c, runners); });
+    bool left = false;
+    for_rows(args.rows, args.width, [&](int64_t r) {
+      if (args.source(r) >= 0) narrow<T>(args, r);
+    });
+    for (int64_t r = 0; r < args.rows; ++r) left = left || (args.source(r) >= 0 && !is_settled(args.passing[r]));
+    if (!left) return;
+  }
+  for_parts(args, [&](int64_t r, int64_t c, Runners& runners) { measure<T>(args, r, c, runners); });
 }
 
 }  // namespace
