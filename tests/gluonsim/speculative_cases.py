@@ -45,7 +45,7 @@ def random_call(seed: int, longest: int = 700, most: int = 150) -> Call:
         dtype=chosen.choice((torch.float16, torch.bfloat16)),
     )
     masks = [random_mask(chosen, new, new) for _ in range(chosen.choice((1, batch)))]
-    blocks = [chosen.choice((32, 64, 128)), chosen.choice((32, 64, 128))]
+    blocks = [chosen.choice((16, 32, 64, 128)), chosen.choice((32, 64, 128))]
     plan = plan_of(masks, *blocks)
     scale = chosen.choice((inputs.q.shape[-1] ** -0.5, inputs.q.shape[-1] ** -0.5, -0.3, 2.0))
     sinks = None
@@ -188,6 +188,9 @@ WRONG_VALUES = {
         KERNEL,
         "seen = gl.where(inside[:, None] & full[None, :], -1, seen)",
         "seen = gl.where(inside[:, None] & full[None, :], 0, seen)",
+    ),
+    "every row sees the tiles of all": Edit(
+        KERNEL, "here = inside[:, None] & (of_tile", "here = (row >= -4096)[:, None] & (of_tile"
     ),
     "words of another tile": Edit(KERNEL, "(words % TILE_WORDS)[None, :]", "(words % 1)[None, :]"),
     "what is past the prefix is seen": Edit(KERNEL, "gl.where(i < masked, left, BLOCK_N)", "BLOCK_N"),
