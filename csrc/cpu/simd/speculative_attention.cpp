@@ -260,16 +260,12 @@ void attend_splits(const SpeculativeArgs& args) {
       for_positions<T, Tiles::kTogether>(own, batch, entry, kv_head, tile, split_begin(s), split_begin(s + 1), bitmap,
                                          paths, consume);
     };
-    if (splits == 1) {
-      attend<T>(own, entry, kv_head, tile, memory, chunks, [&](int64_t head, int64_t token, Panel<Tiles>& panel) {
-        finish<T>(own, own.out, own.lse, entry, head, token, panel);
-      });
-      return;
-    }
-    const int64_t first = args.packed() ? args.row_begins.load(batch) : 0;
-    const HeadsView part{args.parts + s * rows * args.head_dim + first * width, args.q_len * width, width,
-                         args.head_dim};
+    // One instance of attend() for both, since it is most of what is compiled here.
     attend<T>(own, entry, kv_head, tile, memory, chunks, [&](int64_t head, int64_t token, Panel<Tiles>& panel) {
+      if (splits == 1) return finish<T>(own, own.out, own.lse, entry, head, token, panel);
+      const int64_t first = args.packed() ? args.row_begins.load(batch) : 0;
+      const HeadsView part{args.parts + s * rows * args.head_dim + first * width, args.q_len * width, width,
+                           args.head_dim};
       finish<float>(own, part, args.parts_lse + s * rows + first, entry, head, token, panel);
     });
   });
