@@ -17,7 +17,7 @@ from pdkernels.decoding.grammar.vocabulary import Vocabulary, vocabulary_of
 
 _FAR = 2**31 - 1
 _MAX_CELLS = 2**26
-_MAX_WORK = 40_000_000
+_MAX_WORK = 14_000_000  # 1.5 s of a slow core
 _MAX_DEPTH = 64
 
 Fill = Literal["each", "joint"]
