@@ -105,7 +105,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_steps_of_the_plain_form(variant: str, temperature: float) -> None:
     several = 0
-    for seed, size in ((0, 4), (1, 2), (2, 7), (3, 1)):
+    for seed, size in ((0, 4), (1, 2), (3, 1)):
         model = a_model(seed)
         head = a_head(model, seed, **VARIANTS[variant])
         for prompt in PROMPTS:

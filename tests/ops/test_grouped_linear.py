@@ -155,7 +155,9 @@ def test_triton_has_the_bits_of_its_linear(counts: list[int]) -> None:
 
 
 @requires_triton
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("Q4_0", "Q6_K") else pytest.mark.slow) for name in LAYOUTS]
+)
 def test_triton_has_the_bits_of_the_formula(name: str) -> None:
     """The smallest tiling and the largest."""
     from pdkernels.triton.grouped_linear import quantized_forward as grouped
