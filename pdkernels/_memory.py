@@ -111,19 +111,24 @@ def report() -> dict[str, str]:
 
 def huge_bytes(tensor: Tensor) -> int:
     """Bytes in huge pages of the mappings that hold a tensor, as the system counts them; 0 if it does not say."""
+    return sum(1024 * int(value.split()[0]) for value in _told(tensor, "AnonHugePages:"))
+
+
+def _told(tensor: Tensor, field: str) -> list[str]:
+    """What the system says in a field about each mapping that holds a tensor."""
     first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    found, inside = 0, False
+    found, inside = list[str](), False
     try:
         lines = Path("/proc/self/smaps").read_text().splitlines()
     except OSError:
-        return 0
+        return []
     for line in lines:
         name, _, value = line.partition(" ")
         if "-" in name:
             low, high = (int(part, 16) for part in name.split("-"))
             inside = low < last and first < high
-        elif inside and name == "AnonHugePages:":
-            found += 1024 * int(value.split()[0])
+        elif inside and name == field:
+            found.append(value)
     return found
 
 

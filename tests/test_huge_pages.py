@@ -52,16 +52,8 @@ def filled(size: int = 8 * MIB) -> torch.Tensor:
 
 def advised(tensor: torch.Tensor) -> bool:
     """Whether the system was asked for huge pages in every mapping that holds a tensor."""
-    first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    inside, flags = False, []
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        name, _, value = line.partition(" ")
-        if "-" in name:
-            low, high = (int(part, 16) for part in name.split("-"))
-            inside = low < last and first < high
-        elif inside and name == "VmFlags:":
-            flags.append("hg" in value.split())
-    return bool(flags) and all(flags)
+    flags = _memory._told(tensor, "VmFlags:")
+    return bool(flags) and all("hg" in each.split() for each in flags)
 
 
 def plentiful(size: int = 256 * MIB) -> bool:
