@@ -31,10 +31,12 @@ PACKAGES = ("masks", "triton", "gluon", "ops", "cache")  # each needs those befo
 MODULES = (
     "_aliasing",
     "_attention",
+    "_extras",
     "_memory",
     "_native",
     "_philox",
     "_python",
+    "_recurrent_state",
     "_validation",
     "_version",
     "backends",

@@ -15,10 +15,13 @@ transformers = pytest.importorskip("transformers", reason="needs transformers")
 from pdkernels.integrations.transformers import QuantizedLinear, from_transformers, quantize_linears_, wrap  # noqa: E402
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+# Of models without near ties on a text: the two best logits are always 0.24 apart. Rounding x to 8 bits turns differences of 1e-7, which
+# processors have, into 0.05.
+SEEDS = {"Qwen2": 35, "Llama": 5, "Qwen3": 28, "Mistral": 5}
 
 
 def made(kind: str = "Qwen2", **options: Any) -> Any:
-    torch.manual_seed(0)
+    torch.manual_seed(SEEDS[kind])
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
         intermediate_size=96, initializer_range=0.3, max_position_embeddings=128, **options,
