@@ -140,7 +140,10 @@ def states(state: Tensor, pending: list[Tensor], x: Tensor, gate: Tensor, length
 
 def tokens(logits: Tensor, hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     logits = logits if logits.numel() else pd.linear(hidden, weight)
-    guesses: pd.TokenStatistics = pd.token_statistics(logits, temperature=1.0, suppress=(7,), distribution="sampling")
+    logits = pd.filter_logits(logits, banned=ids, repetition_penalty=1.1)
+    filters = pd.LogitFilters(bias=logits[0])
+    guesses: pd.TokenStatistics = pd.token_statistics(logits, temperature=1.0, suppress=(7,), filters=filters)
+    guesses = pd.token_statistics(logits, temperature=1.0, keep_top_k=20, typical_p=0.9, distribution="sampling")
     packed: pd.QuantizedWeight = pd.quantize(weight, "q4_0")
     hidden = hidden + pd.quantized_embedding(ids, packed, hidden.dtype)
     logits = logits + pd.quantized_linear(hidden, packed)
