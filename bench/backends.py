@@ -3,7 +3,7 @@
     python -m bench.backends CHECKOUTS [--names fast_dllm raven ...] [--to bench/results/backends.json]
 
 CHECKOUTS is a folder with checkouts of the authors' code under the names of their repositories. Each case runs in a process of its own,
-because a patch changes modules. Times are CPU time of one thread, the least of several rounds.
+because a patch changes modules. Times are CPU time of one thread, of the fastest of several runs.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def compared(name: str, checkouts: Path, rounds: int) -> dict[str, Any]:
     before, expected = timed()
     case.patch()
     after, tokens = timed()
-    return {"before": before, "after": after, "same": tokens == expected, "tokens": tokens}
+    return {"before": before, "after": after, "same": tokens == expected, "tokens": tokens, "torch": torch.__version__}
 
 
 def in_a_process(name: str, checkouts: Path, rounds: int, python: str = sys.executable) -> dict[str, Any]:
@@ -253,7 +253,7 @@ def backends_table(path: Path) -> str:
         for name, one in found["figures"].items()
     ]
     head = ["published sampler, random model", "seconds before", "after", "faster"]
-    facts = f"CPU time, one thread, least of {found['rounds']} rounds, the same tokens; {found['machine']}, torch {found['torch']}"
+    facts = f"CPU time, one thread, fastest of {found['rounds'] + 1} runs, the same tokens; {found['machine']}, torch {found['torch']}"
     return f"{table(head, lines)}\n\n{facts}"
 
 
@@ -270,15 +270,16 @@ def main() -> None:
     if chosen.one:
         print(json.dumps(compared(chosen.one, checkouts, chosen.rounds)))
         return
-    figures = {}
+    figures, version = {}, torch.__version__
     for name in chosen.names:
         one = in_a_process(name, checkouts, chosen.rounds, chosen.python)
         if not one.pop("same"):
             raise SystemExit(f"{name}: the tokens differ")
         del one["tokens"]
+        version = one.pop("torch")  # of the Python that ran it
         figures[name] = one
         print(name, one)
-    facts = {"machine": processor(), "torch": torch.__version__, "rounds": chosen.rounds}
+    facts = {"machine": processor(), "torch": version, "rounds": chosen.rounds}
     chosen.to.write_text(json.dumps(facts | {"figures": figures}, indent=1) + "\n")
 
 

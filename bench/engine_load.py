@@ -6,7 +6,7 @@
 questions arrive together, and answers are greedy and equally long. llama.cpp is driven as its server batches: all prompts in one pass, then a
 token of every sequence in each.
 
-Times are CPU time with one thread, which other work on the machine disturbs little; the round with the least is kept. An answer of
+Times are CPU time with one thread, which other work on the machine disturbs little, of the fastest round. An answer of
 ours among others must be the one that it is alone, token for token, or no figure counts.
 """
 

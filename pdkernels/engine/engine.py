@@ -45,9 +45,9 @@ class Engine:
     A request gets the tokens that `generate` gives it alone, whatever else runs, if the logits of a row do not depend on the other
     rows of a forward; on the CPU this library's models have the same bits.
 
-    Requests of one method with the same options share a batch, and the batches take turns; each has a seed, a temperature and filters of its own
-    where the method draws tokens by row (`Steps.draws_by_row`). A batch on a KV cache grows and
-    shrinks with the number of its requests. Room for the whole of a request is set aside when it joins, so none is ever evicted; those
+    Requests of one method with the same options share a batch, and the batches take turns. A request has a seed of its own, and a temperature
+    and filters where the method draws tokens by row (`Steps.draws_by_row`). A batch on a KV cache grows and shrinks with the number of its
+    requests. Room for the whole of a request is set aside when it joins, so none is ever evicted; those
     that find none wait, in the order of their submission.
 
     Args:

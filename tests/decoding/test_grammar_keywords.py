@@ -44,6 +44,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "not listed": ({"type": "string", "maxLength": 2, "not": {"enum": ["a", "bc"]}}, ['"b"', '""'], ['"a"', '"bc"']),
     "not a pattern": ({"type": "string", "pattern": "^[ab]{1,3}$", "not": {"pattern": "aa"}}, ['"aba"', '"b"'], ['"aab"', '"aa"']),
     "no whole numbers": ({"type": "integer", "minimum": 1, "maximum": 4, "not": {"const": 3}}, ["1", "4"], ["3"]),
+    "no zero": ({"type": "integer", "minimum": -1, "maximum": 2, "not": {"const": 0.0}}, ["-1", "1", "2"], ["0", "-0"]),
     "not there": ({**_of(a=DIGIT, b=DIGIT), "not": {"required": ["a"]}}, ["{}", '{"b": 1}'], ['{"a": 1}']),
     "neither": ({**_of(a=DIGIT, b=DIGIT, c=DIGIT), "not": {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}}, ["{}", '{"c": 1}'], ['{"a": 1}', '{"b": 1}']),
     "exactly one": (
@@ -130,6 +131,26 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ['{"b": 3}', '{"a": 1}'],
     ),
     "unevaluated": ({"allOf": [_of(a=DIGIT)], "properties": {"b": WORD}, "unevaluatedProperties": False, "type": "object"}, ['{"b": "x", "a": 1}'], ['{"c": 1}']),
+    "unevaluated inside": (
+        {"type": "object", "allOf": [{**_of(a=DIGIT), "unevaluatedProperties": False}, _of(b=DIGIT)]},
+        ["{}", '{"a": 1}'],
+        ['{"b": 1}', '{"a": 1, "b": 2}'],
+    ),
+    "patterns, closed elsewhere": (
+        {"type": "object", "allOf": [{"patternProperties": {"^a": DIGIT}}, {**_of(ab={"minimum": 3}), "additionalProperties": False}]},
+        ["{}", '{"ab": 3}'],
+        ['{"a": 3}', '{"ab": 2}', '{"ab": 10}'],
+    ),
+    "a tuple, and items elsewhere": (
+        {"type": "array", "maxItems": 2, "allOf": [{"prefixItems": [DIGIT]}, {"items": {"type": "integer", "minimum": 4}}]},
+        ["[]", "[4]", "[4, 50]"],
+        ["[3]", "[10]", "[4, 3]"],
+    ),
+    "tuples of two lengths": (
+        {"type": "array", "allOf": [{"prefixItems": [DIGIT, WORD]}, {"prefixItems": [{"minimum": 2}], "items": False}]},
+        ["[]", "[2]"],
+        ["[1]", '[2, "a"]'],
+    ),
     "types together": ({"allOf": [{"type": ["number", "string"]}, {"type": ["integer", "null"], "maximum": 9, "minimum": 0}]}, ["3"], ["null", '"a"', "3.5"]),
     "several without a type": ({"minLength": 2, "maxLength": 3, "minimum": 0, "maximum": 5}, ['"ab"', "4"], ['"a"', "7"]),
     "notes": ({**DIGIT, "x-order": 3, "markdownDescription": "no", "nullable": True}, ["4"], ["null"]),
@@ -155,6 +176,12 @@ def test_values(name: str) -> None:
         assert not grammar.matches(text), text
     for text in drawn(grammar, 30):
         assert check.is_valid(json.loads(text)), text
+
+
+def test_listed_values_have_the_spaces_of_the_grammar() -> None:
+    listed = {"type": "array", "enum": [[1, 2], [3]], "minItems": 2}
+    assert Grammar.json_schema(listed, whitespace="").matches("[1,2]")
+    assert not Grammar.json_schema(listed, whitespace="").matches("[3]")
 
 
 def test_the_order_that_a_schema_asks_for() -> None:
@@ -202,6 +229,8 @@ class Writer:
             made["required"] = self.some(NAMES, 2)
         if self.draw.random() < 0.3:
             made["additionalProperties"] = self.draw.choice([False, self.value()])
+        if self.draw.random() < 0.1:
+            made["unevaluatedProperties"] = False
         if self.draw.random() < 0.15:
             made["patternProperties"] = {self.draw.choice(["^a", "b$", "x"]): self.value()}
         if self.draw.random() < 0.15:

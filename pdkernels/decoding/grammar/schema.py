@@ -146,12 +146,11 @@ class _Compiler:
             several = kinds_of({"type": kinds}, place)
             values = [value for value in values if any(TYPES[kind](value) for kind in several)]
         more = {name: value for name, value in schema.items() if name not in ("enum", "const", "not", "type")}
-        if more and values:
-            # Of those that the rest allows in the form in which values are written.
-            rest = Merged(more if kinds is None else more | {"type": kinds})
-            fits = compiled(self.value(rest, place), f"the schema at {place}")
-            values = [value for value in values if fits.accepts(_written(value).encode())]
-        return Alt(tuple(self._exactly(value) for value in values))
+        made = Alt(tuple(map(self._exactly, values)))
+        if not more or not values:
+            return made
+        rest = Merged(more if kinds is None else more | {"type": kinds})
+        return both(made, self.value(rest, place), f"the schema at {place}")
 
     def _exactly(self, value: Any) -> Expression:
         if isinstance(value, Mapping):
@@ -213,7 +212,12 @@ class _Compiler:
             unsupported(
                 several, f"{place}/not", f"listed values of type {kind}", "They may be written in several ways."
             )
-            return without(made, Alt(tuple(map(self._exactly, values))), f"the schema at {place}") if values else made
+            if not values:
+                return made
+            # Whole numbers are written without a point, and zero also with a sign.
+            texts = [self._exactly(int(value) if kind == "integer" else value) for value in values]
+            zero = [text("-0")] if kind == "integer" and 0 in values else []
+            return without(made, Alt((*texts, *zero)), f"the schema at {place}")
         stray = sorted(flat.keys() - OF_STRINGS)
         unsupported(bool(stray), f"{place}/not", f"{stray and stray[0]!r} in a not")
         if "type" in flat:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import isfinite
 from typing import Any
 
 from pdkernels._validation import check, refuse
@@ -60,17 +61,22 @@ def check_keywords(schema: Mapping[str, Any], place: str) -> None:
         check(isinstance(value, kind), OP, f"{name} at {place}", f"be {words}", type(value).__name__)
     for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
         given = schema.get(name, 0)
-        fits = type(given) in (int, float) or (type(given) is bool and name.startswith("exclusive"))
-        check(fits, OP, f"{name} at {place}", "be a number", given)
+        finite = type(given) is int or (type(given) is float and isfinite(given))
+        fits = finite or (type(given) is bool and name.startswith("exclusive"))
+        check(fits, OP, f"{name} at {place}", "be a finite number", given)
     for low, high in (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties")):
         counts(schema, low, high, place)
     for pattern in schema.get("patternProperties", {}):
         parsed(pattern)
-    for name in schema.get("required", ()):
-        check(isinstance(name, str), OP, f"required at {place}", "hold strings", type(name).__name__)
     of = schema.get("type")
-    kinds = {of} if isinstance(of, str) else set(of) if isinstance(of, list) else set()
-    own = frozenset[str]().union(*(KEYWORDS.get(one, frozenset()) for one in kinds if isinstance(one, str)))
+    kinds = [of] if isinstance(of, str) else of if isinstance(of, list) else []
+    for keyword, values in (
+        ("type", kinds),
+        *((name, schema.get(name, ())) for name in ("required", "propertyOrdering")),
+    ):
+        for one in values:
+            check(isinstance(one, str), OP, f"{keyword} at {place}", "hold strings", type(one).__name__)
+    own = frozenset[str]().union(*(KEYWORDS.get(one, frozenset()) for one in kinds))
     stray = sorted(name for name in schema if not is_note(name) and name not in _APPLIED | own) if kinds else []
     words = f"{stray and stray[0]!r} beside type {of!r}"
     unsupported(bool(stray), place, words, "It demands nothing there: leave it out.")

@@ -78,11 +78,12 @@ def merged(one: Mapping[str, Any] | bool, other: Mapping[str, Any] | bool, place
     if isinstance(one, bool) or isinstance(other, bool):
         left = other if one is True else one
         return False if one is False or other is False else left if isinstance(left, bool) else Merged(left)
+    other = _closed(other, place)
     made = Merged(one)
     for name, value in other.items():
         if name not in made:
             made[name] = value
-        elif name not in ("properties", "patternProperties"):
+        elif name not in ("properties", "patternProperties", "prefixItems"):
             found = _both(name, made[name], value, place)
             if found is False and name in ("type", "const"):
                 return False
@@ -90,11 +91,10 @@ def merged(one: Mapping[str, Any] | bool, other: Mapping[str, Any] | bool, place
     properties = _properties(one, other)
     if properties:
         made["properties"] = properties
-    if "patternProperties" in one and "patternProperties" in other:
-        mine, theirs = one["patternProperties"], other["patternProperties"]
-        made["patternProperties"] = {
-            pattern: together(mine.get(pattern, True), theirs.get(pattern, True)) for pattern in {**mine, **theirs}
-        }
+    if "prefixItems" in made:
+        made["prefixItems"] = _prefix(one, other)
+    if "patternProperties" in made:
+        made["patternProperties"] = _patterns(one, other, place)
     return made
 
 
@@ -108,8 +108,6 @@ def _both(name: str, one: Any, other: Any, place: str) -> Any:
     rule = _RULES.get(name)
     if rule is not None:
         return rule(one, other)
-    if name == "prefixItems" and len(one) == len(other):
-        return [together(a, b) for a, b in zip(one, other, strict=True)]
     if name == "anyOf" and len(one) * len(other) <= _MAX_PRODUCT:
         return [together(a, b) for a in one for b in other]
     unsupported(one != other, place, f"{name!r} twice in allOf")
@@ -151,6 +149,37 @@ def _properties(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, A
     """The properties of both. What one schema says of all others holds for those that the other one names."""
     mine, theirs = one.get("properties", {}), other.get("properties", {})
     return {name: together(_said(one, name), _said(other, name)) for name in {**mine, **theirs}}
+
+
+def _closed(inner: Mapping[str, Any], place: str) -> Mapping[str, Any]:
+    """A schema inside another, whose `unevaluatedProperties` do not see the properties beside it: they are its additional ones."""
+    if "unevaluatedProperties" not in inner:
+        return inner
+    choices = inner.keys() & {"anyOf", "oneOf", CONDITIONS}
+    unsupported(bool(choices), place, "unevaluatedProperties beside a choice, inside another schema")
+    made = dict(inner)
+    return {"additionalProperties": made.pop("unevaluatedProperties"), **made}
+
+
+def _prefix(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[Any]:
+    """The first items of both. What one schema says of all later ones holds for those that the other one lists."""
+    first, second = one.get("prefixItems", []), other.get("prefixItems", [])
+    mine = [*first, *[one.get("items", True)] * (len(second) - len(first))]
+    theirs = [*second, *[other.get("items", True)] * (len(first) - len(second))]
+    return [together(a, b) for a, b in zip(mine, theirs, strict=True)]
+
+
+def _patterns(one: Mapping[str, Any], other: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """The patterns of both. A schema that forbids all other properties forbids those of the other one's patterns."""
+    mine, theirs = one.get("patternProperties", {}), other.get("patternProperties", {})
+    made = {pattern: together(mine.get(pattern, True), theirs.get(pattern, True)) for pattern in {**mine, **theirs}}
+    for schema, own in ((one, mine), (other, theirs)):
+        others = schema.get("additionalProperties", True)
+        if others not in (True, {}) and made.keys() - own.keys():
+            words = "patternProperties beside additionalProperties of another schema"
+            unsupported(others is not False or bool(own), place, words)
+            made = {}
+    return made
 
 
 def _said(schema: Mapping[str, Any], name: str) -> Any:
