@@ -51,6 +51,21 @@ def stage_of(count, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def ring_barriers(STAGES: gl.constexpr):
+    """``(k_ready, v_ready, k_free, v_free)`` of rings that a producer fills and two consumers free; a fence must follow."""
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(i), count=1)
+        mbarrier.init(v_ready.index(i), count=1)
+        mbarrier.init(k_free.index(i), count=2)
+        mbarrier.init(v_free.index(i), count=2)
+    return k_ready, v_ready, k_free, v_free
+
+
+@gluon.jit
 def steps_in_ranges(lists, begin, middle, CUTS: gl.constexpr):
     """How many steps the ranges of full tiles from `begin` to `middle` take; a tile is CUTS steps."""
     tiles = 0

@@ -20,6 +20,7 @@ from pdkernels.gluon._steps import (
     add_values,
     next_scores,
     packed,
+    ring_barriers,
     scores_layout,
     softmax,
     stage_of,
@@ -244,18 +245,10 @@ def forward_kernel(
     o_smem = gl.allocate_shared_memory(o_desc.dtype, [2, 1, 64, 1, HEAD_DIM], o_desc.layout)
     q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(q_ready.index(i), count=1)
         mbarrier.init(q_free.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(i), count=1)
-        mbarrier.init(v_ready.index(i), count=1)
-        mbarrier.init(k_free.index(i), count=2)
-        mbarrier.init(v_free.index(i), count=2)
+    k_ready, v_ready, k_free, v_free = ring_barriers(STAGES)
     # TMA signals the barriers through the asynchronous proxy.
     fence_async_shared()
     gl.warp_specialize(

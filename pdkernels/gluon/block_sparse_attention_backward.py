@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from pdkernels.gluon._steps import add_values, hide, next_scores, packed, rows_layout, scores_layout
+from pdkernels.gluon._steps import add_values, hide, next_scores, packed, ring_barriers, rows_layout, scores_layout
 from pdkernels.gluon.block_sparse_attention import LOG2_E, produce, tile_of, turns_of, words_of_step
 
 
@@ -167,18 +167,10 @@ def dq_kernel(
     dq_smem = gl.allocate_shared_memory(dq_desc.dtype, [2, 1, 64, 1, HEAD_DIM], dq_desc.layout)
     q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(q_ready.index(i), count=1)
         mbarrier.init(q_free.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(i), count=1)
-        mbarrier.init(v_ready.index(i), count=1)
-        mbarrier.init(k_free.index(i), count=2)
-        mbarrier.init(v_free.index(i), count=2)
+    k_ready, v_ready, k_free, v_free = ring_barriers(STAGES)
     # TMA signals the barriers through the asynchronous proxy.
     fence_async_shared()
     gl.warp_specialize(

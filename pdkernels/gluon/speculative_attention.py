@@ -26,6 +26,7 @@ from pdkernels.gluon._steps import (
     add_values,
     next_scores,
     packed,
+    ring_barriers,
     rows_layout,
     scores_layout,
     shifted,
@@ -369,15 +370,7 @@ def split_kernel(
     q_smem = gl.allocate_shared_memory(DTYPE, [2, 64, HEAD_DIM], query_layout(HEAD_DIM, DTYPE))
     k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_N, 1, HEAD_DIM], RING)
     v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_N, 1, HEAD_DIM], RING)
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(i), count=1)
-        mbarrier.init(v_ready.index(i), count=1)
-        mbarrier.init(k_free.index(i), count=2)
-        mbarrier.init(v_free.index(i), count=2)
+    k_ready, v_ready, k_free, v_free = ring_barriers(STAGES)
     # TMA signals the barriers through the asynchronous proxy.
     fence_async_shared()
     gl.warp_specialize(

@@ -145,7 +145,8 @@ def _compare(
     sample: Arguments, exact: Callable[[], Results], forward: Callable[[Arguments], Results], like: Tensor
 ) -> bool:
     try:
-        worst = max(float((a.float() - b).abs().max() / b.abs().max()) for a, b in zip(forward(sample), exact()))
+        errors = [(a.float() - b).abs().max() / b.abs().max() for a, b in zip(forward(sample), exact(), strict=True)]
+        worst = float(torch.stack(errors).max())  # NaN if one of them is, which Python's max may pass over
         problem = "" if worst < 0.02 else f"its results are off by {worst:.3g}"  # bf16 rounds at 0.004
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"

@@ -235,12 +235,12 @@ MUTATIONS = {
         "v_ready.index(stage), v_smem.index(stage))\n",
     ),
     "a barrier waits for one consumer": Edit(
-        FORWARD, "mbarrier.init(k_free.index(i), count=2)", "mbarrier.init(k_free.index(i), count=1)"
+        STEPS, "mbarrier.init(k_free.index(i), count=2)", "mbarrier.init(k_free.index(i), count=1)"
     ),
     "a barrier waits for three": Edit(
-        FORWARD, "mbarrier.init(v_free.index(i), count=2)", "mbarrier.init(v_free.index(i), count=3)"
+        STEPS, "mbarrier.init(v_free.index(i), count=2)", "mbarrier.init(v_free.index(i), count=3)"
     ),
-    "a barrier is not initialised": Edit(FORWARD, "        mbarrier.init(v_ready.index(i), count=1)\n", ""),
+    "a barrier is not initialised": Edit(STEPS, "        mbarrier.init(v_ready.index(i), count=1)\n", ""),
     "no fence after the barriers": Edit(
         FORWARD, "    fence_async_shared()\n    gl.warp_specialize", "    gl.warp_specialize"
     ),

@@ -165,13 +165,6 @@ MUTATIONS = {name: edit for name, edit in attention_cases.MUTATIONS.items() if e
         "        async_copy.commit_group()\n        complete(v_ready.index((steps",
         "        complete(v_ready.index((steps",
     ),
-    "a barrier waits for one consumer": Edit(
-        KERNEL, "mbarrier.init(k_free.index(i), count=2)", "mbarrier.init(k_free.index(i), count=1)"
-    ),
-    "a barrier waits for three": Edit(
-        KERNEL, "mbarrier.init(v_free.index(i), count=2)", "mbarrier.init(v_free.index(i), count=3)"
-    ),
-    "a barrier is not initialised": Edit(KERNEL, "        mbarrier.init(v_ready.index(i), count=1)\n", ""),
     "no fence after the barriers": Edit(
         KERNEL, "    fence_async_shared()\n    gl.warp_specialize", "    gl.warp_specialize"
     ),

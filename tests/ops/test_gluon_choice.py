@@ -62,6 +62,11 @@ def wrong(arguments: AttentionArguments) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
+def not_a_number(arguments: AttentionArguments) -> tuple[Tensor, Tensor]:
+    out, lse = right(arguments)
+    return out, lse * torch.nan
+
+
 def fails(arguments: AttentionArguments) -> tuple[Tensor, Tensor]:
     raise RuntimeError("no such instruction")
 
@@ -99,7 +104,10 @@ def test_the_other_kernels_are_compared_too(call: Any) -> None:
         assert not _choice.passes(call(), lambda arguments: tuple(x * 1.1 for x in by_reference(arguments)))
 
 
-@pytest.mark.parametrize("kernel, why", [(wrong, "results are off"), (fails, "no such instruction")])
+@pytest.mark.parametrize(
+    "kernel, why",
+    [(wrong, "results are off"), (not_a_number, "results are off by nan"), (fails, "no such instruction")],
+)
 def test_a_kernel_that_fails_is_named_once(kernel: Any, why: str) -> None:
     with pytest.warns(
         UserWarning, match=f"block-sparse attention for heads of 64 in torch.float16 is not used on cpu, .*{why}"

@@ -29,3 +29,18 @@ def test_the_page_has_these_predictions() -> None:
     page = (ROOT / "docs" / "gpu_proof.md").read_text()
     table = page.partition("<!-- ladder -->\n")[2].partition("\n<!-- /ladder -->")[0]
     assert table == "\n".join(lines(measure(["bf16:128:128"])["bf16:128:128"]))
+
+
+@requires_triton
+@pytest.mark.skipif(find_cuobjdump() is None, reason="needs cuobjdump")
+def test_the_page_has_the_instructions_of_the_loops() -> None:
+    from tests.ops import test_block_sparse_attention_gluon_backward_compiled as backward
+    from tests.ops import test_block_sparse_attention_gluon_compiled as forward
+
+    page, case = " ".join((ROOT / "docs" / "gpu_proof.md").read_text().split()), "bf16:128:128"
+    (steady, masked), (dq, masked_dq) = (
+        [max(loop["slots"] for loop in loops) for loops in (found[:2], found[2:])]
+        for found in (module.measure([case])[case]["loops"] for module in (forward, backward))
+    )
+    assert f"issues {steady} instructions for 128 keys without a mask and {masked} with one" in page
+    assert f"dQ takes {dq} instructions of a warp for 64 keys, and {masked_dq} with a mask" in page
