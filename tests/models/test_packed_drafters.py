@@ -73,6 +73,17 @@ def test_in_fp64_a_packed_head_becomes_numbers(target: Transformer, tmp_path: Pa
     save_drafter(head, tmp_path / "head")
     found = load_drafter(tmp_path / "head", target, dtype=torch.float64)
     assert not matrices(found) and found.dtype == torch.float64
+    with pytest.raises(ValueError, match="packed matrices have no product in fp64"):
+        load_drafter(tmp_path / "head", target, dtype=torch.float64, packed=True)
+
+
+def test_packed_is_followed_or_refused(target: Transformer, tmp_path: Path) -> None:
+    save_drafter(a_head(WIDE), tmp_path / "head")
+    assert not matrices(load_drafter(tmp_path / "head", target, packed=False))
+    with pytest.raises(ValueError, match="packed must not be True for .*, whose matrices are not quantised"):
+        load_drafter(tmp_path / "head", target, packed=True)
+    with pytest.raises(TypeError, match="packed must be a bool or None, got str"):
+        load_drafter(tmp_path / "head", target, packed="q8_0")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("format", ["int8", "q4_0"])

@@ -78,7 +78,9 @@ class EagleSteps(DrafterSteps):
         self.embed = session.model.embed if head.embedding is None else head.embed
         self.branches, self.nodes = _checked_tree(session.model, branches, nodes, slots, chosen, len(head.vocabulary))
         costs = step_costs(session.model, slots, guess_seconds(HeadRows(head, self.embed))) if chosen else ()
-        self.allocate_drafter(_OP, session, seeds, slots, page_size, head, costs, self.nodes)
+        # A whole tree is stored behind any text, however few tokens are still pending.
+        rows = slots if self.branches == 1 else max(self.nodes, slots + 1)
+        self.allocate_drafter(_OP, session, seeds, slots, page_size, head, costs, rows)
         self.plans: dict[int, TreePlans] = {}
         ids = head.vocabulary.tolist() if self.branches > 1 else []
         self.hidden_ids = tuple(number for number, token in enumerate(ids) if token in self.banned)
@@ -270,12 +272,11 @@ def _checked_tree(
         refuse(nodes is not None, _OP, "nodes is for trees", "Pass branches too, more than 1.")
         return 1, slots
     refuse(chosen, _OP, "block_size='auto' chooses lengths of chains", "Pass branches=1, or a number as block_size.")
-    offered = capabilities(model)
-    fits = "block_causal" in offered
+    fits = "block_causal" in capabilities(model)
     check(fits, _OP, "branches", "be 1 for a model whose rows cannot branch", branches)
     most = checked_size(_OP, "nodes", slots * branches if nodes is None else nodes)
     check(nodes is None or 2 <= most <= _NODES, _OP, "nodes", f"be in 2 .. {_NODES}", most)
-    return branches, max(slots, min(most, _NODES, 1 + branches + max(slots - 2, 0) * branches**2))
+    return branches, min(most, _NODES, 1 + branches + max(slots - 2, 0) * branches**2)
 
 
 def _checked(model: Any, head: Any) -> EagleHead:

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save as serialized
 from torch import Tensor
 
-from pdkernels._validation import check, check_type, fail
+from pdkernels._validation import check, check_type, fail, refuse
 from pdkernels.models.config import TransformerConfig
 from pdkernels.models.drafters.eagle import EagleConfig, EagleHead
 from pdkernels.models.drafters.packed import packed_tensors, quantization_config
@@ -99,6 +99,7 @@ def load_drafter(
         (1, 2, 3)
     """
     check_type(isinstance(path, (str, os.PathLike)), OP, "drafter", "be a path", type(path).__name__)
+    check_type(packed is None or isinstance(packed, bool), OP, "packed", "be a bool or None", type(packed).__name__)
     folder = drafter_folder(path)
     fields = read_fields(folder, _CONFIG)
     if fields is None:
@@ -109,14 +110,17 @@ def load_drafter(
     weights.stored = {name: known for name, known in maps.items() if name not in (*_IGNORED, "d2t", "t2d")}
     layout = _layout(config, prefix, "embed_tokens.weight" in weights.stored)
     kind = target.dtype if dtype is None else dtype
+    refuse(packed is True and kind == torch.float64, OP, "packed matrices have no product in fp64")
+    numbers = packed is True and scheme is None
+    refuse(numbers, OP, f"packed must not be True for {folder}, whose matrices are not quantised")
     state: dict[str, Tensor | QuantizedWeight]
     if scheme is None:
         layout.stored(weights.stored)
         state = {name: weights.parameter(layout, parts, kind).to(target.device) for name, parts in layout.parts()}
     else:
-        on_host = target.device.type == "cpu" and kind != torch.float64
-        numbers = False if packed is None and not on_host else packed
-        state = QuantizedFolder.checked(layout, weights, scheme, numbers).parameters(kind, target.device)
+        if packed is None and (kind == torch.float64 or target.device.type != "cpu"):
+            packed = False
+        state = QuantizedFolder.checked(layout, weights, scheme, packed).parameters(kind, target.device)
     weights.stored = maps
     vocabulary = _vocabulary(weights, config)
     if isinstance(norms := state.get("fc_norm"), Tensor):
