@@ -1,6 +1,7 @@
 // Filters of logits: see pdkernels/ops/filter_logits.py.
 #pragma once
 
+#include <cfloat>
 #include <cmath>
 
 #include "device.h"
@@ -40,8 +41,8 @@ inline LogitFilters filters_of(const SameDevice& device, const FilterInputs& inp
     const int64_t span = span_of(*t);
     return {{t->data_ptr(), t->stride(0), t->stride(1), is_wide(*t)}, span, t->size(1)};
   };
-  PDK_CHECK(inputs.repetition > 0 && inputs.repetition < HUGE_VAL);
-  PDK_CHECK(std::abs(inputs.presence) < HUGE_VAL && std::abs(inputs.frequency) < HUGE_VAL);
+  PDK_CHECK(inputs.repetition > 0 && inputs.repetition <= FLT_MAX);
+  PDK_CHECK(std::abs(inputs.presence) <= FLT_MAX && std::abs(inputs.frequency) <= FLT_MAX);
   LogitFilters filters;
   filters.bias = rows_of(inputs.bias, ScalarType::Float, width);
   filters.counts = rows_of(inputs.counts, ScalarType::Int, width);

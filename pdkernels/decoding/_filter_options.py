@@ -12,6 +12,7 @@ from pdkernels._validation import check, check_fits_float, check_type, sentence
 from pdkernels.decoding._filters import Filters, Hook
 from pdkernels.decoding._method import Method
 from pdkernels.decoding._session import MAX_POSITIONS
+from pdkernels.ops.filter_logits import LARGEST
 
 _OP = "decoding.generate"
 
@@ -86,6 +87,7 @@ def _penalty(value: Any) -> float:
     check_type(type(value) in (int, float), _OP, "repetition_penalty", "be a number", type(value).__name__)
     check(0 < value < math.inf, _OP, "repetition_penalty", "be finite and above 0", value)
     check_fits_float(_OP, "repetition_penalty", value)
+    check(value <= LARGEST, _OP, "repetition_penalty", "be finite in float32", value)
     return float(value)
 
 
@@ -93,6 +95,7 @@ def _number(name: str, value: Any) -> float:
     check_type(type(value) in (int, float), _OP, name, "be a number", type(value).__name__)
     check_fits_float(_OP, name, value)
     check(math.isfinite(value), _OP, name, "be finite", value)
+    check(abs(value) <= LARGEST, _OP, name, "be finite in float32", value)
     return float(value)
 
 

@@ -86,7 +86,8 @@ class Filters:
         )
         if self.forced_tokens:  # even if it is one of those above
             self._force_(logits, rows)
-            logits = filter_logits(logits, banned=_listed(suppressed), backend=backend_of(logits.dtype))
+            if suppressed:
+                logits = filter_logits(logits, banned=_listed(suppressed), backend=backend_of(logits.dtype))
         return self._hooked(logits, rows) if self.hooks else logits
 
     def _bias(self, logits: Tensor) -> Tensor:
@@ -95,21 +96,23 @@ class Filters:
 
     def _bad_words(self, rows: Prefixes) -> list[Tensor]:
         """Tokens ``(batch, R, n)`` that would complete bad words or come too early; -1: none."""
-        banned = [_where(self.bad_word_tokens, torch.ones_like(rows.number, dtype=torch.bool))]
+        banned = [_everywhere(self.bad_word_tokens, rows)] if self.bad_word_tokens else []
         longer = [word for word in self.bad_words if len(word) > 1]
         tail = rows.tail(max(map(len, longer)) - 1) if longer else None
         for word in longer:
             assert tail is not None
             known = tail[..., 1 - len(word) :] == _ids(word[:-1], tail)
             banned.append(_where(word[-1:], known.all(-1)))
-        if self.min_new_tokens:
+        if self.min_new_tokens and self.end_tokens:
             banned.append(_where(self.end_tokens, rows.number < self.min_new_tokens))
         return banned
 
     def _suppressed(self, rows: Prefixes) -> list[Tensor]:
         """The same of the suppressed ones."""
-        everywhere = torch.ones_like(rows.number, dtype=torch.bool)
-        return [_where(self.suppress_tokens, everywhere), _where(self.begin_suppress_tokens, rows.number <= 0)]
+        banned = [_everywhere(self.suppress_tokens, rows)] if self.suppress_tokens else []
+        if self.begin_suppress_tokens:
+            banned.append(_where(self.begin_suppress_tokens, rows.number <= 0))
+        return banned
 
     @property
     def bad_word_tokens(self) -> tuple[int, ...]:
@@ -168,9 +171,13 @@ def _where(tokens: Sequence[int], rows: Tensor) -> Tensor:
     return torch.where(rows[..., None], _ids(tokens, rows), -1)
 
 
+def _everywhere(tokens: Sequence[int], rows: Prefixes) -> Tensor:
+    """`tokens` in all rows: ``(batch, R, n)``."""
+    return _ids(tokens, rows.number).expand(*rows.number.shape, -1)
+
+
 def _listed(lists: list[Tensor]) -> Tensor | None:
-    """Lists of ids ``(batch, R, n)`` as one; None if it would be empty."""
-    lists = [ids for ids in lists if ids.shape[-1]]
+    """Lists of ids ``(batch, R, n)`` as one; None if there is none."""
     return torch.cat(lists, -1) if lists else None
 
 

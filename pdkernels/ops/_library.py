@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pdkernels import _native, backends
 from pdkernels._aliasing import check_dense, check_written
-from pdkernels._validation import check_flag, check_type, fail, message, refuse_tangents, sentence
+from pdkernels._validation import check_fits_float, check_flag, check_type, fail, message, refuse_tangents, sentence
 
 NAMESPACE = __name__.partition(".")[0]  # of the package itself: a copy under another name has ops of its own
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
@@ -64,6 +64,8 @@ class OpSpec:
     """Indices of tensors and lists of tensors among them."""
     flags: tuple[tuple[int, str], ...]
     """Indices of bools, and their names."""
+    numbers: tuple[tuple[int, str], ...]
+    """The same of floats."""
     written: tuple[str, ...]
     """The arguments that the schema marks as written."""
     overload: torch._ops.OpOverload
@@ -153,6 +155,7 @@ def define(
     tensors = tuple(i for i, argument in enumerate(given) if "Tensor" in str(argument.type))
     written = tuple(argument.name for argument in given if argument.alias_info and argument.alias_info.is_write)
     flags = tuple((i, argument.name) for i, argument in enumerate(given) if str(argument.type) == "bool")
+    numbers = tuple((i, argument.name) for i, argument in enumerate(given) if "float" in str(argument.type))
     check = reference_check or fake
     check, fake = (_with_memory_checked(name, arguments, written, function) for function in (check, fake))
     if not float64 and reference_check is None:
@@ -163,6 +166,7 @@ def define(
         arguments,
         tensors,
         flags,
+        numbers,
         written,
         overload,
         fake,
@@ -266,6 +270,9 @@ def call(op: torch._ops.OpOverload, arguments: tuple[Any, ...], anchor: Tensor, 
         check_flag(name, flag, arguments[at])
     if not PLAIN.issuperset(map(type, arguments)) and not torch.compiler.is_compiling():
         arguments = tuple(map(_plain, arguments))
+    for at, number in spec.numbers:  # torch would round an int
+        if type(arguments[at]) is int:
+            check_fits_float(name, number, arguments[at])
     if spec.gradients != "own" and torch.is_grad_enabled():
         arguments = _without_gradients(spec, arguments, backend)
     try:

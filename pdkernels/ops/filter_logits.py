@@ -148,12 +148,12 @@ def check_filters(op: str, x: Tensor, rows: int, width: int, filters: LogitFilte
             fail(op, name, f"have {'any number of' if size is None else int(size)} columns", tuple(given.shape))
         if (given.shape[0] == 0 and rows != 0) or (given.shape[0] != 0 and rows % given.shape[0] != 0):
             fail(op, name, f"have a number of rows that divides {int(rows)}", int(given.shape[0]))
-    penalty = filters.repetition_penalty
-    check_number(op, "repetition_penalty", penalty, 0, LARGEST, "be finite and above 0")
+    penalty, expected = filters.repetition_penalty, "be finite and above 0 in float32"
+    check_number(op, "repetition_penalty", penalty, 0, LARGEST, expected)
     if penalty <= 0:
-        fail(op, "repetition_penalty", "be finite and above 0", penalty)
+        fail(op, "repetition_penalty", expected, penalty)
     for name in ("presence_penalty", "frequency_penalty"):
-        check_number(op, name, getattr(filters, name), -LARGEST, LARGEST, "be finite")
+        check_number(op, name, getattr(filters, name), -LARGEST, LARGEST, "be finite in float32")
 
 
 def check_ids(op: str, width: int, filters: LogitFilters) -> None:

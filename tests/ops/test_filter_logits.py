@@ -124,9 +124,15 @@ X = torch.zeros(2, 3, 40)
         r"banned must hold ids in \[-1, 39\], got 40 for row 0": {"banned": torch.tensor([3, 40])},
         r"banned must hold ids in \[-1, 39\], got -2 for row 3": {"banned": torch.tensor([[3], [-2]])},
         r"recent must hold ids in \[-41, 39\], got -42 for row 0": {"recent": torch.tensor([-42])},
-        r"repetition_penalty must be finite and above 0, got 0": {"repetition_penalty": 0.0},
-        r"repetition_penalty must be finite and above 0, got inf": {"repetition_penalty": INF},
-        r"frequency_penalty must be finite, got nan": {"frequency_penalty": NAN},
+        r"repetition_penalty must be finite and above 0 in float32, got 0": {"repetition_penalty": 0.0},
+        r"repetition_penalty must be finite and above 0 in float32, got inf": {"repetition_penalty": INF},
+        r"repetition_penalty must be finite and above 0 in float32, got 1e\+39": {"repetition_penalty": 1e39},
+        r"presence_penalty must be finite in float32, got -1e\+39": {"presence_penalty": -1e39},
+        r"frequency_penalty must be finite in float32, got nan": {"frequency_penalty": NAN},
+        r"frequency_penalty must be finite in float32, got 1e\+300": {"frequency_penalty": 1e300},
+        r"presence_penalty must be a float, or an int of at most 53 bits, got 9007199254740993": {
+            "presence_penalty": 2**53 + 1
+        },
         r"TypeError: presence_penalty must be a number, got str": {"presence_penalty": "much"},
     }.items(),
 )

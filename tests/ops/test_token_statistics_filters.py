@@ -200,7 +200,12 @@ X = torch.zeros(2, 40)
         r"TypeError: filters must be LogitFilters, got dict": {"filters": {}},
         r"bias must have 40 columns, got \(1, 3\)": {"filters": pd.LogitFilters(bias=X[0, :3])},
         r"banned must hold ids in \[-1, 39\], got 44 for row 0": {"filters": pd.LogitFilters(banned=X[0].long() + 44)},
-        r"repetition_penalty must be finite and above 0, got -1": {"filters": pd.LogitFilters(repetition_penalty=-1)},
+        r"repetition_penalty must be finite and above 0 in float32, got -1": {
+            "filters": pd.LogitFilters(repetition_penalty=-1)
+        },
+        r"temperature must be a float, or an int of at most 53 bits, got 9223372036854775807": {
+            "temperature": 2**63 - 1
+        },
     }.items(),
 )
 def test_bad_call(call: dict[str, object], text: str) -> None:
