@@ -151,6 +151,30 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ["[]", "[2]"],
         ["[1]", '[2, "a"]'],
     ),
+    "contains": (
+        {"type": "array", "items": {"enum": ["a", "b", "c"]}, "contains": {"const": "a"}, "minItems": 2, "maxItems": 3},
+        ['["a", "b"]', '["b", "a"]', '["b", "c", "a"]', '["a", "a"]'],
+        ["[]", '["a"]', '["b", "c"]', '["a", "b", "c", "b"]'],
+    ),
+    "contains two": (
+        {"type": "array", "items": DIGIT, "contains": {"minimum": 8}, "minContains": 2},
+        ["[8, 9]", "[1, 8, 2, 9, 3]", "[8, 8, 8]"],
+        ["[]", "[8]", "[1, 8, 2]"],
+    ),
+    "contains, in a tuple": (
+        {"type": "array", "prefixItems": [WORD, DIGIT], "items": {"type": "null"}, "contains": {"enum": ["x", 3]}},
+        ['["x"]', '["y", 3]', '["x", 4, null]'],
+        ['["y"]', '["y", 4, null]', "[3]"],
+    ),
+    "contains an object": (
+        {"type": "array", "items": {**_of(k={"enum": ["x", "y"]}, v=DIGIT), "required": ["k"]}, "contains": {"properties": {"k": {"const": "x"}}}},
+        ['[{"k": "x"}]', '[{"k": "y", "v": 1}, {"k": "x"}]'],
+        ["[]", '[{"k": "y"}]'],
+    ),
+    "contains nothing in particular": ({"type": "array", "items": DIGIT, "contains": {"const": 3}, "minContains": 0}, ["[]", "[4]", "[3]"], ["[10]"]),
+    "an anchor": ({**_of(a={"$ref": "#n"}), "$defs": {"n": {"$anchor": "n", **DIGIT}}}, ["{}", '{"a": 3}'], ['{"a": 10}', '{"a": {}}']),
+    "an anchor of draft 7": ({**OLD, **_of(a={"$ref": "#n"}), "definitions": {"n": {"$id": "#n", **DIGIT}}}, ['{"a": 3}'], ['{"a": 10}']),
+    "by its own name": ({"$id": "https://a.org/s.json", "$ref": "https://a.org/s.json#/$defs/n", "$defs": {"n": DIGIT}}, ["3"], ["10"]),
     "types together": ({"allOf": [{"type": ["number", "string"]}, {"type": ["integer", "null"], "maximum": 9, "minimum": 0}]}, ["3"], ["null", '"a"', "3.5"]),
     "several without a type": ({"minLength": 2, "maxLength": 3, "minimum": 0, "maximum": 5}, ['"ab"', "4"], ['"a"', "7"]),
     "notes": ({**DIGIT, "x-order": 3, "markdownDescription": "no", "nullable": True}, ["4"], ["null"]),
@@ -182,6 +206,32 @@ def test_listed_values_have_the_spaces_of_the_grammar() -> None:
     listed = {"type": "array", "enum": [[1, 2], [3]], "minItems": 2}
     assert Grammar.json_schema(listed, whitespace="").matches("[1,2]")
     assert not Grammar.json_schema(listed, whitespace="").matches("[3]")
+
+
+def test_long_bounds() -> None:
+    """They are refused by name, or replaced by `longest`; in a `not`, where that would allow more, they stay."""
+    schema = {
+        **_of(name={"type": "string", "maxLength": 5}, text={"type": "string", "maxLength": 2000}),
+        "required": ["text"],
+    }
+    with pytest.raises(ValueError, match="states. Shorten its repetitions, or set longest for those of a schema"):
+        Grammar.json_schema(schema)
+    grammar = Grammar.json_schema(schema, longest=20)
+    assert grammar.matches(json.dumps({"name": "12345", "text": "x" * 20}))
+    assert not grammar.matches(json.dumps({"name": "123456", "text": ""}))
+    assert not grammar.matches(json.dumps({"text": "x" * 21}))
+    array = {"type": "array", "items": DIGIT, "maxItems": 10**6}
+    assert Grammar.json_schema(array, longest=3).matches("[1, 2, 3]")
+    assert not Grammar.json_schema(array, longest=3).matches("[1, 2, 3, 4]")
+    denied = {"type": "string", "maxLength": 30, "not": {"maxLength": 12}}
+    assert not Grammar.json_schema(denied, longest=20).matches(json.dumps("x" * 12))
+    assert Grammar.json_schema(denied, longest=20).matches(json.dumps("x" * 13))
+    with pytest.raises(ValueError, match="no text satisfies"):
+        Grammar.json_schema({"type": "string", "minLength": 21, "maxLength": 50}, longest=20)
+    with pytest.raises(ValueError, match="longest must be at least 1, got 0"):
+        Grammar.json_schema(schema, longest=0)
+    with pytest.raises(TypeError, match="longest must be an int, got str"):
+        Grammar.json_schema(schema, longest="20")  # type: ignore[arg-type]
 
 
 def test_the_order_that_a_schema_asks_for() -> None:

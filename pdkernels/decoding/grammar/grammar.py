@@ -10,7 +10,7 @@ from pdkernels import _host
 from pdkernels._validation import check, check_choice, check_type, refuse, sentence
 from pdkernels.decoding.grammar.context_free import PrefixAutomaton, checked_rules, tokenizer_of
 from pdkernels.decoding.grammar.ebnf import parsed_ebnf
-from pdkernels.decoding.grammar.language import OP, Alt, Expression, compiled, text
+from pdkernels.decoding.grammar.language import OP, TOO_LARGE, Alt, Expression, compiled, text
 from pdkernels.decoding.grammar.regex import parsed
 from pdkernels.decoding.grammar.schema import Schema, parsed_schema
 from pdkernels.decoding.grammar.vocabulary import Vocabulary, vocabulary_of
@@ -78,7 +78,13 @@ class Grammar:
 
     @classmethod
     def json_schema(
-        cls, schema: Schema | str, *, whitespace: str | None = None, depth: int = 3, fill: Fill = "each"
+        cls,
+        schema: Schema | str,
+        *,
+        whitespace: str | None = None,
+        depth: int = 3,
+        longest: int | None = None,
+        fill: Fill = "each",
     ) -> Grammar:
         """JSON values that satisfy a schema: a dict, a bool, or JSON.
 
@@ -90,6 +96,8 @@ class Grammar:
             whitespace: a regular expression for the space around brackets, commas and colons. None: at most one space after a comma
                 or a colon.
             depth: how often a ``$ref`` may occur inside itself.
+            longest: in place of each ``maxLength`` and ``maxItems`` that is larger. Each character up to such a bound is a state, so
+                large ones need more states than an automaton may have.
 
         Raises:
             ValueError: a schema that nothing satisfies, or whose automaton is too large.
@@ -100,7 +108,10 @@ class Grammar:
         """
         if whitespace is not None:
             check_type(isinstance(whitespace, str), OP, "whitespace", "be a str", type(whitespace).__name__)
-        expression = parsed_schema(schema, whitespace, _checked_depth(depth))
+        if longest is not None:
+            check_type(type(longest) is int, OP, "longest", "be an int", type(longest).__name__)
+            check(longest >= 1, OP, "longest", "be at least 1", longest)
+        expression = parsed_schema(schema, whitespace, _checked_depth(depth), longest)
         return cls(expression, f"the schema {_short(schema)}", fill)
 
     @classmethod
@@ -153,7 +164,7 @@ class Grammar:
             made = _host.TokenAutomaton(automaton, vocabulary.tokens, list(end_tokens), _MAX_CELLS, _MAX_WORK)
         except _host.TooLarge:
             words = f"{self.source} has too many states for a vocabulary of {len(vocabulary.tokens)} tokens"
-            raise ValueError(sentence(OP, words, "Shorten its repetitions.")) from None
+            raise ValueError(sentence(OP, words, TOO_LARGE)) from None
         if made.distance(0) == _FAR:
             raise ValueError(sentence(OP, f"the tokens of the model write no text of {self.source}"))
         return made

@@ -16,7 +16,7 @@ MAX_STATES = 100_000
 _MAX_DETERMINISTIC = 20_000
 _MAX_WORK = 20_000_000
 _MAX_EDGES = 400_000
-_REMEDY = "Shorten its repetitions."
+TOO_LARGE = "Shorten its repetitions, or set longest for those of a schema."
 
 Ranges = tuple[tuple[int, int], ...]
 """Of code points, ascending, both ends included."""
@@ -231,7 +231,7 @@ def compiled(part: Expression, words: str) -> _host.ByteAutomaton:
 def _determinised(part: Expression, words: str) -> _host.ByteAutomaton:
     """The same; without states if no text satisfies it."""
     states = size(part)
-    refuse(states > MAX_STATES, OP, f"{words} unfolds to more than {MAX_STATES} states", _REMEDY)
+    refuse(states > MAX_STATES, OP, f"{words} unfolds to more than {MAX_STATES} states", TOO_LARGE)
     builder = _Builder()
     start = builder.state()
     end = builder.add(part, start)
@@ -239,7 +239,7 @@ def _determinised(part: Expression, words: str) -> _host.ByteAutomaton:
     try:
         return _host.ByteAutomaton(builder.states, builder.edges, builder.empty, start, end, *limits)
     except _host.TooLarge:
-        raise ValueError(sentence(OP, f"the automaton of {words} is too large", _REMEDY)) from None
+        raise ValueError(sentence(OP, f"the automaton of {words} is too large", TOO_LARGE)) from None
 
 
 def both(one: Expression, other: Expression, words: str) -> Expression:
@@ -282,7 +282,7 @@ def _product(one: Expression, other: Expression, words: str, wanted: bool) -> Ex
                 queue.append(pair)
             edges.append((number[here], low, high, number[pair]))
         large = len(queue) > _MAX_DETERMINISTIC or len(edges) > _MAX_EDGES
-        refuse(large, OP, f"the automaton of {words} is too large", _REMEDY)
+        refuse(large, OP, f"the automaton of {words} is too large", TOO_LARGE)
     fits = [n for n, (a, b) in enumerate(queue) if ends[a] and (b >= 0 and other_ends[b]) == wanted]
     return Machine(len(queue), tuple(edges), tuple(fits)) if fits else NOTHING
 

@@ -42,8 +42,8 @@ _MAX_PARTS = 3_000
 _ANYTHING_DEPTH = 1  # of arrays and objects inside a value without a schema
 
 
-def parsed_schema(schema: Schema | str, whitespace: str | None, depth: int) -> Expression:
-    """The texts that satisfy a schema.
+def parsed_schema(schema: Schema | str, whitespace: str | None, depth: int, longest: int | None) -> Expression:
+    """The texts that satisfy a schema, as `Grammar.json_schema` describes them.
 
     Raises:
         ValueError: not a JSON schema.
@@ -56,14 +56,14 @@ def parsed_schema(schema: Schema | str, whitespace: str | None, depth: int) -> E
             raise ValueError(sentence(OP, f"the schema is not JSON: {error}")) from None
     check_type(isinstance(schema, (Mapping, bool)), OP, "schema", "be a dict", type(schema).__name__)
     try:
-        return _Compiler(schema, whitespace, depth).value(schema, "#")
+        return _Compiler(schema, whitespace, depth, longest).value(schema, "#")
     except RecursionError:
         raise ValueError(sentence(OP, "the schema has too many levels", "Lower the depth.")) from None
 
 
 class _Compiler:
-    def __init__(self, root: Any, whitespace: str | None, depth: int) -> None:
-        self._flat, self._depth = Flattener(root), depth
+    def __init__(self, root: Any, whitespace: str | None, depth: int, longest: int | None) -> None:
+        self._flat, self._depth, self._longest = Flattener(root), depth, longest
         self._open: dict[str, int] = {}  # how often each reference is being followed
         gap = EMPTY if whitespace is None else parsed(whitespace)
         space = optional(text(" ")) if whitespace is None else gap
@@ -182,6 +182,9 @@ class _Compiler:
     # Types
 
     def _typed(self, kind: str, schema: Mapping[str, Any], place: str) -> Expression:
+        if self._longest is not None:
+            shorter = {name: min(schema[name], self._longest) for name in ("maxLength", "maxItems") if name in schema}
+            schema = Merged(schema, **shorter)
         if kind == "null":
             made: Expression = text("null")
         elif kind == "boolean":
@@ -190,6 +193,8 @@ class _Compiler:
             made = string_of(schema, place)
         elif kind == "array":
             made = self._array(schema, place)
+            if "contains" in schema:
+                made = both(made, self._containing(schema, place), f"the schema at {place}")
         elif kind == "object":
             made = self._object(schema, place)
         else:
@@ -254,6 +259,18 @@ class _Compiler:
             rest = Repeat(item, max(0, least - len(first)), None if most is None else most - len(first))
             forms.append(Seq((self._joined(whole), rest)))
         return self._enclosed("[", "]", either(forms))
+
+    def _containing(self, schema: Mapping[str, Any], place: str) -> Expression:
+        """Arrays of the items of a schema in which so many satisfy `contains`."""
+        unsupported("maxContains" in schema, f"{place}/maxContains", "maxContains")
+        kinds = list(schema.get("prefixItems", ()))
+        kinds += [schema.get("items", True)] if schema.get("items", True) is not False else []
+        item = Alt(tuple(self.value(one, f"{place}/items") for one in kinds))
+        found = Alt(tuple(self.value(together(one, schema["contains"]), f"{place}/contains") for one in kinds))
+        more, least = Repeat(Seq((self._comma, item)), 0, None), schema["minContains"]
+        first = Alt((found, Seq((item, more, self._comma, found))))  # the first that satisfies it, and those before it
+        others = Repeat(Seq((more, self._comma, found)), least - 1, least - 1)
+        return self._enclosed("[", "]", Seq((first, others, more)))
 
     def _unique(self, schema: Mapping[str, Any], least: int, most: int | None, place: str) -> Expression:
         """An array of different items, which are listed: in the order of the list."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -18,6 +18,12 @@ class Flattener:
 
     def __init__(self, root: Any) -> None:
         self._root = root
+        inside = list(_inside(root))
+        self._named = {one["$anchor"]: one for one in inside if isinstance(one.get("$anchor"), str)}
+        names = [(one["$id"], one) for one in inside if isinstance(one.get("$id"), str)]
+        self._named |= {name[1:]: one for name, one in names if name.startswith("#")}  # of draft 7
+        self._bases = ["", *(name.rstrip("#") for name, one in names if one is root)]
+        self._inner = [name for name, one in names if one is not root and not name.startswith("#")]
 
     def __call__(self, schema: Any, place: str) -> Flat:
         """A schema without notes, `$ref` and `allOf`, in the words of the latest draft."""
@@ -47,11 +53,19 @@ class Flattener:
 
     def found(self, reference: Any, place: str) -> Any:
         """The part of the root that a reference names."""
-        local = isinstance(reference, str) and reference.startswith("#")
+        whole = reference if isinstance(reference, str) else ""
+        base, _, path = whole.partition("#")
+        local = whole != "" and base in self._bases
         remedy = "Only those into the schema itself are followed."
         unsupported(not local, place, f"the reference {reference!r}", remedy)
+        unsupported(
+            bool(self._inner), place, f"a reference beside {self._inner and self._inner[0]!r}, an $id inside it"
+        )
         found = self._root
-        for part in reference[1:].split("/")[1:]:
+        if path and not path.startswith("/"):
+            check(path in self._named, OP, f"$ref at {place}", "point into the schema", repr(reference))
+            return self._named[path]
+        for part in path.split("/")[1:]:
             name = unquote(part).replace("~1", "/").replace("~0", "~")
             if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
                 found = found[int(name)]
@@ -60,3 +74,11 @@ class Flattener:
             check(there, OP, f"$ref at {place}", "point into the schema", repr(reference))
             found = found[name]
         return found
+
+
+def _inside(part: Any) -> Iterator[Mapping[str, Any]]:
+    """All objects of a schema."""
+    if isinstance(part, Mapping):
+        yield part
+    for one in part.values() if isinstance(part, Mapping) else part if isinstance(part, list) else ():
+        yield from _inside(one)

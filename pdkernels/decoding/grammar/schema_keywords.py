@@ -14,14 +14,17 @@ from pdkernels.decoding.grammar.schema_merge import CONDITIONS, unsupported
 _NOTES = frozenset(
     "title description default examples example $schema $id id $comment $anchor $dynamicAnchor $vocabulary deprecated readOnly writeOnly "
     "$defs definitions contentMediaType contentEncoding contentSchema nullable discriminator externalDocs xml markdownDescription "
-    "enumDescriptions markdownEnumDescriptions deprecationMessage defaultSnippets propertyOrder".split()
+    "enumDescriptions markdownEnumDescriptions deprecationMessage defaultSnippets propertyOrder errorMessage patternErrorMessage doNotSuggest "
+    "suggestSortText allowComments allowTrailingCommas tsType tsEnumNames enumNames".split()
 )
 """Keywords that demand nothing; those that begin with ``x-`` do not either."""
 KEYWORDS = {
     "string": frozenset("minLength maxLength pattern format".split()),
     "integer": frozenset("minimum maximum exclusiveMinimum exclusiveMaximum multipleOf format".split()),
     "number": frozenset("minimum maximum exclusiveMinimum exclusiveMaximum multipleOf format".split()),
-    "array": frozenset("items prefixItems additionalItems minItems maxItems uniqueItems".split()),
+    "array": frozenset(
+        "items prefixItems additionalItems minItems maxItems uniqueItems contains minContains maxContains".split()
+    ),
     "object": frozenset(
         "properties required additionalProperties unevaluatedProperties patternProperties propertyNames minProperties maxProperties "
         "dependencies dependentRequired dependentSchemas propertyOrdering".split()
@@ -64,8 +67,8 @@ def check_keywords(schema: Mapping[str, Any], place: str) -> None:
         finite = type(given) is int or (type(given) is float and isfinite(given))
         fits = finite or (type(given) is bool and name.startswith("exclusive"))
         check(fits, OP, f"{name} at {place}", "be a finite number", given)
-    for low, high in (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties")):
-        counts(schema, low, high, place)
+    for of in ("Length", "Items", "Contains", "Properties"):
+        counts(schema, f"min{of}", f"max{of}", place)
     for pattern in schema.get("patternProperties", {}):
         parsed(pattern)
     of = schema.get("type")
@@ -91,6 +94,13 @@ def modern(schema: dict[str, Any]) -> dict[str, Any]:
         if type(schema.get(exclusive)) is bool:
             if schema.pop(exclusive) and bound in schema:
                 schema[exclusive] = schema.pop(bound)
+    least, bounded = schema.pop("minContains", 1), "maxContains" in schema
+    if "contains" not in schema:
+        schema.pop("maxContains", None)
+    elif least == 0 and not bounded:
+        del schema["contains"]
+    else:
+        schema["minContains"] = least
     conditions = []
     then, otherwise = schema.pop("then", True), schema.pop("else", True)
     if "if" in schema:

@@ -22,8 +22,8 @@ Flat = Merged | bool
 CONDITIONS = "$conditions"
 """A list of triples: where the first schema holds, the second must, elsewhere the third."""
 
-_HIGHER = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
-_LOWER = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
+_HIGHER = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minContains", "minProperties")
+_LOWER = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxContains", "maxProperties")
 _NESTED = ("items", "additionalProperties", "unevaluatedProperties", "propertyNames")
 _MAX_PRODUCT = 64
 
