@@ -129,9 +129,11 @@ def caches(k: Tensor, v: Tensor, k_new: Tensor, v_new: Tensor, lengths: Tensor, 
     return pd.add_cached_rows_(pd.gather_rows(k, rows), k, rows, index)
 
 
-def states(state: Tensor, pending: list[Tensor], x: Tensor, gate: Tensor, lengths: Tensor, index: Tensor) -> Tensor:
+def states(
+    state: Tensor, pending: tuple[Tensor, Tensor, Tensor], x: Tensor, gate: Tensor, lengths: Tensor, index: Tensor
+) -> Tensor:
     delta = (x, x, x, gate, gate, lengths)
-    out: Tensor = pd.gated_delta_(state, lengths, *pending[:4], *delta, pending_index=index, keep=4, l2norm_eps=1e-6)
+    out: Tensor = pd.gated_delta_(state, lengths, *pending, *delta, pending_index=index, keep=4, l2norm_eps=1e-6)
     out = out + pd.selective_state_(state, lengths, x, x, None, x, x, x, None, gate, lengths, dt_limit=(0.0, 1.0))
     pd.state_commit_(lengths, index, [lengths, lengths], lengths, index, advance=False)
     pd.state_trim_(lengths, lengths, lengths)
