@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from tests.ops.examples import is_float, raw_arguments, tensors_in
 
 Raw = tuple[Any, ...]
 CHANGES = [1.0, -2.5, 40.0, -40.0]
+INFINITIES = [torch.inf, -torch.inf]
 # Their floats rank rows or tokens, and NaN has a documented rank; the numbers themselves are not in the results.
 RANKED = {"select_stale_rows_", "unmask_"}
 ATTENTION = {"block_sparse_attention", "speculative_attention", "speculative_attention_append_"}
@@ -96,6 +98,33 @@ def _contiguous(x: Any) -> Any:
     return x.contiguous() if isinstance(x, Tensor) else x
 
 
+@cache
+def _dependent(op: str, dtype: torch.dtype, places: int) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Of each case: which results depend on its number, and the results with NaN there, both by the plain reference."""
+    reference, found = plain_form(op), []
+    for _, arguments, which, at in cases(op, dtype, places):
+        wide = tuple(_wide(x) for x in arguments)
+        plain = results(reference, op, wide)
+        undefined = results(reference, op, _with(wide, which, at, lambda x: torch.nan))
+        depend = [torch.zeros_like(x, dtype=torch.bool) for x in plain]
+        for change in CHANGES:
+            other = results(reference, op, _with(wide, which, at, lambda x: x + change))  # noqa: B023
+            for marks, a, b in zip(depend, plain, other):
+                marks |= (a != b) & ~(a.isnan() & b.isnan())
+        found.append((depend, undefined))
+    return found
+
+
+@cache
+def _by_formula(op: str, dtype: torch.dtype, places: int) -> list[list[Tensor]]:
+    """The results of the plain reference with an infinity in each case, first positive, then negative."""
+    return [
+        results(plain_form(op), op, tuple(_wide(x) for x in _with(arguments, which, at, lambda x: value)))  # noqa: B023
+        for _, arguments, which, at in cases(op, dtype, places)
+        for value in INFINITIES
+    ]
+
+
 def check_nan(
     function: Callable[..., Any], op: str, dtype: torch.dtype, places: int = 3, *, spreads: bool = False
 ) -> None:
@@ -104,18 +133,12 @@ def check_nan(
     Others are NaN only where the formula has the number times an exact 0, as in the reference, and else as they were, unless the
     kernel `spreads` what a mask hides.
     """
-    reference, seen = plain_form(op), 0
-    for name, arguments, which, at in cases(op, dtype, places):
-        clean = results(function, op, arguments)
+    seen = 0
+    clean = results(function, op, next(cases(op, dtype, places))[1])
+    for (name, arguments, which, at), (depend, undefined) in zip(
+        cases(op, dtype, places), _dependent(op, dtype, places), strict=True
+    ):
         spoiled = results(function, op, _with(arguments, which, at, lambda x: torch.nan))
-        wide = tuple(_wide(x) for x in arguments)
-        plain = results(reference, op, wide)
-        undefined = results(reference, op, _with(wide, which, at, lambda x: torch.nan))
-        depend = [torch.zeros_like(x, dtype=torch.bool) for x in plain]
-        for change in CHANGES:
-            other = results(reference, op, _with(wide, which, at, lambda x: x + change))  # noqa: B023
-            for found, a, b in zip(depend, plain, other):
-                found |= (a != b) & ~(a.isnan() & b.isnan())
         assert len(clean) == len(spoiled) == len(depend)
         for number, (before, after, found, may) in enumerate(zip(clean, spoiled, depend, undefined)):
             where = f"{op} in {dtype}, NaN in {name}, result {number}"
@@ -130,16 +153,12 @@ def check_nan(
 
 def check_infinities(function: Callable[..., Any], op: str, dtype: torch.dtype, places: int = 3) -> None:
     """Infinities give the numbers that are not finite in the formula, and no others."""
-    for name, arguments, which, at in cases(op, dtype, places):
-        for value in (torch.inf, -torch.inf):
-            changed = _with(arguments, which, at, lambda x: value)  # noqa: B023
-            found = results(function, op, changed)
-            wanted = results(plain_form(op), op, tuple(_wide(x) for x in changed))
-            for number, (a, b) in enumerate(zip(found, wanted)):
-                where = f"{op} in {dtype}, {value} in {name}, result {number}"
-                if (
-                    op in ATTENTION and a.dim() == 3
-                ):  # log-sum-exp: +inf in the formula, NaN in the kernels, as the row is
-                    a, b = (x.nan_to_num(torch.inf, torch.inf, -torch.inf) for x in (a, b))
-                for kind in (torch.isnan, torch.isposinf, torch.isneginf):
-                    assert torch.equal(kind(a), kind(b)), f"{where}: {kind.__name__}"
+    changes = ((case, value) for case in cases(op, dtype, places) for value in INFINITIES)
+    for ((name, arguments, which, at), value), wanted in zip(changes, _by_formula(op, dtype, places), strict=True):
+        found = results(function, op, _with(arguments, which, at, lambda x: value))  # noqa: B023
+        for number, (a, b) in enumerate(zip(found, wanted)):
+            where = f"{op} in {dtype}, {value} in {name}, result {number}"
+            if op in ATTENTION and a.dim() == 3:  # log-sum-exp: +inf in the formula, NaN in the kernels, as the row is
+                a, b = (x.nan_to_num(torch.inf, torch.inf, -torch.inf) for x in (a, b))
+            for kind in (torch.isnan, torch.isposinf, torch.isneginf):
+                assert torch.equal(kind(a), kind(b)), f"{where}: {kind.__name__}"

@@ -88,7 +88,13 @@ def test_every_level_has_the_bits_of_the_formula(level_ops: Any, name: str) -> N
 
 
 @requires_triton
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("Q4_0", "Q4_K", "Q6_K", "int4 of 64") else pytest.mark.slow)
+        for name in LAYOUTS
+    ],
+)
 def test_triton_has_the_bits_of_the_formula(name: str) -> None:
     """Each tiling: up to 8 rows, up to 32, more; an odd number of blocks, and a width that is no whole number of blocks."""
     from pdkernels.triton.quantized_linear import forward, rows_of
