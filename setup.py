@@ -157,13 +157,13 @@ def cuda_targets(archs: Sequence[str]) -> list[str]:
     return [f"-gencode=arch=compute_{arch},code={code}" for arch, code in zip(archs, codes, strict=True)]
 
 
-def runs_avx2() -> bool:
-    """Whether this processor has it; False where the system does not report it."""
+def processor_has(*features: str) -> bool:
+    """Whether this processor has them, by the names of Linux; False where the system does not report it."""
     try:
-        flags = set(re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE).group(1).split())
-    except (OSError, AttributeError):
+        found = re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
         return False
-    return {"avx2", "fma", "f16c"} <= flags
+    return found is not None and set(features) <= set(found.group(1).split())
 
 
 def cpu_levels(*, emulate: bool) -> dict[str, list[str]]:
@@ -185,8 +185,11 @@ def cpu_levels(*, emulate: bool) -> dict[str, list[str]]:
     instructions |= {"avx512_vnni": [*avx512, "-mavx512vnni"], "avx512_bf16": pairs}
     instructions |= {"amx": [*pairs, "-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"]}
     if emulate:
-        instructions = dict.fromkeys(instructions, avx2 if runs_avx2() else [])
-    instructions |= {"neon_dot": ["-march=armv8.2-a+dotprod"], "neon_i8mm": ["-march=armv8.2-a+dotprod+i8mm+bf16"]}
+        instructions = dict.fromkeys(instructions, avx2 if processor_has("avx2", "fma", "f16c") else [])
+    if not emulate or processor_has("asimddp"):
+        instructions["neon_dot"] = ["-march=armv8.2-a+dotprod"]
+    if not emulate or processor_has("asimddp", "i8mm", "bf16"):
+        instructions["neon_i8mm"] = ["-march=armv8.2-a+dotprod+i8mm+bf16"]
     # No vector crosses a call in these units, so how one is passed does not matter; and nothing throws. GCC 12 mistakes the
     # undefined vectors of its own header for variables that were forgotten.
     common = ["-Wno-psabi", "-Wno-maybe-uninitialized", "-fno-exceptions"]

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+import setup
 from pdkernels import _host
 from setup import cpu_levels, simd_units
 
 ROOT = Path(__file__).resolve().parent.parent
 LEVELS = list(cpu_levels(emulate=False))
+LEVELS_OF_X86 = ["portable", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx"]
 
 
 def isa(wanted: str | None = None) -> str:
@@ -47,6 +49,31 @@ def test_environment_lowers_but_never_raises() -> None:
     for level, name in enumerate(LEVELS):
         assert isa(name) == LEVELS[min(level, found)]
     assert f"PDKERNELS_CPU_ISA must be {', '.join(LEVELS[:-1])} or {LEVELS[-1]}, got 'mmx'" in isa("mmx")
+
+
+@pytest.mark.parametrize(
+    ("machine", "features", "named"),
+    [
+        ("x86_64", "", {}),
+        ("x86_64", "avx2 fma f16c avx512f", {level: ["-mavx2", "-mfma", "-mf16c"] for level in LEVELS_OF_X86[1:]}),
+        ("aarch64", "", {}),
+        ("aarch64", "asimddp i8mm", {"neon_dot": ["-march=armv8.2-a+dotprod"]}),
+        (
+            "aarch64",
+            "asimddp i8mm bf16",
+            {"neon_dot": ["-march=armv8.2-a+dotprod"], "neon_i8mm": ["-march=armv8.2-a+dotprod+i8mm+bf16"]},
+        ),
+    ],
+)
+def test_an_emulated_build_asks_for_no_instruction_that_the_processor_lacks(
+    machine: str, features: str, named: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(setup, "processor_has", lambda *wanted: set(wanted) <= set(features.split()))
+    found = {
+        level: [flag for flag in flags if flag.startswith("-m")] for level, flags in cpu_levels(emulate=True).items()
+    }
+    assert {level: flags for level, flags in found.items() if flags} == named
 
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")

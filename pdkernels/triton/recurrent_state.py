@@ -1,4 +1,4 @@
-"""Steps of layers with a state, in Triton, and edits of their lengths.
+"""Steps of layers with a state, in Triton. Convolutions are in `_short_conv.py`, edits of lengths in `_state_lengths.py`.
 
 Two launches make a step. In the first, a program holds a tile of a head's state in registers, some columns with all keys: it replays the
 accepted rows, stores the state, and goes on through the new rows without storing it again. Columns do not depend on each other. The
@@ -10,58 +10,20 @@ No product is contracted with a sum, and a row is computed by the same code wher
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdkernels._recurrent_state import ConvArguments, DeltaArguments, SelectiveArguments, StepArguments
+from pdkernels._recurrent_state import DeltaArguments, SelectiveArguments, StepArguments
+from pdkernels.triton._short_conv import short_conv_
+from pdkernels.triton._state_lengths import state_commit_, state_trim_
+from pdkernels.triton._state_steps import ROUNDED, dense, keep_rows, packed, sequence_of, sigmoid, view
 
-LONGEST = tl.constexpr(2**31 - 1)
-_CHECKED = tl.constexpr(32)
-"""Values checked at a time."""
+__all__ = ["gated_delta_", "selective_state_", "short_conv_", "state_commit_", "state_trim_"]
+
 COLUMNS = 32
 """Of a tile of a state, at most."""
-CHANNELS = 256
-COPIED = 1024
-ROUNDED = {"enable_fp_fusion": False}
-
-
-@triton.jit
-def _sequence(b, rows, most, keep, size, state_lengths, held_stride, lengths, counts, cache_rows, index, parents):
-    """(cache row, new rows, accepted rows, settled rows, whether the state is new) of a sequence; no new rows if a value is bad."""
-    row = b.to(tl.int64)
-    if cache_rows is not None:
-        row = tl.load(cache_rows + b).to(tl.int64)
-    fits = (row >= 0) & (row < size)
-    row = tl.where(fits, row, 0)
-    count = rows.to(tl.int64)
-    if counts is not None:
-        count = tl.load(counts + b).to(tl.int64)
-    held = tl.load(state_lengths + row * held_stride).to(tl.int64)
-    length = tl.load(lengths + row).to(tl.int64)
-    fits = fits & (count >= 0) & (count <= rows) & ((keep >= 0) | (count <= most))
-    fits = fits & (held >= 0) & (held <= LONGEST) & (length >= held) & (length <= held + most)
-    fits = fits & (length + count <= LONGEST)
-    count = tl.where(fits, count, 0)
-    accepted = tl.where(count > 0, length - held, 0)
-    wrong = 0
-    if index is not None:
-        for first in range(0, accepted, _CHECKED):
-            at = first + tl.arange(0, _CHECKED)
-            source = tl.load(index + row * most + at, mask=at < accepted, other=0).to(tl.int64)
-            wrong += tl.sum(((source < 0) | (source >= most)).to(tl.int32))
-    settled = tl.where((keep >= 0) & (count > keep), count - keep, 0)
-    if parents is not None:  # settled rows are a path, and the others follow it
-        for first in range(0, count, _CHECKED):
-            at = first + tl.arange(0, _CHECKED)
-            parent = tl.load(parents + b.to(tl.int64) * rows + at, mask=at < count, other=-1).to(tl.int64)
-            wrong += tl.sum(((at < count) & ((parent < tl.minimum(at, settled) - 1) | (parent >= at))).to(tl.int32))
-    count = tl.where(wrong == 0, count, 0)
-    accepted = tl.where(wrong == 0, accepted, 0)
-    return row, count, accepted, settled, held == 0
 
 
 @triton.jit
@@ -75,11 +37,6 @@ def _softplus(x):
         p = p * w + 1.0 / (15 - 2 * half)
     soft = tl.maximum(x, 0.0) + (z + z) * p
     return tl.where((x > 20.0) | (x != x), x, soft)
-
-
-@triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
@@ -103,7 +60,7 @@ def _row(at_k, at_v, at_gate, at_beta, key, keys, column, values, eps, decay_fac
         if at_beta is not None:
             beta = tl.load(at_beta).to(tl.float32)
             if SIGMOID:
-                beta = _sigmoid(beta)
+                beta = sigmoid(beta)
     else:
         exponent = decay_factor
         if at_gate is not None:
@@ -138,7 +95,7 @@ def _scan(
     blocks = tl.cdiv(values, COLUMNS)
     part = tl.program_id(0) % (heads * blocks)
     b, h = tl.program_id(0) // (heads * blocks), part // blocks
-    row, count, accepted, settled, is_new = _sequence(
+    row, count, accepted, settled, is_new = sequence_of(
         b, rows, most, keep, size, state_lengths, held_stride, lengths, counts, cache_rows, index, parents
     )
     if part == 0:
@@ -238,277 +195,6 @@ def _scan(
             tl.store(at_state, current, mask=inside)
 
 
-@triton.jit
-def _copy(at, to, slot, source, b, row, i, o_b, o_r, o_h, n_b, n_r, n_h, heads, width, BLOCK: tl.constexpr):
-    """A row of an input, all heads."""
-    for first in range(0, heads * width, BLOCK):
-        element = first + tl.arange(0, BLOCK)
-        real = element < heads * width
-        head, column = (element // width).to(tl.int64), element % width
-        x = tl.load(source + b * n_b + i * n_r + head * n_h + column, mask=real)
-        tl.store(to + row * o_b + slot * o_r + head * o_h + column, x, mask=real)
-
-
-@triton.jit(do_not_specialize=["kept", "rows"])
-def _store(
-    state_lengths, held_stride, lengths, counts, cache_rows, done, rows, kept,
-    old0, o0_b, o0_r, o0_h, new0, n0_b, n0_r, n0_h, heads0, width0, old1, o1_b, o1_r, o1_h, new1, n1_b, n1_r, n1_h, heads1, width1,
-    old2, o2_b, o2_r, o2_h, new2, n2_b, n2_r, n2_h, heads2, UPDATES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One of `kept` rows of each sequence; the first also sets the length. UPDATES: the second input has those rows alone."""
-    b, slot = (tl.program_id(0) // kept).to(tl.int64), tl.program_id(0) % kept
-    settled = tl.load(done + b).to(tl.int64)
-    row = b
-    if cache_rows is not None:
-        row = tl.load(cache_rows + b).to(tl.int64)
-    count = rows.to(tl.int64)
-    if counts is not None:
-        count = tl.load(counts + b).to(tl.int64)
-    i = settled + slot
-    if (settled >= 0) & (i < count):
-        _copy(new0, old0, slot, new0, b, row, i, o0_b, o0_r, o0_h, n0_b, n0_r, n0_h, heads0, width0, BLOCK)
-        if new1 is not None:
-            _copy(
-                new1,
-                old1,
-                slot,
-                new1,
-                b,
-                row,
-                slot if UPDATES else i,
-                o1_b,
-                o1_r,
-                o1_h,
-                n1_b,
-                n1_r,
-                n1_h,
-                heads1,
-                width1,
-                BLOCK,
-            )
-        if new2 is not None:
-            _copy(new2, old2, slot, new2, b, row, i, o2_b, o2_r, o2_h, n2_b, n2_r, n2_h, heads2, 1, BLOCK)
-    if (settled >= 0) & (slot == 0):
-        length = tl.load(lengths + row).to(tl.int64) + settled
-        tl.store(state_lengths + row * held_stride, length.to(state_lengths.dtype.element_ty))
-
-
-@triton.jit
-def _tap(
-    x,
-    x_b,
-    x_r,
-    old,
-    o_b,
-    o_r,
-    state,
-    s_b,
-    s_r,
-    index,
-    b,
-    row,
-    most,
-    at,
-    before,
-    is_new,
-    channel,
-    real,
-    WIDTH: tl.constexpr,
-):
-    """An input: new row `at`, or if that is negative the one before the new rows with number `before`."""
-    in_state = (at < 0) & (before < WIDTH - 1)
-    in_pending = (at < 0) & (before >= WIDTH - 1)
-    source = tl.where(in_pending, before - (WIDTH - 1), 0).to(tl.int64)
-    if index is not None:
-        source = tl.load(index + row * most + source, mask=in_pending, other=0).to(tl.int64)
-    found = tl.load(x + b * x_b + tl.where(at < 0, 0, at) * x_r + channel, mask=real & (at >= 0), other=0.0).to(
-        tl.float32
-    )
-    found += tl.load(old + row * o_b + source * o_r + channel, mask=real & in_pending, other=0.0).to(tl.float32)
-    slot = tl.where(in_state, before, 0)
-    held = tl.load(state + row * s_b + slot * s_r + channel, mask=real & in_state & (is_new == 0), other=0.0)
-    return found + held.to(tl.float32)
-
-
-@triton.jit(do_not_specialize=["rows", "most", "keep", "size"])
-def _conv(
-    state, s_b, s_r, state_lengths, held_stride, lengths, counts, cache_rows, index, parents, done, old, o_b, o_r, x, x_b, x_r,
-    weight, weight_stride, bias, out, rows, most, keep, size, channels, WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    blocks = tl.cdiv(channels, BLOCK)
-    b, part = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    row, count, accepted, settled, is_new = _sequence(
-        b, rows, most, keep, size, state_lengths, held_stride, lengths, counts, cache_rows, index, parents
-    )
-    if part == 0:
-        tl.store(done + b, tl.where(count > 0, settled, -1))
-    b = b.to(tl.int64)
-    channel = part * BLOCK + tl.arange(0, BLOCK)
-    real = channel < channels
-    for i in range(0, rows):
-        y = tl.zeros((BLOCK,), tl.float32)
-        if i < count:
-            for tap in tl.static_range(WIDTH):
-                at = b * 0 + i
-                before = WIDTH - 1 + accepted
-                for _ in tl.static_range(WIDTH - 1 - tap):
-                    if at >= 0:
-                        if parents is not None:
-                            at = tl.load(parents + b * rows + at).to(tl.int64)
-                        else:
-                            at -= 1
-                        if at < 0:
-                            before -= 1
-                    else:
-                        before -= 1
-                value = _tap(
-                    x,
-                    x_b,
-                    x_r,
-                    old,
-                    o_b,
-                    o_r,
-                    state,
-                    s_b,
-                    s_r,
-                    index,
-                    b,
-                    row,
-                    most,
-                    at,
-                    before,
-                    is_new,
-                    channel,
-                    real,
-                    WIDTH,
-                )
-                y += tl.load(weight + channel * weight_stride + tap, mask=real, other=0.0).to(tl.float32) * value
-            if bias is not None:
-                y += tl.load(bias + channel, mask=real, other=0.0).to(tl.float32)
-            if SILU:
-                y = y * _sigmoid(y)
-        tl.store(out + (b * rows + i) * channels + channel, y.to(out.dtype.element_ty), mask=real)
-    folded = accepted + settled
-    if folded > 0:
-        # Ascending, so that no input is overwritten before it has been read.
-        for kept in tl.static_range(WIDTH - 1):
-            before = folded + kept
-            at = before - (WIDTH - 1) - accepted
-            value = _tap(
-                x,
-                x_b,
-                x_r,
-                old,
-                o_b,
-                o_r,
-                state,
-                s_b,
-                s_r,
-                index,
-                b,
-                row,
-                most,
-                at,
-                before,
-                is_new,
-                channel,
-                real,
-                WIDTH,
-            )
-            tl.store(state + row * s_b + kept * s_r + channel, value.to(state.dtype.element_ty), mask=real)
-
-
-@triton.jit(do_not_specialize=["most", "columns", "layers"])
-def _commit(lengths, length_stride, index, index_r, index_c, held, held_l, held_r, counts, source, source_r, source_c, most, columns,
-            layers, ADVANCE: tl.constexpr):  # fmt: skip
-    r = tl.program_id(0).to(tl.int64)
-    count = tl.load(counts + r).to(tl.int64)
-    length = tl.load(lengths + r * length_stride).to(tl.int64)
-    state = tl.load(held + r * held_r).to(tl.int64)
-    fits = (
-        (count > 0) & (count <= LONGEST) & (state >= 0) & (state <= LONGEST) & (length >= 0) & (length <= state + most)
-    )
-    if source is not None:
-        fits = fits & (count <= columns)
-    fits = fits & (length + count >= state) & (length + count <= state + most)
-    count = tl.where(fits, count, 0)
-    wrong = 0
-    for first in range(0, layers, _CHECKED):
-        layer = first + tl.arange(0, _CHECKED)
-        other = tl.load(held + layer.to(tl.int64) * held_l + r * held_r, mask=layer < layers, other=state).to(tl.int64)
-        wrong += tl.sum((other != state).to(tl.int32))
-    ahead = length - state  # negative: so many of the new rows are in the state already
-    if source is not None:
-        for first in range(0, count, _CHECKED):
-            i = first + tl.arange(0, _CHECKED)
-            at = tl.load(source + r * source_r + i * source_c, mask=i < count, other=0).to(tl.int64)
-            low = tl.where(ahead + i < 0, i, tl.maximum(-ahead, 0))
-            high = tl.where(ahead + i < 0, i, most - 1 - ahead)
-            wrong += tl.sum(((i < count) & ((at < low) | (at > high))).to(tl.int32))
-    count = tl.where(wrong == 0, count, 0)
-    for first in range(0, count, _CHECKED):
-        i = first + tl.arange(0, _CHECKED)
-        stored = (i < count) & (ahead + i >= 0)
-        at = i.to(tl.int64)
-        if source is not None:
-            at = tl.load(source + r * source_r + i * source_c, mask=stored, other=0).to(tl.int64)
-        tl.store(index + r * index_r + (ahead + i) * index_c, (ahead + at).to(index.dtype.element_ty), mask=stored)
-    if ADVANCE:
-        if count > 0:
-            tl.store(lengths + r * length_stride, (length + count).to(lengths.dtype.element_ty))
-
-
-@triton.jit(do_not_specialize=["layers"])
-def _trim(lengths, length_stride, new_lengths, held, held_l, held_r, layers):
-    r = tl.program_id(0).to(tl.int64)
-    length = tl.load(lengths + r * length_stride).to(tl.int64)
-    wanted = tl.load(new_lengths + r).to(tl.int64)
-    wrong = ((wanted < 0) | (wanted > length)).to(tl.int32)
-    if wanted != length:
-        for first in range(0, layers, _CHECKED):
-            layer = first + tl.arange(0, _CHECKED)
-            least = tl.load(held + layer.to(tl.int64) * held_l + r * held_r, mask=layer < layers, other=0).to(tl.int64)
-            wrong += tl.sum(((layer < layers) & (wanted < least)).to(tl.int32))
-    if wrong == 0:
-        tl.store(lengths + r * length_stride, wanted.to(lengths.dtype.element_ty))
-
-
-def _packed(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if x is None else x.contiguous() for x in tensors]
-
-
-def _view(x: Tensor | None) -> tuple[Any, ...]:
-    """A tensor `(batch, rows, heads, ...)` or `(batch, rows, width)` as kernels take it: pointer and strides."""
-    return (None, 0, 0, 0) if x is None else (x, *x.stride()[:3])
-
-
-def _keep_rows(
-    step: StepArguments, done: Tensor, rows: int, inputs: list[tuple[Tensor, Tensor] | None], updates: bool = False
-) -> None:
-    """The second launch. `inputs`: pending and new rows; the first two have a width. `updates`: the second has kept rows alone."""
-    kept = max(step.kept(rows), 1)
-    arguments: list[Any] = []
-    for at, pair in enumerate([*inputs, *[None] * (3 - len(inputs))]):
-        if pair is None:
-            arguments += [None, 0, 0, 0, None, 0, 0, 0, *([0, 1] if at < 2 else [0])]
-            continue
-        old, new = pair
-        if new.dim() == 3 and at < 2:  # one head
-            old, new = old[:, :, None], new[:, :, None]
-        arguments += [*_view(old), *_view(new), new.shape[2], *(new.shape[3:] if at < 2 else ())]
-    held = step.state_lengths
-    _store[(len(done) * kept,)](
-        held, held.stride(0), step.lengths, step.counts, step.cache_rows, done, rows, kept, *arguments, UPDATES=updates, BLOCK=COPIED
-    )  # fmt: skip
-
-
-def _dense(step: StepArguments) -> StepArguments:
-    """With what kernels read by number contiguous."""
-    lengths, counts, cache_rows, index, parents = _packed(*step[1:6])
-    assert lengths is not None
-    return step._replace(lengths=lengths, counts=counts, cache_rows=cache_rows, pending_index=index, parents=parents)
-
-
 def _scan_step(
     delta: bool,
     state: Tensor,
@@ -527,19 +213,19 @@ def _scan_step(
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if batch == 0 or rows == 0:
         return out
-    step, kept = _dense(step), step.kept(rows)
+    step, kept = dense(step), step.kept(rows)
     done = torch.empty(batch, dtype=torch.int64, device=v.device)
     updates = torch.empty(batch, kept, count, values, device=v.device) if delta else None
     columns = min(COLUMNS, triton.next_power_of_2(values))
     _scan[(batch * count * triton.cdiv(values, columns),)](
-        *_view(state), step.state_lengths, step.state_lengths.stride(0), step.lengths, step.counts, step.cache_rows, step.pending_index,
-        step.parents, done, *(part for x in (*pending, *new, q) for part in _view(x)), out, updates, *_packed(*heads),
+        *view(state), step.state_lengths, step.state_lengths.stride(0), step.lengths, step.counts, step.cache_rows, step.pending_index,
+        step.parents, done, *(part for x in (*pending, *new, q) for part in view(x)), out, updates, *packed(*heads),
         rows, kept, pending[0].shape[1], -1 if step.keep is None else step.keep, len(state), count, count // key_heads, keys, values, *numbers,
         KEYS=max(triton.next_power_of_2(keys), 2), COLUMNS=columns, DELTA=delta, **options, num_warps=4, **ROUNDED,
     )  # fmt: skip
     kept_rows = (k, v if updates is None else updates, new[2])
     inputs = [None if x is None or old is None else (old, x) for old, x in zip(pending, kept_rows)]
-    _keep_rows(step, done, rows, inputs, updates=delta)
+    keep_rows(step, done, rows, inputs, updates=delta)
     return out
 
 
@@ -559,49 +245,3 @@ def selective_state_(given: SelectiveArguments) -> Tensor:
         given.step, (given.A, given.dt_bias, given.D), (1.0, 0.0, float(given.dt_min), most),
         NORMALISED=False, SIGMOID=False, SOFTPLUS=given.dt_softplus,
     )  # fmt: skip
-
-
-def short_conv_(given: ConvArguments) -> Tensor:
-    x, weight, state, pending = given.x, given.weight, given.state, given.pending
-    batch, rows, channels = x.shape
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if batch == 0 or rows == 0:
-        return out
-    step, (bias,) = _dense(given.step), _packed(given.bias)
-    done = torch.empty(batch, dtype=torch.int64, device=x.device)
-    _conv[(batch * triton.cdiv(channels, CHANNELS),)](
-        state, *state.stride()[:2], step.state_lengths, step.state_lengths.stride(0), step.lengths, step.counts, step.cache_rows,
-        step.pending_index, step.parents, done, pending, *pending.stride()[:2], x, *x.stride()[:2], weight, weight.stride(0), bias, out,
-        rows, pending.shape[1], -1 if step.keep is None else step.keep, len(step.lengths), channels,
-        WIDTH=weight.shape[1], SILU=given.activation == "silu", BLOCK=CHANNELS, **ROUNDED,
-    )  # fmt: skip
-    _keep_rows(step, done, rows, [(pending, x)])
-    return out
-
-
-def _stacked(state_lengths: list[Tensor]) -> Tensor:
-    layers = [x if x.dim() == 2 else x[None] for x in state_lengths]
-    return layers[0] if len(layers) == 1 else torch.cat([x.to(torch.int64) for x in layers])
-
-
-def state_commit_(
-    lengths: Tensor, pending_index: Tensor, state_lengths: list[Tensor], counts: Tensor, source_index: Tensor | None = None,
-    advance: bool = True,
-) -> None:  # fmt: skip
-    if len(lengths) == 0:
-        return
-    held = _stacked(state_lengths)
-    source = (None, 0, 0) if source_index is None else (source_index, *source_index.stride())
-    _commit[(len(lengths),)](
-        lengths, lengths.stride(0), pending_index, *pending_index.stride(), held, *held.stride(), counts.contiguous(), *source,
-        pending_index.shape[1], 0 if source_index is None else source_index.shape[1], len(held), ADVANCE=advance, num_warps=1,
-    )  # fmt: skip
-
-
-def state_trim_(lengths: Tensor, new_lengths: Tensor, state_lengths: list[Tensor]) -> None:
-    if len(lengths) == 0:
-        return
-    held = _stacked(state_lengths)
-    _trim[(len(lengths),)](
-        lengths, lengths.stride(0), new_lengths.contiguous(), held, *held.stride(), len(held), num_warps=1
-    )

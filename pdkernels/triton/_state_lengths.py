@@ -1,0 +1,93 @@
+"""Edits of the lengths of sequences whose layers have a state: commits and trims."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pdkernels.triton._state_steps import CHECKED, LONGEST
+
+
+@triton.jit(do_not_specialize=["most", "columns", "layers"])
+def _commit(lengths, length_stride, index, index_r, index_c, held, held_l, held_r, counts, source, source_r, source_c, most, columns,
+            layers, ADVANCE: tl.constexpr):  # fmt: skip
+    r = tl.program_id(0).to(tl.int64)
+    count = tl.load(counts + r).to(tl.int64)
+    length = tl.load(lengths + r * length_stride).to(tl.int64)
+    state = tl.load(held + r * held_r).to(tl.int64)
+    fits = (
+        (count > 0) & (count <= LONGEST) & (state >= 0) & (state <= LONGEST) & (length >= 0) & (length <= state + most)
+    )
+    if source is not None:
+        fits = fits & (count <= columns)
+    fits = fits & (length + count >= state) & (length + count <= state + most)
+    count = tl.where(fits, count, 0)
+    wrong = 0
+    for first in range(0, layers, CHECKED):
+        layer = first + tl.arange(0, CHECKED)
+        other = tl.load(held + layer.to(tl.int64) * held_l + r * held_r, mask=layer < layers, other=state).to(tl.int64)
+        wrong += tl.sum((other != state).to(tl.int32))
+    ahead = length - state  # negative: so many of the new rows are in the state already
+    if source is not None:
+        for first in range(0, count, CHECKED):
+            i = first + tl.arange(0, CHECKED)
+            at = tl.load(source + r * source_r + i * source_c, mask=i < count, other=0).to(tl.int64)
+            low = tl.where(ahead + i < 0, i, tl.maximum(-ahead, 0))
+            high = tl.where(ahead + i < 0, i, most - 1 - ahead)
+            wrong += tl.sum(((i < count) & ((at < low) | (at > high))).to(tl.int32))
+    count = tl.where(wrong == 0, count, 0)
+    for first in range(0, count, CHECKED):
+        i = first + tl.arange(0, CHECKED)
+        stored = (i < count) & (ahead + i >= 0)
+        at = i.to(tl.int64)
+        if source is not None:
+            at = tl.load(source + r * source_r + i * source_c, mask=stored, other=0).to(tl.int64)
+        tl.store(index + r * index_r + (ahead + i) * index_c, (ahead + at).to(index.dtype.element_ty), mask=stored)
+    if ADVANCE:
+        if count > 0:
+            tl.store(lengths + r * length_stride, (length + count).to(lengths.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["layers"])
+def _trim(lengths, length_stride, new_lengths, held, held_l, held_r, layers):
+    r = tl.program_id(0).to(tl.int64)
+    length = tl.load(lengths + r * length_stride).to(tl.int64)
+    wanted = tl.load(new_lengths + r).to(tl.int64)
+    wrong = ((wanted < 0) | (wanted > length)).to(tl.int32)
+    if wanted != length:
+        for first in range(0, layers, CHECKED):
+            layer = first + tl.arange(0, CHECKED)
+            least = tl.load(held + layer.to(tl.int64) * held_l + r * held_r, mask=layer < layers, other=0).to(tl.int64)
+            wrong += tl.sum(((layer < layers) & (wanted < least)).to(tl.int32))
+    if wrong == 0:
+        tl.store(lengths + r * length_stride, wanted.to(lengths.dtype.element_ty))
+
+
+def _stacked(state_lengths: list[Tensor]) -> Tensor:
+    layers = [x if x.dim() == 2 else x[None] for x in state_lengths]
+    return layers[0] if len(layers) == 1 else torch.cat([x.to(torch.int64) for x in layers])
+
+
+def state_commit_(
+    lengths: Tensor, pending_index: Tensor, state_lengths: list[Tensor], counts: Tensor, source_index: Tensor | None = None,
+    advance: bool = True,
+) -> None:  # fmt: skip
+    if len(lengths) == 0:
+        return
+    held = _stacked(state_lengths)
+    source = (None, 0, 0) if source_index is None else (source_index, *source_index.stride())
+    _commit[(len(lengths),)](
+        lengths, lengths.stride(0), pending_index, *pending_index.stride(), held, *held.stride(), counts.contiguous(), *source,
+        pending_index.shape[1], 0 if source_index is None else source_index.shape[1], len(held), ADVANCE=advance, num_warps=1,
+    )  # fmt: skip
+
+
+def state_trim_(lengths: Tensor, new_lengths: Tensor, state_lengths: list[Tensor]) -> None:
+    if len(lengths) == 0:
+        return
+    held = _stacked(state_lengths)
+    _trim[(len(lengths),)](
+        lengths, lengths.stride(0), new_lengths.contiguous(), held, *held.stride(), len(held), num_warps=1
+    )
