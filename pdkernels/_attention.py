@@ -1,7 +1,6 @@
 """The arguments of the attention ops as named structures, and the checks that these ops share.
 
-An op's schema follows from the fields of its structure (`pdkernels.ops._library.schema_of`), and the fake, the reference and
-the Triton launcher take the structure whole. `python_bindings/attention.h` has the same structures in C++.
+Fakes, references and Triton launchers take them whole. `python_bindings/attention.h` has the same structures in C++.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pdkernels._structures import part_of
 from pdkernels._validation import KERNEL_DTYPES, check, check_type, fail, message
 
 LARGEST = torch.finfo(torch.float32).max
@@ -42,7 +42,7 @@ class AttentionArguments(NamedTuple):
 
     @property
     def plan(self) -> PlanArguments:
-        return PlanArguments(self.plan_rows, self.plan_lists, self.bitmaps, self.block_q, self.block_k)
+        return part_of(self, PlanArguments)
 
     @property
     def lse_shape(self) -> tuple[int, int, int]:
@@ -92,7 +92,7 @@ class SpeculativeArguments(NamedTuple):
 
     @property
     def plan(self) -> PlanArguments:
-        return PlanArguments(self.plan_rows, self.plan_lists, self.bitmaps, self.block_q, self.block_k)
+        return part_of(self, PlanArguments)
 
     @property
     def packed(self) -> bool:

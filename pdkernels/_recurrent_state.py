@@ -1,7 +1,6 @@
 """The arguments of the steps of layers with a state as named structures.
 
-An op's schema follows from the fields of its structure (`pdkernels.ops._library.schema_of`), and its fake and its Triton launcher take
-the structure whole. `python_bindings/recurrent_state.h` has the same structures in C++.
+Fakes and Triton launchers take them whole. `python_bindings/recurrent_state.h` has the same structures in C++.
 """
 
 from __future__ import annotations
@@ -9,6 +8,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torch import Tensor
+
+from pdkernels._structures import part_of
 
 
 class StepArguments(NamedTuple):
@@ -25,10 +26,6 @@ class StepArguments(NamedTuple):
     def kept(self, rows: int) -> int:
         """How many rows of each sequence can be pending behind a step of `rows` rows."""
         return rows if self.keep is None else min(self.keep, rows)
-
-
-def _step_of(given: DeltaArguments | SelectiveArguments | ConvArguments) -> StepArguments:
-    return StepArguments(*(getattr(given, name) for name in StepArguments._fields))
 
 
 class DeltaArguments(NamedTuple):
@@ -58,7 +55,7 @@ class DeltaArguments(NamedTuple):
 
     @property
     def step(self) -> StepArguments:
-        return _step_of(self)
+        return part_of(self, StepArguments)
 
 
 class SelectiveArguments(NamedTuple):
@@ -88,7 +85,7 @@ class SelectiveArguments(NamedTuple):
 
     @property
     def step(self) -> StepArguments:
-        return _step_of(self)
+        return part_of(self, StepArguments)
 
 
 class ConvArguments(NamedTuple):
@@ -110,4 +107,4 @@ class ConvArguments(NamedTuple):
 
     @property
     def step(self) -> StepArguments:
-        return _step_of(self)
+        return part_of(self, StepArguments)

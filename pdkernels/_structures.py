@@ -1,0 +1,23 @@
+"""Arguments of ops as named structures, whose fields their schemas follow from (`pdkernels.ops._library.schema_of`)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeVar
+
+Structure = TypeVar("Structure", bound=NamedTuple)
+
+
+def part_of(given: Any, kind: type[Structure]) -> Structure:
+    """The fields of `given` that `kind` has as well.
+
+    >>> class Pair(NamedTuple):
+    ...     left: int
+    ...     right: int
+    >>> class Three(NamedTuple):
+    ...     left: int
+    ...     middle: int
+    ...     right: int
+    >>> part_of(Three(1, 2, 3), Pair)
+    Pair(left=1, right=3)
+    """
+    return kind(*(getattr(given, name) for name in kind._fields))
