@@ -30,7 +30,7 @@ from pdkernels.integrations.transformers._probe import (
 )
 from pdkernels.integrations.transformers._quantized import is_quantised, quantize_linears_
 from pdkernels.integrations.transformers._shadow import body_of, head_of, shadow
-from pdkernels.integrations.transformers._states import exchange_, using
+from pdkernels.integrations.transformers._states import exchange_, other_scans, using
 from pdkernels.integrations.transformers._tokenizer import adapted
 from pdkernels.masks import TilePlan, causal, full
 from pdkernels.models import Hybrid, RecurrentDepth, Transformer
@@ -410,7 +410,12 @@ def _measured(
     body = body_of(shadowed)
     states = States(None, 1, 1, model.device) if recurrent else None
     found = shape_of(
-        name, config, lambda *given: run_body(body, given[0], given[1], given[2], None, states), model.device, states
+        name,
+        config,
+        lambda *given: run_body(body, given[0], given[1], given[2], None, states),
+        model.device,
+        states,
+        other_scans(shadowed),
     )
     tokens = random_tokens(model, 2, TOKENS)
     positions = int(getattr(config, "max_position_embeddings", None) or UNBOUNDED)

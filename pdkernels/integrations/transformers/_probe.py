@@ -75,8 +75,9 @@ def shape_of(
     run: Callable[[Tensor, Tensor, Any], Tensor],
     device: torch.device,
     states: States | None = None,
+    scans: str = "",
 ) -> Shape:
-    """Runs one token; refuses layers whose attention is not ours, exactly once each, or whose `states` are not ours."""
+    """Runs one token; refuses layers whose attention is not ours, exactly once each, or whose `states` are not ours: those of `scans`."""
     seen, token = _Seen(), torch.zeros(1, 1, dtype=torch.int64, device=device)
     cause: Exception | None = None
     try:
@@ -100,8 +101,12 @@ def shape_of(
     neither = {layer for layer, kind in enumerate(kinds) if states is not None and kind in ("mlp", "moe")}
     missing = sorted(set(range(layers)) - set(numbers) - recurrent - neither)
     if missing:
-        some = f"{len(missing)} that do not, and keep another state than keys and values or none"
-        refuse(words, f"{name} with {some}")
+        kept = (
+            f"the state of {scans}, which has a decay for every channel"
+            if scans
+            else "another state than keys and values or none"
+        )
+        refuse(words, f"{name} with {len(missing)} that do not, and keep {kept}")
     if len(numbers) != len(set(numbers)) or max(numbers) >= layers:
         refuse(f"{words}, once each", f"{name} with {len(seen.calls)} calls")
     if len(seen.shapes) > 1:

@@ -131,7 +131,13 @@ _ROWS = {"F": _Modules.functional, "nn": _Modules()}
 
 
 # Scans that our ops do not compute: a decay for every channel.
-_OTHERS = ("chunk_kimi_delta_attention", "mamba_selective_scan")
+_OTHERS = {"chunk_kimi_delta_attention": "Kimi delta attention", "mamba_selective_scan": "Mamba 1"}
+
+
+def other_scans(shadowed: nn.Module) -> str:
+    """Which of them the layers of a shadow call, in words."""
+    called = {name for module in shadowed.modules() for name in _names(inspect.unwrap(type(module).forward))}
+    return ", ".join(words for name, words in _OTHERS.items() if name in called)
 
 
 def exchange_(shadowed: nn.Module) -> bool:
