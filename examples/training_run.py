@@ -117,6 +117,34 @@ def save(run: Run, model: torch.nn.Module, description: str, **facts: object) ->
     )
 
 
+class Muon(torch.optim.Optimizer):
+    """`torch.optim.Muon` with the scale that `optimizers_of` names, in float32: PyTorch's multiplies in bfloat16, which takes most of a
+    step of a tiny model on CPUs that emulate it."""
+
+    def __init__(self, matrices: Sequence[Tensor]) -> None:
+        super().__init__(matrices, {"lr": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for matrix in group["params"]:
+                momentum = self.state[matrix].setdefault("momentum", torch.zeros_like(matrix))
+                momentum.lerp_(matrix.grad, 0.05)
+                update = orthogonal(matrix.grad.lerp(momentum, 0.95))
+                matrix.add_(update, alpha=-0.2 * group["lr"] * max(matrix.shape) ** 0.5)
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Nearly U V^T of the singular value decomposition, by five Newton-Schulz iterations."""
+    a, b, c = 3.4445, -4.775, 2.0315
+    x = matrix.T if len(matrix) > matrix.shape[1] else matrix
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if len(matrix) > matrix.shape[1] else x
+
+
 def optimizers_of(model: torch.nn.Module, parameters: Sequence[Tensor], muon: bool) -> list[torch.optim.Optimizer]:
     """AdamW for `parameters`; with `muon` for their embeddings and vectors only, at the same rate, and Muon for the rest.
 
@@ -132,7 +160,7 @@ def optimizers_of(model: torch.nn.Module, parameters: Sequence[Tensor], muon: bo
     adamw = torch.optim.AdamW([p for p in parameters if id(p) in others], lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
     if not matrices:
         return [adamw]
-    return [adamw, torch.optim.Muon(matrices, lr=0.0, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")]
+    return [adamw, Muon(matrices)]
 
 
 class Run:

@@ -25,9 +25,9 @@ class Pieces(NamedTuple):
     """The pieces of a sequence of rows."""
 
     rows: Tensor
-    """(pieces, width) the rows of each piece, and the number of rows where it is shorter."""
-    levels: list[tuple[Tensor, Tensor]]
-    """The pieces of each depth, and the pieces that they follow, -1: none."""
+    """(pieces, width) the rows of each piece, and the number of rows where it is shorter. Pieces are in the order of their depths."""
+    levels: list[Tensor]
+    """For the pieces of each depth, the pieces that they follow, counted from the first of the depth before; -1 at depth 0."""
     ancestors: Tensor
     """(rows, reach) the rows before each row, nearest first, and the number of rows where there is none."""
 
@@ -36,8 +36,8 @@ def pieces_of(parents: Sequence[int], reach: int = 0) -> Pieces:
     """The pieces of rows with these parents, -1: none, in any order; and `reach` ancestors of every row.
 
     >>> found = pieces_of([-1, 0, 1, 0], reach=2)
-    >>> found.rows.tolist(), [level[0].tolist() for level in found.levels], found.ancestors.tolist()
-    ([[0, 4], [1, 2], [3, 4]], [[0], [1, 2]], [[4, 4], [0, 4], [1, 0], [0, 4]])
+    >>> found.rows.tolist(), [level.tolist() for level in found.levels], found.ancestors.tolist()
+    ([[0, 4], [1, 2], [3, 4]], [[-1], [0, 0]], [[4, 4], [0, 4], [1, 0], [0, 4]])
     """
     count = len(parents)
     children = Counter(parents)
@@ -53,11 +53,16 @@ def pieces_of(parents: Sequence[int], reach: int = 0) -> Pieces:
         piece_of[row] = before
         members[before].append(row)
     width = max(map(len, members), default=0)
-    rows = torch.tensor([piece + [count] * (width - len(piece)) for piece in members], dtype=torch.int64)
-    levels = []
-    for depth in range(max(depths, default=-1) + 1):
-        here = [piece for piece, found in enumerate(depths) if found == depth]
-        levels.append((torch.tensor(here), torch.tensor([followed[piece] for piece in here])))
+    by_depth: list[list[int]] = [[] for _ in range(max(depths, default=-1) + 1)]
+    place = []
+    for piece, depth in enumerate(depths):
+        place.append(len(by_depth[depth]))
+        by_depth[depth].append(piece)
+    ordered = [members[piece] for here in by_depth for piece in here]
+    rows = torch.tensor([piece + [count] * (width - len(piece)) for piece in ordered], dtype=torch.int64)
+    levels = [
+        torch.tensor([place[followed[piece]] if depth else -1 for piece in here]) for depth, here in enumerate(by_depth)
+    ]
     at = torch.tensor([*parents, -1], dtype=torch.int64)
     at = torch.where(at < 0, count, at)
     ancestors, now = torch.empty(count, reach, dtype=torch.int64), torch.arange(count)
@@ -85,7 +90,7 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, pieces: Pieces) ->
     padded = F.pad(x, (0, 0, 0, 1))
     out = x * weight[:, -1]
     for back in range(1, weight.shape[1]):
-        out = out + padded[pieces.ancestors[:, back - 1]] * weight[:, -1 - back]
+        out = out + padded.index_select(0, pieces.ancestors[:, back - 1]) * weight[:, -1 - back]
     return out if bias is None else out + bias
 
 
@@ -111,22 +116,16 @@ def gated_delta(
     q = q * sums.exp()[..., None]
     k = k * (sums[..., -1:] - sums).exp()[..., None]
     kept = sums[..., -1].exp()[..., None, None]
-    heads, sizes = v.shape[1], (k.shape[-1], v.shape[-1])
-    nothing = v.new_zeros(1, heads, *sizes)
-    ends, order, outputs = [nothing], [torch.zeros(1, dtype=torch.int64)], []
-    place = torch.zeros(
-        len(pieces.rows) + 1, dtype=torch.int64
-    )  # of a piece's last state among all of those, the last is none
-    count = 1
-    for here, before in pieces.levels:
-        state = torch.cat(ends)[place[before]]
-        new = values[here] - read[here] @ state
-        outputs.append(q[here] @ state + inside[here] @ new)
-        ends.append(state * kept[here] + k[here].mT @ new)
-        place[here] = torch.arange(count, count + len(here))
-        count += len(here)
-        order.append(here)
-    found = torch.cat(outputs)[torch.cat(order[1:]).argsort()].transpose(1, 2).flatten(0, 1)
+    # Not indexed one depth at a time: the gradient of that would be filled up to all pieces.
+    parts = zip(*(x.split([len(before) for before in pieces.levels]) for x in (values, read, q, k, inside, kept)))
+    outputs, state = [], v.new_zeros(len(pieces.levels[0]), v.shape[1], k.shape[-1], v.shape[-1])
+    for depth, (before, part) in enumerate(zip(pieces.levels, parts)):
+        values, read, q, k, inside, kept = part
+        state = state.index_select(0, before) if depth else state
+        new = values - read @ state
+        outputs.append(q @ state + inside @ new)
+        state = state * kept + k.mT @ new
+    found = torch.cat(outputs).transpose(1, 2).flatten(0, 1)
     rows = pieces.rows.flatten()
     # Every row is in one piece.
     at = torch.empty(int(rows.max()) + 1 if rows.numel() else 0, dtype=torch.int64)

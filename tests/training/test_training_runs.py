@@ -33,7 +33,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "jacobi": dict(rounds=2, steps=2, block_size=8, sums=2, windows=2, count=2, replayed=1),
     "recurrent": dict(steps=4, sums=2, windows=1, context=32, warmup=2, evaluate_every=3, scored=1),
     "deep": dict(steps=4, short=2, rows=2, warmup=2, evaluate_every=3, scored=1),
-    "hybrid": dict(steps=4, sums=2, windows=1, look_every=2, fast=False),
+    "hybrid": dict(steps=4, sums=2, look_every=2, fast=False),
     "masked": dict(steps=4, rows=3, sums=2, joint_weight=1.0, warmup=2, fast=False, look_every=3, scored=2),
 }
 
