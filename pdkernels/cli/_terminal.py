@@ -90,7 +90,7 @@ DTYPE_HELP = f"Dtype of the weights: {', '.join(DTYPES)}; by default the checkpo
 DEVICE_HELP = "Device of the model: cpu or cuda."
 
 
-DRAFTER_HELP = "A drafter: the name or folder of an EAGLE-3 head for the model, or the name or path of a small model with its vocabulary."
+DRAFTER_HELP = "A drafter: the name or folder of an EAGLE-3 or DFlash head for the model, or the name or path of a small model with its vocabulary."
 PACKED_HELP = (
     "Keep quantised matrices as they are stored, or make numbers of them; by default kept on the CPU where possible."
 )
@@ -107,9 +107,11 @@ def load(
     own = asked if packed is None else {**asked, "packed": packed}
     found: Any = models.load(model, **own)
     if drafter is not None:
-        head = is_drafter_folder(drafter)
-        made = models.load_drafter(drafter, found) if head else models.load(drafter, **asked)
-        found.drafters = {"eagle" if head else "draft_model": made}
+        if is_drafter_folder(drafter):
+            head = models.load_drafter(drafter, found)
+            found.drafters = {head.method: head}
+        else:
+            found.drafters = {"draft_model": models.load(drafter, **asked)}
     return found
 
 

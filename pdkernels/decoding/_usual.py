@@ -41,7 +41,7 @@ def default_method(
     ('linear_self_speculation', {})
     """
     drafters = () if several else getattr(model, "drafters", None) or ()
-    attached = next((method for method in ("eagle", "draft_model") if method in drafters), None)
+    attached = next((method for method in ("eagle", "dflash", "draft_model") if method in drafters), None)
     if attached is not None:
         chosen = {"block_size": "auto"}
         return attached, {option: value for option, value in chosen.items() if option not in options}

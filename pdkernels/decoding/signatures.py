@@ -90,6 +90,11 @@ class Eagle(DraftModel, total=False):
     nodes: int | None
 
 
+class Dflash(Autoregressive, total=False):
+    drafter: Any
+    block_size: int | Literal["auto"] | None
+
+
 class LinearSelfSpeculation(Autoregressive, total=False):
     block_size: int
     threshold: float
@@ -354,6 +359,10 @@ class Generate(Protocol):
     def __call__(self, model: Any, prompt: Prompt, method: Literal["eagle"], **options: Unpack[Eagle]) -> One: ...
     @overload
     def __call__(self, model: Any, prompt: Batch, method: Literal["eagle"], **options: Unpack[Eagle]) -> Many: ...
+    @overload
+    def __call__(self, model: Any, prompt: Prompt, method: Literal["dflash"], **options: Unpack[Dflash]) -> One: ...
+    @overload
+    def __call__(self, model: Any, prompt: Batch, method: Literal["dflash"], **options: Unpack[Dflash]) -> Many: ...
     @overload
     def __call__(
         self,

@@ -4,7 +4,15 @@ folders."""
 from pdkernels.models.callable_model import CallableModel, from_callable
 from pdkernels.models.chat import ChatTemplate
 from pdkernels.models.config import ExpertsConfig, TransformerConfig
-from pdkernels.models.drafters import EagleConfig, EagleHead, available_drafters, load_drafter, save_drafter
+from pdkernels.models.drafters import (
+    DFlashConfig,
+    DFlashHead,
+    EagleConfig,
+    EagleHead,
+    available_drafters,
+    load_drafter,
+    save_drafter,
+)
 from pdkernels.models.hf import from_hf_config, from_hf_state_dict, to_hf_state_dict
 from pdkernels.models.huginn import from_huginn_config, from_huginn_state_dict, to_huginn_config, to_huginn_state_dict
 from pdkernels.models.hybrid import Hybrid, HybridConfig
@@ -47,6 +55,8 @@ __all__ = [
     "CallableModel",
     "CausalModel",
     "ChatTemplate",
+    "DFlashConfig",
+    "DFlashHead",
     "EagleConfig",
     "EagleHead",
     "ExpertsConfig",

@@ -95,7 +95,7 @@ def load(
         drafter: the same for an adapter of attention's output projections, which is kept separate: only rows that a forward adapts
             use it, as the drafts of self-speculation do (`Transformer.attach_adapter_`). Its folder may supply a mask token for a
             model without one (``mask_token.safetensors``), which becomes the last id. "smollm2-drafter" is in the package. Or the
-            folder or name of an EAGLE-3 head (`load_drafter`), which is attached as ``model.drafters["eagle"]``.
+            folder or name of an EAGLE-3 or DFlash head (`load_drafter`), which is attached in ``model.drafters`` under its method.
         packed: whether quantised matrices stay as they are stored, see `QuantizedWeight`; products then also quantise their other
             factor to 8 bits, as llama.cpp does. False makes numbers of them. None: they stay on the CPU, unless an adapter is
             merged into them or `dtype` is fp64. True refuses a checkpoint with a matrix that cannot stay packed. Of a folder, these
@@ -120,7 +120,8 @@ def load(
     """
     if drafter is not None and is_drafter_folder(drafter):
         model: Any = load(name_or_path, dtype=dtype, device=device, adapter=adapter, packed=packed)
-        model.drafters = {"eagle": load_drafter(drafter, model)}
+        head = load_drafter(drafter, model)
+        model.drafters = {head.method: head}
         return cast(Model, model)
     given, device = checked_request(name_or_path, dtype, device)
     check_type(packed is None or isinstance(packed, bool), OP, "packed", "be a bool or None", type(packed).__name__)

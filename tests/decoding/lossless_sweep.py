@@ -36,6 +36,7 @@ FORMS: dict[str, list[dict[str, Any]]] = {
 DRAFTED: dict[str, list[dict[str, Any]]] = {
     "suffix": [{"block_size": 4}, {}],
     "draft_model": [{"block_size": 3}, {"block_size": 6}],
+    "dflash": [{}, {"block_size": 3}],
     "eagle": [
         {"block_size": 2},
         {"block_size": 3, "branches": 2},

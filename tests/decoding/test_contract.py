@@ -74,6 +74,7 @@ FORMS: dict[str, list[dict[str, Any]]] = {
         {"block_size": 4, "branches": 2},
         {"branches": 3, "nodes": 10},
     ],
+    "dflash": [{"block_size": 1}, {"block_size": 2}, {}],
     "jacobi_multiblock": [
         {"block_size": 4},
         {"block_size": 3, "blocks": 4, "spawn_ratio": 0.3, "pool_size": 6, "verification_size": 5},

@@ -38,6 +38,7 @@ def costs(request: Any, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     monkeypatch.setattr("pdkernels.decoding._costs.kept_row_times", lambda model: Times(found))
     monkeypatch.setattr("pdkernels.decoding.causal.eagle.guess_seconds", lambda drafter: 0.05)
     monkeypatch.setattr("pdkernels.decoding.causal.draft_model.guess_seconds", lambda drafter: 0.05)
+    monkeypatch.setattr("pdkernels.decoding.causal.dflash.draft_seconds", lambda drafter, rows: 0.05)
     return found
 
 
@@ -47,12 +48,16 @@ METHODS: dict[str, dict[str, Any]] = {
     "suffix": {},
     "draft_model": {},
     "eagle": {},
+    "dflash": {},
 }
 
 
-def spent(accepted: list[int], rows: list[int], costs: Sequence[float], guess: float) -> tuple[float, float]:
+def spent(
+    accepted: list[int], rows: list[int], costs: Sequence[float], guess: float, draft: float = 0.0
+) -> tuple[float, float]:
     """The cost of the steps, and that of decoding the same tokens one by one."""
-    return sum(costs[count - 1] + guess * (count - 1) for count in rows), sum(accepted) * costs[0]
+    steps = (costs[count - 1] + guess * (count - 1) + draft * (count > 1) for count in rows)
+    return sum(steps), sum(accepted) * costs[0]
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -70,7 +75,7 @@ def test_tokens_stay_and_cost_is_bounded(name: str, temperature: float, costs: l
     for prompt, tokens, index in zip(prompts, found.tokens, range(3), strict=True):
         steps = found.stats.trace[index]
         rows = [len(step.draft) for step in steps]
-        cost, plain = spent(found.stats.accepted[index], rows, costs, guess)
+        cost, plain = spent(found.stats.accepted[index], rows, costs, guess, 0.05 * (name == "dflash"))
         assert cost <= plain * (1 + SLACK) + CREDIT * costs[0] + 1e-9
         if name != "jacobi" and temperature == 0:  # alone as in the batch: fillers of drafts depend on the seed
             alone = generate(model, prompt, method, trace=True, **options, **drawn)
@@ -187,10 +192,10 @@ def test_every_method_measures(home: Path) -> None:
         method = "jacobi" if name == "lookup" else name
         found = generate(model, [3, 1, 4], method, block_size="auto", max_new_tokens=16, end_tokens=(), **options)
         assert torch.equal(found.tokens, expected)
-    assert len(json.loads(home.read_text())) == 3  # the model, its small drafter, its head
+    assert len(json.loads(home.read_text())) == 4  # the model, its small drafter, its heads
 
 
-@pytest.mark.parametrize("method", ["jacobi", "suffix", "draft_model", "eagle"])
+@pytest.mark.parametrize("method", ["jacobi", "suffix", "draft_model", "eagle", "dflash"])
 def test_other_words_are_refused(method: str) -> None:
     model = with_drafters(small_transformer(1, head_dim=16).float())
     with pytest.raises(

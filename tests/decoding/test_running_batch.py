@@ -32,6 +32,7 @@ MORE = [
     ("tiny-code", "draft_model", {"block_size": 2, "temperature": 0.8}),
     ("tiny-code", "eagle", {"block_size": 4, "temperature": 0.8}),
     ("tiny-code", "eagle", {"block_size": 3, "page_size": 4}),
+    ("tiny-code", "dflash", {"page_size": 4}),
     ("tiny-recurrent", "recurrent_diffusion", {"kept_recurrences": 2, "headway": 3, "new_state": "copied"}),
     ("tiny-masked", "fast_dllm", {"block_size": 3, "cache": "dual"}),
 ]

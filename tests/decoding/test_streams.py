@@ -115,8 +115,10 @@ class Loud(Table):
 
 
 MASK_ID = 6
-# Fakes have no hidden states for EAGLE to read: tests/decoding/test_eagle.py.
-VERIFIED = [name for name in available() if "allow_mask_token" in method_options(name) and name != "eagle"]
+# Fakes have no hidden states for EAGLE and DFlash to read: tests/decoding/test_eagle.py, test_dflash.py.
+VERIFIED = [
+    name for name in available() if "allow_mask_token" in method_options(name) and name not in ("eagle", "dflash")
+]
 REFERENCES = {
     "linear_self_speculation": linear_self_speculation,
     "quadratic_self_speculation": quadratic_self_speculation,

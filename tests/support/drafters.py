@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pdkernels.models import EagleConfig, EagleHead, Transformer, TransformerConfig
+from pdkernels.models import DFlashConfig, DFlashHead, EagleConfig, EagleHead, Transformer, TransformerConfig
 
 
 def eagle_head(model: Any, seed: int = 0, taps: tuple[int, ...] = (), **changes: Any) -> EagleHead:
@@ -27,6 +27,30 @@ def eagle_head(model: Any, seed: int = 0, taps: tuple[int, ...] = (), **changes:
     made = EagleConfig(body, taps or (0, config.layers), **{**known, **changes})
     torch.manual_seed(seed)
     return EagleHead(made).to(model.device, model.dtype).requires_grad_(False).eval()
+
+
+def dflash_head(model: Any, seed: int = 0, taps: tuple[int, ...] = (), **changes: Any) -> DFlashHead:
+    """A block drafter for a model, of two layers, which shares its embedding."""
+    config = model.config
+    body = TransformerConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        layers=2,
+        heads=2,
+        kv_heads=1,
+        head_dim=16,
+        intermediate_size=24,
+        tied_head=False,
+        qk_norm=True,
+    )
+    known: dict[str, Any] = {"draft_vocab_size": max(1, config.vocab_size - 2), "block_size": 5, "mask_token": 0}
+    made = DFlashConfig(body, taps or (0, config.layers), **{**known, **changes})
+    torch.manual_seed(seed)
+    head = DFlashHead(made)
+    for layer in head.layers:  # so that guesses differ from row to row
+        layer.down.data *= 4
+        layer.output.data *= 4
+    return head.to(model.device, model.dtype).requires_grad_(False).eval()
 
 
 def small_drafter(model: Any, seed: int = 0) -> Transformer:
@@ -50,5 +74,5 @@ def small_drafter(model: Any, seed: int = 0) -> Transformer:
 
 def with_drafters(model: Any) -> Any:
     """The model, with a drafter for every method that needs one."""
-    model.drafters = {"draft_model": small_drafter(model), "eagle": eagle_head(model)}
+    model.drafters = {"draft_model": small_drafter(model), "eagle": eagle_head(model), "dflash": dflash_head(model)}
     return model

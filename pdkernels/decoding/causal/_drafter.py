@@ -41,12 +41,13 @@ class DrafterSteps(DraftSteps):
         drafter: Any,
         costs: Sequence[float] = (),
         rows: int = 0,
+        drafted: int = 0,
     ) -> None:
-        """`allocate`, and the drafter's cache, whose rows past a text have room too."""
+        """`allocate`, and the drafter's cache, whose rows past a text have room too: `slots` of them, or `drafted` if these are more."""
         columns = {"draft": 1, "verified": slots, "predictions": slots, "checked": None}
         self.allocate(session, seeds, slots, page_size, costs=costs, rows=rows, **columns)
         self.drafter = drafter
-        self.drafted = drafter.new_cache(session.batch, session.longest + session.max_new_tokens + slots)
+        self.drafted = drafter.new_cache(session.batch, session.longest + session.max_new_tokens + max(slots, drafted))
         here, there = self.cache.lengths.device, self.drafted.lengths.device
         check(here == there, op, "drafter", f"be on the model's device ({here})", there)
 

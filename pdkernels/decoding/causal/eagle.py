@@ -18,9 +18,10 @@ from pdkernels.decoding._costs import BlockSize, checked_block_size, guess_secon
 from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampling, checked_size
 from pdkernels.decoding._session import Session
 from pdkernels.decoding._token_sampler import checked_sampler
-from pdkernels.decoding.causal._drafter import DrafterSteps, checked_drafter
+from pdkernels.decoding.causal._drafter import checked_drafter
+from pdkernels.decoding.causal._features import FeatureSteps, check_sizes
 from pdkernels.decoding.causal._tree import Growth, Tree
-from pdkernels.decoding.steps import Steps, decoder
+from pdkernels.decoding.steps import decoder
 from pdkernels.masks import TreePlans
 from pdkernels.masks.tree_plans import ancestors
 from pdkernels.models import EagleHead, load_drafter
@@ -34,7 +35,7 @@ _NODES = 1024  # of a tree
 _UNREAD = 16  # rows that may wait while nothing is drafted: the head reads them together
 
 
-class EagleSteps(DrafterSteps):
+class EagleSteps(FeatureSteps):
     """Row i of the head's cache is about token i + 1, and is committed once the target has computed row i.
 
     Args:
@@ -84,20 +85,13 @@ class EagleSteps(DrafterSteps):
         self.plans: dict[int, TreePlans] = {}
         ids = head.vocabulary.tolist() if self.branches > 1 else []
         self.hidden_ids = tuple(number for number, token in enumerate(ids) if token in self.banned)
-        self.taps = head.config.taps
-        batch, device = session.batch, self.cache.device
-        self.room = slots + _UNREAD
-        self.features = torch.zeros(batch, self.room, head.config.body.hidden_size, dtype=head.dtype, device=device)
-        """What the head reads of the rows that it has not read yet."""
-        self.tokens = torch.zeros(batch, self.room, dtype=torch.int64, device=device)
+        self.allocate_features(session, head, slots + _UNREAD)
+        self.tokens = torch.zeros(session.batch, self.room, dtype=torch.int64, device=self.cache.device)
         """The tokens after these rows."""
-        self.fresh = torch.zeros_like(self.remaining)
-        """``(batch,)``, how many there are."""
-        self.most = 0  # no sequence has more of them
 
     @property
     def state(self) -> tuple[torch.Tensor, ...]:
-        return *super().state, self.features, self.tokens, self.fresh
+        return *super().state, self.tokens
 
     def start(self, session: Session) -> None:
         prompts, lengths = session.packed_prompts(session.longest, self.cache.device)
@@ -121,12 +115,11 @@ class EagleSteps(DrafterSteps):
         self.most = 1
 
     def step(self, width: int | None = None, ragged: bool = True) -> None:
-        if width is None:  # as many as a graph must be ready for
-            self.most = self.slots
         # What a grammar forces is a chain.
         if self.branches == 1 or width == 1 or self._forced is not None:
             super().step(width, ragged)
         else:
+            self.most = self.slots if width is None else self.most
             self._step_of_tree(width or self.slots, ragged)
 
     def _step_of_tree(self, width: int, ragged: bool) -> None:
@@ -184,11 +177,6 @@ class EagleSteps(DrafterSteps):
             self.plans[nodes] = TreePlans(len(self.entry.table), nodes, self.cache.device)
         return self.plans[nodes]
 
-    def admit(self, row: int, other: Steps, length: int, capacity: int, other_row: int = 0) -> None:
-        super().admit(row, other, length, capacity + self.spare, other_row)
-        assert isinstance(other, EagleSteps)
-        self.most = max(self.most, other.most)
-
     def draft(self, width: int) -> torch.Tensor:
         busy = self.entry.pending.sign()
         hidden, guesses = self._read(), list[torch.Tensor]()
@@ -214,36 +202,12 @@ class EagleSteps(DrafterSteps):
         self.most = 0
         return hidden.gather(1, rows)
 
-    def _guess(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The head's tokens ``(batch, 1)`` for `positions`, as the target's ids."""
-        logits: torch.Tensor = self.drafter.logits(hidden)
-        vocabulary: torch.Tensor = self.drafter.vocabulary
-        if self.sampler.temperature == 0:
-            return vocabulary[self.sampler.sample(logits, positions, self.seeds, OWN).clamp(min=0)]
-        # The noise of a sample belongs to the target's ids.
-        whole = logits.new_full((*logits.shape[:-1], self.model.config.vocab_size), -torch.inf)
-        whole[..., vocabulary] = logits
-        return self.sampler.sample(whole, positions, self.seeds, OWN, self.banned).clamp(min=0)
-
-    def forward(self, draft: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
-        hidden, taps = self.model.tapped(draft, self.taps, cache=self.cache, counts=counts)
-        self._verified = self.drafter.fused(taps) if self.slots > 1 else hidden
-        logits: torch.Tensor = self.model.logits(hidden)
-        return logits
-
     def accept(self, draft: torch.Tensor, accepted: torch.Tensor, next_token: torch.Tensor) -> None:
         if self.slots == 1:
             return
-        width = draft.shape[1]
-        if self.most + width > self.room:
-            self._read()
         last = (accepted - 1).clamp(min=0)[:, None]
         following = torch.cat([draft[:, 1:], next_token], 1).scatter(1, last, next_token)
-        places = self.fresh[:, None] + self.slot[:width]
-        self.tokens.scatter_(1, places, following)
-        self.features.scatter_(1, places[..., None].expand_as(self._verified), self._verified)
-        self.fresh.add_(accepted)
-        self.most += width
+        self.tokens.scatter_(1, self.keep_features(accepted), following)
 
 
 decode = decoder(EagleSteps)
@@ -282,13 +246,5 @@ def _checked_tree(
 def _checked(model: Any, head: Any) -> EagleHead:
     check_type(isinstance(head, EagleHead), _OP, "drafter", "be an EagleHead", type(head).__name__)
     assert isinstance(head, EagleHead)
-    config, sizes = head.config, model.config
-    vocabulary, width, layers = config.body.vocab_size, config.target_hidden_size, max(config.taps)
-    check(vocabulary == sizes.vocab_size, _OP, "drafter", f"be for {sizes.vocab_size} tokens, the model's", vocabulary)
-    check(
-        width == sizes.hidden_size, _OP, "drafter", f"be for a hidden size of {sizes.hidden_size}, the model's", width
-    )
-    check(layers <= sizes.layers, _OP, "drafter", f"read layers in 0 .. {sizes.layers}, the model's", layers)
-    shares = head.embedding is None and not hasattr(model, "embed")
-    refuse(shares, _OP, "the drafter shares the model's embedding, and the model has no `embed`")
+    check_sizes(_OP, model, head, head.config.target_hidden_size)
     return head

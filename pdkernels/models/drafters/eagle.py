@@ -126,6 +126,8 @@ class EagleHead(nn.Module):
     (torch.Size([1, 3, 5]), torch.Size([1, 3]))
     """
 
+    method = "eagle"
+    """The decoding method that it is for."""
     vocabulary: Tensor
     embedding: Matrix | None
 

@@ -1,0 +1,150 @@
+"""DFlash: a small block-diffusion drafter guesses a whole block in one forward, and one forward of the target verifies it.
+
+Source: "DFlash" (arXiv 2602.06036). The drafter's context is the target's hidden states, as K and V in its own cache: rows that were
+accepted are appended, and rejected ones never were in it. A block is not stored.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pdkernels._validation import check, check_type, refuse
+from pdkernels.decoding._costs import BlockSize, checked_block_size, draft_seconds, step_costs
+from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampling
+from pdkernels.decoding._session import Session
+from pdkernels.decoding._token_sampler import checked_sampler
+from pdkernels.decoding.causal._drafter import checked_drafter
+from pdkernels.decoding.causal._features import FeatureSteps, check_sizes
+from pdkernels.decoding.steps import decoder
+from pdkernels.models import DFlashHead, load_drafter
+
+_OP = "decoding.dflash"
+
+_UNREAD = 16  # rows that may wait while nothing is drafted: the head reads them together
+
+
+class DFlashSteps(FeatureSteps):
+    """Row i of the head's cache is made from row i of the target, and is committed once the head has read it.
+
+    Args:
+        drafter: a `DFlashHead` for this model, or the folder of one (`pdkernels.models.load_drafter`); None: the model's
+            ``drafters["dflash"]``.
+        block_size: tokens of a draft that are verified, the known first one included; 1 is autoregressive decoding. None: all that the
+            drafter guesses at once. "auto" chooses the length of each draft by the measured times of forwards and by what was accepted so
+            far; then it is never much slower than decoding token by token.
+        temperature: sampling temperature; 0 is greedy. Drafter and target draw with the same noise and the same filters, so the tokens are
+            those that `autoregressive` samples with the same seed.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        *,
+        drafter: Any = None,
+        block_size: BlockSize | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        typical_p: float | None = None,
+        allow_mask_token: bool = False,
+        seed: Seed = 0,
+        page_size: int | None = None,
+    ) -> None:
+        seeds = checked_sampling(_OP, temperature, seed, session.batch)
+        self.sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p, typical_p)
+        self.banned = banned_tokens(_OP, session.model, allow_mask_token)
+        given = checked_drafter(_OP, session.model, drafter, "dflash")
+        if isinstance(given, (str, os.PathLike)):
+            given = load_drafter(given if isinstance(given, str) else Path(given), session.model)
+        head, shared = _checked(session.model, given)
+        self.shared = shared
+        self.rows = head.config.block_size
+        """Of a forward of the head."""
+        self.first = 0 if head.config.sample_from_anchor else 1
+        most = 1 + self.rows - self.first
+        size, chosen = (most, False) if block_size is None else checked_block_size(_OP, block_size, most)
+        check(size <= most, _OP, "block_size", f"be at most {most}, the tokens of the drafter's blocks", size)
+        slots = max(1, min(session.block(size), session.max_new_tokens - 1))
+        self.embed = session.model.embed if head.embedding is None else head.embed
+        rows = BlockRows(head, self.embed, shared)
+        costs = step_costs(session.model, slots, draft=draft_seconds(rows, self.rows)) if chosen else ()
+        self.allocate_drafter(_OP, session, seeds, slots, page_size, head, costs, drafted=self.rows)
+        self.allocate_features(session, head, slots + _UNREAD)
+        device = self.cache.device
+        self.masks = torch.full((session.batch, self.rows - 1), head.config.mask_token, device=device)
+        self.after = torch.arange(1, slots + 1, device=device)
+
+    def start(self, session: Session) -> None:
+        prompts, lengths = session.packed_prompts(session.longest, self.cache.device)
+        self.cache.lengths.zero_(), self.drafted.lengths.zero_()
+        last, counts = (lengths - 1)[:, None], session.ragged(lengths)
+        hidden, taps = self.model.tapped(prompts, self.taps, cache=self.cache, counts=counts)
+        index = last[..., None].expand(-1, -1, hidden.shape[-1])
+        logits = self.model.logits(hidden.gather(1, index))
+        first = self.sampler.sample(logits, lengths[:, None], self.seeds, OWN, self.banned)
+        self.cache.commit_(lengths)
+        self.begin(session, first, logits)
+        self.entry.draft.copy_(first.clamp(min=0))
+        self.drafter.read(self.drafter.fused(taps), cache=self.drafted, counts=lengths)
+        self.drafted.commit_(lengths)
+        self.fresh.zero_()
+        self.most = 0
+
+    def draft(self, width: int) -> torch.Tensor:
+        self._read()
+        block = torch.cat([self.entry.draft, self.masks], 1)
+        hidden = self.drafter(self.embed(block), cache=self.drafted)
+        guesses = self._guess(
+            hidden[:, self.first :][:, : width - 1], self.cache.lengths[:, None] + self.after[: width - 1]
+        )
+        return torch.cat([self.or_forced(n, guesses[:, n - 1 : n]) for n in range(1, width)], 1)
+
+    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.drafter.logits(hidden, self.shared)
+        return logits
+
+    def _read(self) -> None:
+        if self.most:
+            self.drafter.read(self.features[:, : self.most], cache=self.drafted, counts=self.fresh)
+            self.drafted.commit_(self.fresh)
+            self.fresh.zero_()
+            self.most = 0
+
+    def accept(self, draft: torch.Tensor, accepted: torch.Tensor, next_token: torch.Tensor) -> None:
+        if self.slots > 1:
+            self.keep_features(accepted)
+
+
+decode = decoder(DFlashSteps)
+
+
+class BlockRows:
+    """A head as a model whose forwards can be timed."""
+
+    def __init__(self, head: DFlashHead, embed: Any, shared: Any) -> None:
+        self.model_itself, self._embed, self._shared, self.new_cache = head, embed, shared, head.new_cache
+
+    def __call__(self, tokens: torch.Tensor, *, cache: Any, rows: torch.Tensor | None = None) -> torch.Tensor:
+        hidden = self.model_itself(self._embed(tokens), cache=cache)
+        if rows is not None:
+            hidden = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1]))
+        return self.model_itself.logits(hidden, self._shared)
+
+
+def _checked(model: Any, head: Any) -> tuple[DFlashHead, Any]:
+    """The drafter, and the target's head if it has none of its own."""
+    check_type(isinstance(head, DFlashHead), _OP, "drafter", "be a DFlashHead", type(head).__name__)
+    assert isinstance(head, DFlashHead)
+    check_sizes(_OP, model, head, head.config.body.hidden_size)
+    if head.head is not None:
+        return head, None
+    shared = getattr(model, "head", None)
+    shared = getattr(model, "embedding", None) if shared is None else shared
+    remedy = "Pass a drafter with lm_head.weight."
+    refuse(shared is None, _OP, "the drafter shares the model's head, and the model has no matrix to share", remedy)
+    return head, shared

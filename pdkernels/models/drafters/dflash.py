@@ -1,0 +1,202 @@
+"""DFlash heads: a drafter that fills a whole block of masks in one forward, on keys and values made from its target's hidden states.
+
+Source: "DFlash" (arXiv 2602.06036). Row i of the context is the features of the target's row i, projected to K and V in every layer; it
+is no row of the residual. The block holds the known token and masks. Its rows see the whole context and each other.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from pdkernels._validation import check, check_flag, check_type
+from pdkernels.cache import Cache
+from pdkernels.masks import TilePlan, full
+from pdkernels.models.attention import rotated
+from pdkernels.models.caches import new_cache
+from pdkernels.models.config import TransformerConfig
+from pdkernels.models.drafters.rows import DRAFTER_MATRICES, new_rows, rotation_at, tables_of
+from pdkernels.models.fused import linear, rms_norm
+from pdkernels.models.layer import Layer, Matrix
+from pdkernels.models.packing import adopt_, quantized_state
+from pdkernels.models.taps import checked_taps
+
+_OP = "models.DFlashConfig"
+
+
+@dataclass(frozen=True)
+class DFlashConfig:
+    """Sizes and variants of a `DFlashHead`."""
+
+    body: TransformerConfig
+    """Of its layers. `vocab_size` and `hidden_size` are those of the target."""
+    taps: tuple[int, ...]
+    """Layers of the target whose inputs it reads (`Transformer.tapped`)."""
+    block_size: int
+    """Rows of its forward: the known token and masks."""
+    mask_token: int
+    draft_vocab_size: int
+    """Tokens that it can draft."""
+    sample_from_anchor: bool = False
+    """Whether a row predicts the token after its own; otherwise a mask predicts its own token, and the known token nothing."""
+    own_embedding: bool = False
+    """False: tokens have the target's embedding."""
+    own_head: bool = True
+    """False: rows are multiplied by the target's head."""
+
+    def __post_init__(self) -> None:
+        body = self.body
+        check_type(isinstance(body, TransformerConfig), _OP, "body", "be a TransformerConfig", type(body).__name__)
+        checked_taps(_OP, self.taps, 2**20)
+        for name in ("block_size", "mask_token", "draft_vocab_size"):
+            value = getattr(self, name)
+            check_type(type(value) is int, _OP, name, "be an int", type(value).__name__)
+        for name in ("sample_from_anchor", "own_embedding", "own_head"):
+            check_flag(_OP, name, getattr(self, name))
+        size, drafted = body.vocab_size, self.draft_vocab_size
+        check(2 <= self.block_size <= 256, _OP, "block_size", "be in 2 .. 256", self.block_size)
+        check(0 <= self.mask_token < size, _OP, "mask_token", f"be in 0 .. {size - 1}", self.mask_token)
+        check(1 <= drafted <= size, _OP, "draft_vocab_size", f"be in 1 .. {size}", drafted)
+        check(self.own_head or drafted == size, _OP, "own_head", "be True where fewer tokens are drafted", False)
+
+    # What caches read.
+    @property
+    def layers(self) -> int:
+        return self.body.layers
+
+    @property
+    def kv_heads(self) -> int:
+        return self.body.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.body.head_dim
+
+
+class DFlashHead(nn.Module):
+    """A drafter for the method "dflash". Row i of its cache is made from the target's row i.
+
+    Attributes:
+        vocabulary: ``(draft_vocab_size,)`` int64, the target's id of each token that it can draft.
+
+    >>> body = TransformerConfig(vocab_size=11, hidden_size=16, layers=2, heads=2, kv_heads=1, head_dim=16, intermediate_size=24)
+    >>> head = DFlashHead(DFlashConfig(body, taps=(1, 2), block_size=4, mask_token=10, draft_vocab_size=5)).requires_grad_(False)
+    >>> cache = head.new_cache(batch=1, capacity=8)
+    >>> head.read(head.fused(torch.randn(1, 3, 2, 16)), cache=cache)
+    >>> cache.commit_(torch.tensor([3]))
+    >>> hidden = head(torch.randn(1, 4, 16), cache=cache)
+    >>> head.logits(hidden).shape
+    torch.Size([1, 4, 5])
+    """
+
+    method = "dflash"
+    """The decoding method that it is for."""
+    vocabulary: Tensor
+    embedding: Matrix | None
+    head: Matrix | None
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.config, body = config, config.body
+        width = body.hidden_size
+        own = nn.Parameter(torch.empty(body.vocab_size, width)) if config.own_embedding else None
+        self.register_parameter("embedding", own)
+        self.fc: Matrix = nn.Parameter(torch.empty(width, len(config.taps) * width))
+        self.hidden_norm = nn.Parameter(torch.empty(width))
+        self.layers = nn.ModuleList(Layer(body) for _ in range(body.layers))
+        self.norm = nn.Parameter(torch.empty(width))
+        head = nn.Parameter(torch.empty(config.draft_vocab_size, width)) if config.own_head else None
+        self.register_parameter("head", head)
+        self.register_buffer("vocabulary", torch.arange(config.draft_vocab_size))
+        self.tables = tables_of(body)
+        if not self.norm.is_meta:
+            self.initialize_()
+
+    @torch.no_grad()
+    def initialize_(self) -> None:
+        """Normal weights, and norms and biases that change nothing."""
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(std=1 / math.sqrt(parameter.shape[1]))
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.norm.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.norm.device
+
+    def new_cache(
+        self, batch: int, capacity: int, *, kind: Literal["contiguous", "paged"] = "contiguous", page_size: int = 16
+    ) -> Cache:
+        """As `Transformer.new_cache`. Blocks need `block_size` rows more than texts."""
+        return new_cache(self, batch, capacity, kind, page_size)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The rows of its own embedding."""
+        assert self.embedding is not None
+        return nn.functional.embedding(tokens, cast(Tensor, self.embedding))
+
+    def fused(self, features: Tensor) -> Tensor:
+        """What it reads of the target's `features` ``(batch, T, taps, hidden_size)``: ``(batch, T, hidden_size)``."""
+        return rms_norm(linear(features.flatten(-2), self.fc), self.hidden_norm, self.config.body.norm_eps)
+
+    @torch.no_grad()
+    def read(self, hidden: Tensor, *, cache: Cache, counts: Tensor | None = None) -> None:
+        """Stores K and V of the `fused` features ``(batch, T, hidden_size)`` after the committed rows; `commit_` then keeps them.
+
+        Only the first `counts` ``(batch,)`` rows of each sequence are stored.
+        """
+        body, rows = self.config.body, hidden.shape[1]
+        positions = cache.lengths[:, None] + torch.arange(rows, device=cache.lengths.device)
+        rotation = rotation_at(self.tables, hidden, cache.capacity + rows, positions)
+        for index, layer in enumerate(self.layers):
+            k, v = cast(Layer, layer).project(hidden)[:, :, body.heads :].split(body.kv_heads, 2)
+            cache.append_(index, rotated(k.contiguous(), rotation, body.rope_style), v.contiguous(), counts)
+
+    @torch.no_grad()
+    def forward(self, embedded: Tensor, *, cache: Cache) -> Tensor:
+        """The rows ``(batch, T, hidden_size)`` of a block after the committed ones, for `logits`. They are not to be committed.
+
+        Args:
+            embedded: ``(batch, T, hidden_size)``, the embeddings of the known token and of masks.
+            cache: of `new_cache`, with the rows that it has `read`.
+        """
+        body, count = self.config.body, embedded.shape[1]
+        plan = _whole(count, embedded.device)
+        rows = new_rows(body, self.tables, embedded, count, cache, mask=plan)
+        x: Tensor = embedded
+        added: Tensor | None = None
+        for index, layer in enumerate(self.layers):
+            x, added = layer(x, added, partial(rows.attend_, layer=index), None)
+        assert added is not None
+        return x + added
+
+    def logits(self, hidden: Tensor, head: Any = None) -> Tensor:
+        """``(..., draft_vocab_size)`` of rows of a forward. `head`: the target's matrix, for a drafter without its own."""
+        matrix = head if self.head is None else self.head
+        assert matrix is not None
+        return linear(rms_norm(hidden, self.norm, self.config.body.norm_eps), cast(Matrix, matrix))
+
+    def quantized(self, format: str = "int8", *, group: int | None = None, skip: Any = ()) -> DFlashHead:
+        """The same head with quantised matrices, see `pdkernels.quantize`. Its own embedding stays as numbers."""
+        state = quantized_state(self, format, group, skip, False, matrices=DRAFTER_MATRICES)
+        state["vocabulary"] = self.vocabulary
+        with torch.device("meta"):
+            made = DFlashHead(self.config)
+        adopt_(made, state)
+        return made.requires_grad_(False).eval()
+
+
+@lru_cache(None)
+def _whole(rows: int, device: torch.device) -> TilePlan:
+    """Kept, because a drafter has one size of blocks, and a graph may have captured it."""
+    return full(rows).plan(64, 64, device)
