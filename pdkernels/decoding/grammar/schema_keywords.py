@@ -67,8 +67,8 @@ def check_keywords(schema: Mapping[str, Any], place: str) -> None:
         finite = type(given) is int or (type(given) is float and isfinite(given))
         fits = finite or (type(given) is bool and name.startswith("exclusive"))
         check(fits, OP, f"{name} at {place}", "be a finite number", given)
-    for of in ("Length", "Items", "Contains", "Properties"):
-        counts(schema, f"min{of}", f"max{of}", place)
+    for what in ("Length", "Items", "Contains", "Properties"):
+        counts(schema, f"min{what}", f"max{what}", place)
     for pattern in schema.get("patternProperties", {}):
         parsed(pattern)
     of = schema.get("type")
