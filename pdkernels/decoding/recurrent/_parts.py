@@ -19,7 +19,7 @@ from pdkernels.backends import backend_of
 from pdkernels.decoding._sampling import OWN, Seed, checked_name, checked_number, checked_size, sample
 from pdkernels.decoding._sampling import checked_sampling as checked_seeds
 from pdkernels.decoding._session import Session, flag_no_choice, is_end
-from pdkernels.decoding._token_sampler import checked_typical, typical
+from pdkernels.decoding._token_sampler import TokenSampler, checked_typical, largest
 from pdkernels.models.capabilities import capabilities
 from pdkernels.models.fused import rms_norm
 from pdkernels.models.protocols import RecurrentPartsModel, missing
@@ -46,40 +46,34 @@ class Sampling(NamedTuple):
     def sample(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """One token for each row of `logits` ``(batch, R, V)``, for `positions` ``(batch, R)``: int64."""
         if self.temperature > 0:
-            logits = filtered(logits, self.temperature, self.top_p, self.min_p, self.top_k)
-            if self.typical_p < 1:
-                logits = logits.masked_fill(~typical(logits, self.temperature, self.typical_p), -torch.inf)
+            logits = filtered(logits, self.temperature, self.top_p, self.min_p, self.top_k, self.typical_p)
         return sample(logits, positions, self.temperature, self.seeds, OWN)
 
 
 def filtered(
-    logits: torch.Tensor, temperature: float, top_p: float | None, min_p: float | None, top_k: int | None = None
+    logits: torch.Tensor,
+    temperature: float,
+    top_p: float | None,
+    min_p: float | None,
+    top_k: int | None = None,
+    typical_p: float = 1.0,
 ) -> torch.Tensor:
     """`logits` ``(..., V)`` with -inf for filtered tokens, at a temperature above 0.
 
-    As the published model draws: of ``softmax(logits / temperature)`` top-k drops what is below the `top_k`-th largest. From
-    the rest, in descending order and ties by id, top-p drops every token whose cumulative mass, its own included, exceeds
-    `top_p`, except the first (the usual rule, that of `token_statistics`, also keeps the token that crosses the threshold, and
-    its equals). Then min-p drops what is below `min_p` times the largest.
+    As the published model draws: with the rules of `TokenSampler`, but for top-p. Of the tokens that top-k leaves, in descending order and
+    ties by id, top-p drops every one whose cumulative mass, its own included, exceeds `top_p`, except the first; the masses are those
+    of ``softmax(logits / temperature)`` over all tokens. The usual rule also keeps the token that crosses the threshold, and its equals.
 
     >>> distribution = torch.tensor([0.5, 0.3, 0.2]).log()
     >>> filtered(distribution, 1.0, 0.75, None).isfinite().tolist(), filtered(distribution, 1.0, None, 0.5).isfinite().tolist()
     ([True, False, False], [True, True, False])
     """
-    if top_p is None and min_p is None and top_k is None:
-        return logits
-    scores = logits.double()
-    distribution = torch.softmax(scores / temperature, -1)
-    if top_k is not None:
-        distribution = distribution.masked_fill(
-            scores < scores.topk(min(top_k, scores.shape[-1]), -1).values[..., -1:], 0
-        )
+    kept = logits if top_k is None else largest(logits, top_k)
     if top_p is not None and top_p < 1:
+        distribution = torch.softmax(logits.double() / temperature, -1).masked_fill(kept == -torch.inf, 0)
         beyond = _beyond_first if has_torch_function_unary(distribution) else _beyond
-        distribution = distribution.masked_fill(beyond(distribution, top_p), 0)
-    if min_p is not None:
-        distribution = distribution.masked_fill(distribution < min_p * distribution.amax(-1, keepdim=True), 0)
-    return logits.masked_fill(distribution == 0, -torch.inf)
+        kept = kept.masked_fill(beyond(distribution, top_p), -torch.inf)
+    return TokenSampler(temperature, min_p=min_p or 0.0, typical_p=typical_p).filtered(kept)
 
 
 def _beyond(distribution: torch.Tensor, top_p: float) -> torch.Tensor:
