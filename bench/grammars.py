@@ -166,7 +166,7 @@ def main() -> None:
     for part in [name for name in parts if name != "cost"]:
         for model, method, tally in proofs(part == "smollm2", chosen.method, chosen.every):
             print(model, method, tally, flush=True)
-            row = {"model": model, "method": method, **tally}
+            row = {"model": model, "method": method, **tally} | ({"every": chosen.every} if chosen.every > 1 else {})
             others = [one for one in found.get("proof", []) if (one["model"], one["method"]) != (model, method)]
             found["proof"] = [*others, row]
             chosen.to.write_text(json.dumps(found, indent=1) + "\n")
