@@ -7,15 +7,26 @@ plots in `docs/images`. Without it the tables are printed. No number is typed by
 from __future__ import annotations
 
 import argparse
+import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench import backends, cpu_engines_report, engine_load, gpu_report, grammars_report, plots
+from bench import (
+    backends,
+    bench_recurrent_state,
+    cpu_engines_report,
+    engine_load,
+    gpu_report,
+    grammars_report,
+    long_texts,
+    plots,
+)
 from bench.gpu_report import table
 from bench.peers_report import PEERS_SUMMARY, peers
 from bench.planned_report import evaluation_planned, planned_round
-from bench.rows import Row, best_settings, by_candidate, family, load
+from bench.rows import Row, best_settings, by_candidate, family, load, rows_of
 from bench.sweep_report import SWEEPS, evaluation_sweep
 from bench.tables import lines_relative_to_ours, machine, microseconds, ratio, relative_to_ours, share
 from bench.transformers_report import anchored, transformers_speed, transformers_tests
@@ -25,8 +36,13 @@ RESULTS = ROOT / "bench/results/cpu"
 GPU_RESULTS = ROOT / "bench/results"
 CPU_ENGINES = ROOT / "bench/results/cpu_engines.json"
 ENGINE_LOAD = ROOT / "bench/results/engine_load.json"
+EVALUATION_HYBRID = ROOT / "bench/results/evaluation_hybrid.json"
 GRAMMARS = ROOT / "bench/results/grammars.json"
 TRANSFORMERS_TESTS = ROOT / "bench/results/transformers_tests.json"
+
+
+def of_file(path: Path, markdown: Callable[[Any], str]) -> str:
+    return markdown(json.loads(path.read_text())) if path.exists() else "not measured"
 
 
 def kv_commit(rows: list[Row], batch: int = 1) -> str:
@@ -306,6 +322,7 @@ TABLES = {
     "decoding": decoding,
     "smollm2": smollm2,
     "evaluation sums": lambda rows: evaluation(rows, "sums"),
+    "evaluation hybrid": lambda rows: evaluation(rows_of(EVALUATION_HYBRID), "sums"),
     "evaluation source": lambda rows: evaluation(rows, "source"),
     "evaluation picture": evaluation_picture,
     "evaluation recurrent": lambda rows: evaluation_of(rows, "recurrent", "step"),
@@ -363,6 +380,8 @@ TABLES = {
     "backends": lambda rows: backends.backends_table(backends.RESULTS),
     "engine_load": lambda rows: engine_load.load_table(ENGINE_LOAD),
     "cpu_engines summary": lambda rows: cpu_engines_report.summary(CPU_ENGINES),
+    "long texts": lambda rows: of_file(long_texts.RESULT, long_texts.markdown),
+    "recurrent state": lambda rows: of_file(bench_recurrent_state.RESULT, bench_recurrent_state.markdown),
     "grammars proof": lambda rows: grammars_report.proof(GRAMMARS),
     "grammars cost": lambda rows: grammars_report.cost(GRAMMARS),
     "gpu": lambda rows: gpu_report.pages(GPU_RESULTS),

@@ -12,19 +12,18 @@ Row = dict[str, Any]
 
 
 def load(folder: Path) -> list[Row]:
-    """The ``extra_info`` of every benchmark in the folder's JSON files, with its spread."""
+    """The rows of all JSON files in a folder."""
+    return [row for path in sorted(folder.glob("*.json")) for row in rows_of(path)]
+
+
+def rows_of(path: Path) -> list[Row]:
+    """The ``extra_info`` of every benchmark in a file, with its spread; none if there is no file."""
+    benchmarks = json.loads(path.read_text()).get("benchmarks", []) if path.exists() else []
     rows = []
-    for path in sorted(folder.glob("*.json")):
-        for benchmark in json.loads(path.read_text()).get("benchmarks", []):
-            stats = benchmark["stats"]
-            rows.append(
-                {
-                    **benchmark["extra_info"],
-                    "group": benchmark["group"],
-                    "iqr_us": stats["iqr"] * 1e6,
-                    "max_us": stats["max"] * 1e6,
-                }
-            )
+    for benchmark in benchmarks:
+        stats = benchmark["stats"]
+        spread = {"iqr_us": stats["iqr"] * 1e6, "max_us": stats["max"] * 1e6}
+        rows.append({**benchmark["extra_info"], "group": benchmark["group"], **spread})
     return rows
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import grammars_report, plots, report
+from bench import grammars_report, long_texts, plots, report
 from bench.bench_log_step import CANDIDATES
 from bench.bench_speculative_attention import APPENDING
 
@@ -76,6 +76,23 @@ def test_a_page_shows_them_where_they_were_measured(name: str, rows: list[report
     assert page.read_text() == f"Above.\n\n<!-- bench:{name} -->\n\n<!-- /bench -->\n"
     report.renew(page, rows)
     assert report.TABLES[name](rows) in page.read_text()
+
+
+def test_long_texts_are_measured_at_any_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory grows by two rows of 16 numbers in fp32 for each layer with attention; a state and its convolution do not grow."""
+    sizes = {"vocab_size": 16, "hidden_size": 16, "heads": 1, "kv_heads": 1, "head_dim": 16, "intermediate_size": 16}
+    states = {"key_heads": 1, "value_heads": 1, "key_dim": 8, "value_dim": 8}
+    monkeypatch.setattr(long_texts, "SIZES", {**sizes, "layers": long_texts.LAYERS})
+    monkeypatch.setattr(long_texts, "STATES", states)
+    monkeypatch.setattr(long_texts, "POSITIONS", (16, 48))
+    found = long_texts.measured(rounds=2)
+    memory = {(step["recurrent"], step["position"]): step["bytes"] for step in found["steps"]}
+    for recurrent in long_texts.RECURRENT:
+        attention = long_texts.LAYERS - recurrent
+        assert memory[recurrent, 48] - memory[recurrent, 16] == 32 * attention * 2 * 16 * 4
+        assert memory[recurrent, 16] - 16 * attention * 2 * 16 * 4 == recurrent * (8 * 8 + 3 * 24) * 4
+    header, _, *lines = cells(long_texts.markdown(found))
+    assert header[2:4] == ["at 16", "at 48"] and len(lines) == 2 * len(long_texts.RECURRENT)
 
 
 def test_peers_are_compared_case_by_case() -> None:
