@@ -10,6 +10,7 @@ import pytest
 from bench import grammars_report, long_texts, plots, report
 from bench.bench_log_step import CANDIDATES
 from bench.bench_speculative_attention import APPENDING
+from pdkernels.decoding.methods import METHODS
 
 
 def result(op: str, candidate: str, median: float, ratio: float, **sizes: object) -> dict:
@@ -133,9 +134,15 @@ def test_tables_of_grammars() -> None:
     assert "| person | 500 | 10.0 | 5.0% | 3 | 41 | 1,234 |" in text
 
 
+LATER = frozenset[str]()
+"""Methods whose proof is still to be run: `python -m bench.grammars --part tiny --method NAME`."""
+
+
 def test_grammars_are_cheap_and_always_followed() -> None:
-    """In the committed figures."""
+    """In the committed figures, of all methods; slow ones were given one grammar in so many."""
     found = json.loads(report.GRAMMARS.read_text())
-    assert all(row["invalid"] == 0 and row["valid"] + row["refused"] >= 100 for row in found["proof"])
-    assert len(found["proof"]) > 0 and len(found["cost"]) > 0
+    for row in found["proof"]:
+        assert row["invalid"] == 0 and (row["valid"] + row["refused"]) * row.get("every", 1) >= 100, row
+    assert {row["method"] for row in found["proof"] if row["model"].startswith("tiny-")} >= METHODS.keys() - LATER
+    assert len(found["cost"]) > 0
     assert all(row["step_us"] / 1e3 < 0.1 * row["rest_ms"] for row in found["cost"].values())
