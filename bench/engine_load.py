@@ -103,7 +103,7 @@ def load_table(path: Path) -> str:
                 *(f"{ms:,.0f}" for ms in times),
             ]
         )
-    facts = f"{found['file']}, {found['tokens']} tokens an answer; CPU time, one thread, minimum of interleaved rounds; {found['machine']}"
+    facts = f"{found['file']}, {found['tokens']} tokens an answer; CPU time, one thread, fastest of interleaved rounds; {found['machine']}"
     return f"{table(head, lines)}\n\n{facts}"
 
 
