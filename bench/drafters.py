@@ -3,7 +3,7 @@
     python -m bench.drafters --drafter smollm2-eagle --questions 50 --json drafters.json
 
 Questions take turns with methods, so that other load on the machine affects all alike; each pair runs `--repeats` times and the minimum time
-counts. Times of a busy machine are worthless: run nothing else.
+counts. Times of a busy machine are worthless: run nothing else, or count the processor time of one thread (`--threads 1 --clock process_time`).
 """
 
 from __future__ import annotations
@@ -36,9 +36,17 @@ def methods(drafter: bool) -> dict[str, tuple[str, dict[str, Any]]]:
     return found
 
 
-def run(model: Any, prompts: list[list[int]], limit: int, repeats: int) -> dict[str, dict[str, Any]]:
+def run(
+    model: Any,
+    prompts: list[list[int]],
+    limit: int,
+    repeats: int,
+    only: list[str] | None = None,
+    clock: Any = time.perf_counter,
+) -> dict[str, dict[str, Any]]:
     """Tokens, forwards, equal answers and seconds of every method."""
     chosen = methods(bool(getattr(model, "drafters", None)))
+    chosen = {label: one for label, one in chosen.items() if not only or label in (BASELINE, *only)}
     rows: dict[str, dict[str, Any]] = {
         label: {"tokens": 0, "forwards": 0, "equal": 0, "seconds": 0.0, "slowest": 0.0} for label in chosen
     }
@@ -47,11 +55,11 @@ def run(model: Any, prompts: list[list[int]], limit: int, repeats: int) -> dict[
         found: dict[str, Any] = {}
         for _ in range(repeats):
             for label, (method, options) in chosen.items():
-                started = time.perf_counter()
+                started = clock()
                 found[label] = pd.decoding.generate(
                     model, prompt, pd.decoding.find(method), max_new_tokens=limit, **options
                 )
-                fastest[label] = min(fastest[label], time.perf_counter() - started)
+                fastest[label] = min(fastest[label], clock() - started)
         for label, result in found.items():
             row = rows[label]
             row["tokens"] += result.stats.tokens
@@ -76,11 +84,13 @@ def table(rows: dict[str, dict[str, Any]], questions: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--drafter", help="the folder of an EAGLE-3 head")
+    parser.add_argument("--drafter", help="the name or folder of an EAGLE-3 head")
     parser.add_argument("--questions", type=int, default=50)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--packed", help="format that the head's matrices are quantised to, such as int8")
+    parser.add_argument("--only", nargs="+", help="rows of the table, beside token by token", metavar="LABEL")
+    parser.add_argument("--clock", choices=("perf_counter", "process_time"), default="perf_counter")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -93,7 +103,7 @@ def main() -> None:
         head = pd.models.load_drafter(given.drafter, model)
         model.drafters = {"eagle": head if given.packed is None else head.quantized(given.packed)}
     asked = prompts(model, given.questions, 160, 0, held_out=True)
-    rows = run(model, asked, given.tokens, given.repeats)
+    rows = run(model, asked, given.tokens, given.repeats, given.only, getattr(time, given.clock))
     print(table(rows, len(asked)))
     if given.json is not None:
         settings = {name: str(value) for name, value in vars(given).items()}

@@ -159,20 +159,20 @@ def main() -> None:
     given = parser.parse_args()
     compare: Callable[..., Iterator[tuple[str, int, int]]] = differences_on_smollm2 if given.smollm2 else differences
     known = json.loads(given.to.read_text()) if given.to is not None and given.to.exists() else {}
-    found: dict[str, dict[str, dict[str, int]]] = known.get("weights", {})
+    found: dict[str, dict[str, dict[str, Any]]] = known.get("weights", {})
     for weights in given.weights:
         before = found.setdefault(weights, {})
-        counts: dict[str, dict[str, int]] = {}
+        counts: dict[str, dict[str, Any]] = {}
         more = {} if given.smollm2 else {"methods": [method for method in METHODS if method not in before]}
         for method, compared, wrong in compare(given.prompts, weights, **more):
-            own = counts.setdefault(method, {"prompts": 0, "differ": 0})
+            own = counts.setdefault(method, {"prompts": 0, "differ": 0, "machine": processor()})
             own["prompts"] += compared
             own["differ"] += wrong
         for method, own in counts.items():
             before[method] = own
             print(f"{weights:12} {method:28} {own['prompts']} prompts, {own['differ']} differ from greedy", flush=True)
     if given.to is not None:
-        facts = {"machine": processor(), "torch": torch.__version__, "python": platform.python_version()}
+        facts = {"torch": torch.__version__, "python": platform.python_version()}
         given.to.write_text(json.dumps(facts | {"new_tokens": NEW, "weights": found}, indent=1) + "\n")
     sys.exit(any(own["differ"] for counts in found.values() for own in counts.values()))
 

