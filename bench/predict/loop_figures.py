@@ -84,6 +84,7 @@ def _read(kernel: Any, wanted: Callable[[list[Instruction]], object]) -> dict[st
 
 def main(cases: list[str]) -> None:
     from tests.harness import flex_template
+    from tests.ops.test_linear_compiled import compile_variant as compile_product
     from tests.ops.test_linear_token_statistics_compiled import MANY_ROWS
     from tests.ops.test_linear_token_statistics_compiled import compile_variant as compile_head
     from tests.ops.test_quantized_linear_compiled import compile_variant as compile_packed
@@ -101,6 +102,8 @@ def main(cases: list[str]) -> None:
             found[f"speculative {layout}"] = read_kernel(compile_variant(case, 81, layout)["_split_kernel"])
         for name, rows in {"few": 4, "many": MANY_ROWS}.items():
             found[f"vocabulary {name}"] = read_kernel(compile_head("sm_90:bf16:4096", 0.0, rows)["_parts_kernel"])
+        for rows in (16, 64):
+            found[f"product, {rows} rows"] = read_kernel(compile_product("sm_90:bf16:4096", False, rows, 28672))
         for name, layout in (("half 4", matrices()["half 4"]), ("super 4", matrices()["super 4"])):
             for rows in (8, 64):
                 kernel = compile_packed("sm_90:bf16:4096", layout, rows)["_products"]

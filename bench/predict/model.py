@@ -194,6 +194,18 @@ def head(device: Device, figures: dict[str, Any], rows: int, width: int, depth: 
     return seconds + 2 * device.launch, longest / mean
 
 
+def product(device: Device, figures: dict[str, Any], rows: int, outputs: int, width: int) -> float:
+    """Seconds of `linear` in bf16: what L2 delivers to the SM with most programs, what its warps issue, or reading the weights."""
+    from pdkernels.triton.linear import TABLE, choose_abreast
+
+    tiling = choose_abreast(rows, outputs) if rows > 16 else TABLE["16-bit"]
+    kernel = figures[f"product, {tiling.rows} rows"]
+    programs = -(-rows // tiling.rows) * -(-outputs // tiling.outputs)
+    step = step_cycles(device, kernel["steady"], kernel["warps"])
+    cycles = -(-programs // device.sms) * width / tiling.depth * step
+    return max(cycles / device.clock, (outputs + rows) * width * 2 / device.memory) + device.launch
+
+
 def packed(device: Device, figures: dict[str, Any], name: str, rows: int, outputs: int, width: int) -> float:
     """Seconds of a product with a packed matrix: what its warps issue, what a warp issues one after the other, or reading the codes."""
     from pdkernels.triton.quantized_linear import _TABLE, BLOCK
@@ -284,7 +296,10 @@ def cut_slots() -> list[int] | None:
 
     if find_nvcc() is None:
         return None
-    passes = outer_loops(statistics_kernel("token_cut_kernel", "Li8E"), "LDG")[:3]
+    loops = outer_loops(statistics_kernel("token_cut_kernel", "Li8E"), "LDG")
+    # Loops of top-k lie between the first pass and that of the masses, which needs exponentials.
+    second = next(i for i, loop in enumerate(loops) if any(x.name.startswith("MUFU.EX2") for x in loop))
+    passes = (loops[0], *loops[second : second + 2])
     return [cheapest_way(loop, *(("MUFU.EX2", 8) if number == 1 else ("LDG", 1))) for number, loop in enumerate(passes)]
 
 
@@ -322,6 +337,10 @@ def rows(device: Device, figures: dict[str, Any], slots: float | None, cuts: Seq
         Row(f"LM head, {count} rows", floor * us, goal * us, *head(device, figures, count, 126464, 4096))
         for count, floor, goal in ((256, 336, 370), (64, 241, 245))
     ]
+    for count in (1, 16, 64):
+        floor = (28672 + count) * 4096 * 2 / device.memory
+        seconds = product(device, figures, count, 28672, 4096)
+        found.append(Row(f"linear, 28,672 x 4,096, {count} row{'s' * (count > 1)}", floor, 1.1 * floor, seconds))
     for name, label in (("half 4", "Q4_0"), ("super 4", "Q4_K")):
         for count in (8, 64):
             floor = packed_bytes(name, 28672, 4096) / device.memory

@@ -1,8 +1,9 @@
 """Products of few rows with a matrix, in Triton.
 
-A program owns a tile of rows and a tile of outputs and sums over the whole width in ascending order. Tiles depend on the dtype
-alone, never from the number of rows, and a row of a tensor-core product does not read the others: the result of a row does not
-depend on how many rows there are.
+A program owns a tile of rows and a tile of outputs and sums over the whole width in ascending order. A product has 16 rows, however
+many there are, and a row of it does not read the others: the result of a row does not depend on how many rows there are. In 16 bits
+a program takes four tiles of more than 16 rows abreast, one product after the other with the same weights. One product of 64 rows would be
+another instruction on Hopper, which may round differently.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ class Tiling(NamedTuple):
 
 # 16 rows are the minimum of a tensor core. Few outputs per program, so that small matrices keep many SMs reading.
 TABLE = {"16-bit": Tiling(16, 32, 128, 4, 4), "fp32": Tiling(16, 32, 64, 4, 3)}
+# Four tiles of 16 rows abreast. The more outputs of a program, the fewer bytes of rows and weights together come from L2. All fit into the
+# 99 KiB of shared memory of small GPUs.
+ABREAST = (Tiling(64, 32, 128, 4, 4), Tiling(64, 64, 128, 4, 3), Tiling(64, 128, 64, 8, 4), Tiling(64, 256, 64, 8, 3))
+# Programs that run at once on an H100 or H200.
+PROGRAMS_AT_ONCE = 132
 
 
 @triton.jit
@@ -60,6 +66,55 @@ def _linear(x, weight, bias, out, rows, outputs, width, x_stride, weight_stride,
     product_tile(x, weight, bias, out, row, rows, output, outputs, width, x_stride, weight_stride, ROWS, OUTPUTS, DEPTH)
 
 
+@triton.jit
+def _rows(x, row, rows, start, width, x_stride, DEPTH: tl.constexpr):
+    depth = start + tl.arange(0, DEPTH)
+    at = x + row[:, None] * x_stride + depth[None, :]
+    return tl.load(at, mask=(row < rows)[:, None] & (depth < width)[None, :], other=0.0)
+
+
+@triton.jit
+def _store(total, bias, out, row, rows, output, outputs):
+    if bias is not None:
+        total += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
+    at = out + row[:, None] * outputs + output[None, :]
+    tl.store(at, total.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (output < outputs)[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _linear_abreast(x, weight, bias, out, rows, outputs, width, x_stride, weight_stride,
+                    OUTPUTS: tl.constexpr, DEPTH: tl.constexpr):  # fmt: skip
+    row_tiles = tl.cdiv(rows, 64)
+    first = (tl.program_id(0) % row_tiles * 64 + tl.arange(0, 16)).to(tl.int64)
+    output = (tl.program_id(0) // row_tiles * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.int64)
+    a = tl.zeros((16, OUTPUTS), tl.float32)
+    b, c, d = a, a, a
+    for start in range(0, width, DEPTH):
+        weights = tl.trans(_rows(weight, output, outputs, start, width, weight_stride, DEPTH))
+        a = tl.dot(_rows(x, first, rows, start, width, x_stride, DEPTH), weights, a)
+        b = tl.dot(_rows(x, first + 16, rows, start, width, x_stride, DEPTH), weights, b)
+        c = tl.dot(_rows(x, first + 32, rows, start, width, x_stride, DEPTH), weights, c)
+        d = tl.dot(_rows(x, first + 48, rows, start, width, x_stride, DEPTH), weights, d)
+    _store(a, bias, out, first, rows, output, outputs)
+    _store(b, bias, out, first + 16, rows, output, outputs)
+    _store(c, bias, out, first + 32, rows, output, outputs)
+    _store(d, bias, out, first + 48, rows, output, outputs)
+
+
+def choose_abreast(rows: int, outputs: int) -> Tiling:
+    """The tiling with the fewest bytes from L2 on the SM that has most to do.
+
+    >>> [choose_abreast(64, outputs).outputs for outputs in (4096, 28672)]
+    [32, 256]
+    """
+
+    def most(tiling: Tiling) -> int:
+        programs = -(-rows // tiling.rows) * -(-outputs // tiling.outputs)
+        return -(-programs // PROGRAMS_AT_ONCE) * (tiling.rows + tiling.outputs)
+
+    return min(ABREAST, key=most)
+
+
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``(rows, width) x (outputs, width) -> (rows, outputs)``."""
     rows, outputs = len(x), len(weight)
@@ -69,22 +124,13 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     x = x if x.stride(-1) == 1 else x.contiguous()
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
-    tiling = TABLE["fp32" if x.dtype == torch.float32 else "16-bit"]
-    programs = triton.cdiv(rows, tiling.rows) * triton.cdiv(outputs, tiling.outputs)
-    _linear[(programs,)](
-        x,
-        weight,
-        bias,
-        out,
-        rows,
-        outputs,
-        x.shape[1],
-        x.stride(0),
-        weight.stride(0),
-        ROWS=tiling.rows,
-        OUTPUTS=tiling.outputs,
-        DEPTH=tiling.depth,
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
-    )
+    arguments = (x, weight, bias, out, rows, outputs, x.shape[1], x.stride(0), weight.stride(0))
+    half = x.dtype != torch.float32
+    tiling = choose_abreast(rows, outputs) if half and rows > 16 else TABLE["16-bit" if half else "fp32"]
+    grid = (triton.cdiv(rows, tiling.rows) * triton.cdiv(outputs, tiling.outputs),)
+    options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
+    if tiling.rows > 16:
+        _linear_abreast[grid](*arguments, OUTPUTS=tiling.outputs, DEPTH=tiling.depth, **options)
+    else:
+        _linear[grid](*arguments, ROWS=tiling.rows, OUTPUTS=tiling.outputs, DEPTH=tiling.depth, **options)
     return out

@@ -186,9 +186,24 @@ def test_errors(wrong: dict[str, Any], error: type[Exception], text: str) -> Non
 
 
 @requires_triton
+def test_every_tiling_gives_the_bits_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pdkernels.triton import linear
+
+    # Whole numbers: in the interpreter a BLAS multiplies, in an order of its own.
+    x, weight = (torch.randint(-4, 5, size).half().to(triton_device()) for size in ((70, 150), (300, 150)))
+    few = torch.cat([linear.forward(part, weight, None) for part in x.split(16)])
+    assert torch.equal(few, (x.float() @ weight.float().T).half())
+    for tiling in linear.ABREAST:
+        monkeypatch.setattr(linear, "ABREAST", (tiling,))
+        assert torch.equal(linear.forward(x, weight, None), few)
+
+
+@requires_triton
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("width", [512, 1024, 1536, 2048, 4096])
+@pytest.mark.parametrize(
+    "width", [512, *(pytest.param(width, marks=pytest.mark.slow) for width in (1024, 1536, 2048, 4096))]
+)
 def test_a_row_does_not_depend_on_their_number_at_any_width(
     width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from typing import Any
 from unittest import mock
@@ -13,13 +14,14 @@ from tests.harness import triton_budgets as harness
 from tests.harness.triton_interpreter import requires_triton
 
 pytestmark = requires_triton
-# Budgets are named "sm_90:bf16:4096 product": the width, with a bias and without.
+# Budgets are named "sm_90:bf16:4096 product": the width, with a bias and without; "abreast": of 64 rows and so many outputs.
 BUDGETS = {name: budget for name, budget in json.loads(harness.BUDGET_FILE.read_text()).items() if " product" in name}
 CASES = sorted({name.split(" ")[0] for name in BUDGETS})
 FIRST_CLASS = "sm_90:bf16:4096"
+ABREAST = {"product abreast 1024": 1024, "product abreast 28672": 28672}
 
 
-def compile_variant(case: str, biased: bool) -> Any:
+def compile_variant(case: str, biased: bool, rows: int = 8, outputs: int = 1024) -> Any:
     """What the harness compiles when this launch replaces those of the block-sparse kernels."""
     import torch
 
@@ -27,8 +29,8 @@ def compile_variant(case: str, biased: bool) -> Any:
 
     def launch(given: Any) -> tuple[torch.Tensor, torch.Tensor]:
         q = given.q
-        x, weight = (q.new_zeros(size, int(case.split(":")[2])) for size in (8, 1024))
-        linear.forward(x, weight, q.new_zeros(1024) if biased else None)
+        x, weight = (q.new_zeros(size, int(case.split(":")[2])) for size in (rows, outputs))
+        linear.forward(x, weight, q.new_zeros(outputs) if biased else None)
         return q, q
 
     with mock.patch.multiple(block_sparse_attention, forward=launch, backward=mock.DEFAULT):
@@ -36,12 +38,25 @@ def compile_variant(case: str, biased: bool) -> Any:
     return compiled
 
 
+def instructions(kernel: Any) -> set[str]:
+    """Those of the tensor cores."""
+    return set(re.findall(r"(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\S*", kernel.asm["ptx"]))
+
+
 def main(cases: list[str]) -> None:
     """Writes the figures of some cases as a JSON object."""
     found = {}
     for case in cases:
         for name, biased in (("product", False), ("product with bias", True)):
-            found[f"{case} {name}"] = harness.read_figures(compile_variant(case, biased), case.split(":")[0])
+            few = compile_variant(case, biased)
+            found[f"{case} {name}"] = harness.read_figures(few, case.split(":")[0])
+        if ":fp32:" not in case:
+            for name, outputs in ABREAST.items():
+                kernel = compile_variant(case, True, 64, outputs)
+                found[f"{case} {name}"] = harness.read_figures(kernel, case.split(":")[0])
+                # The instruction of few rows, whose bits they must have.
+                assert instructions(kernel) == instructions(few) and len(instructions(kernel)) == 1
+                assert kernel.metadata.shared <= harness.SHARED_LIMIT["sm_120"]
     print(json.dumps(found))
 
 
