@@ -15,7 +15,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from pdkernels._attention import AttentionArguments, GradientArguments
 from pdkernels.gluon.block_sparse_attention import forward_kernel
 from pdkernels.gluon.block_sparse_attention_backward import dq_kernel
-from pdkernels.triton.block_sparse_attention import Saved
+from pdkernels.gluon.block_sparse_attention_dkv import dkv_kernel
+from pdkernels.triton.block_sparse_attention import Passes, Saved
 from pdkernels.triton.block_sparse_attention import backward as triton_backward
 
 ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -34,6 +35,8 @@ class Steps(NamedTuple):
 STEPS = {64: Steps(128, 4), 128: Steps(128, 2)}
 # Of dQ: a step has two products with 64 columns and one with those of the heads, whose registers 128 keys would exceed.
 GRADIENT_STEPS = {64: Steps(64, 4), 128: Steps(64, 3)}
+# Of dK and dV, in queries.
+KEY_STEPS = {64: Steps(64, 4), 128: Steps(64, 4)}
 # Keys and values of the sequences that are worked on at once: half of Hopper's L2 cache.
 SECTION_BYTES = 24 * 2**20
 
@@ -128,7 +131,7 @@ def forward(given: AttentionArguments) -> tuple[Tensor, Tensor]:
 
 
 def serves_gradients(gradients: GradientArguments) -> bool:
-    """Whether the kernel of dQ computes this call; the Triton kernel computes all."""
+    """Whether the kernels of the gradients compute this call; the Triton kernels compute all."""
     given = gradients.forward
     return (
         serves(given)
@@ -138,7 +141,7 @@ def serves_gradients(gradients: GradientArguments) -> bool:
 
 
 def of_queries(gradients: GradientArguments, dq: Tensor, saved: Saved) -> None:
-    """Writes dQ and what the kernel of dK and dV needs, for a call that the kernel serves."""
+    """Writes dQ and what `of_keys` needs, for a call that the kernels serve."""
     given, grad_lse = gradients.forward, gradients.grad_lse
     steps, work, grad = GRADIENT_STEPS[given.q.shape[3]], Work.of(given), gradients.grad_out
     dq_kernel[(work.programs,)](
@@ -149,6 +152,30 @@ def of_queries(gradients: GradientArguments, dq: Tensor, saved: Saved) -> None:
     )  # fmt: skip
 
 
+def of_keys(
+    gradients: GradientArguments, saved: Saved, parts: tuple[Tensor, Tensor], plan_rows: Tensor, pieces: int, piece: int
+) -> None:
+    """Writes dK and dV, or a sum for each piece of the query heads, from what `of_queries` saved. `plan_rows`: those of the keys."""
+    given, grad = gradients.forward, gradients.grad_out
+    (batch, _, heads, head_dim), (kv_len, kv_heads) = given.q.shape, given.k.shape[1:3]
+    programs = batch * kv_heads * pieces * plan_rows.shape[-2] * given.block_k // 128
+    rows_stride = plan_rows.stride(0) if plan_rows.dim() == 3 else 0
+    steps = KEY_STEPS[head_dim]
+    dkv_kernel[(programs,)](
+        *(describe(x, steps.block_n) for x in (given.q, grad)), *(describe_rows(x, steps.block_n) for x in saved),
+        *(describe(x, 64) for x in (given.k, given.v)),
+        *parts, plan_rows, *given[4:6], rows_stride, kv_len, kv_heads, batch * kv_heads, pieces, piece,
+        given.scale * math.log2(math.e), given.scale, GROUP=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_Q=given.block_q,
+        BLOCK_K=given.block_k, BLOCK_M=steps.block_n, STAGES=steps.stages, FOLD_SCALE=given.scale > 0, num_warps=4,
+    )  # fmt: skip
+
+
+def describe_rows(x: Tensor, rows: int) -> TensorDescriptor:
+    """So many rows of ``(batch, heads, rows)``."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows], layout)
+
+
 def backward(gradients: GradientArguments) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv)``: the Triton kernel of dK and dV after the Gluon kernel of dQ."""
-    return triton_backward(gradients, of_queries)
+    """``(dq, dk, dv)``, as `pdkernels.triton.block_sparse_attention.backward` returns them."""
+    return triton_backward(gradients, Passes(of_queries, of_keys, 128))

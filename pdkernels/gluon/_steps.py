@@ -123,6 +123,12 @@ def hide(s, words):
     SCORES: gl.constexpr = scores_layout(BLOCK_N)
     words = gl.convert_layout(words, SCORES, assert_trivial=True)
     tested = gl.convert_layout(tested, SCORES, assert_trivial=True)
+    return hidden(s, words, tested)
+
+
+@gluon.jit
+def hidden(s, words, tested):
+    """Scores, -inf where a word has none of the bits that are tested."""
     # Written out, since LLVM would gather booleans in words.
     return gl.inline_asm_elementwise(
         """

@@ -63,7 +63,7 @@ def forward_for(given: AttentionArguments) -> Callable[[AttentionArguments], tup
 
 
 def backward_for(gradients: GradientArguments) -> Callable[[GradientArguments], tuple[Tensor, Tensor, Tensor]] | None:
-    """The backward pass with the Gluon kernel of dQ for this call, or None."""
+    """The Gluon kernels of the backward pass for this call, or None."""
     if not on_hopper(gradients.forward.q):
         return None
     try:

@@ -332,10 +332,19 @@ class Saved(NamedTuple):
     """rowsum(dO * O) - dLSE."""
 
 
-def backward(
-    gradients: GradientArguments, of_queries: Callable[[GradientArguments, Tensor, Saved], None] | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv)``, contiguous, from the gradients of what `forward` returned. `of_queries`: another kernel for dQ, which it writes."""
+class Passes(NamedTuple):
+    """Other kernels for the two passes of `backward`."""
+
+    of_queries: Callable[[GradientArguments, Tensor, Saved], None]
+    """Writes dQ and what is saved."""
+    of_keys: Callable[[GradientArguments, Saved, tuple[Tensor, Tensor], Tensor, int, int], None]
+    """Writes dK and dV, or a sum for each piece of the query heads, for these rows of a plan, so many pieces, heads of each."""
+    keys: int
+    """Of a program of the second pass."""
+
+
+def backward(gradients: GradientArguments, passes: Passes | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """``(dq, dk, dv)``, contiguous, from the gradients of what `forward` returned."""
     given, out, lse, grad_lse = gradients.forward, gradients.out, gradients.lse, gradients.grad_lse
     _check_shared_memory(given.q)
     grad_out, q, k, v = (addressable(x) for x in (gradients.grad_out, given.q, given.k, given.v))
@@ -351,8 +360,8 @@ def backward(
 
     blocking = choose_blocking("dq", q, given.block_q, given.block_k)
     programs = batch * heads * q_tiles * (given.block_q // blocking.block_m)
-    if of_queries is not None:
-        of_queries(gradients, dq, saved)
+    if passes is not None:
+        passes.of_queries(gradients, dq, saved)
     elif programs:
         _dq_kernel[(programs,)](
             grad_out, q, k, v, out, lse, None if grad_lse is None else grad_lse.contiguous(), dq, *saved,
@@ -361,19 +370,22 @@ def backward(
         )  # fmt: skip
 
     blocking = choose_blocking("dkv", q, given.block_q, given.block_k)
-    blocks_of_keys = k.shape[2] * k_tiles * (given.block_k // blocking.block_n)
+    blocks_of_keys = k.shape[2] * k_tiles * (given.block_k // (blocking.block_n if passes is None else passes.keys))
     pieces, piece = split_group(heads // k.shape[2], blocks_of_keys)
-    parts: tuple[Tensor, ...] = (dk, dv)
+    parts = (dk, dv)
     if pieces > 1:
-        parts = torch.empty((2, pieces, *k.shape), dtype=torch.float32, device=k.device).unbind()
-    if batch * blocks_of_keys:
+        sums = torch.empty((2, pieces, *k.shape), dtype=torch.float32, device=k.device)
+        parts = (sums[0], sums[1])
+    if passes is not None:
+        passes.of_keys(gradients, saved, parts, of_k, pieces, piece)
+    elif batch * blocks_of_keys:
         _dkv_kernel[(batch * blocks_of_keys * pieces,)](
             grad_out, q, k, v, *saved, *parts, of_k, given.plan_lists, given.bitmaps,
             *inputs, _stride(of_k), k_tiles, saved_stride, *sizes[:3], batch, pieces, piece, sizes[3], given.scale,
             **_constants(given, blocking),
         )  # fmt: skip
-        if pieces > 1:
-            _sum_kernel[(triton.cdiv(k.numel(), 1024), 2)](*parts, dk, dv, k.numel(), pieces, BLOCK=1024, num_warps=4)
+    if pieces > 1 and k.numel():
+        _sum_kernel[(triton.cdiv(k.numel(), 1024), 2)](*parts, dk, dv, k.numel(), pieces, BLOCK=1024, num_warps=4)
     return dq, dk, dv
 
 

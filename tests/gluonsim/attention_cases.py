@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from pdkernels._attention import AttentionArguments, GradientArguments
 from pdkernels.reference.block_sparse_attention import block_sparse_attention as reference
+from pdkernels.triton.block_sparse_attention import Saved
 from tests.gluonsim import Edit
 from tests.harness.error_budget import assert_within_budget
 from tests.masks.brute_force import brute_force
@@ -97,7 +99,7 @@ def launcher(simulator: Any, programs: int = 2, stages: int = 2) -> Any:
     """The module that launches the kernel, for a GPU with so many SMs; two stages, so that a ring goes round soon."""
     module = simulator.load(LAUNCH)
     module.processors = lambda device: programs
-    for table in (module.STEPS, module.GRADIENT_STEPS):
+    for table in (module.STEPS, module.GRADIENT_STEPS, module.KEY_STEPS):
         table.update({size: steps._replace(stages=min(stages, steps.stages)) for size, steps in table.items()})
     return module
 
@@ -132,6 +134,32 @@ def check_dq(call: Call, gradients: GradientArguments, dq: Tensor, saved: Any) -
     if gradients.grad_lse is not None:
         delta = delta - gradients.grad_lse
     assert torch.allclose(saved.delta[:, :, :q_len], delta, atol=1e-4, rtol=1e-4)
+
+
+def saved_of(call: Call, gradients: GradientArguments) -> Saved:
+    """What the kernel of dQ saves for the other one, with rows past the end."""
+    rows = -(-call.given.q.shape[1] // call.given.block_q) * call.given.block_q
+    lse, delta = (torch.zeros(*gradients.lse.shape[:2], rows) for _ in range(2))
+    of_rows = slice(0, call.given.q.shape[1])
+    lse[:] = torch.inf
+    lse[:, :, of_rows] = torch.where(gradients.lse > -torch.inf, gradients.lse / math.log(2.0), torch.inf)
+    delta[:, :, of_rows] = (gradients.grad_out.float() * gradients.out.float()).sum(-1).transpose(1, 2)
+    if gradients.grad_lse is not None:
+        delta[:, :, of_rows] -= gradients.grad_lse
+    return Saved(lse, delta)
+
+
+def check_dkv(call: Call, gradients: GradientArguments, results: tuple[Tensor, Tensor]) -> None:
+    given = call.given
+
+    def by_reference(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        q, k, v = (x.to(dtype).requires_grad_() for x in given[:3])
+        out, lse = reference(q, k, v, call.mask, given.scale, given.sinks)
+        of_lse = torch.zeros_like(lse) if gradients.grad_lse is None else gradients.grad_lse.to(lse.dtype)
+        return torch.autograd.grad((out, lse), (k, v), (gradients.grad_out.to(dtype), of_lse))
+
+    for name, *tensors in zip(("dk", "dv"), results, by_reference(torch.float64), by_reference(given.q.dtype)):
+        assert_within_budget(*tensors, name=name)
 
 
 # Every one breaks the protocol between the partitions.

@@ -70,6 +70,8 @@ class Budget(NamedTuple):
     """Bytes of shared memory."""
     masked: int | None = None
     """For a step that needs a mask. None: these loops have loops in them, over a plan's lists, and are not among the figures."""
+    spill: int = 0
+    """Bytes of registers spilled outside these loops."""
 
 
 def cases(budgets: Iterable[str]) -> list[Any]:
@@ -89,7 +91,7 @@ def main(compile_case: Callable[[str], Any]) -> None:
 
 def check(found: dict[str, Any], budget: Budget, products: int, in_flight: list[int]) -> None:
     """`products` of a step, and how many of them each wait leaves under way."""
-    assert not found["serialized"] and not found["spill"], found
+    assert not found["serialized"] and found["spill"] <= budget.spill, found
     # At launch; setmaxnreg then gives the consumers more and the producer less.
     assert found["registers"] <= 168 and found["setmaxnreg"]
     assert found["shared"] <= min(budget.shared, harness.SHARED_LIMIT["sm_90"])

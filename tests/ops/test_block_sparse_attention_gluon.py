@@ -21,7 +21,7 @@ def run(seed: int, call: Call, edits: tuple[Edit, ...] = (), programs: int = 2, 
 @pytest.mark.parametrize("first", range(0, 50, 10))
 def test_random_plans_under_random_schedules(first: int) -> None:
     for seed in range(first, first + 10):
-        run(seed, random_call(seed), programs=1 + seed % 3, stages=2 + seed % 2)
+        run(seed, random_call(seed, 200), programs=1 + seed % 3, stages=2 + seed % 2)
 
 
 @pytest.mark.slow
@@ -34,7 +34,14 @@ def test_many_plans_under_many_schedules(first: int) -> None:
 FOUND_WITHIN = 20
 
 
-@pytest.mark.parametrize("name", [*MUTATIONS, *WRONG_VALUES])
+# Every fifth in every run, from breaches of the protocol and from wrong values.
+NAMES = [
+    name if i % 5 == 0 else pytest.param(name, marks=pytest.mark.slow)
+    for i, name in enumerate([*MUTATIONS, *WRONG_VALUES])
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_planted_fault_is_found(name: str) -> None:
     edit = (MUTATIONS | WRONG_VALUES)[name]
     for seed in range(FOUND_WITHIN):

@@ -31,9 +31,8 @@ def run(
     return dq
 
 
-@pytest.mark.parametrize("first", range(0, 20, 10))
-def test_random_plans_under_random_schedules(first: int) -> None:
-    for seed in range(first, first + 10):
+def test_random_plans_under_random_schedules() -> None:
+    for seed in range(10):
         run(seed, random_call(seed, 200), programs=1 + seed % 3, stages=2 + seed % 2)
 
 
@@ -42,7 +41,7 @@ def test_the_same_bits_under_every_schedule() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(50, 5050, 100))
+@pytest.mark.parametrize("first", range(10, 5010, 100))
 def test_many_plans_under_many_schedules(first: int) -> None:
     for seed in range(first, first + 100):
         run(seed, random_call(seed), programs=1 + seed % 3, stages=2 + seed % 2)

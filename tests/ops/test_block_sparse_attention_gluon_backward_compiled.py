@@ -1,4 +1,4 @@
-"""The Gluon kernel of dQ compiles for Hopper: products stay in flight, nothing is spilled, loops are short.
+"""The Gluon kernels of dQ, and of dK and dV, compile for Hopper: products stay in flight, loops are short and spill nothing.
 
 python -m tests.ops.test_block_sparse_attention_gluon_backward_compiled bf16:128:128      a JSON object on stdout
 """
@@ -14,15 +14,21 @@ from tests.harness.gluon_budgets import Budget
 
 pytestmark = gluon.NEEDS
 
-# Dtype, head dimension, query rows of a plan's tile, options. A step has 64 keys; the Triton kernel has 306 instructions without a mask.
+# Dtype, head dimension, query rows of a plan's tile, options. A step of dQ has 64 keys, one of dK and dV ("keys") 64 queries.
 BUDGETS = {
     "bf16:128:128": Budget(280, 197_400, masked=385),
     "fp16:128:64": Budget(280, 197_400, masked=385),
     "bf16:64:128": Budget(280, 164_600, masked=385),
     "bf16:128:128:lse,negative": Budget(280, 197_400, masked=415),
+    "bf16:128:128:keys": Budget(315, 199_240, masked=475, spill=16),
+    "fp16:64:64:keys": Budget(280, 100_936, masked=440),
+    "bf16:128:128:keys,negative": Budget(345, 199_240, masked=505, spill=16),
 }
-# 64 x N x 16 products in a step: of the scores, of their gradients, of dQ.
-PRODUCTS = {128: 20, 64: 12}
+# 64 x N x 16 products in a step: of the scores, of their gradients, and of dQ, or of dK and dV.
+PRODUCTS = {"dq": {128: 20, 64: 12}, "keys": {128: 24, 64: 16}}
+# How many are under way after each wait. Scores of dQ are waited for while two products run, their gradients while one does; of dK and dV
+# the scores while their gradients are computed.
+IN_FLIGHT = {"dq": [2, 1, 0], "keys": [1, 0, 0]}
 
 
 def compile_case(case: str) -> Any:
@@ -42,6 +48,9 @@ def compile_case(case: str) -> Any:
     gradients = GradientArguments(q, lse if "lse" in options else None, q, lse, given)
     assert _launch.serves_gradients(gradients)
     saved = Saved(*(torch.zeros(1, 8, 256) for _ in range(2)))
+    if "keys" in options:
+        parts = (torch.zeros(1, 256, 2, int(head_dim), dtype=element),) * 2
+        return gluon.compiled(lambda: _launch.of_keys(gradients, saved, parts, plan[0][2:], 1, 4))["dkv_kernel"]
     return gluon.compiled(lambda: _launch.of_queries(gradients, torch.empty_like(q), saved))["dq_kernel"]
 
 
@@ -51,10 +60,9 @@ def measure(cases: list[str]) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("case", gluon.cases(BUDGETS))
 def test_kernels_stay_within_budget(case: str) -> None:
-    figures = measure([case])[case]
+    figures, kernel = measure([case])[case], "keys" if "keys" in case else "dq"
     assert figures["tma"]
-    # Scores are waited for while two products run, their gradients while one does.
-    gluon.check(figures, BUDGETS[case], PRODUCTS[int(case.split(":")[1])], [2, 1, 0])
+    gluon.check(figures, BUDGETS[case], PRODUCTS[kernel][int(case.split(":")[1])], IN_FLIGHT[kernel])
 
 
 if __name__ == "__main__":

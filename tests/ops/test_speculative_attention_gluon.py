@@ -47,7 +47,7 @@ def test_a_planted_fault_is_found(name: str) -> None:
     edit = (MUTATIONS | WRONG_VALUES)[name]
     for seed in range(FOUND_WITHIN):
         try:
-            run(seed, random_call(seed + 1000), (edit,))
+            run(seed, random_call(seed + 1000, 400, 200), (edit,))  # new tokens of two steps
         except (Fault, AssertionError):
             return
     pytest.fail(f"{name}: not found in {FOUND_WITHIN} schedules")
