@@ -2,7 +2,7 @@
 
     python examples/train_tiny_hybrid.py
 
-takes about half an hour on a CPU core and writes tiny-hybrid.safetensors into the current folder. The sums, the noise and the losses are
+takes about ten minutes of a CPU core and writes tiny-hybrid.safetensors into the current folder. The sums, the noise and the losses are
 those of the joint stage of `tiny-trimode`, from random weights: the clean copy of a text is one chain of rows, and each noisy block
 goes on from the state before it. So one set of weights decodes token by token and by speculating on itself, with a memory that does
 not grow but in one layer.

@@ -311,6 +311,24 @@ def test_a_tiny_file(tmp_path: Path) -> None:
         assert torch.equal(again(tokens_of()), model(tokens_of()))
 
 
+def test_the_trained_model() -> None:
+    """Its drafts change no token, and its tokens are those of a forward over the whole text in the form of training."""
+    model = pd.models.load("tiny-hybrid")
+    assert isinstance(model, Hybrid) and model.config.mixers.count("delta") == 3
+    prompts = ["482 + 967 = ?\n", "9120 - 88 = ?\n", "7 * 6 = ?\n"]
+    greedy = pd.decoding.generate(model, prompts, max_new_tokens=60)
+    for method in ("linear_self_speculation", "quadratic_self_speculation"):
+        drafted = pd.decoding.generate(model, prompts, method, max_new_tokens=60, block_size=8)
+        assert [found.tolist() for found in drafted.tokens] == [found.tolist() for found in greedy.tokens]
+        assert drafted.stats.tokens_per_forward > 1.5
+    for prompt, tokens in zip(prompts, greedy.tokens):
+        text = torch.cat([torch.tensor(list(prompt.encode())), tokens])
+        with torch.no_grad():
+            rows = model(text[None])[0, len(prompt) - 1 : -1]
+        chosen = rows.gather(1, tokens[:, None])[:, 0]
+        assert torch.all(rows.amax(1) - chosen < 1e-2)
+
+
 def test_what_a_hybrid_refuses(tmp_path: Path) -> None:
     model, tokens = small().requires_grad_(False), tokens_of(4)
     with pytest.raises(ValueError, match="adapted must be False"):
