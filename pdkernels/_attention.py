@@ -15,6 +15,9 @@ from pdkernels._validation import KERNEL_DTYPES, check, check_type, fail, messag
 
 LARGEST = torch.finfo(torch.float32).max
 
+SCALE_BYTES = 4
+"""What follows the codes of a row of an 8-bit cache: their scale, in float32."""
+
 
 class PlanArguments(NamedTuple):
     """The parts of a plan that an op takes, in the order of its schema: see `TilePlan`."""
@@ -99,6 +102,11 @@ class SpeculativeArguments(NamedTuple):
         return self.cu_seqlens is not None
 
     @property
+    def quantized(self) -> bool:
+        """Whether keys and values are rows of an 8-bit cache."""
+        return self.k_cache.dtype == torch.int8
+
+    @property
     def batch(self) -> int:
         if self.cu_seqlens is None:
             return self.q.shape[0]
@@ -166,15 +174,32 @@ def check_input(op: str, name: str, x: Tensor, q: Tensor, remedy: str = "Call .c
         fail(op, name, "have a contiguous last dimension", f"strides {x.stride()}", remedy)
 
 
+def check_quantized(op: str, name: str, x: Tensor, q: Tensor, remedy: str = "Call .contiguous() on it.") -> None:
+    """Dtype, device and memory of rows of an 8-bit cache."""
+    if x.dtype != torch.int8:
+        raise TypeError(message(op, name, "be int8 like k_cache", x.dtype, "Quantize it with pdkernels.kv_quantize."))
+    if x.device != q.device:
+        fail(op, name, f"be on {q.device} like q", x.device, f"Move it with .to({str(q.device)!r}).")
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        fail(op, name, "have a contiguous last dimension", f"strides {x.stride()}", remedy)
+    if x.storage_offset() % SCALE_BYTES or any(stride % SCALE_BYTES for stride in x.stride()[:-1]):
+        actual = f"strides {x.stride()} and an offset of {x.storage_offset()}"
+        fail(op, name, f"have rows at multiples of {SCALE_BYTES} bytes, for their scales", actual, remedy)
+
+
+def check_head_dim(op: str, head_dim: int) -> None:
+    if not takes_head_dim(head_dim):
+        remedy = "Pad all heads with zeros and pass the scale."
+        fail(op, "head_dim", "be a multiple of 8 in [16, 512]", head_dim, remedy)
+
+
 def check_heads(op: str, given: AttentionArguments | SpeculativeArguments, keys: str) -> None:
     """What both ops have for each head; `keys` is the argument with the KV heads."""
     heads, head_dim = given.q.shape[-2:]
     kv_heads = getattr(given, keys).shape[-2]
     if kv_heads == 0 or heads == 0 or heads % kv_heads != 0:
         fail(op, keys, f"have a number of heads that divides the {heads} of q", kv_heads)
-    if not takes_head_dim(head_dim):
-        remedy = "Pad all heads with zeros and pass the scale."
-        fail(op, "head_dim", "be a multiple of 8 in [16, 512]", head_dim, remedy)
+    check_head_dim(op, head_dim)
     if given.sinks is not None:
         check_sinks(op, given.sinks, given.q, heads)
 

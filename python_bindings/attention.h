@@ -102,8 +102,28 @@ inline void unpack_plan(const SameDevice& device, const PlanInputs& plan, Attent
                   words_per_row};
 }
 
+// Rows of keys and values: those of q, or of an 8-bit cache, where a scale follows the codes. An unaligned scale could
+// not be read on every device.
+struct KeyRows {
+  ScalarType dtype;
+  int64_t width;
+
+  KeyRows(const Tensor& q, bool codes)
+      : dtype(codes ? ScalarType::Char : q.scalar_type()),
+        width(q.size(q.dim() - 1) + (codes ? static_cast<int64_t>(sizeof(float)) : 0)) {}
+
+  HeadsView view(const SameDevice& device, const Tensor& t, int64_t batch, int64_t tokens, int64_t heads) const {
+    if (dtype == ScalarType::Char) {
+      PDK_CHECK(reinterpret_cast<uintptr_t>(t.data_ptr()) % sizeof(float) == 0);
+      for (int64_t d = 0; d + 1 < t.dim(); ++d) PDK_CHECK(t.stride(d) % static_cast<int64_t>(sizeof(float)) == 0);
+    }
+    return heads_view(device, t, dtype, batch, tokens, heads, width);
+  }
+};
+
 // Everything but the lists of the plan.
-inline void unpack_attention(const AttentionInputs& in, const Tensor& out, const Tensor& lse, AttentionArgs& args) {
+inline void unpack_attention(const AttentionInputs& in, const Tensor& out, const Tensor& lse, AttentionArgs& args,
+                             bool codes = false) {
   const SameDevice device(in.q);
   STD_TORCH_CHECK(in.q.dim() == 4 && in.k.dim() == 4, "pdkernels: q, k and v must have 4 dimensions");
   args.element = row_element(in.q);
@@ -120,8 +140,9 @@ inline void unpack_attention(const AttentionInputs& in, const Tensor& out, const
     return heads_view(device, t, in.q.scalar_type(), args.batch, tokens, heads, args.head_dim);
   };
   args.q = view(in.q, args.q_len, args.q_heads);
-  args.k = view(in.k, args.kv_len, args.kv_heads);
-  args.v = view(in.v, args.kv_len, args.kv_heads);
+  const KeyRows rows(in.q, codes);
+  args.k = rows.view(device, in.k, args.batch, args.kv_len, args.kv_heads);
+  args.v = rows.view(device, in.v, args.batch, args.kv_len, args.kv_heads);
   args.out = view(out, args.q_len, args.q_heads);
   args.lse = row_sums(device, lse, args);
   args.lse_stride = args.q_len;
@@ -145,13 +166,12 @@ void unpack_prefix(const SameDevice& device, const SpeculativeInputs<Cache>& in,
   args.pages.pages_per_sequence = in.block_table.has_value() ? in.block_table->size(1) : 1;
   STD_TORCH_CHECK(in.block_table.has_value() ? args.pages.page_size > 0 : args.pages.num_pages == args.batch,
                   "pdkernels: the cache must have a batch entry a sequence, or pages of at least one slot");
+  const KeyRows rows(in.q, args.codes);
   const auto view = [&](const Tensor& t) {
-    return heads_view(device, t, in.k_cache.scalar_type(), args.pages.num_pages, args.pages.page_size, args.kv_heads,
-                      args.head_dim);
+    return rows.view(device, t, args.pages.num_pages, args.pages.page_size, args.kv_heads);
   };
   args.k_cache = view(in.k_cache);
   args.v_cache = view(in.v_cache);
-  STD_TORCH_CHECK(row_element(in.k_cache) == args.element, "pdkernels: the cache must have the dtype of q");
   args.lengths = index_view(device, in.lengths, 1, args.batch);
   args.splits = count_splits(args.pages.capacity() + args.q_len);
   args.op = "speculative_attention";
@@ -186,9 +206,10 @@ void unpack_speculative(const SpeculativeInputs<Cache>& in, const Tensor& out, c
                         SpeculativeArgs& args) {
   const bool packed = in.packed();
   const SameDevice device(in.q);
+  args.codes = in.k_cache.scalar_type() == ScalarType::Char;
   unpack_attention(
       {as_entry(in.q, packed), as_entry(in.k_new, packed), as_entry(in.v_new, packed), in.plan, in.scale, in.sinks},
-      as_entry(out, packed), lse, args);
+      as_entry(out, packed), lse, args, args.codes);
   if (packed) {
     args.batch = in.cu_seqlens->size(0) - 1, args.q_len = args.kv_len = in.max_new;
     args.row_begins = index_view(device, in.cu_seqlens, 1, args.batch + 1);

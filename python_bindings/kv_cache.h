@@ -51,6 +51,40 @@ inline void kv_trim(Tensor& lengths, const Tensor& new_lengths) {
          TrimArgs{index_view(device, lengths, 1, batch), index_view(device, new_lengths, 1, batch), batch});
 }
 
+#ifndef PDKERNELS_DEVICE_CUDA  // there it is Triton's
+
+// `x` (batch, tokens, heads, head_dim) as rows of an 8-bit cache, written to `rows`.
+inline QuantizeArgs unpack_quantize(const Tensor& x, const Tensor& rows) {
+  const SameDevice device(x);
+  PDK_CHECK(x.dim() == 4 && x.stride(3) == 1);
+  QuantizeArgs args;
+  args.element = row_element(x), args.head_dim = x.size(3);
+  device.require(rows, ScalarType::Char,
+                 {x.size(0), x.size(1), x.size(2), args.head_dim + static_cast<int64_t>(sizeof(float))});
+  args.x = bytes(x), args.rows = bytes(rows);
+  for (int d = 0; d < 3; ++d) {
+    args.sizes[d] = x.size(d);
+    args.x_strides[d] = x.stride(d) * static_cast<int64_t>(x.element_size()), args.row_strides[d] = rows.stride(d);
+  }
+  return args;
+}
+
+inline Tensor kv_quantize(const Tensor& x) {
+  const Launch launch(x);
+  PDK_CHECK(x.dim() == 3 || x.dim() == 4);
+  const int64_t head_dim = x.size(x.dim() - 1);
+  PDK_CHECK(head_dim % 8 == 0 && head_dim >= 16 && head_dim <= 512);
+  Tensor rows =
+      torch::stable::new_empty(x, shape_of(x, head_dim + static_cast<int64_t>(sizeof(float))), ScalarType::Char);
+  const auto in_batch = [](const Tensor& t) { return t.dim() == 4 ? t : torch::stable::unsqueeze(t, 0); };
+  launch(PDK_VECTOR(kv_quantize), unpack_quantize(in_batch(x), in_batch(rows)));
+  return rows;
+}
+
+PDK_IMPL("kv_quantize", kv_quantize)
+
+#endif
+
 PDK_IMPL("kv_append_", kv_append)
 PDK_IMPL("kv_commit_", kv_commit)
 PDK_IMPL("kv_trim_", kv_trim)

@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "experts.h"
+#include "kv_cache.h"
 #include "linear.h"
 #include "quantized_linear.h"
 #include "speculative_attention.h"
@@ -227,7 +228,9 @@ class Layers {
   explicit Layers(const LayersInputs& in) : in_(in), launch_(in.x), device_(in.x) {
     PDK_CHECK(in.x.dim() == 3 && in.x.is_contiguous() && in.x.numel() > 0 && in.eps >= 0);
     PDK_CHECK(in.k_cache.dim() == 5 && in.v_cache.dim() == 5);
-    const int64_t layers = in.k_cache.size(0), dim = in.k_cache.size(4);
+    codes_ = in.k_cache.scalar_type() == ScalarType::Char;
+    const int64_t layers = in.k_cache.size(0),
+                  dim = in.k_cache.size(4) - (codes_ ? static_cast<int64_t>(sizeof(float)) : 0);
     PDK_CHECK(layers > 0 && in.v_cache.size(0) == layers && dim > 0);
     batch_ = in.x.size(0), rows_ = batch_ * in.x.size(1), width_ = in.x.size(2);
     element_ = row_element(in.x);
@@ -276,9 +279,19 @@ class Layers {
   // The arguments of attention and of the rotary embedding, for the first layer.
   void unpack_heads(int64_t dim) {
     Tensor qk = torch::stable::narrow(normed_qk_, 2, 0, heads_ + kv_heads_);
+    Tensor k = torch::stable::narrow(qk, 2, heads_, kv_heads_);
+    Tensor v = torch::stable::narrow(qkv_, 2, heads_ + kv_heads_, kv_heads_);
+    if (codes_) {  // attention reads and stores the codes of the new rows
+      new_rows_ = torch::stable::new_empty(
+          in_.x, {batch_, in_.x.size(1), 2 * kv_heads_, dim + static_cast<int64_t>(sizeof(float))}, ScalarType::Char);
+      const Tensor numbers[2] = {k, v};
+      k = torch::stable::narrow(new_rows_, 2, 0, kv_heads_),
+      v = torch::stable::narrow(new_rows_, 2, kv_heads_, kv_heads_);
+      quantize_[0] = unpack_quantize(numbers[0], k), quantize_[1] = unpack_quantize(numbers[1], v);
+    }
     SpeculativeInputs<Tensor> attention{torch::stable::narrow(qk, 2, 0, heads_),
-                                        torch::stable::narrow(qk, 2, heads_, kv_heads_),
-                                        torch::stable::narrow(qkv_, 2, heads_ + kv_heads_, kv_heads_),
+                                        k,
+                                        v,
                                         torch::stable::select(in_.k_cache, 0, 0),
                                         torch::stable::select(in_.v_cache, 0, 0),
                                         in_.lengths,
@@ -349,6 +362,7 @@ class Layers {
     multiply(layer.qkv, normed_, qkv_);
     if (layer.q_norm != nullptr) norm_heads(layer);
     launch_(PDK_DEVICE::apply_rope, rope_);
+    for (int i = 0; codes_ && i < 2; ++i) launch_(PDK_VECTOR(kv_quantize), quantize_[i]);
     attend(number);
     multiply(layer.output, mixed_, added_);
     norm(view(added_), view(first ? in_.x : input_), layer.mlp_norm, view(residual_));
@@ -403,8 +417,10 @@ class Layers {
   std::vector<LayerParameters> layers_;
   Element element_;
   int64_t batch_, rows_, width_, heads_, kv_heads_, head_dim_ = 0;
+  bool codes_;  // the caches hold 8 bits
   Tensor normed_, input_, residual_, added_, qkv_, normed_qk_, mixed_, gate_up_, gated_, sorted_, shared_, scratch_,
-      lse_;
+      lse_, new_rows_;
+  QuantizeArgs quantize_[2];  // of K and V
   ChosenExperts experts_;
   SpeculativeArgs attention_;
   std::optional<SplitResults> splits_;

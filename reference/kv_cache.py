@@ -48,6 +48,35 @@ class _Slots:
             _fail(self.op, "lengths + counts", f"be at most the capacity {self.capacity}", length + count, sequence)
 
 
+def kv_quantize(x: Tensor) -> Tensor:
+    """Rows of an 8-bit cache: ``(..., head_dim)`` numbers become ``head_dim`` codes and the 4 bytes of their scale, int8.
+
+    In float32: the scale is ``max |x| / 127`` of the row, 0 where that is subnormal; a code is ``x / scale``, rounded to nearest
+    even. A row with a NaN or an infinity has the scale NaN. Codes are 0 where the scale is not positive.
+
+    >>> rows = kv_quantize(torch.tensor([[254.0, -2.0, 5.0, 0.9]]))
+    >>> rows[:, :4], rows[:, 4:].view(torch.float32)
+    (tensor([[127,  -1,   2,   0]], dtype=torch.int8), tensor([[2.]]))
+    """
+    numbers = x.to(torch.float32)
+    amax = numbers.abs().amax(-1, keepdim=True)
+    scale = amax / torch.full_like(amax, 127)
+    scale = torch.where(scale < torch.finfo(torch.float32).smallest_normal, 0.0, scale)
+    scale = torch.where(amax.isfinite(), scale, torch.nan)
+    codes = torch.where(scale > 0, (numbers / scale).round(), 0.0)
+    return torch.cat([codes.to(torch.int8), scale.contiguous().view(torch.int8)], -1)
+
+
+def kv_dequantize(rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """What rows of an 8-bit cache stand for: each code times the scale of its row.
+
+    >>> kv_dequantize(kv_quantize(torch.tensor([[254.0, -2.0, 5.0, 0.9]])))
+    tensor([[254.,  -2.,   4.,   0.]])
+    """
+    codes, scale = rows[..., :-4], rows[..., -4:].contiguous().view(torch.float32)
+    return codes.to(dtype) * scale.to(dtype)
+
+
 def kv_append_(
     k_cache: Tensor | Sequence[Tensor],
     v_cache: Tensor | Sequence[Tensor],

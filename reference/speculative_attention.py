@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .block_sparse_attention import block_sparse_attention
-from .kv_cache import kv_append_
+from .kv_cache import kv_append_, kv_dequantize
 
 
 def speculative_attention(
@@ -32,6 +32,8 @@ def speculative_attention(
         q: ``(batch, new, q_heads, head_dim)``.
         k_new, v_new: ``(batch, new, kv_heads, head_dim)``; query head ``h`` reads KV head ``h // (q_heads // kv_heads)``.
         k_cache, v_cache: ``(batch, slots, kv_heads, head_dim)``, or pages ``(pages, page_size, kv_heads, head_dim)``.
+            K and V, new and cached, may be rows of an 8-bit cache (`kv_quantize`), ``head_dim + 4`` wide. They stand for the numbers
+            of `kv_dequantize`, and the arithmetic is in float32.
         lengths: ``(batch,)`` int32 or int64. The cache past a length is not read.
         tail_mask: bool ``(new, new)`` or ``(batch, new, new)``, True where a new token attends to a new token.
         starts: ``(batch, 1)`` or ``(batch, new)``: the first position that a new token sees, where cached tokens are at
@@ -70,13 +72,16 @@ def speculative_attention(
             pages = block_table[b].to(torch.int64)[positions // k_cache.shape[1]]
             prefix = [cache[pages, positions % k_cache.shape[1]] for cache in (k_cache, v_cache)]
         k, v = (torch.cat([old, x]).unsqueeze(0) for old, x in zip(prefix, (keys, values)))
+        if k.dtype == torch.int8:
+            queries = queries.to(torch.promote_types(q.dtype, torch.float32))
+            k, v = (kv_dequantize(x, queries.dtype) for x in (k, v))
         mask = torch.cat([masks.new_ones(new, length), masks[b, :new, :new]], dim=1)
         if starts is not None:
             packed = cu_seqlens is not None and starts.shape == (1, len(q))
             first = starts[0, own] if packed else starts[b].expand(new)
             mask = mask & (torch.arange(length + new, device=q.device) >= first[:, None])
         rows, sums = block_sparse_attention(queries.unsqueeze(0), k, v, mask, scale, sinks)
-        out.append(rows)
+        out.append(rows.to(q.dtype))
         lse.append(sums)
     if not out:
         shape = (heads, 0) if cu_seqlens is not None else (0, heads, q.shape[1])

@@ -1,7 +1,9 @@
-// The three operations on KV caches, shared by the CPU and the CUDA kernels. They move bytes and ignore element types.
+// The operations on KV caches. Those that edit one are shared by the CPU and the CUDA kernels; they move bytes and
+// ignore element types.
 #pragma once
 
 #include "common/cache_layout.h"
+#include "common/element.h"
 
 namespace pdkernels {
 
@@ -50,6 +52,22 @@ struct TrimArgs {
   int64_t batch = 0;
 };
 
+// Rows of an 8-bit cache: `head_dim` codes in [-127, 127] and their scale, a float, for each head of each row of `x`.
+constexpr float kLargestCode = 127.0f;
+
+struct QuantizeArgs {
+  Element element;
+  char *x, *rows;
+  int64_t sizes[3];                      // batch, tokens, heads
+  int64_t x_strides[3], row_strides[3];  // in bytes
+  int64_t head_dim;
+
+  int64_t count() const { return sizes[0] * sizes[1] * sizes[2]; }
+  static char* at(char* data, const int64_t (&strides)[3], int64_t b, int64_t token, int64_t head) {
+    return data + b * strides[0] + token * strides[1] + head * strides[2];
+  }
+};
+
 // check_extent must have passed.
 PDK_HD Fault check_append_row(const AppendArgs& args, int64_t sequence, int64_t length, int64_t row) {
   return args.cache.pages.holds(args.cache.pages.locate(sequence, length + row)) ? Fault::kNone : Fault::kPage;
@@ -67,5 +85,6 @@ PDK_HD Fault check_commit_row(const CommitArgs& args, int64_t sequence, int64_t 
 PDK_KERNEL(kv_append, AppendArgs)
 PDK_KERNEL(kv_commit, CommitArgs)
 PDK_KERNEL(kv_trim, TrimArgs)
+PDK_VECTOR_KERNEL(kv_quantize, QuantizeArgs)
 
 }  // namespace pdkernels

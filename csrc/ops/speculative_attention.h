@@ -30,6 +30,7 @@ inline int64_t count_splits(int64_t positions) {
 struct SpeculativeArgs
     : AttentionArgs {          // k, v: the new tokens; kv_len = q_len; only the lists of the queries are read
   HeadsView k_cache, v_cache;  // (pages, slots of a page, heads, head_dim); a contiguous cache: one page per sequence
+  bool codes = false;          // rows of keys and values, new and cached, are those of an 8-bit cache, in bytes
   PageMap pages;
   IndexView lengths;
   int64_t splits;    // of the capacity and the new tokens
@@ -51,17 +52,21 @@ struct SpeculativeArgs
   IndexView source_index;  // not given: the new tokens in order
   int64_t append_rows;     // at most; 0 for a call that only reads
 
-  bool packed() const { return row_begins.given(); }
-  int64_t rows() const { return packed() ? lse_stride : batch * q_len; }
-  int64_t tokens(int64_t b) const { return packed() ? row_begins.load(b + 1) - row_begins.load(b) : q_len; }
-  int64_t start(int64_t b, int64_t row) const {
+  [[gnu::always_inline]] bool packed() const { return row_begins.given(); }
+  [[gnu::always_inline]] int64_t rows() const { return packed() ? lse_stride : batch * q_len; }
+  [[gnu::always_inline]] int64_t tokens(int64_t b) const {
+    return packed() ? row_begins.load(b + 1) - row_begins.load(b) : q_len;
+  }
+  [[gnu::always_inline]] int64_t start(int64_t b, int64_t row) const {
     if (!starts.given()) return 0;
     return starts_by_row ? starts.load(row_begins.load(b) + row) : starts.load(b, row);
   }
-  int64_t count(int64_t b) const {
+  [[gnu::always_inline]] int64_t count(int64_t b) const {
     return counts.given() ? counts.load(b) : append_rows < tokens(b) || source_index.given() ? append_rows : tokens(b);
   }
-  int64_t source(int64_t b, int64_t i) const { return source_index.given() ? source_index.load(b, i) : i; }
+  [[gnu::always_inline]] int64_t source(int64_t b, int64_t i) const {
+    return source_index.given() ? source_index.load(b, i) : i;
+  }
 };
 
 PDK_KERNEL(speculative_attention, SpeculativeArgs)

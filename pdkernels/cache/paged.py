@@ -27,7 +27,7 @@ class PagedKVCache(KVCacheBase):
             ``(layers, num_pages, page_size, kv_heads, head_dim)``; ``.lengths`` is ``(batch,)`` int64 and ``.block_table``
             ``(batch, max_pages_per_sequence)`` int32, both on the device; -1 marks a missing page.
         max_pages_per_sequence: width of the block table; None: `num_pages`.
-        dtype, device: of the rows.
+        dtype, device: of the rows; int8 as in `ContiguousKVCache`.
 
     Raises:
         ValueError: a size below 1.

@@ -19,6 +19,7 @@ from pdkernels._validation import check as demand
 from pdkernels.cli._grammar import CHOICE_HELP, EBNF_HELP, REGEX_HELP, SCHEMA_HELP, grammar_of
 from pdkernels.cli._suggested import advice
 from pdkernels.cli._terminal import (
+    CACHE_DTYPE_HELP,
     DEVICE_HELP,
     DRAFTER_HELP,
     DTYPE_HELP,
@@ -148,6 +149,7 @@ def chat(
     device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "cpu",
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
     packed: Annotated[bool | None, typer.Option(help=PACKED_HELP)] = None,
+    cache_dtype: Annotated[str | None, typer.Option(help=CACHE_DTYPE_HELP)] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's setting.")] = None,
 ) -> None:
     """Chat with a model. Accepted drafts are in colour; each answer ends with a line of figures."""
@@ -156,7 +158,7 @@ def chat(
         if method is not None:
             decoding.find(method)
         grammar = grammar_of("chat", json_schema, regex, choice, ebnf)
-        language_model: Any = load("chat", model, device, dtype, packed, drafter)
+        language_model: Any = load("chat", model, device, dtype, packed, cache_dtype, drafter)
         use_threads(threads, [language_model])
         demand(
             hasattr(language_model.tokenizer, "encode_chat"),

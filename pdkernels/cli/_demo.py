@@ -21,6 +21,7 @@ from rich.text import Text
 from pdkernels import decoding, models
 from pdkernels._validation import check as demand
 from pdkernels.cli._terminal import (
+    CACHE_DTYPE_HELP,
     DEVICE_HELP,
     DTYPE_HELP,
     LEGEND,
@@ -74,6 +75,7 @@ def demo(
     device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "cpu",
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
     packed: Annotated[bool | None, typer.Option(help=PACKED_HELP)] = None,
+    cache_dtype: Annotated[str | None, typer.Option(help=CACHE_DTYPE_HELP)] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's setting.")] = None,
 ) -> None:
     """Answer questions in every way that gives the same tokens, and show the cost of each.
@@ -82,7 +84,7 @@ def demo(
     """
     console, same = Console(highlight=False), True
     with errors_reported():
-        language_model: Any = load("demo", model, device, dtype, packed)
+        language_model: Any = load("demo", model, device, dtype, packed, cache_dtype)
         remedy = "Use generate to continue a text."
         chats = hasattr(language_model.tokenizer, "encode_chat")
         demand(chats, "demo", "--model", "have a chat template", model, remedy)

@@ -19,6 +19,7 @@ from pdkernels.cli._suggested import advice
 from pdkernels.cli._tables import generation_table
 from pdkernels.cli._terminal import (
     ACCEPTED,
+    CACHE_DTYPE_HELP,
     DEVICE_HELP,
     DRAFTER_HELP,
     DTYPE_HELP,
@@ -91,6 +92,7 @@ def generate(
     device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "cpu",
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
     packed: Annotated[bool | None, typer.Option(help=PACKED_HELP)] = None,
+    cache_dtype: Annotated[str | None, typer.Option(help=CACHE_DTYPE_HELP)] = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads; by default one for a tiny model, else torch's default.")
     ] = None,
@@ -119,7 +121,7 @@ def generate(
             demand("all" not in (method or ()), "generate", "--html", "come with one --method", "all")
         for name in set(method or ()) - {"all"}:
             decoding.find(name)
-        language_model = load("generate", model, device, dtype, packed, drafter)
+        language_model = load("generate", model, device, dtype, packed, cache_dtype, drafter)
         if method:
             methods = _methods(method, options, named, language_model)
         else:

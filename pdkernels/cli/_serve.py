@@ -14,6 +14,7 @@ from pdkernels import decoding
 from pdkernels._validation import check as demand
 from pdkernels.cli._suggested import settings
 from pdkernels.cli._terminal import (
+    CACHE_DTYPE_HELP,
     DEVICE_HELP,
     DTYPE_HELP,
     PACKED_HELP,
@@ -54,6 +55,7 @@ def serve(
     device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "cpu",
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
     packed: Annotated[bool | None, typer.Option(help=PACKED_HELP)] = None,
+    cache_dtype: Annotated[str | None, typer.Option(help=CACHE_DTYPE_HELP)] = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads; by default one for a tiny model, else torch's default.")
     ] = None,
@@ -68,7 +70,7 @@ def serve(
 
         if method is not None:
             decoding.find(method)
-        language_model: Any = load("serve", model, device, dtype, packed)
+        language_model: Any = load("serve", model, device, dtype, packed, cache_dtype)
         use_threads(threads, [language_model])
         options = assigned_options("serve", option or [])
         if method is None:

@@ -94,17 +94,27 @@ DRAFTER_HELP = "A drafter: the name or folder of an EAGLE-3 or DFlash head for t
 PACKED_HELP = (
     "Keep quantised matrices as they are stored, or make numbers of them; by default kept on the CPU where possible."
 )
+CACHE_DTYPE_HELP = "Dtype of the KV cache: int8, for about half the memory of 16 bits; by default the model's."
 BLOCK_SIZE_AUTO = "auto"
 
 
 def load(
-    command: str, model: str, device: str, dtype: str | None, packed: bool | None, drafter: str | None = None
+    command: str,
+    model: str,
+    device: str,
+    dtype: str | None,
+    packed: bool | None,
+    cache_dtype: str | None,
+    drafter: str | None = None,
 ) -> Any:
-    """The model that the command line names, with its drafter. `packed` is for the model alone."""
+    """The model that the command line names, with its drafter. `packed` and `cache_dtype` are for the model alone."""
+    if cache_dtype is not None:
+        check(cache_dtype == "int8", command, "--cache-dtype", "be int8", repr(cache_dtype[:40]))
     asked: dict[str, Any] = {"dtype": named_dtype(command, dtype), "device": device}
     usual = {"dtype": None, "device": "cpu"}
     asked = {name: value for name, value in asked.items() if value != usual[name]}
     own = asked if packed is None else {**asked, "packed": packed}
+    own = own if cache_dtype is None else {**own, "cache_dtype": torch.int8}
     found: Any = models.load(model, **own)
     if drafter is not None:
         if is_drafter_folder(drafter):

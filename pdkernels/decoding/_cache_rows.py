@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pdkernels.cache.stored import stored
 from pdkernels.ops.kv_cache import kv_append_
 
 
@@ -34,7 +35,7 @@ class CacheRows:
 
     def append_(self, layer: int, k_new: Tensor, v_new: Tensor, counts: Tensor | None = None) -> None:
         """Like `append_` of the whole cache."""
-        rows = self.k[layer], self.v[layer], k_new, v_new, self.lengths
+        rows = self.k[layer], self.v[layer], *stored(self.dtype, k_new, v_new), self.lengths
         kv_append_(*rows, counts=counts, block_table=self.block_table)
 
     def layer(self, layer: int, length: int) -> tuple[Tensor, Tensor]:

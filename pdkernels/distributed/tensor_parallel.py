@@ -114,10 +114,17 @@ class ParallelTransformer(Transformer):
         return linear_token_statistics(normed, head, backend=backend_of(self.dtype), **slices, **options)
 
     def new_cache(
-        self, batch: int, capacity: int, *, kind: Literal["contiguous", "paged"] = "contiguous", page_size: int = 16
+        self,
+        batch: int,
+        capacity: int,
+        *,
+        kind: Literal["contiguous", "paged"] = "contiguous",
+        page_size: int = 16,
+        dtype: torch.dtype | None = None,
     ) -> Cache:
-        self.ranks.agree("Transformer.new_cache", self.device, batch, capacity, page_size * (kind == "paged"))
-        return super().new_cache(batch, capacity, kind=kind, page_size=page_size)
+        pages, quantized = page_size * (kind == "paged"), (dtype or self.cache_dtype) == torch.int8
+        self.ranks.agree("Transformer.new_cache", self.device, batch, capacity, pages, int(quantized))
+        return super().new_cache(batch, capacity, kind=kind, page_size=page_size, dtype=dtype)
 
     def with_all_heads(self, kv: torch.Tensor) -> torch.Tensor:
         """Gathers keys or values ``(..., own KV heads, head_dim)`` of all ranks, in order."""

@@ -18,10 +18,11 @@ from pdkernels.triton.speculative_attention import FEW_ROWS, choose_splits, merg
 def serves(given: SpeculativeArguments) -> bool:
     """Whether the kernel computes this call; the Triton kernel computes all."""
     q, k_new = given.q, given.k_new
-    kv_heads, head_dim = k_new.shape[-2:]
+    kv_heads, head_dim = k_new.shape[-2], q.shape[-1]
     tensors = [x if x.dim() == 4 else x.unsqueeze(0) for x in given[:5]]
     return (
-        head_dim in STEPS
+        not given.quantized  # rows of an 8-bit cache: codes and scales
+        and head_dim in STEPS
         and q.dtype in ELEMENTS
         and given.starts is None
         and given.new * (q.shape[-2] // kv_heads) > FEW_ROWS

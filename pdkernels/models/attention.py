@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from pdkernels._attention import LARGEST, takes_head_dim
 from pdkernels._validation import INDEX_DTYPES, KERNEL_DTYPES, check, check_type, fail
 from pdkernels.cache import Cache
+from pdkernels.cache.stored import stored
 from pdkernels.masks import TilePlan
 from pdkernels.masks import causal as causal_mask
 from pdkernels.models.rope import RopeStyle, Rotation, apply_rope
@@ -91,7 +92,10 @@ def cached_visibility(
 
     `lengths` is the host's copy of the cache's lengths, which exists on a CPU.
     """
-    if cache.dtype in KERNEL_DTYPES and takes_head_dim(cache.head_dim) and not isinstance(mask, torch.Tensor):
+    if cache.dtype == torch.int8 and isinstance(mask, torch.Tensor):
+        fail("Transformer", "mask", "be a TilePlan on an 8-bit cache", "a bool tensor", "Call mask.plan().")
+    kernels = cache.dtype in (*KERNEL_DTYPES, torch.int8) and takes_head_dim(cache.head_dim)
+    if kernels and not isinstance(mask, torch.Tensor):
         return Visibility(_causal_plan(rows, cache.device) if mask is None else mask)
     if mask is None:
         mask = torch.ones(rows, rows, dtype=torch.bool, device=cache.device).tril()
@@ -156,6 +160,7 @@ def attend_cached(
     counts: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of new tokens over the cached prefix and each other; their K and V are stored after it."""
+    k, v = stored(cache.dtype, k, v)
     if isinstance(visibility.mask, TilePlan):
         return speculative_attention_append_(
             q,
@@ -175,7 +180,7 @@ def attend_cached(
 def attend_stored(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: Visibility, cache: Cache, layer: int
 ) -> torch.Tensor:
-    """Attention of new tokens whose K and V are already stored after the prefix."""
+    """Attention of new tokens whose K and V, in the form of the cache, are already stored after the prefix."""
     if isinstance(visibility.mask, TilePlan):
         k_cache, v_cache = cache.k[layer], cache.v[layer]
         return speculative_attention(

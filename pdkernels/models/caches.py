@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pdkernels._validation import check
+import torch
+
+from pdkernels._validation import KERNEL_DTYPES, check, check_type, sentence
 from pdkernels.cache import ContiguousKVCache, PagedKVCache
+from pdkernels.cache.stored import row_width
 
 
 def new_cache(
@@ -15,14 +18,20 @@ def new_cache(
     kind: Literal["contiguous", "paged"],
     page_size: int,
     slots: int | None = None,
+    dtype: torch.dtype | None = None,
 ) -> ContiguousKVCache | PagedKVCache:
-    """For `batch` sequences of up to `capacity` tokens, one slot per layer or `slots`, in the model's dtype and on its device."""
+    """For `batch` sequences of up to `capacity` tokens, one slot per layer or `slots`, on the model's device.
+
+    `dtype` is the model's or int8; None: that of the model's `cache_dtype`, if it has one, else its own.
+    """
     op, config = f"{type(model).__name__}.new_cache", model.config
     layers = config.layers if slots is None else slots
     check(kind in ("contiguous", "paged"), op, "kind", "be 'contiguous' or 'paged'", repr(kind))
+    dtype = dtype or getattr(model, "cache_dtype", None) or model.dtype
+    check_dtype(op, "dtype", model, dtype)
     if kind == "contiguous":
         return ContiguousKVCache(
-            layers, batch, capacity, config.kv_heads, config.head_dim, dtype=model.dtype, device=model.device
+            layers, batch, capacity, config.kv_heads, config.head_dim, dtype=dtype, device=model.device
         )
     check(page_size >= 1, op, "page_size", "be at least 1", page_size)
     pages = -(-capacity // page_size)
@@ -34,6 +43,27 @@ def new_cache(
         config.kv_heads,
         config.head_dim,
         max_pages_per_sequence=pages,
-        dtype=model.dtype,
+        dtype=dtype,
         device=model.device,
     )
+
+
+def check_dtype(op: str, argument: str, model: Any, dtype: torch.dtype) -> None:
+    """Refuses a dtype that the caches of a model cannot have."""
+    expectation = f"be {model.dtype} like the model, or torch.int8"
+    check_type(isinstance(dtype, torch.dtype) and dtype in (model.dtype, torch.int8), op, argument, expectation, dtype)
+    if dtype == torch.int8:
+        row_width(op, model.config.head_dim, dtype)
+        if model.dtype not in KERNEL_DTYPES:
+            raise NotImplementedError(sentence(op, f"no kernel of a model in {model.dtype} reads an 8-bit cache"))
+
+
+def with_cache_dtype(op: str, model: Any, dtype: torch.dtype | None) -> Any:
+    """The model, whose `new_cache` makes caches of this dtype from now on; None: as before."""
+    if dtype is not None:
+        if not hasattr(model, "cache_dtype"):
+            words = f"the caches of a {type(model).__name__} have the dtype of the model"
+            raise NotImplementedError(sentence(op, words, "Pass cache_dtype=None."))
+        check_dtype(op, "cache_dtype", model, dtype)
+        model.cache_dtype = dtype
+    return model

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
 import torch
 
 from pdkernels import _memory
-from pdkernels._validation import check, check_index, check_type
+from pdkernels._validation import check, check_index, check_type, sentence
 from pdkernels.backends import backend_of
 from pdkernels.cache import PagedKVCache
 from pdkernels.models.capabilities import rows_ahead
@@ -127,6 +127,9 @@ class FeatureCache:
         check_type(isinstance(model, Transformer), _OP, "model", "be a Transformer", type(model).__name__)
         attention = model.config.attention
         check(attention == "bidirectional", _OP, "model", "be bidirectional", f"attention {attention!r}")
+        if model.cache_dtype == torch.int8:
+            words = "values are compared with those of earlier steps, which an 8-bit cache does not hold"
+            raise NotImplementedError(sentence(_OP, words, "Set model.cache_dtype to None."))
         self.step = 0
         self._model, self._generated = model, generated
         self._intervals = prompt_interval, gen_interval

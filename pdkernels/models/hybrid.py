@@ -290,6 +290,8 @@ class Hybrid(nn.Module):
     head: Matrix | None
     keeps_rows = False  # rows of recurrent layers cannot be computed anew
     has_adapter = False
+    cache_dtype: torch.dtype | None = None
+    """As that of `Transformer`, of keys and values."""
 
     def __init__(
         self,
@@ -351,6 +353,7 @@ class Hybrid(nn.Module):
         with torch.device("meta"):
             made = Hybrid(self.config, tokenizer=self.tokenizer, end_tokens=self.end_tokens, mask_token=self.mask_token)
         packing.adopt_(made, state)
+        made.cache_dtype = self.cache_dtype
         return made.requires_grad_(False).eval()
 
     @property
@@ -362,11 +365,18 @@ class Hybrid(nn.Module):
         return self.norm.device
 
     def new_cache(
-        self, batch: int, capacity: int, *, kind: Literal["contiguous", "paged"] = "contiguous", page_size: int = 16
+        self,
+        batch: int,
+        capacity: int,
+        *,
+        kind: Literal["contiguous", "paged"] = "contiguous",
+        page_size: int = 16,
+        dtype: torch.dtype | None = None,
     ) -> HybridCache:
-        """As `Transformer.new_cache`, of keys, values and states."""
+        """As `Transformer.new_cache`, of keys, values and states; `dtype` is that of keys and values."""
         slots = self.config.mixers.count("attention")
-        return HybridCache(new_cache(self, batch, capacity, kind, page_size, slots), dict(self._states()))
+        kv = new_cache(self, batch, capacity, kind, page_size, slots, dtype)
+        return HybridCache(kv, dict(self._states()))
 
     def _states(self) -> Iterator[tuple[Any, StateShape]]:
         config, dtype = self.config, self.dtype

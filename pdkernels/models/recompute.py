@@ -15,11 +15,12 @@ import torch
 from pdkernels._attention import takes_head_dim
 from pdkernels._validation import KERNEL_DTYPES, check, check_index
 from pdkernels.cache import Cache
+from pdkernels.cache.stored import stored
 from pdkernels.masks import TilePlan, pack
 from pdkernels.models.attention import Visibility, attend
 from pdkernels.models.rope import RopeStyle, Rotation, apply_rope
 from pdkernels.ops.speculative_attention import speculative_attention
-from pdkernels.ops.transformer_ops import apply_rope_append_
+from pdkernels.ops.transformer_ops import apply_rope_, apply_rope_append_
 
 _OP = "Transformer.recompute"
 
@@ -42,6 +43,13 @@ class RecomputedRows(NamedTuple):
         """Stores K and V of `qkv` `(batch, rows, heads + 2 * kv_heads, head_dim)`, not yet rotated, and attends; q's shape."""
         kv_heads = self.cache.kv_heads
         sizes = (qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads)
+        if self.cache.dtype == torch.int8:
+            positions = self._positions()
+            apply_rope_(qkv[:, :, :-kv_heads], self.table.cos, self.table.sin, positions, style=self.style)
+            q, k, v = qkv.split(sizes, -2)
+            k, v = stored(self.cache.dtype, k, v)
+            self._store_(k, v, positions, layer)
+            return self._read(q, k, v, layer)
         if self.cache.dtype in KERNEL_DTYPES and takes_head_dim(self.cache.head_dim):
             k_cache, v_cache = self.cache.k[layer], self.cache.v[layer]
             apply_rope_append_(
@@ -57,16 +65,7 @@ class RecomputedRows(NamedTuple):
                 style=self.style,
             )
             q, k, v = qkv.split(sizes, -2)
-            return speculative_attention(
-                self._scaled(q),
-                k,
-                v,
-                k_cache,
-                v_cache,
-                self.visible,
-                nothing_new(qkv.shape[1], qkv.device),
-                block_table=self.cache.block_table,
-            )
+            return self._read(q, k, v, layer)
         q, k, v = qkv.split(sizes, -2)
         positions = self._positions()
         rotation = self.table.at(positions)
@@ -74,6 +73,14 @@ class RecomputedRows(NamedTuple):
         seen = torch.arange(self.keys, device=qkv.device) < self.visible[:, None, None, None]
         q = self._scaled(apply_rope(q, rotation, self.style))
         return attend(q, *self.cache.layer(layer, self.keys), Visibility(seen))
+
+    def _read(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
+        """Attention to what is stored; `k` and `v` are not read."""
+        cache, nothing = self.cache, nothing_new(q.shape[1], q.device)
+        caches = cache.k[layer], cache.v[layer]
+        return speculative_attention(
+            self._scaled(q), k, v, *caches, self.visible, nothing, block_table=cache.block_table
+        )
 
     def _positions(self) -> torch.Tensor:
         """`(batch, rows)` positions; those of padding are arbitrary positions of the cache."""

@@ -19,6 +19,7 @@ from pdkernels import _memory
 from pdkernels._validation import check, check_type, did_you_mean, fail, message, refuse, sentence
 from pdkernels.models import gguf, hf, huginn, hybrid_hf, llada, llada2
 from pdkernels.models.adapters import MASK_FILE, named_adapter, read_adapter, read_mask_token
+from pdkernels.models.caches import with_cache_dtype
 from pdkernels.models.checkpoint import Checkpoint, Config, Stated
 from pdkernels.models.config import ExpertsConfig
 from pdkernels.models.drafters.folder import is_drafter_folder, load_drafter
@@ -76,6 +77,7 @@ def load(
     adapter: str | Path | None = None,
     drafter: str | Path | None = None,
     packed: bool | None = None,
+    cache_dtype: torch.dtype | None = None,
 ) -> Model:
     """A model by name, or a checkpoint from a local folder or GGUF file, in evaluation mode and without gradients.
 
@@ -100,6 +102,8 @@ def load(
             factor to 8 bits, as llama.cpp does. False makes numbers of them. None: they stay on the CPU, unless an adapter is
             merged into them or `dtype` is fp64. True refuses a checkpoint with a matrix that cannot stay packed. Of a folder, these
             are the matrices that its ``quantization_config`` is for: AWQ, GPTQ, or whole numbers of compressed-tensors.
+        cache_dtype: of the KV caches that the model makes (`Transformer.cache_dtype`): torch.int8 for rows of 8 bits, which take about
+            half the memory of 16 bits and are read in every method alike; None: the model's.
 
     Returns:
         A `Transformer`, a `Hybrid` for Qwen3.5 and LFM2, or a `RecurrentDepth` for Huginn and the recurrent tiny models. Models that fill in masks have
@@ -119,10 +123,24 @@ def load(
         's\\n'
     """
     if drafter is not None and is_drafter_folder(drafter):
-        model: Any = load(name_or_path, dtype=dtype, device=device, adapter=adapter, packed=packed)
+        model: Any = load(
+            name_or_path, dtype=dtype, device=device, adapter=adapter, packed=packed, cache_dtype=cache_dtype
+        )
         head = load_drafter(drafter, model)
         model.drafters = {head.method: head}
         return cast(Model, model)
+    loaded = _load(name_or_path, dtype, device, adapter, drafter, packed)
+    return cast(Model, with_cache_dtype(OP, loaded, cache_dtype))
+
+
+def _load(
+    name_or_path: str | Path,
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+    adapter: str | Path | None,
+    drafter: str | Path | None,
+    packed: bool | None,
+) -> Model:
     given, device = checked_request(name_or_path, dtype, device)
     check_type(packed is None or isinstance(packed, bool), OP, "packed", "be a bool or None", type(packed).__name__)
     refuse(packed is True and dtype == torch.float64, OP, "packed matrices have no product in fp64")

@@ -8,7 +8,15 @@ from inspect import signature
 import torch
 from torch import Tensor
 
-from pdkernels._attention import SpeculativeArguments, check_heads, check_input, check_plan, refuse_float64
+from pdkernels._attention import (
+    SCALE_BYTES,
+    SpeculativeArguments,
+    check_heads,
+    check_input,
+    check_plan,
+    check_quantized,
+    refuse_float64,
+)
 from pdkernels._validation import check_index, check_type, fail, integer, message
 from pdkernels.masks.tile_plan import TilePlan, dense_plan
 from pdkernels.ops._gluon import speculative_for
@@ -81,21 +89,23 @@ def check_call(op: str, given: SpeculativeArguments, *, values: bool = False) ->
                 layout = f"({'batch, slots' if given.block_table is None else 'num_pages, page_size'}, heads, head_dim)"
             remedy = "Pass one layer of a stacked cache." if x.dim() == 5 else ""
             fail(op, name, f"have shape {layout}", tuple(x.shape), remedy)
-        check_input(op, name, x, q, *[NOT_COPIED] * cached)
+        check_row = check_quantized if given.quantized and name != "q" else check_input
+        check_row(op, name, x, q, *[NOT_COPIED] * cached)
         if cached and x.device.type == "cuda" and x.stride(1) >= MAX_CUDA_TOKEN_STRIDE:
             wanted = f"have less than {MAX_CUDA_TOKEN_STRIDE} elements from token to token on CUDA"
             fail(op, name, wanted, f"strides {x.stride()}", NOT_COPIED)
-    head_dim = q.shape[-1]
-    if k_new.shape[:-2] != q.shape[:-2] or k_new.shape[-1] != head_dim:
-        wanted = f"have the {q.shape[0]} rows and the head_dim {head_dim} of q"
-        if not given.packed:
-            wanted = f"have the batch {q.shape[0]}, the {q.shape[1]} tokens and the head_dim {head_dim} of q"
+    head_dim, width = q.shape[-1], q.shape[-1] + SCALE_BYTES * given.quantized
+    if k_new.shape[:-2] != q.shape[:-2] or k_new.shape[-1] != width:
+        whole = f"the {q.shape[0]} rows" if given.packed else f"the batch {q.shape[0]}, the {q.shape[1]} tokens"
+        wanted = f"have {whole} and the head_dim {head_dim} of q"
+        if given.quantized:
+            wanted = f"have {whole} of q, and {width} bytes a head: {head_dim} codes and their scale"
         fail(op, "k_new", wanted, tuple(k_new.shape))
     if given.v_new.shape != k_new.shape:
         fail(op, "v_new", f"have shape {tuple(k_new.shape)} like k_new", tuple(given.v_new.shape))
     check_heads(op, given, "k_new")
     if k_cache.shape[2:] != k_new.shape[-2:]:
-        fail(op, "k_cache", f"have {k_new.shape[-2]} heads of {head_dim} like k_new", tuple(k_cache.shape))
+        fail(op, "k_cache", f"have {k_new.shape[-2]} heads of {width} like k_new", tuple(k_cache.shape))
     if given.v_cache.shape != k_cache.shape:
         fail(op, "v_cache", f"have shape {tuple(k_cache.shape)} like k_cache", tuple(given.v_cache.shape))
     _check_indices(op, given)

@@ -1,4 +1,4 @@
-"""KV-cache edits in place: append new rows, commit the accepted ones, trim.
+"""KV-cache edits in place: append new rows, commit the accepted ones, trim; and rows of 8 bits.
 
 One launch moves K and V of all layers and all sequences. The ops move bytes: any element type, any strides with a
 contiguous last dimension, contiguous or paged. Lengths and counts are tensors on the cache's device, so a decode step
@@ -14,10 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from pdkernels._attention import SCALE_BYTES, check_head_dim
 from pdkernels._validation import (
     check_cuda_batch,
+    check_floats,
     check_index,
     check_indices,
     check_last_contiguous,
@@ -29,7 +32,7 @@ from pdkernels.backends import Backend
 from pdkernels.ops._library import Draw, call, define
 from pdkernels.reference import kv_cache as reference
 
-__all__ = ["kv_append_", "kv_commit_", "kv_trim_"]
+__all__ = ["kv_append_", "kv_commit_", "kv_quantize", "kv_trim_"]
 
 CacheTensors = Tensor | Sequence[Tensor]
 
@@ -152,6 +155,42 @@ def kv_trim_(lengths: Tensor, new_lengths: Tensor, *, backend: Backend = "auto")
     call(kv_trim_op, (lengths, new_lengths), lengths, backend)
 
 
+def kv_quantize(x: Tensor, *, backend: Backend = "auto") -> Tensor:
+    """Rows of K or V as rows of an 8-bit cache: for each head of each row, codes of 8 bits and their scale.
+
+    A cache of such rows takes ``head_dim + 4`` bytes for a head. All cache ops take it as they take any other, and
+    `pdkernels.speculative_attention` reads it. The codes of a row depend on that row alone.
+
+    Args:
+        x: ``(batch, rows, heads, head_dim)`` or ``(rows, heads, head_dim)``, float32, float16 or bfloat16, of any strides with a
+            contiguous last dimension; head_dim a multiple of 8 in ``[16, 512]``.
+        backend: see `pdkernels.show_config`.
+
+    Returns:
+        ``(..., heads, head_dim + 4)`` int8, contiguous: the codes, in ``[-127, 127]``, and then the four bytes of the scale, a float32.
+        The scale is ``max |x| / 127`` of a head, 0 where that is subnormal, and a code is ``x / scale`` rounded to nearest even; both
+        are computed in float32 and the same bit for bit on every device. A head with a NaN or an infinity has the scale NaN: it stands
+        for nothing but NaN.
+
+    Raises:
+        ValueError: a shape or strides that do not fit.
+        TypeError: another dtype.
+        NotImplementedError: an input that requires a gradient while gradients are recorded.
+
+    Source: absmax quantisation of each token and head, as in KIVI's per-token form (Liu et al., 2024) with groups of one head.
+
+    Example:
+        >>> import torch, pdkernels as pd
+        >>> rows = pd.kv_quantize(torch.linspace(-1, 1, 16).view(1, 1, 1, 16))
+        >>> rows.shape, rows[0, 0, 0, :3].tolist()
+        (torch.Size([1, 1, 1, 20]), [-127, -110, -93])
+        >>> rows[..., 16:].view(torch.float32) == 1 / 127
+        tensor([[[[True]]]])
+    """
+    result: Tensor = call(kv_quantize_op, (x,), x, backend)
+    return result
+
+
 def _as_lists(op: str, **given: CacheTensors) -> list[list[Tensor]]:
     for name, tensors in given.items():
         check_type(isinstance(tensors, Iterable), op, name, "be a tensor or a list of them", type(tensors).__name__)
@@ -200,6 +239,22 @@ def _fake_trim(lengths: Tensor, new_lengths: Tensor) -> None:
     op = "kv_trim_"
     check_index(op, "lengths", lengths, (None,), None)
     check_index(op, "new_lengths", new_lengths, (lengths.shape[0],), lengths.device)
+
+
+def _fake_quantize(x: Tensor) -> Tensor:
+    op = "kv_quantize"
+    check_floats(op, "x", x)
+    if x.dim() not in (3, 4):
+        fail(op, "x", "have shape (batch, rows, heads, head_dim) or (rows, heads, head_dim)", tuple(x.shape))
+    check_head_dim(op, x.shape[-1])
+    check_last_contiguous(op, "Call .contiguous() on it.", x=x)
+    return x.new_empty((*x.shape[:-1], x.shape[-1] + SCALE_BYTES), dtype=torch.int8)
+
+
+def _triton_quantize(x: Tensor) -> Tensor:
+    from pdkernels.triton.kv_cache import quantize
+
+    return quantize(x if x.dim() == 4 else x.unsqueeze(0)).view(*x.shape[:-1], x.shape[-1] + SCALE_BYTES)
 
 
 def _check_layers(op: str, argument: str, tensors: list[Tensor]) -> None:
@@ -275,6 +330,10 @@ def _example_commit(draw: Draw) -> dict[str, Any]:
     return {"k_cache": k, "v_cache": v, "lengths": lengths, "counts": counts, "source_index": source_index}
 
 
+def _example_quantize(draw: Draw) -> dict[str, Any]:
+    return {"x": draw.floats(2, 5, 3, 40)}
+
+
 def _example_trim(draw: Draw) -> dict[str, Any]:
     return {"lengths": draw.ints(9, 19, 3), "new_lengths": draw.ints(0, 8, 3)}
 
@@ -294,6 +353,14 @@ kv_commit_op = define(
     reference=reference.kv_commit_,
     example=_example_commit,
     float64=True,
+)
+kv_quantize_op = define(
+    "kv_quantize(Tensor x) -> (Tensor rows)",
+    fake=_fake_quantize,
+    reference=reference.kv_quantize,
+    triton=_triton_quantize,
+    example=_example_quantize,
+    gradients="none",
 )
 kv_trim_op = define(
     "kv_trim_(Tensor(a!) lengths, Tensor new_lengths) -> ()",

@@ -91,7 +91,9 @@ def speculative_attention(
         k_new, v_new: ``(batch, new, kv_heads, head_dim)``, K and V of the new tokens, dtype of q; kv_heads divides q_heads, and
             query head ``h`` reads KV head ``h // (q_heads // kv_heads)``.
         k_cache, v_cache: ``(batch, slots, kv_heads, head_dim)``, one layer of a cache, dtype of q. With `block_table`:
-            ``(num_pages, page_size, kv_heads, head_dim)``. All five may have any strides with a contiguous last dimension.
+            ``(num_pages, page_size, kv_heads, head_dim)``. All five may have any strides with a contiguous last dimension. Of an
+            8-bit cache all four, new rows too, are rows of `pdkernels.kv_quantize`: int8, ``head_dim + 4`` wide, at multiples of
+            4 bytes. They are read as the numbers that they stand for, and the arithmetic is in float32.
         lengths: ``(batch,)`` int32 or int64, cached tokens of each sequence. What lies past them is not read, in the
             cache or in the table.
         plan: of a mask of ``new`` rows and columns, on the device of q: ``mask.plan(block_q, block_k, q.device)``. All

@@ -91,6 +91,33 @@ def _store_part(matrix, row_stride, left, part, HEAD_DIM: tl.constexpr, START: t
 
 
 @triton.jit
+def load_scales(rows, left, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr):
+    """The scales of rows of an 8-bit cache at the addresses `rows`; if `MASKED`, those from `left` on are 0 and not read."""
+    addresses = (rows + HEAD_DIM).to(tl.pointer_type(tl.float32))
+    if MASKED:
+        return tl.load(addresses, mask=first_ones(left, ROWS), other=0.0)
+    else:
+        return tl.load(addresses)
+
+
+@triton.jit
+def from_codes(codes, scales, like, D1: tl.constexpr):
+    """A head block of codes as numbers in the dtype of the head block `like`, times `scales` unless that is None. Codes are exact in any."""
+    if scales is not None:
+        if D1 == 0:
+            return ((codes[0].to(tl.float32) * scales[:, None]).to(like[0].dtype),)
+        else:
+            return (
+                (codes[0].to(tl.float32) * scales[:, None]).to(like[0].dtype),
+                (codes[1].to(tl.float32) * scales[:, None]).to(like[0].dtype),
+            )
+    elif D1 == 0:
+        return (codes[0].to(like[0].dtype),)
+    else:
+        return (codes[0].to(like[0].dtype), codes[1].to(like[0].dtype))
+
+
+@triton.jit
 def scale_rows(block, factor, D1: tl.constexpr):
     if D1 == 0:
         return (block[0] * factor[:, None],)
@@ -202,10 +229,12 @@ def first_maximum(sinks, there, ROWS: tl.constexpr, BASE_2: tl.constexpr):
 
 @triton.jit
 def online_softmax(query, key, mask, m_i, l_i, score_scale, D1: tl.constexpr, BASE_2: tl.constexpr,
-          FOLD_SCALE: tl.constexpr):  # fmt: skip
+          FOLD_SCALE: tl.constexpr, key_scales=None):  # fmt: skip
     """``(p, alpha, m_i, l_i)``: the weights of a step, the factor of what was added up before it, and the running maximum and sum of
-    each row. `mask` None: everything is visible."""
+    each row. `mask` None: everything is visible. `key_scales`: of keys that are codes."""
     s = products(query, key, D1)
+    if key_scales is not None:
+        s *= key_scales[None, :]
     factor = score_scale
     if not FOLD_SCALE:
         s *= score_scale
@@ -224,9 +253,9 @@ def online_softmax(query, key, mask, m_i, l_i, score_scale, D1: tl.constexpr, BA
 
 @triton.jit
 def attention_step(query, key, value, mask, acc, m_i, l_i, score_scale,
-           D1: tl.constexpr, BASE_2: tl.constexpr, FOLD_SCALE: tl.constexpr):  # fmt: skip
+           D1: tl.constexpr, BASE_2: tl.constexpr, FOLD_SCALE: tl.constexpr, key_scales=None):  # fmt: skip
     """A step of the online softmax and its weighted values."""
-    p, alpha, m_i, l_i = online_softmax(query, key, mask, m_i, l_i, score_scale, D1, BASE_2, FOLD_SCALE)
+    p, alpha, m_i, l_i = online_softmax(query, key, mask, m_i, l_i, score_scale, D1, BASE_2, FOLD_SCALE, key_scales)
     return add_weighted(scale_rows(acc, alpha, D1), p, value, D1), m_i, l_i
 
 

@@ -12,7 +12,8 @@ device. Neither the host nor the rest of the batch matters: one launch serves ev
 bits in any batch.
 
 The prefix needs no mask except in its last step. The tail is a small part of the work and is masked throughout. Arithmetic is
-that of the block-sparse kernels.
+that of the block-sparse kernels. Of an 8-bit cache, scores are multiplied by the scales of the keys, whose codes are exact in any dtype, and
+values are codes times scales, rounded to the dtype of q.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def _splits(lengths, floors, batch, capacity, splits):
 def _prefix_steps(
     first, last, end, starts, query, acc, m_i, l_i, k, v, k_page, v_page, k_stride, v_stride, table, score_scale,
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BASE_2: tl.constexpr, FOLD_SCALE: tl.constexpr, MASKED: tl.constexpr,
+    BASE_2: tl.constexpr, FOLD_SCALE: tl.constexpr, CODES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Positions from `first`, a multiple of BLOCK_N, to `last`, BLOCK_N at a time; those from `end` on are masked, and
     those before a row's own of `starts`, if there are any."""
@@ -134,6 +135,9 @@ def _prefix_steps(
                 v_rows = v + slot * v_stride
             key = blocks.load(k_rows, k_stride, left, BLOCK_N, HEAD_DIM, D0, D1, MASKED)
             value = blocks.load(v_rows, v_stride, left, BLOCK_N, HEAD_DIM, D0, D1, MASKED)
+            if CODES:
+                k_rows = k_rows + rows * k_stride
+                v_rows = v_rows + rows * v_stride
         else:
             pages = table + (start + rows) // PAGE_SIZE
             page = tl.load(pages, mask=rows < left, other=0) if MASKED else tl.load(pages)
@@ -143,8 +147,14 @@ def _prefix_steps(
             v_rows = v + (page * v_page + slot * v_stride)
             key = blocks.load(k_rows[:, None], 0, left, BLOCK_N, HEAD_DIM, D0, D1, MASKED)
             value = blocks.load(v_rows[:, None], 0, left, BLOCK_N, HEAD_DIM, D0, D1, MASKED)
+        key_scales = None
+        if CODES:
+            key_scales = blocks.load_scales(k_rows, left, BLOCK_N, HEAD_DIM, MASKED)
+            value_scales = blocks.load_scales(v_rows, left, BLOCK_N, HEAD_DIM, MASKED)
+            key = blocks.from_codes(key, None, query, D1)
+            value = blocks.from_codes(value, value_scales, query, D1)
         acc, m_i, l_i = blocks.attention_step(
-            query, key, value, mask, acc, m_i, l_i, score_scale, D1, BASE_2, FOLD_SCALE
+            query, key, value, mask, acc, m_i, l_i, score_scale, D1, BASE_2, FOLD_SCALE, key_scales
         )
     return acc, m_i, l_i
 
@@ -154,7 +164,7 @@ def _tail_step(
     tile, column, bitmap, starts, query, acc, m_i, l_i, k, v, k_stride, v_stride, bitmaps, new, row, score_scale,
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BASE_2: tl.constexpr, FOLD_SCALE: tl.constexpr,
+    BASE_2: tl.constexpr, FOLD_SCALE: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
     """A cut of a tile for the rows of one query tile; `row` is the index of each row in it, out of range for others."""
     inside = (row >= 0) & (row < BLOCK_Q)
@@ -162,6 +172,13 @@ def _tail_step(
     left = new - start
     key = blocks.load(k + start * k_stride, k_stride, left, BLOCK_N, HEAD_DIM, D0, D1, True)
     value = blocks.load(v + start * v_stride, v_stride, left, BLOCK_N, HEAD_DIM, D0, D1, True)
+    key_scales = None
+    if CODES:
+        at = start + tl.arange(0, BLOCK_N)
+        key_scales = blocks.load_scales(k + at * k_stride, left, BLOCK_N, HEAD_DIM, True)
+        value_scales = blocks.load_scales(v + at * v_stride, left, BLOCK_N, HEAD_DIM, True)
+        key = blocks.from_codes(key, None, query, D1)
+        value = blocks.from_codes(value, value_scales, query, D1)
     mask = inside[:, None] & blocks.first_ones(left, BLOCK_N)[None, :] if bitmap is None else inside[:, None]
     if starts is not None:
         mask &= start + tl.arange(0, BLOCK_N)[None, :] >= starts[:, None]
@@ -169,7 +186,9 @@ def _tail_step(
         # `visible` counts rows from its argument.
         shift = tl.where(inside, row, 0) - tl.arange(0, BLOCK_M)
         mask &= blocks.visible(bitmaps, bitmap, shift, column, left, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, False)
-    return blocks.attention_step(query, key, value, mask, acc, m_i, l_i, score_scale, D1, BASE_2, FOLD_SCALE)
+    return blocks.attention_step(
+        query, key, value, mask, acc, m_i, l_i, score_scale, D1, BASE_2, FOLD_SCALE, key_scales
+    )
 
 
 @triton.jit(
@@ -188,6 +207,7 @@ def _split_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_LAST: tl.constexpr, BLOCK_TAIL: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BASE_2: tl.constexpr, FOLD_SCALE: tl.constexpr, APPEND: tl.constexpr, STARTS_BY_ROW: tl.constexpr,
+    CODES: tl.constexpr, ROW: tl.constexpr, ROW_0: tl.constexpr, ROW_1: tl.constexpr,
 ):  # fmt: skip
     # Tiles of rows that read the same keys are adjacent, for the L2 cache. The split with the tail starts first.
     program = tl.program_id(0)
@@ -248,11 +268,11 @@ def _split_kernel(
     whole = first + (end - first) // BLOCK_N * BLOCK_N
     acc, m_i, l_i = _prefix_steps(
         first, whole, end, own_starts, query, acc, m_i, l_i, k_cache, v_cache, kc_stride_b, vc_stride_b, kc_stride, vc_stride,
-        table, score_scale, HEAD_DIM, D0, D1, BLOCK_N, PAGE_SIZE, BASE_2, FOLD_SCALE, False,
+        table, score_scale, HEAD_DIM, D0, D1, BLOCK_N, PAGE_SIZE, BASE_2, FOLD_SCALE, CODES, False,
     )  # fmt: skip
     acc, m_i, l_i = _prefix_steps(
         whole, end, end, own_starts, query, acc, m_i, l_i, k_cache, v_cache, kc_stride_b, vc_stride_b, kc_stride, vc_stride,
-        table, score_scale, HEAD_DIM, D0, D1, BLOCK_LAST, PAGE_SIZE, BASE_2, FOLD_SCALE, True,
+        table, score_scale, HEAD_DIM, D0, D1, BLOCK_LAST, PAGE_SIZE, BASE_2, FOLD_SCALE, CODES, True,
     )  # fmt: skip
 
     k_new += entry * kn_stride_b + kv_head * kn_stride_h
@@ -271,14 +291,14 @@ def _split_kernel(
                 acc, m_i, l_i = _tail_step(
                     first_key + step // CUTS, step % CUTS * BLOCK_TAIL, None, tail_starts, query, acc, m_i, l_i, k_new, v_new, kn_stride,
                     vn_stride, bitmaps, new, row, score_scale,
-                    HEAD_DIM, D0, D1, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_TAIL, BASE_2, FOLD_SCALE,
+                    HEAD_DIM, D0, D1, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_TAIL, BASE_2, FOLD_SCALE, CODES,
                 )  # fmt: skip
         for step in range(middle * CUTS, tl.load(plan_rows + tile * 4 + 2) * CUTS):
             visit = step // CUTS * 2
             acc, m_i, l_i = _tail_step(
                 tl.load(lists + visit), step % CUTS * BLOCK_TAIL, tl.load(lists + visit + 1), tail_starts, query, acc, m_i, l_i, k_new,
                 v_new, kn_stride, vn_stride, bitmaps, new, row, score_scale,
-                HEAD_DIM, D0, D1, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_TAIL, BASE_2, FOLD_SCALE,
+                HEAD_DIM, D0, D1, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_TAIL, BASE_2, FOLD_SCALE, CODES,
             )  # fmt: skip
 
     heads = kv_heads * GROUP
@@ -305,7 +325,7 @@ def _split_kernel(
             append_part(
                 row_start // BLOCK_M, row_tiles, lengths, counts, batch, sources, source_stride, append_rows, new,
                 capacity, table, pages, k_new, v_new, kn_stride, vn_stride, k_cache, v_cache, kc_stride_b, vc_stride_b,
-                kc_stride, vc_stride, HEAD_DIM, D0, D1, PAGE_SIZE,
+                kc_stride, vc_stride, ROW, ROW_0, ROW_1, PAGE_SIZE,
             )  # fmt: skip
 
 
@@ -396,6 +416,7 @@ def forward(given: SpeculativeArguments, *, append: bool = False) -> tuple[Tenso
     if out.numel() == 0:
         return out, lse
     first, second = split_head_dim(head_dim)
+    row = k_cache.shape[3]  # an 8-bit cache has the scale behind the codes
     base_2 = q.element_size() == 2
     _split_kernel[(splits * batch * kv_heads * row_tiles,)](
         q, k_new, v_new, k_cache, v_cache, lengths, block_table, given.plan_rows, given.plan_lists, given.bitmaps,
@@ -409,7 +430,8 @@ def forward(given: SpeculativeArguments, *, append: bool = False) -> tuple[Tenso
         GROUP=group, HEAD_DIM=head_dim, D0=first, D1=second, BLOCK_Q=given.block_q, BLOCK_K=given.block_k,
         BLOCK_M=blocking.block_m, BLOCK_N=blocking.block_n, BLOCK_LAST=blocking.masked,
         BLOCK_TAIL=min(blocking.masked, given.block_k & -given.block_k), PAGE_SIZE=page_size,
-        BASE_2=base_2, FOLD_SCALE=given.scale > 0, APPEND=append, STARTS_BY_ROW=given.starts_by_row, num_warps=blocking.warps,
+        BASE_2=base_2, FOLD_SCALE=given.scale > 0, APPEND=append, STARTS_BY_ROW=given.starts_by_row,
+        CODES=given.quantized, ROW=row, ROW_0=split_head_dim(row)[0], ROW_1=split_head_dim(row)[1], num_warps=blocking.warps,
         # A load by way of the block table takes a stage for the table's entry as well. Short steps would buffer K and V for it,
         # 137 KiB at d=256, more than sm_86 has.
         num_stages=2 * blocking.stages - 1 if page_size and blocking.block_n > 32 else blocking.stages,

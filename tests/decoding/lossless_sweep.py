@@ -101,12 +101,16 @@ def k_format(values: Tensor, format: str) -> pd.QuantizedWeight:
 
 
 def differences(
-    prompts: int, weights: str, seed: int = 0, methods: Collection[str] = tuple(METHODS)
+    prompts: int,
+    weights: str,
+    seed: int = 0,
+    methods: Collection[str] = tuple(METHODS),
+    cache_dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, int, int]]:
     """For each of `methods` on each batch of prompts, its name, how many sequences were compared and how many differ.
 
     A model serves one batch; `weights` says what its matrices are. Greedy decoding runs one prompt at a time; the others alternate
-    between batches and pages.
+    between batches and pages. `cache_dtype` is that of all caches.
     """
     for at in range(0, prompts, BATCH):
         model = small_transformer(seed + at, VOCABULARY, at % 20 == 0, **SIZES.get(weights[-2:], SIZES[""]))
@@ -114,6 +118,7 @@ def differences(
             model = model.to(NUMBERS[weights])
         else:
             model = packed(model.to((torch.float32, torch.bfloat16)[at // BATCH // 2 % 2]), weights)
+        model.cache_dtype = cache_dtype
         with_drafters(model)
         generator = torch.Generator().manual_seed(seed + at)
         count = min(BATCH, prompts - at)

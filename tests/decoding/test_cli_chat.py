@@ -193,6 +193,23 @@ def test_packed_reaches_the_loader(
     assert result.exit_code == 2 and asked == [packed], result.output
 
 
+@pytest.mark.parametrize("name", ["demo", "chat", "generate", "serve"])
+def test_the_cache_s_dtype_reaches_the_loader(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    asked: list[Any] = []
+
+    def load(model: str, **options: Any) -> Any:
+        asked.append(options.get("cache_dtype"))
+        raise ValueError("pdkernels.models.load: enough")
+
+    monkeypatch.setattr(models, "load", load)
+    more = ["--prompt", "x"] if name == "generate" else []
+    arguments = [name, "--model", "tiny", *more, "--cache-dtype"]
+    result = CliRunner().invoke(cli.app, [*arguments, "int8"], input="x\n")
+    assert result.exit_code == 2 and asked == [torch.int8], result.output
+    result = CliRunner().invoke(cli.app, [*arguments, "int4"], input="x\n")
+    assert result.exit_code == 2 and len(asked) == 1 and "--cache-dtype must be int8" in result.output
+
+
 def test_an_adapter_in_the_package_takes_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It makes another model, which is compared with its own greedy tokens."""
     for name, value in {"PACKAGED": ("tiny",), "packaged": lambda name: tmp_path / name, "ADAPTER": tmp_path}.items():

@@ -24,6 +24,13 @@ def test_no_token_differs_from_greedy_decoding(weights: str) -> None:
     assert [(method, wrong) for method, _, wrong in found if wrong] == []
 
 
+@pytest.mark.parametrize("weights", [*NUMBERS, "q8_0"])
+def test_nor_does_any_with_a_cache_of_8_bits(weights: str) -> None:
+    found = list(differences(20, weights, seed=7000, cache_dtype=torch.int8))
+    assert len(found) == 2 * len(METHODS)
+    assert [(method, wrong) for method, _, wrong in found if wrong] == []
+
+
 @pytest.mark.parametrize("format", ["q4_k", "q5_k", "q6_k"])
 def test_matrices_that_the_sweep_packs_are_those_it_was_given(format: str) -> None:
     values = torch.randn(24, 512, generator=torch.Generator().manual_seed(0))

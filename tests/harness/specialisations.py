@@ -59,6 +59,7 @@ _ATTENTION: Choices = {
 _SPECULATIVE: Choices = {
     **_ATTENTION,
     "new": (1, 5, 81),
+    "codes": (False, True),
     "capacity": (1, 300, 4096),
     "lengths": INDEX,
     "starts": index(("sequence", "token")),
@@ -76,6 +77,7 @@ CHOICES: dict[str, Choices] = {
         "counts": index(("sequence",)),
         "source_index": index(("rows", "columns")),
     },
+    "kv_quantize": {"dtype": DTYPES, "head_dim": HEAD_DIMS, "heads": (1, 3), "rows": (1, 17, 160), "layout": LAYOUTS},
     "linear": {
         "dtype": (*((one, one) for one in DTYPES), ("float32", "bfloat16"), ("float32", "float16")),
         "rows": (1, 17, 160),
@@ -231,24 +233,32 @@ def _call_speculative(function: Callable[..., Any], given: dict[str, Any]) -> No
     whole: tuple[int, ...] = (batch, new)
     if given["cu_seqlens"] is not None:
         whole, options["cu_seqlens"] = (batch * new,), number(batch + 1, given["cu_seqlens"][1])
-    q, k, v = (zeros(layout, *whole, count, dim, dtype=given["dtype"]) for count in (heads, kv_heads, kv_heads))
+    q = zeros(layout, *whole, heads, dim, dtype=given["dtype"])
+    dtype, width = given["dtype"], dim
+    if given["codes"]:  # of an 8-bit cache; its scales are where floats may be
+        dtype, width, layout = "int8", dim + 4, "contiguous" if layout == "shifted" else layout
+    k, v = (zeros(layout, *whole, kv_heads, width, dtype=dtype) for _ in range(2))
     pages, page_size = batch, given["capacity"]
     if given["block_table"] is not None:
-        page_size, dtype = given["block_table"]
+        page_size, of_table = given["block_table"]
         pages = -(-given["capacity"] // page_size)
-        options["block_table"] = number((batch, pages), dtype)
+        options["block_table"] = number((batch, pages), of_table)
     if given["starts"] is not None:
-        kind, dtype = given["starts"]
+        kind, of_index = given["starts"]
         by_token = kind == "token" and given["cu_seqlens"] is None
-        options["starts"] = number((batch, new) if by_token else batch, dtype)
+        options["starts"] = number((batch, new) if by_token else batch, of_index)
     if given.get("counts") is not None:
         options["counts"] = number(batch, given["counts"][1])
     if given.get("source_index") is not None:
-        kind, dtype = given["source_index"]
-        chosen = number((batch, 3), dtype)
+        kind, of_index = given["source_index"]
+        chosen = number((batch, 3), of_index)
         options["source_index"] = chosen if kind == "rows" else chosen.T.contiguous().T
-    caches = (zeros(layout, pages, page_size, kv_heads, dim, dtype=given["dtype"]) for _ in range(2))
+    caches = (zeros(layout, pages, page_size, kv_heads, width, dtype=dtype) for _ in range(2))
     function(q, k, v, *caches, number(batch, given["lengths"]), _plan(given, new, new), **options)
+
+
+def _call_quantize(function: Callable[..., Any], given: dict[str, Any]) -> None:
+    function(zeros(given["layout"], 1, given["rows"], given["heads"], given["head_dim"], dtype=given["dtype"]))
 
 
 def _call_linear(function: Callable[..., Any], given: dict[str, Any]) -> None:
@@ -312,6 +322,7 @@ CALLS: dict[str, Callable[[Callable[..., Any], dict[str, Any]], None]] = {
     "block_sparse_attention": _call_block_sparse,
     "speculative_attention": _call_speculative,
     "speculative_attention_append_": _call_speculative,
+    "kv_quantize": _call_quantize,
     "linear": _call_linear,
     "quantized_linear": _call_quantized,
     "grouped_linear": _call_grouped,
@@ -325,7 +336,7 @@ def extremes(name: str) -> Iterator[dict[str, Any]]:
     """Calls for every row of the tables of blockings, with all optional arguments and with none."""
     plainest = {key: values[0] for key, values in CHOICES[name].items()}
     fullest = {key: values[-1] for key, values in CHOICES[name].items()} | {"layout": "contiguous"}
-    if "head_dim" in plainest:
+    if "plan" in plainest:
         for dtype, dim in itertools.product(("bfloat16", "float32"), (48, 64, 96, 128, 192, 256, 512)):
             sizes = {"dtype": dtype, "head_dim": dim, "heads": (28, 4), "plan": (128, 128), "scale": None}
             if name == "block_sparse_attention":
@@ -350,6 +361,7 @@ LARGE: dict[str, dict[str, Any]] = {
     "block_sparse_attention": {"batch": 70_000},
     "speculative_attention": {"batch": 70_000, "capacity": 4096},
     "speculative_attention_append_": {"batch": 70_000, "capacity": 4096},
+    "kv_quantize": {"rows": 1_200_000},
     "linear": {"rows": 1_200_000, "outputs": 2_500_000},
     "quantized_linear": {"rows": 600_000, "outputs": 2_500_000},
     "grouped_linear": {"rows": 600_000, "outputs": 2_500_000},

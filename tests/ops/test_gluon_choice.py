@@ -176,3 +176,19 @@ def test_what_the_kernel_does_not_serve() -> None:
     shifted = torch.zeros(200 * 2 * 64 + 4, dtype=torch.float16)[4:].view(1, 200, 2, 64)
     assert not serves(plain._replace(v=shifted)) and not serves(plain._replace(q=plain.q[:, :0]))
     assert not serves(plain._replace(k=torch.zeros(1, 200, 2, 68, dtype=torch.float16)[..., :64]))
+
+
+def test_rows_of_8_bits_are_left_to_triton() -> None:
+    """Whatever their width: that of the codes and a scale may be a head dimension that the kernel has."""
+    pytest.importorskip("triton", reason="needs triton")
+    from pdkernels.gluon._launch_speculative import serves
+
+    numbers = speculative(16)._replace(q=torch.randn(1, 100, 4, 64).half(), k_new=torch.randn(1, 100, 1, 64).half())
+    numbers = numbers._replace(v_new=numbers.k_new)
+    assert serves(numbers)
+    rows = {
+        name: torch.zeros(*getattr(numbers, name).shape[:-1], 64 + 16, dtype=torch.int8)[..., : 64 + 4]
+        for name in ("k_new", "v_new", "k_cache", "v_cache")
+    }
+    assert all(stride % 16 == 0 for x in rows.values() for stride in x.stride()[:-1])
+    assert not serves(numbers._replace(**rows))

@@ -15,10 +15,10 @@ from pdkernels.ops._library import OPS
 from tests.harness.triton_interpreter import dot_dtypes, requires_triton
 from tests.ops.examples import PUBLIC, floats_of
 from tests.ops.implementations import emulated_ops, simulated_ops
-from tests.ops.non_finite import RANKED, check_infinities, check_nan, function_of
+from tests.ops.non_finite import IN_BYTES, RANKED, check_infinities, check_nan, function_of
 
 FLOATS = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
-WITH_FLOATS = [op for op in OPS if floats_of(op) and op not in RANKED]
+WITH_FLOATS = [op for op in OPS if floats_of(op) and op not in RANKED | IN_BYTES]
 FORWARD = [op for op in WITH_FLOATS if op in PUBLIC]
 # The module of each op that has a Triton kernel, and what calls it on the arguments of the raw op.
 TRITON = {

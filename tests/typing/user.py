@@ -125,6 +125,7 @@ def caches(k: Tensor, v: Tensor, k_new: Tensor, v_new: Tensor, lengths: Tensor, 
     pd.kv_append_(k, v, k_new, v_new, lengths, counts=lengths)
     pd.kv_commit_([k], [v], lengths, lengths, index)
     pd.kv_trim_(lengths, lengths)
+    pd.kv_append_(k, v, pd.kv_quantize(k_new), pd.kv_quantize(v_new), lengths)
     rows: Tensor = pd.select_stale_rows_(v_new, v, lengths, max_selected=4)
     return pd.add_cached_rows_(pd.gather_rows(k, rows), k, rows, index)
 

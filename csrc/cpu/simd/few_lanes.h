@@ -13,7 +13,7 @@ namespace {
 // Lanes up to which this is faster than a vector of them.
 constexpr int64_t kFewLanes = kLanes / 2;
 
-// Elements of keys that are transposed at once.
+// Elements of keys that are transposed at once, unless a vector of words holds more.
 constexpr int64_t kSpan = 32;
 
 // From lane to lane in sums that have head elements side by side.
@@ -37,6 +37,12 @@ PDK_INLINE void in_strips(int64_t n, const Body& body, int64_t i = 0) {
 // Elements that lie in one word of 32 bits, the first in its low bits.
 template <class T>
 constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
+// The same where values are read: bytes are cheaper to widen in their order.
+template <class T>
+constexpr int kValuesPerWord = kIsCode<T> ? 1 : kPerWord<T>;
+
+template <class T>
+constexpr int64_t kSpanOf = larger(kSpan, kLanes* kPerWord<T>);
 
 template <int kElement, class T>
 PDK_INLINE Vec element_of(Words words, T) {
@@ -52,8 +58,12 @@ template <int kElement>
 PDK_INLINE Vec element_of(Words words, Bfloat16) {
   return reinterpret_cast<Vec>(kElement == 0 ? words << 16 : words & 0xffff0000u);
 }
+template <int kElement>
+PDK_INLINE Vec element_of(Words words, Code) {
+  return __builtin_convertvector(reinterpret_cast<Ints>(words << (24 - 8 * kElement)) >> 24, Vec);
+}
 
-// Elements [first, first + kSpan) of `count` keys, as [word][kChunk]; keys that are missing are zeros. The same
+// Elements [first, first + kSpanOf) of `count` keys, as [word][kChunk]; keys that are missing are zeros. The same
 // elements of the values are on their way meanwhile: a burst of prefetches would fill the processor's queues and stall
 // it.
 template <class T>
@@ -65,7 +75,7 @@ PDK_INLINE void transpose_keys(const T* const* keys, const T* const* values, int
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) to[(i * kChunk + key) / kLanes] = reinterpret_cast<Words>(rows[i]);
   };
-  for (int64_t d = first; d < smaller(first + kSpan, head_dim); d += kStep, to += kChunk) {
+  for (int64_t d = first; d < smaller(first + kSpanOf<T>, head_dim); d += kStep, to += kChunk) {
     const int64_t elements = smaller(kStep, head_dim - d);
     int64_t key = 0;
     for (; key + kLanes <= count && elements == kStep; key += kLanes) {
@@ -92,9 +102,9 @@ template <int kLive, int kPanel, class T>
 void few_scores(const T* const* keys, const T* const* values, int64_t count, const float* queries, int64_t head_dim,
                 float* transposed, float* scores) {
   const int64_t size = piece_of(head_dim);
-  for (int64_t span = 0; span < head_dim; span += kSpan) {
+  for (int64_t span = 0; span < head_dim; span += kSpanOf<T>) {
     transpose_keys(keys, values, count, head_dim, span, reinterpret_cast<Words*>(transposed));
-    for (int64_t piece = span; piece < smaller(span + kSpan, head_dim); piece += size) {
+    for (int64_t piece = span; piece < smaller(span + kSpanOf<T>, head_dim); piece += size) {
       const int64_t end = smaller(piece + size, head_dim);
       const auto strip = [&](int64_t key, auto wide) {
         constexpr int kVectors = decltype(wide)::value;
@@ -115,6 +125,7 @@ void few_scores(const T* const* keys, const T* const* values, int64_t count, con
           };
           add(Count<0>{});
           if constexpr (kPerWord<T> > 1) add(Count<1>{});
+          if constexpr (kPerWord<T> > 2) add(Count<2>{}), add(Count<3>{});
         }
         for (int lane = 0; lane < kLive; ++lane) {
           Vec* score = reinterpret_cast<Vec*>(scores + lane * kChunk + key);
@@ -122,6 +133,21 @@ void few_scores(const T* const* keys, const T* const* values, int64_t count, con
         }
       };
       in_strips<kLive>(rounded_up(count, kLanes), strip);
+    }
+  }
+}
+
+// Multiplies the values [lane][key] by the scales of the keys' codes.
+template <int kLive>
+PDK_INLINE void scale_by_codes(const Code* const* keys, int64_t count, int64_t head_dim, float* values) {
+  Vec scales[kChunk / kLanes];
+  float* const numbers = reinterpret_cast<float*>(scales);
+  for (int64_t key = 0; key < count; ++key) numbers[key] = scale_of_codes(keys[key], head_dim);
+  for (int64_t key = count; key % kLanes != 0; ++key) numbers[key] = 0;
+  for (int lane = 0; lane < kLive; ++lane) {
+    for (int64_t key = 0; key < count; key += kLanes) {
+      Vec& at = *reinterpret_cast<Vec*>(values + lane * kChunk + key);
+      at = rounded(at * scales[key / kLanes]);
     }
   }
 }
@@ -176,10 +202,10 @@ PDK_INLINE float few_max(float* scores, int64_t count, float scale, float larges
 // vector by vector.
 template <class T>
 PDK_INLINE int64_t element_at(int64_t place, int64_t head_dim) {
-  constexpr int64_t kSplit = kLanes * kPerWord<T>;
-  if (kPerWord<T> == 1 || place >= head_dim / kSplit * kSplit) return place;
+  constexpr int64_t kSplit = kLanes * kValuesPerWord<T>;
+  if (kValuesPerWord<T> == 1 || place >= head_dim / kSplit * kSplit) return place;
   const int64_t inside = place % kSplit;
-  return place - inside + inside % kLanes * kPerWord<T> + inside / kLanes;
+  return place - inside + inside % kLanes * kValuesPerWord<T> + inside / kLanes;
 }
 
 // sums[d][lane] <-> rows[lane][place of d]
@@ -236,17 +262,20 @@ void few_accumulate(const T* const* keys, const T* const* values, int64_t count,
       for (int i = 0; i < kVectors; ++i) sum[i] = sum[i] * alpha[lane] + held[lane][i];
     }
   };
-  constexpr int64_t kWhole = kLanes * kPerWord<T>;
+  constexpr int64_t kWhole = kLanes * kValuesPerWord<T>;
   const int64_t whole = head_dim / kWhole * kWhole;
   in_strips<kLive>(whole, [&](int64_t d, auto wide) {
     constexpr int kVectors = decltype(wide)::value;
-    if constexpr (kVectors % kPerWord<T> == 0) {
+    if constexpr (kVectors % kValuesPerWord<T> == 0) {
       strip(d, wide, [](const T* from, Vec(&row)[kVectors]) {
 #pragma GCC unroll 8
-        for (int i = 0; i < kVectors; i += kPerWord<T>) {
-          const Words words = *reinterpret_cast<const LooseWords*>(from + i * kLanes);
-          row[i] = element_of<0>(words, T{});
-          if constexpr (kPerWord<T> > 1) row[i + 1] = element_of<1>(words, T{});
+        for (int i = 0; i < kVectors; i += kValuesPerWord<T>) {
+          if constexpr (kValuesPerWord<T> == 1) {
+            row[i] = load(from + i * kLanes, Whole{});
+          } else {
+            const Words words = *reinterpret_cast<const LooseWords*>(from + i * kLanes);
+            row[i] = element_of<0>(words, T{}), row[i + 1] = element_of<1>(words, T{});
+          }
         }
       });
     }
@@ -257,11 +286,11 @@ void few_accumulate(const T* const* keys, const T* const* values, int64_t count,
 }
 
 // A chunk of keys that every lane of the panel sees.
-template <int kLive, class T, class Panel>
+template <int kLive, bool kExact, class T, class Panel>
 void few_lanes_step(const T* const* keys, const T* const* values, int64_t count, int64_t head_dim, float scale,
                     float* transposed, float* scores, float* rows, Panel& panel) {
-  constexpr bool kExact = sizeof(T) == 4;
   few_scores<kLive, kLanes>(keys, values, count, panel.queries, head_dim, transposed, scores);
+  if constexpr (kIsCode<T>) scale_by_codes<kLive>(keys, count, head_dim, scores);
   Vec m_i = panel.m_i[0];
   for (int lane = 0; lane < kLive; ++lane) {
     m_i[lane] = few_max<kExact>(scores + lane * kChunk, count, scale, m_i[lane]);
@@ -273,15 +302,17 @@ void few_lanes_step(const T* const* keys, const T* const* values, int64_t count,
   const Vec sum = few_sums<kLive>(scores, count);
   panel.m_i[0] = m_i;
   panel.l_i[0] = panel.l_i[0] * alpha + sum;
+  if constexpr (kIsCode<T>) scale_by_codes<kLive>(values, count, head_dim, scores);
   few_accumulate<kLive>(keys, values, count, head_dim, scores, alpha, rows);
 }
 
 // The same for a number of lanes that is known when it runs.
-template <class T, class Panel>
+template <bool kExact, class T, class Panel>
 void few_lanes_step(const T* const* keys, const T* const* values, int64_t count, int64_t head_dim, float scale,
                     float* transposed, float* scores, float* rows, Panel& panel) {
   const auto take = [&](auto live) {
-    few_lanes_step<decltype(live)::value>(keys, values, count, head_dim, scale, transposed, scores, rows, panel);
+    few_lanes_step<decltype(live)::value, kExact>(keys, values, count, head_dim, scale, transposed, scores, rows,
+                                                  panel);
   };
   switch (panel.lanes.count) {
     case 1: return take(Count<1>{});

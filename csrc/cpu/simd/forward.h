@@ -156,9 +156,21 @@ void finish(const AttentionArgs& args, const HeadsView& out, float* all_lse, int
   }
 }
 
+// Multiplies the values [key][lane] of blocks by the scales of the keys' codes.
+template <class Tiles>
+void scale_blocks(const Code* const* keys, int64_t head_dim, const Block* blocks, int num_blocks, float* values) {
+  for (int b = 0; b < num_blocks; ++b, values += kBlock * Tiles::kPanel) {
+    Vec* row = reinterpret_cast<Vec*>(values);
+    for (int j = 0; j < blocks[b].count; ++j, row += Tiles::kVectors) {
+      const float scale = scale_of_codes(keys[blocks[b].begin + j], head_dim);
+      for (int v = 0; v < Tiles::kVectors; ++v) row[v] = rounded(row[v] * scale);
+    }
+  }
+}
+
 // The steps of a panel with few lanes. Between them its sums have the head elements of a lane side by side; in any
 // other step they are those of the panel.
-template <class T, class Tiles>
+template <bool kExact, class T, class Tiles>
 class FewLanes {
  public:
   FewLanes(Memory<Tiles>& memory, int64_t head_dim, bool one_panel) {
@@ -178,7 +190,7 @@ class FewLanes {
         entered_ = true;
         sums_to_rows<T, Tiles::kPanel>(panel_->sums, kFewLanes, head_dim_, rows_);
       }
-      few_lanes_step(keys, values, count, head_dim_, scale, transposed_, scores_, rows_, *panel_);
+      few_lanes_step<kExact>(keys, values, count, head_dim_, scale, transposed_, scores_, rows_, *panel_);
       return true;
     }
     return false;
@@ -218,10 +230,13 @@ void for_keys(const AttentionArgs& args, int64_t batch, int64_t kv_head, int64_t
 
 // One query tile of one KV head. `chunks` calls its argument with (keys, values, how many, bitmap, words of its rows,
 // first column) for all chunks visible to the tile; `done` gets each panel after the last one.
-template <class T, class Tiles, class Chunks, class Done>
+//
+// Queries are of type T, keys and values of type S. A sum of codes is multiplied by its key's scale when it is
+// complete, and a weight by its value's before it meets the codes: that is once for a pair, not for each element.
+template <class T, class S = T, class Tiles, class Chunks, class Done>
 void attend(const AttentionArgs& args, int64_t batch, int64_t kv_head, int64_t tile, Memory<Tiles>& memory,
             const Chunks& chunks, const Done& done) {
-  constexpr bool kExact = sizeof(T) == 4;
+  constexpr bool kExact = sizeof(T) == 4 || kIsCode<S>;
   const int64_t group = args.q_heads / args.kv_heads, head = kv_head * group, token = tile * args.block_q;
   const int64_t tokens = smaller(args.block_q, args.q_len - token);
   const int64_t at_once = panels_at_once<Tiles>(args.head_dim) * Tiles::kPanel;
@@ -233,8 +248,8 @@ void attend(const AttentionArgs& args, int64_t batch, int64_t kv_head, int64_t t
           Lanes::from(first + i * Tiles::kPanel, smaller(Tiles::kPanel, lanes - i * Tiles::kPanel), tokens);
       start<T>(args, batch, head, token, memory.panels[i]);
     }
-    FewLanes<T, Tiles> few(memory, args.head_dim, panels == 1);
-    chunks([&](const T* const* keys, const T* const* values, int64_t count, const uint32_t* bitmap,
+    FewLanes<kExact, S, Tiles> few(memory, args.head_dim, panels == 1);
+    chunks([&](const S* const* keys, const S* const* values, int64_t count, const uint32_t* bitmap,
                int64_t words_per_row, int64_t column) {
       if (bitmap == nullptr && few.step(keys, values, count, args.scale)) return;
       few.leave();
@@ -248,7 +263,9 @@ void attend(const AttentionArgs& args, int64_t batch, int64_t kv_head, int64_t t
         const int n = blocks_of_rows<Tiles>(bitmap, words_per_row, panel.lanes, column, count, blocks, memory.visible);
         if (n == 0) continue;
         Tiles::scores(memory.keys.rows, panel.queries, args.head_dim, blocks, n, memory.scores);
+        if constexpr (kIsCode<S>) scale_blocks<Tiles>(keys, args.head_dim, blocks, n, memory.scores);
         online_softmax<Tiles, kExact>(panel, blocks, n, args.scale, memory.scores, alpha);
+        if constexpr (kIsCode<S>) scale_blocks<Tiles>(values, args.head_dim, blocks, n, memory.scores);
         if (plain) {
           Tiles::accumulate(memory.values.columns, memory.scores, args.head_dim, blocks, n, alpha, panel.sums);
         } else {

@@ -7,6 +7,7 @@
 #include "ops/feature_cache.h"
 #include "ops/filter_logits.h"
 #include "ops/grouped_linear.h"
+#include "ops/kv_cache.h"
 #include "ops/linear.h"
 #include "ops/logit_divergence.h"
 #include "ops/quantized_linear.h"

@@ -43,9 +43,22 @@ struct TokenPointers {
 constexpr uint16_t infinity_bits(Half) { return 0x7c00; }
 constexpr uint16_t infinity_bits(Bfloat16) { return 0x7f80; }
 
+// Bytes of a row of a head. The codes of an 8-bit cache are followed by their scale.
+template <class T>
+PDK_INLINE int64_t row_bytes(int64_t head_dim) {
+  return head_dim * static_cast<int64_t>(sizeof(T)) + (kIsCode<T> ? static_cast<int64_t>(sizeof(float)) : 0);
+}
+PDK_INLINE float scale_of_codes(const Code* row, int64_t head_dim) {
+  float scale;
+  __builtin_memcpy(&scale, row + head_dim, sizeof(scale));
+  return scale;
+}
+
 template <class T>
 PDK_INLINE bool is_finite(const T* row, int64_t n) {
-  if constexpr (sizeof(T) == sizeof(float)) {
+  if constexpr (kIsCode<T>) {
+    return scale_of_codes(row, n) - scale_of_codes(row, n) == 0.0f;
+  } else if constexpr (sizeof(T) == sizeof(float)) {
     Vec zero{};  // or NaN
     for_vectors(0, n, [&](int64_t at, auto lanes) {
       const Vec x = load(row + at, lanes);

@@ -194,15 +194,14 @@ void merge_splits(const SpeculativeArgs& args, int64_t splits) {
 }
 
 // Stores a query tile's part of a sequence's appended rows: each row of a KV head has one writer.
-template <class T>
+template <class S>
 void append_rows(const SpeculativeArgs& args, int64_t batch, int64_t entry, int64_t kv_head, int64_t tile) {
-  const int64_t length = args.lengths.load(batch), count = args.count(batch),
-                bytes = args.head_dim * static_cast<int64_t>(sizeof(T));
+  const int64_t length = args.lengths.load(batch), count = args.count(batch), bytes = row_bytes<S>(args.head_dim);
   for (int64_t i = tile; i < count; i += args.of_q.num_tiles) {
     const int64_t token = args.source(batch, i);
     const Slot at = args.pages.locate(batch, length + i);
-    __builtin_memcpy(args.k_cache.row<T>(at.page, at.slot, kv_head), args.k.row<const T>(entry, token, kv_head), bytes);
-    __builtin_memcpy(args.v_cache.row<T>(at.page, at.slot, kv_head), args.v.row<const T>(entry, token, kv_head), bytes);
+    __builtin_memcpy(args.k_cache.row<S>(at.page, at.slot, kv_head), args.k.row<const S>(entry, token, kv_head), bytes);
+    __builtin_memcpy(args.v_cache.row<S>(at.page, at.slot, kv_head), args.v.row<const S>(entry, token, kv_head), bytes);
   }
 }
 
@@ -225,19 +224,19 @@ inline int64_t tokens_in_paths(const SpeculativeArgs& args) {
 }
 
 // The arguments of a packed sequence: its own rows are those of the only batch entry.
-template <class T>
+template <class T, class S>
 SpeculativeArgs of_sequence(const SpeculativeArgs& args, int64_t batch) {
   SpeculativeArgs own = args;
   if (!args.packed()) return own;
   const int64_t first = args.row_begins.load(batch);
-  HeadsView* const views[4] = {&own.q, &own.k, &own.v, &own.out};
-  for (HeadsView* view : views) view->data = view->row<T>(0, first, 0);
+  own.q.data = own.q.row<T>(0, first, 0), own.out.data = own.out.row<T>(0, first, 0);
+  own.k.data = own.k.row<S>(0, first, 0), own.v.data = own.v.row<S>(0, first, 0);
   own.q_len = own.kv_len = args.tokens(batch);
   own.lse += first;
   return own;
 }
 
-template <class T, class Tiles>
+template <class T, class S, class Tiles>
 void attend_splits(const SpeculativeArgs& args) {
   const int64_t scratch = Memory<Tiles>(nullptr, args.head_dim).bytes;
   const int64_t heads = args.batch * args.kv_heads, splits = used_splits(args);
@@ -248,20 +247,20 @@ void attend_splits(const SpeculativeArgs& args) {
   for_items<Tiles>(heads * args.of_q.num_tiles * splits, bytes, [&](int64_t item, char* base) {
     const int64_t batch = item % heads / args.kv_heads, kv_head = item % args.kv_heads;
     const int64_t tile = item / heads % args.of_q.num_tiles, s = item / heads / args.of_q.num_tiles;
-    SpeculativeArgs own = of_sequence<T>(args, batch);
+    SpeculativeArgs own = of_sequence<T, S>(args, batch);
     if (s > 0) own.sinks = nullptr;  // it counts once
     const int64_t entry = args.packed() ? 0 : batch;
-    if (s == 0) append_rows<T>(own, batch, entry, kv_head, tile);
+    if (s == 0) append_rows<S>(own, batch, entry, kv_head, tile);
     if (tile * args.block_q >= own.q_len) return;
     Memory<Tiles> memory(base, args.head_dim);
     auto* bitmap = reinterpret_cast<uint32_t*>(base + scratch);
     Paths paths(base + scratch + of_bitmap, args.block_q, path_tokens);
     const auto chunks = [&](const auto& consume) {
-      for_positions<T, Tiles::kTogether>(own, batch, entry, kv_head, tile, split_begin(s), split_begin(s + 1), bitmap,
+      for_positions<S, Tiles::kTogether>(own, batch, entry, kv_head, tile, split_begin(s), split_begin(s + 1), bitmap,
                                          paths, consume);
     };
     // One instance of attend() for both, since it is most of what is compiled here.
-    attend<T>(own, entry, kv_head, tile, memory, chunks, [&](int64_t head, int64_t token, Panel<Tiles>& panel) {
+    attend<T, S>(own, entry, kv_head, tile, memory, chunks, [&](int64_t head, int64_t token, Panel<Tiles>& panel) {
       if (splits == 1) return finish<T>(own, own.out, own.lse, entry, head, token, panel);
       const int64_t first = args.packed() ? args.row_begins.load(batch) : 0;
       const HeadsView part{args.parts + s * rows * args.head_dim + first * width, args.q_len * width, width,
@@ -273,24 +272,30 @@ void attend_splits(const SpeculativeArgs& args) {
 }
 
 // A few lanes, as for one new token, need only one vector.
-template <class T>
+template <class T, class S = T>
 void attend_narrow_or_wide(const SpeculativeArgs& args) {
   const int64_t lanes = smaller(args.block_q, args.q_len) * (args.q_heads / args.kv_heads);
   if (args.head_dim > kUsualHead) {
-    return lanes <= kLanes ? attend_splits<T, VectorTilesOf<1, 512>>(args) : attend_splits<T, WideTiles>(args);
+    return lanes <= kLanes ? attend_splits<T, S, VectorTilesOf<1, 512>>(args) : attend_splits<T, S, WideTiles>(args);
   }
-  return lanes <= kLanes ? attend_splits<T, VectorTilesOf<1>>(args) : attend_splits<T, VectorTiles>(args);
+  return lanes <= kLanes ? attend_splits<T, S, VectorTilesOf<1>>(args) : attend_splits<T, S, VectorTiles>(args);
+}
+
+template <class T>
+void attend_to_codes(const SpeculativeArgs& args) {
+  attend_narrow_or_wide<T, Code>(args);
 }
 
 }  // namespace
 
 void speculative_attention(const SpeculativeArgs& args) {
+  if (args.codes) PDK_BY_ELEMENT(attend_to_codes, args)
   switch (args.element) {
     case Element::kFloat: return attend_narrow_or_wide<float>(args);
     case Element::kHalf: return attend_narrow_or_wide<Half>(args);
     case Element::kBfloat16:
 #ifdef PDK_AMX  // its products round differently, so any number of rows uses them
-      return attend_splits<Bfloat16, AmxTiles>(args);
+      return attend_splits<Bfloat16, Bfloat16, AmxTiles>(args);
 #else
       return attend_narrow_or_wide<Bfloat16>(args);
 #endif

@@ -29,6 +29,7 @@ PDK_INLINE void for_vectors(int64_t begin, int64_t end, const Body& body) {
 
 typedef uint32_t LooseWords __attribute__((vector_size(4 * PDK_LANES), may_alias, aligned(2)));
 typedef uint16_t LooseShorts __attribute__((vector_size(2 * PDK_LANES), may_alias, aligned(2)));
+typedef int8_t LooseBytes __attribute__((vector_size(PDK_LANES), may_alias, aligned(1)));
 
 // The conversions of vector.h for a whole vector: compilers find them in long loops, but not in a handful of lanes.
 PDK_INLINE Vec widened(Words bits, Bfloat16) { return reinterpret_cast<Vec>(bits << 16); }
@@ -56,6 +57,8 @@ template <class T>
 PDK_INLINE Vec load(const T* from, Whole, float = 0) {
   if constexpr (sizeof(T) == sizeof(float)) {
     return *reinterpret_cast<const LooseVec*>(from);
+  } else if constexpr (kIsCode<T>) {
+    return __builtin_convertvector(__builtin_convertvector(*reinterpret_cast<const LooseBytes*>(from), Ints), Vec);
   } else {
     return widened(__builtin_convertvector(*reinterpret_cast<const LooseShorts*>(from), Words), T{});
   }

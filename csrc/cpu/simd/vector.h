@@ -216,8 +216,17 @@ struct Half {
 struct Bfloat16 {
   uint16_t bits;
 };
+// One of the codes of a row of an 8-bit cache (ops/kv_cache.h), which stands for itself times the scale of the row.
+struct Code {
+  int8_t number;
+};
+template <class T>
+constexpr bool kIsCode = false;
+template <>
+constexpr bool kIsCode<Code> = true;
 
 PDK_INLINE float to_float(float x) { return x; }
+PDK_INLINE float to_float(Code x) { return static_cast<float>(x.number); }
 PDK_INLINE float to_float(Bfloat16 x) { return __builtin_bit_cast(float, uint32_t{x.bits} << 16); }
 PDK_INLINE float to_float(Half x) {
   const uint32_t magnitude = uint32_t{x.bits & 0x7fffu} << 13;

@@ -79,6 +79,8 @@ class PdCache(Cache):  # type: ignore[misc]
         check_choice(OP, "kind", kind, ("contiguous", "paged"))
         self.batch, self.capacity = integer(OP, "batch", batch, 1), integer(OP, "capacity", capacity, 1)
         self.page_size = integer(OP, "page_size", page_size, 1)
+        floating = dtype is None or dtype.is_floating_point
+        check_type(floating, OP, "dtype", "be floating-point: its layers read numbers", dtype)
         window = windowed(config)
         if window is not None and window < capacity:
             raise NotImplementedError(

@@ -1,0 +1,28 @@
+"""The form in which a cache holds K and V: numbers of its dtype, or rows of `pdkernels.kv_quantize` where that is int8."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pdkernels._attention import SCALE_BYTES, check_head_dim
+from pdkernels.ops.kv_cache import kv_quantize
+
+
+def row_width(op: str, head_dim: int, dtype: torch.dtype) -> int:
+    """Elements of a head of a row.
+
+    >>> [row_width("cache", 64, dtype) for dtype in (torch.bfloat16, torch.int8)]
+    [64, 68]
+    """
+    if dtype != torch.int8:
+        return head_dim
+    check_head_dim(op, head_dim)
+    return head_dim + SCALE_BYTES
+
+
+def stored(dtype: torch.dtype, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """New rows of K and V as a cache of this dtype holds them. Attention to such a cache takes them in that form too."""
+    if dtype != torch.int8 or k.dtype == torch.int8:
+        return k, v
+    return kv_quantize(k), kv_quantize(v)
