@@ -33,7 +33,7 @@ from pdkernels.cli._terminal import (
     use_threads,
     visible,
 )
-from pdkernels.models.packaged import DRAFTERS, PACKAGED, packaged
+from pdkernels.models.packaged import PACKAGED, packaged
 from pdkernels.models.zoo import WEIGHTS
 from pdkernels.ops.quantized_linear import QuantizedWeight
 
@@ -93,13 +93,13 @@ def demo(
         use_threads(threads, [language_model])
         if isinstance(language_model, torch.nn.Module):
             console.print(f"{model}: {_weights(language_model)}", style="dim", soft_wrap=True, markup=False)
-        competitors, drafts = _competitors(model, language_model), _drafts(model, language_model)
+        competitors = _competitors(model, language_model)
         for text in question or QUESTIONS:
             prompt = language_model.tokenizer.encode_chat([{"role": "user", "content": text}])
             console.rule(style="dim")
             console.print(Text(visible(text), PROMPT), soft_wrap=True)
             stream = Stream(console, language_model.tokenizer)
-            method, options = list(drafts.values())[-1]
+            method, options = list(_DRAFTS.values())[-1]
             decoding.generate(
                 language_model, prompt, method, max_new_tokens=max_new_tokens, on_tokens=stream, **options
             )
@@ -138,7 +138,7 @@ def _measured(
 def _competitors(name: str, model: Any) -> dict[str, Competitor]:
     """All available competitors, by their names in the table."""
     found = {GREEDY: Competitor(_ours(model, GREEDY), GREEDY)}
-    for label, (method, options) in _drafts(name, model).items():
+    for label, (method, options) in _DRAFTS.items():
         found[label] = Competitor(_ours(model, method, **options), GREEDY)
     if name == PACKAGED[0] and ADAPTER.is_dir():
         # A different model, compared with its own greedy tokens.
@@ -155,14 +155,8 @@ def _competitors(name: str, model: Any) -> dict[str, Competitor]:
     return found
 
 
-def _drafts(name: str, model: Any) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Methods that draft, and their options, by their names in the table; the last one is shown while it writes."""
-    found: dict[str, tuple[str, dict[str, Any]]] = {"jacobi, looked up": ("jacobi", {"draft": "lookup"})}
-    if DRAFTERS.get(name) in models.available_drafters():
-        if not getattr(model, "drafters", None):
-            model.drafters = {"eagle": models.load_drafter(DRAFTERS[name], model)}
-        found["eagle"] = "eagle", {"block_size": "auto"}
-    return found
+_DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {"jacobi, looked up": ("jacobi", {"draft": "lookup"})}
+"""Methods that draft, and their options, by their names in the table; the last one is shown while it writes."""
 
 
 def _ours(model: Any, name: str, **options: Any) -> Callable[[list[int], int], Answer]:

