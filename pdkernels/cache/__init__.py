@@ -3,6 +3,7 @@
 from pdkernels.cache.contiguous import ContiguousKVCache
 from pdkernels.cache.hybrid import HybridCache, StateShape
 from pdkernels.cache.paged import PagedKVCache
+from pdkernels.cache.pool import PagePool
 from pdkernels.cache.protocol import Cache
 
-__all__ = ["Cache", "ContiguousKVCache", "HybridCache", "PagedKVCache", "StateShape"]
+__all__ = ["Cache", "ContiguousKVCache", "HybridCache", "PagePool", "PagedKVCache", "StateShape"]

@@ -11,6 +11,7 @@ from torch import Tensor
 from pdkernels._host import PageAllocator
 from pdkernels._validation import check, integer, message
 from pdkernels.cache.contiguous import KVCacheBase
+from pdkernels.cache.pool import PagePool
 
 _REMEDY = "Trim, or raise num_pages."
 
@@ -62,17 +63,69 @@ class PagedKVCache(KVCacheBase):
             else integer(op, "max_pages_per_sequence", max_pages_per_sequence, 1)
         )
         self._allocate(layers, batch, num_pages, page_size, kv_heads, head_dim, dtype, device)
+        self._share(num_pages, page_size, width, PageAllocator(num_pages), -1)
+
+    @classmethod
+    def on(cls, pool: PagePool, batch: int, capacity: int) -> PagedKVCache:
+        """A cache of `batch` sequences of up to `capacity` tokens, whose pages come from a pool that other caches use too.
+
+        A row without pages has the pool's `scratch` page everywhere, so a forward may run it. See `PagePool` for an example.
+        """
+        op = "cache.PagedKVCache.on"
+        batch, capacity = integer(op, "batch", batch, 1), integer(op, "capacity", capacity, 1)
+        made = cls.__new__(cls)
+        made.k, made.v, made.batch = pool.k, pool.v, batch
+        made.layers, made.kv_heads, made.head_dim = len(pool.k), pool.k.shape[3], pool.head_dim
+        made.lengths = torch.zeros(batch, dtype=torch.int64, device=pool.k.device)
+        made._share(pool.num_pages, pool.page_size, -(-capacity // pool.page_size), pool, pool.scratch)
+        return made
+
+    def _share(self, num_pages: int, page_size: int, width: int, pool: PageAllocator | PagePool, absent: int) -> None:
         self.num_pages, self.page_size, self.capacity = num_pages, page_size, width * page_size
-        self.block_table: Tensor = torch.full((self.batch, width), -1, dtype=torch.int32, device=device)
-        self._pool = PageAllocator(num_pages)
+        self.block_table: Tensor = torch.full((self.batch, width), absent, dtype=torch.int32, device=self.device)
+        self._pool, self._absent = pool, absent
         self._pages: list[list[int]] = [[] for _ in range(self.batch)]
+
+    @property
+    def shared_pool(self) -> PagePool | None:
+        """The pool that other caches use too (`on`); None: the pages are this cache's own."""
+        return self._pool if isinstance(self._pool, PagePool) else None
+
+    def pages(self, row: int) -> list[int]:
+        """The pages of a sequence."""
+        return list(self._pages[row])
+
+    def hold_row_(self, row: int, pages: Sequence[int]) -> None:
+        """Gives a sequence pages of the shared pool that others hold too, in place of its own. It may only read them."""
+        pool = self.shared_pool
+        check(pool is not None, "cache.PagedKVCache.hold_row_", "cache", "be on a PagePool", "one with its own pages")
+        assert pool is not None
+        pool.hold(pages)
+        pool.release(self._pages[row])
+        self._pages[row] = list(pages)
+        self._publish()
+
+    def move_row_(self, row: int, other: PagedKVCache, other_row: int, length: int) -> None:
+        """Takes the pages of a sequence of `length` tokens from another cache on the same pool, which has none of it then."""
+        pool = self.shared_pool
+        fits = pool is not None and pool is other.shared_pool
+        check(fits, "cache.PagedKVCache.move_row_", "other", "be on the same PagePool", "another")
+        self._pool.release(self._pages[row])
+        self._pages[row], other._pages[other_row] = other._pages[other_row], []
+        self._publish()
+        other._publish()
+        self.lengths[row].fill_(length)
+        other.idle_row_(other_row)
 
     def __getstate__(self) -> dict[str, Any]:
         """State for copies and pickling. The free pages are derived from the owned ones."""
-        return {name: value for name, value in vars(self).items() if name != "_pool"}
+        own = isinstance(self._pool, PageAllocator)
+        return {name: value for name, value in vars(self).items() if name != "_pool" or not own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+        if "_pool" in state:
+            return
         self._pool = PageAllocator(self.num_pages)
         owned = {page for pages in self._pages for page in pages}
         self._pool.release([page for page in self._pool.allocate(self.num_pages) if page not in owned])
@@ -170,7 +223,7 @@ class PagedKVCache(KVCacheBase):
             self._publish()
 
     def _publish(self) -> None:
-        table = torch.full(self.block_table.shape, -1, dtype=torch.int32)
+        table = torch.full(self.block_table.shape, self._absent, dtype=torch.int32)
         for row, pages in zip(table, self._pages):
             row[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
         self.block_table.copy_(table)

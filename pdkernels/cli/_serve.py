@@ -51,6 +51,10 @@ def serve(
     max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are answered with 429.")] = 256,
     max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Longest prompt.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
+    cache_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens whose K and V are in memory, of running requests and recent prompts."),
+    ] = None,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds after which an answer ends.")] = 600.0,
     device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "cpu",
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
@@ -78,7 +82,11 @@ def serve(
             options = {**chosen, **options}
         elif method == "jacobi":
             options.setdefault("draft", "lookup")
-        sizes: dict[str, Any] = {"max_prompt_tokens": max_prompt_tokens, "max_new_tokens": max_new_tokens}
+        sizes: dict[str, Any] = {
+            "max_prompt_tokens": max_prompt_tokens,
+            "max_new_tokens": max_new_tokens,
+            "cache_tokens": cache_tokens,
+        }
         engine = Engine(language_model, max_running=max_running, max_waiting=max_waiting, **sizes)
         with engine:
             # A first, hidden answer absorbs the start-up cost, and refuses unsupported options before the first request.

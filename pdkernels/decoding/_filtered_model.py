@@ -54,6 +54,17 @@ class TextCache:
         self.text[row, :length] = other.text[other_row, :length]
         self.prompts[row] = other.prompts[other_row]
 
+    def move_row_(self, row: int, other: TextCache, other_row: int, length: int) -> None:
+        """Like `move_row_` of a paged cache, including the tokens."""
+        self.inner.move_row_(row, other.inner, other_row, length)
+        self.text[row, :length] = other.text[other_row, :length]
+        self.prompts[row] = other.prompts[other_row]
+
+    def tell_(self, row: int, tokens: Sequence[int], prompt: int) -> None:
+        """Says what the first rows of a sequence are, whose prompt has `prompt` tokens."""
+        self.text[row, : len(tokens)] = torch.tensor(tokens, device=self.text.device)
+        self.prompts[row] = prompt
+
 
 class FilteredModel:
     """A wrapper that a decoder uses as the model. Its hidden rows are logits, so that each is filtered where it is computed.
@@ -145,7 +156,8 @@ class FilteredModel:
             visible = visible.gather(1, rows[..., None].expand(-1, -1, length))
             place, guessing = place.gather(1, rows), guessing.gather(1, rows)
         slot = torch.arange(texts.shape[1], device=tokens.device)
-        known, new = slot < lengths[:, None], lengths > 0
+        # Where a prompt runs in pieces, those after the first one are not generated either.
+        known, new = slot < lengths[:, None], (lengths > 0) & (lengths >= prompts)
         number = (place + 1 - guessing.long() - prompts[:, None]).clamp(min=0).masked_fill(~new[:, None], 0)
         prefixes = Prefixes(
             texts,

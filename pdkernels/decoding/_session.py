@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from pdkernels._validation import sentence
+from pdkernels.cache import PagePool
 from pdkernels.decoding._filters import Filters
 from pdkernels.decoding._log_probs import WrittenLogProbs
 from pdkernels.decoding._stops import Stops
@@ -104,6 +105,7 @@ class Session:
         self.callback_seconds = 0.0
         self.filters = Filters()  # of methods whose texts are canvases; those on a cache have a model that applies them
         self.likely: WrittenLogProbs | None = None
+        self.pool: PagePool | None = None  # where the cache of a running batch takes its pages from
         self.grammar: Any = None  # a GrammarRows (decoding/grammar), or None
         self.stops = Stops()
         self.stopped = [False] * self.batch  # by one of these
@@ -132,7 +134,9 @@ class Session:
         Up to `drafts` rows of a forward may be rejected, which matters to recurrent states. The `options` are the model's own.
         """
         batch, more = copies * self.batch, self.max_new_tokens + extra
-        paged = {} if page_size is None else {"kind": "paged", "page_size": page_size}
+        paged: dict[str, Any] = {} if page_size is None else {"kind": "paged", "page_size": page_size}
+        if self.pool is not None:
+            return self.model.new_cache(batch, self.longest + more, pool=self.pool, **options)
         cache = self.model.new_cache(batch, self.longest + more, **paged, **options)
         if page_size is not None:
             # All pages at once, so that the loop never needs the host-side allocator.

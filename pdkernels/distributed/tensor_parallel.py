@@ -20,7 +20,7 @@ from torch import nn
 
 from pdkernels._validation import check, check_type, message
 from pdkernels.backends import backend_of
-from pdkernels.cache import Cache
+from pdkernels.cache import Cache, PagePool
 from pdkernels.distributed.logits import ShardedLogits
 from pdkernels.distributed.mesh import group_of
 from pdkernels.distributed.shards import OP, Shards
@@ -121,10 +121,12 @@ class ParallelTransformer(Transformer):
         kind: Literal["contiguous", "paged"] = "contiguous",
         page_size: int = 16,
         dtype: torch.dtype | None = None,
+        pool: PagePool | None = None,
     ) -> Cache:
-        pages, quantized = page_size * (kind == "paged"), (dtype or self.cache_dtype) == torch.int8
+        pages = page_size * (kind == "paged") if pool is None else pool.num_pages * pool.page_size
+        quantized = (dtype or self.cache_dtype) == torch.int8
         self.ranks.agree("Transformer.new_cache", self.device, batch, capacity, pages, int(quantized))
-        return super().new_cache(batch, capacity, kind=kind, page_size=page_size, dtype=dtype)
+        return super().new_cache(batch, capacity, kind=kind, page_size=page_size, dtype=dtype, pool=pool)
 
     def with_all_heads(self, kv: torch.Tensor) -> torch.Tensor:
         """Gathers keys or values ``(..., own KV heads, head_dim)`` of all ranks, in order."""

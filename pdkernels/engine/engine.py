@@ -24,7 +24,7 @@ from pdkernels.decoding.steps import Staging
 from pdkernels.engine.generation import Generation
 from pdkernels.engine.lane import Lane, Request
 from pdkernels.engine.metrics import EngineMetrics
-from pdkernels.engine.prefixes import Prefixes
+from pdkernels.engine.pages import Memory
 
 _OP = "Engine.submit"
 _SETTINGS = {
@@ -47,8 +47,12 @@ class Engine:
 
     Requests of one method with the same options share a batch, and the batches take turns. A request has a seed of its own, and a temperature
     and filters where the method draws tokens by row (`Steps.draws_by_row`). A batch on a KV cache grows and shrinks with the number of its
-    requests. Room for the whole of a request is set aside when it joins, so none is ever evicted; those
-    that find none wait, in the order of their submission.
+    requests.
+
+    K and V are in pages that all batches share (`PagePool`), if the model's cache has them, and the pages of a common beginning belong to all
+    that have it. A request joins with pages for its prompt and takes more as it grows. If there are none, earlier prompts are forgotten, then the youngest
+    request gives up its own and waits again; its K and V are computed anew. Where a method cannot go on like that (`Steps.resumes`), and without a
+    pool, room for the whole of a request is set aside when it joins. Those that find none wait, in the order of their submission.
 
     Args:
         model: as for `generate`. Nothing else may run it while the engine does.
@@ -62,6 +66,9 @@ class Engine:
         prompt_tokens_per_step: tokens of prompts that may run between two steps. A longer prompt runs in pieces, so that it does not
             stall the others.
         kept_prompt_tokens: tokens of earlier prompts whose K and V are kept, for prompts that begin with the same ones; 0 keeps none.
+
+        cache_tokens: tokens that all pages hold together, of running requests and of earlier prompts; there are enough for the longest request
+            in any case. None: enough for `max_running` of them and `kept_prompt_tokens`, or half of the memory that is free.
 
     Raises:
         ValueError, TypeError: a limit out of range; an object that is no model.
@@ -88,6 +95,7 @@ class Engine:
         max_waiting: int = 1024,
         prompt_tokens_per_step: int = 256,
         kept_prompt_tokens: int = 16384,
+        cache_tokens: int | None = None,
     ) -> None:
         op = "Engine"
         check_type(hasattr(model, "config"), op, "model", "be a model", type(model).__name__)
@@ -107,7 +115,10 @@ class Engine:
         check(new + longest <= MAX_POSITIONS, op, "max_prompt_tokens", f"leave room in {MAX_POSITIONS}", longest)
         self.max_waiting = integer(op, "max_waiting", max_waiting, 1)
         self.prompt_tokens_per_step = integer(op, "prompt_tokens_per_step", prompt_tokens_per_step, 1)
-        self._prefixes = Prefixes(integer(op, "kept_prompt_tokens", kept_prompt_tokens, 0))
+        kept = integer(op, "kept_prompt_tokens", kept_prompt_tokens, 0)
+        longest = self.max_prompt_tokens + new
+        wanted = max_running * longest + kept if cache_tokens is None else integer(op, "cache_tokens", cache_tokens, 1)
+        self._memory = Memory(model, kept, wanted, longest, by_default=cache_tokens is None)
         self._numbers = itertools.count()
         self._lanes: dict[Hashable, Lane] = {}
         self._metrics = EngineMetrics()
@@ -235,7 +246,7 @@ class Engine:
             now.waiting = sum(len(lane.waiting) for lane in lanes)
             now.running = sum(len(lane.running) + (lane.begun is not None) for lane in lanes)
             now.batches = sum(lane.batch is not None for lane in lanes)
-            now.kept_tokens = self._prefixes.tokens
+            self._memory.count(now)
         return now
 
     def close(self, *, finish: bool = True, timeout: float | None = None) -> bool:
@@ -296,9 +307,12 @@ class Engine:
         if not kind.any_limit:
             longest, limit = -(-session.longest // _BUCKET) * _BUCKET, session.max_new_tokens
 
+        pages = None if kind.keeps_pages or options.get("page_size") is not None else self._memory.known
+        pool = None if pages is None else pages.pool
+
         def sized(rows: int) -> Session:
             largest = Session(model, [[0] * longest] * rows, limit, ends, None, False)
-            largest.filters = filters
+            largest.filters, largest.pool = filters, pool
             return largest
 
         rows = self.max_canvases if kind.keeps_pages else self.max_running
@@ -316,13 +330,16 @@ class Engine:
                         for request in [*lane.waiting, *lane.running.values(), *([lane.begun] if lane.begun else [])]:
                             request.handle._withdrawn = True
                     lane.drop_waiting(self._metrics)
+                self._memory.waiting({request.handle.number for _, lane in lanes for request in lane.waiting})
                 if self._closing and not any(lane.busy or lane.waiting for _, lane in lanes):
                     return
                 before = self._open_lanes()
-            live = [lane for _, lane in lanes if lane.batch is not None and (lane.busy or lane.waiting)]
+            live = self._memory.lanes = [
+                lane for _, lane in lanes if lane.batch is not None and (lane.busy or lane.waiting)
+            ]
             for lane in live:
                 try:
-                    lane.turn(self._prefixes, self.prompt_tokens_per_step, before, self._metrics)
+                    lane.turn(self._memory, self.prompt_tokens_per_step, before, self._metrics)
                 except Exception as error:  # of the batch: a model that fails, memory that has run out
                     lane.fail(error, self._metrics)
 

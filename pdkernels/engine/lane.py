@@ -8,13 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pdkernels._validation import sentence
 from pdkernels.decoding._request import finished
 from pdkernels.decoding._session import Session
 from pdkernels.decoding._token_sampler import TokenSampler
-from pdkernels.decoding.steps import RunningBatch, Steps
+from pdkernels.decoding.steps import Left, RunningBatch, Steps
 from pdkernels.engine.generation import FinishReason, Generation
 from pdkernels.engine.metrics import EngineMetrics
-from pdkernels.engine.prefixes import Prefixes
+from pdkernels.engine.pages import Known, Memory
 
 # Turns with at most half of the rows taken before a batch shrinks: moving it costs a read of its rows.
 _PATIENCE = 32
@@ -31,6 +32,13 @@ class Request:
     logprobs: int | None
     sampler: TokenSampler | None = None
     """Its temperature and filters, if they are not those of the batch."""
+    left: Left | None = None
+    """What it was when it gave its pages to an older request."""
+
+    @property
+    def text(self) -> list[int]:
+        """The tokens that run before it joins a batch."""
+        return self.session.prompts[0] if self.left is None else self.left.text
 
     @property
     def over(self) -> FinishReason | None:
@@ -94,6 +102,8 @@ class Lane:
 
     def close(self) -> None:
         """Frees the batches; there are no requests."""
+        for batch in self._batches.values():
+            batch.close()
         self.batch, self._batches = None, {}
 
     def fail(self, error: BaseException, metrics: EngineMetrics) -> None:
@@ -104,11 +114,11 @@ class Lane:
         for request in begun:
             _ended(request, None, metrics, error=error)
 
-    def turn(self, prefixes: Prefixes, budget: int, before: int | None, metrics: EngineMetrics) -> None:
+    def turn(self, memory: Memory, budget: int, before: int | None, metrics: EngineMetrics) -> None:
         """Lets requests join and leave, and runs a step.
 
         Args:
-            prefixes: earlier prompts.
+            memory: earlier prompts, and pages.
             budget: tokens of prompts that may run in this turn; one prompt that cannot run in pieces may be longer.
             before: only requests with a smaller number may begin; None: all may.
             metrics: is updated.
@@ -117,8 +127,9 @@ class Lane:
         for row, request in list(self.running.items()):
             if (reason := request.over) is not None:
                 self._leave(row, metrics, reason)
-        while budget > 0 and (spent := self._join(prefixes, budget, before, metrics)) > 0:
+        while budget > 0 and (spent := self._join(memory, budget, before, metrics)) > 0:
             budget -= spent
+        self._grow(memory, metrics)
         if self.running:
             metrics.steps += 1
             for row in self.batch.step():
@@ -130,55 +141,161 @@ class Lane:
         """Ends the waiting requests that have been cancelled, or are late."""
         for request in [request for request in self.waiting if request.over]:
             self.waiting.remove(request)
-            _ended(request, request.over, metrics)
+            self._ended(request, request.over, metrics)
 
-    def _join(self, prefixes: Prefixes, budget: int, before: int | None, metrics: EngineMetrics) -> int:
+    def last(self) -> Request | None:
+        """The youngest request that has pages and could give them up."""
+        if self.batch is None or self.batch.staging.pool is None:
+            return None
+        if self.begun is not None:
+            return self.begun
+        able = self.running.values() if self.batch.steps.resumes else ()
+        return max(able, key=lambda one: one.handle.number, default=None)
+
+    def give_up(self, request: Request, memory: Memory, metrics: EngineMetrics) -> None:
+        """Takes the pages of a request, `last`, which waits again: its K and V will be computed anew, if they are not known then."""
+        assert self.batch is not None
+        metrics.preemptions += 1
+        if self.begun is request:
+            self.batch.staging.drop()
+            self.begun = None
+        else:
+            row = next(row for row, one in self.running.items() if one is request)
+            pages = self.batch.steps.cache.pages(row)
+            del self.running[row]
+            memory.pages.pool.hold(pages)
+            request.left = self.batch.leave(row)
+            memory.pages.keep(request.left.text, pages)
+            memory.pages.pool.release(pages)
+        # Those that wait here are all younger.
+        self.waiting.appendleft(request)
+
+    def _grow(self, memory: Memory, metrics: EngineMetrics) -> None:
+        """Gives each request pages for the next step, the oldest first. If there are too few, the youngest one gives up its own."""
+        if self.batch is None or self.batch.staging.pool is None or not self.running:
+            return
+        batch, cache, pages = self.batch, self.batch.steps.cache, memory.pages
+        lengths = cache.lengths.tolist()
+        for row, request in sorted(self.running.items(), key=lambda item: item[1].handle.number):
+            if self.running.get(row) is not request:
+                continue  # it has given up its pages
+            room = batch.staging.room(request.session, lengths[row])
+            missing = -(-room // pages.pool.page_size) - len(cache.pages(row))
+            while missing > 0 and not pages.reclaim(missing) and self.running.get(row) is request:
+                lane, youngest = memory.youngest()
+                lane.give_up(youngest, memory, metrics)
+            if missing > 0 and self.running.get(row) is request:
+                batch.grow(row, room)
+
+    def _begin(self, request: Request, memory: Memory, metrics: EngineMetrics) -> bool:
+        """Finds what is known of a request's text, and pages for the rest of it; whether there are enough."""
+        assert self.batch is not None
+        staging, text = self.batch.staging, request.text
+        prompt = request.session.prompts[0]
+        if staging.pool is not None:
+            pages = memory.pages
+            known = (
+                pages.find(text if request.left else text[:-1])
+                if staging.in_pieces or request.left
+                else Known([], None, 0)
+            )
+            held = [*known.pages, *([] if known.partial is None else [known.partial])]
+            room = staging.room(request.session, len(text))
+            need = -(-room // pages.pool.page_size)
+            if need > pages.pool.num_pages:
+                raise MemoryError(
+                    sentence("Engine", f"a request needs {need} pages of {pages.pool.num_pages}", "Raise cache_tokens.")
+                )
+            pages.pool.hold(held)
+            enough = pages.reclaim(need - len(known.pages))
+            if enough:
+                staging.begin(known.pages, known.partial, text[: known.length], len(prompt), room)
+                pages.blocked = None
+            elif pages.blocked is None or request.handle.number < pages.blocked:
+                pages.blocked = request.handle.number
+            pages.pool.release(held)
+            if not enough:
+                return False
+            length = known.length
+        elif staging.in_pieces:
+            found = memory.prefixes.find(request.session.model, prompt)
+            if found.length:
+                staging.adopt(found.cache, found.length)
+            self._branch, length = found.branch, found.length
+        else:
+            return True
+        if request.left is None:
+            metrics.reused_tokens += length
+        return True
+
+    def _keep(self, memory: Memory, request: Request, text: list[int], row: int | None = None) -> None:
+        """Remembers the K and V of a text: those of a row, or of `staging`."""
+        assert self.batch is not None
+        if self.batch.staging.pool is not None:
+            if row is not None:
+                memory.pages.keep(text, self.batch.steps.cache.pages(row))
+        elif self.batch.staging.in_pieces:
+            memory.prefixes.keep(request.session.model, text, self.batch.staging.steps.cache)
+
+    def _join(self, memory: Memory, budget: int, before: int | None, metrics: EngineMetrics) -> int:
         """Runs a piece of a prompt, or lets its request join. Returns the tokens it ran; 0: there is none, or no room."""
         batch = self.batch
         assert batch is not None
         if self.begun is None:
             young = not self.waiting or (before is not None and self.oldest >= before)
-            if young or len(self.running) == self._rows:
+            if young or len(self.running) == self._rows or memory.before(self.oldest):
                 return 0
-            self.begun, self._branch = self.waiting.popleft(), 0
-            if batch.staging.in_pieces:
-                found = prefixes.find(self.begun.session.model, self.begun.session.prompts[0])
-                if found.length:
-                    batch.staging.adopt(found.cache, found.length)
-                    metrics.reused_tokens += found.length
-                self._branch = found.branch
+            self._branch = 0
+            try:
+                if not self._begin(self.waiting[0], memory, metrics):
+                    return 0
+            except Exception as error:
+                self._ended(self.waiting.popleft(), None, metrics, error=error)
+                return 1
+            self.begun = self.waiting.popleft()
         request, staging = self.begun, batch.staging
         if (reason := request.over) is not None:
-            self.begun, staging.known = None, 0
-            _ended(request, reason, metrics)
+            staging.drop()
+            self.begun = None
+            self._ended(request, reason, metrics)
             return 1
-        prompt = request.session.prompts[0]
+        # The last token of a prompt runs as the request joins; a text that has been there before has no such token.
+        prompt = request.text if request.left is None else [*request.text, 0]
         left = len(prompt) - staging.known
         # Rows after the first piece stay beside recurrent states until the next one.
         budget = min(budget, getattr(staging.steps.cache, "pending", budget))
         if staging.known < self._branch:
             budget = min(budget, self._branch - staging.known)
         try:
-            if staging.in_pieces and left > budget:
+            pieces = staging.in_pieces or request.left is not None
+            if pieces and left > budget:
                 staging.run(prompt, budget)
                 if staging.known == self._branch:
-                    prefixes.keep(request.session.model, prompt[: self._branch], staging.steps.cache)
+                    self._keep(memory, request, prompt[: self._branch])
                 return budget
             if not batch.free:
                 batch = self._take(self._size(len(self.running) + 1))
             if not batch.ready:
                 return 0
             row = batch.free[0]
-            request.handle.joined = time.perf_counter()
-            batch.admit(row, request.session, request.seed, request.sampler)
+            request.handle.joined = request.handle.joined or time.perf_counter()
+            if request.left is None:
+                batch.admit(row, request.session, request.seed, request.sampler)
+            else:
+                staging.run(prompt, left)
+                batch.resume(row, request.left)
         except Exception as error:  # of this request: the rows of the others have not changed
-            self.begun, staging.known = None, 0
-            _ended(request, None, metrics, error=error)
+            staging.drop()
+            self.begun = None
+            self._ended(request, None, metrics, error=error)
             return max(1, left)
         self.begun, self.running[row] = None, request
-        metrics.prompt_tokens += len(prompt)
-        if staging.in_pieces:
-            prefixes.keep(request.session.model, prompt, staging.steps.cache)
+        if request.left is None:
+            metrics.prompt_tokens += len(prompt)
+        else:
+            metrics.recomputed_tokens += left - 1
+        self._keep(memory, request, request.text, row)
+        request.left = None
         return max(1, left)
 
     def _leave(self, row: int, metrics: EngineMetrics, reason: FinishReason | None = None) -> None:
@@ -189,6 +306,18 @@ class Lane:
         except Exception as error:
             _ended(request, None, metrics, error=error)
             return
+        self._finish(request, reason, metrics, forwards)
+
+    def _ended(
+        self, request: Request, reason: FinishReason | None, metrics: EngineMetrics, error: BaseException | None = None
+    ) -> None:
+        """Ends a request that is in no batch."""
+        if error is None and request.left is not None:
+            self._finish(request, reason, metrics, request.left.taken_part)
+        else:
+            _ended(request, reason, metrics, error=error)
+
+    def _finish(self, request: Request, reason: FinishReason | None, metrics: EngineMetrics, forwards: int) -> None:
         if reason is None:
             session = request.session
             tokens = session.tokens[0]

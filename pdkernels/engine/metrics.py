@@ -30,6 +30,16 @@ class EngineMetrics:
     """Forwards that finished requests took part in, summed over the requests."""
     steps: int = 0
     """Steps of all batches."""
+    preemptions: int = 0
+    """How often a request gave its pages to an older one."""
+    recomputed_tokens: int = 0
+    """Tokens whose K and V were computed once more after that."""
+    pages: int = 0
+    """Pages that all requests share; 0 for a model without pages."""
+    used_pages: int = 0
+    """Those of requests and of earlier prompts."""
+    shared_pages: int = 0
+    """Those of several of them."""
     kept_tokens: int = 0
     """Tokens of earlier prompts whose K and V are kept."""
     waited: float = 0.0

@@ -7,8 +7,16 @@ from typing import Any, Literal
 import torch
 
 from pdkernels._validation import KERNEL_DTYPES, check, check_type, sentence
-from pdkernels.cache import ContiguousKVCache, PagedKVCache
+from pdkernels.cache import ContiguousKVCache, PagedKVCache, PagePool
 from pdkernels.cache.stored import row_width
+
+
+def new_pool(model: Any, num_pages: int, page_size: int) -> PagePool:
+    """Pages for caches of a model that share them, on its device and in the dtype of its caches."""
+    config, dtype = model.config, getattr(model, "cache_dtype", None) or model.dtype
+    return PagePool(
+        config.layers, num_pages, page_size, config.kv_heads, config.head_dim, dtype=dtype, device=model.device
+    )
 
 
 def new_cache(
@@ -19,13 +27,17 @@ def new_cache(
     page_size: int,
     slots: int | None = None,
     dtype: torch.dtype | None = None,
+    pool: PagePool | None = None,
 ) -> ContiguousKVCache | PagedKVCache:
     """For `batch` sequences of up to `capacity` tokens, one slot per layer or `slots`, on the model's device.
 
-    `dtype` is the model's or int8; None: that of the model's `cache_dtype`, if it has one, else its own.
+    `dtype` is the model's or int8; None: that of the model's `cache_dtype`, if it has one, else its own. With a `pool`, the cache is on its
+    pages, and has its dtype.
     """
     op, config = f"{type(model).__name__}.new_cache", model.config
     layers = config.layers if slots is None else slots
+    if pool is not None:
+        return PagedKVCache.on(pool, batch, capacity)
     check(kind in ("contiguous", "paged"), op, "kind", "be 'contiguous' or 'paged'", repr(kind))
     dtype = dtype or getattr(model, "cache_dtype", None) or model.dtype
     check_dtype(op, "dtype", model, dtype)

@@ -17,7 +17,7 @@ from torch import nn
 
 from pdkernels._validation import INDEX_DTYPES, check, check_index, check_type, fail, message
 from pdkernels.backends import backend_of
-from pdkernels.cache import Cache
+from pdkernels.cache import Cache, PagePool
 from pdkernels.masks import TilePlan
 from pdkernels.models import fused, packing, whole_step
 from pdkernels.models.attention import (
@@ -28,7 +28,7 @@ from pdkernels.models.attention import (
     check_tokens,
     uncached_visibility,
 )
-from pdkernels.models.caches import new_cache
+from pdkernels.models.caches import new_cache, new_pool
 from pdkernels.models.config import TransformerConfig
 from pdkernels.models.experts import ExpertLayer
 from pdkernels.models.fused import linear, rms_norm
@@ -141,13 +141,19 @@ class Transformer(nn.Module):
         kind: Literal["contiguous", "paged"] = "contiguous",
         page_size: int = 16,
         dtype: torch.dtype | None = None,
+        pool: PagePool | None = None,
     ) -> Cache:
         """An empty cache for `batch` sequences of up to `capacity` tokens, on the model's device.
 
         A paged cache has pages for all tokens, but assigns none before `cache.reserve_`. `dtype` is that of the model, or torch.int8 for
-        rows of 8 bits, which take about half the memory of 16 bits; None: `cache_dtype`.
+        rows of 8 bits, which take about half the memory of 16 bits; None: `cache_dtype`. With a `pool`, of `new_pool`, its pages come from
+        there.
         """
-        return new_cache(self, batch, capacity, kind, page_size, dtype=dtype)
+        return new_cache(self, batch, capacity, kind, page_size, dtype=dtype, pool=pool)
+
+    def new_pool(self, num_pages: int, page_size: int) -> PagePool:
+        """Pages that several caches of this model share (`new_cache`)."""
+        return new_pool(self, num_pages, page_size)
 
     def forward(
         self,

@@ -11,12 +11,17 @@ _GAUGES = {
     "waiting": "Requests that have not joined a batch.",
     "running": "Requests in a batch.",
     "batches": "Allocated batches.",
+    "pages": "Pages that all requests share; 0 for a model without pages.",
+    "used_pages": "Pages of requests and of earlier prompts.",
+    "shared_pages": "Pages of several of them.",
     "kept_tokens": "Tokens of earlier prompts whose K and V are kept.",
 }
 _COUNTERS = {
     "submitted": "Requests.",
     "prompt_tokens": "Tokens of prompts.",
     "reused_tokens": "Tokens of prompts whose K and V were known.",
+    "preemptions": "Times that a request gave its pages to an older one.",
+    "recomputed_tokens": "Tokens whose K and V were computed once more after that.",
     "new_tokens": "Tokens of finished answers.",
     "accepted_tokens": "Those of them that were drafted and accepted.",
     "forwards": "Forwards that finished requests took part in.",

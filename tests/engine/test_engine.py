@@ -15,7 +15,7 @@ import torch
 
 import pdkernels as pd
 from pdkernels.decoding import find, generate
-from pdkernels.engine import Engine, EngineFull, Generation
+from pdkernels.engine import Engine, EngineFull, EngineMetrics, Generation
 from tests.support.causal import FakeModel, by_history
 from tests.support.drafters import with_drafters
 
@@ -35,6 +35,7 @@ JOINING: list[tuple[str, str, list[dict[str, Any]]]] = [
     ("tiny-code", "jacobi", [{}, {"draft": "lookup", "window": 5, "temperature": 0.7}]),
     ("tiny-code", "draft_model", [{"block_size": 3}]),
     ("tiny-code", "eagle", [{"temperature": 0.6}]),
+    ("tiny-code", "dflash", [{"temperature": 0.6}]),
     ("tiny-trimode", "linear_self_speculation", [{"block_size": 4}]),
     ("tiny-trimode", "quadratic_self_speculation", [{"block_size": 3}]),
     ("tiny-trimode", "block_diffusion", [{"block_size": 4}]),
@@ -93,11 +94,11 @@ class Submitted:
             assert getattr(result.stats, fact) == getattr(alone.stats, fact), fact
 
 
-def arrivals(name: str, seed: int, count: int) -> None:
+def arrivals(name: str, seed: int, count: int, **more: Any) -> EngineMetrics:
     model, chance = loaded(name), random.Random(seed)
     sizes = {"max_running": chance.randint(1, 5), "max_batches": chance.randint(1, 3), "max_new_tokens": 16}
     pieces = {"prompt_tokens_per_step": chance.choice([1, 4, 256]), "kept_prompt_tokens": chance.choice([0, 40, 4096])}
-    with Engine(model, max_prompt_tokens=64, **sizes, **pieces) as engine:
+    with Engine(model, max_prompt_tokens=64, **sizes, **pieces, **more) as engine:
         sent = []
         for _ in range(count):
             sent.append(Submitted(engine, name, chance))
@@ -114,11 +115,31 @@ def arrivals(name: str, seed: int, count: int) -> None:
     assert metrics.accepted_tokens == sum(piece.accepted for one in sent for piece in one.handle.pieces)
     for one in sent:
         one.compare(model)
+    if (pages := engine._memory.known) is not None:
+        # Earlier texts hold a page each, and nobody else any.
+        assert metrics.used_pages == len(pages._known) and metrics.shared_pages == 0
+    return metrics
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_requests_that_arrive_at_random_are_as_they_are_alone(name: str) -> None:
     arrivals(name, seed=1, count=10)
+
+
+@pytest.mark.parametrize("name", ["tiny-code", "tiny-trimode"])
+def test_requests_give_up_their_pages_and_go_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool has room for the longest request alone, in small pages."""
+    monkeypatch.setattr("pdkernels.engine.pages.PAGE", 4)
+    metrics = arrivals(name, seed=3, count=10, cache_tokens=1)
+    assert metrics.pages == (64 + 16) // 4 + 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("name", ["tiny-code", "tiny-trimode"])
+def test_many_requests_give_up_their_pages(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdkernels.engine.pages.PAGE", 4)
+    arrivals(name, seed, count=40, cache_tokens=1)
 
 
 @pytest.mark.slow
@@ -230,6 +251,38 @@ def test_a_shared_beginning_runs_once() -> None:
     assert whole >= len(prompt) and max(counted) == len("x = 1\n")
     assert engine.metrics().reused_tokens == len(prompt)
     assert result.tokens.equal(generate(model, prompt + "x = 1\n", max_new_tokens=4, end_tokens=()).tokens)
+
+
+@pytest.mark.parametrize("pieces", [3, 256])
+def test_penalties_do_not_count_the_prompt(pieces: int) -> None:
+    model, settings = pd.models.load("tiny-code"), {"max_new_tokens": 5, "end_tokens": (), "frequency_penalty": 2.0}
+    with Engine(model, max_new_tokens=5, prompt_tokens_per_step=pieces) as engine:
+        for prompt in ("import os\nimport sys\n", "import os\nimport sys\nimport ssss ssss"):
+            alone = generate(model, prompt, **settings)
+            assert engine.submit(prompt, **settings).result(60).tokens.equal(alone.tokens)
+
+
+@pytest.mark.parametrize("kept", [0, 64])
+def test_a_preempted_request_shares_pages_and_gets_its_tokens(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompt, told = pd.models.load("tiny-code"), "import os\nimport sys\nfrom typing import ", threading.Event()
+    monkeypatch.setattr("pdkernels.engine.pages.PAGE", 8)
+    sizes: dict[str, Any] = {"max_running": 3, "max_prompt_tokens": 48, "max_new_tokens": 40}
+    settings: dict[str, Any] = {"max_new_tokens": 40, "end_tokens": (), "temperature": 0.9}
+    with Engine(model, **sizes, cache_tokens=96, kept_prompt_tokens=kept) as engine:
+        found = [
+            engine.submit(prompt + end, seed=seed, on_tokens=lambda *_: told.wait(60), **settings)
+            for seed, end in enumerate("abc")
+        ]
+        told.set()
+        for seed, (handle, end) in enumerate(zip(found, "abc", strict=True)):
+            alone = generate(model, prompt + end, seed=seed, **settings)
+            result = handle.result(60)
+            assert result.tokens.equal(alone.tokens) and result.stats.forwards == alone.stats.forwards
+    metrics = engine.metrics()
+    assert metrics.preemptions > 0 and metrics.recomputed_tokens > 0
+    # Whole pages of the beginning are shared, and the rest of it is copied.
+    assert metrics.reused_tokens == (2 * len(prompt) if kept else 0)
+    assert [handle.number for handle in sorted(found, key=lambda one: one.ended or 0)] == [0, 1, 2]
 
 
 def test_a_long_prompt_does_not_stall_the_others() -> None:

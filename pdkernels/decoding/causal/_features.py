@@ -16,6 +16,7 @@ from pdkernels.decoding.steps import Steps
 class FeatureSteps(DrafterSteps):
     """Features come with the verification. Those of accepted rows wait until the drafter reads them, all together."""
 
+    continues = False  # the drafter reads features of the whole prompt
     room: int
     """Rows that may wait."""
     features: torch.Tensor

@@ -107,6 +107,7 @@ class BlockSteps(Steps):
         self.mask_token = checked_mask_token(_OP, self.model, mask_token)
         self.banned = banned_tokens(_OP, self.model, allow_mask_token, self.mask_token)
         self.block_size = block_size = session.block(block_size)
+        self.slots, self.resumes = block_size, refresh == "causal"
         self.known = known = 1 if refresh == "causal" else 0  # slots of a new block that are not masks
 
         self.cache = session.new_cache(page_size, drafts=block_size)

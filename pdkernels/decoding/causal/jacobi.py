@@ -50,6 +50,8 @@ class JacobiSteps(DraftSteps):
             initial states.
     """
 
+    resumes = True
+
     def __init__(
         self,
         session: Session,

@@ -55,6 +55,8 @@ class LinearSteps(DraftSteps):
 
     sampler: TokenSampler
 
+    resumes = True
+
     def __init__(
         self,
         session: Session,

@@ -56,6 +56,9 @@ class QuadraticSteps(DraftSteps):
         temperature: sampling temperature of drafter and verifier; 0 is greedy. The filters too are those of both.
     """
 
+    resumes = True
+    continues = False  # the rows of the first masks see the whole prompt
+
     def __init__(
         self,
         session: Session,

@@ -45,6 +45,15 @@ class Steps(ABC):
     """Whether a generation may have fewer tokens than `limit`."""
     keeps_pages: bool = False
     """Whether a step writes to the cache of a sequence that is done as if it continued."""
+    resumes: bool = False
+    """Whether a sequence can leave between two steps and go on later: from its rows of `state`, and the K and V of its text, as causal
+    rows of the model give them."""
+    continues: bool = True
+    """Whether `start` can go on after rows of the prompt that are in the cache already."""
+    slots: int = 1
+    """Slots after the committed tokens that a step writes."""
+    spare: int = 0
+    """Slots of a cache past the longest text."""
     shows_provisional: bool = False
     """Whether it fills positions in any order, so that there is provisional text after the text on record."""
     sampler: TokenSampler | RowSamplers
@@ -94,15 +103,19 @@ class Steps(ABC):
 
         `other` was built with the same options for the same sizes, but for another number of sequences. Its cache has `length` tokens of
         that sequence; here there will be room for `capacity`. Nothing here waits for the device, but pages change. MemoryError, before
-        any change: there are too few.
+        any change: there are too few. From a cache on the same pool the pages move, as many as there are.
         """
         batch, others = len(self.entry.table), len(other.entry.table)
         for copy in range(row, self.cache.batch, batch):
+            theirs = other_row + copy // batch * others
+            if getattr(self.cache, "shared_pool", None) is not None:
+                self.cache.move_row_(copy, other.cache, theirs, length)
+                continue
             if self.cache.block_table is not None:
                 self.cache.resize_row_(copy, capacity)
-            self.cache.copy_row_(copy, other.cache, other_row + copy // batch * others, length)
-        for mine, theirs in zip(self.state, other.state, strict=True):
-            mine[row].copy_(theirs[other_row])
+            self.cache.copy_row_(copy, other.cache, theirs, length)
+        for mine, rows in zip(self.state, other.state, strict=True):
+            mine[row].copy_(rows[other_row])
         self.joined()
 
     def joined(self) -> None:  # noqa: B027, most have nothing to adapt

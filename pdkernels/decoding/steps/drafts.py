@@ -21,7 +21,6 @@ class DraftSteps(Steps):
     verifier said to the last one.
     """
 
-    spare: int = 0
     lengths: Lengths | None = None
     """What chooses the lengths of drafts, if that is asked for."""
 
@@ -43,7 +42,6 @@ class DraftSteps(Steps):
         """
         self.model, self.limit, self.slots = session.model, session.max_new_tokens, slots
         self.spare = rows if rows > slots else 0
-        """Slots of a cache past the longest text."""
         # Its lengths grow in place with every commit.
         self.cache = session.new_cache(page_size, self.spare, drafts=max(rows, slots))
         device = self.cache.device

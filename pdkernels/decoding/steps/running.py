@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from pdkernels._validation import check, message, refuse
 from pdkernels.decoding._row_samplers import RowSamplers
@@ -16,6 +18,23 @@ _OP = "decoding.steps.RunningBatch"
 
 # What a row without a request keeps in the cache: one token, and a slot for the one that a step writes after it.
 _IDLE = 2
+
+
+class Left(NamedTuple):
+    """A sequence that has left a batch in the middle, to go on later."""
+
+    session: Session
+    state: list[torch.Tensor]
+    """Its rows of `Steps.state`."""
+    length: int
+    """Tokens whose K and V it had."""
+    taken_part: int
+    sampler: TokenSampler | None
+
+    @property
+    def text(self) -> list[int]:
+        """The tokens whose K and V it needs."""
+        return (self.session.prompts[0] + self.session.tokens[0])[: self.length]
 
 
 class RunningBatch:
@@ -124,13 +143,54 @@ class RunningBatch:
         refuse_no_choice(session, [first])
         length = 0 if steps.keeps_pages else session.longest
         steps.admit(row, started, length, session.longest + session.max_new_tokens)
-        self._rows = steps.entry.rows()
-        self.sessions[row], self._taken_part[row] = session, 0
-        if self._samplers is not None:
-            self._samplers[row] = sampler or self._sampler
+        self._put(row, session, 0, sampler)
         self._record(row, lambda: started.opened(session, first))
         self._show(row, session, None)
         self._stop()
+
+    def _put(self, row: int, session: Session, taken_part: int, sampler: TokenSampler | None) -> None:
+        self._rows = self.steps.entry.rows()
+        self.sessions[row], self._taken_part[row] = session, taken_part
+        if self._samplers is not None:
+            self._samplers[row] = sampler or self._sampler
+
+    @inference()
+    def grow(self, row: int, tokens: int) -> None:
+        """Gives the sequence of a row pages of the pool for `tokens` tokens."""
+        self.steps.cache.resize_row_(row, tokens)
+
+    @inference()
+    def leave(self, row: int) -> Left:
+        """Frees the row of a request that will go on later, for steps with `Steps.resumes`. Its K and V are gone.
+
+        Raises:
+            ValueError: a row without a request, or steps that do not let one leave.
+        """
+        session = self.sessions[row]
+        assert session is not None
+        check(self.steps.resumes, _OP, "leave", "be called for a method whose sequences can go on later", "another")
+        state = [tensor[row].clone() for tensor in self.steps.state]
+        sampler = None if self._samplers is None else self._samplers[row]
+        left = Left(session, state, int(self.steps.cache.lengths[row]), self._taken_part[row], sampler)
+        self.sessions[row] = None
+        self._end([row])
+        self._give_back(row)
+        return left
+
+    @inference()
+    def resume(self, row: int, left: Left) -> None:
+        """Puts a request that has left into a free row, when `staging` has run its text again."""
+        self._check(row, left.session)
+        self.staging.resume(left.text, left.session.longest, left.state)
+        self.steps.admit(row, self.staging.steps, left.length, self.steps.cache.capacity)
+        self._put(row, left.session, left.taken_part, left.sampler)
+
+    @inference()
+    def close(self) -> None:
+        """Gives its pages back to a pool; it is of no use then."""
+        for row in range(len(self.sessions)):
+            self._give_back(row)
+        self.staging.drop()
 
     @inference()
     def take_over(self, other: RunningBatch) -> None:
@@ -207,7 +267,7 @@ class RunningBatch:
         """A session for other prompts, of the same sizes."""
         known = self._largest
         session = Session(known.model, prompts, known.max_new_tokens, known.end_tokens, None, False)
-        session.filters = known.filters
+        session.filters, session.pool = known.filters, known.pool
         return session
 
     def _other_cache(self) -> str:
@@ -277,4 +337,4 @@ class RunningBatch:
             return
         cache.idle_row_(row)
         if cache.block_table is not None:
-            cache.resize_row_(row, _IDLE)
+            cache.resize_row_(row, _IDLE if self.staging.pool is None else 0)

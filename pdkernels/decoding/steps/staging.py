@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from pdkernels.cache import PagePool
 from pdkernels.decoding._sampling import latents
 from pdkernels.decoding._session import Session, inference
 from pdkernels.decoding._shared_prompts import continued
@@ -35,7 +37,8 @@ class _Continued:
         known, self.known = self.known, 0
         logits: torch.Tensor
         # A method that masks or adapts its prompt, or reads its rows, runs the whole of it.
-        if known == 0 or options or rows is None or int(rows.min()) < known:
+        given = {name: value for name, value in options.items() if value is not None and value is not False}
+        if known == 0 or given or rows is None or int(rows.min()) < known:
             logits = self.inner(tokens, cache=cache, counts=counts, rows=rows, **options)
             return logits
         return continued(self.inner, tokens, cache, counts, rows, torch.full_like(cache.lengths, known), known)
@@ -57,7 +60,7 @@ class Staging:
         self.steps = kind(largest, **options)
         largest.model = model
         # A canvas has no rows that stay, and states of a recurrent-depth model depend on the seed.
-        self.in_pieces = not self.steps.keeps_pages and not latents(model, self.steps.seeds)
+        self.in_pieces = kind.continues and not self.steps.keeps_pages and not latents(model, self.steps.seeds)
         """Whether a prompt can run in pieces."""
         self._sampler = getattr(self.steps, "sampler", None)
         self.known = 0
@@ -68,6 +71,58 @@ class Staging:
         """Takes over the first `length` tokens of the next prompt from a cache of batch 1."""
         self.steps.cache.copy_row_(0, cache, 0, length)
         self.known = length
+
+    @property
+    def pool(self) -> PagePool | None:
+        """Where its cache takes its pages from; None: they are its own."""
+        pool: PagePool | None = getattr(self.steps.cache, "shared_pool", None)
+        return pool
+
+    def room(self, session: Session, length: int) -> int:
+        """Tokens that a sequence on a pool must have pages for, before a step after `length` tokens: all, if it cannot leave."""
+        steps = self.steps
+        whole: int = min(session.longest + session.max_new_tokens + steps.spare, steps.cache.capacity)
+        return min(length + steps.slots, whole) if steps.resumes else whole
+
+    @inference()
+    def begin(self, pages: Sequence[int], partial: int | None, text: list[int], prompt: int, room: int) -> None:
+        """Takes over the first rows of the next text, from pages of the pool.
+
+        Args:
+            pages: whole ones, which others hold too.
+            partial: one of which only the first tokens are taken over, by a copy; None: no other.
+            text: the tokens of all these rows.
+            prompt: tokens of the prompt, which `text` may go beyond.
+            room: tokens to have pages for; the pool has enough of them.
+        """
+        pool, cache = self.pool, self.steps.cache
+        assert pool is not None
+        cache.hold_row_(0, pages)
+        cache.resize_row_(0, room)
+        more = len(text) - len(pages) * pool.page_size
+        if partial is not None:
+            pool.copy_slots_(cache.pages(0)[len(pages)], partial, more)
+        self.known = len(text)
+        cache.lengths.fill_(self.known)
+        if hasattr(cache, "tell_"):
+            cache.tell_(0, text, prompt)
+
+    @inference()
+    def drop(self) -> None:
+        """Forgets the next prompt."""
+        self.known = 0
+        if self.pool is not None:
+            self.steps.cache.resize_row_(0, 0)
+
+    @inference()
+    def resume(self, text: list[int], prompt: int, state: Sequence[torch.Tensor]) -> None:
+        """Makes the sequence of `text`, whose rows are in the cache, what it was when it left: with its rows of `Steps.state`."""
+        cache, self.known = self.steps.cache, 0
+        cache.lengths.fill_(len(text))
+        if hasattr(cache, "tell_"):
+            cache.tell_(0, text, prompt)
+        for mine, row in zip(self.steps.state, state, strict=True):
+            mine[0].copy_(row)
 
     @inference()
     def run(self, prompt: list[int], count: int) -> None:
@@ -90,6 +145,8 @@ class Staging:
         if self._sampler is not None:
             self.steps.sampler = sampler or self._sampler
         self.steps.reseed(seed)
+        if hasattr(self.steps.cache, "tell_"):
+            self.steps.cache.tell_(0, [], session.longest)  # not the pieces, nor an earlier prompt, that it has
         try:
             self.steps.start(session)
         finally:
