@@ -60,6 +60,15 @@ def random_call(seed: int, longest: int = 700, most: int = 150) -> Call:
     return Call(given, torch.stack(masks) if len(masks) > 1 else masks[0])
 
 
+def cut_tile_call() -> Call:
+    """The new tokens all see a tile of a second step that lies past the end and so comes first in their lists; of the first step they see some."""
+    new, generator = 150, torch.Generator().manual_seed(0)
+    *tensors, table = make_inputs(new, [40], slots=200, heads=2, kv_heads=1, head_dim=64, dtype=torch.float16)
+    mask = torch.rand(new, new, generator=generator) < 0.5
+    mask[:, 128:] = True
+    return Call(SpeculativeArguments(*tensors, *plan_of([mask], 32, 128), 32, 128, 0.125, table), mask)
+
+
 def pack(inputs: Inputs, counts: list[int]) -> tuple[Inputs, dict[str, Any]]:
     """The first rows of each sequence, one sequence after the other."""
     rows = (torch.cat([x[b, :count] for b, count in enumerate(counts)]) for x in inputs[:3])

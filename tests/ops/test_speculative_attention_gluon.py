@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="needs triton")
 from pdkernels import masks
 from pdkernels._attention import SpeculativeArguments
 from tests.gluonsim import Edit, Fault, Simulator
-from tests.gluonsim.speculative_cases import MUTATIONS, WRONG_VALUES, Call, check, launcher, random_call
+from tests.gluonsim.speculative_cases import MUTATIONS, WRONG_VALUES, Call, check, cut_tile_call, launcher, random_call
 from tests.ops.speculative_cases import assert_stored, in_pages, make_inputs, make_rows, with_room
 
 
@@ -47,10 +47,15 @@ def test_a_planted_fault_is_found(name: str) -> None:
     edit = (MUTATIONS | WRONG_VALUES)[name]
     for seed in range(FOUND_WITHIN):
         try:
-            run(seed, random_call(seed + 1000, 400, 200), (edit,))  # new tokens of two steps
+            # New tokens of two steps.
+            run(seed, random_call(seed + 1000, 400, 200) if seed else cut_tile_call(), (edit,))
         except (Fault, AssertionError):
             return
     pytest.fail(f"{name}: not found in {FOUND_WITHIN} schedules")
+
+
+def test_a_tile_past_the_end() -> None:
+    run(0, cut_tile_call())
 
 
 def test_a_paged_cache_gives_the_bits_of_a_contiguous_one() -> None:
