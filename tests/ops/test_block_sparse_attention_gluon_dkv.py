@@ -78,7 +78,7 @@ FOUND_WITHIN = 20
 def test_a_planted_fault_is_found(name: str) -> None:
     for seed in range(FOUND_WITHIN):
         try:
-            run(seed, random_call(seed + 1000, 500), (MUTATIONS[name],))
+            run(seed, random_call(seed + 1000, 700), (MUTATIONS[name],))
         except (Fault, AssertionError):
             return
     pytest.fail(f"{name}: not found in {FOUND_WITHIN} schedules")
