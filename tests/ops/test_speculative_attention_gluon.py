@@ -47,8 +47,8 @@ def test_a_planted_fault_is_found(name: str) -> None:
     edit = (MUTATIONS | WRONG_VALUES)[name]
     for seed in range(FOUND_WITHIN):
         try:
-            # New tokens of two steps.
-            run(seed, random_call(seed + 1000, 400, 200) if seed else cut_tile_call(), (edit,))
+            # Prefixes of several splits, new tokens of two steps.
+            run(seed, random_call(seed + 1000, 700, 200) if seed else cut_tile_call(), (edit,))
         except (Fault, AssertionError):
             return
     pytest.fail(f"{name}: not found in {FOUND_WITHIN} schedules")
