@@ -19,7 +19,7 @@ def default_method(
     """The method for a model when the caller names none, and its options.
 
     A model that was trained for a method gets it. Any other decodes token by token, with drafts that are looked up in the text: these
-    never change the tokens, and without a match a forward has one row, as without drafts. A model with a drafter uses it.
+    never change the tokens, and without a match a forward has one row, as without drafts. A model with a drafter uses it, and a head before a whole model.
 
     Args:
         model: as for `generate`.
@@ -41,7 +41,7 @@ def default_method(
     ('linear_self_speculation', {})
     """
     drafters = () if several else getattr(model, "drafters", None) or ()
-    attached = next((method for method in ("eagle", "dflash", "draft_model") if method in drafters), None)
+    attached = next((method for method in reversed(METHODS) if method in drafters), None)
     if attached is not None:
         chosen = {"block_size": "auto"}
         return attached, {option: value for option, value in chosen.items() if option not in options}
