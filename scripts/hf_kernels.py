@@ -37,6 +37,7 @@ MODULES = (
     "_philox",
     "_python",
     "_recurrent_state",
+    "_structures",
     "_validation",
     "_version",
     "backends",
