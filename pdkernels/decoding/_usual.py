@@ -19,7 +19,8 @@ def default_method(
     """The method for a model when the caller names none, and its options.
 
     A model that was trained for a method gets it. Any other decodes token by token, with drafts that are looked up in the text: these
-    never change the tokens, and without a match a forward has one row, as without drafts. A model with a drafter uses it, and a head before a whole model.
+    never change the tokens, and without a match a forward has one row, as without drafts. A model with a drafter uses it: a head, if
+    it has both a head and a second model.
 
     Args:
         model: as for `generate`.

@@ -66,9 +66,8 @@ class Engine:
         prompt_tokens_per_step: tokens of prompts that may run between two steps. A longer prompt runs in pieces, so that it does not
             stall the others.
         kept_prompt_tokens: tokens of earlier prompts whose K and V are kept, for prompts that begin with the same ones; 0 keeps none.
-
         cache_tokens: tokens that all pages hold together, of running requests and of earlier prompts; there are enough for the longest request
-            in any case. None: enough for `max_running` of them and `kept_prompt_tokens`, or half of the memory that is free.
+            in any case. None: enough for `max_running` of them and `kept_prompt_tokens`, but at most half of the memory that is free.
 
     Raises:
         ValueError, TypeError: a limit out of range; an object that is no model.

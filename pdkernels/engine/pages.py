@@ -7,6 +7,7 @@ caching.
 from __future__ import annotations
 
 import os
+import sys
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -196,5 +197,7 @@ def _token_bytes(model: Any) -> int:
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
+    if not hasattr(os, "sysconf"):
+        return sys.maxsize
     name = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf(name)

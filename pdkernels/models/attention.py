@@ -160,8 +160,8 @@ def attend_cached(
     counts: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of new tokens over the cached prefix and each other; their K and V are stored after it."""
-    k, v = stored(cache.dtype, k, v)
-    if isinstance(visibility.mask, TilePlan):
+    if isinstance(visibility.mask, TilePlan):  # as on any 8-bit cache, see `cached_visibility`
+        k, v = stored(cache.dtype, k, v)
         return speculative_attention_append_(
             q,
             k,

@@ -6,10 +6,9 @@ is no row of the residual. The block holds the known token and masks. Its rows s
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,19 +17,18 @@ from pdkernels._validation import check, check_flag, check_type
 from pdkernels.cache import Cache
 from pdkernels.masks import TilePlan, full
 from pdkernels.models.attention import rotated
-from pdkernels.models.caches import new_cache
 from pdkernels.models.config import TransformerConfig
-from pdkernels.models.drafters.rows import DRAFTER_MATRICES, new_rows, rotation_at, tables_of
+from pdkernels.models.drafters.head import DrafterConfig, DrafterHead
+from pdkernels.models.drafters.rows import new_rows, rotation_at, tables_of
 from pdkernels.models.fused import linear, rms_norm
 from pdkernels.models.layer import Layer, Matrix
-from pdkernels.models.packing import adopt_, quantized_state
 from pdkernels.models.taps import checked_taps
 
 _OP = "models.DFlashConfig"
 
 
 @dataclass(frozen=True)
-class DFlashConfig:
+class DFlashConfig(DrafterConfig):
     """Sizes and variants of a `DFlashHead`."""
 
     body: TransformerConfig
@@ -64,21 +62,8 @@ class DFlashConfig:
         check(1 <= drafted <= size, _OP, "draft_vocab_size", f"be in 1 .. {size}", drafted)
         check(self.own_head or drafted == size, _OP, "own_head", "be True where fewer tokens are drafted", False)
 
-    # What caches read.
-    @property
-    def layers(self) -> int:
-        return self.body.layers
 
-    @property
-    def kv_heads(self) -> int:
-        return self.body.kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.body.head_dim
-
-
-class DFlashHead(nn.Module):
+class DFlashHead(DrafterHead):
     """A drafter for the method "dflash". Row i of its cache is made from the target's row i.
 
     Attributes:
@@ -96,8 +81,6 @@ class DFlashHead(nn.Module):
 
     method = "dflash"
     """The decoding method that it is for."""
-    vocabulary: Tensor
-    embedding: Matrix | None
     head: Matrix | None
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -116,34 +99,6 @@ class DFlashHead(nn.Module):
         self.tables = tables_of(body)
         if not self.norm.is_meta:
             self.initialize_()
-
-    @torch.no_grad()
-    def initialize_(self) -> None:
-        """Normal weights, and norms and biases that change nothing."""
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(std=1 / math.sqrt(parameter.shape[1]))
-            else:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.norm.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.norm.device
-
-    def new_cache(
-        self, batch: int, capacity: int, *, kind: Literal["contiguous", "paged"] = "contiguous", page_size: int = 16
-    ) -> Cache:
-        """As `Transformer.new_cache`. Blocks need `block_size` rows more than texts."""
-        return new_cache(self, batch, capacity, kind, page_size)
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """The rows of its own embedding."""
-        assert self.embedding is not None
-        return nn.functional.embedding(tokens, cast(Tensor, self.embedding))
 
     def fused(self, features: Tensor) -> Tensor:
         """What it reads of the target's `features` ``(batch, T, taps, hidden_size)``: ``(batch, T, hidden_size)``."""
@@ -185,15 +140,6 @@ class DFlashHead(nn.Module):
         matrix = head if self.head is None else self.head
         assert matrix is not None
         return linear(rms_norm(hidden, self.norm, self.config.body.norm_eps), cast(Matrix, matrix))
-
-    def quantized(self, format: str = "int8", *, group: int | None = None, skip: Any = ()) -> DFlashHead:
-        """The same head with quantised matrices, see `pdkernels.quantize`. Its own embedding stays as numbers."""
-        state = quantized_state(self, format, group, skip, False, matrices=DRAFTER_MATRICES)
-        state["vocabulary"] = self.vocabulary
-        with torch.device("meta"):
-            made = DFlashHead(self.config)
-        adopt_(made, state)
-        return made.requires_grad_(False).eval()
 
 
 @lru_cache(None)

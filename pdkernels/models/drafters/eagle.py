@@ -7,31 +7,29 @@ place of features.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from pdkernels._validation import check, check_flag, check_type, message
+from pdkernels._validation import check, check_flag, check_type
 from pdkernels.cache import Cache
 from pdkernels.masks import TilePlan
 from pdkernels.models.attention import NewRows
-from pdkernels.models.caches import new_cache
 from pdkernels.models.config import TransformerConfig
-from pdkernels.models.drafters.rows import DRAFTER_MATRICES, new_rows, tables_of
+from pdkernels.models.drafters.head import DrafterConfig, DrafterHead
+from pdkernels.models.drafters.rows import new_rows, tables_of
 from pdkernels.models.fused import add_norm, linear, rms_norm
 from pdkernels.models.layer import Layer, Matrix
-from pdkernels.models.packing import adopt_, quantized_state
 from pdkernels.models.taps import checked_taps
 
 _OP = "models.EagleConfig"
 
 
 @dataclass(frozen=True)
-class EagleConfig:
+class EagleConfig(DrafterConfig):
     """Sizes and variants of an `EagleHead`."""
 
     body: TransformerConfig
@@ -76,19 +74,6 @@ class EagleConfig:
         shared = not self.own_embedding and self.target_hidden_size != self.body.hidden_size
         check(not shared, _OP, "own_embedding", "be True where the target has another hidden size", False)
 
-    # What caches read.
-    @property
-    def layers(self) -> int:
-        return self.body.layers
-
-    @property
-    def kv_heads(self) -> int:
-        return self.body.kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.body.head_dim
-
 
 class EagleLayer(Layer):
     """The first layer: attention reads the embedding and the features side by side, each after its own norm."""
@@ -111,7 +96,7 @@ class EagleLayer(Layer):
         return x, self._mlp(normed)
 
 
-class EagleHead(nn.Module):
+class EagleHead(DrafterHead):
     """A drafter for the method "eagle". Like its target it runs on a cache of its own, in which row i belongs to token i + 1.
 
     Attributes:
@@ -128,8 +113,6 @@ class EagleHead(nn.Module):
 
     method = "eagle"
     """The decoding method that it is for."""
-    vocabulary: Tensor
-    embedding: Matrix | None
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
@@ -148,35 +131,6 @@ class EagleHead(nn.Module):
         self.tables = tables_of(body)
         if not self.norm.is_meta:
             self.initialize_()
-
-    @torch.no_grad()
-    def initialize_(self) -> None:
-        """Normal weights, and norms and biases that change nothing."""
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(std=1 / math.sqrt(parameter.shape[1]))
-            else:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.norm.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.norm.device
-
-    def new_cache(
-        self, batch: int, capacity: int, *, kind: Literal["contiguous", "paged"] = "contiguous", page_size: int = 16
-    ) -> Cache:
-        """As `Transformer.new_cache`."""
-        return new_cache(self, batch, capacity, kind, page_size)
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """The rows of its own embedding."""
-        if self.embedding is None:
-            raise ValueError(message("EagleHead.embed", "own_embedding", "be True", False, "Use the target's `embed`."))
-        return nn.functional.embedding(tokens, cast(Tensor, self.embedding))
 
     def fused(self, features: Tensor) -> Tensor:
         """What it reads of the target's `features` ``(batch, T, taps, target_hidden_size)``: ``(batch, T, hidden_size)``."""
@@ -228,12 +182,3 @@ class EagleHead(nn.Module):
         """``(..., draft_vocab_size)`` of rows of a forward."""
         normed = hidden if self.config.norm_output else rms_norm(hidden, self.norm, self.config.body.norm_eps)
         return linear(normed, self.head)
-
-    def quantized(self, format: str = "int8", *, group: int | None = None, skip: Any = ()) -> EagleHead:
-        """The same head with quantised matrices, see `pdkernels.quantize`. Its own embedding stays as numbers."""
-        state = quantized_state(self, format, group, skip, False, matrices=DRAFTER_MATRICES)
-        state["vocabulary"] = self.vocabulary
-        with torch.device("meta"):
-            made = EagleHead(self.config)
-        adopt_(made, state)
-        return made.requires_grad_(False).eval()
