@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 from hypothesis import settings
 
@@ -14,4 +15,7 @@ choose_mode()
 # looks for new ones.
 settings.register_profile("default", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("explore", deadline=None, print_blob=True)
+# It also draws constants of the modules that are imported, which depend on the tests that ran before in the same process.
+if hasattr(providers := sys.modules.get("hypothesis.internal.conjecture.providers"), "_get_local_constants"):
+    providers._get_local_constants = providers.Constants
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
