@@ -16,6 +16,7 @@ from typing import Any
 from bench import (
     backends,
     bench_recurrent_state,
+    cache_dtypes,
     cpu_engines_report,
     engine_load,
     gpu_report,
@@ -380,6 +381,7 @@ TABLES = {
     "backends": lambda rows: backends.backends_table(backends.RESULTS),
     "engine_load": lambda rows: engine_load.load_table(ENGINE_LOAD),
     "cpu_engines summary": lambda rows: cpu_engines_report.summary(CPU_ENGINES),
+    "cache dtypes": lambda rows: of_file(cache_dtypes.RESULT, cache_dtypes.markdown),
     "long texts": lambda rows: of_file(long_texts.RESULT, long_texts.markdown),
     "recurrent state": lambda rows: of_file(bench_recurrent_state.RESULT, bench_recurrent_state.markdown),
     "grammars proof": lambda rows: grammars_report.proof(GRAMMARS),

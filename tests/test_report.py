@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import grammars_report, long_texts, plots, report
+from bench import cache_dtypes, grammars_report, long_texts, plots, report
 from bench.bench_log_step import CANDIDATES
 from bench.bench_speculative_attention import APPENDING
 from pdkernels.decoding.methods import METHODS
@@ -94,6 +94,15 @@ def test_long_texts_are_measured_at_any_sizes(monkeypatch: pytest.MonkeyPatch) -
         assert memory[recurrent, 16] - 16 * attention * 2 * 16 * 4 == recurrent * (8 * 8 + 3 * 24) * 4
     header, _, *lines = cells(long_texts.markdown(found))
     assert header[2:4] == ["at 16", "at 48"] and len(lines) == 2 * len(long_texts.RECURRENT)
+
+
+def test_rows_of_a_table_of_cache_dtypes() -> None:
+    """A row for each length and number of rows; the ratio is of the times."""
+    sizes = {"bf16": {"ms": 20.0, "bytes": 64_000_000}, "int8": {"ms": 25.0, "bytes": 34_000_000}}
+    forwards = [{"length": 2048, "rows": rows, "dtype": name, **own} for rows in (1, 8) for name, own in sizes.items()]
+    found = {"rounds": 3, "processor": "a CPU", "model": "a model", "forwards": forwards}
+    _, _, *lines = cells(cache_dtypes.markdown(found))
+    assert lines[0] == ["2,048", "1", "20.0 ms", "25.0 ms", "1.25", "64.0 MB", "34.0 MB"] and len(lines) == 2
 
 
 def test_peers_are_compared_case_by_case() -> None:
