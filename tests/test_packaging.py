@@ -114,10 +114,11 @@ def test_import_is_quick_and_lazy() -> None:
     code = """
 import sys, time, warnings
 warnings.simplefilter("error")
+start = time.process_time()
 import torch
-before, start = set(sys.modules), time.process_time()
+before, middle = set(sys.modules), time.process_time()
 import pdkernels
-print(time.process_time() - start)
+print((time.process_time() - middle) / (middle - start))
 heavy = {"rich", "typer", "triton", "transformers", "matplotlib", "cuda"}
 print(sorted({name.partition(".")[0] for name in set(sys.modules) - before} & heavy))
 assert not torch.cuda.is_initialized()
@@ -129,12 +130,13 @@ assert len(set(sys.modules) - before) <= 10, sorted(set(sys.modules) - before)
 """
     answer = python(code).stdout.split("\n")
     assert answer[1] == "[]"
-    assert min(float(seconds) for seconds in (answer[0], *_once_more(code, answer[0]))) < 1.0
+    # Of the time that torch takes: a slow machine is slow in both.
+    assert min(float(ratio) for ratio in (answer[0], *_once_more(code, answer[0]))) < 0.6
 
 
-def _once_more(code: str, seconds: str) -> list[str]:
+def _once_more(code: str, ratio: str) -> list[str]:
     """Another process may have slowed down the first run."""
-    return [] if float(seconds) < 1.0 else [python(code).stdout.split("\n")[0]]
+    return [] if float(ratio) < 0.6 else [python(code).stdout.split("\n")[0]]
 
 
 def test_missing_library_is_one_warning_and_right_results() -> None:

@@ -40,7 +40,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     tracked = [*(ROOT / "pdkernels").rglob("*.py"), *(ROOT / "pdkernels").rglob("*.safetensors")]
-    tracked += (ROOT / "pdkernels").rglob("adapter_config.json")
+    tracked += (ROOT / "pdkernels/models/weights").rglob("*.json")
     expected = {str(path.relative_to(ROOT)) for path in tracked}
     expected |= {
         f"pdkernels/reference/{path.relative_to(ROOT / 'reference')}" for path in (ROOT / "reference").rglob("*.py")
