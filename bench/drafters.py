@@ -106,7 +106,7 @@ def main() -> None:
     rows = run(model, asked, given.tokens, given.repeats, given.only, getattr(time, given.clock))
     print(table(rows, len(asked)))
     if given.json is not None:
-        settings = {name: str(value) for name, value in vars(given).items()}
+        settings = {name: str(value) for name, value in vars(given).items() if name != "json"}
         given.json.write_text(json.dumps({"machine": facts(), "settings": settings, "rows": rows}, indent=1) + "\n")
 
 
