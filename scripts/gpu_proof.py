@@ -1,16 +1,17 @@
 """Proves the kernels on a GPU, part by part, and writes the results as JSON. How to call it: docs/gpu_proof.md.
 
 Part 0  installs missing packages and builds; the other parts need it, and stop at once if it has not succeeded
-Part 1  runs the tests that use the GPU, then all others
+Part 1  runs the tests that use the GPU; all others run anywhere
 Part 2  compute-sanitizer: memcheck, racecheck, initcheck and synccheck on every op, side by side
 Part 3  CUDA graphs: capture, replay with changed data, no sync; whole generations in a graph, with their times
 Part 4  benchmarks of attention
 Part 5  benchmarks of the vocabulary, of token selection, caches and plans
 Part 6  benchmarks of recurrent depth, epilogues and feature caches
 
-Results go to `bench/results/<gpu>/` (another folder: OUT): `part-N.json` and `part-N.log`, and a JSON for each file of benchmarks.
+Results go to `bench/results/<gpu>/` (another folder: OUT): `part-N.json` and `part-N.log`, and `benchmarks-N.json` of a part with benchmarks.
 PDKERNELS_COMMIT names the commit if there is no git. A step that fails does not stop the next ones, and a step that times out keeps
-its findings so far. The exit code is 0 only if everything passed. `--dry-run` runs everything that works without a GPU.
+its findings so far. The exit code is 0 only if everything passed. `--only` takes an expression of pytest's -k and runs these tests and
+benchmarks alone. `--dry-run` runs everything that works without a GPU.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -42,6 +44,8 @@ LIMITS = {0: 240.0, 1: 390.0, 2: 270.0, 3: 270.0, 4: 360.0, 5: 180.0, 6: 90.0}
 BUILT = ROOT / "build" / "gpu_proof.json"
 # Tests that launch something on a GPU; Triton's kernels are compiled for it there.
 ON_GPU = "(cuda or triton or capture or same_tokens) and not cudasim and not budgets and not interpreter"
+# A step that is cut off has so long to write what it has found.
+GRACE = 15.0
 CHECKERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 BENCHMARKS: dict[int, tuple[str, ...]] = {
     4: ("block_sparse_attention", "speculative_attention"),
@@ -77,8 +81,9 @@ def plain(text: str) -> str:
 
 
 class Part:
-    def __init__(self, out: Path, number: int, ends: float, dry: bool) -> None:
+    def __init__(self, out: Path, number: int, ends: float, dry: bool, only: str = "") -> None:
         self.start, self.ends, self.number, self.dry, self.out = time.monotonic(), ends, number, dry, out
+        self.only = only
         self.python = sys.executable
         self.steps: list[Step] = []
         self.log = out / f"part-{number}.log"
@@ -111,8 +116,13 @@ class Part:
                 )
                 code = process.wait(max(1.0, share * (self.ends - start)))
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                code = process.wait() and 124
+                process.send_signal(signal.SIGINT)  # pytest then writes its results
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(GRACE)
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                code = 124
             except OSError as error:
                 output.write(f"{error}\n")
                 code = 127
@@ -131,10 +141,11 @@ class Part:
         )
         return step, said
 
-    def test(self, name: str, *arguments: str, environment: dict[str, str] | None = None, share: float = 1.0) -> None:
-        """A run of pytest, recorded test by test."""
+    def test(self, name: str, *arguments: str, selected: str, environment: dict[str, str] | None = None) -> None:
+        """A run of pytest, recorded test by test. `selected`: an expression of -k."""
         with tempfile.TemporaryDirectory() as folder:
             record = Path(folder) / "tests.jsonl"
+            expression = " and ".join(f"({each})" for each in (selected, self.only) if each)
             command = [
                 self.python,
                 "-m",
@@ -144,10 +155,11 @@ class Part:
                 "no:cacheprovider",
                 "-p",
                 "tests.harness.record",
+                *(["-k", expression] if expression else []),
                 *arguments,
             ]
             environment = {"PDKERNELS_TEST_RECORD": str(record), **(environment or {})}
-            step, _ = self.run(name, command, environment=environment, share=share)
+            step, _ = self.run(name, command, environment=environment)
             step.found = test_summary(record)
         step.returncode = step.returncode or int(step.found["passed"] == 0 and not self.dry)
         for test, text in step.found["failures"].items():
@@ -229,8 +241,8 @@ def run_tests(part: Part) -> None:
     ]
     # Every worker would start its own compilers for torch.compile.
     threads = {"OMP_NUM_THREADS": str(max(1, cores // workers)), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    part.test("tests that use the GPU", *options, "-k", ON_GPU, environment=threads, share=0.8)
-    part.test("all other tests", *options, "-k", f"not ({ON_GPU})", environment=threads)
+    folders = ("tests/ops", "tests/decoding", "tests/integrations")
+    part.test("tests that use the GPU", *options, *folders, selected=ON_GPU, environment=threads)
 
 
 def run_checkers(part: Part) -> None:
@@ -265,7 +277,7 @@ def run_captures(part: Part) -> None:
     # Without cuda-python the tests and times of device loops would be skipped silently.
     looked = "import sys; from pdkernels.integrations.device_loop import available; sys.exit(not available())"
     part.run("what a device loop needs", [part.python, "-c", "" if part.dry else looked])
-    part.test("capture and replay", "tests/ops", "tests/integrations", "-k", "capture or cuda_graph or device_loop")
+    part.test("capture and replay", "tests/ops", "tests/integrations", selected="capture or cuda_graph or device_loop")
     nodes = ["-m", "tests.harness.launches", "--json", part.out / "device_loop_nodes.json"]
     part.run("kernels of a captured step", [part.python, *nodes, *([] if part.dry else ["--captured"])])
     times = ["--benchmark-only", f"--benchmark-json={part.out / 'device_loop.json'}"]
@@ -273,21 +285,17 @@ def run_captures(part: Part) -> None:
         "generations with and without a host",
         "bench/bench_device_loop.py",
         *(["--benchmark-disable"] if part.dry else times),
+        selected="",
     )
 
 
 def run_benchmarks(part: Part) -> None:
-    files = BENCHMARKS[part.number]
-    for index, name in enumerate(files):
-        result = part.out / f"{name}.json"
-        mode = ["--benchmark-disable"] if part.dry else ["--benchmark-only", f"--benchmark-json={result}"]
-        environment = {"PDKERNELS_BENCH_DRY": "1"} if part.dry else {}
-        # The later ones keep some of the time whatever the first ones take.
-        share = 1.0 if index == len(files) - 1 else 0.7
-        selected = "cuda and not fp32"
-        part.test(
-            f"benchmarks: {name}", f"bench/bench_{name}.py", "-k", selected, *mode, environment=environment, share=share
-        )
+    """All in one process, which takes seconds to start."""
+    result = part.out / f"benchmarks-{part.number}.json"
+    mode = ["--benchmark-disable"] if part.dry else ["--benchmark-only", f"--benchmark-json={result}"]
+    files = [f"bench/bench_{name}.py" for name in BENCHMARKS[part.number]]
+    environment = {"PDKERNELS_BENCH_DRY": "1"} if part.dry else {}
+    part.test("benchmarks", *files, *mode, selected="cuda and not fp32", environment=environment)
 
 
 PARTS = {0: run_build, 1: run_tests, 2: run_checkers, 3: run_captures, **dict.fromkeys(BENCHMARKS, run_benchmarks)}
@@ -327,6 +335,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", type=int, choices=tuple(PARTS), nargs="+", required=True)
     parser.add_argument("--seconds", type=float, help=f"for all parts together (default: for each its own, {LIMITS})")
+    parser.add_argument("--only", default="", help="of the tests and benchmarks, an expression of pytest's -k")
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args()
     gpu, _, driver = (
@@ -343,7 +352,7 @@ def main() -> None:
         if number > 0 and (reason := not_built(options.dry_run)):
             sys.exit(f"gpu_proof: {reason}")
         ends = together or time.monotonic() + LIMITS[number]
-        good = prove(Part(out, number, ends, options.dry_run), gpu, driver) and good
+        good = prove(Part(out, number, ends, options.dry_run, options.only), gpu, driver) and good
     sys.exit(0 if good else 1)
 
 

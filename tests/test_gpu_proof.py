@@ -50,14 +50,21 @@ def test_every_benchmark_has_a_part() -> None:
 
 def test_steps_are_cut_off_and_continue(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     part = gpu_proof.Part(tmp_path, 1, gpu_proof.time.monotonic() + 60, dry=True)
-    late, _ = part.run(
-        "late", [sys.executable, "-c", "print('begun', flush=True); import time; time.sleep(50)"], share=0.05
-    )
+    code = """
+import time
+try:
+    print('begun', flush=True)
+    time.sleep(50)
+finally:
+    print('what was found')
+"""
+    late, said = part.run("late", [sys.executable, "-c", code], share=0.05)
+    assert "what was found" in said
     empty, _ = part.run("empty", [sys.executable, "-c", "print('nothing')"], needs="all is well")
     fine, said = part.run("fine", [sys.executable, "-c", "print('all is well')"], needs="all is well")
     lost, _ = part.run("lost", ["/no/such/program"])
     assert [step.returncode for step in (late, empty, fine, lost)] == [124, 1, 0, 127]
-    assert late.last_line == "begun" and said == "all is well\n" and "all is well" in part.log.read_text()
+    assert late.last_line == "KeyboardInterrupt" and said == "all is well\n" and "all is well" in part.log.read_text()
     assert fine.command == "python -c print('all is well')"
 
 

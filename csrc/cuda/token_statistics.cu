@@ -138,9 +138,11 @@ __device__ uint64_t ranked_tokens(const TokenStatisticsArgs& args, int64_t r, co
   }
   if (lane < kMaxTopK) scratch[warp][lane] = top;
   __syncthreads();
-  int next = 0;
-  return warp_first(ranked, lane < kWarps ? scratch[lane][0] : 0,
-                    [&](uint64_t) { return ++next < kMaxTopK ? scratch[lane][next] : 0; });
+  // Two of the warps' keys in each lane. A counter into a list of its own would be simpler, but ptxas of CUDA 13.0 adds
+  // its increment twice to the address.
+  static_assert(kWarps * kMaxTopK == 64);
+  const uint64_t* const keys = scratch[0];
+  return warp_first_with(ranked, keys[lane], keys[lane + 32], [](uint64_t) { return uint64_t{0}; });
 }
 
 template <class T, bool kPacks>

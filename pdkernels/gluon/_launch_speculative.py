@@ -27,6 +27,9 @@ def serves(given: SpeculativeArguments) -> bool:
         and given.starts is None
         and given.new * (q.shape[-2] // kv_heads) > FEW_ROWS
         and given.block_k % 32 == 0
+        and (
+            given.block_table is None or given.k_cache.shape[1] % STEPS[head_dim].block_n == 0
+        )  # TMA copies a step from one page
         and all(x.numel() > 0 and describable(x) for x in tensors)
         # cp.async copies 16 bytes, which the compiler must see from the strides.
         and all(stride % 16 == 0 for x in tensors for stride in x.stride()[:-1])
@@ -50,7 +53,6 @@ def forward(given: SpeculativeArguments, *, append: bool = False) -> tuple[Tenso
     splits = choose_splits(given.capacity, kv_heads * row_tiles)
     page_size = 0 if table is None else k_cache.shape[1]
     steps = STEPS[head_dim]
-    by_tma = page_size % steps.block_n == 0
 
     out = torch.empty(given.q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(given.lse_shape, dtype=torch.float32, device=q.device)
@@ -59,15 +61,14 @@ def forward(given: SpeculativeArguments, *, append: bool = False) -> tuple[Tenso
         parts = torch.empty((splits, *out.shape), dtype=torch.float32, device=q.device)
         part_lse = torch.empty((splits, *lse.shape), dtype=torch.float32, device=q.device)
     split_kernel[(splits * batch * kv_heads * row_tiles,)](
-        *(describe(x, steps.block_n) if by_tma else None for x in (k_cache, v_cache)),
+        *(describe(x, steps.block_n) for x in (k_cache, v_cache)),
         q, k_new, v_new, k_cache, v_cache, lengths, table, given.plan_rows, given.plan_lists, given.bitmaps, parts, part_lse,
         begins, None if given.sinks is None else given.sinks.contiguous(),
         *(stride for x in (q, k_new, v_new, k_cache, v_cache) for stride in x.stride()[:3]),
         0 if table is None else table.stride(0), given.plan_rows.stride(0) if given.plan_rows.dim() == 3 else 0,
         batch, new, entries * rows_each, kv_heads, given.capacity, splits, row_tiles, given.scale * math.log2(math.e),
         GROUP=group, HEAD_DIM=head_dim, BLOCK_Q=given.block_q, BLOCK_K=given.block_k, BLOCK_N=steps.block_n,
-        STAGES=steps.stages, PAGE_SIZE=page_size, BY_TMA=by_tma, WARPS=4,
-        FOLD_SCALE=given.scale > 0, num_warps=4,
+        STAGES=steps.stages, PAGE_SIZE=page_size, WARPS=4, FOLD_SCALE=given.scale > 0, num_warps=4,
     )  # fmt: skip
     if splits > 1:
         merge(parts, part_lse, out, lse, given, lengths, None, begins, splits)

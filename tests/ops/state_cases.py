@@ -173,6 +173,8 @@ class Cache:
     def step(self, rows: list[Tensor], run: Any = pd, **options: Any) -> Tensor:
         """`run`: what has the ops, `pdkernels` or a module with their Triton or reference form."""
         given, fixed = self.layer.arguments(self, rows)
+        given = [x.to(self.device) if isinstance(x, Tensor) else x for x in given]
+        fixed = {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in fixed.items()}
         pending = [*self.pending, *([None] if isinstance(self.layer, Selective) and self.layer.constant else [])]
         options = {"pending_index": self.pending_index, **options, **fixed}
         return getattr(run, self.layer.op)(

@@ -183,7 +183,7 @@ def test_rows_of_8_bits_are_left_to_triton() -> None:
     pytest.importorskip("triton", reason="needs triton")
     from pdkernels.gluon._launch_speculative import serves
 
-    numbers = speculative(16)._replace(q=torch.randn(1, 100, 4, 64).half(), k_new=torch.randn(1, 100, 1, 64).half())
+    numbers = speculative(128)._replace(q=torch.randn(1, 100, 4, 64).half(), k_new=torch.randn(1, 100, 1, 64).half())
     numbers = numbers._replace(v_new=numbers.k_new)
     assert serves(numbers)
     rows = {

@@ -49,7 +49,8 @@ def run(where: str, inputs: Inputs, plan: TilePlan, seen: Seen, begins: Tensor |
     from pdkernels.triton.speculative_attention import forward
 
     *tensors, table = inputs.map(lambda x: x.to(triton_device()))
-    first = first_positions("speculative_attention", tensors[0], tensors[5], seen.starts, seen.window, begins)
+    starts, begins = (None if x is None else x.to(triton_device()) for x in (seen.starts, begins))
+    first = first_positions("speculative_attention", tensors[0], tensors[5], starts, seen.window, begins)
     new = 0 if begins is None else plan.q_len
     scale = inputs.q.shape[-1] ** -0.5
     return Results(*forward(SpeculativeArguments(*tensors, *plan.arguments, scale, table, first, begins, new)))
