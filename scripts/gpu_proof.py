@@ -44,8 +44,10 @@ LIMITS = {0: 240.0, 1: 390.0, 2: 270.0, 3: 270.0, 4: 360.0, 5: 180.0, 6: 90.0}
 BUILT = ROOT / "build" / "gpu_proof.json"
 # Tests that launch something on a GPU; Triton's kernels are compiled for it there.
 ON_GPU = "(cuda or triton or capture or same_tokens) and not cudasim and not budgets and not interpreter"
-# A step that is cut off has so long to write what it has found.
+# How long a step that is cut off to write what it has found, in seconds.
 GRACE = 15.0
+# Where they are: every worker collects all tests of what it is given.
+WITH_GPU = ("tests/ops", "tests/decoding/test_devices.py", "tests/integrations/test_device_loop.py")
 CHECKERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 BENCHMARKS: dict[int, tuple[str, ...]] = {
     4: ("block_sparse_attention", "speculative_attention"),
@@ -241,8 +243,7 @@ def run_tests(part: Part) -> None:
     ]
     # Every worker would start its own compilers for torch.compile.
     threads = {"OMP_NUM_THREADS": str(max(1, cores // workers)), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    folders = ("tests/ops", "tests/decoding", "tests/integrations")
-    part.test("tests that use the GPU", *options, *folders, selected=ON_GPU, environment=threads)
+    part.test("tests that use the GPU", *options, *WITH_GPU, selected=ON_GPU, environment=threads)
 
 
 def run_checkers(part: Part) -> None:
