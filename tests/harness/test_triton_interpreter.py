@@ -35,6 +35,17 @@ def matmul_kernel(a, b, out, M, N, K, BLOCK: tl.constexpr):
     tl.store(out + rows * N + columns, total, mask=(rows < M) & (columns < N))
 
 
+@triton.jit
+def plus_one(x):
+    return x + 1
+
+
+@triton.jit
+def helper_kernel(out, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out + at, plus_one(plus_one(at)), mask=at < BLOCK - 1)
+
+
 def randn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(triton_device(), dtype)
 
@@ -42,6 +53,16 @@ def randn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 def test_kernels_run_where_the_mode_says() -> None:
     assert interpreted() or torch.cuda.is_available()
     assert type(softmax_kernel).__name__ == ("InterpretedFunction" if interpreted() else "JITFunction")
+
+
+def test_the_language_is_as_before_after_a_launch() -> None:
+    """Calls of helpers find it patched, in a second launch too."""
+    before = tl.store, tl.arange, tl.tensor.__add__
+    for _ in range(2):
+        out = torch.zeros(8, dtype=torch.int32, device=triton_device())
+        helper_kernel[(1,)](out, BLOCK=8)
+        assert out.tolist() == [2, 3, 4, 5, 6, 7, 8, 0]
+        assert before == (tl.store, tl.arange, tl.tensor.__add__)
 
 
 @pytest.mark.parametrize("columns", [1, 63, 130])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from functools import cache
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ def choose_mode() -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
     if interpreted() and TRITON_FOUND:
         _accept_recent_numpy()
+        _remember_what_repeats()
 
 
 def _accept_recent_numpy() -> None:
@@ -45,6 +47,57 @@ def _accept_recent_numpy() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_tensor_and_index
+
+
+def _remember_what_repeats() -> None:
+    """Half of the interpreter's time goes into what gives the same again: it patches the language for every call of a helper
+    within a kernel, though the launch has done so, and builds shapes and tables of dtypes anew for every value."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch_lang, numpy_dtype, nothing = interpreter._patch_lang, interpreter._get_np_dtype, interpreter._LangPatchScope()
+    patched: set[str] = set()
+
+    @cache
+    def languages(fn: Any) -> frozenset[str]:
+        modules = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+        return frozenset(module.__name__ for module in modules)
+
+    def patch_for_a_launch(fn: Any) -> Any:
+        found = languages(fn)
+        if found <= patched:
+            return nothing
+        scope = patch_lang(fn)
+        if not patched:  # a launch, which restores the language at its end
+            patched.update(found)
+            restore = scope.restore
+            scope.restore = lambda: (patched.clear(), restore())
+        return scope
+
+    @cache
+    def numpy_dtype_of_scalars(dtype: Any) -> Any:
+        return numpy_dtype(dtype)
+
+    def numpy_dtype_of(dtype: Any) -> Any:
+        scalar = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
+        return numpy_dtype(scalar) if isinstance(scalar, tl.pointer_type) else numpy_dtype_of_scalars(scalar)
+
+    @cache
+    def shape_of(shape: tuple[int, ...]) -> tuple[Any, Any]:
+        value = tl.tensor(None, tl.block_type(tl.int1, list(shape)) if shape else tl.int1)
+        return value.numel, value.shape
+
+    build = tl.tensor.__init__
+
+    def tensor_with_a_known_shape(self: Any, handle: Any, type: Any) -> None:
+        if handle is None:
+            build(self, handle, type)
+            return
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = shape_of(type.shape if type.is_block() else ())
+
+    interpreter._patch_lang, interpreter._get_np_dtype = patch_for_a_launch, numpy_dtype_of
+    tl.tensor.__init__ = tensor_with_a_known_shape
 
 
 def interpreted() -> bool:
