@@ -56,6 +56,9 @@ def serve(
         typer.Option(min=1, help="Tokens whose K and V are in memory, of running requests and recent prompts."),
     ] = None,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds after which an answer ends.")] = 600.0,
+    shutdown_timeout: Annotated[
+        float, typer.Option(min=0, help="Seconds that running requests have to finish once the server is told to stop.")
+    ] = 30.0,
     device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "cpu",
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
     packed: Annotated[bool | None, typer.Option(help=PACKED_HELP)] = None,
@@ -71,9 +74,12 @@ def serve(
     console = Console(stderr=True, highlight=False)
     with errors_reported():
         from pdkernels.serve import Limits, create_app, run
+        from pdkernels.serve.run import listeners
 
         if method is not None:
             decoding.find(method)
+        for listener in listeners(host, port):  # what cannot work is said before a model is loaded
+            listener.close()
         language_model: Any = load("serve", model, device, dtype, packed, cache_dtype)
         use_threads(threads, [language_model])
         options = assigned_options("serve", option or [])
@@ -96,7 +102,7 @@ def serve(
             if key is None and not _is_loopback(host):
                 words = f"Anyone who reaches {host}:{port} can use the model. Set {KEY} to ask for a key."
                 console.print(Text(words, "bold yellow"), soft_wrap=True)
-            called, limits = name or model, Limits(seconds=timeout)
+            called, limits = name or model, Limits(seconds=timeout, shutdown=shutdown_timeout)
             console.print(Text(f"{called} by {method} on http://{host}:{port}/v1", "bold"), soft_wrap=True)
             app = create_app(
                 engine, called, method=method, options=options, sampling=settings(model), limits=limits, api_key=key

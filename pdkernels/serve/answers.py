@@ -14,6 +14,9 @@ from typing import Any
 
 from pdkernels.decoding import Grammar, LogProbs, Method, find, sequence_seed
 from pdkernels.engine import Engine, Generation
+from pdkernels.serve import log_probs
+from pdkernels.serve.errors import Refused, error_body
+from pdkernels.serve.messages import plain
 from pdkernels.serve.schema import ChatRequest, CompletionRequest, Settings
 from pdkernels.serve.stops import StopCut
 
@@ -21,6 +24,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
 _FILTERS = _SAMPLING[1:]
 _FIELDS = (*_SAMPLING, "seed")  # options of methods that requests have as fields
+_SMALL = 1e-6
 _NOTHING = {
     "temperature": 0,
     "top_p": 1,
@@ -34,14 +38,6 @@ _NOTHING = {
 
 Standing = list[str | None]
 """What stands after a text: pieces of text, None for each position where nothing is written."""
-
-
-class Refused(Exception):
-    """A request that is answered with an error."""
-
-    def __init__(self, message: str, status: int = 400, parameter: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.parameter = status, parameter
 
 
 class Choice:
@@ -110,41 +106,18 @@ class Answer:
         for index, (choice, text) in enumerate(zip(self.choices, texts, strict=True)):
             content = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
             entries.append(
-                {"index": index, **content, "logprobs": self._likely(choice), "finish_reason": choice.reason}
+                {"index": index, **content, "logprobs": self._likely(choice, text), "finish_reason": choice.reason}
             )
         kind = "chat.completion" if self.chat else "text_completion"
         return {**self._head, "object": kind, "choices": entries, "usage": self.usage()}
 
-    def _likely(self, choice: Choice) -> dict[str, Any] | None:
-        """The log-probabilities of a choice, if they were asked for, as OpenAI writes them."""
+    def _likely(self, choice: Choice, text: str) -> dict[str, Any] | None:
+        """The log-probabilities of a choice with this text, if they were asked for."""
         result = choice.handle.result()
-        found = result.logprobs
-        if found is None:
+        if result.logprobs is None:
             return None
-        assert isinstance(found, LogProbs)
-        tokenizer = choice.tokenizer
-        decode = getattr(tokenizer, "decode_all", tokenizer.decode)
-        texts = [decode([token]) for token in result.tokens.tolist()]
-        tops = [
-            [(decode([token]), value) for token, value in zip(ids, values, strict=True)]
-            for ids, values in zip(found.top_ids.tolist(), found.top.tolist(), strict=True)
-        ]
-        values = found.tokens.tolist()
-        if not self.chat:
-            offsets = [sum(map(len, texts[:place])) for place in range(len(texts))]
-            return {
-                "tokens": texts,
-                "token_logprobs": values,
-                "top_logprobs": list(map(dict, tops)),
-                "text_offset": offsets,
-            }
-
-        def entry(text: str, value: float) -> dict[str, Any]:
-            return {"token": text, "logprob": value, "bytes": list(text.encode())}
-
-        rows = zip(texts, values, tops, strict=True)
-        content = [{**entry(text, value), "top_logprobs": [entry(*one) for one in top]} for text, value, top in rows]
-        return {"content": content, "refusal": None}
+        assert isinstance(result.logprobs, LogProbs)
+        return log_probs.entries(self.chat, choice.tokenizer, result.tokens.tolist(), text, result.logprobs)
 
     async def events(self, with_usage: bool) -> AsyncIterator[str]:
         """The events of a stream. Whoever stops reading cancels the answer."""
@@ -163,15 +136,19 @@ class Answer:
         def event(entries: list[dict[str, Any]], **more: Any) -> str:
             return f"data: {json.dumps({**self._head, 'object': kind, 'choices': entries, **more})}\n\n"
 
-        def entry(index: int, new: str | Standing | None, reason: str | None) -> dict[str, Any]:
+        def entry(index: int, new: str | Standing | None) -> dict[str, Any]:
             shown: dict[str, Any] = {"provisional": new} if isinstance(new, list) else {}
             if isinstance(new, str):
                 shown = {"content" if self.chat else "text": new}
+                texts[index] += new
             content = {"delta": shown} if self.chat else {"text": "", **shown}
-            return {"index": index, **content, "logprobs": None, "finish_reason": reason}
+            choice = self.choices[index]
+            # Log-probabilities are known at the end.
+            likely, reason = (self._likely(choice, texts[index]), choice.reason) if new is None else (None, None)
+            return {"index": index, **content, "logprobs": likely, "finish_reason": reason}
 
         readers = [asyncio.create_task(read(*pair)) for pair in enumerate(self.choices)]
-        none = {"usage": None} if with_usage else {}
+        none, texts = {"usage": None} if with_usage else {}, [""] * len(readers)
         try:
             if self.chat:
                 for index in range(len(self.choices)):
@@ -184,8 +161,7 @@ class Answer:
                     yield f"data: {json.dumps(error_body(str(error), 500))}\n\n"
                     return
                 left -= new is None
-                reason = self.choices[index].reason if new is None else None
-                yield event([entry(index, new, reason)], **none)
+                yield event([entry(index, new)], **none)
             if with_usage:
                 yield event([], usage=self.usage())
             yield "data: [DONE]\n\n"
@@ -206,13 +182,6 @@ class Answer:
 
 async def _joined(choice: Choice) -> str:
     return "".join([new async for new in choice.news() if isinstance(new, str)])
-
-
-def error_body(message: str, status: int, parameter: str | None = None) -> dict[str, Any]:
-    """An error in OpenAI's form."""
-    kinds = {401: "authentication_error", 404: "not_found_error", 413: "invalid_request_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": parameter, "code": status}}
 
 
 class Frontend:
@@ -245,7 +214,7 @@ class Frontend:
             raise Refused("this model has no chat template; use /v1/completions", 400, "messages")
         tools = body.tools if body.tool_choice != "none" else None
         variables = {**(body.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
-        prompt = tokenizer.encode_chat([_plain(message) for message in body.messages], **variables)
+        prompt = tokenizer.encode_chat(plain(body.messages, tokenizer.chat_template), **variables)
         return self._submit("chat", body, [prompt], body.max_completion_tokens or body.max_tokens)
 
     def completion(self, body: CompletionRequest) -> Answer:
@@ -256,13 +225,16 @@ class Frontend:
         given = body.prompt
         single = isinstance(given, str) or (len(given) > 0 and isinstance(given[0], int))
         prompts = [given] if single else list(given)
-        if not prompts:
+        if not all(prompts) or not prompts:
             raise Refused("prompt must not be empty", 400, "prompt")
+        if body.echo and body.logprobs is not None:
+            words = "logprobs with echo would be those of the prompt too, which are not computed"
+            raise Refused(words, 400, "logprobs")
         return self._submit("text", body, prompts, body.max_tokens, body.echo)
 
     def _submit(self, kind: str, body: Settings, prompts: list[Any], most: int | None, echo: bool = False) -> Answer:
         if body.model != self.name:
-            raise Refused(f"the model {body.model!r} is not served here; {self.name!r} is", 404, "model")
+            raise self.unknown(body.model)
         several = body.n or 1
         if several * len(prompts) > self._max_choices:
             words = f"at most {self._max_choices} choices can be asked for at once, got {several * len(prompts)}"
@@ -272,23 +244,25 @@ class Frontend:
         settings |= _asked_grammar(body)
         top = _asked_logprobs(body)
         if top is not None:
-            if body.stream:
-                raise Refused("logprobs come with answers that are not streamed", 400, "logprobs")
             settings["logprobs"] = top
         if body.provisional and not body.stream:
             raise Refused("provisional text comes in a stream", 400, "provisional")
         stops = body.stop or []
         seed = secrets.randbits(62) if body.seed is None else body.seed
-        limit = self.engine.max_new_tokens if most is None else most
-        choices: list[Choice] = []
+        choices, tokenizer = list[Choice](), self.engine.model.tokenizer
+        if tokenizer is None:
+            raise Refused("this model has no tokenizer, and what it writes is no text", 400, "model")
         try:
             for prompt in prompts:
-                text = prompt if isinstance(prompt, str) else ""
-                if echo and not text:
-                    text = self.engine.model.tokenizer.decode(prompt)
+                text, ids = "", prompt
+                if isinstance(prompt, str):
+                    text, ids = prompt, tokenizer.encode(prompt)
+                elif echo:
+                    text = tokenizer.decode(prompt)
+                limit = self._limit(kind, len(ids), most)
                 for number in range(several):
                     handle = self.engine.submit(
-                        prompt,
+                        ids,
                         method,
                         max_new_tokens=limit,
                         stop_strings=stops,
@@ -297,12 +271,32 @@ class Frontend:
                         seed=sequence_seed(seed, number) if several > 1 else seed,
                         **settings,
                     )
-                    choices.append(Choice(handle, self.engine.model.tokenizer, stops, text if echo else ""))
+                    choices.append(Choice(handle, tokenizer, stops, text if echo else ""))
         except BaseException:
             for choice in choices:
                 choice.handle.cancel()
             raise
         return Answer(kind, self.name, choices, len(prompts))
+
+    def unknown(self, model: str) -> Refused:
+        """Says which model is served here."""
+        words = f"the model {model!r} is not served here; {self.name!r} is"
+        return Refused(words, 404, "model", "model_not_found")
+
+    def _limit(self, kind: str, prompt: int, most: int | None) -> int:
+        """New tokens of an answer to so many: `most`, or what there is room for."""
+        engine, code, field = self.engine, "context_length_exceeded", "messages" if kind == "chat" else "prompt"
+        if prompt > engine.max_prompt_tokens:
+            words = f"the prompt has {prompt} tokens; at most {engine.max_prompt_tokens} are taken here"
+            raise Refused(words, 400, field, code)
+        positions = getattr(engine.model.config, "max_positions", None)
+        room = engine.max_new_tokens if positions is None else min(engine.max_new_tokens, positions - prompt)
+        if most is not None and most > engine.max_new_tokens:
+            raise Refused(f"max_tokens must be at most {engine.max_new_tokens} here, got {most}", 400, "max_tokens")
+        if room < (most or 1):
+            words = f"the model takes {positions} tokens; the prompt has {prompt}, and {most or 1} more are asked for"
+            raise Refused(words, 400, field, code)
+        return most or room
 
     def options_of(self, method: Method, given: Mapping[str, Any] | None, fields: Sequence[str] = ()) -> dict[str, Any]:
         """The options of a request's method: its own, which are not among its `fields`, over the server's if that is its method too."""
@@ -325,7 +319,8 @@ class Frontend:
         }
         for name, value in chosen.items():
             if name in method.options:
-                found[name] = value
+                # A mass of 0 is OpenAI's for the likeliest token alone, which any small one is.
+                found[name] = _SMALL if name == "top_p" and value == 0 else value
             elif asked[name] is not None and value != _NOTHING[name]:
                 raise Refused(f"method {method.name!r} does not follow {name}", 400, name)
         # Without temperature the largest logit is chosen, which every filter keeps.
@@ -378,17 +373,3 @@ def _asked_logprobs(body: Settings) -> int | None:
             raise Refused("top_logprobs needs logprobs to be true", 400, "top_logprobs")
         return (body.top_logprobs or 0) if body.logprobs else None
     return body.logprobs if isinstance(body, CompletionRequest) else None
-
-
-def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose parts of text are joined; templates differ in whether they take parts."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return dict(message)
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise Refused(f"messages: a part of type {kind!r} is not supported; only text is", 400, "messages")
-        texts.append(part["text"])
-    return {**message, "content": "".join(texts)}

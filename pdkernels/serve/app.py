@@ -21,13 +21,15 @@ try:
     from fastapi import FastAPI, Request
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+    from starlette.exceptions import HTTPException
 except ModuleNotFoundError as missing:
     words = "a server needs FastAPI and uvicorn"
     raise ImportError(sentence("serve", words, "Install them with `pip install 'pdkernels[serve]'`.")) from missing
 
 from pdkernels.decoding import available, find
 from pdkernels.engine import Engine, EngineFull
-from pdkernels.serve.answers import Answer, Frontend, Refused, error_body
+from pdkernels.serve.answers import Answer, Frontend
+from pdkernels.serve.errors import Refused, error_body, invalid
 from pdkernels.serve.metrics import prometheus
 from pdkernels.serve.schema import ChatRequest, CompletionRequest, ReplayRequest
 
@@ -93,29 +95,32 @@ def create_app(
 
     app = FastAPI(title="pdkernels", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Gate, most=bounds.body, api_key=api_key)
+    app.state.engine = engine
 
-    def refused(_request: Request, error: Exception) -> JSONResponse:
-        status, parameter, headers = 500, None, {}
+    def refused(request: Request, error: Exception) -> JSONResponse:
+        status, parameter, code, headers, text = 500, None, None, dict[str, str](), str(error)
         if isinstance(error, Refused):
-            status, parameter = error.status, error.parameter
+            status, parameter, code = error.status, error.parameter, error.code
+        elif isinstance(error, HTTPException):
+            status, headers, where = error.status_code, dict(error.headers or {}), request.url.path
+            texts = {404: f"there is no {where} here", 405: f"{where} does not take {request.method}"}
+            text = texts.get(status, error.detail)
         elif isinstance(error, EngineFull):
             status, headers = 429, {"Retry-After": "1"}
         elif isinstance(error, (ValueError, TypeError, NotImplementedError)):
             status = 400
         elif isinstance(error, RuntimeError) and "closed" in str(error):
             status = 503
-        return JSONResponse(error_body(str(error), status, parameter), status, headers)
+        return JSONResponse(error_body(text, status, parameter, code), status, headers)
 
-    for kind in (Refused, EngineFull, ValueError, TypeError, NotImplementedError, RuntimeError):
+    ours = (Refused, EngineFull, ValueError, TypeError, NotImplementedError, RuntimeError)
+    for kind in (*ours, HTTPException, Exception):
         app.add_exception_handler(kind, refused)
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"] if part != "body")
-        extra = first["type"] == "extra_forbidden"
-        text = f"{place} is not supported here" if extra else f"{place or 'body'}: {first['msg']}"
-        return JSONResponse(error_body(text, 400, place or None), 400)
+    async def misformed(_request: Request, error: RequestValidationError) -> JSONResponse:
+        text, parameter = invalid(error.errors())
+        return JSONResponse(error_body(text, 400, parameter), 400)
 
     async def answered(request: Request, answer: Answer, body: ChatRequest | CompletionRequest) -> Response:
         if body.stream:
@@ -157,10 +162,10 @@ def create_app(
     @app.get("/v1/models/{wanted:path}")
     async def one(wanted: str) -> dict[str, Any]:
         if wanted != name:
-            raise Refused(f"the model {wanted!r} is not served here; {name!r} is", 404, "model")
+            raise front.unknown(wanted)
         return {"id": name, "object": "model", "created": started, "owned_by": "pdkernels"}
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         return PlainTextResponse("ok\n") if engine.running else PlainTextResponse("stopping\n", 503)
 
@@ -191,7 +196,7 @@ def create_app(
             handle.result().save_html(page)
             return HTMLResponse(page.read_text())
 
-    @app.get("/")
+    @app.api_route("/", methods=["GET", "HEAD"])
     async def page() -> Response:
         model = engine.model
         facts = {
@@ -222,9 +227,11 @@ class Gate:
             await self._app(scope, receive, send)
             return
         if self._key is not None and scope["path"] not in _OPEN:
-            header = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(header.removeprefix(b"Bearer "), self._key.encode()):
-                answer = JSONResponse(error_body("the API key is missing or wrong", 401), 401)
+            scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+            same = hmac.compare_digest(key.strip(), self._key.encode())
+            if not (same and scheme.lower() == b"bearer"):
+                words = "the API key is wrong" if key else "there is no API key: send Authorization: Bearer KEY"
+                answer = JSONResponse(error_body(words, 401), 401, {"WWW-Authenticate": "Bearer"})
                 await answer(scope, receive, send)
                 return
         body, more = b"", True

@@ -2,22 +2,80 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import socket
+from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 from pdkernels._validation import sentence
 from pdkernels.serve.app import Limits
 
+_READ = 10  # seconds in which clients may read the rest of answers that have ended
+
+
+def listeners(host: str, port: int) -> list[socket.socket]:
+    """Sockets that listen on a port, at all addresses of a host.
+
+    Raises:
+        OSError: the port is taken or not permitted; the host is not of this machine.
+    """
+    with ExitStack() as opened:
+        found, failed = [], None
+        try:
+            asked = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        except OSError as error:
+            raise OSError(sentence("serve", f"{host!r} is no address: {error.strerror}")) from None
+        for family, *_, address in dict.fromkeys(asked):
+            try:
+                found.append(opened.enter_context(socket.create_server(address[:2], family=family, backlog=2048)))
+            except OSError as error:
+                failed = error
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):  # one of two families may be missing
+                    found = []
+                    break
+        if not found:
+            assert failed is not None
+            taken = failed.errno == errno.EADDRINUSE
+            words = "it is taken" if taken else str(failed.strerror or failed).split(" (while", 1)[0].lower()
+            remedy = "Choose another with --port." if taken else ""
+            raise OSError(sentence("serve", f"cannot listen on port {port} of {host}: {words}", remedy))
+        opened.pop_all()
+    return found
+
 
 def run(app: Any, *, host: str = "127.0.0.1", port: int = 8000, limits: Limits | None = None) -> None:
-    """Serves an application until SIGTERM or SIGINT; running requests may finish within `limits.shutdown` seconds.
+    """Serves an application of `create_app` until SIGTERM or SIGINT.
+
+    Then running requests may finish within `limits.shutdown` seconds; those that have not end with what they have.
 
     Raises:
         ImportError: without uvicorn.
+        OSError: it cannot listen there.
     """
     try:
         import uvicorn
     except ModuleNotFoundError as missing:
         remedy = "Install it with `pip install 'pdkernels[serve]'`."
         raise ImportError(sentence("serve", "a server needs uvicorn", remedy)) from missing
-    seconds = int((limits or Limits()).shutdown)
-    uvicorn.run(app, host=host, port=port, log_level="info", timeout_graceful_shutdown=seconds, timeout_keep_alive=30)
+    seconds = (limits or Limits()).shutdown
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            end = partial(app.state.engine.close, finish=False, timeout=0)
+            late = asyncio.get_running_loop().call_later(seconds, end)
+            try:
+                await super().shutdown(sockets)
+            finally:
+                late.cancel()
+
+    last = int(seconds) + _READ
+    config = uvicorn.Config(app, log_level="info", timeout_graceful_shutdown=last, timeout_keep_alive=30)
+    sockets = listeners(host, port)
+    try:
+        with suppress(KeyboardInterrupt):
+            Server(config).run(sockets=sockets)
+    finally:
+        for one in sockets:
+            one.close()

@@ -39,12 +39,17 @@ class Settings(_Strict):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: _Stops | None = None
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    # These say who asks or what for, which changes no text, or ask for nothing.
     user: str | None = None
-    """Says who asks; it changes nothing."""
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: dict[str, str] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
     # Beyond OpenAI's: in its client they are passed by `extra_body`.
     top_k: Annotated[int, Field(ge=0)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -94,6 +99,8 @@ class ChatRequest(Settings):
     tools: list[dict[str, Any]] | None = None
     """For the checkpoint's template; calls are not parsed out of the answer."""
     tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    modalities: list[Literal["text"]] | None = None
     response_format: ResponseFormat | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

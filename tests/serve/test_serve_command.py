@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -13,16 +14,24 @@ import time
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
+
+from pdkernels.cli import app
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 httpx = pytest.importorskip("httpx")
+from pdkernels.serve.run import listeners  # noqa: E402
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 def start(*arguments: str, **environment: str) -> tuple[subprocess.Popen[str], str]:
     """The process and its address, once it answers."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "pdkernels", "serve", "--model", "tiny-code", "--port", str(port), *arguments]
     process = subprocess.Popen(
         command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -67,6 +76,45 @@ def test_a_server_that_is_told_to_stop_finishes_its_answers() -> None:
     assert "code by autoregressive on http://127.0.0.1:" in text and "Traceback" not in text
 
 
+def test_answers_that_take_too_long_end_with_what_they_have() -> None:
+    process, address = start("--shutdown-timeout", "0.05", "--max-new-tokens", "400", "--method", "autoregressive")
+    try:
+        body = {"model": "tiny-code", "prompt": "import", "max_tokens": 400, "temperature": 1, "n": 8, "stream": True}
+        reasons, texts, ended = [""] * 8, [""] * 8, False
+        with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as answer:
+            for line in answer.iter_lines():
+                if line == "data: [DONE]":
+                    ended = True
+                elif line:
+                    choice = json.loads(line.removeprefix("data: "))["choices"][0]
+                    if not any(texts):
+                        process.send_signal(signal.SIGTERM)
+                    texts[choice["index"]] += choice["text"]
+                    reasons[choice["index"]] = choice["finish_reason"] or ""
+        assert ended and all(reasons) and "cancelled" in reasons and any(texts)
+        assert process.wait(60) in (0, -signal.SIGTERM)
+    finally:
+        process.kill()
+        text = process.communicate()[0]
+    assert "Traceback" not in text, text
+
+
+def test_a_port_that_is_taken_is_named_before_a_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        run = CliRunner().invoke(app, ["serve", "--model", "no_such_model", "--port", str(port)])
+        words = f"cannot listen on port {port} of 127.0.0.1: it is taken"
+        assert run.exit_code == 1 and words in " ".join(run.stderr.split())
+    run = CliRunner().invoke(app, ["serve", "--model", "no_such_model", "--port", str(port)])
+    assert run.exit_code == 2 and "no_such_model" in run.stderr
+    with pytest.raises(OSError, match=r"'no such host' is no address"):
+        listeners("no such host", port)
+    made = listeners("localhost", port)
+    assert {one.getsockname()[1] for one in made} == {port}
+    for one in made:
+        one.close()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -77,6 +125,5 @@ def test_a_server_that_is_told_to_stop_finishes_its_answers() -> None:
     ],
 )
 def test_what_cannot_be_served_is_refused_before_it_listens(arguments: list[str], words: str) -> None:
-    command = [sys.executable, "-m", "pdkernels", "serve", "--model", "tiny-code", *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 2 and words in " ".join(run.stderr.split()) and "Traceback" not in run.stderr, run.stderr
+    run = CliRunner().invoke(app, ["serve", "--model", "tiny-code", "--port", str(free_port()), *arguments])
+    assert run.exit_code == 2 and words in " ".join(run.stderr.split()), run.stderr

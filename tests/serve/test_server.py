@@ -16,6 +16,7 @@ import pytest
 import pdkernels as pd
 from pdkernels.decoding import generate
 from pdkernels.models.chat import ChatTemplate
+from pdkernels.serve.messages import plain
 from pdkernels.serve.stops import StopCut
 
 httpx = pytest.importorskip("httpx")
@@ -198,6 +199,42 @@ def test_log_probabilities_of_the_openai_client(serve: Any) -> None:
     )
 
 
+def test_log_probabilities_are_of_the_text(serve: Any) -> None:
+    """Without an end token, without what a stop string cuts off, with the bytes of tokens that are parts of characters."""
+    model = pd.models.load("tiny-code")
+    model.tokenizer = Chatting(model.tokenizer)
+    address, _ = serve(model=model)
+    client = client_of(address)
+    options: Any = {"model": "tiny", "prompt": "def ", "max_tokens": 12, "temperature": 0, "logprobs": 1}
+
+    def both(**more: Any) -> Any:
+        whole = client.completions.create(**options, **more).choices[0]
+        pieces = list(client.completions.create(**options, stream=True, **more))
+        assert "".join(piece.choices[0].text for piece in pieces) == whole.text
+        assert pieces[-1].choices[0].logprobs == whole.logprobs and pieces[-1].choices[0].finish_reason
+        assert all(piece.choices[0].logprobs is None for piece in pieces[:-1])
+        assert len(whole.logprobs.tokens) == len(whole.logprobs.token_logprobs) == len(whole.logprobs.top_logprobs)
+        return whole
+
+    named = both(extra_body={"choice": ["nä", "nö"]})
+    letter = named.text[1]
+    first, second = letter.encode()
+    assert named.logprobs.tokens == ["n", f"bytes:\\x{first:02x}", f"bytes:\\x{second:02x}"]
+    assert named.logprobs.text_offset == [0, 1, 1]
+    text = alone("def ", 12)
+    cut = both(stop=[text[5:7]])
+    assert "".join(cut.logprobs.tokens) == cut.text == text[: text.index(text[5:7])]
+    chat = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "a"}], max_tokens=12, temperature=0, logprobs=True,
+        top_logprobs=1, extra_body={"choice": ["nä", "nö"]}, stream=True,
+    )  # fmt: skip
+    content = [
+        one for piece in chat for one in (piece.choices[0].logprobs.content if piece.choices[0].logprobs else [])
+    ]
+    assert bytes(byte for one in content for byte in one.bytes).decode() in ("nä", "nö")
+    assert content[1].token == f"\\x{content[1].bytes[0]:02x}"
+
+
 def test_a_field_of_a_request_wins_over_the_servers_options(serve: Any) -> None:
     served = {
         "options": {"temperature": 0.9, "top_p": 0.5},
@@ -296,14 +333,17 @@ def test_a_cut_is_that_of_the_whole_text(seed: int) -> None:
     [
         ({"model": "other"}, 404, "'other' is not served here; 'tiny' is"),
         ({"prompt": []}, 400, "prompt"),
-        ({"prompt": ""}, 400, "prompt must hold at least one token"),
+        ({"prompt": ""}, 400, "prompt must not be empty"),
         ({"prompt": [999999]}, 400, "hold ids in 0"),
         ({"max_tokens": 0}, 400, "max_tokens"),
-        ({"max_tokens": 65}, 400, r"1 .. 64, the engine's, got 65"),
+        ({"max_tokens": 65}, 400, "max_tokens must be at most 64 here, got 65"),
         ({"temperature": -1}, 400, "temperature"),
         ({"temperature": "NaN"}, 400, "temperature"),
         ({"logprobs": 21}, 400, "logprobs"),
-        ({"logprobs": 3, "stream": True}, 400, "not streamed"),
+        ({"logprobs": 3, "echo": True}, 400, "those of the prompt too, which are not computed"),
+        ({"top_p": -0.1}, 400, "top_p"),
+        ({"store": True}, 400, "store"),
+        ({"prompt": [[]]}, 400, "prompt must not be empty"),
         ({"regex": "(a", "max_tokens": 9}, 400, "regular expression"),
         ({"regex": "a", "choice": ["b"]}, 400, "exclude each other"),
         ({"regex": "(a{1000}){1000}"}, 400, "unfolds to more than"),
@@ -322,17 +362,20 @@ def test_a_cut_is_that_of_the_whole_text(seed: int) -> None:
         ({"options": {"overflow": "warn"}}, 400, "'overflow' is no option of method"),
         ({"logit_bias": {"99999": 1.0}}, 400, "logit_bias"),
         ({"seed": 2**63}, 400, "seed"),
-        ({"service_tier": "flex"}, 400, "service_tier is not supported here"),
+        ({"service_tier": "flex"}, 400, "service_tier: Input should be 'auto' or 'default'"),
+        ({"prediction": {}}, 400, "prediction is not supported here"),
         ({"provisional": True}, 400, "provisional text comes in a stream"),
         ({"provisional": True, "stream": True}, 400, "write provisional text, got autoregressive"),
-        ({"prompt": "x" * 449, "max_tokens": 1}, 400, "prompt must have at most 448 tokens"),
-        ({"prompt": "x" * 900, "max_tokens": 1}, 400, "prompt must leave room"),
+        ({"prompt": "x" * 449, "max_tokens": 1}, 400, "the prompt has 449 tokens; at most 448 are taken here"),
     ],
 )  # fmt: skip
 def test_bad_bodies_are_refused_by_name(app_client: Any, body: dict[str, Any], status: int, words: str) -> None:
     answer = app_client.post("/v1/completions", json={"model": "tiny", "prompt": "import", "max_tokens": 3} | body)
     error = answer.json()["error"]
-    assert answer.status_code == error["code"] == status and words in error["message"], error
+    codes = {"the model": "model_not_found", "the prompt has": "context_length_exceeded"}
+    code = next((code for words, code in codes.items() if error["message"].startswith(words)), None)
+    assert answer.status_code == status and words in error["message"] and error["code"] == code, error
+    assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
 
 
 @pytest.fixture(scope="module")
@@ -374,7 +417,22 @@ def test_other_routes(app_client: Any) -> None:
     assert (facts["most"], facts["chat"], facts["key"]) == (64, False, False) and "{{" not in shown
     page = app_client.post("/replay", json={"prompt": "import os", "method": "jacobi", "max_tokens": 6})
     assert page.status_code == 200 and page.text.startswith("<!doctype html>")
-    assert app_client.post("/v1/completions", content=b"{not json").status_code == 400
+    headers = {"Content-Type": "application/json"}
+    for content, given, words in [
+        (b'{"model": ', headers, "the body is not JSON: Expecting value, at character 10"),
+        (b"[" * 9999, headers, "error parsing the body"),
+        (b"[1]", headers, "the body must be a JSON object"),
+        (b"", headers, "the body must be a JSON object"),
+        (b'{"model": "tiny"}', {"Content-Type": "text/plain"}, "sent with Content-Type: application/json"),
+    ]:
+        answer = app_client.post("/v1/completions", content=content, headers=given)
+        assert answer.status_code == 400 and words in answer.json()["error"]["message"]
+        assert answer.json()["error"]["param"] is None
+    nowhere, other = app_client.get("/v1/no/such"), app_client.get("/v1/completions")
+    assert nowhere.status_code == 404 and nowhere.json()["error"]["message"] == "there is no /v1/no/such here"
+    assert other.status_code == 405 and other.json()["error"]["code"] == "method_not_supported"
+    assert other.headers["allow"] == "POST"
+    assert [app_client.head(path).status_code for path in ("/", "/health")] == [200, 200]
     assert (
         app_client.post(
             "/v1/chat/completions", json={"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
@@ -398,6 +456,66 @@ def test_a_key_is_asked_for(serve: Any) -> None:
     assert httpx.get(f"{address}/health").status_code == 200
     good = openai.OpenAI(base_url=f"{address}/v1", api_key="geheim")
     assert [model.id for model in good.models.list()] == ["tiny"]
+    with pytest.raises(openai.AuthenticationError, match="the API key is wrong") as wrong:
+        client_of(address).models.list()
+    assert wrong.value.code == "invalid_api_key" and wrong.value.response.headers["www-authenticate"] == "Bearer"
+    for header, status in [("bearer geheim", 200), ("geheim", 401), ("Basic geheim", 401), ("Bearer", 401), ("", 401)]:
+        assert httpx.get(f"{address}/v1/models", headers={"Authorization": header}).status_code == status
+
+
+def test_fields_that_ask_for_nothing_change_nothing(serve: Any) -> None:
+    model = pd.models.load("tiny-code")
+    model.tokenizer = Chatting(model.tokenizer)
+    address, _ = serve(model=model)
+    create, options = client_of(address).chat.completions.create, {"model": "tiny", "max_tokens": 10, "temperature": 0}
+    messages: Any = [{"role": "user", "content": "def f("}]
+    nothing: Any = {
+        "user": "a", "safety_identifier": "b", "prompt_cache_key": "c", "metadata": {"d": "e"}, "store": False,
+        "service_tier": "auto", "modalities": ["text"], "parallel_tool_calls": True,
+    }  # fmt: skip
+    answer = create(messages=messages, **options, **nothing)
+    assert answer.choices[0].message.content == alone("<user>def f(<assistant>", 10)
+    # A probability mass of 0 is that of the likeliest token.
+    answer = create(messages=messages, top_p=0, seed=3, **options | {"temperature": 1.5})
+    assert answer.choices[0].message.content == alone("<user>def f(<assistant>", 10)
+
+
+def test_messages_as_openai_has_them(serve: Any) -> None:
+    model = pd.models.load("tiny-code")
+    model.tokenizer = Chatting(model.tokenizer)
+    address, _ = serve(model=model)
+    client = client_of(address)
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    messages: Any = [
+        {"role": "developer", "content": "short"},
+        {"role": "user", "content": ""},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "4"},
+    ]
+    answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=10, temperature=0)
+    assert answer.choices[0].message.content == alone("<system>short<user><assistant><tool>4<assistant>", 10)
+    for message in ({"content": "a"}, {"role": "user"}, {"role": "user", "content": 5}, {"role": 5, "content": "a"}):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(model="tiny", messages=[messages[0], message])
+        assert refused.value.param == f"messages.1.{'content' if message.get('role') == 'user' else 'role'}"
+    knowing = Chatting(pd.models.load("tiny-code").tokenizer, TEMPLATE + "{# developer #}").chat_template
+    assert plain(messages[:1], knowing)[0]["role"] == "developer"
+
+
+def test_an_answer_without_a_limit_ends_where_the_model_does(serve: Any) -> None:
+    model = pd.models.load("tiny-code")
+    model.tokenizer = Chatting(model.tokenizer, "{% for m in messages %}{{ m.content }}{% endfor %}")
+    most = model.config.max_positions
+    address, _ = serve(model=model, engine={"max_new_tokens": 64, "max_prompt_tokens": most})
+    create = client_of(address).chat.completions.create
+    body: Any = {"model": "tiny", "messages": [{"role": "user", "content": "x" * (most - 5)}], "temperature": 0}
+    usage = create(**body, extra_body={"options": {}}).usage
+    assert usage.completion_tokens <= 5 and usage.prompt_tokens == most - 5
+    with pytest.raises(
+        openai.BadRequestError, match=f"takes {most} tokens; the prompt has {most - 5}, and 6 more"
+    ) as over:
+        create(**body, max_tokens=6)
+    assert over.value.code == "context_length_exceeded" and over.value.param == "messages"
 
 
 def test_many_clients_get_their_own_texts(serve: Any) -> None:

@@ -1,0 +1,72 @@
+"""Log-probabilities of an answer's tokens, as OpenAI writes them."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable
+from typing import Any
+
+from pdkernels.decoding import LogProbs
+
+
+def written(tokenizer: Any) -> Callable[[int], bytes]:
+    """What a token writes. One in the middle of a character has bytes that are no text."""
+    try:
+        table = tokenizer.token_bytes()
+    except (AttributeError, NotImplementedError):
+        return lambda token: str(tokenizer.decode([token])).encode()
+    return lambda token: table[token] if token < len(table) else b""
+
+
+def shown(token: bytes, prefix: str = "") -> str:
+    r"""A token as text; one that is no text has `prefix` and its bytes in hexadecimal.
+
+    >>> shown("né".encode()), shown(b"\xf0\x9f", "bytes:")
+    ('né', 'bytes:\\xf0\\x9f')
+    """
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return prefix + "".join(f"\\x{byte:02x}" for byte in token)
+
+
+def entries(chat: bool, tokenizer: Any, ids: list[int], text: str, found: LogProbs) -> dict[str, Any]:
+    """The field `logprobs` of a choice: of the tokens of its text, without an end token and what a stop string has cut off.
+
+    Args:
+        chat: whether in the form of chats, else in that of completions.
+        tokenizer: says what tokens write.
+        ids: all tokens of the answer, which `found` is about.
+        text: of the answer, without a prompt.
+    """
+    bytes_of = written(tokenizer)
+    tokens = [bytes_of(token) for token in ids]
+    if tokens and getattr(tokenizer, "skips_first_space", False) and not text.startswith(" "):
+        tokens[0] = tokens[0].removeprefix(b" ")
+    decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+    offsets, length, size, most = list[int](), 0, 0, len(text.encode())
+    for token in tokens:
+        if size >= most:
+            break
+        offsets.append(length)
+        size, length = size + len(token), length + len(decoder.decode(token))
+    tokens, values = tokens[: len(offsets)], found.tokens.tolist()
+    tops = [
+        [(bytes_of(token), value) for token, value in zip(ids, values, strict=True)]
+        for ids, values in zip(found.top_ids.tolist(), found.top.tolist(), strict=True)
+    ]
+    if chat:
+
+        def entry(token: bytes, value: float) -> dict[str, Any]:
+            return {"token": shown(token), "logprob": value, "bytes": list(token)}
+
+        rows = zip(tokens, values, tops, strict=False)
+        content = [{**entry(token, value), "top_logprobs": [entry(*one) for one in top]} for token, value, top in rows]
+        return {"content": content, "refusal": None}
+
+    return {
+        "tokens": [shown(token, "bytes:") for token in tokens],
+        "token_logprobs": values[: len(tokens)],
+        "top_logprobs": [{shown(token, "bytes:"): value for token, value in top} for top in tops[: len(tokens)]],
+        "text_offset": offsets,
+    }
