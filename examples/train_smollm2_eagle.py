@@ -26,10 +26,10 @@ from smollm2_texts import Text, answered, prompts
 from torch import Tensor
 from train_smollm2_drafter import turn
 from train_tiny_trimode import cosine
-from training_run import HAS_BF16, Fast, Resume, Run, Score, console, start_checkpoint
+from training_run import HAS_BF16, Fast, Resume, Run, Score, console, fail, start_checkpoint
 
 import pdkernels as pd
-from pdkernels.models import Transformer
+from pdkernels.models import Transformer, load_drafter
 from pdkernels.models.drafters import EagleHead
 from pdkernels.models.fused import rms_norm
 from pdkernels.training import EagleLoss, eagle_loss, new_eagle_head
@@ -116,6 +116,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Seed of questions and order.")] = 0,
     threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves torch's choice.")] = 0,
     look_every: Annotated[int, typer.Option(help="Steps between looks at held-out answers.")] = 100,
+    begin: Annotated[str, typer.Option(help="Folder of a head to train further; by default a new one.")] = "",
     packed: Annotated[
         str, typer.Option(help="Format of the saved matrices: q8_0, q4_0, int8 or int4; by default bf16.")
     ] = "",
@@ -126,6 +127,7 @@ def main(
     """Train smollm2-eagle and save it, rounded to bf16 or packed."""
     settings = {"start": start, "steps": steps, "count": count, "longest": longest, "answer": answer}
     settings |= {"vocabulary": vocabulary, "depths": depths, "decay": decay, "lr": lr, "seed": seed, "fast": fast}
+    settings |= {"begin": begin}
     run = Run(output, resume, settings, threads)
     model = pd.models.load(start)
     assert isinstance(model, Transformer)
@@ -139,8 +141,14 @@ def main(
             file = output.with_name(f"{output.name}.held-out.texts.pt")
             others = answered(model, start, unseen, answer, file, advance)
     numbers = start_checkpoint(start)
-    chosen = frequent(known[:COUNTED], vocabulary)
-    head, teacher = new_eagle_head(numbers, chosen), Teacher(numbers, chosen)
+    if begin:
+        head = load_drafter(begin, numbers)
+        if not isinstance(head, EagleHead):
+            fail(f"--begin must be the folder of an EAGLE-3 head, got {begin}.")
+        head.requires_grad_(True)
+    else:
+        head = new_eagle_head(numbers, frequent(known[:COUNTED], vocabulary))
+    teacher = Teacher(numbers, head.vocabulary)
     del numbers
     read, read_others = Reader(model, head.config.taps, known), Reader(model, head.config.taps, others)
 

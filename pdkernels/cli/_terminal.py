@@ -17,7 +17,7 @@ from rich.text import Text
 from pdkernels import models
 from pdkernels._validation import check, check_choice, refuse
 from pdkernels.evaluation.sweep import parse_value
-from pdkernels.models.drafters.folder import is_drafter_folder
+from pdkernels.models.drafters.folder import is_drafter_folder, is_own_folder
 from pdkernels.models.layout import DTYPES
 from pdkernels.models.tokenizers import Tokenizer
 
@@ -117,7 +117,7 @@ def load(
     own = own if cache_dtype is None else {**own, "cache_dtype": torch.int8}
     found: Any = models.load(model, **own)
     if drafter is not None:
-        if is_drafter_folder(drafter):
+        if is_drafter_folder(drafter) or is_own_folder(model, drafter):
             head = models.load_drafter(drafter, found)
             found.drafters = {head.method: head}
         else:

@@ -194,6 +194,8 @@ def _name_of(model: Any) -> str:
     sizes = [(name, tuple(each.shape), str(each.dtype)) for name, each in parameters()] if parameters else []
     buffers = getattr(whole, "named_buffers", None)
     sizes += [(name, tuple(each.shape), str(each.dtype)) for name, each in buffers()] if buffers else []
+    shared = getattr(model, "shared", None)  # a matrix of the target's that a drafter reads
+    sizes += [] if shared is None else [("shared", tuple(shared.shape), getattr(shared, "format", str(shared.dtype)))]
     device = getattr(whole, "device", torch.device("cpu"))
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.processor()} {os.cpu_count()}"
     facts = f"{type(whole).__name__} {whole.config} {sizes} {where} {torch.get_num_threads()} {torch.__version__}"

@@ -95,6 +95,10 @@ class Dflash(Autoregressive, total=False):
     block_size: int | Literal["auto"] | None
 
 
+class Mtp(DraftModel, total=False):
+    pass
+
+
 class LinearSelfSpeculation(Autoregressive, total=False):
     block_size: int
     threshold: float
@@ -363,6 +367,10 @@ class Generate(Protocol):
     def __call__(self, model: Any, prompt: Prompt, method: Literal["dflash"], **options: Unpack[Dflash]) -> One: ...
     @overload
     def __call__(self, model: Any, prompt: Batch, method: Literal["dflash"], **options: Unpack[Dflash]) -> Many: ...
+    @overload
+    def __call__(self, model: Any, prompt: Prompt, method: Literal["mtp"], **options: Unpack[Mtp]) -> One: ...
+    @overload
+    def __call__(self, model: Any, prompt: Batch, method: Literal["mtp"], **options: Unpack[Mtp]) -> Many: ...
     @overload
     def __call__(
         self,

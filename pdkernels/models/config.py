@@ -191,6 +191,11 @@ class TransformerConfig:
         return self.heads // self.kv_heads
 
     @property
+    def rotary_width(self) -> int:
+        """Components of a head that RoPE rotates."""
+        return self.head_dim
+
+    @property
     def qk_norm_sizes(self) -> dict[str, int]:
         """Components of the norms of q and k; none if there are no norms."""
         heads = {"q_norm": self.heads, "k_norm": self.kv_heads} if self.qk_norm else {}

@@ -1,6 +1,6 @@
 """Checkpoints with Hugging Face names: configuration and tensors, both ways.
 
-Qwen2, Qwen3, Llama, Mistral, Ministral3, and the diffusion models Dream, Fast-dLLM v2, SDAR and Nemotron-Labs-Diffusion; and with
+Qwen2, Qwen3, MiMo, Llama, Mistral, Ministral3, and the diffusion models Dream, Fast-dLLM v2, SDAR and Nemotron-Labs-Diffusion; and with
 experts Qwen3-MoE, Mixtral, OLMoE, SDAR-MoE and LLaDA-MoE.
 """
 
@@ -20,6 +20,7 @@ from pdkernels.models.hf_rope import read_rope
 from pdkernels.models.layout import Layout, Parts
 
 NEMOTRON = "nemotron_labs_diffusion"
+MIMO, MTP_LAYERS = "mimo", "model.mtp_layers."
 
 
 class _Usual(NamedTuple):
@@ -54,6 +55,7 @@ _QWEN3_MOE = _QWEN3._replace(kv_heads=4, all_slide=True)
 # layers and is causal except for the block that it fills. So is SDAR, with Qwen3's layers and rows that predict their own token.
 _USUAL = {
     "qwen2": _QWEN2,
+    MIMO: _QWEN2,
     "qwen3": _QWEN3,
     "llama": _Usual(2048, bias=True),
     "mistral": _Usual(131072, 8, window=4096),
@@ -175,7 +177,9 @@ def layout(config: TransformerConfig, kind: str = "") -> Layout:
     body, head = ("encoder.", "diffusion_head.weight") if kind == NEMOTRON else ("model.", _HEAD)
     parts = partial(_parts, config, body, head, kind)
     count = 0 if config.experts is None else config.experts.count
-    return Layout(parts, config.layers, f"{body}embed_tokens.weight", head, config.tied_head, experts=count)
+    apart = (MTP_LAYERS,) if kind == MIMO else ()
+    embedding = f"{body}embed_tokens.weight"
+    return Layout(parts, config.layers, embedding, head, config.tied_head, experts=count, apart=apart)
 
 
 def _parts(config: TransformerConfig, body: str, head: str, kind: str) -> Iterator[tuple[str, Parts]]:

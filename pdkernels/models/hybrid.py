@@ -31,6 +31,7 @@ from pdkernels.models.fused import linear
 from pdkernels.models.layer import Matrix
 from pdkernels.models.rope import RopeTables, Rotation, apply_rope
 from pdkernels.models.states import Activation, States
+from pdkernels.models.taps import Tapped, checked_taps
 from pdkernels.models.transformer import select_rows
 from pdkernels.ops.linear_token_statistics import linear_token_statistics
 from pdkernels.ops.token_statistics import TokenStatistics
@@ -427,6 +428,35 @@ class Hybrid(nn.Module):
         adapted: bool = False,
     ) -> Tensor:
         """The input of `logits` for all rows, `(batch, T, hidden_size)`."""
+        return self._forward(tokens, cache, counts, positions, mask, adapted, {})
+
+    def tapped(
+        self,
+        tokens: Tensor,
+        taps: Sequence[int],
+        *,
+        cache: HybridCache | None = None,
+        counts: Tensor | None = None,
+        positions: Tensor | None = None,
+        mask: Tensor | TilePlan | None = None,
+        adapted: bool = False,
+    ) -> Tapped:
+        """As `Transformer.tapped`."""
+        taps = checked_taps("Hybrid.tapped", taps, self.config.layers)
+        states: dict[int, Tensor | None] = dict.fromkeys(taps)
+        return Tapped.of(self._forward(tokens, cache, counts, positions, mask, adapted, states), states, taps)
+
+    def _forward(
+        self,
+        tokens: Tensor,
+        cache: HybridCache | None,
+        counts: Tensor | None,
+        positions: Tensor | None,
+        mask: Tensor | TilePlan | None,
+        adapted: bool,
+        states: dict[int, Tensor | None],
+    ) -> Tensor:
+        """The input of `logits`. `states` gets the inputs of the layers that are its keys."""
         op = "Hybrid"
         check(adapted is False, op, "adapted", "be False, for a model without an adapter", adapted)
         check_tokens(op, tokens, self.device)
@@ -441,9 +471,9 @@ class Hybrid(nn.Module):
                 fail(op, "tokens", f"have the batch size of the cache ({cache.batch})", batch)
         plan = cast("TilePlan | None", mask)
         if cache is None and (torch.is_grad_enabled() or plan is not None):
-            return self._run(tokens, self._whole(tokens, positions, plan))
+            return self._run(tokens, self._whole(tokens, positions, plan), states)
         with torch.no_grad():
-            return self._run(tokens, self._inferred(tokens, cache, counts, positions, plan))
+            return self._run(tokens, self._inferred(tokens, cache, counts, positions, plan), states)
 
     def _rotation(self, positions: Tensor, limit: int) -> Rotation:
         return self._tables.covering(limit, self.device, self.dtype).at(positions)
@@ -484,9 +514,10 @@ class Hybrid(nn.Module):
     def _has_kernels(self) -> bool:
         return self.dtype != torch.float64
 
-    def _run(self, tokens: Tensor, rows: Rows) -> Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
+        """As `Transformer.embed`."""
         try:
-            x = fused.embed(tokens, self.embedding, self.dtype)
+            return fused.embed(tokens, self.embedding, self.dtype)
         except IndexError:
             fail(
                 "Hybrid",
@@ -494,8 +525,15 @@ class Hybrid(nn.Module):
                 f"hold ids in [0, {self.config.vocab_size})",
                 f"{int(tokens.min())}..{int(tokens.max())}",
             )
-        for layer in self.layers:
+
+    def _run(self, tokens: Tensor, rows: Rows, states: dict[int, Tensor | None]) -> Tensor:
+        x = self.embed(tokens)
+        for index, layer in enumerate(self.layers):
+            if index in states:
+                states[index] = x
             x = layer(x, rows)
+        if len(self.layers) in states:
+            states[len(self.layers)] = x
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -151,23 +151,30 @@ def layout(config: HybridConfig, kind: str) -> Layout:
 
 
 def _parts(config: HybridConfig, body: str, lfm2: bool) -> Iterator[tuple[str, Parts]]:
-    hidden, inner, matrix = config.hidden_size, config.intermediate_size, (config.vocab_size, config.hidden_size)
-    mixed, fed = ("operator_norm", "ffn_norm") if lfm2 else ("input_layernorm", "post_attention_layernorm")
-    gate, up, down = ("w1", "w3", "w2") if lfm2 else ("gate_proj", "up_proj", "down_proj")
-    mlp, last = ("feed_forward", "embedding_norm") if lfm2 else ("mlp", "norm")
-    mixers = {"attention": _attention, "delta": _delta, "conv": _conv}
+    matrix = (config.vocab_size, config.hidden_size)
     yield "embedding", {f"{body}embed_tokens.weight": matrix}
     for index, mixer in enumerate(config.mixers):
-        ours, theirs = f"layers.{index}.", f"{body}layers.{index}."
-        for name, parts in mixers[mixer](config, lfm2):
-            yield f"{ours}{name}", {f"{theirs}{part}": shape for part, shape in parts.items()}
-        yield f"{ours}mixer_norm", {f"{theirs}{mixed}.weight": (hidden,)}
-        yield f"{ours}mlp_norm", {f"{theirs}{fed}.weight": (hidden,)}
-        yield f"{ours}gate_up", {f"{theirs}{mlp}.{name}.weight": (inner, hidden) for name in (gate, up)}
-        yield f"{ours}down", {f"{theirs}{mlp}.{down}.weight": (hidden, inner)}
-    yield "norm", {f"{body}{last}.weight": (hidden,)}
+        yield from layer_parts(config, mixer, f"layers.{index}.", f"{body}layers.{index}.", lfm2)
+    yield "norm", {f"{body}{'embedding_norm' if lfm2 else 'norm'}.weight": (config.hidden_size,)}
     if not config.tied_head:
         yield "head", {"lm_head.weight": matrix}
+
+
+def layer_parts(
+    config: HybridConfig, mixer: Mixer, ours: str, theirs: str, lfm2: bool = False
+) -> Iterator[tuple[str, Parts]]:
+    """Our parameters of a layer, and their parts."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    mixed, fed = ("operator_norm", "ffn_norm") if lfm2 else ("input_layernorm", "post_attention_layernorm")
+    gate, up, down = ("w1", "w3", "w2") if lfm2 else ("gate_proj", "up_proj", "down_proj")
+    mlp = "feed_forward" if lfm2 else "mlp"
+    mixers = {"attention": _attention, "delta": _delta, "conv": _conv}
+    for name, parts in mixers[mixer](config, lfm2):
+        yield f"{ours}{name}", {f"{theirs}{part}": shape for part, shape in parts.items()}
+    yield f"{ours}mixer_norm", {f"{theirs}{mixed}.weight": (hidden,)}
+    yield f"{ours}mlp_norm", {f"{theirs}{fed}.weight": (hidden,)}
+    yield f"{ours}gate_up", {f"{theirs}{mlp}.{name}.weight": (inner, hidden) for name in (gate, up)}
+    yield f"{ours}down", {f"{theirs}{mlp}.{down}.weight": (hidden, inner)}
 
 
 def _attention(config: HybridConfig, lfm2: bool) -> Iterator[tuple[str, Parts]]:

@@ -120,7 +120,7 @@ class BlockModel(CausalModel, Protocol):
 
 
 class TappedModel(CausalModel, Protocol):
-    """For `eagle` and `dflash`: forwards that also return the inputs of layers, and a head that can be applied to hidden rows later.
+    """For `eagle`, `dflash` and `mtp`: forwards that also return the inputs of layers, and a head that can be applied to hidden rows later.
 
     A drafter without an embedding of its own also needs `embed`, from tokens to their embeddings. Trees need a `tapped` that also takes
     `mask` and `positions`, and a cache whose `commit_` takes a source index.

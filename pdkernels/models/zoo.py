@@ -22,7 +22,7 @@ from pdkernels.models.adapters import MASK_FILE, named_adapter, read_adapter, re
 from pdkernels.models.caches import with_cache_dtype
 from pdkernels.models.checkpoint import Checkpoint, Config, Stated
 from pdkernels.models.config import ExpertsConfig
-from pdkernels.models.drafters.folder import is_drafter_folder, load_drafter
+from pdkernels.models.drafters.folder import is_drafter_folder, is_own_folder, load_drafter
 from pdkernels.models.fields import OP, Fields, demand, shown
 from pdkernels.models.folder import Weights, member, read_fields
 from pdkernels.models.hf import ARCHITECTURES, from_hf_config
@@ -97,7 +97,8 @@ def load(
         drafter: the same for an adapter of attention's output projections, which is kept separate: only rows that a forward adapts
             use it, as the drafts of self-speculation do (`Transformer.attach_adapter_`). Its folder may supply a mask token for a
             model without one (``mask_token.safetensors``), which becomes the last id. "smollm2-drafter" is in the package. Or the
-            folder or name of an EAGLE-3 or DFlash head (`load_drafter`), which is attached in ``model.drafters`` under its method.
+            folder or name of an EAGLE-3 or DFlash head, or the model's own folder for its layer for multi-token prediction
+            (`load_drafter`): it is attached in ``model.drafters`` under its method.
         packed: whether quantised matrices stay as they are stored, see `QuantizedWeight`; products then also quantise their other
             factor to 8 bits, as llama.cpp does. False makes numbers of them. None: they stay on the CPU, unless an adapter is
             merged into them or `dtype` is fp64. True refuses a checkpoint with a matrix that cannot stay packed. Of a folder, these
@@ -122,7 +123,7 @@ def load(
         >>> result.text
         's\\n'
     """
-    if drafter is not None and is_drafter_folder(drafter):
+    if drafter is not None and (is_drafter_folder(drafter) or is_own_folder(name_or_path, drafter)):
         model: Any = load(
             name_or_path, dtype=dtype, device=device, adapter=adapter, packed=packed, cache_dtype=cache_dtype
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -37,6 +38,7 @@ DRAFTED: dict[str, list[dict[str, Any]]] = {
     "suffix": [{"block_size": 4}, {}],
     "draft_model": [{"block_size": 3}, {"block_size": 6}],
     "dflash": [{}, {"block_size": 3}],
+    "mtp": [{}, {"block_size": 5}],
     "eagle": [
         {"block_size": 2},
         {"block_size": 3, "branches": 2},
@@ -160,7 +162,9 @@ def main() -> None:
     parser.add_argument(
         "--weights", nargs="+", default=[*NUMBERS, *PACKED], choices=[*NUMBERS, *PACKED], metavar="FORMAT"
     )
-    parser.add_argument("--to", type=Path, help="a JSON of counts; methods that it has are skipped")
+    parser.add_argument(
+        "--to", type=Path, help="a JSON of counts, written after each format; methods that it has are skipped"
+    )
     given = parser.parse_args()
     compare: Callable[..., Iterator[tuple[str, int, int]]] = differences_on_smollm2 if given.smollm2 else differences
     known = json.loads(given.to.read_text()) if given.to is not None and given.to.exists() else {}
@@ -168,7 +172,10 @@ def main() -> None:
     for weights in given.weights:
         before = found.setdefault(weights, {})
         counts: dict[str, dict[str, Any]] = {}
-        more = {} if given.smollm2 else {"methods": [method for method in METHODS if method not in before]}
+        missing = [method for method in METHODS if method not in before]
+        if not missing and not given.smollm2:
+            continue
+        more = {} if given.smollm2 else {"methods": missing}
         for method, compared, wrong in compare(given.prompts, weights, **more):
             own = counts.setdefault(method, {"prompts": 0, "differ": 0, "machine": processor()})
             own["prompts"] += compared
@@ -176,9 +183,11 @@ def main() -> None:
         for method, own in counts.items():
             before[method] = own
             print(f"{weights:12} {method:28} {own['prompts']} prompts, {own['differ']} differ from greedy", flush=True)
-    if given.to is not None:
-        facts = {"torch": torch.__version__, "python": platform.python_version()}
-        given.to.write_text(json.dumps(facts | {"new_tokens": NEW, "weights": found}, indent=1) + "\n")
+        if given.to is not None and counts:
+            facts = {"torch": torch.__version__, "python": platform.python_version()}
+            unfinished = given.to.with_name(f"{given.to.name}.{os.getpid()}")
+            unfinished.write_text(json.dumps(facts | {"new_tokens": NEW, "weights": found}, indent=1) + "\n")
+            os.replace(unfinished, given.to)
     sys.exit(any(own["differ"] for counts in found.values() for own in counts.values()))
 
 

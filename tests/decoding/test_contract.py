@@ -75,6 +75,7 @@ FORMS: dict[str, list[dict[str, Any]]] = {
         {"branches": 3, "nodes": 10},
     ],
     "dflash": [{"block_size": 1}, {"block_size": 2}, {}],
+    "mtp": [{"block_size": 1}, {}, {"block_size": 5}],
     "jacobi_multiblock": [
         {"block_size": 4},
         {"block_size": 3, "blocks": 4, "spawn_ratio": 0.3, "pool_size": 6, "verification_size": 5},

@@ -15,7 +15,7 @@ import torch
 import pdkernels as pd
 from pdkernels.decoding import Grammar, generate
 from pdkernels.decoding.methods import METHODS
-from tests.support.drafters import dflash_head, eagle_head, small_drafter
+from tests.support.drafters import dflash_head, eagle_head, mtp_head, small_drafter
 from tests.support.grammars import all_grammars
 
 PATTERN = r'\{"name": "[^"\\\x00-\x1f]{0,12}", "age": (0|[1-9]\d{0,2})\}'
@@ -51,7 +51,7 @@ def model(name: str) -> Any:
 
 def drafter(method: str, name: str) -> dict[str, Any]:
     """The option of a method that needs a second model."""
-    made = {"draft_model": small_drafter, "eagle": eagle_head, "dflash": dflash_head}.get(method)
+    made = {"draft_model": small_drafter, "eagle": eagle_head, "dflash": dflash_head, "mtp": mtp_head}.get(method)
     return {} if made is None else {"drafter": made(model(name))}
 
 
@@ -109,6 +109,7 @@ def test_forced_tokens_are_drafted_and_counted() -> None:
         ("draft_model", {"block_size": 8}, 0.6),
         ("eagle", {"block_size": 8}, 0.6),
         ("dflash", {}, 0.7),
+        ("mtp", {"block_size": 8}, 0.6),
         ("recurrent_diffusion", {}, 4.0),
         ("recurrent_self_speculation", {"draft_recurrences": 8}, 1.5),
         ("jacobi", {"window": 8}, 0.5),

@@ -49,6 +49,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "draft_model": {},
     "eagle": {},
     "dflash": {},
+    "mtp": {},
 }
 
 
@@ -63,7 +64,7 @@ def spent(
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("temperature", [0.0, 1.2])
 def test_tokens_stay_and_cost_is_bounded(name: str, temperature: float, costs: list[float]) -> None:
-    method, guess = ("jacobi" if name == "lookup" else name), 0.05 if name in ("draft_model", "eagle") else 0.0
+    method, guess = ("jacobi" if name == "lookup" else name), 0.05 if name in ("draft_model", "eagle", "mtp") else 0.0
     model = with_drafters(small_transformer(1, 40, head_dim=16).float())
     prompts = [[3, 1, 4, 1, 5], [9], [2, 6, 2, 6, 2]]
     drawn = {"temperature": temperature, "seed": 2, "max_new_tokens": 120, "end_tokens": ()}
@@ -192,10 +193,10 @@ def test_every_method_measures(home: Path) -> None:
         method = "jacobi" if name == "lookup" else name
         found = generate(model, [3, 1, 4], method, block_size="auto", max_new_tokens=16, end_tokens=(), **options)
         assert torch.equal(found.tokens, expected)
-    assert len(json.loads(home.read_text())) == 4  # the model, its small drafter, its heads
+    assert len(json.loads(home.read_text())) == 5  # the model, its small drafter, its heads
 
 
-@pytest.mark.parametrize("method", ["jacobi", "suffix", "draft_model", "eagle", "dflash"])
+@pytest.mark.parametrize("method", ["jacobi", "suffix", "draft_model", "eagle", "dflash", "mtp"])
 def test_other_words_are_refused(method: str) -> None:
     model = with_drafters(small_transformer(1, head_dim=16).float())
     with pytest.raises(

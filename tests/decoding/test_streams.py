@@ -115,9 +115,11 @@ class Loud(Table):
 
 
 MASK_ID = 6
-# Fakes have no hidden states for EAGLE and DFlash to read: tests/decoding/test_eagle.py, test_dflash.py.
+# Fakes have no hidden states for drafters to read: tests/decoding/test_eagle.py, test_dflash.py, test_mtp.py.
 VERIFIED = [
-    name for name in available() if "allow_mask_token" in method_options(name) and name not in ("eagle", "dflash")
+    name
+    for name in available()
+    if "allow_mask_token" in method_options(name) and name not in ("eagle", "dflash", "mtp")
 ]
 REFERENCES = {
     "linear_self_speculation": linear_self_speculation,

@@ -36,6 +36,7 @@ JOINING: list[tuple[str, str, list[dict[str, Any]]]] = [
     ("tiny-code", "draft_model", [{"block_size": 3}]),
     ("tiny-code", "eagle", [{"temperature": 0.6}]),
     ("tiny-code", "dflash", [{"temperature": 0.6}]),
+    ("tiny-code", "mtp", [{"temperature": 0.6}]),
     ("tiny-trimode", "linear_self_speculation", [{"block_size": 4}]),
     ("tiny-trimode", "quadratic_self_speculation", [{"block_size": 3}]),
     ("tiny-trimode", "block_diffusion", [{"block_size": 4}]),

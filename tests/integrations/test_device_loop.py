@@ -110,7 +110,7 @@ def test_enough_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "text, changed",
     {
-        "NotImplementedError: method must be one of autoregressive, jacobi, draft_model, eagle, dflash, linear_self_speculation, .*, got 'dream'": {
+        "NotImplementedError: method must be one of autoregressive, jacobi, draft_model, eagle, dflash, mtp, linear_self_speculation, .*, got 'dream'": {
             "method": "dream"
         },
         "TypeError: method 'autoregressive' has no option 'window'": {"window": 3},

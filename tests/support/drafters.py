@@ -6,7 +6,16 @@ from typing import Any
 
 import torch
 
-from pdkernels.models import DFlashConfig, DFlashHead, EagleConfig, EagleHead, Transformer, TransformerConfig
+from pdkernels.models import (
+    DFlashConfig,
+    DFlashHead,
+    EagleConfig,
+    EagleHead,
+    MtpConfig,
+    MtpHead,
+    Transformer,
+    TransformerConfig,
+)
 
 
 def eagle_head(model: Any, seed: int = 0, taps: tuple[int, ...] = (), **changes: Any) -> EagleHead:
@@ -53,6 +62,18 @@ def dflash_head(model: Any, seed: int = 0, taps: tuple[int, ...] = (), **changes
     return head.to(model.device, model.dtype).requires_grad_(False).eval()
 
 
+def mtp_head(model: Any, seed: int = 0, **changes: Any) -> MtpHead:
+    """A next-token layer for a model, with weights that make its guesses differ from row to row."""
+    torch.manual_seed(seed)
+    head = MtpHead(MtpConfig(model.config, **changes))
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+        head.target_norm.copy_(model.norm)
+    return head.to(model.device, model.dtype).requires_grad_(False).eval()
+
+
 def small_drafter(model: Any, seed: int = 0) -> Transformer:
     """A transformer of one layer with the vocabulary of a model."""
     config = TransformerConfig(
@@ -74,5 +95,6 @@ def small_drafter(model: Any, seed: int = 0) -> Transformer:
 
 def with_drafters(model: Any) -> Any:
     """The model, with a drafter for every method that needs one."""
-    model.drafters = {"draft_model": small_drafter(model), "eagle": eagle_head(model), "dflash": dflash_head(model)}
+    made = {"draft_model": small_drafter, "eagle": eagle_head, "dflash": dflash_head, "mtp": mtp_head}
+    model.drafters = {method: make(model) for method, make in made.items()}
     return model

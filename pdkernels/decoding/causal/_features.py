@@ -94,3 +94,12 @@ def check_sizes(op: str, model: Any, drafter: Any, width: int) -> None:
     check(layers <= sizes.layers, op, "drafter", f"read layers in 0 .. {sizes.layers}, the model's", layers)
     shares = drafter.embedding is None and not hasattr(model, "embed")
     refuse(shares, op, "the drafter shares the model's embedding, and the model has no `embed`")
+
+
+def shared_head(op: str, model: Any) -> Any:
+    """The matrix of the model's head, for a drafter without its own."""
+    found = getattr(model, "head", None)
+    found = getattr(model, "embedding", None) if found is None else found
+    remedy = "Pass a drafter with lm_head.weight."
+    refuse(found is None, op, "the drafter shares the model's head, and the model has no matrix to share", remedy)
+    return found

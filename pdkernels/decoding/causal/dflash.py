@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from pdkernels._validation import check, check_type, refuse
+from pdkernels._validation import check, check_type
 from pdkernels.decoding._costs import BlockSize, checked_block_size, draft_seconds, step_costs
 from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampling
 from pdkernels.decoding._session import Session
 from pdkernels.decoding._token_sampler import checked_sampler
 from pdkernels.decoding.causal._drafter import checked_drafter
-from pdkernels.decoding.causal._features import FeatureSteps, check_sizes
+from pdkernels.decoding.causal._features import FeatureSteps, check_sizes, shared_head
 from pdkernels.decoding.steps import decoder
 from pdkernels.models import DFlashHead, load_drafter
 
@@ -127,13 +127,13 @@ class BlockRows:
     """A head as a model whose forwards can be timed."""
 
     def __init__(self, head: DFlashHead, embed: Any, shared: Any) -> None:
-        self.model_itself, self._embed, self._shared, self.new_cache = head, embed, shared, head.new_cache
+        self.model_itself, self._embed, self.shared, self.new_cache = head, embed, shared, head.new_cache
 
     def __call__(self, tokens: torch.Tensor, *, cache: Any, rows: torch.Tensor | None = None) -> torch.Tensor:
         hidden = self.model_itself(self._embed(tokens), cache=cache)
         if rows is not None:
             hidden = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1]))
-        return self.model_itself.logits(hidden, self._shared)
+        return self.model_itself.logits(hidden, self.shared)
 
 
 def _checked(model: Any, head: Any) -> tuple[DFlashHead, Any]:
@@ -141,10 +141,4 @@ def _checked(model: Any, head: Any) -> tuple[DFlashHead, Any]:
     check_type(isinstance(head, DFlashHead), _OP, "drafter", "be a DFlashHead", type(head).__name__)
     assert isinstance(head, DFlashHead)
     check_sizes(_OP, model, head, head.config.body.hidden_size)
-    if head.head is not None:
-        return head, None
-    shared = getattr(model, "head", None)
-    shared = getattr(model, "embedding", None) if shared is None else shared
-    remedy = "Pass a drafter with lm_head.weight."
-    refuse(shared is None, _OP, "the drafter shares the model's head, and the model has no matrix to share", remedy)
-    return head, shared
+    return head, shared_head(_OP, model) if head.head is None else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -19,16 +19,14 @@ from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampl
 from pdkernels.decoding._session import Session
 from pdkernels.decoding._token_sampler import checked_sampler
 from pdkernels.decoding.causal._drafter import checked_drafter
-from pdkernels.decoding.causal._features import FeatureSteps, check_sizes
+from pdkernels.decoding.causal._features import FeatureSteps, check_sizes, shared_head
 from pdkernels.decoding.causal._tree import Growth, Tree
 from pdkernels.decoding.steps import decoder
 from pdkernels.masks import TreePlans
 from pdkernels.masks.tree_plans import ancestors
-from pdkernels.models import EagleHead, load_drafter
+from pdkernels.models import EagleHead, MtpHead, load_drafter
 from pdkernels.models.capabilities import capabilities
 from pdkernels.models.drafters.rows import BranchRows
-
-_OP = "decoding.eagle"
 
 _LONGEST = 8  # of drafts whose length is chosen
 _NODES = 1024  # of a tree
@@ -50,6 +48,8 @@ class EagleSteps(FeatureSteps):
             those that `autoregressive` samples with the same seed.
     """
 
+    kind: ClassVar[type[EagleHead] | type[MtpHead]] = EagleHead
+
     def __init__(
         self,
         session: Session,
@@ -67,21 +67,28 @@ class EagleSteps(FeatureSteps):
         seed: Seed = 0,
         page_size: int | None = None,
     ) -> None:
-        size, chosen = checked_block_size(_OP, block_size, _LONGEST)
-        seeds = checked_sampling(_OP, temperature, seed, session.batch)
-        self.sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p, typical_p)
-        self.banned = banned_tokens(_OP, session.model, allow_mask_token)
-        given = checked_drafter(_OP, session.model, drafter, "eagle")
+        op = f"decoding.{self.kind.method}"
+        size, chosen = checked_block_size(op, block_size, _LONGEST)
+        seeds = checked_sampling(op, temperature, seed, session.batch)
+        self.sampler = checked_sampler(op, temperature, top_k, top_p, min_p, typical_p)
+        self.banned = banned_tokens(op, session.model, allow_mask_token)
+        given = checked_drafter(op, session.model, drafter, self.kind.method)
         if isinstance(given, (str, os.PathLike)):
             given = load_drafter(given if isinstance(given, str) else Path(given), session.model)
-        head = _checked(session.model, given)
+        check_type(isinstance(given, self.kind), op, "drafter", f"be an {self.kind.__name__}", type(given).__name__)
+        head: Any = given
+        check_sizes(op, session.model, head, head.config.target_hidden_size)
+        self.shared = shared_head(op, session.model) if head.head is None else None
         slots = max(1, min(session.block(size), session.max_new_tokens - 1))
         self.embed = session.model.embed if head.embedding is None else head.embed
-        self.branches, self.nodes = _checked_tree(session.model, branches, nodes, slots, chosen, len(head.vocabulary))
-        costs = step_costs(session.model, slots, guess_seconds(HeadRows(head, self.embed))) if chosen else ()
+        self.branches, self.nodes = _checked_tree(
+            op, session.model, branches, nodes, slots, chosen, len(head.vocabulary)
+        )
+        timed = HeadRows(head, self.embed, self.shared)
+        costs = step_costs(session.model, slots, guess_seconds(timed)) if chosen else ()
         # A whole tree is stored behind any text, however few tokens are still pending.
         rows = slots if self.branches == 1 else max(self.nodes, slots + 1)
-        self.allocate_drafter(_OP, session, seeds, slots, page_size, head, costs, rows)
+        self.allocate_drafter(op, session, seeds, slots, page_size, head, costs, rows)
         self.plans: dict[int, TreePlans] = {}
         ids = head.vocabulary.tolist() if self.branches > 1 else []
         self.hidden_ids = tuple(number for number, token in enumerate(ids) if token in self.banned)
@@ -162,7 +169,7 @@ class EagleSteps(FeatureSteps):
 
         Of a draw these are the probabilities that are left when its noise is known: the noise is part of the logits.
         """
-        logits: torch.Tensor = self.drafter.logits(hidden)
+        logits: torch.Tensor = self.logits_of(hidden)
         vocabulary: torch.Tensor = self.drafter.vocabulary
         if self.sampler.temperature > 0:
             scores = self.sampler.filtered(logits, self.hidden_ids).double() / self.sampler.temperature
@@ -171,6 +178,9 @@ class EagleSteps(FeatureSteps):
         shares = logits.float().log_softmax(-1).nan_to_num(-torch.inf, neginf=-torch.inf).clamp(max=0)
         best = shares.topk(self.branches, -1)
         return vocabulary[best.indices], best.values
+
+    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        return logits_of(self.drafter, hidden, self.shared)
 
     def _plans_of(self, nodes: int) -> TreePlans:
         if nodes not in self.plans:
@@ -216,35 +226,34 @@ decode = decoder(EagleSteps)
 class HeadRows:
     """A head as a model that continues a text on its own rows, whose forwards can be timed."""
 
-    def __init__(self, head: EagleHead, embed: Any) -> None:
-        self.model_itself, self._embed, self.new_cache = head, embed, head.new_cache
+    def __init__(self, head: EagleHead | MtpHead, embed: Any, shared: Any) -> None:
+        self.model_itself, self._embed, self.shared, self.new_cache = head, embed, shared, head.new_cache
 
     def __call__(self, tokens: torch.Tensor, *, cache: Any, rows: torch.Tensor | None = None) -> torch.Tensor:
         embedded = self._embed(tokens)
         hidden = self.model_itself(embedded, embedded, cache=cache)
         if rows is not None:
             hidden = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1]))
-        return self.model_itself.logits(hidden)
+        return logits_of(self.model_itself, hidden, self.shared)
+
+
+def logits_of(head: Any, hidden: torch.Tensor, shared: Any) -> torch.Tensor:
+    """The logits of rows of a head, by the target's matrix if it is `shared`."""
+    found: torch.Tensor = head.logits(hidden) if shared is None else head.logits(hidden, shared)
+    return found
 
 
 def _checked_tree(
-    model: Any, branches: int, nodes: int | None, slots: int, chosen: bool, vocabulary: int
+    op: str, model: Any, branches: int, nodes: int | None, slots: int, chosen: bool, vocabulary: int
 ) -> tuple[int, int]:
     """The branches and the rows of a step."""
-    branches = min(checked_size(_OP, "branches", branches), vocabulary)
+    branches = min(checked_size(op, "branches", branches), vocabulary)
     if branches == 1:
-        refuse(nodes is not None, _OP, "nodes is for trees", "Pass branches too, more than 1.")
+        refuse(nodes is not None, op, "nodes is for trees", "Pass branches too, more than 1.")
         return 1, slots
-    refuse(chosen, _OP, "block_size='auto' chooses lengths of chains", "Pass branches=1, or a number as block_size.")
+    refuse(chosen, op, "block_size='auto' chooses lengths of chains", "Pass branches=1, or a number as block_size.")
     fits = "block_causal" in capabilities(model)
-    check(fits, _OP, "branches", "be 1 for a model whose rows cannot branch", branches)
-    most = checked_size(_OP, "nodes", slots * branches if nodes is None else nodes)
-    check(nodes is None or 2 <= most <= _NODES, _OP, "nodes", f"be in 2 .. {_NODES}", most)
+    check(fits, op, "branches", "be 1 for a model whose rows cannot branch", branches)
+    most = checked_size(op, "nodes", slots * branches if nodes is None else nodes)
+    check(nodes is None or 2 <= most <= _NODES, op, "nodes", f"be in 2 .. {_NODES}", most)
     return branches, min(most, _NODES, 1 + branches + max(slots - 2, 0) * branches**2)
-
-
-def _checked(model: Any, head: Any) -> EagleHead:
-    check_type(isinstance(head, EagleHead), _OP, "drafter", "be an EagleHead", type(head).__name__)
-    assert isinstance(head, EagleHead)
-    check_sizes(_OP, model, head, head.config.target_hidden_size)
-    return head

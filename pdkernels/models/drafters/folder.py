@@ -1,4 +1,5 @@
-"""Folders of EAGLE-3 and DFlash heads, both ways: the format of the speculators library, and those of the authors' own checkpoints.
+"""Folders of EAGLE-3 and DFlash heads, both ways: the format of the speculators library, and those of the authors' own checkpoints; and
+layers for multi-token prediction, which are in the folder of their model.
 
 Packed matrices are stored in the format of compressed-tensors. Sources: speculators 0.9 (models/eagle3, convert/eagle); the released
 EAGLE-3 checkpoints (``midlayer``, offsets in ``d2t``).
@@ -18,9 +19,10 @@ from safetensors.torch import save as serialized
 from torch import Tensor
 
 from pdkernels._validation import check, check_type, fail, refuse
-from pdkernels.models.drafters import dflash_folder
+from pdkernels.models.drafters import dflash_folder, mtp_folder
 from pdkernels.models.drafters.dflash import DFlashConfig, DFlashHead
 from pdkernels.models.drafters.eagle import EagleConfig, EagleHead
+from pdkernels.models.drafters.mtp import MtpConfig, MtpHead
 from pdkernels.models.drafters.packed import packed_tensors, quantization_config
 from pdkernels.models.drafters.parts import DEFAULTS, layer_config, layer_parts, proposals, vocabulary_of
 from pdkernels.models.fields import OP, Fields, demand, read_from, shown, some
@@ -35,6 +37,7 @@ PACKAGED = Path(__file__).parents[1] / "weights" / "drafters"
 
 _CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
+_FIRST_NORM = "midlayer.input_layernorm.weight"
 _IGNORED = ("verifier_norm.weight", "verifier_lm_head.weight")
 """Copies of the target's, which only training reads."""
 
@@ -52,13 +55,13 @@ def drafter_folder(name_or_path: str | Path) -> Path:
 
 def load_drafter(
     path: str | Path, target: Any, *, dtype: torch.dtype | None = None, packed: bool | None = None
-) -> EagleHead | DFlashHead:
-    """An EAGLE-3 or DFlash head for a target, from a folder with ``config.json`` and ``*.safetensors``.
+) -> EagleHead | DFlashHead | MtpHead:
+    """A drafter for a target, from a folder with ``config.json`` and ``*.safetensors``.
 
     Args:
         path: of a folder in the format of the speculators library (``"speculators_model_type"`` "eagle3" or "dflash"), or of a
-            checkpoint as the authors of EAGLE-3 (``midlayer.*``) or DFlash (``dflash_config``) publish them; or the name of a head in
-            the package.
+            checkpoint as the authors of EAGLE-3 (``midlayer.*``) or DFlash (``dflash_config``) publish them; the target's own folder,
+            if it has a layer for multi-token prediction (MiMo, Qwen3.5); or the name of a head in the package.
         target: the model that it drafts for, one of `load` or of `pdkernels.integrations.transformers.wrap`.
         dtype: of the weights; None: the target's.
         packed: whether quantised matrices stay as they are stored, as in `load`. None: on the CPU.
@@ -88,8 +91,12 @@ def load_drafter(
     if fields is None:
         fail(OP, "drafter", f"be a folder with {_CONFIG}", folder)
     weights = _weights(folder)
-    config: EagleConfig | DFlashConfig
+    config: EagleConfig | DFlashConfig | MtpConfig
     maps, scheme = weights.stored, scheme_of(fields)
+    if mtp_folder.describes(fields) and not {_FIRST_NORM, "fc.weight"} & maps.keys():
+        demand(scheme is None, FIELDS[0], "be absent, for layers that draft", shown(fields.get(FIELDS[0])))
+        refuse(packed is True, OP, f"packed must not be True for {folder}, whose matrices are not quantised")
+        return _mtp_head(mtp_folder.config_of(fields, target), weights, target, dtype)
     if dflash_folder.describes(fields):
         config = dflash_folder.config_of(fields, weights, target)
         layout = dflash_folder.layout(config)
@@ -119,6 +126,19 @@ def load_drafter(
     return head.requires_grad_(False).eval()
 
 
+def _mtp_head(config: MtpConfig, weights: Weights, target: Any, dtype: torch.dtype | None) -> MtpHead:
+    kind = target.dtype if dtype is None else dtype
+    layout = mtp_folder.layout(config)
+    weights.stored = mtp_folder.own(weights.stored)
+    layout.stored(weights.stored)
+    state = {name: weights.parameter(layout, parts, kind).to(target.device) for name, parts in layout.parts()}
+    state["target_norm"] = target.norm.detach().to(kind)
+    with torch.device("meta"):
+        head = MtpHead(config)
+    adopt_(head, {**state, "vocabulary": torch.arange(config.body.vocab_size, device=target.device)})
+    return head.requires_grad_(False).eval()
+
+
 def is_drafter_folder(path: str | Path) -> bool:
     """Whether a name or path is that of a folder with a drafter, of any kind, not with a model."""
     try:
@@ -129,6 +149,17 @@ def is_drafter_folder(path: str | Path) -> bool:
     listed = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
     stated = isinstance(found, dict) and bool({"speculators_model_type", "dflash_config"} & found.keys())
     return stated or any("Eagle" in name for name in listed)
+
+
+def is_own_folder(model: str | Path, drafter: str | Path) -> bool:
+    """Whether a drafter is to be read from the folder of its model, which has layers for multi-token prediction."""
+    try:
+        if not Path(drafter).is_dir() or Path(model).resolve() != Path(drafter).resolve():
+            return False
+    except (OSError, ValueError, TypeError):
+        return False
+    fields = read_fields(Path(drafter), _CONFIG)
+    return fields is not None and mtp_folder.describes(fields)
 
 
 def save_drafter(
@@ -199,7 +230,7 @@ def _weights(folder: Path) -> Weights:
 
 def _config(fields: Fields, weights: Weights, target: Any) -> tuple[EagleConfig, str]:
     """The sizes of a head, checked against its target, and the published name of its first layer."""
-    kind, published = fields.get("speculators_model_type"), "midlayer.input_layernorm.weight" in weights.stored
+    kind, published = fields.get("speculators_model_type"), _FIRST_NORM in weights.stored
     if kind is not None:
         demand(kind == "eagle3", "speculators_model_type", "be 'eagle3' or 'dflash'", shown(kind))
         inner = fields.part("transformer_layer_config")

@@ -18,7 +18,7 @@ DRAFTER_MATRICES = ("fc", "head", "qkv", "output", "gate_up", "down")
 
 def tables_of(config: TransformerConfig) -> RopeTables:
     return RopeTables(
-        config.head_dim,
+        config.rotary_width,
         config.max_positions,
         theta=config.rope_theta,
         style=config.rope_style,
