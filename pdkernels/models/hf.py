@@ -55,11 +55,11 @@ _QWEN3_MOE = _QWEN3._replace(kv_heads=4, all_slide=True)
 # layers and is causal except for the block that it fills. So is SDAR, with Qwen3's layers and rows that predict their own token.
 _USUAL = {
     "qwen2": _QWEN2,
-    MIMO: _QWEN2,
     "qwen3": _QWEN3,
     "llama": _Usual(2048, bias=True),
     "mistral": _Usual(131072, 8, window=4096),
     "ministral3": _Usual(262144, 8, 128, eps=1e-5),
+    MIMO: _QWEN2,
     "Dream": _QWEN2._replace(attention="bidirectional"),
     "Fast_dLLM_Qwen": _QWEN2._replace(mask_token=151665),
     "sdar": _QWEN3._replace(mask_token=151669, predicts="own"),
