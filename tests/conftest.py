@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import sys
 
+import pytest
 from hypothesis import settings
 
+from tests.harness.covering import mark_the_rest_slow
 from tests.harness.triton_interpreter import choose_mode
 
 choose_mode()
@@ -19,3 +21,8 @@ settings.register_profile("explore", deadline=None, print_blob=True)
 if hasattr(providers := sys.modules.get("hypothesis.internal.conjecture.providers"), "_get_local_constants"):
     providers._get_local_constants = providers.Constants
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_the_rest_slow(items)

@@ -63,6 +63,7 @@ def plain(model: Any, head: Any, prompt: list[int], size: int, temperature: floa
     return text[len(prompt) :], steps
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_steps_of_the_plain_form(variant: str, temperature: float) -> None:

@@ -91,6 +91,7 @@ def test_texts_that_guidance_compares_have_a_cache_each(predicts: str) -> None:
     assert_same(result, expected)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("interval", [2, 3, 7, 100])
 @pytest.mark.parametrize(
     "options", [{}, {"block_size": 4, "page_size": 3}, {"remasking": "random", "temperature": 0.7}]

@@ -41,6 +41,7 @@ def expected(model: Any, drafter: Any, prompt: list[int], limit: int, size: int,
     return text[len(prompt) :], accepted
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_drafts_are_those_of_the_small_model(temperature: float, size: int) -> None:

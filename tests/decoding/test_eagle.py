@@ -101,6 +101,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_steps_of_the_plain_form(variant: str, temperature: float) -> None:
@@ -121,6 +122,7 @@ def test_the_steps_of_the_plain_form(variant: str, temperature: float) -> None:
 TREES = [(4, 2, 6), (6, 3, 12), (2, 4, 4), (4, 2, 4), (6, 3, 4)]  # of the last two a path may take every node
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(("size", "branches", "nodes"), TREES)
 def test_the_steps_of_the_plain_form_of_trees(size: int, branches: int, nodes: int, temperature: float) -> None:
@@ -186,6 +188,7 @@ def test_a_head_that_knows_the_model_is_accepted_whole(monkeypatch: pytest.Monke
     assert found.tokens.tolist() == greedy and found.stats.accepted[0] == [5, 5, 5, 5] and found.stats.forwards == 5
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("page_size", [None, 3])
 def test_lossless_in_every_dtype(dtype: torch.dtype, page_size: int | None) -> None:

@@ -83,6 +83,7 @@ def test_a_draft_of_one_token_is_autoregressive(batch: list[list[int]], limit: i
 END = 22
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kind", ["block_size", "window"])
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("position", range(9))

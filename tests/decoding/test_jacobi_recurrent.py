@@ -29,6 +29,7 @@ def differences(recurrences: int, temperature: float, draft: str) -> int:
     return found
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("draft", ["model", "lookup"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_one_recurrence_is_exact(temperature: float, draft: str) -> None:

@@ -61,6 +61,7 @@ def spent(
     return sum(steps), sum(accepted) * costs[0]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("temperature", [0.0, 1.2])
 def test_tokens_stay_and_cost_is_bounded(name: str, temperature: float, costs: list[float]) -> None:
@@ -127,6 +128,7 @@ def test_the_bound_holds_for_any_costs_and_any_text(steps: list[float], shares: 
     assert cost <= plain * (1 + SLACK) + CREDIT + 1e-6
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 0.7, 0.9, 1.0])
 @pytest.mark.parametrize("table", ["cpu", "gpu"])
 def test_close_to_the_best_fixed_length(share: float, table: str) -> None:

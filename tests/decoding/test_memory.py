@@ -126,6 +126,7 @@ def watch(
     return log, watched.cache.k.nbytes
 
 
+@pytest.mark.covering
 @needs_kernel
 @pytest.mark.parametrize("page_size", [None, 16])
 @pytest.mark.parametrize("method", sorted(METHODS))

@@ -150,6 +150,7 @@ def test_a_draft_of_one_token_is_autoregressive(batch: list[list[int]], limit: i
 END = 22
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("block_size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("skill", ["always", "never", "patchy"])
 def test_an_end_token_at_every_position(block_size: int, skill: str) -> None:

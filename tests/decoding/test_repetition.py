@@ -41,6 +41,7 @@ def with_text(method: str) -> Any:
     return model
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("penalty", [1.6, 0.7])
 @pytest.mark.parametrize("method", sorted(lossless_sweep.METHODS))
 def test_lossless_methods_give_the_tokens_of_the_penalised_model(method: str, penalty: float) -> None:

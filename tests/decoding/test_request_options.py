@@ -94,6 +94,7 @@ def test_time_ends_texts(method: str) -> None:
     assert lists(generate(model, BATCH, METHODS[method], max_time=600, **options).tokens) == whole
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("page_size", [None, 3])
 def test_several_texts_of_a_prompt(method: str, page_size: int | None) -> None:
@@ -133,6 +134,7 @@ def test_a_prompt_is_computed_once(form: str, monkeypatch: pytest.MonkeyPatch) -
         assert seen[0] == len(prompt) - 1 and seen[1] % 4 == 0 and seen[1] <= 4 * 6
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("form", ["autoregressive", *EXACT])
 @pytest.mark.parametrize("count", [0, 3])
 def test_log_probabilities_are_the_models_own(form: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:

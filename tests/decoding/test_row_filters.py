@@ -254,6 +254,7 @@ class Sees:
         return self.processors(ids, logits)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("form", ["autoregressive", *EXACT])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_hooks_are_given_the_prefix_of_each_row(form: str, temperature: float) -> None:

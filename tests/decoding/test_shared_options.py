@@ -127,6 +127,7 @@ def known(method: str, options: dict[str, Any]) -> bool:
     return all(name in METHODS[method].options for name in options.keys() - shared)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("kind", ["wrapped", "function"])
 @pytest.mark.parametrize("method", [*CAUSAL, *MASKED])

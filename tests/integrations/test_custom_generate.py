@@ -174,6 +174,7 @@ def fitting(field: str) -> dict[str, Any]:
     return settings
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("method", [None, "autoregressive"])
 @pytest.mark.parametrize("field", sorted(fields()))
 def test_a_field_is_followed_or_refused_by_name(field: str, method: str | None) -> None:
@@ -269,6 +270,7 @@ PROCESSORS: list[Any] = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("number", range(len(PROCESSORS)))
 @pytest.mark.parametrize("method", [None, "autoregressive", "jacobi", "jacobi_multiblock"])
 def test_processors_of_callers_are_applied_to_every_row(method: str | None, number: int) -> None:
@@ -369,6 +371,7 @@ def test_an_argument_without_a_use_changes_nothing(argument: str) -> None:
 # ---------------------------------------------------------------------------------------------------- followed settings
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("penalty", [1.3, 0.8, 3.0])
 @pytest.mark.parametrize("method", [None, "autoregressive", "jacobi", "jacobi_multiblock"])
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
@@ -400,6 +403,7 @@ ENDS: dict[str, Any] = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("pad", [None, 0, "end", 77])
 @pytest.mark.parametrize("ends", ENDS)
 def test_ends_and_padding(ends: str, pad: Any) -> None:
@@ -484,6 +488,7 @@ LAWS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("method", [None, "autoregressive"])
 @pytest.mark.parametrize("drawn", LAWS, ids=str)
 def test_the_law_of_draws(drawn: dict[str, Any], method: str | None) -> None:

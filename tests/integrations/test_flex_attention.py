@@ -32,6 +32,7 @@ def causal(b, h, q, k):
     return q >= k
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)])
 @pytest.mark.parametrize("scale", [None, 0.3])
 @pytest.mark.parametrize(

@@ -85,6 +85,7 @@ def model_of(name: str) -> Any:
     return model
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("method", CAUSAL)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_config_runs_unchanged(name: str, method: str | None) -> None:

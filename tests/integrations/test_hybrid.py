@@ -233,6 +233,7 @@ def test_the_model_stays_as_it_is() -> None:
     assert result.tokens.tolist() == greedy(model, prompt)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("family", FAMILIES[:-1])  # MiniMax takes no other cache than its own
 @pytest.mark.parametrize("implementation", ["sdpa", "pdkernels"])
 def test_a_cache_in_their_generate(family: str, implementation: str) -> None:

@@ -125,6 +125,7 @@ def a_device_without_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 @pytest.mark.parametrize("page_size", [None, 4])
 def test_step_neither_reads_the_device_nor_sends_it_anything(

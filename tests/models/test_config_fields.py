@@ -185,6 +185,7 @@ def cases() -> list[Any]:
     return found
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("kind", "changes"), cases())
 @pytest.mark.filterwarnings("ignore")
 def test_logits_are_those_of_transformers(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ def written(path: Path, kind: str, family: str = "llama") -> models.Transformer:
     return model
 
 
+@pytest.mark.covering
 @pytest.mark.usefixtures("super_blocks")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", [*SIMPLE, *SUPER])

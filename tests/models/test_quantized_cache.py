@@ -112,6 +112,7 @@ def test_rows_are_appended_committed_trimmed_and_copied(kind: Any) -> None:
         other.copy_row_(0, numbers, 0, 0)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("page_size", [None, 8])
 @pytest.mark.parametrize("method", ["fast_dllm", "llada", "block_diffusion", "planned", "fast_dllm_v2"])
 def test_methods_that_rewrite_rows_follow(method: str, page_size: int | None) -> None:

@@ -68,6 +68,7 @@ def forward_of(model: Any) -> Any:
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2], [6, 5, 3, 5, 8, 9], [7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4]]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("steps", [4, 2, 3, 1])
 @pytest.mark.parametrize("threshold", [0.85, 0.3])
 def test_tokens_of_the_published_sampler(model: models.Transformer, threshold: float, steps: int) -> None:

@@ -52,6 +52,7 @@ def forward(backend: str, given: AttentionArguments) -> tuple[Tensor, Tensor]:
 MASK = masks.noise_aware_causal(20, 8, 5)
 
 
+@pytest.mark.covering
 @each_implementation
 @pytest.mark.parametrize("heads, head_dim", [((4, 2), 32), ((6, 2), 40), ((2, 1), 512), ((2, 2), 264)])
 def test_forward(backend: str, dtype: torch.dtype, heads: tuple[int, int], head_dim: int) -> None:
@@ -137,6 +138,7 @@ def speculative(backend: str, *tensors: Any, mask: SegmentMask, **options: Any) 
     return pd.speculative_attention(*tensors, plan, **options, return_lse=True)
 
 
+@pytest.mark.covering
 @each_implementation
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize(

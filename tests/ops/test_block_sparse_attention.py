@@ -44,6 +44,7 @@ GROUPS = [(1, 1), (4, 2), (4, 1), (7, 1), (3, 3)]
 TILES = [(32, 32), (64, 32), (16, 48), (128, 128), (16, 16), (64, 64), (48, 96), (128, 64)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", MASKS)
 def test_masks(backend: str, kind: str, dtype: torch.dtype) -> None:
@@ -56,6 +57,7 @@ def test_masks(backend: str, kind: str, dtype: torch.dtype) -> None:
     check(backend, inputs, mask.plan(*tiles), mask.dense())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 40, 112, 200])
 def test_head_dims(backend: str, head_dim: int, dtype: torch.dtype) -> None:

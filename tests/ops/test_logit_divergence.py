@@ -43,6 +43,7 @@ def check(actual: pd.LogitDivergence, logits: Tensor, previous: Tensor | None, m
 # --- parity ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "rows, width", [(64, 1), (200, 7), (100, 33), (64, 100), (80, 1031), (24, 8192), (24, 8193), (24, 65536)]

@@ -63,6 +63,7 @@ def in_triton(op: str) -> Callable[..., Any]:
     return (lambda *arguments: found(STRUCTURES[op](*arguments))) if op in STRUCTURES else found
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("find", [on_cpu, plain])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("op", WITH_FLOATS)
@@ -70,6 +71,7 @@ def test_nan(op: str, dtype: torch.dtype, find: Callable[[str], Any]) -> None:
     check_nan(function_of(op, find), op, dtype)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("find", [on_cpu, plain])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("op", FORWARD)
@@ -77,6 +79,7 @@ def test_infinities(op: str, dtype: torch.dtype, find: Callable[[str], Any]) -> 
     check_infinities(function_of(op, find), op, dtype)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("op", [op for op in WITH_FLOATS if not OPS[op].composed])
 def test_at_every_vector_level(op: str, level_ops: object, request: pytest.FixtureRequest) -> None:
     dtype = torch.bfloat16 if request.node.callspec.params["level_ops"] == "amx" else torch.float32

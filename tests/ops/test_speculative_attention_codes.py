@@ -102,6 +102,7 @@ def test_it_is_the_eager_attention_of_transformers_on_the_numbers(dtype: torch.d
     assert_within_budget(found, eager(torch.float64), eager(torch.float32).to(dtype), name="out")
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("head_dim", "heads", "kv_heads"), SHAPES)
 def test_a_single_row_after_a_prefix(

@@ -48,6 +48,7 @@ def raw(**options: Any) -> dict[str, Any]:
     return options | (filters._asdict() if filters else {})
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype, width", [(torch.float32, 7), (torch.float16, 300), (torch.bfloat16, 9000)], ids=str)
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 def test_the_distributions_of_the_reference(impl: Any, dtype: torch.dtype, width: int, cut: dict[str, Any]) -> None:
@@ -57,6 +58,7 @@ def test_the_distributions_of_the_reference(impl: Any, dtype: torch.dtype, width
         check(run(impl, logits, **call), logits, **call)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cut", [{}, CUTS[4], CUTS[5]], ids=str)
 def test_filters_of_logits(impl: Any, dtype: torch.dtype, cut: dict[str, Any]) -> None:

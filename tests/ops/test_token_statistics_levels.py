@@ -9,6 +9,7 @@ import pdkernels as pd
 from tests.ops.token_cases import DTYPES, check, rows_of
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows, width", [(200, 7), (20, 8200)])
 def test_every_vector_unit(level_ops: object, rows: int, width: int, dtype: torch.dtype) -> None:

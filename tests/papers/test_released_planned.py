@@ -174,6 +174,7 @@ def released_loop(model: Any, prompt: list[int], sparse: bool, ratio: float) -> 
         fed = len(text) - 1
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("ratio", [1.0, 0.5])
 @pytest.mark.parametrize("sparse", [False, True])
 def test_it_writes_what_the_released_loop_writes(sparse: bool, ratio: float) -> None:

@@ -117,6 +117,7 @@ class LeanCache:
         return logits[1:] if model.predicts == "own" else logits[:-1]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("predicts", ["own", "next"])
 @pytest.mark.parametrize("intervals", INTERVALS)
 @pytest.mark.parametrize(

@@ -1,0 +1,45 @@
+"""The fast tests have a part of a large product of cases; the others are slow.
+
+    @pytest.mark.covering                 every value of each parameter occurs in some fast case
+    @pytest.mark.covering(2)              every pair of values of two parameters that occurs at all
+
+Cases are chosen in order, always the first of those that bring most that is new: the same in every process.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+
+def covering(cases: Sequence[dict[str, Any]], strength: int = 1) -> list[int]:
+    """The numbers of cases in which every combination of `strength` parameters' values occurs that occurs in any.
+
+    >>> covering([{"a": 1, "b": 1}, {"a": 1, "b": 2}, {"a": 2, "b": 1}, {"a": 2, "b": 2}])
+    [0, 3]
+    """
+    held = [set(combinations(sorted((name, repr(value)) for name, value in case.items()), strength)) for case in cases]
+    chosen, left, missing = [], list(range(len(cases))), set().union(*held)
+    while missing:
+        best = max(left, key=lambda number: (len(held[number] & missing), -number))
+        chosen.append(best)
+        left.remove(best)
+        missing -= held[best]
+    return sorted(chosen)
+
+
+def mark_the_rest_slow(items: Sequence[pytest.Item]) -> None:
+    functions = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("covering") and hasattr(item, "callspec"):
+            functions[item.nodeid.partition("[")[0]].append(item)
+    for cases in functions.values():
+        strength = cases[0].get_closest_marker("covering").args
+        fast = set(covering([case.callspec.params for case in cases], *strength))
+        for number, case in enumerate(cases):
+            if number not in fast:
+                case.add_marker(pytest.mark.slow)

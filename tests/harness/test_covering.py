@@ -1,0 +1,44 @@
+"""Which cases of a product are fast."""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations, product
+
+import pytest
+
+from tests.harness.covering import covering
+
+pytest_plugins = ["pytester"]
+
+
+@pytest.mark.parametrize("strength", [1, 2, 3])
+def test_every_combination_occurs(strength: int) -> None:
+    every = [dict(zip("abcd", values)) for values in product(range(2), "xyz", [None, 0.5], range(5))]
+    cases = random.Random(0).sample(every, 40)  # no whole product
+    chosen = [cases[number] for number in covering(cases, strength)]
+    assert len(chosen) < len(cases)
+    for names in combinations("abcd", strength):
+        found, wanted = ({tuple(case[name] for name in names) for case in some} for some in (chosen, cases))
+        assert found == wanted
+
+
+def test_the_fast_cases_of_a_test_and_of_one_by_its_name(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nmarkers =\n  slow\n  covering")
+    pytester.makeconftest(
+        "import pytest\n"
+        "from tests.harness.covering import mark_the_rest_slow\n"
+        "@pytest.hookimpl(tryfirst=True)\n"
+        "def pytest_collection_modifyitems(items): mark_the_rest_slow(items)"
+    )
+    file = pytester.makepyfile(
+        "import pytest\n"
+        "@pytest.mark.covering\n"
+        "@pytest.mark.parametrize('a', [1, 2])\n"
+        "@pytest.mark.parametrize('b', [1, 2, 3])\n"
+        "def test_it(a, b): pass\n"
+        "@pytest.mark.parametrize('a', [1, 2])\n"
+        "def test_all(a): pass"
+    )
+    pytester.inline_run("-m", "not slow", file).assertoutcome(passed=3 + 2)
+    pytester.inline_run(file).assertoutcome(passed=6 + 2)
