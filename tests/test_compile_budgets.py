@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from setup import CUDA_ARCHS
 from tests.harness.budgets import (
+    FAST_ARCHS,
     INCLUDE_DIRS,
     code_in,
     compile_kernels,
@@ -20,13 +22,26 @@ from tests.harness.budgets import (
 )
 
 
-@pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc (no GPU)")
-@pytest.mark.parametrize("source", kernel_sources(), ids=lambda source: source.stem)
-def test_kernels_stay_within_budget(source: Path) -> None:
-    found = problems(source.name, measure(source), load_budgets().get(source.name, {}))
+def check(source: Path, archs: Sequence[str]) -> None:
+    found = problems(source.name, measure(source, archs=archs), load_budgets().get(source.name, {}))
     assert not found, "\n" + "\n".join(found)
 
 
+@pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc (no GPU)")
+@pytest.mark.parametrize("source", kernel_sources(), ids=lambda source: source.stem)
+def test_kernels_stay_within_budget(source: Path) -> None:
+    """On one architecture, in the tests that are run all the time."""
+    check(source, FAST_ARCHS)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc (no GPU)")
+@pytest.mark.parametrize("source", kernel_sources(), ids=lambda source: source.stem)
+def test_kernels_stay_within_budget_on_every_architecture(source: Path) -> None:
+    check(source, CUDA_ARCHS)
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(find_nvcc() is None or find_cuobjdump() is None, reason="needs nvcc and cuobjdump")
 @pytest.mark.parametrize("source", kernel_sources(), ids=lambda source: source.stem)
 def test_code_for_every_architecture_and_ptx(source: Path, tmp_path: Path) -> None:

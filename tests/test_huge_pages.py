@@ -297,7 +297,9 @@ def grown(file: Path, dtype: str, huge: str) -> int:
     return int(subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout)
 
 
-@pytest.mark.parametrize("stored, dtype", [("bfloat16", "bfloat16"), ("float32", "bfloat16")])
+@pytest.mark.parametrize(
+    "stored, dtype", [pytest.param("bfloat16", "bfloat16", marks=pytest.mark.slow), ("float32", "bfloat16")]
+)
 def test_loading_holds_nothing_twice(stored: str, dtype: str, tmp_path: Path) -> None:
     fields = FIELDS | {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 4, "vocab_size": 16384}
     state = random_checkpoint(fields, dtype=getattr(torch, stored))

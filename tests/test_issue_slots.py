@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from setup import CUDA_ARCHS
-from tests.harness.budgets import INCLUDE_DIRS, compile_kernels, find_cuobjdump, find_nvcc, kernel_sources
+from tests.harness.budgets import FAST_ARCHS, INCLUDE_DIRS, compile_kernels, find_cuobjdump, find_nvcc, kernel_sources
 from tests.harness.sass import cheapest_way, disassemble, functions, mix, outer_loops, steady_loops
 
 needs_tools = pytest.mark.skipif(find_nvcc() is None or find_cuobjdump() is None, reason="needs nvcc and cuobjdump")
@@ -46,7 +45,7 @@ def test_loops() -> None:
 @pytest.mark.parametrize("element, most", [("13__nv_bfloat16", 11.5), ("6__half", 11.5), ("f", 12.5)])
 def test_token_statistics(element: str, most: float) -> None:
     (source,) = (path for path in kernel_sources() if path.name == "token_statistics.cu")
-    found = disassemble(compile_kernels(source, INCLUDE_DIRS, CUDA_ARCHS), "sm_90a")
+    found = disassemble(compile_kernels(source, INCLUDE_DIRS, FAST_ARCHS), "sm_90a")
     (code,) = (code for name, code in found.items() if f"token_region_kernelI{element}Lb1ELb0E" in name)
     assert cheapest_way(code, "MUFU.EX2", 64) / 64 <= most
     sums = [x for x in code if x.name.startswith("MUFU.EX2")]

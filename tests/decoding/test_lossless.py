@@ -17,7 +17,13 @@ def test_the_sweep_has_all_methods_that_promise_it() -> None:
     assert set(METHODS) >= set(FORMS) and "quadratic_self_speculation" in METHODS
 
 
-@pytest.mark.parametrize("weights", [*NUMBERS, *PACKED])
+# One of each way to pack: scales alone, with smallest values, of super-blocks, of rows and of groups.
+FAST = (*NUMBERS, "q8_0", "q4_1", "q6_k", "int4", "int4 of 64")
+
+
+@pytest.mark.parametrize(
+    "weights", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in (*NUMBERS, *PACKED)]
+)
 def test_no_token_differs_from_greedy_decoding(weights: str) -> None:
     found = list(differences(20, weights, seed=5000))
     assert len(found) == 2 * len(METHODS)

@@ -28,6 +28,8 @@ from tests.cudasim.build import ROOT, build_once, digest, digest_text, headers_u
 KERNEL_FOLDER = ROOT / "csrc" / "cuda"
 INCLUDE_DIRS = (ROOT / "csrc", KERNEL_FOLDER)
 BUDGET_FILE = ROOT / "tests" / "compile_budgets.json"
+# What the fast tests compile for: every architecture takes as long again.
+FAST_ARCHS = ("90a",)
 CACHE = ROOT / "build" / "budgets"
 
 # Hardware allocates registers per thread in multiples of this, so rounding up to the next multiple costs nothing.

@@ -28,6 +28,8 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "linear in passes": ("linear_self_speculation", {"block_size": 4, "threshold": 0.02, "mask_token": MASK}),
     "quadratic": ("quadratic_self_speculation", {"block_size": 4, "mask_token": MASK}),
 }
+# One of each kind of recurrent layer: short convolutions, the gated delta rule (with experts), state spaces, linear attention.
+FAST = ("lfm2", "qwen3_5_moe_text", "falcon_h1", "minimax")
 QUICK = ["autoregressive", "lookup", "suffix", "multiblock", "linear", "quadratic"]
 
 
@@ -86,7 +88,9 @@ def test_the_tokens_of_generate_often(family: str, seed: int) -> None:
     compare(family, 100 + seed, list(METHODS))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in FAMILIES]
+)
 def test_the_same_tokens_in_low_precision(family: str) -> None:
     """Of all methods, alone and in a batch: a row has the same bits however it is computed."""
     wrapped, texts = wrap(model_of(family, 2, torch.bfloat16), mask_token=MASK), prompts(2)

@@ -27,7 +27,10 @@ def check(cases: list[str]) -> None:
     assert not found, "\n" + "\n".join(found)
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90", pytest.param("sm_100", marks=pytest.mark.slow)],
+)
 def test_kernels_stay_within_budget(architecture: str) -> None:
     check([case for case in FIRST_CLASS if case.startswith(f"{architecture}:")])
 

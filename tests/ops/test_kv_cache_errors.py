@@ -231,8 +231,19 @@ def expected_after(case: Case, call, sequence_by_sequence: bool) -> tuple[Case, 
 
 
 @given(seed=st.integers(0, 2**31), call=st.sampled_from([append, commit]))
+@settings(max_examples=1000)
+def test_a_thousand_bad_calls(seed: int, call) -> None:
+    check_bad_call(seed, call)
+
+
+@pytest.mark.slow
+@given(seed=st.integers(0, 2**31), call=st.sampled_from([append, commit]))
 @settings(max_examples=10_000)
 def test_ten_thousand_bad_calls(seed: int, call) -> None:
+    check_bad_call(seed, call)
+
+
+def check_bad_call(seed: int, call) -> None:
     """The CPU refuses exactly what the reference refuses, and then no byte has changed."""
     actual = bad_case(seed)
     expected, refused = expected_after(actual, call, sequence_by_sequence=False)

@@ -73,7 +73,9 @@ def check(case: str) -> None:
     assert set(measured) == {name for name in BUDGETS if name.split(" ")[0] == case}
 
 
-@pytest.mark.parametrize("case", FIRST_CLASS)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case.startswith("sm_90:") else pytest.mark.slow) for case in FIRST_CLASS]
+)
 def test_kernels_stay_within_budget(case: str) -> None:
     check(case)
     # Many rows should use the instructions of their own architecture.

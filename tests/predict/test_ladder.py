@@ -21,6 +21,7 @@ def test_turns_of_alternating_direction() -> None:
     assert snake([1], 3) == 1
 
 
+@pytest.mark.slow
 @requires_triton
 @pytest.mark.skipif(find_cuobjdump() is None, reason="needs cuobjdump")
 def test_the_page_has_these_predictions() -> None:

@@ -119,9 +119,11 @@ def test_a_port_that_is_taken_is_named_before_a_model_is_loaded() -> None:
     ("arguments", "words"),
     [
         (["--method", "no_such"], "method must name a decoding method"),
-        (["--option", "no_such=1"], "has no option 'no_such'"),
+        pytest.param(["--option", "no_such=1"], "has no option 'no_such'", marks=pytest.mark.slow),
         (["--method", "llada"], "method must fit the model"),
-        (["--max-new-tokens", "600"], "max_new_tokens must leave room for a prompt"),
+        pytest.param(
+            ["--max-new-tokens", "600"], "max_new_tokens must leave room for a prompt", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_it_listens(arguments: list[str], words: str) -> None:

@@ -88,7 +88,7 @@ def test_ablations() -> None:
     assert contents[0] == contents[1] == contents[2]
 
 
-@pytest.mark.parametrize("option", [[], ["--tags-removed"], ["--ablate", "sync"]])
+@pytest.mark.parametrize("option", [pytest.param([], marks=pytest.mark.slow), ["--tags-removed"], ["--ablate", "sync"]])
 def test_command_line(option: list[str], small: Transformer, tmp_path: Path) -> None:
     import train_tiny_planned as script
     import typer
