@@ -254,6 +254,40 @@ def test_a_shared_beginning_runs_once() -> None:
     assert result.tokens.equal(generate(model, prompt + "x = 1\n", max_new_tokens=4, end_tokens=()).tokens)
 
 
+@pytest.mark.parametrize("way", ["a mask", "all rows", "hidden states"])
+def test_a_prompt_in_shared_pages_is_not_run_anew(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward over a whole prompt would write rows that others read; it is refused before it writes."""
+    model, prompt = loaded("tiny-code"), "import os\n" * 20
+    kind: Any = find("autoregressive").steps
+    plainly, ways = kind.start, list[str]()
+
+    def start(self: Any, session: Any) -> None:
+        if not ways:
+            plainly(self, session)
+            return
+        tokens, lengths = session.packed_prompts(session.longest, self.cache.device)
+        self.cache.lengths.zero_()
+        mask = pd.masks.full(session.longest).plan(16, 64) if way == "a mask" else None
+        if way == "hidden states":
+            self.model.hidden(tokens, cache=self.cache)
+        rows = None if way == "all rows" else (lengths - 1)[:, None]
+        self.model(tokens, cache=self.cache, mask=mask, rows=rows)
+
+    monkeypatch.setattr(kind, "start", start)
+    with Engine(model, max_new_tokens=16) as engine:
+        expected = engine.submit(prompt, max_new_tokens=16).result(60).text
+        pool: Any = engine._memory.pages.pool
+        before = pool.k.clone(), pool.v.clone()
+        ways.append(way)
+        with pytest.raises(NotImplementedError, match="over tokens in pages that other requests hold"):
+            engine.submit(prompt, max_new_tokens=16).result(60)
+        held = [page for page in range(pool.num_pages) if pool.holders(page)]
+        assert held and all(torch.equal(was[:, held], now[:, held]) for was, now in zip(before, (pool.k, pool.v)))
+        ways.clear()
+        assert engine.submit(prompt, max_new_tokens=16).result(60).text == expected
+        assert engine.metrics().reused_tokens > 128
+
+
 @pytest.mark.parametrize("pieces", [3, 256])
 def test_penalties_do_not_count_the_prompt(pieces: int) -> None:
     model, settings = pd.models.load("tiny-code"), {"max_new_tokens": 5, "end_tokens": (), "frequency_penalty": 2.0}

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from pdkernels._validation import sentence
 from pdkernels.cache import PagePool
 from pdkernels.decoding._sampling import latents
 from pdkernels.decoding._session import Session, inference
@@ -17,13 +18,23 @@ from pdkernels.decoding.steps.entry import Rows
 
 
 class _Continued:
-    """A model that is told that the cache already holds the first `known` tokens of what it gets next."""
+    """A model that is told that the cache already holds the first `known` tokens of what it gets next.
+
+    A forward that cannot continue them runs the whole of it and writes their rows anew; not where they are in pages that others may hold.
+    """
 
     def __init__(self, model: Any) -> None:
-        self.inner, self.known = model, 0
+        self.inner, self.known, self.shared = model, 0, False
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("forward", "hidden", "tapped"):  # the other ways to run it
+            self._check_own()
         return getattr(self.inner, name)
+
+    def _check_own(self) -> None:
+        words = "this method runs a whole prompt in a way of its own, over tokens in pages that other requests hold"
+        if self.known and self.shared:
+            raise NotImplementedError(sentence("decoding.steps", words, "Its steps must say `continues = False`."))
 
     def __call__(
         self,
@@ -34,13 +45,17 @@ class _Continued:
         rows: torch.Tensor | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        known, self.known = self.known, 0
         logits: torch.Tensor
         # A method that masks or adapts its prompt, or reads its rows, runs the whole of it.
         given = {name: value for name, value in options.items() if value is not None and value is not False}
-        if known == 0 or given or rows is None or int(rows.min()) < known:
+        whole = self.known == 0 or bool(given) or rows is None or int(rows.min()) < self.known
+        if whole:
+            self._check_own()
+        known, self.known = self.known, 0
+        if whole:
             logits = self.inner(tokens, cache=cache, counts=counts, rows=rows, **options)
             return logits
+        assert rows is not None
         return continued(self.inner, tokens, cache, counts, rows, torch.full_like(cache.lengths, known), known)
 
 
@@ -141,7 +156,7 @@ class Staging:
     @inference()
     def start(self, session: Session, seed: torch.Tensor, sampler: TokenSampler | None = None) -> Rows:
         """Runs the rest of the prompt, and returns the first entry, drawn by `sampler`; None: by that of the options."""
-        self._model.known, self.known = self.known, 0
+        self._model.known, self._model.shared, self.known = self.known, self.pool is not None, 0
         if self._sampler is not None:
             self.steps.sampler = sampler or self._sampler
         self.steps.reseed(seed)
