@@ -189,6 +189,80 @@ def sdar(checkouts: Path) -> Case:
     return Case(run, lambda: sdar.patch(modeling, model))
 
 
+def jacobi_forcing(checkouts: Path) -> Case:
+    """Its greedy Jacobi decoding, from drafts of prompt tokens. Without our kernels, flash-attn's attention is PyTorch's: with
+    transformers' own masks for PyTorch a draft would not see the keys after its own number, since the mask that it brings is as long as itself."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.models.qwen2 import modeling_qwen2 as modeling
+
+    from examples.backends import jacobi_forcing
+
+    def plain(_: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None, **options: Any) -> Any:
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        return sdpa(q, k, v, attn_mask=seen, scale=options["scaling"], enable_gqa=True).transpose(1, 2), None
+
+    AttentionInterface.register("plain_causal", plain)
+    AttentionMaskInterface.register("plain_causal", lambda *_, **__: None)
+    decoder = module(checkouts / "JacobiForcing/modeling", "cllm2_qwen2_modeling_kv_terminate_on_eos_improved")
+    config = modeling.Qwen2Config(
+        vocab_size=2048, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
+        max_position_embeddings=512, initializer_range=0.1, tie_word_embeddings=False, attn_implementation="plain_causal",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = modeling.Qwen2ForCausalLM(config).eval()
+    prompt = torch.randint(2000, (1, 64), generator=torch.Generator().manual_seed(1))
+
+    def run() -> torch.Tensor:
+        options = {"use_cache": True, "n_token_seq_len": 16, "eos_token_id": 2047}
+        given = torch.cat([prompt, prompt[:, :16]], 1)
+        cache, token, draft, _ = decoder.jacobi_forward_greedy(model, given, prefill_phase=True, **options)
+        text = prompt
+        for _ in range(2):
+            cache, token, new, _ = decoder.jacobi_forward_greedy(model, draft, past_key_values=cache, **options)
+            text = torch.cat([text, new], 1)
+            draft = torch.cat([token.view(1, 1), prompt[:, :15]], 1)
+        return text
+
+    return Case(run, lambda: jacobi_forcing.patch(modeling, model))
+
+
+def planned_diffusion(checkouts: Path) -> Case:
+    """A prompt that ends with the plan of three blocks; the model goes on with the token that ends a plan."""
+    from examples.backends import planned_diffusion
+
+    modeling = module(checkouts / "planned-diffusion", "dream.modeling_dream")
+    settings, tags = (importlib.import_module(f"dream.{name}") for name in ("configuration_dream", "control_tags"))
+    config = settings.DreamConfig(
+        vocab_size=tags.PAD_TOKEN_ID + 1, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.1, use_cache=True, tie_word_embeddings=False,
+        sliding_window=None, mask_token_id=tags.MASK_TOKEN_ID, pad_token_id=tags.PAD_TOKEN_ID, eos_token_id=tags.EOS_TOKEN_ID, bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = modeling.DreamModel(config).eval()
+    words = torch.randint(1000, (1, 48), generator=torch.Generator().manual_seed(1))
+    digits = [17, 18, 17]  # of 2, 3 and 2
+    plan = [token for digit in digits for token in (tags.PROMISE_START, 999, digit, tags.PROMISE_END)]
+    prompt = torch.cat([words, torch.tensor([plan])], 1)
+
+    def ended(step: int, tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Logits of a plan, of one row, say that it ends; those of blocks, of all rows, say no control tag."""
+        if logits.dim() == 2:
+            return torch.zeros_like(logits).index_fill_(1, torch.tensor([tags.EOS_TOKEN_ID]), 1.0)
+        logits[..., tags.EOS_TOKEN_ID :] = -torch.inf
+        return logits
+
+    def run() -> torch.Tensor:
+        found: torch.Tensor = model.planned_diffusion_generate(
+            prompt, max_new_tokens=64, alg="pd_entropy", length_scale=4, steps_ratio=0.5, temperature=0.0,
+            mask_token_id=tags.MASK_TOKEN_ID, generation_logits_hook_func=ended,
+        )  # fmt: skip
+        return found
+
+    return Case(run, lambda: planned_diffusion.patch(modeling, model))
+
+
 def stand_in(name: str, **members: Any) -> ModuleType:
     """A module of that name, for what is imported and not used."""
     made = ModuleType(name)
@@ -204,6 +278,8 @@ CASES: dict[str, Callable[[Path], Case]] = {
     "slow_fast": slow_fast,
     "raven": raven,
     "sdar": sdar,
+    "jacobi_forcing": jacobi_forcing,
+    "planned_diffusion": planned_diffusion,
 }
 TITLES = {
     "fast_dllm": "Fast-dLLM, dual cache, vocabulary of 32,768",
@@ -211,6 +287,8 @@ TITLES = {
     "slow_fast": "Slow-Fast sampling",
     "raven": "recurrent-pretraining, 8 recurrences",
     "sdar": "SDAR, blocks of 4",
+    "jacobi_forcing": "JacobiForcing, blocks of 16",
+    "planned_diffusion": "planned diffusion, three blocks",
 }
 
 

@@ -23,6 +23,7 @@ from bench import (
     grammars_report,
     long_texts,
     plots,
+    server_soak,
 )
 from bench.gpu_report import table
 from bench.peers_report import PEERS_SUMMARY, peers
@@ -379,6 +380,7 @@ TABLES = {
     "transformers tests": lambda rows: transformers_tests(TRANSFORMERS_TESTS),
     "cpu_engines": lambda rows: cpu_engines_report.engines(CPU_ENGINES),
     "backends": lambda rows: backends.backends_table(backends.RESULTS),
+    "server_soak": lambda rows: server_soak.soak_table(server_soak.RESULTS),
     "engine_load": lambda rows: engine_load.load_table(ENGINE_LOAD),
     "cpu_engines summary": lambda rows: cpu_engines_report.summary(CPU_ENGINES),
     "cache dtypes": lambda rows: of_file(cache_dtypes.RESULT, cache_dtypes.markdown),
