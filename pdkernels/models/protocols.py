@@ -129,6 +129,10 @@ class TappedModel(CausalModel, Protocol):
     @property
     def config(self) -> LayersConfig: ...
 
+    def hidden(self, tokens: Tensor, *, cache: Any, counts: Tensor | None = None) -> Tensor:
+        """``(batch, T, hidden_size)``, for `logits`; the arguments are those of a forward."""
+        ...
+
     def tapped(self, tokens: Tensor, taps: Sequence[int], *, cache: Any, counts: Tensor | None = None) -> Any:
         """The hidden rows ``(batch, T, hidden_size)``, for `logits`, and the inputs ``(batch, T, len(taps), hidden_size)`` of
         the layers `taps`; the arguments are those of a forward."""

@@ -214,3 +214,50 @@ def test_other_words_are_refused(method: str) -> None:
 def test_the_fit_is_what_is_asked_for() -> None:
     fit = fit_row_times([1, 2, 4, 8], [1.0, 1.0, 2.0, 4.0])
     assert [fit.at(rows) for rows in (1, 2, 4, 8)] == pytest.approx([1.0, 1.0, 2.0, 4.0])
+
+
+def test_numpy_and_torch_choose_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths take NumPy on the CPU where it is installed, and PyTorch elsewhere."""
+    chance, device = torch.Generator().manual_seed(0), torch.device("cpu")
+    costs = [1.0, 1.2, 1.4, 1.7]
+    first = Lengths(costs, 5, device, 0.1)
+    monkeypatch.setattr("pdkernels.decoding.steps.lengths._numpy", lambda: None)
+    second = Lengths(costs, 5, device, 0.1)
+    several = set[int]()
+    for _ in range(300):
+        rows = first.choose()
+        assert torch.equal(rows, second.choose())
+        accepted = torch.minimum(torch.randint(1, 5, (5,), generator=chance), rows)
+        ready = torch.rand(5, generator=chance) < 0.7
+        for each in (first, second):
+            each.ready.copy_(ready)
+            each.update(rows, accepted)
+        torch.testing.assert_close(first.balance, second.balance, rtol=1e-12, atol=1e-12)
+        several |= set(rows.tolist())
+    assert len(several) > 2
+
+
+@pytest.mark.parametrize("method", ["eagle", "mtp", "dflash"])
+def test_a_pause_keeps_nothing_for_the_drafter(
+    method: str, costs: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps without a draft run the model alone, but for the one before the next draft; what they wrote is missing in the drafter."""
+    model = with_drafters(small_transformer(1, 40, head_dim=16).float())
+    tapped, plain, kinds = model.tapped, model.hidden, list[str]()
+
+    def counted(kind: str, forward: Any) -> Any:
+        return lambda *given, **options: kinds.append(kind) or forward(*given, **options)
+
+    monkeypatch.setattr(model, "tapped", counted("tapped", tapped), raising=False)
+    monkeypatch.setattr(model, "hidden", counted("plain", plain), raising=False)
+    expected = generate(model, [3, 1, 4], max_new_tokens=90, end_tokens=()).tokens
+    kinds.clear()
+    found = generate(model, [3, 1, 4], method, block_size="auto", max_new_tokens=90, end_tokens=(), trace=True)
+    assert torch.equal(found.tokens, expected)
+    widths = [len(step.draft) for step in found.stats.trace[0]]
+    own = kinds[1:]  # after the prompt's
+    assert len(own) == len(widths)
+    for number, (kind, width) in enumerate(zip(own, widths, strict=True)):
+        assert width == 1 or kind == "tapped"
+        assert width == 1 or number == 0 or own[number - 1] == "tapped"
+    assert "plain" in own

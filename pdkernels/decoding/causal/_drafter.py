@@ -42,10 +42,11 @@ class DrafterSteps(DraftSteps):
         costs: Sequence[float] = (),
         rows: int = 0,
         drafted: int = 0,
+        wake: float = 0.0,
     ) -> None:
         """`allocate`, and the drafter's cache, whose rows past a text have room too: `slots` of them, or `drafted` if these are more."""
         columns = {"draft": 1, "verified": slots, "predictions": slots, "checked": None}
-        self.allocate(session, seeds, slots, page_size, costs=costs, rows=rows, **columns)
+        self.allocate(session, seeds, slots, page_size, costs=costs, wake=wake, rows=rows, **columns)
         self.drafter = drafter
         self.drafted = drafter.new_cache(session.batch, session.longest + session.max_new_tokens + max(slots, drafted))
         here, there = self.cache.lengths.device, self.drafted.lengths.device

@@ -14,7 +14,12 @@ from pdkernels.decoding.steps import Steps
 
 
 class FeatureSteps(DrafterSteps):
-    """Features come with the verification. Those of accepted rows wait until the drafter reads them, all together."""
+    """Features come with the verification. Those of accepted rows wait until the drafter reads them, all together.
+
+    Where lengths are chosen, a step without a draft keeps nothing for the drafter, so it costs what decoding token by token does. Rows of
+    such steps are missing in the drafter's cache, as if the text did not have them: drafts may be worse for it, the text is not. The step
+    before a draft must keep its row, so the first draft after a pause comes a step later (`Lengths.ready`).
+    """
 
     continues = False  # the drafter reads features of the whole prompt
     room: int
@@ -26,6 +31,8 @@ class FeatureSteps(DrafterSteps):
     most: int
     """No sequence has more of them."""
     _verified: torch.Tensor
+    _taps_rows = True
+    """Whether the step keeps features of some sequence."""
 
     def allocate_features(self, session: Session, drafter: Any, room: int) -> None:
         self.taps, self.room, self.most = drafter.config.taps, room, 0
@@ -42,23 +49,45 @@ class FeatureSteps(DrafterSteps):
         raise NotImplementedError
 
     def step(self, width: int | None = None, ragged: bool = True) -> None:
+        mixed = self.lengths is not None and len(self.fresh) > 1  # some sequences may not be ready
+        super().step(self._ready_width(width), ragged or mixed)
+
+    def _ready_width(self, width: int | None) -> int | None:
+        """The rows of a step that should have `width`: one where no sequence is ready for a draft. None: a graph, for all of them."""
         if width is None:  # as many as a graph must be ready for
             self.most = self.slots
-        super().step(width, ragged)
+        if self.lengths is None or self.slots == 1:
+            return width
+        pending, ready = self.entry.pending, self.lengths.ready
+        kept, self._taps_rows = self._taps_rows, width is None or width > 1
+        if self._taps_rows:
+            wanted = pending > 1
+            if self._forced is None:
+                pending.copy_(torch.where(wanted & ~ready, 1, pending))
+            ready.copy_(wanted)
+        else:
+            ready.zero_()
+        return width if kept or width is None or self._forced is not None else 1
 
     def admit(self, row: int, other: Steps, length: int, capacity: int, other_row: int = 0) -> None:
         super().admit(row, other, length, capacity + self.spare, other_row)
         assert isinstance(other, FeatureSteps)
+        self._taps_rows = self._taps_rows or other._taps_rows
         self.most = max(self.most, other.most)
 
     def forward(self, draft: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
-        hidden, taps = self.model.tapped(draft, self.taps, cache=self.cache, counts=counts)
-        self._verified = self.drafter.fused(taps) if self.slots > 1 else hidden
+        if self.slots == 1 or not self._taps_rows:
+            hidden: torch.Tensor = self.model.hidden(draft, cache=self.cache, counts=counts)
+        else:
+            hidden, taps = self.model.tapped(draft, self.taps, cache=self.cache, counts=counts)
+            self._verified = self.drafter.fused(taps)
         logits: torch.Tensor = self.model.logits(hidden)
         return logits
 
     def keep_features(self, accepted: torch.Tensor) -> torch.Tensor:
         """Adds the first `accepted` verified rows to those that wait; their places ``(batch, width)``."""
+        if self.lengths is not None:
+            accepted = accepted * self.lengths.ready
         width = self._verified.shape[1]
         if self.most + width > self.room:
             self._read()

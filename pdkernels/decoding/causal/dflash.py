@@ -72,8 +72,9 @@ class DFlashSteps(FeatureSteps):
         slots = max(1, min(session.block(size), session.max_new_tokens - 1))
         self.embed = session.model.embed if head.embedding is None else head.embed
         rows = BlockRows(head, self.embed, shared)
-        costs = step_costs(session.model, slots, draft=draft_seconds(rows, self.rows)) if chosen else ()
-        self.allocate_drafter(_OP, session, seeds, slots, page_size, head, costs, drafted=self.rows)
+        guess = draft_seconds(rows, self.rows) if chosen else 0.0
+        costs = step_costs(session.model, slots, draft=2 * guess) if chosen else ()
+        self.allocate_drafter(_OP, session, seeds, slots, page_size, head, costs, drafted=self.rows, wake=guess)
         self.allocate_features(session, head, slots + _UNREAD)
         device = self.cache.device
         self.masks = torch.full((session.batch, self.rows - 1), head.config.mask_token, device=device)
@@ -116,7 +117,7 @@ class DFlashSteps(FeatureSteps):
             self.most = 0
 
     def accept(self, draft: torch.Tensor, accepted: torch.Tensor, next_token: torch.Tensor) -> None:
-        if self.slots > 1:
+        if self.slots > 1 and self._taps_rows:
             self.keep_features(accepted)
 
 

@@ -85,10 +85,11 @@ class EagleSteps(FeatureSteps):
             op, session.model, branches, nodes, slots, chosen, len(head.vocabulary)
         )
         timed = HeadRows(head, self.embed, self.shared)
-        costs = step_costs(session.model, slots, guess_seconds(timed)) if chosen else ()
+        guess = guess_seconds(timed) if chosen else 0.0
+        costs = step_costs(session.model, slots, guess, guess) if chosen else ()
         # A whole tree is stored behind any text, however few tokens are still pending.
         rows = slots if self.branches == 1 else max(self.nodes, slots + 1)
-        self.allocate_drafter(op, session, seeds, slots, page_size, head, costs, rows)
+        self.allocate_drafter(op, session, seeds, slots, page_size, head, costs, rows, wake=guess)
         self.plans: dict[int, TreePlans] = {}
         ids = head.vocabulary.tolist() if self.branches > 1 else []
         self.hidden_ids = tuple(number for number, token in enumerate(ids) if token in self.banned)
@@ -202,9 +203,9 @@ class EagleSteps(FeatureSteps):
 
     def _read(self) -> torch.Tensor:
         """The head's rows ``(batch, 1, hidden_size)`` after all that was fresh."""
-        tokens, fresh = self.tokens[:, : self.most], self.fresh
+        most, fresh = max(1, self.most), self.fresh
         hidden: torch.Tensor = self.drafter(
-            self.embed(tokens), self.features[:, : self.most], cache=self.drafted, counts=fresh
+            self.embed(self.tokens[:, :most]), self.features[:, :most], cache=self.drafted, counts=fresh
         )
         rows = (fresh - 1).clamp(min=0)[:, None, None].expand(-1, -1, hidden.shape[-1])
         self.drafted.commit_(fresh)
@@ -213,7 +214,7 @@ class EagleSteps(FeatureSteps):
         return hidden.gather(1, rows)
 
     def accept(self, draft: torch.Tensor, accepted: torch.Tensor, next_token: torch.Tensor) -> None:
-        if self.slots == 1:
+        if self.slots == 1 or not self._taps_rows:
             return
         last = (accepted - 1).clamp(min=0)[:, None]
         following = torch.cat([draft[:, 1:], next_token], 1).scatter(1, last, next_token)

@@ -32,12 +32,13 @@ class DraftSteps(Steps):
         page_size: int | None,
         *,
         costs: Sequence[float] = (),
+        wake: float = 0.0,
         rows: int = 0,
         **columns: int | None,
     ) -> None:
         """Cache and state for drafts of at most `slots` tokens. `columns` of the entry replace `draft` and `predictions`.
 
-        `costs`: of steps with 1 .. `slots` rows, if their length is to be chosen by what pays. `rows`: of a forward, if a draft has
+        `costs` and `wake`: those of `Lengths`, if the length of drafts is to be chosen by what pays. `rows`: of a forward, if a draft has
         branches and so more rows than tokens that can be accepted.
         """
         self.model, self.limit, self.slots = session.model, session.max_new_tokens, slots
@@ -47,7 +48,7 @@ class DraftSteps(Steps):
         device = self.cache.device
         self.seeds, self.ends = seeds.to(device), session.ends_on(device)
         self.slot = torch.arange(slots, device=device)
-        self.lengths = Lengths(costs, session.batch, device) if costs and slots > 1 else None
+        self.lengths = Lengths(costs, session.batch, device, wake) if costs and slots > 1 else None
         self.remaining = torch.zeros_like(self.cache.lengths)
         """``(batch,)``: remaining tokens; 0 once a sequence is done."""
         self.entry = Entry(session.batch, device, **(columns or {"draft": slots, "predictions": slots}))
