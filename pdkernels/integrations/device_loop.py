@@ -63,7 +63,7 @@ class DeviceLoop:
     `pdkernels.decoding.generate` reads its device after every step. Here the step is captured once, in a conditional while
     node of a CUDA graph. If there are two kinds of rounds, both are captured, and the device chooses. A kernel logs the entry that
     the host would have read, and sets the condition of the node while a sequence is active (`pdkernels.log_step_`). The host reads
-    the log at the end. Tokens, stats and traces are those of `generate`.
+    the log at the end. Tokens, stats and traces are those of `generate`; confidences and distances in a trace up to rounding.
 
     Args:
         model: a model of `pdkernels.models.load` or `from_transformers`, whole on one GPU. Its weights are read in place for as long

@@ -148,14 +148,13 @@ def _scan(
                 base = current
             if parents is not None:
                 parent = tl.load(parents + b * rows + i).to(tl.int64)
-                if (
-                    parent != i - 1
-                ):  # its ancestors from the state on, found upwards: each time, the last that is not in `current`
+                # Its ancestors from the state on, found upwards: each time, the last that is not in `current`.
+                if parent != i - 1:
                     current = base
                     taken = parent * 0 + settled - 1
                     while taken != parent:
-                        following = parent
-                        up = parent
+                        # Not from `parent` both: Triton 3.6 then takes `following` for one that never changes.
+                        following, up = taken, parent
                         while up != taken:
                             following = up
                             up = tl.load(parents + b * rows + up).to(tl.int64)

@@ -229,9 +229,26 @@ PROMPTS = [["class Node:", "import os\n"], ["def test_", "    return "], ["a", "
 
 
 def same(a: pd.decoding.DecodeResult, b: pd.decoding.DecodeResult) -> None:
+    """The prompts' forward has other shapes in a loop, so cuBLAS may round otherwise: confidences and distances are not the same bits."""
     assert [ids.tolist() for ids in a.tokens] == [ids.tolist() for ids in b.tokens]
-    for fact in ("forwards", "accepted", "trace", "tokens_per_forward"):
+    for fact in ("forwards", "accepted", "tokens_per_forward"):
         assert getattr(a.stats, fact) == getattr(b.stats, fact), fact
+    assert alike(a.stats.trace, b.stats.trace), "trace"
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Equal, but for the last digits of floats.
+
+    >>> alike([{1: 0.5}, (2, 3)], [{1: 0.500001}, (2, 3)]), alike([{1: 0.5}], [{1: 0.51}]), alike([1], [1, 2])
+    (True, False, False)
+    """
+    if isinstance(a, float):
+        return isinstance(b, float) and (a == b or abs(a - b) <= 1e-6 + 1e-3 * abs(b))
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(alike(x, b[key]) for key, x in a.items())
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(alike(x, y) for x, y in zip(a, b))
+    return bool(a == b)
 
 
 @needs_gpu

@@ -41,6 +41,22 @@ def launch(given: Any) -> tuple[Any, Any]:
     return given.q, given.q
 
 
+def launch_tree(given: Any) -> tuple[Any, Any]:
+    import torch
+
+    from pdkernels._recurrent_state import SelectiveArguments
+    from pdkernels.triton import recurrent_state as kernels
+
+    lengths, rows = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 8, 2, 16)
+    state, parents = torch.zeros(1, 2, 16, 16), torch.zeros(1, 8, dtype=torch.int64)
+    kernels.selective_state_(
+        SelectiveArguments(
+            state, lengths.clone(), rows, rows, None, rows, rows, rows, None, torch.zeros(2), lengths, parents=parents
+        )
+    )
+    return given.q, given.q
+
+
 def launch_selective(given: Any) -> tuple[Any, Any]:
     import torch
 
@@ -75,6 +91,8 @@ def compile_variant(case: str, of: Any) -> dict[str, Any]:
 def main(cases: list[str]) -> None:
     found: dict[str, dict[str, Any]] = {}
     for case in cases:
+        tree = compile_variant(case, launch_tree)["_scan"]
+        found[f"{case} tree"] = {"loops": tree.asm["ttir"].count("scf.while")}
         for kind, of in (("delta", launch), ("mamba", launch_selective)):
             for kernel, compiled in compile_variant(case, of).items():
                 label = {"_scan": kind, "_conv": "conv"}.get(kernel)
@@ -86,6 +104,9 @@ def main(cases: list[str]) -> None:
 
 def check(*cases: str) -> set[str]:
     measured, found = harness.measure(list(cases), __name__), []
+    for case in cases:  # over the ancestors of a row, and from each upwards
+        loops = measured.pop(f"{case} tree")["loops"]
+        found += [f"{case}: {loops} loops over a tree, not 2"] if loops != 2 else []
     for name, figures in measured.items():
         contracted, budget = figures.pop("contracted"), BUDGETS.get(name, {})
         # Exponentials and quotients are made of them.

@@ -53,7 +53,8 @@ def run(where: str, inputs: Inputs, plan: TilePlan, seen: Seen, begins: Tensor |
     first = first_positions("speculative_attention", tensors[0], tensors[5], starts, seen.window, begins)
     new = 0 if begins is None else plan.q_len
     scale = inputs.q.shape[-1] ** -0.5
-    return Results(*forward(SpeculativeArguments(*tensors, *plan.arguments, scale, table, first, begins, new)))
+    arguments = plan.to(triton_device()).arguments
+    return Results(*forward(SpeculativeArguments(*tensors, *arguments, scale, table, first, begins, new)))
 
 
 def check(backend: str, inputs: Inputs, mask: SegmentMask, seen: Seen, begins: Tensor | None = None) -> Results:
