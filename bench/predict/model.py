@@ -196,9 +196,9 @@ def head(device: Device, figures: dict[str, Any], rows: int, width: int, depth: 
 
 def product(device: Device, figures: dict[str, Any], rows: int, outputs: int, width: int) -> float:
     """Seconds of `linear` in bf16: what L2 delivers to the SM with most programs, what its warps issue, or reading the weights."""
-    from pdkernels.triton.linear import TABLE, choose_abreast
+    from pdkernels.triton.linear import choose_abreast, choose_few
 
-    tiling = choose_abreast(rows, outputs) if rows > 16 else TABLE["16-bit"]
+    tiling = choose_abreast(rows, outputs) if rows > 16 else choose_few(outputs)
     kernel = figures[f"product, {tiling.rows} rows"]
     programs = -(-rows // tiling.rows) * -(-outputs // tiling.outputs)
     step = step_cycles(device, kernel["steady"], kernel["warps"])

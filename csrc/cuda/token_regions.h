@@ -37,6 +37,14 @@ __device__ inline float power_of_2(float x) {
 #endif
 }
 
+// x, which the compiler must take for another value each time: what is computed from it is not kept in registers.
+__device__ inline uint32_t opaque(uint32_t x) {
+#ifndef PDKERNELS_CUDASIM
+  asm volatile("" : "+r"(x));
+#endif
+  return x;
+}
+
 constexpr double kLog2E = 1.4426950408889634;
 
 // Logits as exponents of 2 relative to the largest of a region. For large differences the rounding of the factor
@@ -192,6 +200,19 @@ struct Share {
     return x != x || y != y ? NAN : fmaxf(x, y);
   }
 
+  // The largest key of the lane's tokens in [min_key, max_key], 0 for none. `region`: the share's.
+  __device__ uint64_t largest_key(int64_t region, uint64_t max_key, uint64_t min_key) const {
+    uint64_t best = 0;
+    const uint32_t first = opaque(static_cast<uint32_t>(Row<T>::token(region, 0)));
+#pragma unroll
+    for (int j = 0; j < kLogitsPerLane; ++j) {
+      const float logit = Word<T>::at(opaque(words[j / kInWord]), j % kInWord);
+      const uint64_t key = token_key(logit, first + j / kSize * 32 * kSize + j % kSize);
+      if (key <= max_key && key >= min_key && key > best) best = key;
+    }
+    return best;
+  }
+
   // Without kClamps the weighted sum is NaN if a logit is -inf.
   template <bool kClamps>
   __device__ void add(const Exponents& exponents, float& total, float& weighted) const {
@@ -205,25 +226,6 @@ struct Share {
     }
   }
 };
-
-// The largest key of this lane's tokens of a region in [min_key, max_key], 0 for none.
-template <class T>
-__device__ uint64_t largest_key(const TokenStatisticsArgs& args, const Row<T>& row, int64_t region, uint64_t max_key,
-                                uint64_t min_key) {
-  uint64_t best = 0;
-  float values[Row<T>::kSize];
-#pragma unroll 1
-  for (int pack = 0; pack < Row<T>::kPacks; ++pack) {
-    const int64_t first = Row<T>::token(region, pack);
-    row.load(args, first, values);
-#pragma unroll
-    for (int j = 0; j < Row<T>::kSize; ++j) {
-      const uint64_t key = token_key(values[j], first + j);
-      if (key <= max_key && key >= min_key && key > best) best = key;
-    }
-  }
-  return best;
-}
 
 // --- sampling
 

@@ -133,8 +133,10 @@ __device__ uint64_t ranked_tokens(const TokenStatisticsArgs& args, int64_t r, co
   for (int i = warp; i < ranked; i += kWarps) {
     const uint64_t key = __shfl_sync(kAll, first, i);
     if (key == 0) break;
-    const auto next = [&](uint64_t taken) { return largest_key(args, row, key_id(key), taken - 1, min_key); };
-    top = warp_first_with(ranked, top, largest_key(args, row, key_id(key), ~uint64_t{0}, min_key), next);
+    const int64_t region = key_id(key);
+    const Share<T> share(args, row, region);  // all loads at once: one after the other took most of the time
+    const auto next = [&](uint64_t taken) { return share.largest_key(region, taken - 1, min_key); };
+    top = warp_first_with(ranked, top, share.largest_key(region, ~uint64_t{0}, min_key), next);
   }
   if (lane < kMaxTopK) scratch[warp][lane] = top;
   __syncthreads();
@@ -146,7 +148,8 @@ __device__ uint64_t ranked_tokens(const TokenStatisticsArgs& args, int64_t r, co
 }
 
 template <class T, bool kPacks>
-__global__ void __launch_bounds__(kThreads, 4) token_row_kernel(const __grid_constant__ TokenStatisticsArgs args) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : 4)
+    token_row_kernel(const __grid_constant__ TokenStatisticsArgs args) {
   __shared__ uint64_t scratch[kWarps][kMaxTopK];
   const int64_t r = blockIdx.x, count = args.source(r) < 0 ? 0 : num_regions(args);
   const Region* regions = regions_of(args, r);
