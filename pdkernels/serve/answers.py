@@ -259,7 +259,7 @@ class Frontend:
                     text, ids = prompt, tokenizer.encode(prompt)
                 elif echo:
                     text = tokenizer.decode(prompt)
-                limit = self._limit(kind, len(ids), most)
+                limit = self.limit(kind, len(ids), most)
                 for number in range(several):
                     handle = self.engine.submit(
                         ids,
@@ -283,7 +283,7 @@ class Frontend:
         words = f"the model {model!r} is not served here; {self.name!r} is"
         return Refused(words, 404, "model", "model_not_found")
 
-    def _limit(self, kind: str, prompt: int, most: int | None) -> int:
+    def limit(self, kind: str, prompt: int, most: int | None) -> int:
         """New tokens of an answer to so many: `most`, or what there is room for."""
         engine, code, field = self.engine, "context_length_exceeded", "messages" if kind == "chat" else "prompt"
         if prompt > engine.max_prompt_tokens:

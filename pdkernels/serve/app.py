@@ -176,12 +176,12 @@ def create_app(
     @app.post("/replay")
     async def replay(body: ReplayRequest, request: Request) -> Response:
         def submit() -> Any:
-            prompt: Any = [{"role": "user", "content": body.prompt}] if body.chat else body.prompt
-            found = find(body.method or method)
+            tokenizer, found = engine.model.tokenizer, find(body.method or method)
+            asked = [{"role": "user", "content": body.prompt}]
+            ids = tokenizer.encode_chat(asked) if body.chat else tokenizer.encode(body.prompt)
             settings = front.options_of(found, body.options)
-            return engine.submit(
-                prompt, found, max_new_tokens=body.max_tokens, trace=True, timeout=bounds.seconds, **settings
-            )
+            most = front.limit("text", len(ids), body.max_tokens)
+            return engine.submit(ids, found, max_new_tokens=most, trace=True, timeout=bounds.seconds, **settings)
 
         handle = await asyncio.to_thread(submit)
         try:

@@ -417,6 +417,8 @@ def test_other_routes(app_client: Any) -> None:
     assert (facts["most"], facts["chat"], facts["key"]) == (64, False, False) and "{{" not in shown
     page = app_client.post("/replay", json={"prompt": "import os", "method": "jacobi", "max_tokens": 6})
     assert page.status_code == 200 and page.text.startswith("<!doctype html>")
+    long = app_client.post("/replay", json={"prompt": "x" * 449, "max_tokens": 6})
+    assert long.status_code == 400 and "the prompt has 449 tokens" in long.json()["error"]["message"]
     headers = {"Content-Type": "application/json"}
     for content, given, words in [
         (b'{"model": ', headers, "the body is not JSON: Expecting value, at character 10"),
