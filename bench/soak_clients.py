@@ -156,6 +156,11 @@ class Clients:
         return True
 
 
+def ended(counters: dict[str, int]) -> int:
+    """Requests that have, for whatever reason."""
+    return sum(value for name, value in counters.items() if name.startswith("finished_total"))
+
+
 def soak(log: Path, clients: int, seconds: float) -> dict[str, Any]:
     """Figures of a soak, after which the server is told to stop while it answers.
 
@@ -173,11 +178,10 @@ def soak(log: Path, clients: int, seconds: float) -> dict[str, Any]:
             for one in running:
                 one.result()
         deadline = time.monotonic() + 60
-        while (counters := server.counters())["running"] or counters["waiting"]:
+        while ended(counters := server.counters()) < counters["submitted_total"]:
             assert time.monotonic() < deadline, counters
             time.sleep(0.1)
-        ended = sum(value for name, value in counters.items() if name.startswith("finished_total"))
-        assert ended == counters["submitted_total"] and "finished_total error" not in counters
+        assert "finished_total error" not in counters and not counters["running"] + counters["waiting"]
         with ThreadPoolExecutor(8) as pool:
             with httpx.Client(timeout=300) as client:
                 body = {"model": "tiny-code", "prompt": "class Node:", "max_tokens": LIMIT, "temperature": 0}
