@@ -78,12 +78,25 @@ def times_ours(row: Row, own: Row) -> float:
     return row["ratio_to_baseline"] / own["ratio_to_baseline"]
 
 
+def is_peer(name: str) -> bool:
+    """Whether a candidate or a baseline is another way to the same results."""
+    return not name.startswith(("pdkernels", "memcpy", "a read of", "nothing"))
+
+
 def best_peer(rows: list[Row]) -> float | None:
-    """Time of the fastest other candidate, relative to ours."""
+    """Time of the fastest other candidate or baseline, relative to ours. Where no candidate is named so, all are forms of ours."""
     own = ours(rows)
-    return min(
-        (times_ours(row, own) for row in rows if own and not row["candidate"].startswith("pdkernels")), default=None
-    )
+    found = [1 / row["ratio_to_baseline"] for row in ([own] if own else rows) if is_peer(row["baseline"])]
+    found += [times_ours(row, own) for row in rows if own and is_peer(row["candidate"])]
+    return min(found, default=None)
+
+
+def baseline_cells(cases: list[list[Row]]) -> list[str]:
+    """A row with the baseline's time, which was taken in turn with each candidate."""
+    firsts = [ours(found) or found[0] for found in cases]
+    name = firsts[0]["baseline"]
+    cells = [f"{row['baseline_median_us']:,.1f} ({1 / row['ratio_to_baseline']:.2f}x)" for row in firsts]
+    return [f"{name}, the baseline", *cells]
 
 
 def nearness(rows: list[Row]) -> float | None:
@@ -105,10 +118,14 @@ def op_table(rows: list[Row]) -> str:
         cells = []
         for found in cases.values():
             row, own = next((row for row in found if row["candidate"] == candidate), None), ours(found)
-            relative = f" ({times_ours(row, own):.2f}x)" if row and own else ""
+            first = own or found[0]  # of several forms of ours the first
+            relative = f" ({times_ours(row, first):.2f}x)" if row else ""
             launched = "*" if row and row["timed_by"] == "calls" else ""
             cells.append(f"{row['median_us']:,.1f} ± {row['iqr_us'] / 2:,.1f}{launched}{relative}" if row else "-")
         lines.append([f"**{candidate}**" if candidate.startswith("pdkernels") else candidate, *cells])
+    candidates = {row["candidate"] for row in rows}
+    if {row["baseline"] for row in rows}.isdisjoint(candidates):
+        lines.append(baseline_cells(list(cases.values())))
     parts = [nearness(found) for found in cases.values()]
     if any(parts):
         lines.append(["floor's time by ours", *(f"{part:.0%}" if part else "-" for part in parts)])

@@ -44,7 +44,7 @@ LIMITS = {0: 240.0, 1: 390.0, 2: 270.0, 3: 270.0, 4: 360.0, 5: 180.0, 6: 90.0}
 BUILT = ROOT / "build" / "gpu_proof.json"
 # Tests that launch something on a GPU; Triton's kernels are compiled for it there.
 ON_GPU = "(cuda or triton or capture or same_tokens) and not cudasim and not budgets and not interpreter"
-# How long a step that is cut off to write what it has found, in seconds.
+# So many seconds a step that is cut off has to write what it found.
 GRACE = 15.0
 # Where they are: every worker collects all tests of what it is given.
 WITH_GPU = ("tests/ops", "tests/decoding/test_devices.py", "tests/integrations/test_device_loop.py")

@@ -25,6 +25,8 @@ def result(candidate: str, group: str, median: float, ratio: float, **facts: obj
         "candidate": candidate,
         "median_us": median,
         "ratio_to_baseline": ratio,
+        "baseline": "torch.compile",
+        "baseline_median_us": median / ratio,
         "device": "Made Up",
         "torch": "2.11.0",
         "pdkernels": "0",
@@ -67,6 +69,15 @@ def test_tables_of_a_gpu(results: Path, tmp_path: Path) -> None:
     assert gpu_report.summary(results).splitlines()[-1] == "| silu | 2 | 0.90x to 2.00x | 25% to 50% |"
     gpu_report.plot(results, tmp_path / "images")
     assert [path.name for path in (tmp_path / "images").iterdir()] == ["bench_h0.png"]
+
+
+def test_a_baseline_that_is_no_candidate_is_a_peer() -> None:
+    rows = [result(name, "product, 1 rows, cuda", 4.0, 2.0)["extra_info"] for name in ("q4_0", "q8_0")]
+    rows = [{**row, "group": "product, 1 rows, cuda", "iqr_us": 0.4, "floors": FLOORS} for row in rows]
+    assert gpu_report.best_peer(rows) == 0.5  # forms of ours
+    assert gpu_report.op_table(rows).splitlines()[-1] == "| torch.compile, the baseline | 2.0 (0.50x) |"
+    floor = [{**row, "baseline": "memcpy of the same bytes"} for row in rows]
+    assert gpu_report.best_peer(floor) is None
 
 
 def test_no_gpu_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
