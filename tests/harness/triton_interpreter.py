@@ -56,7 +56,7 @@ def _remember_what_repeats() -> None:
     from triton.runtime import interpreter
 
     patch_lang, numpy_dtype, nothing = interpreter._patch_lang, interpreter._get_np_dtype, interpreter._LangPatchScope()
-    patched: set[str] = set()
+    patched: dict[str, Any] = {}  # what patched a module of the language
 
     @cache
     def languages(fn: Any) -> frozenset[str]:
@@ -65,13 +65,20 @@ def _remember_what_repeats() -> None:
 
     def patch_for_a_launch(fn: Any) -> Any:
         found = languages(fn)
-        if found <= patched:
+        if found <= patched.keys():
             return nothing
-        scope = patch_lang(fn)
-        if not patched:  # a launch, which restores the language at its end
-            patched.update(found)
+        scope, is_launch = patch_lang(fn), not patched
+        patched.update((name, scope) for name in found - patched.keys())
+        # A launch restores the language at its end: what Triton's own functions have patched too, which see another module of it.
+        if is_launch:
             restore = scope.restore
-            scope.restore = lambda: (patched.clear(), restore())
+
+            def restore_all() -> None:
+                for other in reversed([*patched.values()]):
+                    restore() if other is scope else other.restore()
+                patched.clear()
+
+            scope.restore = restore_all
         return scope
 
     @cache

@@ -77,6 +77,7 @@ def test_float32_gradients(kernels: str, kind: str) -> None:
     check_gradients(kind, SEEDS, lambda inputs, plan: run(kernels, inputs, plan))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", MASKS)
 def test_float32_gradients_of_every_level(level_ops: object, kind: str) -> None:
     check_gradients(kind, 1, lambda inputs, plan: run_level(level_ops, inputs, plan))

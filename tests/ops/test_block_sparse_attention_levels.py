@@ -29,6 +29,7 @@ def run(ops: object, inputs: Inputs, plan: TilePlan) -> Results:
     return Results(out, lse, *ops.block_sparse_attention_backward(grad_out, grad_lse, out, lse, q, k, v, *rest))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", MASKS)
 def test_within_the_error_budget(level_ops: object, kind: str) -> None:
     """Dtypes, shapes and tiles cycle independently; AMX only adds bfloat16."""
