@@ -86,6 +86,8 @@ class Part:
     def __init__(self, out: Path, number: int, ends: float, dry: bool, only: str = "") -> None:
         self.start, self.ends, self.number, self.dry, self.out = time.monotonic(), ends, number, dry, out
         self.only = only
+        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background, and steps would inherit it
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         self.python = sys.executable
         self.steps: list[Step] = []
         self.log = out / f"part-{number}.log"

@@ -69,8 +69,8 @@ def test_every_row_is_drawn_by_its_own_sampler(seed: int) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, (case[1], *case[2].values()))))
 def test_requests_of_one_batch_with_other_settings(case: tuple[str, str, dict[str, Any]]) -> None:
     name, method, options = case
-    model, chance = with_drafters(pd.models.load(name)), random.Random(method)
-    steps = find(method).steps
+    known, model, chance = find(method), pd.models.load(name), random.Random(method)
+    model, steps = with_drafters(model) if "drafter" in known.requires else model, known.steps
     assert steps is not None and steps.draws_by_row(options)
     sizes = [open_session(model, [[0] * 20] * rows, 12, ())[0] for rows in (3, 4)]
     batch = RunningBatch(steps, sizes[0], **options)

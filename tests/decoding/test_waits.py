@@ -38,12 +38,14 @@ def gpu() -> Iterator[None]:
 
 
 @cache
-def on_gpu(name: str) -> Any:
-    return with_drafters(pd.models.load(name).to("cuda"))
+def on_gpu(name: str, drafters: bool = False) -> Any:
+    model = pd.models.load(name).to("cuda")
+    return with_drafters(model) if drafters else model
 
 
 def watched(method: str | pd.decoding.Method, options: dict[str, Any]) -> tuple[list[str], pd.decoding.DecodeStats]:
-    model, (prompts, limit) = on_gpu(found(method).example), request(found(method))
+    known = found(method)
+    model, (prompts, limit) = on_gpu(known.example, "drafter" in known.requires), request(known)
     with waits(model.embedding) as log:
         stats = pd.decoding.generate(model, prompts, method, max_new_tokens=limit, **options).stats
     return log, stats

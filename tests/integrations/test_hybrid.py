@@ -88,16 +88,27 @@ def test_the_tokens_of_generate_often(family: str, seed: int) -> None:
     compare(family, 100 + seed, list(METHODS))
 
 
+def agree(family: str, seed: int, forms: list[str]) -> None:
+    """Of all methods, alone and in a batch: a row has the same bits however it is computed."""
+    wrapped, texts = wrap(model_of(family, seed, torch.bfloat16), mask_token=MASK), prompts(seed)
+    expected = ours(wrapped, texts, "autoregressive", None)
+    for form in forms[1:]:
+        assert ours(wrapped, texts, form, 3) == expected, form
+        assert ours(wrapped, texts[2:3], form, None) == expected[2:3], form
+
+
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in FAMILIES]
 )
 def test_the_same_tokens_in_low_precision(family: str) -> None:
-    """Of all methods, alone and in a batch: a row has the same bits however it is computed."""
-    wrapped, texts = wrap(model_of(family, 2, torch.bfloat16), mask_token=MASK), prompts(2)
-    expected = ours(wrapped, texts, "autoregressive", None)
-    for form in QUICK[1:]:
-        assert ours(wrapped, texts, form, 3) == expected, form
-        assert ours(wrapped, texts[2:3], form, None) == expected[2:3], form
+    agree(family, 2, QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_tokens_in_low_precision_often(family: str, seed: int) -> None:
+    agree(family, 200 + seed, list(METHODS))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
