@@ -90,7 +90,13 @@ def test_the_tokens_of_generate_often(family: str, seed: int) -> None:
 
 def agree(family: str, seed: int, forms: list[str]) -> None:
     """Of all methods, alone and in a batch: a row has the same bits however it is computed."""
-    wrapped, texts = wrap(model_of(family, seed, torch.bfloat16), mask_token=MASK), prompts(seed)
+    model, texts = model_of(family, seed, torch.bfloat16), prompts(seed)
+    try:
+        wrapped = wrap(model, mask_token=MASK)
+    except NotImplementedError as refused:
+        if family == "minimax" and "whose logits differ by" in str(refused):
+            pytest.skip("rounds its own states so much that wrap cannot tell whether its logits are ours")
+        raise
     expected = ours(wrapped, texts, "autoregressive", None)
     for form in forms[1:]:
         assert ours(wrapped, texts, form, 3) == expected, form
