@@ -198,6 +198,10 @@ def plot(results: Path, images: Path) -> None:
             yticks=range(len(ops)),
             yticklabels=list(ops),
         )
+        low, high = axis.get_xlim()
+        powers = [2.0**n for n in range(-6, 11) if low <= 2.0**n <= high]
+        axis.set_xticks(powers, [f"{power:g}x" for power in powers])
+        axis.minorticks_off()
         axis.invert_yaxis()
         axis.spines[["top", "right"]].set_visible(False)
         figure.suptitle(rows[0]["device"])
