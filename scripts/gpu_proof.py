@@ -94,15 +94,9 @@ class Part:
         self.log.write_text("")
 
     def run(
-        self,
-        name: str,
-        command: list[str | Path],
-        *,
-        environment: dict[str, str] | None = None,
-        needs: str = "",
-        share: float = 1.0,
+        self, name: str, command: list[str | Path], *, environment: dict[str, str] | None = None, needs: str = ""
     ) -> tuple[Step, str]:
-        """Runs one step in its share of the remaining time. `needs`: what its output must contain, in addition to a good exit code."""
+        """Runs one step in the remaining time. `needs`: what its output must contain, in addition to a good exit code."""
         command = [str(part) for part in command]
         print(f"[{time.monotonic() - self.start:4.0f} s] {name}", flush=True)
         start = time.monotonic()
@@ -118,7 +112,7 @@ class Part:
                     stderr=output,
                     start_new_session=True,
                 )
-                code = process.wait(max(1.0, share * (self.ends - start)))
+                code = process.wait(max(1.0, self.ends - start))
             except subprocess.TimeoutExpired:
                 process.send_signal(signal.SIGINT)  # pytest then writes its results
                 with suppress(subprocess.TimeoutExpired):

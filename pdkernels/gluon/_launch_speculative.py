@@ -27,9 +27,8 @@ def serves(given: SpeculativeArguments) -> bool:
         and given.starts is None
         and given.new * (q.shape[-2] // kv_heads) > FEW_ROWS
         and given.block_k % 32 == 0
-        and (
-            given.block_table is None or given.k_cache.shape[1] % STEPS[head_dim].block_n == 0
-        )  # TMA copies a step from one page
+        # TMA copies a step from one page.
+        and (given.block_table is None or given.k_cache.shape[1] % STEPS[head_dim].block_n == 0)
         and all(x.numel() > 0 and describable(x) for x in tensors)
         # cp.async copies 16 bytes, which the compiler must see from the strides.
         and all(stride % 16 == 0 for x in tensors for stride in x.stride()[:-1])

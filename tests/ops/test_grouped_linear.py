@@ -143,7 +143,7 @@ def test_any_layout() -> None:
 @requires_triton
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_triton_has_the_bits_of_its_linear(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU whatever the tilings are. A product of the interpreter's BLAS depends on how many outputs a tile has."""
+    """On a GPU for any two tilings. The interpreter multiplies with BLAS, which rounds by the number of outputs in a tile."""
     from pdkernels.triton import linear
     from pdkernels.triton.grouped_linear import HALF
     from pdkernels.triton.grouped_linear import forward as grouped
