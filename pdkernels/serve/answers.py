@@ -8,17 +8,19 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
-from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
-from pdkernels.decoding import Grammar, LogProbs, Method, find, sequence_seed
+from pdkernels.decoding import LogProbs, Method, find, sequence_seed
 from pdkernels.engine import Engine, Generation
 from pdkernels.serve import log_probs
+from pdkernels.serve.calls import CallDelta, CallParser, joined
 from pdkernels.serve.errors import Refused, error_body
+from pdkernels.serve.forms import asked_grammar
 from pdkernels.serve.messages import plain
 from pdkernels.serve.schema import ChatRequest, CompletionRequest, Settings
 from pdkernels.serve.stops import StopCut
+from pdkernels.serve.tools import Calling, asked_calls, source_of
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
@@ -43,21 +45,41 @@ Standing = list[str | None]
 class Choice:
     """One of the answers to a request."""
 
-    def __init__(self, handle: Generation, tokenizer: Any, stops: Sequence[str], before: str = "") -> None:
-        self.handle, self.tokenizer, self._stops, self._before = handle, tokenizer, stops, before
+    def __init__(
+        self,
+        handle: Generation,
+        tokenizer: Any,
+        stops: Sequence[str],
+        before: str = "",
+        calls: CallParser | None = None,
+    ) -> None:
+        self.handle, self.tokenizer, self._stops, self._before, self._calls = handle, tokenizer, stops, before, calls
+        self.text = ""
+        """What `news` has read so far, calls included."""
 
-    async def news(self) -> AsyncIterator[str | Standing]:
-        """Pieces of its text, none empty; and what stands after it, if that was asked for."""
-        cut = StopCut(self._stops)
+    async def news(self) -> AsyncIterator[str | CallDelta | Standing]:
+        """Pieces of its text, none empty, and of its calls; and what stands after the text, if that was asked for."""
+        cut, calls = StopCut(self._stops), self._calls
         if self._before:
             yield self._before
         async for piece in self.handle:
             if piece.provisional is not None:
-                yield [*([cut.held] if cut.held else []), *self._written(piece.provisional)]
-            elif text := cut.feed(piece.text or ""):
-                yield text
-        if text := cut.flush():
-            yield text
+                held = (calls.held if calls else "") + cut.held
+                yield [*([held] if held else []), *self._written(piece.provisional)]
+            else:
+                for new in self._read(cut.feed(piece.text or "")):
+                    yield new
+            if calls and calls.over:
+                self.handle.cancel()  # and it soon ends
+        for new in self._read(cut.flush()):
+            yield new
+        for new in calls.flush() if calls else []:
+            yield new
+
+    def _read(self, text: str) -> Sequence[str | CallDelta]:
+        if self._calls is None or not self._calls.over:
+            self.text += text
+        return self._calls.feed(text) if self._calls else [text] if text else []
 
     def _written(self, tokens: list[int | None]) -> Standing:
         found: Standing = []
@@ -79,7 +101,10 @@ class Choice:
     @property
     def reason(self) -> str:
         """OpenAI's name of why it ended; a time limit has none there."""
-        return self.handle.finish_reason or "stop"
+        reason = self.handle.finish_reason or "stop"
+        if self._calls and self._calls.count and (reason == "stop" or self._calls.over):
+            return "tool_calls"
+        return reason
 
 
 class Answer:
@@ -101,28 +126,28 @@ class Answer:
 
     async def whole(self) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
-        texts = await asyncio.gather(*(_joined(choice) for choice in self.choices))
+        read = await asyncio.gather(*map(_all, self.choices))
         entries = []
-        for index, (choice, text) in enumerate(zip(self.choices, texts, strict=True)):
-            content = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
+        for index, (choice, (text, calls)) in enumerate(zip(self.choices, read, strict=True)):
+            content = {"message": {"role": "assistant", **_message(text, calls)}} if self.chat else {"text": text}
             entries.append(
-                {"index": index, **content, "logprobs": self._likely(choice, text), "finish_reason": choice.reason}
+                {"index": index, **content, "logprobs": self._likely(choice), "finish_reason": choice.reason}
             )
         kind = "chat.completion" if self.chat else "text_completion"
         return {**self._head, "object": kind, "choices": entries, "usage": self.usage()}
 
-    def _likely(self, choice: Choice, text: str) -> dict[str, Any] | None:
-        """The log-probabilities of a choice with this text, if they were asked for."""
+    def _likely(self, choice: Choice) -> dict[str, Any] | None:
+        """The log-probabilities of a choice, if they were asked for."""
         result = choice.handle.result()
         if result.logprobs is None:
             return None
         assert isinstance(result.logprobs, LogProbs)
-        return log_probs.entries(self.chat, choice.tokenizer, result.tokens.tolist(), text, result.logprobs)
+        return log_probs.entries(self.chat, choice.tokenizer, result.tokens.tolist(), choice.text, result.logprobs)
 
     async def events(self, with_usage: bool) -> AsyncIterator[str]:
         """The events of a stream. Whoever stops reading cancels the answer."""
         kind = "chat.completion.chunk" if self.chat else "text_completion"
-        news: asyncio.Queue[tuple[int, str | Standing | None, BaseException | None]] = asyncio.Queue()
+        news: asyncio.Queue[tuple[int, str | CallDelta | Standing | None, BaseException | None]] = asyncio.Queue()
 
         async def read(index: int, choice: Choice) -> None:
             error: BaseException | None = None
@@ -136,19 +161,20 @@ class Answer:
         def event(entries: list[dict[str, Any]], **more: Any) -> str:
             return f"data: {json.dumps({**self._head, 'object': kind, 'choices': entries, **more})}\n\n"
 
-        def entry(index: int, new: str | Standing | None) -> dict[str, Any]:
+        def entry(index: int, new: str | CallDelta | Standing | None) -> dict[str, Any]:
             shown: dict[str, Any] = {"provisional": new} if isinstance(new, list) else {}
             if isinstance(new, str):
                 shown = {"content" if self.chat else "text": new}
-                texts[index] += new
+            elif isinstance(new, CallDelta):
+                shown = {"tool_calls": [new.written()]}
             content = {"delta": shown} if self.chat else {"text": "", **shown}
             choice = self.choices[index]
             # Log-probabilities are known at the end.
-            likely, reason = (self._likely(choice, texts[index]), choice.reason) if new is None else (None, None)
+            likely, reason = (self._likely(choice), choice.reason) if new is None else (None, None)
             return {"index": index, **content, "logprobs": likely, "finish_reason": reason}
 
         readers = [asyncio.create_task(read(*pair)) for pair in enumerate(self.choices)]
-        none, texts = {"usage": None} if with_usage else {}, [""] * len(readers)
+        none = {"usage": None} if with_usage else {}
         try:
             if self.chat:
                 for index in range(len(self.choices)):
@@ -180,8 +206,15 @@ class Answer:
         return {**counts, "completion_tokens_details": details}
 
 
-async def _joined(choice: Choice) -> str:
-    return "".join([new async for new in choice.news() if isinstance(new, str)])
+async def _all(choice: Choice) -> tuple[str, list[dict[str, Any]]]:
+    """The text of a choice without its calls, and the calls."""
+    news = [new async for new in choice.news()]
+    text = "".join(new for new in news if isinstance(new, str))
+    return text, joined([new for new in news if isinstance(new, CallDelta)])
+
+
+def _message(text: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"content": text or None, "tool_calls": calls} if calls else {"content": text}
 
 
 class Frontend:
@@ -212,10 +245,12 @@ class Frontend:
         tokenizer = self.engine.model.tokenizer
         if getattr(tokenizer, "chat_template", None) is None:
             raise Refused("this model has no chat template; use /v1/completions", 400, "messages")
-        tools = body.tools if body.tool_choice != "none" else None
+        template = tokenizer.chat_template
+        calling = asked_calls(body, template)
+        tools = [tool.shown() for tool in body.tools or []] if body.tool_choice != "none" else []
         variables = {**(body.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
-        prompt = tokenizer.encode_chat(plain(body.messages, tokenizer.chat_template), **variables)
-        return self._submit("chat", body, [prompt], body.max_completion_tokens or body.max_tokens)
+        prompt = tokenizer.encode_chat(plain(body.messages, source_of(template, body)), **variables)
+        return self._submit("chat", body, [prompt], body.max_completion_tokens or body.max_tokens, calling=calling)
 
     def completion(self, body: CompletionRequest) -> Answer:
         """Submits one prompt or several."""
@@ -232,7 +267,15 @@ class Frontend:
             raise Refused(words, 400, "logprobs")
         return self._submit("text", body, prompts, body.max_tokens, body.echo)
 
-    def _submit(self, kind: str, body: Settings, prompts: list[Any], most: int | None, echo: bool = False) -> Answer:
+    def _submit(
+        self,
+        kind: str,
+        body: Settings,
+        prompts: list[Any],
+        most: int | None,
+        echo: bool = False,
+        calling: Calling | None = None,
+    ) -> Answer:
         if body.model != self.name:
             raise self.unknown(body.model)
         several = body.n or 1
@@ -241,7 +284,7 @@ class Frontend:
             raise Refused(words, 400, "n")
         method = find(body.method or self.method)
         settings = self._settings(body, method)
-        settings |= _asked_grammar(body)
+        settings |= asked_grammar(body, calling)
         top = _asked_logprobs(body)
         if top is not None:
             settings["logprobs"] = top
@@ -271,7 +314,8 @@ class Frontend:
                         seed=sequence_seed(seed, number) if several > 1 else seed,
                         **settings,
                     )
-                    choices.append(Choice(handle, tokenizer, stops, text if echo else ""))
+                    calls = calling.parser() if calling else None
+                    choices.append(Choice(handle, tokenizer, stops, text if echo else "", calls))
         except BaseException:
             for choice in choices:
                 choice.handle.cancel()
@@ -335,35 +379,6 @@ class Frontend:
             if value and value != _NOTHING.get(name):
                 found[name] = value
         return found
-
-
-@lru_cache(maxsize=64)
-def _grammar(kind: str, source: str) -> Grammar:
-    """Kept, since its automata over tokens take longer to make than to use."""
-    if kind == "regex":
-        return Grammar.regex(source)
-    given = json.loads(source)
-    return Grammar.choice(given) if kind == "choice" else Grammar.json_schema(given)
-
-
-def _asked_grammar(body: Settings) -> dict[str, Grammar]:
-    form = body.response_format if isinstance(body, ChatRequest) else None
-    choice = None if body.choice is None else json.dumps(body.choice)
-    asked: dict[str, str | None] = {"regex": body.regex, "choice": choice}
-    if form is not None and form.type != "text":
-        if (form.json_schema is None) == (form.type == "json_schema"):
-            raise Refused("json_schema must be given exactly for the type 'json_schema'", 400, "response_format")
-        schema = (
-            {"type": "object", "additionalProperties": True} if form.json_schema is None else form.json_schema.schema_
-        )
-        asked["schema"] = json.dumps(schema)
-    given = {kind: source for kind, source in asked.items() if source is not None}
-    if len(given) > 1:
-        raise Refused(f"{' and '.join(given)} exclude each other", 400, "response_format")
-    found: dict[str, Grammar] = {}
-    for kind, source in given.items():
-        found["grammar"] = _grammar(kind, source)
-    return found
 
 
 def _asked_logprobs(body: Settings) -> int | None:

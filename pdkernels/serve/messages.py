@@ -2,24 +2,45 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pdkernels.serve.errors import Refused
 
 
-def plain(messages: Sequence[Mapping[str, Any]], template: Any) -> list[dict[str, Any]]:
+def plain(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
     """Messages with texts for contents: parts of text are joined, since templates differ in whether they take them.
 
-    The role "developer" becomes "system", which it has replaced in OpenAI's interface, unless the template knows it.
+    The role "developer" becomes "system", which it has replaced in OpenAI's interface, unless the template knows it. The arguments of calls,
+    which are JSON there, become objects, and what a tool has answered gets the tool's name, which the call has.
+
+    Args:
+        messages: of a request.
+        template: its source.
+
+    Raises:
+        Refused: what is no message; calls, where the template does not read them.
     """
-    knows = "developer" in str(getattr(template, "source", template))
-    found = []
+    found, called = [], dict[str, str]()
     for place, message in enumerate(messages):
-        role, content = message.get("role"), _text(message, f"messages.{place}.content")
+        where = f"messages.{place}"
+        role, content = message.get("role"), _text(message, f"{where}.content")
         if not isinstance(role, str):
-            raise Refused(f"messages.{place}.role must be text", 400, f"messages.{place}.role")
-        found.append({**message, "role": "system" if role == "developer" and not knows else role, "content": content})
+            raise Refused(f"{where}.role must be text", 400, f"{where}.role")
+        role = "system" if role == "developer" and "developer" not in template else role
+        made = {**message, "role": role, "content": content}
+        if message.get("tool_calls"):
+            if "tool_calls" not in template:
+                raise Refused(
+                    "the chat template of this model has no place for calls of tools", 400, f"{where}.tool_calls"
+                )
+            made["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls")
+            called |= {str(call.get("id")): call["function"]["name"] for call in made["tool_calls"]}
+        name = called.get(str(message.get("tool_call_id")))
+        if role == "tool" and name is not None:
+            made.setdefault("name", name)
+        found.append(made)
     return found
 
 
@@ -38,3 +59,24 @@ def _text(message: Mapping[str, Any], place: str) -> str:
             raise Refused(f"{place}: a part of type {kind!r} is not supported; only text is", 400, place)
         texts.append(part["text"])
     return "".join(texts)
+
+
+def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise Refused(f"{place} must be a list", 400, place)
+    found = []
+    for number, call in enumerate(calls):
+        where = f"{place}.{number}.function"
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise Refused(f"{where} must have a name and arguments", 400, where)
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError):
+                arguments = None
+        if not isinstance(arguments, Mapping):
+            raise Refused(f"{where}.arguments must be a JSON object, written as text", 400, f"{where}.arguments")
+        found.append({**call, "function": {**function, "arguments": dict(arguments)}})
+    return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 _Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16)]
 
@@ -90,22 +91,54 @@ class ResponseFormat(_Strict):
     json_schema: JsonSchema | None = None
 
 
+class Function(_Strict):
+    """A function that a model may call. Templates may show further fields of it."""
+
+    model_config = ConfigDict(extra="allow")
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Strict):
+    """A tool, which is a function."""
+
+    type: Literal["function"]
+    function: Function
+
+    def shown(self) -> dict[str, Any]:
+        """As templates know it."""
+        return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
+
+
 class ChatRequest(Settings):
     """The body of `/v1/chat/completions`."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    tools: list[dict[str, Any]] | None = None
-    """For the checkpoint's template; calls are not parsed out of the answer."""
-    tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
+    """Of a dictionary, a function's: `{"type": "function", "function": {"name": ..}}`."""
+    parallel_tool_calls: bool | None = None
+    """False: an answer has at most one call."""
     modalities: list[Literal["text"]] | None = None
     response_format: ResponseFormat | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the template, such as `enable_thinking`."""
+
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _one_of(cls, value: Any) -> Any:
+        named = value.get("function") if isinstance(value, dict) and value.keys() == {"type", "function"} else None
+        function = isinstance(named, dict) and named.keys() == {"name"} and isinstance(named["name"], str)
+        if value in ("auto", "none", "required") or (function and value["type"] == "function"):
+            return value
+        words = """must be "auto", "none", "required", or a function: {"type": "function", "function": {"name": ..}}"""
+        raise PydanticCustomError("tool_choice", words)
 
 
 class CompletionRequest(Settings):

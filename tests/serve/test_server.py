@@ -484,7 +484,7 @@ def test_fields_that_ask_for_nothing_change_nothing(serve: Any) -> None:
 
 def test_messages_as_openai_has_them(serve: Any) -> None:
     model = pd.models.load("tiny-code")
-    model.tokenizer = Chatting(model.tokenizer)
+    model.tokenizer = Chatting(model.tokenizer, TEMPLATE + "{# tool_calls #}")
     address, _ = serve(model=model)
     client = client_of(address)
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
@@ -501,7 +501,7 @@ def test_messages_as_openai_has_them(serve: Any) -> None:
             client.chat.completions.create(model="tiny", messages=[messages[0], message])
         assert refused.value.param == f"messages.1.{'content' if message.get('role') == 'user' else 'role'}"
     knowing = Chatting(pd.models.load("tiny-code").tokenizer, TEMPLATE + "{# developer #}").chat_template
-    assert plain(messages[:1], knowing)[0]["role"] == "developer"
+    assert plain(messages[:1], knowing.source)[0]["role"] == "developer"
 
 
 def test_an_answer_without_a_limit_ends_where_the_model_does(serve: Any) -> None:

@@ -1,0 +1,304 @@
+"""Calls of tools in an answer: how models write them, and how they are read while the text comes.
+
+Sources: the chat templates of Qwen 2.5 and 3 and of Hermes 2 (`<tool_call>`), of Mistral 7B v0.3 (`[TOOL_CALLS]`), and of Llama 3.1 to 3.3.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+
+class CallForm(NamedTuple):
+    """How a model writes calls, each a JSON object with a "name" and arguments."""
+
+    opening: str
+    """What comes before a call, or before a list of them."""
+    marked: bool
+    """Whether a text has `opening`. If not, it is a special token, which texts leave out: an answer that begins with a call is one."""
+    listed: bool
+    """Whether calls are the items of a JSON array."""
+    several: bool
+    """Whether an answer may have more than one."""
+    between: str
+    """What separates two calls."""
+    closing: str
+    """What comes after each call, or after the list of them."""
+    arguments: str
+    """The key of the arguments."""
+
+
+HERMES = CallForm("<tool_call>\n", True, False, True, "\n", "\n</tool_call>", "arguments")
+MISTRAL = CallForm("[TOOL_CALLS]", False, True, True, ", ", "", "arguments")
+LLAMA = CallForm("<|python_tag|>", False, False, False, "; ", "", "parameters")
+PLAIN = CallForm("", False, False, False, "", "", "arguments")
+"""Of a model that is not known to write calls, and is made to write one."""
+
+
+def form_of(template: str) -> CallForm | None:
+    """The form of a chat template's calls; None: it is not known here.
+
+    >>> form_of("{% for t in tools %}..{% endfor %} <tool_call>\\n{\\"name\\": .., \\"arguments\\": ..}") is HERMES
+    True
+    """
+    if "<tool_call>" in template and "arguments" in template and not re.search("<function=|<arg_key>", template):
+        return HERMES
+    if "[TOOL_CALLS]" in template and not re.search(r"\[ARGS\]|\[CALL_ID\]", template):
+        return MISTRAL
+    if '"parameters": ' in template and re.search(r"<\|python_tag\|>|ipython", template):
+        return LLAMA
+    return None
+
+
+class CallDelta(NamedTuple):
+    """A piece of a call."""
+
+    number: int
+    """Of the call in its answer."""
+    id: str | None
+    """None but in the first piece of a call, as is the name."""
+    name: str | None
+    arguments: str
+
+    def written(self) -> dict[str, Any]:
+        """As a stream has it."""
+        head = {} if self.id is None else {"id": self.id, "type": "function"}
+        name = {} if self.name is None else {"name": self.name}
+        return {"index": self.number, **head, "function": {**name, "arguments": self.arguments}}
+
+
+def joined(deltas: Collection[CallDelta]) -> list[dict[str, Any]]:
+    """Calls as an answer has them that is not streamed.
+
+    >>> joined([CallDelta(0, "a", "look", "{"), CallDelta(0, None, None, "}")])
+    [{'id': 'a', 'type': 'function', 'function': {'name': 'look', 'arguments': '{}'}}]
+    """
+    found: dict[int, dict[str, Any]] = {}
+    for delta in deltas:
+        if delta.number not in found:
+            found[delta.number] = {name: value for name, value in delta.written().items() if name != "index"}
+        else:
+            found[delta.number]["function"]["arguments"] += delta.arguments
+    return list(found.values())
+
+
+class _Scan:
+    """How deep a text is inside the brackets of JSON."""
+
+    def __init__(self, depth: int) -> None:
+        self._depth, self._quoted, self._escaped = depth, False, False
+
+    def until(self, depth: int, text: str) -> int:
+        """How many of these further characters lead back to `depth`; -1: more."""
+        for at, one in enumerate(text):
+            if self._escaped:
+                self._escaped = False
+            elif self._quoted:
+                self._escaped, self._quoted = one == "\\", one != '"'
+            elif one == '"':
+                self._quoted = True
+            elif one in "{[":
+                self._depth += 1
+            elif one in "}]":
+                self._depth -= 1
+                if self._depth == depth:
+                    return at + 1
+        return -1
+
+
+News = list[str | CallDelta]
+
+
+class CallParser:
+    """Reads a text piece by piece: what is a call, and what is text. A call that is none, since it is no JSON or names nothing, stays text.
+
+    The pieces do not matter: texts and calls are those of the whole text. Spaces before a call are part of neither.
+
+    >>> parser = CallParser(HERMES, ["add"], None)
+    >>> parser.feed("Let me see. <tool")
+    ['Let me see.']
+    >>> [(one.name, one.arguments) for one in parser.feed('_call>{"name": "add", "arguments": {"a"')]
+    [('add', ''), (None, '{"a"')]
+    >>> parser.feed(": 1}}</tool_call>"), parser.flush(), parser.count
+    ([CallDelta(number=0, id=None, name=None, arguments=': 1}')], [], 1)
+    """
+
+    def __init__(self, form: CallForm, names: Collection[str], most: int | None) -> None:
+        """Args:
+        form: of the calls.
+        names: of the tools. Without an opening in the text, only a call of one of them is one.
+        most: calls, after which nothing is read; None: any number.
+        """
+        self._form, self._names, self._most = form, names, most
+        self._opening, self._closing = form.opening.strip(), form.closing.strip()
+        self._head = re.compile(
+            rf'\{{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"{form.arguments}"\s*:\s*(?=\{{)', re.DOTALL
+        )
+        self.count = 0
+        """Calls that are complete."""
+        self._state: Callable[[News], bool] = self._text
+        self._buffer = ""
+        self._written = False  # whether there was text since the last call
+        self._raw = self._object = ""  # what becomes text if it is no call
+        self._scan = _Scan(0)
+
+    @property
+    def over(self) -> bool:
+        """Whether it has all calls that it reads."""
+        return self.count == self._most
+
+    @property
+    def held(self) -> str:
+        """Text that may become a call's beginning."""
+        return self._buffer if self._state == self._text else ""
+
+    def feed(self, text: str) -> News:
+        """What is new and certain."""
+        self._buffer += text
+        found: News = []
+        while not self.over and self._state(found):
+            pass
+        return found
+
+    def flush(self) -> News:
+        """What was held back, once no more comes."""
+        rest, self._buffer = self._buffer, ""
+        if self.over or self._state not in (self._text, self._begin, self._name):
+            return []
+        if self._state != self._text:
+            rest = self._raw + rest
+        return [rest] if rest and (rest.strip() or self._written or not self.count) else []
+
+    # The states. Each takes from the buffer what it knows of, and returns whether another one can go on.
+
+    def _text(self, found: News) -> bool:
+        opening, buffer = self._opening, self._buffer
+        if opening and (at := buffer.find(opening)) >= 0:
+            before = buffer[:at].rstrip()
+            self._pass(before, found)
+            end = at + len(opening)
+            self._raw, self._buffer, self._state = buffer[len(before) : end], buffer[end:], self._begin
+            return True
+        if not (self._form.marked or self._written or self.count):
+            body = buffer.lstrip()
+            if not body or (opening and opening.startswith(body)):
+                return False
+            if body[0] == ("[" if self._form.listed else "{"):
+                self._raw, self._buffer, self._state = buffer[: len(buffer) - len(body)], body, self._begin
+                return True
+        sizes = range(min(len(opening), len(buffer)), 0, -1)
+        kept = next((size for size in sizes if buffer.endswith(opening[:size])), 0)
+        certain = buffer[: len(buffer) - kept].rstrip()
+        self._buffer = buffer[len(certain) :]
+        self._pass(certain, found)
+        return False
+
+    def _begin(self, found: News) -> bool:
+        """Before the first call, or the next one of a list."""
+        body = self._buffer.lstrip()
+        self._raw += self._buffer[: len(self._buffer) - len(body)]
+        self._buffer = body
+        if body.startswith("[") and self._form.listed and self._raw.strip() in ("", self._opening):
+            self._raw, self._buffer = self._raw + "[", body[1:]
+            return True
+        if body.startswith("{"):
+            self._object, self._scan, self._state = "", _Scan(0), self._name
+            return True
+        return bool(body) and self._fail(found)
+
+    def _name(self, found: News) -> bool:
+        """Inside a call, before its arguments."""
+        end = self._scan.until(0, self._buffer)
+        whole = end >= 0
+        taken, self._buffer = (self._buffer[:end], self._buffer[end:]) if whole else (self._buffer, "")
+        self._object += taken
+        self._raw += taken
+        if head := self._head.match(self._object):
+            name, rest = _read(head[1]), self._object[head.end() :]
+            self._raw, self._buffer = self._raw[: len(self._raw) - len(rest)], rest + self._buffer
+            if not self._known(name):
+                return self._fail(found)
+            found.append(CallDelta(self.count, self._id(), name, ""))
+            self._scan, self._state = _Scan(1), self._arguments
+            return True
+        if not whole:
+            return False
+        call = _read(self._object)
+        name = call.get("name") if isinstance(call, dict) else None
+        if not self._known(name):
+            return self._fail(found)
+        given: Any = next((call[key] for key in (self._form.arguments, "arguments", "parameters") if key in call), {})
+        arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        found.append(CallDelta(self.count, self._id(), name, arguments))
+        return self._end()
+
+    def _arguments(self, found: News) -> bool:
+        end = self._scan.until(1, self._buffer)
+        piece = self._buffer if end < 0 else self._buffer[:end]
+        self._buffer = self._buffer[len(piece) :]
+        if piece:
+            found.append(CallDelta(self.count, None, None, piece))
+        if end < 0:
+            return False
+        self._state = self._rest
+        return True
+
+    def _rest(self, found: News) -> bool:
+        """Behind the arguments: other fields of the call, of which there is no need."""
+        end = self._scan.until(0, self._buffer)
+        self._buffer = "" if end < 0 else self._buffer[end:]
+        return end >= 0 and self._end()
+
+    def _after(self, found: News) -> bool:
+        """Behind a call: the end of the list, another call, or text."""
+        body = self._buffer.lstrip()
+        mark = "]" if self._form.listed else self._closing
+        more = self._form.between.strip()
+        if not body or (mark != body and mark.startswith(body)):
+            return False
+        if mark and body.startswith(mark):
+            self._buffer, self._state = body[len(mark) :], self._text
+        elif more and body.startswith(more):
+            self._raw, self._buffer, self._state = more, body[len(more) :], self._begin
+        elif body.startswith("{") and not self._form.marked:
+            self._state = self._begin
+        else:
+            self._state = self._text
+        return True
+
+    # What the states share
+
+    def _end(self) -> bool:
+        self.count += 1
+        self._raw, self._written, self._state = "", False, self._after
+        return True
+
+    def _fail(self, found: News) -> bool:
+        """It was no call."""
+        self._pass(self._raw, found)
+        self._raw, self._state = "", self._text
+        return True
+
+    def _pass(self, text: str, found: News) -> None:
+        if text:
+            found.append(text)
+            self._written = True
+
+    def _known(self, name: Any) -> bool:
+        return isinstance(name, str) and bool(name) and (self._form.marked or name in self._names)
+
+    def _id(self) -> str:
+        if self._form == MISTRAL:  # whose template takes no other
+            return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+        return f"call_{secrets.token_hex(12)}"
+
+
+def _read(text: str) -> Any:
+    try:
+        return json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return None

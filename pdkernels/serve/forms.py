@@ -1,0 +1,114 @@
+"""The languages of answers: what a request's `response_format`, `regex`, `choice` and tools demand of a text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from pdkernels.decoding import Grammar
+from pdkernels.decoding.grammar.language import (
+    Alt,
+    Chars,
+    Expression,
+    Repeat,
+    complement,
+    either,
+    optional,
+    sequence,
+    text,
+    without,
+)
+from pdkernels.decoding.grammar.regex import parsed
+from pdkernels.decoding.grammar.schema import parsed_schema
+from pdkernels.serve.calls import PLAIN, CallForm
+from pdkernels.serve.errors import Refused
+from pdkernels.serve.schema import ChatRequest, Settings
+from pdkernels.serve.tools import Calling
+
+_DEPTH = 3  # of references, as in Grammar.json_schema
+_ANY = Repeat(Chars(complement(())), 0, None)
+
+
+def asked_grammar(body: Settings, calling: Calling | None = None) -> dict[str, Grammar]:
+    """The option `grammar` of a request, if it has one.
+
+    Raises:
+        Refused: demands that exclude each other, or a schema of a tool that cannot be followed.
+        ValueError, NotImplementedError: as `Grammar`.
+    """
+    content = _content(body)
+    if calling is None or not (calling.forced or calling.strict or content):
+        return {} if content is None else {"grammar": _grammar(*content)}
+    if calling.forced and content is not None:
+        raise Refused(f"{content[0]} and tool_choice {calling.choice!r} exclude each other", 400, "tool_choice")
+    if calling.form is PLAIN and not calling.forced:
+        words = "the form of this model's calls is not known here, so only tool_choice 'required' or one tool can be followed with"
+        raise Refused(f"{words} {content[0] if content else 'strict'}", 400, "tools")
+    tools = {name: json.dumps(parameters) for name, parameters in calling.tools.items()}
+    return {"grammar": _calls(calling.form, tuple(tools.items()), calling.single, calling.forced, content)}
+
+
+def _content(body: Settings) -> tuple[str, str] | None:
+    """What kind of text is asked for, and its source."""
+    form = body.response_format if isinstance(body, ChatRequest) else None
+    choice = None if body.choice is None else json.dumps(body.choice)
+    asked: dict[str, str | None] = {"regex": body.regex, "choice": choice}
+    if form is not None and form.type != "text":
+        if (form.json_schema is None) == (form.type == "json_schema"):
+            raise Refused("json_schema must be given exactly for the type 'json_schema'", 400, "response_format")
+        schema: Mapping[str, Any] = {"type": "object", "additionalProperties": True}
+        asked["response_format"] = json.dumps(schema if form.json_schema is None else form.json_schema.schema_)
+    given = [(kind, source) for kind, source in asked.items() if source is not None]
+    if len(given) > 1:
+        raise Refused(f"{' and '.join(kind for kind, _ in given)} exclude each other", 400, given[-1][0])
+    return given[0] if given else None
+
+
+@lru_cache(maxsize=64)
+def _grammar(kind: str, source: str) -> Grammar:
+    """Kept, since its automata over tokens take longer to make than to use."""
+    if kind == "regex":
+        return Grammar.regex(source)
+    given = json.loads(source)
+    return Grammar.choice(given) if kind == "choice" else Grammar.json_schema(given)
+
+
+@lru_cache(maxsize=64)
+def _calls(
+    form: CallForm, tools: tuple[tuple[str, str], ...], single: bool, forced: bool, content: tuple[str, str] | None
+) -> Grammar:
+    """Texts that are calls; unless `forced`, also a text, before or in place of calls, that `content` says more of."""
+    calls = either([_call(form, name, parameters) for name, parameters in tools])
+    if form.marked:
+        calls = sequence(form.opening, calls, form.closing)
+    if not single:  # both copies of a call begin at once, so that an automaton has one
+        calls = sequence(Repeat(sequence(calls, form.between), 0, None), calls)
+    if form.listed:
+        calls = sequence("[", calls, "]")
+    words = "the calls of tools"
+    if content is not None:
+        calls = Alt((_expression(*content), calls))
+    elif not forced and form.marked:
+        marked = sequence(_ANY, form.opening.strip(), _ANY)
+        calls = sequence(without(_ANY, marked, words), optional(calls))
+    elif not forced:
+        space, bracket = Repeat(text(" "), 0, None), "[" if form.listed else "{"
+        calls = Alt((without(_ANY, sequence(space, bracket, _ANY), words), calls))
+    return Grammar(calls, words)
+
+
+def _call(form: CallForm, name: str, parameters: str) -> Expression:
+    try:
+        arguments = parsed_schema(parameters, None, _DEPTH, None)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise Refused(f"the parameters of tool {name!r}: {error}", 400, "tools") from None
+    return sequence(f'{{"name": {json.dumps(name)}, "{form.arguments}": ', arguments, "}")
+
+
+def _expression(kind: str, source: str) -> Expression:
+    if kind == "regex":
+        return parsed(source)
+    given = json.loads(source)
+    return Alt(tuple(map(text, given))) if kind == "choice" else parsed_schema(given, None, _DEPTH, None)
