@@ -55,6 +55,12 @@ class Engine:
         """The time to continue a prompt by `new` tokens, and the tokens."""
         raise NotImplementedError
 
+    def drafted(self, prompt: Tokens, new: int, how: str) -> tuple[float, Tokens, int | None]:
+        """As `answer`, with drafts of the kind `how`, "none" and "lookup" among them; and the model's forwards, where they are known."""
+        if how not in ("none", "lookup"):
+            raise NotImplementedError(f"it has no drafts of the kind {how!r}")
+        return *self.answer(prompt, new, how == "lookup"), None
+
     def clients(self, prompts: list[Tokens], new: int, lookup: bool) -> Clients:
         """A client for each prompt, all at once, greedy."""
         raise NotImplementedError("it has no clients here")
@@ -103,6 +109,21 @@ class Ours(Engine):
         run = self.pd.decoding.generate
         took, found = self.timed(lambda: run(self.model, prompt, max_new_tokens=new, end_tokens=(), **options))
         return took, found.tokens.tolist()
+
+    def drafted(self, prompt: Tokens, new: int, how: str) -> tuple[float, Tokens, int | None]:
+        kinds: dict[str, tuple[str, dict[str, Any]]] = {
+            "none": ("autoregressive", {}),
+            "lookup": ("jacobi", {"draft": "lookup", "block_size": 1 + DRAFT}),
+            "lookup, auto": ("jacobi", {"draft": "lookup", "block_size": "auto"}),
+            "suffix, auto": ("suffix", {"block_size": "auto"}),
+            "eagle, auto": ("eagle", {"block_size": "auto"}),
+        }
+        method, options = kinds[how]
+        if method == "eagle" and not getattr(self.model, "drafters", None):
+            self.model.drafters = {"eagle": self.pd.models.load_drafter("smollm2-eagle", self.model)}
+        run = self.pd.decoding.generate
+        took, found = self.timed(lambda: run(self.model, prompt, method, max_new_tokens=new, end_tokens=(), **options))
+        return took, found.tokens.tolist(), found.stats.forwards
 
     def clients(self, prompts: list[Tokens], new: int, lookup: bool) -> Clients:
         method = ("jacobi", {"draft": "lookup"}) if lookup else ("autoregressive", {})
@@ -228,9 +249,12 @@ class LlamaCpp(Engine):
         propose = LlamaPromptLookupDecoding(num_pred_tokens=DRAFT)
         self.open(len(prompt) + new + DRAFT, 1)
 
+        self.steps = 0
+
         def run() -> Tokens:
             text = [*prompt, self.decode(prompt, 0)[-1]]
             while len(text) < len(prompt) + new:
+                self.steps += 1
                 draft = propose(self.numpy.array(text)).tolist() if lookup else []
                 chosen = self.decode([text[-1], *draft], len(text) - 1)
                 right = next((i for i, (a, b) in enumerate(zip(draft, chosen)) if a != b), len(draft))
@@ -239,6 +263,10 @@ class LlamaCpp(Engine):
             return text[len(prompt) : len(prompt) + new]
 
         return self.timed(run)
+
+    def drafted(self, prompt: Tokens, new: int, how: str) -> tuple[float, Tokens, int | None]:
+        took, tokens, _ = super().drafted(prompt, new, how)
+        return took, tokens, 1 + self.steps
 
 
 class Transformers(Engine):
@@ -253,7 +281,7 @@ class Transformers(Engine):
         file = Path(spec["file"])
         self.torch = torch
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, dtype=torch.bfloat16
+            file.parent, gguf_file=file.name, dtype=getattr(torch, spec.get("dtype", "bfloat16"))
         )
 
     def choices(self, tokens: Tokens) -> Tokens:
@@ -277,9 +305,28 @@ class Transformers(Engine):
         given = self.torch.tensor([prompt])
         options: dict[str, Any] = {"do_sample": False, "min_new_tokens": new, "max_new_tokens": new, "pad_token_id": 0}
         options |= {"prompt_lookup_num_tokens": DRAFT} if lookup else {}
+        return self.generate(given, options)
+
+    def generate(self, given: Any, options: dict[str, Any]) -> tuple[float, Tokens]:
         mask = self.torch.ones_like(given)
         took, found = self.timed(lambda: self.model.generate(given, attention_mask=mask, **options))
-        return took, found[0, len(prompt) :].tolist()
+        return took, found[0, given.shape[1] :].tolist()
+
+    def drafted(self, prompt: Tokens, new: int, how: str) -> tuple[float, Tokens, int | None]:
+        """ "early exit": assisted by the model's own first layers."""
+        kinds = {
+            "none": {},
+            "lookup": {"prompt_lookup_num_tokens": DRAFT},
+            "early exit": {"assistant_early_exit": self.model.config.num_hidden_layers // 3},
+        }
+        options = {"do_sample": False, "min_new_tokens": new, "max_new_tokens": new, "pad_token_id": 0, **kinds[how]}
+        seen: list[int] = []
+        watch = self.model.lm_head.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[1]))
+        try:
+            took, tokens = self.generate(self.torch.tensor([prompt]), options)
+        finally:
+            watch.remove()
+        return took, tokens, None if how == "early exit" else len(seen)  # its own drafts use the head too
 
 
 class OpenVino(Engine):
@@ -394,7 +441,7 @@ ENGINES: dict[str, type[Engine]] = {
     "OpenVINO": OpenVino,
     "onnxruntime": OnnxRuntime,
 }
-METHODS = ("choices", "begin", "forward", "prompt", "answer", "clients", "memory")
+METHODS = ("choices", "begin", "forward", "prompt", "answer", "drafted", "clients", "memory")
 
 
 def main() -> None:

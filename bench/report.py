@@ -18,6 +18,7 @@ from bench import (
     bench_recurrent_state,
     cache_dtypes,
     cpu_engines_report,
+    drafters_report,
     engine_load,
     gpu_report,
     grammars_report,
@@ -37,6 +38,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results/cpu"
 GPU_RESULTS = ROOT / "bench/results"
 CPU_ENGINES = ROOT / "bench/results/cpu_engines.json"
+DRAFTERS = ROOT / "bench/results/drafters.json"
+DRAFTERS_PEERS = ROOT / "bench/results/drafters_peers.json"
 ENGINE_LOAD = ROOT / "bench/results/engine_load.json"
 EVALUATION_HYBRID = ROOT / "bench/results/evaluation_hybrid.json"
 GRAMMARS = ROOT / "bench/results/grammars.json"
@@ -382,6 +385,8 @@ TABLES = {
     "backends": lambda rows: backends.backends_table(backends.RESULTS),
     "server_soak": lambda rows: server_soak.soak_table(server_soak.RESULTS),
     "engine_load": lambda rows: engine_load.load_table(ENGINE_LOAD),
+    "drafters": lambda rows: drafters_report.methods(DRAFTERS),
+    "drafters peers": lambda rows: drafters_report.peers(DRAFTERS_PEERS),
     "cpu_engines summary": lambda rows: cpu_engines_report.summary(CPU_ENGINES),
     "cache dtypes": lambda rows: of_file(cache_dtypes.RESULT, cache_dtypes.markdown),
     "long texts": lambda rows: of_file(long_texts.RESULT, long_texts.markdown),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench import cpu_engines, cpu_engines_report, engine_load
+from bench import cpu_engines, cpu_engines_report, drafters_peers, drafters_report, engine_load
 from bench.cpu_engines import ANSWER, Cell, Refused, Worker
 
 
@@ -68,10 +68,54 @@ def test_a_worker_answers_and_refuses(tmp_path: Path) -> None:
         took, tokens = worker("answer", text, 6, True)
         greedy = cpu_engines.pd.decoding.generate(own, text, max_new_tokens=6, end_tokens=())
         assert took > 0 and tokens == greedy.tokens.tolist()
+        for how in ("none", "lookup", "lookup, auto", "suffix, auto"):
+            took, tokens, forwards = worker("drafted", text, 6, how)
+            assert took > 0 and tokens == greedy.tokens.tolist() and 0 < forwards <= 6
         with pytest.raises(Refused, match="Error"):
             worker("forward", ["x"])
     finally:
         worker.end()
+
+
+def test_kinds_of_drafts_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least time of rounds; an answer that differs from the engine's own token by token is counted; what is refused is not asked again."""
+    monkeypatch.setattr(
+        drafters_peers, "KINDS", {"pdkernels": ["none", "lookup"], "b": ["none", "lookup", "early exit"]}
+    )
+    told: dict[str, Any] = {"pdkernels": [], "b": []}
+
+    def engine(name: str, times: dict[str, list[float]]) -> Any:
+        def run(*given: Any) -> Any:
+            told[name].append(given)
+            _, prompt, new, how = given
+            if how == "early exit":
+                raise Refused("it has none")
+            wrong = name == "b" and how == "lookup" and prompt == [2]
+            return times[how].pop(0), [8 if wrong else 7] * new, None if how == "lookup" else new
+
+        return run
+
+    workers: Any = {
+        "pdkernels": engine("pdkernels", {"none": [40.0, 40.0, 30.0, 50.0], "lookup": [20.0, 20.0, 90.0, 10.0]}),
+        "b": engine("b", {"none": [80.0] * 4, "lookup": [40.0] * 4}),
+    }
+    found: dict[str, Any] = {"tokens": 4, "rounds": 2, "machine": "one", "torch": "2", "rows": {}}
+    for _ in range(2):
+        drafters_peers.measure(workers, {"quoting": [[1]], "other": [[2]]}, 4, found)
+    assert found["rows"]["pdkernels"]["lookup"]["other"]["0"] == {"ms": 10.0, "forwards": None, "same": True}
+    assert sum(given[3] == "early exit" for given in told["b"]) == 1
+    lines = drafters_report.peers_of(found).splitlines()
+    assert lines[2] == "| **pdkernels, token by token** | 133.3 | 1.00x | 100.0 | 1.00x | 1.00 | 2 of 2 |"
+    assert lines[3] == "| **pdkernels, lookup** | 200.0 | 1.50x | 400.0 | 4.00x | - | 2 of 2 |"
+    assert lines[5] == "| b, lookup | 100.0 | 2.00x | 100.0 | 2.00x | - | 1 of 2 |"
+    assert lines[6] == "| b, assisted by its first layers | - | - | - | - | - | - |"
+
+
+def test_the_committed_drafts_have_tables() -> None:
+    """The tokens of greedy decoding, by every method."""
+    found = json.loads((drafters_peers.ROOT / "bench/results/drafters.json").read_text())
+    assert all(row["equal"] == int(found["settings"]["questions"]) for row in found["rows"].values())
+    assert "| eagle, auto |" in drafters_report.methods(drafters_peers.ROOT / "bench/results/drafters.json")
 
 
 def test_random_weights_are_a_model(tmp_path: Path) -> None:

@@ -140,6 +140,12 @@ def measure_row_times(
         >>> times.rows, all(second > 0 for second in times.seconds)
         ((1, 8), True)
     """
+    taken = _row_seconds(model, rows, prefix, repeats, batch)
+    return fit_row_times(list(rows), [statistics.median(taken[count]) for count in rows])
+
+
+def _row_seconds(model: Any, rows: Sequence[int], prefix: int, repeats: int, batch: int) -> dict[int, list[float]]:
+    """Seconds of each forward, by its number of rows."""
     for name, value in (("prefix", prefix), ("repeats", repeats), ("batch", batch)):
         check(value >= 1, _OP, name, "be at least 1", value)
     cache = model.new_cache(batch, prefix + max(rows))
@@ -158,7 +164,7 @@ def measure_row_times(
                 _wait(device)
                 if turn:
                     taken[count].append(time.perf_counter() - started)
-    return fit_row_times(list(rows), [statistics.median(taken[count]) for count in rows])
+    return taken
 
 
 def _wait(device: torch.device) -> None:
@@ -170,7 +176,7 @@ _kept: dict[str, RowTimes] = {}
 
 
 def kept_row_times(model: Any) -> RowTimes:
-    """`measure_row_times` of a model on this machine, once: the result is kept in memory, and in a file of the user's cache folder.
+    """As `measure_row_times`, for a model on this machine, once: the result is kept in memory, and in a file of the user's cache folder.
 
     Two models are the same here if they have the same sizes, dtype and formats of matrices.
     """
@@ -180,7 +186,9 @@ def kept_row_times(model: Any) -> RowTimes:
         known = _read(file)
         found = known.get(name)
         if found is None:
-            times = measure_row_times(model, (1, 2, 4, 8, 16, 32), repeats=5)
+            # The least time of each: it is kept for long, and must not depend on what else runs now.
+            taken = _row_seconds(model, (1, 2, 4, 8, 16, 32), 128, 7, 1)
+            times = fit_row_times(list(taken), [min(seconds) for seconds in taken.values()])
             _write(file, known | {name: [list(times.rows), list(times.seconds)]})
         else:
             times = fit_row_times(*found)

@@ -2,6 +2,7 @@
 
 from pdkernels.training import plans
 from pdkernels.training.corpora import Problem, arithmetic, as_ids, standard_library
+from pdkernels.training.dflash import DFlashLoss, dflash_loss, draw_anchors, new_dflash_head
 from pdkernels.training.drafter import DrafterLoss, attach_drafter_, drafter_loss
 from pdkernels.training.eagle import EagleLoss, eagle_loss, new_eagle_head, usual_taps
 from pdkernels.training.links import Chains, chains
@@ -48,6 +49,7 @@ from pdkernels.training.trajectories import (
 __all__ = [
     "Chains",
     "ConsistencyLoss",
+    "DFlashLoss",
     "DrafterLoss",
     "DualStreamBatch",
     "DualStreamSample",
@@ -72,13 +74,16 @@ __all__ = [
     "choose_record",
     "collect_sampler_steps",
     "collect_trajectories",
+    "dflash_loss",
     "drafter_loss",
+    "draw_anchors",
     "draw_chunk_masks",
     "draw_masks",
     "dual_stream_loss",
     "dual_stream_terms",
     "eagle_loss",
     "lay_out",
+    "new_dflash_head",
     "new_eagle_head",
     "noise_aware_loss",
     "noise_aware_sample",

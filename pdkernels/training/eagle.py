@@ -18,6 +18,11 @@ from pdkernels.ops._quantized_weight import QuantizedWeight
 
 _OP = "training.eagle_loss"
 
+ABSENT: dict[str, Any] = dict.fromkeys(
+    ("qkv_bias", "output_bias", "mlp_bias", "qk_norm", "whole_qk_norm", "tied_head"), False
+)
+"""What layers of drafters do without."""
+
 
 def usual_taps(layers: int) -> tuple[int, int, int]:
     """An early, a middle and a late layer of a target, as in EAGLE's released code.
@@ -27,6 +32,19 @@ def usual_taps(layers: int) -> tuple[int, int, int]:
     """
     check(layers >= 4, "training.usual_taps", "layers", "be at least 4", layers)
     return min(2, layers - 3), layers // 2, layers - 3
+
+
+def check_numbers(op: str, model: Transformer) -> None:
+    """Refuses packed matrices, of which there is nothing to copy."""
+    packed = any(isinstance(part, QuantizedWeight) for part in model.modules())
+    check(not packed, op, "model", "hold numbers", "packed matrices", "Load it with packed=False.")
+
+
+def copy_layer_(own: Any, last: Any) -> None:
+    """Copies what layers of drafters have in common with those of a target."""
+    for name in ("output", "gate_up", "down", "mlp_norm"):
+        if hasattr(last, name):  # a layer with experts has no MLP
+            getattr(own, name).copy_(getattr(last, name))
 
 
 @torch.no_grad()
@@ -52,25 +70,17 @@ def new_eagle_head(model: Transformer, vocabulary: Tensor, taps: Sequence[int] |
         (1, 2, 1)
     """
     config = model.config
+    check_numbers("training.new_eagle_head", model)
     taps = usual_taps(config.layers) if taps is None else tuple(taps)
-    plain: dict[str, Any] = dict.fromkeys(
-        ("qkv_bias", "output_bias", "mlp_bias", "qk_norm", "whole_qk_norm", "tied_head"), False
-    )
-    body = replace(config, layers=1, experts=None, **plain)
+    body = replace(config, layers=1, experts=None, **ABSENT)
     made = EagleConfig(body, tuple(taps), len(vocabulary), config.hidden_size, own_embedding=False)
     head: Any = EagleHead(made)
     last: Any = model.layers[-1]
     first = head.layers[0]
     width = config.hidden_size
-    packed = any(isinstance(part, QuantizedWeight) for part in model.modules())
-    check(
-        not packed, "training.new_eagle_head", "model", "hold numbers", "packed matrices", "Load it with packed=False."
-    )
     first.qkv[:, width:] = last.qkv.float()
     first.qkv[:, :width] *= 0.1
-    for name in ("output", "gate_up", "down", "mlp_norm"):
-        if hasattr(last, name):  # a layer with experts has no MLP
-            getattr(first, name).copy_(getattr(last, name))
+    copy_layer_(first, last)
     first.hidden_norm.copy_(last.attention_norm)
     head.fc *= 0.05
     head.fc[:, -width:] += torch.eye(width)
@@ -172,6 +182,8 @@ def eagle_loss(
     check_number(_OP, "decay", decay, 0, 1, "be in 0 .. 1")
     length = embedded.shape[1]
     check(length > steps + 1, _OP, "embedded", f"have more than {steps + 1} rows", length)
+    together = head.config.mask_token is not None
+    check(not together, _OP, "head", "guess token after token", "a P-EAGLE head")
     rollouts: Any = _Rollouts(head)
     hidden = head.fused(features[:, :-1])
     total, weights = torch.zeros((), device=hidden.device), 0.0

@@ -119,6 +119,66 @@ def test_the_steps_of_the_plain_form(variant: str, temperature: float) -> None:
     assert several
 
 
+@torch.inference_mode()
+def plain_together(
+    model: Any, head: Any, prompt: list[int], size: int, temperature: float, seed: int
+) -> tuple[list[int], Any]:
+    """Tokens, and the draft and what was accepted of every step of a P-EAGLE head, by forwards over whole texts."""
+    one = Plain(model, head, temperature, seed)
+    text, steps = [*prompt], []
+    text.append(one.draw(one.logits(torch.tensor(text))[-1], len(text)))
+    while len(text) < len(prompt) + LIMIT:
+        width = min(size, len(prompt) + LIMIT - len(text))
+        masks = max(0, width - 2)
+        read = torch.cat([one.features(torch.tensor(text[:-1])), head.masks()[0].expand(masks, -1)])
+        rows = one.rows(torch.tensor([*text[1:], *[head.config.mask_token] * masks]), read)[len(text) - 2 :]
+        draft = [text[-1], *(one.guess(rows[n], len(text) + n) for n in range(width - 1))]
+        told = one.logits(torch.tensor([*text[:-1], *draft]))[len(text) - 1 :]
+        drawn = [one.draw(row, len(text) + n) for n, row in enumerate(told)]
+        accepted = 1
+        while accepted < width and draft[accepted] == drawn[accepted - 1]:
+            accepted += 1
+        steps.append((draft, accepted))
+        text += drawn[:accepted]
+    return text[len(prompt) :], steps
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("size", [2, 3, 6])
+def test_the_steps_of_the_plain_form_of_parallel_heads(size: int, temperature: float) -> None:
+    seed, several = 4, 0
+    model = a_model(seed)
+    head = a_head(model, seed, mask_token=1, norm_before_fc=size == 3)
+    head.mask_hidden.data *= 3
+    options = {"block_size": size, "temperature": temperature, "end_tokens": (), "drafter": head, "trace": True}
+    options |= {"max_new_tokens": LIMIT}
+    together = generate(model, PROMPTS, "eagle", **options, seed=[seed] * len(PROMPTS))
+    for number, prompt in enumerate(PROMPTS):
+        tokens, steps = plain_together(model, head, prompt, size, temperature, seed)
+        found = generate(model, prompt, "eagle", seed=seed, **options)
+        assert found.tokens.tolist() == together.tokens[number].tolist() == tokens
+        assert found.stats.accepted[0] == together.stats.accepted[number]
+        assert [(list(step.draft), step.accepted) for step in found.stats.trace[0]] == steps
+        several += sum(accepted > 1 for _, accepted in steps)
+    assert several
+    with pytest.raises(
+        ValueError, match="a P-EAGLE head makes all guesses at once, so it drafts chains alone. Pass branches=1"
+    ):
+        generate(model, [1], "eagle", branches=2, drafter=head, max_new_tokens=4)
+
+
+def test_parallel_heads_choose_their_lengths_and_are_lossless() -> None:
+    model = a_model().float()
+    head = a_head(model, mask_token=1)
+    expected = generate(model, PROMPTS, max_new_tokens=30, end_tokens=()).tokens
+    for size in ("auto", 5):
+        found = generate(
+            model, PROMPTS, "eagle", max_new_tokens=30, end_tokens=(), block_size=size, drafter=head
+        ).tokens
+        assert all(map(torch.equal, found, expected))
+
+
 TREES = [(4, 2, 6), (6, 3, 12), (2, 4, 4), (4, 2, 4), (6, 3, 4)]  # of the last two a path may take every node
 
 

@@ -319,9 +319,11 @@ def test_ragged_requests_give_the_tokens_of_transformers(engines: dict[str, Any]
 @needs_vllm
 @pytest.mark.slow
 def test_drafts_are_accepted_and_change_no_token(engines: dict[str, Any]) -> None:
-    plain, drafted = engines["repeating"]["plain"], engines["repeating"]["lookup"]
-    assert drafted["tokens"] == plain["tokens"] == engines["repeating"]["transformers"]
-    assert drafted["accepted"] > 0 and drafted["forwards"] < plain["forwards"]
+    plain = engines["repeating"]["plain"]
+    for kind in ("lookup", "suffix"):
+        drafted = engines["repeating"][kind]
+        assert drafted["tokens"] == plain["tokens"] == engines["repeating"]["transformers"]
+        assert drafted["accepted"] > 0 and drafted["forwards"] < plain["forwards"]
 
 
 @needs_vllm

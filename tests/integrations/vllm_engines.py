@@ -173,10 +173,14 @@ def main(folder: Path) -> None:
         llm.llm_engine.engine_core.shutdown()
         del llm, layers
         gc.collect()
-    proposer = "pdkernels.integrations.vllm.LookupProposer"
-    drafts = {"method": "custom_class", "model": proposer, "num_speculative_tokens": 8}
-    llm = engine(folder / "llama", speculative_config=drafts)
-    found["repeating"]["lookup"] = timed(llm, repeating, forwards)
+    for kind in ("Lookup", "Suffix"):
+        proposer = f"pdkernels.integrations.vllm.{kind}Proposer"
+        drafts = {"method": "custom_class", "model": proposer, "num_speculative_tokens": 8}
+        llm = engine(folder / "llama", speculative_config=drafts)
+        found["repeating"][kind.lower()] = timed(llm, repeating, forwards)
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
     (folder / "found.json").write_text(json.dumps(found))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import json
@@ -59,6 +60,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen3": ({"qk_norm": True}, {"norm_before_residual": True}),
     "biases": ({"qkv_bias": True, "output_bias": True, "mlp_bias": True}, {}),
     "two taps": ({}, {"taps": (0, 6)}),
+    "parallel": ({"layers": 2}, {"mask_token": 39, "norm_before_fc": True}),
 }
 
 
@@ -118,10 +120,21 @@ BROKEN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "kind": (
         {"speculators_model_type": "medusa"},
         NotImplementedError,
-        "speculators_model_type must be 'eagle3' or 'dflash', got 'medusa'",
+        "speculators_model_type must be 'eagle3', 'peagle' or 'dflash', got 'medusa'",
     ),
     "family": ({"model_type": "gpt2"}, NotImplementedError, "model_type must be one of llama, qwen3, got 'gpt2'"),
     "map": ({"draft_vocab_size": 13}, ValueError, r"lm_head.weight must have shape \(13, 32\), got \(12, 32\)"),
+    "mask": (
+        {"speculators_model_type": "peagle", "mask_token_id": 40},
+        ValueError,
+        "mask_token must be in 0 .. 39, got 40",
+    ),
+    "no mask": ({"speculators_model_type": "peagle"}, ValueError, "config.json must hold 'mask_token_id'"),
+    "no row of masks": (
+        {"speculators_model_type": "peagle", "mask_token_id": 3},
+        ValueError,
+        "checkpoint must hold every tensor of its config.json, got none called mask_hidden",
+    ),
     "both norms": ({"norm_before_fc": True, "fc_norm": True}, ValueError, "fc_norm must be False with norm_before_fc"),
 }
 
@@ -246,6 +259,63 @@ def theirs(speculators: Any, head: EagleHead, rope: dict[str, Any] | None = None
     return speculators.Eagle3DraftModel(made).eval()
 
 
+def test_the_forward_of_parallel_heads(
+    speculators: Any, target: Transformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P-EAGLE: a head that we wrote, read by the library, and its rows at every depth after two anchors; and theirs, read by us."""
+    with without_data():
+        from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig, core
+    body, changes = VARIANTS["parallel"]
+    head, folder = a_head(body, **changes), tmp_path / "head"
+    save_drafter(head, folder)
+    made = PEagleSpeculatorConfig.from_pretrained(folder)
+    made.transformer_layer_config._attn_implementation = "eager"
+    model = PEagleDraftModel(made).eval()
+    fill(model, folder)
+    model.config.save_pretrained(tmp_path / "theirs")
+    state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("verifier")}
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / "theirs" / "model.safetensors")
+    found = load_drafter(tmp_path / "theirs", target)
+    assert isinstance(found, EagleHead) and found.config == head.config
+    assert all(torch.equal(tensor, found.state_dict()[name]) for name, tensor in head.state_dict().items())
+
+    length, anchors, depths = 9, (3, 6), 4
+    places = [(row, 0) for row in range(length)] + [
+        (row, depth) for depth in range(1, depths) for row in anchors if row + depth < length
+    ]
+    chosen = torch.tensor(places).T
+    monkeypatch.setattr(core, "generate_cod_sample_indices", lambda **_: (chosen[0], chosen[1]))
+    generator = torch.Generator().manual_seed(1)
+    features = torch.randn(1, length, 3, 32, generator=generator)
+    tokens = torch.randint(40, (1, length), generator=generator)
+    seen: list[torch.Tensor] = []
+    handle = model.lm_head.register_forward_hook(lambda module, given, out: seen.append(out))
+    losses = importlib.import_module("speculators.losses").resolve_loss_config("kl_div", "eager")
+    with torch.no_grad():
+        documents, hidden = torch.zeros_like(tokens), torch.randn(1, length, 32, generator=generator)
+        model(
+            features.flatten(-2),
+            tokens,
+            documents,
+            verifier_last_hidden_states=hidden,
+            loss_config=losses,
+            num_depths=depths,
+        )
+    handle.remove()
+    compared = 0
+    for anchor in anchors:
+        cache, fused = found.new_cache(1, 16), found.fused(features)
+        rows = found(found.embed(tokens[:, : anchor + 1]), fused[:, : anchor + 1], cache=cache)[:, -1:]
+        cache.commit_(torch.tensor([anchor + 1]))
+        mask = found.embed(torch.full((1, depths - 1), 39))
+        rows = torch.cat([rows, found(mask, found.masks().expand(1, depths - 1, -1), cache=cache)], 1)
+        for number, (row, depth) in enumerate(places):
+            if row == anchor:
+                torch.testing.assert_close(found.logits(rows[:, depth]), seen[0][:, number], rtol=1e-4, atol=1e-4)
+                compared += 1
+    assert compared == 4 + 3
+
+
 def fill(model: Any, folder: Path) -> None:
     missing, extra = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
     assert not extra and set(missing) <= {"verifier_lm_head.weight", "verifier_norm.weight"}
@@ -277,7 +347,7 @@ ROPES: dict[str, Any] = {"default": None, "llama3": LLAMA3}
 
 
 @pytest.mark.parametrize("rope", ROPES)
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "two taps"])
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in ("two taps", "parallel")])
 def test_the_forward_of_speculators(
     variant: str, rope: str, speculators: Any, target: Transformer, tmp_path: Path
 ) -> None:

@@ -108,6 +108,9 @@ def test_what_is_refused() -> None:
     given, scored = read(model, head, torch.tensor([1, 2, 3, 4])), torch.ones(1, 4, dtype=torch.bool)
     with pytest.raises(ValueError, match="eagle_loss: embedded must have more than 4 rows, got 4"):
         eagle_loss(head, *given, scored, steps=3)
+    together = eagle_head(model, 0, (1, 2, 4), mask_token=0)
+    with pytest.raises(ValueError, match="head must guess token after token, got a P-EAGLE head"):
+        eagle_loss(together, *given, scored, steps=2)
     with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
         eagle_loss(head, *given, scored, steps=0)
     with pytest.raises(ValueError, match="decay must be in 0 .. 1, got 2"):

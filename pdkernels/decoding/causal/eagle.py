@@ -1,6 +1,6 @@
 """EAGLE-3: a head of one layer drafts from the target's hidden states, and one forward of the target verifies its chain or tree.
 
-Sources: "EAGLE-3" (arXiv 2503.01840); trees as in "EAGLE-2" (arXiv 2406.16858). The head reads the features of rows that the target has computed, and its own rows where it has
+Sources: "EAGLE-3" (arXiv 2503.01840); guesses in one forward as in "P-EAGLE" (arXiv 2602.01469); trees as in "EAGLE-2" (arXiv 2406.16858). The head reads the features of rows that the target has computed, and its own rows where it has
 not been yet. Features come with the verification (`Transformer.tapped`), so the target runs once per step.
 """
 
@@ -14,7 +14,7 @@ import torch
 
 from pdkernels._philox import uniforms_at
 from pdkernels._validation import check, check_type, refuse
-from pdkernels.decoding._costs import BlockSize, checked_block_size, guess_seconds, step_costs
+from pdkernels.decoding._costs import BlockSize, checked_block_size, draft_seconds, guess_seconds, step_costs
 from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampling, checked_size
 from pdkernels.decoding._session import Session
 from pdkernels.decoding._token_sampler import checked_sampler
@@ -84,9 +84,17 @@ class EagleSteps(FeatureSteps):
         self.branches, self.nodes = _checked_tree(
             op, session.model, branches, nodes, slots, chosen, len(head.vocabulary)
         )
+        self.together = getattr(head.config, "mask_token", None) is not None
+        """Whether the head makes all guesses in one forward."""
+        words = "a P-EAGLE head makes all guesses at once, so it drafts chains alone"
+        refuse(self.together and self.branches > 1, op, words, "Pass branches=1.")
         timed = HeadRows(head, self.embed, self.shared)
         guess = guess_seconds(timed) if chosen else 0.0
-        costs = step_costs(session.model, slots, guess, guess) if chosen else ()
+        costs: list[float] | tuple[()] = ()
+        if chosen and self.together:
+            costs = step_costs(session.model, slots, draft=2 * guess + draft_seconds(timed, max(1, slots - 2)))
+        elif chosen:
+            costs = step_costs(session.model, slots, guess, guess)
         # A whole tree is stored behind any text, however few tokens are still pending.
         rows = slots if self.branches == 1 else max(self.nodes, slots + 1)
         self.allocate_drafter(op, session, seeds, slots, page_size, head, costs, rows, wake=guess)
@@ -189,6 +197,8 @@ class EagleSteps(FeatureSteps):
         return self.plans[nodes]
 
     def draft(self, width: int) -> torch.Tensor:
+        if self.together:
+            return self._draft_together(width)
         busy = self.entry.pending.sign()
         hidden, guesses = self._read(), list[torch.Tensor]()
         read = self.drafted.lengths.clone()
@@ -200,6 +210,17 @@ class EagleSteps(FeatureSteps):
             guesses.append(self.or_forced(number, guess))
         self.drafted.lengths.copy_(read)  # its own rows have no features yet
         return torch.cat(guesses, 1)
+
+    def _draft_together(self, width: int) -> torch.Tensor:
+        """P-EAGLE: rows of masks follow the last one with features. They are not committed."""
+        rows = self._read()
+        if width > 2:
+            shape = (len(rows), width - 2)
+            tokens = torch.full(shape, self.drafter.config.mask_token, device=rows.device)
+            masked = self.drafter.masks().expand(*shape, -1)
+            rows = torch.cat([rows, self.drafter(self.embed(tokens), masked, cache=self.drafted)], 1)
+        guesses = self._guess(rows, self.cache.lengths[:, None] + self.slot[1:width])
+        return torch.cat([self.or_forced(n, guesses[:, n - 1 : n]) for n in range(1, width)], 1)
 
     def _read(self) -> torch.Tensor:
         """The head's rows ``(batch, 1, hidden_size)`` after all that was fresh."""

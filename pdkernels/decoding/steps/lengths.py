@@ -15,8 +15,9 @@ import torch
 
 KEPT = 0.97  # of the counts, with each step: what is known fades, so that drafts are tried again
 HOPE, WEIGHT = 0.75, 1.0  # share and weight of imagined acceptances, which are all that is known at first
-SLACK = 0.01  # of the time of decoding token by token that rejected drafts may cost
-CREDIT = 1.0  # forwards of one row that they may cost before anything is gained
+# What rejected drafts may cost: a share of the time of decoding token by token, and forwards of one row before anything is gained. A step of
+# two rows, which may cost half a forward more, can be tried at once, and from 31 steps on no text falls below 0.98 of that speed.
+SLACK, CREDIT = 0.005, 0.47
 
 
 class Lengths:

@@ -6,6 +6,7 @@ is no row of the residual. The block holds the known token and masks. Its rows s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, cast
@@ -127,11 +128,14 @@ class DFlashHead(DrafterHead):
         """
         body, count = self.config.body, embedded.shape[1]
         plan = _whole(count, embedded.device)
-        rows = new_rows(body, self.tables, embedded, count, cache, mask=plan)
+        return self.run(embedded, new_rows(body, self.tables, embedded, count, cache, mask=plan).attend_)
+
+    def run(self, embedded: Tensor, attend_: Callable[..., Tensor]) -> Tensor:
+        """A forward whose attention is ``attend_(qkv, layer=index)``."""
         x: Tensor = embedded
         added: Tensor | None = None
         for index, layer in enumerate(self.layers):
-            x, added = layer(x, added, partial(rows.attend_, layer=index), None)
+            x, added = layer(x, added, partial(attend_, layer=index), None)
         assert added is not None
         return x + added
 

@@ -2,7 +2,7 @@
 
 Source: "EAGLE-3" (arXiv 2503.01840). Row i is about token i + 1: it reads that token's embedding and the target's features of row i,
 which have seen all tokens up to i, and predicts token i + 2. Where the target has not been yet, the head's own output takes the
-place of features.
+place of features. In "P-EAGLE" (arXiv 2602.01469) a mask token and a learned row take the places of both, so all guesses take one forward.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class EagleConfig(DrafterConfig):
     """Whether what is fed back is the output of the last norm (EAGLE 3.1)."""
     own_embedding: bool = True
     """False: tokens have the target's embedding."""
+    mask_token: int | None = None
+    """Of P-EAGLE, whose guesses are made in one forward: the token that stands for those before. None: one after the other."""
 
     def __post_init__(self) -> None:
         check_type(
@@ -67,6 +69,9 @@ class EagleConfig(DrafterConfig):
             f"be at most {vocabulary}",
             self.draft_vocab_size,
         )
+        if self.mask_token is not None:
+            check_type(type(self.mask_token) is int, _OP, "mask_token", "be an int", type(self.mask_token).__name__)
+            check(0 <= self.mask_token < vocabulary, _OP, "mask_token", f"be in 0 .. {vocabulary - 1}", self.mask_token)
         for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "own_embedding"):
             check_flag(_OP, name, getattr(self, name))
         both = self.norm_before_fc and self.fc_norm
@@ -123,6 +128,8 @@ class EagleHead(DrafterHead):
         self.fc: Matrix = nn.Parameter(torch.empty(body.hidden_size, taps * width))
         before = nn.Parameter(torch.empty(taps * width)) if config.norm_before_fc or config.fc_norm else None
         self.register_parameter("fc_norm", before)
+        masked = None if config.mask_token is None else nn.Parameter(torch.empty(1, 1, taps * width))
+        self.register_parameter("mask_hidden", masked)
         layers = [EagleLayer(config), *(Layer(body) for _ in range(body.layers - 1))]
         self.layers = nn.ModuleList(layers)
         self.norm = nn.Parameter(torch.empty(body.hidden_size))
@@ -131,6 +138,8 @@ class EagleHead(DrafterHead):
         self.tables = tables_of(body)
         if not self.norm.is_meta:
             self.initialize_()
+            if masked is not None:
+                nn.init.normal_(masked)
 
     def fused(self, features: Tensor) -> Tensor:
         """What it reads of the target's `features` ``(batch, T, taps, target_hidden_size)``: ``(batch, T, hidden_size)``."""
@@ -143,6 +152,11 @@ class EagleHead(DrafterHead):
             parts = weight.view(features.shape[-2:])
             flat = torch.cat([rms_norm(features[..., i, :], part, eps) for i, part in enumerate(parts)], -1)
         return linear(flat, self.fc)
+
+    def masks(self) -> Tensor:
+        """Of P-EAGLE: what it reads in place of features that are not there yet, ``(1, 1, hidden_size)``."""
+        given = cast(Tensor, self.mask_hidden)
+        return self.fused(given.unflatten(-1, (len(self.config.taps), -1)))
 
     def forward(
         self,

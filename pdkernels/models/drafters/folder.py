@@ -59,7 +59,7 @@ def load_drafter(
     """A drafter for a target, from a folder with ``config.json`` and ``*.safetensors``.
 
     Args:
-        path: of a folder in the format of the speculators library (``"speculators_model_type"`` "eagle3" or "dflash"), or of a
+        path: of a folder in the format of the speculators library (``"speculators_model_type"`` "eagle3", "peagle" or "dflash"), or of a
             checkpoint as the authors of EAGLE-3 (``midlayer.*``) or DFlash (``dflash_config``) publish them; the target's own folder,
             if it has a layer for multi-token prediction (MiMo, Qwen3.5); or the name of a head in the package.
         target: the model that it drafts for, one of `load` or of `pdkernels.integrations.transformers.wrap`.
@@ -120,6 +120,8 @@ def load_drafter(
     vocabulary = vocabulary_of(weights, config.draft_vocab_size, config.body.vocab_size)
     if isinstance(norms := state.get("fc_norm"), Tensor):
         state["fc_norm"] = norms.flatten()  # those of the taps are kept as one
+    if isinstance(masked := state.get("mask_hidden"), Tensor):
+        state["mask_hidden"] = masked.view(1, 1, -1)
     with torch.device("meta"):
         head: EagleHead | DFlashHead = EagleHead(config) if isinstance(config, EagleConfig) else DFlashHead(config)
     adopt_(head, {**state, "vocabulary": vocabulary.to(target.device)})
@@ -232,7 +234,7 @@ def _config(fields: Fields, weights: Weights, target: Any) -> tuple[EagleConfig,
     """The sizes of a head, checked against its target, and the published name of its first layer."""
     kind, published = fields.get("speculators_model_type"), _FIRST_NORM in weights.stored
     if kind is not None:
-        demand(kind == "eagle3", "speculators_model_type", "be 'eagle3' or 'dflash'", shown(kind))
+        demand(kind in ("eagle3", "peagle"), "speculators_model_type", "be 'eagle3', 'peagle' or 'dflash'", shown(kind))
         inner = fields.part("transformer_layer_config")
         family = inner.get("model_type", "qwen3")
     else:
@@ -270,6 +272,7 @@ def _config(fields: Fields, weights: Weights, target: Any) -> tuple[EagleConfig,
             fc_norm=fields.flag("fc_norm", False),
             norm_output=fields.flag("norm_output", False),
             own_embedding="embed_tokens.weight" in weights.stored,
+            mask_token=fields.integer("mask_token_id", minimum=0) if kind == "peagle" else None,
         )
     return config, "midlayer." if published else "layers.0."
 
@@ -302,6 +305,8 @@ def _parts(config: EagleConfig, first: str, embedding: bool) -> Iterator[tuple[s
         yield "fc_norm", {"input_norm.weight": (len(config.taps) * wide,)}
     if config.fc_norm:
         yield "fc_norm", {f"fc_norm.{index}.weight": (wide,) for index in range(len(config.taps))}
+    if config.mask_token is not None:
+        yield "mask_hidden", {"mask_hidden": (1, 1, len(config.taps) * wide)}
     for index in range(body.layers):
         ours, theirs = f"layers.{index}.", f"layers.{index}." if index else first
         if index == 0:
@@ -312,9 +317,12 @@ def _parts(config: EagleConfig, first: str, embedding: bool) -> Iterator[tuple[s
 
 
 def _written(config: EagleConfig, dtype: str, target: str, tokens: int) -> Mapping[str, Any]:
+    together = config.mask_token is not None
+    kind = "peagle" if together else "eagle3"
     return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
+        "architectures": ["PEagleSpeculator" if together else "Eagle3Speculator"],
+        "speculators_model_type": kind,
+        **({"mask_token_id": config.mask_token} if together else {}),
         "speculators_version": "0.9.0",
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
@@ -325,5 +333,5 @@ def _written(config: EagleConfig, dtype: str, target: str, tokens: int) -> Mappi
         "norm_output": config.norm_output,
         "torch_dtype": dtype,
         "transformer_layer_config": layer_config(config.body),
-        "speculators_config": proposals("eagle3", target, tokens),
+        "speculators_config": proposals(kind, target, tokens),
     }

@@ -1,0 +1,120 @@
+"""Drafts of pdkernels, llama.cpp, OpenVINO GenAI and transformers beside each other: the same file, the same questions, interleaved runs.
+
+    python -m bench.drafters_peers --peer-python PYTHON [--rounds 3] [--to bench/results/drafters_peers.json]
+
+Each engine runs in a process of its own on one thread (bench/cpu_workers.py), answers all questions token by token and with its own kinds of
+drafts, and only it can say what its drafts gain. Engines, kinds and questions take turns; the minimum of each counts: CPU time, which
+other work on the machine disturbs little. An answer that differs from the engine's own token by token is counted.
+
+Figures are written after every round, so the command can be stopped; started again, it adds rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import pdkernels as pd
+from bench.cpu_engines import QUESTION, Refused, Worker, pythons
+from bench.drafters_report import peers_of
+from pdkernels.evaluation.machine import processor
+from pdkernels.models.packaged import packaged
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench/results/drafters_peers.json"
+NONE = "none"
+KINDS: dict[str, list[str]] = {
+    "pdkernels": [NONE, "lookup", "lookup, auto", "suffix, auto", "eagle, auto"],
+    "llama.cpp": [NONE, "lookup"],
+    "OpenVINO": [NONE, "lookup"],
+    "transformers": [NONE, "lookup", "early exit"],
+}
+CORRECT = (
+    "Correct the grammar of this text and repeat it in full:\n\nHi team, please send me the report until friday. I has seen that there was "
+    "some mistakes in the last one, so please check the numbers twice. The meeting are moved to monday at 10."
+)
+
+
+def questions(model: Any, others: int) -> dict[str, list[list[int]]]:
+    """Prompts whose answers quote them, and held-out ones about the standard library."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    from smollm2_texts import prompts
+
+    quoting = [model.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in (QUESTION, CORRECT)]
+    return {"quoting": quoting, "other": prompts(model, others, 160, 0, held_out=True)}
+
+
+def measure(workers: dict[str, Worker], asked: dict[str, list[list[int]]], tokens: int, found: dict[str, Any]) -> None:
+    """A round: every engine, with every kind of its drafts, answers every question."""
+    rows = found["rows"]
+    for kind, prompts in asked.items():
+        for number, prompt in enumerate(prompts):
+            for engine, worker in workers.items():
+                plain: list[int] = []
+                for how in KINDS[engine]:
+                    row = rows.setdefault(engine, {}).setdefault(how, {})
+                    if "refused" in row:
+                        continue
+                    try:
+                        took, answer, forwards = worker("drafted", prompt, tokens, how)
+                    except Refused as error:
+                        row["refused"] = str(error)
+                        continue
+                    plain = plain or answer
+                    cell = row.setdefault(kind, {}).setdefault(str(number), {"ms": took})
+                    cell["ms"] = min(cell["ms"], took)
+                    cell |= {"forwards": forwards, "same": answer == plain}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.drafters_peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--peer-python", nargs="*", default=[], metavar="PYTHON", help="other environments' Pythons")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=64, help="of an answer")
+    parser.add_argument("--others", type=int, default=4, help="questions whose answers do not quote them")
+    parser.add_argument("--engines", nargs="+", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--to", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    file = packaged("smollm2-135m-instruct")
+    asked = questions(pd.models.load(file), given.others)
+    facts = {"machine": processor(), "torch": torch.__version__, "python": platform.python_version()}
+    facts |= {"tokens": given.tokens, "others": given.others}
+    found: dict[str, Any] = {**facts, "rounds": 0, "rows": {}}
+    if given.to.exists():
+        before = json.loads(given.to.read_text())
+        if all(before[name] == value for name, value in facts.items()):
+            found = before
+    workers = {}
+    for engine, python in pythons(given.peer_python).items():
+        if engine not in given.engines:
+            continue
+        spec = {"engine": engine, "file": str(file), "threads": 1, "dtype": "float32"}
+        try:
+            workers[engine] = Worker(python, spec)
+        except Refused as error:
+            print(f"{engine} is left out: {error}", file=sys.stderr)
+    try:
+        for _ in range(given.rounds):
+            start = time.perf_counter()
+            measure(workers, asked, given.tokens, found)
+            found["rounds"] += 1
+            partial = given.to.with_suffix(".partial")
+            partial.write_text(json.dumps(found, indent=1) + "\n")
+            partial.replace(given.to)
+            print(f"round {found['rounds']}: {time.perf_counter() - start:.0f} s\n{peers_of(found)}", flush=True)
+    finally:
+        for worker in workers.values():
+            worker.end()
+
+
+if __name__ == "__main__":
+    main()
