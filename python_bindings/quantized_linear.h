@@ -1,11 +1,9 @@
-// Products with quantised matrices: see pdkernels/ops/quantized_linear.py. On CUDA they are Triton's.
+// Products with quantised matrices: see pdkernels/ops/quantized_linear.py. On CUDA the embedding is Triton's.
 #pragma once
 
 #include "device.h"
 #include "ops/quantized_linear.h"
 #include "unpack_rows.h"
-
-#ifndef PDKERNELS_DEVICE_CUDA
 
 namespace pdkernels::PDK_DEVICE::bindings {
 
@@ -74,6 +72,10 @@ inline Tensor quantized_linear(const Tensor& x, const Tensors& weights, const st
   return out;
 }
 
+PDK_IMPL("quantized_linear", quantized_linear)
+
+#ifndef PDKERNELS_DEVICE_CUDA
+
 inline Tensor quantized_embedding(const Tensor& ids, const Tensors& weights, const std::vector<int64_t>& layouts,
                                   const std::vector<int64_t>& outputs, int64_t width, ScalarType dtype) {
   const Launch launch(ids);
@@ -94,9 +96,8 @@ inline Tensor quantized_embedding(const Tensor& ids, const Tensors& weights, con
   return out;
 }
 
-PDK_IMPL("quantized_linear", quantized_linear)
 PDK_IMPL("quantized_embedding", quantized_embedding)
 
-}  // namespace pdkernels::PDK_DEVICE::bindings
-
 #endif
+
+}  // namespace pdkernels::PDK_DEVICE::bindings

@@ -120,6 +120,7 @@ def define(
     example: Example,
     cpu: Callable[..., Any] | None = None,
     triton: Callable[..., Any] | None = None,
+    compiled: bool = False,
     gradients: Gradients = "refused",
     float64: bool = False,
     reference_check: Callable[..., Any] | None = None,
@@ -135,6 +136,7 @@ def define(
             all ops run it. What the op writes is included under its name in the schema.
         cpu: the CPU kernel of an op that is composed of other ops there.
         triton: the kernel on CUDA, for ops whose compiled library serves only the CPU. It should import Triton in its body.
+        compiled: whether the library has a CUDA kernel too, which takes precedence where it was built.
         gradients: what a call does with an input that requires a gradient. "refused": raises, except for the reference; "cut":
             detaches it; "none": raises, also for the reference, through which none flows; "own": nothing, since there are no floats or the op has its own autograd kernel.
         float64: whether the kernels take it. Otherwise they refuse it, with a message, after the checks of the fake.
@@ -176,6 +178,8 @@ def define(
         gradients,
         example,
     )
+    if compiled and _native.cuda_archs():
+        triton = None
     # The backward pass of an op is called only by autograd, and runs where the op ran.
     if not name.endswith("_backward"):
         backends.register(name, on_cuda="triton" if triton else "native")

@@ -176,6 +176,7 @@ quantized_linear_op = define(
     reference=reference.quantized_linear,
     example=_example,
     triton=_triton,
+    compiled=True,
     gradients="none",
 )
 quantized_embedding_op = define(

@@ -15,7 +15,7 @@ from pdkernels.reference import gguf_blocks
 from pdkernels.reference import quantized_linear as reference
 from pdkernels.reference.quantized_linear import Layout, Quantized
 from tests.harness.triton_interpreter import dot_dtypes, requires_triton, triton_device
-from tests.ops.implementations import LEVELS
+from tests.ops.implementations import LEVELS, Public, Simulated, implementation
 
 gguf = pytest.importorskip("gguf")
 
@@ -133,6 +133,58 @@ def test_triton_on_parts_and_strided_rows() -> None:
     assert same_bits(forward(turned, *given, bias.to(device)).cpu(), expected)
     ids = torch.tensor([60, 0, 23, 24, 39, 40], device=device)
     assert torch.equal(rows_of(ids, *given, 256, torch.float32), joined.dequantize()[ids])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_cuda_has_the_bits_of_the_formula(device_impl: Public | Simulated, name: str) -> None:
+    """Each tiling: up to 8 rows, up to 16, more than its groups hold; widths that end within a chunk, and one longer than all chunks."""
+    short, long = WIDTHS[name][0], 1280 if name.endswith("K") else 1072
+    for count, width, dtypes in (
+        (7, long, DTYPES),
+        (1, short, DTYPES[:1]),
+        (13, long, DTYPES[:1]),
+        (41, 768, DTYPES[:1]),
+    ):
+        w, x, bias = weight(name, 37, width), rows(count, width), rows(1, 37)[0]
+        x[0, :40], x[count // 2, 1] = 0, float("inf")
+        for dtype in dtypes:
+            found = device_impl.quantized_linear(
+                x.to(device_impl.device, dtype), w.to(device_impl.device), bias.to(device_impl.device, dtype)
+            )
+            expected = pd.quantized_linear(x.to(dtype), w, bias.to(dtype), backend="reference")
+            assert same_bits(found.cpu(), expected)
+
+
+def test_cuda_on_parts_and_strided_rows(device_impl: Public | Simulated) -> None:
+    parts = [weight("Q4_K", 24, 256), weight("Q6_K", 0, 256), weight("Q6_K", 16, 256), weight("Q8_0", 21, 256)]
+    joined, device = pd.QuantizedWeight.join(parts), device_impl.device
+    wide, bias = rows(9, 600), rows(1, 2 * 61)[0, ::2]
+    expected = pd.quantized_linear(wide[:, 100:356], joined, bias, backend="reference")
+    joined = joined.to(device)
+    x = wide.to(device)[:, 100:356]
+    assert same_bits(device_impl.quantized_linear(x, joined, bias.to(device)).cpu(), expected)
+    assert same_bits(device_impl.quantized_linear(x.T.contiguous().T, joined, bias.to(device)).cpu(), expected)
+    alone = [device_impl.quantized_linear(x[i : i + 1], joined, bias.to(device)).cpu() for i in range(9)]
+    assert same_bits(torch.cat(alone), expected)
+
+
+@pytest.mark.parametrize("rows_, outputs, width", [(0, 3, 32), (2, 0, 32), (2, 3, 0)])
+def test_cuda_on_nothing(device_impl: Public | Simulated, rows_: int, outputs: int, width: int) -> None:
+    device = device_impl.device
+    w = weight("Q8_0", outputs, width).to(device)
+    x, bias = torch.zeros(rows_, width, device=device), torch.ones(outputs, device=device)
+    assert torch.equal(device_impl.quantized_linear(x, w, bias).cpu(), torch.ones(rows_, outputs))
+    assert torch.equal(device_impl.quantized_linear(x, w).cpu(), torch.zeros(rows_, outputs))
+
+
+def test_cuda_in_any_order_of_threads() -> None:
+    """The sums are handed from warp to warp, chunk by chunk."""
+    impl = implementation("cudasim")
+    w, x = weight("Q4_1", 37, 2144), rows(7, 2144)
+    expected = pd.quantized_linear(x, w, backend="reference")
+    for schedule in impl.schedules():
+        with schedule:
+            assert torch.equal(impl.quantized_linear(x, w), expected)
 
 
 @requires_triton

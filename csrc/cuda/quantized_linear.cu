@@ -1,0 +1,388 @@
+// Products of few rows with a quantised matrix on CUDA, bound by reading the matrix.
+//
+// A block of threads owns `kTiles` tiles of 16 outputs and `kGroups` groups of eight rows. Its warps take turns along
+// the width: each multiplies a chunk of `kChunk` blocks of 32 columns on the tensor cores while the others' chunks are
+// on their way, and adds it to the sums when those before it have been added, so that the order is that of the
+// reference. A lane reads the codes as the tensor core wants them: a word is four columns of an output, and as halves
+// of bytes the same 16 columns further on.
+#include <algorithm>
+#include <type_traits>
+
+#include "int8_mma.h"
+#include "launch.h"
+#include "ops/quantized_linear.h"
+#include "quantized_rows.h"
+
+namespace pdkernels::cuda {
+namespace {
+
+using Layout = QuantizedLayout;
+
+constexpr int kWarps = 8, kThreads = 32 * kWarps;
+constexpr int kRows = RowFragments::kRows;
+
+// What the products of one part of a matrix need.
+struct Products {
+  const uint8_t* data;
+  const RowFragments* rows;
+  const void* bias;  // of the part's first output, or nullptr
+  void* out;         // its first output
+  int64_t out_stride, row_count, outputs;
+  int64_t tile_bytes, headers;
+  int blocks, group_blocks;
+  int row_tiles;
+  Element element;
+};
+
+// The kind of a matrix, and what a lane reads of a block: codes of outputs g and g + 8, words apart as the plane has
+// them.
+template <Layout::Scales kScales, int kBits>
+struct Kind {
+  static constexpr bool kFloat = kScales == Layout::kFloat || kScales == Layout::kFloatZero;
+  static constexpr bool kSuper = kScales == Layout::kSuper || kScales == Layout::kSuper16;
+  static constexpr bool kHalves = kScales == Layout::kSuper16;
+  static constexpr bool kMinimum = kScales == Layout::kHalfMin || kScales == Layout::kSuper;
+  static constexpr bool kZeros = kScales == Layout::kHalfZero || kScales == Layout::kFloatZero;
+  static constexpr bool kOneBlock = kScales == Layout::kHalf || kScales == Layout::kHalfMin;  // in a group
+  static constexpr int kWords = kBits == 8 ? 2 : kBits == 6 ? 3 : kBits == 5 ? 2 : 1;         // of an output
+  static constexpr int kZero = kMinimum || kZeros || kBits == 8 ? 0 : 1 << (kBits - 1);       // after `codes`
+  using Scale = std::conditional_t<kFloat, float, __half>;
+};
+
+template <class K, int kBits>
+struct Codes {
+  uint32_t word[K::kWords][2];
+
+  // `at`: the lane's first word, of output g.
+  __device__ void load(const uint8_t* at, int t) {
+    const uint8_t* plane = at + 64 * t;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      word[0][i] = __ldcs(reinterpret_cast<const uint32_t*>(plane + 32 * i));
+      if constexpr (kBits == 8) word[1][i] = __ldcs(reinterpret_cast<const uint32_t*>(plane + 256 + 32 * i));
+      if constexpr (kBits == 5 || kBits == 6) {
+        word[1][i] = __ldcs(reinterpret_cast<const uint32_t*>(at + 256 + 32 * i));
+      }
+      if constexpr (kBits == 6) word[2][i] = __ldcs(reinterpret_cast<const uint32_t*>(at + 320 + 32 * i));
+    }
+  }
+
+  // Columns 4 t and 16 + 4 t of outputs g and g + 8; those of 8 bits less 128.
+  __device__ void unpack(uint32_t (&a)[4], int t) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if constexpr (kBits == 8) {
+        a[i] = word[0][i] ^ 0x80808080u, a[2 + i] = word[1][i] ^ 0x80808080u;
+      } else {
+        a[i] = word[0][i] & 0x0f0f0f0fu, a[2 + i] = word[0][i] >> 4 & 0x0f0f0f0fu;
+      }
+      if constexpr (kBits == 5) {
+        a[i] |= (word[1][i] >> t & 0x01010101u) << 4, a[2 + i] |= (word[1][i] >> (4 + t) & 0x01010101u) << 4;
+      }
+      if constexpr (kBits == 6) {
+        a[i] |= (word[1][i] >> 2 * t & 0x03030303u) << 4, a[2 + i] |= (word[2][i] >> 2 * t & 0x03030303u) << 4;
+      }
+    }
+  }
+};
+
+// Of a group, for outputs g and g + 8, as they are stored.
+template <class K>
+struct Header {
+  typename K::Scale scale[2];
+  __half minimum[2];
+  uint8_t zero[2];
+
+  __device__ void load(const uint8_t* header, int g) {
+    constexpr int kScaleBytes = sizeof(typename K::Scale);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      scale[i] = reinterpret_cast<const typename K::Scale*>(header)[g + 8 * i];
+      if constexpr (K::kMinimum) minimum[i] = reinterpret_cast<const __half*>(header + 2 * Layout::kTile)[g + 8 * i];
+      if constexpr (K::kZeros) zero[i] = header[kScaleBytes * Layout::kTile + g + 8 * i];
+    }
+  }
+};
+
+// A chunk of blocks as it is read ahead.
+template <Layout::Scales kScales, int kBits, int kTiles, int kChunk>
+struct Chunk {
+  using K = Kind<kScales, kBits>;
+  static constexpr int kHeaders = K::kSuper ? 1 : kChunk;  // a chunk lies within a super-block
+
+  Codes<K, kBits> codes[kChunk][kTiles];
+  Header<K> header[kHeaders][kTiles];
+  uint8_t multiple[kChunk][kTiles][2][2];  // of super-blocks: which of two, and for outputs g and g + 8
+
+  // Blocks past the last one are that one again.
+  __device__ void load(const Products& p, const uint8_t* const (&tile)[kTiles], int first, int g, int t) {
+    if (first + kChunk <= p.blocks) {
+      load_blocks<true>(p, tile, first, g, t);
+    } else {
+      load_blocks<false>(p, tile, min(first, p.blocks - 1), g, t);
+    }
+  }
+
+  template <bool kWhole>
+  __device__ void load_blocks(const Products& p, const uint8_t* const (&tile)[kTiles], int first, int g, int t) {
+    const Layout layout{kScales, kBits, 0};
+    const int left = p.blocks - 1 - first;
+    const int64_t at = p.headers + int64_t{first} * layout.code_bytes() + 4 * g;
+    const int group = K::kOneBlock ? first : K::kSuper ? first / Layout::kMaxSuperBlocks : 0;
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      const uint8_t *blocks = tile[i] + at, *groups = tile[i] + int64_t{group} * layout.header_bytes();
+#pragma unroll
+      for (int c = 0; c < kChunk; ++c) {
+        const int step = kWhole ? c : min(c, left);
+        codes[c][i].load(blocks + step * layout.code_bytes(), t);
+        const int further = K::kOneBlock ? step : K::kSuper ? 0 : (first + step) / p.group_blocks;
+        if (c < kHeaders) header[c < kHeaders ? c : 0][i].load(groups + int64_t{further} * layout.header_bytes(), g);
+        if constexpr (K::kSuper) {
+          constexpr int kFields = K::kMinimum ? 4 : 2;
+          const uint8_t* own = groups + (kFields + 2 * ((first + step) % Layout::kMaxSuperBlocks)) * Layout::kTile + g;
+#pragma unroll
+          for (int j = 0; j < 4; ++j) multiple[c][i][j / 2][j % 2] = own[j / 2 * Layout::kTile + j % 2 * 8];
+        }
+      }
+    }
+  }
+};
+
+// The sums of a chunk, before they are added up.
+template <class K, int kTiles, int kGroups, int kChunk>
+struct Sums {
+  float product[kChunk][kTiles][kGroups][4];
+  float scaled_sum[kChunk][kGroups][2], minimum[kChunk][kTiles][2];  // where there are minima
+
+  template <int kBits, class Read>
+  __device__ void multiply_chunk(const Read& read, const RowFragments* const (&rows)[kGroups], const Products& p,
+                                 int first, int g, int t) {
+#pragma unroll
+    for (int c = 0; c < kChunk; ++c) {
+      const int block = min(first + c, p.blocks - 1);
+      uint32_t a[kTiles][4];
+      float scale[kTiles][2];
+      int zero[kTiles][2];
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+        const auto& header = read.header[c < Read::kHeaders ? c : 0][i];
+        read.codes[c][i].unpack(a[i], t);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          scale[i][j] = to_float(header.scale[j]);
+          zero[i][j] = K::kZero;
+          if constexpr (K::kZeros) zero[i][j] = header.zero[j] - (kBits == 8 ? 128 : 0);
+          if constexpr (K::kMinimum) minimum[c][i][j] = to_float(header.minimum[j]);
+          if constexpr (K::kSuper && K::kMinimum) {
+            scale[i][j] = __fmul_rn(scale[i][j], __int2float_rn(read.multiple[c][i][0][j]));
+            minimum[c][i][j] = -__fmul_rn(minimum[c][i][j], __int2float_rn(read.multiple[c][i][1][j]));
+          }
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < kGroups; ++n) {
+        const RowFragments& row = rows[n][block];
+        const uint2 b = row.codes[4 * g + t];
+        const float2 x_scale = reinterpret_cast<const float2*>(row.scale)[t];
+        const int2 negative = reinterpret_cast<const int2*>(row.negative_sum)[t];
+        if constexpr (K::kMinimum) {
+          const float2 sum = reinterpret_cast<const float2*>(row.scaled_sum)[t];
+          scaled_sum[c][n][0] = sum.x, scaled_sum[c][n][1] = sum.y;
+        }
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) {
+          int found[4];
+          if constexpr (K::kHalves) {
+            const int2 half = reinterpret_cast<const int2*>(row.negative_half)[t];
+            int low[4] = {32 * half.x, 32 * half.y, 32 * half.x, 32 * half.y};
+            int high[4] = {32 * (negative.x - half.x), 32 * (negative.y - half.y), 32 * (negative.x - half.x),
+                           32 * (negative.y - half.y)};
+            multiply(low, a[i][0], a[i][1], b.x);
+            multiply(high, a[i][2], a[i][3], b.y);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+              found[j] = low[j] * static_cast<int8_t>(read.multiple[c][i][0][j / 2]) +
+                         high[j] * static_cast<int8_t>(read.multiple[c][i][1][j / 2]);
+            }
+          } else {
+            found[0] = negative.x * zero[i][0], found[1] = negative.y * zero[i][0];
+            found[2] = negative.x * zero[i][1], found[3] = negative.y * zero[i][1];
+            multiply(found, a[i], b);
+          }
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const float scaled = __fmul_rn(__int2float_rn(found[j]), j % 2 ? x_scale.y : x_scale.x);
+            product[c][i][n][j] = __fmul_rn(scaled, scale[i][j / 2]);
+          }
+        }
+      }
+    }
+  }
+
+  // Those of the first `blocks`.
+  __device__ void add_to(float (&total)[kTiles][kGroups][4], int blocks) const {
+    if (blocks >= kChunk) {
+#pragma unroll
+      for (int c = 0; c < kChunk; ++c) add_block(total, c);
+    } else {
+#pragma unroll
+      for (int c = 0; c < kChunk - 1; ++c) {
+        if (c < blocks) add_block(total, c);
+      }
+    }
+  }
+
+  __device__ void add_block(float (&total)[kTiles][kGroups][4], int c) const {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+      for (int n = 0; n < kGroups; ++n) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          total[i][n][j] = __fadd_rn(total[i][n][j], product[c][i][n][j]);
+          if constexpr (K::kMinimum) {
+            total[i][n][j] = __fadd_rn(total[i][n][j], __fmul_rn(scaled_sum[c][n][j % 2], minimum[c][i][j / 2]));
+          }
+        }
+      }
+    }
+  }
+};
+
+template <class T>
+__device__ void store(const Products& p, float total, int64_t row, int64_t output) {
+  if (row >= p.row_count || output >= p.outputs) return;
+  if (p.bias != nullptr) total = __fadd_rn(total, to_float(static_cast<const T*>(p.bias)[output]));
+  static_cast<T*>(p.out)[row * p.out_stride + output] = from_float<T>(total);
+}
+
+template <Layout::Scales kScales, int kBits, int kTiles, int kGroups, int kChunk>
+__global__ void __launch_bounds__(kThreads, 2) product_kernel(Products p) {
+  using K = Kind<kScales, kBits>;
+  __shared__ float handed[kTiles * kGroups * 4][32];  // from warp to warp
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int64_t first_tile = blockIdx.x / p.row_tiles * kTiles, last_tile = Layout::tiles(p.outputs) - 1;
+  const int64_t first_group = static_cast<int64_t>(blockIdx.x % p.row_tiles) * kGroups;
+  const int64_t last_group = (p.row_count + kRows - 1) / kRows - 1;
+  const uint8_t* tile[kTiles];
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) tile[i] = p.data + min(first_tile + i, last_tile) * p.tile_bytes;
+  const RowFragments* rows[kGroups];
+#pragma unroll
+  for (int n = 0; n < kGroups; ++n) rows[n] = p.rows + min(first_group + n, last_group) * p.blocks;
+
+  float total[kTiles][kGroups][4] = {};
+  Chunk<kScales, kBits, kTiles, kChunk> read;
+  if (p.blocks > 0) read.load(p, tile, warp * kChunk, g, t);
+  for (int round = 0; round < p.blocks; round += kWarps * kChunk) {
+    const int first = round + warp * kChunk;
+    Sums<K, kTiles, kGroups, kChunk> sums;
+    sums.template multiply_chunk<kBits>(read, rows, p, first, g, t);
+    read.load(p, tile, first + kWarps * kChunk, g, t);
+#pragma unroll 1
+    for (int turn = 0; turn < kWarps; ++turn) {
+      if (turn == warp) {
+        float* own = &handed[0][lane];
+#pragma unroll
+        for (int i = 0; i < kTiles * kGroups * 4; ++i) {
+          if (round + turn > 0) total[i / 4 / kGroups][i / 4 % kGroups][i % 4] = own[32 * i];
+        }
+        sums.add_to(total, p.blocks - first);
+#pragma unroll
+        for (int i = 0; i < kTiles * kGroups * 4; ++i) own[32 * i] = total[i / 4 / kGroups][i / 4 % kGroups][i % 4];
+      }
+      __syncthreads();
+    }
+  }
+  if (warp != kWarps - 1) return;
+#pragma unroll
+  for (int i = 0; i < kTiles * kGroups * 4; ++i) {
+    const int64_t output = (first_tile + i / 4 / kGroups) * Layout::kTile + g + i % 4 / 2 * 8;
+    const int64_t row = (first_group + i / 4 % kGroups) * kRows + 2 * t + i % 2;
+    const float value = total[i / 4 / kGroups][i / 4 % kGroups][i % 4];
+    switch (p.element) {
+      case Element::kFloat: store<float>(p, value, row, output); break;
+      case Element::kHalf: store<__half>(p, value, row, output); break;
+      case Element::kBfloat16: store<__nv_bfloat16>(p, value, row, output); break;
+    }
+  }
+}
+
+template <Layout::Scales kScales, int kBits, int kTiles, int kGroups, int kChunk>
+void launch_tiling(Products& p, cudaStream_t stream) {
+  const int64_t groups = (p.row_count + kRows - 1) / kRows;
+  p.row_tiles = static_cast<int>((groups + kGroups - 1) / kGroups);
+  const int64_t tiles = (Layout::tiles(p.outputs) + kTiles - 1) / kTiles;
+  PDK_LAUNCH((product_kernel<kScales, kBits, kTiles, kGroups, kChunk>),
+             dim3(static_cast<unsigned>(tiles * p.row_tiles)), dim3(kThreads), 0, stream, p);
+}
+
+// Sums and what is read ahead fill the registers of two blocks of threads on a multiprocessor, and no more.
+template <Layout::Scales kScales, int kBits>
+void launch_kind(Products& p, cudaStream_t stream) {
+  using K = Kind<kScales, kBits>;
+  constexpr int kLess = K::kSuper ? 2 : 1;
+  if (p.row_count <= kRows) {
+    launch_tiling<kScales, kBits, 2, 1, (K::kWords > 1 || K::kSuper || K::kMinimum ? 2 : 4)>(p, stream);
+  } else if (p.row_count <= 2 * kRows) {
+    launch_tiling<kScales, kBits, 1, 2, 4 / kLess>(p, stream);
+  } else {
+    launch_tiling<kScales, kBits, 1, 4, 2 / kLess>(p, stream);
+  }
+}
+
+void launch_products(const Layout& layout, Products& p, cudaStream_t stream) {
+  const int bits = layout.bits;
+  switch (layout.scales) {
+    case Layout::kHalf:
+      return bits == 4   ? launch_kind<Layout::kHalf, 4>(p, stream)
+             : bits == 5 ? launch_kind<Layout::kHalf, 5>(p, stream)
+                         : launch_kind<Layout::kHalf, 8>(p, stream);
+    case Layout::kHalfMin:
+      return bits == 4 ? launch_kind<Layout::kHalfMin, 4>(p, stream) : launch_kind<Layout::kHalfMin, 5>(p, stream);
+    case Layout::kSuper:
+      return bits == 4 ? launch_kind<Layout::kSuper, 4>(p, stream) : launch_kind<Layout::kSuper, 5>(p, stream);
+    case Layout::kSuper16: return launch_kind<Layout::kSuper16, 6>(p, stream);
+    case Layout::kFloat:
+      return bits == 4 ? launch_kind<Layout::kFloat, 4>(p, stream) : launch_kind<Layout::kFloat, 8>(p, stream);
+    case Layout::kHalfZero:
+      return bits == 4 ? launch_kind<Layout::kHalfZero, 4>(p, stream) : launch_kind<Layout::kHalfZero, 8>(p, stream);
+    case Layout::kFloatZero:
+      return bits == 4 ? launch_kind<Layout::kFloatZero, 4>(p, stream) : launch_kind<Layout::kFloatZero, 8>(p, stream);
+  }
+}
+
+}  // namespace
+
+cudaError_t quantized_linear(const QuantizedLinearArgs& args, cudaStream_t stream) {
+  const int64_t blocks = args.quantized.blocks;
+  auto* fragments = reinterpret_cast<RowFragments*>(args.quantized.data);
+  const int64_t warps = (args.rows + kRows - 1) / kRows * kRows * blocks;
+  const dim3 grid(static_cast<unsigned>((warps + kWarps - 1) / kWarps));
+  int64_t first = 0;
+  with_element(args.element, [&]<class T>(T*) {
+    if (warps > 0) {
+      PDK_LAUNCH((quantize_rows<T, kThreads>), grid, dim3(kThreads), 0, stream, args.x, fragments, args.rows,
+                 args.width, blocks);
+    }
+    for (int64_t i = 0; i < args.part_count; ++i) {
+      const QuantizedPart& part = args.parts[i];
+      if (part.outputs == 0) continue;
+      Products p{part.data, fragments};
+      p.bias = args.bias == nullptr ? nullptr : static_cast<const T*>(args.bias) + first;
+      p.out = args.out.row<T>(0) + first, p.out_stride = args.out.row_stride;
+      p.row_count = args.rows, p.outputs = part.outputs;
+      p.tile_bytes = part.layout.tile_bytes(args.width), p.headers = part.layout.headers(args.width);
+      p.blocks = static_cast<int>(blocks);
+      p.group_blocks = static_cast<int>(std::min<int64_t>(part.layout.blocks_of_group(args.width), blocks));
+      p.element = args.element;
+      launch_products(part.layout, p, stream);
+      first += part.outputs;
+    }
+  });
+  return cudaGetLastError();
+}
+
+}  // namespace pdkernels::cuda
