@@ -59,6 +59,13 @@ def serve(
     shutdown_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds that running requests have to finish once the server is told to stop.")
     ] = 30.0,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help="A site whose pages may send requests, such as http://localhost:3000, or *; may be given several times.",
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "cpu",
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
     packed: Annotated[bool | None, typer.Option(help=PACKED_HELP)] = None,
@@ -104,9 +111,8 @@ def serve(
                 console.print(Text(words, "bold yellow"), soft_wrap=True)
             called, limits = name or model, Limits(seconds=timeout, shutdown=shutdown_timeout)
             console.print(Text(f"{called} by {method} on http://{host}:{port}/v1", "bold"), soft_wrap=True)
-            app = create_app(
-                engine, called, method=method, options=options, sampling=settings(model), limits=limits, api_key=key
-            )
+            given: dict[str, Any] = {"sampling": settings(model), "limits": limits, "api_key": key}
+            app = create_app(engine, called, method=method, options=options, origins=allow_origin or (), **given)
             run(app, host=host, port=port, limits=limits)
 
 

@@ -8,6 +8,7 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import CancelledError
 from itertools import groupby
 from typing import Any
 
@@ -138,7 +139,10 @@ class Answer:
 
     def _likely(self, choice: Choice) -> dict[str, Any] | None:
         """The log-probabilities of a choice, if they were asked for."""
-        result = choice.handle.result()
+        try:
+            result = choice.handle.result()
+        except CancelledError:  # its time was over before it began
+            return None
         if result.logprobs is None:
             return None
         assert isinstance(result.logprobs, LogProbs)
@@ -245,6 +249,10 @@ class Frontend:
         tokenizer = self.engine.model.tokenizer
         if getattr(tokenizer, "chat_template", None) is None:
             raise Refused("this model has no chat template; use /v1/completions", 400, "messages")
+        for name in {"messages", "tools"} & (body.chat_template_kwargs or {}).keys():
+            raise Refused(f"chat_template_kwargs: {name!r} has a field of its own", 400, "chat_template_kwargs")
+        if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+            raise Refused("max_tokens and max_completion_tokens exclude each other", 400, "max_tokens")
         template = tokenizer.chat_template
         calling = asked_calls(body, template)
         tools = [tool.shown() for tool in body.tools or []] if body.tool_choice != "none" else []

@@ -8,7 +8,7 @@ import html
 import json
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from importlib.resources import files
@@ -20,6 +20,7 @@ from pdkernels._validation import sentence
 try:
     from fastapi import FastAPI, Request
     from fastapi.exceptions import RequestValidationError
+    from fastapi.middleware.cors import CORSMiddleware
     from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
     from starlette.exceptions import HTTPException
 except ModuleNotFoundError as missing:
@@ -63,6 +64,7 @@ def create_app(
     sampling: Mapping[str, Any] | None = None,
     limits: Limits | None = None,
     api_key: str | None = None,
+    origins: Sequence[str] = (),
 ) -> FastAPI:
     """An application with the routes `/v1/chat/completions`, `/v1/completions`, `/v1/models`, `/health`, `/metrics`, and a page at `/`.
 
@@ -73,6 +75,7 @@ def create_app(
         sampling: temperature and other settings of requests that have none.
         limits: None: the defaults.
         api_key: what clients must send as a bearer token, but for `/health`; None: nothing.
+        origins: of pages on other hosts whose scripts may send requests (CORS), such as "http://localhost:3000"; "*": all.
 
     Example:
         >>> import pdkernels as pd
@@ -95,6 +98,14 @@ def create_app(
 
     app = FastAPI(title="pdkernels", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Gate, most=bounds.body, api_key=api_key)
+    if origins:  # before the gate: a browser asks without the key whether it may send it
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["Retry-After"],
+        )
     app.state.engine = engine
 
     def refused(request: Request, error: Exception) -> JSONResponse:
@@ -102,7 +113,7 @@ def create_app(
         if isinstance(error, Refused):
             status, parameter, code = error.status, error.parameter, error.code
         elif isinstance(error, HTTPException):
-            status, headers, where = error.status_code, dict(error.headers or {}), request.url.path
+            status, headers, where = error.status_code, dict(error.headers or {}), request.url.path[:200]
             texts = {404: f"there is no {where} here", 405: f"{where} does not take {request.method}"}
             text = texts.get(status, error.detail)
         elif isinstance(error, EngineFull):
@@ -154,12 +165,12 @@ def create_app(
         bounded(body)
         return await answered(request, await asyncio.to_thread(front.completion, body), body)
 
-    @app.get("/v1/models")
+    @app.api_route("/v1/models", methods=["GET", "HEAD"])
     async def models() -> dict[str, Any]:
         entry = {"id": name, "object": "model", "created": started, "owned_by": "pdkernels"}
         return {"object": "list", "data": [entry]}
 
-    @app.get("/v1/models/{wanted:path}")
+    @app.api_route("/v1/models/{wanted:path}", methods=["GET", "HEAD"])
     async def one(wanted: str) -> dict[str, Any]:
         if wanted != name:
             raise front.unknown(wanted)
@@ -169,7 +180,7 @@ def create_app(
     async def health() -> Response:
         return PlainTextResponse("ok\n") if engine.running else PlainTextResponse("stopping\n", 503)
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=["GET", "HEAD"])
     async def metrics() -> Response:
         return PlainTextResponse(prometheus(engine.metrics()), media_type="text/plain; version=0.0.4")
 
@@ -234,6 +245,11 @@ class Gate:
                 answer = JSONResponse(error_body(words, 401), 401, {"WWW-Authenticate": "Bearer"})
                 await answer(scope, receive, send)
                 return
+        coding = dict(scope["headers"]).get(b"content-encoding", b"identity").decode("latin-1")
+        if coding != "identity":
+            text = f"a body with Content-Encoding {coding!r} is not supported here"
+            await JSONResponse(error_body(text, 415), 415)(scope, receive, send)
+            return
         body, more = b"", True
         announced = int(dict(scope["headers"]).get(b"content-length") or 0)
         while more and max(announced, len(body)) <= self._most:

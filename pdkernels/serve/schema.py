@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 _Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16)]
@@ -144,12 +144,20 @@ class ChatRequest(Settings):
 class CompletionRequest(Settings):
     """The body of `/v1/completions`."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | list[StrictInt] | list[str] | list[list[StrictInt]]
     max_tokens: Annotated[int, Field(ge=1)] | None = 16
     echo: bool = False
     best_of: int | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    suffix: None = None
+
+    @field_validator("prompt", mode="wrap")
+    @classmethod
+    def _one_kind(cls, value: Any, handler: Any) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            words = "must be a text, a list of token ids, or a list of texts or of lists of ids"
+            raise PydanticCustomError("prompt", words) from None
 
 
 class ReplayRequest(_Strict):

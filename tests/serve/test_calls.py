@@ -333,6 +333,8 @@ REFUSED = [
     (QWEN3, {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"no_such": 1}}}], "tool_choice": "required"}, "the parameters of tool 'a'", "tools"),
     (SMOLLM2, {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "no place for calls of tools", "messages.0.tool_calls"),
     (QWEN3, {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "must have a name and arguments", "messages.0.tool_calls.0.function"),
+    (QWEN3, {"chat_template_kwargs": {"tools": [CLOCK]}}, "'tools' has a field of its own", "chat_template_kwargs"),
+    (QWEN3, {"max_completion_tokens": 3}, "max_tokens and max_completion_tokens exclude each other", "max_tokens"),
     (QWEN3, {"functions": [{"name": "a"}]}, "functions is not supported here", "functions"),
 ]  # fmt: skip
 

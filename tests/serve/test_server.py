@@ -348,7 +348,10 @@ def test_a_cut_is_that_of_the_whole_text(seed: int) -> None:
         ({"regex": "a", "choice": ["b"]}, 400, "exclude each other"),
         ({"regex": "(a{1000}){1000}"}, 400, "unfolds to more than"),
         ({"choice": ["a much longer text"]}, 400, "cannot be completed within max_new_tokens (3)"),
-        ({"suffix": "x"}, 400, "suffix"),
+        ({"suffix": "x"}, 400, "suffix is not supported here"),
+        ({"prompt": ["a", 1]}, 400, "prompt: must be a text, a list of token ids"),
+        ({"prompt": [True]}, 400, "prompt: must be a text, a list of token ids"),
+        ({"prompt": [1.0]}, 400, "prompt: must be a text, a list of token ids"),
         ({"no_such": 1}, 400, "no_such is not supported here"),
         ({"n": 1000}, 400, "n"),
         ({"n": 17}, 400, "at most 16 choices"),
@@ -434,7 +437,10 @@ def test_other_routes(app_client: Any) -> None:
     assert nowhere.status_code == 404 and nowhere.json()["error"]["message"] == "there is no /v1/no/such here"
     assert other.status_code == 405 and other.json()["error"]["code"] == "method_not_supported"
     assert other.headers["allow"] == "POST"
-    assert [app_client.head(path).status_code for path in ("/", "/health")] == [200, 200]
+    assert [app_client.head(path).status_code for path in ("/", "/health", "/v1/models", "/metrics")] == [200] * 4
+    packed = app_client.post("/v1/completions", content=b"x", headers=headers | {"Content-Encoding": "gzip"})
+    assert packed.status_code == 415 and "Content-Encoding 'gzip'" in packed.json()["error"]["message"]
+    assert len(app_client.get("/" + "a" * 9000).text) < 400
     assert (
         app_client.post(
             "/v1/chat/completions", json={"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
@@ -463,6 +469,38 @@ def test_a_key_is_asked_for(serve: Any) -> None:
     assert wrong.value.code == "invalid_api_key" and wrong.value.response.headers["www-authenticate"] == "Bearer"
     for header, status in [("bearer geheim", 200), ("geheim", 401), ("Basic geheim", 401), ("Bearer", 401), ("", 401)]:
         assert httpx.get(f"{address}/v1/models", headers={"Authorization": header}).status_code == status
+
+
+def test_pages_of_other_hosts_may_ask_if_they_are_named(serve: Any) -> None:
+    """A browser asks first, without the key, whether it may send it."""
+    site, name = "http://localhost:3000", "access-control-allow-origin"
+    asked = {"Origin": site, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    address, _ = serve(api_key="geheim", origins=[site])
+    before = httpx.options(f"{address}/v1/chat/completions", headers=asked)
+    assert before.status_code == 200 and before.headers[name] == site
+    assert "authorization" in before.headers["access-control-allow-headers"]
+    for key, status in (("geheim", 200), ("other", 401)):  # a page may read an error, too
+        answer = httpx.get(f"{address}/v1/models", headers={"Origin": site, "Authorization": f"Bearer {key}"})
+        assert answer.status_code == status and answer.headers[name] == site
+    assert httpx.options(f"{address}/v1/models", headers=asked | {"Origin": "http://elsewhere"}).status_code == 400
+    other, _ = serve()
+    assert httpx.options(f"{other}/v1/models", headers=asked).status_code == 405
+    assert name not in httpx.get(f"{other}/v1/models", headers={"Origin": site}).headers
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_an_answer_whose_time_is_over_before_it_begins_is_empty(serve: Any, stream: bool) -> None:
+    address, _ = serve()
+    options: Any = {
+        "model": "tiny",
+        "prompt": "import",
+        "max_tokens": 3,
+        "logprobs": 1,
+        "extra_body": {"timeout": 1e-9},
+    }
+    found = client_of(address).completions.create(stream=stream, **options)
+    last = (list(found) if stream else [found])[-1].choices[0]
+    assert (last.text, last.finish_reason, last.logprobs) == ("", "timeout", None)
 
 
 def test_fields_that_ask_for_nothing_change_nothing(serve: Any) -> None:
