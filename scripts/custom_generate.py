@@ -17,21 +17,25 @@ GENERATE = '''"""`model.generate(..., custom_generate="this repository", trust_r
 import copy
 
 from pdkernels.integrations.transformers import generate as decode
-from transformers import StoppingCriteriaList, StopStringCriteria
 
 
-def generate(model, tokenizer=None, stop_strings=None, generation_config=None, stopping_criteria=None, **arguments):
-    """The arguments of `model.generate`, and `method` and `method_options`: see the README."""
+def generate(model, tokenizer=None, stop_strings=None, generation_config=None, method_options=None, **arguments):
+    """The arguments of `model.generate`, and `method`, `method_options`, `drafter` and `grammar`: see the README."""
     config = generation_config if generation_config is not None else model.generation_config
     stop_strings = config.stop_strings if stop_strings is None else stop_strings
-    if stop_strings is not None:
-        if tokenizer is None:
-            raise ValueError("pdkernels.generate: stop_strings need the tokenizer. Pass tokenizer=.")
+    if config.stop_strings is not None:  # transformers passes on no tokenizer for those in a config
         generation_config = copy.deepcopy(config)
         generation_config.stop_strings = None
-        stopping_criteria = StoppingCriteriaList([*(stopping_criteria or ()), StopStringCriteria(tokenizer, stop_strings)])
+    if stop_strings is not None or arguments.get("grammar") is not None:
+        if tokenizer is None:
+            raise ValueError("pdkernels.generate: stop_strings and grammars need the tokenizer. Pass tokenizer=.")
+        method_options = {"tokenizer": tokenizer, **(method_options or {})}
     return model.generate(
-        generation_config=generation_config, stopping_criteria=stopping_criteria, custom_generate=decode, **arguments
+        generation_config=generation_config,
+        stop_strings=stop_strings,
+        method_options=method_options,
+        custom_generate=decode,
+        **arguments,
     )
 '''
 
@@ -58,9 +62,12 @@ model.generate(**inputs, max_new_tokens=64, custom_generate="FOLDER OR REPOSITOR
 
 | argument | |
 |---|---|
-| `method` | a decoding method; without one "jacobi" with drafts that are looked up in the text |
+| `method` | a decoding method; without one that of the drafter, or "jacobi" with drafts that are looked up in the text |
+| `drafter` | an EAGLE-3 or DFlash head, or a small model with the same vocabulary, or the path of one |
+| `assistant_model` | the same as a small model in `drafter` |
 | `method_options` | its options, such as `{"block_size": 8}`, and `trace` and `overflow` |
-| `tokenizer` | for `stop_strings` |
+| `grammar` | a `pdkernels.decoding.Grammar` of the new text |
+| `tokenizer` | for `stop_strings` and `grammar` |
 | all others | those of `generate`: followed, or refused by name |
 
 With `return_dict_in_generate=True` the result also has `stats`: forwards, and the tokens of each.

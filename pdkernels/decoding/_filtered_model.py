@@ -173,4 +173,6 @@ class FilteredModel:
             mask_token,
             index,
         )
+        if self.filters.allowed is not None:
+            prefixes = prefixes.read()
         return cache if index is not None else cache.inner, prefixes

@@ -15,6 +15,23 @@ from torch import Tensor
 _FEW = 64  # more new tokens than this are counted over the vocabulary; fewer are compared with each other
 
 
+class Seen(NamedTuple):
+    """What a grammar needs to know of `Prefixes`, on the host."""
+
+    text: list[list[int]]
+    known: list[list[bool]]
+    """Of canvases alone."""
+    prompts: list[int]
+    """The number of tokens of each prompt."""
+    length: list[int]
+    tokens: list[list[int]]
+    visible: list[list[list[bool]]]
+    new: list[bool]
+    number: list[list[int]]
+    guessing: list[list[bool]]
+    sequences: list[int]
+
+
 class Prefixes(NamedTuple):
     """The prefixes of the rows of a forward, ``(batch, R)`` rows after a text of their sequence.
 
@@ -43,6 +60,25 @@ class Prefixes(NamedTuple):
     mask_token: int | None
     sequences: Tensor | None = None
     """``(batch,)`` int64: numbers of the sequences, if they are not all of the batch."""
+    seen: Seen | None = None
+
+    def read(self) -> Prefixes:
+        """With `seen`. The host waits here, so this comes before a forward: then what it computes from them overlaps with the forward on a GPU."""
+        batch, new = self.tokens.shape
+        numbers = list(range(batch)) if self.sequences is None else self.sequences.tolist()
+        seen = Seen(
+            self.text.tolist(),
+            self.known.tolist() if new == 0 else [],
+            (~self.generated).sum(1).tolist(),
+            self.length.tolist(),
+            self.tokens.tolist(),
+            self.visible.tolist(),
+            self.new.tolist(),
+            self.number.tolist(),
+            self.guessing.tolist(),
+            numbers,
+        )
+        return self._replace(seen=seen)
 
     def counted(self) -> tuple[Tensor, Tensor | None]:
         """`counts` and `recent` of `LogitFilters`: those of the texts, ``(batch, V)``, and of the new tokens that each row sees,

@@ -14,6 +14,8 @@ import torch
 
 import pdkernels as pd
 from pdkernels.decoding import Grammar, generate
+from pdkernels.decoding._prefixes import Prefixes
+from pdkernels.decoding.grammar.rows import GrammarRows
 from pdkernels.decoding.methods import METHODS
 from tests.support.drafters import dflash_head, eagle_head, mtp_head, small_drafter
 from tests.support.grammars import all_grammars
@@ -387,6 +389,28 @@ def test_forced_tokens_change_no_token(temperature: float, monkeypatch: pytest.M
     assert [ids.tolist() for ids in found.tokens] == [ids.tolist() for ids in expected.tokens]
     assert expected.stats.forced == [0, 0, 0] and found.stats.forced[0] >= 12 and found.stats.forced[2] == 0
     assert found.stats.accepted[2] == expected.stats.accepted[2] == [1] * len(expected.stats.accepted[2])
+
+
+@pytest.mark.parametrize("method", ["jacobi", "block_diffusion", "llada", "dream"])
+def test_texts_are_read_before_a_forward(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a GPU runs it while the host computes what is allowed."""
+    seen: list[str] = []
+
+    def noted(owner: Any, name: str, word: str) -> None:
+        plain = getattr(owner, name)
+
+        def spy(*given: Any, **named: Any) -> Any:
+            seen.append(word)
+            return plain(*given, **named)
+
+        monkeypatch.setattr(owner, name, spy)
+
+    noted(Prefixes, "read", "r")
+    kind = type(model(METHODS[method].example))
+    noted(kind, "hidden", "f"), noted(kind, "recompute", "f")
+    noted(GrammarRows, "words", "w")
+    written(method, Grammar.regex("[a-z]{4,9}"), "ab = ", max_new_tokens=12)
+    assert re.fullmatch("(f*rf+w)+f*", "".join(seen)), "".join(seen)
 
 
 @pytest.mark.slow

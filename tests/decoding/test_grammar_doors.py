@@ -109,17 +109,34 @@ def theirs() -> Any:
     return transformers.LlamaForCausalLM(config).eval(), tokenizer
 
 
-def test_custom_generate(theirs: Any) -> None:
+def test_custom_generate(theirs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import dynamic_module_utils
+
     from pdkernels.integrations.transformers import generate
+    from scripts.custom_generate import write
 
     model, tokenizer = theirs
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    write(tmp_path / "strategy")
     ids = torch.tensor([[40, 41, 42]])
     grammar = Grammar.regex(r'\{"(ab|c)": (true|[0-9]{2})\}')
-    for method in (None, "autoregressive"):
-        for sampled in ({}, {"do_sample": True, "top_k": 0}):
-            options = {"method": method, "method_options": {"grammar": grammar, "tokenizer": tokenizer}}
-            found = model.generate(ids, max_new_tokens=20, custom_generate=generate, **options, **sampled)
+    for sampled in ({}, {"do_sample": True, "top_k": 0}):
+        for given in (
+            {"method_options": {"grammar": grammar, "tokenizer": tokenizer}},
+            {"method": "autoregressive", "grammar": grammar, "method_options": {"tokenizer": tokenizer}},
+            {
+                "grammar": grammar,
+                "tokenizer": tokenizer,
+                "custom_generate": str(tmp_path / "strategy"),
+                "trust_remote_code": True,
+            },
+        ):
+            found = model.generate(ids, max_new_tokens=20, **{"custom_generate": generate, **given, **sampled})
             text = tokenizer.decode(found[0, 3:], skip_special_tokens=True)
             assert grammar.matches(text), text
+    assert len(grammar._made) == 1  # though transformers' tokenizer is adapted in every call
     with pytest.raises(ValueError, match="a grammar needs the tokenizer of the model"):
-        model.generate(ids, max_new_tokens=20, custom_generate=generate, method_options={"grammar": grammar})
+        model.generate(ids, max_new_tokens=20, custom_generate=generate, grammar=grammar)
+    both = {"grammar": grammar, "method_options": {"grammar": grammar, "tokenizer": tokenizer}}
+    with pytest.raises(ValueError, match="method_options must not hold a grammar beside another one"):
+        model.generate(ids, max_new_tokens=20, custom_generate=generate, **both)

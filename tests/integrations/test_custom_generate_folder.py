@@ -9,6 +9,7 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed", minversion="4.57")
+from pdkernels.integrations.transformers import generate as decode  # noqa: E402
 from scripts.custom_generate import write  # noqa: E402
 from tests.integrations.test_custom_generate import BASE, an_end, model_of, prompts, theirs  # noqa: E402
 
@@ -63,8 +64,11 @@ def test_draws_and_stop_strings(folder: str, tmp_path: Path) -> None:
         said = model.generate(prompts(), **given, **where)
         expected = model.generate(prompts(), tokenizer=tokenizer, **BASE, **where)
         assert torch.equal(said, expected) and said.shape[1] == 14
+    own = {**BASE, "custom_generate": decode, "stop_strings": [stop], "method_options": {"tokenizer": tokenizer}}
+    for method in (None, "autoregressive"):  # without the folder
+        assert torch.equal(model.generate(prompts(), method=method, **own), expected)
     del given["tokenizer"]
-    with pytest.raises(ValueError, match="stop_strings need the tokenizer"):
+    with pytest.raises(ValueError, match="stop_strings and grammars need the tokenizer"):
         model.generate(prompts(), stop_strings=[stop], **given)
     drawn = model.generate(prompts(), **given | {"do_sample": True, "num_return_sequences": 3})
     assert drawn.shape[0] == 3 and len({tuple(row) for row in drawn.tolist()}) == 3

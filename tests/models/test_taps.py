@@ -14,6 +14,7 @@ from pdkernels.decoding._filtered_model import FilteredModel
 from pdkernels.decoding._filters import Filters
 from pdkernels.masks import causal, tree
 from pdkernels.models import Transformer
+from pdkernels.models.fused import rms_norm
 from pdkernels.models.layer import Layer
 from tests.models.test_row_invariance import CONFIG, DTYPES, a_model, configs, some_tokens
 from tests.models.test_whole_step import count_runs
@@ -176,6 +177,10 @@ def test_the_hidden_states_of_transformers(family: str, wrapped: bool) -> None:
             parts.append(features)
             cache.commit_(torch.full((2,), part.shape[1]))
         torch.testing.assert_close(torch.cat(parts, 1), wanted, rtol=1e-4, atol=1e-4)
-    if wrapped:
-        with pytest.raises(ValueError, match=r"WrappedModel.tapped: taps must be in 0 .. 3, for a model of 4 layers"):
-            model.tapped(tokens, [4])
+        # Of transformers this state is normed already.
+        last = model.tapped(tokens, [4, 3]).features
+        plain = from_transformers(given)
+        torch.testing.assert_close(last, plain.tapped(tokens, [4, 3]).features, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            rms_norm(last[:, :, 0], plain.norm, plain.config.norm_eps), expected[4], rtol=1e-4, atol=1e-4
+        )

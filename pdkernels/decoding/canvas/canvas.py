@@ -32,7 +32,7 @@ import torch
 from pdkernels._philox import uniforms
 from pdkernels._validation import check
 from pdkernels.backends import backend_of
-from pdkernels.decoding._prefixes import Prefixes
+from pdkernels.decoding._prefixes import Prefixes, Seen
 from pdkernels.decoding._sampling import ORDER, Seed, checked_sampling, likeliest, noise, statistics, suppress_
 from pdkernels.decoding._session import Session, is_end, to_device_async
 from pdkernels.decoding._token_sampler import TokenSampler, checked_sampler, largest
@@ -99,6 +99,7 @@ class Step(NamedTuple):
     full: bool  # none of them is -1
     number: int | torch.Tensor  # of each sequence's forward, keys its random numbers; (batch, 1) where they differ
     columns: tuple[torch.Tensor, ...] = ()  # (batch,) each: further inputs from the host
+    seen: Seen | None = None  # for a grammar: the canvases, read before the forward
 
 
 class Canvas(CanvasRecord):
@@ -201,12 +202,14 @@ class Canvas(CanvasRecord):
             line.append(self._numbers[sequence])
         packed = to_device_async(lines, self.tokens.device)
         number, more = self._number(), 2 + len(columns)
-        return Step(
-            packed[:, :2],
-            packed[:, more:-1],
-            full,
-            packed[:, -1:] if number is None else number,
-            tuple(packed[:, 2:more].unbind(1)) if columns else (),
+        return self._read(
+            Step(
+                packed[:, :2],
+                packed[:, more:-1],
+                full,
+                packed[:, -1:] if number is None else number,
+                tuple(packed[:, 2:more].unbind(1)) if columns else (),
+            )
         )
 
     def open_on_device(self, first: int, last: int, bound: int, full: bool) -> Step:
@@ -230,7 +233,13 @@ class Canvas(CanvasRecord):
             positions = positions.masked_fill_(top == 0, -1)
         number = self._number()
         assert number is not None
-        return step._replace(positions=positions, full=full, number=number)
+        return self._read(step._replace(positions=positions, full=full, number=number))
+
+    def _read(self, step: Step) -> Step:
+        """With what the grammar needs to know before the forward."""
+        if self._session.grammar is None:
+            return step
+        return step._replace(seen=self._prefixes(step).read().seen)
 
     def guess(self, hidden: torch.Tensor, step: Step, first: torch.Tensor | None = None) -> TokenStatistics:
         """A token for each position of `step` and its confidence; meaningless where there is none.
@@ -361,6 +370,7 @@ class Canvas(CanvasRecord):
             known.new_ones(positions.shape),
             self._session.model.config.vocab_size,
             self.mask_token,
+            seen=step.seen if copies == 1 else None,
         )
 
     def _look_for_broken(self, guesses: TokenStatistics, step: Step) -> None:

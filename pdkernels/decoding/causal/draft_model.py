@@ -8,7 +8,9 @@ two distributions are close, their draws are mostly equal.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from pdkernels.decoding._session import Session
 from pdkernels.decoding._token_sampler import checked_sampler
 from pdkernels.decoding.causal._drafter import DrafterSteps, checked_drafter
 from pdkernels.decoding.steps import Steps, decoder
+from pdkernels.models import load
 from pdkernels.models.capabilities import capabilities
 from pdkernels.models.protocols import CausalModel, missing
 
@@ -32,7 +35,8 @@ class DraftModelSteps(DrafterSteps):
     """The drafter keeps the text in a cache of its own, and reads what is new to it when it drafts.
 
     Args:
-        drafter: a causal model with the target's vocabulary; None: the model's ``drafters["draft_model"]``.
+        drafter: a causal model with the target's vocabulary, or the name or path of one (`pdkernels.models.load`); None: the model's
+            ``drafters["draft_model"]``.
         block_size: tokens of a draft, the known first one included; 1 is autoregressive decoding. "auto" chooses
             the length of each draft by the measured times of forwards and by what was accepted so far; then it is never much slower than
             decoding token by token.
@@ -135,6 +139,8 @@ decode = decoder(DraftModelSteps)
 
 
 def _checked(model: Any, drafter: Any) -> Any:
+    if isinstance(drafter, (str, os.PathLike)):
+        drafter = load(drafter if isinstance(drafter, str) else Path(drafter), device=model.device)
     absent = missing(drafter, CausalModel)
     check_type(not absent, _OP, "drafter", "be a causal model", f"a {type(drafter).__name__} without {absent}")
     offered = capabilities(drafter)

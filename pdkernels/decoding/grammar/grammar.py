@@ -152,7 +152,7 @@ class Grammar:
             NotImplementedError: a model without a tokenizer that knows the bytes of its tokens.
         """
         key = (model.config.vocab_size, *end_tokens)
-        known = self._made.setdefault(model.tokenizer, {}) if model.tokenizer is not None else {}
+        known = self._made.setdefault(_owner(model), {}) if model.tokenizer is not None else {}
         if key not in known:
             known[key] = self._compiled(model, end_tokens)
         return known[key]
@@ -201,11 +201,16 @@ class ContextFreeGrammar(Grammar):
         refuse(
             tokens.skips_space, OP, "Grammar.lark does not know tokenizers that leave out the first space", "Use ebnf."
         )
-        known = self._tokenizers.setdefault(model.tokenizer, {})
+        known = self._tokenizers.setdefault(_owner(model), {})
         key = (model.config.vocab_size, *end_tokens)
         if key not in known:
             known[key] = tokenizer_of(tokens.tokens, end_tokens)
         return PrefixAutomaton(known[key], self._rules, end_tokens)
+
+
+def _owner(model: Any) -> Any:
+    """The tokenizer of a model. One of transformers, which is adapted anew in each call of `custom_generate`, has it as `given`."""
+    return getattr(model.tokenizer, "given", model.tokenizer)
 
 
 def _checked_depth(depth: int) -> int:

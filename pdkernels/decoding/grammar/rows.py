@@ -18,7 +18,7 @@ from pdkernels import _host
 from pdkernels._validation import check, check_type, refuse, sentence
 from pdkernels.decoding._filters import unpacked
 from pdkernels.decoding._method import Method
-from pdkernels.decoding._prefixes import Prefixes
+from pdkernels.decoding._prefixes import Prefixes, Seen
 from pdkernels.decoding._session import Session
 from pdkernels.decoding.grammar.context_free import PrefixAutomaton
 from pdkernels.decoding.grammar.grammar import ContextFreeGrammar, Grammar
@@ -58,42 +58,36 @@ class GrammarRows:
 
     def words(self, rows: Prefixes) -> Tensor:
         """As `Filters.allowed`: int32 ``(batch, R, ceil(V / 32))``."""
-        batch, count = rows.number.shape
-        found = torch.full((batch, count, self._width), -1, dtype=torch.int32)
-        numbers, guessing = rows.number.tolist(), rows.guessing.tolist()
-        sequences = range(batch) if rows.sequences is None else rows.sequences.tolist()
+        found = torch.full((*rows.number.shape, self._width), -1, dtype=torch.int32)
+        seen = rows.read().seen if rows.seen is None else rows.seen
+        assert seen is not None
         if rows.tokens.shape[1] == 0:
-            self._canvases(rows, sequences, numbers, found)
+            self._canvases(seen, found)
         else:
-            self._drafts(rows, sequences, numbers, guessing, found)
+            self._drafts(seen, found)
         return found.to(rows.number.device, non_blocking=True)
 
-    def _canvases(self, rows: Prefixes, sequences: Sequence[int], numbers: list[list[int]], found: Tensor) -> None:
+    def _canvases(self, seen: Seen, found: Tensor) -> None:
         """Rows of canvases, which see all of them."""
-        texts, known = rows.text.tolist(), rows.known.tolist()
-        ends = rows.length.tolist()
-        for line, sequence in enumerate(sequences):
+        for line, sequence in enumerate(seen.sequences):
             text = self._texts[sequence]
             if text is None:
                 continue
-            end = ends[line]
+            end = seen.length[line]
             start = end - text.limit
             canvas = [
                 token if there else MASK
-                for token, there in zip(texts[line][start:end], known[line][start:end], strict=True)
+                for token, there in zip(seen.text[line][start:end], seen.known[line][start:end], strict=True)
             ]
             places = text.automaton.places(canvas, [text.start], 0)
-            for row, position in enumerate(numbers[line]):
+            for row, position in enumerate(seen.number[line]):
                 if places and position < len(canvas) and canvas[position] == MASK:
                     text.automaton.allowed(places[position], places[position + 1], _buffer(found[line, row]))
 
-    def _drafts(
-        self, rows: Prefixes, sequences: Sequence[int], numbers: list[list[int]], guessing: list[list[bool]], found: Any
-    ) -> None:
-        lengths, begun, tokens, visible = (part.tolist() for part in (rows.length, rows.new, rows.tokens, rows.visible))
-        texts = rows.text.tolist()
-        prompts = (~rows.generated).sum(1).tolist()
-        for line, sequence in enumerate(sequences):
+    def _drafts(self, seen: Seen, found: Tensor) -> None:
+        texts, prompts, lengths, begun = seen.text, seen.prompts, seen.length, seen.new
+        tokens, visible, guessing = seen.tokens, seen.visible, seen.guessing
+        for line, sequence in enumerate(seen.sequences):
             text = self._texts[sequence]
             if text is None:
                 continue
@@ -101,7 +95,7 @@ class GrammarRows:
             state = self._state(sequence, text, committed)
             after: dict[tuple[int, ...], int] = {(): state}
             canvases: dict[tuple[int, ...], list[list[int]]] = {}
-            for row, number in enumerate(numbers[line]):
+            for row, number in enumerate(seen.number[line]):
                 sees = (
                     ()
                     if not begun[line]

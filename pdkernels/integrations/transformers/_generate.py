@@ -13,6 +13,8 @@ from torch import Tensor
 from pdkernels._validation import check, check_type, fail, message, sentence
 from pdkernels.decoding import DecodeResult, Method, check_options, find
 from pdkernels.decoding import generate as decode
+from pdkernels.integrations.transformers._drafters import method_of
+from pdkernels.integrations.transformers._drafters import options_of as drafter_options
 from pdkernels.integrations.transformers._lists import PaddedCriterion, PaddedHook, plain_logits
 from pdkernels.integrations.transformers._lists import options as list_options
 from pdkernels.integrations.transformers._model import wrap
@@ -46,6 +48,8 @@ def generate(
     streamer: Any = None,
     method: str | None = None,
     method_options: Mapping[str, Any] | None = None,
+    drafter: Any = None,
+    grammar: Any = None,
     token_streamer: Any = None,
     stop_strings: Any = None,
     token_healing: Any = None,
@@ -60,11 +64,15 @@ def generate(
     criteria that have no option of ours run on one row or text at a time, which is slow; they must depend on their arguments alone.
 
     Args:
-        method: one of `pdkernels.decoding.available()`; None: "jacobi" with prompt-lookup drafts, for any model.
-        method_options: options of the method, such as ``{"block_size": 16}``, and `trace`, `overflow` and `grammar`, a
-            `pdkernels.decoding.Grammar` or a list of them, which needs the `tokenizer` beside it.
+        method: one of `pdkernels.decoding.available()`; None: that of the drafter, or "jacobi" with prompt-lookup drafts, for any model.
+        method_options: options of the method, such as ``{"block_size": 16}``, and `trace`, `overflow`, `grammar` and the `tokenizer`.
+        drafter: for "eagle", "dflash" and "mtp" a head, or the name or folder of one (`pdkernels.models.load_drafter`); for "draft_model" a
+            causal model, of transformers or ours, or the name or path of one (`pdkernels.models.load`). transformers' own
+            `assistant_model` is the same as a drafter for "draft_model".
         token_streamer: the same as `streamer`.
-        stop_strings: refused, like `token_healing`; both need a tokenizer, which transformers does not pass on.
+        grammar: a `pdkernels.decoding.Grammar` that the new text belongs to, or one (or None) for each prompt. It needs `tokenizer` in
+            `method_options`, as below.
+        stop_strings: need `tokenizer` in `method_options`, because transformers does not pass its own on. `token_healing` is refused.
 
     Returns:
         ``(batch, prompt + new)`` int64 ids, padded with the pad token; with ``return_dict_in_generate=True`` an object with
@@ -110,12 +118,17 @@ def generate(
             "None",
             "Call model.generate(..., custom_generate=generate).",
         )
-        for name, value in (("stop_strings", stop_strings), ("token_healing", token_healing)):
-            if not FIELDS[name].allows(value):
-                refuse(name, value, FIELDS[name])
         check_fields(generation_config)
         check_arguments(given)
-        chosen, options = _method(method, method_options)
+        assistant, lookup = given.get("assistant_model"), generation_config.prompt_lookup_num_tokens
+        if not FIELDS["token_healing"].allows(token_healing):
+            refuse("token_healing", token_healing, FIELDS["token_healing"])
+        chosen, options = _method(method, method_options, model, drafter, assistant, lookup)
+        if grammar is not None:
+            check("grammar" not in options, OP, "method_options", "not hold a grammar beside another one", "one")
+            options["grammar"] = grammar
+        if not FIELDS["stop_strings"].allows(stop_strings):
+            stopping_criteria = [*(stopping_criteria or ()), _stop_strings(stop_strings, options.get("tokenizer"))]
         if getattr(model.config, "is_encoder_decoder", False):
             raise NotImplementedError(message(OP, "model", "be a decoder", f"{type(model).__name__} with an encoder"))
         remedy = "Start from a beginning-of-text token if the model has one."
@@ -143,9 +156,11 @@ def generate(
         tokenizer = options.pop("tokenizer", None)
         if tokenizer is None and options.get("grammar") is not None:
             words = "a grammar needs the tokenizer of the model"
-            raise ValueError(sentence(OP, words, "Pass method_options={'grammar': .., 'tokenizer': ..}."))
+            raise ValueError(sentence(OP, words, "Pass method_options={'tokenizer': tokenizer}."))
         wrapped = wrap(model, tokenizer)
-        result = decode(wrapped, prompts, chosen, max_new_tokens=new, end_tokens=ends, **options)
+        options |= drafter_options(chosen.name, model, drafter, assistant, options)
+        copies = generation_config.num_return_sequences or 1  # transformers has repeated the prompts
+        result = decode(wrapped, prompts[::copies], chosen, max_new_tokens=new, end_tokens=ends, n=copies, **options)
     except BaseException:
         if listener is not None:
             with suppress(Exception):
@@ -162,15 +177,23 @@ def generate(
     return _output(result, sequences, generation_config, wrapped, prompts, hook)
 
 
-def _method(name: str | None, given: Mapping[str, Any] | None) -> tuple[Method, dict[str, Any]]:
+def _method(
+    name: str | None, given: Mapping[str, Any] | None, model: Any, drafter: Any, assistant: Any, lookup: int | None
+) -> tuple[Method, dict[str, Any]]:
     """The method and its options, without those that have a setting in transformers."""
     check_type(given is None or isinstance(given, Mapping), OP, "method_options", "be a dict", type(given).__name__)
-    chosen, options = find("jacobi" if name is None else name), dict(given or {})
+    options = dict(given or {})
+    drafter = options.get("drafter") if drafter is None else drafter
+    chosen = find(method_of(name, model, drafter, assistant, lookup))
     check_options(chosen, {option: value for option, value in options.items() if option not in _SHARED})
     for option in ("temperature", *_FILTERS):
         remedy = f"Pass do_sample=True and {option} to the model's generate."
         check(option not in options, OP, "method_options", f"not hold {option!r}", options.get(option), remedy)
-    if name is None:
+    if lookup is not None:
+        held = sorted({"block_size", "window", "draft"} & options.keys())
+        check(not held, OP, "prompt_lookup_num_tokens", f"be None beside {', '.join(held)}", lookup)
+        options["block_size"] = lookup + 1
+    if chosen.name == "jacobi" and (name is None or lookup is not None):
         options.setdefault("draft", "lookup")
     return chosen, options
 
@@ -234,6 +257,15 @@ def _stops(criteria: Any, callers: Any, input_ids: Tensor, real: Tensor) -> dict
         elif name not in ("MaxLengthCriteria", "EosTokenCriteria"):
             others.append(PaddedCriterion(item, input_ids, real))
     return found | ({"stopping_criteria": others} if others else {})
+
+
+def _stop_strings(strings: Any, tokenizer: Any) -> Any:
+    """transformers' criterion for them."""
+    from transformers import StopStringCriteria
+
+    if tokenizer is None:
+        refuse("stop_strings", strings, FIELDS["stop_strings"])
+    return StopStringCriteria(tokenizer, strings)
 
 
 def _sequences(result: DecodeResult[Any, Any], input_ids: Tensor, pad: int) -> Tensor:

@@ -29,7 +29,7 @@ from pdkernels.integrations.transformers._probe import (
     undisturbed,
 )
 from pdkernels.integrations.transformers._quantized import is_quantised, quantize_linears_
-from pdkernels.integrations.transformers._shadow import body_of, head_of, shadow
+from pdkernels.integrations.transformers._shadow import body_of, head_of, noting_input, shadow
 from pdkernels.integrations.transformers._states import exchange_, other_scans, using
 from pdkernels.integrations.transformers._tokenizer import adapted
 from pdkernels.masks import TilePlan, causal, full
@@ -130,9 +130,10 @@ def run_body(
     more = {"output_hidden_states": True} if states else {}
     with nullcontext() if scans is None else using(scans):
         out = body(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False, **more)
-    for tap in states or ():
-        assert states is not None
-        states[tap] = out.hidden_states[tap]
+    for tap, state in (states or {}).items():
+        if state is None:
+            assert states is not None
+            states[tap] = out.hidden_states[tap]
     hidden: Tensor = out.last_hidden_state
     return hidden
 
@@ -155,6 +156,17 @@ class WrappedModel:
     def keeps_rows(self) -> bool:
         """Whether `recompute` leaves the other rows of a cache as they are. Rows of recurrent layers cannot be computed anew."""
         return self.config.states is None
+
+    @property
+    def head(self) -> Any:
+        """The matrix of the head, for drafters that share it. `logits` may have scales and caps besides."""
+        return self.model.get_output_embeddings().weight
+
+    @property
+    def norm(self) -> Tensor:
+        """The weight of the body's last norm, if it has one by this name."""
+        found: Tensor = self._body.norm.weight
+        return found
 
     @property
     def dtype(self) -> torch.dtype:
@@ -199,8 +211,8 @@ class WrappedModel:
         mask: TilePlan | None = None,
         adapted: bool = False,
     ) -> Tapped:
-        """As `Transformer.tapped`, with plans for masks; what the last layer returns cannot be tapped."""
-        taps = checked_taps("WrappedModel.tapped", taps, self.config.layers, last=False)
+        """As `Transformer.tapped`, with plans for masks. What the last layer returns can be tapped where the body has a last `norm`."""
+        taps = checked_taps("WrappedModel.tapped", taps, self.config.layers, last=hasattr(self, "norm"))
         states: dict[int, Tensor | None] = dict.fromkeys(taps)
         return Tapped.of(self._hidden(tokens, cache, counts, positions, mask, adapted, states), states, taps)
 
@@ -285,7 +297,9 @@ class WrappedModel:
         scans: States | None = None,
     ) -> Tensor:
         # Drafts may extend past the last position; only padding rows attend to these tokens.
-        return run_body(self._body, tokens, positions.clamp(max=self.config.trained_positions - 1), rows, states, scans)
+        places, last = positions.clamp(max=self.config.trained_positions - 1), self.config.layers
+        with noting_input(self._body.norm, states, last) if states and last in states else nullcontext():
+            return run_body(self._body, tokens, places, rows, states, scans)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The computation of the model's class after its body: the head, with scales and caps if it has them."""

@@ -56,11 +56,12 @@ _BEAMS = "Beams are decoded by transformers' own generate."
 _PROCESSED = "by the processor that transformers makes of it, or a filter of ours"
 _LOGITS = "It is not a function of a row's logits and its prefix."
 _OUTPUTS = "Decoding methods return tokens and stats, not what the forwards computed."
-_ASSISTANT = "Method 'jacobi' drafts without a second model."
+_ASSISTANT = "Pass assistant_model, a smaller model, or drafter."
 _CACHES = "Decoding methods keep their own caches."
 _IDS = "Decoding methods give a model token ids alone."
 _COMPILED = "Decoding methods do not compile the model."
-_WITH_ASSISTANT = "only assistants and prompt lookup read it, which are refused"
+_LENGTHS = "it is about the lengths of drafts, which change no token; block_size='auto' chooses them"
+_OTHER_TOKENIZER = "only assistants with another tokenizer read it, which are refused"
 _WITH_BEAMS = "only beams read it, which are refused"
 
 FIELDS: dict[str, Rule] = {
@@ -72,13 +73,13 @@ FIELDS: dict[str, Rule] = {
     "early_stopping": _unused(_WITH_BEAMS),
     "max_time": _followed("as max_time of pdkernels.decoding.generate"),
     "stop_strings": _refused(
-        "transformers drops the tokenizer that they need: pass the folder custom_generate, or a StopStringCriteria as stopping_criteria."
+        "transformers drops the tokenizer that they need: pass them to generate, with method_options={'tokenizer': tokenizer}, or use the folder custom_generate."
     ),
     # Strategy
     "do_sample": _followed("by methods with a temperature; the random numbers are ours"),
     "num_beams": _refused(_BEAMS, 1, expectation="be 1"),
     "num_beam_groups": _refused(_BEAMS, 1, expectation="be 1"),
-    "use_mtp": _refused(_THEIRS),
+    "use_mtp": _refused("Pass method='mtp' and drafter, the folder of the model."),
     "penalty_alpha": _refused(_THEIRS, 0.0),
     "low_memory": _unused("only contrastive search reads it, which penalty_alpha asks for"),
     "dola_layers": _refused(_THEIRS),
@@ -133,18 +134,18 @@ FIELDS: dict[str, Rule] = {
     "decoder_start_token_id": _unused("only encoder-decoder models read it, which are refused"),
     # Assistants
     "is_assistant": _refused(_ASSISTANT),
-    "num_assistant_tokens": _unused(_WITH_ASSISTANT),
-    "num_assistant_tokens_schedule": _unused(_WITH_ASSISTANT),
-    "assistant_confidence_threshold": _unused(_WITH_ASSISTANT),
-    "assistant_lookbehind": _unused(_WITH_ASSISTANT),
-    "target_lookbehind": _unused(_WITH_ASSISTANT),
-    "assistant_ensemble_weight": _unused(_WITH_ASSISTANT),
-    "max_matching_ngram_size": _unused(_WITH_ASSISTANT),
-    "prompt_lookup_num_tokens": _refused(
-        "Method 'jacobi' looks drafts up with method_options={'draft': 'lookup', 'window': 10}."
+    "num_assistant_tokens": _followed(
+        "in the config of the assistant, as block_size - 1; transformers reads it only there"
     ),
+    "num_assistant_tokens_schedule": _unused(_LENGTHS),
+    "assistant_confidence_threshold": _unused(_LENGTHS),
+    "assistant_lookbehind": _unused(_OTHER_TOKENIZER),
+    "target_lookbehind": _unused(_OTHER_TOKENIZER),
+    "assistant_ensemble_weight": _refused("It changes what is written, and drafts do not change that here."),
+    "max_matching_ngram_size": _unused("it is about which drafts are found, which changes no token"),
+    "prompt_lookup_num_tokens": _followed("by method 'jacobi', as block_size - 1 with draft='lookup'"),
     "assistant_early_exit": _refused(_ASSISTANT),
-    "speculation_type": _refused(_ASSISTANT),
+    "speculation_type": _refused("Pass drafter, the folder of a DFlash head."),
     # Performance
     "compile_config": _refused(_COMPILED),
     "disable_compile": _unused("nothing is compiled"),
@@ -172,13 +173,13 @@ ARGUMENTS: dict[str, Rule] = {
     "stopping_criteria": _followed("text by text, for every new token"),
     "prefix_allowed_tokens_fn": _followed(_PROCESSED),
     "synced_gpus": _refused("The processes of a model in shards do not write in step."),
-    "assistant_model": _absent(_ASSISTANT),
+    "assistant_model": _followed("as the drafter of method 'draft_model'"),
     "streamer": _followed("token by token, for one prompt"),
     "negative_prompt_ids": _absent("guidance_scale is refused as well."),
     "negative_prompt_attention_mask": _absent("guidance_scale is refused as well."),
     "custom_generate": _followed("it is what calls us"),
-    "tokenizer": _unused("stop_strings, token_healing and assistants read it, which are refused"),
-    "assistant_tokenizer": _unused(_WITH_ASSISTANT),
+    "tokenizer": _unused("stop_strings and token_healing read it, which are refused"),
+    "assistant_tokenizer": _unused(_OTHER_TOKENIZER),
     "use_model_defaults": _followed("by transformers 4, which completes the config"),
     "trust_remote_code": _unused("only a custom_generate from the hub reads it"),
 }

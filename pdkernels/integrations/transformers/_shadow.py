@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -129,6 +131,22 @@ def body_of(model: Any) -> Any:
     body = model.base_model
     body = getattr(model, "model", None) if body is model else body
     return body if isinstance(body, nn.Module) and body is not model else None
+
+
+@contextmanager
+def noting_input(module: nn.Module, found: dict[int, torch.Tensor | None], key: int) -> Iterator[None]:
+    """Puts what a module of a shadow reads into ``found[key]``, of forwards of this thread."""
+    thread = threading.get_ident()
+
+    def note(_: nn.Module, given: tuple[torch.Tensor, ...], __: Any) -> None:
+        if threading.get_ident() == thread:
+            found[key] = given[0]
+
+    handle = module.register_forward_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def head_of(shadowed: Any) -> Callable[[torch.Tensor], Any]:

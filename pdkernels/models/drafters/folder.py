@@ -141,16 +141,25 @@ def _mtp_head(config: MtpConfig, weights: Weights, target: Any, dtype: torch.dty
     return head.requires_grad_(False).eval()
 
 
-def is_drafter_folder(path: str | Path) -> bool:
-    """Whether a name or path is that of a folder with a drafter, of any kind, not with a model."""
+def drafter_method(path: str | Path) -> str | None:
+    """The decoding method that the drafter in a folder is for; None: no folder, or one of a model."""
     try:
         found = json.loads((drafter_folder(path) / _CONFIG).read_text())
     except (OSError, ValueError):
-        return False
-    names = found.get("architectures") if isinstance(found, dict) else None
+        return None
+    if not isinstance(found, dict):
+        return None
+    kind, names = found.get("speculators_model_type"), found.get("architectures")
     listed = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
-    stated = isinstance(found, dict) and bool({"speculators_model_type", "dflash_config"} & found.keys())
-    return stated or any("Eagle" in name for name in listed)
+    if kind == "dflash" or "dflash_config" in found:
+        return "dflash"
+    # Other kinds are refused by `load_drafter`, by name.
+    return "eagle" if kind is not None or any("Eagle" in name for name in listed) else None
+
+
+def is_drafter_folder(path: str | Path) -> bool:
+    """Whether a name or path is that of a folder with a drafter, of any kind, not with a model."""
+    return drafter_method(path) is not None
 
 
 def is_own_folder(model: str | Path, drafter: str | Path) -> bool:

@@ -47,9 +47,9 @@ def config_of(fields: Fields, target: Any) -> MtpConfig:
     else:
         config = MtpConfig(hybrid_hf.from_hybrid_config(fields.values))
     ours, theirs = config.body, target.config
-    holds = hasattr(target, "norm") and hasattr(target, "embedding")
+    holds = hasattr(target, "norm") and hasattr(target, "embed")
     remedy = "Load the folder with pdkernels.models.load."
-    check_type(holds, OP, "target", "be a Transformer or a Hybrid", type(target).__name__, remedy)
+    check_type(holds, OP, "target", "have a last `norm` and an embedding", type(target).__name__, remedy)
     for name, words in (("hidden_size", "a hidden size of {}"), ("vocab_size", "{} tokens"), ("layers", "{} layers")):
         wanted, given = getattr(theirs, name), getattr(ours, name)
         check(given == wanted, OP, "drafter", f"be for {words.format(wanted)}, the target's", given)
