@@ -43,7 +43,7 @@ format: ## ruff and clang-format put everything into shape
 	@$(CLANG_FORMAT) -i $(CPP)
 
 types: ## mypy --strict finds nothing
-	@$(WITH) types -m mypy
+	@$(WITH) types -m mypy -n $(WORKERS)
 
 docs: ## the documentation site in build/site; warnings are errors
 	@$(WITH) docs -m sphinx -q -W --keep-going -b html -c docs/site . build/site

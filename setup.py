@@ -260,15 +260,17 @@ class BuildNative(build_ext):
         # replace the library, and one to be loaded alongside it.
         sanitize = os.environ.get("PDKERNELS_SANITIZE") == "1"
         emulate = os.environ.get("PDKERNELS_EMULATE_ISA") == "1"
-        out = ROOT / "build" / ("native-sanitize" if sanitize else "native-emulate" if emulate else "native")
+        # The emulated library takes from the usual build what it has in common with it.
+        out = ROOT / "build" / ("native-sanitize" if sanitize else "native")
+        manifest = "emulate.ninja" if emulate else "build.ninja"
         out.mkdir(parents=True, exist_ok=True)
         ninja = NinjaFile(out)
         hosts = {} if sanitize or emulate else self.host_modules(ninja)
         ops = self.ops_library(ninja, sanitize=sanitize, emulate=emulate)
         with (out / ".lock").open("w") as lock:  # two builds at once take turns
             fcntl.flock(lock, fcntl.LOCK_EX)
-            (out / "build.ninja").write_text("\n".join(ninja.lines) + "\n")
-            self.run_ninja(out)
+            (out / manifest).write_text("\n".join(ninja.lines) + "\n")
+            self.run_ninja(out, manifest)
             if not (sanitize or emulate):
                 target = Path(self.get_ext_fullpath("pdkernels._ops"))
                 for built in (ops, *hosts):
@@ -295,32 +297,40 @@ class BuildNative(build_ext):
         torch, torch_version = find_torch()
         nvcc = None if for_tests else find_nvcc()
         archs = cuda_archs(nvcc) if nvcc else []
-        cxx, host = host_compiler()
+        cxx, common = host_compiler()
         checks = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
         # At -O1 GCC 12 mistakes arrays that a constructor fills for uninitialised ones.
         optimise = checks if sanitize else ["-O1", "-Wno-maybe-uninitialized"] if emulate else ["-O3"]
-        host += optimise
+        host = [*common, *optimise]
         host += ["-DPDKERNELS_EMULATE_ISA"] if for_tests else []
         host += ["-DPDKERNELS_OPS_NAMESPACE=pdkernels_emulated"] if emulate else []
         with_torch = ["-isystem", torch / "include", f"-DTORCH_TARGET_VERSION={STABLE_ABI}"]
         on_cpu = ["-I", ROOT / "csrc/cpu", *with_torch]
         facts = {"VERSION": VERSION, "TORCH_VERSION": torch_version, "CUDA_ARCHS": ";".join(archs)}
-        # The bindings alone know the namespace: what is built for another one lies in a folder of that name.
+        # The bindings alone know the namespace: what is built for another one lies in a folder of that name. Of the
+        # emulated library everything does, but for levels that are compiled as in the usual build.
         named = os.environ.get("PDKERNELS_OPS_NAMESPACE", "")
         namespace = [f"-DPDKERNELS_OPS_NAMESPACE={named}"] if named else []
-        folder = f"{named}/" if named else ""
+        folder = "emulate/" if emulate else f"{named}/" if named else ""
         ninja.compiler("cxx", *cxx, *host, *on_cpu)
         ninja.compiler("cxx_bindings", *cxx, *host, *on_cpu, *namespace)
         ninja.compiler("cxx_info", *cxx, *host, *(f'-DPDKERNELS_{name}="{value}"' for name, value in facts.items()))
 
         bindings = ROOT / "python_bindings"
         objects = [ninja.build(f"{folder}ops_cpu.o", "cxx_bindings", bindings / "ops.cpp")]
-        objects += [ninja.build("build_info.o", "cxx_info", bindings / "build_info.cpp")]
+        aside = folder if emulate else ""
+        objects += [ninja.build(f"{aside}build_info.o", "cxx_info", bindings / "build_info.cpp")]
+        usual = cpu_levels(emulate=False)
         for level, flags in cpu_levels(emulate=for_tests).items():
-            ninja.compiler(f"cxx_{level}", *cxx, *host, "-I", ROOT / "csrc/cpu", *flags)
-            objects += [ninja.build(f"simd_{level}_{unit.stem}.o", f"cxx_{level}", unit) for unit in simd_units(level)]
+            shared = emulate and flags == usual[level]
+            settings = [*common, "-O3"] if shared else host
+            ninja.compiler(f"cxx_{level}", *cxx, *settings, "-I", ROOT / "csrc/cpu", *flags)
+            where = "" if shared else aside
+            objects += [
+                ninja.build(f"{where}simd_{level}_{unit.stem}.o", f"cxx_{level}", unit) for unit in simd_units(level)
+            ]
         objects += [
-            ninja.build(f"cpu_{unit.stem}.o", "cxx", unit) for unit in sorted((ROOT / "csrc/cpu").glob("*.cpp"))
+            ninja.build(f"{aside}cpu_{unit.stem}.o", "cxx", unit) for unit in sorted((ROOT / "csrc/cpu").glob("*.cpp"))
         ]
 
         needed = [] if ON_MAC else ["-Wl,--no-as-needed"]
@@ -348,13 +358,13 @@ class BuildNative(build_ext):
         ninja.linker("link_ops", command, [str(part).replace("-Wl,", "-Xlinker=") for part in libraries])
         return ninja.build(f"{folder}_ops.so", "link_ops", *objects, *on_cuda)
 
-    def run_ninja(self, out: Path) -> None:
+    def run_ninja(self, out: Path, manifest: str) -> None:
         # A C++ unit with torch's headers takes about 1 GB to compile.
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**30
         jobs = os.environ.get("MAX_JOBS") or str(max(1, min(os.cpu_count() or 1, memory // 2)))
         ninja = shutil.which("ninja")
         command = [ninja] if ninja else [sys.executable, "-m", "ninja"]
-        if subprocess.run([*command, "-C", str(out), "-j", jobs], check=False).returncode != 0:
+        if subprocess.run([*command, "-C", str(out), "-f", manifest, "-j", jobs], check=False).returncode != 0:
             fail("the build failed; see the compiler's message above.")
 
     def get_ext_filename(self, fullname: str) -> str:

@@ -57,7 +57,7 @@ def advised(tensor: torch.Tensor) -> bool:
     return bool(flags) and all("hg" in each.split() for each in flags)
 
 
-def plentiful(size: int = 256 * MIB) -> bool:
+def plentiful(size: int = 64 * MIB) -> bool:
     """Whether an ordinary mapping gets huge pages now. A machine that has run for long has its free memory in small pieces."""
     with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as plain:
         plain.madvise(mmap.MADV_HUGEPAGE)

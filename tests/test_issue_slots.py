@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from tests.harness.budgets import FAST_ARCHS, INCLUDE_DIRS, compile_kernels, find_cuobjdump, find_nvcc, kernel_sources
-from tests.harness.sass import cheapest_way, disassemble, functions, mix, outer_loops, steady_loops
+from tests.harness.sass import Instruction, cheapest_way, disassemble, functions, mix, outer_loops, steady_loops
 
 needs_tools = pytest.mark.skipif(find_nvcc() is None or find_cuobjdump() is None, reason="needs nvcc and cuobjdump")
 LISTING = """
@@ -39,14 +41,20 @@ def test_loops() -> None:
     assert [x.address for x in loop] == [0x20, 0x30, 0x40, 0x50] and mix(loop)["MUFU"] == 1
 
 
+@cache
+def token_statistics_kernels() -> dict[str, list[Instruction]]:
+    (source,) = (path for path in kernel_sources() if path.name == "token_statistics.cu")
+    return disassemble(compile_kernels(source, INCLUDE_DIRS, FAST_ARCHS), "sm_90a")
+
+
 # A lane has 64 logits, each of which takes one MUFU.EX2. The whole kernel, from its arguments to its stores: 214 slots for each 512
 # logits of a warp, 13.4 for each of a lane, are what the memory bandwidth of an H200 allows.
 @needs_tools
 @pytest.mark.parametrize("element, most", [("13__nv_bfloat16", 11.5), ("6__half", 11.5), ("f", 12.5)])
 def test_token_statistics(element: str, most: float) -> None:
-    (source,) = (path for path in kernel_sources() if path.name == "token_statistics.cu")
-    found = disassemble(compile_kernels(source, INCLUDE_DIRS, FAST_ARCHS), "sm_90a")
-    (code,) = (code for name, code in found.items() if f"token_region_kernelI{element}Lb1ELb0E" in name)
+    (code,) = (
+        code for name, code in token_statistics_kernels().items() if f"token_region_kernelI{element}Lb1ELb0E" in name
+    )
     assert cheapest_way(code, "MUFU.EX2", 64) / 64 <= most
     sums = [x for x in code if x.name.startswith("MUFU.EX2")]
     # The part that is done for each logit: from the first power to the last, without the few instructions around them.

@@ -108,28 +108,29 @@ def differences(
     seed: int = 0,
     methods: Collection[str] = tuple(METHODS),
     cache_dtype: torch.dtype | None = None,
+    size: int = BATCH,
 ) -> Iterator[tuple[str, int, int]]:
-    """For each of `methods` on each batch of prompts, its name, how many sequences were compared and how many differ.
+    """For each of `methods` on each batch of `size` prompts, its name, how many sequences were compared and how many differ.
 
     A model serves one batch; `weights` says what its matrices are. Greedy decoding runs one prompt at a time; the others alternate
     between batches and pages. `cache_dtype` is that of all caches.
     """
-    for at in range(0, prompts, BATCH):
+    for number, at in enumerate(range(0, prompts, size)):
         model = small_transformer(seed + at, VOCABULARY, at % 20 == 0, **SIZES.get(weights[-2:], SIZES[""]))
         if weights in NUMBERS:
             model = model.to(NUMBERS[weights])
         else:
-            model = packed(model.to((torch.float32, torch.bfloat16)[at // BATCH // 2 % 2]), weights)
+            model = packed(model.to((torch.float32, torch.bfloat16)[number // 2 % 2]), weights)
         model.cache_dtype = cache_dtype
         with_drafters(model)
         generator = torch.Generator().manual_seed(seed + at)
-        count = min(BATCH, prompts - at)
+        count = min(size, prompts - at)
         lengths = torch.randint(1, 40, (count,), generator=generator).tolist()
         texts = [torch.randint(VOCABULARY - 1, (length,), generator=generator).tolist() for length in lengths]
         greedy = [generate(model, text, max_new_tokens=NEW, end_tokens=()).tokens for text in texts]
         for method in methods:
             variants = METHODS[method]
-            options = variants[at // BATCH % len(variants)] | {"page_size": (None, 7, 16)[at // BATCH % 3]}
+            options = variants[number % len(variants)] | {"page_size": (None, 7, 16)[number % 3]}
             found = generate(model, texts, method, max_new_tokens=NEW, end_tokens=(), **options).tokens
             yield method, count, sum(not torch.equal(a, b) for a, b in zip(found, greedy, strict=True))
 

@@ -155,7 +155,11 @@ CASES = [
     for method, kind in METHODS_AND_KINDS
     for form in (SMALL.get(method, {}), *FORMS.get(method, []), SMALL.get(method, {}) | ROWS)
 ]
-on_every_kind = pytest.mark.parametrize(("method", "kind"), METHODS_AND_KINDS, ids=label)
+
+
+def on_every_kind(test: Callable[..., None]) -> Any:
+    """Fast tests have every method, and every kind of model."""
+    return pytest.mark.covering(pytest.mark.parametrize(("method", "kind"), METHODS_AND_KINDS, ids=label)(test))
 
 
 def is_usual(method: str, form: dict[str, Any]) -> bool:
@@ -168,9 +172,9 @@ def marked(method: str, kind: str, form: dict[str, Any], *more: Any, fast: bool 
     return pytest.param(method, kind, form, *more, marks=() if fast else pytest.mark.slow)
 
 
-in_every_form = pytest.mark.parametrize(
-    ("method", "kind", "form"), [marked(*case, fast=is_usual(case[0], case[2])) for case in CASES], ids=label
-)
+def in_every_form(test: Callable[..., None]) -> Any:
+    every = [marked(*case, fast=is_usual(case[0], case[2])) for case in CASES]
+    return pytest.mark.covering(pytest.mark.parametrize(("method", "kind", "form"), every, ids=label)(test))
 
 
 def drawn(method: str, kind: str, number: int) -> tuple[list[list[int]], dict[str, Any]]:
@@ -216,6 +220,7 @@ BATCHES = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("method", "kind", "form", "number"), BATCHES, ids=label)
 def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(method: str, kind: str, form: Any, number: int) -> None:
     """Tokens, what each step accepted, every step of the trace; on pages too."""
@@ -341,6 +346,7 @@ def has_cache(method: str, form: dict[str, Any]) -> bool:
     return is_usual(method, form) or form == INTERVALS or (method == "fast_dllm" and form.get("threshold") == 0.4)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("method", "kind", "form"), [marked(*case, fast=has_cache(case[0], case[2])) for case in CASES], ids=label
 )
@@ -362,6 +368,7 @@ def test_one_read_of_the_device_per_step(method: str, kind: str, form: Any) -> N
         assert reads == stats.forwards + known.fills_canvases
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("method", "kind", "form"), [marked(*case, fast=has_cache(case[0], case[2])) for case in CASES], ids=label
 )

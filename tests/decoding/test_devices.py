@@ -75,6 +75,7 @@ def generate(device: str, method: pd.decoding.Method, options: dict[str, Any]) -
     return pd.decoding.generate(model, prompts, method, max_new_tokens=limit, end_tokens=(), **options)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("method", "options"), CASES, ids=label)
 def test_same_tokens_on_a_gpu(method: str | pd.decoding.Method, options: dict[str, Any], gpu: None) -> None:
     here, there = (generate(device, found(method), options) for device in ("cpu", "cuda"))

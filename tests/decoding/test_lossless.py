@@ -19,20 +19,23 @@ def test_the_sweep_has_all_methods_that_promise_it() -> None:
 
 # One of each way to pack: scales alone, with smallest values, of super-blocks, of rows and of groups.
 FAST = (*NUMBERS, "q8_0", "q4_1", "q6_k", "int4", "int4 of 64")
+in_batches = pytest.mark.parametrize("size", [3, pytest.param(10, marks=pytest.mark.slow)])
 
 
+@in_batches
 @pytest.mark.parametrize(
     "weights", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in (*NUMBERS, *PACKED)]
 )
-def test_no_token_differs_from_greedy_decoding(weights: str) -> None:
-    found = list(differences(20, weights, seed=5000))
+def test_no_token_differs_from_greedy_decoding(weights: str, size: int) -> None:
+    found = list(differences(2 * size, weights, seed=5000, size=size))
     assert len(found) == 2 * len(METHODS)
     assert [(method, wrong) for method, _, wrong in found if wrong] == []
 
 
+@in_batches
 @pytest.mark.parametrize("weights", [*NUMBERS, "q8_0"])
-def test_nor_does_any_with_a_cache_of_8_bits(weights: str) -> None:
-    found = list(differences(20, weights, seed=7000, cache_dtype=torch.int8))
+def test_nor_does_any_with_a_cache_of_8_bits(weights: str, size: int) -> None:
+    found = list(differences(2 * size, weights, seed=7000, cache_dtype=torch.int8, size=size))
     assert len(found) == 2 * len(METHODS)
     assert [(method, wrong) for method, _, wrong in found if wrong] == []
 

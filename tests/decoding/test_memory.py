@@ -212,7 +212,8 @@ def resident_growth(method: str, page_size: int | None, dtype: str) -> list[int]
 @needs_peaks
 @needs_kernel
 @pytest.mark.parametrize(
-    ("method", "page_size"), [("quadratic_self_speculation", None), ("linear_self_speculation", 16)]
+    ("method", "page_size"),
+    [pytest.param("quadratic_self_speculation", None, marks=pytest.mark.slow), ("linear_self_speculation", 16)],
 )
 def test_resident_memory_does_not_grow(method: str, page_size: int | None) -> None:
     growth, layer, forwards = resident_growth(method, page_size, "single")

@@ -51,6 +51,7 @@ def watched(method: str | pd.decoding.Method, options: dict[str, Any]) -> tuple[
     return log, stats
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("method", "options"), STEPS, ids=label)
 def test_one_read_of_the_device_per_step(method: str | pd.decoding.Method, options: dict[str, Any]) -> None:
     for _ in range(2):

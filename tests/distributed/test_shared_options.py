@@ -47,41 +47,42 @@ METHOD = {
 }
 
 
-def calls(name: str) -> list[tuple[str, dict[str, Any]]]:
+def takes(method: str, options: dict[str, Any]) -> bool:
     shared = {"end_tokens", "stop_strings", "trace", *FILTERS}
+    return all(option in METHODS[method].options for option in options.keys() - shared) and not (
+        method == "planned" and "end_tokens" in options  # they would be tokens of plans
+    )
+
+
+CASES = [
+    (name, method, option)
+    for name, methods in METHOD.items()
+    for method in methods
+    for option, options in OPTIONS.items()
+    if takes(method, options)
+]
+
+
+def said(model: Any, name: str, method: str, option: str) -> list[Any]:
+    prompts, options = PROMPTS[name], OPTIONS[option]
+    heard: list[Any] = []
+    if isinstance(options.get("seed"), list):
+        options = options | {"seed": options["seed"][: len(prompts)]}
+    given = {"max_new_tokens": min(length(method), 12), **options}
+    result = pd.decoding.generate(model, prompts, method, on_tokens=lambda *new: heard.append(new), **given)
+    stats = result.stats
     return [
-        (method, options)
-        for method in METHOD[name]
-        for options in OPTIONS.values()
-        if all(option in METHODS[method].options for option in options.keys() - shared)
-        and not (method == "planned" and "end_tokens" in options)  # they would be tokens of plans
+        ([x.tolist() for x in result.tokens], result.text, stats.forwards, stats.accepted),
+        [(n, list(ids), accepted) for n, ids, accepted in heard if isinstance(n, int)],
     ]
 
 
-def said(model: Any, name: str) -> list[Any]:
-    prompts = PROMPTS[name]
-    results = []
-    for method, options in calls(name):
-        heard: list[Any] = []
-        if isinstance(options.get("seed"), list):
-            options = options | {"seed": options["seed"][: len(prompts)]}
-        given = {"max_new_tokens": min(length(method), 12), **options}
-        result = pd.decoding.generate(
-            model, prompts, method, on_tokens=lambda *new, into=heard: into.append(new), **given
-        )
-        stats = result.stats
-        results.append(([x.tolist() for x in result.tokens], result.text, stats.forwards, stats.accepted))
-        results.append([(n, list(ids), accepted) for n, ids, accepted in heard if isinstance(n, int)])
-    return results
+def said_by_ranks(group: Any, name: str, method: str, option: str) -> list[Any]:
+    return said(parallelize(pd.models.load(name), group), name, method, option)
 
 
-def said_by_ranks(group: Any, name: str) -> list[Any]:
-    return said(parallelize(pd.models.load(name), group), name)
-
-
-@pytest.mark.parametrize("name", PROMPTS)
-def test_shared_options_on_ranks(ranks, name: str) -> None:
-    expected = said(pd.models.load(name), name)
-    for found in ranks.run(2, said_by_ranks, name):
-        for call, one, many in zip([c for c in calls(name) for _ in range(2)], expected, found, strict=True):
-            assert many == one, call
+@pytest.mark.covering
+@pytest.mark.parametrize(("name", "method", "option"), CASES)
+def test_shared_options_on_ranks(ranks, name: str, method: str, option: str) -> None:
+    expected = said(pd.models.load(name), name, method, option)
+    assert ranks.run(2, said_by_ranks, name, method, option) == [expected, expected]

@@ -3,7 +3,8 @@
     @pytest.mark.covering                 every value of each parameter occurs in some fast case
     @pytest.mark.covering(2)              every pair of values of two parameters that occurs at all
 
-Cases are chosen in order, always the first of those that bring most that is new: the same in every process.
+Cases are chosen in order, always the first of those that bring most that is new: the same in every process. Those that are slow
+anyway are not among them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def covering(cases: Sequence[dict[str, Any]], strength: int = 1) -> list[int]:
 def mark_the_rest_slow(items: Sequence[pytest.Item]) -> None:
     functions = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("covering") and hasattr(item, "callspec"):
+        if item.get_closest_marker("covering") and hasattr(item, "callspec") and not item.get_closest_marker("slow"):
             functions[item.nodeid.partition("[")[0]].append(item)
     for cases in functions.values():
         strength = cases[0].get_closest_marker("covering").args

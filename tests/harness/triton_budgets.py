@@ -10,6 +10,7 @@ registers per thread, bytes of shared memory, and bytes of spills, which are 0 i
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -17,6 +18,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import redirect_stdout
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +54,6 @@ def measure(
 
     def compile_cases(target: Path) -> None:
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        environment["TRITON_CACHE_DIR"] = str(CACHE / "triton")
         command = [sys.executable, "-m", module, *cases]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         if done.returncode:
@@ -81,12 +83,36 @@ def problems(name: str, figures: dict[str, Any], budget: dict[str, int] | None) 
     return found
 
 
+def _report_of(ptx: str) -> Path:
+    return CACHE / "reports" / f"{digest_text(ptx)}.txt"
+
+
+@cache
+def _keep_reports() -> None:
+    """Triton's runs of ptxas leave its report where `read_figures` finds it."""
+    from triton import knobs
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    knobs.cache.dir = str(CACHE / "compiled")  # what is in other caches was compiled without a report
+    assemble = CUDABackend.make_cubin
+
+    def assemble_and_keep(self: Any, ptx: str, *given: Any) -> Any:
+        with redirect_stdout(io.StringIO()) as said, knobs.nvidia.scope():
+            knobs.nvidia.dump_ptxas_log = True
+            cubin = assemble(self, ptx, *given)
+        build_once(_report_of(ptx), lambda target: target.write_text(said.getvalue()))
+        return cubin
+
+    CUDABackend.make_cubin = assemble_and_keep
+
+
 class _Driver:
     """As much of Triton's driver as compiling needs."""
 
     def __init__(self, architecture: str) -> None:
         from triton.backends.compiler import GPUTarget
 
+        _keep_reports()
         self.target = GPUTarget("cuda", int(architecture[3:]), 32)
 
     def get_current_target(self) -> Any:
@@ -137,17 +163,14 @@ def read_figures(kernel: Any, architecture: str) -> dict[str, Any]:
 
     ``in loops``: loads and stores of spilled registers in innermost loops.
     """
-    from triton.backends.nvidia.compiler import get_ptxas
-
     ptx = kernel.asm["ptx"]
     target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)[1]
+    report = _report_of(ptx).read_text()
+    ((_, per_target),) = parse_ptxas(report).items()
+    spill = per_target[target].spill
     with tempfile.TemporaryDirectory() as folder:
-        source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
-        source.write_text(ptx)
-        command = [get_ptxas(int(architecture[3:])).path, "-v", f"--gpu-name={target}", source, "-o", cubin]
-        report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-        ((_, per_target),) = parse_ptxas(report).items()
-        spill = per_target[target].spill
+        cubin = Path(folder, "kernel.cubin")
+        cubin.write_bytes(kernel.asm["cubin"])
         (code,) = sass.disassemble(cubin, target).values() if spill else [[]]
     serialized = re.search(r"wgmma.mma_async instructions are serialized.*", report)
     return {

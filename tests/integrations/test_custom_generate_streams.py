@@ -244,7 +244,8 @@ def test_pictures_are_refused_and_texts_go_on(family: str) -> None:
 # -------------------------------------------------------------------------------------------------------------- threads
 
 
-def test_threads_share_a_model_that_never_changes() -> None:
+@pytest.mark.parametrize("calls", [30, pytest.param(100, marks=pytest.mark.slow)])
+def test_threads_share_a_model_that_never_changes(calls: int) -> None:
     """Four decode with our methods while a fifth decodes with transformers and watches the model's config."""
     model = model_of("Qwen3")
     model.set_attn_implementation("sdpa")
@@ -270,7 +271,7 @@ def test_threads_share_a_model_that_never_changes() -> None:
     with ThreadPoolExecutor(1) as watcher, ThreadPoolExecutor(4) as workers:
         watched = watcher.submit(watch)
         try:
-            right = list(workers.map(decode, range(100)))
+            right = list(workers.map(decode, range(calls)))
         finally:
             done.set()
         assert all(right) and watched.result() == 0

@@ -96,7 +96,7 @@ def test_metadata_is_read_within_bounds(name: str, size: int, tmp_path: Path) ->
     check(tmp_path / "m.gguf", size)
 
 
-@pytest.mark.parametrize("name", ["tiny strings", "strings with one wide character", "many long strings", "kinds"])
+@pytest.mark.parametrize("name", ["tiny strings", "kinds"])
 def test_metadata_is_read_within_bounds_in_short(name: str, tmp_path: Path) -> None:
     hostile(tmp_path / "m.gguf", name, 16 << 20)
     check(tmp_path / "m.gguf", 16 << 20)

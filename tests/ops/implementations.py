@@ -108,7 +108,7 @@ def emulated_ops() -> object:
     library = torch.library.Library("pdkernels_emulated", "DEF")
     for spec in OPS.values():
         library.define(spec.schema)
-    torch.ops.load_library(str(ROOT / "build/native-emulate/_ops.so"))
+    torch.ops.load_library(str(ROOT / "build/native/emulate/_ops.so"))
     emulated_ops.keep_alive = library
     return torch.ops.pdkernels_emulated
 

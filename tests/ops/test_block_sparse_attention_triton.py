@@ -150,6 +150,7 @@ MASKS = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", dot_dtypes(), ids=str)
 @pytest.mark.parametrize("kind", MASKS)
 def test_masks(kind: str, dtype: torch.dtype) -> None:

@@ -58,6 +58,7 @@ def test_within_the_error_budget(dtype: torch.dtype, temperature: float, distrib
     cases.check(run(hidden, weight, **options), hidden, weight, **options)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("temperature, distribution", DRAWS)
 @pytest.mark.parametrize("rows, width, depth, top_k", [(1, 1, 1, 1), (3, 2, 5, 2), (9, 700, 3, 16), (33, 129, 3, 1)])
 def test_ties_go_to_the_lowest_id(

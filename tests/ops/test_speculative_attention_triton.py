@@ -38,6 +38,7 @@ def run(inputs: Inputs, plan: TilePlan) -> Results:
     return cases.run("triton", inputs, plan)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("page_size,dtype", [(16 * (i % 2), dtype) for i, dtype in enumerate(dot_dtypes())])
 @pytest.mark.parametrize("tail", TAILS)
 def test_tails(tail: str, page_size: int, dtype: torch.dtype) -> None:
@@ -210,6 +211,7 @@ def test_nothing_is_read_or_written_outside() -> None:
     assert out.isfinite().all() and lse.isfinite().all()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("page_size", [0, 1, 5, 16, 64])
 @pytest.mark.parametrize("how", ["all", "counts", "sources", "both"])
 def test_rows_are_stored_after_the_prefix(how: str, page_size: int) -> None:
