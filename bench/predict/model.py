@@ -345,7 +345,9 @@ def rows(device: Device, figures: dict[str, Any], slots: float | None, cuts: Seq
         for count in (8, 64):
             floor = packed_bytes(name, 28672, 4096) / device.memory
             seconds = packed(device, figures, name, count, 28672, 4096)
-            found.append(Row(f"packed product {label}, 28,672 x 4,096, {count} rows", floor, 1.5 * floor, seconds))
+            found.append(
+                Row(f"packed product {label}, 28,672 x 4,096, {count} rows, Triton", floor, 1.5 * floor, seconds)
+            )
     # Heads, keys, values; tiles have 32 columns. A state is read and written once.
     for name, label, heads, keys, values in (("delta", "gated delta", 32, 128, 128), ("mamba", "Mamba 2", 48, 128, 64)):
         for batch, count in ((1, 1), (1, 8), (16, 8)):

@@ -87,12 +87,23 @@ def random_call(seed: int, largest: int = 300) -> Call:
     return Call(given, torch.stack(masks).expand(batch, q_len, kv_len))
 
 
+def assert_close(name: str, actual: Tensor, exact: Tensor, same: Tensor) -> None:
+    """Within the budget. PyTorch is exact where no row sees two keys; kernels then round a few times in float32: to base 2 and back,
+    and two sums of the backward pass, whose difference is 0, in different orders."""
+    if torch.equal(same, exact.to(same.dtype)):
+        torch.testing.assert_close(
+            actual.double(), exact, rtol=2.0**-22, atol=2e-5, equal_nan=True, msg=lambda text: f"{name}: {text}"
+        )
+    else:
+        assert_within_budget(actual, exact, same, name=name)
+
+
 def check(call: Call, results: tuple[Tensor, Tensor]) -> None:
     q, k, v = call.given[:3]
     rest = call.mask, call.given.scale, call.given.sinks
     exact, same = (reference(q.to(t), k.to(t), v.to(t), *rest) for t in (torch.float64, q.dtype))
     for name, *tensors in zip(("out", "lse"), results, exact, same):
-        assert_within_budget(*tensors, name=name)
+        assert_close(name, *tensors)
 
 
 def launcher(simulator: Any, programs: int = 2, stages: int = 2) -> Any:
@@ -125,7 +136,7 @@ def check_dq(call: Call, gradients: GradientArguments, dq: Tensor, saved: Any) -
         (found,) = torch.autograd.grad((out, lse), q, (gradients.grad_out.to(dtype), of_lse))
         return found
 
-    assert_within_budget(dq, by_reference(torch.float64), by_reference(given.q.dtype), name="dq")
+    assert_close("dq", dq, by_reference(torch.float64), by_reference(given.q.dtype))
     seen = gradients.lse > -torch.inf
     in_base_2 = torch.where(seen, gradients.lse / torch.log(torch.tensor(2.0)), torch.inf)
     assert torch.allclose(saved.lse[:, :, :q_len], in_base_2, rtol=1e-6)
@@ -159,7 +170,7 @@ def check_dkv(call: Call, gradients: GradientArguments, results: tuple[Tensor, T
         return torch.autograd.grad((out, lse), (k, v), (gradients.grad_out.to(dtype), of_lse))
 
     for name, *tensors in zip(("dk", "dv"), results, by_reference(torch.float64), by_reference(given.q.dtype)):
-        assert_within_budget(*tensors, name=name)
+        assert_close(name, *tensors)
 
 
 # Every one breaks the protocol between the partitions.
