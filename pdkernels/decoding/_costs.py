@@ -23,14 +23,14 @@ def checked_block_size(op: str, value: BlockSize, most: int) -> tuple[int, bool]
 def step_costs(model: Any, slots: int, guess: float = 0.0, draft: float = 0.0) -> list[float]:
     """Seconds of steps with 1 .. `slots` rows, of which each but the first takes `guess` seconds to draft, or all of them `draft`."""
     times = kept_row_times(model)
-    return [times.at(rows) + guess * (rows - 1) + draft * (rows > 1) for rows in range(1, slots + 1)]
+    return [times.between(rows) + guess * (rows - 1) + draft * (rows > 1) for rows in range(1, slots + 1)]
 
 
 def guess_seconds(drafter: Any) -> float:
     """Seconds in which a drafter makes a guess."""
-    return kept_row_times(drafter).at(1)
+    return kept_row_times(drafter).between(1)
 
 
 def draft_seconds(drafter: Any, rows: int) -> float:
     """Seconds in which a drafter makes all guesses of a block of `rows`."""
-    return kept_row_times(drafter).at(rows)
+    return kept_row_times(drafter).between(rows)

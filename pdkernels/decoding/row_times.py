@@ -6,6 +6,7 @@ as long as that of one row.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import json
 import math
@@ -15,6 +16,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,6 +67,16 @@ class RowTimes(NamedTuple):
         11.0
         """
         return max(self.flat, self.start + self.slope * rows)
+
+    def between(self, rows: int) -> float:
+        """The measured seconds, for other numbers of rows on the line between their neighbours, or along the last one.
+
+        >>> fit_row_times([1, 2, 4, 8], [5.0, 6.0, 8.0, 16.0]).between(6)
+        12.0
+        """
+        right = min(max(bisect.bisect_left(self.rows, rows), 1), len(self.rows) - 1)
+        (a, b), (x, y) = self.rows[right - 1 : right + 1], self.seconds[right - 1 : right + 1]
+        return x + (y - x) * (rows - a) / (b - a)
 
     def as_json(self) -> dict[str, Any]:
         """All fields, the knee and the budget as plain values; an infinite knee is None."""
@@ -126,7 +138,7 @@ def measure_row_times(
 ) -> RowTimes:
     """Median seconds of forwards over `rows` new rows after a cached prefix, logits included.
 
-    Sizes take turns, so that other load on the machine affects all of them alike.
+    Sizes take turns, so that other load on the machine affects all of them alike. On a CPU with one thread it is the time of that thread.
 
     Args:
         model: a causal one; tokens do not matter.
@@ -150,6 +162,9 @@ def _row_seconds(model: Any, rows: Sequence[int], prefix: int, repeats: int, bat
         check(value >= 1, _OP, name, "be at least 1", value)
     cache = model.new_cache(batch, prefix + max(rows))
     device = cache.lengths.device
+    # The time of the only thread does not depend on what else runs on the machine.
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.thread_time if alone else time.perf_counter
     last = torch.full((batch, 1), prefix - 1, device=device)
     with torch.inference_mode():
         model(torch.ones(batch, prefix, dtype=torch.int64, device=device), cache=cache, rows=last)
@@ -159,11 +174,11 @@ def _row_seconds(model: Any, rows: Sequence[int], prefix: int, repeats: int, bat
         for turn in range(repeats + 1):
             for count in rows:
                 _wait(device)
-                started = time.perf_counter()
+                started = clock()
                 model(blocks[count], cache=cache)
                 _wait(device)
                 if turn:
-                    taken[count].append(time.perf_counter() - started)
+                    taken[count].append(clock() - started)
     return taken
 
 
@@ -186,9 +201,9 @@ def kept_row_times(model: Any) -> RowTimes:
         known = _read(file)
         found = known.get(name)
         if found is None:
-            # The least time of each: it is kept for long, and must not depend on what else runs now.
+            # The least time of each: it is kept for long, and must not depend on what else runs now. More rows never take less time.
             taken = _row_seconds(model, (1, 2, 4, 8, 16, 32), 128, 7, 1)
-            times = fit_row_times(list(taken), [min(seconds) for seconds in taken.values()])
+            times = fit_row_times(list(taken), list(accumulate(map(min, taken.values()), max)))
             _write(file, known | {name: [list(times.rows), list(times.seconds)]})
         else:
             times = fit_row_times(*found)

@@ -28,7 +28,7 @@ class Times:
     def __init__(self, costs: Sequence[float]) -> None:
         self.costs = costs
 
-    def at(self, rows: int) -> float:
+    def between(self, rows: int) -> float:
         return self.costs[rows - 1]
 
 
@@ -223,6 +223,13 @@ def test_other_words_are_refused(method: str) -> None:
 def test_the_fit_is_what_is_asked_for() -> None:
     fit = fit_row_times([1, 2, 4, 8], [1.0, 1.0, 2.0, 4.0])
     assert [fit.at(rows) for rows in (1, 2, 4, 8)] == pytest.approx([1.0, 1.0, 2.0, 4.0])
+
+
+def test_measured_times_are_kept_as_they_are() -> None:
+    """A line through all of them would make two rows as dear as the line says, not as they are."""
+    measured = fit_row_times([1, 2, 4, 8, 16], [13.5, 15.1, 18.2, 29.2, 52.1])
+    assert [measured.between(rows) for rows in measured.rows] == list(measured.seconds)
+    assert measured.between(3) == pytest.approx(16.65) and measured.between(24) == pytest.approx(75.0)
 
 
 def test_numpy_and_torch_choose_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
