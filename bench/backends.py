@@ -331,7 +331,7 @@ def backends_table(path: Path) -> str:
         for name, one in found["figures"].items()
     ]
     head = ["published sampler, random model", "seconds before", "after", "faster"]
-    facts = f"CPU time, one thread, fastest of {found['rounds'] + 1} runs, the same tokens; {found['machine']}, torch {found['torch']}"
+    facts = f"CPU time, one thread, fastest of at least {found['rounds'] + 1} runs, the same tokens; {found['machine']}, torch {found['torch']}"
     return f"{table(head, lines)}\n\n{facts}"
 
 
