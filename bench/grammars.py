@@ -107,7 +107,7 @@ def proofs(parts: list[str], chosen: list[str], count: int, rows: dict[tuple[str
     Of the methods that are `chosen`; on SmolLM2 of those that it can run as it is.
     """
     grammars = spread()[:count]
-    load = lru_cache(lambda name: with_drafters(pd.models.load(name)))  # grammars keep the automata of a tokenizer
+    load = lru_cache(pd.models.load)  # grammars keep the automata of a tokenizer
     busy: list[tuple[str, Method]] = []
     for part in parts:
         for name, method in METHODS.items():
@@ -128,7 +128,8 @@ def proofs(parts: list[str], chosen: list[str], count: int, rows: dict[tuple[str
             options: dict[str, Any] = {"draft": "lookup"} if name == SMOLLM2 and "draft" in method.options else {}
             plans = method.model_protocol is PlanningModel
             prompt = QUESTION if name == SMOLLM2 else "describe: red box" if plans else "ab = "
-            tally = proof(load(name), method, prompt, options, grammars[done : done + TURN])
+            model = with_drafters(load(name)) if "drafter" in method.options else load(name)
+            tally = proof(model, method, prompt, options, grammars[done : done + TURN])
             for kind in KINDS:
                 row[kind] += tally[kind]
             print(name, method.name, row, flush=True)

@@ -145,6 +145,14 @@ def test_characters_as_bytes() -> None:
             assert found == (first <= point <= last)
 
 
+def _doubled(times: int) -> dict[str, Any]:
+    """Each level holds the one inside twice."""
+    made: dict[str, Any] = {"type": "integer"}
+    for _ in range(times):
+        made = {"anyOf": [made, {"type": "array", "items": made, "maxItems": 2}]}
+    return made
+
+
 BAD: list[tuple[Any, type[Exception], str]] = [
     (lambda: Grammar.regex("(a{1000}){1000}"), ValueError, "unfolds to more than"),
     (lambda: Grammar.regex("((((a{99}){99}){99}){99}){99}"), ValueError, "unfolds to more than"),
@@ -160,6 +168,10 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     (lambda: Grammar.regex("(?i:a)"), NotImplementedError, "a flag"),
     (lambda: Grammar.regex(7), TypeError, "be a str, got int"),
     (lambda: Grammar.choice([]), ValueError, "hold a string, got none"),
+    (lambda: Grammar.choice(["a" * 1_000_000]), ValueError, "more than 100000 characters"),
+    (lambda: Grammar.choice([""] * 200_000), ValueError, "more than 100000 characters"),
+    (lambda: Grammar.json_schema(_doubled(20)), ValueError, "more than 100000 values"),
+    (lambda: Grammar.json_schema({"enum": [*range(200_000)]}), ValueError, "more than 100000 values"),
     (lambda: Grammar.choice("ab"), TypeError, "be a list of strings"),
     (lambda: Grammar.choice(["a", 1]), TypeError, "hold strings, got int"),
     (lambda: Grammar.json_schema(False), ValueError, "no text satisfies"),

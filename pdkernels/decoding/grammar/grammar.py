@@ -10,7 +10,7 @@ from pdkernels import _host
 from pdkernels._validation import check, check_choice, check_type, refuse, sentence
 from pdkernels.decoding.grammar.context_free import PrefixAutomaton, checked_rules, tokenizer_of
 from pdkernels.decoding.grammar.ebnf import parsed_ebnf
-from pdkernels.decoding.grammar.language import OP, TOO_LARGE, Alt, Expression, compiled, text
+from pdkernels.decoding.grammar.language import MAX_STATES, OP, TOO_LARGE, Alt, Expression, compiled, text
 from pdkernels.decoding.grammar.regex import parsed
 from pdkernels.decoding.grammar.schema import Schema, parsed_schema
 from pdkernels.decoding.grammar.vocabulary import Vocabulary, vocabulary_of
@@ -74,6 +74,8 @@ class Grammar:
         for one in texts:
             check_type(isinstance(one, str), OP, "choice", "hold strings", type(one).__name__)
         check(len(texts) > 0, OP, "choice", "hold a string", "none")
+        large = len(texts) + sum(map(len, texts)) > MAX_STATES
+        refuse(large, OP, f"the choice of {len(texts)} strings has more than {MAX_STATES} characters")
         return cls(Alt(tuple(map(text, texts))), f"the choice {_short(list(texts))}", fill)
 
     @classmethod

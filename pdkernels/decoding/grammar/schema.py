@@ -39,6 +39,7 @@ from pdkernels.decoding.grammar.schema_strings import matching, string, string_o
 Schema = Mapping[str, Any] | bool
 
 _MAX_PARTS = 3_000
+_MAX_VALUES = 100_000
 _ANYTHING_DEPTH = 1  # of arrays and objects inside a value without a schema
 
 
@@ -55,10 +56,23 @@ def parsed_schema(schema: Schema | str, whitespace: str | None, depth: int, long
         except (ValueError, RecursionError) as error:
             raise ValueError(sentence(OP, f"the schema is not JSON: {error}")) from None
     check_type(isinstance(schema, (Mapping, bool)), OP, "schema", "be a dict", type(schema).__name__)
+    _check_size(schema)
     try:
         return _Compiler(schema, whitespace, depth, longest).value(schema, "#")
     except RecursionError:
         raise ValueError(sentence(OP, "the schema has too many levels", "Lower the depth.")) from None
+
+
+def _check_size(schema: Any) -> None:
+    """Refuses a schema of too many values, those that it holds several times counted each time, before anything walks through it."""
+    left, seen = [schema], 0
+    while left:
+        seen += 1
+        one = left.pop()
+        inner = one.values() if isinstance(one, Mapping) else one if isinstance(one, (list, tuple)) else ()
+        left.extend(inner)
+        large = seen + len(left) > _MAX_VALUES
+        refuse(large, OP, f"the schema has more than {_MAX_VALUES} values")
 
 
 class _Compiler:
