@@ -145,6 +145,10 @@ def test_characters_as_bytes() -> None:
             assert found == (first <= point <= last)
 
 
+def _branch(label: dict[str, object]) -> dict[str, object]:
+    return {"type": "object", "properties": {"k": label, "v": {"type": "string"}}, "required": ["k", "v"]}
+
+
 def _doubled(times: int) -> dict[str, Any]:
     """Each level holds the one inside twice."""
     made: dict[str, Any] = {"type": "integer"}
@@ -222,6 +226,9 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     (lambda: Grammar.json_schema({"type": "string", "format": "regex"}), NotImplementedError, "'regex'"),
     (lambda: Grammar.json_schema({"type": "integer", "format": "date"}), NotImplementedError, "'date'"),
     (lambda: Grammar.json_schema({"oneOf": [{"type": "integer"}, {"type": "number"}]}), NotImplementedError, "may overlap"),
+    (lambda: Grammar.json_schema({"oneOf": [_branch({"const": i}) for i in range(2000)]}), ValueError, "unfolds to more than"),
+    (lambda: Grammar.json_schema({"oneOf": [_branch({"minLength": i, "type": "string"}) for i in range(600)]}), NotImplementedError, "that no listed property tells apart, 600"),
+    (lambda: Grammar.json_schema({"oneOf": [*(_branch({"const": i}) for i in range(9)), _branch({"enum": [10, 8.0]})]}), NotImplementedError, "a oneOf that is none of required properties"),
     (lambda: Grammar.json_schema({"$ref": "http://example.com"}), NotImplementedError, "the reference"),
     (lambda: Grammar.json_schema({"$ref": "#/$defs/x"}), ValueError, "point into the schema"),
     (lambda: Grammar.json_schema({"type": "integr"}), ValueError, "type at # must be among"),

@@ -6,23 +6,31 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from pdkernels.decoding.grammar.schema_keywords import TYPES, counts, kinds_of
-from pdkernels.decoding.grammar.schema_merge import Flat, found_in, merged, property_of, same, together, unsupported
+from pdkernels.decoding.grammar.schema_merge import (
+    Flat,
+    found_in,
+    merged,
+    plain,
+    property_of,
+    same,
+    together,
+    unsupported,
+)
 
 Flatten = Callable[[Any, str], Flat]
 
 ENUMERATED = frozenset("type const enum".split())
 OF_STRINGS = ENUMERATED | frozenset("pattern minLength maxLength".split())
 OF_OBJECTS = frozenset("type properties required".split())
+_MAX_PAIRS = 250_000  # of branches, compared in less than a second
 
 
 class _Fact(NamedTuple):
     """What tells a branch of a oneOf from others."""
 
     types: set[str]
-    named: dict[str, list[Any]]
-    """Required properties with listed values."""
-    values: list[Any] | None
-    """Its own listed values."""
+    labels: dict[str | None, frozenset[str]]
+    """The values that are listed for required properties, where it speaks of objects alone, and at None for itself; as `plain` writes them."""
     required: set[str]
     schema: Mapping[str, Any]
 
@@ -32,14 +40,42 @@ class _Fact(NamedTuple):
 
 def _differ(one: _Fact, other: _Fact) -> bool:
     """Whether no value satisfies both."""
-
-    def apart(values: list[Any] | None, others: list[Any] | None) -> bool:
-        return values is not None and others is not None and not any(same(a, b) for a in values for b in others)
-
+    if not one.types & other.types:
+        return True
+    shared = one.labels.keys() & other.labels.keys()
+    if any(one.labels[name].isdisjoint(other.labels[name]) for name in shared):
+        return True
     objects = one.types == other.types == {"object"}
-    named = objects and any(apart(values, other.named.get(name)) for name, values in one.named.items())
-    absent = objects and (any(map(other.forbids, one.required)) or any(map(one.forbids, other.required)))
-    return not one.types & other.types or apart(one.values, other.values) or named or absent
+    return objects and (any(map(other.forbids, one.required)) or any(map(one.forbids, other.required)))
+
+
+def _near(facts: list[_Fact], place: str) -> list[list[int]]:
+    """For each branch the others, ascending, that its best label does not already tell apart."""
+    labelled: dict[str | None, set[int]] = {}
+    having: dict[tuple[str | None, str], set[int]] = {}
+    for n, fact in enumerate(facts):
+        for name, values in fact.labels.items():
+            labelled.setdefault(name, set()).add(n)
+            for value in values:
+                having.setdefault((name, value), set()).add(n)
+    every, near, pairs = set(range(len(facts))), [], 0
+    for n, fact in enumerate(facts):
+        best, least = None, len(facts)
+        for name, values in fact.labels.items():
+            size = len(facts) - len(labelled[name]) + sum(len(having[name, value]) for value in values)
+            if size < least:
+                best, least = (name, values), size
+        pairs += least
+        words = f"so many branches of a oneOf that no listed property tells apart, {len(facts)}"
+        unsupported(
+            pairs > _MAX_PAIRS, place, words, "Give them a required property with different values, or use anyOf."
+        )
+        others = every
+        if best is not None:
+            name, values = best
+            others = (every - labelled[name]).union(*(having[name, value] for value in values))
+        near.append(sorted(others - {n}))
+    return near
 
 
 def of_objects(schema: Mapping[str, Any]) -> bool:
@@ -73,11 +109,11 @@ def told_apart(flat_of: Flatten, branches: list[Any], rest: Mapping[str, Any], p
     flats = [flat_of(branch, f"{place}/oneOf/{n}") for n, branch in enumerate(branches)]
     facts = [_fact(flat_of, merged(rest, flat, place), place) for flat in flats]
     made = list(branches)
-    for n, one in enumerate(facts):
-        for other, flat in enumerate(flats):
-            if other == n or _differ(one, facts[other]):
+    for n, others in enumerate(_near(facts, place)):
+        for other in others:
+            if _differ(facts[n], facts[other]):
                 continue
-            fits = _excludable(flat, place)
+            fits = _excludable(flats[other], place)
             remedy = "Give them different types, or a required property with different values, or use anyOf."
             unsupported(not fits, place, "oneOf with branches that may overlap", remedy)
             made[n] = together(made[n], {"not": branches[other]})
@@ -93,15 +129,20 @@ def _excludable(flat: Flat, place: str) -> bool:
 
 def _fact(flat_of: Flatten, schema: Flat, place: str) -> _Fact:
     if isinstance(schema, bool):
-        return _Fact(set(TYPES) if schema else set(), {}, None, set(), {})
+        return _Fact(set(TYPES) if schema else set(), {}, set(), {})
     kinds = schema.get("type", list(TYPES))
     types = {kinds} if isinstance(kinds, str) else set(kinds)
     if "number" in types:
         types.add("integer")
-    required, named = set(schema.get("required", ())), {}
-    for name in required & schema.get("properties", {}).keys():
+    required, labels = set(schema.get("required", ())), dict[str | None, frozenset[str]]()
+    for name in required & schema.get("properties", {}).keys() if types == {"object"} else ():
         flat = flat_of(schema["properties"][name], f"{place}/properties/{name}")
         if not isinstance(flat, bool) and flat.keys() & {"const", "enum"}:
-            named[name] = [flat["const"]] if "const" in flat else flat["enum"]
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    return _Fact(types, named, values, required, schema)
+            labels[name] = _listed(flat)
+    if schema.keys() & {"const", "enum"}:
+        labels[None] = _listed(schema)
+    return _Fact(types, labels, required, schema)
+
+
+def _listed(schema: Mapping[str, Any]) -> frozenset[str]:
+    return frozenset(map(plain, [schema["const"]] if "const" in schema else schema["enum"]))

@@ -37,10 +37,11 @@ def unsupported(condition: bool, place: str, words: str, remedy: str = "") -> No
 
 def same(one: Any, other: Any) -> bool:
     """Whether two values are equal as JSON: true is not 1, but 1.0 is."""
-    return _plain(one) == _plain(other)
+    return plain(one) == plain(other)
 
 
-def _plain(value: Any) -> str:
+def plain(value: Any) -> str:
+    """The same text for values that are equal as JSON, and only for them."""
     return json.dumps(_whole(value), sort_keys=True)
 
 
