@@ -87,6 +87,9 @@ def test_the_kernel_loads_together_with_the_package(tmp_path: Path) -> None:
     (variant,) = (tmp_path / "build").iterdir()
     metadata = json.loads((variant / "metadata.json").read_text())
     assert variant.name.startswith("torch-stable-abi211-") and variant.name.endswith("-linux")
+    if importlib.util.find_spec("kernel_abi_check") is not None:  # what `kernel-builder check-abi` runs
+        abi = importlib.import_module("kernel_abi_check")
+        assert abi.ObjectFile(variant / "_ops.so").check_python_abi("3.10") == []
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", USE, str(tmp_path)]
     answer = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
