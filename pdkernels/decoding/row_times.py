@@ -197,11 +197,11 @@ def kept_row_times(model: Any) -> RowTimes:
     """
     name = _name_of(model)
     if name not in _kept:
-        file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdkernels" / "row_times.json"
+        file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdkernels" / "row_minima.json"
         known = _read(file)
         found = known.get(name)
         if found is None:
-            # The least time of each: it is kept for long, and must not depend on what else runs now. More rows never take less time.
+            # The minimum of each: it is kept for long, and must not depend on what else runs now. More rows never take less time.
             taken = _row_seconds(model, (1, 2, 4, 8, 16, 32), 128, 7, 1)
             times = fit_row_times(list(taken), list(accumulate(map(min, taken.values()), max)))
             _write(file, known | {name: [list(times.rows), list(times.seconds)]})

@@ -164,7 +164,7 @@ def test_a_text_that_changes_is_followed() -> None:
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(row_times, "_kept", {})
-    return tmp_path / "pdkernels" / "row_times.json"
+    return tmp_path / "pdkernels" / "row_minima.json"
 
 
 def test_times_are_measured_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

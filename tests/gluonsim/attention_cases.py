@@ -87,12 +87,16 @@ def random_call(seed: int, largest: int = 300) -> Call:
     return Call(given, torch.stack(masks).expand(batch, q_len, kv_len))
 
 
-def assert_close(name: str, actual: Tensor, exact: Tensor, same: Tensor) -> None:
+# Of a gradient that is 0: dP - delta is then the difference of two float32 sums of some hundred products near 1.
+CANCELLED = 2e-5
+
+
+def assert_close(name: str, actual: Tensor, exact: Tensor, same: Tensor, atol: float = 0.0) -> None:
     """Within the budget. PyTorch is exact where no row sees two keys; kernels then round a few times in float32: to base 2 and back,
     and two sums of the backward pass, whose difference is 0, in different orders."""
     if torch.equal(same, exact.to(same.dtype)):
         torch.testing.assert_close(
-            actual.double(), exact, rtol=2.0**-22, atol=2e-5, equal_nan=True, msg=lambda text: f"{name}: {text}"
+            actual.double(), exact, rtol=2.0**-22, atol=atol, equal_nan=True, msg=lambda text: f"{name}: {text}"
         )
     else:
         assert_within_budget(actual, exact, same, name=name)
@@ -136,7 +140,7 @@ def check_dq(call: Call, gradients: GradientArguments, dq: Tensor, saved: Any) -
         (found,) = torch.autograd.grad((out, lse), q, (gradients.grad_out.to(dtype), of_lse))
         return found
 
-    assert_close("dq", dq, by_reference(torch.float64), by_reference(given.q.dtype))
+    assert_close("dq", dq, by_reference(torch.float64), by_reference(given.q.dtype), CANCELLED)
     seen = gradients.lse > -torch.inf
     in_base_2 = torch.where(seen, gradients.lse / torch.log(torch.tensor(2.0)), torch.inf)
     assert torch.allclose(saved.lse[:, :, :q_len], in_base_2, rtol=1e-6)
@@ -170,7 +174,7 @@ def check_dkv(call: Call, gradients: GradientArguments, results: tuple[Tensor, T
         return torch.autograd.grad((out, lse), (k, v), (gradients.grad_out.to(dtype), of_lse))
 
     for name, *tensors in zip(("dk", "dv"), results, by_reference(torch.float64), by_reference(given.q.dtype)):
-        assert_close(name, *tensors)
+        assert_close(name, *tensors, CANCELLED)
 
 
 # Every one breaks the protocol between the partitions.

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import pdkernels as pd
+from pdkernels.ops import _library
 from pdkernels.reference import gguf_blocks
 from pdkernels.reference import quantized_linear as reference
 from pdkernels.reference.quantized_linear import Layout, Quantized
@@ -28,6 +29,8 @@ LAYOUTS = {
     "int4 of 64": Layout("float", 4, 2),
     "zeros, float16": Layout("half_zero", 4, 4),
     "zeros, float32": Layout("float_zero", 8, 4),
+    "zeros of 8 bits, float16": Layout("half_zero", 8, 2),
+    "zeros of 4 bits, float32": Layout("float_zero", 4, 0),
 }
 WIDTHS = {name: [256, 768] if layout.scales.startswith("super") else [32, 96, 576] for name, layout in LAYOUTS.items()}
 
@@ -153,6 +156,21 @@ def test_cuda_has_the_bits_of_the_formula(device_impl: Public | Simulated, name:
             )
             expected = pd.quantized_linear(x.to(dtype), w, bias.to(dtype), backend="reference")
             assert same_bits(found.cpu(), expected)
+
+
+def test_every_kind_of_matrix_is_tried() -> None:
+    from tests.harness.specialisations import MATRICES
+
+    assert {(layout.scales, layout.bits) for layout in LAYOUTS.values()} == {kind[:2] for kind in MATRICES}
+
+
+def test_debug_checks_leave_packed_matrices_alone() -> None:
+    """Their stand-ins would be no matrices. Caches have some."""
+    w = weight("Q8_0", 20, 32)
+    packed = rows(2, 32), w.data, w.layouts, w.outputs, None
+    assert not _library._has_stand_ins(_library.OPS["quantized_linear"], packed)
+    cache = [torch.zeros(1, 4, 1, 8)]
+    assert _library._has_stand_ins(_library.OPS["kv_append_"], (cache, cache))
 
 
 def test_cuda_on_parts_and_strided_rows(device_impl: Public | Simulated) -> None:
