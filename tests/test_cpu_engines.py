@@ -118,6 +118,7 @@ def test_the_committed_drafts_have_tables() -> None:
     assert "| eagle, auto |" in drafters_report.methods(drafters_peers.ROOT / "bench/results/drafters.json")
 
 
+@pytest.mark.slow
 def test_random_weights_are_a_model(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     try:

@@ -8,6 +8,7 @@ import inspect
 import re
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -108,10 +109,15 @@ MODULES = {
 }
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imported(path: Path, module: str) -> Iterator[str]:
     """Modules and names of ours that a file imports, wherever in the file it does, for types too."""
     package = module if path.stem == "__init__" else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -150,7 +156,7 @@ def outside(tree: ast.AST) -> list[str]:
 
 def test_the_package_imports_nothing_outside_of_it() -> None:
     files = [*PACKAGE.rglob("*.py"), *(ROOT / "reference").rglob("*.py")]
-    assert {relative(path): names for path in files if (names := outside(ast.parse(path.read_text())))} == {}
+    assert {relative(path): names for path in files if (names := outside(parsed(path)))} == {}
 
 
 @pytest.mark.parametrize(

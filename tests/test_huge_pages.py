@@ -9,8 +9,6 @@ import json
 import mmap
 import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ import pdkernels as pd
 from pdkernels import _memory, _native
 from pdkernels.models import hf
 from tests.support.checkpoints import random_checkpoint
+from tests.support.forks import forked
 
 MIB = 1 << 20
 given = pytest.mark.skipif(not _memory.enabled(), reason="the system gives no huge pages")
@@ -51,10 +50,30 @@ def filled(size: int = 8 * MIB) -> torch.Tensor:
     return tensor
 
 
-def advised(tensor: torch.Tensor) -> bool:
-    """Whether the system was asked for huge pages in every mapping that holds a tensor."""
-    flags = _memory._told(tensor, "VmFlags:")
-    return bool(flags) and all("hg" in each.split() for each in flags)
+def mappings(*tensors: torch.Tensor) -> list[dict[str, str]]:
+    """What the system says of each mapping that holds one of the tensors. One look is slow in a process of many mappings."""
+    spans = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors]
+    found, inside = list[dict[str, str]](), False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, value = line.partition(" ")
+        if "-" in name:
+            low, high = (int(part, 16) for part in name.split("-"))
+            inside = any(low < last and first < high for first, last in spans)
+            found += [{}] if inside else []
+        elif inside:
+            found[-1][name] = value
+    return found
+
+
+def advised(*tensors: torch.Tensor) -> bool:
+    """Whether the system was asked for huge pages in every mapping that holds one of the tensors."""
+    flags = [mapping["VmFlags:"].split() for mapping in mappings(*tensors)]
+    return bool(flags) and all("hg" in each for each in flags)
+
+
+def in_huge_pages(*tensors: torch.Tensor) -> list[int]:
+    """Bytes of each mapping that holds one of the tensors."""
+    return [1024 * int(mapping["AnonHugePages:"].split()[0]) for mapping in mappings(*tensors)]
 
 
 def plentiful(size: int = 64 * MIB) -> bool:
@@ -112,9 +131,8 @@ def test_small_blocks_are_neighbours_and_each_gives_its_own_pages_back() -> None
     many = plentiful()
     before = resident()
     blocks = [filled(MIB) for _ in range(40)]
-    assert all(advised(block) for block in blocks)
-    held = max(_memory.huge_bytes(block) for block in blocks)  # of the mapping that holds them
-    assert held >= 24 * MIB or not (many and plentiful())
+    assert advised(*blocks)
+    assert max(in_huge_pages(*blocks)) >= 24 * MIB or not (many and plentiful())
     assert len({block.untyped_storage().data_ptr() for block in blocks}) == 40
     assert all(block.untyped_storage().nbytes() == MIB for block in blocks)
     del blocks[1::2]
@@ -268,8 +286,8 @@ def test_a_loaded_model_is_in_huge_pages_and_behaves_like_any_other(tmp_path: Pa
     many = plentiful()
     model = pd.models.load(folder)
     large = [p for p in model.parameters() if p.nbytes >= _memory._LEAST]
-    assert large and all(advised(p) for p in large)
-    assert all(_memory.huge_bytes(p) > 0 for p in large) or not (many and plentiful())
+    assert large and advised(*large)
+    assert all(size > 0 for size in in_huge_pages(*large)) or not (many and plentiful())
     save_file(model.state_dict(), tmp_path / "copy.safetensors")  # refuses tensors that share a storage
     tokens = torch.tensor([[1, 2, 3]])
     expected = model(tokens)
@@ -292,9 +310,9 @@ print(status("VmHWM") - before)
 
 def grown(file: Path, dtype: str, huge: str) -> int:
     """Bytes by which loading a model raises the peak of a process."""
-    env = os.environ | {"PDKERNELS_HUGE_PAGES": huge, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", LOAD, str(file), dtype]
-    return int(subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout)
+    answer = forked(LOAD, file, dtype, environment={"PDKERNELS_HUGE_PAGES": huge})
+    assert answer.returncode == 0, answer.stderr
+    return int(answer.stdout)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import torch
 
 from pdkernels import _native
 from tests.harness import budgets
+from tests.support.forks import forked
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ["csrc", "python_bindings", "pdkernels", "reference", "scripts", "examples"]
@@ -107,7 +108,8 @@ print(pathlib.Path(pd.__file__).parent, pathlib.Path(pd.reference.__file__).pare
 
 
 def test_import_from_outside_finds_everything(tmp_path: Path) -> None:
-    python(USE, cwd=tmp_path)
+    answer = forked(USE, cwd=tmp_path)
+    assert answer.returncode == 0, answer.stderr
 
 
 def test_import_is_quick_and_lazy() -> None:
@@ -157,7 +159,8 @@ ours = [warning for warning in seen if "pdkernels" in str(warning.message)]
 assert [warning.category for warning in ours] == [RuntimeWarning], ours
 print(ours[0].message)
 """
-    answer = python(code, environment={"PDKERNELS_LIBRARY": "/nowhere/_ops.so"})
+    answer = forked(code, environment={"PDKERNELS_LIBRARY": "/nowhere/_ops.so"})
+    assert answer.returncode == 0, answer.stderr
     assert "the compiled library is missing (/nowhere/_ops.so)" in answer.stdout and "Build it with" in answer.stdout
 
 
@@ -166,24 +169,10 @@ def test_broken_library_is_an_import_error(tmp_path: Path) -> None:
     broken = [tmp_path / f"_ops-{part}.so" for part in (0.0, 0.001, 0.5, 0.95)]
     for path in broken:
         path.write_bytes(whole[: int(len(whole) * float(path.stem.removeprefix("_ops-")))])
-    code = """
-import os, sys, torch, traceback
-for path in sys.argv[1:]:
-    child = os.fork()
-    if child == 0:
-        os.environ["PDKERNELS_LIBRARY"] = path
-        try:
-            import pdkernels
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
-"""
-    answer = run(sys.executable, "-c", code, *broken)
-    output = [line for line in answer.stderr.splitlines() if line.startswith("ImportError: ")]
-    assert len(output) == len(broken) and answer.stderr.strip().splitlines()[-1] == output[-1], answer.stderr
-    for path, line in zip(broken, output, strict=True):
+    for path in broken:
+        answer = forked("import pdkernels", environment={"PDKERNELS_LIBRARY": str(path)})
+        line = answer.stderr.strip().splitlines()[-1]
+        assert answer.returncode == 1 and answer.stderr.count("ImportError: ") == 1, answer.stderr
         assert line.startswith(f"ImportError: pdkernels: {path} does not load with torch") and "Rebuild it with" in line
 
 

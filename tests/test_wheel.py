@@ -58,6 +58,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert any(name.endswith(".safetensors") for name in names)
 
 
+@pytest.mark.slow
 def test_wheel_works_in_another_environment(wheel: Path, tmp_path: Path) -> None:
     interpreter = new_environment(tmp_path / "venv")
     pip(interpreter, "install", "--no-index", "--no-deps", "--no-compile", wheel)

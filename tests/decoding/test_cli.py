@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +20,7 @@ from pdkernels.decoding.methods import METHODS
 from pdkernels.models import ByteTokenizer, Transformer, TransformerConfig
 from pdkernels.models.zoo import WEIGHTS
 from tests.support.drafters import eagle_head
+from tests.support.forks import forked
 
 GENERATE = ["generate", "--prompt", "def f(", "--max-new-tokens", "24"]
 
@@ -341,10 +340,8 @@ def test_methods_and_their_options_in_the_decoders_words() -> None:
 
 
 def test_a_wrong_variable_is_one_sentence() -> None:
-    command = [sys.executable, "-m", "pdkernels", "doctor"]
-    result = subprocess.run(
-        command, env={**os.environ, "PDKERNELS_CPU_ISA": "mmx"}, capture_output=True, text=True, check=False
-    )
+    code = "import runpy, sys; sys.argv[1:] = ['doctor']; runpy.run_module('pdkernels', run_name='__main__')"
+    result = forked(code, environment={"PDKERNELS_CPU_ISA": "mmx"})
     assert result.returncode == 2
     levels = "portable, avx2, avx2_vnni, avx512, avx512_vnni, avx512_bf16 or amx"
     assert result.stderr == f"error: pdkernels: PDKERNELS_CPU_ISA must be {levels}, got 'mmx'.\n"
@@ -353,19 +350,19 @@ def test_a_wrong_variable_is_one_sentence() -> None:
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_a_missing_extra_is_one_sentence(missing: str) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None; import pdkernels; import pdkernels.__main__"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    result = forked(code)
     assert result.returncode == 1
     assert result.stderr == "The pdkernels command line needs typer and rich: pip install 'pdkernels[cli]'\n"
 
 
 def test_the_library_itself_needs_neither() -> None:
     code = "import sys, pdkernels; sys.exit(any(name in sys.modules for name in ('typer', 'rich')))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert forked(code).returncode == 0
 
 
 def test_only_a_picture_needs_matplotlib() -> None:
     code = "import sys, pdkernels.cli; sys.exit('matplotlib' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert forked(code).returncode == 0
 
 
 def test_drafters_are_attached(noise: Transformer, tmp_path: Path) -> None:

@@ -149,12 +149,18 @@ def process(*arguments: str, **environment: str) -> list[str]:
     return [sys.executable, "-m", "pdkernels", *arguments]
 
 
-def test_a_pipe_that_closes_early_and_a_plain_locale() -> None:
-    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii", "COLUMNS": "20"}
-    pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+PLAIN = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii", "COLUMNS": "20"}
+pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | PLAIN)
+
+
+def test_a_pipe_that_closes_early() -> None:
     with subprocess.Popen(process("methods", "jacobi", "llada"), **pipes) as one:
         assert one.stdout is not None and one.stderr is not None
         one.stdout.close()
         assert b"Traceback" not in one.stderr.read()
+
+
+@pytest.mark.slow
+def test_a_plain_locale() -> None:
     found = subprocess.run(process("generate", "--prompt", "x", "--max-new-tokens", "9"), check=False, **pipes)
     assert found.returncode == 0 and b"Traceback" not in found.stderr

@@ -41,6 +41,8 @@ CASES += [
     ("dream", {"temperature": 0.8}),
     *[("fast_dllm", {"block_size": 16, "cache": cache, "threshold": 0.9}) for cache in ("none", "prefix", "dual")],
     ("slowfast", {"prompt_interval": 100, "gen_interval": 2, "transfer_ratio": 0.25}),
+]
+RELEASED: list[tuple[pd.decoding.Method, dict[str, Any]]] = [
     (SLOWFAST, {"tau_explore": 0.5}),
     (PLANNED, {"steps_ratio": 0.5}),
 ]
@@ -64,7 +66,7 @@ def request(method: pd.decoding.Method) -> tuple[list[str], int]:
     """Prompts that suit the method's model, and the number of tokens to generate."""
     if method.example == "tiny-planned":
         return ["1x;1w;\n", "2r;5m;1u;\n"], 80
-    return PROMPTS, 16 if method.example == MASKED else 8
+    return PROMPTS, {MASKED: 16, "tiny-recurrent": 5}.get(method.example, 8)
 
 
 def generate(device: str, method: pd.decoding.Method, options: dict[str, Any]) -> pd.decoding.DecodeResult:
@@ -75,8 +77,10 @@ def generate(device: str, method: pd.decoding.Method, options: dict[str, Any]) -
     return pd.decoding.generate(model, prompts, method, max_new_tokens=limit, end_tokens=(), **options)
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize(("method", "options"), CASES, ids=label)
+@pytest.mark.covering(of=["method"])
+@pytest.mark.parametrize(
+    ("method", "options"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in RELEASED)], ids=label
+)
 def test_same_tokens_on_a_gpu(method: str | pd.decoding.Method, options: dict[str, Any], gpu: None) -> None:
     here, there = (generate(device, found(method), options) for device in ("cpu", "cuda"))
     for a, b in zip(here.tokens, there.tokens, strict=True):

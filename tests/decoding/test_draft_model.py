@@ -46,7 +46,7 @@ def expected(model: Any, drafter: Any, prompt: list[int], limit: int, size: int,
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_drafts_are_those_of_the_small_model(temperature: float, size: int) -> None:
     several = 0
-    for seed in range(2):
+    for seed in (0,):
         model = small_transformer(seed, head_dim=16)
         drafters = [small_drafter(model, seed), small_transformer(seed, head_dim=16), small_transformer(seed + 9)]
         for drafter in drafters:
@@ -57,7 +57,7 @@ def test_drafts_are_those_of_the_small_model(temperature: float, size: int) -> N
                 found = generate(model, prompt, "draft_model", max_new_tokens=12, drafter=drafter, **options)
                 assert found.tokens.tolist() == tokens and found.stats.accepted[0] == accepted
                 several += sum(count > 1 for count in accepted)
-    assert (several > 10) == (size > 1)
+    assert (several > 5) == (size > 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

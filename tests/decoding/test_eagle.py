@@ -18,7 +18,7 @@ from tests.support.drafters import eagle_head, small_drafter
 from tests.support.tri_mode import small_transformer
 
 PROMPTS = [[3, 1, 4, 1, 5], [4], [2, 0]]
-LIMIT = 14
+LIMIT = 10
 VOCABULARY = 6  # so few that random drafts are often right
 
 
@@ -252,7 +252,7 @@ def test_a_head_that_knows_the_model_is_accepted_whole(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("page_size", [None, 3])
 def test_lossless_in_every_dtype(dtype: torch.dtype, page_size: int | None) -> None:
-    for seed in range(4):
+    for seed in range(2):
         model = a_model(seed).to(dtype)
         head = a_head(model, seed)
         for drawn in ({}, {"temperature": 0.9, "seed": seed, "top_k": 6, "top_p": 0.9}):

@@ -318,24 +318,20 @@ def test_context_free_grammars_of_any_depth() -> None:
     grammar = Grammar.lark(rules)
     assert grammar.matches("[1,[2,[]]]") and not grammar.matches("[1,[2") and not grammar.matches("12")
     nested = Grammar.lark('start: "[" start "]" | "(" start ")" | /[0-9]{1,2}/')
-    for name in ("tiny-code", "tiny-trimode"):
-        for options in ({}, {"temperature": 1.0, "seed": 7}):
-            start = {
-                "forced_tokens": dict(enumerate(map(ord, "[([([("))),
-                "logit_bias": dict.fromkeys(range(48, 58), 3.0),
-            }
-            asked = {"grammar": [nested, None], "max_new_tokens": 24, **start, **options}
-            expected = generate(model(name), ["((", "x = "], **asked)
-            assert re.fullmatch(r"\[\(\[\(\[\([(\[]*[0-9]{1,2}[)\]]*\)\]\)\]\)\]", expected.text[0])
-            for method, more in FORMS:
-                chosen = METHODS[method]
-                plain = "verification" not in more and "ensemble_weight" not in more
-                if chosen.wing != "causal" or not chosen.lossless or not plain:
-                    continue
-                if chosen.needs_mask_token and model(name).mask_token is None:
-                    continue
-                found = generate(model(name), ["((", "x = "], method, **asked, **more, **drafter(method, name))
-                assert [ids.tolist() for ids in found.tokens] == [ids.tolist() for ids in expected.tokens], method
+    for name, options in (("tiny-code", {}), ("tiny-trimode", {"temperature": 1.0, "seed": 7})):
+        start = {"forced_tokens": dict(enumerate(map(ord, "[([([("))), "logit_bias": dict.fromkeys(range(48, 58), 3.0)}
+        asked = {"grammar": [nested, None], "max_new_tokens": 24, **start, **options}
+        expected = generate(model(name), ["((", "x = "], **asked)
+        assert re.fullmatch(r"\[\(\[\(\[\([(\[]*[0-9]{1,2}[)\]]*\)\]\)\]\)\]", expected.text[0])
+        for method, more in FORMS:
+            chosen = METHODS[method]
+            plain = "verification" not in more and "ensemble_weight" not in more
+            if chosen.wing != "causal" or not chosen.lossless or not plain:
+                continue
+            if chosen.needs_mask_token and model(name).mask_token is None:
+                continue
+            found = generate(model(name), ["((", "x = "], method, **asked, **more, **drafter(method, name))
+            assert [ids.tolist() for ids in found.tokens] == [ids.tolist() for ids in expected.tokens], method
     with pytest.raises(ValueError, match=r"could not be completed within max_new_tokens \(2\)"):
         written("autoregressive", Grammar.lark('start: "abc"'), max_new_tokens=2)
     with pytest.raises(NotImplementedError, match=r"'llada' does not follow Grammar.lark"):

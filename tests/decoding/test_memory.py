@@ -209,6 +209,7 @@ def resident_growth(method: str, page_size: int | None, dtype: str) -> list[int]
     return json.loads(answer.stdout)
 
 
+@pytest.mark.slow
 @needs_peaks
 @needs_kernel
 @pytest.mark.parametrize(
@@ -223,6 +224,7 @@ def test_resident_memory_does_not_grow(method: str, page_size: int | None) -> No
     assert forwards >= 500 and growth < layer / 4
 
 
+@pytest.mark.slow
 @needs_peaks
 def test_resident_memory_sees_copies() -> None:
     growth, layer, _ = resident_growth("quadratic_self_speculation", None, "double")

@@ -104,7 +104,7 @@ def assert_same(result: DecodeResult, expected: list[RecurrentResult], limit: in
         )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     weights=st.tuples(st.sampled_from([1, 2]), st.sampled_from([0.3, 1.0])),
     batch=prompts,

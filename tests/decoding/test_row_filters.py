@@ -423,19 +423,22 @@ ASKED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("setting", ASKED)
+@pytest.mark.parametrize("one_by_one", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", METHODS)
-def test_the_table_of_methods_and_settings_is_true(method: str, setting: str) -> None:
+def test_the_table_of_methods_and_settings_is_true(method: str, one_by_one: bool) -> None:
     """A setting runs, or is refused by its name, as the table in the docs says."""
-    expected, model, value = follows(METHODS[method], setting), example(METHODS[method]), ASKED[setting]
+    model, run = example(METHODS[method]), dict[str, Any]()
     options = {"max_new_tokens": 4} | ({"block_size": 4} if "block_size" in METHODS[method].options else {})
     options |= {"small_block_size": 2} if method == "fast_dllm_v2" else {}
-    if expected != "yes":
-        with pytest.raises((NotImplementedError, TypeError), match=setting):
-            generate(model, [2, 1], METHODS[method], **{setting: value}, **options)
-        value = [[1]] if expected == "single tokens" else None
-    if value is not None:
-        generate(model, [2, 1], METHODS[method], **{setting: value}, **options)
+    for setting, value in ASKED.items():
+        expected = follows(METHODS[method], setting)
+        if expected != "yes":
+            with pytest.raises((NotImplementedError, TypeError), match=setting):
+                generate(model, [2, 1], METHODS[method], **{setting: value}, **options)
+        if expected in ("yes", "single tokens"):
+            run[setting] = value if expected == "yes" else [[1]]
+    for settings_ in ({name: value} for name, value in run.items()) if one_by_one else (run,):
+        generate(model, [2, 1], METHODS[method], **settings_, **options)
 
 
 def test_the_table_has_every_setting() -> None:

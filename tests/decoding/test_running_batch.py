@@ -42,6 +42,7 @@ ALL = [
     for name, method, options in CASES + MORE
 ]
 IDS = [f"{method}-{'-'.join(map(str, options.values()))}-{name}" for name, method, options in ALL]
+in_all_cases = pytest.mark.parametrize(("name", "method", "options"), ALL, ids=IDS)
 
 
 def loaded(name: str) -> Any:
@@ -97,16 +98,16 @@ def check_pages(batch: RunningBatch) -> None:
         assert len(set(owned)) == len(owned) == cache.num_pages - cache._pool.available
 
 
-@pytest.mark.parametrize("case", ALL, ids=IDS)
-def test_each_request_is_as_it_is_alone(case: tuple[str, str, dict[str, Any]]) -> None:
-    name, method, options = case
-    run_requests(name, method, options, chance=random.Random(IDS[ALL.index(case)]), count=6)
+@pytest.mark.covering(of=["name", "method"])
+@in_all_cases
+def test_each_request_is_as_it_is_alone(name: str, method: str, options: dict[str, Any]) -> None:
+    chance = random.Random(IDS[ALL.index((name, method, options))])
+    run_requests(name, method, options, chance=chance, count=6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ALL, ids=IDS)
-def test_each_of_many_requests_is_as_it_is_alone(case: tuple[str, str, dict[str, Any]]) -> None:
-    name, method, options = case
+@in_all_cases
+def test_each_of_many_requests_is_as_it_is_alone(name: str, method: str, options: dict[str, Any]) -> None:
     for seed in range(6):
         run_requests(name, method, options, chance=random.Random(seed), count=12)
 
@@ -153,9 +154,9 @@ def run_requests(name: str, method: str, options: dict[str, Any], chance: random
 CAUSAL = [case for case in ALL if case[0] != "tiny-masked" and "recurrences" not in find(case[1]).options]
 
 
-@pytest.mark.parametrize("case", CAUSAL, ids=[IDS[ALL.index(case)] for case in CAUSAL])
-def test_batches_of_other_sizes_take_requests_over(case: tuple[str, str, dict[str, Any]]) -> None:
-    name, method, options = case
+@pytest.mark.covering(of=["name", "method"])
+@pytest.mark.parametrize(("name", "method", "options"), CAUSAL, ids=[IDS[ALL.index(case)] for case in CAUSAL])
+def test_batches_of_other_sizes_take_requests_over(name: str, method: str, options: dict[str, Any]) -> None:
     model, chance = loaded(name), random.Random(method)
     kind = find(method).steps
     first = RunningBatch(kind, sizes(model, 1, 14, None), **options)
@@ -225,10 +226,9 @@ def reachable(value: Any, seen: set[int]) -> list[torch.Tensor]:
     return []
 
 
-@pytest.mark.parametrize("case", ALL, ids=IDS)
-def test_state_is_all_that_steps_change(case: tuple[str, str, dict[str, Any]]) -> None:
+@in_all_cases
+def test_state_is_all_that_steps_change(name: str, method: str, options: dict[str, Any]) -> None:
     """A tensor that is missing in `state` stays that of the sequence before, which tokens need not show."""
-    name, method, options = case
     model, masked = loaded(name), name == "tiny-masked"
     with torch.inference_mode():
         steps = find(method).steps(sizes(model, 5, 12, None), **options)
@@ -374,9 +374,9 @@ def test_a_request_that_fails_ends_alone() -> None:
 
 
 @without_gpu
-@pytest.mark.parametrize("case", ALL, ids=IDS)
-def test_a_step_reads_the_device_once(case: tuple[str, str, dict[str, Any]]) -> None:
-    name, method, options = case
+@pytest.mark.covering(of=["method"])
+@in_all_cases
+def test_a_step_reads_the_device_once(name: str, method: str, options: dict[str, Any]) -> None:
     with pretended_gpu():
         model = copy.deepcopy(loaded(name)).to("cuda")
         if name == "tiny-code":

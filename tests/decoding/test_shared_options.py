@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-import pdkernels as pd
 from pdkernels.decoding import generate
 from pdkernels.decoding._filter_options import FILTERS
 from pdkernels.decoding.methods import METHODS
 from pdkernels.models import from_callable
 from tests.support.masked import small_masked
+from tests.support.plans import example
 
 transformers = pytest.importorskip("transformers")
 from pdkernels.integrations.transformers import from_transformers, wrap  # noqa: E402
@@ -127,27 +127,20 @@ def known(method: str, options: dict[str, Any]) -> bool:
     return all(name in METHODS[method].options for name in options.keys() - shared)
 
 
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("kind", ["wrapped", "function"])
-@pytest.mark.parametrize("method", [*CAUSAL, *MASKED])
+def runs(method: str, kind: str, name: str) -> bool:
+    options = OPTIONS[name]
+    return known(method, options) and (kind != "function" or (method in OF_FUNCTIONS and "page_size" not in options))
+
+
+# Models of transformers that fill masks: tests/integrations/test_transformers.py.
+KINDS = [(method, "wrapped", name) for method in CAUSAL for name in OPTIONS]
+KINDS += [(method, "function", name) for method in (*CAUSAL, *MASKED) for name in OPTIONS]
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize(("method", "kind", "name"), [case for case in KINDS if runs(*case)])
 def test_kinds_of_models_give_the_same(method: str, kind: str, name: str) -> None:
     options, make = OPTIONS[name], causal if method in CAUSAL else masked
-    if kind == "wrapped" and make is masked:
-        return  # tests/integrations/test_transformers.py
-    if not known(method, options):
-        with pytest.raises(TypeError, match="has no option|which requires"):
-            answer(make(kind), PROMPTS, method, options)
-        return
-    if kind == "function" and method not in OF_FUNCTIONS:
-        with pytest.raises(TypeError, match=f"got .{method}., which requires block_causal"):
-            answer(make(kind), PROMPTS, method, options)
-        return
-    if kind == "function" and "page_size" in options:
-        text = "pdkernels.decoding.generate: model must have the argument `kind` of `new_cache` for a page_size"
-        with pytest.raises(TypeError, match=text):
-            answer(make(kind), PROMPTS, method, options)
-        return
     expected, found = (answer(make(kind), PROMPTS, method, options) for kind in ("own", kind))
     if method in MASKED and options.get("trace"):  # confidences are rounded differently
         expected, found = expected[:-1], found[:-1]
@@ -157,7 +150,25 @@ def test_kinds_of_models_give_the_same(method: str, kind: str, name: str) -> Non
     assert (found[0] != plain[0]) == told_apart or name == "mask_token"
 
 
-@pytest.mark.parametrize("kind", ["own", "wrapped", "function"])
+@pytest.mark.parametrize(("method", "kind", "name"), [case for case in KINDS if not runs(*case)])
+def test_what_a_method_or_a_kind_cannot_do_is_refused(method: str, kind: str, name: str) -> None:
+    options, make = OPTIONS[name], causal if method in CAUSAL else masked
+    if not known(method, options):
+        with pytest.raises(TypeError, match="has no option|which requires"):
+            answer(make(kind), PROMPTS, method, options)
+        return
+    if kind == "function" and method not in OF_FUNCTIONS:
+        with pytest.raises(TypeError, match=f"got .{method}., which requires block_causal"):
+            answer(make(kind), PROMPTS, method, options)
+        return
+    text = "pdkernels.decoding.generate: model must have the argument `kind` of `new_cache` for a page_size"
+    with pytest.raises(TypeError, match=text):
+        answer(make(kind), PROMPTS, method, options)
+
+
+@pytest.mark.parametrize(
+    "kind", ["own", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("wrapped", "function"))]
+)
 def test_the_penalty_is_that_of_transformers(kind: str) -> None:
     for penalty in (1.0, 1.4, 2.5):
         for prompt in PROMPTS:
@@ -170,7 +181,7 @@ def test_the_penalty_is_that_of_transformers(kind: str) -> None:
 @pytest.mark.parametrize("method", ["recurrent_static"])  # others read rows after fewer recurrences
 def test_recurrent_models_give_one_law(method: str) -> None:
     """Where the tokens are those of one law, each method draws them with every option."""
-    model = pd.models.load("tiny-recurrent")
+    model = example(METHODS[method])
     for name, options in OPTIONS.items():
         if name in ("mask_token", "allow_mask_token", "top_p", "top_k"):
             continue
@@ -214,6 +225,7 @@ class Least:
         return logits if rows is None else logits.gather(1, rows[..., None].expand(-1, -1, 30))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("method", ["autoregressive", "jacobi"])
 @pytest.mark.parametrize("name", [name for name, given in OPTIONS.items() if "page_size" not in given])
 def test_a_model_with_no_more_than_its_protocol(method: str, name: str) -> None:

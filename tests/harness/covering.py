@@ -2,6 +2,7 @@
 
     @pytest.mark.covering                 every value of each parameter occurs in some fast case
     @pytest.mark.covering(2)              every pair of values of two parameters that occurs at all
+    @pytest.mark.covering(of=["method"])  every value of these parameters, whatever the others are
 
 Cases are chosen in order, always the first of those that bring most that is new: the same in every process. Those that are slow
 anyway are not among them.
@@ -39,8 +40,9 @@ def mark_the_rest_slow(items: Sequence[pytest.Item]) -> None:
         if item.get_closest_marker("covering") and hasattr(item, "callspec") and not item.get_closest_marker("slow"):
             functions[item.nodeid.partition("[")[0]].append(item)
     for cases in functions.values():
-        strength = cases[0].get_closest_marker("covering").args
-        fast = set(covering([case.callspec.params for case in cases], *strength))
+        marker = cases[0].get_closest_marker("covering")
+        names = marker.kwargs.get("of", cases[0].callspec.params)
+        fast = set(covering([{name: case.callspec.params[name] for name in names} for case in cases], *marker.args))
         for number, case in enumerate(cases):
             if number not in fast:
                 case.add_marker(pytest.mark.slow)

@@ -38,7 +38,11 @@ def test_the_fast_cases_of_a_test_and_of_one_by_its_name(pytester: pytest.Pytest
         "@pytest.mark.parametrize('b', [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])\n"
         "def test_it(a, b): pass\n"
         "@pytest.mark.parametrize('a', [1, 2])\n"
-        "def test_all(a): pass"
+        "def test_all(a): pass\n"
+        "@pytest.mark.covering(of=['a'])\n"
+        "@pytest.mark.parametrize('a', [1, 2])\n"
+        "@pytest.mark.parametrize('b', range(5))\n"
+        "def test_some(a, b): pass"
     )
-    pytester.inline_run("-m", "not slow", file).assertoutcome(passed=3 + 2)
-    pytester.inline_run(file).assertoutcome(passed=8 + 2)
+    pytester.inline_run("-m", "not slow", file).assertoutcome(passed=3 + 2 + 2)
+    pytester.inline_run(file).assertoutcome(passed=8 + 2 + 10)

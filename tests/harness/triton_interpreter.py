@@ -50,9 +50,10 @@ def _accept_recent_numpy() -> None:
 
 
 def _remember_what_repeats() -> None:
-    """Half of the interpreter's time goes into what gives the same again: it patches the language for every call of a helper
+    """Three quarters of the interpreter's time go into what gives the same again: it patches the language for every call of a helper
     within a kernel, though the launch has done so, and builds shapes and tables of dtypes anew for every value."""
     import triton.language as tl
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
     patch_lang, numpy_dtype, nothing = interpreter._patch_lang, interpreter._get_np_dtype, interpreter._LangPatchScope()
@@ -103,8 +104,50 @@ def _remember_what_repeats() -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.numel, self.shape = shape_of(type.shape if type.is_block() else ())
 
+    build_type = tl.block_type.__init__
+    shapes: dict[
+        int, tuple[Any, int, str]
+    ] = {}  # by the identity of the shape that types share, which `known_shape` keeps
+
+    @cache
+    def known_shape(sizes: tuple[int, ...]) -> tuple[Any, int, str]:
+        plain = object.__new__(tl.block_type)
+        build_type(plain, tl.int1, list(sizes))
+        return shapes.setdefault(id(plain.shape), (plain.shape, plain.numel, str(plain.shape)))
+
+    def type_with_a_known_shape(self: Any, element_ty: Any, shape: Any) -> None:
+        found = shapes.get(id(shape))
+        if found is None:
+            sizes = tuple(size.value if isinstance(size, tl.constexpr) else size for size in shape)
+            if not sizes or any(type(size) is not int for size in sizes):
+                build_type(self, element_ty, shape)
+                return
+            found = known_shape(sizes)
+        self.element_ty, (self.shape, self.numel, text) = element_ty, found
+        self.name = f"<{text}, {element_ty}>"
+
+    tuples_equal, dtypes_equal, broadcast = tl.tuple.__eq__, tl.dtype.__eq__, TritonSemantic.broadcast_impl_value
+
+    def equal_tuples(self: Any, other: Any) -> Any:
+        if self is other:
+            return tl.constexpr(True)
+        if isinstance(other, list) and all(type(value) is int for value in other):
+            return tl.constexpr(self.values == other)
+        return tuples_equal(self, other)
+
+    def equal_dtypes(self: Any, other: Any) -> Any:
+        return self is other or dtypes_equal(self, other)
+
+    def broadcast_unless_alike(self: Any, lhs: Any, rhs: Any) -> Any:
+        left, right = lhs.type, rhs.type
+        alike = left.is_block() and right.is_block() and left.shape is right.shape
+        return (lhs, rhs) if alike else broadcast(self, lhs, rhs)
+
     interpreter._patch_lang, interpreter._get_np_dtype = patch_for_a_launch, numpy_dtype_of
     tl.tensor.__init__ = tensor_with_a_known_shape
+    tl.block_type.__init__ = type_with_a_known_shape
+    tl.tuple.__eq__, tl.dtype.__eq__ = equal_tuples, equal_dtypes
+    TritonSemantic.broadcast_impl_value = broadcast_unless_alike
 
 
 def interpreted() -> bool:

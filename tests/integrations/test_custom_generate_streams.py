@@ -244,7 +244,7 @@ def test_pictures_are_refused_and_texts_go_on(family: str) -> None:
 # -------------------------------------------------------------------------------------------------------------- threads
 
 
-@pytest.mark.parametrize("calls", [30, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("calls", [12, pytest.param(100, marks=pytest.mark.slow)])
 def test_threads_share_a_model_that_never_changes(calls: int) -> None:
     """Four decode with our methods while a fifth decodes with transformers and watches the model's config."""
     model = model_of("Qwen3")

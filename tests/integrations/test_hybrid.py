@@ -31,6 +31,8 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 # One of each kind of recurrent layer: short convolutions, the gated delta rule (with experts), state spaces, linear attention.
 FAST = ("lfm2", "qwen3_5_moe_text", "falcon_h1", "minimax")
 QUICK = ["autoregressive", "lookup", "suffix", "multiblock", "linear", "quadratic"]
+# The other families of a kind are in the slow tests, and tried by `wrap` in tests/integrations/test_architectures.py.
+ONE_OF_EACH = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in FAMILIES]
 
 
 def prompts(seed: int) -> list[list[int]]:
@@ -76,9 +78,9 @@ def compare(family: str, seed: int, forms: list[str]) -> None:
             assert ours(wrapped, texts[:batch], form, page_size) == theirs[:batch], (form, batch, page_size)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ONE_OF_EACH)
 def test_the_tokens_of_generate(family: str) -> None:
-    compare(family, 1, QUICK if family in FAST else ["autoregressive", "linear"])
+    compare(family, 1, QUICK)
 
 
 @pytest.mark.slow
@@ -103,11 +105,9 @@ def agree(family: str, seed: int, forms: list[str]) -> None:
         assert ours(wrapped, texts[2:3], form, None) == expected[2:3], form
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in FAMILIES]
-)
+@pytest.mark.parametrize("family", ONE_OF_EACH)
 def test_the_same_tokens_in_low_precision(family: str) -> None:
-    agree(family, 2, QUICK)
+    agree(family, 2, ["autoregressive", "lookup", "multiblock", "quadratic"])
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def test_drafts_may_be_long() -> None:
     assert result.tokens.tolist()[:NEW] == greedy(model, prompt)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
+@pytest.mark.parametrize("family", ["falcon_h1", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def test_requests_join_a_running_batch(family: str) -> None:
     from pdkernels.decoding import find
     from pdkernels.decoding._session import Session
@@ -197,7 +197,7 @@ def test_time_steps_have_a_minimum_in_every_forward() -> None:
         assert prompt + found.tokens.tolist() == text
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ONE_OF_EACH)
 def test_their_generate_with_our_attention(family: str) -> None:
     """`attn_implementation="pdkernels"` in transformers' own loop, with padding on the left."""
     model, texts = model_of(family, 8), prompts(8)
@@ -213,7 +213,7 @@ def test_their_generate_with_our_attention(family: str) -> None:
     assert found[:, width:].tolist() == theirs
 
 
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_next"])
+@pytest.mark.parametrize("family", ["lfm2", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def test_our_decoders_in_their_generate(family: str) -> None:
     from pdkernels.integrations.transformers import generate
 
@@ -255,7 +255,7 @@ def test_the_model_stays_as_it_is() -> None:
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("family", FAMILIES[:-1])  # MiniMax takes no other cache than its own
+@pytest.mark.parametrize("family", ONE_OF_EACH[:-1])  # MiniMax takes no other cache than its own
 @pytest.mark.parametrize("implementation", ["sdpa", "pdkernels"])
 def test_a_cache_in_their_generate(family: str, implementation: str) -> None:
     """`PdCache` in transformers' own loop, with padding, and again after a reset; paged without."""
@@ -308,7 +308,7 @@ def test_a_quantised_model() -> None:
             assert ours(packed, texts, form, 3) == expected, (family, form)
 
 
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_next"])
+@pytest.mark.parametrize("family", ["lfm2", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def test_an_engine(family: str) -> None:
     """Prompts in pieces, and beginnings of earlier prompts, as far back as the states go."""
     model = model_of(family, 3)

@@ -207,6 +207,7 @@ def runners(sums: Path, count: int) -> list[subprocess.Popen[str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [4, pytest.param(20, marks=pytest.mark.slow)])
 def test_two_processes_into_one_output(sums: Path, tmp_path: Path, rounds: int) -> None:
     """Again and again, at once: one writes, the other is refused, and each text is that of its prompt alone."""

@@ -78,11 +78,13 @@ def by_the_log(
     return finished(session, single, "by the log", decode)
 
 
-@pytest.mark.parametrize("case", CASES, ids=IDS)
+@pytest.mark.covering(of=["name", "method"])
+@pytest.mark.parametrize(("name", "method", "options"), CASES, ids=IDS)
 @given(data=st.data())
 @settings(max_examples=3)
-def test_log_of_full_width_steps_is_the_generation(case: tuple[str, str, dict[str, Any]], data: st.DataObject) -> None:
-    name, method, options = case
+def test_log_of_full_width_steps_is_the_generation(
+    name: str, method: str, options: dict[str, Any], data: st.DataObject
+) -> None:
     model = pd.models.load(name)
     starts = SUMS if name == "tiny-masked" else STARTS
     prompts = data.draw(st.lists(st.sampled_from(starts), min_size=1, max_size=3))

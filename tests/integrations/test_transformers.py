@@ -178,7 +178,7 @@ def test_a_mask_of_four_dimensions() -> None:
     torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("plan", [True, False])
+@pytest.mark.parametrize("plan", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_forwards_compile_without_a_break(plan: bool) -> None:
     """Without a plan from the caller a traced mask is dense, and PyTorch's attention takes it."""
     model = using("qwen3", "pdkernels")

@@ -266,7 +266,7 @@ def test_suffixes_of_requests_that_come_move_and_go() -> None:
     running: list[list[int]] = []
     done: list[list[int]] = []
     drafted = moved = 0
-    for _ in range(300):
+    for _ in range(150):
         finished: list[list[int]] = []
         if running and choice.random() < 0.2:
             row = int(choice.integers(len(running)))

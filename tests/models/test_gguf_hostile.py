@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 
 from pdkernels import models
 from tests.support import gguf_files as files
+from tests.support.forks import forked
 
 pytest.importorskip("gguf")
 
@@ -79,7 +78,7 @@ print(grown * 1024, time.process_time() - start, words[:200].encode("ascii", "re
 
 
 def check(path: Path, size: int) -> None:
-    answer = subprocess.run([sys.executable, "-c", LOADER, str(path)], capture_output=True, text=True, timeout=120)
+    answer = forked(LOADER, path)
     assert answer.returncode == 0, answer.stderr[-2000:]
     grown, seconds, words = answer.stdout.split(" ", 2)
     assert words.startswith("pdkernels.models.load: m.gguf"), words

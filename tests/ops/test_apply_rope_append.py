@@ -269,6 +269,7 @@ def test_every_vector_unit(level_ops: object, style: str, dtype: torch.dtype) ->
         check(case, actual)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [None, 3])
 @pytest.mark.parametrize("optional", [True, False])
 def test_opcheck(page_size: int | None, optional: bool) -> None:

@@ -301,6 +301,7 @@ def test_the_library_holds_the_cpu_kernels() -> None:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CPU")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_opcheck(kernels: str, dtype: torch.dtype) -> None:
     mask = masks.noise_aware_causal(20, 8, 4)

@@ -18,7 +18,7 @@ def run(seed: int, call: Call, edits: tuple[Edit, ...] = (), programs: int = 2, 
     check(call, results)
 
 
-@pytest.mark.parametrize("first", [0, 10, *(pytest.param(n, marks=pytest.mark.slow) for n in (20, 30, 40))])
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (10, 20, 30, 40))])
 def test_random_plans_under_random_schedules(first: int) -> None:
     for seed in range(first, first + 10):
         run(seed, random_call(seed, 200), programs=1 + seed % 3, stages=2 + seed % 2)
@@ -34,9 +34,9 @@ def test_many_plans_under_many_schedules(first: int) -> None:
 FOUND_WITHIN = 20
 
 
-# Every fifth in every run, from breaches of the protocol and from wrong values.
+# Every fifth in every run, from breaches of the protocol and from wrong values, but for one that takes long to show.
 NAMES = [
-    name if i % 5 == 0 else pytest.param(name, marks=pytest.mark.slow)
+    name if i % 5 == 0 and name != "bits of another row" else pytest.param(name, marks=pytest.mark.slow)
     for i, name in enumerate([*MUTATIONS, *WRONG_VALUES])
 ]
 

@@ -88,6 +88,7 @@ def test_memory_grows_with_tiles_and_not_with_pairs(head_dim: int) -> None:
     assert extra < MOST_BYTES
 
 
+@pytest.mark.slow
 def test_the_measurement_sees_what_the_reference_holds() -> None:
     found = measure(56, 16, "reference")
     assert found["length"] == 4096 and found["extra"] > 4 * 4096**2

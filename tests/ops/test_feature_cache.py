@@ -331,6 +331,7 @@ def test_sum_does_not_depend_on_the_order_of_threads() -> None:
 # --- torch integration -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_opcheck() -> None:
     ops = torch.ops.pdkernels
     for device in [torch.device(name) for name in NAMES if name != "cudasim"]:

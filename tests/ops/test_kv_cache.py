@@ -245,7 +245,7 @@ def test_tensors_keep_their_identity(impl) -> None:
 # --- torch integration -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dense", "layers_apart", "heads_first"])
 @pytest.mark.parametrize("page_size", [None, 3])
 def test_opcheck(layout: str, page_size: int | None) -> None:

@@ -131,6 +131,7 @@ def test_scales_at_the_ends_of_float32() -> None:
             torch.testing.assert_close(lse.double(), expected[1], rtol=1e-6, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "level", ["avx2", *(pytest.param(level, marks=pytest.mark.slow) for level in ("portable", "avx512", "amx"))]
 )

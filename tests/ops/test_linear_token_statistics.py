@@ -156,6 +156,7 @@ def peak(rows: int, width: int, backend: str = "auto") -> int:
     return json.loads(answer.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not peak_can_be_reset(), reason="the system does not let a process forget its peak of memory")
 @pytest.mark.skipif(
     ("native", "cpu") not in backends.CHOICES["token_statistics"], reason="no compiled kernel for the CPU"
@@ -213,6 +214,7 @@ def test_repeats_bit_for_bit() -> None:
 # --- torch integration --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_opcheck(dtype: torch.dtype) -> None:
     for device in DEVICES:

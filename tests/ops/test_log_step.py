@@ -105,6 +105,7 @@ def test_the_condition_of_a_graph_is_set(handle: int) -> None:
 # --- torch integration -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_opcheck() -> None:
     for device in [name for name in NAMES if name != "cudasim"]:
         call = {name: t.to(device) for name, t in arguments(2, 3, 2, 5, 1).items()}

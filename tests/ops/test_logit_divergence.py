@@ -43,7 +43,7 @@ def check(actual: pd.LogitDivergence, logits: Tensor, previous: Tensor | None, m
 # --- parity ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "rows, width", [(64, 1), (200, 7), (100, 33), (64, 100), (80, 1031), (24, 8192), (24, 8193), (24, 65536)]
@@ -231,6 +231,7 @@ def test_every_vector_unit(level_ops: object, rows: int, width: int, dtype: torc
 # --- torch integration -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_opcheck(dtype: torch.dtype) -> None:
     for device in [name for name in NAMES if name != "cudasim"]:

@@ -55,6 +55,7 @@ print(resident() - first)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     ("calls", "threads"), [(120, 1), pytest.param(1500, 2, marks=pytest.mark.slow)], ids=["few", "many"]

@@ -348,6 +348,7 @@ def test_results_do_not_depend_on_threads_or_runs() -> None:
 # --- torch integration ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first_step", [False, True])
 def test_opcheck(first_step: bool) -> None:
     for device in [name for name in NAMES if name != "cudasim"]:

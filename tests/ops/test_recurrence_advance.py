@@ -359,6 +359,7 @@ def test_a_bad_sequence_is_left_alone_on_cuda(device_impl, name: str, value: int
 # --- torch integration ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_opcheck() -> None:
     for device in [name for name in NAMES if name != "cudasim"]:
         wave, options = make_advance(5).moved(torch.device(device))

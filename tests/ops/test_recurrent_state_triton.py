@@ -16,6 +16,8 @@ from tests.ops.test_recurrent_state import check_steps, numbers
 
 pytestmark = requires_triton
 DEVICE = str(triton_device())
+OTHERS = ("delta, plain", "lightning")  # forms of kernels that the rest have too
+OF_EACH_KERNEL = [pytest.param(name, marks=pytest.mark.slow if name in OTHERS else ()) for name in LAYERS]
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ def test_many_steps_are_within_the_error_budget(ops: Any, name: str, dtype: torc
     check_steps(ops, range(12), name, dtype, DEVICE, most=9)
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", OF_EACH_KERNEL)
 def test_bits_depend_on_the_row_alone(ops: Any, name: str) -> None:
     layer = small(name, 2)
     rows = layer.rows(2, 12)
@@ -63,7 +65,7 @@ def test_bits_depend_on_the_row_alone(ops: Any, name: str) -> None:
     assert torch.equal(bits(whole.state), bits(split.state))
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", OF_EACH_KERNEL)
 def test_a_tree_is_its_paths(ops: Any, name: str) -> None:
     layer, parents = small(name, 3), [-1, 0, 0, 2, -1, 1, 3]
     rows = layer.rows(1, 7)
@@ -76,7 +78,7 @@ def test_a_tree_is_its_paths(ops: Any, name: str) -> None:
         assert torch.equal(start.copy().step([x[:, path] for x in rows], ops)[:, -1], out[:, row])
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", OF_EACH_KERNEL)
 def test_a_sequence_with_bad_values_is_left_alone(ops: Any, name: str) -> None:
     layer = small(name, 4)
     good = Cache(layer, 2, 4, DEVICE)

@@ -353,6 +353,7 @@ def test_the_library_holds_the_cpu_kernel() -> None:
     assert torch._C._dispatch_has_kernel_for_dispatch_key(OP.name(), "CPU")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_opcheck(kernels: str, dtype: torch.dtype, page_size: int) -> None:

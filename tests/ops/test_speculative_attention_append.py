@@ -318,7 +318,7 @@ def test_debug_checks_look_at_values_first(monkeypatch: pytest.MonkeyPatch) -> N
 # --- torch integration -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("how", CHOICES)
 def test_opcheck(kernels: str, how: str, page_size: int) -> None:

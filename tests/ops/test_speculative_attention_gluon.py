@@ -25,7 +25,7 @@ def run(seed: int, call: Call, edits: tuple[Edit, ...] = (), stages: int = 2) ->
     return results
 
 
-@pytest.mark.parametrize("first", [0, 10, *(pytest.param(n, marks=pytest.mark.slow) for n in (20, 30, 40))])
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (10, 20, 30, 40))])
 def test_random_tails_under_random_schedules(first: int) -> None:
     for seed in range(first, first + 10):
         run(seed, random_call(seed, 200, 70), stages=2 + seed % 2)

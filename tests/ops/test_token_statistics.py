@@ -233,6 +233,7 @@ def test_result_does_not_depend_on_the_order_of_threads() -> None:
 # --- torch integration -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_opcheck(dtype: torch.dtype) -> None:
     for device in [name for name in NAMES if name != "cudasim"]:

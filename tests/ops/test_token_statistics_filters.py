@@ -58,7 +58,7 @@ def test_the_distributions_of_the_reference(impl: Any, dtype: torch.dtype, width
         check(run(impl, logits, **call), logits, **call)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cut", [{}, CUTS[4], CUTS[5]], ids=str)
 def test_filters_of_logits(impl: Any, dtype: torch.dtype, cut: dict[str, Any]) -> None:

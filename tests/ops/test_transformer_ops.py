@@ -271,6 +271,7 @@ def test_every_vector_unit(level_ops: object, rows: int, width: int, dtype: torc
 # --- torch integration -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_opcheck(dtype: torch.dtype) -> None:
     for device in [name for name in NAMES if name != "cudasim"]:

@@ -328,6 +328,7 @@ def test_random_order_with_a_threshold_is_a_coin_for_each_position() -> None:
 # --- torch integration -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_opcheck() -> None:
     for seed, (rule, segments) in enumerate([("quota", None), ("threshold", 3), ("factor", 0)]):
         case = make_case(seed, rule=rule, segments=segments)

@@ -166,6 +166,7 @@ def test_result_does_not_depend_on_the_order_of_threads(call: dict[str, torch.Te
 # --- torch integration -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("candidates", [None, 3])
 @pytest.mark.parametrize("optional", [True, False])
 def test_opcheck(candidates: int | None, optional: bool) -> None:

@@ -358,7 +358,7 @@ def test_unknown_names() -> None:
         run("position", 2, schedule="linear")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     weights=st.tuples(st.sampled_from([1, 2]), st.sampled_from([0.3, 1.0])),
     prompt=st.lists(token, min_size=1, max_size=5),

@@ -146,6 +146,7 @@ def outcomes(model: Table, runs: int, temperature: float, **options: Any) -> tup
     return counts, accepted / cycles
 
 
+@pytest.mark.slow
 def test_distribution_of_both_verifications(small: Table) -> None:
     expected = sequence_distribution(small, [1], 3, 1.2)
     assert len(expected) == 27 and abs(sum(expected.values()) - 1) < 1e-12

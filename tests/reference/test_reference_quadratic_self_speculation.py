@@ -121,6 +121,7 @@ def test_sampling_writes_the_sampled_tokens(
     assert result.tokens == sampled.tokens
 
 
+@pytest.mark.slow
 def test_distribution_of_the_sampled_tokens() -> None:
     model = Table(4, seed=5)
     run = lambda seed: quadratic_self_speculation(  # noqa: E731

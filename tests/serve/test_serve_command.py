@@ -76,6 +76,7 @@ def test_a_server_that_is_told_to_stop_finishes_its_answers() -> None:
     assert "code by autoregressive on http://127.0.0.1:" in text and "Traceback" not in text
 
 
+@pytest.mark.slow
 def test_answers_that_take_too_long_end_with_what_they_have() -> None:
     process, address = start("--shutdown-timeout", "0.05", "--max-new-tokens", "400", "--method", "autoregressive")
     try:

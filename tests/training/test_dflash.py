@@ -167,7 +167,8 @@ def test_a_head_learns_to_draft() -> None:
 
     def forwards() -> int:
         drafted = {"drafter": head.eval(), "max_new_tokens": 24, "end_tokens": ()}
-        return sum(generate(model, prompt, "dflash", **drafted).stats.forwards for prompt in prompts)
+        accepted = generate(model, prompts, "dflash", **drafted).stats.accepted
+        return sum(1 + len(steps) for steps in accepted)  # the prompt's, then one for each step
 
     before, optimizer = forwards(), torch.optim.AdamW(head.parameters(), lr=1e-2)
     generator, losses = torch.Generator().manual_seed(0), []

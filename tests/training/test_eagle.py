@@ -66,14 +66,13 @@ def test_a_head_learns_to_draft() -> None:
     model = a_model()
     head = new_eagle_head(model, torch.arange(12))
     prompts = torch.randint(12, (24, 4), generator=torch.Generator().manual_seed(0)).tolist()
-    texts = [
-        torch.cat([torch.tensor(prompt), generate(model, prompt, max_new_tokens=24, end_tokens=()).tokens])
-        for prompt in prompts
-    ]
+    answers = generate(model, prompts, max_new_tokens=24, end_tokens=()).tokens
+    texts = [torch.cat([torch.tensor(prompt), answer]) for prompt, answer in zip(prompts, answers)]
 
     def forwards() -> int:
         drafted = {"drafter": head.eval(), "max_new_tokens": 24, "end_tokens": ()}
-        return sum(generate(model, prompt, "eagle", **drafted).stats.forwards for prompt in prompts)
+        accepted = generate(model, prompts, "eagle", **drafted).stats.accepted
+        return sum(1 + len(steps) for steps in accepted)  # the prompt's, then one for each step
 
     before, optimizer = forwards(), torch.optim.AdamW(head.parameters(), lr=1e-2)
     for step in range(160):

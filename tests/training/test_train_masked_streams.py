@@ -54,7 +54,7 @@ def corpus_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=pytest.mark.slow if name == "dual-stream" else ()) for name in example.LAYOUTS]
+    "layout", [pytest.param(name, marks=() if name == "noise-aware" else pytest.mark.slow) for name in example.LAYOUTS]
 )
 def test_three_steps_equal_the_dense_mask_in_one_graph(layout: str) -> None:
     counter = CompileCounterWithBackend("aot_eager")

@@ -320,6 +320,7 @@ def test_a_deep_step_is_decoding_with_a_graph(monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(logits[-1], expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_shipped_model_of_chains_needs_its_recurrences() -> None:
     """One for each link; and the sampler works on many answers at once."""
     model = pd.models.load("tiny-deep")

@@ -88,7 +88,14 @@ def test_ablations() -> None:
     assert contents[0] == contents[1] == contents[2]
 
 
-@pytest.mark.parametrize("option", [pytest.param([], marks=pytest.mark.slow), ["--tags-removed"], ["--ablate", "sync"]])
+@pytest.mark.parametrize(
+    "option",
+    [
+        pytest.param([], marks=pytest.mark.slow),
+        ["--tags-removed"],
+        pytest.param(["--ablate", "sync"], marks=pytest.mark.slow),
+    ],
+)
 def test_command_line(option: list[str], small: Transformer, tmp_path: Path) -> None:
     import train_tiny_planned as script
     import typer
@@ -174,6 +181,7 @@ def test_topics_decide_which_chunk_is_which() -> None:
             assert (guesses == batch.masked_labels).float().mean() > 0.9, (sparse, turned)
 
 
+@pytest.mark.slow
 def test_the_shipped_model_plans() -> None:
     """And reads what an earlier round has picked, also if the pick is drawn."""
     from pdkernels.evaluation import held_out_orders, score_orders
