@@ -13,7 +13,7 @@ CLANG_FORMAT := $(WITH) lint -c 'import sys, clang_format; sys.exit(clang_format
 CPP := $(shell find csrc python_bindings tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-smollm2 test test-all lint format types docs figures bench build wheel hf-kernels custom-generate sanitize clean
+.PHONY: help demo demo-smollm2 test test-all compiled lint format types docs figures bench build wheel hf-kernels custom-generate sanitize clean
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -30,7 +30,13 @@ test: ## the tests: a few minutes
 	@$(PYTEST) -m "not slow"
 
 test-all: ## the tests with all long sweeps
-	@$(PYTEST)
+	@PDKERNELS_COMPILED=ignore $(PYTEST)
+
+COMPILED := tests/test_compile_budgets.py tests/test_issue_slots.py tests/predict tests/harness $(wildcard tests/ops/*_compiled.py) \
+	tests/ops/test_steady_loops.py tests/ops/test_triton_launches.py tests/ops/test_triton_specialisations.py
+compiled: ## keeps the figures of compiled GPU kernels, after a change to them: `make test` then compiles nothing of it again
+	@rm -f tests/compiled/*.json
+	@PDKERNELS_COMPILED=keep $(PYTEST) -m "not slow" $(COMPILED)
 
 lint: ## ruff and clang-format find nothing
 	@$(WITH) lint -m ruff check

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
+from pathlib import Path
 
 import pytest
 
-from tests.harness.budgets import FAST_ARCHS, INCLUDE_DIRS, compile_kernels, find_cuobjdump, find_nvcc, kernel_sources
-from tests.harness.sass import Instruction, cheapest_way, disassemble, functions, mix, outer_loops, steady_loops
+from tests.harness.budgets import FAST_ARCHS, KERNEL_FOLDER, find_cuobjdump, find_nvcc, kept_of
+from tests.harness.sass import cheapest_way, disassemble, functions, mix, outer_loops, steady_loops
 
 needs_tools = pytest.mark.skipif(find_nvcc() is None or find_cuobjdump() is None, reason="needs nvcc and cuobjdump")
 LISTING = """
@@ -41,22 +41,25 @@ def test_loops() -> None:
     assert [x.address for x in loop] == [0x20, 0x30, 0x40, 0x50] and mix(loop)["MUFU"] == 1
 
 
-@cache
-def token_statistics_kernels() -> dict[str, list[Instruction]]:
-    (source,) = (path for path in kernel_sources() if path.name == "token_statistics.cu")
-    return disassemble(compile_kernels(source, INCLUDE_DIRS, FAST_ARCHS), "sm_90a")
+def slots_for_each_logit(code: Path) -> dict[str, dict[str, float]]:
+    """For each type of logits: of the whole kernel, and of the part that is done for each logit, from the first power to the last
+    without the few instructions around them. A lane has 64 logits, each of which takes one MUFU.EX2."""
+    kernels, found = disassemble(code, "sm_90a"), {}
+    for element in MOST_SLOTS:
+        (kernel,) = (body for name, body in kernels.items() if f"token_region_kernelI{element}Lb1ELb0E" in name)
+        sums = [x.address for x in kernel if x.name.startswith("MUFU.EX2")]
+        inside = [x for x in kernel if sums[0] <= x.address <= sums[63]]
+        found[element] = {"all": cheapest_way(kernel, "MUFU.EX2", 64) / 64, "inside": len(inside) / 64}
+    return found
 
 
-# A lane has 64 logits, each of which takes one MUFU.EX2. The whole kernel, from its arguments to its stores: 214 slots for each 512
-# logits of a warp, 13.4 for each of a lane, are what the memory bandwidth of an H200 allows.
+# From the kernel's arguments to its stores: 214 slots for each 512 logits of a warp, 13.4 for each of a lane, are what the memory
+# bandwidth of an H200 allows.
+MOST_SLOTS = {"13__nv_bfloat16": 11.5, "6__half": 11.5, "f": 12.5}
+
+
 @needs_tools
-@pytest.mark.parametrize("element, most", [("13__nv_bfloat16", 11.5), ("6__half", 11.5), ("f", 12.5)])
-def test_token_statistics(element: str, most: float) -> None:
-    (code,) = (
-        code for name, code in token_statistics_kernels().items() if f"token_region_kernelI{element}Lb1ELb0E" in name
-    )
-    assert cheapest_way(code, "MUFU.EX2", 64) / 64 <= most
-    sums = [x for x in code if x.name.startswith("MUFU.EX2")]
-    # The part that is done for each logit: from the first power to the last, without the few instructions around them.
-    inside = [x for x in code if sums[0].address <= x.address <= sums[63].address]
-    assert len(inside) / 64 <= 8
+@pytest.mark.parametrize("element", MOST_SLOTS)
+def test_token_statistics(element: str) -> None:
+    found = kept_of(KERNEL_FOLDER / "token_statistics.cu", "slots", slots_for_each_logit, FAST_ARCHS)[element]
+    assert found["all"] <= MOST_SLOTS[element] and found["inside"] <= 8

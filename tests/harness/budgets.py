@@ -18,12 +18,13 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from setup import CUDA_ARCHS, NVCC_FLAGS, cuda_targets
-from tests.cudasim.build import ROOT, build_once, digest, digest_text, headers_under, run_compiler
+from tests.cudasim.build import ROOT, build_once, digest, digest_text, run_compiler
+from tests.harness.kept_figures import kept, with_headers
 
 KERNEL_FOLDER = ROOT / "csrc" / "cuda"
 INCLUDE_DIRS = (ROOT / "csrc", KERNEL_FOLDER)
@@ -66,15 +67,19 @@ def kernel_sources() -> list[Path]:
     return sorted(KERNEL_FOLDER.glob("*.cu"))
 
 
-def compile_kernels(source: Path, include_dirs: Sequence[Path], archs: Sequence[str]) -> Path:
-    """The device code of one .cu file as setup.py compiles it, and next to it, as .txt, the output of ptxas. Cached."""
+def _command(source: Path, include_dirs: Sequence[Path], archs: Sequence[str]) -> tuple[list[str], str]:
+    """How setup.py compiles one .cu file for devices, and a hash of all that goes into it."""
     nvcc = find_nvcc()
     if nvcc is None:
         raise RuntimeError("tests.harness.budgets: no nvcc found. Install the CUDA toolkit or set CUDA_HOME.")
-    command = [nvcc, *NVCC_FLAGS, "-Xptxas", "-v", *cuda_targets(archs)]
-    command += [f"-I{directory}" for directory in include_dirs]
-    headers = [path for directory in (source.parent, *include_dirs) for path in headers_under(directory)]
-    key = digest_text(run_compiler([nvcc, "--version"]), *command, digest([source, *headers]))
+    options = [*NVCC_FLAGS, "-Xptxas", "-v", *cuda_targets(archs)]
+    key = digest_text(run_compiler([nvcc, "--version"]), *options, digest(with_headers(source, include_dirs)))
+    return [nvcc, *options, *(f"-I{directory}" for directory in include_dirs)], key
+
+
+def compile_kernels(source: Path, include_dirs: Sequence[Path], archs: Sequence[str]) -> Path:
+    """The device code of one .cu file, and next to it, as .txt, the output of ptxas. Cached."""
+    command, key = _command(source, include_dirs, archs)
     result = CACHE / f"{source.stem}-{key}.fatbin"
 
     def build(target: Path) -> None:
@@ -84,11 +89,26 @@ def compile_kernels(source: Path, include_dirs: Sequence[Path], archs: Sequence[
     return build_once(result, build)
 
 
+def kept_of(
+    source: Path, what: str, read: Callable[[Path], Any], archs: Sequence[str], include_dirs: Sequence[Path] = INCLUDE_DIRS
+) -> Any:
+    """What `read` finds in the compiled file, unless that is kept for these sources."""
+    name, key = f"{source.stem}-{what}-{'-'.join(archs)}", _command(source, include_dirs, archs)[1]
+    return kept(name, key, lambda: read(compile_kernels(source, include_dirs, archs)))
+
+
 def measure(
     source: Path, *, include_dirs: Sequence[Path] = INCLUDE_DIRS, archs: Sequence[str] = CUDA_ARCHS
 ) -> Measured:
-    """The output of ptxas for one .cu file on all architectures."""
-    return parse_ptxas(compile_kernels(source, include_dirs, archs).with_suffix(".txt").read_text())
+    """What each kernel of one .cu file takes, by ptxas."""
+
+    def read(code: Path) -> Measured:
+        return parse_ptxas(code.with_suffix(".txt").read_text())
+
+    found = kept_of(source, "resources", read, archs, include_dirs)
+    return {
+        kernel: {arch: Resources(*used) for arch, used in per_arch.items()} for kernel, per_arch in found.items()
+    }
 
 
 def code_in(file: Path, folder: Path) -> tuple[dict[str, set[str]], set[str]]:

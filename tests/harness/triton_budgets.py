@@ -23,13 +23,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.cudasim.build import ROOT, build_once, digest, digest_text
+from tests.cudasim.build import ROOT, build_once, digest_text
 from tests.harness import sass
 from tests.harness.budgets import parse_ptxas
+from tests.harness.kept_figures import digest_code, kept
 
 BUDGET_FILE = ROOT / "tests" / "triton_budgets.json"
 CACHE = ROOT / "build" / "triton_budgets"
-KERNELS = ROOT / "pdkernels" / "triton"
+PACKAGE = ROOT / "pdkernels"
 # Dynamic shared memory a block may take, in bytes: CUDA programming guide, table of technical specifications.
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "sm_120": 99 * 1024}
 # The instructions of the tensor cores.
@@ -39,18 +40,12 @@ TENSOR_CORES = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
 def measure(
     cases: list[str], module: str = "tests.harness.triton_budgets", others: Sequence[Path] = ()
 ) -> dict[str, dict[str, Any]]:
-    """`{"sm_90:bf16:128 forward": figures}`, from `module` run as a separate process. Cached by the sources that go into it; `others`
-    go into this one too."""
+    """`{"sm_90:bf16:128 forward": figures}`, from `module` run as a separate process; what it needs of the package besides kernels and
+    ops, and its other helpers, are `others`. Kept by the sources that go into it."""
     import triton
 
-    sources = {
-        Path(__file__),
-        Path(sass.__file__),
-        ROOT / f"{module.replace('.', '/')}.py",
-        *KERNELS.glob("*.py"),
-        *others,
-    }
-    key = digest_text(triton.__version__, *cases, digest(sorted(sources)))
+    sources = {Path(__file__), Path(sass.__file__), ROOT / f"{module.replace('.', '/')}.py", *package_files(), *others}
+    key = digest_text(triton.__version__, *cases, digest_code(sources))
 
     def compile_cases(target: Path) -> None:
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -60,7 +55,13 @@ def measure(
             raise RuntimeError(f"{module}: {done.stderr}")
         target.write_text(done.stdout)
 
-    return json.loads(build_once(CACHE / f"{key}.json", compile_cases).read_text())
+    name = f"{module.rpartition('.')[2].removeprefix('test_')}-{digest_text(*cases)[:8]}"
+    return kept(name, key, lambda: json.loads(build_once(CACHE / f"{key}.json", compile_cases).read_text()))
+
+
+def package_files() -> list[Path]:
+    """What decides how our ops launch which kernel."""
+    return [file for part in ("triton/*.py", "gluon/*.py", "ops/*.py", "_*.py") for file in PACKAGE.glob(part)]
 
 
 def problems(name: str, figures: dict[str, Any], budget: dict[str, int] | None) -> list[str]:
