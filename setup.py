@@ -175,9 +175,11 @@ def cpu_levels(*, emulate: bool) -> dict[str, list[str]]:
     if platform.machine() in ("x86_64", "AMD64"):
         levels |= {"avx2": ["-DPDK_LANES=8"], "avx2_vnni": ["-DPDK_LANES=8"]}
         levels |= {"avx512": ["-DPDK_LANES=16"], "avx512_vnni": ["-DPDK_LANES=16"]}
-        levels |= {"avx512_bf16": ["-DPDK_LANES=16", "-DPDK_PAIRS"], "amx": ["-DPDK_LANES=16", "-DPDK_AMX"]}
+        # PDK_BELOW: the level whose kernels take what is no product of bfloat16.
+        below = ["-DPDK_LANES=16", "-DPDK_BELOW=avx512"]
+        levels |= {"avx512_bf16": [*below, "-DPDK_PAIRS"], "amx": [*below, "-DPDK_AMX"]}
     elif platform.machine() in ("aarch64", "arm64"):
-        levels |= {"neon_dot": ["-DPDK_LANES=4"], "neon_i8mm": ["-DPDK_LANES=4", "-DPDK_PAIRS"]}
+        levels |= {"neon_dot": ["-DPDK_LANES=4"], "neon_i8mm": ["-DPDK_LANES=4", "-DPDK_BELOW=portable", "-DPDK_PAIRS"]}
     avx512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"]
     pairs = [*avx512, "-mavx512bf16"]
     avx2 = ["-mavx2", "-mfma", "-mf16c"]

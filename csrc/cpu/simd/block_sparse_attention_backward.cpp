@@ -67,8 +67,8 @@ PDK_INLINE float usable(float lse) { return lse == -kInfinity ? kInfinity : lse;
 // scores -> weights (if wanted), products -> gradients of the scores, both in place. `kSums`: the sum of a row's
 // weights counts.
 template <class Tiles, bool kExact, bool kKeepWeights, bool kSums, class Statistics>
-void gradient_step(const Block* blocks, int num_blocks, float scale, Statistics& statistics, float* scores,
-                   float* products) {
+PDK_APART void gradient_step(const Block* blocks, int num_blocks, float scale, Statistics& statistics, float* scores,
+                             float* products) {
   constexpr int kVectors = Tiles::kVectors;
   Vec weight_sums[kVectors] = {}, gradient_sums[kVectors] = {};
   for (int b = 0; b < num_blocks; ++b) {
@@ -142,8 +142,8 @@ struct Memory {
 };
 
 template <class Tiles, class T>
-void accumulate(bool plain, const T* const* tokens, const Operand<typename Tiles::Packed>& chunk, const float* weights,
-                int64_t head_dim, const Block* blocks, int num_blocks, float* sums) {
+PDK_APART void accumulate(bool plain, const T* const* tokens, const Operand<typename Tiles::Packed>& chunk,
+                          const float* weights, int64_t head_dim, const Block* blocks, int num_blocks, float* sums) {
   Vec factor[Tiles::kVectors];
   for (Vec& one : factor) one = splat(1.0f);
   if (plain) {
@@ -388,19 +388,20 @@ void backward(const AttentionGradArgs& args) {
                    });
 }
 
-template <class T, class Tiles, class Wide>
-void backward(const AttentionGradArgs& args) {
-  return args.head_dim <= kUsualHead ? backward<T, Tiles>(args) : backward<T, Wide>(args);
+template <class T>
+void backward_usual_or_wide(const AttentionGradArgs& args) {
+  return args.head_dim <= kUsualHead ? backward<T, VectorTiles>(args) : backward<T, WideTiles>(args);
 }
 
 }  // namespace
 
+#ifdef PDK_AMX
 void block_sparse_attention_backward(const AttentionGradArgs& args) {
-  switch (args.element) {
-    case Element::kFloat: return backward<float, VectorTiles, WideTiles>(args);
-    case Element::kHalf: return backward<Half, VectorTiles, WideTiles>(args);
-    case Element::kBfloat16: return backward<Bfloat16, Bfloat16Tiles, WideBfloat16Tiles>(args);
-  }
+  if (args.element != Element::kBfloat16) return PDK_BELOW::block_sparse_attention_backward(args);
+  backward<Bfloat16, AmxTiles>(args);
 }
+#else
+void block_sparse_attention_backward(const AttentionGradArgs& args) { PDK_BY_ELEMENT(backward_usual_or_wide, args) }
+#endif
 
 }  // namespace pdkernels::cpu::PDK_ISA

@@ -285,43 +285,50 @@ void few_accumulate(const T* const* keys, const T* const* values, int64_t count,
   });
 }
 
+// A panel with few lanes: the parts of Panel that its steps read and write.
+struct FewRows {
+  const float* queries;
+  Vec *m_i, *l_i;
+  int64_t count;
+};
+
 // A chunk of keys that every lane of the panel sees.
-template <int kLive, bool kExact, class T, class Panel>
+template <int kLive, bool kExact, class T>
 void few_lanes_step(const T* const* keys, const T* const* values, int64_t count, int64_t head_dim, float scale,
-                    float* transposed, float* scores, float* rows, Panel& panel) {
+                    float* transposed, float* scores, float* rows, FewRows panel) {
   few_scores<kLive, kLanes>(keys, values, count, panel.queries, head_dim, transposed, scores);
   if constexpr (kIsCode<T>) scale_by_codes<kLive>(keys, count, head_dim, scores);
-  Vec m_i = panel.m_i[0];
+  Vec m_i = *panel.m_i;
   for (int lane = 0; lane < kLive; ++lane) {
     m_i[lane] = few_max<kExact>(scores + lane * kChunk, count, scale, m_i[lane]);
   }
   const Vec origin = m_i == -kInfinity ? Vec{} : m_i;
-  const Vec alpha = exponential<kExact>(panel.m_i[0] - origin);
+  const Vec alpha = exponential<kExact>(*panel.m_i - origin);
   for (int lane = 0; lane < kLive; ++lane) { few_weights<kExact>(scores + lane * kChunk, count, scale, origin[lane]); }
   // First of all: compilers fuse a product only with a sum in the same basic block.
   const Vec sum = few_sums<kLive>(scores, count);
-  panel.m_i[0] = m_i;
-  panel.l_i[0] = panel.l_i[0] * alpha + sum;
+  *panel.m_i = m_i;
+  *panel.l_i = *panel.l_i * alpha + sum;
   if constexpr (kIsCode<T>) scale_by_codes<kLive>(values, count, head_dim, scores);
   few_accumulate<kLive>(keys, values, count, head_dim, scores, alpha, rows);
 }
 
 // The same for a number of lanes that is known when it runs.
-template <bool kExact, class T, class Panel>
+template <bool kExact, class T>
 void few_lanes_step(const T* const* keys, const T* const* values, int64_t count, int64_t head_dim, float scale,
-                    float* transposed, float* scores, float* rows, Panel& panel) {
+                    float* transposed, float* scores, float* rows, FewRows panel) {
   const auto take = [&](auto live) {
     few_lanes_step<decltype(live)::value, kExact>(keys, values, count, head_dim, scale, transposed, scores, rows,
                                                   panel);
   };
-  switch (panel.lanes.count) {
+  switch (panel.count) {
     case 1: return take(Count<1>{});
     case 2: return take(Count<2>{});
     case 3: return take(Count<3>{});
     case 4: return take(Count<4>{});
     default:  // the others are zeros
       if constexpr (kFewLanes > 6) {
-        if (panel.lanes.count <= 6) return take(Count<6>{});
+        if (panel.count <= 6) return take(Count<6>{});
       }
       return take(Count<kFewLanes>{});
   }

@@ -52,7 +52,8 @@ struct Memory {
 // subtraction fused in masked and unmasked blocks alike, so that a lane's result does not depend on the other lanes;
 // not in lanes with far scores.
 template <class Tiles, bool kExact>
-void online_softmax(Panel<Tiles>& panel, const Block* blocks, int num_blocks, float scale, float* scores, Vec* alpha) {
+PDK_APART void online_softmax(Panel<Tiles>& panel, const Block* blocks, int num_blocks, float scale, float* scores,
+                              Vec* alpha) {
   constexpr int kVectors = Tiles::kVectors;
   Vec m_i[kVectors], sum[kVectors] = {};
   for (int v = 0; v < kVectors; ++v) m_i[v] = panel.m_i[v];
@@ -115,7 +116,7 @@ void online_softmax(Panel<Tiles>& panel, const Block* blocks, int num_blocks, fl
 }
 
 template <class T, class Tiles>
-void start(const AttentionArgs& args, int64_t batch, int64_t head, int64_t token, Panel<Tiles>& panel) {
+PDK_APART void start(const AttentionArgs& args, int64_t batch, int64_t head, int64_t token, Panel<Tiles>& panel) {
   for (int v = 0; v < Tiles::kVectors; ++v) {
     panel.m_i[v] = splat(-kInfinity);
     panel.l_i[v] = Vec{};
@@ -134,8 +135,8 @@ void start(const AttentionArgs& args, int64_t batch, int64_t head, int64_t token
 
 // Writes a panel's rows of `out` and `lse`, which are args.out and args.lse, or those of a split.
 template <class T, class Tiles>
-void finish(const AttentionArgs& args, const HeadsView& out, float* all_lse, int64_t batch, int64_t head, int64_t token,
-            Panel<Tiles>& panel) {
+PDK_APART void finish(const AttentionArgs& args, const HeadsView& out, float* all_lse, int64_t batch, int64_t head,
+                      int64_t token, Panel<Tiles>& panel) {
   Vec inv_l_i[Tiles::kVectors];
   for (int v = 0; v < Tiles::kVectors; ++v) inv_l_i[v] = 1.0f / panel.l_i[v];
   for (int64_t d = 0; d < args.head_dim; ++d) {
@@ -190,7 +191,8 @@ class FewLanes {
         entered_ = true;
         sums_to_rows<T, Tiles::kPanel>(panel_->sums, kFewLanes, head_dim_, rows_);
       }
-      few_lanes_step<kExact>(keys, values, count, head_dim_, scale, transposed_, scores_, rows_, *panel_);
+      few_lanes_step<kExact>(keys, values, count, head_dim_, scale, transposed_, scores_, rows_,
+                             FewRows{panel_->queries, panel_->m_i, panel_->l_i, panel_->lanes.count});
       return true;
     }
     return false;
@@ -217,25 +219,74 @@ class FewLanes {
   bool suits_ = false, entered_ = false;
 };
 
-// The chunks of keys in a query tile's list, as attend() takes them.
-template <class T, class Consume>
-void for_keys(const AttentionArgs& args, int64_t batch, int64_t kv_head, int64_t tile, const Consume& consume) {
+// What the chunks of a query tile are handed to, one after the other. Virtual, so that what walks along the keys is
+// compiled once for each type of them.
+template <class S>
+struct Chunks {
+  // Up to kChunk keys and values, and what is visible of them: the words of each row's bitmap, which begin at `column`;
+  // all, if there is no bitmap.
+  virtual void take(const S* const* keys, const S* const* values, int64_t count, const uint32_t* bitmap,
+                    int64_t words_per_row, int64_t column) = 0;
+
+ protected:
+  ~Chunks() = default;
+};
+
+// The chunks of keys in a query tile's list.
+template <class T>
+void for_keys(const AttentionArgs& args, int64_t batch, int64_t kv_head, int64_t tile, Chunks<T>& chunks) {
   for_chunks(args, args.of_q, args.block_k, args.kv_len, batch, tile,
              [&](int64_t key, int64_t count, const uint32_t* bitmap, int64_t column) {
                const TokenPointers<const T> keys(args.k, batch, key, kv_head, count),
                    values(args.v, batch, key, kv_head, count);
-               consume(keys.at, values.at, count, bitmap, args.bitmaps.words_per_row, column);
+               chunks.take(keys.at, values.at, count, bitmap, args.bitmaps.words_per_row, column);
              });
 }
 
-// One query tile of one KV head. `chunks` calls its argument with (keys, values, how many, bitmap, words of its rows,
-// first column) for all chunks visible to the tile; `done` gets each panel after the last one.
-//
-// Queries are of type T, keys and values of type S. A sum of codes is multiplied by its key's scale when it is
-// complete, and a weight by its value's before it meets the codes: that is once for a pair, not for each element.
-template <class T, class S = T, class Tiles, class Chunks, class Done>
+// A step of a query tile: all its panels meet a chunk of keys. Keys and values are of type S. A sum of codes is
+// multiplied by its key's scale when it is complete, and a weight by its value's before it meets the codes: that is
+// once for a pair, not for each element.
+template <bool kExact, class S, class Tiles>
+struct ChunkSteps final : Chunks<S> {
+  const AttentionArgs& args;
+  Memory<Tiles>& memory;
+  int64_t panels;
+  FewLanes<kExact, S, Tiles> few;
+
+  ChunkSteps(const AttentionArgs& args, Memory<Tiles>& memory, int64_t panels)
+      : args(args), memory(memory), panels(panels), few(memory, args.head_dim, panels == 1) {}
+
+  void take(const S* const* keys, const S* const* values, int64_t count, const uint32_t* bitmap, int64_t words_per_row,
+            int64_t column) override {
+    if (bitmap == nullptr && few.step(keys, values, count, args.scale)) return;
+    few.leave();
+    Tiles::pack(keys, count, args.head_dim, memory.keys);
+    Tiles::pack(values, count, args.head_dim, memory.values);
+    const bool plain = adds_nothing_hidden(values, count, args.head_dim, bitmap);
+    for (int64_t i = 0; i < panels; ++i) {
+      Panel<Tiles>& panel = memory.panels[i];
+      Block blocks[kChunk / kBlock];
+      Vec alpha[Tiles::kVectors];
+      const int n = blocks_of_rows<Tiles>(bitmap, words_per_row, panel.lanes, column, count, blocks, memory.visible);
+      if (n == 0) continue;
+      Tiles::scores(memory.keys.rows, panel.queries, args.head_dim, blocks, n, memory.scores);
+      if constexpr (kIsCode<S>) scale_blocks<Tiles>(keys, args.head_dim, blocks, n, memory.scores);
+      online_softmax<Tiles, kExact>(panel, blocks, n, args.scale, memory.scores, alpha);
+      if constexpr (kIsCode<S>) scale_blocks<Tiles>(values, args.head_dim, blocks, n, memory.scores);
+      if (plain) {
+        Tiles::accumulate(memory.values.columns, memory.scores, args.head_dim, blocks, n, alpha, panel.sums);
+      } else {
+        accumulate_visible<Tiles>(values, memory.scores, args.head_dim, blocks, n, alpha, panel.sums);
+      }
+    }
+  }
+};
+
+// One query tile of one KV head. `walk` hands its argument all chunks visible to the tile; `done` gets each panel after
+// the last one. Queries are of type T, keys and values of type S.
+template <class T, class S = T, class Tiles, class Walk, class Done>
 void attend(const AttentionArgs& args, int64_t batch, int64_t kv_head, int64_t tile, Memory<Tiles>& memory,
-            const Chunks& chunks, const Done& done) {
+            const Walk& walk, const Done& done) {
   constexpr bool kExact = sizeof(T) == 4 || kIsCode<S>;
   const int64_t group = args.q_heads / args.kv_heads, head = kv_head * group, token = tile * args.block_q;
   const int64_t tokens = smaller(args.block_q, args.q_len - token);
@@ -248,32 +299,9 @@ void attend(const AttentionArgs& args, int64_t batch, int64_t kv_head, int64_t t
           Lanes::from(first + i * Tiles::kPanel, smaller(Tiles::kPanel, lanes - i * Tiles::kPanel), tokens);
       start<T>(args, batch, head, token, memory.panels[i]);
     }
-    FewLanes<kExact, S, Tiles> few(memory, args.head_dim, panels == 1);
-    chunks([&](const S* const* keys, const S* const* values, int64_t count, const uint32_t* bitmap,
-               int64_t words_per_row, int64_t column) {
-      if (bitmap == nullptr && few.step(keys, values, count, args.scale)) return;
-      few.leave();
-      Tiles::pack(keys, count, args.head_dim, memory.keys);
-      Tiles::pack(values, count, args.head_dim, memory.values);
-      const bool plain = adds_nothing_hidden(values, count, args.head_dim, bitmap);
-      for (int64_t i = 0; i < panels; ++i) {
-        Panel<Tiles>& panel = memory.panels[i];
-        Block blocks[kChunk / kBlock];
-        Vec alpha[Tiles::kVectors];
-        const int n = blocks_of_rows<Tiles>(bitmap, words_per_row, panel.lanes, column, count, blocks, memory.visible);
-        if (n == 0) continue;
-        Tiles::scores(memory.keys.rows, panel.queries, args.head_dim, blocks, n, memory.scores);
-        if constexpr (kIsCode<S>) scale_blocks<Tiles>(keys, args.head_dim, blocks, n, memory.scores);
-        online_softmax<Tiles, kExact>(panel, blocks, n, args.scale, memory.scores, alpha);
-        if constexpr (kIsCode<S>) scale_blocks<Tiles>(values, args.head_dim, blocks, n, memory.scores);
-        if (plain) {
-          Tiles::accumulate(memory.values.columns, memory.scores, args.head_dim, blocks, n, alpha, panel.sums);
-        } else {
-          accumulate_visible<Tiles>(values, memory.scores, args.head_dim, blocks, n, alpha, panel.sums);
-        }
-      }
-    });
-    few.leave();
+    ChunkSteps<kExact, S, Tiles> steps(args, memory, panels);
+    walk(steps);
+    steps.few.leave();
     for (int64_t i = 0; i < panels; ++i) done(head, token, memory.panels[i]);
   }
 }

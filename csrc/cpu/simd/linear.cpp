@@ -481,21 +481,33 @@ void product_with(const Args& args, Element weight) {
     case Element::kBfloat16: return product<T, Bfloat16>(args);
   }
 }
-template <class T>
-void linear_with(const LinearArgs& args) {
-  product_with<T>(args, args.weight_element);
+template <class Args>
+void product_of_elements(const Args& args, const LinearArgs& all) {
+  switch (all.element) {
+    case Element::kFloat: return product_with<float>(args, all.weight_element);
+    case Element::kHalf: return product_with<Half>(args, all.weight_element);
+    case Element::kBfloat16: return product_with<Bfloat16>(args, all.weight_element);
+  }
 }
+
+#ifdef PDK_BELOW
+bool both_bfloat16(const LinearArgs& all) {
+  return all.element == Element::kBfloat16 && all.weight_element == Element::kBfloat16;
+}
+#endif
 
 }  // namespace
 
-void linear(const LinearArgs& args) { PDK_BY_ELEMENT(linear_with, args) }
-
-void grouped_linear(const GroupedLinearArgs& args) {
-  switch (args.all.element) {
-    case Element::kFloat: return product_with<float>(args, args.all.weight_element);
-    case Element::kHalf: return product_with<Half>(args, args.all.weight_element);
-    case Element::kBfloat16: return product_with<Bfloat16>(args, args.all.weight_element);
-  }
+#ifdef PDK_BELOW
+void linear(const LinearArgs& args) {
+  both_bfloat16(args) ? product<Bfloat16, Bfloat16>(args) : PDK_BELOW::linear(args);
 }
+void grouped_linear(const GroupedLinearArgs& args) {
+  both_bfloat16(args.all) ? product<Bfloat16, Bfloat16>(args) : PDK_BELOW::grouped_linear(args);
+}
+#else
+void linear(const LinearArgs& args) { product_of_elements(args, args); }
+void grouped_linear(const GroupedLinearArgs& args) { product_of_elements(args, args.all); }
+#endif
 
 }  // namespace pdkernels::cpu::PDK_ISA

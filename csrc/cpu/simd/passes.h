@@ -87,8 +87,8 @@ bool adds_nothing_hidden(const T* const* tokens, int64_t count, int64_t head_dim
 
 // Tiles::accumulate() of visible pairs alone, for tokens that are not finite: 0 times infinity is NaN.
 template <class Tiles, class T>
-void accumulate_visible(const T* const* tokens, const float* weights, int64_t head_dim, const Block* blocks,
-                        int num_blocks, const Vec* factor, float* sums) {
+PDK_APART void accumulate_visible(const T* const* tokens, const float* weights, int64_t head_dim, const Block* blocks,
+                                  int num_blocks, const Vec* factor, float* sums) {
   for (int64_t d = 0; d < head_dim; ++d) {
     for (int v = 0; v < Tiles::kVectors; ++v) {
       Vec held{};
@@ -108,7 +108,7 @@ void accumulate_visible(const T* const* tokens, const float* weights, int64_t he
 
 // sums[d][lane] -> one row for each lane in use
 template <class T, int kPanel>
-void store_lanes(const float* sums, int64_t head_dim, T* const* lanes) {
+PDK_APART void store_lanes(const float* sums, int64_t head_dim, T* const* lanes) {
   for (int64_t d = 0; d < head_dim; d += kLanes) {
     const int64_t count = smaller(kLanes, head_dim - d);
     for (int first = 0; first < kPanel && lanes[first] != nullptr; first += kLanes) {

@@ -111,16 +111,16 @@ class KeyRows {
   int64_t batch_, entry_, kv_head_, length_;
 };
 
-// The keys of a sequence at positions [begin, end), cached or new, in chunks that attend() takes. A chunk begins at a
-// multiple of kChunk whatever part of the sequence is cached: which sums are added up first depends on positions alone.
-template <class T, int kTogether, class Consume>
+// The keys of a sequence at positions [begin, end), cached or new. A chunk begins at a multiple of kChunk whatever part
+// of the sequence is cached: which sums are added up first depends on positions alone.
+template <class T, int kTogether>
 void for_positions(const SpeculativeArgs& args, int64_t batch, int64_t entry, int64_t kv_head, int64_t tile,
-                   int64_t begin, int64_t end, uint32_t* bitmap, Paths& paths, const Consume& consume) {
+                   int64_t begin, int64_t end, uint32_t* bitmap, Paths& paths, Chunks<T>& chunks) {
   const int64_t length = args.lengths.load(batch);
   const Starts starts = starts_of(args, batch, tile);
   const auto take = [&](const KeyRows<T>& rows, Visibility visibility) {
     if (visibility == Visibility::kNone) return;
-    consume(rows.keys, rows.values, rows.count, visibility == Visibility::kAll ? nullptr : bitmap, kWords, 0);
+    chunks.take(rows.keys, rows.values, rows.count, visibility == Visibility::kAll ? nullptr : bitmap, kWords, 0);
   };
   const bool ordered = in_order(args, batch, tile);
   const int64_t common = smaller(end, ordered ? length + tail_end(args, batch, tile) : length / kChunk * kChunk);
@@ -255,12 +255,11 @@ void attend_splits(const SpeculativeArgs& args) {
     Memory<Tiles> memory(base, args.head_dim);
     auto* bitmap = reinterpret_cast<uint32_t*>(base + scratch);
     Paths paths(base + scratch + of_bitmap, args.block_q, path_tokens);
-    const auto chunks = [&](const auto& consume) {
+    const auto walk = [&](Chunks<S>& chunks) {
       for_positions<S, Tiles::kTogether>(own, batch, entry, kv_head, tile, split_begin(s), split_begin(s + 1), bitmap,
-                                         paths, consume);
+                                         paths, chunks);
     };
-    // One instance of attend() for both, since it is most of what is compiled here.
-    attend<T, S>(own, entry, kv_head, tile, memory, chunks, [&](int64_t head, int64_t token, Panel<Tiles>& panel) {
+    attend<T, S>(own, entry, kv_head, tile, memory, walk, [&](int64_t head, int64_t token, Panel<Tiles>& panel) {
       if (splits == 1) return finish<T>(own, own.out, own.lse, entry, head, token, panel);
       const int64_t first = args.packed() ? args.row_begins.load(batch) : 0;
       const HeadsView part{args.parts + s * rows * args.head_dim + first * width, args.q_len * width, width,
@@ -288,18 +287,16 @@ void attend_to_codes(const SpeculativeArgs& args) {
 
 }  // namespace
 
+#ifdef PDK_AMX
+void speculative_attention(const SpeculativeArgs& args) {
+  if (args.codes || args.element != Element::kBfloat16) return PDK_BELOW::speculative_attention(args);
+  attend_splits<Bfloat16, Bfloat16, AmxTiles>(args);  // for any number of rows: these products round differently
+}
+#else
 void speculative_attention(const SpeculativeArgs& args) {
   if (args.codes) PDK_BY_ELEMENT(attend_to_codes, args)
-  switch (args.element) {
-    case Element::kFloat: return attend_narrow_or_wide<float>(args);
-    case Element::kHalf: return attend_narrow_or_wide<Half>(args);
-    case Element::kBfloat16:
-#ifdef PDK_AMX  // its products round differently, so any number of rows uses them
-      return attend_splits<Bfloat16, Bfloat16, AmxTiles>(args);
-#else
-      return attend_narrow_or_wide<Bfloat16>(args);
-#endif
-  }
+  PDK_BY_ELEMENT(attend_narrow_or_wide, args)
 }
+#endif
 
 }  // namespace pdkernels::cpu::PDK_ISA

@@ -101,7 +101,7 @@ struct VectorTilesOf {
   }
 
   template <class T>
-  static void pack(const T* const* tokens, int64_t count, int64_t head_dim, Operand<float> to) {
+  static PDK_APART void pack(const T* const* tokens, int64_t count, int64_t head_dim, Operand<float> to) {
     const int64_t ahead = bytes_to_next(tokens, count);
     for (int64_t i = 0; i < count; ++i) {
       prefetch_row(tokens[i], head_dim, ahead);
@@ -111,7 +111,7 @@ struct VectorTilesOf {
 
   // Lanes without a token are nullptr and become zeros.
   template <class T>
-  static void pack_panel(const T* const* lanes, int64_t head_dim, float* panel) {
+  static PDK_APART void pack_panel(const T* const* lanes, int64_t head_dim, float* panel) {
     for (int first = 0; first < kPanel; first += kLanes) {
       for (int64_t d = 0; d < head_dim; d += kLanes) {
         const int64_t count = smaller(kLanes, head_dim - d);
@@ -127,8 +127,8 @@ struct VectorTilesOf {
   }
 
   // scores[token][lane] = rows[token] . panel[:, lane], summed in pieces for smaller rounding errors
-  static void scores(const float* rows, const float* panel, int64_t head_dim, const Block* blocks, int num_blocks,
-                     float* scores) {
+  static PDK_APART void scores(const float* rows, const float* panel, int64_t head_dim, const Block* blocks,
+                               int num_blocks, float* scores) {
     const int64_t size = piece_of(head_dim);
     for (int b = 0; b < num_blocks; ++b, scores += kBlock * kPanel) {
       const float* block = rows + blocks[b].begin * kRowStride;
@@ -152,8 +152,8 @@ struct VectorTilesOf {
   //
   // The tokens' part is summed by itself first: rounding errors then grow with the tokens of a chunk and with the
   // number of chunks, not with their product.
-  static void accumulate(const float* rows, const float* weights, int64_t head_dim, const Block* blocks, int num_blocks,
-                         const Vec* factor, float* sums) {
+  static PDK_APART void accumulate(const float* rows, const float* weights, int64_t head_dim, const Block* blocks,
+                                   int num_blocks, const Vec* factor, float* sums) {
     in_groups(head_dim, [&](auto group, int64_t first) {
       constexpr int kRows = decltype(group)::value;
       Vec held[kRows][kVectors] = {};

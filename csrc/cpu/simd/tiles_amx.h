@@ -199,18 +199,6 @@ struct AmxTiles {
   }
 };
 
-using Bfloat16Tiles = AmxTiles;
-using WideBfloat16Tiles = AmxTiles;
-
-}  // namespace pdkernels::cpu::PDK_ISA
-
-#else
-
-namespace pdkernels::cpu::PDK_ISA {
-
-using Bfloat16Tiles = VectorTiles;
-using WideBfloat16Tiles = WideTiles;
-
 }  // namespace pdkernels::cpu::PDK_ISA
 
 #endif

@@ -31,6 +31,8 @@ typedef uint32_t Words __attribute__((vector_size(4 * PDK_LANES), may_alias));
 typedef float LooseVec __attribute__((vector_size(4 * PDK_LANES), may_alias, aligned(4)));
 
 #define PDK_INLINE inline __attribute__((always_inline))
+// For what works on a whole chunk and depends on little of what its callers are compiled for: one copy serves them all.
+#define PDK_APART __attribute__((noinline))
 
 constexpr float kInfinity = __builtin_inff();
 
