@@ -67,8 +67,8 @@ PDK_INLINE Vec element_of(Words words, Code) {
 // elements of the values are on their way meanwhile: a burst of prefetches would fill the processor's queues and stall
 // it.
 template <class T>
-PDK_INLINE void transpose_keys(const T* const* keys, const T* const* values, int64_t count, int64_t head_dim,
-                               int64_t first, Words* to) {
+PDK_APART void transpose_keys(const T* const* keys, const T* const* values, int64_t count, int64_t head_dim,
+                              int64_t first, Words* to) {
   constexpr int64_t kStep = kLanes * kPerWord<T>;
   const auto put = [&](Ints(&rows)[kLanes], int64_t key) {
     transpose(rows);

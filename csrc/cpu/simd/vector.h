@@ -201,14 +201,22 @@ PDK_INLINE void exchange(Ints& a, Ints& b) {
 
 // Swaps ever larger off-diagonal squares: log2(kLanes) rounds.
 template <int kDistance = 1>
-PDK_INLINE void transpose(Ints (&rows)[kLanes]) {
+PDK_INLINE void transpose_rounds(Ints (&rows)[kLanes]) {
   if constexpr (kDistance < kLanes) {
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) {
       if (!(i & kDistance)) exchange<kDistance>(rows[i], rows[i + kDistance]);
     }
-    transpose<2 * kDistance>(rows);
+    transpose_rounds<2 * kDistance>(rows);
   }
+}
+#ifdef PDKERNELS_EMULATE_ISA  // too much code to have it everywhere
+inline PDK_APART
+#else
+PDK_INLINE
+#endif
+    void transpose(Ints (&rows)[kLanes]) {
+  transpose_rounds(rows);
 }
 
 // Elements of tensors and their conversion to and from float, round to nearest even.
