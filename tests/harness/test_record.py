@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from scripts.proof_summaries import test_summary as summary
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,6 +44,7 @@ def test_after(i):
 """
 
 
+@pytest.mark.slow
 def test_a_broken_gpu_ends_its_worker_alone(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(TESTS)
     record = tmp_path / "record.jsonl"
