@@ -90,7 +90,11 @@ def compile_kernels(source: Path, include_dirs: Sequence[Path], archs: Sequence[
 
 
 def kept_of(
-    source: Path, what: str, read: Callable[[Path], Any], archs: Sequence[str], include_dirs: Sequence[Path] = INCLUDE_DIRS
+    source: Path,
+    what: str,
+    read: Callable[[Path], Any],
+    archs: Sequence[str],
+    include_dirs: Sequence[Path] = INCLUDE_DIRS,
 ) -> Any:
     """What `read` finds in the compiled file, unless that is kept for these sources."""
     name, key = f"{source.stem}-{what}-{'-'.join(archs)}", _command(source, include_dirs, archs)[1]
@@ -106,9 +110,7 @@ def measure(
         return parse_ptxas(code.with_suffix(".txt").read_text())
 
     found = kept_of(source, "resources", read, archs, include_dirs)
-    return {
-        kernel: {arch: Resources(*used) for arch, used in per_arch.items()} for kernel, per_arch in found.items()
-    }
+    return {kernel: {arch: Resources(*used) for arch, used in per_arch.items()} for kernel, per_arch in found.items()}
 
 
 def code_in(file: Path, folder: Path) -> tuple[dict[str, set[str]], set[str]]:

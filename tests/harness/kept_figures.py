@@ -59,7 +59,9 @@ def with_headers(source: Path, folders: Sequence[Path]) -> list[Path]:
         for name in re.findall(r'^\s*#\s*include\s*"(.+?)"', file.read_text(), re.MULTILINE):
             header = next((path for folder in (file.parent, *folders) if (path := folder / name).is_file()), None)
             if header is None:
-                raise FileNotFoundError(f"tests.harness.kept_figures: {file} includes {name!r}, which is in none of {folders}")
+                raise FileNotFoundError(
+                    f"tests.harness.kept_figures: {file} includes {name!r}, which is in none of {folders}"
+                )
             if (header := header.resolve()) not in found:
                 found.add(header)
                 left.append(header)
