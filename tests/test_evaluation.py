@@ -270,7 +270,7 @@ def test_block_diffusion_promises_nothing() -> None:
 # ---- figures
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 5])
+@pytest.mark.parametrize("batch_size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 5))])
 def test_figures_of_forwards_and_cycles(batch_size: int) -> None:
     model, task = small_model(), small_task(limit=15)
     competing = [

@@ -121,7 +121,7 @@ def test_memory_counts_what_lives_at_once() -> None:
 
 def test_memory_grows_with_the_wavefront() -> None:
     model = small_model()
-    options = {"max_new_tokens": 24, "end_tokens": (), "threshold": 1e-9, "max_recurrences": 64, "inner_recurrence": 2}
+    options = {"max_new_tokens": 24, "end_tokens": (), "threshold": 1e-9, "max_recurrences": 48, "inner_recurrence": 2}
     small, large = (
         extra_memory(model, "a prompt", "recurrent_diffusion", max_wavefront=rows, **options) for rows in (2, 24)
     )

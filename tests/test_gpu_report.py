@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ import torch
 from bench import gpu_clock, gpu_report, report
 from bench.dry_run import dry_run
 from tests.harness.pretended_gpu import without_gpu
+from tests.support.forks import forked
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = dict(device="Made Up", copy_gb_per_s=4000.0, read_gb_per_s=4200.0, bf16_tflops=800.0, fp32_tflops=50.0)
@@ -93,22 +91,19 @@ def test_no_gpu_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_dry_run_leads_to_a_table(tmp_path: Path) -> None:
     result = tmp_path / "gpu/linear.json"
     result.parent.mkdir()
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "bench/bench_linear_token_statistics.py",
-    ]
+    arguments = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "bench/bench_linear_token_statistics.py"]
+    arguments += ["-k", "bf16 and pdkernels", "--benchmark-only", f"--benchmark-json={result}"]
     # A worker of xdist exports its name, and pytest-benchmark measures nothing if it finds one.
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
-    settings = inherited | {"PDKERNELS_BENCH_DRY": "1", "OMP_NUM_THREADS": "1"}
-    options = ["-k", "bf16 and pdkernels", "--benchmark-only", f"--benchmark-json={result}"]
-    ran = subprocess.run([*command, *options], cwd=ROOT, env=settings, capture_output=True, text=True, check=False)
+    code = """
+import os, sys
+for name in [*os.environ]:
+    if name.startswith("PYTEST_"):
+        del os.environ[name]
+sys.path.insert(0, os.getcwd())
+import pytest
+sys.exit(int(pytest.main(sys.argv[1:])))
+"""
+    ran = forked(code, *arguments, environment={"PDKERNELS_BENCH_DRY": "1"}, cwd=ROOT)
     assert ran.returncode == 0, ran.stdout[-3000:]
     text = gpu_report.pages(tmp_path)
     assert "a GPU in name only" in text and "**pdkernels**" in text and "floor's time by ours" in text

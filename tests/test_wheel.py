@@ -125,6 +125,7 @@ def test_a_wheel_with_what_it_pulls_and_nothing_else(wheel: Path, tmp_path: Path
     )
 
 
+@pytest.mark.slow
 def test_sdist_holds_all_sources(tmp_path: Path) -> None:
     run(sys.executable, "setup.py", "-q", "sdist", "-d", tmp_path, cwd=ROOT, environment=elsewhere(tmp_path / "build"))
     archive = next(tmp_path.glob("*.tar.gz"))

@@ -58,10 +58,9 @@ FEW = [2**70, float("nan"), 10**400, numpy.ones(3)]
 @pytest.mark.parametrize(("method", "option"), CASES)
 def test_absurd_values(method: str, option: str, values: list[Any]) -> None:
     model = example(METHODS[method])
+    drawn = option != "temperature" and "temperature" in METHODS[method].options
     for value in values:
-        for more in ({}, {"temperature": 0.5}):
-            if more and (option == "temperature" or "temperature" not in METHODS[method].options):
-                continue
+        for more in [{"temperature": 0.5}] * drawn + [{}] * (values is VALUES or not drawn):
             options = {"max_new_tokens": 3, "end_tokens": (), **more, option: value}
             try:
                 generate(model, [[52, 43, 49], [12, 7]], method, **options)

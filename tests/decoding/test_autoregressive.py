@@ -48,6 +48,7 @@ def test_equals_the_reference(
     assert set(model.rows_seen) <= {1}  # the head only ever runs on the rows that are needed
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("temperature", [1e-30, 0.4, 1.3])
 @pytest.mark.parametrize("seed", [0, -7, 2**70])
 def test_draws_equal_those_of_the_reference_and_of_speculation(temperature: float, seed: int) -> None:

@@ -158,6 +158,7 @@ def test_a_random_table(seed, batch, limit, block_size, kind, refresh, temperatu
 END = 22
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("block_size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("skill", ["always", "patchy"])
 def test_an_end_token_at_every_position(block_size: int, skill: str) -> None:

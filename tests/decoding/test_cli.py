@@ -329,8 +329,9 @@ def test_models_and_doctor() -> None:
 
 
 def test_methods_and_their_options_in_the_decoders_words() -> None:
+    listed = run("methods", COLUMNS="200").stdout
     for name, method in METHODS.items():
-        assert re.search(rf"^ *{name} ", run("methods", COLUMNS="200").stdout, re.M)
+        assert re.search(rf"^ *{name} ", listed, re.M)
         printed = " ".join(run("methods", name, COLUMNS="1000").stdout.split())
         assert method.summary in printed
         assert all(f"{option} {' '.join(option.help.split())}" in printed for option in method.options.values())

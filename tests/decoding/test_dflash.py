@@ -85,6 +85,7 @@ def test_the_steps_of_the_plain_form(variant: str, temperature: float) -> None:
     assert several
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("page_size", [None, 3])
 def test_lossless_in_every_dtype(dtype: torch.dtype, page_size: int | None) -> None:

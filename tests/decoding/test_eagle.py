@@ -193,7 +193,7 @@ def test_the_steps_of_the_plain_form_of_trees(size: int, branches: int, nodes: i
         options = {"branches": branches, "nodes": nodes, "block_size": size, "temperature": temperature, "seed": seed}
         options |= {"end_tokens": (), "drafter": head, "trace": True, "max_new_tokens": LIMIT}
         together = generate(model, PROMPTS, "eagle", **{**options, "seed": [seed] * len(PROMPTS)})
-        for number, prompt in enumerate(PROMPTS):
+        for number, prompt in enumerate(PROMPTS[:2]):
             expected = Plain(model, head, temperature, seed).run_trees(prompt, LIMIT, size, branches, nodes)
             alone = generate(model, prompt, "eagle", **options)
             assert alone.tokens.tolist() == together.tokens[number].tolist() == expected.tokens

@@ -327,7 +327,11 @@ LAWFUL: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("form", LAWFUL)
+# The draws of the slow ones are, token for token, those of autoregressive.
+@pytest.mark.parametrize(
+    "form",
+    ["autoregressive", "rejection", *(pytest.param(form, marks=pytest.mark.slow) for form in ("jacobi", "quadratic"))],
+)
 def test_texts_have_the_law_of_transformers_processors(form: str) -> None:
     """Chi-square over all texts of three tokens, enumerated with transformers' processors."""
     method, own = LAWFUL[form]
@@ -367,7 +371,9 @@ def plain_of(model: Any) -> Any:
     return lambda tokens, positions, mask: model(tokens, positions=positions, mask=mask)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize(
+    "config", [*CONFIGS[:2], *(pytest.param(config, marks=pytest.mark.slow) for config in CONFIGS[2:])], ids=str
+)
 def test_settings_of_model_cards_run_in_every_causal_method(config: dict[str, Any]) -> None:
     model = small_transformer(2, 80)
     drawn = {"max_new_tokens": 12, "end_tokens": (), "seed": 4, **config}

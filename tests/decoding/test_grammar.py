@@ -64,7 +64,7 @@ def written(method: str, grammar: Any, prompt: Any = ("ab = ", "x"), **options: 
     return generate(model(chosen.example), prompt, method, grammar=grammar, **options)
 
 
-@pytest.mark.covering
+@pytest.mark.covering(of=["method", "temperature"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("method", "options"), FORMS, ids=lambda value: str(value))
 def test_texts_belong_to_the_grammar(method: str, options: dict[str, Any], temperature: float) -> None:
@@ -320,7 +320,7 @@ def test_context_free_grammars_of_any_depth() -> None:
     nested = Grammar.lark('start: "[" start "]" | "(" start ")" | /[0-9]{1,2}/')
     for name, options in (("tiny-code", {}), ("tiny-trimode", {"temperature": 1.0, "seed": 7})):
         start = {"forced_tokens": dict(enumerate(map(ord, "[([([("))), "logit_bias": dict.fromkeys(range(48, 58), 3.0)}
-        asked = {"grammar": [nested, None], "max_new_tokens": 24, **start, **options}
+        asked = {"grammar": [nested, None], "max_new_tokens": 20, **start, **options}
         expected = generate(model(name), ["((", "x = "], **asked)
         assert re.fullmatch(r"\[\(\[\(\[\([(\[]*[0-9]{1,2}[)\]]*\)\]\)\]\)\]", expected.text[0])
         for method, more in FORMS:

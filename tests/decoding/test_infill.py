@@ -31,6 +31,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("predicts", "new"), [("own", 3), ("next", 0)])
 @pytest.mark.parametrize(("method", "options"), CASES, ids=range(len(CASES)))
 def test_given_tokens_stay_and_masks_are_filled(method: str, options: dict[str, Any], predicts: str, new: int) -> None:

@@ -27,7 +27,7 @@ class Pairs:
 @pytest.mark.parametrize("method", METHODS)
 def test_the_pieces_are_the_result(method: str) -> None:
     model = example(METHODS[method])
-    options: dict[str, Any] = {"max_new_tokens": 20}
+    options: dict[str, Any] = {"max_new_tokens": 12}
     options |= {"block_size": 4} if "block_size" in METHODS[method].options else {}
     options |= {"small_block_size": 2} if method == "fast_dllm_v2" else {}
     batch = [[52, 43, 49], [12, 7]]

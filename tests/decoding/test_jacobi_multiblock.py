@@ -106,6 +106,7 @@ def test_equals_greedy_and_the_reference(script, ties, batch, limit, chosen, end
                 assert k == committed and v == list(range(len(committed)))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("script", ["alternating", "history", "repeating", "sticky"])
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_long_texts_of_a_batch(script: str, blocks: int) -> None:
@@ -229,6 +230,7 @@ def test_blocks_and_candidates_save_forwards() -> None:
 END = 22
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("at", range(9))
 @pytest.mark.parametrize("blocks", [1, 3])
 @pytest.mark.parametrize("script", ["parallel", "sequential"])

@@ -17,10 +17,10 @@ def random_model(recurrences: int, seed: int) -> RecurrentDepth:
     return RecurrentDepth(config).double().requires_grad_(False)
 
 
-def differences(recurrences: int, temperature: float, draft: str) -> int:
-    """Of ten random models and seeds, those whose tokens are not the ones that `autoregressive` draws."""
+def differences(recurrences: int, temperature: float, draft: str, models: int) -> int:
+    """Of random models and seeds, those whose tokens are not the ones that `autoregressive` draws."""
     found = 0
-    for seed in range(10):
+    for seed in range(models):
         model = random_model(recurrences, seed % 5)
         given = {"max_new_tokens": 16, "temperature": temperature, "seed": 2**63 + seed}
         one = generate(model, [1, 2, 3, 1, 2], "autoregressive", **given)
@@ -33,9 +33,9 @@ def differences(recurrences: int, temperature: float, draft: str) -> int:
 @pytest.mark.parametrize("draft", ["model", "lookup"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_one_recurrence_is_exact(temperature: float, draft: str) -> None:
-    assert differences(1, temperature, draft) == 0
+    assert differences(1, temperature, draft, 5) == 0
 
 
 def test_more_recurrences_are_not_even_at_temperature_0() -> None:
     """What docs/recurrent_depth.md says: should this fail, the sentence there has to go."""
-    assert differences(2, 0.0, "model") + differences(4, 0.0, "lookup") > 0
+    assert differences(2, 0.0, "model", 10) or differences(4, 0.0, "lookup", 10)

@@ -68,7 +68,7 @@ def test_tokens_stay_and_cost_is_bounded(name: str, temperature: float, costs: l
     method, guess = ("jacobi" if name == "lookup" else name), 0.05 if name in ("draft_model", "eagle", "mtp") else 0.0
     model = with_drafters(small_transformer(1, 40, head_dim=16).float())
     prompts = [[3, 1, 4, 1, 5], [9], [2, 6, 2, 6, 2]]
-    drawn = {"temperature": temperature, "seed": 2, "max_new_tokens": 120, "end_tokens": ()}
+    drawn = {"temperature": temperature, "seed": 2, "max_new_tokens": 80, "end_tokens": ()}
     expected = generate(model, prompts, **drawn)
     for page_size in (None, 7):
         options = {"block_size": "auto", "page_size": page_size, **METHODS[name]}

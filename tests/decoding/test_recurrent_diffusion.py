@@ -145,6 +145,7 @@ def test_equals_the_reference(weights, batch, limit, ends, draw, seed, options, 
 BATCH = [[3, 1, 4], [1], [5, 9]]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("max_wavefront", [1, 2, 128])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_all_recurrences_in_one_step_are_static_decoding(max_wavefront: int, temperature: float) -> None:
@@ -159,7 +160,16 @@ def test_all_recurrences_in_one_step_are_static_decoding(max_wavefront: int, tem
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"headway": 3}, {"rule": "last"}, {"momentum": 0.5, "inner_recurrence": 2}, {"new_state": "copied"}]
+    "options",
+    [
+        {},
+        {"headway": 3, "new_state": "copied"},
+        {"rule": "last", "momentum": 0.5, "inner_recurrence": 2},
+        *(
+            pytest.param(one, marks=pytest.mark.slow)
+            for one in ({"headway": 3}, {"rule": "last"}, {"new_state": "copied"})
+        ),
+    ],
 )
 def test_a_contraction_gives_the_tokens_of_static_decoding(options: dict[str, Any]) -> None:
     """If a state has a single fixed point, neither the path to it nor the start matters."""

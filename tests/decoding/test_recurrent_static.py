@@ -87,6 +87,7 @@ def test_filters_are_those_of_the_reference(
     assert torch.equal(ours, plain) and plain.isfinite().any(-1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trace", [False, True])
 @pytest.mark.parametrize("headway", [1, 3])
 def test_one_read_of_the_device_in_a_step(trace: bool, headway: int) -> None:

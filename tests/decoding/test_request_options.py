@@ -42,7 +42,7 @@ def test_sequences_of_tokens_end_texts(method: str) -> None:
     """Wherever in a draft or a block they are complete."""
     model, options = example(METHODS[method]), options_of(method)
     whole = lists(generate(model, BATCH, METHODS[method], **options).tokens)
-    for stop in (whole[0][1:3], whole[1][4:5], whole[2][5:8]):
+    for stop in (whole[0][1:3], whole[2][5:8]):
         heard: list[list[int]] = [[], [], []]
         found = generate(
             model,
@@ -106,12 +106,12 @@ def test_several_texts_of_a_prompt(method: str, page_size: int | None) -> None:
     options |= {"temperature": 0.8, "seed": 5}
     if page_size and "page_size" in METHODS[method].options:
         options["page_size"] = page_size
-    batch = [prompt for prompt in BATCH for _ in range(3)]
+    batch = [prompt for prompt in BATCH[:2] for _ in range(2)]
     expected = generate(model, batch, METHODS[method], **options)
-    found = generate(model, BATCH, METHODS[method], n=3, **options)
+    found = generate(model, BATCH[:2], METHODS[method], n=2, **options)
     assert lists(found.tokens) == lists(expected.tokens) and found.stats.forwards == expected.stats.forwards
-    single = generate(model, BATCH[0], METHODS[method], n=3, **options)
-    assert lists(single.tokens) == lists(expected.tokens)[:3]
+    single = generate(model, BATCH[0], METHODS[method], n=2, **options)
+    assert lists(single.tokens) == lists(expected.tokens)[:2]
 
 
 @pytest.mark.parametrize("form", ["autoregressive", *EXACT])
@@ -164,6 +164,7 @@ def test_log_probabilities_are_the_models_own(form: str, count: int, monkeypatch
 WRITERS = [name for name in METHODS if writes_logprobs(METHODS[name]) and not no_logprobs(METHODS[name])]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "drawn", [{}, {"temperature": 1.3, "repetition_penalty": 1.7, "suppress_tokens": [2], "seed": 4}]
 )

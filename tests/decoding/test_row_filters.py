@@ -304,7 +304,11 @@ LAWFUL: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("form", LAWFUL)
+# The draws of the slow ones are, token for token, those of autoregressive.
+@pytest.mark.parametrize(
+    "form",
+    ["autoregressive", "rejection", *(pytest.param(form, marks=pytest.mark.slow) for form in ("jacobi", "quadratic"))],
+)
 def test_texts_have_the_law_of_the_filtered_model(form: str) -> None:
     """Chi-square over all texts of three tokens, enumerated with transformers' processors."""
     method, own = LAWFUL[form]

@@ -80,9 +80,13 @@ def test_one_read_of_the_device_per_step(method: str | pd.decoding.Method, optio
     ("options", "stops"),
     [
         ({}, False),
-        ({}, True),
+        pytest.param({}, True, marks=pytest.mark.slow),
         ({"criterion": "kl", "threshold": 0.05}, True),
-        ({"criterion": "argmax-stability", "threshold": 2, "check_every": 2, "min_recurrences": 0}, False),
+        pytest.param(
+            {"criterion": "argmax-stability", "threshold": 2, "check_every": 2, "min_recurrences": 0},
+            False,
+            marks=pytest.mark.slow,
+        ),
         ({"min_recurrences": 5, "max_recurrences": 7, "page_size": 16}, True),
         ({"check_every": 4, "max_recurrences": 3}, False),  # no check at all
     ],

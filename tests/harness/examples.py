@@ -9,14 +9,14 @@ from hypothesis import settings
 from hypothesis.internal.detection import is_hypothesis_test
 
 # Of each property: this part, and so many at least.
-SHARE = 0.3
-LEAST = 10
+SHARE = 0.2
+LEAST = 8
 
 
 def number_of_fast(examples: int) -> int:
     """
     >>> [number_of_fast(number) for number in (3, 12, 60, 1000)]
-    [3, 10, 18, 300]
+    [3, 8, 12, 200]
     """
     return max(min(examples, LEAST), round(SHARE * examples))
 

@@ -47,6 +47,7 @@ class Written(transformers.TextStreamer):  # type: ignore[misc]
         self.ends += stream_end
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("skip_prompt", [True, False])
 @pytest.mark.parametrize("argument", ["streamer", "token_streamer"])
 @pytest.mark.parametrize("method", [None, "autoregressive", "jacobi"])

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,10 +17,17 @@ from pdkernels.integrations.device_loop import DeviceLoop, available
 from tests.cudasim.build import ROOT, build_once, compiler, digest, digest_text, run_compiler
 from tests.harness.budgets import find_nvcc
 from tests.support.errors import refused
+from tests.support.forks import forked
 
 FAKE = ROOT / "tests/integrations/fake_driver"
 
 # With a real driver the fake one would not be found, and is not needed.
+GENERATIONS = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+from tests.integrations.fake_driver.generations import main
+main()
+"""
 has_bindings = importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None
 needs_gpu = pytest.mark.skipif(not available(), reason="needs a GPU and cuda-python")
 
@@ -55,9 +59,7 @@ def test_generations_through_cuda_python_and_a_fake_driver(cases: str, count: in
     include = Path(nvcc).resolve().parent.parent / "include" if nvcc else Path("none")
     if not (include / "cuda.h").exists():
         pytest.skip("needs cuda.h of the CUDA toolkit")
-    command = [sys.executable, "-m", "tests.integrations.fake_driver.generations", str(fake_driver(include)), cases]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    answer = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    answer = forked(GENERATIONS, ROOT, fake_driver(include), cases, cwd=ROOT)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     assert f"{count} cases went well" in answer.stdout
 

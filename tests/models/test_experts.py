@@ -277,6 +277,7 @@ def test_an_adapter_of_experts_is_merged_by_their_published_names(qwen3: Path, t
     torch.testing.assert_close(merged, expected)
 
 
+@pytest.mark.slow
 def test_a_forward_is_one_graph(qwen3: Path) -> None:
     model = models.load(qwen3, dtype=torch.float32)
     compiled = torch.compile(model, fullgraph=True, backend="eager", dynamic=True)

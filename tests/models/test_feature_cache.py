@@ -93,6 +93,7 @@ def test_without_intervals_it_is_recompute_bit_for_bit(predicts: str, page_size:
         assert torch.equal(hidden, whole.gather(1, rows[..., None].expand(-1, -1, 16)))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("predicts", ["own", "next"])
 @pytest.mark.parametrize(
     "options",

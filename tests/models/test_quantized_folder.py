@@ -44,6 +44,7 @@ def test_numbers_are_the_published_ones(kind: str, tmp_path: Path) -> None:
     assert all(torch.equal(tensor, expected[name]) for name, tensor in numbers.state_dict().items())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["awq 32", "gptq 4 of rows", "packed 4 of 32, zeros", "int8"])
 def test_logits_are_close_to_those_of_the_numbers(family: str, kind: str, tmp_path: Path) -> None:
@@ -61,7 +62,10 @@ def test_logits_are_close_to_those_of_the_numbers(family: str, kind: str, tmp_pa
         assert ours.tokens.tolist() == greedy.tokens.tolist()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+FEW = ("awq 32", "gptq 4 of rows", "packed 4 of 32, zeros", "int8")  # one of each library, and one of 8 bits
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in FEW else pytest.mark.slow) for kind in KINDS])
 def test_experts_stay_packed(kind: str, tmp_path: Path) -> None:
     held = write_folder(tmp_path, QWEN3_MOE, KINDS[kind])
     model, numbers = models.load(tmp_path, packed=True), models.load(tmp_path, packed=False)

@@ -352,7 +352,13 @@ def test_fullgraph_without_recompiles(kernels: str) -> None:
 @pytest.mark.skipif(not interpreted(), reason="the compiled kernels run above")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 @pytest.mark.parametrize(
-    "kind", ["noise aware, window, interleaved", "dual stream, block, noisy_first", "pack", "causal, cached"]
+    "kind",
+    [
+        "pack",
+        "causal, cached",
+        pytest.param("noise aware, window, interleaved", marks=pytest.mark.slow),
+        pytest.param("dual stream, block, noisy_first", marks=pytest.mark.slow),
+    ],
 )
 def test_triton_kernels_read_the_planners_lists(kind: str) -> None:
     from pdkernels.triton import block_sparse_attention as triton

@@ -76,13 +76,15 @@ def test_bad_call(backend: str, case: str) -> None:
     assert str(raised.value).startswith(f"pdkernels.block_sparse_attention: {text}")
 
 
+TRACED = [
+    case
+    for case in CASES
+    if CASES[case].keys() <= {"q", "k", "v", "plan"} and case != "TypeError: q must be a tensor, got list"
+]
+
+
 @pytest.mark.parametrize(
-    "case",
-    [
-        case
-        for case in CASES
-        if CASES[case].keys() <= {"q", "k", "v", "plan"} and case != "TypeError: q must be a tensor, got list"
-    ],
+    "case", [case if n % 4 == 0 else pytest.param(case, marks=pytest.mark.slow) for n, case in enumerate(TRACED)]
 )
 def test_bad_call_while_tracing(case: str) -> None:
     """Tracing runs the same checks."""

@@ -60,6 +60,7 @@ def test_every_level_has_the_bits_of_linear(level_ops: Any, counts: list[int]) -
                 assert torch.equal(level_ops.grouped_linear(x, weight, ends_of(counts), added), expected)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("level_ops", ALL_LEVELS, indirect=True)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_level_has_the_bits_of_the_formula(level_ops: Any, name: str) -> None:

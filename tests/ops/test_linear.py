@@ -63,6 +63,7 @@ def test_every_level(level_ops: Any, rows: int, outputs: int, width: int) -> Non
 STREAMED = [(25, 96, False), (500, 2100, False), (260, 4100, True), (1200, 576, True)]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("level_ops", [*LEVELS, "avx512_bf16"], indirect=True)
 @pytest.mark.parametrize("outputs, width, apart", STREAMED)
 def test_few_rows_have_the_bits_of_many(level_ops: Any, outputs: int, width: int, apart: bool) -> None:

@@ -12,6 +12,7 @@ from tests.ops.recurrence_cases import DTYPES, SIZES, bits, inject_options, make
 NAMES = ("seed", "seeds", "noise", "schedule", "horizon", "mixer", "momentum", "init_std", "new_state", "damp_new")
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_injected_bits(level_ops: object, dtype: torch.dtype, size: int) -> None:

@@ -23,7 +23,7 @@ def public(level_ops: Any) -> SimpleNamespace:
     )
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_level_has_the_same_bits(level_ops: object, name: str, dtype: torch.dtype) -> None:

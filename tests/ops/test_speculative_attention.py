@@ -27,6 +27,7 @@ PAGES = [0, 16, 1, 64]
 LENGTHS = [37, 0, 300, 128, 5, 64, 1, 200]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tail", TAILS)
 def test_tails(backend: str, tail: str, dtype: torch.dtype) -> None:
@@ -78,6 +79,7 @@ def test_pages_give_the_bits_of_one_piece(backend: str, page_size: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(paged, contiguous))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("lengths, slots", [([2100, 700], 2101), ([9000, 0, 4096, 4097, 8191, 8193], 9000)])
@@ -367,7 +369,7 @@ def test_opcheck(kernels: str, dtype: torch.dtype, page_size: int) -> None:
 # Otherwise sizes that happen to be equal in the first call have to stay equal, offsets into the plan's memory among
 # them.
 @torch.fx.experimental._config.patch(use_duck_shape=False)
-@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("page_size", [16, pytest.param(0, marks=pytest.mark.slow)])
 def test_fullgraph_without_recompiles(kernels: str, page_size: int) -> None:
     """One op in the graph, one graph for all prefixes, and for all batches, heads, capacities and plans."""
     torch._dynamo.reset()

@@ -50,6 +50,7 @@ def make(
     return with_room(inputs, rows, page_size) if page_size else inputs, rows
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("how", CHOICES)
 @pytest.mark.parametrize("tail", TAILS)
 def test_tails(backend: str, tail: str, how: str) -> None:
@@ -337,7 +338,7 @@ def step(inputs: Inputs, plan: TilePlan, rows: Rows) -> Tensor:
 
 # Otherwise sizes that happen to be equal in the first call have to stay equal.
 @torch.fx.experimental._config.patch(use_duck_shape=False)
-@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("page_size", [16, pytest.param(0, marks=pytest.mark.slow)])
 def test_fullgraph_without_recompiles(kernels: str, page_size: int) -> None:
     """One graph for all sizes; the cache that comes in is the one that is written."""
     torch._dynamo.reset()

@@ -69,6 +69,7 @@ def on_level(ops: object, inputs: Inputs, tail: str) -> Results:
     return Results(*ops.speculative_attention(*inputs[:6], *parts, inputs.block_table))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("tail", TAILS)
 def test_within_the_error_budget(level_ops: object, tail: str) -> None:
     """Dtypes, shapes and pages cycle independently."""
@@ -102,7 +103,7 @@ def test_it_is_the_eager_attention_of_transformers_on_the_numbers(dtype: torch.d
     assert_within_budget(found, eager(torch.float64), eager(torch.float32).to(dtype), name="out")
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("head_dim", "heads", "kv_heads"), SHAPES)
 def test_a_single_row_after_a_prefix(

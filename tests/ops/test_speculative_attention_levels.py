@@ -123,7 +123,7 @@ def test_a_causal_row_has_the_same_bits_in_any_call(
 PATHS = [(dtype, tail) for dtype in DTYPES for tail in TAILS if tail not in ("block", "one token", "nothing")]
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering
 @pytest.mark.parametrize(("dtype", "tail"), PATHS, ids=str)
 def test_a_row_has_the_bits_of_a_forward_over_what_it_sees(level_ops: object, dtype: torch.dtype, tail: str) -> None:
     """Whatever lies between the new tokens that it sees, and wherever chunks of keys are cut: a row of a tree is a row of a chain."""

@@ -22,6 +22,7 @@ FLOATS = ("probs", "top_probs", "margin", "entropy", "logsumexp")
 # --- parity ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows, width", [(64, 1), (300, 7), (200, 33), (100, 100), (60, 1031), (30, 8192), (30, 8200)])
 def test_within_the_error_budget(impl, rows: int, width: int, dtype: torch.dtype) -> None:

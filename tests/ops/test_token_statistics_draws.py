@@ -15,7 +15,7 @@ from tests.ops.token_cases import DTYPES, check, rows_of, run
 INF = math.inf
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows, width", [(300, 7), (100, 1031), (20, 8200)])
 @pytest.mark.parametrize("temperature, distribution", [(0.3, "model"), (1.0, "sampling"), (2.5, "sampling")])
@@ -95,7 +95,7 @@ def test_the_distribution_of_the_draw(options: dict[str, float]) -> None:
 # --- filters --------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [7, 300, 9000])
 @pytest.mark.parametrize(

@@ -77,6 +77,7 @@ def test_what_holds_for_every_run(
             canvas[p] = token
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("algorithm", ["maskgit_plus", "topk_margin", "entropy"])
 @pytest.mark.parametrize("top_k", [None, 1, 2, 9])
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (0.0, 0.7), (0.8, 1.0), (0.8, 0.7)])

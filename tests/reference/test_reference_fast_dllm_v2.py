@@ -100,6 +100,7 @@ def replay(
         start = stop
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("model", "steps"), [(MODEL, None), (OWN, None), (OWN, 2)], ids=["next", "own", "own, shared"])
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("threshold", [0.3, 0.5, 1.0])

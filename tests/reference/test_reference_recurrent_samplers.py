@@ -134,7 +134,7 @@ def test_static_by_hand() -> None:
 # ---- adaptive
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering
 @pytest.mark.parametrize("criterion", sorted(THRESHOLDS))
 @pytest.mark.parametrize(
     ("check_every", "min_recurrences", "first_check"), [(1, 0, None), (1, 1, None), (2, 3, None), (3, 1, 2), (2, 0, 3)]

@@ -53,9 +53,8 @@ def corpus_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(example, "corpus", kept_corpus)
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=() if name == "noise-aware" else pytest.mark.slow) for name in example.LAYOUTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", example.LAYOUTS)
 def test_three_steps_equal_the_dense_mask_in_one_graph(layout: str) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     run = example.train(layout, steps=3, compile_backend=counter, **SMALL)

@@ -38,7 +38,7 @@ SUMS = [["482 + 967 = ?", "7 + 12 = ?"], ["51 + 64 = ?", "8 + 8 = ?"]]
 PROMPTS = [["class Node:", "import os\n"], ["a", "for i in range("]]
 
 
-def check_case(driver: FakeDriver, name: str, method: str, options: dict[str, object], limit: int) -> None:
+def check_case(driver: FakeDriver, name: str, method: str, options: dict[str, object], limit: int, whole: bool) -> None:
     model = pd.models.load(name)
     loop = DeviceLoop(model, method, batch=2, longest_prompt=40, max_new_tokens=limit, **options)
     rounds, forms = [0], loop._steps.forms
@@ -53,7 +53,7 @@ def check_case(driver: FakeDriver, name: str, method: str, options: dict[str, ob
 
     own = {loop._steps.step, *driver.captures[-len(forms) :]}
     driver.functions = [counted(function) if function in own else function for function in driver.functions]
-    for prompts in SUMS if name == "tiny-masked" else PROMPTS:
+    for prompts in (SUMS if name == "tiny-masked" else PROMPTS)[: 2 if whole else 1]:
         rounds[0] = 0
         result = loop.generate(prompts, trace=True)
         expected = pd.decoding.generate(model, prompts, method, max_new_tokens=limit, trace=True, **options)
@@ -111,7 +111,7 @@ def main() -> None:
     cases = CASES if whole else [*{case[:2]: case for case in CASES}.values()]  # one of each method and model
     for case in cases:
         for limit in (9,) if case[0] == "tiny-masked" else (2, 17) if whole else (17,):
-            check_case(driver, *case, limit)
+            check_case(driver, *case, limit, whole)
     check_ends()
     check_errors(driver)
     gc.collect()  # releases graphs, through the driver
