@@ -56,6 +56,7 @@ def test_tables_show_what_an_engine_cannot_do() -> None:
     assert "| a | 4.0 | 250 | - | 100 |\n| b | - | 500 | - | - |" in text
 
 
+@pytest.mark.slow
 def test_a_worker_answers_and_refuses(tmp_path: Path) -> None:
     worker = Worker(sys.executable, {"engine": "pdkernels", "file": "tiny-code", "threads": 1})
     try:

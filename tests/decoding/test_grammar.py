@@ -81,7 +81,9 @@ def test_texts_belong_to_the_grammar(method: str, options: dict[str, Any], tempe
         assert all(re.fullmatch(PATTERN, text) for text in result.text), result.text
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.2, "seed": 5, "top_k": 4, "top_p": 0.9}])
+@pytest.mark.parametrize(
+    "options", [{"temperature": 1.2, "seed": 5, "top_k": 4, "top_p": 0.9}, pytest.param({}, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", ["tiny-trimode", pytest.param("tiny-jacobi", marks=pytest.mark.slow)])
 def test_lossless_methods_write_what_autoregressive_does(name: str, options: dict[str, Any]) -> None:
     grammar, schema = Grammar.regex(PATTERN), Grammar.json_schema({"type": "array", "items": {"enum": ["ab", 7, None]}})

@@ -20,7 +20,7 @@ from tests.support.plans import END, planning_model
 
 pytestmark = without_gpu
 
-STEPS = [case for case in CASES if case[0] != "recurrent_adaptive"] + [
+STEPS = [case for case in CASES if case[0] not in ("recurrent_adaptive", "planned")] + [
     ("jacobi_multiblock", {"block_size": 3, "blocks": 3, "spawn_ratio": 0.5}),
     ("linear_self_speculation", {"threshold": 0.9}),
     ("linear_self_speculation", {"threshold": 0.9, "block_size": 2}),
@@ -52,8 +52,10 @@ def watched(method: str | pd.decoding.Method, options: dict[str, Any]) -> tuple[
 
 
 @pytest.mark.covering(of=["method"])
-@pytest.mark.parametrize(
-    ("method", "options"), [*STEPS, *(pytest.param(*case, marks=pytest.mark.slow) for case in RELEASED)], ids=label
+@pytest.mark.parametrize(  # of planning methods the last test here is the fast one
+    ("method", "options"),
+    [*STEPS, *(pytest.param(*case, marks=pytest.mark.slow) for case in (("planned", {}), *RELEASED))],
+    ids=label,
 )
 def test_one_read_of_the_device_per_step(method: str | pd.decoding.Method, options: dict[str, Any]) -> None:
     for _ in range(2):

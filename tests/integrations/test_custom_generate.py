@@ -494,7 +494,9 @@ LAWS: list[dict[str, Any]] = [
     {"temperature": 1.5, "top_p": 0.8, "min_p": 0.05},
     {"temperature": 3.0, "top_k": 0, "min_p": 0.2, "repetition_penalty": 1.3},
     {"temperature": 3.0, "top_k": 30, "typical_p": 0.6},
-    {"temperature": 2.0, "top_k": 0, "epsilon_cutoff": 0.02, "suppress_tokens": [5]},
+    pytest.param(
+        {"temperature": 2.0, "top_k": 0, "epsilon_cutoff": 0.02, "suppress_tokens": [5]}, marks=pytest.mark.slow
+    ),
     pytest.param({"temperature": 2.0, "top_k": 0, "eta_cutoff": 0.05}, marks=pytest.mark.slow),
 ]
 

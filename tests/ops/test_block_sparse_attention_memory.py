@@ -78,7 +78,8 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("head_dim", [16, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [16, 64])
 def test_memory_grows_with_tiles_and_not_with_pairs(head_dim: int) -> None:
     found = measure(248, head_dim)
     extra, plan = found["extra"], found["plan"]
