@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,7 +47,10 @@ in_all_cases = pytest.mark.parametrize(("name", "method", "options"), ALL, ids=I
 
 
 def loaded(name: str) -> Any:
-    return with_drafters(pd.models.load(name)) if name == "tiny-code" else pd.models.load(name)
+    model = pd.models.load(name)
+    if name == "tiny-recurrent":
+        model.config = replace(model.config, mean_recurrence=5)
+    return with_drafters(model) if name == "tiny-code" else model
 
 
 class Request:

@@ -12,11 +12,12 @@ from pathlib import Path
 
 # Each line on its input asks for a process. OMP_NUM_THREADS, LC_ALL and the like are those of the first one.
 _PARENT = """
-import json, os, sys, traceback
+import json, os, signal, sys, traceback
 import torch
 for line in sys.stdin:
     code, arguments, environment, cwd, out, err = json.loads(line)
     if (child := os.fork()) == 0:
+        signal.alarm(300)  # ends a process that hangs
         for path, number in ((out, 1), (err, 2)):
             os.dup2(os.open(path, os.O_WRONLY), number)
         status = 1
