@@ -155,7 +155,9 @@ def _competitors(name: str, model: Any) -> dict[str, Competitor]:
     return found
 
 
-_DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {"jacobi, looked up": ("jacobi", {"draft": "lookup"})}
+_DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "jacobi, looked up": ("jacobi", {"draft": "lookup", "block_size": "auto"})
+}
 """Methods that draft, and their options, by their names in the table; the last one is shown while it writes."""
 
 
