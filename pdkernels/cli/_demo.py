@@ -114,7 +114,7 @@ def demo(
         console.print(LEGEND)
     if "transformers" not in competitors:
         console.print(
-            "With transformers installed, and a GGUF file as the model, there is a row for it.",
+            "With transformers, accelerate and gguf installed, and a GGUF file as the model, there is a row for transformers.",
             style="dim",
             soft_wrap=True,
         )
@@ -147,13 +147,16 @@ def _competitors(name: str, model: Any) -> dict[str, Competitor]:
         jumps = Competitor(_ours(forced, "jacobi", draft="model"), own)
         found |= {own: Competitor(_ours(forced, GREEDY), own), "jacobi, adapted": jumps}
     file = packaged(name) if name in PACKAGED else Path(name)
-    if file.suffix == ".gguf" and importlib.util.find_spec("transformers") is not None:
+    if file.suffix == ".gguf" and all(importlib.util.find_spec(name) for name in _NEEDED_BY_THEIRS):
         # It makes numbers of packed matrices, and so writes a text of its own.
         parts = model.modules() if isinstance(model, torch.nn.Module) else ()
         packed = any(isinstance(part, QuantizedWeight) for part in parts)
         found["transformers"] = Competitor(_theirs(file, model.end_tokens), "transformers" if packed else GREEDY)
     return found
 
+
+_NEEDED_BY_THEIRS = ("transformers", "accelerate", "gguf")
+"""What transformers reads a GGUF file with."""
 
 _DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {
     "jacobi, looked up": ("jacobi", {"draft": "lookup", "block_size": "auto"})

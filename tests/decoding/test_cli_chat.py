@@ -220,6 +220,15 @@ def test_an_adapter_in_the_package_takes_part(monkeypatch: pytest.MonkeyPatch, t
     assert re.search(r"^ *jacobi, adapted +12 +\d+ .* yes *$", result.stdout, re.M)
 
 
+@pytest.mark.parametrize("missing", ["", "transformers", "accelerate", "gguf"])
+def test_transformers_takes_part_where_it_can_read_the_file(
+    monkeypatch: pytest.MonkeyPatch, tiny: Transformer, missing: str
+) -> None:
+    monkeypatch.setattr(_demo.importlib.util, "find_spec", lambda name: None if name == missing else name)
+    monkeypatch.setattr(_demo, "_theirs", lambda file, ends: file)
+    assert ("transformers" in _demo._competitors("model.gguf", tiny)) == (missing == "")
+
+
 def test_other_tokens_are_reported_and_give_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = _demo.Competitor(lambda prompt, most: _demo.Answer([65] * most, most, 1.0), _demo.GREEDY)
     found = _demo._competitors
