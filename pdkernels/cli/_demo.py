@@ -114,7 +114,7 @@ def demo(
         console.print(LEGEND)
     if "transformers" not in competitors:
         console.print(
-            "With transformers, accelerate and gguf installed, and a GGUF file as the model, there is a row for transformers.",
+            "Where transformers can read the model's GGUF file (with accelerate and gguf), there is a row for it.",
             style="dim",
             soft_wrap=True,
         )

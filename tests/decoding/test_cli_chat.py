@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import signal
 from pathlib import Path
@@ -156,10 +157,11 @@ def demo(*arguments: str) -> Result:
 def test_every_way_gives_the_same_tokens(tiny: Transformer) -> None:
     result = demo("--question", "abcabcabc", "--question", "x", "--max-new-tokens", "30")
     assert result.exit_code == 0, result.output
-    assert "transformers installed, and a GGUF file" in result.stdout
+    assert "Where transformers can read the model's GGUF file" in result.stdout
     assert result.stdout.count("threads 1, batch 1, median of 3 rounds in turns, prompt included") == 2
     for question in ("abcabcabc", "x"):
-        answer = decoding.generate(tiny, f"<u>{question}<a>", "jacobi", draft="lookup", max_new_tokens=30)
+        lookup: dict[str, Any] = {"draft": "lookup", "block_size": "auto"}
+        answer = decoding.generate(tiny, f"<u>{question}<a>", "jacobi", max_new_tokens=30, **lookup)
         assert f"{question}\n{command.visible(answer.text)}\n" in result.stdout
         forwards = answer.stats.forwards
         assert re.search(rf"^ *jacobi, looked up +30 +{forwards} +{30 / forwards:.2f} .* yes *$", result.stdout, re.M)
@@ -224,7 +226,7 @@ def test_an_adapter_in_the_package_takes_part(monkeypatch: pytest.MonkeyPatch, t
 def test_transformers_takes_part_where_it_can_read_the_file(
     monkeypatch: pytest.MonkeyPatch, tiny: Transformer, missing: str
 ) -> None:
-    monkeypatch.setattr(_demo.importlib.util, "find_spec", lambda name: None if name == missing else name)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else name)
     monkeypatch.setattr(_demo, "_theirs", lambda file, ends: file)
     assert ("transformers" in _demo._competitors("model.gguf", tiny)) == (missing == "")
 
