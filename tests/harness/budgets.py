@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from setup import CUDA_ARCHS, NVCC_FLAGS, cuda_targets
 from tests.cudasim.build import ROOT, build_once, digest, digest_text, run_compiler
-from tests.harness.kept_figures import kept, with_headers
+from tests.harness.kept_figures import digest_code, kept, with_headers
 
 KERNEL_FOLDER = ROOT / "csrc" / "cuda"
 INCLUDE_DIRS = (ROOT / "csrc", KERNEL_FOLDER)
@@ -96,9 +96,12 @@ def kept_of(
     archs: Sequence[str],
     include_dirs: Sequence[Path] = INCLUDE_DIRS,
 ) -> Any:
-    """What `read` finds in the compiled file, unless that is kept for these sources."""
+    """What `read` finds in the compiled file, unless that is kept for these sources and for the code that reads it."""
+    readers = {Path(__file__), Path(__file__).with_name("sass.py"), Path(read.__code__.co_filename)}
     name, key = f"{source.stem}-{what}-{'-'.join(archs)}", _command(source, include_dirs, archs)[1]
-    return kept(name, key, lambda: read(compile_kernels(source, include_dirs, archs)))
+    return kept(
+        name, digest_text(key, digest_code(readers)), lambda: read(compile_kernels(source, include_dirs, archs))
+    )
 
 
 def measure(

@@ -2,7 +2,7 @@
 
     @pytest.mark.covering                 every value of each parameter occurs in some fast case
     @pytest.mark.covering(2)              every pair of values of two parameters that occurs at all
-    @pytest.mark.covering(of=["method"])  every value of these parameters, whatever the others are
+    @pytest.mark.covering(of=["method"])  every value of these parameters, each with some values of the others
 
 Cases are chosen in order, always the first of those that bring most that is new: the same in every process. Those that are slow
 anyway are not among them.

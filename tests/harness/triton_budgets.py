@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cudasim.build import ROOT, build_once, digest_text
-from tests.harness import sass
+from tests.harness import budgets, sass
 from tests.harness.budgets import parse_ptxas
 from tests.harness.kept_figures import digest_code, kept
 
@@ -44,7 +44,8 @@ def measure(
     ops, and its other helpers, are `others`. Kept by the sources that go into it."""
     import triton
 
-    sources = {Path(__file__), Path(sass.__file__), ROOT / f"{module.replace('.', '/')}.py", *package_files(), *others}
+    own = {Path(__file__), Path(sass.__file__), Path(budgets.__file__), ROOT / f"{module.replace('.', '/')}.py"}
+    sources = {*own, *package_files(), *others}
     key = digest_text(triton.__version__, *cases, digest_code(sources))
 
     def compile_cases(target: Path) -> None:
@@ -61,7 +62,11 @@ def measure(
 
 def package_files() -> list[Path]:
     """What decides how our ops launch which kernel."""
-    return [file for part in ("triton/*.py", "gluon/*.py", "ops/*.py", "_*.py") for file in PACKAGE.glob(part)]
+    return [
+        file
+        for part in ("triton/*.py", "gluon/*.py", "ops/*.py", "_*.py", "backends.py")
+        for file in PACKAGE.glob(part)
+    ]
 
 
 def problems(name: str, figures: dict[str, Any], budget: dict[str, int] | None) -> list[str]:

@@ -57,7 +57,7 @@ def _parent() -> subprocess.Popen[str]:
 def forked(
     code: str, *arguments: object, environment: dict[str, str] | None = None, cwd: Path | str = "/"
 ) -> subprocess.CompletedProcess[str]:
-    """What ``python -c code *arguments`` leaves behind, by `subprocess.run`; `environment` is added to that of the tests."""
+    """Runs ``python -c code *arguments`` in a fork and returns what `subprocess.run` would; `environment` is added to that of the tests."""
     parent, given = _parent(), [str(argument) for argument in arguments]
     with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
         print(json.dumps([code, given, environment or {}, str(cwd), out.name, err.name]), file=parent.stdin, flush=True)
