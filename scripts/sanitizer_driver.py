@@ -123,6 +123,23 @@ def run_verify(rng: random.Random, device: torch.device, bad: bool) -> None:
         assert all(torch.equal(a, b) for a, b in zip(actual, expected)), "not what the reference does"
 
 
+def run_lengths(rng: random.Random, device: torch.device, bad: bool) -> None:
+    batch, slots = rng.choice([1, 2, 300]), rng.choice([1, 2, 16])
+    lengths = torch.randint(0, slots + 1, (batch,))
+    accepted = (torch.rand(batch) * (lengths + 1)).long().minimum(lengths)
+    if bad:
+        spoil(rng, [lengths, accepted])
+    numbers = torch.float64
+    seen, balance = torch.rand(batch, 2, slots, dtype=numbers).sort(1).values, torch.rand(batch, dtype=numbers)
+    costs = 1 + torch.rand(slots, dtype=numbers).cumsum(0)
+    here = [lengths, accepted, torch.randint(0, 20, (batch,)), seen, balance, torch.rand(batch) < 0.5, costs]
+    there = [t.clone().to(device) for t in here]
+    attempt(bad, lambda: pd.draft_lengths_(*there, wake=0.3))
+    if not bad:
+        reference.draft_lengths.draft_lengths_(*here, wake=0.3)
+        assert torch.equal(there[0].cpu(), here[0]), "not what the reference does"
+
+
 def run_record(rng: random.Random, device: torch.device, bad: bool) -> None:
     steps, batch, columns = rng.randint(1, 4), rng.choice([1, 2, 300]), rng.choice([1, 5, 33])
     entry = torch.randint(0, 2, (batch, columns))
@@ -408,6 +425,7 @@ RUNS: dict[str, Callable[[random.Random, torch.device, bool], None]] = {
     "kv_trim_": partial(run_kv, call=trim),
     "linear_token_statistics": partial(run_statistics, head=True),
     "token_statistics": partial(run_statistics, head=False),
+    "draft_lengths_": run_lengths,
     "log_step_": run_record,
     "recurrence_advance_": run_advance,
     "recurrence_exit": run_exit,

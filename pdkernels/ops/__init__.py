@@ -4,6 +4,7 @@
 import types as _types
 
 from pdkernels.ops.block_sparse_attention import *
+from pdkernels.ops.draft_lengths import *
 from pdkernels.ops.feature_cache import *
 from pdkernels.ops.filter_logits import *
 from pdkernels.ops.grouped_linear import *

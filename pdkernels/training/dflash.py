@@ -31,6 +31,7 @@ def new_dflash_head(
     layers: int = 1,
     vocabulary: Tensor | None = None,
     taps: Sequence[int] | None = None,
+    sample_from_anchor: bool = False,
 ) -> DFlashHead:
     """A head to train for a target, whose layers begin as copies of the target's last ones, on its last tap. In place of experts they
     have an MLP, which begins with random numbers.
@@ -43,6 +44,7 @@ def new_dflash_head(
         vocabulary: ``(n,)`` int64, ascending: the tokens that it can draft, which then have a matrix of their own. None: all of
             them, by the target's head.
         taps: None: `usual_taps`.
+        sample_from_anchor: whether the known token's row guesses too: a row predicts the token after its own.
 
     Returns:
         A head in float32, with the target's embedding, which it does not store.
@@ -64,7 +66,9 @@ def new_dflash_head(
     taps = usual_taps(config.layers) if taps is None else tuple(taps)
     body = replace(config, layers=layers, experts=None, **{**ABSENT, "qk_norm": True})  # layers of Qwen3
     drafted = config.vocab_size if vocabulary is None else len(vocabulary)
-    head: Any = DFlashHead(DFlashConfig(body, taps, block_size, mask_token, drafted, own_head=vocabulary is not None))
+    own_head = vocabulary is not None
+    made = DFlashConfig(body, taps, block_size, mask_token, drafted, sample_from_anchor, own_head=own_head)
+    head: Any = DFlashHead(made)
     width = config.hidden_size
     for own, theirs in zip(head.layers, model.layers[-layers:], strict=True):
         copy_layer_(own, theirs)

@@ -102,13 +102,15 @@ def simulated(costs: Sequence[float], share: Any, tokens: int, seed: int) -> tup
     text; that of decoding them one by one; and the rows of each step."""
     lengths, generator = Lengths(costs, 1, torch.device("cpu")), torch.Generator().manual_seed(seed)
     written, cost, rows = 0, 0.0, []
+    length, left, none = torch.tensor([0]), torch.tensor([tokens]), torch.tensor([0])
+    lengths.choose_(length, none, left)
     while written < tokens:
-        width = int(lengths.choose())
+        width = int(length)
         right = torch.rand(width, generator=generator).tolist()
         accepted = 1
         while accepted < width and right[accepted] < share(written + accepted):
             accepted += 1
-        lengths.update(torch.tensor([width]), torch.tensor([accepted]))
+        lengths.choose_(length, torch.tensor([accepted]), left)
         written, cost = written + accepted, cost + costs[width - 1]
         rows.append(width)
     return cost, written * costs[0], rows
@@ -230,27 +232,6 @@ def test_measured_times_are_kept_as_they_are() -> None:
     measured = fit_row_times([1, 2, 4, 8, 16], [13.5, 15.1, 18.2, 29.2, 52.1])
     assert [measured.between(rows) for rows in measured.rows] == list(measured.seconds)
     assert measured.between(3) == pytest.approx(16.65) and measured.between(24) == pytest.approx(75.0)
-
-
-def test_numpy_and_torch_choose_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lengths take NumPy on the CPU where it is installed, and PyTorch elsewhere."""
-    chance, device = torch.Generator().manual_seed(0), torch.device("cpu")
-    costs = [1.0, 1.2, 1.4, 1.7]
-    first = Lengths(costs, 5, device, 0.1)
-    monkeypatch.setattr("pdkernels.decoding.steps.lengths._numpy", lambda: None)
-    second = Lengths(costs, 5, device, 0.1)
-    several = set[int]()
-    for _ in range(300):
-        rows = first.choose()
-        assert torch.equal(rows, second.choose())
-        accepted = torch.minimum(torch.randint(1, 5, (5,), generator=chance), rows)
-        ready = torch.rand(5, generator=chance) < 0.7
-        for each in (first, second):
-            each.ready.copy_(ready)
-            each.update(rows, accepted)
-        torch.testing.assert_close(first.balance, second.balance, rtol=1e-12, atol=1e-12)
-        several |= set(rows.tolist())
-    assert len(several) > 2
 
 
 @pytest.mark.parametrize("method", ["eagle", "mtp", "dflash"])

@@ -93,7 +93,7 @@ class AutoregressiveSteps(DraftSteps):
         entry.draft[:, 0] = verdict.next_token.clamp(min=0)
         self.judge(verdict, logits, predictions)
 
-    def _next_length(self) -> None:
+    def _next_length(self, accepted: torch.Tensor | None = None) -> None:
         self.entry.pending.copy_(self.remaining.clamp(max=1))
 
     def _draw(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -71,7 +71,8 @@ class DraftSteps(Steps):
             self.remaining.masked_fill_(is_end(first[:, 0], self.ends), 0)
         if self.lengths is not None:
             self.lengths.clear()
-        self._next_length()
+        self.entry.pending.zero_()
+        self._next_length(torch.zeros_like(self.remaining))
 
     def judge(self, verdict: DraftVerdict, logits: torch.Tensor, predictions: torch.Tensor) -> None:
         """After a verification: the tokens `predictions` ``(batch, R)`` were drawn from the verifier's `logits` ``(batch, R, V)``.
@@ -80,9 +81,7 @@ class DraftSteps(Steps):
         """
         no_choice = accepted_without_choice(logits, predictions, verdict.accepted)
         self.remaining.sub_(verdict.accepted).masked_fill_(verdict.ended | no_choice, 0)
-        if self.lengths is not None:
-            self.lengths.update(self.entry.pending, verdict.accepted)
-        self._next_length()
+        self._next_length(verdict.accepted)
         self.entry.accepted.copy_(verdict.accepted).masked_fill_(no_choice, -1)
 
     def forced(self, session: Session, rows: Rows) -> Rows:
@@ -105,10 +104,12 @@ class DraftSteps(Steps):
             if tokens:
                 self.entry.draft[sequence, 1 : 1 + len(tokens)] = torch.tensor(tokens, device=self.slot.device)
 
-    def _next_length(self) -> None:
-        """The longest draft that slots and remaining tokens allow, and that pays."""
-        most = self.remaining.clamp(max=self.slots)
-        self.entry.pending.copy_(most if self.lengths is None else torch.minimum(most, self.lengths.choose()))
+    def _next_length(self, accepted: torch.Tensor) -> None:
+        """The longest draft that slots and remaining tokens allow, and that pays. Of the last one so many tokens were `accepted`."""
+        if self.lengths is None:
+            self.entry.pending.copy_(self.remaining.clamp(max=self.slots))
+        else:
+            self.lengths.choose_(self.entry.pending, accepted, self.remaining)
 
     def opened(self, session: Session, rows: Rows) -> int:
         return record_first(session, [row.draft[0] for row in rows])

@@ -1,0 +1,36 @@
+// Lengths of drafts: see pdkernels/ops/draft_lengths.py.
+#pragma once
+
+#include "device.h"
+#include "ops/draft_lengths.h"
+
+namespace pdkernels::PDK_DEVICE::bindings {
+
+inline void draft_lengths(Tensor& lengths, const Tensor& accepted, const Tensor& remaining, Tensor& seen,
+                          Tensor& balance, const Tensor& ready, const Tensor& costs, double wake, double kept,
+                          double hope, double slack) {
+  const Launch launch(lengths);
+  const SameDevice device(lengths);
+  PDK_CHECK(lengths.dim() == 1 && costs.dim() == 1);
+  DraftLengthsArgs args;
+  args.batch = lengths.size(0), args.slots = costs.size(0);
+  PDK_CHECK(args.slots > 0);
+  args.lengths = index_view(device, lengths, 1, args.batch);
+  args.accepted = index_view(device, accepted, 1, args.batch);
+  args.remaining = index_view(device, remaining, 1, args.batch);
+  device.require(seen, ScalarType::Double, {args.batch, 2, args.slots});
+  device.require(balance, ScalarType::Double, {args.batch});
+  device.require(ready, ScalarType::Bool, {args.batch});
+  device.require(costs, ScalarType::Double, {args.slots});
+  args.seen = {data<double>(seen), {seen.stride(0), seen.stride(1), seen.stride(2)}};
+  args.balance = {data<double>(balance), {balance.stride(0)}};
+  args.ready = {data<const bool>(ready), {ready.stride(0)}};
+  args.costs = {data<const double>(costs), {costs.stride(0)}};
+  PDK_CHECK(wake >= 0 && kept >= 0 && kept <= 1 && hope >= 0 && hope <= 1 && slack >= 0);
+  args.wake = wake, args.kept = kept, args.hope = hope, args.slack = slack;
+  launch(PDK_DEVICE::draft_lengths, args);
+}
+
+PDK_IMPL("draft_lengths_", draft_lengths)
+
+}  // namespace pdkernels::PDK_DEVICE::bindings
