@@ -100,7 +100,9 @@ def main(
     else:
         torch.manual_seed(seed)
         chosen = frequent(known[:COUNTED], vocabulary)
-        head = new_dflash_head(numbers, block_size, MASK_TOKEN, layers=layers, vocabulary=chosen, sample_from_anchor=True)
+        head = new_dflash_head(
+            numbers, block_size, MASK_TOKEN, layers=layers, vocabulary=chosen, sample_from_anchor=True
+        )
     teacher = Teacher(numbers, head.vocabulary)
     del numbers
     read, read_others = Reader(model, head.config.taps, known), Reader(model, head.config.taps, others)

@@ -64,5 +64,5 @@ class Lengths:
 
         `ready` says by now what holds after the step.
         """
-        numbers = {"wake": self.wake, "kept": KEPT, "hope": HOPE, "slack": SLACK}
-        draft_lengths_(rows, accepted, remaining, self.seen, self.balance, self.ready, self.costs, **numbers)
+        last = rows, accepted, remaining, self.seen, self.balance, self.ready, self.costs
+        draft_lengths_(*last, wake=self.wake, kept=KEPT, hope=HOPE, slack=SLACK)
