@@ -9,6 +9,7 @@
 #include "linear.h"
 #include "log_step.h"
 #include "logit_divergence.h"
+#include "lookup_draft.h"
 #include "quantized_linear.h"
 #include "recurrence.h"
 #include "recurrent_state.h"

@@ -1,7 +1,7 @@
 """Jacobi decoding with lookup drafts: no cache, one sequence, the whole text through the model each time.
 
-Sources: Saxena, "Prompt lookup decoding" (github.com/apoorvumang/prompt-lookup-decoding, 2023), here with the longest match and a
-draft that grows with it; the pool of rejected tokens is that of "Jacobi Forcing" (arXiv 2512.14681), section 4.
+Sources: Saxena, "Prompt lookup decoding" (see lookup_draft.py); the pool of rejected tokens is that of "Jacobi Forcing"
+(arXiv 2512.14681), section 4.
 
 The last tokens of a text, including the known next one, may have occurred in it before. The tokens that followed there are the
 next draft: it costs no forward, and is accepted wherever the model quotes its prompt or itself. The tokens are always those of
@@ -11,55 +11,14 @@ autoregressive decoding, because only tokens that the model predicts are kept.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from itertools import cycle, islice
+from collections.abc import Sequence
 
 from .autoregressive import Model
 from .jacobi import JacobiResult, JacobiStep, accepted_length
+from .lookup_draft import looked_up
 from .sampling import predictions as own_tokens
 
-REACH = 5  # the largest number of tokens compared
-LEAST = 2  # a match of one token is too weak
-GROWTH = 3  # tokens drafted per matching token
 POOL = 4  # rejected tails kept
-
-
-def longest_match(last: Sequence[int], searched: Sequence[int]) -> tuple[int, int]:
-    """The length of the longest suffix of `last` that occurs in `searched`, and the index after it; the last of equally long matches.
-
-    >>> longest_match([9, 1, 2], [1, 2, 7, 9, 1, 2, 8, 1, 2]), longest_match([1], [2])
-    ((3, 6), (0, 1))
-    """
-    best = (0, 0)
-    for after in range(1, len(searched) + 1):
-        length = 0
-        while length < min(after, len(last)) and searched[after - 1 - length] == last[-1 - length]:
-            length += 1
-        best = max(best, (length, after))
-    return best
-
-
-def looked_up(text: Sequence[int], pool: Iterable[Sequence[int]], maximum: int) -> list[int]:
-    """At most `maximum` draft tokens after `text`: those that followed its last tokens earlier, in the text or in an entry of `pool`.
-
-    The longest match wins, then the text over the pool, then the newer match. A draft that reaches the end of the text continues
-    with itself, so that a repeating text is drafted at full length.
-
-    >>> looked_up([1, 2, 3, 1, 2], [], 9), looked_up([7, 1, 2], [[7, 1, 2, 4]], 9), looked_up([1, 2, 3], [], 9)
-    ([3, 1, 2, 3, 1, 2], [4], [])
-    """
-    last = text[-REACH:]
-    length, followed = 0, list[int]()
-    for entry in pool:
-        own, after = longest_match(last, entry[:-1])
-        if own >= length:
-            length, followed = own, list(entry[after:])
-    own, after = longest_match(last, text[:-1])
-    if own >= length:
-        length, followed = own, list(islice(cycle(text[after:]), maximum))
-    if length < LEAST:
-        return []
-    return followed[: maximum if length == REACH else min(maximum, GROWTH * length)]
 
 
 def jacobi_lookup(

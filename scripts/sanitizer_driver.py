@@ -153,6 +153,21 @@ def run_record(rng: random.Random, device: torch.device, bad: bool) -> None:
     assert not bad or (there[0] == -7).all(), "a bad count was not left alone"
 
 
+def run_lookup(rng: random.Random, device: torch.device, bad: bool) -> None:
+    batch, slots, width = rng.randint(1, 3), rng.choice([1, 2, 16, 300]), rng.choice([1, 7, 70, 300])
+    tokens, start = torch.randint(-1, 3, (batch, width)), rng.randrange(width)
+    draft, lengths = torch.randint(0, 3, (batch, slots)), torch.randint(0, slots + 1, (batch,))
+    ends = torch.randint(start, width, (batch,))
+    if bad:
+        spoil(rng, [draft, lengths, tokens, ends])
+    here = [draft, lengths, tokens, ends]
+    there = [t.clone().to(device) for t in here]
+    attempt(bad, lambda: pd.lookup_draft_(*there, start=start))
+    if not bad:
+        reference.lookup_draft.lookup_draft_(*here, start)
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(there, here)), "not what the reference does"
+
+
 def run_attention(rng: random.Random, device: torch.device, bad: bool, backward: bool) -> None:
     parts = [rng.randint(0, 50) for _ in range(4)]
     mask = rng.choice(
@@ -427,6 +442,7 @@ RUNS: dict[str, Callable[[random.Random, torch.device, bool], None]] = {
     "token_statistics": partial(run_statistics, head=False),
     "draft_lengths_": run_lengths,
     "log_step_": run_record,
+    "lookup_draft_": run_lookup,
     "recurrence_advance_": run_advance,
     "recurrence_exit": run_exit,
     "recurrence_inject": run_inject,

@@ -13,6 +13,7 @@ from pdkernels.ops.linear import *
 from pdkernels.ops.linear_token_statistics import *
 from pdkernels.ops.log_step import *
 from pdkernels.ops.logit_divergence import *
+from pdkernels.ops.lookup_draft import *
 from pdkernels.ops.quantized_linear import *
 from pdkernels.ops.recurrence import *
 from pdkernels.ops.recurrent_state import *

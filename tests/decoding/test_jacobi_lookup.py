@@ -14,6 +14,7 @@ from pdkernels.decoding import generate
 from pdkernels.decoding.causal._lookup import POOL, REACH, Lookup
 from pdkernels.reference import jacobi_lookup as reference
 from pdkernels.reference.autoregressive import autoregressive
+from pdkernels.reference.lookup_draft import GROWTH, looked_up
 from tests.decoding.test_jacobi import assert_same, small_transformer
 from tests.support.base import KeepsCache, page_sizes, reads_of_the_device
 from tests.support.causal import SCRIPTS, FakeModel, Script
@@ -119,7 +120,7 @@ def test_the_search_is_that_of_the_reference(texts: list[list[int]], pool: list[
     guesses, counts = lookup.draft(torch.tensor([len(text) for text in texts]))
     assert guesses.shape == (len(texts), slots - 1) and guesses.min() >= 0
     for text, guess, count in zip(texts, guesses.tolist(), counts.tolist(), strict=True):
-        assert guess[:count] == reference.looked_up(text, pool[-POOL:], slots - 1)
+        assert guess[:count] == looked_up(text, pool[-POOL:], slots - 1)
 
 
 def test_only_the_sequences_that_rejected_something_keep_it() -> None:
@@ -143,9 +144,9 @@ def test_a_quotation_is_drafted_from_the_prompt() -> None:
     result = generate(model, prompt, "jacobi", max_new_tokens=20, draft="lookup", block_size=8, trace=True)
     assert result.tokens.tolist() == [20, *quoted]
     steps = result.stats.trace[0]
-    assert [len(step.draft) for step in steps][:3] == [1, 1, 1 + 2 * reference.GROWTH]
+    assert [len(step.draft) for step in steps][:3] == [1, 1, 1 + 2 * GROWTH]
     assert all(step.accepted == len(step.draft) for step in steps)
-    assert max(len(step.draft) for step in steps) == 8 and REACH * reference.GROWTH >= 8
+    assert max(len(step.draft) for step in steps) == 8 and REACH * GROWTH >= 8
 
 
 def test_one_read_per_step_and_no_row_without_a_match() -> None:

@@ -18,7 +18,7 @@ import torch
 from pdkernels.integrations.vllm import LookupProposer, SuffixProposer
 from pdkernels.integrations.vllm._lookup import looked_up
 from pdkernels.integrations.vllm._ragged import RaggedBatch
-from pdkernels.reference.jacobi_lookup import looked_up as plainly_looked_up
+from pdkernels.reference.lookup_draft import looked_up as plainly_looked_up
 from pdkernels.reference.speculative_attention import speculative_attention
 from pdkernels.reference.suffix import suffix_draft
 
