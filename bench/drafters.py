@@ -23,15 +23,15 @@ from pdkernels.evaluation.machine import facts
 BASELINE = "autoregressive"
 
 
-def methods(drafter: bool) -> dict[str, tuple[str, dict[str, Any]]]:
-    """By label, the method and its options."""
+def methods(head: str | None) -> dict[str, tuple[str, dict[str, Any]]]:
+    """By label, the method and its options. `head`: the method of the drafter, if there is one."""
     found: dict[str, tuple[str, dict[str, Any]]] = {BASELINE: (BASELINE, {})}
     for size in (8, "auto"):
         found[f"lookup, {size}"] = ("jacobi", {"draft": "lookup", "block_size": size})
         found[f"suffix, {size}"] = ("suffix", {"block_size": size})
-    for size in (2, 3, 4, 6, "auto") if drafter else ():
-        found[f"eagle, {size}"] = ("eagle", {"block_size": size})
-    for branches, nodes in ((2, 6), (3, 10)) if drafter else ():
+    for size in (2, 3, 4, 5, 6, "auto") if head else ():
+        found[f"{head}, {size}"] = (str(head), {"block_size": size})
+    for branches, nodes in ((2, 6), (3, 10)) if head == "eagle" else ():
         found[f"eagle, {nodes} nodes"] = ("eagle", {"block_size": 4, "branches": branches, "nodes": nodes})
     return found
 
@@ -45,7 +45,7 @@ def run(
     clock: Any = time.perf_counter,
 ) -> dict[str, dict[str, Any]]:
     """Tokens, forwards, equal answers and seconds of every method."""
-    chosen = methods(bool(getattr(model, "drafters", None)))
+    chosen = methods(next(iter(getattr(model, "drafters", None) or ()), None))
     chosen = {label: one for label, one in chosen.items() if not only or label in (BASELINE, *only)}
     rows: dict[str, dict[str, Any]] = {
         label: {"tokens": 0, "forwards": 0, "equal": 0, "seconds": 0.0, "slowest": 0.0} for label in chosen
@@ -84,7 +84,7 @@ def table(rows: dict[str, dict[str, Any]], questions: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--drafter", help="the name or folder of an EAGLE-3 head")
+    parser.add_argument("--drafter", help="the name or folder of an EAGLE-3 or DFlash head")
     parser.add_argument("--questions", type=int, default=50)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
@@ -101,7 +101,7 @@ def main() -> None:
     model: Any = pd.models.load(given.model)
     if given.drafter:
         head = pd.models.load_drafter(given.drafter, model)
-        model.drafters = {"eagle": head if given.packed is None else head.quantized(given.packed)}
+        model.drafters = {head.method: head if given.packed is None else head.quantized(given.packed)}
     asked = prompts(model, given.questions, 160, 0, held_out=True)
     rows = run(model, asked, given.tokens, given.repeats, given.only, getattr(time, given.clock))
     print(table(rows, len(asked)))

@@ -127,12 +127,12 @@ class JacobiSteps(DraftSteps):
         self.cache.commit_(prompt_lengths)
         self.begin(session, best[:, :1], logits[:, :1])
         if self.lookup is not None:
-            self._look_up(self.lookup)
+            self.lookup.draft_(self.entry.draft, self.entry.pending, self.cache.lengths)
         self.number.fill_(1)
 
     def step(self, width: int | None = None, ragged: bool = True) -> None:
         verdict, rest = self.verify(width, ragged)
-        self.draft(verdict, rest)
+        self.draft(verdict, rest, width != 1)
 
     def verify(self, width: int | None, ragged: bool) -> tuple[DraftVerdict, torch.Tensor]:
         """Verifies and commits the draft. Returns the verdict, and how many tokens of each draft were left."""
@@ -147,35 +147,30 @@ class JacobiSteps(DraftSteps):
             refill = self.history.gather(1, self.words[self.sequence, self.number] % committed)
         else:
             refill = self.lookup.nothing
-        self.history.scatter_(1, committed + self.slot, entry.draft)
+        if self.lookup is None or width != 1:  # the lookup has put the known token there
+            self.history.scatter_(1, committed + self.slot, entry.draft)
         verdict = verify_draft(
             entry.draft, entry.predictions, draft_lengths=entry.pending, end_tokens=self.ends, refill=refill
         )
         self.cache.commit_(verdict.accepted)
-        # A sequence that is done accepts nothing and stays at its number: there are no more words than steps of a generation.
-        self.number += verdict.accepted.sign()
+        if self.lookup is None:
+            # A sequence that is done accepts nothing and stays at its number: there are no more words than steps of a generation.
+            self.number += verdict.accepted.sign()
         rest = entry.pending - verdict.accepted
         self.judge(verdict, logits, predictions)
         return verdict, rest
 
-    def draft(self, verdict: DraftVerdict, rest: torch.Tensor) -> None:
+    def draft(self, verdict: DraftVerdict, rest: torch.Tensor, guessed: bool) -> None:
         """A partly accepted block continues with the `rest` of its draft; anything else starts from a full one. The model's next
-        token is in slot 0 either way."""
+        token is in slot 0 either way. `guessed`: whether there may be a rest."""
         entry = self.entry
         entry.draft.copy_(verdict.new_draft.clamp(min=0))  # a finished sequence has none
         if self.lookup is not None:
-            self.lookup.keep(verdict.new_draft, rest > 0)
-            self._look_up(self.lookup)
+            if guessed:
+                self.lookup.keep(verdict.new_draft, rest > 0)
+            self.lookup.draft_(entry.draft, entry.pending, self.cache.lengths)
         elif not self.windowed:
             entry.pending.copy_(torch.minimum(rest.masked_fill_(rest == 0, self.slots), self.remaining))
-
-    def _look_up(self, lookup: Lookup) -> None:
-        """Fills drafts after the known token in slot 0, as far as something was found."""
-        committed, draft = self.cache.lengths, self.entry.draft
-        self.history.scatter_(1, committed[:, None], draft[:, :1])
-        guesses, found = lookup.draft(committed + 1)
-        draft[:, 1:] = guesses
-        self.entry.pending.copy_(torch.minimum(1 + found, self.entry.pending))
 
     def _predictions(
         self, tokens: torch.Tensor, counts: torch.Tensor | None, positions: torch.Tensor, **rows: torch.Tensor
