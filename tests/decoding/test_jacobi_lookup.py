@@ -114,24 +114,29 @@ def test_the_search_is_that_of_the_reference(texts: list[list[int]], pool: list[
     lookup = Lookup(len(texts), 40, slots, torch.device("cpu"))
     for number, text in enumerate(texts):
         lookup.text[number] = 3  # rejected parts of earlier drafts
-        lookup.text[number, : len(text)] = torch.tensor(text)
+        lookup.text[number, : len(text) - 1] = torch.tensor(text[:-1])
     for entry in pool:
         lookup.keep(torch.tensor([entry + [-1] * (slots - len(entry))] * len(texts)), torch.ones(len(texts)) > 0)
-    guesses, counts = lookup.draft(torch.tensor([len(text) for text in texts]))
-    assert guesses.shape == (len(texts), slots - 1) and guesses.min() >= 0
-    for text, guess, count in zip(texts, guesses.tolist(), counts.tolist(), strict=True):
-        assert guess[:count] == looked_up(text, pool[-POOL:], slots - 1)
+    for text, draft in zip(texts, drafts(lookup, texts, slots), strict=True):
+        assert draft == [text[-1], *looked_up(text, pool[-POOL:], slots - 1)]
+
+
+def drafts(lookup: Lookup, texts: list[list[int]], slots: int) -> list[list[int]]:
+    """After texts whose last token is the known one."""
+    draft, rows = torch.zeros(len(texts), slots, dtype=torch.int64), torch.full((len(texts),), slots)
+    draft[:, 0] = torch.tensor([text[-1] for text in texts])
+    lookup.draft_(draft, rows, torch.tensor([len(text) - 1 for text in texts]))
+    return [tokens[:count] for tokens, count in zip(draft.tolist(), rows.tolist(), strict=True)]
 
 
 def test_only_the_sequences_that_rejected_something_keep_it() -> None:
     lookup = Lookup(2, 8, 4, torch.device("cpu"))
     lookup.text[:, :3] = torch.tensor([9, 5, 6])
     lookup.keep(torch.tensor([[5, 6, 7, -1], [5, 6, 8, -1]]), torch.tensor([True, False]))
-    guesses, counts = lookup.draft(torch.tensor([3, 3]))
-    assert counts.tolist() == [1, 0] and guesses[0, 0] == 7
+    assert drafts(lookup, [[9, 5, 6]] * 2, 4) == [[6, 7], [6]]
     lookup.clear()
     lookup.text[:, :3] = torch.tensor([9, 5, 6])
-    assert lookup.draft(torch.tensor([3, 3]))[1].tolist() == [0, 0]
+    assert drafts(lookup, [[9, 5, 6]] * 2, 4) == [[6], [6]]
 
 
 def test_a_quotation_is_drafted_from_the_prompt() -> None:

@@ -2,7 +2,7 @@
 
 One op searches each sequence's own tokens, so a step needs no host, can be captured in a graph, and gives the same result alone and
 in a batch. It reads 8 bytes of every position; attention reads far more of each (46 kB in SmolLM2-135M). The plain form is
-reference/jacobi_lookup.py.
+reference/lookup_draft.py.
 """
 
 from __future__ import annotations
