@@ -55,5 +55,5 @@ class Lookup:
         The longest match of the last tokens wins, then the text over the pool, then the newer match. A draft that reaches the end
         of the text continues with itself, so that a repeating text is drafted at full length.
         """
-        limits = {"start": self._start, "reach": REACH, "least": LEAST, "growth": GROWTH}
-        lookup_draft_(draft, rows, self.tokens, lengths + self._start, **limits)
+        ends = lengths + self._start
+        lookup_draft_(draft, rows, self.tokens, ends, start=self._start, reach=REACH, least=LEAST, growth=GROWTH)
