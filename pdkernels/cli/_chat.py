@@ -120,7 +120,7 @@ def chat(
     method: Annotated[
         str | None,
         typer.Option(
-            help="Decoding method; by default the one the model was trained for, else 'jacobi' with prompt lookup."
+            help="Decoding method; by default the one the model was trained for, else 'jacobi' with prompt lookup where that pays."
         ),
     ] = None,
     draft: Annotated[

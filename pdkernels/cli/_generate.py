@@ -55,7 +55,7 @@ def generate(
     method: Annotated[
         list[str] | None,
         typer.Option(
-            help="Decoding method, or 'all' for every method that the model supports; by default the one it was trained for, else 'jacobi' with prompt lookup. May be given several times."
+            help="Decoding method, or 'all' for every method that the model supports; by default the one it was trained for, else 'jacobi' with prompt lookup where that pays. May be given several times."
         ),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum new tokens; an end token stops earlier.")] = 128,

@@ -36,7 +36,7 @@ def serve(
     method: Annotated[
         str | None,
         typer.Option(
-            help="Decoding method of requests that name none; by default the one the model was trained for, else 'jacobi' with prompt lookup."
+            help="Decoding method of requests that name none; by default the one the model was trained for, else 'jacobi' with prompt lookup where that pays."
         ),
     ] = None,
     option: Annotated[

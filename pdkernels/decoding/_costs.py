@@ -22,6 +22,8 @@ def checked_block_size(op: str, value: BlockSize, most: int) -> tuple[int, bool]
 
 def step_costs(model: Any, slots: int, guess: float = 0.0, draft: float = 0.0) -> list[float]:
     """Seconds of steps with 1 .. `slots` rows, of which each but the first takes `guess` seconds to draft, or all of them `draft`."""
+    if slots == 1:  # nothing to choose, and so nothing to measure
+        return [1.0]
     times = kept_row_times(model)
     return [times.between(rows) + guess * (rows - 1) + draft * (rows > 1) for rows in range(1, slots + 1)]
 

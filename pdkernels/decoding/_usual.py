@@ -11,6 +11,7 @@ from pdkernels.models.protocols import missing
 
 # Nothing in a model tells that it was trained to jump ahead.
 _TRAINED_TO_JUMP = ("tiny-jacobi",)
+_LOOKUP = {"draft": "lookup", "block_size": "auto"}
 
 
 def default_method(
@@ -18,9 +19,9 @@ def default_method(
 ) -> tuple[str, dict[str, Any]]:
     """The method for a model when the caller names none, and its options.
 
-    A model that was trained for a method gets it. Any other decodes token by token, with drafts that are looked up in the text: these
-    never change the tokens, and without a match a forward has one row, as without drafts. A model with a drafter uses it: a head, if
-    it has both a head and a second model.
+    A model that was trained for a method gets it. Any other decodes token by token, with drafts that are looked up in the text, as far
+    as they pay: these never change the tokens, and without a match a forward has one row, as without drafts. A model with a drafter
+    uses it: a head, if it has both a head and a second model.
 
     Args:
         model: as for `generate`.
@@ -35,7 +36,7 @@ def default_method(
 
     >>> import pdkernels as pd
     >>> default_method(pd.models.load("tiny-code"))
-    ('jacobi', {'draft': 'lookup'})
+    ('jacobi', {'draft': 'lookup', 'block_size': 'auto'})
     >>> default_method(pd.models.load("tiny-code"), several=True)
     ('autoregressive', {})
     >>> default_method(pd.models.load("tiny-trimode"))
@@ -46,11 +47,13 @@ def default_method(
     if attached is not None:
         chosen = {"block_size": "auto"}
         return attached, {option: value for option, value in chosen.items() if option not in options}
-    method, chosen = _trained_for(model, name) or ("jacobi", {"draft": "lookup"})
+    method, chosen = _trained_for(model, name) or ("jacobi", dict(_LOOKUP))
     if chosen and (several or missing(model, METHODS[method].model_protocol)):
         method, chosen = "autoregressive", {}
     if "recurrent" in capabilities(model) and not METHODS[method].options.keys() >= set(options):
         return "recurrent_static", {}
+    if method == "jacobi" and ("window" in options or "draft" in options):
+        chosen = {option: value for option, value in chosen.items() if option != "block_size"}
     return method, {option: value for option, value in chosen.items() if option not in options}
 
 

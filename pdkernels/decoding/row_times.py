@@ -156,8 +156,10 @@ def measure_row_times(
     return fit_row_times(list(rows), [statistics.median(taken[count]) for count in rows])
 
 
-def _row_seconds(model: Any, rows: Sequence[int], prefix: int, repeats: int, batch: int) -> dict[int, list[float]]:
-    """Seconds of each forward, by its number of rows."""
+def _row_seconds(
+    model: Any, rows: Sequence[int], prefix: int, repeats: int, batch: int, patience: float = math.inf
+) -> dict[int, list[float]]:
+    """Seconds of each forward, by its number of rows. After `patience` seconds each size has had two, and gets no more."""
     for name, value in (("prefix", prefix), ("repeats", repeats), ("batch", batch)):
         check(value >= 1, _OP, name, "be at least 1", value)
     cache = model.new_cache(batch, prefix + max(rows))
@@ -172,6 +174,8 @@ def _row_seconds(model: Any, rows: Sequence[int], prefix: int, repeats: int, bat
         blocks = {count: torch.ones(batch, count, dtype=torch.int64, device=device) for count in rows}
         taken: dict[int, list[float]] = {count: [] for count in rows}
         for turn in range(repeats + 1):
+            if turn > 2 and sum(map(sum, taken.values())) > patience:
+                break
             for count in rows:
                 _wait(device)
                 started = clock()
@@ -188,6 +192,21 @@ def _wait(device: torch.device) -> None:
 
 
 _kept: dict[str, RowTimes] = {}
+_PATIENCE = 2.0  # seconds: small models have all repeats, large ones a few
+
+
+def _measurable(model: Any) -> tuple[list[int], int]:
+    """Numbers of rows that a model takes, and the tokens before them.
+
+    >>> from types import SimpleNamespace
+    >>> _measurable(SimpleNamespace(config=SimpleNamespace(max_positions=20)))
+    ([1, 2, 4, 8], 12)
+    """
+    config = getattr(getattr(model, "model_itself", model), "config", None)
+    limits = (getattr(config, name, None) for name in ("max_positions", "max_position_embeddings"))
+    limit = min((limit for limit in limits if isinstance(limit, int)), default=1 << 20)
+    rows = [count for count in (1, 2, 4, 8, 16, 32) if count <= max(2, limit // 2)]
+    return rows, max(1, min(128, limit - rows[-1]))
 
 
 def kept_row_times(model: Any) -> RowTimes:
@@ -202,7 +221,8 @@ def kept_row_times(model: Any) -> RowTimes:
         found = known.get(name)
         if found is None:
             # The minimum of each: it is kept for long, and must not depend on what else runs now. More rows never take less time.
-            taken = _row_seconds(model, (1, 2, 4, 8, 16, 32), 128, 7, 1)
+            rows, prefix = _measurable(model)
+            taken = _row_seconds(model, rows, prefix, 7, 1, _PATIENCE)
             times = fit_row_times(list(taken), list(accumulate(map(min, taken.values()), max)))
             _write(file, known | {name: [list(times.rows), list(times.seconds)]})
         else:

@@ -12,7 +12,7 @@ import pdkernels as pd
 from pdkernels.decoding import default_method, generate
 from pdkernels.models import from_callable
 
-LOOKUP = ("jacobi", {"draft": "lookup"})
+LOOKUP = ("jacobi", {"draft": "lookup", "block_size": "auto"})
 
 
 @pytest.mark.parametrize(
@@ -55,13 +55,17 @@ def test_without_a_match_a_forward_has_one_row() -> None:
 
     method, options = default_method(model := from_callable(count_up, vocab_size=50))
     assert (method, options) == LOOKUP
+    generate(model, [3], pd.decoding.find(method), max_new_tokens=2, **options)  # measures what rows cost, once
+    rows.clear()
     result = generate(model, [3], pd.decoding.find(method), max_new_tokens=20, **options)
     assert result.tokens.tolist() == list(range(4, 24)) and rows == list(range(1, 21))
 
 
 def test_options_of_the_caller() -> None:
     model, trimode = pd.models.load("tiny-code"), pd.models.load("tiny-trimode")
-    assert default_method(model, ["draft", "window"]) == ("jacobi", {})
+    assert default_method(model, ["draft", "window"]) == default_method(model, ["draft"]) == ("jacobi", {})
+    assert default_method(model, ["window"]) == ("jacobi", {"draft": "lookup"})
+    assert default_method(model, ["block_size"]) == ("jacobi", {"draft": "lookup"})
     assert default_method(model, ["temperature"]) == LOOKUP
     assert default_method(model, ["no_such"]) == LOOKUP  # which then refuses it by name
     assert default_method(trimode, ["threshold"])[0] == "linear_self_speculation"
