@@ -1,9 +1,12 @@
-"""Methods with drafts on held-out questions, against token by token: the same tokens, forwards, and seconds of one quiet machine.
+"""Methods with drafts, against token by token: the same tokens, forwards, and seconds of one quiet machine.
 
     python -m bench.drafters --drafter smollm2-eagle --questions 50 --json drafters.json
+    python -m bench.drafters --drafter smollm2-eagle --about anything --tokens 128 --json drafters_anything.json
 
-Questions take turns with methods, so that other load on the machine affects all alike; each pair runs `--repeats` times and the minimum time
-counts. Times of a busy machine are worthless: run nothing else, or count the processor time of one thread (`--threads 1 --clock process_time`).
+The questions are held-out ones about Python's standard library, like those that drafters were trained on, or about anything, whose
+answers quote nothing. Questions take turns with methods, so that other load on the machine affects all alike; each pair runs `--repeats`
+times and the minimum time counts. Times of a busy machine are worthless: run nothing else, or count the processor time of one thread
+(`--threads 1 --clock process_time`).
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +27,28 @@ from pdkernels.evaluation.machine import facts
 BASELINE = "autoregressive"
 
 
-def methods(head: str | None) -> dict[str, tuple[str, dict[str, Any]]]:
-    """By label, the method and its options. `head`: the method of the drafter, if there is one."""
+ANYTHING = (
+    "Tell me about the history of tea.",
+    "Why is the sky blue?",
+    "How do I learn to swim as an adult?",
+    "What should I see in Lisbon on a rainy day?",
+    "Write a short poem about autumn.",
+    "Explain inflation to a child.",
+    "What are good habits for sleeping well?",
+    "Describe a lighthouse at night.",
+)
+
+
+def methods(heads: Collection[str]) -> dict[str, tuple[str, dict[str, Any]]]:
+    """By label, the method and its options. `heads`: the methods of the drafters."""
     found: dict[str, tuple[str, dict[str, Any]]] = {BASELINE: (BASELINE, {})}
     for size in (8, "auto"):
         found[f"lookup, {size}"] = ("jacobi", {"draft": "lookup", "block_size": size})
         found[f"suffix, {size}"] = ("suffix", {"block_size": size})
-    for size in (2, 3, 4, 5, 6, "auto") if head else ():
-        found[f"{head}, {size}"] = (str(head), {"block_size": size})
-    for branches, nodes in ((2, 6), (3, 10)) if head == "eagle" else ():
+    for head in heads:
+        for size in (2, 3, 4, 5, "auto"):
+            found[f"{head}, {size}"] = (head, {"block_size": size})
+    for branches, nodes in ((2, 6), (3, 10)) if "eagle" in heads else ():
         found[f"eagle, {nodes} nodes"] = ("eagle", {"block_size": 4, "branches": branches, "nodes": nodes})
     return found
 
@@ -45,12 +62,12 @@ def run(
     clock: Any = time.perf_counter,
 ) -> dict[str, dict[str, Any]]:
     """Tokens, forwards, equal answers and seconds of every method."""
-    chosen = methods(next(iter(getattr(model, "drafters", None) or ()), None))
+    chosen = methods(getattr(model, "drafters", None) or ())
     chosen = {label: one for label, one in chosen.items() if not only or label in (BASELINE, *only)}
     rows: dict[str, dict[str, Any]] = {
-        label: {"tokens": 0, "forwards": 0, "equal": 0, "seconds": 0.0, "slowest": 0.0} for label in chosen
+        label: {"tokens": 0, "forwards": 0, "equal": 0, "seconds": 0.0, "slowest": 0.0, "at": 0} for label in chosen
     }
-    for prompt in prompts:
+    for number, prompt in enumerate(prompts):
         fastest = dict.fromkeys(chosen, float("inf"))
         found: dict[str, Any] = {}
         for _ in range(repeats):
@@ -66,7 +83,9 @@ def run(
             row["forwards"] += result.stats.forwards
             row["equal"] += torch.equal(result.tokens, found[BASELINE].tokens)
             row["seconds"] += fastest[label]
-            row["slowest"] = max(row["slowest"], fastest[label] / fastest[BASELINE])
+            slower = fastest[label] / fastest[BASELINE]
+            if slower > row["slowest"]:
+                row["slowest"], row["at"] = slower, number
     return rows
 
 
@@ -84,7 +103,8 @@ def table(rows: dict[str, dict[str, Any]], questions: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--drafter", help="the name or folder of an EAGLE-3 or DFlash head")
+    parser.add_argument("--drafter", nargs="*", default=[], help="names or folders of EAGLE-3 and DFlash heads")
+    parser.add_argument("--about", choices=("python", "anything"), default="python")
     parser.add_argument("--questions", type=int, default=50)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
@@ -99,10 +119,14 @@ def main() -> None:
     from smollm2_texts import prompts
 
     model: Any = pd.models.load(given.model)
-    if given.drafter:
-        head = pd.models.load_drafter(given.drafter, model)
-        model.drafters = {head.method: head if given.packed is None else head.quantized(given.packed)}
-    asked = prompts(model, given.questions, 160, 0, held_out=True)
+    heads = [pd.models.load_drafter(name, model) for name in given.drafter]
+    packed = [head if given.packed is None else head.quantized(given.packed) for head in heads]
+    model.drafters = {head.method: head for head in packed}
+    if given.about == "python":
+        asked = prompts(model, given.questions, 160, 0, held_out=True)
+    else:
+        asked = [model.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in ANYTHING]
+        given.questions = len(asked)
     rows = run(model, asked, given.tokens, given.repeats, given.only, getattr(time, given.clock))
     print(table(rows, len(asked)))
     if given.json is not None:

@@ -40,6 +40,7 @@ GPU_RESULTS = ROOT / "bench/results"
 CPU_ENGINES = ROOT / "bench/results/cpu_engines.json"
 CPU_ENGINES_AVX512 = ROOT / "bench/results/cpu_engines_avx512.json"
 DRAFTERS = ROOT / "bench/results/drafters.json"
+DRAFTERS_ANYTHING = ROOT / "bench/results/drafters_anything.json"
 DRAFTERS_PEERS = ROOT / "bench/results/drafters_peers.json"
 ENGINE_LOAD = ROOT / "bench/results/engine_load.json"
 EVALUATION_HYBRID = ROOT / "bench/results/evaluation_hybrid.json"
@@ -391,6 +392,7 @@ TABLES = {
     "server_soak": lambda rows: server_soak.soak_table(server_soak.RESULTS),
     "engine_load": lambda rows: engine_load.load_table(ENGINE_LOAD),
     "drafters": lambda rows: drafters_report.methods(DRAFTERS),
+    "drafters anything": lambda rows: drafters_report.methods(DRAFTERS_ANYTHING),
     "drafters peers": lambda rows: drafters_report.peers(DRAFTERS_PEERS),
     "cpu_engines summary": lambda rows: cpu_engines_report.summary(CPU_ENGINES),
     "cache dtypes": lambda rows: of_file(cache_dtypes.RESULT, cache_dtypes.markdown),
