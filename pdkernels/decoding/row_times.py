@@ -241,7 +241,7 @@ def _name_of(model: Any) -> str:
     sizes += [] if shared is None else [("shared", tuple(shared.shape), getattr(shared, "format", str(shared.dtype)))]
     device = getattr(whole, "device", torch.device("cpu"))
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.processor()} {os.cpu_count()}"
-    facts = f"{type(whole).__name__} {whole.config} {sizes} {where} {torch.get_num_threads()} {torch.__version__}"
+    facts = f"{type(model).__name__} {type(whole).__name__} {whole.config} {sizes} {where} {torch.get_num_threads()} {torch.__version__}"
     return hashlib.sha256(facts.encode()).hexdigest()[:24]
 
 

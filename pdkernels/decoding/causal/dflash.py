@@ -71,10 +71,9 @@ class DFlashSteps(FeatureSteps):
         check(size <= most, _OP, "block_size", f"be at most {most}, the tokens of the drafter's blocks", size)
         slots = max(1, min(session.block(size), session.max_new_tokens - 1))
         self.embed = session.model.embed if head.embedding is None else head.embed
-        rows = BlockRows(head, self.embed, shared)
-        guess = draft_seconds(rows, self.rows) if chosen else 0.0
-        costs = step_costs(session.model, slots, draft=2 * guess) if chosen else ()
-        self.allocate_drafter(_OP, session, seeds, slots, page_size, head, costs, drafted=self.rows, wake=guess)
+        whole = draft_seconds(Drafts(head, self.embed, shared), self.rows) if chosen else 0.0
+        costs = step_costs(session.model, slots, draft=whole) if chosen else ()
+        self.allocate_drafter(_OP, session, seeds, slots, page_size, head, costs, drafted=self.rows, wake=whole)
         self.allocate_features(session, head, slots + _UNREAD)
         device = self.cache.device
         self.masks = torch.full((session.batch, self.rows - 1), head.config.mask_token, device=device)
@@ -124,17 +123,20 @@ class DFlashSteps(FeatureSteps):
 decode = decoder(DFlashSteps)
 
 
-class BlockRows:
-    """A head as a model whose forwards can be timed."""
+class Drafts:
+    """A head as a model whose forwards can be timed: it reads the features of as many rows as a block has, and then guesses the block."""
 
     def __init__(self, head: DFlashHead, embed: Any, shared: Any) -> None:
         self.model_itself, self._embed, self.shared, self.new_cache = head, embed, shared, head.new_cache
 
     def __call__(self, tokens: torch.Tensor, *, cache: Any, rows: torch.Tensor | None = None) -> torch.Tensor:
-        hidden = self.model_itself(self._embed(tokens), cache=cache)
+        head, config = self.model_itself, self.model_itself.config
+        sizes = *tokens.shape, len(config.taps), config.body.hidden_size
+        head.read(head.fused(torch.zeros(sizes, dtype=head.dtype, device=tokens.device)), cache=cache)
+        hidden = head(self._embed(tokens), cache=cache)
         if rows is not None:
             hidden = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1]))
-        return self.model_itself.logits(hidden, self.shared)
+        return head.logits(hidden, self.shared)
 
 
 def _checked(model: Any, head: Any) -> tuple[DFlashHead, Any]:
