@@ -53,6 +53,7 @@ MODULES = {
     "transformers": "transformers",
     "OpenVINO": "openvino_genai",
     "onnxruntime": "onnxruntime_genai",
+    "vLLM": "vllm",
 }
 MOST_ROUNDS, LEAST_ROUNDS = 40, 3
 ANSWER = 96  # tokens

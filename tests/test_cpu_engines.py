@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from bench import cpu_engines, cpu_engines_report, drafters_peers, drafters_report, engine_load
+from bench import cpu_engines, cpu_engines_report, cpu_workers, drafters_peers, drafters_report, engine_load
 from bench.cpu_engines import ANSWER, Cell, Refused, Worker
 
 
@@ -110,6 +111,50 @@ def test_kinds_of_drafts_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[3] == "| **pdkernels, lookup** | 200.0 | 1.50x | 400.0 | 4.00x | - | 2 of 2 |"
     assert lines[5] == "| b, lookup | 100.0 | 2.00x | 100.0 | 2.00x | - | 1 of 2 |"
     assert lines[6] == "| b, assisted by its first layers | - | - | - | - | - | - |"
+
+
+def test_vllm_has_an_engine_for_each_kind_and_its_steps_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that is not here: what it is told, and that a step of it is a forward."""
+    made: list[dict[str, Any]] = []
+
+    class Engine:
+        def __init__(self, folder: str, **options: Any) -> None:
+            made.append(options)
+            self.llm_engine, self.left = self, 0
+
+        def add_request(self, name: str, prompt: dict[str, list[int]], settings: dict[str, Any]) -> None:
+            self.left, self.size = 3, settings["max_tokens"]
+            assert prompt == {"prompt_token_ids": [5, 6]} and settings["temperature"] == 0
+
+        def has_unfinished_requests(self) -> bool:
+            return self.left > 0
+
+        def step(self) -> list[Any]:
+            self.left -= 1
+            ids = tuple(range(self.size if self.left == 0 else 1))
+            return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids)])]
+
+    class Platform:
+        register_triton_kernel_overrides = None
+
+    platforms = SimpleNamespace(current_platform=Platform())
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=Engine, SamplingParams=dict, platforms=platforms))
+    saved: list[str] = []
+    model = SimpleNamespace(save_pretrained=saved.append)
+    model.hf_quantizer = SimpleNamespace(remove_quantization_config=lambda given: saved.append("plain"))
+    monkeypatch.setattr(cpu_workers, "dequantized", lambda spec: model)
+    monkeypatch.setattr(cpu_workers.os, "environ", {**cpu_workers.os.environ})
+    threads = cpu_engines.torch.get_num_threads()
+    worker = cpu_workers.Vllm({"file": "f", "folder": "weights", "head": "head", "threads": threads})
+    assert saved == ["plain", "weights"] and made[0]["speculative_config"] is None
+    for how in ("none", "lookup", "eagle", "lookup"):
+        took, tokens, forwards = worker.drafted([5, 6], 4, how)
+        assert took > 0 and tokens == [0, 1, 2, 3] and forwards == 3
+    lookup, head = (options["speculative_config"] for options in made[1:])
+    assert lookup["num_speculative_tokens"] == cpu_workers.DRAFT and lookup["prompt_lookup_max"] == 2
+    assert head == {"method": "eagle3", "model": "head", "num_speculative_tokens": 3}
+    with pytest.raises(NotImplementedError, match="early exit"):
+        worker.drafted([5, 6], 4, "early exit")
 
 
 def test_the_committed_drafts_have_tables() -> None:
