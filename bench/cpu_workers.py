@@ -83,6 +83,7 @@ class Ours(Engine):
         self.torch, self.pd = torch, pd
         options = {"packed": False, "dtype": torch.bfloat16} if spec.get("dtype") == "bf16" else {}
         self.model = pd.models.load(spec["file"], **options)
+        self.heads: dict[str, Any] = {}
 
     def choices(self, tokens: Tokens) -> Tokens:
         rows = self.model.hidden(self.torch.tensor([tokens]))
@@ -117,10 +118,13 @@ class Ours(Engine):
             "lookup, auto": ("jacobi", {"draft": "lookup", "block_size": "auto"}),
             "suffix, auto": ("suffix", {"block_size": "auto"}),
             "eagle, auto": ("eagle", {"block_size": "auto"}),
+            "dflash, auto": ("dflash", {"block_size": "auto"}),
         }
         method, options = kinds[how]
-        if method == "eagle" and not getattr(self.model, "drafters", None):
-            self.model.drafters = {"eagle": self.pd.models.load_drafter("smollm2-eagle", self.model)}
+        if method in ("eagle", "dflash"):
+            if method not in self.heads:
+                self.heads[method] = self.pd.models.load_drafter(f"smollm2-{method}", self.model)
+            options["drafter"] = self.heads[method]
         run = self.pd.decoding.generate
         took, found = self.timed(lambda: run(self.model, prompt, method, max_new_tokens=new, end_tokens=(), **options))
         return took, found.tokens.tolist(), found.stats.forwards

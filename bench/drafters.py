@@ -3,8 +3,8 @@
     python -m bench.drafters --drafter smollm2-eagle --questions 50 --json drafters.json
     python -m bench.drafters --drafter smollm2-eagle --about anything --tokens 128 --json drafters_anything.json
 
-The questions are held-out ones about Python's standard library, like those that drafters were trained on, or about anything, whose
-answers quote nothing. Questions take turns with methods, so that other load on the machine affects all alike; each pair runs `--repeats`
+The questions are held-out ones about Python's standard library, like those that drafters were trained on, or about anything, with nothing
+to quote in them. Questions take turns with methods, so that other load on the machine affects all alike; each pair runs `--repeats`
 times and the minimum time counts. Times of a busy machine are worthless: run nothing else, or count the processor time of one thread
 (`--threads 1 --clock process_time`).
 """

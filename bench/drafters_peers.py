@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results/drafters_peers.json"
 NONE = "none"
 KINDS: dict[str, list[str]] = {
-    "pdkernels": [NONE, "lookup", "lookup, auto", "suffix, auto", "eagle, auto"],
+    "pdkernels": [NONE, "lookup", "lookup, auto", "suffix, auto", "eagle, auto", "dflash, auto"],
     "llama.cpp": [NONE, "lookup"],
     "OpenVINO": [NONE, "lookup"],
     "transformers": [NONE, "lookup", "early exit"],

@@ -350,9 +350,6 @@ TABLES = {
         "speculative_attention_append_",
         {"rows": "{} rows stored"},
     ),
-    "draft_lengths_": lambda rows: by_sizes(
-        rows, "µs, median (times pdkernels)", "draft_lengths_", {"batch": "batch {}"}
-    ),
     "log_step_": lambda rows: by_sizes(
         rows, "µs, median (times pdkernels)", "log_step_", {"batch": "batch {}", "columns": "{} columns"}
     ),

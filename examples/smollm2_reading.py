@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import NamedTuple
 
@@ -86,14 +87,15 @@ def frequent(texts: list[Text], count: int) -> Tensor:
 
 
 def estimated(agreed: list[Tensor]) -> str:
-    """Over all positions of held-out answers."""
+    """Estimates the tokens per forward over all positions of held-out answers."""
     mean = torch.stack(agreed).mean(0)
     shares = ", ".join(f"{share:.3f}" for share in mean)
     return f"held out: {1 + mean.sum():.3f} tokens per forward with {len(mean)} guesses, accepted {shares}"
 
 
 def save(run: Run, head: torch.nn.Module, packed: str = "") -> None:
-    pd.models.save_drafter((pd.quantize(head, packed) if packed else head).bfloat16(), run.output)
+    saved = copy.deepcopy(pd.quantize(head, packed) if packed else head)  # `head` stays in float32, to be scored
+    pd.models.save_drafter(saved.bfloat16(), run.output)
     run.kept.unlink(missing_ok=True)
     size = sum(file.stat().st_size for file in run.output.iterdir()) / 1e6
     console.print(f"saved {run.output} ({size:.2f} MB) after {run.seconds():.0f} s", soft_wrap=True)

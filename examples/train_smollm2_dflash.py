@@ -30,10 +30,10 @@ from pdkernels.models import DFlashHead, Transformer, load_drafter
 from pdkernels.training import DFlashLoss, dflash_loss, draw_anchors, new_dflash_head
 
 MASK_TOKEN = 0
-"""SmolLM2's <|endoftext|>, which chats do not contain."""
+"""<|endoftext|> in the vocabulary of SmolLM2, which chats do not contain."""
 
 
-def learnt(
+def loss_of(
     teacher: Teacher,
     head: DFlashHead,
     texts: list[Read],
@@ -96,6 +96,11 @@ def main(
         head = load_drafter(begin, numbers)
         if not isinstance(head, DFlashHead):
             fail(f"--begin must be the folder of a DFlash head, got {begin}.")
+        shape = {"block-size": (block_size, head.config.block_size), "layers": (layers, head.config.body.layers)}
+        shape["vocabulary"] = vocabulary, len(head.vocabulary)
+        for name, (asked, given) in shape.items():
+            if asked != given:
+                fail(f"--{name} must be that of the head in --begin, {given}, got {asked}.")
         head.requires_grad_(True)
     else:
         torch.manual_seed(seed)
@@ -110,13 +115,13 @@ def main(
     def drafting(number: int) -> tuple[Tensor, dict[str, float]]:
         chosen = [read[text] for text in turn(number, count, len(known), seed)]
         generator = torch.Generator().manual_seed(seed * steps + number)
-        loss = learnt(teacher, head, chosen, anchors, gamma, generator)
+        loss = loss_of(teacher, head, chosen, anchors, gamma, generator)
         return loss.total, {"loss": loss.total.item(), "tokens per forward": 1 + loss.agreed.sum().item()}
 
     @torch.no_grad()
     def look(some: int = 16) -> str:
         texts = [read_others[number] for number in range(min(some, len(others)))]
-        return estimated([learnt(teacher, head, [text], len(text.ids), gamma).agreed for text in texts])
+        return estimated([loss_of(teacher, head, [text], len(text.ids), gamma).agreed for text in texts])
 
     with run.stoppable(), run.products_in_bf16(fast):
         parameters = list(head.parameters())

@@ -32,7 +32,7 @@ from pdkernels.models.drafters import EagleHead
 from pdkernels.training import EagleLoss, eagle_loss, new_eagle_head
 
 
-def learnt(teacher: Teacher, head: EagleHead, text: Read, depths: int, decay: float) -> EagleLoss:
+def loss_of(teacher: Teacher, head: EagleHead, text: Read, depths: int, decay: float) -> EagleLoss:
     with torch.no_grad():
         embedded = teacher.embedding[text.ids][None]
     scored = torch.arange(len(text.ids))[None] >= text.prompt_len - 1
@@ -78,6 +78,8 @@ def main(
         head = load_drafter(begin, numbers)
         if not isinstance(head, EagleHead):
             fail(f"--begin must be the folder of an EAGLE-3 head, got {begin}.")
+        if vocabulary != (given := len(head.vocabulary)):
+            fail(f"--vocabulary must be that of the head in --begin, {given}, got {vocabulary}.")
         head.requires_grad_(True)
     else:
         head = new_eagle_head(numbers, frequent(known[:COUNTED], vocabulary))
@@ -86,7 +88,7 @@ def main(
     read, read_others = Reader(model, head.config.taps, known), Reader(model, head.config.taps, others)
 
     def drafting(number: int) -> tuple[Tensor, dict[str, float]]:
-        found = [learnt(teacher, head, read[text], depths, decay) for text in turn(number, count, len(known), seed)]
+        found = [loss_of(teacher, head, read[text], depths, decay) for text in turn(number, count, len(known), seed)]
         loss = torch.stack([each.total for each in found]).mean()
         agreed = torch.stack([each.agreed for each in found]).mean(0)
         return loss, {"loss": loss.item(), "tokens per forward": 1 + agreed.sum().item()}
@@ -94,7 +96,7 @@ def main(
     @torch.no_grad()
     def look(some: int = 16) -> str:
         texts = [read_others[number] for number in range(min(some, len(others)))]
-        return estimated([learnt(teacher, head, text, depths, 1.0).agreed for text in texts])
+        return estimated([loss_of(teacher, head, text, depths, 1.0).agreed for text in texts])
 
     with run.stoppable(), run.products_in_bf16(fast):
         parameters = list(head.parameters())

@@ -35,8 +35,8 @@ def looked_up(
     text: Sequence[int],
     pool: Iterable[Sequence[int]],
     maximum: int,
-    reach: int = REACH,
-    least: int = LEAST,
+    max_match: int = REACH,
+    min_match: int = LEAST,
     growth: int = GROWTH,
 ) -> list[int]:
     """At most `maximum` draft tokens after `text`: those that followed its last tokens earlier, in the text or in an entry of `pool`.
@@ -47,7 +47,7 @@ def looked_up(
     >>> looked_up([1, 2, 3, 1, 2], [], 9), looked_up([7, 1, 2], [[7, 1, 2, 4]], 9), looked_up([1, 2, 3], [], 9)
     ([3, 1, 2, 3, 1, 2], [4], [])
     """
-    last = text[-reach:]
+    last = text[-max_match:]
     length, followed = 0, list[int]()
     for entry in pool:
         own, after = longest_match(last, entry[:-1])
@@ -56,9 +56,9 @@ def looked_up(
     own, after = longest_match(last, text[:-1])
     if own >= length:
         length, followed = own, list(islice(cycle(text[after:]), maximum))
-    if length < least:
+    if length < min_match:
         return []
-    return followed[: maximum if length == reach else min(maximum, growth * length)]
+    return followed[: maximum if length == max_match else min(maximum, growth * length)]
 
 
 def texts_in(tokens: Iterable[int]) -> list[list[int]]:
@@ -82,8 +82,8 @@ def lookup_draft_(
     tokens: Tensor,
     ends: Tensor,
     start: int = 0,
-    reach: int = REACH,
-    least: int = LEAST,
+    max_match: int = REACH,
+    min_match: int = LEAST,
     growth: int = GROWTH,
 ) -> None:
     """Shapes as in ``pdkernels.lookup_draft_``."""
@@ -100,6 +100,6 @@ def lookup_draft_(
         tokens[b, end] = draft[b, 0]
         row = tokens[b, : end + 1].tolist()
         *pool, text = texts_in(row[:start]) + texts_in(row[start:])
-        found = looked_up(text, pool, slots - 1, reach, least, growth)
+        found = looked_up(text, pool, slots - 1, max_match, min_match, growth)
         draft[b, 1:] = draft.new_tensor([*found, *[0] * (slots - 1 - len(found))])
         draft_lengths[b] = min(length, 1 + len(found))

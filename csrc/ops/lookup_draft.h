@@ -30,7 +30,7 @@ struct SearchedTokens {
     while (n < tail && place - 1 - n >= first && tokens[place - 1 - n] == at(end - n)) ++n;
     return n;
   }
-  // Guess i of the draft from `place`; -1 where there is none. The text goes on with itself.
+  // Guess i of the draft from `place`; -1 where there is none. The text continues with itself.
   PDK_HD int64_t guess(int64_t place, int64_t i) const {
     if (place > start) return at(place + i % (end + 1 - place));
     return i < start - place ? tokens[place + i] : -1;

@@ -177,9 +177,10 @@ def chat(
             options = {**chosen, **options}
         elif method == "jacobi":
             options.setdefault("draft", "lookup")
-        # A first, hidden answer absorbs the start-up cost, and refuses unsupported options before the first question.
+        # A first, hidden answer absorbs the start-up cost, that of measuring included, and refuses unsupported options before the
+        # first question. Three tokens have room for a draft.
         first = [{"role": "user", "content": "Hi"}]
-        decoding.generate(language_model, first, decoding.find(method), max_new_tokens=1, **options)
+        decoding.generate(language_model, first, decoding.find(method), max_new_tokens=3, **options)
         if words := advice(model, temperature):
             console.print(Text(words, "dim"), soft_wrap=True)
         if grammar is not None:

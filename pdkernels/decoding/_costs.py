@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pdkernels._validation import check, check_type
+from pdkernels._validation import check, check_type, refuse
 from pdkernels.decoding._sampling import checked_size
 from pdkernels.decoding.row_times import kept_row_times
 
@@ -24,7 +24,10 @@ def step_costs(model: Any, slots: int, guess: float = 0.0, draft: float = 0.0) -
     """Seconds of steps with 1 .. `slots` rows, of which each but the first takes `guess` seconds to draft, or all of them `draft`."""
     if slots == 1:  # nothing to choose, and so nothing to measure
         return [1.0]
-    times = kept_row_times(model)
+    whole = getattr(model, "model_itself", model)  # without filters, whose functions expect the texts of the call
+    words = "block_size='auto' would choose by times that differ between ranks"
+    refuse(hasattr(whole, "ranks"), "decoding", words, "Give a number.")
+    times = kept_row_times(whole)
     return [times.between(rows) + guess * (rows - 1) + draft * (rows > 1) for rows in range(1, slots + 1)]
 
 

@@ -25,7 +25,8 @@ def default_method(
 
     Args:
         model: as for `generate`.
-        options: names of those that the caller gives, which come before the choice's own. For one that only decoders of recurrent
+        options: names of those that the caller gives, which come before the choice's own; with `draft` or `window` the choice has no
+            `block_size`. For one that only decoders of recurrent
             depth have, such as `init_scale`, the method is "recurrent_static".
         name: the name that the model was loaded by. Only tiny-jacobi is recognised by it.
         several: whether many prompts share a forward. Then nothing is looked up: forwards become fewer only where all of them
@@ -52,9 +53,14 @@ def default_method(
         method, chosen = "autoregressive", {}
     if "recurrent" in capabilities(model) and not METHODS[method].options.keys() >= set(options):
         return "recurrent_static", {}
-    if method == "jacobi" and ("window" in options or "draft" in options):
+    if method == "jacobi" and ("window" in options or "draft" in options or not _has_row_times(model)):
         chosen = {option: value for option, value in chosen.items() if option != "block_size"}
     return method, {option: value for option, value in chosen.items() if option not in options}
+
+
+def _has_row_times(model: Any) -> bool:
+    """Whether the times of its forwards say what drafts cost: not those of a function, nor those of one of several ranks."""
+    return hasattr(model, "parameters") and not hasattr(getattr(model, "model_itself", model), "ranks")
 
 
 def _trained_for(model: Any, name: str) -> tuple[str, dict[str, Any]] | None:

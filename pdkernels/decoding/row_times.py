@@ -159,7 +159,7 @@ def measure_row_times(
 def _row_seconds(
     model: Any, rows: Sequence[int], prefix: int, repeats: int, batch: int, patience: float = math.inf
 ) -> dict[int, list[float]]:
-    """Seconds of each forward, by its number of rows. After `patience` seconds each size has had two, and gets no more."""
+    """Seconds of each forward, by its number of rows. Sizes get no second one after `patience` seconds."""
     for name, value in (("prefix", prefix), ("repeats", repeats), ("batch", batch)):
         check(value >= 1, _OP, name, "be at least 1", value)
     cache = model.new_cache(batch, prefix + max(rows))
@@ -174,7 +174,7 @@ def _row_seconds(
         blocks = {count: torch.ones(batch, count, dtype=torch.int64, device=device) for count in rows}
         taken: dict[int, list[float]] = {count: [] for count in rows}
         for turn in range(repeats + 1):
-            if turn > 2 and sum(map(sum, taken.values())) > patience:
+            if turn > 1 and sum(map(sum, taken.values())) > patience:
                 break
             for count in rows:
                 _wait(device)
@@ -217,14 +217,15 @@ def kept_row_times(model: Any) -> RowTimes:
     name = _name_of(model)
     if name not in _kept:
         file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdkernels" / "row_minima.json"
-        known = _read(file)
-        found = known.get(name)
+        found = _read(file).get(name)
         if found is None:
             # The minimum of each: it is kept for long, and must not depend on what else runs now. More rows never take less time.
             rows, prefix = _measurable(model)
             taken = _row_seconds(model, rows, prefix, 7, 1, _PATIENCE)
             times = fit_row_times(list(taken), list(accumulate(map(min, taken.values()), max)))
-            _write(file, known | {name: [list(times.rows), list(times.seconds)]})
+            _write(
+                file, _read(file) | {name: [list(times.rows), list(times.seconds)]}
+            )  # others may have written meanwhile
         else:
             times = fit_row_times(*found)
         _kept[name] = times

@@ -22,21 +22,21 @@ def lookup_draft_(
     ends: Tensor,
     *,
     start: int = 0,
-    reach: int = 5,
-    least: int = 2,
+    max_match: int = 5,
+    min_match: int = 2,
     growth: int = 3,
     backend: Backend = "auto",
 ) -> None:
     """Drafts what followed the last tokens of a text where they occurred before.
 
     The text of sequence ``b`` is ``tokens[b, start:ends[b]]`` and then its known token ``draft[b, 0]``, which is written at
-    ``ends[b]``. Other texts may lie before `start`. -1 separates texts. Of all places that the last `reach` tokens or fewer of them
+    ``ends[b]``. Other texts may lie before `start`. -1 separates texts. Of all places that the last `max_match` tokens or fewer of them
     precede, and at which a token follows in the same text, the one with the longest match wins, of equally long ones the last::
 
         tokens  5 1 2 3 4 | 7 1 2 .   the known token 3 is written at the dot; 1 2 3 occurred before, 7 1 2 3 did not
         draft   3 4                   one guess: the other text ends there
 
-    A draft that reaches the end of the text goes on with itself, so that a repeating text is drafted at full length.
+    A draft that reaches the end of the text continues with itself, so that a repeating text is drafted at full length.
 
     Args:
         draft: ``(batch, slots)`` int64, of any strides: the known token, and room for guesses, which are written; 0 where there is none.
@@ -45,9 +45,9 @@ def lookup_draft_(
         tokens: ``(batch, width)`` int64, with contiguous rows; the known token is written.
         ends: ``(batch,)`` int32 or int64, each in ``[start, width)``: where a text ends, and its known token goes.
         start: where the texts begin.
-        reach: the largest number of tokens compared, at least 1.
-        least: the least number of tokens that must match, at least 1.
-        growth: a match of `n` tokens gives at most ``growth * n`` guesses; one of `reach` tokens fills the draft. At least 1.
+        max_match: the largest number of tokens compared, at least 1.
+        min_match: the least number of tokens that must match, at least 1.
+        growth: a match of `n` tokens gives at most ``growth * n`` guesses; one of `max_match` tokens fills the draft. At least 1.
         backend: see `pdkernels.show_config`.
 
     Raises:
@@ -65,7 +65,7 @@ def lookup_draft_(
         >>> draft, lengths, tokens[0, 9]
         (tensor([[3, 4, 0]]), tensor([2]), tensor(3))
     """
-    call(lookup_draft_op, (draft, draft_lengths, tokens, ends, start, reach, least, growth), draft, backend)
+    call(lookup_draft_op, (draft, draft_lengths, tokens, ends, start, max_match, min_match, growth), draft, backend)
 
 
 def _fake(
@@ -74,8 +74,8 @@ def _fake(
     tokens: Tensor,
     ends: Tensor,
     start: int = 0,
-    reach: int = 5,
-    least: int = 2,
+    max_match: int = 5,
+    min_match: int = 2,
     growth: int = 3,
 ) -> None:
     op = "lookup_draft_"
@@ -90,7 +90,12 @@ def _fake(
         fail(op, "tokens", "have contiguous rows", f"strides {tokens.stride()}")
     check_index(op, "draft_lengths", draft_lengths, (draft.shape[0],), draft.device)
     check_index(op, "ends", ends, (draft.shape[0],), draft.device)
-    for name, value, minimum in (("start", start, 0), ("reach", reach, 1), ("least", least, 1), ("growth", growth, 1)):
+    for name, value, minimum in (
+        ("start", start, 0),
+        ("max_match", max_match, 1),
+        ("min_match", min_match, 1),
+        ("growth", growth, 1),
+    ):
         check_int(op, name, value, minimum)
 
 
@@ -108,8 +113,8 @@ def _example(draw: Draw) -> dict[str, Any]:
 
 
 lookup_draft_op = define(
-    "lookup_draft_(Tensor(a!) draft, Tensor(b!) draft_lengths, Tensor(c!) tokens, Tensor ends, int start=0, int reach=5, "
-    "int least=2, int growth=3) -> ()",
+    "lookup_draft_(Tensor(a!) draft, Tensor(b!) draft_lengths, Tensor(c!) tokens, Tensor ends, int start=0, int max_match=5, "
+    "int min_match=2, int growth=3) -> ()",
     fake=_fake,
     reference=reference.lookup_draft_,
     example=_example,

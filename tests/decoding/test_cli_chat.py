@@ -57,11 +57,10 @@ def figures(result: Result) -> list[str]:
 def test_answers_come_from_the_whole_chat(tiny: Transformer) -> None:
     result = run("Hello\n\n  And?  \n/exit\nunread\n", "--model", "tiny", "--max-new-tokens", "20", "--system", "S")
     assert result.exit_code == 0, result.output
-    first = decoding.generate(tiny, "<s>S<u>Hello<a>", "jacobi", max_new_tokens=20, draft="lookup")
+    usual = {"draft": "lookup", "block_size": "auto", "max_new_tokens": 20}
+    first = decoding.generate(tiny, "<s>S<u>Hello<a>", "jacobi", **usual)
     second = decoding.generate(tiny, f"<s>S<u>Hello<a>{first.text}<u>And?<a>", max_new_tokens=20)
-    jacobi = decoding.generate(
-        tiny, f"<s>S<u>Hello<a>{first.text}<u>And?<a>", "jacobi", max_new_tokens=20, draft="lookup"
-    )
+    jacobi = decoding.generate(tiny, f"<s>S<u>Hello<a>{first.text}<u>And?<a>", "jacobi", **usual)
     for question, answer in (("Hello", first), ("And?", second)):
         assert f"> {question}\n{command.visible(answer.text)}\n20 tokens, " in result.stdout
     assert "unread" not in result.stdout
@@ -109,7 +108,7 @@ def test_an_interrupt_stops_the_answer_and_keeps_the_chat(tiny: Transformer, int
     def interrupt(*_: Any) -> None:
         nonlocal forwards
         forwards += 1
-        if forwards == 6:  # of which the first is that of the unseen answer
+        if forwards == 8:  # of which the first three are those of the unseen answer
             for _ in range(interrupts):
                 signal.raise_signal(signal.SIGINT)
 

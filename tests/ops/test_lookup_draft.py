@@ -47,7 +47,7 @@ def calls(draw: st.DrawFn) -> Call:
         draw(st.sampled_from([1, 2, 3, 9])),
     )
     if draw(st.booleans()):
-        call |= {"reach": draw(st.sampled_from([1, 3, 8, 2**62])), "least": draw(st.integers(1, 4))}
+        call |= {"max_match": draw(st.sampled_from([1, 3, 8, 2**62])), "min_match": draw(st.integers(1, 4))}
         call["growth"] = draw(st.sampled_from([1, 2, 2**62]))
     if draw(st.booleans()):
         call["ends"] = call["ends"].int()
@@ -128,18 +128,18 @@ def test_equals_torch_ops(impl, texts: list[list[int]], pool: list[list[int]], s
 @pytest.mark.parametrize(
     "before, text, options, guesses",
     [
-        ([], [1, 2, 3, 1, 2], {}, [3, 1, 2, 3, 1, 2]),  # goes on with itself, three tokens for each that matched
+        ([], [1, 2, 3, 1, 2], {}, [3, 1, 2, 3, 1, 2]),  # continues with itself, three tokens for each that matched
         ([], [1, 2, 3, 1, 2], {"growth": 1}, [3, 1]),
-        ([], [1, 2, 3, 1, 2], {"least": 3}, []),
+        ([], [1, 2, 3, 1, 2], {"min_match": 3}, []),
         (
             [],
             [1, 2, 3, 1, 2],
-            {"reach": 2},
+            {"max_match": 2},
             [3, 1, 2, 3, 1, 2, 3, 1],
         ),  # a match of all that is compared fills the draft
         ([], [4, 4, 4], {}, [4, 4, 4, 4, 4, 4]),
         ([], [1, 2, 3], {}, []),
-        ([], [7], {"least": 1}, []),
+        ([], [7], {"min_match": 1}, []),
         ([7, 1, 2, 4], [7, 1, 2], {}, [4]),  # another text ends the draft
         ([7, 1, 2], [7, 1, 2], {}, []),  # nothing follows there
         ([9, 1, 2, 5, -1, 9, 1, 2, 6], [9, 1, 2], {}, [6]),  # the newer
@@ -147,7 +147,7 @@ def test_equals_torch_ops(impl, texts: list[list[int]], pool: list[list[int]], s
         ([8, 1, 2, 5], [1, 2, 6, 8, 1, 2], {}, [5]),  # the longest before the text
         ([1], [2, 3, 1, 2], {}, []),  # no match crosses the start
         ([5, 1, 2, 3], [9, 1, 2, -1, 5, 1, 2], {}, [3]),  # a separator in a text
-        ([], [2, -1, 2, -1], {"least": 1}, []),
+        ([], [2, -1, 2, -1], {"min_match": 1}, []),
     ],
 )
 def test_hand_made(impl, before: list[int], text: list[int], options: dict[str, int], guesses: list[int]) -> None:
@@ -285,8 +285,8 @@ def good() -> Call:
         },
         r"ends must be in \[2, 8\], got 1 for sequence 1": {"ends": torch.tensor([8, 1])},
         "start must be at least 0, got -1": {"start": -1},
-        "reach must be at least 1, got 0": {"reach": 0},
-        "least must be at least 1, got 0": {"least": 0},
+        "max_match must be at least 1, got 0": {"max_match": 0},
+        "min_match must be at least 1, got 0": {"min_match": 0},
         "growth must be at least 1, got 0": {"growth": 0},
         "NotImplementedError: backend must be one of auto, native, reference on cpu, got 'triton'": {
             "backend": "triton"

@@ -56,4 +56,6 @@ class Lookup:
         of the text continues with itself, so that a repeating text is drafted at full length.
         """
         ends = lengths + self._start
-        lookup_draft_(draft, rows, self.tokens, ends, start=self._start, reach=REACH, least=LEAST, growth=GROWTH)
+        lookup_draft_(
+            draft, rows, self.tokens, ends, start=self._start, max_match=REACH, min_match=LEAST, growth=GROWTH
+        )

@@ -26,6 +26,11 @@ class _Continued:
     def __init__(self, model: Any) -> None:
         self.inner, self.known, self.shared = model, 0, False
 
+    @property
+    def model_itself(self) -> Any:
+        """The model without what is between it and a request."""
+        return getattr(self.inner, "model_itself", self.inner)
+
     def __getattr__(self, name: str) -> Any:
         if name in ("forward", "hidden", "tapped"):  # the other ways to run it
             self._check_own()
