@@ -71,7 +71,7 @@ class DFlashSteps(FeatureSteps):
         check(size <= most, _OP, "block_size", f"be at most {most}, the tokens of the drafter's blocks", size)
         slots = max(1, min(session.block(size), session.max_new_tokens - 1))
         self.embed = session.model.embed if head.embedding is None else head.embed
-        whole = draft_seconds(Drafts(head, self.embed, shared), self.rows) if chosen else 0.0
+        whole = draft_seconds(Drafts(head, self.embed, shared), self.rows) if chosen and slots > 1 else 0.0
         costs = step_costs(session.model, slots, draft=whole) if chosen else ()
         self.allocate_drafter(_OP, session, seeds, slots, page_size, head, costs, drafted=self.rows, wake=whole)
         self.allocate_features(session, head, slots + _UNREAD)

@@ -65,7 +65,7 @@ class DraftModelSteps(DrafterSteps):
         self.banned = banned_tokens(_OP, session.model, allow_mask_token)
         drafter = _checked(session.model, checked_drafter(_OP, session.model, drafter, "draft_model"))
         slots = max(1, min(session.block(size), session.max_new_tokens - 1))
-        costs = step_costs(session.model, slots, guess_seconds(drafter)) if chosen else ()
+        costs = step_costs(session.model, slots, guess_seconds(drafter)) if chosen and slots > 1 else ()
         self.allocate_drafter(_OP, session, seeds, slots, page_size, drafter, costs)
         self.latents, self.draft_latents = latents(self.model, self.seeds), latents(drafter, self.seeds)
         width = session.longest + session.max_new_tokens + slots

@@ -89,7 +89,7 @@ class EagleSteps(FeatureSteps):
         words = "a P-EAGLE head makes all guesses at once, so it drafts chains alone"
         refuse(self.together and self.branches > 1, op, words, "Pass branches=1.")
         timed = HeadRows(head, self.embed, self.shared)
-        guess = guess_seconds(timed) if chosen else 0.0
+        guess = guess_seconds(timed) if chosen and slots > 1 else 0.0
         costs: list[float] | tuple[()] = ()
         if chosen and self.together:
             costs = step_costs(session.model, slots, draft=2 * guess + draft_seconds(timed, max(1, slots - 2)))
