@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
+from rich.rule import Rule
 from rich.text import Text
 
 from pdkernels import decoding
@@ -26,6 +26,7 @@ from pdkernels.cli._terminal import (
     LEGEND,
     PACKED_HELP,
     PROMPT,
+    Output,
     Stream,
     assigned_options,
     block_size_of,
@@ -85,6 +86,10 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(help="A string that ends the text; may be given several times.")
     ] = None,
+    overflow: Annotated[
+        str,
+        typer.Option(metavar="error|warn", help="What to do if the text may grow longer than the model was trained for."),
+    ] = "error",
     json_schema: Annotated[str | None, typer.Option(metavar="SCHEMA", help=SCHEMA_HELP)] = None,
     regex: Annotated[str | None, typer.Option(metavar="PATTERN", help=REGEX_HELP)] = None,
     choice: Annotated[list[str] | None, typer.Option(metavar="TEXT", help=CHOICE_HELP)] = None,
@@ -106,11 +111,11 @@ def generate(
     ] = None,
 ) -> None:
     """Continue a prompt; show which tokens were accepted drafts, and the cost of the generation."""
-    console = Console(highlight=False)
+    console = Output()
     given: dict[str, Any] = {"block_size": block_size, "window": window, "seed": seed, "page_size": page_size}
     given |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "typical_p": typical_p}
     options = {name: value for name, value in given.items() if value is not None}
-    with errors_reported():
+    with errors_reported(console):
         if "block_size" in options:
             options["block_size"] = block_size_of("generate", block_size)
         named = assigned_options("generate", option or [], options)
@@ -135,11 +140,12 @@ def generate(
             )
         use_threads(threads, [language_model])
         if words := advice(model, temperature):
-            console.print(Text(words, "dim"), soft_wrap=True)
+            console.heading(Text(words, "dim"), soft_wrap=True)
         asked: dict[str, Any] = {
             "repetition_penalty": repetition_penalty,
             "stop_strings": stop or [],
             "grammar": grammar,
+            "overflow": overflow,
         }
         asked |= {"presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty}
         traced = {"trace": html is not None, **asked}
@@ -191,7 +197,7 @@ def _methods(names: list[str], options: dict[str, Any], named: dict[str, Any], m
 
 
 def _run(
-    console: Console, model: Any, prompt: str, method: str, max_new_tokens: int, options: dict[str, Any]
+    console: Output, model: Any, prompt: str, method: str, max_new_tokens: int, options: dict[str, Any]
 ) -> DecodeResult[torch.Tensor, str]:
     # Warm up with a few hidden tokens after a short prompt, so that no method pays for the start of the process.
     chosen = decoding.find(method)
@@ -199,8 +205,8 @@ def _run(
     decoding.generate(
         model, prompt[:100], chosen, max_new_tokens=min(4, max_new_tokens), **{**options, "grammar": None}
     )
-    console.rule(Text(method, "bold"), align="left", style="dim")
-    console.print(Text(visible(prompt), PROMPT), end="", soft_wrap=True)
+    console.heading(Rule(Text(method, "bold"), align="left", style="dim"))
+    console.heading(Text(visible(prompt), PROMPT), end="", soft_wrap=True)
     if chosen.wing == "planned":  # their tokens do not come in text order, and not all are text
         result = decoding.generate(model, prompt, chosen, max_new_tokens=max_new_tokens, **options)
         console.print(Text(visible(result.text or ""), ACCEPTED), soft_wrap=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,32 @@ LEGEND = Text.assemble(("accepted drafts", ACCEPTED), ", ", ("the model's own to
 
 # Below this number of parameters, more threads cost more than they save.
 _TINY = 20_000_000
+
+
+class Output(Console):
+    """A console that remembers whether it has printed, and holds headings back until what they head is printed.
+
+    >>> output = Output()
+    >>> output.heading("never shown")
+    >>> output.printed
+    False
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, **options)
+        self.printed = False
+        self._headings: list[tuple[Any, dict[str, Any]]] = []
+
+    def heading(self, words: Any, **options: Any) -> None:
+        """Prints `words` before whatever is printed next."""
+        self._headings.append((words, options))
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        self.printed = True
+        headings, self._headings = self._headings, []
+        for words, style in headings:
+            super().print(words, **style)
+        super().print(*objects, **options)
 
 
 class Stream:
@@ -68,12 +95,34 @@ def is_ours(error: BaseException) -> bool:
 
 def report(error: BaseException) -> None:
     """Prints an error's sentence to stderr."""
-    Console(stderr=True, highlight=False).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+    words = in_flags(str(error), FLAGS)
+    Console(stderr=True, highlight=False).print(Text.assemble(("error: ", "bold red"), words), soft_wrap=True)
+
+
+FLAGS: dict[str, str] = {}
+"""The option of the running command for each of its parameters, such as "--max-new-tokens" for "max_new_tokens"."""
+
+
+def in_flags(words: str, flags: Mapping[str, str]) -> str:
+    """An error's sentence with the options of the command line in place of Python's arguments.
+
+    >>> in_flags("lower max_new_tokens, or pass overflow='warn'", {"max_new_tokens": "--max-new-tokens", "overflow": "--overflow"})
+    'lower --max-new-tokens, or pass --overflow warn'
+    """
+
+    def flag(match: re.Match[str]) -> str:
+        name, value = match["name"], match["value"]
+        if name not in flags or ("_" not in name and value is None):  # "model" and "seed" are English, too
+            return match[0]
+        return flags[name] if value is None else f"{flags[name]} {value.strip(chr(39))}"
+
+    return re.sub(r"(?<![\w.'-])(?P<name>[a-z]\w*)(?:=(?P<value>'[^']*'|[\w.+-]*\w))?(?![\w=-])", flag, words)
 
 
 @contextmanager
-def errors_reported() -> Iterator[None]:
-    """Turns errors into one sentence. Exit code 2 is for refused arguments, 1 for failures at run time, such as a full disk."""
+def errors_reported(output: Output | None = None) -> Iterator[None]:
+    """Turns errors into one sentence. Exit code 2 is for arguments that were refused before `output` printed anything, 1 for other
+    failures, such as a full disk."""
     try:
         yield
     except (ValueError, TypeError, NotImplementedError, ImportError, OSError, RuntimeError) as error:
@@ -81,7 +130,7 @@ def errors_reported() -> Iterator[None]:
             raise
         report(error)
         failed = isinstance(error, (OSError, RuntimeError)) and not isinstance(error, NotImplementedError)
-        raise typer.Exit(1 if failed else 2) from None
+        raise typer.Exit(1 if failed or (output is not None and output.printed) else 2) from None
 
 
 DTYPE_HELP = f"Dtype of the weights: {', '.join(DTYPES)}; by default the checkpoint's."

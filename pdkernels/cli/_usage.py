@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from pdkernels._version import __version__
-from pdkernels.cli._terminal import report
+from pdkernels.cli._terminal import FLAGS, report
 
 # Typer brings a click of its own in some versions; this is the base of its public errors.
 _ClickException: Any = typer.BadParameter.__mro__[2]
@@ -17,6 +17,15 @@ _ClickException: Any = typer.BadParameter.__mro__[2]
 
 class Commands(TyperGroup):
     """The commands, with exit code 2 for refused usage."""
+
+    def resolve_command(self, ctx: Any, args: Any) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        FLAGS.clear()
+        for parameter in command.params if command is not None else ():
+            FLAGS.update({parameter.name: flag for flag in parameter.opts if flag.startswith("--")})
+        if "stop" in FLAGS:
+            FLAGS["stop_strings"] = FLAGS["stop"]
+        return name, command, rest
 
     def main(self, args: Any = None, standalone_mode: bool = True, **named: Any) -> Any:  # type: ignore[override]  # by name
         try:

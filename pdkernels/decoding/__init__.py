@@ -387,7 +387,7 @@ def stream(model: Any, prompt: Prompts, method: str | Method = "autoregressive",
     """`generate` as an iterator over pieces of text, each as soon as its tokens are final; for loops without a callback.
 
     Args:
-        model, prompt, method, **options: as for `generate`, without `on_tokens`.
+        model, prompt, method, options: as for `generate`, without `on_tokens`.
 
     Returns:
         An iterator of `Piece`. Its `result` is that of `generate`, after the last piece; `close`, or the end of a ``with`` block, ends the
