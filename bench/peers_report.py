@@ -54,8 +54,9 @@ NO_PEERS = ("pdkernels", "a copy of", "a block of", "a read of")
 def peers(rows: list[Row], titles: tuple[str, ...] = tuple(title for title, _ in PEERS)) -> str:
     """For each op the fastest peer of each case relative to ours: which peers, the median, the range."""
     lines, used = [], []
+    machines = dict[str, int]()
     for title, wanted in [(title, wanted) for title, wanted in PEERS if title in titles]:
-        winners, times = [], []
+        winners, times, numbers = [], [], set[int]()
         for case in gpu_report.by_case([row for row in rows if wanted.items() <= row.items()]).values():
             own = gpu_report.ours(case)
             others = [
@@ -66,12 +67,22 @@ def peers(rows: list[Row], titles: tuple[str, ...] = tuple(title for title, _ in
                 winners.append(best["candidate"].split(", blocks")[0])
                 times.append(gpu_report.times_ours(best, own))
                 used.append(own)
+                numbers.add(machines.setdefault(own["device"], len(machines) + 1))
         if times:
             span = f"{min(times):.2f}x to {max(times):.2f}x"
             names = "; ".join(dict.fromkeys(sorted(winners, key=winners.count, reverse=True)))
-            lines.append([title, names, f"**{median(times):.1f}x**", span, str(len(times))])
+            lines.append([title, names, f"**{median(times):.1f}x**", span, str(len(times)), by_number(numbers)])
     if not lines:
         return "not measured"
-    devices = "; ".join(dict.fromkeys(row["device"] for row in used))
+    devices = "; ".join(f"({number}) {device}" for device, number in machines.items())
     where = machine([{**used[0], "device": devices}])
-    return f"{table(['', 'fastest peer', 'median', 'over all cases', 'cases'], lines)}\n\n{where}"
+    return f"{table(['', 'fastest peer', 'median', 'over all cases', 'cases', 'machine'], lines)}\n\n{where}"
+
+
+def by_number(numbers: set[int]) -> str:
+    """The machines of a line, as in the caption.
+
+    >>> by_number({3, 1})
+    '(1) (3)'
+    """
+    return " ".join(f"({number})" for number in sorted(numbers))

@@ -1,6 +1,6 @@
 """Replicas of the server on the machines of a Ray cluster, with autoscaling: `serve run examples.serve_on_ray:build model=tiny-code`.
 
-Needs ``pip install 'ray[serve]' 'pdkernels[cli,gguf,serve]'``. Ray's proxy balances the load; an answer streams from its replica.
+Needs ``pip install 'ray[serve]' '.[cli,gguf,serve]'``. Ray's proxy balances the load; an answer streams from its replica.
 Alone, ``python examples/serve_on_ray.py tiny-code`` starts one machine's cluster, asks it something, and stops.
 """
 

@@ -4,6 +4,7 @@
 slow and simple references in `pd.reference`.
 """
 
+import pdkernels._version_line  # noqa: F401  it may answer and end here
 from pdkernels import _python as _python
 from pdkernels import cache as cache
 from pdkernels import decoding as decoding

@@ -22,7 +22,7 @@ def missing_extras() -> dict[str, str]:
     found = {}
     for extra, names in needed.items():
         absent = sorted(name for name in names if not any(map(_installed, _CALLED.get(name, (name,)))))
-        remedy = f"missing: {', '.join(absent)}; pip install 'pdkernels[{extra}]'"
+        remedy = f"missing: {', '.join(absent)}; pip install {' '.join(absent)}"
         found[extra] = remedy if absent else "installed"
     return found
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from bench import bench_grouped_linear, report
+from pdkernels import cli, decoding
 from scripts import methods
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,6 +48,22 @@ def test_excerpts_are_in_their_files() -> None:
     assert len(excerpts) == page.count("```python") + page.count("```cpp") == 7
     for file, text in excerpts:
         assert text in (ROOT / file).read_text(), file
+
+
+COMMANDS = re.findall(r"^python -m pdkernels (generate .*)$", (ROOT / "docs/command_line.md").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_run_and_their_sums_are_right(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(cli.app, shlex.split(command, comments=True))
+    assert result.exit_code == 0, result.output
+    for first, second in re.findall(r'"(\d+) \+ (\d+) = \?"', command):
+        assert f"answer {int(first) + int(second)}" in result.stdout, result.stdout
+
+
+def test_the_readme_counts_the_methods() -> None:
+    assert f"and {len(decoding.available())} decoding methods" in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)

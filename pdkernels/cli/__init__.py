@@ -9,6 +9,7 @@ import importlib.util
 import io
 import json
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +27,7 @@ except ModuleNotFoundError as missing:
         from pdkernels.config import show_config
 
         print(show_config())
-    sys.exit("The pdkernels command line needs typer and rich: pip install 'pdkernels[cli]'")
+    sys.exit("The pdkernels command line needs typer and rich: pip install typer rich")
 
 
 from pdkernels import decoding, evaluation, models
@@ -42,7 +43,7 @@ from pdkernels.cli._plans import COLUMNS, evaluate_plans
 from pdkernels.cli._serve import serve
 from pdkernels.cli._sweep import run_sweep
 from pdkernels.cli._tables import evaluation_table
-from pdkernels.cli._terminal import check_file, errors_reported, use_threads
+from pdkernels.cli._terminal import check_file, errors_reported, show_warning, use_threads
 from pdkernels.cli._usage import Commands, print_version
 from pdkernels.decoding.methods import METHODS
 from pdkernels.models.zoo import WEIGHTS
@@ -153,9 +154,7 @@ def evaluate(
         if plot is not None:
             demand(plot.suffix == ".png", "eval", "--plot", "be a path that ends in .png", str(plot))
             if importlib.util.find_spec("matplotlib") is None:
-                raise ImportError(
-                    "pdkernels.eval: --plot needs matplotlib. Install it with `pip install 'pdkernels[bench]'`."
-                )
+                raise ImportError("pdkernels.eval: --plot needs matplotlib. Install it with `pip install matplotlib`.")
         if family == "planned":
             refuse(bool(resume or max_rows), "eval", "--family planned takes neither --resume nor --max-rows")
             refuse(bool(method or width or task), "eval", "--family planned takes no --method, --width or --task")
@@ -280,4 +279,5 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # generated text may have characters that this output cannot encode
+    warnings.showwarning = show_warning
     app(prog_name="pdkernels")

@@ -17,7 +17,7 @@ from rich.text import Text
 from pdkernels import decoding
 from pdkernels._validation import check as demand
 from pdkernels.cli._grammar import CHOICE_HELP, EBNF_HELP, REGEX_HELP, SCHEMA_HELP, grammar_of
-from pdkernels.cli._suggested import advice
+from pdkernels.cli._suggested import settings, suggested
 from pdkernels.cli._terminal import (
     CACHE_DTYPE_HELP,
     DEVICE_HELP,
@@ -131,7 +131,12 @@ def chat(
         str | None, typer.Option(metavar="INTEGER|auto", help="Tokens per draft or block; by default the method's.")
     ] = None,
     drafter: Annotated[str | None, typer.Option(help=DRAFTER_HELP)] = None,
-    temperature: Annotated[float | None, typer.Option(help=SHARED["temperature"])] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            help="Sampling temperature; 0 is greedy. Without any of these four, as the model's authors suggest."
+        ),
+    ] = None,
     top_k: Annotated[int | None, typer.Option(help=SHARED["top_k"])] = None,
     top_p: Annotated[float | None, typer.Option(help=SHARED["top_p"])] = None,
     min_p: Annotated[float | None, typer.Option(help=SHARED["min_p"])] = None,
@@ -172,6 +177,7 @@ def chat(
         given |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         options = {name: value for name, value in given.items() if value is not None}
         options |= assigned_options("chat", option or [], options)
+        suggestion = {} if options.keys() & {"temperature", "top_k", "top_p", "min_p"} else settings(model)
         if method is None:
             method, chosen = decoding.default_method(language_model, options, name=model)
             options = {**chosen, **options}
@@ -179,9 +185,12 @@ def chat(
             options.setdefault("draft", "lookup")
         # A first, hidden answer absorbs the start-up cost, that of measuring included, and refuses unsupported options before the
         # first question. Three tokens have room for a draft.
+        usable = {*decoding.method_options(method), "repetition_penalty"}
+        options |= {name: value for name, value in suggestion.items() if name in usable}
         first = [{"role": "user", "content": "Hi"}]
         decoding.generate(language_model, first, decoding.find(method), max_new_tokens=3, **options)
-        if words := advice(model, temperature):
+        if suggestion:
+            words = f"Sampling as the model's authors suggest: {suggested(model)}. --temperature 0 decodes greedily."
             console.print(Text(words, "dim"), soft_wrap=True)
         if grammar is not None:
             grammar.for_model(language_model, language_model.end_tokens)

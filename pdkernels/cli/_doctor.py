@@ -1,4 +1,4 @@
-"""``python -m pdkernels doctor``: versions, compiled kernels, huge pages, and whether fewer threads would currently be faster."""
+"""``python -m pdkernels doctor``: versions, compiled kernels, huge pages, and whether another number of threads would currently be faster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CLEARLY = 1.2
 
 
 def doctor() -> None:
-    """Show versions, what was compiled, what each op uses on each device, huge pages, and whether fewer threads would be faster."""
+    """Show versions, what was compiled, what each op uses on each device, huge pages, and whether another number of threads would be faster."""
     with errors_reported():
         typer.echo(show_config())
         typer.echo("\n".join(memory_lines()))
@@ -38,7 +38,7 @@ def memory_lines() -> list[str]:
 
 
 def thread_advice(threads: int, measure: Callable[[int], float] | None = None) -> list[str]:
-    """The time of a decoding step on one thread and on all threads, with advice.
+    """The time of a decoding step on one thread, and on all that torch uses or, if that is one, on all cores; with advice.
 
     >>> thread_advice(2, {1: 0.002, 2: 0.1}.__getitem__)[-1]
     'Fewer threads are faster: pass --threads 1, or set OMP_NUM_THREADS=1.'
@@ -46,15 +46,21 @@ def thread_advice(threads: int, measure: Callable[[int], float] | None = None) -
     lines = ["threads"]
     if hasattr(os, "getloadavg"):
         lines.append(f"  load        {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    if threads == 1:
-        return [*lines, "  There is one, so no others can be waited for."]
-    times = {count: (measure or _step_seconds)(count) for count in (1, threads)}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if threads == cores == 1:
+        return [*lines, "  one thread on one core"]
+    times = {count: (measure or _step_seconds)(count) for count in (1, cores if threads == 1 else threads)}
     lines += [
         f"  {count} {'thread ' if count == 1 else 'threads'}   {1e3 * each:.2f} ms a step"
         for count, each in times.items()
     ]
     if times[1] * _CLEARLY < times[threads]:
         return [*lines, "Fewer threads are faster: pass --threads 1, or set OMP_NUM_THREADS=1."]
+    if threads == 1 and times[cores] * _CLEARLY < times[1]:
+        return [
+            *lines,
+            f"One thread is in use, more are faster: pass --threads {cores}, or set OMP_NUM_THREADS={cores}.",
+        ]
     return lines
 
 

@@ -88,7 +88,9 @@ def generate(
     ] = None,
     overflow: Annotated[
         str,
-        typer.Option(metavar="error|warn", help="What to do if the text may grow longer than the model was trained for."),
+        typer.Option(
+            metavar="error|warn", help="What to do if the text may grow longer than the model was trained for."
+        ),
     ] = "error",
     json_schema: Annotated[str | None, typer.Option(metavar="SCHEMA", help=SCHEMA_HELP)] = None,
     regex: Annotated[str | None, typer.Option(metavar="PATTERN", help=REGEX_HELP)] = None,

@@ -7,17 +7,24 @@ from pathlib import Path
 from pdkernels.models.folder import read_fields
 
 FILE = "generation_config.json"
+_CARDS = {"smollm2-135m-instruct": {"temperature": 0.2, "top_p": 0.9}}
+"""What the model card says, for packaged models without the file."""
 _TOP_K = 50  # of transformers, where the file has none
 
 
 def settings(model: str) -> dict[str, float]:
-    """The settings with which the checkpoint in the folder `model` samples as its authors had it, without those that change nothing.
+    """The settings with which the checkpoint `model` samples as its authors had it, without those that change nothing.
 
     Empty for greedy decoding or no file.
+
+    >>> settings("smollm2-135m-instruct")
+    {'temperature': 0.2, 'top_p': 0.9}
 
     >>> settings("tiny-code")
     {}
     """
+    if model in _CARDS:
+        return dict(_CARDS[model])
     folder = Path(model)
     fields = read_fields(folder, FILE) if folder.is_dir() else None
     if fields is None or not fields.flag("do_sample", False):
@@ -46,7 +53,7 @@ def advice(model: str, temperature: float | None) -> str:
     """A line for someone who has not chosen a temperature; empty if there is nothing to suggest."""
     options = suggested(model)
     return (
-        f"{FILE} suggests {options}; without a temperature decoding is greedy."
+        f"The model's authors suggest {options}; without a temperature decoding is greedy."
         if options and temperature is None
         else ""
     )

@@ -119,6 +119,12 @@ def in_flags(words: str, flags: Mapping[str, str]) -> str:
     return re.sub(r"(?<![\w.'-])(?P<name>[a-z]\w*)(?:=(?P<value>'[^']*'|[\w.+-]*\w))?(?![\w=-])", flag, words)
 
 
+def show_warning(words: Warning | str, *_: Any, **__: Any) -> None:
+    """Prints a warning's sentence to stderr, in place of Python's two lines."""
+    sentence = Text.assemble(("warning: ", "bold yellow"), in_flags(str(words), FLAGS))
+    Console(stderr=True, highlight=False).print(sentence, soft_wrap=True)
+
+
 @contextmanager
 def errors_reported(output: Output | None = None) -> Iterator[None]:
     """Turns errors into one sentence. Exit code 2 is for arguments that were refused before `output` printed anything, 1 for other

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from pdkernels._version import __version__
+from pdkernels._version_line import LINE
 from pdkernels.cli._terminal import FLAGS, report
 
 # Typer brings a click of its own in some versions; this is the base of its public errors.
@@ -22,7 +22,7 @@ class Commands(TyperGroup):
         name, command, rest = super().resolve_command(ctx, args)
         FLAGS.clear()
         for parameter in command.params if command is not None else ():
-            FLAGS.update({parameter.name: flag for flag in parameter.opts if flag.startswith("--")})
+            FLAGS.update((parameter.name, flag) for flag in parameter.opts if flag.startswith("--"))
         if "stop" in FLAGS:
             FLAGS["stop_strings"] = FLAGS["stop"]
         return name, command, rest
@@ -50,5 +50,5 @@ class Commands(TyperGroup):
 
 def print_version(requested: bool) -> None:
     if requested:
-        typer.echo(f"pdkernels {__version__}")
+        typer.echo(LINE)
         raise typer.Exit

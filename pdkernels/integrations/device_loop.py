@@ -1,6 +1,6 @@
 """Whole generations without the host: a decoder's step in a CUDA graph, inside a conditional node that repeats it.
 
-Needs a GPU, a driver for CUDA 13.0 or newer and cuda-python: ``pip install 'pdkernels[cuda-graphs]'``.
+Needs a GPU, a driver for CUDA 13.0 or newer and cuda-python: ``pip install 'cuda-bindings>=13.0.3,<14'``.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def require(op: str, device: torch.device) -> None:
     if device.type != "cuda":
         remedy = "Decode with pdkernels.decoding.generate there."
         raise NotImplementedError(message(op, "the model", "be on a GPU", device, remedy))
-    install = "Install it with: pip install 'pdkernels[cuda-graphs]'"
+    install = "Install it with: pip install 'cuda-bindings>=13.0.3,<14'"
     if driver is None:
         raise ImportError(message(op, "cuda-python", "be installed", "no cuda.bindings", install))
     if driver.CUDA_VERSION < OLDEST:

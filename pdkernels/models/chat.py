@@ -106,7 +106,7 @@ class ChatTemplate:
         return self.named[name]
 
     def _check_library(self) -> None:
-        how = "Install it with `pip install 'pdkernels[text]'`, or render the chat yourself and give its text."
+        how = "Install it with `pip install 'jinja2>=3.1.6'`, or render the chat yourself and give its text."
         try:
             import jinja2
         except ImportError as error:

@@ -256,7 +256,6 @@ def _library(name: str) -> Any:
         import gguf.quants
     except ImportError as error:
         raise ImportError(
-            f"pdkernels.{OP}: {name} needs the optional library `gguf` ({error}). "
-            "Install it with `pip install 'pdkernels[gguf]'`."
+            f"pdkernels.{OP}: {name} needs the optional library `gguf` ({error}). Install it with `pip install gguf`."
         ) from error
     return gguf

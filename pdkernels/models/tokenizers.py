@@ -267,7 +267,7 @@ def library(path: Path | str, or_else: str = "") -> Any:
     except ImportError as error:
         raise ImportError(
             f"pdkernels.models.load: {path} needs the optional library `tokenizers`. "
-            f"Install it with `pip install 'pdkernels[text]'`{or_else}."
+            f"Install it with `pip install tokenizers`{or_else}."
         ) from error
     return tokenizers
 

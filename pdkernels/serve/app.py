@@ -25,7 +25,7 @@ try:
     from starlette.exceptions import HTTPException
 except ModuleNotFoundError as missing:
     words = "a server needs FastAPI and uvicorn"
-    raise ImportError(sentence("serve", words, "Install them with `pip install 'pdkernels[serve]'`.")) from missing
+    raise ImportError(sentence("serve", words, "Install them with `pip install fastapi uvicorn`.")) from missing
 
 from pdkernels.decoding import available, find
 from pdkernels.engine import Engine, EngineFull

@@ -57,7 +57,7 @@ def run(app: Any, *, host: str = "127.0.0.1", port: int = 8000, limits: Limits |
     try:
         import uvicorn
     except ModuleNotFoundError as missing:
-        remedy = "Install it with `pip install 'pdkernels[serve]'`."
+        remedy = "Install it with `pip install uvicorn`."
         raise ImportError(sentence("serve", "a server needs uvicorn", remedy)) from missing
     seconds = (limits or Limits()).shutdown
 

@@ -81,6 +81,21 @@ def test_settings_of_a_draw_are_followed(tiny: Transformer) -> None:
     assert f"> Hello\n{command.visible(text)}\n12 tokens, " in result.stdout, result.output
 
 
+def test_a_chat_samples_as_the_authors_suggest_unless_it_is_told_how(
+    tiny: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suggestion = {"temperature": 1.5, "top_k": 40, "repetition_penalty": 1.2}
+    monkeypatch.setattr(command, "settings", lambda model: suggestion)
+    arguments = ["--model", "tiny", "--max-new-tokens", "12"]
+    text = decoding.generate(tiny, "<u>Hello<a>", max_new_tokens=12, **suggestion).text
+    result = run("Hello\n", *arguments)
+    assert f"> Hello\n{command.visible(text)}\n12 tokens, " in result.stdout, result.output
+    assert "Sampling as the model's authors suggest" in result.stdout
+    greedy = decoding.generate(tiny, "<u>Hello<a>", max_new_tokens=12).text
+    result = run("Hello\n", *arguments, "--temperature", "0")
+    assert f"> Hello\n{command.visible(greedy)}\n12 tokens, " in result.stdout and "suggest" not in result.stdout
+
+
 def test_reset_and_the_other_commands(tiny: Transformer) -> None:
     result = run("Hello\n/reset\nHello\n/what\n", "--model", "tiny", "--max-new-tokens", "6")
     answer = command.visible(decoding.generate(tiny, "<u>Hello<a>", max_new_tokens=6).text)

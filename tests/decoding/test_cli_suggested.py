@@ -66,7 +66,7 @@ def test_a_file_suggests_what_transformers_does_with_it(name: str, tmp_path: Pat
 
 def test_nothing_is_suggested_to_who_has_chosen(tmp_path: Path) -> None:
     named = folder(tmp_path, FILES["Qwen3"][0])
-    assert "suggests --temperature 0.6 --top-k 20 --top-p 0.95;" in advice(named, None)
+    assert "suggest --temperature 0.6 --top-k 20 --top-p 0.95;" in advice(named, None)
     assert advice(named, 0.0) == advice("tiny-code", None) == advice(str(tmp_path / "none"), None) == ""
 
 
@@ -81,6 +81,6 @@ def test_generate_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(models, "load", lambda name, **_: load("tiny-code"))
     arguments = ["generate", "--prompt", "x", "--model", named, "--max-new-tokens", "4"]
     shown = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "120"})
-    assert shown.exit_code == 0 and "suggests --temperature 0.6 --top-k 20 --top-p 0.95;" in shown.stdout
+    assert shown.exit_code == 0 and "suggest --temperature 0.6 --top-k 20 --top-p 0.95;" in shown.stdout
     chosen = CliRunner().invoke(cli.app, [*arguments, *"--temperature 0.6 --top-k 20 --top-p 0.95".split()])
-    assert chosen.exit_code == 0 and "suggests" not in chosen.stdout
+    assert chosen.exit_code == 0 and "suggest" not in chosen.stdout

@@ -14,7 +14,7 @@ from pdkernels.decoding.methods import METHODS
 from pdkernels.models import JsonTokenizer
 from tests.decoding.test_repetition import BATCH, NAMES, SIZES, with_text
 
-tokenizers = pytest.importorskip("tokenizers", reason="needs the package tokenizers: pip install 'pdkernels[text]'")
+tokenizers = pytest.importorskip("tokenizers", reason="needs the package tokenizers: pip install tokenizers")
 
 
 def words(size: int, special: list[int]) -> JsonTokenizer:

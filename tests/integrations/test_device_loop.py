@@ -85,7 +85,7 @@ def driver_of(version: int, bindings: int = 13000) -> SimpleNamespace:
         (
             None,
             "cuda",
-            r"ImportError: cuda-python must be installed, got no cuda.bindings. Install it with: pip install 'pdkernels\[cuda-",
+            r"ImportError: cuda-python must be installed, got no cuda.bindings. Install it with: pip install 'cuda-bindings",
         ),
         (
             driver_of(13000, 12090),

@@ -18,7 +18,7 @@ from tests.models.test_tokenizers import json_tokenizer
 from tests.models.test_zoo import write
 from tests.support.checkpoints import QWEN2, random_checkpoint
 
-pytest.importorskip("jinja2", reason="needs the package jinja2: pip install 'pdkernels[text]'")
+pytest.importorskip("jinja2", reason="needs the package jinja2: pip install jinja2")
 
 CHATML = """{%- for message in messages %}
     {%- if loop.first and messages[0]['role'] != 'system' %}

@@ -17,7 +17,7 @@ from pdkernels.models.packaged import packaged
 from tests.models.test_adapters import lora, save
 from tests.support.checkpoints import random_checkpoint
 
-files = pytest.importorskip("tests.support.gguf_files", reason="needs the package gguf: pip install 'pdkernels[gguf]'")
+files = pytest.importorskip("tests.support.gguf_files", reason="needs the package gguf: pip install gguf")
 gguf = files.gguf
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [7], [3, 1, 4, 3, 1, 4, 3, 1]]
 # K formats have blocks of 256.

@@ -15,8 +15,8 @@ from pdkernels import models
 from pdkernels.decoding import generate
 from pdkernels.models.packaged import PACKAGED, packaged
 
-files = pytest.importorskip("tests.support.gguf_files", reason="needs the package gguf: pip install 'pdkernels[gguf]'")
-tokenizers = pytest.importorskip("tokenizers", reason="needs the package tokenizers: pip install 'pdkernels[text]'")
+files = pytest.importorskip("tests.support.gguf_files", reason="needs the package gguf: pip install gguf")
+tokenizers = pytest.importorskip("tokenizers", reason="needs the package tokenizers: pip install tokenizers")
 
 SPECIAL = {"<|im_start|>": 3, "<|im_end|>": 3, "<|eot|>": 3, "<think>": 4, "<|unused|>": 5}
 TEXT = "It's 1234 apples,\n\n  don't  WE'LL ½ 東京x²!? \t<|im_start|>user <think>"
@@ -147,7 +147,7 @@ def test_merges_are_left_out_for_whole_tokens(words: dict[str, Any], tmp_path: P
 
 
 def test_messages_through_the_template_of_the_file(words: dict[str, Any], tmp_path: Path) -> None:
-    pytest.importorskip("jinja2", reason="needs the package jinja2: pip install 'pdkernels[text]'")
+    pytest.importorskip("jinja2", reason="needs the package jinja2: pip install jinja2")
     template = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.content }}{{ eos_token }}{% endfor %}"
     model = load(tmp_path, words, pre="llama-bpe", chat_template=template)
     chat = [{"role": "user", "content": "apples"}]

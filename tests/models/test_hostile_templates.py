@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("jinja2", reason="needs the package jinja2: pip install 'pdkernels[text]'")
+pytest.importorskip("jinja2", reason="needs the package jinja2: pip install jinja2")
 import jinja2
 
 from pdkernels.models import ChatTemplate, template_process

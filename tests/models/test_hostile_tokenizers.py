@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("tokenizers", reason="needs the package tokenizers: pip install 'pdkernels[text]'")
+pytest.importorskip("tokenizers", reason="needs the package tokenizers: pip install tokenizers")
 import tokenizers
 
 from pdkernels.models import JsonTokenizer

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.checkpoints import State, random_checkpoint
 
-gguf = pytest.importorskip("gguf", reason="needs the package gguf: pip install 'pdkernels[gguf]'")
+gguf = pytest.importorskip("gguf", reason="needs the package gguf: pip install gguf")
 
 LLAMA = {
     "model_type": "llama",

@@ -24,7 +24,7 @@ def library() -> Any:
         import llguidance
     except ImportError as error:
         words = "grammars of any depth need the optional library `llguidance`"
-        remedy = "Install it with `pip install 'pdkernels[grammar]'`, or use Grammar.ebnf, which bounds the depth."
+        remedy = "Install it with `pip install llguidance`, or use Grammar.ebnf, which bounds the depth."
         raise ImportError(sentence(OP, words, remedy)) from error
     return llguidance
 
