@@ -279,5 +279,5 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # generated text may have characters that this output cannot encode
-    warnings.showwarning = show_warning
+    warnings.showwarning = show_warning  # type: ignore[assignment]  # it ignores where the warning is from
     app(prog_name="pdkernels")
