@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bench.gpu_report import table
+from bench.records import write
 from pdkernels.evaluation.machine import processor
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -358,7 +359,7 @@ def main() -> None:
         figures[name] = one
         print(name, one)
     facts = {"machine": processor(), "torch": version, "rounds": chosen.rounds}
-    chosen.to.write_text(json.dumps(facts | {"figures": figures}, indent=1) + "\n")
+    write(chosen.to, facts | {"figures": figures})
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ python -m bench.bench_grouped_linear      CPU time of one thread, the minimum of
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from torch import Tensor
 
 import pdkernels as pd
 from bench.devices import by_device
+from bench.records import write
 from bench.timing import compare
 from pdkernels.evaluation.machine import processor
 from pdkernels.reference.grouped_linear import grouped_linear as reference
@@ -142,5 +142,5 @@ def markdown(found: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     result = measured()
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    write(RESULT, result)
     print(markdown(result))

@@ -8,7 +8,6 @@ back, and with reading and writing the states of the same layers once. Several l
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import Tensor
 import pdkernels as pd
 from bench.bench_grouped_linear import seconds
 from bench.devices import by_device
+from bench.records import write
 from bench.timing import compare
 from pdkernels.evaluation.machine import processor
 
@@ -217,5 +217,5 @@ def markdown(found: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     result = measured()
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    write(RESULT, result)
     print(markdown(result))

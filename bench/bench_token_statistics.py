@@ -5,7 +5,6 @@ python -m bench.bench_token_statistics      the cost of filters in CPU time of o
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +18,7 @@ from torch import Tensor
 import pdkernels as pd
 from bench.bench_filter_logits import filters_of
 from bench.devices import by_device
+from bench.records import write
 from bench.timing import compare
 from pdkernels.evaluation.machine import processor
 
@@ -207,5 +207,5 @@ def markdown(found: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     result = measured()
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    write(RESULT, result)
     print(markdown(result))

@@ -5,7 +5,6 @@ Forwards of SmolLM2-135M in bf16 over one row and over eight, after random rows 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 
 import pdkernels as pd
 from bench.bench_grouped_linear import seconds
+from bench.records import write
 from pdkernels.evaluation.machine import processor
 
 RESULT = Path(__file__).parent / "results/cache_dtypes.json"
@@ -66,5 +66,5 @@ def markdown(found: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     result = measured()
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    write(RESULT, result)
     print(markdown(result))

@@ -37,6 +37,7 @@ from rich.console import Console
 import pdkernels as pd
 from bench.cpu_engines_report import LARGER, SMALL, tables
 from bench.gguf_files import random_weights, requantized
+from bench.records import write
 from pdkernels.evaluation.machine import processor
 from pdkernels.models.packaged import packaged
 
@@ -316,9 +317,7 @@ def main() -> None:
     found |= facts
 
     def save() -> None:
-        partial = given.to.with_suffix(".partial")
-        partial.write_text(json.dumps(found, indent=1) + "\n")
-        partial.replace(given.to)
+        write(given.to, found)
 
     start = time.perf_counter()
     for model in given.models:

@@ -12,7 +12,6 @@ times and the minimum time counts. Times of a busy machine are worthless: run no
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Collection
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 import pdkernels as pd
+from bench.records import write
 from pdkernels.evaluation.machine import facts
 
 BASELINE = "autoregressive"
@@ -131,7 +131,7 @@ def main() -> None:
     print(table(rows, len(asked)))
     if given.json is not None:
         settings = {name: str(value) for name, value in vars(given).items() if name != "json"}
-        given.json.write_text(json.dumps({"machine": facts(), "settings": settings, "rows": rows}, indent=1) + "\n")
+        write(given.json, {"machine": facts(), "settings": settings, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ import torch
 import pdkernels as pd
 from bench.cpu_engines import QUESTION, Refused, Worker, pythons
 from bench.drafters_report import peers_of
+from bench.records import write
 from pdkernels.evaluation.machine import processor
 from pdkernels.models.packaged import packaged
 
@@ -121,9 +122,7 @@ def main() -> None:
             start = time.perf_counter()
             measure(workers, asked, given.tokens, found)
             found["rounds"] += 1
-            partial = given.to.with_suffix(".partial")
-            partial.write_text(json.dumps(found, indent=1) + "\n")
-            partial.replace(given.to)
+            write(given.to, found)
             print(f"round {found['rounds']}: {time.perf_counter() - start:.0f} s\n{peers_of(found)}", flush=True)
 
 

@@ -25,6 +25,7 @@ from rich.console import Console
 import pdkernels as pd
 from bench.cpu_engines import Refused, Worker, agreement, pythons
 from bench.gpu_report import table
+from bench.records import write
 from pdkernels.evaluation.machine import processor
 from pdkernels.models.packaged import packaged
 
@@ -141,7 +142,7 @@ def main() -> None:
         for name, texts in answers.items()
     }
     facts = {"file": file.name, "machine": processor(), "python": sys.version.split()[0], "tokens": chosen.tokens}
-    chosen.to.write_text(json.dumps(facts | {"figures": figures, "equal_tokens": equal}, indent=1) + "\n")
+    write(chosen.to, facts | {"figures": figures, "equal_tokens": equal})
     Console().print(load_table(chosen.to), markup=False)
 
 

@@ -27,6 +27,7 @@ import torch
 
 import pdkernels as pd
 from bench.grammars_report import tables
+from bench.records import write
 from pdkernels.decoding import Grammar, Method, generate
 from pdkernels.decoding._filters import Filters
 from pdkernels.decoding._session import Session
@@ -201,13 +202,13 @@ def main() -> None:
         }
     for _ in proofs([part for part in parts if part != "cost"], chosen.method, chosen.grammars, rows):
         found["proof"] = [{"model": model, "method": method, **row} for (model, method), row in rows.items()]
-        chosen.to.write_text(json.dumps(found, indent=1) + "\n")
+        write(chosen.to, found)
     if "cost" in parts:
         torch.set_num_threads(1)
         model = pd.models.load(SMOLLM2)
         found["cost"] = {name: cost(model, name) for name in COSTS}
         found["machine"] = facts()
-        chosen.to.write_text(json.dumps(found, indent=1) + "\n")
+        write(chosen.to, found)
     print(tables(found))
 
 

@@ -6,13 +6,13 @@ of eight of which all are accepted, at positions whose keys, values and states h
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.bench_grouped_linear import seconds
+from bench.records import write
 from pdkernels.cache import HybridCache
 from pdkernels.evaluation.machine import processor
 from pdkernels.models import Hybrid, HybridConfig, Transformer, TransformerConfig
@@ -106,5 +106,5 @@ def markdown(found: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     result = measured()
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    write(RESULT, result)
     print(markdown(result))

@@ -13,16 +13,17 @@ from __future__ import annotations
 import argparse
 import copy
 import inspect
-import json
 import math
 import sys
 import warnings
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 
 import torch
 
 import pdkernels as pd
+from bench.records import write
 from pdkernels.decoding import generate
 
 MODEL = "smollm2-135m-instruct"
@@ -135,8 +136,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, object]]:
         size = packed_bytes(model) / 1e6
         print(f"| {name} | {size:.0f} | {perplexity:.3f} | {same:.1%} | {length:.1f} |", flush=True)
     if given.json:
-        with open(given.json, "w") as file:
-            json.dump(rows, file, indent=1)
+        write(Path(given.json), rows)
     return rows
 
 

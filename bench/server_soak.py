@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 from bench.gpu_report import table
+from bench.records import write
 from pdkernels.evaluation.machine import processor
 
 RESULTS = Path(__file__).resolve().parent / "results/server_soak.json"
@@ -55,7 +56,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = soak(Path(folder) / "log", chosen.clients, chosen.seconds)
     facts = {"machine": processor(), "python": sys.version.split()[0], "load_before": before}
-    chosen.to.write_text(json.dumps(facts | found, indent=1) + "\n")
+    write(chosen.to, facts | found)
     print(soak_table(chosen.to))
 
 

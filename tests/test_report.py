@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from bench import cache_dtypes, grammars_report, long_texts, plots, report
+from bench import cache_dtypes, grammars_report, long_texts, plots, records, report
 from bench.bench_log_step import CANDIDATES
 from bench.bench_speculative_attention import APPENDING
 from pdkernels.decoding.methods import METHODS
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def result(op: str, candidate: str, median: float, ratio: float, **sizes: object) -> dict:
@@ -115,7 +117,7 @@ def test_peers_are_compared_case_by_case() -> None:
         for case, ratio in enumerate(ratios)
     ]
     _, _, line = cells(report.TABLES["peers"](made))
-    assert line == ["`verify_draft`", "torch; torch.compile", "**1.8x**", "1.50x to 2.00x", "2"]
+    assert line == ["`verify_draft`", "torch; torch.compile", "**1.8x**", "1.50x to 2.00x", "2", "(1)"]
     assert report.TABLES["peers"]([]) == "not measured"
 
 
@@ -156,3 +158,11 @@ def test_grammars_are_cheap_and_always_followed() -> None:
     assert {row["method"] for row in found["proof"] if row["model"].startswith("tiny-")} >= METHODS.keys() - LATER
     assert len(found["cost"]) > 0
     assert all(row["step_us"] / 1e3 < 0.1 * row["rest_ms"] for row in found["cost"].values())
+
+
+def test_committed_results_have_a_line_for_each_record() -> None:
+    """`python -m bench.records FILE` renews one."""
+    for path in sorted([*ROOT.glob("bench/results/**/*.json"), *ROOT.glob("docs/papers/results/*.json")]):
+        if "local" not in path.parts:
+            written = path.read_text()
+            assert written == records.text(records.used(json.loads(written))), path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from bench.papers import runs, tables
+from bench.records import write
 from pdkernels._validation import check as demand
 from pdkernels.cli._terminal import errors_reported, use_threads
 
@@ -72,7 +72,7 @@ def reproduce(
             with Progress(*_COLUMNS, console=console, transient=True) as progress:
                 result = one.run(problems or one.problems, _shown_by(progress, progress.add_task(one.name, total=1.0)))
             if path is not None:
-                path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+                write(path, result)
             console.print(f"[bold]{tables.PAPERS[one.paper]}, {one.source}[/]", soft_wrap=True)
             console.print(one.shows, soft_wrap=True)
             console.print(tables.as_table(result), soft_wrap=True, markup=False)
