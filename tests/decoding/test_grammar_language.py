@@ -261,6 +261,12 @@ def test_bad_input_is_refused_within_two_seconds(number: int) -> None:
     assert str(caught.value).startswith("pdkernels.decoding.Grammar: ")
 
 
+def test_empty_alternatives_of_rules() -> None:
+    """They are not rules without texts."""
+    empty = Grammar.ebnf('start: sign "a"\nsign: "-" | | "" "+"')
+    assert [empty.matches(text) for text in ("a", "-a", "+a", "", "-")] == [True, True, True, False, False]
+
+
 def test_white_space_and_order() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "null"}}, "required": ["a"]}
     plain, loose = Grammar.json_schema(schema), Grammar.json_schema(schema, whitespace=r"[ \n]{0,4}")
