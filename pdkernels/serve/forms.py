@@ -72,7 +72,7 @@ def _grammar(kind: str, source: str) -> Grammar:
     if kind == "regex":
         return Grammar.regex(source)
     given = json.loads(source)
-    return Grammar.choice(given) if kind == "choice" else Grammar.json_schema(given)
+    return Grammar.choice(given) if kind == "choice" else Grammar.json_schema(given, unknown="ignore")
 
 
 @lru_cache(maxsize=64)

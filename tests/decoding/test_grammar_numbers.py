@@ -85,7 +85,7 @@ def compare(seed: int, texts: int) -> int:
     try:
         matches = Grammar.json_schema(schema).matches
     except NotImplementedError as error:
-        assert "Their texts have too many digits" in str(error), error
+        assert "more than 10 digits after the point, or 40 before it" in str(error), error
         return 0
     except ValueError as error:
         assert "no text satisfies" in str(error), error
@@ -140,7 +140,7 @@ def test_bounds_beyond_the_usual_digits() -> None:
     assert signed(str(2**63 - 1)) and signed(str(-(2**63))) and not signed(str(2**63)) and not signed(str(-(2**63) - 1))
     assert language(minimum=0, maximum=1.7976931348623157e308)("99999999999999999999.5")
     for bounds in ({"exclusiveMinimum": 0, "maximum": 1e-200}, {"minimum": 1e300}, {"minimum": 0.12345678901, "maximum": 0.12345678902, "exclusiveMinimum": 0.12345678901, "exclusiveMaximum": 0.12345678902}):  # fmt: skip
-        with pytest.raises(NotImplementedError, match="numbers from .* Their texts have too many digits"):
+        with pytest.raises(NotImplementedError, match="numbers that need more than 10 digits after the point"):
             language(**bounds)
 
 

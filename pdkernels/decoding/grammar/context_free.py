@@ -10,10 +10,11 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-from pdkernels._validation import check_type, refuse, sentence
+from pdkernels._validation import refuse, sentence
 from pdkernels.decoding.grammar.ebnf import pieces
 from pdkernels.decoding.grammar.language import MAX_STATES, OP, size
 from pdkernels.decoding.grammar.regex import MAX_LENGTH, parsed
+from pdkernels.models.tokenizers import check_text
 
 _END = b"\xff"  # the library asks for some bytes of its end token
 
@@ -52,7 +53,7 @@ def checked_rules(rules: str) -> str:
         ValueError: not a grammar, or one with a pattern that is too large.
         ImportError: the library is not installed.
     """
-    check_type(isinstance(rules, str), OP, "rules", "be a str", type(rules).__name__)
+    check_text(OP, rules, "rules")
     refuse(len(rules) > MAX_LENGTH, OP, f"the grammar has more than {MAX_LENGTH} characters")
     for kind, written in pieces(rules, directives=True):
         if kind == "pattern":

@@ -16,10 +16,12 @@ from pdkernels.decoding.grammar.language import (
     Expression,
     Repeat,
     Seq,
+    complement,
     optional,
     text,
 )
 from pdkernels.decoding.grammar.regex import MAX_LENGTH, parsed
+from pdkernels.models.tokenizers import check_text
 
 _TOKEN = re.compile(
     r"""(?P<space>\s+|//[^\n]*)|(?P<string>"(?:[^"\\\n]|\\.)*"i?)|(?P<pattern>/(?:[^/\\\n]|\\.)+/[a-z]*)"""
@@ -36,7 +38,7 @@ def parsed_ebnf(rules: str, start: str, depth: int) -> Expression:
         ValueError: not a grammar.
         NotImplementedError: a directive, a flag of a pattern, templates.
     """
-    check_type(isinstance(rules, str), OP, "rules", "be a str", type(rules).__name__)
+    check_text(OP, rules, "rules")
     check_type(isinstance(start, str), OP, "start", "be a str", type(start).__name__)
     refuse(len(rules) > MAX_LENGTH, OP, f"the grammar has more than {MAX_LENGTH} characters")
     found = _rules(pieces(rules))
@@ -193,7 +195,9 @@ class _Reader:
             if any(len(end) != 1 for end in ends) or ends[0] > ends[1]:
                 self._fail(f"{written}..{last}")
             self._at += 1
-            return Chars(((ord(ends[0]), ord(ends[1])),))
+            for end in ends:
+                check_text(OP, end, f"rule {self._rule!r}")
+            return Chars(complement(complement(((ord(ends[0]), ord(ends[1])),))))
         if kind == "pattern":
             end = written.rindex("/")
             if written[end + 1 :]:

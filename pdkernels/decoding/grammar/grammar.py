@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -13,7 +14,9 @@ from pdkernels.decoding.grammar.ebnf import parsed_ebnf
 from pdkernels.decoding.grammar.language import MAX_STATES, OP, TOO_LARGE, Alt, Expression, compiled, text
 from pdkernels.decoding.grammar.regex import parsed
 from pdkernels.decoding.grammar.schema import Schema, parsed_schema
+from pdkernels.decoding.grammar.schema_keywords import Unknown, annotations
 from pdkernels.decoding.grammar.vocabulary import Vocabulary, vocabulary_of
+from pdkernels.models.tokenizers import check_text
 
 _FAR = 2**31 - 1
 _MAX_CELLS = 2**26
@@ -73,6 +76,7 @@ class Grammar:
         check_type(several, OP, "choice", "be a list of strings", type(texts).__name__)
         for one in texts:
             check_type(isinstance(one, str), OP, "choice", "hold strings", type(one).__name__)
+            check_text(OP, one, "choice")
         check(len(texts) > 0, OP, "choice", "hold a string", "none")
         large = len(texts) + sum(map(len, texts)) > MAX_STATES
         refuse(large, OP, f"the choice of {len(texts)} strings has more than {MAX_STATES} characters")
@@ -86,6 +90,7 @@ class Grammar:
         whitespace: str | None = None,
         depth: int = 3,
         longest: int | None = None,
+        unknown: Literal["warn", "ignore", "refuse"] = "warn",
         fill: Fill = "each",
     ) -> Grammar:
         """JSON values that satisfy a schema: a dict, a bool, or JSON.
@@ -94,16 +99,18 @@ class Grammar:
         itself.
 
         Args:
-            schema: the schema. A keyword that is not followed is refused.
+            schema: the schema. A keyword of JSON Schema that is not followed is refused.
             whitespace: a regular expression for the space around brackets, commas and colons. None: at most one space after a comma
                 or a colon.
             depth: how often a ``$ref`` may occur inside itself.
             longest: in place of each ``maxLength`` and ``maxItems`` that is larger. Each character up to such a bound is a state, so
                 large ones need more states than an automaton may have.
+            unknown: keywords and formats that JSON Schema does not have demand nothing. "warn" names them in a warning, with the keyword that a
+                misspelt one may mean; "refuse" takes no schema that has them.
 
         Raises:
             ValueError: a schema that nothing satisfies, or whose automaton is too large.
-            NotImplementedError: a keyword that is not followed.
+            NotImplementedError: a keyword of JSON Schema that is not followed.
 
         >>> Grammar.json_schema({"type": "array", "items": {"type": "boolean"}}).matches("[true, false]")
         True
@@ -113,7 +120,14 @@ class Grammar:
         if longest is not None:
             check_type(type(longest) is int, OP, "longest", "be an int", type(longest).__name__)
             check(longest >= 1, OP, "longest", "be at least 1", longest)
-        expression = parsed_schema(schema, whitespace, _checked_depth(depth), longest)
+        check_choice(OP, "unknown", unknown, ("warn", "ignore", "refuse"))
+        annotated: Unknown = {}
+        expression = parsed_schema(schema, whitespace, _checked_depth(depth), longest, annotated)
+        words = annotations(annotated)
+        if words and unknown == "refuse":
+            raise NotImplementedError(sentence(OP, words))
+        if words and unknown == "warn":
+            warnings.warn(sentence(OP, words), stacklevel=2)
         return cls(expression, f"the schema {_short(schema)}", fill)
 
     @classmethod
@@ -144,7 +158,7 @@ class Grammar:
 
     def matches(self, text: str) -> bool:
         """Whether a text belongs to the language."""
-        return self.automaton.accepts(text.encode())
+        return self.automaton.accepts(text.encode("utf-8", "surrogatepass"))
 
     def for_model(self, model: Any, end_tokens: Sequence[int]) -> _host.TokenAutomaton:
         """The automaton over a model's tokens.
@@ -194,7 +208,7 @@ class ContextFreeGrammar(Grammar):
     def matches(self, text: str) -> bool:
         tokens = [bytes([one]) for one in range(256)] + [b""]
         made = PrefixAutomaton(tokenizer_of(tokens, [256]), self._rules, [256])
-        state = made.follow(0, list(text.encode()))
+        state = made.follow(0, list(text.encode("utf-8", "surrogatepass")))
         return state >= 0 and made.accepting(state)
 
     def for_model(self, model: Any, end_tokens: Sequence[int]) -> Any:

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 from pdkernels import _host
 from pdkernels._validation import refuse, sentence
+from pdkernels.models.tokenizers import check_text
 
 OP = "decoding.Grammar"
 MAX_STATES = 100_000
@@ -71,6 +72,7 @@ NOTHING = Alt(())
 
 def text(characters: str) -> Expression:
     """These characters."""
+    check_text(OP, characters, "a text")
     return Seq(tuple(Chars(((ord(one), ord(one)),)) for one in characters))
 
 

@@ -28,9 +28,9 @@ DIGIT = Chars(((48, 57),))
 _FIRST = Chars(((49, 57),))
 _MAX_WHOLE = 15  # digits before a point where there is no bound: all of a double, and a text that ends
 _MAX_BOUNDED = 20  # digits before a point below a bound: those of 64 bits
-_MAX_FRACTION = 10
+MAX_FRACTION = 10
 _MAX_EXPONENT = 99
-_FRACTION = sequence(".", Repeat(DIGIT, 1, _MAX_FRACTION))
+_FRACTION = sequence(".", Repeat(DIGIT, 1, MAX_FRACTION))
 _E = Chars(((69, 69), (101, 101)))
 _EXPONENT = Seq((_E, optional(Chars(((43, 43), (45, 45)))), Repeat(DIGIT, 1, 2)))
 _WHOLE = Alt((text("0"), Seq((_FIRST, Repeat(DIGIT, 0, _MAX_WHOLE - 1)))))
@@ -201,7 +201,7 @@ def _exponents(first: int, last: int) -> Expression:
 
 def _fraction(low: str | None, high: str | None, half: _Half) -> Expression:
     """A point and digits, or neither, from the digits of `low` to those of `high`; None: no bound."""
-    return _or_end(low, high, half, _joined(".", _digits(low, high, half, _MAX_FRACTION)))
+    return _or_end(low, high, half, _joined(".", _digits(low, high, half, MAX_FRACTION)))
 
 
 def _or_end(low: str | None, high: str | None, half: _Half, more: Expression) -> Expression:

@@ -21,6 +21,7 @@ from pdkernels.decoding.grammar.language import (
     complement,
     normal,
 )
+from pdkernels.models.tokenizers import check_text
 
 if sys.version_info >= (3, 11):
     from re import _parser as parser  # type: ignore[attr-defined]
@@ -92,6 +93,7 @@ class _Tree:
 
     def item(self, kind: str, value: Any) -> Expression:
         if kind == "LITERAL":
+            self._check(value)
             return self._chars(((value, value),))
         if kind == "NOT_LITERAL":
             return Chars(complement(((value, value),)))
@@ -119,6 +121,10 @@ class _Tree:
         words = f"the pattern {self._pattern[:80]!r} has {names.get(kind, kind)}, which is not regular or not supported"
         raise NotImplementedError(sentence(OP, words))
 
+    def _check(self, point: int) -> None:
+        """Half of a surrogate pair, as an escape of UTF-16 writes it, is no character."""
+        check_text(OP, chr(point), f"the pattern {self._pattern[:80]!a}")
+
     def _chars(self, ranges: Ranges) -> Expression:
         kept = normal((first, last) for first, last in ranges if not 0xD800 <= first <= last <= 0xDFFF)
         return Chars(kept) if kept else NOTHING
@@ -129,6 +135,7 @@ class _Tree:
         for kind, value in items[negated:]:
             name = str(kind)
             if name == "LITERAL":
+                self._check(value)
                 found.append((value, value))
             elif name == "RANGE":
                 found.append(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 from pdkernels._validation import check, check_type, refuse, sentence
@@ -31,10 +32,11 @@ from pdkernels.decoding.grammar.numbers import numbers
 from pdkernels.decoding.grammar.regex import parsed
 from pdkernels.decoding.grammar.schema_apart import ENUMERATED, OF_OBJECTS, OF_STRINGS, holds, told_apart
 from pdkernels.decoding.grammar.schema_flat import Flattener
-from pdkernels.decoding.grammar.schema_keywords import TYPES, check_keywords, counts, is_note, kinds_of
+from pdkernels.decoding.grammar.schema_keywords import TYPES, Unknown, check_keywords, counts, is_note, kinds_of
 from pdkernels.decoding.grammar.schema_merge import CONDITIONS, Merged, merged, property_of, same, together, unsupported
 from pdkernels.decoding.grammar.schema_numbers import number_of
 from pdkernels.decoding.grammar.schema_strings import matching, string, string_of
+from pdkernels.models.tokenizers import check_text
 
 Schema = Mapping[str, Any] | bool
 
@@ -43,8 +45,10 @@ _MAX_VALUES = 100_000
 _ANYTHING_DEPTH = 1  # of arrays and objects inside a value without a schema
 
 
-def parsed_schema(schema: Schema | str, whitespace: str | None, depth: int, longest: int | None) -> Expression:
-    """The texts that satisfy a schema, as `Grammar.json_schema` describes them.
+def parsed_schema(
+    schema: Schema | str, whitespace: str | None, depth: int, longest: int | None, unknown: Unknown | None = None
+) -> Expression:
+    """The texts that satisfy a schema, as `Grammar.json_schema` describes them. What JSON Schema does not have is added to `unknown`.
 
     Raises:
         ValueError: not a JSON schema.
@@ -56,28 +60,38 @@ def parsed_schema(schema: Schema | str, whitespace: str | None, depth: int, long
         except (ValueError, RecursionError) as error:
             raise ValueError(sentence(OP, f"the schema is not JSON: {error}")) from None
     check_type(isinstance(schema, (Mapping, bool)), OP, "schema", "be a dict", type(schema).__name__)
-    _check_size(schema)
+    _check_values(schema)
     try:
-        return _Compiler(schema, whitespace, depth, longest).value(schema, "#")
+        return _Compiler(schema, whitespace, depth, longest, {} if unknown is None else unknown).value(schema, "#")
     except RecursionError:
         raise ValueError(sentence(OP, "the schema has too many levels", "Lower the depth.")) from None
 
 
-def _check_size(schema: Any) -> None:
-    """Refuses a schema of too many values, those that it holds several times counted each time, before anything walks through it."""
-    left, seen = [schema], 0
-    while left:
+def _check_values(schema: Any) -> None:
+    """Refuses what JSON has not, and too many values, those that a schema holds several times counted each time, before anything walks through it."""
+    queue, seen = [("the schema", "#", schema)], 0
+    while queue:
         seen += 1
-        one = left.pop()
-        inner = one.values() if isinstance(one, Mapping) else one if isinstance(one, (list, tuple)) else ()
-        left.extend(inner)
-        large = seen + len(left) > _MAX_VALUES
+        name, place, one = queue.pop()
+        if isinstance(one, str):
+            check_text(OP, one, f"{name} at {place}")
+        check(not isinstance(one, float) or isfinite(one), OP, f"{name} at {place}", "be a finite number", one)
+        large = type(one) is int and one.bit_length() > 1023
+        check(not large, OP, f"{name} at {place}", "be a number of at most 1,023 bits, as doubles are", one)
+        if isinstance(one, Mapping):
+            here = place if seen == 1 else f"{place}/{name}"
+            for key in one:
+                check_text(OP, key, f"a name at {here}")
+            queue += [(key, here, value) for key, value in one.items()]
+        elif isinstance(one, (list, tuple)):
+            queue += [(f"{name}[{number}]", place, value) for number, value in enumerate(one)]
+        large = seen + len(queue) > _MAX_VALUES
         refuse(large, OP, f"the schema has more than {_MAX_VALUES} values")
 
 
 class _Compiler:
-    def __init__(self, root: Any, whitespace: str | None, depth: int, longest: int | None) -> None:
-        self._flat, self._depth, self._longest = Flattener(root), depth, longest
+    def __init__(self, root: Any, whitespace: str | None, depth: int, longest: int | None, unknown: Unknown) -> None:
+        self._flat, self._depth, self._longest = Flattener(root, unknown), depth, longest
         self._open: dict[str, int] = {}  # how often each reference is being followed
         gap = EMPTY if whitespace is None else parsed(whitespace)
         space = optional(text(" ")) if whitespace is None else gap
@@ -109,7 +123,7 @@ class _Compiler:
 
     def _reference(self, schema: Mapping[str, Any], place: str) -> Expression:
         """A reference, no more than `depth` times inside itself: a value that needs more levels is none."""
-        check_keywords(schema, place)
+        check_keywords(schema, place, self._flat.unknown)
         reference = schema["$ref"]
         found, level = self._flat.found(reference, place), self._open.get(reference, 0)
         if level > self._depth:

@@ -9,15 +9,15 @@ from urllib.parse import unquote
 from pdkernels._validation import check
 from pdkernels.decoding.grammar.language import OP
 from pdkernels.decoding.grammar.schema_apart import of_objects
-from pdkernels.decoding.grammar.schema_keywords import check_keywords, is_note, modern
+from pdkernels.decoding.grammar.schema_keywords import Unknown, check_keywords, demands, modern
 from pdkernels.decoding.grammar.schema_merge import CONDITIONS, Flat, Merged, merged, unsupported
 
 
 class Flattener:
     """Follows the references of a root schema."""
 
-    def __init__(self, root: Any) -> None:
-        self._root = root
+    def __init__(self, root: Any, unknown: Unknown) -> None:
+        self._root, self.unknown = root, unknown
         inside = list(_inside(root))
         self._named = {one["$anchor"]: one for one in inside if isinstance(one.get("$anchor"), str)}
         names = [(one["$id"], one) for one in inside if isinstance(one.get("$id"), str)]
@@ -30,8 +30,8 @@ class Flattener:
         if isinstance(schema, (bool, Merged)):
             return schema
         check(isinstance(schema, Mapping), OP, f"schema at {place}", "be an object or a bool", type(schema).__name__)
-        check_keywords(schema, place)
-        made = Merged(modern({name: value for name, value in schema.items() if not is_note(name)}))
+        check_keywords(schema, place, self.unknown)
+        made = Merged(modern(demands(schema)))
         parts = made.pop("allOf", [])
         if "$ref" in made:
             parts = [self.found(made.pop("$ref"), place), *parts]

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from math import isfinite
 from typing import Any
 
-from pdkernels._validation import check, refuse
+from pdkernels._validation import check, did_you_mean, refuse
 from pdkernels.decoding.grammar.language import OP
 from pdkernels.decoding.grammar.regex import parsed
+from pdkernels.decoding.grammar.schema_formats import KNOWN as FORMATS
 from pdkernels.decoding.grammar.schema_merge import CONDITIONS, unsupported
 
 _NOTES = frozenset(
@@ -33,7 +34,12 @@ KEYWORDS = {
     "null": frozenset[str](),
 }
 _APPLIED = frozenset("type enum const anyOf oneOf allOf not if then else $ref".split())
-_KNOWN = _NOTES | _APPLIED | frozenset().union(*KEYWORDS.values())
+_REFUSED = frozenset("unevaluatedItems $dynamicRef $recursiveRef extends disallow divisibleBy".split())
+"""Keywords that demand something, in one draft or another, and are not followed."""
+_DEMANDS = _REFUSED | _APPLIED | frozenset().union(*KEYWORDS.values())
+_COUNTS = frozenset(
+    name for names in KEYWORDS.values() for name in names if name[:3] in ("min", "max") and not name.endswith("imum")
+)
 TYPES: dict[str, Callable[[Any], bool]] = {
     "string": lambda value: isinstance(value, str),
     "integer": lambda value: type(value) is int or (type(value) is float and value.is_integer()),
@@ -53,20 +59,40 @@ _SHAPES: dict[str, tuple[Any, str]] = {
 }
 
 
+Unknown = dict[tuple[str, str], str]
+"""Where keywords and formats are first that JSON Schema does not have."""
+_MAX_NAMED = 5
+
+
 def is_note(name: str) -> bool:
-    return name in _NOTES or name.startswith("x-")
+    """Whether a keyword demands nothing. Those that JSON Schema does not have are annotations."""
+    return name not in _DEMANDS
 
 
-def check_keywords(schema: Mapping[str, Any], place: str) -> None:
+def demands(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of a schema that demand something."""
+    made = {name: value for name, value in schema.items() if not is_note(name)}
+    if made.get("format", "date") not in FORMATS:
+        del made["format"]
+    return made
+
+
+def check_keywords(schema: Mapping[str, Any], place: str, unknown: Unknown) -> None:
+    """Checks the keywords of a schema and their values, and adds those that JSON Schema does not have to `unknown`."""
     for name, value in schema.items():
-        unsupported(name not in _KNOWN and not is_note(name), f"{place}/{name}", f"the keyword {name!r}")
+        unsupported(name in _REFUSED, f"{place}/{name}", f"the keyword {name!r}")
+        if is_note(name) and name not in _NOTES and not name.startswith("x-"):
+            unknown.setdefault(("keyword", name), place)
         kind, words = _SHAPES.get(name, (object, ""))
         check(isinstance(value, kind), OP, f"{name} at {place}", f"be {words}", type(value).__name__)
+        if name == "format" and value not in FORMATS:
+            unknown.setdefault((name, value), place)
     for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
         given = schema.get(name, 0)
         finite = type(given) is int or (type(given) is float and isfinite(given))
         fits = finite or (type(given) is bool and name.startswith("exclusive"))
         check(fits, OP, f"{name} at {place}", "be a finite number", given)
+    check(schema.get("multipleOf", 1) > 0, OP, f"multipleOf at {place}", "be above 0", schema.get("multipleOf"))
     for what in ("Length", "Items", "Contains", "Properties"):
         counts(schema, f"min{what}", f"max{what}", place)
     for pattern in schema.get("patternProperties", {}):
@@ -85,8 +111,19 @@ def check_keywords(schema: Mapping[str, Any], place: str) -> None:
     unsupported(bool(stray), place, words, "It demands nothing there: leave it out.")
 
 
+def annotations(unknown: Unknown) -> str:
+    """What a warning says of keywords and formats that JSON Schema does not have; empty without any."""
+    named = []
+    for (what, name), place in [*unknown.items()][:_MAX_NAMED]:
+        hint = did_you_mean(name, _DEMANDS | _NOTES if what == "keyword" else FORMATS).strip()
+        named.append(f"the {what} {name[:40]!r} at {place[:80]}{f' ({hint})' if hint else ''}")
+    more = f" and {len(unknown) - _MAX_NAMED} more" if len(unknown) > _MAX_NAMED else ""
+    return f"JSON Schema does not have {', '.join(named)}{more}, which demand nothing" if named else ""
+
+
 def modern(schema: dict[str, Any]) -> dict[str, Any]:
-    """The keywords of earlier drafts as those of 2020-12, and all conditions under one name."""
+    """The keywords of earlier drafts as those of 2020-12, all conditions under one name, and counts as ints."""
+    schema.update({name: int(value) for name, value in schema.items() if name in _COUNTS})
     more = schema.pop("additionalItems", True)
     if isinstance(schema.get("items"), list):
         schema["prefixItems"], schema["items"] = schema["items"], more
@@ -116,10 +153,11 @@ def modern(schema: dict[str, Any]) -> dict[str, Any]:
 def counts(schema: Mapping[str, Any], low: str, high: str, place: str) -> tuple[int, int | None]:
     for name in (low, high):
         given = schema.get(name, 0)
-        fits = type(given) is int and given >= 0
+        fits = type(given) in (int, float) and given >= 0 and given == given // 1
         check(fits, OP, f"{name} at {place}", "be a whole number of at least 0", given)
     refuse(schema.get(high) is not None and schema[high] > 10**6, OP, f"{high} at {place} is above {10**6}")
-    return schema.get(low, 0), schema.get(high)
+    least, most = schema.get(low, 0), schema.get(high)
+    return int(least), None if most is None else int(most)
 
 
 def kinds_of(schema: Mapping[str, Any], place: str) -> list[str]:

@@ -20,6 +20,7 @@ from pdkernels.decoding.grammar.language import (
     text,
 )
 from pdkernels.decoding.grammar.regex import parsed
+from pdkernels.decoding.grammar.schema_formats import ANY, PATTERNS
 from pdkernels.decoding.grammar.schema_keywords import counts
 from pdkernels.decoding.grammar.schema_merge import unsupported
 
@@ -30,37 +31,6 @@ CHARACTER: Expression = Alt(
     (Chars(_PLAIN), Seq((text("\\"), Chars(normal((ord(one), ord(one)) for one in '"\\bfnrt')))))
 )
 """One character of a string, as `json.dumps` writes it."""
-
-_DAY = r"(0[1-9]|1\d|2[0-8])"
-_DATE = rf"[1-9]\d{{3}}-((0[1-9]|1[0-2])-{_DAY}|(0[13-9]|1[0-2])-(29|30)|(0[13578]|1[02])-31)"
-_TIME = r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,6})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)"
-_BYTE = r"(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
-_LABEL = r"[a-z0-9]{1,12}(-[a-z0-9]{1,12}){0,3}"
-_HOST = rf"{_LABEL}(\.{_LABEL}){{0,3}}\.[a-z]{{2,8}}"
-_AFTER = r"(\?[A-Za-z0-9_.~=&-]*)?(#[A-Za-z0-9_.~/-]*)?"
-_PATH = r"(/[A-Za-z0-9_.~-]*)*"
-_URI = rf"(https?|ftp)://{_HOST}(:[1-9]\d{{0,3}})?{_PATH}{_AFTER}"
-_UNITS = r"(\d{1,4}H(\d{1,4}M)?(\d{1,4}S)?|\d{1,4}M(\d{1,4}S)?|\d{1,4}S)"
-FORMATS = {
-    "date": _DATE,
-    "time": _TIME,
-    "date-time": f"{_DATE}T{_TIME}",
-    "duration": rf"P(\d{{1,4}}(Y(\d{{1,2}}M)?(\d{{1,3}}D)?|M(\d{{1,3}}D)?|D)(T{_UNITS})?|\d{{1,4}}W|T{_UNITS})",
-    "uuid": r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}",
-    "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
-    "ipv6": r"[0-9a-f]{1,4}(:[0-9a-f]{1,4}){7}|([0-9a-f]{1,4}(:[0-9a-f]{1,4}){0,5})?::[0-9a-f]{1,4}",
-    "email": r"[a-z0-9]+([._-][a-z0-9]+){0,3}@[a-z0-9]+(-[a-z0-9]+){0,2}(\.[a-z]{2,8}){1,3}",
-    "hostname": _HOST,
-    "uri": _URI,
-    "uri-reference": rf"{_URI}|{_PATH}{_AFTER}",
-    "json-pointer": r"(/([^~/\x00-\x1f]|~[01])*)*",
-    "byte": r"([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?",
-}
-"""Patterns of texts that have a format; not all that have it."""
-FORMATS |= {"url": FORMATS["uri"], "idn-email": FORMATS["email"], "idn-hostname": FORMATS["hostname"]}
-FORMATS |= {"iri": FORMATS["uri"], "iri-reference": FORMATS["uri-reference"]}
-ANY_FORMAT = frozenset({"binary", "password"})
-"""Formats that every string has."""
 
 
 def string(least: int, most: int | None) -> Expression:
@@ -75,7 +45,7 @@ def matching(pattern: str) -> Expression:
 
 def of_format(name: str) -> Expression:
     """Strings of a format."""
-    return quoted(parsed(FORMATS[name]))
+    return quoted(parsed(PATTERNS[name]))
 
 
 def quoted(part: Expression) -> Expression:
@@ -107,10 +77,10 @@ def string_of(schema: Mapping[str, Any], place: str) -> Expression:
         given = schema.get(name, ())
         for one in (given,) if isinstance(given, str) else given:
             if name == "format":
-                if one in ANY_FORMAT:
+                if one in ANY:
                     continue
-                words = f"Known: {', '.join(sorted([*FORMATS, *ANY_FORMAT]))}."
-                unsupported(one not in FORMATS, f"{place}/format", f"{one!r}", words)
+                words = f"Known: {', '.join(sorted([*PATTERNS, *ANY]))}."
+                unsupported(one not in PATTERNS, f"{place}/format", f"{one!r}", words)
             parts.append(make(one))
     least, most = counts(schema, "minLength", "maxLength", place)
     if most is not None and most < least:
