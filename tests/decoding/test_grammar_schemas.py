@@ -192,3 +192,70 @@ def test_base64_without_stray_bits() -> None:
         except ValueError:
             valid = False
         assert grammar.matches(f'"{text}"') == valid, text
+
+
+SPACES_OF_JAVASCRIPT = "\t\n\v\f\r \u00a0\u1680\u2028\u2029\u202f\u205f\u3000\ufeff" + "".join(
+    map(chr, range(0x2000, 0x200B))
+)
+OF_JAVASCRIPT = {r"\s": f"[{SPACES_OF_JAVASCRIPT}]", r"\S": f"[^{SPACES_OF_JAVASCRIPT}]", r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[A-Za-z0-9_]"}  # fmt: skip
+OF_JAVASCRIPT |= {r"\W": "[^A-Za-z0-9_]", ".": "[^\n\r\u2028\u2029]", "$": r"\Z"}
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"^\s$", r"^\S$", r"^\d$", r"^\D$", r"^\w$", r"^\W$", "^.$", "a$", r"\S\s$", r"^[^\s]$", r"^[^\Wa]"]
+)
+def test_classes_of_patterns_in_two_languages(pattern: str) -> None:
+    """JSON Schema's patterns are those of JavaScript, and jsonschema's those of Python. Texts satisfy a schema in both, with `not` before it too."""
+    theirs = (
+        re.sub(r"\\[sSdDwW]|\.|\$", lambda match: OF_JAVASCRIPT[match[0]], pattern) if "[" not in pattern else pattern
+    )
+    short = {"type": "string", "maxLength": 2}
+    grammar = Grammar.json_schema({**short, "pattern": pattern})
+    others = Grammar.json_schema({**short, "not": {"pattern": pattern}})
+    found = 0
+    for count in range(3):
+        for characters in itertools.product("a1_ \n\r\u2028\u00a0\ufeff\u0663é\x85-\v", repeat=count):
+            text = "".join(characters)
+            matches = [bool(re.search(one, text)) for one in (pattern, theirs)]
+            written = json.dumps(text, ensure_ascii=False)
+            assert all(matches) or not grammar.matches(written), text
+            assert not any(matches) or not others.matches(written), text
+            found += grammar.matches(written) + others.matches(written)
+    assert found > 50
+
+
+def test_schemas_that_llguidance_reads_wrongly() -> None:
+    """Integers that are no doubles are refused; a name that is spelled with an escape counts as another property there, which a warning says."""
+    pytest.importorskip("llguidance")
+    for number in (2**53 + 1, -(2**60)):
+        with pytest.raises(
+            ValueError,
+            match="llguidance rounds .* in a schema of %json to a double of 53 bits. Use Grammar.json_schema",
+        ):
+            Grammar.lark('start: "<" %json ' + json.dumps({"type": "array", "items": {"enum": [1, number]}}) + ' ">"')
+    exact = Grammar.json_schema({"enum": [2**53 + 1]})
+    assert exact.matches(str(2**53 + 1)) and not exact.matches(str(2**53))
+    named, spelled = {"type": "object", "properties": {"a": {"type": "integer"}}}, r'{"\u0061": "x"}'
+    with pytest.warns(
+        UserWarning,
+        match="takes a named one with any value if its name has an escape. Set additionalProperties to false",
+    ):
+        Grammar.lark("start: %json " + json.dumps(named))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        closed = Grammar.lark("start: %json " + json.dumps({**named, "additionalProperties": False}))
+        assert Grammar.lark('start: "%json" | /a/').matches("%json")
+    assert closed.matches('{"a": 1}') and not closed.matches(spelled)
+    assert not Grammar.json_schema(named).matches(spelled)
+
+
+def test_values_without_a_schema_have_three_levels() -> None:
+    def nested(opening: str, closing: str, levels: int) -> str:
+        return opening * levels + "1" + closing * levels
+
+    anything, objects = Grammar.json_schema(True), Grammar.json_schema({"type": "object"})
+    for levels in range(6):
+        for text in (nested("[", "]", levels), nested('{"a": ', "}", levels), nested('[{"a": ', "}]", levels // 2)):
+            assert anything.matches(text) == (text.count("{") + text.count("[") <= 3), text
+        assert objects.matches('{"k": ' + nested("[", "]", levels) + "}") == (levels <= 3)
+        assert objects.matches(nested('{"k": ', "}", levels)) == (1 <= levels <= 4)

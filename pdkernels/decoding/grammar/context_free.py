@@ -7,6 +7,9 @@ that write token after token, and a text that is not whole at the end is an erro
 from __future__ import annotations
 
 import ctypes
+import json
+import re
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,10 +65,33 @@ def checked_rules(rules: str) -> str:
             except NotImplementedError:
                 continue
             refuse(large, OP, f"the pattern {written[:60]} unfolds to more than {MAX_STATES} states")
+    _check_schemas(rules)
     made: str = library().LLMatcher.grammar_from_lark(rules)
     fault = library().LLMatcher.validate_grammar(made)
     refuse(bool(fault), OP, f"rules must be a grammar of llguidance: {' '.join(str(fault).split())[:300]}")
     return made
+
+
+def _check_schemas(rules: str) -> None:
+    """What llguidance 1.9.1 gets wrong in the schemas of `%json`: refused where it excludes right values, else named in a warning."""
+    for match in re.finditer(r"%json\s*", rules):
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(rules, match.end())
+        except (ValueError, RecursionError):
+            continue  # the library says what is wrong
+        queue, named = [schema], False
+        for one in queue:
+            large = type(one) is int and abs(one) > 2**53
+            words = f"llguidance rounds {str(one)[:40]} in a schema of %json to a double of 53 bits"
+            refuse(large, OP, words, "Use Grammar.json_schema, which is exact.")
+            if isinstance(one, dict):
+                named = named or bool(one.get("properties") and one.get("additionalProperties") is not False)
+                queue += one.values()
+            elif isinstance(one, list):
+                queue += one
+        if named:
+            words = "in an object of %json that may have other properties, llguidance takes a named one with any value if its name has an escape"
+            warnings.warn(sentence(OP, words, "Set additionalProperties to false."), stacklevel=5)
 
 
 class PrefixAutomaton:

@@ -20,6 +20,7 @@ from pdkernels.decoding.grammar.language import (
     Seq,
     complement,
     normal,
+    optional,
 )
 from pdkernels.models.tokenizers import check_text
 
@@ -31,6 +32,7 @@ else:
 MAX_LENGTH = 50_000
 ANYTHING = Chars(complement(()))
 _LINE = Chars(complement(((10, 10),)))
+_LINE_OF_BOTH = Chars(complement(normal([(10, 10), (13, 13), (0x2028, 0x2029)])))
 _ASCII: dict[str, Ranges] = {
     "DIGIT": ((48, 57),),
     "SPACE": normal([(9, 13), (32, 32)]),
@@ -38,13 +40,14 @@ _ASCII: dict[str, Ranges] = {
 }
 _UNICODE: dict[str, Callable[[str], bool]] = {
     "DIGIT": str.isdecimal,
-    "SPACE": str.isspace,
+    "SPACE": lambda one: one.isspace() or one == "\ufeff",  # the latter in JavaScript
     "WORD": lambda one: one.isalnum() or one == "_",
 }
 
 
-def parsed(pattern: str, *, search: bool = False) -> Expression:
-    """The texts that `pattern` matches whole; with `search`, those in which it is found.
+def parsed(pattern: str, *, search: bool = False, wide: bool = False) -> Expression:
+    """The texts that `pattern` matches whole; with `search`, those in which it is found by Python and by JavaScript, whose patterns JSON Schema
+    has; with `wide`, by one of them at least.
 
     ``\\d``, ``\\s`` and ``\\w`` are those of ASCII; what they exclude, such as by ``\\D`` and ``[^\\w]``, is that of Unicode.
 
@@ -63,16 +66,16 @@ def parsed(pattern: str, *, search: bool = False) -> Expression:
     flags = tree.state.flags & ~(re.UNICODE | re.DOTALL).value
     if flags:
         raise NotImplementedError(sentence(OP, f"flags such as {re.RegexFlag(flags)!r} are not supported in a pattern"))
-    dot = ANYTHING if tree.state.flags & re.DOTALL.value else _LINE
+    line = _LINE_OF_BOTH if search and not wide else _LINE
     try:
-        return _Tree(pattern, dot).whole(tree.data, search)
+        return _Tree(pattern, ANYTHING if tree.state.flags & re.DOTALL.value else line, wide).whole(tree.data, search)
     except RecursionError:
         fail(OP, "pattern", "have fewer groups inside each other", repr(pattern[:80]))
 
 
 class _Tree:
-    def __init__(self, pattern: str, dot: Chars) -> None:
-        self._pattern, self._dot = pattern, dot
+    def __init__(self, pattern: str, dot: Chars, wide: bool) -> None:
+        self._pattern, self._dot, self._wide = pattern, dot, wide
 
     def whole(self, items: list[Any], search: bool) -> Expression:
         """The whole pattern: anchors may be at its ends, and at those of the branches of a pattern that is only branches."""
@@ -86,6 +89,8 @@ class _Tree:
         inner, rest = self.sequence(items), Repeat(ANYTHING, 0, None)
         if not search:
             return inner
+        if last and self._wide:  # Python's $ is also before a last line feed
+            inner = Seq((inner, optional(Chars(((10, 10),)))))
         return Seq((*(() if first else (rest,)), inner, *(() if last else (rest,))))
 
     def sequence(self, items: Sequence[Any]) -> Expression:
@@ -131,7 +136,7 @@ class _Tree:
 
     def _set(self, items: Sequence[Any]) -> Expression:
         negated = bool(items) and str(items[0][0]) == "NEGATE"
-        found: list[tuple[int, int]] = []
+        found, wide = list[tuple[int, int]](), negated != self._wide
         for kind, value in items[negated:]:
             name = str(kind)
             if name == "LITERAL":
@@ -144,9 +149,9 @@ class _Tree:
                 if category.startswith("NOT_"):
                     # Of what is excluded twice, too little stays out.
                     base = category.removeprefix("NOT_")
-                    found += complement(_ASCII[base] if negated else _every(base))
+                    found += complement(_ASCII[base] if wide else _every(base))
                 else:
-                    found += _every(category) if negated else _ASCII[category]
+                    found += _every(category) if wide else _ASCII[category]
         ranges = normal(found)
         return self._chars(complement(ranges) if negated else complement(complement(ranges)))
 

@@ -42,7 +42,7 @@ Schema = Mapping[str, Any] | bool
 
 _MAX_PARTS = 3_000
 _MAX_VALUES = 100_000
-_ANYTHING_DEPTH = 1  # of arrays and objects inside a value without a schema
+_ANYTHING_DEPTH = 3  # of arrays and objects inside each other in a value without a schema
 
 
 def parsed_schema(
@@ -261,7 +261,7 @@ class _Compiler:
         strings = {name: value for name, value in flat.items() if name != "type"}
         if kind != "string" or not strings:
             return NOTHING
-        return without(made, string_of(strings, f"{place}/not"), f"the schema at {place}")
+        return without(made, string_of(strings, f"{place}/not", wide=True), f"the schema at {place}")
 
     def _array(self, schema: Mapping[str, Any], place: str) -> Expression:
         first = [self.value(one, f"{place}/prefixItems") for one in schema.get("prefixItems", ())]
@@ -353,13 +353,13 @@ class _Compiler:
             name = matching(pattern)
             for other, two in patterns.items():
                 if two != one:  # a name of both would need a value of both
-                    name = without(name, matching(other), f"the schema at {place}")
+                    name = without(name, matching(other, wide=True), f"the schema at {place}")
             found.append((name, self.value(one, f"{place}/patternProperties")))
         if others is False or (patterns and others is True):
             return found
         name = string(1, None)
         for pattern in patterns:
-            name = without(name, matching(pattern), f"the schema at {place}")
+            name = without(name, matching(pattern, wide=True), f"the schema at {place}")
         return [*found, (name, self.value(others, f"{place}/additionalProperties"))]
 
     def _some(self, parts: Sequence[tuple[bool, Expression]], least: int, most: int | None) -> Expression:

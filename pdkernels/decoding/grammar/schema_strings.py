@@ -38,9 +38,9 @@ def string(least: int, most: int | None) -> Expression:
     return sequence('"', Repeat(CHARACTER, least, most), '"')
 
 
-def matching(pattern: str) -> Expression:
-    """The strings in which a pattern is found."""
-    return quoted(parsed(pattern, search=True))
+def matching(pattern: str, wide: bool = False) -> Expression:
+    """The strings in which a pattern is found, as `parsed` reads it."""
+    return quoted(parsed(pattern, search=True, wide=wide))
 
 
 def of_format(name: str) -> Expression:
@@ -70,10 +70,10 @@ def escaped(part: Expression) -> Expression:
     return Alt((*((Chars(plain),) if plain else ()), *written))
 
 
-def string_of(schema: Mapping[str, Any], place: str) -> Expression:
-    """The strings of a schema."""
+def string_of(schema: Mapping[str, Any], place: str, wide: bool = False) -> Expression:
+    """The strings of a schema; `wide`: those that others are told from."""
     parts: list[Expression] = []
-    for name, make in (("pattern", matching), ("format", of_format)):
+    for name in ("pattern", "format"):
         given = schema.get(name, ())
         for one in (given,) if isinstance(given, str) else given:
             if name == "format":
@@ -81,7 +81,7 @@ def string_of(schema: Mapping[str, Any], place: str) -> Expression:
                     continue
                 words = f"Known: {', '.join(sorted([*PATTERNS, *ANY]))}."
                 unsupported(one not in PATTERNS, f"{place}/format", f"{one!r}", words)
-            parts.append(make(one))
+            parts.append(of_format(one) if name == "format" else matching(one, wide))
     least, most = counts(schema, "minLength", "maxLength", place)
     if most is not None and most < least:
         return NOTHING
