@@ -32,6 +32,7 @@ PATTERNS = {
 """Patterns of texts that have a format; not all that have it."""
 PATTERNS |= {"url": PATTERNS["uri"], "idn-email": PATTERNS["email"], "idn-hostname": PATTERNS["hostname"]}
 PATTERNS |= {"iri": PATTERNS["uri"], "iri-reference": PATTERNS["uri-reference"]}
+PATTERNS |= {"host-name": PATTERNS["hostname"], "ip-address": PATTERNS["ipv4"]}  # of draft 3
 ANY = frozenset({"binary", "password"})
 """Formats that every string has."""
 OF_NUMBERS: dict[str, tuple[int | None, int | None]] = {
