@@ -195,8 +195,7 @@ class _Reader:
             if any(len(end) != 1 for end in ends) or ends[0] > ends[1]:
                 self._fail(f"{written}..{last}")
             self._at += 1
-            for end in ends:
-                check_text(OP, end, f"rule {self._rule!r}")
+            check_text(OP, "".join(ends), f"rule {self._rule!r}")
             return Chars(complement(complement(((ord(ends[0]), ord(ends[1])),))))
         if kind == "pattern":
             end = written.rindex("/")

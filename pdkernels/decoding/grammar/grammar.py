@@ -14,7 +14,7 @@ from pdkernels.decoding.grammar.ebnf import parsed_ebnf
 from pdkernels.decoding.grammar.language import MAX_STATES, OP, TOO_LARGE, Alt, Expression, compiled, text
 from pdkernels.decoding.grammar.regex import parsed
 from pdkernels.decoding.grammar.schema import Schema, parsed_schema
-from pdkernels.decoding.grammar.schema_keywords import Unknown, annotations
+from pdkernels.decoding.grammar.schema_keywords import Unknown, warning_of
 from pdkernels.decoding.grammar.vocabulary import Vocabulary, vocabulary_of
 from pdkernels.models.tokenizers import check_text
 
@@ -123,7 +123,7 @@ class Grammar:
         check_choice(OP, "unknown", unknown, ("warn", "ignore", "refuse"))
         annotated: Unknown = {}
         expression = parsed_schema(schema, whitespace, _checked_depth(depth), longest, annotated)
-        words = annotations(annotated)
+        words = warning_of(annotated)
         if words and unknown == "refuse":
             raise NotImplementedError(sentence(OP, words))
         if words and unknown == "warn":

@@ -47,8 +47,7 @@ class Range(NamedTuple):
     @classmethod
     def of(cls, low: float | None, high: float | None, above: bool, below: bool) -> Range:
         """With numbers as JSON writes them."""
-        ends = (None if end is None else Decimal(end if isinstance(end, int) else repr(end)) for end in (low, high))
-        return cls(*ends, above, below)
+        return cls(None if low is None else _decimal(low), None if high is None else _decimal(high), above, below)
 
     @property
     def halves(self) -> Iterator[tuple[str, _Half]]:
@@ -60,6 +59,10 @@ class Range(NamedTuple):
                 start, above = half.low, half.above
             if half.high is None or start < half.high or (start == half.high and not (above or half.below)):
                 yield sign, _Half(start, half.high, above, half.below)
+
+
+def _decimal(value: float) -> Decimal:
+    return Decimal(value if isinstance(value, int) else repr(value))
 
 
 class _Half(NamedTuple):

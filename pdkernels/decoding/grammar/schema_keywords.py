@@ -111,7 +111,7 @@ def check_keywords(schema: Mapping[str, Any], place: str, unknown: Unknown) -> N
     unsupported(bool(stray), place, words, "It demands nothing there: leave it out.")
 
 
-def annotations(unknown: Unknown) -> str:
+def warning_of(unknown: Unknown) -> str:
     """What a warning says of keywords and formats that JSON Schema does not have; empty without any."""
     named = []
     for (what, name), place in [*unknown.items()][:_MAX_NAMED]:
