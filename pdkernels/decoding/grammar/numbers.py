@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
-from functools import cache, lru_cache
-from itertools import groupby
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import NamedTuple
 
 from pdkernels.decoding.grammar.language import (
     EMPTY,
@@ -17,12 +16,12 @@ from pdkernels.decoding.grammar.language import (
     Machine,
     Repeat,
     Seq,
-    compiled,
     either,
     optional,
     sequence,
     text,
 )
+from pdkernels.decoding.grammar.machines import smallest
 
 DIGIT = Chars(((48, 57),))
 _FIRST = Chars(((49, 57),))
@@ -99,7 +98,7 @@ def integers(low: float | None, high: float | None, *, above: bool = False, belo
         first, last = half.whole()
         if first <= last and (not sign or last > 0):
             parts.append(sequence(sign, _natural(first, last)))
-    return smallest(either(parts))
+    return smallest(either(parts), "the numbers")
 
 
 def multiples(step: int) -> Expression:
@@ -120,27 +119,8 @@ def numbers(low: float | None, high: float | None, *, above: bool = False, below
     if low is None and high is None:
         return Seq((optional(text("-")), _WHOLE, optional(_FRACTION), optional(_EXPONENT)))
     halves = Range.of(low, high, above, below).halves
-    return smallest(_some(_joined(sign, part) for sign, half in halves for part in (*_plain(half), *_scientific(half))))
-
-
-def smallest(part: Expression) -> Expression:
-    """The same texts, which have an end, by the fewest states: those with the same continuations are one."""
-    if part == NOTHING:
-        return part
-    made = compiled(part, "the numbers")
-    table, accepting = made.table, made.accepting
-    numbers: dict[Any, int] = {}
-
-    @cache
-    def number(state: int) -> int:
-        targets = [to if to < 0 else number(to) for to in table[state]]
-        runs = ((first, [*group]) for first, group in groupby(range(256), targets.__getitem__))
-        edges = tuple((line[0], line[-1], to) for to, line in runs if to >= 0)
-        return numbers.setdefault((accepting[state], edges), len(numbers))
-
-    last = number(0)
-    edges = [(last - n, low, high, last - to) for (_, runs), n in numbers.items() for low, high, to in runs]
-    return Machine(last + 1, tuple(edges), tuple(last - n for (ends, _), n in numbers.items() if ends))
+    parts = [_joined(sign, part) for sign, half in halves for part in (*_plain(half), *_scientific(half))]
+    return smallest(_some(parts), "the numbers")
 
 
 def _plain(half: _Half) -> Iterator[Expression]:

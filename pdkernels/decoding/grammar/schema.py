@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from math import isfinite
 from typing import Any
 
@@ -28,6 +29,7 @@ from pdkernels.decoding.grammar.language import (
     text,
     without,
 )
+from pdkernels.decoding.grammar.machines import deterministic
 from pdkernels.decoding.grammar.numbers import numbers
 from pdkernels.decoding.grammar.regex import parsed
 from pdkernels.decoding.grammar.schema_apart import ENUMERATED, OF_OBJECTS, OF_STRINGS, holds, told_apart
@@ -99,7 +101,10 @@ class _Compiler:
         refuse(wide, OP, "whitespace matches characters that are no space in JSON", r"Write [ \t\n\r], not \s.")
         self._gap, self._parts = gap, 0
         self._comma, self._colon = Seq((gap, text(","), space)), Seq((gap, text(":"), space))
-        self._any = self._anything(_ANYTHING_DEPTH)
+
+    @property
+    def _any(self) -> Expression:
+        return _anything(_ANYTHING_DEPTH, self._gap, self._comma, self._colon)
 
     def value(self, schema: Any, place: str) -> Expression:
         """The texts of the values of a schema, which errors call `place`."""
@@ -391,17 +396,18 @@ class _Compiler:
                 break
         return Alt(tuple(forms))
 
-    def _anything(self, depth: int) -> Expression:
-        """A value without a schema, with no more than `depth` arrays or objects inside each other."""
-        parts = [string(0, None), numbers(None, None), text("true"), text("false"), text("null")]
-        if depth > 0:
-            inner = self._anything(depth - 1)
-            pair = Seq((string(0, None), self._colon, inner))
-            parts += [
-                self._enclosed("[", "]", separated(inner, self._comma, 0, None)),
-                self._enclosed("{", "}", separated(pair, self._comma, 0, None)),
-            ]
-        return Alt(tuple(parts))
+
+@lru_cache(maxsize=8)
+def _anything(depth: int, gap: Expression, comma: Expression, colon: Expression) -> Expression:
+    """A value without a schema, with no more than `depth` arrays or objects inside each other."""
+    parts = [string(0, None), numbers(None, None), text("true"), text("false"), text("null")]
+    if depth > 0:
+        inner = _anything(depth - 1, gap, comma, colon)
+        for first, part, last in (("[", inner, "]"), ("{", Seq((string(0, None), colon, inner)), "}")):
+            # A part and its comma, or the last part: as one automaton they share their states.
+            several = optional(Seq((Repeat(Seq((part, comma)), 0, None), part)))
+            parts.append(Seq((text(first), gap, several, gap, text(last))))
+    return deterministic(Alt(tuple(parts)), "a value without a schema")
 
 
 def _ordered(schema: Mapping[str, Any]) -> list[str]:
