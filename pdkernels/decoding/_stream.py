@@ -7,7 +7,11 @@ import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from pdkernels._threads import Worker, tell_forks
+from pdkernels._validation import sentence
 from pdkernels.decoding.result import DecodeResult
+
+_OP = "decoding.stream"
 
 
 class Piece(NamedTuple):
@@ -33,7 +37,7 @@ class _Stopped(Exception):
 class Stream(Iterator[Piece]):
     """The pieces of a generation, which runs in a thread of its own. `result` is that of `generate`, after the last piece.
 
-    Leaving the loop early, or `close`, ends the generation at its next token.
+    Leaving the loop early, `close`, or the end of the program ends the generation at its next token.
     """
 
     def __init__(self, generate: Any, model: Any, prompt: Any, method: Any, options: dict[str, Any]) -> None:
@@ -60,7 +64,8 @@ class Stream(Iterator[Piece]):
             except BaseException as error:
                 pieces.put(error)
 
-        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread = Worker(run, closed.set, "pdkernels-stream")
+        tell_forks(self)
         self._thread.start()
 
     def __next__(self) -> Piece:
@@ -68,6 +73,7 @@ class Stream(Iterator[Piece]):
             return self._rest.pop(0)
         if self._done:
             raise StopIteration
+        self._refuse_itself()
         found = self._pieces.get()
         if isinstance(found, tuple):
             return Piece(found[0], found[1], self._added(found[0], found[1]), found[2])
@@ -81,9 +87,19 @@ class Stream(Iterator[Piece]):
 
     def close(self) -> None:
         """Ends the generation. There is no result then."""
+        self._refuse_itself()
         self._closed.set()
         self._done = True
         self._thread.join()
+
+    def _after_fork(self) -> None:
+        self._closed, self._pieces = threading.Event(), queue.SimpleQueue()
+        words = "this process is a fork of the one that generates, whose thread it does not have"
+        self._pieces.put(RuntimeError(sentence(_OP, words, "Start a stream here.")))
+
+    def _refuse_itself(self) -> None:
+        if self._thread.is_current:
+            raise RuntimeError(sentence(_OP, "a hook must not read or close the stream that waits for it"))
 
     def __del__(self) -> None:
         self._closed.set()

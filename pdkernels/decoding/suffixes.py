@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from threading import Lock
 
+from pdkernels._threads import tell_forks
 from pdkernels._validation import check, check_type
 
 LEAST = 2
@@ -136,6 +137,12 @@ class SuffixPool:
         self.max_tokens = max_tokens
         self.lock = Lock()
         self._new, self._old = SuffixIndex(), SuffixIndex()
+        tell_forks(self)
+
+    def _after_fork(self) -> None:
+        # A thread that held the lock may have been in the middle of a change.
+        if self.lock.locked():
+            self.__init__(self.max_tokens)  # type: ignore[misc]
 
     @property
     def tokens(self) -> int:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import queue
 import threading
 import time
 from collections.abc import Hashable
 from types import TracebackType
 from typing import Any
+from weakref import WeakSet, ref
 
 import torch
 
+from pdkernels._threads import Worker, tell_forks
 from pdkernels._validation import check, check_flag, check_type, integer, message, refuse, sentence
 from pdkernels.decoding import Method, OnTokens, available, check_capabilities, find, generate, prepare
 from pdkernels.decoding._filtered_model import FilteredModel
@@ -21,7 +24,7 @@ from pdkernels.decoding._row_samplers import SAMPLING, own_sampler
 from pdkernels.decoding._sampling import checked_seeds
 from pdkernels.decoding._session import MAX_POSITIONS, Session
 from pdkernels.decoding.steps import Staging
-from pdkernels.engine.generation import Generation
+from pdkernels.engine.generation import Generation, checked_wait
 from pdkernels.engine.lane import Lane, Request
 from pdkernels.engine.metrics import EngineMetrics
 from pdkernels.engine.pages import Memory
@@ -53,6 +56,9 @@ class Engine:
     that have it. A request joins with pages for its prompt and takes more as it grows. If there are none, earlier prompts are forgotten, then the youngest
     request gives up its own and waits again; its K and V are computed anew. Where a method cannot go on like that (`Steps.resumes`), and without a
     pool, room for the whole of a request is set aside when it joins. Those that find none wait, in the order of their submission.
+
+    What a callback, a hook or a tokenizer raises ends its own request, whatever it is. An engine that nobody refers to finishes its requests and
+    is freed; at the end of the program they are cancelled. A forked child has no engine: there its requests have failed.
 
     Args:
         model: as for `generate`. Nothing else may run it while the engine does.
@@ -121,9 +127,24 @@ class Engine:
         self._numbers = itertools.count()
         self._lanes: dict[Hashable, Lane] = {}
         self._metrics = EngineMetrics()
-        self._work = threading.Condition()
         self._closing: str = ""  # "finish" or "cancel"
-        self._thread = threading.Thread(target=self._run, name="pdkernels-engine", daemon=True)
+        self.failure: BaseException | None = None
+        """What ended its thread before `close`; None: nothing did."""
+        self._handles: WeakSet[Generation] = WeakSet()
+        self._lock, wakeups = threading.RLock(), queue.SimpleQueue[None]()
+
+        def wake() -> None:
+            if wakeups.empty():
+                wakeups.put(None)
+
+        def stop() -> None:
+            if (engine := reference()) is not None:
+                engine._close("cancel")
+
+        self._wake = wake
+        reference = ref(self, lambda _: wakeups.put(None))  # the thread of an idle engine does not keep it
+        self._thread = Worker(lambda: _run(reference, wakeups), stop, "pdkernels-engine")
+        tell_forks(self)
         self._thread.start()
 
     def submit(
@@ -156,8 +177,9 @@ class Engine:
             ValueError, TypeError: as `generate`; a batch of prompts; a request beyond the engine's limits.
             NotImplementedError: a method or an option that lets no sequences join and leave.
             EngineFull: too many requests wait.
-            RuntimeError: the engine is closed.
+            RuntimeError: the engine is closed, has failed, or runs in the process of which this one is a fork.
         """
+        self._refuse_closed()
         given = {name: options.pop(name) for name in _SETTINGS if name in options}
         chosen = method if isinstance(method, Method) else find(method)
         check_capabilities(chosen, self.model, options)
@@ -188,14 +210,14 @@ class Engine:
             session.longest <= longest, _OP, "prompt", f"have at most {longest} tokens, the engine's", session.longest
         )
         decoder = None if self.model.tokenizer is None else self.model.tokenizer.incremental()
-        handle = Generation(next(self._numbers), session.prompts[0], decoder)
-        handle._wake = self._notify
-        told = session._on_tokens
+        worker, told = self._thread, session._on_tokens
+        handle = Generation(next(self._numbers), session.prompts[0], decoder, worker, self._wake)
 
         def tell(sequence: int, ids: list[int], accepted: int) -> None:
             handle._add(ids, accepted)
             if told is not None:
-                told(sequence, ids, accepted)
+                with worker.callback():
+                    told(sequence, ids, accepted)
 
         session._on_tokens = tell
         session.on_provisional = handle._show if provisional else None
@@ -208,9 +230,8 @@ class Engine:
             self._try(chosen, session, options)
         deadline = None if timeout is None else time.perf_counter() + timeout
         request = Request(handle, session, seed, deadline, settings["logprobs"], sampler)
-        with self._work:
-            if self._closing:
-                raise RuntimeError(sentence(_OP, "the engine is closed"))
+        with self._lock:
+            self._refuse_closed()
             waiting = sum(len(lane.waiting) for lane in self._lanes.values())
             if waiting >= self.max_waiting:
                 raise EngineFull(
@@ -220,8 +241,9 @@ class Engine:
                 self._lanes[key] = self._lane(chosen, session, shared)
             session.model = self._lanes[key].model
             self._lanes[key].waiting.append(request)
+            self._handles.add(handle)
             self._metrics.submitted += 1
-            self._work.notify()
+            self._wake()
         return handle
 
     @property
@@ -238,7 +260,7 @@ class Engine:
         >>> engine.metrics().finished, engine.metrics().new_tokens
         ({'length': 1}, 3)
         """
-        with self._work:
+        with self._lock:
             now = copy.copy(self._metrics)
             now.finished = dict(now.finished)
             lanes = list(self._lanes.values())
@@ -253,13 +275,25 @@ class Engine:
 
         Args:
             finish: wait for the requests that are there; False cancels them.
-            timeout: seconds to wait; None: for ever.
+            timeout: seconds to wait; None: for ever. A callback or a hook, which the thread runs, does not wait.
         """
-        with self._work:
-            self._closing = "finish" if finish and self._closing != "cancel" else "cancel"
-            self._work.notify()
-        self._thread.join(timeout)
+        check_flag("Engine.close", "finish", finish)
+        timeout = checked_wait("Engine.close", timeout)
+        self._close("finish" if finish else "cancel")
+        if not self._thread.is_current:
+            self._thread.join(timeout)
         return not self._thread.is_alive()
+
+    def _close(self, how: str) -> None:
+        with self._lock:
+            self._closing = how if self._closing != "cancel" else "cancel"
+            self._wake()
+
+    def _refuse_closed(self) -> None:
+        if self.failure is not None:
+            raise RuntimeError(sentence(_OP, f"the engine is closed: {_reason(self.failure)}")) from self.failure
+        if self._closing:
+            raise RuntimeError(sentence(_OP, "the engine is closed"))
 
     def __enter__(self) -> Engine:
         return self
@@ -268,10 +302,6 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(finish=kind is None)
-
-    def _notify(self) -> None:
-        with self._work:
-            self._work.notify()
 
     def _key(self, method: Method, session: Session, options: dict[str, Any], number: int) -> Hashable:
         """What the requests of a batch share. The sizes of canvases are those of a request, since they cost what they hold."""
@@ -318,29 +348,50 @@ class Engine:
         grows = not kind.keeps_pages and self._on_cpu
         return Lane(method.name, kind, options, model, sized, rows, grows)
 
-    def _run(self) -> None:
-        while True:
-            with self._work:
-                while not self._closing and not any(lane.busy or lane.waiting for lane in self._lanes.values()):
-                    self._work.wait()
-                lanes = list(self._lanes.items())
-                for _, lane in lanes:
-                    if self._closing == "cancel":
-                        for request in [*lane.waiting, *lane.running.values(), *([lane.begun] if lane.begun else [])]:
-                            request.handle._withdrawn = True
-                    lane.drop_waiting(self._metrics)
-                self._memory.waiting({request.handle.number for _, lane in lanes for request in lane.waiting})
-                if self._closing and not any(lane.busy or lane.waiting for _, lane in lanes):
-                    return
-                before = self._open_lanes()
-            live = self._memory.lanes = [
-                lane for _, lane in lanes if lane.batch is not None and (lane.busy or lane.waiting)
-            ]
-            for lane in live:
-                try:
-                    lane.turn(self._memory, self.prompt_tokens_per_step, before, self._metrics)
-                except Exception as error:  # of the batch: a model that fails, memory that has run out
-                    lane.fail(error, self._metrics)
+    @property
+    def _idle(self) -> bool:
+        with self._lock:
+            return not self._closing and not any(lane.busy or lane.waiting for lane in self._lanes.values())
+
+    def _turn(self) -> bool:
+        """Lets all batches run a step; whether there may be more to do."""
+        with self._lock:
+            lanes = list(self._lanes.values())
+            for lane in lanes:
+                if self._closing == "cancel":
+                    for request in [*lane.waiting, *lane.running.values(), *([lane.begun] if lane.begun else [])]:
+                        request.handle._withdrawn = True
+                lane.drop_waiting(self._metrics)
+            self._memory.waiting({request.handle.number for lane in lanes for request in lane.waiting})
+            if self._closing and not any(lane.busy or lane.waiting for lane in lanes):
+                return False
+            before = self._open_lanes()
+        live = self._memory.lanes = [lane for lane in lanes if lane.batch is not None and (lane.busy or lane.waiting)]
+        for lane in live:
+            try:
+                lane.turn(self._memory, self.prompt_tokens_per_step, before, self._metrics)
+            except BaseException as error:  # of the batch: a model that fails, memory that has run out, a hook
+                lane.fail(error, self._metrics)
+        return True
+
+    def _fail(self, error: BaseException) -> None:
+        """Ends all requests when the thread cannot go on."""
+        with self._lock:
+            self.failure, self._lanes, self._memory.lanes = error, {}, []
+            for handle in list(self._handles):
+                if not handle.done:
+                    self._metrics.finished["error"] = self._metrics.finished.get("error", 0) + 1
+                    ended = RuntimeError(sentence("Engine", f"the engine has ended: {_reason(error)}"))
+                    ended.__cause__ = error
+                    handle._end(None, error=ended)
+
+    def _after_fork(self) -> None:
+        self._lock = threading.RLock()
+        if self.failure is None:
+            words = "it runs in the process of which this one is a fork"
+            self.failure = RuntimeError(sentence("Engine", words, "Make an engine in this process."))
+        for handle in list(self._handles):
+            handle._after_fork(self.failure)
 
     def _open_lanes(self) -> int | None:
         """Gives batches to lanes that have none, the oldest requests first, and forgets lanes that have nothing to do. Returns the
@@ -356,11 +407,30 @@ class Engine:
                 min(idle, key=lambda other: other.last_used).close()
             try:
                 lane.open()
-            except Exception as error:
+            except BaseException as error:
                 lane.begun = lane.waiting.popleft()
                 lane.fail(error, self._metrics)
         self._lanes = {key: lane for key, lane in self._lanes.items() if lane.batch is not None or lane.waiting}
         return None
+
+
+def _run(reference: ref[Engine], wakeups: queue.SimpleQueue[None]) -> None:
+    """What the thread of an engine does until it is closed, or nobody refers to it."""
+    while (engine := reference()) is not None:
+        try:
+            if engine._idle:
+                engine = None
+                wakeups.get()
+            elif not engine._turn():
+                return
+        except BaseException as error:
+            if engine is not None:
+                engine._fail(error)
+                return
+
+
+def _reason(failure: BaseException) -> str:
+    return str(failure) if isinstance(failure, RuntimeError) and "fork" in str(failure) else f"{failure!r} ended its thread"
 
 
 def _written(value: Any) -> str:

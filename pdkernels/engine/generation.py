@@ -7,8 +7,11 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from typing import Any, Literal
 
+from pdkernels._threads import Worker
+from pdkernels._validation import check, check_type, sentence
 from pdkernels.decoding import DecodeResult, Piece
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout"]
@@ -20,7 +23,7 @@ class Generation:
     All methods may be called from any thread. A piece is kept until the generation itself is dropped, so a slow reader delays nobody.
     """
 
-    def __init__(self, number: int, prompt: list[int], decoder: Any) -> None:
+    def __init__(self, number: int, prompt: list[int], decoder: Any, worker: Worker, wake: Callable[[], None]) -> None:
         self.number = number
         """Requests of an engine are numbered from 0 in the order of their submission."""
         self.prompt = prompt
@@ -39,7 +42,7 @@ class Generation:
         self._standing: tuple[int, int, list[int | None]] = (0, 0, [])  # number, the pieces before it, its tokens
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
-        self._wake: Callable[[], None] = lambda: None
+        self._worker, self._wake = worker, wake
 
     @property
     def done(self) -> bool:
@@ -66,9 +69,12 @@ class Generation:
 
         Raises:
             TimeoutError: it has not ended in time.
+            RuntimeError: a callback or a hook waits for it, which the engine's thread runs; or the engine has failed.
             concurrent.futures.CancelledError: it was cancelled, or had a time limit, before it joined a batch.
             Exception: what ended it, if that was an error.
         """
+        timeout = checked_wait("Engine", timeout)
+        self._refuse_callbacks(self.done)
         with self._changed:
             if not self._changed.wait_for(lambda: self.done, timeout):
                 raise TimeoutError(f"pdkernels.Engine: request {self.number} has not ended within {timeout} s")
@@ -81,6 +87,7 @@ class Generation:
     def __iter__(self) -> Iterator[Piece]:
         reader = _Reader(self)
         while True:
+            self._refuse_callbacks(reader.waits_no_more)
             with self._changed:
                 self._changed.wait_for(lambda: reader.waits_no_more)
                 pieces = reader.read()
@@ -94,7 +101,7 @@ class Generation:
         loop, news = asyncio.get_running_loop(), asyncio.Event()
 
         def tell() -> None:
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # the loop has been closed
                 loop.call_soon_threadsafe(news.set)
 
         with self._changed:
@@ -110,12 +117,24 @@ class Generation:
                 if not pieces and done:
                     break
                 if not pieces:
+                    self._refuse_callbacks(False)
                     await news.wait()
         finally:
             with self._changed:
                 self._listeners.remove(tell)
         if self._error is not None:
             raise self._error
+
+    def _refuse_callbacks(self, ready: bool) -> None:
+        if not ready and self._worker.is_current:
+            words = f"a callback or a hook must not wait for request {self.number}: the engine's thread, which would have to run it, waits for the callback"
+            raise RuntimeError(sentence("Engine", words))
+
+    def _after_fork(self, error: Exception) -> None:
+        """Ends it in a forked child, if it has not ended: another thread may hold its lock, or have changed half of it."""
+        self._changed, self._listeners = threading.Condition(), []
+        if not self.done:
+            self._end(None, error=error)
 
     # The rest is called by the engine's thread.
 
@@ -134,15 +153,21 @@ class Generation:
         if new:
             self._tell()
 
+    def _flush(self) -> BaseException | None:
+        """Publishes the end of a text that stops within a character; returns what the tokenizer raises."""
+        try:
+            if rest := "" if self._decoder is None else self._decoder.flush():
+                self._publish(Piece(0, [], rest, 0))
+        except BaseException as error:
+            return error
+        return None
+
     def _end(
         self,
         reason: FinishReason | None,
         result: DecodeResult[Any, Any] | None = None,
         error: BaseException | None = None,
     ) -> None:
-        rest = "" if self._decoder is None else self._decoder.flush()
-        if rest:
-            self._publish(Piece(0, [], rest, 0))
         with self._changed:
             self.finish_reason, self._result, self._error = reason, result, error
             self.ended = time.perf_counter()
@@ -159,6 +184,16 @@ class Generation:
             listeners = list(self._listeners)
         for listener in listeners:
             listener()
+
+
+def checked_wait(op: str, timeout: Any) -> float | None:
+    """Seconds to wait, no more than a lock takes; None: for ever."""
+    if timeout is None:
+        return None
+    number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    check_type(number, op, "timeout", "be a number", type(timeout).__name__)
+    check(timeout == timeout, op, "timeout", "be a number of seconds", timeout)
+    return min(timeout, threading.TIMEOUT_MAX)
 
 
 class _Reader:

@@ -249,7 +249,7 @@ class Lane:
             try:
                 if not self._begin(self.waiting[0], memory, metrics):
                     return 0
-            except Exception as error:
+            except BaseException as error:
                 self._ended(self.waiting.popleft(), None, metrics, error=error)
                 return 1
             self.begun = self.waiting.popleft()
@@ -284,7 +284,7 @@ class Lane:
             else:
                 staging.run(prompt, left)
                 batch.resume(row, request.left)
-        except Exception as error:  # of this request: the rows of the others have not changed
+        except BaseException as error:  # of this request: the rows of the others have not changed
             staging.drop()
             self.begun = None
             self._ended(request, None, metrics, error=error)
@@ -303,7 +303,7 @@ class Lane:
         request = self.running.pop(row)
         try:
             forwards = self.batch.retire(row)
-        except Exception as error:
+        except BaseException as error:
             _ended(request, None, metrics, error=error)
             return
         self._finish(request, reason, metrics, forwards)
@@ -327,7 +327,7 @@ class Lane:
             request.session.stopped[0] = True  # whatever it has, it is whole
         try:
             _ended(request, reason, metrics, self.method, forwards)
-        except Exception as error:  # a text that is not one of its grammar
+        except BaseException as error:  # a text that is not one of its grammar
             _ended(request, None, metrics, error=error)
 
     def _size(self, requests: int) -> int:
@@ -339,12 +339,12 @@ class Lane:
         if rows not in self._batches:
             staging = None if old is None else old.staging
             self._batches[rows] = RunningBatch(self._kind, self._sized(rows), staging, **self._options)
-        self.batch = self._batches[rows]
-        self._unused = 0
-        if old is not None and old is not self.batch:
-            self.batch.take_over(old)
+        new = self._batches[rows]
+        if old is not None and old is not new:
+            new.take_over(old)
             self.running = dict(enumerate(self.running[row] for row in sorted(self.running)))
-        return self.batch
+        self.batch, self._unused = new, 0
+        return new
 
     def _shrink(self) -> None:
         assert self.batch is not None
@@ -364,7 +364,10 @@ def _ended(
 ) -> None:
     """Tells a request that it has ended, and counts it. Without `forwards` it never ran."""
     handle, result = request.handle, None
-    if forwards is not None:
+    flushed = handle._flush()
+    error = error or flushed
+    reason = reason if error is None else None
+    if forwards is not None and error is None:
         result = finished(request.session, True, method, lambda: forwards, request.logprobs)
         seconds = time.perf_counter() - (handle.joined or handle.submitted)
         result = replace(result, stats=replace(result.stats, seconds=seconds))

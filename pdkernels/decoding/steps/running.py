@@ -96,7 +96,7 @@ class RunningBatch:
         self.sessions: list[Session | None] = [None] * batch
         """The request of each row."""
         self._taken_part = [0] * batch
-        self._errors: dict[int, Exception] = {}
+        self._errors: dict[int, BaseException] = {}
         self.steps.start(self._sized([[0]] * batch))
         self.steps.end(range(batch))
         for row in range(batch):
@@ -213,7 +213,7 @@ class RunningBatch:
                 assert session is not None
                 capacity = session.longest + session.max_new_tokens
                 self.steps.admit(row, other.steps, lengths[theirs], capacity, theirs)
-        except MemoryError:
+        except BaseException:
             self._end(list(range(len(taken))))
             for row in range(len(taken)):
                 self._give_back(row)
@@ -251,7 +251,7 @@ class RunningBatch:
 
         Raises:
             ValueError: a row without a request.
-            Exception: what ended the request, if that was an error.
+            BaseException: what ended the request, if that was an error.
         """
         check(self.sessions[row] is not None, _OP, "row", f"hold a request; {self._taken()} do", row)
         self.sessions[row] = None
@@ -314,7 +314,7 @@ class RunningBatch:
     def _record(self, row: int, record: Any) -> None:
         try:
             self._taken_part[row] += record()
-        except Exception as error:
+        except BaseException as error:  # a callback may also raise SystemExit
             self._errors[row] = error
 
     def _stop(self) -> None:

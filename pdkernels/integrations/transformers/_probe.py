@@ -7,6 +7,7 @@ keys and values, position biases, scaled logits.
 from __future__ import annotations
 
 import json
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -276,6 +277,15 @@ def _difference(ours: Tensor, theirs: Tensor) -> float:
 
 _PROVEN: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
+
+
+def _new_lock() -> None:
+    global _LOCK
+    _LOCK = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # another thread may hold it
+    os.register_at_fork(after_in_child=_new_lock)
 
 
 def remembered(model: Any, *settings: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
