@@ -122,7 +122,9 @@ def did_you_mean(given: object, known: Iterable[str]) -> str:
     >>> did_you_mean("blocksize", ["block_size", "seed"])
     "Did you mean 'block_size'? "
     """
-    close = difflib.get_close_matches(str(given).lower(), list(known), 1)
+    word, names = str(given).lower(), list(known)
+    longer = [name for name in names if len(word) > 2 and name.startswith(word)]
+    close = longer or difflib.get_close_matches(word, names, 1)
     return f"Did you mean {close[0]!r}? " if close else ""
 
 

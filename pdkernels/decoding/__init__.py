@@ -11,6 +11,7 @@ from pdkernels.decoding._filter_options import checked_filters, checked_sequence
 from pdkernels.decoding._filtered_model import FilteredModel
 from pdkernels.decoding._log_probs import WrittenLogProbs
 from pdkernels.decoding._method import SHARED, Method
+from pdkernels.decoding._options import check_options
 from pdkernels.decoding._prompts import Prompts
 from pdkernels.decoding._request import Overflow, check_model, checked_stops, finished, open_session
 from pdkernels.decoding._sampling import checked_mask_token, checked_size, sequence_seed
@@ -25,7 +26,7 @@ from pdkernels.decoding.planned._lanes import chunk_lanes
 from pdkernels.decoding.planned._outline import BAD_PLANS, BadPlan
 from pdkernels.decoding.recurrent.recurrent_adaptive import ExitCheck
 from pdkernels.decoding.result import ChunkTokens, DecodeResult, DecodeStats, LogProbs, OnTokens, PlanReport, PlanRound
-from pdkernels.decoding.signatures import Generate
+from pdkernels.decoding.signatures import Generate, Request
 from pdkernels.decoding.suffixes import SuffixPool
 from pdkernels.decoding.traces import (
     AdaptiveStep,
@@ -331,7 +332,7 @@ def prepare(
     """Checks the arguments of `generate`, whose `options` are those of the method."""
     chosen = method if isinstance(method, Method) else find(method)
     check_capabilities(chosen, model, options)
-    check_options(chosen, options)
+    check_options(chosen, options, Request.__annotations__)
     check_model(model, chosen, options.get("page_size") is not None)
     check_flag(_OP, "infill", infill)
     fill_in = None
@@ -425,17 +426,3 @@ def check_capabilities(method: Method, model: Any, options: Mapping[str, Any]) -
         fitting = [name for name in METHODS if METHODS[name].supports(model)]
         actual = f"{method.name!r}, which requires {', '.join(absent)}"
         raise TypeError(message(_OP, "method", words, actual, f"These fit: {', '.join(fitting) or 'none'}."))
-
-
-def check_options(method: Method, options: Mapping[str, Any]) -> None:
-    """TypeError or ValueError for options that `method` does not have."""
-    for name in options:
-        known = name in method.options
-        remedy = "" if known else f"{did_you_mean(name, method.options)}It accepts: {', '.join(method.options)}."
-        if not known:
-            raise TypeError(sentence(_OP, f"method {method.name!r} has no option {name!r}", remedy))
-    page_size = options.get("page_size")
-    if page_size is not None:
-        check_type(type(page_size) is int, _OP, "page_size", "be an int", type(page_size).__name__)
-        check(page_size >= 1, _OP, "page_size", "be at least 1", page_size)
-        check(page_size <= MAX_POSITIONS, _OP, "page_size", f"be at most {MAX_POSITIONS}", page_size)

@@ -11,6 +11,7 @@ import torch
 from pdkernels._validation import check, check_fits_float, check_type, sentence
 from pdkernels.decoding._filters import Filters, Hook
 from pdkernels.decoding._method import Method
+from pdkernels.decoding._sampling import MAX_SCALE
 from pdkernels.decoding._session import MAX_POSITIONS
 from pdkernels.ops.filter_logits import LARGEST
 
@@ -87,6 +88,7 @@ def _penalty(value: Any) -> float:
     check_type(type(value) in (int, float), _OP, "repetition_penalty", "be a number", type(value).__name__)
     check(0 < value < math.inf, _OP, "repetition_penalty", "be finite and above 0", value)
     check_fits_float(_OP, "repetition_penalty", value)
+    check(1 / MAX_SCALE <= value, _OP, "repetition_penalty", f"be at least {1 / MAX_SCALE:g}", value)
     check(value <= LARGEST, _OP, "repetition_penalty", "be finite in float32", value)
     return float(value)
 

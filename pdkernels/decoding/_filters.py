@@ -11,13 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pdkernels._validation import check, check_type
 from pdkernels.backends import backend_of
 from pdkernels.decoding._prefixes import Prefixes
 from pdkernels.ops.filter_logits import filter_logits
+
+_OP = "decoding.generate"
 
 Hook = Callable[[Tensor, Tensor], Tensor]
 """From a prefix ``(1, n)`` and its logits ``(1, V)`` to logits, as transformers' `LogitsProcessor`."""
@@ -140,8 +144,18 @@ class Filters:
                 if not guessing[place][row]:  # a guess for a position whose prefix is not known yet
                     prefix = torch.tensor([ids], device=logits.device)
                     for hook in hooks:
-                        logits[place, row] = hook(prefix, logits[place, row][None].clone())[0]
+                        logits[place, row] = _answer(hook(prefix, logits[place, row][None].clone()), logits)
         return logits
+
+
+def _answer(scores: Any, logits: Tensor) -> Tensor:
+    """What a hook returns, whose row would also be filled by a single number."""
+    expectation, width = "return a tensor of logits", logits.shape[-1]
+    check_type(isinstance(scores, Tensor), _OP, "logits_processor", expectation, type(scores).__name__)
+    check_type(scores.is_floating_point(), _OP, "logits_processor", expectation, scores.dtype)
+    expectation = f"return the shape of its logits, (1, {width})"
+    check(scores.shape == (1, width), _OP, "logits_processor", expectation, tuple(scores.shape))
+    return scores[0]
 
 
 def unpacked(words: Tensor, vocabulary: int) -> Tensor:

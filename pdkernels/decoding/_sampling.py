@@ -26,6 +26,9 @@ ORDER = 2  # fourth word of the counter for the order of positions; draws of tok
 
 Seed = int | Sequence[int]
 
+MAX_SCALE = 1e30
+"""Limit of what logits and states are multiplied with or divided by, which leaves them finite in float32."""
+
 _GOLDEN = (
     0x9E3779B97F4A7C15  # 2**64 over the golden ratio: multiples of it are far from each other and from small seeds
 )
@@ -132,6 +135,7 @@ def checked_sampling(op: str, temperature: float, seed: Seed, batch: int) -> tor
     check_type(_is_number(temperature), op, "temperature", "be a number", type(temperature).__name__)
     check(0 <= temperature < math.inf, op, "temperature", "be finite and at least 0", temperature)
     check(temperature == 0 or temperature >= 1e-30, op, "temperature", "be 0 or at least 1e-30", temperature)
+    check(temperature <= MAX_SCALE, op, "temperature", f"be at most {MAX_SCALE:g}", temperature)
     check_fits_float(op, "temperature", temperature)
     return checked_seeds(op, seed, batch)
 
@@ -141,7 +145,8 @@ def checked_seeds(op: str, seed: Seed, batch: int) -> torch.Tensor:
     if isinstance(seed, int) and not isinstance(seed, bool):
         seeds = [sequence_seed(seed, sequence) for sequence in range(batch)]
     else:
-        several = isinstance(seed, Sequence) and all(type(number) is int for number in seed)
+        several = isinstance(seed, Sequence) and not isinstance(seed, (bytes, bytearray, memoryview))
+        several = several and all(type(number) is int for number in seed)
         check_type(several, op, "seed", "be an int or a list of ints", type(seed).__name__)
         seeds = list(cast(Sequence[int], seed))
         check(len(seeds) == batch, op, "seed", f"have one number for each of the {batch} sequences", len(seeds))

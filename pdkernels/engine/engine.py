@@ -19,9 +19,10 @@ from pdkernels._threads import Worker, tell_forks
 from pdkernels._validation import check, check_flag, check_type, integer, message, refuse, sentence
 from pdkernels.decoding import Method, OnTokens, available, check_capabilities, find, generate, prepare
 from pdkernels.decoding._filtered_model import FilteredModel
+from pdkernels.decoding._options import check_options, suggests
 from pdkernels.decoding._prompts import Prompts
 from pdkernels.decoding._row_samplers import SAMPLING, own_sampler
-from pdkernels.decoding._sampling import checked_seeds
+from pdkernels.decoding._sampling import checked_seeds, checked_size
 from pdkernels.decoding._session import MAX_POSITIONS, Session
 from pdkernels.decoding.steps import Staging
 from pdkernels.engine.generation import Generation, checked_wait
@@ -88,6 +89,7 @@ class Engine:
         (True, 12, 'length')
     """
 
+    @suggests("Engine")
     def __init__(
         self,
         model: Any,
@@ -110,7 +112,7 @@ class Engine:
         self.max_running = integer(op, "max_running", max_running, 1)
         # A plain function does not say where it is.
         self._on_cpu = torch.device(getattr(model, "device", "cpu")).type == "cpu"
-        default = 1 if self._on_cpu else max_running
+        default = 1 if self._on_cpu else self.max_running
         self.max_canvases = default if max_canvases is None else integer(op, "max_canvases", max_canvases, 1)
         self.max_batches = integer(op, "max_batches", max_batches, 1)
         new = positions // 4 if max_new_tokens is None else integer(op, "max_new_tokens", max_new_tokens, 1)
@@ -122,7 +124,9 @@ class Engine:
         self.prompt_tokens_per_step = integer(op, "prompt_tokens_per_step", prompt_tokens_per_step, 1)
         kept = integer(op, "kept_prompt_tokens", kept_prompt_tokens, 0)
         longest = self.max_prompt_tokens + new
-        wanted = max_running * longest + kept if cache_tokens is None else integer(op, "cache_tokens", cache_tokens, 1)
+        wanted = (
+            self.max_running * longest + kept if cache_tokens is None else integer(op, "cache_tokens", cache_tokens, 1)
+        )
         self._memory = Memory(model, kept, wanted, longest, by_default=cache_tokens is None)
         self._numbers = itertools.count()
         self._lanes: dict[Hashable, Lane] = {}
@@ -164,7 +168,7 @@ class Engine:
         Args:
             prompt: one prompt, as for `generate`.
             method: its name; one whose sequences can join and leave a batch.
-            max_new_tokens: at most the engine's.
+            max_new_tokens: at most the engine's (`Engine(max_new_tokens=)`).
             on_tokens: as for `generate`, with sequence 0; called by the engine's thread, which waits for it. Its error ends the request.
             timeout: seconds from now after which it ends with what it has; None: no limit.
             seed: an int, as for `generate`.
@@ -183,6 +187,7 @@ class Engine:
         given = {name: options.pop(name) for name in _SETTINGS if name in options}
         chosen = method if isinstance(method, Method) else find(method)
         check_capabilities(chosen, self.model, options)
+        check_options(chosen, options, (*_SETTINGS, "timeout", "provisional"))
         if chosen.steps is None:
             fitting = [name for name in _joining() if find(name).supports(self.model)]
             remedy = f"These can: {', '.join(fitting) or 'none'}."
@@ -193,22 +198,27 @@ class Engine:
         if provisional and not chosen.steps.shows_provisional:
             remedy = f"These do: {', '.join(_showing())}."
             raise NotImplementedError(message(_OP, "method", "write provisional text", chosen.name, remedy))
-        refuse(given.pop("n", 1) != 1, _OP, "a request has one answer", "Submit it several times, with other seeds.")
-        refuse(given.pop("infill", False) is not False, _OP, "masks in prompts cannot be filled here", "Use generate.")
+        several = checked_size(_OP, "n", given.pop("n", 1)) > 1
+        refuse(several, _OP, "a request has one answer", "Submit it several times, with other seeds.")
+        check_flag(_OP, "infill", infill := given.pop("infill", False))
+        refuse(infill, _OP, "masks in prompts cannot be filled here", "Use generate.")
         check_type(type(seed) is int, _OP, "seed", "be an int", type(seed).__name__)
         checked_seeds(_OP, seed, 1)
-        if timeout is not None:
-            check_type(type(timeout) in (int, float), _OP, "timeout", "be a number", type(timeout).__name__)
-            check(timeout > 0, _OP, "timeout", "be above 0 seconds", timeout)
+        timeout = checked_wait(_OP, timeout)
+        check(timeout is None or timeout > 0, _OP, "timeout", "be above 0 seconds", timeout)
         most, longest = self.max_new_tokens, self.max_prompt_tokens
         check_type(type(max_new_tokens) is int, _OP, "max_new_tokens", "be an int", type(max_new_tokens).__name__)
-        check(1 <= max_new_tokens <= most, _OP, "max_new_tokens", f"be in 1 .. {most}, the engine's", max_new_tokens)
+        remedy = f"Pass fewer, or make the engine with Engine(max_new_tokens={max_new_tokens})." * (
+            max_new_tokens > most
+        )
+        within = f"be in 1 .. {most}, the engine's"
+        check(1 <= max_new_tokens <= most, _OP, "max_new_tokens", within, max_new_tokens, remedy)
         settings = {**_SETTINGS, **given, "max_new_tokens": max_new_tokens, "on_tokens": on_tokens}
         _, session, single = prepare(self.model, prompt, chosen, options, **settings)
         check(single, _OP, "prompt", "be one prompt", f"a batch of {session.batch}", "Submit each one.")
-        check(
-            session.longest <= longest, _OP, "prompt", f"have at most {longest} tokens, the engine's", session.longest
-        )
+        remedy = f"Shorten it, or make the engine with Engine(max_prompt_tokens={session.longest})."
+        within = f"have at most {longest} tokens, the engine's"
+        check(session.longest <= longest, _OP, "prompt", within, session.longest, remedy)
         decoder = None if self.model.tokenizer is None else self.model.tokenizer.incremental()
         worker, told = self._thread, session._on_tokens
         handle = Generation(next(self._numbers), session.prompts[0], decoder, worker, self._wake)
@@ -430,7 +440,11 @@ def _run(reference: ref[Engine], wakeups: queue.SimpleQueue[None]) -> None:
 
 
 def _reason(failure: BaseException) -> str:
-    return str(failure) if isinstance(failure, RuntimeError) and "fork" in str(failure) else f"{failure!r} ended its thread"
+    return (
+        str(failure)
+        if isinstance(failure, RuntimeError) and "fork" in str(failure)
+        else f"{failure!r} ended its thread"
+    )
 
 
 def _written(value: Any) -> str:

@@ -116,7 +116,7 @@ class DeviceLoop:
             )
         _check_model(model)
         check_capabilities(METHODS[method], model, options)
-        check_options(METHODS[method], options)
+        check_options(METHODS[method], options, ("batch", "longest_prompt", "max_new_tokens", "end_tokens"))
         # The prompts' forward gives the first token, so the loop is only for further ones.
         sizes = {"batch": (batch, 1), "longest_prompt": (longest_prompt, 1), "max_new_tokens": (max_new_tokens, 2)}
         for name, (size, minimum) in sizes.items():

@@ -187,7 +187,8 @@ _OF_GENERATE = tuple(name for name in Request.__annotations__ if name not in _AB
 
 
 def _check_options(method: str, options: dict[str, Any]) -> None:
-    check_options(find(method), {name: value for name, value in options.items() if name not in _OF_GENERATE})
+    own = {name: value for name, value in options.items() if name not in _OF_GENERATE}
+    check_options(find(method), own, _OF_GENERATE)
 
 
 def generate_files(

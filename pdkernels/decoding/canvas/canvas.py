@@ -281,7 +281,11 @@ class Canvas(CanvasRecord):
             if filters.exclusions.any:
                 logits = filters.exclusions.apply(logits, self._prefixes(step))
         if self.logits_hook is not None:
+            before = logits.shape
             logits = self.logits_hook(self._session.forwards - 1, self.tokens, step.positions, logits)
+            actual: Any = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
+            words = f"return logits of shape {tuple(before)}"
+            check(actual == tuple(before), "decoding.dream", "logits_hook", words, actual)
         if self._session.grammar is not None:
             self._guessed = self._what_is_guessed(step, logits)
         options = self._options(step)
@@ -445,8 +449,9 @@ class Canvas(CanvasRecord):
 
     def rewrite(self, texts: torch.Tensor, last: Sequence[bool]) -> None:
         """Takes over `texts` ``(batch, L)`` of the sequences that take part, but not prompts, and no masks in the `last` step of one."""
-        fits = texts.shape == self.tokens.shape
-        check(fits, "decoding.dream", "tokens_hook", f"return texts of shape {tuple(self.tokens.shape)}", texts.shape)
+        actual: Any = tuple(texts.shape) if isinstance(texts, torch.Tensor) else type(texts).__name__
+        words = f"return texts of shape {tuple(self.tokens.shape)}"
+        check(actual == tuple(self.tokens.shape), "decoding.dream", "tokens_hook", words, actual)
         flags = to_device_async(
             [[on, final] for on, final in zip(self._part, last, strict=True)], self.tokens.device
         ).bool()

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from pdkernels._validation import check
-from pdkernels.decoding._sampling import Seed, checked_flag, checked_name, checked_number, checked_size
+from pdkernels.decoding._sampling import MAX_SCALE, Seed, checked_flag, checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session
 from pdkernels.decoding.canvas.canvas import Canvas, Window, blocks_of, checked_masked_model, filtered_options, share
 from pdkernels.decoding.canvas.forward import WholeCanvas
@@ -92,7 +92,7 @@ class LladaSteps(CanvasSteps):
 
     def __init__(self, session: Session, **options: Any) -> None:
         chosen = with_defaults(decode, options)
-        revise, steps = chosen.pop("revise"), chosen["steps"]
+        revise, steps = checked_number(_OP, "revise", chosen.pop("revise"), 1.0), chosen["steps"]
         self.lacks = self.needs_host = "a `revise` above 0" if revise > 0 else ""
         canvas, blocks = begin(_OP, session, **chosen)
         rows = [(first, last, quota) for first, last in blocks for quota in quotas(last - first, steps, len(blocks))]
@@ -141,6 +141,7 @@ def begin(
     checked_name(op, "remasking", remasking, get_args(Remasking))
     checked_number(op, "guidance", guidance)
     check(guidance != math.inf, op, "guidance", "be finite", guidance)
+    check(guidance <= MAX_SCALE, op, "guidance", f"be at most {MAX_SCALE:g}", guidance)
     checked_flag(op, "no_end", no_end)
     checked_flag(op, "late_end", late_end)
     ends = session.end_tokens

@@ -16,7 +16,7 @@ from torch.overrides import has_torch_function_unary
 
 from pdkernels._validation import check, check_type
 from pdkernels.backends import backend_of
-from pdkernels.decoding._sampling import OWN, Seed, checked_name, checked_number, checked_size, sample
+from pdkernels.decoding._sampling import MAX_SCALE, OWN, Seed, checked_name, checked_number, checked_size, sample
 from pdkernels.decoding._sampling import checked_sampling as checked_seeds
 from pdkernels.decoding._session import Session, flag_no_choice, is_end
 from pdkernels.decoding._token_sampler import TokenSampler, checked_typical, largest
@@ -253,10 +253,12 @@ def checked_core(
     """Of options of a decoder whose tokens have at most `maximum` recurrences: more are not worth keeping."""
     checked_number(op, "init_scale", init_scale)
     check(init_scale != math.inf, op, "init_scale", "be finite", init_scale)
+    check(init_scale <= MAX_SCALE, op, "init_scale", f"be at most {MAX_SCALE:g}", init_scale)
     check_type(type(kept_recurrences) is int, op, "kept_recurrences", "be an int", type(kept_recurrences).__name__)
     check(kept_recurrences >= 0, op, "kept_recurrences", "be at least 0", kept_recurrences)
     checked_number(op, "core_noise", core_noise)
     check(core_noise != math.inf, op, "core_noise", "be finite", core_noise)
+    check(core_noise <= MAX_SCALE, op, "core_noise", f"be at most {MAX_SCALE:g}", core_noise)
     checked_name(op, "core_noise_schedule", core_noise_schedule, get_args(Schedule))
     checked_name(op, "new_state", new_state, get_args(NewState))
     kept = maximum if kept_recurrences == 0 else min(kept_recurrences, maximum)

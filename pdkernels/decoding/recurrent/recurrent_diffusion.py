@@ -13,8 +13,8 @@ from typing import Literal, get_args
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._sampling import Seed, checked_flag, checked_name, checked_number, checked_size
-from pdkernels.decoding._session import Session
+from pdkernels.decoding._sampling import MAX_SCALE, Seed, checked_flag, checked_name, checked_number, checked_size
+from pdkernels.decoding._session import MAX_POSITIONS, Session
 from pdkernels.decoding.recurrent._parts import (
     NewState,
     Schedule,
@@ -109,6 +109,9 @@ class WaveSteps(Steps):
                 type(max_recurrences) is int, _OP, "max_recurrences", "be an int", type(max_recurrences).__name__
             )
             check(max_recurrences >= 0, _OP, "max_recurrences", "be at least 0", max_recurrences)
+            check(
+                max_recurrences <= MAX_POSITIONS, _OP, "max_recurrences", f"be at most {MAX_POSITIONS}", max_recurrences
+            )
         maximum = 4 * recurrences if max_recurrences is None else max_recurrences
         if exit == "fixed":
             maximum = min(recurrences, maximum) if maximum > 0 else recurrences
@@ -134,6 +137,7 @@ class WaveSteps(Steps):
             kept=core.kept,
         )
         check(noise != math.inf, _OP, "noise", "be finite", noise)
+        check(noise <= MAX_SCALE, _OP, "noise", f"be at most {MAX_SCALE:g}", noise)
         self.model, self.limit, self.recurrences, self.inner = (
             model,
             session.max_new_tokens,

@@ -13,6 +13,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from pdkernels import models
 from pdkernels._validation import check, integer, refuse
 from pdkernels.decoding import find, generate, method_options
+from pdkernels.decoding._options import suggestion
 from pdkernels.integrations.likelihood import Likelihood, log_likelihood, masked_log_likelihood
 
 OP = "HarnessModel"
@@ -88,7 +89,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         check(self.model.tokenizer is not None, OP, "pretrained", "have a tokenizer", "a model without")
         self.method = find(method)
         unknown = sorted(set(options) - set(method_options(method)))
-        refuse(bool(unknown), OP, f"method {method!r} has no option {', '.join(unknown)}")
+        known = (*inspect.signature(HarnessModel).parameters, *method_options(method))
+        hint = "".join(suggestion(name, known) for name in unknown)
+        refuse(bool(unknown), OP, f"method {method!r} has no option {', '.join(unknown)}", hint.strip())
         self.options = options
         self.batch_size = integer(OP, "batch_size", int(batch_size), 1)
         self.max_new_tokens = integer(OP, "max_new_tokens", int(max_new_tokens), 1)

@@ -185,7 +185,7 @@ def _method(
     options = dict(given or {})
     drafter = options.get("drafter") if drafter is None else drafter
     chosen = find(method_of(name, model, drafter, assistant, lookup))
-    check_options(chosen, {option: value for option, value in options.items() if option not in _SHARED})
+    check_options(chosen, {option: value for option, value in options.items() if option not in _SHARED}, _SHARED)
     for option in ("temperature", *_FILTERS):
         remedy = f"Pass do_sample=True and {option} to the model's generate."
         check(option not in options, OP, "method_options", f"not hold {option!r}", options.get(option), remedy)

@@ -1,0 +1,80 @@
+"""Names of options: which a method has, and what is meant by one that it does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from inspect import signature
+from typing import Any, TypeVar, cast
+
+from pdkernels._validation import check, check_type, did_you_mean, sentence
+from pdkernels.decoding._method import Method
+from pdkernels.decoding._session import MAX_POSITIONS
+
+_OP = "decoding.generate"
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_ELSEWHERE = {
+    "assistant_model": "drafter",
+    "do_sample": "temperature",
+    "eos_token_id": "end_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "max_gen_toks": "max_new_tokens",
+    "max_length": "max_new_tokens",
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "num_return_sequences": "n",
+    "sequence_bias": "logit_bias",
+    "stop_token_ids": "end_tokens",
+    "streamer": "on_tokens",
+}
+"""What transformers, vLLM and OpenAI's interface call our arguments."""
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """A hint at the argument that is meant by `name`; empty if there is none like it.
+
+    >>> suggestion("stop", ["top_p", "stop_strings"]), suggestion("eos_token_id", ["end_tokens"])
+    ("Did you mean 'stop_strings'? ", "Did you mean 'end_tokens'? ")
+    """
+    names = list(known)
+    meant = _ELSEWHERE.get(name, name)
+    return did_you_mean(meant if meant in names else name, names)
+
+
+def check_options(method: Method, options: Mapping[str, Any], arguments: Iterable[str] = ()) -> None:
+    """TypeError or ValueError for options that `method` does not have.
+
+    `arguments`: those that the caller takes besides, one of which may be meant.
+    """
+    arguments = tuple(arguments)
+    for name in options:
+        if name not in method.options:
+            hint = suggestion(name, (*arguments, *method.options))
+            remedy = f"{hint}It accepts: {', '.join(method.options)}."
+            raise TypeError(sentence(_OP, f"method {method.name!r} has no option {name!r}", remedy))
+    page_size = options.get("page_size")
+    if page_size is not None:
+        check_type(type(page_size) is int, _OP, "page_size", "be an int", type(page_size).__name__)
+        check(page_size >= 1, _OP, "page_size", "be at least 1", page_size)
+        check(page_size <= MAX_POSITIONS, _OP, "page_size", f"be at most {MAX_POSITIONS}", page_size)
+
+
+def suggests(op: str) -> Callable[[Function], Function]:
+    """Decorates a function whose misspelt arguments are refused with a suggestion."""
+
+    def decorate(function: Function) -> Function:
+        known = tuple(signature(function).parameters)
+
+        @wraps(function)
+        def call(*values: Any, **arguments: Any) -> Any:
+            for name in arguments:
+                if name not in known:
+                    remedy = f"{suggestion(name, known)}It accepts: {', '.join(known[1:])}."
+                    raise TypeError(sentence(op, f"there is no argument {name!r}", remedy))
+            return function(*values, **arguments)
+
+        return cast(Function, call)
+
+    return decorate
