@@ -135,19 +135,16 @@ class Engine:
         self.failure: BaseException | None = None
         """What ended its thread before `close`; None: nothing did."""
         self._handles: WeakSet[Generation] = WeakSet()
-        self._lock, wakeups = threading.RLock(), queue.SimpleQueue[None]()
-
-        def wake() -> None:
-            if wakeups.empty():
-                wakeups.put(None)
+        self._lock = threading.RLock()
+        self._calls = calls = queue.SimpleQueue[Engine | None]()
 
         def stop() -> None:
             if (engine := reference()) is not None:
                 engine._close("cancel")
 
-        self._wake = wake
-        reference = ref(self, lambda _: wakeups.put(None))  # the thread of an idle engine does not keep it
-        self._thread = Worker(lambda: _run(reference, wakeups), stop, "pdkernels-engine")
+        # The thread of an idle engine does not keep it.
+        reference = ref(self, lambda _: calls.put(None))
+        self._thread = Worker(lambda: _run(calls), stop, "pdkernels-engine")
         tell_forks(self)
         self._thread.start()
 
@@ -221,7 +218,7 @@ class Engine:
         check(session.longest <= longest, _OP, "prompt", within, session.longest, remedy)
         decoder = None if self.model.tokenizer is None else self.model.tokenizer.incremental()
         worker, told = self._thread, session._on_tokens
-        handle = Generation(next(self._numbers), session.prompts[0], decoder, worker, self._wake)
+        handle = Generation(next(self._numbers), session.prompts[0], decoder, worker)
 
         def tell(sequence: int, ids: list[int], accepted: int) -> None:
             handle._add(ids, accepted)
@@ -298,6 +295,10 @@ class Engine:
         with self._lock:
             self._closing = how if self._closing != "cancel" else "cancel"
             self._wake()
+
+    def _wake(self) -> None:
+        if self._calls.empty():
+            self._calls.put(self)
 
     def _refuse_closed(self) -> None:
         if self.failure is not None:
@@ -424,19 +425,17 @@ class Engine:
         return None
 
 
-def _run(reference: ref[Engine], wakeups: queue.SimpleQueue[None]) -> None:
-    """What the thread of an engine does until it is closed, or nobody refers to it."""
-    while (engine := reference()) is not None:
+def _run(calls: queue.SimpleQueue[Engine | None]) -> None:
+    """What the thread of an engine does until it is closed, or nobody refers to it: waits for a call, and steps while there are requests."""
+    while (engine := calls.get()) is not None:
         try:
-            if engine._idle:
-                engine = None
-                wakeups.get()
-            elif not engine._turn():
-                return
+            while not engine._idle:
+                if not engine._turn():
+                    return
         except BaseException as error:
-            if engine is not None:
-                engine._fail(error)
-                return
+            engine._fail(error)
+            return
+        engine = None
 
 
 def _reason(failure: BaseException) -> str:

@@ -23,7 +23,7 @@ class Generation:
     All methods may be called from any thread. A piece is kept until the generation itself is dropped, so a slow reader delays nobody.
     """
 
-    def __init__(self, number: int, prompt: list[int], decoder: Any, worker: Worker, wake: Callable[[], None]) -> None:
+    def __init__(self, number: int, prompt: list[int], decoder: Any, worker: Worker) -> None:
         self.number = number
         """Requests of an engine are numbered from 0 in the order of their submission."""
         self.prompt = prompt
@@ -42,7 +42,7 @@ class Generation:
         self._standing: tuple[int, int, list[int | None]] = (0, 0, [])  # number, the pieces before it, its tokens
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
-        self._worker, self._wake = worker, wake
+        self._worker = worker
 
     @property
     def done(self) -> bool:
@@ -57,9 +57,7 @@ class Generation:
 
     def cancel(self) -> None:
         """Ends it at the next step; what it has so far stays readable. No effect on one that has ended."""
-        with self._changed:
-            self._withdrawn = True
-        self._wake()
+        self._withdrawn = True
 
     def result(self, timeout: float | None = None) -> DecodeResult[Any, Any]:
         """Waits for the end, and returns what `generate` returns for the prompt alone.
