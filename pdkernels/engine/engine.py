@@ -397,7 +397,7 @@ class Engine:
                     handle._end(None, error=ended)
 
     def _after_fork(self) -> None:
-        self._lock = threading.RLock()
+        self._lock, self._lanes, self._memory.lanes = threading.RLock(), {}, []
         if self.failure is None:
             words = "it runs in the process of which this one is a fork"
             self.failure = RuntimeError(sentence("Engine", words, "Make an engine in this process."))
