@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from pdkernels._attention import takes_head_dim
 from pdkernels._validation import KERNEL_DTYPES, check_type, fail, message
-from pdkernels.integrations.transformers._cache import PAGES, Pages
 from pdkernels.integrations.transformers._plans import PlanMask, causal_plan, full_plan, note_rule
+from pdkernels.integrations.transformers._rows import PagedRows, Pages, widened
 from pdkernels.masks import TilePlan
 from pdkernels.models.recompute import nothing_new
 from pdkernels.ops.block_sparse_attention import block_sparse_attention
@@ -55,15 +55,37 @@ def attention(
 
     `s_aux` ``(heads,)`` or None: sinks, as transformers calls them.
     """
+    size, width = query.shape[3], value.shape[3]
+    if size != width:  # DeepSeek's MLA; zeros change neither scores nor sums
+        scaling = size**-0.5 if scaling is None else scaling
+        query, key, value = (widened(rows, max(size, width)) for rows in (query, key, value))
     _check(query, dropout, rest)
+    mixed = _attend(module, query, key, value, attention_mask, scaling, is_causal, tile_plan, s_aux)
+    return mixed[..., :width], None
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None,
+    is_causal: bool | None,
+    tile_plan: TilePlan | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """`attention` for values as wide as keys."""
     s_aux = None if s_aux is None else s_aux.float()
     step = getattr(attention_mask, "step", None)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if query.shape[3] > WIDEST and step is None:
-        return _wide(query, key, value, attention_mask, tile_plan, causal, scaling, s_aux), None
+        return _wide(query, key, value, attention_mask, tile_plan, causal, scaling, s_aux)
+    if isinstance(key, PagedRows) and isinstance(value, PagedRows) and causal and tile_plan is None:
+        return _paged(query.transpose(1, 2), key.pages, attention_mask, scaling, s_aux)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if step is not None:
-        return step.attend(q, k, v, getattr(module, "layer_idx", None), scaling, s_aux), None
+        return step.attend(q, k, v, getattr(module, "layer_idx", None), scaling, s_aux)
     if tile_plan is not None:
         check_type(
             isinstance(tile_plan, TilePlan),
@@ -73,23 +95,20 @@ def attention(
             type(tile_plan).__name__,
             "Call mask.plan().",
         )
-        return block_sparse_attention(q, k, v, tile_plan, scale=scaling, sinks=s_aux), None
-    pages = getattr(key, PAGES, None)
-    if pages is not None:
-        return _paged(q, k, v, pages, attention_mask, scaling, s_aux), None
+        return block_sparse_attention(q, k, v, tile_plan, scale=scaling, sinks=s_aux)
     if attention_mask is None:
         if not causal and q.shape[1] < k.shape[1] and not _records(q, k, v):
-            return _full_tail(q, k, v, scaling, s_aux), None
+            return _full_tail(q, k, v, scaling, s_aux)
         plan_for = causal_plan if causal else full_plan
         plan = plan_for(q.shape[1], k.shape[1], q.device)
-        return block_sparse_attention(q, k, v, plan, scale=scaling, sinks=s_aux), None
+        return block_sparse_attention(q, k, v, plan, scale=scaling, sinks=s_aux)
     if not isinstance(attention_mask, PlanMask):
-        return _dense(query, key, value, attention_mask, scaling, s_aux), None
+        return _dense(query, key, value, attention_mask, scaling, s_aux)
     if attention_mask.rule is not None:
         note_rule(attention_mask)
     if attention_mask.plan is not None:
-        return block_sparse_attention(q, k, v, attention_mask.plan, scale=scaling, sinks=s_aux), None
-    return _after_prefix(q, k, v, attention_mask.offset, scaling, s_aux), None
+        return block_sparse_attention(q, k, v, attention_mask.plan, scale=scaling, sinks=s_aux)
+    return _after_prefix(q, k, v, attention_mask.offset, scaling, s_aux)
 
 
 def _check(query: Tensor, dropout: float, rest: dict[str, Any]) -> None:
@@ -158,8 +177,6 @@ def _wide(
     sinks: Tensor | None,
 ) -> Tensor:
     """For heads wider than the kernels support: PyTorch's attention, under the dense mask of a plan."""
-    if getattr(key, PAGES, None) is not None:
-        fail(OP, "kind", f"be 'contiguous' for heads wider than {WIDEST}", "'paged'")
     rows, keys = query.shape[2], key.shape[2]
     if isinstance(mask, PlanMask):
         plan = mask.plan if plan is None else plan
@@ -177,20 +194,20 @@ def _wide(
     return _dense(query, key, value, mask, scale, sinks)
 
 
-def _paged(
-    q: Tensor, k: Tensor, v: Tensor, pages: Pages, mask: Tensor | None, scale: float | None, sinks: Tensor | None
-) -> Tensor:
-    """Attention over a paged `PdCache`, which returns the new rows and the location of the others."""
+def _paged(q: Tensor, pages: Pages, mask: Tensor | None, scale: float | None, sinks: Tensor | None) -> Tensor:
+    """Causal attention over a paged `PdCache`, in its pages."""
+    k, v = pages.new_k, pages.new_v
     if mask is not None and (not isinstance(mask, PlanMask) or mask.plan is not None):
         plan = getattr(mask, "plan", None)
-        if pages.prefix == 0 and plan is not None:
+        if pages.first == 0 and plan is not None:
             return block_sparse_attention(q, k, v, plan, scale=scale, sinks=sinks)
         fail(
             OP, "attention_mask", "be causal without padding for a paged cache", "another", "Use a contiguous PdCache."
         )
+    lengths = torch.full((q.shape[0],), pages.first, dtype=torch.int64, device=q.device)
     plan = causal_plan(q.shape[1], q.shape[1], q.device)
     return speculative_attention(
-        q, k, v, pages.k, pages.v, pages.lengths, plan, block_table=pages.block_table, scale=scale, sinks=sinks
+        q, k, v, pages.k, pages.v, lengths, plan, block_table=pages.block_table, scale=scale, sinks=sinks
     )
 
 

@@ -2,42 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from pdkernels._validation import check, check_choice, check_type, fail, integer
 from pdkernels.cache import ContiguousKVCache, PagedKVCache
+from pdkernels.integrations.transformers._rows import PagedRows, Pages, narrowed, widened
 
-try:  # of transformers 5
-    from transformers.cache_utils import DummyLayer, LinearAttentionLayer
+try:  # of transformers 5.6
+    from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
     _STATES: tuple[Any, ...] = (LinearAttentionLayer,)
+    _BOTH: tuple[Any, ...] = (LinearAttentionAndFullAttentionLayer,)
 except ImportError:
-    _STATES = ()
+    _STATES = _BOTH = ()
 
 OP = "PdCache"
-PAGES = "_pdkernels_pages"
-"""The attribute on the keys of a paged cache that locates the others."""
-
-
-class Pages(NamedTuple):
-    """One layer of a paged cache, before a step."""
-
-    k: Tensor
-    v: Tensor
-    lengths: Tensor
-    block_table: Tensor
-    prefix: int
+ANOTHER = "Use transformers' own cache."
 
 
 class PdCache(Cache):  # type: ignore[misc]
     """A KV cache of transformers that is written in place: no step copies cached rows.
 
     It holds what a `DynamicCache` holds, padding included, in memory that is allocated once. Rows left by a rejected draft are
-    dropped by `crop`, which only changes a number. States of recurrent layers are kept by transformers' own layers and cannot be cropped.
+    dropped by `crop`, which only changes numbers and takes its argument as `DynamicCache.crop` of the installed transformers does. States of
+    recurrent layers are kept by transformers' own layers; those of convolutions can be cropped after `activate_past_recording`.
+
+    Any attention implementation may read it. "pdkernels" reads pages in place, others get them gathered.
 
     Args:
         config: of the model; its layers must not have a sliding window shorter than `capacity`.
@@ -48,8 +44,9 @@ class PdCache(Cache):  # type: ignore[misc]
         dtype, device: of the rows; None: those of the first forward.
 
     Raises:
-        ValueError: a size below 1, an unknown kind; in a forward: more tokens than `capacity`, another batch.
-        NotImplementedError: a model with sliding windows shorter than `capacity`; in `crop`: one with recurrent layers.
+        ValueError: a size below 1, an unknown kind; in a forward: more tokens than `capacity`, another batch, layers with other heads.
+        NotImplementedError: a model with sliding windows shorter than `capacity`, or with layers that keep something else; in `crop`: one
+            whose recurrent layers cannot go back; offloading.
 
     Example:
         >>> import torch, transformers
@@ -81,107 +78,94 @@ class PdCache(Cache):  # type: ignore[misc]
         self.page_size = integer(OP, "page_size", page_size, 1)
         floating = dtype is None or dtype.is_floating_point
         check_type(floating, OP, "dtype", "be floating-point: its layers read numbers", dtype)
-        window = windowed(config)
-        if window is not None and window < capacity:
-            raise NotImplementedError(
-                f"{OP}: a model with a sliding window of {window} tokens needs a capacity of at most that, got {capacity}. "
-                "Use transformers' own cache."
-            )
-        self.kind, self.seen = kind, 0
-        self._dtype, self._device = dtype, device
+        self.kind, self._dtype, self._device = kind, dtype, device
         self.storage: ContiguousKVCache | PagedKVCache | None = None
+        self._written = self._reserved = 0  # the number in `storage.lengths`, and of the tokens that have pages
         super().__init__(layers=_layers(self, config))
-        self._attends = [layer for layer in self.layers if isinstance(layer, PdLayer)]
-        self._recurrent = [layer for layer in self.layers if isinstance(layer, _STATES)]
 
-    def _allocate(self, key: Tensor) -> ContiguousKVCache | PagedKVCache:
-        layers, kv_heads, head_dim = len(self._attends), key.shape[1], key.shape[3]
-        dtype, device = self._dtype or key.dtype, self._device or key.device
+    def _allocate(self, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        layers = 1 + max(layer.slot for layer in self.layers if isinstance(layer, PdLayer))
+        dtype, place = self._dtype or dtype, self._device or device
         if self.kind == "contiguous":
-            return ContiguousKVCache(layers, self.batch, self.capacity, kv_heads, head_dim, dtype=dtype, device=device)
+            self.storage = ContiguousKVCache(
+                layers, self.batch, self.capacity, kv_heads, head_dim, dtype=dtype, device=place
+            )
+            return
         pages = -(-self.capacity // self.page_size)
-        return PagedKVCache(
+        self.storage = PagedKVCache(
             layers, self.batch, self.batch * pages, self.page_size, kv_heads, head_dim,
-            max_pages_per_sequence=pages, dtype=dtype, device=device,
+            max_pages_per_sequence=pages, dtype=dtype, device=place,
         )  # fmt: skip
 
-    def store(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Writes the new rows ``(batch, kv_heads, rows, head_dim)`` of one layer; returns the keys and values for attention."""
-        batch, _, rows, _ = key.shape
+    def ready(self, key: Tensor, value: Tensor) -> ContiguousKVCache | PagedKVCache:
+        """The memory of all layers, for rows like these ``(batch, kv_heads, rows, head_dim)``."""
+        batch, kv_heads = key.shape[:2]
         check(batch == self.batch, OP, "batch", "be that of the model's inputs", f"{self.batch} for {batch}")
-        if layer == 0:
-            self._started = self.seen
-            full = self.seen + rows <= self.capacity
-            remedy = "Make it for all tokens of the generation, padding included."
-            check(full, OP, "capacity", f"be at least {self.seen + rows}", self.capacity, remedy)
-            if self.storage is None:
-                self.storage = self._allocate(key)
-            if isinstance(self.storage, PagedKVCache):
-                self.storage.reserve_([self.seen + rows] * self.batch)
-        storage, before = self.storage, self._started
+        heads = (kv_heads, max(key.shape[3], value.shape[3]))
+        if self.storage is None:
+            self._allocate(*heads, key.dtype, key.device)
+        storage = self.storage
         assert storage is not None
-        if layer == 0:
-            storage.lengths.fill_(before)
-        storage.append_(layer, key.transpose(1, 2), value.transpose(1, 2))
-        self.seen = before + rows
-        if isinstance(storage, PagedKVCache):
-            # Only the new rows: the earlier ones are in pages.
-            held = key.view_as(key)
-            setattr(
-                held, PAGES, Pages(storage.k[layer], storage.v[layer], storage.lengths, storage.block_table, before)
-            )
-            return held, value
-        k, v = storage.layer(layer, self.seen)
-        return k.transpose(1, 2), v.transpose(1, 2)
+        have = (storage.kv_heads, storage.head_dim)
+        check(
+            heads == have,
+            OP,
+            "config",
+            "have the same key and value heads in all layers",
+            f"{have} and {heads}",
+            ANOTHER,
+        )
+        check(key.device == storage.device, OP, "device", f"be {storage.device} for all layers", key.device, ANOTHER)
+        return storage
 
-    def crop(self, max_length: int) -> None:
-        """Keeps the first `max_length` tokens; a negative number drops that many."""
-        check_type(type(max_length) is int, OP, "max_length", "be an int", type(max_length).__name__)
-        length = self.seen + max_length if max_length < 0 else min(max_length, self.seen)
-        check(length >= 0, OP, "max_length", f"keep some of the {self.seen} cached tokens", max_length)
-        if self._recurrent and length < self.seen:
-            words = "the states of recurrent layers cannot go back to fewer tokens; use pdkernels.decoding.generate, or reset()"
-            raise NotImplementedError(f"{OP}: {words}.")
-        self.seen = length
+    def write(self, layer: int, first: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores rows of one layer from position `first` on; returns all its keys and values for attention."""
+        storage, length = self.ready(key, value), first + key.shape[2]
+        remedy = "Make it for all tokens of the generation, padding included."
+        check(length <= self.capacity, OP, "capacity", f"be at least {length}", self.capacity, remedy)
+        if isinstance(storage, PagedKVCache) and length > self._reserved:
+            storage.reserve_(length)
+            self._reserved = length
+        if self._written != first:
+            storage.lengths.fill_(first)
+            self._written = first
+        k, v = (widened(rows, storage.head_dim).transpose(1, 2) for rows in (key, value))
+        storage.append_(layer, k, v)
+        return self.read(layer, length, (key.shape[3], value.shape[3]), (k, v))
+
+    def read(
+        self, layer: int, length: int, widths: tuple[int, int], new: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The first `length` keys and values of a layer: views, or gathered from pages if something reads them."""
+        storage = self.storage
+        assert storage is not None
+        if isinstance(storage, PagedKVCache):
+            none = new or (storage.k.new_empty(self.batch, 0, storage.kv_heads, storage.head_dim),) * 2
+            first = length - none[0].shape[1]
+            pages = Pages(storage.k[layer], storage.v[layer], storage.block_table, first, *none)
+            rows = [PagedRows(pages, side, storage.head_dim) for side in (0, 1)]
+            sides = rows if new else [side.gathered() for side in rows]
+        else:
+            sides = [side.transpose(1, 2) for side in storage.layer(layer, length)]
+        return narrowed(sides[0], widths[0]), narrowed(sides[1], widths[1])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drops tokens as `DynamicCache.crop` does: a negative number drops that many. What 0 and a positive number mean depends on the version
+        of transformers: a length in older ones, in newer ones 0 drops none and positive numbers are refused.
+        """
+        _crop(self.layers, tokens_to_remove)
 
     @property
     def is_croppable(self) -> bool:
         """Whether `crop` can drop tokens."""
-        return not self._recurrent
+        return all(_goes_back(layer) for layer in self.layers)
 
-    def reset(self) -> None:
-        """Drops all tokens but keeps the memory."""
-        self.seen = 0
-        for layer in self._recurrent:
-            _STATES[0].reset(layer)
+    @property
+    def is_linear(self) -> list[bool]:
+        """Which layers have a state and no keys and values."""
+        return [isinstance(layer, _STATES) and not isinstance(layer, PdLayer) for layer in self.layers]
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Sequence i continues from sequence ``beam_idx[i]``."""
-        self.batch_select_indices(beam_idx)
-        for layer in self._recurrent:
-            _STATES[0].reorder_cache(layer, beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps these sequences; their number must not change."""
-        if self.storage is None:
-            return
-        same = len(indices) == self.batch
-        check(same, OP, "batch", "stay the same when sequences are selected", f"{self.batch} -> {len(indices)}")
-        if isinstance(self.storage, PagedKVCache):
-            fail(OP, "kind", "be 'contiguous' for beams", "'paged'")
-        for rows in (self.storage.k, self.storage.v):
-            for layer in rows:
-                layer[:, : self.seen] = layer[indices.to(layer.device), : self.seen]
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Not possible in place."""
-        fail(
-            OP,
-            "batch",
-            "count the repeated sequences from the start",
-            self.batch,
-            f"Make it for {self.batch * repeats}.",
-        )
+    __iter__ = DynamicCache.__iter__
 
 
 class PdLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -191,81 +175,180 @@ class PdLayer(CacheLayerMixin):  # type: ignore[misc]
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, owner: PdCache, index: int) -> None:
-        super().__init__()
-        self.owner, self.index, self.is_initialized = owner, index, True
+    def __init__(self, owner: PdCache, slot: int) -> None:
+        self.owner, self.slot, self.length = owner, slot, 0
+        self.widths = (0, 0)
+        self.is_initialized = False
 
-    def lazy_initialization(self, *_: Any) -> None:
-        """The owner allocates memory for all layers at once."""
+    batch_size = max_batch_size = property(lambda self: self.owner.batch)
+    max_cache_len = property(lambda self: self.owner.capacity)
+    keys = property(lambda self: self._rows(0))
+    values = property(lambda self: self._rows(1))
+
+    def _rows(self, side: int) -> Tensor | None:
+        return self.owner.read(self.slot, self.length, self.widths)[side] if self.is_initialized else None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        value_states = key_states if value_states is None else value_states  # 4.57 passes one tensor
+        self.owner.ready(key_states, value_states)
+        self.widths = (key_states.shape[3], value_states.shape[3])
+        self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        return self.owner.store(key_states, value_states, self.index)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        rows = self.owner.write(self.slot, self.length, key_states, value_states)
+        self.length += key_states.shape[2]
+        return rows
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         rows = query_length if isinstance(query_length, int) else len(query_length)  # 4.57 passes positions
-        return self.owner.seen + rows, 0
+        return self.length + rows, 0
 
     def get_seq_length(self, *_: Any) -> int:
-        return self.owner.seen
+        return self.length
 
     def get_max_length(self) -> int:
         return self.owner.capacity
 
     get_max_cache_shape = get_max_length
 
-    def crop(self, max_length: int) -> None:
-        if self.index == 0:
-            self.owner.crop(max_length)
+    def crop(self, tokens_to_remove: int) -> None:
+        _crop([self], tokens_to_remove)
 
     def reset(self) -> None:
-        self.owner.reset()
+        """Drops all tokens but keeps the memory."""
+        self.length, self.is_initialized = 0, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        if self.index == 0:
-            self.owner.reorder_cache(beam_idx)
+        """Sequence i continues from sequence ``beam_idx[i]``."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps these sequences; their number must not change."""
+        storage = self.owner.storage
+        if storage is None or not self.length:
+            return
+        chosen = torch.arange(self.owner.batch, device=storage.device)[indices]
+        same = tuple(chosen.shape) == (self.owner.batch,)
+        check(same, OP, "batch", "stay the same when sequences are selected", f"{self.owner.batch} -> {len(chosen)}")
+        if isinstance(storage, PagedKVCache):
+            fail(OP, "kind", "be 'contiguous' for beams", "'paged'")
+        for rows in (storage.k[self.slot], storage.v[self.slot]):
+            rows[:, : self.length] = rows[chosen, : self.length]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Not possible in place."""
+        if self.length:
+            batch, remedy = self.owner.batch, f"Make it for {self.owner.batch * repeats}."
+            fail(OP, "batch", "count the repeated sequences from the start", batch, remedy)
+
+    def offload(self) -> None:
+        """Not possible: the memory belongs to all layers."""
+        words = "its rows cannot be offloaded: the memory belongs to all layers"
+        raise NotImplementedError(f"{OP}: {words}. {ANOTHER}")
+
+    prefetch = offload
 
 
-class PdBoth(*_STATES, PdLayer):  # type: ignore[misc]
+class PdBoth(PdLayer, *_STATES):  # type: ignore[misc]
     """A layer with attention and a recurrent state side by side (Falcon-H1). transformers keeps the state."""
 
-    is_compileable = False
+    def __init__(self, owner: PdCache, slot: int, theirs: Any) -> None:
+        vars(self).update({name: held for name, held in vars(theirs).items() if name not in ("keys", "values")})
+        PdLayer.__init__(self, owner, slot)
 
-    def __init__(self, owner: PdCache, index: int) -> None:
-        PdLayer.__init__(self, owner, index)
-        for kind in _STATES:
-            kind.__init__(self)
-        self.is_initialized = True
+    is_croppable = property(lambda self: _goes_back(self))
 
     def lazy_initialization(self, *keys: Any, **states: Any) -> None:
-        """Of the state; the owner allocates memory for keys and values."""
         if states:
             _STATES[0].lazy_initialization(self, **states)
+        else:
+            PdLayer.lazy_initialization(self, *keys)
 
-    is_croppable = PdLayer.is_croppable
-    reset = PdLayer.reset
-    crop = PdLayer.crop
-    reorder_cache = PdLayer.reorder_cache
-    get_max_length = get_max_cache_shape = PdLayer.get_max_length
+    def reset(self) -> None:
+        PdLayer.reset(self)
+        _STATES[0].reset(self)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        PdLayer.batch_select_indices(self, indices)
+        _STATES[0].reorder_cache(self, indices)
 
 
 def _layers(owner: PdCache, config: Any) -> list[Any]:
-    """Layers of ours where there is attention, and transformers' own for states, whose size is fixed."""
-    kinds = list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
-    if not _STATES or not any(kind in ("conv", "linear_attention", "hybrid", "hybrid_sliding") for kind in kinds):
-        return [PdLayer(owner, layer) for layer in range(config.num_hidden_layers)]
-    found: list[Any] = []
+    """The layers of a `DynamicCache`, with ours in the place of those for keys and values. Others keep states of a fixed size, or nothing."""
+    theirs = DynamicCache(config=config).layers or [DynamicLayer() for _ in range(config.num_hidden_layers)]
+    kinds = getattr(config, "layer_types", None) or ()
+    recurrent = any(kind in ("conv", "linear_attention", "hybrid") for kind in kinds)
+    if not _STATES and (recurrent or any(name.startswith("mamba_") for name in vars(config))):
+        raise NotImplementedError(f"{OP}: layers with a state need transformers 5.6 or newer. {ANOTHER}")
+    chunk = getattr(config, "attention_chunk_size", None)
+    made: list[Any] = []
     slots = 0
-    for kind in kinds:
-        if kind == "hybrid_sliding":
-            raise NotImplementedError(f"{OP}: layers with a sliding window and a state are not supported.")
-        if kind in ("conv", "linear_attention"):
-            found.append(_STATES[0]())
-        elif kind in ("mlp", "moe"):
-            found.append(DummyLayer())
-        else:
-            found.append((PdBoth if kind == "hybrid" else PdLayer)(owner, slots))
-            slots += 1
-    return found
+    for layer in theirs:
+        exact = type(layer)
+        if exact is DynamicSlidingWindowLayer and chunk != layer.sliding_window < owner.capacity:
+            words = f"a model with a sliding window of {layer.sliding_window} tokens needs a capacity of at most that"
+            raise NotImplementedError(f"{OP}: {words}, got {owner.capacity}. {ANOTHER}")
+        if exact in (DynamicLayer, DynamicSlidingWindowLayer):
+            layer = PdLayer(owner, slots)
+        elif exact in _BOTH:
+            layer = PdBoth(owner, slots, layer)
+        elif exact not in _STATES and exact.__name__ != "DummyLayer":
+            raise NotImplementedError(f"{OP}: layers of {exact.__name__} are not supported. {ANOTHER}")
+        slots += isinstance(layer, PdLayer)
+        made.append(layer)
+    return made
+
+
+def _crop(layers: Sequence[Any], tokens_to_remove: int) -> None:
+    number = integer(OP, "tokens_to_remove", tokens_to_remove, -(2**63))
+    ours = [layer for layer in layers if isinstance(layer, PdLayer) and layer.is_initialized]
+    after = [_after_crop(layer.length, number) for layer in ours]
+    back = max((layer.length - length for layer, length in zip(ours, after)), default=max(0, -number))
+    longest = max((layer.length for layer in ours), default=None)
+    states = [layer for layer in layers if isinstance(layer, _STATES)]
+    if back and not all(_goes_back(layer) and _has_past(layer, back, longest) for layer in states):
+        words = (
+            "the states of recurrent layers cannot go back to fewer tokens; use pdkernels.decoding.generate, or reset()"
+        )
+        more = "; convolutions alone can, after activate_past_recording() before the forward" if _STATES else ""
+        raise NotImplementedError(f"{OP}: {words}{more}.")
+    for layer, length in zip(ours, after):
+        layer.length = length
+    for layer in states:
+        if getattr(layer, "record_past", False) and _any(layer.is_conv_states_initialized):
+            _STATES[0].crop(layer, -back)
+
+
+@lru_cache(maxsize=16)
+def _after_crop(length: int, number: int) -> int:
+    """The length after ``crop(number)``. Its meaning has changed in transformers, so a layer of the installed version says it."""
+    check(-number <= length, OP, "tokens_to_remove", f"keep some of the {length} cached tokens", number)
+    layer = DynamicLayer()
+    layer.keys = layer.values = torch.empty(1, 1, 1, 1, device="cpu").expand(1, 1, length, 1)
+    layer.is_initialized = True
+    layer.crop(number)
+    return int(layer.keys.shape[-2])
+
+
+def _any(flags: Any) -> bool:
+    """Of one state, or of several."""
+    return any(flags.values()) if isinstance(flags, dict) else bool(flags)
+
+
+def _goes_back(layer: Any) -> bool:
+    """Whether a layer keeps what `crop` needs: no recurrent state, and convolutions whose past can be recorded."""
+    if not isinstance(layer, _STATES):
+        return True
+    started = _any(layer.is_conv_states_initialized) and not _any(layer.is_recurrent_states_initialized)
+    return started and hasattr(layer, "record_past")
+
+
+def _has_past(layer: Any, back: int, length: int | None) -> bool:
+    """Whether the convolutions of a layer still have the `back` tokens before the ones that they need, or the whole text."""
+    needed = [size + back if length is None else min(size + back, length) for size in layer.conv_kernel_size.values()]
+    return layer.record_past and all(state.shape[-1] >= n for state, n in zip(layer.conv_states.values(), needed))
 
 
 def windowed(config: Any) -> int | None:

@@ -39,7 +39,7 @@ def experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
     """The weighted sum of the outputs of each row's experts, as `pdkernels.models.experts` computes it."""
     first = self.gate_up_proj if self.has_gate else self.up_proj
     packed = isinstance(first, QuantizedWeight) or isinstance(self.down_proj, QuantizedWeight)
-    ours = not self.is_transposed and not self._is_expert_parallel
+    ours = not self.is_transposed and not getattr(self, "_is_expert_parallel", False)  # 5.23 has it
     if not (packed or (ours and fused.enabled(hidden_states))):
         found: Tensor = type(self).forward.__wrapped__(self, hidden_states, top_k_index, top_k_weights)
         return found
