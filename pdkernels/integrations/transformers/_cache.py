@@ -78,7 +78,7 @@ class PdCache(Cache):  # type: ignore[misc]
         self.page_size = integer(OP, "page_size", page_size, 1)
         floating = dtype is None or dtype.is_floating_point
         check_type(floating, OP, "dtype", "be floating-point: its layers read numbers", dtype)
-        self.kind, self._dtype, self._device = kind, dtype, device
+        self.kind, self._dtype, self._device, self._config = kind, dtype, device, config
         self.storage: ContiguousKVCache | PagedKVCache | None = None
         self._written = self._reserved = 0  # the number in `storage.lengths`, and of the tokens that have pages
         super().__init__(layers=_layers(self, config))
@@ -144,7 +144,9 @@ class PdCache(Cache):  # type: ignore[misc]
             first = length - none[0].shape[1]
             pages = Pages(storage.k[layer], storage.v[layer], storage.block_table, first, *none)
             rows = [PagedRows(pages, side, storage.head_dim) for side in (0, 1)]
-            sides = rows if new else [side.gathered() for side in rows]
+            # The compiled code of FlexAttention takes no subclass of a tensor.
+            late = new and getattr(self._config, "_attn_implementation", None) != "flex_attention"
+            sides = rows if late else [side.gathered() for side in rows]
         else:
             sides = [side.transpose(1, 2) for side in storage.layer(layer, length)]
         return narrowed(sides[0], widths[0]), narrowed(sides[1], widths[1])

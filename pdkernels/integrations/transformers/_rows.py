@@ -40,7 +40,9 @@ class PagedRows(Tensor):
     def __new__(cls, pages: Pages, side: int, width: int) -> PagedRows:
         pool, new = pages[side], pages.new_k
         shape = (new.shape[0], new.shape[2], pages.first + new.shape[1], width)
-        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=pool.dtype, device=pool.device)
+        slots = -(-shape[2] // pool.shape[1]) * pool.shape[1]
+        strides = (slots * pool[0, 0].numel(), pool.shape[3], pool[0, 0].numel(), 1)  # those of `gathered`
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=pool.dtype, device=pool.device)
         self.pages, self.side = pages, side
         self._rows: Tensor | None = None
         return self
