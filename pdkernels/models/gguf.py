@@ -19,9 +19,10 @@ from pdkernels._validation import check, fail, message
 from pdkernels.models import gguf_hybrid, hf, hybrid_hf
 from pdkernels.models.checkpoint import Checkpoint, Stated
 from pdkernels.models.config import ExpertsConfig, TransformerConfig
-from pdkernels.models.fields import OP, Fields, Kept, read_from, shown
+from pdkernels.models.fields import OP, Kept, read_from, shown
 from pdkernels.models.gguf_ends import marks_of
 from pdkernels.models.gguf_file import GgufFile, GgufTensor
+from pdkernels.models.gguf_keys import UNSUPPORTED, Keys
 from pdkernels.models.gguf_tokenizer import tokenizer
 from pdkernels.models.layout import Layout, Parts, Stored
 from pdkernels.models.rope import FactorScaling, LinearScaling, RopeScaling, YarnScaling
@@ -46,28 +47,6 @@ _INSIDE = {
     "post_attention_layernorm": "ffn_norm",
 }
 _ROUTER = "ffn_gate_inp.weight"
-_OTHERWISE = {
-    "expert_shared_count": (0,),
-    "expert_shared_feed_forward_length": (0,),
-    "expert_group_count": (0, 1),
-    "expert_weights_norm": (True,),
-    "expert_weights_scale": (1.0, 0.0),
-    "expert_gating_func": (1,),
-    "leading_dense_block_count": (0,),
-    "interleave_moe_layer_step": (1, 0),
-    "use_parallel_residual": (False,),
-    "attention.causal": (True,),
-    "attention.scale": (0.0,),
-    "attention.clamp_kqv": (0.0,),
-    "attention.max_alibi_bias": (0.0,),
-    "attention.temperature_scale": (0.0,),
-    "embedding_scale": (1.0,),
-    "residual_scale": (1.0,),
-    "logit_scale": (1.0,),
-    "rope.scaling.yarn_ext_factor": (-1.0, 1.0),
-    "rope.scaling.yarn_log_multiplier": (0.0,),
-}
-"""Fields and their supported values; any other value would need a different computation."""
 
 
 def read(path: Path, dtype: torch.dtype | None, packed: bool | None = None) -> Checkpoint:
@@ -90,7 +69,7 @@ def read(path: Path, dtype: torch.dtype | None, packed: bool | None = None) -> C
     }
     stored.pop(_FACTORS, None)
     layout.stored(stored)
-    fields = Fields(file.fields, file.name)
+    fields = Keys(file.fields, file.name)
     # Refuse it before all tokens become Python strings.
     tokens = fields.get("tokenizer.ggml.tokens")
     count = len(tokens) if isinstance(tokens, (list, Kept)) else 0
@@ -122,42 +101,42 @@ def _usual_dtype(file: GgufFile) -> torch.dtype:
     return {"BF16": torch.bfloat16, "F16": torch.float16}.get("".join(kinds), torch.float32)
 
 
-def _fields(file: GgufFile, kind: str) -> Fields:
+def _fields(file: GgufFile, kind: str) -> Keys:
     """The fields of the architecture, without its name; those that would need another computation are refused."""
-    known = Fields(file.fields, file.name).values
+    known = Keys(file.fields, file.name).values
     own = {key.removeprefix(f"{kind}."): _decimal(value) for key, value in known.items()}
-    fields = Fields(own, f"{file.name}: {kind}")
-    for name, allowed in _OTHERWISE.items():
-        value = fields.get(name, allowed[0])
+    fields = Keys(own, f"{file.name}: {kind}")
+    for name, allowed in UNSUPPORTED.items():
+        value = fields.get(name)
         if value not in allowed:
             _refuse(file.name, f"{kind}.{name}", f"be {allowed[0]}", value)
     return fields
 
 
 def _config(file: GgufFile) -> TransformerConfig:
-    everything = Fields(file.fields, file.name)
+    everything = Keys(file.fields, file.name)
     kind = everything.get("general.architecture")
     if kind not in ARCHITECTURES:
         known = ", ".join((*ARCHITECTURES, *gguf_hybrid.ARCHITECTURES))
         _refuse(file.name, "general.architecture", f"be one of {known}", kind)
     fields = _fields(file, kind)
-    experts = fields.integer("expert_count", 0, minimum=0)
+    experts = fields.integer("expert_count", minimum=0)
     if experts and kind != _MOE:
         _refuse(file.name, f"{kind}.expert_count", "be 0", experts)
     embedding = file.tensors.get(_EMBEDDING)
     if embedding is None:
         fail(OP, file.name, f"hold {_EMBEDDING}", "none")
     hidden, heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
-    head_dim = fields.integer("attention.key_length", max(hidden // heads, 1))
+    head_dim = fields.integer("attention.key_length")
     for name in ("attention.value_length", "rope.dimension_count"):
-        width = fields.integer(name, head_dim)
+        width = fields.integer(name)
         if width != head_dim:
             _refuse(file.name, f"{kind}.{name}", f"be the size of a head ({head_dim})", width)
-    positions = fields.integer("context_length", 2048)
+    positions = fields.integer("context_length")
     with read_from(file.name):
         scaling = _scaling(file, fields, head_dim, positions)
     positions = positions if scaling is None else scaling.reach(positions)
-    window = fields.integer("attention.sliding_window", positions, minimum=0)
+    window = fields.integer("attention.sliding_window", minimum=0)
     if 0 < window < positions:
         _refuse(file.name, f"{kind}.attention.sliding_window", f"be absent or cover all {positions} positions", window)
 
@@ -165,15 +144,17 @@ def _config(file: GgufFile) -> TransformerConfig:
         return any(f"blk.0.{name}.bias" in file.tensors for name in names)
 
     with read_from(file.name):
+        mixture = _experts(fields) if kind == _MOE else None
+        dense = mixture is None or "feed_forward_length" in fields.values
         return TransformerConfig(
             vocab_size=embedding.shape[0],
             hidden_size=hidden,
             layers=fields.integer("block_count"),
             heads=heads,
-            kv_heads=fields.integer("attention.head_count_kv", heads),
+            kv_heads=fields.integer("attention.head_count_kv"),
             head_dim=head_dim,
-            intermediate_size=fields.integer("feed_forward_length"),
-            rope_theta=fields.number("rope.freq_base", 10000.0, above=0),
+            intermediate_size=fields.integer("feed_forward_length") if dense else mixture.intermediate_size,
+            rope_theta=fields.number("rope.freq_base", above=0),
             rope_scaling=scaling,
             norm_eps=fields.number("attention.layer_norm_rms_epsilon", minimum=0),
             qkv_bias=held("attn_q", "attn_k", "attn_v"),
@@ -182,22 +163,23 @@ def _config(file: GgufFile) -> TransformerConfig:
             qk_norm=kind in ("qwen3", _MOE),
             tied_head=_HEAD not in file.tensors,
             max_positions=positions,
-            experts=_experts(fields) if kind == _MOE else None,
+            experts=mixture,
         )
 
 
-def _experts(fields: Fields) -> ExpertsConfig:
+def _experts(fields: Keys) -> ExpertsConfig:
     """Every layer has them, and weights are normalised: llama.cpp computes no others of this architecture."""
-    fields.require(("expert_count", "expert_used_count"))
-    inner = fields.integer("expert_feed_forward_length", fields.integer("feed_forward_length"))
-    return ExpertsConfig(fields.integer("expert_count"), fields.integer("expert_used_count"), inner)
+    return ExpertsConfig(*(fields.integer(f"expert_{name}") for name in ("count", "used_count", "feed_forward_length")))
 
 
-def _scaling(file: GgufFile, fields: Fields, head_dim: int, positions: int) -> RopeScaling | None:
-    rule = fields.get("rope.scaling.type", "linear" if "rope.scale_linear" in fields.values else "none")
-    factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 1.0, above=0), above=0)
+def _scaling(file: GgufFile, fields: Keys, head_dim: int, positions: int) -> RopeScaling | None:
+    rule = fields.get("rope.scaling.type")
+    factor = fields.number("rope.scaling.factor", minimum=0) or 1.0
+    further = fields.number("rope.scaling.attn_factor", above=0)
     if rule not in ("none", "linear", "yarn"):
         _refuse(file.name, "rope.scaling.type", "be none, linear or yarn", rule)
+    if rule != "yarn" and further != 1:
+        _refuse(file.name, "rope.scaling.attn_factor", "be 1 without rope.scaling.type yarn", further)
     factors = file.tensors.get(_FACTORS)
     if factors is not None:
         if rule != "none" and factor != 1:
@@ -212,13 +194,12 @@ def _scaling(file: GgufFile, fields: Fields, head_dim: int, positions: int) -> R
         return None
     if rule == "linear":
         return LinearScaling(factor)
-    further = fields.number("rope.scaling.attn_factor", 1.0, above=0)
     return YarnScaling(
         factor=factor,
-        original_positions=fields.integer("rope.scaling.original_context_length", positions),
-        beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0, above=0),
-        beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0, above=0),
-        attention_factor=further * (1 + 0.1 * math.log(factor)),
+        original_positions=fields.integer("rope.scaling.original_context_length", minimum=0) or positions,
+        beta_fast=fields.number("rope.scaling.yarn_beta_fast", above=0),
+        beta_slow=fields.number("rope.scaling.yarn_beta_slow", above=0),
+        attention_factor=further * (1 + 0.1 * math.log(max(factor, 1.0))),
     )
 
 

@@ -1,25 +1,32 @@
-"""The end tokens of a GGUF file: those that it names, and those that llama.cpp recognises by their text.
+"""The end tokens of a GGUF file: those that it names, and those that llama.cpp b11549 recognises by their text.
 
-Source: the end-of-generation tokens of `src/llama-vocab.cpp` in github.com/ggml-org/llama.cpp. Where several tokens have texts of
-one kind, that program takes any of them; here it is the first.
+Source: the end-of-generation tokens of `src/llama-vocab.cpp` in github.com/ggml-org/llama.cpp, whose lists grow. Where several tokens
+have texts of one kind, that program takes any of them; here it is the first.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from pdkernels.models.fields import Fields
+from pdkernels.models.gguf_keys import Keys
 
 NORMAL, CONTROL, USER = 1, 3, 4
 
-_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "<end_of_utterance>")  # fmt: skip
-_TEXT = (*_TURN, "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "</s>", "<|eom_id|>", "[EOS]", "<eos>", "<turn|>", "<|tool_response>")  # fmt: skip
+_DEEPSEEK = "<\uff5cend\u2581of\u2581sentence\uff5c>"  # with a wide bar and low blocks
+_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", _DEEPSEEK, "<end_of_utterance>")  # fmt: skip
+_TEXT = (*_TURN, "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "</s>", "<|eom_id|>", "[EOS]", "<eos>", "<turn|>", "<|tool_response>", "[e~[")  # fmt: skip
+
+
+def _around(part: str) -> tuple[str, ...]:
+    return f"<|fim_{part}|>", f"<fim-{part}>", f"<fim_{part}>", f"<|code_{part}|>", f"<|{part}|>"
+
+
 _BY_TEXT = {
     "eot": _TURN,
     "eom": ("<|eom_id|>",),
-    "fim_pre": ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<PRE>", "<|code_prefix|>", "<|prefix|>"),
-    "fim_suf": ("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<SUF>", "<|code_suffix|>", "<|suffix|>"),
-    "fim_mid": ("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<MID>", "<|code_middle|>", "<|middle|>"),
+    "fim_pre": (*_around("prefix"), "<\uff5cfim\u2581begin\uff5c>", "<PRE>", "\u2581<PRE>"),
+    "fim_suf": (*_around("suffix"), "<\uff5cfim\u2581hole\uff5c>", "<SUF>", "\u2581<SUF>"),
+    "fim_mid": (*_around("middle"), "<\uff5cfim\u2581end\uff5c>", "<MID>", "\u2581<MID>"),
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
@@ -39,7 +46,7 @@ class Marks(NamedTuple):
     """Token types that replace those in the file."""
 
 
-def marks_of(fields: Fields, vocab_size: int) -> Marks:
+def marks_of(fields: Keys, vocab_size: int) -> Marks:
     """The end tokens by llama.cpp's rule, and the token types that it changes."""
     tokens = fields.texts("tokenizer.ggml.tokens")
     index = {token: number for number, token in reversed(list(enumerate(tokens)))}
@@ -65,7 +72,7 @@ def marks_of(fields: Fields, vocab_size: int) -> Marks:
         # In these formats the token ends each of several messages, and another token ends the text.
         kinds[texts["<|end|>"]] = USER
         del ends[texts["<|end|>"]]
-    if "</s>" in texts and "<|tool_response>" in texts:
+    if "</s>" in texts and ("<|tool_response>" in texts or "<|plamo:eos|>" in texts):
         kinds[texts["</s>"]] = NORMAL
         del ends[texts["</s>"]]
     return Marks(tuple(ends), kinds)

@@ -21,6 +21,7 @@ import torch
 
 from pdkernels._validation import check, fail, message
 from pdkernels.models.fields import OP, Kept, shown
+from pdkernels.models.gguf_keys import ABSENT
 
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -183,7 +184,7 @@ class GgufFile:
             check(1 <= dims <= 4, OP, f"{self.name}: {shown(name)}", "have 1 to 4 dimensions", dims)
             sizes = tuple(self._number("Q") for _ in range(dims))
             listed[name] = (sizes[::-1], self._number("I"), self._number("Q"))
-        align = self.fields.get("general.alignment", 32)
+        align = self.fields.get("general.alignment", ABSENT["general.alignment"])
         fits = type(align) is int and 8 <= align <= 1 << 20 and align & (align - 1) == 0
         check(fits, OP, f"{self.name}: general.alignment", "be a power of two from 8", shown(align))
         start = -(-self._at // align) * align
@@ -214,7 +215,7 @@ class GgufFile:
         return GgufTensor(shape, kind, start + offset, held)
 
     def _refuse_parts(self) -> None:
-        parts = self.fields.get("split.count", 1)
+        parts = self.fields.get("split.count", ABSENT["split.count"])
         if parts not in (0, 1):
             remedy = "Join its parts with `llama-gguf-split --merge`."
             self._unsupported("be a whole model", f"one of {shown(parts)} parts", remedy)

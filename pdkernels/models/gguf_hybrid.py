@@ -14,8 +14,9 @@ from typing import Any
 
 from pdkernels._validation import check, fail, message
 from pdkernels.models import hybrid_hf
-from pdkernels.models.fields import OP, Fields, read_from, shown
+from pdkernels.models.fields import OP, Kept, read_from, shown
 from pdkernels.models.gguf_file import GgufFile
+from pdkernels.models.gguf_keys import Keys
 from pdkernels.models.hybrid import HybridConfig, Mixer
 from pdkernels.models.layout import Layout, Parts
 from pdkernels.models.rope import RopeScaling
@@ -65,25 +66,25 @@ _INSIDE = {
     "ffn_norm.weight": "ffn_norm.weight",
 }
 
-Scaling = Callable[[GgufFile, Fields, int, int], RopeScaling | None]
+Scaling = Callable[[GgufFile, Keys, int, int], RopeScaling | None]
 
 
-def config_of(file: GgufFile, fields: Fields, kind: str, scaling_of: Scaling) -> HybridConfig:
+def config_of(file: GgufFile, fields: Keys, kind: str, scaling_of: Scaling) -> HybridConfig:
     """The configuration, of the fields without the architecture's name."""
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         fail(OP, file.name, "hold token_embd.weight", "none")
-    more = fields.integer("nextn_predict_layers", 0, minimum=0)
+    more = fields.integer("nextn_predict_layers", minimum=0)
     if more:
         _refuse(file, f"{kind}.nextn_predict_layers", "be 0", more)
     hidden, heads, layers = (
         fields.integer(name) for name in ("embedding_length", "attention.head_count", "block_count")
     )
-    head_dim = fields.integer("attention.key_length", max(hidden // heads, 1))
-    width = fields.integer("attention.value_length", head_dim)
+    head_dim = fields.integer("attention.key_length")
+    width = fields.integer("attention.value_length")
     if width != head_dim:
         _refuse(file, f"{kind}.attention.value_length", f"be the size of a head ({head_dim})", width)
-    positions = fields.integer("context_length", 2048)
+    positions = fields.integer("context_length")
     with read_from(file.name):
         scaling = scaling_of(file, fields, head_dim, positions)
     common: dict[str, Any] = {
@@ -93,22 +94,23 @@ def config_of(file: GgufFile, fields: Fields, kind: str, scaling_of: Scaling) ->
         "heads": heads,
         "head_dim": head_dim,
         "intermediate_size": fields.integer("feed_forward_length"),
-        "rope_theta": fields.number("rope.freq_base", 10000.0, above=0),
+        "rope_theta": fields.number("rope.freq_base", above=0),
         "rope_scaling": scaling,
         "norm_eps": fields.number("attention.layer_norm_rms_epsilon", minimum=0),
         "qk_norm": True,
         "tied_head": "output.weight" not in file.tensors,
         "max_positions": positions if scaling is None else scaling.reach(positions),
-        "rotary_dim": fields.integer("rope.dimension_count", head_dim),
+        "rotary_dim": fields.integer("rope.dimension_count"),
     }
     with read_from(file.name):
-        return HybridConfig(**common, **(_lfm2 if kind == LFM2 else _qwen)(fields, layers, heads))
+        return HybridConfig(**common, **(_lfm2 if kind == LFM2 else _qwen)(file, fields, layers))
 
 
-def _qwen(fields: Fields, layers: int, heads: int) -> dict[str, Any]:
+def _qwen(file: GgufFile, fields: Keys, layers: int) -> dict[str, Any]:
+    _check_sections(file, fields)
     keys, values, size = (fields.integer(f"ssm.{name}") for name in ("group_count", "time_step_rank", "inner_size"))
     check(size % values == 0, OP, f"{fields.where}.ssm.inner_size", f"be a multiple of time_step_rank ({values})", size)
-    every = fields.integer("full_attention_interval", 4)
+    every = fields.integer("full_attention_interval")
     recurrent = fields.get("attention.recurrent_layers")
     if recurrent is None:
         recurrent = [(index + 1) % every != 0 for index in range(min(layers, 1 << 16))]
@@ -122,7 +124,7 @@ def _qwen(fields: Fields, layers: int, heads: int) -> dict[str, Any]:
     )
     mixers: tuple[Mixer, ...] = tuple("delta" if there else "attention" for there in recurrent)
     return {
-        "kv_heads": fields.integer("attention.head_count_kv", heads),
+        "kv_heads": fields.integer("attention.head_count_kv"),
         "mixers": mixers,
         "conv_width": fields.integer("ssm.conv_kernel", minimum=2),
         "key_heads": keys,
@@ -135,8 +137,24 @@ def _qwen(fields: Fields, layers: int, heads: int) -> dict[str, Any]:
     }
 
 
-def _lfm2(fields: Fields, layers: int, heads: int) -> dict[str, Any]:
-    given = fields.get("attention.head_count_kv", heads)
+def _check_sections(file: GgufFile, fields: Keys) -> None:
+    """Of text alone, the first three coordinates of a position are equal, and the fourth is 0."""
+    sections = fields.get("rope.dimension_sections")
+    listed = list(sections) if isinstance(sections, (list, Kept)) else []
+    fits = len(listed) == 4 and all(type(one) is int and one >= 0 for one in listed) and any(listed)
+    label = f"{fields.where}.rope.dimension_sections"
+    check(fits, OP, label, "be four numbers of pairs, not all 0", shown(sections))
+    pairs = (pair % sum(listed) for pair in range(min(fields.integer("rope.dimension_count") // 2, sum(listed))))
+    if not all(pair < 3 * listed[pair % 3] for pair in pairs):
+        _refuse(file, "rope.dimension_sections", "give every pair one of the first three coordinates", listed)
+
+
+def _lfm2(file: GgufFile, fields: Keys, layers: int) -> dict[str, Any]:
+    positions, window = fields.integer("context_length"), fields.integer("attention.sliding_window", minimum=0)
+    if 0 < window < positions:
+        expectation = f"be absent or cover all {positions} positions"
+        _refuse(file, f"{LFM2}.attention.sliding_window", expectation, window)
+    given = fields.get("attention.head_count_kv")
     counts = list(given) if not isinstance(given, int) else [given] * min(layers, 1 << 16)
     whole = len(counts) == layers and all(type(count) is int and count >= 0 for count in counts)
     check(

@@ -10,8 +10,9 @@ from typing import Any
 
 from pdkernels._validation import check, fail, message
 from pdkernels.models.chat import ChatTemplate
-from pdkernels.models.fields import OP, Fields, shown
+from pdkernels.models.fields import OP, shown
 from pdkernels.models.gguf_ends import CONTROL, USER, Marks
+from pdkernels.models.gguf_keys import Keys
 from pdkernels.models.tokenizers import JsonTokenizer, library, naming
 
 _LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -25,7 +26,7 @@ _PRE = {
 _UNKNOWN = 2
 
 
-def tokenizer(fields: Fields, vocab_size: int, marks: Marks) -> JsonTokenizer | None:
+def tokenizer(fields: Keys, vocab_size: int, marks: Marks) -> JsonTokenizer | None:
     """The tokenizer from the file's fields, None if it names no tokens."""
     if "tokenizer.ggml.tokens" not in fields.values:
         return None
@@ -34,16 +35,17 @@ def tokenizer(fields: Fields, vocab_size: int, marks: Marks) -> JsonTokenizer | 
         if value not in known:
             label = f"{fields.where}: tokenizer.ggml.{field}"
             raise NotImplementedError(message(OP, label, f"be one of {', '.join(known)}", shown(value)))
-    tokens, merges = _texts(fields, "tokens"), _texts(fields, "merges")
+    tokens = _texts(fields, "tokens")
     label = f"{fields.where}: tokenizer.ggml."
     fits = len(tokens) <= vocab_size
     check(fits, OP, f"{label}tokens", f"be as many as the embedding has rows ({vocab_size}), or fewer", len(tokens))
     vocabulary = {token: index for index, token in enumerate(tokens)}
     check(len(vocabulary) == len(tokens), OP, f"{label}tokens", "differ from each other", "the same one twice")
-    pairs = [tuple(merge.split(" ")) for merge in merges]
+    pairs = [tuple(merge.split(" ")) for merge in _texts(fields, "merges")]
     known_pairs = all(len(pair) == 2 and {*pair, "".join(pair)} <= vocabulary.keys() for pair in pairs)
     check(known_pairs, OP, f"{label}merges", "be pairs of tokens that make another one", "something else")
-    kinds = fields.get("tokenizer.ggml.token_type", [1] * len(tokens))
+    kinds = fields.get("tokenizer.ggml.token_type")
+    kinds = [1] * len(tokens) if kinds is None else kinds
     fits = isinstance(kinds, list) and len(kinds) == len(tokens)
     check(fits, OP, f"{label}token_type", "be one number for each token", shown(kinds))
     kinds = [marks.kinds.get(index, kind) for index, kind in enumerate(kinds)]
@@ -54,7 +56,7 @@ def tokenizer(fields: Fields, vocab_size: int, marks: Marks) -> JsonTokenizer | 
     return JsonTokenizer.of(made, fields.where, end_tokens=marks.ends, chat_template=template, bos_token_id=begin)
 
 
-def _texts(fields: Fields, name: str) -> list[str]:
+def _texts(fields: Keys, name: str) -> list[str]:
     return fields.texts(f"tokenizer.ggml.{name}")
 
 
@@ -86,13 +88,12 @@ def _assemble(pre: str, vocabulary: dict[str, int], pairs: list[Any], kinds: lis
     return made
 
 
-def _begin(made: Any, fields: Fields, tokens: list[str], tokenizers: Any) -> None:
+def _begin(made: Any, fields: Keys, tokens: list[str], tokenizers: Any) -> None:
     """Prepends the BOS token to a text if the model was trained with it."""
     where = f"{fields.where}: tokenizer.ggml"
-    if fields.flag("tokenizer.ggml.add_eos_token", False):
+    if fields.flag("tokenizer.ggml.add_eos_token", None):
         raise NotImplementedError(message(OP, f"{where}.add_eos_token", "be false", True))
-    begins = _PRE[fields.get("tokenizer.ggml.pre")] == "llama3"
-    if not fields.flag("tokenizer.ggml.add_bos_token", begins):
+    if not fields.flag("tokenizer.ggml.add_bos_token", None):
         return
     bos = fields.token("tokenizer.ggml.bos_token_id", len(tokens))
     if bos is None:
@@ -101,7 +102,7 @@ def _begin(made: Any, fields: Fields, tokens: list[str], tokenizers: Any) -> Non
     made.post_processor = tokenizers.processors.TemplateProcessing(single=[tokens[bos], "$A"], special_tokens=special)
 
 
-def _template(fields: Fields, tokens: list[str]) -> ChatTemplate | None:
+def _template(fields: Keys, tokens: list[str]) -> ChatTemplate | None:
     """The templates of the file. The fields of templates other than the default end with a name."""
     main = "tokenizer.chat_template"
     found = {

@@ -164,6 +164,7 @@ REFUSED = [
 ]
 WRONG = [
     ({"eos_token_id": 340}, "m.gguf: tokenizer.ggml.eos_token_id must be an id below vocab_size (340), got 340."),
+    ({"merges": None}, "m.gguf must hold 'tokenizer.ggml.merges', got only "),
     ({"merges": ["a b c"]}, "tokenizer.ggml.merges must be pairs of tokens that make another one"),
     ({"merges": ["zz qq"]}, "tokenizer.ggml.merges must be pairs of tokens that make another one"),
     ({"tokens": ["a", "a"], "merges": None}, "tokenizer.ggml.tokens must differ from each other"),
@@ -247,6 +248,7 @@ ENDS: list[tuple[list[str], set[str]]] = [
     (["<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>"], {"<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>"}),
     (["<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|fim_prefix|>"], {"<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"}),
     (["<fim_pad>", "<reponame>", "<PAD>"], {"<fim_pad>", "<reponame>"}),
+    (["<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[", "<\uff5cfim\u2581begin\uff5c>"], {"<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~["}),
     (["<|endoftext |>", "EOT", "<s>"], set()),
 ]  # fmt: skip
 
@@ -265,10 +267,25 @@ def test_tokens_that_end_a_text(texts: list[str], expected: set[str], words: dic
     assert cut in ([], [len(result.tokens) - 1])
 
 
+def test_byte_level_bpe_ends_at_token_11_if_the_file_names_none(words: dict[str, Any], tmp_path: Path) -> None:
+    model, _ = ends(tmp_path, words, [], eos_token_id=None)
+    assert model.end_tokens == (11,)  # as in llama.cpp b11549
+    few = {
+        "tokens": ["a", "b", "ab"],
+        "merges": ["a b"],
+        "token_type": None,
+        "eot_token_id": None,
+        "bos_token_id": None,
+    }
+    assert load(tmp_path, {**words, **few}, pre="qwen2", eos_token_id=None).end_tokens == ()
+
+
 def test_fields_that_name_end_tokens(words: dict[str, Any], tmp_path: Path) -> None:
     fields = {"fim_pad_token_id": 7, "fim_sep_token_id": 8, "eom_token_id": 9, "eot_token_id": 10}
     model, _ = ends(tmp_path, words, ["<|fim_pad|>", "<|channel|>"], **fields)
     assert set(model.end_tokens) == {0, 7, 8, 9, 10}
+    plamo = len(words["tokens"]) + 1
+    assert ends(tmp_path, words, ["</s>", "<|plamo:eos|>"], eos_token_id=plamo)[1] == ["<|plamo:eos|>"]
     ids = model.tokenizer.encode("It<|channel|>")  # always shown
     assert len(ids) == len(model.tokenizer.encode("It")) + 1 and model.tokenizer.decode(ids) == "It<|channel|>"
 

@@ -175,7 +175,7 @@ def write(path: Path, model: Any, kind: str, fields: dict[str, Any], arch: str) 
         own |= {
             "attention.head_count_kv": 2, "attention.key_length": 16, "attention.value_length": 16, "rope.dimension_count": 8,
             "attention.layer_norm_rms_epsilon": 1e-6, "ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.group_count": 2,
-            "ssm.time_step_rank": 4, "ssm.inner_size": 128, "full_attention_interval": 4,
+            "ssm.time_step_rank": 4, "ssm.inner_size": 128, "full_attention_interval": 4, "rope.dimension_sections": [2, 1, 1, 0],
         }  # fmt: skip
     else:
         own |= {"attention.layer_norm_rms_epsilon": 1e-5, "shortconv.l_cache": 3, "rope.dimension_count": 16}
