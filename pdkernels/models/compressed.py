@@ -154,6 +154,8 @@ def _group(group: Fields, fields: Fields, budget: Budget) -> tuple[tuple[Entry, 
     check(bool(targets), OP, f"{group.where}: targets", "name modules", "none")
     if group.get("output_activations"):
         refuse(group, "output_activations", "be absent", group.get("output_activations"))
+    if not group.part("weights"):
+        refuse(group, "weights", "say how weights are quantised", group.get("weights"))
     whole = _is_whole(group if "format" in group.values else fields)
     if "input_activations" in group.values:
         _check_activations(group.part("input_activations"))
@@ -195,7 +197,7 @@ def _weights(fields: Fields, whole: bool) -> Compressed:
         refuse(fields, "actorder", "be weight, static or absent", order)
     size = fields.get("group_size")
     inferred = "tensor" if size is None else "channel" if size == -1 else "group"
-    strategy = str(fields.get("strategy", inferred)).lower()
+    strategy = str(fields.get("strategy") or inferred).lower()
     if strategy not in ("channel", "group", "tensor"):
         refuse(fields, "strategy", "be channel, group or tensor", strategy)
     group = group_size(fields, "group_size", size) if strategy == "group" else 0

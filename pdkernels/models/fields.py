@@ -67,7 +67,10 @@ def read_from(where: str) -> Iterator[None]:
 
 
 class Fields:
-    """A JSON object in the file, or part of a file, named by `where`. A null field counts as absent.
+    """A JSON object in the file, or part of a file, named by `where`.
+
+    A null is a value: a number or flag is refused if it is null, unless `null` says what that means. Where nothing is a number, a part or a
+    list may be null as well as absent.
 
     >>> fields = Fields({"n_layers": 2, "rope": {"theta": 100}})
     >>> fields.integer("n_layers"), fields.integer("n_heads", 4), fields.part("rope").number("theta")
@@ -77,6 +80,7 @@ class Fields:
     def __init__(self, values: Any, where: str = "config.json") -> None:
         check(isinstance(values, Mapping), OP, where, "hold an object", shown(values))
         self.where = where
+        self.given = values
         self.values = {name: value for name, value in values.items() if value is not None}
         self.null = values.keys() - self.values.keys()
 
@@ -89,12 +93,12 @@ class Fields:
                 fail(OP, self.where, f"hold {name!r}", f"only {some(sorted(map(str, self.values)), 60)}")
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The field unchecked."""
-        return self.values.get(name, default)
+        """The field unchecked; None if it is null, whatever its default."""
+        return self.given.get(name, default)
 
-    def integer(self, name: str, default: int | None = None, minimum: int = 1) -> int:
+    def integer(self, name: str, default: int | None = None, minimum: int = 1, *, null: int | None = None) -> int:
         """An integer of at least `minimum`. Without a default it is required."""
-        value = self._found(name, default)
+        value = self._found(name, default, null)
         if type(value) is not int or not minimum <= value <= _LARGEST:
             self._refuse(name, f"be an integer from {minimum} to {_LARGEST}", value)
         return int(value)
@@ -103,17 +107,23 @@ class Fields:
         return self.integer(name) if name in self.values else None
 
     def number(
-        self, name: str, default: float | None = None, minimum: float = -math.inf, above: float = -math.inf
+        self,
+        name: str,
+        default: float | None = None,
+        minimum: float = -math.inf,
+        above: float = -math.inf,
+        *,
+        null: float | None = None,
     ) -> float:
         """A finite number, at least `minimum` and more than `above`. Without a default it is required."""
-        value = self._found(name, default)
+        value = self._found(name, default, null)
         if type(value) in (int, float) and abs(value) < 1e300 and value >= minimum and value > above:
             return float(value)
         bound = f" of at least {minimum}" if minimum > -math.inf else f" above {above}" if above > -math.inf else ""
         self._refuse(name, f"be a number{bound}", value)
 
-    def flag(self, name: str, default: bool) -> bool:
-        value = self._found(name, default)
+    def flag(self, name: str, default: bool | None, *, null: bool | None = None) -> bool:
+        value = self._found(name, default, null)
         if type(value) is not bool:
             self._refuse(name, "be true or false", value)
         return bool(value)
@@ -123,7 +133,7 @@ class Fields:
         return Fields(self.values.get(name, {}), f"{self.where}: {name}")
 
     def token(self, name: str, below: int, default: int | None = None) -> int | None:
-        """A token id."""
+        """A token id. A null names none of its own."""
         value = self.values.get(name, default)
         if value is not None and (type(value) is not int or not 0 <= value < below):
             self._refuse(name, f"be an id below vocab_size ({below})", value)
@@ -148,7 +158,9 @@ class Fields:
             self._refuse(name, "be a list of strings", value)
         return items
 
-    def _found(self, name: str, default: Any) -> Any:
+    def _found(self, name: str, default: Any, null: Any) -> Any:
+        if name in self.null:
+            return null
         if default is None:
             self.require([name])
         return self.values.get(name, default)

@@ -137,5 +137,5 @@ class Keys(Fields):
             return list(self.get(name) or ())
         return super().texts(name)
 
-    def _found(self, name: str, default: Any) -> Any:
+    def _found(self, name: str, default: Any, null: Any) -> Any:
         return self.get(name)

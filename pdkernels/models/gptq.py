@@ -160,7 +160,9 @@ def read(fields: Fields, method: str) -> Scheme:
         ("lm_head", (True, False)),
     ):
         value = fields.get(name, only[0])
-        if not any(value is one or (value == one and type(value) is str) for one in only):
+        if not (value is None and False in only) and not any(
+            value is one or (value == one and type(value) is str) for one in only
+        ):
             refuse(fields, name, f"be {' or '.join(map(str, only))}", value)
     if fields.get("dynamic"):
         refuse(fields, "dynamic", "be absent: all matrices have one format", fields.get("dynamic"))
@@ -197,6 +199,9 @@ def _inside(fields: Fields) -> tuple[str, ...] | None:
 def _one(fields: Fields, names: tuple[str, ...], default: object = None) -> object:
     """The field under any of its names."""
     found = [(name, fields.get(name)) for name in names if name in fields.values]
+    empty = next((name for name in names if name in fields.null), None)
+    if empty is not None:
+        refuse(fields, empty, "hold a value", None)
     if not found:
         if default is None:
             fields.require(names[:1])

@@ -29,12 +29,18 @@ class _Usual(NamedTuple):
     positions: int
     kv_heads: int | None = None
     """None: one for each query head."""
+    null_kv_heads: bool = True
+    """A null is one for each query head too, not an error."""
     head_dim: int | None = None
     """None: that of hidden_size."""
+    null_head_dim: bool = True
+    """A null is that of hidden_size too, not an error."""
     eps: float = 1e-6
     window: int | None = None
     switched: bool = False
     """Whether use_sliding_window enables windows, from layer max_window_layers on."""
+    unswitched: bool = False
+    """Whether sliding_window alone enables windows."""
     all_slide: bool = False
     """Windows are then those of all layers, whatever max_window_layers and layer_types say."""
     bias: bool = False
@@ -48,25 +54,25 @@ class _Usual(NamedTuple):
     theta: float = 10000.0
 
 
-_QWEN2 = _Usual(32768, 32, window=4096, switched=True, bias=True, qkv_bias=True)
+_QWEN2 = _Usual(32768, 32, null_head_dim=False, window=4096, switched=True, bias=True, qkv_bias=True)
 _QWEN3 = _QWEN2._replace(qkv_bias=False, qk_norm=True)
-_QWEN3_MOE = _QWEN3._replace(kv_heads=4, all_slide=True)
+_QWEN3_MOE = _QWEN3._replace(kv_heads=4, null_kv_heads=False, all_slide=True)
 # Dream has Qwen2's layers without a causal mask; row i still predicts token i + 1, which may be a mask. Fast-dLLM v2 has the same
 # layers and is causal except for the block that it fills. So is SDAR, with Qwen3's layers and rows that predict their own token.
 _USUAL = {
     "qwen2": _QWEN2,
     "qwen3": _QWEN3,
     "llama": _Usual(2048, bias=True),
-    "mistral": _Usual(131072, 8, window=4096),
-    "ministral3": _Usual(262144, 8, 128, eps=1e-5),
+    "mistral": _Usual(131072, 8, False, window=4096, unswitched=True),
+    "ministral3": _Usual(262144, 8, False, 128, null_head_dim=False, eps=1e-5, unswitched=True),
     MIMO: _QWEN2,
     "Dream": _QWEN2._replace(attention="bidirectional"),
     "Fast_dLLM_Qwen": _QWEN2._replace(mask_token=151665),
     "sdar": _QWEN3._replace(mask_token=151669, predicts="own"),
     NEMOTRON: _Usual(262144, 8, eps=1e-5),
     "qwen3_moe": _QWEN3_MOE,
-    "mixtral": _Usual(131072, 8, eps=1e-5, theta=1e6),
-    "olmoe": _Usual(4096, eps=1e-5, bias=True, qk_norm=True, whole_qk_norm=True),
+    "mixtral": _Usual(131072, 8, False, eps=1e-5, theta=1e6, unswitched=True),
+    "olmoe": _Usual(4096, null_head_dim=False, eps=1e-5, bias=True, qk_norm=True, whole_qk_norm=True),
     "sdar_moe": _QWEN3_MOE._replace(mask_token=151669, predicts="own"),
     # Its config.json names no mask token.
     LLADA_MOE: _Usual(8192, 16, eps=1e-5, mask_token=156895, attention="bidirectional", predicts="own", theta=50000.0),
@@ -100,7 +106,7 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
         fields.require(("head_dim",))
     activation = fields.get("hidden_act", "silu")
     demand(activation in ("silu", "swish"), "hidden_act", "be 'silu'", shown(activation))
-    demand(not fields.flag("use_mrope", False), "use_mrope", "be false", True)
+    demand(not fields.flag("use_mrope", False, null=False), "use_mrope", "be false", True)
     demand(not fields.get("per_layer_config"), "per_layer_config", "be absent", shown(fields.get("per_layer_config")))
     stated = fields.integer("max_position_embeddings", usual.positions)
     with read_from("config.json"):
@@ -109,12 +115,10 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
     _check_window(fields, usual, positions)
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_dim = max(hidden // heads, 1)
-    if usual.head_dim is not None and "head_dim" not in fields.null:
-        head_dim = usual.head_dim
-    # A null means one for each query head.
-    kv_heads = heads if usual.kv_heads is None or "num_key_value_heads" in fields.null else usual.kv_heads
-    biased, mlp_biased = fields.flag("attention_bias", False), fields.flag("mlp_bias", False)
-    demand(not mlp_biased or kind == "llama", "mlp_bias", "be false", True)
+    llama, reads_bias = kind == "llama", kind == "llama" or usual.qk_norm
+    biased = fields.flag("attention_bias", False, null=None if reads_bias else False)
+    mlp_biased = fields.flag("mlp_bias", False, null=None if llama else False)
+    demand(not mlp_biased or llama, "mlp_bias", "be false", True)
     demand(not biased or usual.bias, "attention_bias", "be false", True)
     if kind == NEMOTRON:  # the default of its class is no token
         fields.require(("mask_token_id",))
@@ -126,14 +130,18 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
             hidden_size=hidden,
             layers=fields.integer("num_hidden_layers"),
             heads=heads,
-            kv_heads=fields.integer("num_key_value_heads", kv_heads),
-            head_dim=fields.integer("head_dim", head_dim),
+            kv_heads=fields.integer(
+                "num_key_value_heads", usual.kv_heads or heads, null=usual.null_kv_heads and heads or None
+            ),
+            head_dim=fields.integer(
+                "head_dim", usual.head_dim or head_dim, null=(usual.null_head_dim and head_dim) or None
+            ),
             intermediate_size=fields.integer(inner, 8192 if kind == LLADA_MOE else None),
             rope_theta=theta,
             rope_scaling=scaling,
             norm_eps=fields.number("rms_norm_eps", usual.eps, minimum=0),
             qkv_bias=biased or usual.qkv_bias,
-            output_bias=biased and (kind == "llama" or usual.qk_norm),
+            output_bias=biased and reads_bias,
             mlp_bias=mlp_biased,
             qk_norm=qk_norm,
             whole_qk_norm=usual.whole_qk_norm,
@@ -148,7 +156,7 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
 def _check_window(fields: Fields, usual: _Usual, positions: int) -> None:
     """Refuses layers with a window that is shorter than the longest text."""
     layers = fields.integer("num_hidden_layers")
-    types = fields.get("layer_types", [])
+    types = fields.get("layer_types") or []
     fits = isinstance(types, list) and all(isinstance(kind, str) for kind in types)
     check(fits, OP, "config.json: layer_types", "be a list of names", shown(types))
     known = {"full_attention", "attention"} | (
@@ -158,16 +166,16 @@ def _check_window(fields: Fields, usual: _Usual, positions: int) -> None:
     demand(other in known, "layer_types", "be 'full_attention' for every layer", shown(other))
     if usual.switched:
         switched = fields.flag("use_sliding_window", False)
-        slides = switched and (usual.all_slide or fields.integer("max_window_layers", 28, minimum=0) < layers)
+        first = fields.integer("max_window_layers", 28, minimum=0, null=0 if usual.all_slide else None)
+        slides = switched and (usual.all_slide or first < layers)
         if types and not usual.all_slide:
             slides = "sliding_attention" in types
             demand(
                 switched or not slides, "layer_types", "be 'full_attention' without use_sliding_window", "other layers"
             )
     else:
-        slides = fields.flag("use_sliding_window", True)
-    window = fields.maybe_integer("sliding_window")
-    window = usual.window if window is None and "sliding_window" not in fields.null else window
+        slides = usual.unswitched or fields.flag("use_sliding_window", True, null=False)
+    window = fields.maybe_integer("sliding_window") if "sliding_window" in fields.given else usual.window
     fits = not slides or window is None or window >= positions
     demand(fits, "sliding_window", f"be absent or cover all {positions} positions", window)
 

@@ -61,7 +61,7 @@ def read_experts(fields: Fields, kind: str) -> ExpertsConfig | None:
 
 def _count(fields: Fields, usual: int) -> int:
     """transformers has two names for it."""
-    names = [name for name in ("num_experts", "num_local_experts") if name in fields.values]
+    names = [name for name in ("num_experts", "num_local_experts") if name in fields.given]
     found = [fields.integer(name, minimum=0) for name in names]
     check(len({*found}) < 2, OP, "config.json: num_experts", "equal num_local_experts, which means the same", found)
     return found[0] if found else usual
@@ -69,7 +69,7 @@ def _count(fields: Fields, usual: int) -> int:
 
 def _qwen3(fields: Fields) -> ExpertsConfig | None:
     layers, count = fields.integer("num_hidden_layers"), _count(fields, 128)
-    step, dense = fields.integer("decoder_sparse_step", 1), fields.get("mlp_only_layers", [])
+    step, dense = fields.integer("decoder_sparse_step", 1), fields.get("mlp_only_layers") or []
     fits = isinstance(dense, list) and all(type(one) is int for one in dense)
     check(fits, OP, "config.json: mlp_only_layers", "be a list of numbers of layers", shown(dense))
     per_token = fields.integer("num_experts_per_tok", 8)
@@ -96,7 +96,7 @@ def _llada(fields: Fields) -> ExpertsConfig | None:
     check(hidden % heads == 0, OP, "config.json: num_attention_heads", f"divide hidden_size ({hidden})", heads)
     normalized = fields.flag("norm_topk_prob", False)
     demand(not normalized, "norm_topk_prob", "be false", normalized)  # the published class does not read it
-    frequencies = fields.get("moe_layer_freq", [])
+    frequencies = fields.get("moe_layer_freq") or []
     fits = (
         isinstance(frequencies, list) and len(frequencies) in (0, layers) and all(one in (0, 1) for one in frequencies)
     )

@@ -41,13 +41,12 @@ def read_rope(
     for name, value in rope.values.items():
         # Models with sliding windows have a rule for each type of layer.
         demand(not isinstance(value, Mapping), f"{where}: {shown(name)}", "be one value for all layers", shown(value))
-    for holder in (rope, fields):
-        share = holder.number("partial_rotary_factor", 1.0)
+    for share in (rope.number("partial_rotary_factor", 1.0), fields.number("partial_rotary_factor", 1.0, null=1.0)):
         demand(share == 1.0, "partial_rotary_factor", "be 1", share)
-    theta = rope.number("rope_theta", fields.number("rope_theta", base, above=0), above=0)
-    original = fields.maybe_integer("original_max_position_embeddings")
-    if original is not None:
-        rope = Fields({**rope.values, "original_max_position_embeddings": original}, rope.where)
+    theta = rope.number("rope_theta", fields.number("rope_theta", base, above=0, null=base), above=0)
+    original = "original_max_position_embeddings"
+    if original in fields.given:
+        rope = Fields({**rope.given, original: fields.given[original]}, rope.where)
     return theta, _scaling(rope, max_positions, scaled_queries)
 
 
@@ -71,14 +70,14 @@ def _scaling(rope: Fields, max_positions: int, scaled_queries: bool) -> RopeScal
     def magnitude(scale: float) -> float:
         return 0.1 * scale * math.log(max(factor, 1.0)) + 1.0
 
-    one, other = rope.number("mscale", 0.0, minimum=0), rope.number("mscale_all_dim", 0.0, minimum=0)
+    one, other = (rope.number(name, 0.0, minimum=0, null=0.0) for name in ("mscale", "mscale_all_dim"))
     usual = magnitude(one) / magnitude(other) if one and other else magnitude(1.0)
     return YarnScaling(
         factor=factor,
         original_positions=original,
-        beta_fast=rope.number("beta_fast", 32.0, above=0),
-        beta_slow=rope.number("beta_slow", 1.0, above=0),
-        attention_factor=rope.number("attention_factor", usual, above=0),
+        beta_fast=rope.number("beta_fast", 32.0, above=0, null=32.0),
+        beta_slow=rope.number("beta_slow", 1.0, above=0, null=1.0),
+        attention_factor=rope.number("attention_factor", usual, above=0, null=usual),
         query_beta=beta,
-        truncate=rope.flag("truncate", True),
+        truncate=rope.flag("truncate", True, null=False),
     )

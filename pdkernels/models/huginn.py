@@ -62,7 +62,7 @@ def from_huginn_config(config: Mapping[str, Any]) -> RecurrentDepthConfig:
     ...                     "n_layers_in_coda": 2}).head_dim
     96
     """
-    given = Fields(config).values
+    given = {name: value for name, value in config.items() if value is not None or name not in _OTHER_NAMES}
     for name, published in _OTHER_NAMES.items():
         same = name not in given or given.get(published, given[name]) == given[name]
         check(same, OP, f"config.json: {name}", f"equal {published}, which means the same", shown(given.get(name)))
@@ -70,11 +70,11 @@ def from_huginn_config(config: Mapping[str, Any]) -> RecurrentDepthConfig:
     fields.require(_REQUIRED)
     for field, computed in _COMPUTED.items():
         actual = fields.get(field, computed)
-        demand(actual == computed, field, f"be {computed!r}", shown(actual))
+        demand(actual == computed or (actual is None and not computed), field, f"be {computed!r}", shown(actual))
     hidden, heads = fields.integer("n_embd"), fields.integer("n_heads")
     check(hidden % heads == 0, OP, "config.json: n_heads", f"divide n_embd ({hidden})", heads)
     for field, implied in (("num_key_value_heads", heads), ("head_dim", hidden // heads)):
-        actual = fields.get(field, implied)
+        actual = fields.values.get(field, implied)
         demand(actual == implied, field, f"be {implied}", shown(actual))
     scale, root = fields.part("init_values").number("embed_scale", math.sqrt(hidden)), math.sqrt(hidden)
     demand(math.isclose(scale, root, rel_tol=1e-5), "init_values: embed_scale", "be the root of n_embd", scale)
@@ -93,7 +93,7 @@ def from_huginn_config(config: Mapping[str, Any]) -> RecurrentDepthConfig:
             norm_eps=fields.number("norm_eps", 1e-6, minimum=0),
             max_positions=fields.integer("block_size", 4096),
         )
-    layers, parts = fields.get("n_layers", ours.layers), f"be the sum of its three parts ({ours.layers})"
+    layers, parts = fields.values.get("n_layers", ours.layers), f"be the sum of its three parts ({ours.layers})"
     check(layers == ours.layers, OP, "config.json: n_layers", parts, shown(layers))
     return ours
 

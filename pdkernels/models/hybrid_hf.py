@@ -5,7 +5,7 @@ Source: `configuration_qwen3_5.py`, `configuration_lfm2.py` and the modelling fi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,8 @@ ARCHITECTURES = (QWEN35_TEXT, QWEN35, LFM2)
 
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 _MIXERS: dict[str, Mixer] = {"full_attention": "attention", "linear_attention": "delta", "conv": "conv"}
+_CHECKED = {True: ("conv_bias",), False: ("hidden_act", "attention_bias")}
+"""Fields of LFM2's class, and of Qwen3.5's, that must not be null. The others are not read there."""
 # What a checkpoint of a model for images holds beside the language model, and what drafts several tokens.
 _APART = ("model.visual.", "mtp.")
 
@@ -38,11 +40,11 @@ def from_hybrid_config(config: Mapping[str, Any]) -> HybridConfig:
     kind = fields.get("model_type")
     demand(kind in ARCHITECTURES, "model_type", f"be one of {', '.join(ARCHITECTURES)}", shown(kind))
     if kind == QWEN35:
-        tied = fields.get("tie_word_embeddings")
         inner = fields.part("text_config")
-        fields = Fields({**({} if tied is None else {"tie_word_embeddings": tied}), **inner.values}, inner.where)
-    if kind == LFM2 and "block_ff_dim" in fields.values:
-        fields = Fields({**fields.values, "intermediate_size": fields.get("block_ff_dim")}, fields.where)
+        tied = {name: value for name, value in fields.given.items() if name == "tie_word_embeddings"}
+        fields = Fields({**tied, **inner.given}, inner.where)
+    if kind == LFM2 and "block_ff_dim" in fields.given:
+        fields = Fields({**fields.given, "intermediate_size": fields.integer("block_ff_dim")}, fields.where)
     fields.require(_REQUIRED)
     for name, value in (
         ("hidden_act", "silu"),
@@ -51,41 +53,53 @@ def from_hybrid_config(config: Mapping[str, Any]) -> HybridConfig:
         ("attn_output_gate", True),
     ):
         given = fields.get(name, value)
-        demand(given == value, name, f"be {value!r}", shown(given))
+        ignored = given is None and name not in _CHECKED[kind == LFM2]
+        demand(given == value or ignored, name, f"be {value!r}", shown(given))
     with read_from("config.json"):
         return _lfm2(fields) if kind == LFM2 else _qwen(fields)
 
 
-def _mixers(fields: Fields, usual: list[str], known: tuple[str, ...]) -> tuple[Mixer, ...]:
-    types = fields.get("layer_types", usual)
+def _mixers(fields: Fields, usual: Callable[[Fields, int], list[str]], known: tuple[str, ...]) -> tuple[Mixer, ...]:
+    layers, types = fields.integer("num_hidden_layers"), fields.get("layer_types")
+    types = usual(fields, min(layers, 1 << 16)) if types is None else types
     names = isinstance(types, list) and all(isinstance(name, str) for name in types)
     check(names, OP, "config.json: layer_types", "be a list of names", shown(types))
     for name in types:
         demand(name in known, "layer_types", f"be of {', '.join(known)}", shown(name))
-    layers = fields.integer("num_hidden_layers")
     check(len(types) == layers, OP, "config.json: layer_types", f"name one for each of {layers} layers", len(types))
     return tuple(_MIXERS[name] for name in types)
 
 
+def _every_nth(fields: Fields, layers: int) -> list[str]:
+    every = fields.integer("full_attention_interval", 4)
+    return ["linear_attention" if (index + 1) % every else "full_attention" for index in range(layers)]
+
+
+def _listed(fields: Fields, layers: int) -> list[str]:
+    attends = fields.get("full_attn_idxs")
+    attends = list(range(layers)) if attends is None else attends
+    fits = isinstance(attends, list) and all(type(index) is int for index in attends)
+    check(fits, OP, "config.json: full_attn_idxs", "be a list of ints", shown(attends))
+    return ["full_attention" if index in attends else "conv" for index in range(layers)]
+
+
 def _qwen(fields: Fields) -> HybridConfig:
-    layers, every = fields.integer("num_hidden_layers"), fields.integer("full_attention_interval", 4)
-    usual = [
-        "full_attention" if (index + 1) % every == 0 else "linear_attention" for index in range(min(layers, 1 << 16))
-    ]
     positions = fields.integer("max_position_embeddings", 32768)
-    rope = dict(fields.part("rope_parameters").values)
-    share = Fields(rope).number("partial_rotary_factor", fields.number("partial_rotary_factor", 0.25, above=0), above=0)
+    rope = dict(fields.part("rope_parameters").given)
+    share = Fields(rope).number(
+        "partial_rotary_factor", fields.number("partial_rotary_factor", 0.25, above=0, null=0.25), above=0
+    )
     rope.pop("partial_rotary_factor", None)
     # Of text alone, all three coordinates of a position are the same.
     for name in ("mrope_section", "mrope_interleaved"):
         rope.pop(name, None)
-    plain = {name: value for name, value in fields.values.items() if name != "partial_rotary_factor"}
+    plain = {name: value for name, value in fields.given.items() if name != "partial_rotary_factor"}
     theta, scaling = read_rope(Fields({**plain, "rope_parameters": rope}), positions, False, False)
     head_dim = fields.integer("head_dim", 256)
     return HybridConfig(
         vocab_size=fields.integer("vocab_size"),
         hidden_size=fields.integer("hidden_size"),
-        layers=layers,
+        layers=fields.integer("num_hidden_layers"),
         heads=fields.integer("num_attention_heads"),
         kv_heads=fields.integer("num_key_value_heads", 4),
         head_dim=head_dim,
@@ -96,7 +110,7 @@ def _qwen(fields: Fields) -> HybridConfig:
         qk_norm=True,
         tied_head=fields.flag("tie_word_embeddings", False),
         max_positions=positions if scaling is None else scaling.reach(positions),
-        mixers=_mixers(fields, usual, ("full_attention", "linear_attention")),
+        mixers=_mixers(fields, _every_nth, ("full_attention", "linear_attention")),
         conv_width=fields.integer("linear_conv_kernel_dim", 4),
         key_heads=fields.integer("linear_num_key_heads", 16),
         value_heads=fields.integer("linear_num_value_heads", 32),
@@ -109,7 +123,7 @@ def _qwen(fields: Fields) -> HybridConfig:
 
 
 def _lfm2(fields: Fields) -> HybridConfig:
-    layers, heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
+    heads = fields.integer("num_attention_heads")
     hidden, inner = fields.integer("hidden_size"), fields.integer("intermediate_size")
     if fields.flag("block_auto_adjust_ff_dim", True):
         inner = int(2 * inner / 3)
@@ -117,16 +131,12 @@ def _lfm2(fields: Fields) -> HybridConfig:
             inner = int(fields.number("block_ffn_dim_multiplier", 1.0, above=0) * inner)
             unit = fields.integer("block_multiple_of", 256)
             inner = unit * -(-inner // unit)
-    attends = fields.get("full_attn_idxs", list(range(min(layers, 1 << 16))))
-    fits = isinstance(attends, list) and all(type(index) is int for index in attends)
-    check(fits, OP, "config.json: full_attn_idxs", "be a list of ints", shown(attends))
-    usual = ["full_attention" if index in attends else "conv" for index in range(min(layers, 1 << 16))]
     positions = fields.integer("max_position_embeddings", 128000)
     theta, scaling = read_rope(fields, positions, False, False, 1000000.0)
     return HybridConfig(
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden,
-        layers=layers,
+        layers=fields.integer("num_hidden_layers"),
         heads=heads,
         kv_heads=fields.integer("num_key_value_heads", 8),
         head_dim=fields.integer("head_dim", max(hidden // heads, 1)),
@@ -137,7 +147,7 @@ def _lfm2(fields: Fields) -> HybridConfig:
         qk_norm=True,
         tied_head=fields.flag("tie_embedding", fields.flag("tie_word_embeddings", True)),
         max_positions=positions if scaling is None else scaling.reach(positions),
-        mixers=_mixers(fields, usual, ("full_attention", "conv")),
+        mixers=_mixers(fields, _listed, ("full_attention", "conv")),
         conv_width=fields.integer("conv_L_cache", 3, minimum=2),
     )
 

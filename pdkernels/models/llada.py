@@ -55,29 +55,29 @@ def from_llada_config(config: Mapping[str, Any]) -> TransformerConfig:
     fields = Fields(config)
     fields.require(_REQUIRED)
     for name, published in _OTHER_NAMES.items():
-        same = fields.get(name, fields.get(published)) == fields.get(published)
+        same = fields.values.get(name, fields.get(published)) == fields.get(published)
         check(same, OP, f"config.json: {name}", f"equal {published}, which means the same", shown(fields.get(name)))
     for field, computed in _NAMED.items():
         actual = fields.get(field)
         demand(actual == computed, field, f"be {computed!r}", shown(actual))
     for field, computed in _COMPUTED.items():
         actual = fields.get(field, computed)
-        demand(actual == computed, field, f"be {computed!r}", shown(actual))
+        demand(actual == computed or (actual is None and not computed), field, f"be {computed!r}", shown(actual))
     hidden, heads = fields.integer("d_model"), fields.integer("n_heads")
     check(hidden % heads == 0, OP, "config.json: n_heads", f"divide d_model ({hidden})", heads)
-    one_for_all = fields.flag("multi_query_attention", False)
+    one_for_all = fields.flag("multi_query_attention", False, null=False)
     with read_from("config.json"):
         return TransformerConfig(
-            vocab_size=fields.integer("embedding_size", fields.integer("vocab_size")),
+            vocab_size=fields.maybe_integer("embedding_size") or fields.integer("vocab_size"),
             hidden_size=hidden,
             layers=fields.integer("n_layers"),
             heads=heads,
-            kv_heads=fields.integer("n_kv_heads", 1 if one_for_all else heads),
+            kv_heads=fields.maybe_integer("n_kv_heads") or (1 if one_for_all else heads),
             head_dim=hidden // heads,
-            intermediate_size=fields.integer("mlp_hidden_size", fields.integer("mlp_ratio", 4) * hidden),
+            intermediate_size=fields.maybe_integer("mlp_hidden_size") or fields.integer("mlp_ratio", 4) * hidden,
             rope_theta=fields.number("rope_theta", 10000.0, above=0),
             norm_eps=fields.number("rms_norm_eps", 1e-5, minimum=0),
-            qkv_bias=fields.flag("include_qkv_bias", False),
+            qkv_bias=fields.flag("include_qkv_bias", False, null=False),
             tied_head=fields.flag("weight_tying", True),
             attention="bidirectional",
             predicts="own",

@@ -51,13 +51,15 @@ def from_llada2_config(config: Mapping[str, Any]) -> TransformerConfig:
     fields = Fields(config)
     fields.require(_REQUIRED)
     for name, (computed, usual) in _COMPUTED.items():
-        actual = fields.get(name, usual)
+        actual = fields.values.get(name, usual)
+        if actual == computed and computed and name in fields.null:
+            actual = None  # to its class, none of these
         demand(actual == computed, name, f"be {shown(computed)}", shown(actual))
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    head_dim = fields.integer("head_dim", max(hidden // heads, 1))
+    head_dim = fields.maybe_integer("head_dim") or max(hidden // heads, 1)
     share = fields.number("partial_rotary_factor", 0.5, above=0)
     rotated = int(head_dim * share)
-    stated = fields.integer("rotary_dim", rotated)
+    stated = fields.maybe_integer("rotary_dim") or rotated
     fits = stated == rotated and rotated % 2 == 0 and rotated <= head_dim
     demand(fits, "partial_rotary_factor", f"rotate an even part of {head_dim} components", shown(share))
     with read_from("config.json"):

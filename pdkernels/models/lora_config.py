@@ -66,13 +66,13 @@ class LoraSettings:
             if name not in FOLLOWED | WITHOUT_EFFECT | REFUSED and value:
                 label = shown(name) if len(name) > 60 or not name.isprintable() else name
                 self._demand(False, label, "be a field of PEFT's LoraConfig", value)
-        task = fields.get("task_type", "CAUSAL_LM")
+        task = fields.values.get("task_type", "CAUSAL_LM")
         self._demand(task == "CAUSAL_LM", "task_type", "be 'CAUSAL_LM'", task)
         bias = fields.get("bias", "none")
         self._demand(bias in ("none", "all", "lora_only"), "bias", "be 'none', 'all' or 'lora_only'", bias)
         fields.require(["target_modules"])
         self._rank, self._alpha = fields.integer("r", 8), fields.number("lora_alpha", 8.0)
-        self._square_root = fields.flag("use_rslora", False)
+        self._square_root = fields.flag("use_rslora", False, null=False)
         self._init = fields.get("init_lora_weights", True)
         self.start = self._start()
         budget = Budget()
@@ -123,7 +123,9 @@ class LoraSettings:
         return _STARTS[self._init if self._init in _STARTS else OLORA]
 
     def _table(self, name: str, budget: Budget) -> NamePatterns:
-        values = self._fields.part(name).values
+        part = self._fields.part(name)
+        check(not part.null, OP, f"{CONFIG}: {name}", "hold numbers", f"null for {some(part.null)}")
+        values = part.values
         try:
             return NamePatterns(values, budget)
         except UnsupportedPattern as error:
@@ -134,7 +136,7 @@ class LoraSettings:
             value = table.get(module)
         except UnsupportedPattern as error:
             self._unsupported(name, self._fields.get(name), error)
-        return Fields({"value": value}, f"{CONFIG}: {name}")
+        return Fields({} if value is None else {"value": value}, f"{CONFIG}: {name}")
 
     def _names(self, name: str, budget: Budget) -> Any:
         """A list of names, or a pattern; a string if the pattern is not supported."""
@@ -159,7 +161,7 @@ class LoraSettings:
             self._unsupported(field, self._fields.get(field), error)
 
     def _listed(self, name: str) -> frozenset[str]:
-        value = self._fields.get(name, [])
+        value = self._fields.values.get(name, [])
         fits = isinstance(value, list) and all(isinstance(item, str) and item for item in value)
         check(fits, OP, f"{CONFIG}: {name}", "be a list of names", shown(value))
         return frozenset(value)

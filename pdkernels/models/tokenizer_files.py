@@ -67,13 +67,13 @@ def read_tokenizer_files(
     if not alone:
         words = message(OP, f"{_CONFIG}: fast_tokenizer_files", "name tokenizer.json alone", shown(versions))
         raise NotImplementedError(words)
-    bpe = config.flag(f"{_CLEAN}_for_bpe_even_though_it_will_corrupt_output", False)
-    clean = config.flag(_CLEAN, False)
+    bpe = config.flag(f"{_CLEAN}_for_bpe_even_though_it_will_corrupt_output", False, null=False)
+    clean = config.flag(_CLEAN, False, null=False)
     if bpe and clean:
         raise NotImplementedError(message(OP, f"{_CONFIG}: {_CLEAN}", "be false for BPE", True))
     values, listed = _merged(folder, config)
     tokens = {**_defaults(config, model_type, byte_level), **_named(values)}
-    if pad_token is not None:
+    if pad_token is not None and "pad_token" not in config.null:
         tokens.setdefault("pad_token", pad_token)
     ordered = dict.fromkeys(name for name in (*_NAMED, *tokens) if tokens.get(name))
     tokens = {name: tokens[name] for name in ordered}
@@ -89,6 +89,8 @@ def _merged(folder: Path, config: Fields) -> tuple[dict[str, Any], list[Added]]:
     """All fields that name special tokens, and the tokens that are listed with ids."""
     values = dict(config.values)
     listed: dict[int, Added] = {}
+    label = f"{_CONFIG}: added_tokens_decoder"
+    check("added_tokens_decoder" not in config.null, OP, label, "hold an object", "None")
     if "added_tokens_decoder" in values:
         # Files written since 2023, in whose presence the older files are ignored.
         for index, token in config.part("added_tokens_decoder").values.items():
@@ -149,7 +151,7 @@ def _extra(values: Mapping[str, Any]) -> Iterator[str]:
 
 def _defaults(config: Fields, model_type: str, byte_level: bool) -> dict[str, str]:
     """The defaults that the class in transformers adds to the files."""
-    named = str(config.get("tokenizer_class", ""))
+    named = str(config.get("tokenizer_class") or "")
     named = named.removesuffix("Fast")
     if model_type in _MISTRAL:
         return {}
@@ -157,7 +159,8 @@ def _defaults(config: Fields, model_type: str, byte_level: bool) -> dict[str, st
         named = "Qwen2Tokenizer"
     if model_type == "llama" and not named:
         named = "LlamaTokenizer"
-    return {} if named == "LlamaTokenizer" and byte_level else _DEFAULTS.get(named, {})
+    found = {} if named == "LlamaTokenizer" and byte_level else _DEFAULTS.get(named, {})
+    return {name: token for name, token in found.items() if name not in config.null}
 
 
 def _template(folder: Path, config: Fields, tokens: dict[str, str]) -> ChatTemplate | None:

@@ -337,14 +337,16 @@ def _folder_checkpoint(folder: Path, dtype: torch.dtype | None, packed: bool | N
     )
     config, layout = _described(fields, quantised=scheme is not None)
     if dtype is None:
-        stored = fields.get("dtype", fields.get("torch_dtype", "float32"))
+        stored = next((fields.values[name] for name in ("dtype", "torch_dtype") if name in fields.values), "float32")
         known = isinstance(stored, str) and stored in DTYPES
         check(known, OP, "config.json: dtype", f"be one of {', '.join(DTYPES)}", shown(stored), "Pass dtype=.")
         dtype = DTYPES[stored]
     generation = read_fields(folder, "generation_config.json")
     ends = generation.ids("eos_token_id", config.vocab_size) if generation is not None else None
     if ends is None:
-        ends = fields.ids("eos_token_id", config.vocab_size) or ()
+        # A null there means that no token ends a text, as in transformers.
+        unended = generation is not None and "eos_token_id" in generation.null
+        ends = () if unended else fields.ids("eos_token_id", config.vocab_size) or ()
     mask_token = fields.token("mask_token_id", config.vocab_size, _MASK_TOKENS.get(str(kind)))
     text = member(folder, "tokenizer.json")
     tokenizer = None if text is None else JsonTokenizer(text, end_tokens=ends)
@@ -365,28 +367,28 @@ def _folder_checkpoint(folder: Path, dtype: torch.dtype | None, packed: bool | N
 
 def _described(fields: Fields, *, quantised: bool = False) -> tuple[Config, Layout]:
     """The configuration of a parsed config.json of any known architecture, and its tensors."""
-    recurs = huginn.is_huginn(fields.values)
+    recurs = huginn.is_huginn(fields.given)
     unpacked = recurs or fields.get("model_type") == llada2.MODEL_TYPE  # whose rows are in another order
     for name in FIELDS if unpacked or not quantised else ():
         demand(name not in fields.values, name, "be absent", shown(fields.get(name)))
     if recurs:
-        recurrent = huginn.from_huginn_config(fields.values)
+        recurrent = huginn.from_huginn_config(fields.given)
         return recurrent, huginn.layout(recurrent)
     kind = _kind(fields)
     if kind in hybrid_hf.ARCHITECTURES:
         for name in FIELDS if quantised else ():
             demand(name not in fields.values, name, "be absent", shown(fields.get(name)))
-        mixed = hybrid_hf.from_hybrid_config(fields.values)
+        mixed = hybrid_hf.from_hybrid_config(fields.given)
         return mixed, hybrid_hf.layout(mixed, str(kind))
     kinds = (*ARCHITECTURES, *hybrid_hf.ARCHITECTURES, llada.MODEL_TYPE, llada2.MODEL_TYPE, huginn.MODEL_TYPE)
     demand(kind in kinds, "model_type", f"be one of {', '.join(kinds)}", shown(kind))
     if kind == llada2.MODEL_TYPE:
-        blocks = llada2.from_llada2_config(fields.values)
+        blocks = llada2.from_llada2_config(fields.given)
         return blocks, llada2.layout(blocks)
     if kind == llada.MODEL_TYPE:
-        masked = llada.from_llada_config(fields.values)
+        masked = llada.from_llada_config(fields.given)
         return masked, llada.layout(masked)
-    config = from_hf_config({**fields.values, "model_type": kind})
+    config = from_hf_config({**fields.given, "model_type": kind})
     return config, hf.layout(config, kind)
 
 

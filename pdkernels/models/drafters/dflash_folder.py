@@ -33,7 +33,7 @@ def config_of(fields: Fields, weights: Weights, target: Any) -> DFlashConfig:
     windows = [kind for kind in inner.get("layer_types") or [] if kind != "full_attention"]
     demand(not windows, "layer_types", "be full_attention alone", shown(windows))
     # The layers are those of Qwen3, whatever model the sizes were taken from.
-    given = {**DEFAULTS["qwen3"], **inner.values, "model_type": "qwen3", "tie_word_embeddings": False}
+    given = {**DEFAULTS["qwen3"], **inner.given, "model_type": "qwen3", "tie_word_embeddings": False}
     given |= {"use_sliding_window": False, "sliding_window": None}
     body = from_hf_config(given)
     width = fields.maybe_integer("target_hidden_size") or body.hidden_size

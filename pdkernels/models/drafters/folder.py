@@ -257,7 +257,7 @@ def _config(fields: Fields, weights: Weights, target: Any) -> tuple[EagleConfig,
         inner, family = fields, fields.get("model_type", "llama")
     demand(family in DEFAULTS, "model_type", f"be one of {', '.join(DEFAULTS)}", shown(family))
     # A head has no embedding to tie: where it has none, it reads the target's.
-    given = {**DEFAULTS[str(family)], **inner.values, "model_type": family, "tie_word_embeddings": False}
+    given = {**DEFAULTS[str(family)], **inner.given, "model_type": family, "tie_word_embeddings": False}
     if kind is None:
         given["vocab_size"] = fields.integer("vocab_size")
     body = from_hf_config(given)
@@ -290,7 +290,7 @@ def _taps(fields: Fields, layers: int) -> tuple[int, ...]:
     """Layers of the target, whose inputs are read; by default those of EAGLE's code."""
     name = "eagle_aux_hidden_state_layer_ids"
     holder = fields if name in fields.values else fields.part("eagle_config")
-    given = holder.get(name, [2, layers // 2, layers - 3])
+    given = holder.values.get(name, [2, layers // 2, layers - 3])
     fits = isinstance(given, list) and given and all(type(tap) is int and 0 <= tap <= layers for tap in given)
     check(bool(fits), OP, f"{holder.where}: {name}", f"be layers in 0 .. {layers}, the target's", shown(given))
     return tuple(given)

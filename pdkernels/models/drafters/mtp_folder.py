@@ -39,13 +39,13 @@ def config_of(fields: Fields, target: Any) -> MtpConfig:
     kind, inner = fields.get("model_type"), _inner(fields)
     demand(kind in _KINDS, "model_type", f"be one of {', '.join(_KINDS)}, with layers that draft", shown(kind))
     for name in _COUNTS:
-        count = inner.integer(name, 1, minimum=0)
+        count = inner.integer(name, 1, minimum=0, null=1)
         demand(count == 1, name, "be 1", count)
     demand(not inner.flag("mtp_use_dedicated_embeddings", False), "mtp_use_dedicated_embeddings", "be false", True)
     if kind == MIMO:
-        config = MtpConfig(from_hf_config(fields.values), hidden_first=True)
+        config = MtpConfig(from_hf_config(fields.given), hidden_first=True)
     else:
-        config = MtpConfig(hybrid_hf.from_hybrid_config(fields.values))
+        config = MtpConfig(hybrid_hf.from_hybrid_config(fields.given))
     ours, theirs = config.body, target.config
     holds = hasattr(target, "norm") and hasattr(target, "embed")
     remedy = "Load the folder with pdkernels.models.load."
