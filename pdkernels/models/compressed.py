@@ -37,8 +37,9 @@ METHOD = "compressed-tensors"
 Entry: TypeAlias = "str | NamePattern"
 """A name of modules or of their class, or a pattern of names."""
 _WORDS_FORMAT, _BYTES_FORMATS = "pack-quantized", ("int-quantized", "naive-quantized")
+_MARK = "re:"
 _EMBEDDING, _LINEAR = "embed_tokens", "Linear"
-_MAKING = ("global_compression_ratio", "quant_method", "quantization_status", "version", "run_compressed")
+_MAKING = ("global_compression_ratio", "provider", "quant_method", "quantization_status", "version", "run_compressed")
 _FOLLOWED = ("config_groups", "format", "ignore", "kv_cache_scheme", "sparsity_config", "transform_config")
 _MAKING_ARGUMENTS = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
 _ARGUMENTS = ("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "dynamic", "actorder")
@@ -107,20 +108,29 @@ class Groups:
     ignored: tuple[Entry, ...]
 
     def format_of(self, module: str) -> Format | None:
-        kind = "Embedding" if module.rpartition(".")[2] == _EMBEDDING else _LINEAR
-        if any(_names(entry, module, kind) for entry in self.ignored):
+        classes = ("Embedding" if module.rpartition(".")[2] == _EMBEDDING else _LINEAR, "Module")
+        if any(_names(entry, module) or entry in classes for entry in self.ignored):
             return None
-        # A target that names the module goes before one that names its class.
-        for exact in (True, False):
-            for targets, form in self.groups:
-                if any(_names(target, module, "" if exact else kind) for target in targets):
+        # As the library sorts them: names, patterns, classes, each by their letters. Of a target in two groups the last one holds.
+        formats = {_text(target): (target, form) for targets, form in self.groups for target in targets}
+        listed = sorted(formats.values(), key=lambda pair: (isinstance(pair[0], NamePattern), _text(pair[0])))
+        for fits in (lambda target: _names(target, module), classes.__contains__):
+            for target, form in listed:
+                if fits(target):
                     return form
         return None
 
+    def may_hold_numbers(self, module: str) -> bool:
+        return False
 
-def _names(entry: Entry, module: str, kind: str) -> bool:
-    """Whether a target or an entry of the ignore list is this module, by its name, a pattern, or its class."""
-    return entry.matches(module) if isinstance(entry, NamePattern) else entry in (module, kind)
+
+def _names(entry: Entry, module: str) -> bool:
+    """Whether a target or an entry of the ignore list names this module, or matches its name."""
+    return entry.matches(module) if isinstance(entry, NamePattern) else entry == module
+
+
+def _text(entry: Entry) -> str:
+    return _MARK + entry.text if isinstance(entry, NamePattern) else entry
 
 
 def read(fields: Fields) -> Scheme:
@@ -141,9 +151,8 @@ def read(fields: Fields) -> Scheme:
 
 
 def _entries(fields: Fields, name: str, budget: Budget) -> tuple[Entry, ...]:
-    mark = "re:"
     return tuple(
-        NamePattern(fields, name, entry.removeprefix(mark), budget) if entry.startswith(mark) else entry
+        NamePattern(fields, name, entry.removeprefix(_MARK), budget) if entry.startswith(_MARK) else entry
         for entry in fields.texts(name)
     )
 

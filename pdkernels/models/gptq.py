@@ -40,16 +40,19 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in a word each of eight consecutive outputs lies."""
 # How the weights were found, or what other programs compute with.
 _MAKING = """
-    act_group_aware backend batch_size block_name_to_quantize cache_block_outputs damp_auto_increment damp_percent dataset
-    disable_exllama do_fuse exllama_config fuse_max_seq_len hyb_act max_input_length meta model_file_base_name model_name_or_path
-    model_seqlen module_name_preceding_first_block modules_to_fuse mse offload_to_disk pad_token_id quant_method quantizer
+    act_data_type act_dynamic act_group_aware act_group_size act_sym amp autoround_version backend batch_size block_name_to_quantize cache_block_outputs damp_auto_increment damp_percent dataset
+    disable_exllama do_fuse enable_minmax_tuning
+    enable_norm_bias_tuning enable_quanted_input exllama_config fuse_max_seq_len gradient_accumulate_steps hyb_act iters low_gpu_mem_usage lr max_input_length meta minmax_lr model_file_base_name model_name_or_path
+    model_seqlen module_name_preceding_first_block modules_to_fuse mse nsamples offload_to_disk pad_token_id provider quant_block_list quant_method quantizer
+    scale_dtype seqlen static_attention_granularity static_kv_granularity supported_types to_quant_block_names
     static_groups sym tokenizer true_sequential uri use_cuda_fp16 use_exllama
 """.split()
 _NAMES = {"bits": ("bits", "w_bit"), "group_size": ("group_size", "q_group_size")}
 _FORMATS = ("checkpoint_format", "format", "version")
 _FOLLOWED = """
-    bits checkpoint_format desc_act dynamic format group_size is_marlin_format lm_head modules_in_block_to_quantize
-    modules_to_not_convert pack_dtype q_group_size version w_bit zero_point
+    act_bits bits checkpoint_format data_type desc_act dynamic extra_config format group_size is_marlin_format lm_head modules_in_block_to_quantize
+    modules_to_not_convert pack_dtype q_group_size regex_config rotation_configs static_attention_dtype static_kv_dtype super_bits super_group_size version
+    w_bit zero_point
 """.split()
 
 
@@ -128,7 +131,11 @@ class Awq:
 
 @dataclass(frozen=True)
 class Linears:
-    """Linear layers in `model.layers` but for some, and the head where the configuration says so."""
+    """Linear layers in `model.layers` but for some, and the head where the configuration says so.
+
+    What excludes a module depends on the program: a part of its name (AutoAWQ, vLLM, transformers 4), its beginning as a pattern
+    (transformers 5.15), or that up to a dot, or its end (5.23). Where they differ, the tensors of the file decide.
+    """
 
     format: Format
     head: bool
@@ -142,9 +149,13 @@ class Linears:
         inside = re.fullmatch(r".*\blayers\.\d+\.(.+)", module)
         if inside is None or (self.only is not None and inside[1] not in self.only):
             return None
-        # transformers reads patterns here, other programs parts of names.
-        left = any(entry.text in module or entry.matches(module) for entry in self.excluded)
-        return None if left else self.format
+        known = any(entry.text in module for entry in self.excluded) and any(
+            module.endswith(entry.text) or entry.matches_part(module) for entry in self.excluded
+        )
+        return None if known else self.format
+
+    def may_hold_numbers(self, module: str) -> bool:
+        return any(entry.text in module or entry.matches(module) for entry in self.excluded)
 
 
 def read(fields: Fields, method: str) -> Scheme:
@@ -156,16 +167,22 @@ def read(fields: Fields, method: str) -> Scheme:
         ("desc_act", (True, False) if method == "gptq" else (False,)),
         ("is_marlin_format", (False,)),
         ("pack_dtype", ("int32",)),
-        ("zero_point", (True,)),
+        ("zero_point", (True, False)),  # they are stored either way
+        ("data_type", ("int", "int_sym", "int_asym")),
+        ("act_bits", (16, 32)),
         ("lm_head", (True, False)),
     ):
         value = fields.get(name, only[0])
-        if not (value is None and False in only) and not any(
+        if not (value is None and (False in only or name in ("data_type", "act_bits"))) and not any(
             value is one or (value == one and type(value) is str) for one in only
         ):
             refuse(fields, name, f"be {' or '.join(map(str, only))}", value)
-    if fields.get("dynamic"):
-        refuse(fields, "dynamic", "be absent: all matrices have one format", fields.get("dynamic"))
+    for name in ("dynamic", "extra_config", "regex_config"):
+        if fields.get(name):
+            refuse(fields, name, "be absent: all matrices have one format", fields.get(name))
+    for name in ("rotation_configs", "static_attention_dtype", "static_kv_dtype", "super_bits", "super_group_size"):
+        if fields.get(name):
+            refuse(fields, name, "be absent", fields.get(name))
     if str(fields.get("backend")).lower() == "llm-awq":
         refuse(fields, "backend", "be another than llm-awq, whose words have another order", "llm-awq")
     known = ("gemm",) if method == "awq" else ("gptq", "gptq_v2")

@@ -131,10 +131,10 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
             layers=fields.integer("num_hidden_layers"),
             heads=heads,
             kv_heads=fields.integer(
-                "num_key_value_heads", usual.kv_heads or heads, null=usual.null_kv_heads and heads or None
+                "num_key_value_heads", usual.kv_heads or heads, null=heads if usual.null_kv_heads else None
             ),
             head_dim=fields.integer(
-                "head_dim", usual.head_dim or head_dim, null=(usual.null_head_dim and head_dim) or None
+                "head_dim", usual.head_dim or head_dim, null=head_dim if usual.null_head_dim else None
             ),
             intermediate_size=fields.integer(inner, 8192 if kind == LLADA_MOE else None),
             rope_theta=theta,

@@ -63,6 +63,10 @@ class Scheme(Protocol):
         """Of the linear layer with this published name; None: it holds numbers."""
         ...
 
+    def may_hold_numbers(self, module: str) -> bool:
+        """Whether a layer with a format holds numbers all the same, if the file has them."""
+        ...
+
 
 def fields_of_words(words: Tensor, bits: int, count: int) -> Tensor:
     """The first `count` numbers of 4 or 8 bits in each row of int32 words, the lowest bits first; uint8."""
@@ -112,6 +116,14 @@ class NamePattern:
     def matches(self, module: str) -> bool:
         try:
             return self._pattern.matches(module)
+        except UnsupportedPattern as error:
+            self._refuse(error)
+
+    def matches_part(self, module: str) -> bool:
+        """Whether it matches from the start up to the end, or up to a dot or after one."""
+        ends = {len(module), *(at + after for at, letter in enumerate(module) if letter == "." for after in (0, 1))}
+        try:
+            return any(self._pattern.matches(module[:end], whole=True) for end in sorted(ends))
         except UnsupportedPattern as error:
             self._refuse(error)
 

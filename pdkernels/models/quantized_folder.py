@@ -59,9 +59,9 @@ class QuantizedFolder(NamedTuple):
                 names.add(part)
                 module = part.removesuffix(".weight")
                 form = scheme.format_of(module) if module != part and len(shape) == 2 else None
-                if form is None or (
-                    ours.endswith(".router") and part in left
-                ):  # some modules have no linear layer there
+                # Some modules have no linear layer for the router.
+                numbers = part in left and (ours.endswith(".router") or scheme.may_hold_numbers(module))
+                if form is None or numbers:
                     continue
                 if ours == "embedding":
                     words = message(OP, f"{layout.source}: {module}", "hold numbers", "a quantised embedding", _REMEDY)

@@ -100,3 +100,43 @@ def test_what_is_refused(drafter: str, kind: type[Exception], words: str) -> Non
     with pytest.raises(ValueError, match="the model has no drafter for this method. Pass drafter, or put one"):
         model.drafters = {"eagle": model}
         generate(model, [1], "draft_model", max_new_tokens=4)
+
+
+class Words:
+    """A tokenizer of 13 words."""
+
+    end_tokens = ()
+
+    def __init__(self, *changed: bytes) -> None:
+        self.words = [*changed, *(bytes([97 + i]) for i in range(13))][:13]
+
+    def token_bytes(self) -> list[bytes]:
+        return self.words
+
+    def decode(self, tokens: Any) -> str:
+        return ""
+
+
+@pytest.mark.parametrize(("size", "drafted"), [(13, 21), (21, 13), (21, 16)])
+def test_vocabularies_may_be_padded_differently(size: int, drafted: int) -> None:
+    """Checkpoints round their vocabularies up to a multiple of some number, each to its own."""
+    model, drafter = small_transformer(0, size), small_transformer(0, drafted)
+    common = min(size, drafted)
+    with torch.no_grad():  # the same model, but for the padding
+        for name, values in model.state_dict().items():
+            mine = drafter.state_dict()[name]
+            mine[:common].copy_(values[:common]) if values.shape != mine.shape else mine.copy_(values)
+    with pytest.raises(ValueError, match=f"must have the model's vocabulary of {size} tokens, got {drafted}"):
+        generate(model, PROMPTS, "draft_model", max_new_tokens=12, drafter=drafter)
+    model.tokenizer, drafter.tokenizer = Words(), Words(b"another")
+    with pytest.raises(ValueError, match=f"must have the model's vocabulary of {size} tokens, got {drafted}"):
+        generate(model, PROMPTS, "draft_model", max_new_tokens=12, drafter=drafter)
+    drafter.tokenizer = Words()
+    for options in ({}, {"temperature": 0.8, "seed": 3}, {"temperature": 1.0, "top_k": 5, "seed": 4}):
+        options |= {"end_tokens": (), "max_new_tokens": 24}
+        plain = generate(model, PROMPTS, "autoregressive", **options)
+        found = generate(model, PROMPTS, "draft_model", drafter=drafter, **options)
+        assert [row.tolist() for row in found.tokens] == [row.tolist() for row in plain.tokens]
+        assert found.stats.forwards < plain.stats.forwards
+    if size > drafted:  # it draws padding too, which the drafter cannot read
+        assert any(token >= drafted for row in plain.tokens for token in row.tolist())

@@ -36,7 +36,7 @@ class DraftModelSteps(DrafterSteps):
 
     Args:
         drafter: a causal model with the target's vocabulary, or the name or path of one (`pdkernels.models.load`); None: the model's
-            ``drafters["draft_model"]``.
+            ``drafters["draft_model"]``. Sizes of vocabularies may differ by ids that no text has, if both models have the same tokenizer.
         block_size: tokens of a draft, the known first one included; 1 is autoregressive decoding. "auto" chooses
             the length of each draft by the measured times of forwards and by what was accepted so far; then it is never much slower than
             decoding token by token.
@@ -96,7 +96,7 @@ class DraftModelSteps(DrafterSteps):
         self.cache.lengths.zero_(), self.drafted.lengths.zero_()
         last, counts = (lengths - 1)[:, None], session.ragged(lengths)
         logits = self.model(prompts, cache=self.cache, counts=counts, rows=last, **self.latents)
-        self.drafter(prompts, cache=self.drafted, counts=counts, rows=last, **self.draft_latents)
+        self._read(prompts, counts, last)
         first = self.sampler.sample(logits, lengths[:, None], self.seeds, OWN, self.banned)
         self.cache.commit_(lengths), self.drafted.commit_(lengths)
         self.begin(session, first, logits)
@@ -112,7 +112,7 @@ class DraftModelSteps(DrafterSteps):
         guesses, counts = [], unread * busy
         rows = (counts - 1).clamp(min=0)[:, None]
         for number in range(1, width):
-            logits = self.drafter(tokens, cache=self.drafted, counts=counts, rows=rows, **self.draft_latents)
+            logits = self._read(tokens, counts, rows)
             self.drafted.commit_(counts)
             positions = self.cache.lengths[:, None] + number
             drawn = self.sampler.sample(logits, positions, self.seeds, OWN, self.banned).clamp(min=0)
@@ -121,6 +121,14 @@ class DraftModelSteps(DrafterSteps):
             counts, rows = busy, torch.zeros_like(rows)
         self.most = 1
         return torch.cat(guesses, 1)
+
+    def _read(self, tokens: torch.Tensor, counts: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+        """The drafter's logits for the target's vocabulary. Ids that it lacks are read as another one, which only costs a guess."""
+        missing = self.model.config.vocab_size - self.drafter.config.vocab_size
+        if missing > 0:
+            tokens = tokens.clamp(max=self.drafter.config.vocab_size - 1)
+        logits: torch.Tensor = self.drafter(tokens, cache=self.drafted, counts=counts, rows=rows, **self.draft_latents)
+        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
     def forward(self, draft: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
         logits: torch.Tensor = self.model(draft, cache=self.cache, counts=counts, **self.latents)
@@ -148,5 +156,15 @@ def _checked(model: Any, drafter: Any) -> Any:
         "causal" in offered, _OP, "drafter", "be causal", ", ".join(sorted(offered)) or "a model without capabilities"
     )
     ours, theirs = model.config.vocab_size, drafter.config.vocab_size
-    check(ours == theirs, _OP, "drafter", f"have the model's vocabulary of {ours} tokens", theirs)
+    fits = ours == theirs or _same_words(model, drafter)
+    check(fits, _OP, "drafter", f"have the model's vocabulary of {ours} tokens", theirs)
     return drafter
+
+
+def _same_words(model: Any, drafter: Any) -> bool:
+    """Whether both have tokenizers with the same tokens, which no padding of an embedding changes."""
+    words = [getattr(one, "tokenizer", None) for one in (model, drafter)]
+    if None in words:
+        return False
+    known, other = (list(one.token_bytes()) for one in words)
+    return known == other and len(known) <= min(model.config.vocab_size, drafter.config.vocab_size)
