@@ -8,7 +8,10 @@ Source of the functions that templates may use: `utils/chat_template_utils.py` o
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
@@ -24,6 +27,7 @@ _OP = "ChatTemplate.render"
 _JINJA = (3, 1, 6)  # templates get out of the sandbox of earlier ones
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
+_CONTENT_IS_NONE = re.compile(r"""content\b['"]?\]?\)?\s*(is\s+(not\s+)?|[!=]=\s*)none\b""", re.IGNORECASE)
 
 
 class ChatTemplate:
@@ -59,6 +63,8 @@ class ChatTemplate:
     ) -> str:
         """The text of a chat. All arguments are those of transformers' `apply_chat_template`.
 
+        Templates differ in whether the arguments of a call are an object or JSON text: where one form fails, the other is tried.
+
         Args:
             messages: in order, each with a "role" and usually a "content".
             add_generation_prompt: end with the beginning of the model's answer. None: unless the last message is continued.
@@ -81,16 +87,22 @@ class ChatTemplate:
         prompt = not continued if add_generation_prompt is None else bool(add_generation_prompt)
         check(not (prompt and continued), _OP, "add_generation_prompt", "be False with continue_final_message", True)
         try:
-            chat = [_with_reasoning(_plain({k: v for k, v in one.items() if v is not None})) for one in messages]
+            chat = [_with_reasoning(_plain(_without_none(one, source))) for one in messages]
             known = _plain({**self.tokens, **variables})
         except RecursionError:
             fail(_OP, "messages", "be plain data", "lists or objects too deep inside each other")
         ending = _mark_final(chat[-1], str(continued), source) if continued else None
         self._check_library()
+        variables = {**known, "add_generation_prompt": prompt}
         try:
-            text = template_process.render(source, {**known, "messages": chat, "add_generation_prompt": prompt}, _MAX)
+            text = template_process.render(source, {**variables, "messages": chat}, _MAX)
         except template_process.TemplateFault as error:
-            self._fault(error)
+            if (other := _with_other_arguments(chat)) is None:
+                self._fault(error)
+            try:
+                text = template_process.render(source, {**variables, "messages": other}, _MAX)
+            except template_process.TemplateFault:
+                self._fault(error)
         check(len(text) <= _MAX, OP, self.where, f"write at most {_MAX} characters", "more")
         return text if ending is None else _cut(text, ending)
 
@@ -157,6 +169,38 @@ def _plain(value: Any) -> Any:
     if callable(getattr(value, "model_dump", None)):
         return _plain(value.model_dump())
     return f"<{type(value).__name__}>"
+
+
+def tests_content(source: str) -> bool:
+    """Whether a template asks whether a message's content is none, as those of DeepSeek do where a message has calls."""
+    return _CONTENT_IS_NONE.search(source) is not None
+
+
+def _without_none(message: Message, source: str) -> dict[str, Any]:
+    """The fields that are not None, as in transformers since 5.23. Beside calls a template that asks for it sees `content` as None, as in
+    older versions, for which it was written: it would lose the calls."""
+    tested = bool(message.get("tool_calls")) and tests_content(source)
+    return {name: value for name, value in message.items() if value is not None or (tested and name == "content")}
+
+
+def _with_other_arguments(chat: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """The chat with the arguments of calls as JSON text where they are objects, and as objects where they are text; None: it has none."""
+    other, changed = copy.deepcopy(chat), False
+    for message in other:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, (list, tuple)) else ():
+            function = call.get("function", call) if isinstance(call, dict) else None
+            arguments = function.get("arguments") if isinstance(function, dict) else None
+            if isinstance(arguments, dict):
+                function["arguments"], changed = json.dumps(arguments, ensure_ascii=False), True
+            elif isinstance(arguments, str):
+                try:
+                    made = json.loads(arguments)
+                except (ValueError, RecursionError):
+                    continue
+                if isinstance(made, dict):
+                    function["arguments"], changed = made, True
+    return other if changed else None
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

@@ -53,8 +53,10 @@ class Choice:
         stops: Sequence[str],
         before: str = "",
         calls: CallParser | None = None,
+        marks: Mapping[int, str] = {},
     ) -> None:
         self.handle, self.tokenizer, self._stops, self._before, self._calls = handle, tokenizer, stops, before, calls
+        self._marks, self._ids, self._size = marks, list[int](), 0
         self.text = ""
         """What `news` has read so far, calls included."""
 
@@ -68,8 +70,11 @@ class Choice:
                 held = (calls.held if calls else "") + cut.held
                 yield [*([held] if held else []), *self._written(piece.provisional)]
             else:
-                for new in self._read(cut.feed(piece.text or "")):
-                    yield new
+                for text, mark in self._sections(piece.ids, piece.text or ""):
+                    for new in self._read(cut.feed(text)):
+                        yield new
+                    for new in calls.mark(mark) if calls and mark else []:
+                        yield new
             if calls and calls.over:
                 self.handle.cancel()  # and it soon ends
         for new in self._read(cut.flush()):
@@ -81,6 +86,18 @@ class Choice:
         if self._calls is None or not self._calls.over:
             self.text += text
         return self._calls.feed(text) if self._calls else [text] if text else []
+
+    def _sections(self, ids: Sequence[int], text: str) -> list[tuple[str, str]]:
+        """The parts of a piece's text, each with the tag behind it that the text leaves out."""
+        parts, start = list[tuple[str, str]](), 0
+        for token in ids if self._marks else ():
+            if token in self._marks:
+                end = max(start, len(self.tokenizer.decode(self._ids)) - self._size)
+                parts.append((text[start:end], self._marks[token]))
+                start = end
+            self._ids.append(token)
+        self._size += len(text)
+        return [*parts, (text[start:], "")]
 
     def _written(self, tokens: list[int | None]) -> Standing:
         found: Standing = []
@@ -102,10 +119,12 @@ class Choice:
     @property
     def reason(self) -> str:
         """OpenAI's name of why it ended; a time limit has none there."""
-        reason = self.handle.finish_reason or "stop"
-        if self._calls and self._calls.count and (reason == "stop" or self._calls.over):
-            return "tool_calls"
-        return reason
+        reason, calls = self.handle.finish_reason or "stop", self._calls
+        if calls is None or not (reason == "stop" or calls.over):
+            return reason
+        if calls.unfinished:
+            return "length"  # so that nobody runs half a call
+        return "tool_calls" if calls.count else reason
 
 
 class Answer:
@@ -257,7 +276,11 @@ class Frontend:
         calling = asked_calls(body, template)
         tools = [tool.shown() for tool in body.tools or []] if body.tool_choice != "none" else []
         variables = {**(body.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
-        prompt = tokenizer.encode_chat(plain(body.messages, source_of(template, body)), **variables)
+        messages = plain(body.messages, source_of(template, body))
+        prompt = tokenizer.encode_chat(messages, **variables)
+        if calling is not None:
+            continued = messages[-1]["content"] if variables.get("continue_final_message") else None
+            calling = calling.after(tokenizer, prompt, continued)
         return self._submit("chat", body, [prompt], body.max_completion_tokens or body.max_tokens, calling=calling)
 
     def completion(self, body: CompletionRequest) -> Answer:
@@ -322,8 +345,8 @@ class Frontend:
                         seed=sequence_seed(seed, number) if several > 1 else seed,
                         **settings,
                     )
-                    calls = calling.parser() if calling else None
-                    choices.append(Choice(handle, tokenizer, stops, text if echo else "", calls))
+                    calls, marks = (calling.parser(), calling.marks(tokenizer)) if calling else (None, {})
+                    choices.append(Choice(handle, tokenizer, stops, text if echo else "", calls, marks))
         except BaseException:
             for choice in choices:
                 choice.handle.cancel()

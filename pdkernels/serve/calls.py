@@ -9,8 +9,10 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
+
+from pdkernels.serve.thoughts import ThoughtForm
 
 
 class CallForm(NamedTuple):
@@ -115,6 +117,7 @@ News = list[str | CallDelta]
 
 class CallParser:
     """Reads a text piece by piece: what is a call, and what is text. A call that is none, since it is no JSON or names nothing, stays text.
+    So do calls inside a thought, which the model only considers.
 
     The pieces do not matter: texts and calls are those of the whole text. Spaces before a call are part of neither.
 
@@ -127,20 +130,31 @@ class CallParser:
     ([CallDelta(number=0, id=None, name=None, arguments=': 1}')], [], 1)
     """
 
-    def __init__(self, form: CallForm, names: Collection[str], most: int | None) -> None:
+    def __init__(
+        self,
+        form: CallForm,
+        names: Collection[str],
+        most: int | None,
+        thoughts: Sequence[ThoughtForm] = (),
+        thought: ThoughtForm | None = None,
+    ) -> None:
         """Args:
         form: of the calls.
         names: of the tools. Without an opening in the text, only a call of one of them is one.
         most: calls, after which nothing is read; None: any number.
+        thoughts: forms of thoughts.
+        thought: the form of the one in which the text begins.
         """
         self._form, self._names, self._most = form, names, most
+        self._thoughts = {one.opening: one.closing for one in thoughts}
+        self._thought_end = thought.closing if thought else ""
         self._opening, self._closing = form.opening.strip(), form.closing.strip()
         self._head = re.compile(
             rf'\{{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"{form.arguments}"\s*:\s*(?=\{{)', re.DOTALL
         )
         self.count = 0
         """Calls that are complete."""
-        self._state: Callable[[News], bool] = self._text
+        self._state: Callable[[News], bool] = self._thought if thought else self._text
         self._buffer = ""
         self._written = False  # whether there was text since the last call
         self._raw = self._object = ""  # what becomes text if it is no call
@@ -152,9 +166,15 @@ class CallParser:
         return self.count == self._most
 
     @property
+    def unfinished(self) -> bool:
+        """Whether the text so far ends inside a call."""
+        begun = self._state in (self._begin, self._name) and self._form.marked
+        return begun or self._state in (self._arguments, self._rest)
+
+    @property
     def held(self) -> str:
-        """Text that may become a call's beginning."""
-        return self._buffer if self._state == self._text else ""
+        """Text that may become a tag."""
+        return self._buffer if self._state in (self._text, self._thought) else ""
 
     def feed(self, text: str) -> News:
         """What is new and certain."""
@@ -164,38 +184,60 @@ class CallParser:
             pass
         return found
 
+    def mark(self, tag: str) -> News:
+        """What is new and certain after the tag of a thought that is a special token, which texts leave out."""
+        found: News = []
+        begins = self._state == self._text and tag in self._thoughts
+        if begins or (self._state == self._thought and tag == self._thought_end):
+            self._pass(self._buffer, found)
+            self._buffer, self._written = "", self._written and begins
+            self._thought_end, self._state = self._thoughts.get(tag, ""), self._thought if begins else self._text
+        return found
+
     def flush(self) -> News:
         """What was held back, once no more comes."""
         rest, self._buffer = self._buffer, ""
-        if self.over or self._state not in (self._text, self._begin, self._name):
+        if self.over or self._state not in (self._text, self._thought, self._begin, self._name):
             return []
-        if self._state != self._text:
+        if self._state in (self._begin, self._name):
             rest = self._raw + rest
         return [rest] if rest and (rest.strip() or self._written or not self.count) else []
 
     # The states. Each takes from the buffer what it knows of, and returns whether another one can go on.
 
     def _text(self, found: News) -> bool:
-        opening, buffer = self._opening, self._buffer
-        if opening and (at := buffer.find(opening)) >= 0:
-            before = buffer[:at].rstrip()
-            self._pass(before, found)
-            end = at + len(opening)
-            self._raw, self._buffer, self._state = buffer[len(before) : end], buffer[end:], self._begin
-            return True
+        buffer, tags = self._buffer, [tag for tag in (self._opening, *self._thoughts) if tag]
         if not (self._form.marked or self._written or self.count):
             body = buffer.lstrip()
-            if not body or (opening and opening.startswith(body)):
+            if not body or any(tag.startswith(body) for tag in tags):
                 return False
-            if body[0] == ("[" if self._form.listed else "{"):
+            if body[0] == ("[" if self._form.listed else "{") and not body.startswith(tuple(tags)):
                 self._raw, self._buffer, self._state = buffer[: len(buffer) - len(body)], body, self._begin
                 return True
-        sizes = range(min(len(opening), len(buffer)), 0, -1)
-        kept = next((size for size in sizes if buffer.endswith(opening[:size])), 0)
-        certain = buffer[: len(buffer) - kept].rstrip()
+        at, tag = min(((at, tag) for tag in tags if (at := buffer.find(tag)) >= 0), default=(-1, ""))
+        if tag in self._thoughts:
+            self._pass(buffer[: at + len(tag)], found)
+            self._buffer, self._thought_end, self._state = buffer[at + len(tag) :], self._thoughts[tag], self._thought
+            return True
+        if tag:
+            before = buffer[:at].rstrip()
+            self._pass(before, found)
+            end = at + len(tag)
+            self._raw, self._buffer, self._state = buffer[len(before) : end], buffer[end:], self._begin
+            return True
+        certain = buffer[: len(buffer) - _begun(buffer, tags)].rstrip()
         self._buffer = buffer[len(certain) :]
         self._pass(certain, found)
         return False
+
+    def _thought(self, found: News) -> bool:
+        at = self._buffer.find(self._thought_end)
+        end = len(self._buffer) - _begun(self._buffer, [self._thought_end]) if at < 0 else at + len(self._thought_end)
+        self._pass(self._buffer[:end], found)
+        self._buffer = self._buffer[end:]
+        if at >= 0:
+            self._written, self._state = False, self._text  # the answer begins here
+        return at >= 0
 
     def _begin(self, found: News) -> bool:
         """Before the first call, or the next one of a list."""
@@ -231,9 +273,9 @@ class CallParser:
         name = call.get("name") if isinstance(call, dict) else None
         if not self._known(name):
             return self._fail(found)
-        given: Any = next((call[key] for key in (self._form.arguments, "arguments", "parameters") if key in call), {})
-        arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-        found.append(CallDelta(self.count, self._id(), name, arguments))
+        keys = (self._form.arguments, "arguments", "parameters")
+        given = next((call[key] for key in keys if call.get(key) is not None), {})
+        found.append(CallDelta(self.count, self._id(), name, _arguments(given)))
         return self._end()
 
     def _arguments(self, found: News) -> bool:
@@ -264,7 +306,7 @@ class CallParser:
             self._buffer, self._state = body[len(mark) :], self._text
         elif more and body.startswith(more):
             self._raw, self._buffer, self._state = more, body[len(more) :], self._begin
-        elif body.startswith("{") and not self._form.marked:
+        elif body.startswith("{"):  # of a marked form: another call in the same tags
             self._state = self._begin
         else:
             self._state = self._text
@@ -295,6 +337,26 @@ class CallParser:
         if self._form == MISTRAL:  # whose template takes no other
             return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
         return f"call_{secrets.token_hex(12)}"
+
+
+def _begun(text: str, tags: Sequence[str]) -> int:
+    """How many characters at the end of a text may be the beginning of a tag."""
+    sizes = (size for tag in tags for size in range(1, min(len(tag), len(text) + 1)) if text.endswith(tag[:size]))
+    return max(sizes, default=0)
+
+
+def _arguments(given: Any) -> str:
+    """Arguments as JSON. Some models write them as text that is JSON already, or null for none.
+
+    >>> _arguments('{"a": 1}'), _arguments("null"), _arguments("Rome")
+    ('{"a": 1}', '{}', '"Rome"')
+    """
+    if isinstance(given, str):
+        value = _read(given)
+        if value is not None:
+            return given
+        given = {} if given.strip() in ("", "null") else given
+    return json.dumps(given, ensure_ascii=False)
 
 
 def _read(text: str) -> Any:

@@ -25,6 +25,7 @@ from pdkernels.decoding.grammar.schema import parsed_schema
 from pdkernels.serve.calls import PLAIN, CallForm
 from pdkernels.serve.errors import Refused
 from pdkernels.serve.schema import ChatRequest, Settings
+from pdkernels.serve.thoughts import ThoughtForm
 from pdkernels.serve.tools import Calling
 
 _DEPTH = 3  # of references, as in Grammar.json_schema
@@ -47,7 +48,8 @@ def asked_grammar(body: Settings, calling: Calling | None = None) -> dict[str, G
         words = "the form of this model's calls is not known here, so only tool_choice 'required' or one tool can be followed with"
         raise Refused(f"{words} {content[0] if content else 'strict'}", 400, "tools")
     tools = {name: json.dumps(parameters) for name, parameters in calling.tools.items()}
-    return {"grammar": _calls(calling.form, tuple(tools.items()), calling.single, calling.forced, content)}
+    thoughts = (calling.thoughts, calling.thought)
+    return {"grammar": _calls(calling.form, tuple(tools.items()), calling.single, calling.forced, content, *thoughts)}
 
 
 def _content(body: Settings) -> tuple[str, str] | None:
@@ -77,9 +79,16 @@ def _grammar(kind: str, source: str) -> Grammar:
 
 @lru_cache(maxsize=64)
 def _calls(
-    form: CallForm, tools: tuple[tuple[str, str], ...], single: bool, forced: bool, content: tuple[str, str] | None
+    form: CallForm,
+    tools: tuple[tuple[str, str], ...],
+    single: bool,
+    forced: bool,
+    content: tuple[str, str] | None,
+    thoughts: tuple[ThoughtForm, ...] = (),
+    thought: ThoughtForm | None = None,
 ) -> Grammar:
-    """Texts that are calls; unless `forced`, also a text, before or in place of calls, that `content` says more of."""
+    """Texts that are calls; unless `forced`, also a text, before or in place of calls, that `content` says more of. It may begin with a
+    thought of any text, and must end the `thought` in which it begins."""
     calls = either([_call(form, name, parameters) for name, parameters in tools])
     if form.marked:
         calls = sequence(form.opening, calls, form.closing)
@@ -91,12 +100,25 @@ def _calls(
     if content is not None:
         calls = Alt((_expression(*content), calls))
     elif not forced and form.marked:
-        marked = sequence(_ANY, form.opening.strip(), _ANY)
-        calls = sequence(without(_ANY, marked, words), optional(calls))
+        tags = [form.opening.strip(), *(one.opening for one in thoughts)]
+        calls = sequence(without(_ANY, _with(tags), words), optional(calls))
     elif not forced:
         space, bracket = Repeat(text(" "), 0, None), "[" if form.listed else "{"
         calls = Alt((without(_ANY, sequence(space, bracket, _ANY), words), calls))
+    if thought is not None:
+        calls = sequence(_inside(thought, words), calls)
+    elif thoughts:
+        calls = sequence(optional(either([sequence(one.opening, _inside(one, words)) for one in thoughts])), calls)
     return Grammar(calls, words)
+
+
+def _with(tags: list[str]) -> Expression:
+    return sequence(_ANY, either([text(tag) for tag in tags]), _ANY)
+
+
+def _inside(thought: ThoughtForm, words: str) -> Expression:
+    """The rest of a thought, with its closing tag and the line breaks after it."""
+    return sequence(without(_ANY, _with([thought.closing]), words), thought.closing, Repeat(text("\n"), 0, None))
 
 
 def _call(form: CallForm, name: str, parameters: str) -> Expression:

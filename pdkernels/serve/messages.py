@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pdkernels.models.chat import tests_content
 from pdkernels.serve.errors import Refused
 
 
@@ -13,7 +14,8 @@ def plain(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str
     """Messages with texts for contents: parts of text are joined, since templates differ in whether they take them.
 
     The role "developer" becomes "system", which it has replaced in OpenAI's interface, unless the template knows it. The arguments of calls,
-    which are JSON there, become objects, and what a tool has answered gets the tool's name, which the call has.
+    which are JSON there, become objects, and what a tool has answered gets the tool's name, which the call has. A message with calls and
+    without text has an empty one, or None if the template asks for that.
 
     Args:
         messages: of a request.
@@ -25,7 +27,7 @@ def plain(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str
     found, called = [], dict[str, str]()
     for place, message in enumerate(messages):
         where = f"messages.{place}"
-        role, content = message.get("role"), _text(message, f"{where}.content")
+        role, content = message.get("role"), _text(message, f"{where}.content", template)
         if not isinstance(role, str):
             raise Refused(f"{where}.role must be text", 400, f"{where}.role")
         role = "system" if role == "developer" and "developer" not in template else role
@@ -44,10 +46,10 @@ def plain(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str
     return found
 
 
-def _text(message: Mapping[str, Any], place: str) -> str:
+def _text(message: Mapping[str, Any], place: str, template: str) -> str | None:
     content = message.get("content")
     if content is None and (message.get("tool_calls") or message.get("function_call")):
-        return ""  # calls have no text beside them
+        return None if tests_content(template) else ""  # calls have no text beside them
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -71,11 +73,14 @@ def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise Refused(f"{where} must have a name and arguments", 400, where)
         arguments = function.get("arguments")
+        if arguments is None:  # of a function without parameters
+            arguments = {}
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments or "{}")
+                made = json.loads(arguments or "{}")
             except (ValueError, RecursionError):
-                arguments = None
+                made = arguments
+            arguments = {} if made is None else made
         if not isinstance(arguments, Mapping):
             raise Refused(f"{where}.arguments must be a JSON object, written as text", 400, f"{where}.arguments")
         found.append({**call, "function": {**function, "arguments": dict(arguments)}})

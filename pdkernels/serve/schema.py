@@ -123,6 +123,8 @@ class ChatRequest(Settings):
     """Of a dictionary, a function's: `{"type": "function", "function": {"name": ..}}`."""
     parallel_tool_calls: bool | None = None
     """False: an answer has at most one call."""
+    calls_in_thoughts: bool = False
+    """Whether calls inside a thought count, too."""
     modalities: list[Literal["text"]] | None = None
     response_format: ResponseFormat | None = None
     logprobs: bool | None = None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pdkernels.serve.calls import PLAIN, CallForm, CallParser, form_of
 from pdkernels.serve.errors import Refused
 from pdkernels.serve.schema import ChatRequest
+from pdkernels.serve.thoughts import ThoughtForm, opened, thoughts_of
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class Calling:
         forced: whether the answer must be a call.
         strict: whether calls that the model chooses must follow the schemas.
         single: whether an answer has one call at most.
+        thoughts: forms of thoughts, in which calls do not count. None where the grammar has an answer begin with a call or a form.
+        thought: the form of the one in which the answer begins.
     """
 
     form: CallForm
@@ -29,13 +32,27 @@ class Calling:
     forced: bool
     strict: bool
     single: bool
+    thoughts: tuple[ThoughtForm, ...] = ()
+    thought: ThoughtForm | None = None
+
+    def after(self, tokenizer: Any, prompt: list[int], continued: Any) -> Calling:
+        """The same, after a prompt that may have opened a thought. `continued`: the text that the answer continues, if it does."""
+        decode = getattr(tokenizer, "decode_all", tokenizer.decode)  # tags may be special tokens
+        return replace(self, thought=opened(self.thoughts, decode(prompt[-64:]), continued)) if self.thoughts else self
+
+    def marks(self, tokenizer: Any) -> dict[int, str]:
+        """The tags of thoughts that are special tokens, which texts leave out, by their ids."""
+        id_of = getattr(tokenizer, "id_of", lambda tag: None)
+        tags = {id_of(tag): tag for form in self.thoughts for tag in form}
+        return {number: tag for number, tag in tags.items() if number is not None and not tokenizer.decode([number])}
 
     def parser(self) -> CallParser | None:
         """What finds the calls of an answer; None: they stay in its text."""
         if self.form is PLAIN and not self.forced:
             return None
         # A text that must be one call ends after it.
-        return CallParser(self.form, list(self.tools), 1 if self.single and not self.forced else None)
+        most = 1 if self.single and not self.forced else None
+        return CallParser(self.form, list(self.tools), most, self.thoughts, self.thought)
 
 
 def asked_calls(body: ChatRequest, template: Any) -> Calling | None:
@@ -70,7 +87,10 @@ def asked_calls(body: ChatRequest, template: Any) -> Calling | None:
         tools = {name: tools[name]}
     form = form or PLAIN
     single = isinstance(choice, dict) or body.parallel_tool_calls is False or not form.several
-    return Calling(form, tools, choice, forced, strict, single)
+    formed = body.response_format is not None and body.response_format.type != "text"
+    at_once = forced or formed or body.regex is not None or body.choice is not None
+    thoughts = () if at_once or body.calls_in_thoughts else thoughts_of(source)
+    return Calling(form, tools, choice, forced, strict, single, thoughts)
 
 
 def source_of(template: Any, body: ChatRequest) -> str:

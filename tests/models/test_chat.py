@@ -16,6 +16,7 @@ from pdkernels.decoding import generate
 from pdkernels.models import ChatTemplate
 from tests.models.test_tokenizers import json_tokenizer
 from tests.models.test_zoo import write
+from tests.support.chat_templates import JOINED
 from tests.support.checkpoints import QWEN2, random_checkpoint
 
 pytest.importorskip("jinja2", reason="needs the package jinja2: pip install jinja2")
@@ -77,6 +78,52 @@ def test_transformers_writes_the_same(source: str) -> None:
             [CHAT], chat_template=source, add_generation_prompt=prompt, enable_thinking=False, **TOKENS
         )
         assert ChatTemplate(source, TOKENS).render(CHAT, add_generation_prompt=prompt, enable_thinking=False) == theirs
+
+
+def called(arguments: Any, **content: Any) -> list[dict[str, Any]]:
+    calls = [{"type": "function", "function": {"name": name, "arguments": arguments}} for name in ("a", "b")]
+    answered = [{"role": "tool", "content": "rain"}, {"role": "tool", "content": "sun"}]
+    return [{"role": "user", "content": "?"}, {"role": "assistant", **content, "tool_calls": calls}, *answered]
+
+
+@pytest.mark.parametrize("name", JOINED)
+@pytest.mark.parametrize("content", [None, "", "Let me see."], ids=repr)
+def test_arguments_in_the_form_that_a_template_takes(name: str, content: Any) -> None:
+    """Templates that join them as text get JSON text, and see a content that is none, as they were written for."""
+    theirs = pytest.importorskip("transformers.utils.chat_template_utils", reason="compares with transformers")
+    text, made = '{"city": "Zürich", "n": [1]}', {"city": "Zürich", "n": [1]}
+    (expected,), _ = theirs.render_jinja_template(
+        [called(text, content=content)], chat_template=JOINED[name], add_generation_prompt=True, **TOKENS
+    )
+    template = ChatTemplate(JOINED[name], TOKENS)
+    assert template.render(called(made, content=content)) == expected
+    assert template.render(called(text, content=content)) == expected
+    assert expected.count(text) == 2 or (name == "v3" and content is not None)
+
+
+def test_arguments_as_objects_where_text_does_not_render() -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}{% for c in m.tool_calls %}{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }};{% endfor %}{% endfor %}{% endfor %}"
+    )
+    assert template.render(called('{"city": "Rome"}', content="")) == "city=Rome;" * 2
+    for arguments in ("no JSON", "[1]"):  # the error is that of the first form
+        with pytest.raises(ValueError, match="has no attribute 'items'"):
+            template.render(called(arguments, content=""))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% if m.content is none %}none{% endif %}",
+        "{% if m['content'] is not none %}some{% endif %}",
+        "{{ m.content }}|",
+    ],
+)
+def test_a_content_that_is_none_without_calls(source: str) -> None:
+    """As a field that is not there: since transformers 5.23."""
+    source = "{% for m in messages %}" + source + "{% endfor %}"
+    without: Any = [{"role": "user"}]
+    assert ChatTemplate(source).render([{"role": "user", "content": None}]) == ChatTemplate(source).render(without)
 
 
 FAULTY = [
