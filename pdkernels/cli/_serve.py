@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from typing import Annotated, Any
 
@@ -21,6 +20,7 @@ from pdkernels.cli._terminal import (
     assigned_options,
     errors_reported,
     load,
+    load_drafter,
     use_threads,
 )
 from pdkernels.engine import Engine
@@ -66,6 +66,20 @@ def serve(
             help="A site whose pages may send requests, such as http://localhost:3000, or *; may be given several times.",
         ),
     ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST",
+            help="A name by which clients reach the server, such as api.example.org, or *; by default any, but at a loopback address only this machine's.",
+        ),
+    ] = None,
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=PATH",
+            help="A drafter that requests may name, a head for the model or a small model with its vocabulary; the first is the default. May be given several times.",
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "cpu",
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
     packed: Annotated[bool | None, typer.Option(help=PACKED_HELP)] = None,
@@ -81,13 +95,24 @@ def serve(
     console = Console(stderr=True, highlight=False)
     with errors_reported():
         from pdkernels.serve import Limits, create_app, run
+        from pdkernels.serve.gate import is_loopback
         from pdkernels.serve.run import listeners
 
         if method is not None:
             decoding.find(method)
         for listener in listeners(host, port):  # what cannot work is said before a model is loaded
             listener.close()
+        named = [one.partition("=") for one in drafter or []]
+        for label, sign, path in named:
+            demand(bool(label and path), "serve", "--drafter", "be NAME=PATH", repr(f"{label}{sign}{path}"[:80]))
+        demand(
+            len({one[0] for one in named}) == len(named), "serve", "--drafter", "name each drafter once", "one twice"
+        )
         language_model: Any = load("serve", model, device, dtype, packed, cache_dtype)
+        made = [load_drafter("serve", model, language_model, path, device, dtype) for _, _, path in named]
+        if made:
+            language_model.drafters = dict(reversed(made))  # the first one of a method is its default
+        drafters = {label: one for (label, _, _), (_, one) in zip(named, made, strict=True)}
         use_threads(threads, [language_model])
         options = assigned_options("serve", option or [])
         if method is None:
@@ -106,13 +131,14 @@ def serve(
             engine.submit([0], decoding.find(method), max_new_tokens=_canvas(method, engine), **options).result()
             key = os.environ.get(KEY) or None
             demand(key is None or key.isascii(), "serve", KEY, "be ASCII", "other characters")
-            if key is None and not _is_loopback(host):
+            if key is None and not is_loopback(host):
                 words = f"Anyone who reaches {host}:{port} can use the model. Set {KEY} to ask for a key."
                 console.print(Text(words, "bold yellow"), soft_wrap=True)
             called, limits = name or model, Limits(seconds=timeout, shutdown=shutdown_timeout)
             console.print(Text(f"{called} by {method} on http://{host}:{port}/v1", "bold"), soft_wrap=True)
             given: dict[str, Any] = {"sampling": settings(model), "limits": limits, "api_key": key}
-            app = create_app(engine, called, method=method, options=options, origins=allow_origin or (), **given)
+            given |= {"origins": allow_origin or (), "hosts": allow_host or (), "drafters": drafters}
+            app = create_app(engine, called, method=method, options=options, **given)
             run(app, host=host, port=port, limits=limits)
 
 
@@ -120,10 +146,3 @@ def _canvas(method: str, engine: Engine) -> int:
     """New tokens of the first answer: a canvas may come in blocks."""
     steps = decoding.find(method).steps
     return 1 if steps is None or steps.any_limit else min(32, engine.max_new_tokens)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -165,19 +165,29 @@ def load(
     """The model that the command line names, with its drafter. `packed` and `cache_dtype` are for the model alone."""
     if cache_dtype is not None:
         check(cache_dtype == "int8", command, "--cache-dtype", "be int8", repr(cache_dtype[:40]))
-    asked: dict[str, Any] = {"dtype": named_dtype(command, dtype), "device": device}
-    usual = {"dtype": None, "device": "cpu"}
-    asked = {name: value for name, value in asked.items() if value != usual[name]}
+    asked = _asked(command, device, dtype)
     own = asked if packed is None else {**asked, "packed": packed}
     own = own if cache_dtype is None else {**own, "cache_dtype": torch.int8}
     found: Any = models.load(model, **own)
     if drafter is not None:
-        if is_drafter_folder(drafter) or is_own_folder(model, drafter):
-            head = models.load_drafter(drafter, found)
-            found.drafters = {head.method: head}
-        else:
-            found.drafters = {"draft_model": models.load(drafter, **asked)}
+        found.drafters = dict([load_drafter(command, model, found, drafter, device, dtype)])
     return found
+
+
+def load_drafter(
+    command: str, model: str, target: Any, drafter: str, device: str, dtype: str | None
+) -> tuple[str, Any]:
+    """A drafter that the command line names, for the `target` that it calls `model`, after the method that it is for."""
+    if is_drafter_folder(drafter) or is_own_folder(model, drafter):
+        head = models.load_drafter(drafter, target)
+        return head.method, head
+    return "draft_model", models.load(drafter, **_asked(command, device, dtype))
+
+
+def _asked(command: str, device: str, dtype: str | None) -> dict[str, Any]:
+    asked: dict[str, Any] = {"dtype": named_dtype(command, dtype), "device": device}
+    usual = {"dtype": None, "device": "cpu"}
+    return {name: value for name, value in asked.items() if value != usual[name]}
 
 
 def block_size_of(command: str, value: str | None) -> int | str | None:

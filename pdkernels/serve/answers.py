@@ -12,32 +12,18 @@ from concurrent.futures import CancelledError
 from itertools import groupby
 from typing import Any
 
-from pdkernels.decoding import LogProbs, Method, find, sequence_seed
+from pdkernels.decoding import LogProbs, find, sequence_seed
 from pdkernels.engine import Engine, Generation
 from pdkernels.serve import log_probs
 from pdkernels.serve.calls import CallDelta, CallParser, joined
-from pdkernels.serve.errors import Refused, error_body
+from pdkernels.serve.errors import Refused, error_body, shown
 from pdkernels.serve.forms import asked_grammar
+from pdkernels.serve.gate import FAILED, log_failure
 from pdkernels.serve.messages import plain
+from pdkernels.serve.options import MethodSettings
 from pdkernels.serve.schema import ChatRequest, CompletionRequest, Settings
 from pdkernels.serve.stops import StopCut
 from pdkernels.serve.tools import Calling, asked_calls, source_of
-
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
-_FILTERS = _SAMPLING[1:]
-_FIELDS = (*_SAMPLING, "seed")  # options of methods that requests have as fields
-_SMALL = 1e-6
-_NOTHING = {
-    "temperature": 0,
-    "top_p": 1,
-    "top_k": 0,
-    "min_p": 0,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-}
-
 
 Standing = list[str | None]
 """What stands after a text: pieces of text, None for each position where nothing is written."""
@@ -207,7 +193,8 @@ class Answer:
             while left:
                 index, new, error = await news.get()
                 if error is not None:
-                    yield f"data: {json.dumps(error_body(str(error), 500))}\n\n"
+                    log_failure("POST", "a stream", error)
+                    yield f"data: {json.dumps(error_body(FAILED, 500))}\n\n"
                     return
                 left -= new is None
                 yield event([entry(index, new)], **none)
@@ -246,22 +233,14 @@ class Frontend:
     Args:
         engine: runs the requests.
         name: of the model, as clients name it.
-        method, options: where a request names none.
-        sampling: settings where a request has none, such as those that a checkpoint suggests.
+        method: where a request names none.
+        settings: of methods, where a request has none.
         max_choices: of one request, over all its prompts.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        name: str,
-        method: str,
-        options: Mapping[str, Any],
-        sampling: Mapping[str, Any],
-        max_choices: int,
-    ) -> None:
+    def __init__(self, engine: Engine, name: str, method: str, settings: MethodSettings, max_choices: int) -> None:
         self.engine, self.name, self.method = engine, name, method
-        self._options, self._sampling, self._max_choices = dict(options), dict(sampling), max_choices
+        self.settings, self._max_choices = settings, max_choices
 
     def chat(self, body: ChatRequest) -> Answer:
         """Submits a chat."""
@@ -314,7 +293,7 @@ class Frontend:
             words = f"at most {self._max_choices} choices can be asked for at once, got {several * len(prompts)}"
             raise Refused(words, 400, "n")
         method = find(body.method or self.method)
-        settings = self._settings(body, method)
+        settings = self.settings.of_request(body, method)
         settings |= asked_grammar(body, calling)
         top = _asked_logprobs(body)
         if top is not None:
@@ -355,7 +334,7 @@ class Frontend:
 
     def unknown(self, model: str) -> Refused:
         """Says which model is served here."""
-        words = f"the model {model!r} is not served here; {self.name!r} is"
+        words = f"the model {shown(model)} is not served here; {self.name!r} is"
         return Refused(words, 404, "model", "model_not_found")
 
     def limit(self, kind: str, prompt: int, most: int | None) -> int:
@@ -372,44 +351,6 @@ class Frontend:
             words = f"the model takes {positions} tokens; the prompt has {prompt}, and {most or 1} more are asked for"
             raise Refused(words, 400, field, code)
         return most or room
-
-    def options_of(self, method: Method, given: Mapping[str, Any] | None, fields: Sequence[str] = ()) -> dict[str, Any]:
-        """The options of a request's method: its own, which are not among its `fields`, over the server's if that is its method too."""
-        for name in given or {}:
-            if name not in method.options or name in fields:
-                words = "has a field of its own" if name in fields else f"is no option of method {method.name!r}"
-                raise Refused(f"options: {name!r} {words}", 400, "options")
-        served = self._options if method.name == self.method else {}
-        return {**served, **(given or {})}
-
-    def _settings(self, body: Settings, method: Method) -> dict[str, Any]:
-        """Options of the method and filters. A field of the request wins over the server's options, and those over the suggested ones."""
-        found = self.options_of(method, body.options, _FIELDS)
-        asked = {name: getattr(body, name) for name in _SAMPLING}
-        chosen = {
-            name: value
-            for name in _SAMPLING
-            if (value := self._sampling.get(name) if asked[name] is None else asked[name]) is not None
-            and (asked[name] is not None or name not in found)
-        }
-        for name, value in chosen.items():
-            if name in method.options:
-                # A mass of 0 is OpenAI's for the likeliest token alone, which any small one is.
-                found[name] = _SMALL if name == "top_p" and value == 0 else value
-            elif asked[name] is not None and value != _NOTHING[name]:
-                raise Refused(f"method {method.name!r} does not follow {name}", 400, name)
-        # Without temperature the largest logit is chosen, which every filter keeps.
-        greedy = found.get("temperature", 0) == 0
-        found = {
-            name: value
-            for name, value in found.items()
-            if name not in _FILTERS or not (greedy or value == _NOTHING[name])
-        }
-        for name in _PENALTIES:
-            value = self._sampling.get(name) if getattr(body, name) is None else getattr(body, name)
-            if value and value != _NOTHING.get(name):
-                found[name] = value
-        return found
 
 
 def _asked_logprobs(body: Settings) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import html
 import json
 import tempfile
@@ -30,11 +29,12 @@ except ModuleNotFoundError as missing:
 from pdkernels.decoding import available, find
 from pdkernels.engine import Engine, EngineFull
 from pdkernels.serve.answers import Answer, Frontend
-from pdkernels.serve.errors import Refused, error_body, invalid
+from pdkernels.serve.errors import Refused, clipped, error_body, in_http_words, invalid
+from pdkernels.serve.gate import FAILED, Gate, log_failure
 from pdkernels.serve.metrics import prometheus
+from pdkernels.serve.options import MethodSettings
 from pdkernels.serve.schema import ChatRequest, CompletionRequest, ReplayRequest
 
-_OPEN = ("/", "/health")  # pages that need no key
 _POLL = 0.25  # seconds between looks for a client that has gone
 
 
@@ -44,12 +44,14 @@ class Limits:
 
     Attributes:
         body: bytes of a request.
+        body_seconds: in which it must arrive.
         choices: answers that one request may ask for.
         seconds: of an answer; None: no limit. A request's own `timeout` counts if it is smaller.
         shutdown: seconds that requests have to finish after the server was told to stop.
     """
 
     body: int = 1 << 20
+    body_seconds: float = 30.0
     choices: int = 16
     seconds: float | None = 600.0
     shutdown: float = 30.0
@@ -65,6 +67,8 @@ def create_app(
     limits: Limits | None = None,
     api_key: str | None = None,
     origins: Sequence[str] = (),
+    hosts: Sequence[str] = (),
+    drafters: Mapping[str, Any] | None = None,
 ) -> FastAPI:
     """An application with the routes `/v1/chat/completions`, `/v1/completions`, `/v1/models`, `/health`, `/metrics`, and a page at `/`.
 
@@ -76,6 +80,8 @@ def create_app(
         limits: None: the defaults.
         api_key: what clients must send as a bearer token, but for `/health`; None: nothing.
         origins: of pages on other hosts whose scripts may send requests (CORS), such as "http://localhost:3000"; "*": all.
+        hosts: names by which clients reach it, such as "api.example.org"; "*": all. None: any, but at a loopback address only loopback's.
+        drafters: that requests may name in `options.drafter`: models with the same vocabulary, and heads for the model.
 
     Example:
         >>> import pdkernels as pd
@@ -87,7 +93,8 @@ def create_app(
         4
     """
     bounds = limits or Limits()
-    front = Frontend(engine, name, method, options or {}, sampling or {}, bounds.choices)
+    settings = MethodSettings(method, options or {}, sampling or {}, drafters or {})
+    front = Frontend(engine, name, method, settings, bounds.choices)
     started = int(time.time())
 
     @asynccontextmanager
@@ -97,7 +104,8 @@ def create_app(
             await asyncio.to_thread(engine.close, finish=False, timeout=10.0)
 
     app = FastAPI(title="pdkernels", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(Gate, most=bounds.body, api_key=api_key)
+    checks: dict[str, Any] = {"api_key": api_key, "origins": origins, "hosts": hosts}
+    app.add_middleware(Gate, body=bounds.body, seconds=bounds.body_seconds, **checks)
     if origins:  # before the gate: a browser asks without the key whether it may send it
         app.add_middleware(
             CORSMiddleware,
@@ -109,23 +117,24 @@ def create_app(
     app.state.engine = engine
 
     def refused(request: Request, error: Exception) -> JSONResponse:
-        status, parameter, code, headers, text = 500, None, None, dict[str, str](), str(error)
+        status, parameter, code, headers, text = 500, None, None, dict[str, str](), FAILED
         if isinstance(error, Refused):
-            status, parameter, code = error.status, error.parameter, error.code
+            status, parameter, code, text = error.status, error.parameter, error.code, str(error)
         elif isinstance(error, HTTPException):
-            status, headers, where = error.status_code, dict(error.headers or {}), request.url.path[:200]
+            status, headers, where = error.status_code, dict(error.headers or {}), clipped(request.url.path, 200)
             texts = {404: f"there is no {where} here", 405: f"{where} does not take {request.method}"}
             text = texts.get(status, error.detail)
         elif isinstance(error, EngineFull):
-            status, headers = 429, {"Retry-After": "1"}
+            status, headers, text = 429, {"Retry-After": "1"}, "too many requests wait already: try again later"
         elif isinstance(error, (ValueError, TypeError, NotImplementedError)):
-            status = 400
-        elif isinstance(error, RuntimeError) and "closed" in str(error):
-            status = 503
+            status, text = 400, in_http_words(str(error))
+        elif "closed" in str(error):
+            status, text = 503, "the server is stopping"
+        else:
+            log_failure(request.method, request.url.path, error)
         return JSONResponse(error_body(text, status, parameter, code), status, headers)
 
-    ours = (Refused, EngineFull, ValueError, TypeError, NotImplementedError, RuntimeError)
-    for kind in (*ours, HTTPException, Exception):
+    for kind in (Refused, EngineFull, ValueError, TypeError, NotImplementedError, RuntimeError, HTTPException):
         app.add_exception_handler(kind, refused)
 
     @app.exception_handler(RequestValidationError)
@@ -190,7 +199,7 @@ def create_app(
             tokenizer, found = engine.model.tokenizer, find(body.method or method)
             asked = [{"role": "user", "content": body.prompt}]
             ids = tokenizer.encode_chat(asked) if body.chat else tokenizer.encode(body.prompt)
-            settings = front.options_of(found, body.options)
+            settings = front.settings.options_of(found, body.options)
             most = front.limit("text", len(ids), body.max_tokens)
             return engine.submit(ids, found, max_new_tokens=most, trace=True, timeout=bounds.seconds, **settings)
 
@@ -222,52 +231,3 @@ def create_app(
         return HTMLResponse(text.replace("{{facts}}", data).replace("{{name}}", html.escape(name)))
 
     return app
-
-
-class Gate:
-    """Lets only bodies through that are small enough, whatever their headers say, and only clients that know the key.
-
-    It reads a body whole; a middleware of Starlette's own would hide from the application that a client has gone.
-    """
-
-    def __init__(self, app: Any, most: int, api_key: str | None) -> None:
-        self._app, self._most, self._key = app, most, api_key
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        if self._key is not None and scope["path"] not in _OPEN:
-            scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-            same = hmac.compare_digest(key.strip(), self._key.encode())
-            if not (same and scheme.lower() == b"bearer"):
-                words = "the API key is wrong" if key else "there is no API key: send Authorization: Bearer KEY"
-                answer = JSONResponse(error_body(words, 401), 401, {"WWW-Authenticate": "Bearer"})
-                await answer(scope, receive, send)
-                return
-        coding = dict(scope["headers"]).get(b"content-encoding", b"identity").decode("latin-1")
-        if coding != "identity":
-            text = f"a body with Content-Encoding {coding!r} is not supported here"
-            await JSONResponse(error_body(text, 415), 415)(scope, receive, send)
-            return
-        body, more = b"", True
-        announced = int(dict(scope["headers"]).get(b"content-length") or 0)
-        while more and max(announced, len(body)) <= self._most:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            body, more = body + message.get("body", b""), message.get("more_body", False)
-        if max(announced, len(body)) > self._most:
-            text = f"the body must have at most {self._most} bytes"
-            await JSONResponse(error_body(text, 413), 413)(scope, receive, send)
-            return
-        sent = False
-
-        async def replayed() -> Any:
-            nonlocal sent
-            if not sent:
-                sent = True
-                return {"type": "http.request", "body": body, "more_body": False}
-            return await receive()
-
-        await self._app(scope, replayed, send)

@@ -1,12 +1,43 @@
-"""Errors in OpenAI's form."""
+"""Errors in OpenAI's form, in the words of those who send requests: fields by their names there, and no names of Python's."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 _KINDS = {404: "not_found_error", 413: "invalid_request_error", 429: "rate_limit_error"}
 _CODES = {401: "invalid_api_key", 405: "method_not_supported", 429: "rate_limit_exceeded"}
+_MAX_TEXT = 800
+_MAX_NAME = 60
+_PREFIX = re.compile(r"^pdkernels\.[\w.]+: ")
+_FIELDS = {"max_new_tokens": "max_tokens", "stop_strings": "stop"}
+_TYPES = {
+    "an int": "an integer",
+    "ints": "integers",
+    "int": "integer",
+    "a float": "a number",
+    "float": "number",
+    "floats": "numbers",
+    "a str": "a text",
+    "str": "text",
+    "a bool": "true or false",
+    "bool": "boolean",
+    "dict": "object",
+    "tuple": "list",
+    "None": "null",
+    "NoneType": "null",
+    "True": "true",
+    "False": "false",
+}
+_WORDS = _FIELDS | _TYPES
+# Not inside quotes, where a client's own words are.
+_WORD = re.compile(rf"'[^']*'|\"[^\"]*\"|\b(?:{'|'.join(sorted(_WORDS, key=len, reverse=True))})\b")
+# A remedy for those who write Python.
+_REMEDY = re.compile(
+    r"pdkernels|generate\b|Engine|`|\(\)|pip |docs/|\bPass |\bLoad |attribute|callback|argument|\w=|\.to\(|raise "
+)
 
 
 class Refused(Exception):
@@ -26,13 +57,64 @@ class Refused(Exception):
 def error_body(message: str, status: int, parameter: str | None = None, code: str | None = None) -> dict[str, Any]:
     """The body of an answer with this status."""
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": parameter, "code": code or _CODES.get(status)}}
+    param = None if parameter is None else clipped(parameter, 2 * _MAX_NAME)
+    code = code or _CODES.get(status)
+    return {"error": {"message": clipped(message, _MAX_TEXT), "type": kind, "param": param, "code": code}}
+
+
+def clipped(text: str, most: int) -> str:
+    """The text, without its middle if it is longer than `most` characters.
+
+    >>> clipped("abcdefghijklmno", 11)
+    'abcd...lmno'
+    """
+    half = (most - 3) // 2
+    return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
+
+
+def shown(value: Any) -> str:
+    """A part of a request, as JSON of bounded length, with texts in single quotes.
+
+    >>> shown("a"), shown(None), shown([1, 2])
+    ("'a'", 'null', '[1, 2]')
+    """
+    if isinstance(value, str):
+        return repr(clipped(value, _MAX_NAME))
+    return clipped(json.dumps(value, default=str), _MAX_NAME)
+
+
+def in_http_words(text: str) -> str:
+    """An error of the engine or of a method as one of a request: with its fields, and without what only Python's callers can do.
+
+    >>> in_http_words("pdkernels.Engine.submit: max_new_tokens must be an int, got str. Pass max_new_tokens=5.")
+    'max_tokens must be an integer, got text.'
+    """
+    text, inner = _PREFIX.subn("", text, count=1)
+    first, *rest = re.split(r"(?<=[.?]) (?=[A-Z])", text)
+    if inner:
+        text = " ".join([first, *(one for one in rest if not _REMEDY.search(one))])
+    return _WORD.sub(lambda found: _WORDS.get(found[0], found[0]), text)
+
+
+def kind_of(annotation: str) -> str:
+    """What an option's value must be.
+
+    >>> kind_of('int | Literal["auto"] | None')
+    'an integer, "auto" or null'
+    """
+    kinds = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "a text", "None": "null"}
+    kinds |= {"Sequence[int]": "a list of integers"}
+    parts = re.findall(r"Literal\[([^\]]*)\]|(Sequence\[int\]|\w+)", annotation)
+    words = [
+        one for literal, name in parts for one in (literal.split(", ") if literal else [kinds.get(name, "")]) if one
+    ]
+    return " or ".join([*([", ".join(words[:-1])] if words[1:] else []), words[-1]]) if words else "left out"
 
 
 def invalid(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
     """What the first of pydantic's `errors` says of a body, and of which field."""
     first = errors[0]
-    place = ".".join(str(part) for part in first["loc"] if part != "body")
+    place = ".".join(clipped(str(part), _MAX_NAME) for part in first["loc"][:8] if part != "body")
     if first["type"] == "json_invalid":
         return f"the body is not JSON: {first['ctx']['error']}, at character {place}", None
     if not place:

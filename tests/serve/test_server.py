@@ -347,7 +347,7 @@ def test_a_cut_is_that_of_the_whole_text(seed: int) -> None:
         ({"regex": "(a", "max_tokens": 9}, 400, "regular expression"),
         ({"regex": "a", "choice": ["b"]}, 400, "exclude each other"),
         ({"regex": "(a{1000}){1000}"}, 400, "unfolds to more than"),
-        ({"choice": ["a much longer text"]}, 400, "cannot be completed within max_new_tokens (3)"),
+        ({"choice": ["a much longer text"]}, 400, "cannot be completed within max_tokens (3)"),
         ({"suffix": "x"}, 400, "suffix is not supported here"),
         ({"prompt": ["a", 1]}, 400, "prompt: must be a text, a list of token ids"),
         ({"prompt": [True]}, 400, "prompt: must be a text, a list of token ids"),
@@ -616,7 +616,7 @@ def test_a_client_that_hangs_up_ends_its_request(serve: Any) -> None:
     host, port = address.removeprefix("http://").split(":")
     body = json.dumps({"model": "tiny", "prompt": "import os\n", "max_tokens": 400, "temperature": 0}).encode()
     head = (
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
         % len(body)
     )
     with socket.create_connection((host, int(port))) as connection:

@@ -1,0 +1,109 @@
+"""Options of methods: those of a request, of the server, and of the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pdkernels.decoding import Method
+from pdkernels.serve.errors import Refused, kind_of, shown
+from pdkernels.serve.schema import Settings
+
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
+_FILTERS = _SAMPLING[1:]
+_FIELDS = (*_SAMPLING, "seed")  # options of methods that requests have as fields
+_SMALL = 1e-6
+_NOTHING = {
+    "temperature": 0,
+    "top_p": 1,
+    "top_k": 0,
+    "min_p": 0,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+}
+_PLAIN = ("int", "float", "bool", "str", "Literal[", "Sequence[int]")
+
+
+class MethodSettings:
+    """Options of methods and filters.
+
+    A value that comes by HTTP is a number, a flag or a word, or the name of a drafter that is offered: it never names a file or a model.
+
+    Args:
+        method, options: of requests that name no method.
+        sampling: settings where a request has none, such as those that a checkpoint suggests.
+        drafters: that requests may name.
+    """
+
+    def __init__(
+        self, method: str, options: Mapping[str, Any], sampling: Mapping[str, Any], drafters: Mapping[str, Any]
+    ) -> None:
+        self._method, self._options, self._sampling, self._drafters = method, dict(options), dict(sampling), drafters
+
+    def options_of(self, method: Method, asked: Mapping[str, Any] | None, fields: Sequence[str] = ()) -> dict[str, Any]:
+        """The options of a request's method: its own, which are not among its `fields`, over the server's if that is its method too."""
+        for name in asked or {}:
+            if name not in method.options or name in fields:
+                words = "has a field of its own" if name in fields else f"is no option of method {method.name!r}"
+                raise Refused(f"options: {shown(name)} {words}", 400, "options")
+        served = self._options if method.name == self._method else {}
+        return {**served, **{name: self._value(method, name, value) for name, value in (asked or {}).items()}}
+
+    def _value(self, method: Method, name: str, value: Any) -> Any:
+        place = f"options.{name}"
+        if name == "drafter":
+            return self._drafter(method, value)
+        kind = method.options[name].type
+        if not any(plain in kind for plain in _PLAIN):
+            raise Refused(f"{place} cannot be sent by HTTP", 400, place)
+        words = isinstance(value, str) and not ("Literal[" in kind or "str" in kind)
+        if words or isinstance(value, dict):
+            raise Refused(f"{place} must be {kind_of(kind)}, got {shown(value)}", 400, place)
+        return value
+
+    def _drafter(self, method: Method, value: Any) -> Any:
+        """The drafter of this name, if the operator offers it for the method."""
+        if value is None:
+            return None
+        offered = {name: one for name, one in self._drafters.items() if _method_of(one) == method.name}
+        if not isinstance(value, str) or value not in offered:
+            names = f"one of {', '.join(map(repr, offered))}" if offered else "left out: none is offered here"
+            words = f"options.drafter must be {names} for method {method.name!r}, got {shown(value)}"
+            raise Refused(words, 400, "options.drafter")
+        return offered[value]
+
+    def of_request(self, body: Settings, method: Method) -> dict[str, Any]:
+        """Options and filters. A field of the request wins over the server's options, and those over the suggested ones."""
+        found = self.options_of(method, body.options, _FIELDS)
+        asked = {name: getattr(body, name) for name in _SAMPLING}
+        chosen = {
+            name: value
+            for name in _SAMPLING
+            if (value := self._sampling.get(name) if asked[name] is None else asked[name]) is not None
+            and (asked[name] is not None or name not in found)
+        }
+        for name, value in chosen.items():
+            if name in method.options:
+                # A mass of 0 is OpenAI's for the likeliest token alone, which any small one is.
+                found[name] = _SMALL if name == "top_p" and value == 0 else value
+            elif asked[name] is not None and value != _NOTHING[name]:
+                raise Refused(f"method {method.name!r} does not follow {name}", 400, name)
+        # Without temperature the largest logit is chosen, which every filter keeps.
+        greedy = found.get("temperature", 0) == 0
+        found = {
+            name: value
+            for name, value in found.items()
+            if name not in _FILTERS or not (greedy or value == _NOTHING[name])
+        }
+        for name in _PENALTIES:
+            value = self._sampling.get(name) if getattr(body, name) is None else getattr(body, name)
+            if value and value != _NOTHING.get(name):
+                found[name] = value
+        return found
+
+
+def _method_of(drafter: Any) -> str:
+    """Heads say which method they are for; another drafter is a model."""
+    return str(getattr(drafter, "method", "draft_model"))
