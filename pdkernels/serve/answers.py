@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import secrets
 import time
 import uuid
@@ -16,7 +17,7 @@ from pdkernels.decoding import LogProbs, find, sequence_seed
 from pdkernels.engine import Engine, Generation
 from pdkernels.serve import log_probs
 from pdkernels.serve.calls import CallDelta, CallParser, joined
-from pdkernels.serve.errors import Refused, error_body, shown
+from pdkernels.serve.errors import Refused, error_body, in_http_words, shown
 from pdkernels.serve.forms import asked_grammar
 from pdkernels.serve.gate import FAILED, log_failure
 from pdkernels.serve.messages import plain
@@ -256,7 +257,10 @@ class Frontend:
         tools = [tool.shown() for tool in body.tools or []] if body.tool_choice != "none" else []
         variables = {**(body.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
         messages = plain(body.messages, source_of(template, body))
-        prompt = tokenizer.encode_chat(messages, **variables)
+        try:
+            prompt = tokenizer.encode_chat(messages, **variables)
+        except (ValueError, TypeError) as error:
+            raise Refused(_template_words(str(error)), 400, "messages") from None
         if calling is not None:
             continued = messages[-1]["content"] if variables.get("continue_final_message") else None
             calling = calling.after(tokenizer, prompt, continued)
@@ -351,6 +355,12 @@ class Frontend:
             words = f"the model takes {positions} tokens; the prompt has {prompt}, and {most or 1} more are asked for"
             raise Refused(words, 400, field, code)
         return most or room
+
+
+def _template_words(text: str) -> str:
+    """What a template says of the messages, without Jinja's name for it."""
+    found = re.search(r"must render the messages, got \w+ \((.*)\)\.?$", text)
+    return f"the chat template does not take these messages: {found[1]}" if found else in_http_words(text)
 
 
 def _asked_logprobs(body: Settings) -> int | None:

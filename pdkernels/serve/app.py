@@ -32,7 +32,7 @@ from pdkernels.serve.answers import Answer, Frontend
 from pdkernels.serve.errors import Refused, clipped, error_body, in_http_words, invalid
 from pdkernels.serve.gate import FAILED, Gate, log_failure
 from pdkernels.serve.metrics import prometheus
-from pdkernels.serve.options import MethodSettings
+from pdkernels.serve.options import MethodSettings, placed
 from pdkernels.serve.schema import ChatRequest, CompletionRequest, ReplayRequest
 
 _POLL = 0.25  # seconds between looks for a client that has gone
@@ -127,7 +127,7 @@ def create_app(
         elif isinstance(error, EngineFull):
             status, headers, text = 429, {"Retry-After": "1"}, "too many requests wait already: try again later"
         elif isinstance(error, (ValueError, TypeError, NotImplementedError)):
-            status, text = 400, in_http_words(str(error))
+            status, (text, parameter) = 400, placed(in_http_words(str(error)))
         elif "closed" in str(error):
             status, text = 503, "the server is stopping"
         else:

@@ -36,7 +36,7 @@ _WORDS = _FIELDS | _TYPES
 _WORD = re.compile(rf"'[^']*'|\"[^\"]*\"|\b(?:{'|'.join(sorted(_WORDS, key=len, reverse=True))})\b")
 # A remedy for those who write Python.
 _REMEDY = re.compile(
-    r"pdkernels|generate\b|Engine|`|\(\)|pip |docs/|\bPass |\bLoad |attribute|callback|argument|\w=|\.to\(|raise "
+    r"pdkernels|generate\b|Engine|`|\(\)|pip |docs/|\bPass |\bLoad |attribute|callback|argument|\bset |\w=|\.to\(|raise "
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -23,7 +23,7 @@ from pdkernels.decoding.grammar.language import (
 from pdkernels.decoding.grammar.regex import parsed
 from pdkernels.decoding.grammar.schema import parsed_schema
 from pdkernels.serve.calls import PLAIN, CallForm
-from pdkernels.serve.errors import Refused
+from pdkernels.serve.errors import Refused, in_http_words
 from pdkernels.serve.schema import ChatRequest, Settings
 from pdkernels.serve.thoughts import ThoughtForm
 from pdkernels.serve.tools import Calling
@@ -41,7 +41,7 @@ def asked_grammar(body: Settings, calling: Calling | None = None) -> dict[str, G
     """
     content = _content(body)
     if calling is None or not (calling.forced or calling.strict or content):
-        return {} if content is None else {"grammar": _grammar(*content)}
+        return {} if content is None else {"grammar": _named(content[0], lambda: _grammar(*content))}
     if calling.forced and content is not None:
         raise Refused(f"{content[0]} and tool_choice {calling.choice!r} exclude each other", 400, "tool_choice")
     if calling.form is PLAIN and not calling.forced:
@@ -49,7 +49,16 @@ def asked_grammar(body: Settings, calling: Calling | None = None) -> dict[str, G
         raise Refused(f"{words} {content[0] if content else 'strict'}", 400, "tools")
     tools = {name: json.dumps(parameters) for name, parameters in calling.tools.items()}
     thoughts = (calling.thoughts, calling.thought)
-    return {"grammar": _calls(calling.form, tuple(tools.items()), calling.single, calling.forced, content, *thoughts)}
+    demands = (calling.form, tuple(tools.items()), calling.single, calling.forced, content, *thoughts)
+    return {"grammar": _named(content[0] if content else "tools", lambda: _calls(*demands))}
+
+
+def _named(field: str, make: Callable[[], Grammar]) -> Grammar:
+    """The grammar; an error names the field that it is about."""
+    try:
+        return make()
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise Refused(f"{field}: {in_http_words(str(error))}", 400, field) from None
 
 
 def _content(body: Settings) -> tuple[str, str] | None:
@@ -125,7 +134,7 @@ def _call(form: CallForm, name: str, parameters: str) -> Expression:
     try:
         arguments = parsed_schema(parameters, None, _DEPTH, None)
     except (ValueError, TypeError, NotImplementedError) as error:
-        raise Refused(f"the parameters of tool {name!r}: {error}", 400, "tools") from None
+        raise Refused(f"the parameters of tool {name!r}: {in_http_words(str(error))}", 400, "tools") from None
     return sequence(f'{{"name": {json.dumps(name)}, "{form.arguments}": ', arguments, "}")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pdkernels.models.chat import tests_content
-from pdkernels.serve.errors import Refused
+from pdkernels.serve.errors import Refused, shown
 
 
 def plain(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
@@ -58,7 +58,7 @@ def _text(message: Mapping[str, Any], place: str, template: str) -> str | None:
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise Refused(f"{place}: a part of type {kind!r} is not supported; only text is", 400, place)
+            raise Refused(f"{place}: a part of type {shown(kind)} is not supported; only text is", 400, place)
         texts.append(part["text"])
     return "".join(texts)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
-from pdkernels.decoding import Method
+from pdkernels.decoding import Method, available, find
 from pdkernels.serve.errors import Refused, kind_of, shown
-from pdkernels.serve.schema import Settings
+from pdkernels.serve.schema import ChatRequest, CompletionRequest, Settings
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
@@ -102,6 +103,23 @@ class MethodSettings:
             if value and value != _NOTHING.get(name):
                 found[name] = value
         return found
+
+
+def placed(text: str) -> tuple[str, str | None]:
+    """An error with the field that it begins with as a request has it, and the name of this field.
+
+    >>> placed("block_size must be at least 1, got 0.")
+    ('options.block_size must be at least 1, got 0.', 'options.block_size')
+    """
+    name, must, _ = text.partition(" must ")
+    if must and (name in ChatRequest.model_fields or name in CompletionRequest.model_fields):
+        return text, name
+    return (f"options.{text}", f"options.{name}") if must and name in _option_names() else (text, None)
+
+
+@lru_cache
+def _option_names() -> frozenset[str]:
+    return frozenset(name for method in available() for name in find(method).options)
 
 
 def _method_of(drafter: Any) -> str:

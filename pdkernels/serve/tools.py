@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pdkernels.serve.calls import PLAIN, CallForm, CallParser, form_of
-from pdkernels.serve.errors import Refused
+from pdkernels.serve.errors import Refused, shown
 from pdkernels.serve.schema import ChatRequest
 from pdkernels.serve.thoughts import ThoughtForm, opened, thoughts_of
 
@@ -83,7 +83,7 @@ def asked_calls(body: ChatRequest, template: Any) -> Calling | None:
     if isinstance(choice, dict):
         name = choice["function"]["name"]
         if name not in tools:
-            raise Refused(f"tool_choice: there is no tool {name!r}", 400, "tool_choice")
+            raise Refused(f"tool_choice: there is no tool {shown(name)}", 400, "tool_choice")
         tools = {name: tools[name]}
     form = form or PLAIN
     single = isinstance(choice, dict) or body.parallel_tool_calls is False or not form.several
