@@ -189,7 +189,7 @@ def _with_other_arguments(chat: list[dict[str, Any]]) -> list[dict[str, Any]] | 
     for message in other:
         calls = message.get("tool_calls")
         for call in calls if isinstance(calls, (list, tuple)) else ():
-            function = call.get("function", call) if isinstance(call, dict) else None
+            function: Any = call.get("function", call) if isinstance(call, dict) else None
             arguments = function.get("arguments") if isinstance(function, dict) else None
             if isinstance(arguments, dict):
                 function["arguments"], changed = json.dumps(arguments, ensure_ascii=False), True

@@ -44,7 +44,7 @@ class Limits:
 
     Attributes:
         body: bytes of a request.
-        body_seconds: in which it must arrive.
+        body_seconds: in which it must arrive; so must the head of a request.
         choices: answers that one request may ask for.
         seconds: of an answer; None: no limit. A request's own `timeout` counts if it is smaller.
         shutdown: seconds that requests have to finish after the server was told to stop.

@@ -274,7 +274,7 @@ class CallParser:
         if not self._known(name):
             return self._fail(found)
         keys = (self._form.arguments, "arguments", "parameters")
-        given = next((call[key] for key in keys if call.get(key) is not None), {})
+        given: Any = next((call[key] for key in keys if call.get(key) is not None), {})
         found.append(CallDelta(self.count, self._id(), name, _arguments(given)))
         return self._end()
 

@@ -45,6 +45,38 @@ def listeners(host: str, port: int) -> list[socket.socket]:
     return found
 
 
+def punctual(protocol: Any, seconds: float) -> Any:
+    """uvicorn's protocol of a connection, closed where the head of a request does not arrive in time: uvicorn itself waits for ever."""
+
+    class Punctual(protocol):  # type: ignore[misc]
+        _late: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._wait()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._wait()
+
+        def connection_lost(self, error: Exception | None) -> None:
+            self._stop()
+            super().connection_lost(error)
+
+        def _wait(self) -> None:
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._stop()
+            elif self._late is None:
+                self._late = self.loop.call_later(seconds, self.transport.close)
+
+        def _stop(self) -> None:
+            if self._late is not None:
+                self._late.cancel()
+            self._late = None
+
+    return Punctual
+
+
 def run(app: Any, *, host: str = "127.0.0.1", port: int = 8000, limits: Limits | None = None) -> None:
     """Serves an application of `create_app` until SIGTERM or SIGINT.
 
@@ -56,10 +88,12 @@ def run(app: Any, *, host: str = "127.0.0.1", port: int = 8000, limits: Limits |
     """
     try:
         import uvicorn
+        from uvicorn.protocols.http.auto import AutoHTTPProtocol
     except ModuleNotFoundError as missing:
         remedy = "Install it with `pip install uvicorn`."
         raise ImportError(sentence("serve", "a server needs uvicorn", remedy)) from missing
-    seconds = (limits or Limits()).shutdown
+    bounds = limits or Limits()
+    seconds, protocol = bounds.shutdown, punctual(AutoHTTPProtocol, bounds.body_seconds)
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -71,7 +105,8 @@ def run(app: Any, *, host: str = "127.0.0.1", port: int = 8000, limits: Limits |
                 late.cancel()
 
     last = int(seconds) + _READ
-    config = uvicorn.Config(app, log_level="info", timeout_graceful_shutdown=last, timeout_keep_alive=30)
+    times = {"timeout_graceful_shutdown": last, "timeout_keep_alive": 30}
+    config = uvicorn.Config(app, http=protocol, log_level="info", **times)
     sockets = listeners(host, port)
     try:
         with suppress(KeyboardInterrupt):

@@ -17,6 +17,8 @@ pytest.importorskip("fastapi")
 httpx = pytest.importorskip("httpx")
 from pdkernels.serve import Limits, create_app  # noqa: E402
 from pdkernels.serve.gate import FAILED, Gate  # noqa: E402
+from pdkernels.serve.run import punctual  # noqa: E402
+from tests.serve.conftest import serving  # noqa: E402
 
 JSON = {"content-type": "application/json"}
 
@@ -170,6 +172,29 @@ def test_a_body_that_does_not_arrive_is_not_waited_for(serve: Any) -> None:
         while piece := connection.recv(4096):  # until the server closes
             answer += piece
     assert answer.startswith(b"HTTP/1.1 408") and b"connection: close" in answer.lower()
+
+
+def test_the_head_of_a_request_is_not_waited_for() -> None:
+    """Neither the first of a connection nor a later one; a request that has come may take its time."""
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await asyncio.sleep(0.2)
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+            await send({"type": "http.response.body", "body": b"ok"})
+
+    with serving(slow, http=punctual(AutoHTTPProtocol, 0.1), lifespan="off") as address:
+        host, port = address.removeprefix("http://").split(":")
+        for before in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"):
+            with socket.create_connection((host, int(port)), timeout=30) as connection:
+                connection.sendall(before)
+                if before.endswith(b"\r\n\r\n"):
+                    answer = b""
+                    while not answer.endswith(b"ok"):
+                        answer += connection.recv(4096)
+                    connection.sendall(b"GET / HT")
+                assert connection.recv(4096) == b""
 
 
 class Panic(BaseException):

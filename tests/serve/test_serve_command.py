@@ -47,13 +47,21 @@ def start(*arguments: str, **environment: str) -> tuple[subprocess.Popen[str], s
 
 
 def test_a_server_that_is_told_to_stop_finishes_its_answers() -> None:
-    process, address = start("--name", "code", "--method", "autoregressive", PDKERNELS_API_KEY="secret")
+    drafters = ("--drafter", "small=tiny-jacobi", "--drafter", "other=tiny-code")
+    process, address = start("--name", "code", "--method", "autoregressive", *drafters, PDKERNELS_API_KEY="secret")
     try:
         assert httpx.get(f"{address}/v1/models").status_code == 401
         headers = {"Authorization": "Bearer secret"}
         assert httpx.get(f"{address}/v1/models", headers=headers).json()["data"][0]["id"] == "code"
         body = {"model": "code", "prompt": "x = [1, 2, 3]\nfor", "max_tokens": 100, "temperature": 0}
         expected = httpx.post(f"{address}/v1/completions", json=body, headers=headers, timeout=60).json()
+        for options in ({"drafter": "small"}, {"drafter": "other"}, {}):  # without a name it is the first
+            drafted = body | {"method": "draft_model", "options": options}
+            answer = httpx.post(f"{address}/v1/completions", json=drafted, headers=headers, timeout=60).json()
+            assert answer["choices"] == expected["choices"]
+        wrong = body | {"method": "draft_model", "options": {"drafter": "tiny-code"}}
+        refused = httpx.post(f"{address}/v1/completions", json=wrong, headers=headers).json()["error"]["message"]
+        assert "must be one of 'small', 'other'" in refused
         answers: list[Any] = []
 
         def ask() -> None:
@@ -63,7 +71,7 @@ def test_a_server_that_is_told_to_stop_finishes_its_answers() -> None:
         for asker in askers:
             asker.start()
         deadline = time.monotonic() + 60
-        while not re.search(r"pdkernels_submitted_total 6\b", httpx.get(f"{address}/metrics", headers=headers).text):
+        while not re.search(r"pdkernels_submitted_total 9\b", httpx.get(f"{address}/metrics", headers=headers).text):
             assert time.monotonic() < deadline
         process.send_signal(signal.SIGTERM)
         for asker in askers:
@@ -122,6 +130,8 @@ def test_a_port_that_is_taken_is_named_before_a_model_is_loaded() -> None:
         (["--method", "no_such"], "method must name a decoding method"),
         pytest.param(["--option", "no_such=1"], "has no option 'no_such'", marks=pytest.mark.slow),
         (["--method", "llada"], "method must fit the model"),
+        (["--drafter", "tiny-jacobi"], "--drafter must be NAME=PATH, got 'tiny-jacobi'"),
+        (["--drafter", "a=tiny-jacobi", "--drafter", "a=tiny-code"], "--drafter must name each drafter once"),
         pytest.param(
             ["--max-new-tokens", "600"], "max_new_tokens must leave room for a prompt", marks=pytest.mark.slow
         ),
