@@ -17,9 +17,9 @@ from pdkernels.decoding import LogProbs, find, sequence_seed
 from pdkernels.engine import Engine, Generation
 from pdkernels.serve import log_probs
 from pdkernels.serve.calls import CallDelta, CallParser, joined
-from pdkernels.serve.errors import Refused, error_body, in_http_words, shown
+from pdkernels.serve.errors import Refused, error_body, in_http_words, of_failure, shown
 from pdkernels.serve.forms import asked_grammar
-from pdkernels.serve.gate import FAILED, log_failure
+from pdkernels.serve.gate import log_failure
 from pdkernels.serve.messages import plain
 from pdkernels.serve.options import MethodSettings
 from pdkernels.serve.schema import ChatRequest, CompletionRequest, Settings
@@ -194,8 +194,10 @@ class Answer:
             while left:
                 index, new, error = await news.get()
                 if error is not None:
-                    log_failure("POST", "a stream", error)
-                    yield f"data: {json.dumps(error_body(FAILED, 500))}\n\n"
+                    text, status = of_failure(error)
+                    if status == 500:
+                        log_failure("POST", "a stream", error)
+                    yield f"data: {json.dumps(error_body(text, status))}\n\n"
                     return
                 left -= new is None
                 yield event([entry(index, new)], **none)
@@ -316,7 +318,8 @@ class Frontend:
                     text, ids = prompt, tokenizer.encode(prompt)
                 elif echo:
                     text = tokenizer.decode(prompt)
-                limit = self.limit(kind, len(ids), most)
+                asked = "max_completion_tokens" if getattr(body, "max_completion_tokens", None) else "max_tokens"
+                limit = self.limit(kind, len(ids), most, asked)
                 for number in range(several):
                     handle = self.engine.submit(
                         ids,
@@ -341,8 +344,8 @@ class Frontend:
         words = f"the model {shown(model)} is not served here; {self.name!r} is"
         return Refused(words, 404, "model", "model_not_found")
 
-    def limit(self, kind: str, prompt: int, most: int | None) -> int:
-        """New tokens of an answer to so many: `most`, or what there is room for."""
+    def limit(self, kind: str, prompt: int, most: int | None, asked: str = "max_tokens") -> int:
+        """New tokens of an answer to so many: `most`, for which the request has the field `asked`, or what there is room for."""
         engine, code, field = self.engine, "context_length_exceeded", "messages" if kind == "chat" else "prompt"
         if prompt > engine.max_prompt_tokens:
             words = f"the prompt has {prompt} tokens; at most {engine.max_prompt_tokens} are taken here"
@@ -350,7 +353,7 @@ class Frontend:
         positions = getattr(engine.model.config, "max_positions", None)
         room = engine.max_new_tokens if positions is None else min(engine.max_new_tokens, positions - prompt)
         if most is not None and most > engine.max_new_tokens:
-            raise Refused(f"max_tokens must be at most {engine.max_new_tokens} here, got {most}", 400, "max_tokens")
+            raise Refused(f"{asked} must be at most {engine.max_new_tokens} here, got {shown(most)}", 400, asked)
         if room < (most or 1):
             words = f"the model takes {positions} tokens; the prompt has {prompt}, and {most or 1} more are asked for"
             raise Refused(words, 400, field, code)

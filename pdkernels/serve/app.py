@@ -29,8 +29,8 @@ except ModuleNotFoundError as missing:
 from pdkernels.decoding import available, find
 from pdkernels.engine import Engine, EngineFull
 from pdkernels.serve.answers import Answer, Frontend
-from pdkernels.serve.errors import Refused, clipped, error_body, in_http_words, invalid
-from pdkernels.serve.gate import FAILED, Gate, log_failure
+from pdkernels.serve.errors import Refused, clipped, error_body, invalid, of_failure
+from pdkernels.serve.gate import Gate, log_failure
 from pdkernels.serve.metrics import prometheus
 from pdkernels.serve.options import MethodSettings, placed
 from pdkernels.serve.schema import ChatRequest, CompletionRequest, ReplayRequest
@@ -117,7 +117,8 @@ def create_app(
     app.state.engine = engine
 
     def refused(request: Request, error: Exception) -> JSONResponse:
-        status, parameter, code, headers, text = 500, None, None, dict[str, str](), FAILED
+        parameter, code, headers = None, None, dict[str, str]()
+        text, status = of_failure(error)
         if isinstance(error, Refused):
             status, parameter, code, text = error.status, error.parameter, error.code, str(error)
         elif isinstance(error, HTTPException):
@@ -126,12 +127,10 @@ def create_app(
             text = texts.get(status, error.detail)
         elif isinstance(error, EngineFull):
             status, headers, text = 429, {"Retry-After": "1"}, "too many requests wait already: try again later"
-        elif isinstance(error, (ValueError, TypeError, NotImplementedError)):
-            status, (text, parameter) = 400, placed(in_http_words(str(error)))
-        elif "closed" in str(error):
-            status, text = 503, "the server is stopping"
-        else:
+        elif status == 500:
             log_failure(request.method, request.url.path, error)
+        else:
+            text, parameter = placed(text)
         return JSONResponse(error_body(text, status, parameter, code), status, headers)
 
     for kind in (Refused, EngineFull, ValueError, TypeError, NotImplementedError, RuntimeError, HTTPException):

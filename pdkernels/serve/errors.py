@@ -9,6 +9,7 @@ from typing import Any
 
 _KINDS = {404: "not_found_error", 413: "invalid_request_error", 429: "rate_limit_error"}
 _CODES = {401: "invalid_api_key", 405: "method_not_supported", 429: "rate_limit_exceeded"}
+FAILED = "the server failed to answer this request; its log says why"
 _MAX_TEXT = 800
 _MAX_NAME = 60
 _PREFIX = re.compile(r"^pdkernels\.[\w.]+: ")
@@ -32,6 +33,16 @@ _TYPES = {
     "False": "false",
 }
 _WORDS = _FIELDS | _TYPES
+# What pydantic says of a value's kind, in which it names its classes.
+_KIND = re.compile(r"Input should be a valid (dictionary|list|string|integer|number|boolean).*", re.DOTALL)
+_KINDS_OF_JSON = {
+    "dictionary": "an object",
+    "list": "a list",
+    "string": "a text",
+    "integer": "an integer",
+    "number": "a number",
+    "boolean": "true or false",
+}
 # Not inside quotes, where a client's own words are.
 _WORD = re.compile(rf"'[^']*'|\"[^\"]*\"|\b(?:{'|'.join(sorted(_WORDS, key=len, reverse=True))})\b")
 # A remedy for those who write Python.
@@ -60,6 +71,15 @@ def error_body(message: str, status: int, parameter: str | None = None, code: st
     param = None if parameter is None else clipped(parameter, 2 * _MAX_NAME)
     code = code or _CODES.get(status)
     return {"error": {"message": clipped(message, _MAX_TEXT), "type": kind, "param": param, "code": code}}
+
+
+def of_failure(error: BaseException) -> tuple[str, int]:
+    """What a request is answered that the engine has refused or could not finish, and the status."""
+    if isinstance(error, (ValueError, TypeError, NotImplementedError)):
+        return in_http_words(str(error)), 400
+    if isinstance(error, RuntimeError) and "closed" in str(error):
+        return "the server is stopping", 503
+    return FAILED, 500
 
 
 def clipped(text: str, most: int) -> str:
@@ -93,7 +113,11 @@ def in_http_words(text: str) -> str:
     first, *rest = re.split(r"(?<=[.?]) (?=[A-Z])", text)
     if inner:
         text = " ".join([first, *(one for one in rest if not _REMEDY.search(one))])
-    return _WORD.sub(lambda found: _WORDS.get(found[0], found[0]), text)
+    return _translated(text)
+
+
+def _translated(text: str) -> str:
+    return _WORD.sub(lambda word: _WORDS.get(word[0], word[0]), text)
 
 
 def kind_of(annotation: str) -> str:
@@ -121,4 +145,5 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
         return "the body must be a JSON object, sent with Content-Type: application/json", None
     if first["type"] == "extra_forbidden":
         return f"{place} is not supported here", place
-    return f"{place}: {first['msg']}", place
+    words = _KIND.sub(lambda kind: f"must be {_KINDS_OF_JSON[kind[1]]}", first["msg"])
+    return f"{place}: {_translated(words)}", place

@@ -17,10 +17,9 @@ from urllib.parse import urlsplit
 
 from starlette.responses import JSONResponse
 
-from pdkernels.serve.errors import Refused, clipped, error_body, shown
+from pdkernels.serve.errors import FAILED, Refused, clipped, error_body, shown
 
 LOG = logging.getLogger("pdkernels.serve")
-FAILED = "the server failed to answer this request; its log says why"
 _OPEN = ("/", "/health")  # pages that need no key
 _PORTS = {"http": 80, "https": 443}
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.%]+\]|[^\s:@/\[\]]+)(?::([0-9]{1,5}))?", re.IGNORECASE)

@@ -13,6 +13,7 @@ from pdkernels._validation import sentence
 from pdkernels.serve.app import Limits
 
 _READ = 10  # seconds in which clients may read the rest of answers that have ended
+_PIECE = 1 << 11  # bytes that are parsed at once
 
 
 def listeners(host: str, port: int) -> list[socket.socket]:
@@ -45,23 +46,39 @@ def listeners(host: str, port: int) -> list[socket.socket]:
     return found
 
 
-def punctual(protocol: Any, seconds: float) -> Any:
-    """uvicorn's protocol of a connection, closed where the head of a request does not arrive in time: uvicorn itself waits for ever."""
+def fair(protocol: Any, seconds: float) -> Any:
+    """uvicorn's protocol of a connection, in which no client makes others wait.
 
-    class Punctual(protocol):  # type: ignore[misc]
+    What has come is parsed in pieces, between which others have their turn: a body in chunks of a byte takes long. And a connection is closed
+    if the head of a request does not arrive within `seconds`; uvicorn itself waits for ever.
+    """
+
+    class Fair(protocol):  # type: ignore[misc]
         _late: asyncio.TimerHandle | None = None
+        _data = b""
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self._wait()
 
         def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            self._wait()
+            waiting, self._data = bool(self._data), self._data + data
+            if not waiting:
+                self._parse()
 
         def connection_lost(self, error: Exception | None) -> None:
+            self._data = b""
             self._stop()
             super().connection_lost(error)
+
+        def _parse(self) -> None:
+            if not self._data:
+                return
+            super().data_received(self._data[:_PIECE])
+            self._data = self._data[_PIECE:]
+            self._wait()
+            if self._data:
+                self.loop.call_soon(self._parse)
 
         def _wait(self) -> None:
             if self.cycle is not None and not self.cycle.response_complete:
@@ -74,7 +91,7 @@ def punctual(protocol: Any, seconds: float) -> Any:
                 self._late.cancel()
             self._late = None
 
-    return Punctual
+    return Fair
 
 
 def run(app: Any, *, host: str = "127.0.0.1", port: int = 8000, limits: Limits | None = None) -> None:
@@ -93,7 +110,7 @@ def run(app: Any, *, host: str = "127.0.0.1", port: int = 8000, limits: Limits |
         remedy = "Install it with `pip install uvicorn`."
         raise ImportError(sentence("serve", "a server needs uvicorn", remedy)) from missing
     bounds = limits or Limits()
-    seconds, protocol = bounds.shutdown, punctual(AutoHTTPProtocol, bounds.body_seconds)
+    seconds, protocol = bounds.shutdown, fair(AutoHTTPProtocol, bounds.body_seconds)
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -106,7 +123,7 @@ def run(app: Any, *, host: str = "127.0.0.1", port: int = 8000, limits: Limits |
 
     last = int(seconds) + _READ
     times = {"timeout_graceful_shutdown": last, "timeout_keep_alive": 30}
-    config = uvicorn.Config(app, http=protocol, log_level="info", **times)
+    config = uvicorn.Config(app, http=protocol, ws="none", log_level="info", **times)
     sockets = listeners(host, port)
     try:
         with suppress(KeyboardInterrupt):

@@ -16,8 +16,9 @@ import pdkernels as pd
 pytest.importorskip("fastapi")
 httpx = pytest.importorskip("httpx")
 from pdkernels.serve import Limits, create_app  # noqa: E402
-from pdkernels.serve.gate import FAILED, Gate  # noqa: E402
-from pdkernels.serve.run import punctual  # noqa: E402
+from pdkernels.serve.errors import FAILED  # noqa: E402
+from pdkernels.serve.gate import Gate  # noqa: E402
+from pdkernels.serve.run import fair  # noqa: E402
 from tests.serve.conftest import serving  # noqa: E402
 
 JSON = {"content-type": "application/json"}
@@ -174,6 +175,34 @@ def test_a_body_that_does_not_arrive_is_not_waited_for(serve: Any) -> None:
     assert answer.startswith(b"HTTP/1.1 408") and b"connection: close" in answer.lower()
 
 
+def test_a_client_that_sends_much_at_once_lets_others_in_between() -> None:
+    steps: list[int] = []
+
+    class Whole:
+        cycle = None
+
+        def __init__(self) -> None:
+            self.loop = asyncio.get_running_loop()
+
+        def connection_made(self, transport: Any) -> None:
+            self.transport = transport
+
+        def data_received(self, data: bytes) -> None:
+            steps.append(len(data))
+            self.loop.call_soon(steps.append, 0)  # another one's turn
+
+    async def received() -> None:
+        connection = fair(Whole, 60.0)()
+        connection.connection_made(asyncio.Transport())
+        connection.data_received(b"x" * 5000)
+        connection.data_received(b"x" * 3000)
+        for _ in range(9):
+            await asyncio.sleep(0)
+
+    asyncio.run(received())
+    assert steps == [2048, 0, 2048, 0, 2048, 0, 1856, 0]
+
+
 def test_the_head_of_a_request_is_not_waited_for() -> None:
     """Neither the first of a connection nor a later one; a request that has come may take its time."""
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -184,7 +213,7 @@ def test_the_head_of_a_request_is_not_waited_for() -> None:
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
             await send({"type": "http.response.body", "body": b"ok"})
 
-    with serving(slow, http=punctual(AutoHTTPProtocol, 0.1), lifespan="off") as address:
+    with serving(slow, http=fair(AutoHTTPProtocol, 0.1), lifespan="off") as address:
         host, port = address.removeprefix("http://").split(":")
         for before in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"):
             with socket.create_connection((host, int(port)), timeout=30) as connection:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -44,7 +45,7 @@ def test_no_option_of_any_method_names_a_file_or_a_model(client: Any, tmp_path: 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "config.json").write_text("{}")
-    touched, values = list[str](), ("./there", "./gone!", "tiny-deep")
+    touched, values = list[str](), ("./there", "./gone!")
 
     def watched(name: str, real: Any) -> Any:
         def look(path: Any, *arguments: Any, **more: Any) -> Any:
@@ -71,13 +72,13 @@ def test_no_option_of_any_method_names_a_file_or_a_model(client: Any, tmp_path: 
     for method in available():
         for option, about in find(method).options.items():
             texts = set()
-            for value, route in zip(values, ("/v1/completions", "/v1/completions", "/replay"), strict=True):
+            routes = ("/v1/completions", "/replay") if option == "drafter" else ("/v1/completions",)
+            for value, route in itertools.product(values, routes):
                 body: dict[str, Any] = {"prompt": "a", "method": method, "options": {option: value}, "max_tokens": 1}
                 answer = client.post(route, json=body | ({"model": "tiny"} if route != "/replay" else {}))
                 assert answer.status_code == 400, (method, option, answer.text)
                 texts.add(answer.json()["error"]["message"].replace(value, "VALUE"))
-            # The routes differ in which options have a field.
-            assert len(texts) <= 2, (method, option, texts)
+            assert len(texts) == 1, (method, option, texts)
             walked += 1
             if option != "drafter" and not re.search("has a field|by HTTP", "".join(texts)):
                 taken.add(re.sub(r'Literal\[[^\]]*\]|"[^"]*"', "Literal", about.type))
@@ -146,6 +147,34 @@ def test_errors_of_options_have_no_inner_names(client: Any) -> None:
                 errors.add(answer.json()["error"]["message"])
     found = {text for text in errors if INNER.search(re.sub(r"'[^']*'|\"[^\"]*\"", "", text))}
     assert not found and len(errors) > 50
+
+
+def test_errors_of_fields_have_no_inner_names(client: Any) -> None:
+    """With every kind of value for every field, and for the fields inside them."""
+    from pdkernels.serve import schema
+
+    errors = set()
+    inner = {"stream_options": "include_usage", "response_format": "json_schema", "logit_bias": "a", "metadata": "a"}
+    for route, kind in (("/v1/completions", schema.CompletionRequest), ("/v1/chat/completions", schema.ChatRequest)):
+        base = {
+            "model": "tiny",
+            **({"messages": [{"role": "user", "content": "a"}]} if "chat" in route else {"prompt": "a"}),
+        }
+        for field in kind.model_fields:
+            for value in VALUES:
+                for sent in (value, {inner[field]: value}) if field in inner else (value,):
+                    answer = client.post(
+                        route, json=({} if "max" in field else {"max_tokens": 1}) | base | {field: sent}
+                    )
+                    assert answer.status_code in (200, 400, 404), (field, value, answer.text)
+                    if answer.status_code != 200:
+                        error = answer.json()["error"]
+                        errors.add(error["message"])
+                        assert error["param"] is None or error["param"].startswith(
+                            ("options", field, "messages", "tools")
+                        )
+    said = {text for text in errors if INNER.search(re.sub(r"'[^']*'|\"[^\"]*\"", "", text)) or "instance of" in text}
+    assert not said and len(errors) > 50
 
 
 @pytest.mark.parametrize(
