@@ -22,6 +22,7 @@ from bench.timing import compare
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 from pdkernels.integrations.transformers import PdCache, register  # noqa: E402
+from pdkernels.integrations.transformers._cache_names import cache_argument  # noqa: E402
 
 V, BLOCK = 512, 32
 TOKENS = 128 if DRY_RUN else 1024  # of the text; a training sequence has twice as many
@@ -120,7 +121,7 @@ def test_forward(benchmark: Any) -> None:
 def written(model: Any, cache: str, prompt: Tensor) -> Tensor:
     options: dict[str, Any] = {"dynamic": {}, "static": {"cache_implementation": "static"}}.get(cache, {})
     if cache in ("contiguous", "paged"):
-        options = {"past_key_values": PdCache(model.config, 1, prompt.shape[1] + NEW, kind=cache)}
+        options = {cache_argument(model.forward): PdCache(model.config, 1, prompt.shape[1] + NEW, kind=cache)}
     settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     text: Tensor = model.generate(
         prompt, attention_mask=torch.ones_like(prompt), disable_compile=True, **settings, **options

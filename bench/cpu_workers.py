@@ -297,13 +297,15 @@ class Transformers(Engine):
         return found
 
     def begin(self, context: Tokens, batch: int) -> None:
-        self.cache = self.model(self.torch.tensor([context] * batch), use_cache=True).past_key_values
+        found = self.model(self.torch.tensor([context] * batch), use_cache=True)
+        self.cache_name = "cache" if "cache" in found else "past_key_values"  # before transformers 5.24
+        self.cache = found[self.cache_name]
         self.length, self.batch = len(context), batch
 
     def forward(self, tokens: Tokens) -> float:
         def run() -> None:
             given = self.torch.tensor([tokens] * self.batch)
-            self.model(given, past_key_values=self.cache, use_cache=True).logits.argmax(-1).tolist()
+            self.model(given, use_cache=True, **{self.cache_name: self.cache}).logits.argmax(-1).tolist()
 
         took, _ = self.timed(run)
         self.cache.crop(self.length - self.cache.get_seq_length())

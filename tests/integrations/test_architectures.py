@@ -11,7 +11,8 @@ import pytest
 transformers = pytest.importorskip("transformers", reason="the sweep is of transformers 5", minversion="5.20")
 from scripts import architectures  # noqa: E402
 
-FOUND: dict[str, dict[str, str]] = json.loads(architectures.RESULTS.read_text())["types"]
+RECORDED: dict[str, Any] = json.loads(architectures.RESULTS.read_text())
+FOUND: dict[str, dict[str, str]] = RECORDED["types"]
 # Decoded with wrong tokens from the second one on, before a model was tried first.
 REFUSED = {
     "bart": "from cached keys and values as from the whole text",
@@ -32,9 +33,12 @@ WORK = ["cohere", "deepseek_v3", "gemma3_text", "gpt2", "gpt_oss", "llava", "mis
 
 
 def same(model_type: str) -> None:
-    """What is found now is what the table says."""
+    """What is found now is what the table says of its version."""
+    if model_type not in architectures.named():
+        pytest.skip("not a type of this transformers")
     found: Any = architectures.row(model_type)
-    assert found["result"] == FOUND[model_type]["result"], found
+    if transformers.__version__ == RECORDED["transformers"]:
+        assert found["result"] == FOUND[model_type]["result"], found
     assert found["result"] in ("works", "refused", "not built")
 
 
@@ -66,10 +70,9 @@ def test_the_table_is_whole() -> None:
     """Every type of this version has a row, none failed, and the page shows what was found."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    recorded = json.loads(architectures.RESULTS.read_text())
-    if transformers.__version__ == recorded["transformers"]:
+    if transformers.__version__ == RECORDED["transformers"]:
         assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) <= set(FOUND) == set(architectures.named())
     assert {item["result"] for item in FOUND.values()} == {"works", "refused", "not built"}
     page = architectures.PAGE.read_text()
     shown = page[page.index(architectures.BEGIN) + len(architectures.BEGIN) : page.index(architectures.END)]
-    assert shown.strip() == architectures.table(recorded).strip()
+    assert shown.strip() == architectures.table(RECORDED).strip()

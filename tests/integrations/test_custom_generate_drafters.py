@@ -18,6 +18,7 @@ from tests.integrations.test_custom_generate import (  # noqa: E402
     FIVE,
     REFUSALS,
     SIZES,
+    VERSION,
     V,
     an_end,
     model_of,
@@ -95,7 +96,7 @@ def test_an_assistant_saves_forwards() -> None:
     model = model_of("Llama")
     other = type(model)(model.config).eval()
     other.load_state_dict(model.state_dict())
-    for count, forwards in ((None, 4), (2, 5), (5, 3), (20, 2)):
+    for count, forwards in ((None, 4), (2, 5), (5, 3), (19, 2)):  # transformers 4 has 20 where nothing is set
         other.generation_config.num_assistant_tokens = count
         said = ours(assistant_model=other, **TOLD)
         assert torch.equal(said.sequences, theirs()) and said.stats.forwards == forwards, count
@@ -143,6 +144,8 @@ def test_folders_of_drafters(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["mimo", "qwen3_5_text"])
 def test_layers_that_come_with_a_model(kind: str, tmp_path: Path) -> None:
     """transformers drops them when it loads a model; they draft as for a model of `pdkernels.models.load`."""
+    if VERSION < (5, 15):
+        pytest.skip("this transformers has no such layers to compare with")
     import pdkernels as pd
     from tests.models.test_mtp_folders import Published
 
@@ -169,8 +172,10 @@ def test_layers_that_come_with_a_model(kind: str, tmp_path: Path) -> None:
 def test_prompt_lookup_is_followed() -> None:
     ids = prompts().repeat(1, 3)
     for count in (1, 3, 10):
-        expected = theirs(ids, prompt_lookup_num_tokens=count, max_matching_ngram_size=2)
-        said = ours(ids, prompt_lookup_num_tokens=count, max_matching_ngram_size=2, **TOLD)
+        # transformers 4 fails in its own without an end token.
+        settings = {"prompt_lookup_num_tokens": count, "max_matching_ngram_size": 2}
+        expected = theirs(ids, **(settings if FIVE else {}))
+        said = ours(ids, **settings, **TOLD)
         named = ours(ids, method="jacobi", method_options={"draft": "lookup", "block_size": count + 1}, **TOLD)
         assert torch.equal(said.sequences, expected) and said.stats.forwards == named.stats.forwards
 
@@ -193,7 +198,10 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         ({**lookup, "drafter": head}, "prompt_lookup_num_tokens must be None beside a drafter"),
         ({**lookup, "method_options": {"window": 3}}, "prompt_lookup_num_tokens must be None beside window"),
         ({"prompt_lookup_num_tokens": 0}, "prompt_lookup_num_tokens must be at least 1, got 0"),
-        ({"assistant_model": assistant, "assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight must be off"),
+        (
+            {"assistant_model": assistant, "assistant_ensemble_weight": 0.5},
+            "assistant_ensemble_weight" + " must be off" * FIVE,
+        ),
         ({"assistant_model": assistant, "is_assistant": True}, "is_assistant must be off"),
     ):
         with pytest.raises((*REFUSALS, TypeError), match=words):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed", minversion="4.57")
 from pdkernels.integrations.transformers import generate  # noqa: E402
+from pdkernels.integrations.transformers._cache_names import cache_argument, cache_in  # noqa: E402
 from tests.integrations.test_custom_generate import (  # noqa: E402
     BASE,
     FIVE,
@@ -27,6 +28,7 @@ from tests.integrations.test_custom_generate import (  # noqa: E402
     randomised,
     theirs,
 )
+from tests.support.transformers_names import CACHE  # noqa: E402
 
 
 class Letters:
@@ -142,22 +144,34 @@ def test_an_error_of_the_streamer_reaches_the_caller() -> None:
     [
         ("inputs_embeds", torch.zeros(1, 9, 32)),
         ("position_ids", torch.arange(9)[None] + 3),
-        ("past_key_values", "empty"),
-        ("past_key_values", "with tokens"),
+        (CACHE, "empty"),
+        (CACHE, "with tokens"),
         ("labels", prompts()),
         ("output_router_logits", True),
     ],
 )
 def test_inputs_that_a_decoder_does_not_pass_on_are_refused(name: str, value: Any) -> None:
     ids, model = prompts(), model_of("Llama")
-    if name == "past_key_values":
+    if name == CACHE:
         cache = transformers.DynamicCache(config=model.config)
         if value == "with tokens":
             with torch.no_grad():
-                model(ids[:, :4], past_key_values=cache)
+                model(ids[:, :4], **{CACHE: cache})
         value = cache
     with pytest.raises(REFUSALS, match=name):
         ours(ids, **{name: value})
+
+
+def test_a_cache_has_the_name_of_its_model() -> None:
+    def of_remote_code(input_ids: Any, past_key_values: Any = None) -> None: ...
+
+    assert cache_argument(of_remote_code) == "past_key_values"
+    assert cache_argument(model_of("Llama").forward) == CACHE
+    states = "cache" if CACHE == "cache" else "cache_params"
+    assert cache_argument(transformers.MambaForCausalLM.forward) == states
+    made = model_of("Llama")(prompts(), use_cache=True)
+    assert cache_in(made) == (CACHE, made[CACHE])
+    assert cache_in({"cache": None, "cache_params": 3}) == ("cache_params", 3) and cache_in({}) == ("cache", None)
 
 
 @pytest.mark.skipif(not FIVE, reason="transformers 4 gives every new token the last of the given positions")

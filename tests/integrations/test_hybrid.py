@@ -12,6 +12,7 @@ import pdkernels as pd
 transformers = pytest.importorskip("transformers", reason="the models are of transformers 5", minversion="5.20")
 from pdkernels.integrations.transformers import wrap  # noqa: E402
 from scripts import architectures  # noqa: E402
+from tests.support.transformers_names import CACHE  # noqa: E402
 
 FAMILIES = [
     "lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid", "bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "minimax",
@@ -278,14 +279,14 @@ def test_a_cache_in_their_generate(family: str, implementation: str) -> None:
     }
     cache = PdCache(model.config, 5, width + NEW)
     for _ in range(2):
-        found = model.generate(tokens, attention_mask=mask, past_key_values=cache, **settings)
+        found = model.generate(tokens, attention_mask=mask, **{CACHE: cache}, **settings)
         assert found[:, width:].tolist() == theirs
         with pytest.raises(NotImplementedError, match="recurrent layers cannot go back"):
             cache.crop(-1)
         cache.reset()
     if implementation == "pdkernels":
         paged = PdCache(model.config, 1, len(texts[2]) + NEW, kind="paged", page_size=4)
-        found = model.generate(torch.tensor(texts[2:3]), past_key_values=paged, **settings)
+        found = model.generate(torch.tensor(texts[2:3]), **{CACHE: paged}, **settings)
         assert found[0, len(texts[2]) :].tolist() == theirs[2]
 
 
@@ -296,7 +297,7 @@ def test_a_cache_follows_beams() -> None:
         model, text = model_of(family, 13), torch.tensor(prompts(13)[:1])
         settings = {"max_new_tokens": NEW, "num_beams": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         cache = PdCache(model.config, 3, text.shape[1] + NEW)
-        found = model.generate(text, past_key_values=cache, **settings)
+        found = model.generate(text, **{CACHE: cache}, **settings)
         assert torch.equal(found, model.generate(text, **settings)), family
 
 

@@ -3,6 +3,7 @@ with its own draws."""
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 from typing import Any
 
@@ -188,6 +189,12 @@ def test_tokens_of_the_reference(stability: int) -> None:
     ours = renoise(model, prompt, max_new_tokens=16, draws=Shared(3), **settings)
     assert ours.sequences[0, PROMPT:].tolist() == expected.tokens
     assert ours.forwards.tolist() == [expected.forwards]
+
+
+def test_arguments_have_the_names_of_this_version() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        renoise(model_of(), prompts(), max_new_tokens=CANVAS, seed=1, **SETTINGS)
 
 
 def test_canvases_end_early() -> None:

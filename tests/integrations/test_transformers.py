@@ -12,6 +12,7 @@ import pdkernels as pd
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed", minversion="4.57")
 from pdkernels.integrations.transformers import PdCache, from_transformers, generate, register, wrap  # noqa: E402
+from tests.support.transformers_names import CACHE  # noqa: E402
 
 V, TOKENS = 61, 77
 SIZES: dict[str, Any] = {
@@ -110,7 +111,7 @@ def test_generate_on_their_caches(family: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("family", PLAIN)
 def test_generate_on_our_cache(family: str, kind: Any) -> None:
     cache = PdCache(model_of(family).config, 2, TOKENS + 12, kind=kind, page_size=8)
-    assert torch.equal(written(family, "pdkernels", past_key_values=cache), written(family, "sdpa"))
+    assert torch.equal(written(family, "pdkernels", **{CACHE: cache}), written(family, "sdpa"))
     assert cache.get_seq_length() == TOKENS + 11
 
 
@@ -118,9 +119,9 @@ def test_padding_and_beams_on_our_cache() -> None:
     config = model_of("qwen3").config
     padding = {"attention_mask": padded()}
     theirs = written("qwen3", "sdpa", **padding)
-    assert torch.equal(written("qwen3", "pdkernels", past_key_values=PdCache(config, 2, 100), **padding), theirs)
+    assert torch.equal(written("qwen3", "pdkernels", **{CACHE: PdCache(config, 2, 100)}, **padding), theirs)
     theirs = written("qwen3", "sdpa", rows=1, num_beams=3)
-    ours = written("qwen3", "pdkernels", rows=1, num_beams=3, past_key_values=PdCache(config, 3, 100))
+    ours = written("qwen3", "pdkernels", rows=1, num_beams=3, **{CACHE: PdCache(config, 3, 100)})
     assert torch.equal(ours, theirs)
 
 
@@ -130,12 +131,12 @@ def test_crop_takes_tokens_back(kind: Any) -> None:
     model = using("qwen3", "pdkernels")
     tokens = prompts(1)
     cache = PdCache(model.config, 1, TOKENS, kind=kind)
-    model(tokens[:, :20], past_key_values=cache)
-    model(tokens[:, 40:50], past_key_values=cache)
+    model(tokens[:, :20], **{CACHE: cache})
+    model(tokens[:, 40:50], **{CACHE: cache})
     memory = cache.storage.k.data_ptr()
     cache.crop(-10)
     assert cache.get_seq_length() == 20
-    logits = model(tokens[:, 20:26], past_key_values=cache).logits
+    logits = model(tokens[:, 20:26], **{CACHE: cache}).logits
     torch.testing.assert_close(logits, model(tokens[:, :26], use_cache=False).logits[:, 20:], atol=2e-5, rtol=0)
     assert cache.storage.k.data_ptr() == memory
     cache.reset()
@@ -145,17 +146,15 @@ def test_crop_takes_tokens_back(kind: Any) -> None:
 def test_what_our_cache_refuses() -> None:
     model = using("qwen3", "pdkernels")
     with torch.no_grad(), pytest.raises(ValueError, match="capacity must be at least 77"):
-        model(prompts(), past_key_values=PdCache(model.config, 2, 76))
+        model(prompts(), **{CACHE: PdCache(model.config, 2, 76)})
     with torch.no_grad(), pytest.raises(ValueError, match="batch must be that of the model's inputs, got 3 for 2"):
-        model(prompts(), past_key_values=PdCache(model.config, 3, 80))
+        model(prompts(), **{CACHE: PdCache(model.config, 3, 80)})
     with pytest.raises(NotImplementedError, match="sliding window of 24"):
         PdCache(model_of("mistral").config, 1, 25)
     with pytest.raises(ValueError, match="kind must be one of"):
         PdCache(model.config, 1, 8, kind="other")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="without padding for a paged cache"):
-        written(
-            "qwen3", "pdkernels", past_key_values=PdCache(model.config, 2, 100, kind="paged"), attention_mask=padded()
-        )
+        written("qwen3", "pdkernels", **{CACHE: PdCache(model.config, 2, 100, kind="paged")}, attention_mask=padded())
 
 
 def test_a_tile_plan_of_the_caller() -> None:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from pdkernels.integrations.transformers import PdCache, register
 from scripts import architectures
+from tests.support.transformers_names import CACHE
 
 
 def models(**options: Any) -> tuple[Any, Any]:
@@ -48,7 +49,7 @@ def test_generation_on_our_cache() -> None:
     options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     expected = theirs.generate(tokens, **options)
     cache = PdCache(ours.config, 1, 64)
-    assert torch.equal(ours.generate(tokens, past_key_values=cache, **options), expected)
+    assert torch.equal(ours.generate(tokens, **{CACHE: cache}, **options), expected)
     assert torch.equal(ours.generate(tokens, **options), expected)
 
 

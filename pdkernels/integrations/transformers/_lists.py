@@ -56,14 +56,7 @@ class PaddedHook:
         def hook(ids: Tensor, scores: Tensor) -> Tensor:
             text = torch.cat([prompt.to(ids), ids[:, length:]], 1)
             for processor in processors:
-                allowed = getattr(processor, "_prefix_allowed_tokens_fn", None)
-                if allowed is None:
-                    scores = processor(text, scores)
-                else:  # which takes its batch for that of all texts
-                    keep = torch.full_like(scores, -torch.inf).index_fill_(
-                        1, _ids(allowed(sequence, text[0]), scores), 0
-                    )
-                    scores = scores + keep
+                scores = processor(text, scores)
             return scores
 
         return hook
@@ -127,17 +120,19 @@ def options(
 
 
 def _of_sequence(processor: Any, sequence: int) -> Any:
-    """A processor that knows the padding of a batch, for one of its sequences."""
+    """A processor that knows the place or the padding of its row in a batch, for one sequence."""
+    allowed = getattr(processor, "_prefix_allowed_tokens_fn", None)
     ignored = getattr(processor, "prompt_ignore_length", None)
-    if not isinstance(ignored, Tensor) or len(ignored) == 1:
+    padded = isinstance(ignored, Tensor) and len(ignored) > 1
+    if allowed is None and not padded:
         return processor
     own = copy.copy(processor)
-    own.prompt_ignore_length = ignored[sequence : sequence + 1]
+    if allowed is not None:
+        prompt = sequence // processor._num_beams  # from 5.24 on, that of num_return_sequences as well
+        own._num_beams, own._prefix_allowed_tokens_fn = 1, lambda _, ids: allowed(prompt, ids)
+    if padded:
+        own.prompt_ignore_length = ignored[sequence : sequence + 1]
     return own
-
-
-def _ids(tokens: Any, like: Tensor) -> Tensor:
-    return torch.as_tensor(tokens, dtype=torch.int64, device=like.device).reshape(-1)
 
 
 @torch.inference_mode()

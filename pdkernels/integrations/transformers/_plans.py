@@ -58,8 +58,12 @@ class PlanMask(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func._opname in ("contiguous", "clone", "detach", "_to_copy", "to", "alias"):
+        if func._opname in ("contiguous", "clone", "_to_copy", "to"):
             return args[0]
+        if func._opname in ("detach", "alias"):  # a view, as which PyTorch takes no tensor twice
+            made = cls(args[0].shape[0], *args[0].shape[2:], args[0].offset, args[0].plan, args[0].device)
+            made.__dict__.update(args[0].__dict__)
+            return made
         raise MaskIsPlan(
             f'attn_implementation="pdkernels" keeps masks as tile plans, so {func} has no pairs to work on. '
             'Use attn_implementation="sdpa" for a model that computes with its mask.'

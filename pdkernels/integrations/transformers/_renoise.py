@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicCache
 from pdkernels._philox import random_words
 from pdkernels._validation import check, check_type, integer
 from pdkernels.decoding._sampling import Seed, checked_seeds
+from pdkernels.integrations.transformers._cache_names import cache_argument
 from pdkernels.integrations.transformers._experts import NAME
 from pdkernels.integrations.transformers._model import register
 from pdkernels.ops.token_statistics import token_statistics
@@ -135,17 +136,17 @@ def renoise(
 
     text = input_ids.to(torch.int64)
     visible = torch.ones_like(text, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    caches = {cache_argument(model.forward): DynamicCache(config=model.config.get_text_config(decoder=True))}
     finished = torch.zeros(batch, dtype=torch.bool, device=device)
     forwards = torch.zeros(batch, dtype=torch.int64, device=device)
     fresh = text
     for number in range(-(-options.max_new_tokens // size)):
         first = text.shape[1] - fresh.shape[1]
         positions = torch.arange(first, text.shape[1], device=device)[None]
-        model.model.encoder(input_ids=fresh, attention_mask=visible, past_key_values=cache, position_ids=positions)
+        model.model.encoder(input_ids=fresh, attention_mask=visible, position_ids=positions, **caches)
         numbers.step = number * (options.max_denoising_steps + 1)
         canvas = _Canvas(options, size, numbers if draws is None else draws, numbers, text.shape[1])
-        fresh = canvas.denoise(model, cache, visible, finished, forwards)
+        fresh = canvas.denoise(model, caches, visible, finished, forwards)
         text = torch.cat([text, fresh], 1)
         visible = torch.cat([visible, visible.new_ones(batch, size)], 1)
         if ends:
@@ -211,8 +212,10 @@ class _Canvas:
         self.options, self.size, self.draws, self.numbers = options, size, draws, numbers
         numbers.positions = torch.arange(first, first + size, device=numbers.seeds.device)
 
-    def denoise(self, model: Any, cache: Any, visible: Tensor, finished: Tensor, forwards: Tensor) -> Tensor:
-        """The answers ``(batch, size)``; `forwards` is incremented for those that are neither done nor `finished`."""
+    def denoise(
+        self, model: Any, caches: dict[str, Any], visible: Tensor, finished: Tensor, forwards: Tensor
+    ) -> Tensor:
+        """The answers ``(batch, size)``; `caches` is the cache by its argument's name, and `forwards` is incremented for those that are neither done nor `finished`."""
         options, batch = self.options, len(visible)
         canvas: Tensor = self.draws.noise(batch, self.size)
         mask = None if bool(visible.all()) else torch.cat([visible, visible.new_ones(batch, self.size)], 1)
@@ -227,8 +230,8 @@ class _Canvas:
                 decoder_input_ids=canvas,
                 self_conditioning_logits=before,
                 decoder_attention_mask=mask,
-                past_key_values=cache,
                 decoder_position_ids=positions[None],
+                **caches,
             ).logits
             temperature = options.t_min + (options.t_max - options.t_min) * (left / options.max_denoising_steps)
             tempered = logits / temperature

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import check, message
+from pdkernels.integrations.transformers._cache_names import NAMES, cache_in
 
 OP = "generate"
 
@@ -189,9 +190,8 @@ INPUTS: dict[str, Rule] = {
     "input_ids": _followed("as the prompts"),
     "attention_mask": _followed("where it hides padding on the left"),
     "position_ids": _followed("where they count the tokens from 0"),
-    "past_key_values": _followed("transformers makes an empty one; those of callers are refused"),
+    **dict.fromkeys(NAMES, _followed("transformers makes an empty one; those of callers are refused")),
     "use_cache": FIELDS["use_cache"],
-    "cache_params": _unused("transformers makes it for models with a state, which `wrap` refuses"),
     "cache_position": _unused("transformers 4 adds it; caches are ours"),
     "logits_to_keep": _unused("decoding methods ask for the rows that they need"),
     "num_logits_to_keep": _unused("as logits_to_keep"),
@@ -256,10 +256,12 @@ def check_inputs(model: Any, inputs: Mapping[str, Any], input_ids: Tensor, given
         rule = INPUTS.get(name)
         if rule is None or not rule.allows(value):
             refuse(name, value, rule or _absent(_IDS))
-    cache = inputs.get("past_key_values")
-    own = given.get("kwargs", {}).get("past_key_values")  # of the caller: it would stay empty
-    if own is not None or getattr(cache, "get_seq_length", int)() > 0:
-        refuse("past_key_values", cache, _absent(_CACHES))
+    cache_name, own = cache_in(given.get("kwargs", {}))  # of the caller: it would stay empty
+    if own is not None:
+        refuse(cache_name, own, _absent(_CACHES))
+    cache_name, cache = cache_in(inputs)
+    if getattr(cache, "get_seq_length", int)() > 0:
+        refuse(cache_name, cache, _absent(_CACHES))
     for name in ("token_type_ids", "mm_token_type_ids"):
         types = inputs.get(name)
         if types is not None and (not hasattr(model.config, "vision_config") or bool(types.any())):
