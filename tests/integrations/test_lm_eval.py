@@ -96,9 +96,10 @@ def test_draws_and_what_else_is_refused() -> None:
         for it in (off, {"max_gen_toks": 8})
     ]
     assert greedy[0] == greedy[1]
-    with pytest.raises(NotImplementedError, match="min_p must be absent .* Method 'llada' has no min_p"):
-        settings = {"do_sample": True, "min_p": 0.1}
-        HarnessModel("tiny-masked", method="llada").generate_until([ask("generate_until", "1", settings)])
+    lm = HarnessModel("tiny-masked", method="llada", seed=1)
+    (text,) = lm.generate_until([ask("generate_until", "1", {"do_sample": True, "min_p": 0.1, "max_gen_toks": 8})])
+    drawn = {"max_new_tokens": 8, "temperature": 1.0, "min_p": 0.1, "seed": 1}
+    assert text == pd.decoding.generate(lm.model, "1", "llada", **drawn).text
     with pytest.raises(ValueError, match="method 'autoregressive' has no option block_size"):
         HarnessModel("tiny-code", block_size=4)
     masked = HarnessModel("tiny-masked", method="llada")
