@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <string>
+#include <tuple>
 
 #include "host/automaton.h"
 #include "host/token_automaton.h"
@@ -71,6 +72,22 @@ Example:
            py::arg("accept"), py::arg("max_states"), py::arg("max_work"))
       .def_property_readonly("states", &ByteAutomaton::states,
                              "States from which a text is accepted; the first one starts.")
+      .def_property_readonly(
+          "work", [](const ByteAutomaton& made) { return made.work; }, "Steps of the construction.")
+      .def_property_readonly(
+          "runs",
+          [](const ByteAutomaton& made) {
+            std::vector<std::vector<std::tuple<int32_t, int32_t, int32_t>>> lines(made.states());
+            for (int64_t state = 0; state < made.states(); ++state) {
+              const int32_t* to = made.next.data() + state * 256;
+              for (int32_t first = 0, last = 0; first < 256; first = ++last) {
+                while (last < 255 && to[last + 1] == to[first]) ++last;
+                if (to[first] >= 0) lines[state].emplace_back(first, last, to[first]);
+              }
+            }
+            return lines;
+          },
+          "Of each state, ranges of bytes and where they lead: ``(first, last, to)``.")
       .def_property_readonly(
           "table",
           [](const ByteAutomaton& made) {

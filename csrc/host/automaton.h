@@ -17,6 +17,7 @@ struct ByteEdge {
 struct ByteAutomaton {
   std::vector<int32_t> next;       // states x 256; -1: no text goes on like this
   std::vector<uint8_t> accepting;  // per state
+  int64_t work = 0;                // steps of the construction
   int64_t states() const { return static_cast<int64_t>(accepting.size()); }
 };
 
@@ -152,6 +153,7 @@ inline ByteAutomaton determinise(int64_t states, const std::vector<ByteEdge>& ed
     }
   }
   ByteAutomaton made;
+  made.work = work;
   if (place[0] < 0) return made;
   int32_t useful = 0;
   for (int32_t& new_place : place) {

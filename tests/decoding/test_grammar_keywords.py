@@ -214,7 +214,7 @@ def test_long_bounds() -> None:
         **_of(name={"type": "string", "maxLength": 5}, text={"type": "string", "maxLength": 2000}),
         "required": ["text"],
     }
-    with pytest.raises(ValueError, match="states. Shorten its repetitions, or set longest for those of a schema"):
+    with pytest.raises(ValueError, match="too large. Shorten its repetitions, or set longest for those of a schema"):
         Grammar.json_schema(schema)
     grammar = Grammar.json_schema(schema, longest=20)
     assert grammar.matches(json.dumps({"name": "12345", "text": "x" * 20}))

@@ -15,7 +15,7 @@ from typing import Any
 
 from pdkernels._validation import refuse, sentence
 from pdkernels.decoding.grammar.ebnf import pieces
-from pdkernels.decoding.grammar.language import MAX_STATES, OP, size
+from pdkernels.decoding.grammar.language import OP, unfolded
 from pdkernels.decoding.grammar.regex import MAX_LENGTH, parsed
 from pdkernels.models.tokenizers import check_text
 
@@ -61,10 +61,9 @@ def checked_rules(rules: str) -> str:
     for kind, written in pieces(rules, directives=True):
         if kind == "pattern":
             try:
-                large = size(parsed(written[1 : written.rindex("/")])) > MAX_STATES
+                unfolded(parsed(written[1 : written.rindex("/")]), f"the pattern {written[:60]}")
             except NotImplementedError:
                 continue
-            refuse(large, OP, f"the pattern {written[:60]} unfolds to more than {MAX_STATES} states")
     _check_schemas(rules)
     made: str = library().LLMatcher.grammar_from_lark(rules)
     fault = library().LLMatcher.validate_grammar(made)

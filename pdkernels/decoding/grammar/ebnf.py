@@ -7,6 +7,7 @@ import re
 from typing import Any, NoReturn
 
 from pdkernels._validation import check_type, did_you_mean, fail, refuse, sentence
+from pdkernels.decoding.grammar.budget import spend
 from pdkernels.decoding.grammar.language import (
     MAX_STATES,
     NOTHING,
@@ -17,9 +18,11 @@ from pdkernels.decoding.grammar.language import (
     Repeat,
     Seq,
     complement,
+    is_nothing,
     optional,
     text,
 )
+from pdkernels.decoding.grammar.recursion import cycles
 from pdkernels.decoding.grammar.regex import MAX_LENGTH, parsed
 from pdkernels.models.tokenizers import check_text
 
@@ -92,6 +95,10 @@ class _Unfolder:
         self._open: dict[str, int] = {}
         self._parts = 0
         self._trees = {name: _Reader(pieces, name).whole() for name, pieces in rules.items()}
+        self._cycles = cycles(
+            {name: [one for kind, one in pieces if kind == "name" and one in rules] for name, pieces in rules.items()}
+        )
+        self._made: dict[tuple[str, tuple[int, ...]], Expression] = {}
 
     def rule(self, name: str) -> Expression:
         if name not in self._rules:
@@ -99,13 +106,16 @@ class _Unfolder:
         level = self._open.get(name, 0)
         if level > self._depth:
             return NOTHING
-        self._open[name] = level + 1
-        made = self.unfolded(self._trees[name])
-        self._open[name] = level
-        return made
+        key = name, tuple(self._open.get(one, 0) for one in self._cycles[name])
+        if key not in self._made:
+            self._open[name] = level + 1
+            self._made[key] = self.unfolded(self._trees[name])
+            self._open[name] = level
+        return self._made[key]
 
     def unfolded(self, tree: Any) -> Expression:
         self._parts += 1
+        spend()
         refuse(self._parts > MAX_STATES, OP, f"the grammar unfolds to more than {MAX_STATES} parts", "Lower the depth.")
         if isinstance(tree, str):
             return self.rule(tree)
@@ -115,8 +125,8 @@ class _Unfolder:
             return tree._replace(part=self.unfolded(tree.part))
         parts = tuple(self.unfolded(part) for part in tree.parts)
         if isinstance(tree, Seq):
-            return NOTHING if NOTHING in parts else Seq(parts)
-        return Alt(tuple(part for part in parts if part != NOTHING))
+            return NOTHING if any(map(is_nothing, parts)) else Seq(parts)
+        return Alt(tuple(part for part in parts if not is_nothing(part)))
 
 
 class _Reader:

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 from pdkernels import _host
 from pdkernels._validation import check, check_choice, check_type, refuse, sentence
+from pdkernels.decoding.grammar.budget import bounded
 from pdkernels.decoding.grammar.context_free import PrefixAutomaton, checked_rules, tokenizer_of
 from pdkernels.decoding.grammar.ebnf import parsed_ebnf
 from pdkernels.decoding.grammar.language import MAX_STATES, OP, TOO_LARGE, Alt, Expression, compiled, text
@@ -50,10 +51,12 @@ class Grammar:
     def __init__(self, expression: Expression, source: str, fill: Fill = "each") -> None:
         check_choice(OP, "fill", fill, ("each", "joint"))
         self.source, self.fill = source, fill
-        self.automaton: _host.ByteAutomaton = compiled(expression, source)
+        with bounded():
+            self.automaton: _host.ByteAutomaton = compiled(expression, source)
         self._made: WeakKeyDictionary[Any, dict[tuple[int, ...], _host.TokenAutomaton]] = WeakKeyDictionary()
 
     @classmethod
+    @bounded()
     def regex(cls, pattern: str, *, fill: Fill = "each") -> Grammar:
         """The texts that a regular expression in Python's syntax matches from end to end.
 
@@ -66,6 +69,7 @@ class Grammar:
         return cls(parsed(pattern), f"the pattern {_short(pattern)}", fill)
 
     @classmethod
+    @bounded()
     def choice(cls, texts: Sequence[str], *, fill: Fill = "each") -> Grammar:
         """One of some texts.
 
@@ -83,6 +87,7 @@ class Grammar:
         return cls(Alt(tuple(map(text, texts))), f"the choice {_short(list(texts))}", fill)
 
     @classmethod
+    @bounded()
     def json_schema(
         cls,
         schema: Schema | str,
@@ -131,6 +136,7 @@ class Grammar:
         return cls(expression, f"the schema {_short(schema)}", fill)
 
     @classmethod
+    @bounded()
     def ebnf(cls, rules: str, *, start: str = "start", depth: int = 3, fill: Fill = "each") -> Grammar:
         """The texts of a grammar in Lark's EBNF: rules ``name: expansions`` of strings, ``/patterns/``, names, groups, ``|``, ``?``, ``*``, ``+`` and
         ``~ n..m``.
@@ -144,6 +150,7 @@ class Grammar:
         return cls(parsed_ebnf(rules, start, _checked_depth(depth)), f"the grammar {_short(rules)}", fill)
 
     @classmethod
+    @bounded()
     def lark(cls, rules: str) -> Grammar:
         """The texts of a context-free grammar in the Lark format of llguidance, of any depth.
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 from pdkernels import _host
 from pdkernels._validation import refuse, sentence
+from pdkernels.decoding.grammar.budget import OP, WORK_PER_STEP, current, spend
 from pdkernels.models.tokenizers import check_text
 
-OP = "decoding.Grammar"
 MAX_STATES = 100_000
 """Of the nondeterministic automaton: what an expression unfolds to."""
 _MAX_DETERMINISTIC = 20_000
@@ -55,6 +54,15 @@ class Repeat(NamedTuple):
     most: int | None
 
 
+class Subsequence(NamedTuple):
+    """Some of several parts in their order, those that are marked among them, from `least` to `most` in all; `by` between two."""
+
+    parts: tuple[tuple[bool, Expression], ...]
+    by: Expression
+    least: int
+    most: int | None
+
+
 class Machine(NamedTuple):
     """The texts that a deterministic automaton over bytes accepts; its first state is 0."""
 
@@ -64,10 +72,15 @@ class Machine(NamedTuple):
     accepting: tuple[int, ...]
 
 
-Expression: TypeAlias = Chars | Seq | Alt | Repeat | Machine
+Expression: TypeAlias = Chars | Seq | Alt | Repeat | Subsequence | Machine
 
 EMPTY = Seq(())
 NOTHING = Alt(())
+
+
+def is_nothing(part: Expression) -> bool:
+    """Whether it is written as `NOTHING`, which as a tuple equals `EMPTY`."""
+    return isinstance(part, Alt) and not part.parts
 
 
 def text(characters: str) -> Expression:
@@ -154,71 +167,109 @@ def _split(first: int, last: int, found: list[tuple[tuple[int, int], ...]]) -> N
     found.append(tuple(zip(low, high)))
 
 
-def size(part: Expression) -> int:
-    """States of its automaton, about; no more than a little above `MAX_STATES` is computed of a larger one."""
-    if isinstance(part, Chars):
-        return 2 + sum(len(one) - 1 for one in utf8(part.ranges))
-    if isinstance(part, Repeat):
-        copies = part.least + 1 if part.most is None else max(part.most, 1)
-        return min(copies * (size(part.part) + 2), 10 * MAX_STATES)
-    if isinstance(part, Machine):
-        return 2 + part.states
-    return min(2 + sum(map(size, part.parts)), 10 * MAX_STATES)
-
-
 class _Builder:
-    """The nondeterministic automaton of an expression."""
+    """The nondeterministic automaton of an expression, built from its end.
 
-    def __init__(self) -> None:
-        self.states = 0
+    A part that is followed by the same state twice is one part of the automaton, so that an expression may share its parts.
+    """
+
+    def __init__(self, words: str) -> None:
+        self.states, self._words = 0, words
         self.edges: list[tuple[int, int, int, int]] = []
         self.empty: list[tuple[int, int]] = []
+        self._starts: dict[tuple[int, int], int] = {}
 
-    def state(self) -> int:
+    def state(self, *ways: int) -> int:
+        """A state that goes on as these do."""
         self.states += 1
+        refuse(self.states > MAX_STATES, OP, f"{self._words} unfolds to more than {MAX_STATES} states", TOO_LARGE)
+        self.empty += [(self.states - 1, way) for way in ways]
         return self.states - 1
 
-    def add(self, part: Expression, start: int) -> int:
-        """The state after `part` from `start`."""
+    def add(self, part: Expression, end: int) -> int:
+        """The state from which `part` leads to `end`. Nothing may leave it besides."""
+        key = id(part), end
+        if key in self._starts:
+            return self._starts[key]
+        spend()
         if isinstance(part, Chars):
-            end = self.state()
-            for line in utf8(part.ranges):
+            start, lines = self.state(), utf8(part.ranges)
+            spend(len(lines))
+            for line in lines:
                 here = start
-                for number, (first, last) in enumerate(line):
-                    there = end if number == len(line) - 1 else self.state()
-                    self.edges.append((here, first, last, there))
-                    here = there
-            return end
-        if isinstance(part, Seq):
-            for one in part.parts:
+                for number, one in enumerate(line):
+                    to = end if number == len(line) - 1 else self.state()
+                    self.edges.append((here, *one, to))
+                    here = to
+        elif isinstance(part, Seq):
+            start = end
+            for one in reversed(part.parts):
                 start = self.add(one, start)
-            return start
-        if isinstance(part, Alt):
-            end = self.state()
-            for one in part.parts:
-                begin = self.state()
-                self.empty += [(start, begin), (self.add(one, begin), end)]
-            return end
-        if isinstance(part, Machine):
-            base, end = self.states, self.states + part.states
-            self.states += part.states + 1
-            self.edges += [(base + from_, first, last, base + to) for from_, first, last, to in part.edges]
-            self.empty += [(start, base), *((base + state, end) for state in part.accepting)]
-            return end
-        for _ in range(part.least):
-            start = self.add(part.part, start)
-        end = self.state()
+        elif isinstance(part, Alt):
+            ways = [self.add(one, end) for one in part.parts]
+            start = self.state(*dict.fromkeys(ways))
+        elif isinstance(part, Repeat):
+            start = self._repeated(part, end)
+        elif isinstance(part, Subsequence):
+            start = self._subsequence(part, end)
+        else:
+            start = self.states
+            for _ in range(part.states):
+                self.state()
+            spend(len(part.edges) // 8)
+            self.edges += [(start + from_, first, last, start + to) for from_, first, last, to in part.edges]
+            self.empty += [(start + state, end) for state in part.accepting]
+        self._starts[key] = start
+        return start
+
+    def _repeated(self, part: Repeat, end: int) -> int:
         if part.most is None:
-            loop = self.state()
-            self.empty += [(start, loop), (loop, end), (self.add(part.part, loop), loop)]
-            return end
-        self.empty.append((start, end))
-        for _ in range(part.most - part.least):
-            begin = self.state()
-            self.empty.append((start, begin))
-            start = self.add(part.part, begin)
-            self.empty.append((start, end))
-        return end
+            here = self.state(end)
+            self.empty.append((here, self.add(part.part, here)))
+        else:
+            here = end
+            for _ in range(part.most - part.least):
+                here = self.state(end, self.add(part.part, here))
+        for _ in range(part.least):
+            before = self.add(part.part, here)
+            if before == here:  # nothing, as often as one likes
+                break
+            here = before
+        return here
+
+    def _subsequence(self, part: Subsequence, end: int) -> int:
+        """A state before each part for each number of parts so far, as far as it matters."""
+        top = max(1, part.least) if part.most is None else part.most
+        needed = sum(must for must, _ in part.parts)
+        after = {count: end for count in range(part.least, top + 1)}
+        for at in reversed(range(len(part.parts))):
+            must, one = part.parts[at]
+            needed -= must
+            here = {}
+            for count in range(min(top, needed), min(top, at) + 1):
+                ways = [] if must or count not in after else [after[count]]
+                taken = after.get(count + 1 if part.most is not None else min(top, count + 1))
+                if taken is not None:
+                    taken = self.add(one, taken)
+                    ways.append(self.add(part.by, taken) if count else taken)
+                if ways:
+                    here[count] = ways[0] if len(ways) == 1 else self.state(*ways)
+            after = here
+        return after[0] if 0 in after else self.state()
+
+
+def unfolded(part: Expression, words: str) -> tuple[_Builder, int, int]:
+    """The nondeterministic automaton of an expression, its start and its end.
+
+    Raises:
+        ValueError: it has too many states.
+    """
+    builder = _Builder(words)
+    end = builder.state()
+    try:
+        return builder, builder.add(part, end), end
+    except RecursionError:
+        raise ValueError(sentence(OP, f"{words} has too many levels inside each other")) from None
 
 
 def compiled(part: Expression, words: str) -> _host.ByteAutomaton:
@@ -234,16 +285,15 @@ def compiled(part: Expression, words: str) -> _host.ByteAutomaton:
 
 def _determinised(part: Expression, words: str) -> _host.ByteAutomaton:
     """The same; without states if no text satisfies it."""
-    states = size(part)
-    refuse(states > MAX_STATES, OP, f"{words} unfolds to more than {MAX_STATES} states", TOO_LARGE)
-    builder = _Builder()
-    start = builder.state()
-    end = builder.add(part, start)
-    limits = _MAX_DETERMINISTIC, _MAX_WORK
+    builder, start, end = unfolded(part, words)
+    work = min(_MAX_WORK, current().work)
     try:
-        return _host.ByteAutomaton(builder.states, builder.edges, builder.empty, start, end, *limits)
+        made = _host.ByteAutomaton(builder.states, builder.edges, builder.empty, start, end, _MAX_DETERMINISTIC, work)
     except _host.TooLarge:
+        spend(0 if work == _MAX_WORK else work // WORK_PER_STEP + 1)
         raise ValueError(sentence(OP, f"the automaton of {words} is too large", TOO_LARGE)) from None
+    spend(made.work // WORK_PER_STEP + made.states)
+    return made
 
 
 def both(one: Expression, other: Expression, words: str) -> Expression:
@@ -272,11 +322,12 @@ def _product(one: Expression, other: Expression, words: str, wanted: bool) -> Ex
     first, second = _determinised(one, words), _determinised(other, words)
     if first.states == 0 or second.states == 0:
         return NOTHING if wanted or first.states == 0 else one
-    lines, others = [_Runs(made.table) for made in (first, second)]
+    lines, others = first.runs, [*second.runs, []]  # state -1 has none
     ends, other_ends = first.accepting, second.accepting
     start = (0, 0)
     number, queue, edges = {start: 0}, [start], list[tuple[int, int, int, int]]()
     for here in queue:
+        before = len(edges)
         for low, high, to, beside in _joined(lines[here[0]], others[here[1]]):
             if wanted and beside < 0:
                 continue
@@ -285,26 +336,11 @@ def _product(one: Expression, other: Expression, words: str, wanted: bool) -> Ex
                 number[pair] = len(queue)
                 queue.append(pair)
             edges.append((number[here], low, high, number[pair]))
+        spend(1 + len(edges) - before)
         large = len(queue) > _MAX_DETERMINISTIC or len(edges) > _MAX_EDGES
         refuse(large, OP, f"the automaton of {words} is too large", TOO_LARGE)
     fits = [n for n, (a, b) in enumerate(queue) if ends[a] and (b >= 0 and other_ends[b]) == wanted]
     return Machine(len(queue), tuple(edges), tuple(fits)) if fits else NOTHING
-
-
-class _Runs:
-    """Of each state of an automaton, ranges of bytes and where they lead; of state -1 none."""
-
-    def __init__(self, table: list[list[int]]) -> None:
-        self._table = table
-        self._made: dict[int, list[tuple[int, int, int]]] = {-1: []}
-
-    def __getitem__(self, state: int) -> list[tuple[int, int, int]]:
-        if state not in self._made:
-            line = self._table[state]
-            borders = [0, *(byte for byte in range(1, 256) if line[byte] != line[byte - 1]), 256]
-            runs = [(low, high - 1, line[low]) for low, high in pairwise(borders)]
-            self._made[state] = [run for run in runs if run[2] >= 0]
-        return self._made[state]
 
 
 def _joined(

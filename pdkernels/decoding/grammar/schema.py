@@ -9,6 +9,7 @@ from math import isfinite
 from typing import Any
 
 from pdkernels._validation import check, check_type, refuse, sentence
+from pdkernels.decoding.grammar.budget import spend
 from pdkernels.decoding.grammar.language import (
     EMPTY,
     NOTHING,
@@ -20,9 +21,11 @@ from pdkernels.decoding.grammar.language import (
     Ranges,
     Repeat,
     Seq,
+    Subsequence,
     both,
     compiled,
     either,
+    is_nothing,
     normal,
     optional,
     separated,
@@ -35,7 +38,16 @@ from pdkernels.decoding.grammar.regex import parsed
 from pdkernels.decoding.grammar.schema_apart import ENUMERATED, OF_OBJECTS, OF_STRINGS, holds, told_apart
 from pdkernels.decoding.grammar.schema_flat import Flattener
 from pdkernels.decoding.grammar.schema_keywords import TYPES, Unknown, check_keywords, counts, is_note, kinds_of
-from pdkernels.decoding.grammar.schema_merge import CONDITIONS, Merged, merged, property_of, same, together, unsupported
+from pdkernels.decoding.grammar.schema_merge import (
+    CONDITIONS,
+    Merged,
+    different,
+    is_among,
+    merged,
+    property_of,
+    together,
+    unsupported,
+)
 from pdkernels.decoding.grammar.schema_numbers import number_of
 from pdkernels.decoding.grammar.schema_strings import matching, string, string_of
 from pdkernels.models.tokenizers import check_text
@@ -95,6 +107,8 @@ class _Compiler:
     def __init__(self, root: Any, whitespace: str | None, depth: int, longest: int | None, unknown: Unknown) -> None:
         self._flat, self._depth, self._longest = Flattener(root, unknown), depth, longest
         self._open: dict[str, int] = {}  # how often each reference is being followed
+        self._cycles: dict[str, list[str]] | None = None
+        self._followed: dict[tuple[str, tuple[int, ...]], Expression] = {}
         gap = EMPTY if whitespace is None else parsed(whitespace)
         space = optional(text(" ")) if whitespace is None else gap
         wide = any(not {9, 10, 13, 32}.issuperset(range(first, last + 1)) for first, last in _characters(gap))
@@ -110,6 +124,7 @@ class _Compiler:
         """The texts of the values of a schema, which errors call `place`."""
         self._parts += 1
         refuse(self._parts > _MAX_PARTS, OP, f"the schema unfolds to more than {_MAX_PARTS} parts", "Lower the depth.")
+        spend()
         if isinstance(schema, Mapping) and "$ref" in schema:
             return self._reference(schema, place)
         flat = self._flat(schema, place)
@@ -133,10 +148,17 @@ class _Compiler:
         found, level = self._flat.found(reference, place), self._open.get(reference, 0)
         if level > self._depth:
             return NOTHING
+        if self._cycles is None:
+            self._cycles = self._flat.cycles()
         alone = all(name == "$ref" or is_note(name) for name in schema)
+        key = reference, tuple(self._open.get(one, 0) for one in self._cycles[reference])
+        if alone and key in self._followed:
+            return self._followed[key]
         self._open[reference] = level + 1
         made = self.value(found if alone else {"allOf": [schema]}, reference if alone else place)
         self._open[reference] = level
+        if alone:
+            self._followed[key] = made
         return made
 
     def _conditional(self, schema: Mapping[str, Any], place: str) -> Expression:
@@ -171,7 +193,7 @@ class _Compiler:
         values = [schema["const"]] if "const" in schema else schema["enum"]
         check(isinstance(values, list), OP, f"enum at {place}", "be a list", type(values).__name__)
         if "const" in schema and "enum" in schema:
-            values = [value for value in values if any(same(value, one) for one in schema["enum"])]
+            values = [value for value in values if is_among(value, schema["enum"])]
         if "not" in schema:
             values = [value for value in values if not holds(self._flat, schema["not"], value, place)]
         kinds = schema.get("type")
@@ -318,12 +340,14 @@ class _Compiler:
         )
         assert not isinstance(flat, bool)
         values = [flat["const"]] if "const" in flat else flat.get("enum", [False, True])
-        different = [value for n, value in enumerate(values) if not any(same(value, one) for one in values[:n])]
-        parts = [(False, self.value(together(flat, {"const": value}), f"{place}/items")) for value in different]
-        return self._enclosed("[", "]", self._some([part for part in parts if part[1] != NOTHING], least, most))
+        if "const" in flat:
+            values = [value for value in values if is_among(value, flat.get("enum", values))]
+        rest = Merged({name: one for name, one in flat.items() if name not in ("const", "enum")})
+        parts = [self.value(Merged(rest, const=value), f"{place}/items") for value in different(values)]
+        return self._enclosed("[", "]", self._some([(False, one) for one in parts if not is_nothing(one)], least, most))
 
     def _object(self, schema: Mapping[str, Any], place: str) -> Expression:
-        own, required = schema.get("properties", {}), schema.get("required", [])
+        own, required = schema.get("properties", {}), set(schema.get("required", []))
         others = schema.get("additionalProperties", schema.get("unevaluatedProperties", True))
         least, most = counts(schema, "minProperties", "maxProperties", place)
         names = schema.get("propertyNames", True)
@@ -369,32 +393,7 @@ class _Compiler:
 
     def _some(self, parts: Sequence[tuple[bool, Expression]], least: int, most: int | None) -> Expression:
         """From `least` to `most` of the parts in their order, those that must be there among them."""
-        if least > 1 or (most is not None and most < len(parts)):
-            return self._counted(parts, least, most, EMPTY)
-        forms = []
-        for first, (needed, part) in enumerate(parts):
-            rest = [(must, Seq((self._comma, other))) for must, other in parts[first + 1 :]]
-            forms.append(Seq((part, *(other if must else optional(other) for must, other in rest))))
-            if needed:
-                break
-        else:
-            forms += [EMPTY] if least == 0 else []
-        return Alt(tuple(forms))
-
-    def _counted(
-        self, parts: Sequence[tuple[bool, Expression]], least: int, most: int | None, before: Expression
-    ) -> Expression:
-        self._parts += 1
-        refuse(
-            self._parts > _MAX_PARTS, OP, f"the schema unfolds to more than {_MAX_PARTS} parts", "Name fewer of them."
-        )
-        forms = [] if least > 0 or any(must for must, _ in parts) else [EMPTY]
-        for at, (must, part) in enumerate(parts if most is None or most > 0 else ()):
-            rest = self._counted(parts[at + 1 :], least - 1, None if most is None else most - 1, self._comma)
-            forms.append(Seq((before, part, rest)))
-            if must:
-                break
-        return Alt(tuple(forms))
+        return Subsequence(tuple(parts), self._comma, least, most if most is None or most < len(parts) else None)
 
 
 @lru_cache(maxsize=8)
@@ -417,7 +416,7 @@ def _ordered(schema: Mapping[str, Any]) -> list[str]:
     fits = all(type(order) in (int, float) for order in orders.values())
     names = sorted(own, key=lambda name: orders[name]) if fits else list(own)
     known = dict.fromkeys([*names, *schema.get("required", [])])
-    return [*(name for name in dict.fromkeys(first) if name in known), *(name for name in known if name not in first)]
+    return list(dict.fromkeys([*(name for name in first if name in known), *known]))
 
 
 def _written(value: Any) -> str:
@@ -430,5 +429,5 @@ def _characters(part: Expression) -> Ranges:
         return part.ranges
     if isinstance(part, Repeat):
         return _characters(part.part)
-    assert not isinstance(part, Machine)
+    assert not isinstance(part, (Machine, Subsequence))
     return normal(one for inner in part.parts for one in _characters(inner))

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from pdkernels.decoding.grammar.budget import spend
 from pdkernels.decoding.grammar.schema_keywords import TYPES, counts, kinds_of
 from pdkernels.decoding.grammar.schema_merge import (
     Flat,
     found_in,
+    is_among,
     merged,
     plain,
     property_of,
@@ -40,6 +42,7 @@ class _Fact(NamedTuple):
 
 def _differ(one: _Fact, other: _Fact) -> bool:
     """Whether no value satisfies both."""
+    spend()
     if not one.types & other.types:
         return True
     shared = one.labels.keys() & other.labels.keys()
@@ -85,6 +88,7 @@ def of_objects(schema: Mapping[str, Any]) -> bool:
 
 def holds(flat_of: Flatten, schema: Any, value: Any, place: str) -> bool:
     """Whether a value satisfies the schema of a `not`."""
+    spend()
     flat = flat_of(schema, f"{place}/not")
     if isinstance(flat, bool):
         return flat
@@ -94,7 +98,7 @@ def holds(flat_of: Flatten, schema: Any, value: Any, place: str) -> bool:
     unsupported(bool(stray), f"{place}/not", f"{stray and stray[0]!r} in a not")
     fits = "type" not in flat or any(TYPES[kind](value) for kind in kinds_of({"type": flat["type"]}, place))
     fits = fits and ("const" not in flat or same(value, flat["const"]))
-    fits = fits and ("enum" not in flat or any(same(value, one) for one in flat["enum"]))
+    fits = fits and ("enum" not in flat or is_among(value, flat["enum"]))
     if isinstance(value, str):
         patterns = flat.get("pattern", ())
         least, most = counts(flat, "minLength", "maxLength", place)

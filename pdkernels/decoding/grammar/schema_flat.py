@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 from urllib.parse import unquote
 
 from pdkernels._validation import check
-from pdkernels.decoding.grammar.language import OP
+from pdkernels.decoding.grammar.budget import OP, spend
+from pdkernels.decoding.grammar.recursion import cycles
 from pdkernels.decoding.grammar.schema_apart import of_objects
 from pdkernels.decoding.grammar.schema_keywords import Unknown, check_keywords, demands, modern
-from pdkernels.decoding.grammar.schema_merge import CONDITIONS, Flat, Merged, merged, unsupported
+from pdkernels.decoding.grammar.schema_merge import CONDITIONS, Flat, Merged, merged_all, unsupported
 
 
 class Flattener:
@@ -24,12 +26,20 @@ class Flattener:
         self._named |= {name[1:]: one for name, one in names if name.startswith("#")}  # of draft 7
         self._bases = ["", *(name.rstrip("#") for name, one in names if one is root)]
         self._inner = [name for name, one in names if one is not root and not name.startswith("#")]
+        self._flat: dict[int, tuple[Any, Flat]] = {}
+        """What schemas were flattened to, by their addresses: with the schemas, so that no other one gets the address."""
 
     def __call__(self, schema: Any, place: str) -> Flat:
         """A schema without notes, `$ref` and `allOf`, in the words of the latest draft."""
         if isinstance(schema, (bool, Merged)):
             return schema
         check(isinstance(schema, Mapping), OP, f"schema at {place}", "be an object or a bool", type(schema).__name__)
+        if id(schema) not in self._flat:
+            self._flat[id(schema)] = schema, self._flattened(schema, place)
+        return self._flat[id(schema)][1]
+
+    def _flattened(self, schema: Mapping[str, Any], place: str) -> Flat:
+        spend(1 + len(schema))
         check_keywords(schema, place, self.unknown)
         made = Merged(modern(demands(schema)))
         parts = made.pop("allOf", [])
@@ -46,10 +56,19 @@ class Flattener:
                 parts = [*parts, *({"not": one} for one in denied["anyOf"])]
             elif of_objects(denied):
                 made[CONDITIONS] = [*made.get(CONDITIONS, []), (made.pop("not"), False, True)]
-        whole: Flat = made
-        for part in parts:
-            whole = merged(whole, self(part, place), place)
-        return whole
+        flats = {id(flat): flat for flat in (self(part, place) for part in parts)}  # each once
+        return merged_all(made, list(flats.values()), place) if flats else made
+
+    def cycles(self) -> dict[str, list[str]]:
+        """Of each reference those that are recursive with it, as `recursion.cycles` has them."""
+        uses, queue = dict[str, list[str]](), _references(self._root)
+        for one in queue:
+            if one not in uses:
+                uses[one] = []
+                with suppress(ValueError, NotImplementedError):  # raised where it is followed, if it is
+                    uses[one] = _references(self.found(one, "#"))
+                queue += uses[one]
+        return cycles(uses)
 
     def found(self, reference: Any, place: str) -> Any:
         """The part of the root that a reference names."""
@@ -78,7 +97,17 @@ class Flattener:
 
 def _inside(part: Any) -> Iterator[Mapping[str, Any]]:
     """All objects of a schema."""
-    if isinstance(part, Mapping):
-        yield part
-    for one in part.values() if isinstance(part, Mapping) else part if isinstance(part, list) else ():
-        yield from _inside(one)
+    queue = [part]
+    while queue:
+        spend()
+        one = queue.pop()
+        if isinstance(one, Mapping):
+            yield one
+        inner = one.values() if isinstance(one, Mapping) else one if isinstance(one, list) else ()
+        queue += reversed([*inner])
+
+
+def _references(part: Any) -> list[str]:
+    """The references of a schema."""
+    found = [one["$ref"] for one in _inside(part) if isinstance(one.get("$ref"), str)]
+    return list(dict.fromkeys(found))

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pdkernels import _host
 from pdkernels._validation import sentence
-from pdkernels.decoding.grammar.language import OP, compiled
+from pdkernels.decoding.grammar.budget import OP, current, spend
+from pdkernels.decoding.grammar.language import compiled
 from pdkernels.decoding.grammar.regex import parsed
 
 
 class Merged(dict[str, Any]):
     """A schema that needs no more of this: `pattern` and `format` may be tuples of several, and `if` is in `CONDITIONS`."""
+
+
+class _Both(dict[str, Any]):
+    """A schema of two, which is equal only to itself: comparing what many of them share would take long."""
+
+    __eq__ = object.__eq__
+    __ne__ = object.__ne__
+    __hash__ = object.__hash__  # type: ignore[assignment]
 
 
 Flat = Merged | bool
@@ -53,21 +60,56 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def is_among(value: Any, values: Sequence[Any]) -> bool:
+    """Whether a value equals one of a list, as JSON. The list is read once in a compile."""
+    memo, key = current().memo, ("values", id(values))
+    if key not in memo:
+        spend(len(values))
+        memo[key] = values, frozenset(map(plain, values))
+    return plain(value) in memo[key][1]
+
+
+def different(values: Sequence[Any]) -> list[Any]:
+    """The values without those that equal an earlier one, as JSON."""
+    first: dict[str, Any] = {}
+    for value in values:
+        first.setdefault(plain(value), value)
+    return list(first.values())
+
+
 def together(one: Any, other: Any) -> Any:
-    """A schema of both, to be merged where it is reached."""
+    """A schema of both, to be merged where it is reached; the same one for the same two."""
     if one is False or other is False:
         return False
-    return one if other is True or one == other else other if one is True else {"allOf": [one, other]}
+    if other is True or one is other:
+        return one
+    if one is True:
+        return other
+    memo, key = current().memo, (id(one), id(other))
+    if key not in memo:
+        spend()
+        memo[key] = one, other, one if one == other else _Both(allOf=[one, other])
+    return memo[key][2]
 
 
 def found_in(pattern: str, text: str) -> bool:
     """Whether a pattern is found in a text: by an automaton, which takes a step for a byte."""
-    return _searched(pattern).accepts(text.encode())
+    memo, key = current().memo, ("pattern", pattern)
+    spend(1 + len(text) // 32)
+    if key not in memo:
+        memo[key] = compiled(parsed(pattern, search=True), f"the pattern {pattern[:60]!r}")
+    return bool(memo[key].accepts(text.encode()))
 
 
-@lru_cache(maxsize=256)
-def _searched(pattern: str) -> _host.ByteAutomaton:
-    return compiled(parsed(pattern, search=True), f"the pattern {pattern[:60]!r}")
+def merged_all(first: Merged, others: Sequence[Flat], place: str) -> Flat:
+    """One schema of several: of halves, so that no property is copied once for each of them."""
+    if any(one is False for one in others):
+        return False
+    parts: list[Any] = [first, *(one if isinstance(one, bool) else _closed(one, place) for one in others)]
+    while len(parts) > 1:
+        pairs = [parts[at : at + 2] for at in range(0, len(parts), 2)]
+        parts = [merged(*pair, place) if len(pair) == 2 else pair[0] for pair in pairs]
+    return parts[0] if isinstance(parts[0], bool) else Merged(parts[0])
 
 
 def merged(one: Mapping[str, Any] | bool, other: Mapping[str, Any] | bool, place: str) -> Flat:
@@ -80,6 +122,7 @@ def merged(one: Mapping[str, Any] | bool, other: Mapping[str, Any] | bool, place
         left = other if one is True else one
         return False if one is False or other is False else left if isinstance(left, bool) else Merged(left)
     other = _closed(other, place)
+    spend(1 + len(one) + len(other))
     made = Merged(one)
     for name, value in other.items():
         if name not in made:
@@ -117,14 +160,15 @@ def _both(name: str, one: Any, other: Any, place: str) -> Any:
 
 def _types(one: Any, other: Any) -> Any:
     mine, theirs = ([kinds] if isinstance(kinds, str) else list(kinds) for kinds in (one, other))
-    found = [kind for kind in mine if kind in theirs or (kind == "integer" and "number" in theirs)]
-    found += [kind for kind in theirs if kind == "integer" and "number" in mine and kind not in found]
+    named = set(theirs)
+    found = [kind for kind in mine if kind in named or (kind == "integer" and "number" in named)]
+    found += ["integer"] if "integer" in named and "number" in mine and "integer" not in found else []
     return found or False
 
 
 def _several(one: Any, other: Any) -> Any:
     mine, theirs = (part if isinstance(part, tuple) else (part,) for part in (one, other))
-    return (*mine, *(part for part in theirs if part not in mine))
+    return tuple(dict.fromkeys((*mine, *theirs)))
 
 
 def _common(one: Any, other: Any) -> Any:
@@ -135,8 +179,8 @@ def _common(one: Any, other: Any) -> Any:
 _RULES: dict[str, Callable[[Any, Any], Any]] = {
     "type": _types,
     "const": lambda one, other: one if same(one, other) else False,
-    "enum": lambda one, other: [value for value in one if any(same(value, it) for it in other)],
-    "required": lambda one, other: [*one, *(name for name in other if name not in one)],
+    "enum": lambda one, other: [value for value in one if is_among(value, other)],
+    "required": lambda one, other: list(dict.fromkeys([*one, *other])),
     "pattern": _several,
     "format": _several,
     "not": lambda one, other: {"anyOf": [one, other]},
@@ -194,9 +238,10 @@ def property_of(schema: Mapping[str, Any], name: str, others: Any) -> Any:
     >>> property_of({"properties": {"a": {"type": "null"}}, "patternProperties": {"^x": {"type": "string"}}}, "xy", False)
     {'type': 'string'}
     """
-    properties = schema.get("properties", {})
+    properties, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+    spend()
     said = [properties[name]] if name in properties else []
-    said += [one for pattern, one in schema.get("patternProperties", {}).items() if found_in(pattern, name)]
+    said += [one for pattern, one in patterns.items() if found_in(pattern, name)]
     made: Any = True
     for part in said:
         made = together(made, part)
