@@ -11,14 +11,14 @@ import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
-from pdkernels.decoding import LogProbs, find, sequence_seed
+from pdkernels.decoding import Grammar, LogProbs, find, sequence_seed
 from pdkernels.engine import Engine, Generation
 from pdkernels.serve import log_probs
 from pdkernels.serve.calls import CallDelta, CallParser, joined
 from pdkernels.serve.errors import Refused, error_body, in_http_words, of_failure, shown
-from pdkernels.serve.forms import asked_grammar
+from pdkernels.serve.forms import Asked, asked_grammar
 from pdkernels.serve.gate import log_failure
 from pdkernels.serve.messages import plain
 from pdkernels.serve.options import MethodSettings
@@ -230,6 +230,20 @@ def _message(text: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
     return {"content": text or None, "tool_calls": calls} if calls else {"content": text}
 
 
+class Draft(NamedTuple):
+    """A request that has been read, and waits for its grammar."""
+
+    kind: str
+    """"chat" or "text"."""
+    prompts: list[Any]
+    most: int | None
+    """New tokens of an answer; None: as many as there is room for."""
+    asked: Asked | None
+    """The form of its texts, to be compiled."""
+    calling: Calling | None = None
+    echo: bool = False
+
+
 class Frontend:
     """An engine with the names and defaults of a server.
 
@@ -245,9 +259,18 @@ class Frontend:
         self.engine, self.name, self.method = engine, name, method
         self.settings, self._max_choices = settings, max_choices
 
-    def chat(self, body: ChatRequest) -> Answer:
-        """Submits a chat."""
+    def prepare(self, grammar: Grammar) -> int:
+        """Makes a grammar's automaton over the tokens, as requests will ask for it; returns the bytes of its automata, about."""
+        ends, held = tuple(self.engine.model.end_tokens), 1024 * grammar.automaton.states
+        if ends:
+            made = grammar.for_model(self.engine.model, ends)
+            held += 8 * made.states * made.classes
+        return held
+
+    def chat(self, body: ChatRequest) -> Draft:
+        """Reads a chat."""
         tokenizer = self.engine.model.tokenizer
+        self._check_model(body)
         if getattr(tokenizer, "chat_template", None) is None:
             raise Refused("this model has no chat template; use /v1/completions", 400, "messages")
         for name in {"messages", "tools"} & (body.chat_template_kwargs or {}).keys():
@@ -266,10 +289,12 @@ class Frontend:
         if calling is not None:
             continued = messages[-1]["content"] if variables.get("continue_final_message") else None
             calling = calling.after(tokenizer, prompt, continued)
-        return self._submit("chat", body, [prompt], body.max_completion_tokens or body.max_tokens, calling=calling)
+        most = body.max_completion_tokens or body.max_tokens
+        return Draft("chat", [prompt], most, asked_grammar(body, calling), calling)
 
-    def completion(self, body: CompletionRequest) -> Answer:
-        """Submits one prompt or several."""
+    def completion(self, body: CompletionRequest) -> Draft:
+        """Reads a request with one prompt or several."""
+        self._check_model(body)
         if body.best_of not in (None, body.n or 1):
             raise Refused("best_of must be n: all choices are returned", 400, "best_of")
         prompts: list[Any]
@@ -281,26 +306,23 @@ class Frontend:
         if body.echo and body.logprobs is not None:
             words = "logprobs with echo would be those of the prompt too, which are not computed"
             raise Refused(words, 400, "logprobs")
-        return self._submit("text", body, prompts, body.max_tokens, body.echo)
+        return Draft("text", prompts, body.max_tokens, asked_grammar(body), echo=body.echo)
 
-    def _submit(
-        self,
-        kind: str,
-        body: Settings,
-        prompts: list[Any],
-        most: int | None,
-        echo: bool = False,
-        calling: Calling | None = None,
-    ) -> Answer:
+    def _check_model(self, body: Settings) -> None:
         if body.model != self.name:
             raise self.unknown(body.model)
+
+    def submit(self, body: Settings, draft: Draft, grammar: Grammar | None) -> Answer:
+        """Submits a request that has been read, with the grammar that it asks for."""
+        kind, prompts, most, _, calling, echo = draft
         several = body.n or 1
         if several * len(prompts) > self._max_choices:
             words = f"at most {self._max_choices} choices can be asked for at once, got {several * len(prompts)}"
             raise Refused(words, 400, "n")
         method = find(body.method or self.method)
         settings = self.settings.of_request(body, method)
-        settings |= asked_grammar(body, calling)
+        if grammar is not None:
+            settings["grammar"] = grammar
         top = _asked_logprobs(body)
         if top is not None:
             settings["logprobs"] = top

@@ -8,8 +8,10 @@ import json
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -26,10 +28,12 @@ except ModuleNotFoundError as missing:
     words = "a server needs FastAPI and uvicorn"
     raise ImportError(sentence("serve", words, "Install them with `pip install fastapi uvicorn`.")) from missing
 
-from pdkernels.decoding import available, find
+from pdkernels.decoding import Grammar, available, find
 from pdkernels.engine import Engine, EngineFull
-from pdkernels.serve.answers import Answer, Frontend
+from pdkernels.serve.answers import Answer, Draft, Frontend
+from pdkernels.serve.compiling import GrammarPool
 from pdkernels.serve.errors import Refused, clipped, error_body, invalid, of_failure
+from pdkernels.serve.forms import Asked
 from pdkernels.serve.gate import Gate, log_failure
 from pdkernels.serve.metrics import prometheus
 from pdkernels.serve.options import MethodSettings, placed
@@ -48,6 +52,7 @@ class Limits:
         choices: answers that one request may ask for.
         seconds: of an answer; None: no limit. A request's own `timeout` counts if it is smaller.
         shutdown: seconds that requests have to finish after the server was told to stop.
+        compile: seconds of CPU time that a request's grammar may take to compile, besides the steps that `Grammar` allows.
     """
 
     body: int = 1 << 20
@@ -55,6 +60,7 @@ class Limits:
     choices: int = 16
     seconds: float | None = 600.0
     shutdown: float = 30.0
+    compile: float = 10.0
 
 
 def create_app(
@@ -95,13 +101,17 @@ def create_app(
     bounds = limits or Limits()
     settings = MethodSettings(method, options or {}, sampling or {}, drafters or {})
     front = Frontend(engine, name, method, settings, bounds.choices)
+    grammars = GrammarPool(front.prepare, bounds.compile)
     started = int(time.time())
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         yield
-        if not await asyncio.to_thread(engine.close, finish=True, timeout=bounds.shutdown):
-            await asyncio.to_thread(engine.close, finish=False, timeout=10.0)
+        grammars.close()
+        with ThreadPoolExecutor(1) as closing:  # the loop's own threads may all wait for something
+            run = partial(asyncio.get_running_loop().run_in_executor, closing)
+            if not await run(partial(engine.close, finish=True, timeout=bounds.shutdown)):
+                await run(partial(engine.close, finish=False, timeout=10.0))
 
     app = FastAPI(title="pdkernels", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     checks: dict[str, Any] = {"api_key": api_key, "origins": origins, "hosts": hosts}
@@ -114,7 +124,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["Retry-After"],
         )
-    app.state.engine = engine
+    app.state.engine, app.state.grammars = engine, grammars
 
     def refused(request: Request, error: Exception) -> JSONResponse:
         parameter, code, headers = None, None, dict[str, str]()
@@ -141,6 +151,23 @@ def create_app(
         text, parameter = invalid(error.errors())
         return JSONResponse(error_body(text, 400, parameter), 400)
 
+    async def compiled(request: Request, body: ChatRequest | CompletionRequest, asked: Asked | None) -> Grammar | None:
+        """The grammar of a request, whose time this takes."""
+        begun = time.monotonic()
+        if asked is None:
+            return None
+        making = asyncio.ensure_future(grammars.get(asked, asked.grammar, body.timeout))
+        try:
+            while not making.done():
+                await asyncio.wait([making], timeout=_POLL)
+                if not making.done() and await request.is_disconnected():
+                    raise Refused("the client has gone", 499)
+            if body.timeout is not None:
+                body.timeout = max(1e-3, body.timeout - (time.monotonic() - begun))
+            return making.result()
+        finally:
+            making.cancel()
+
     async def answered(request: Request, answer: Answer, body: ChatRequest | CompletionRequest) -> Response:
         if body.stream:
             with_usage = body.stream_options is not None and body.stream_options.include_usage
@@ -158,6 +185,10 @@ def create_app(
             with suppress(BaseException):
                 await whole
 
+    async def submitted(request: Request, body: ChatRequest | CompletionRequest, draft: Draft) -> Response:
+        grammar = await compiled(request, body, draft.asked)
+        return await answered(request, await asyncio.to_thread(front.submit, body, draft, grammar), body)
+
     def bounded(body: ChatRequest | CompletionRequest) -> None:
         if bounds.seconds is not None:
             body.timeout = bounds.seconds if body.timeout is None else min(body.timeout, bounds.seconds)
@@ -166,12 +197,12 @@ def create_app(
     async def chat(body: ChatRequest, request: Request) -> Response:
         bounded(body)
         # A template runs in a process of its own, for which this waits.
-        return await answered(request, await asyncio.to_thread(front.chat, body), body)
+        return await submitted(request, body, await asyncio.to_thread(front.chat, body))
 
     @app.post("/v1/completions")
     async def complete(body: CompletionRequest, request: Request) -> Response:
         bounded(body)
-        return await answered(request, await asyncio.to_thread(front.completion, body), body)
+        return await submitted(request, body, front.completion(body))
 
     @app.api_route("/v1/models", methods=["GET", "HEAD"])
     async def models() -> dict[str, Any]:
@@ -186,7 +217,11 @@ def create_app(
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
-        return PlainTextResponse("ok\n") if engine.running else PlainTextResponse("stopping\n", 503)
+        if not engine.running:
+            return PlainTextResponse("stopping\n", 503)
+        running, waiting = grammars.counts
+        words = f"grammars: {running} compiling, {waiting} waiting\n" if running + waiting else ""
+        return PlainTextResponse(f"stuck\n{words}", 503) if grammars.stuck else PlainTextResponse(f"ok\n{words}")
 
     @app.api_route("/metrics", methods=["GET", "HEAD"])
     async def metrics() -> Response:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from functools import lru_cache
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from pdkernels.decoding import Grammar
 from pdkernels.decoding.grammar.language import (
@@ -32,33 +31,55 @@ _DEPTH = 3  # of references, as in Grammar.json_schema
 _ANY = Repeat(Chars(complement(())), 0, None)
 
 
-def asked_grammar(body: Settings, calling: Calling | None = None) -> dict[str, Grammar]:
-    """The option `grammar` of a request, if it has one.
+class Asked(NamedTuple):
+    """The form of text that a request asks for: its content, calls of tools, or either."""
+
+    content: tuple[str, str] | None
+    calling: tuple[CallForm, tuple[tuple[str, str], ...], bool, bool] | None = None
+    """The form of calls, the tools with their schemas, whether there is one call at most, and whether the text must be calls."""
+
+    thoughts: tuple[tuple[ThoughtForm, ...], ThoughtForm | None] = ((), None)
+    """Those that may come before calls, and the one in which the answer begins."""
+
+    def grammar(self) -> Grammar:
+        """Compiles it.
+
+        Raises:
+            Refused: a form that cannot be followed; it names the field.
+        """
+        field = self.content[0] if self.content is not None else "tools"
+        try:
+            return self._grammar()
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise Refused(f"{field}: {in_http_words(str(error))}", 400, field) from None
+
+    def _grammar(self) -> Grammar:
+        if self.calling is not None:
+            return _calls(*self.calling, self.content, *self.thoughts)
+        assert self.content is not None
+        kind, source = self.content
+        if kind == "regex":
+            return Grammar.regex(source)
+        given = json.loads(source)
+        return Grammar.choice(given) if kind == "choice" else Grammar.json_schema(given, unknown="ignore")
+
+
+def asked_grammar(body: Settings, calling: Calling | None = None) -> Asked | None:
+    """What a request asks of the form of its text; None: nothing.
 
     Raises:
-        Refused: demands that exclude each other, or a schema of a tool that cannot be followed.
-        ValueError, NotImplementedError: as `Grammar`.
+        Refused: demands that exclude each other.
     """
     content = _content(body)
     if calling is None or not (calling.forced or calling.strict or content):
-        return {} if content is None else {"grammar": _named(content[0], lambda: _grammar(*content))}
+        return None if content is None else Asked(content)
     if calling.forced and content is not None:
         raise Refused(f"{content[0]} and tool_choice {calling.choice!r} exclude each other", 400, "tool_choice")
     if calling.form is PLAIN and not calling.forced:
         words = "the form of this model's calls is not known here, so only tool_choice 'required' or one tool can be followed with"
         raise Refused(f"{words} {content[0] if content else 'strict'}", 400, "tools")
-    tools = {name: json.dumps(parameters) for name, parameters in calling.tools.items()}
-    thoughts = (calling.thoughts, calling.thought)
-    demands = (calling.form, tuple(tools.items()), calling.single, calling.forced, content, *thoughts)
-    return {"grammar": _named(content[0] if content else "tools", lambda: _calls(*demands))}
-
-
-def _named(field: str, make: Callable[[], Grammar]) -> Grammar:
-    """The grammar; an error names the field that it is about."""
-    try:
-        return make()
-    except (ValueError, TypeError, NotImplementedError) as error:
-        raise Refused(f"{field}: {in_http_words(str(error))}", 400, field) from None
+    tools = tuple((name, json.dumps(parameters)) for name, parameters in calling.tools.items())
+    return Asked(content, (calling.form, tools, calling.single, calling.forced), (calling.thoughts, calling.thought))
 
 
 def _content(body: Settings) -> tuple[str, str] | None:
@@ -77,16 +98,6 @@ def _content(body: Settings) -> tuple[str, str] | None:
     return given[0] if given else None
 
 
-@lru_cache(maxsize=64)
-def _grammar(kind: str, source: str) -> Grammar:
-    """Kept, since its automata over tokens take longer to make than to use."""
-    if kind == "regex":
-        return Grammar.regex(source)
-    given = json.loads(source)
-    return Grammar.choice(given) if kind == "choice" else Grammar.json_schema(given, unknown="ignore")
-
-
-@lru_cache(maxsize=64)
 def _calls(
     form: CallForm,
     tools: tuple[tuple[str, str], ...],

@@ -114,6 +114,7 @@ def run(app: Any, *, host: str = "127.0.0.1", port: int = 8000, limits: Limits |
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            app.state.grammars.close()
             end = partial(app.state.engine.close, finish=False, timeout=0)
             late = asyncio.get_running_loop().call_later(seconds, end)
             try:
