@@ -44,7 +44,7 @@ def test_refused(tmp_path: Path) -> None:
         (["--regex", "a", "--choice", "b"], "--regex and --choice exclude each other"),
         (["--json-schema", str(tmp_path / "none.json")], "cannot be read: No such file"),
         (["--json-schema", "{"], "the schema is not JSON"),
-        (["--regex", "a{30}"], "cannot be completed within max_new_tokens (20)"),
+        (["--regex", "a{30}"], "cannot be completed within --max-new-tokens (20)"),
     ):
         result = run(*RUN, *given)
         assert result.exit_code != 0 and words in " ".join(result.output.split()), result.output

@@ -15,7 +15,9 @@ from pdkernels.serve.schema import ChatRequest
 
 def grammar_of(form: dict[str, Any]) -> Any:
     body = ChatRequest(model="m", messages=[{"role": "user", "content": "x"}], response_format=form)  # type: ignore[arg-type]
-    return asked_grammar(body)["grammar"]
+    asked = asked_grammar(body)
+    assert asked is not None
+    return asked.grammar()
 
 
 def test_json_object_takes_nested_values() -> None:
