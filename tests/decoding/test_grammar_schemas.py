@@ -71,6 +71,7 @@ def test_keywords_that_are_not_followed_are_refused(name: str) -> None:
         ({"type": "object", "properties": {"a": {"const": 1}, "b": {"const": 1}}, "minProperties": 1.0, "maxProperties": 1.0}, [{}, {"a": 1}, {"a": 1, "b": 1}]),
         ({"allOf": [{"type": "string", "maxLength": 3.0}, {"maxLength": 2}]}, ["ab", "abc"]),
         ({"type": "string", "maxLength": 5, "not": {"minLength": 3.0}}, ["ab", "abc"]),
+        ({"type": "integer", "minimum": 0, "maximum": 12, "allOf": [{"multipleOf": 2.0}, {"multipleOf": 3}]}, [0, 2, 3, 6, 12, 18]),
         ({"type": "integer", "multipleOf": 2.0, "minimum": 1.0, "maximum": 4.0}, [0, 1, 2, 3, 4, 6]),
     ],
 )  # fmt: skip

@@ -42,8 +42,6 @@ class Alt(NamedTuple):
     """One of these; without parts: nothing matches."""
 
     parts: tuple[Expression, ...]
-    kind: str = "alt"
-    """Unequal to a `Seq` of the same parts, which is another tuple."""
 
 
 class Repeat(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from itertools import groupby
 
-from pdkernels.decoding.grammar.language import NOTHING, Expression, Machine, compiled
+from pdkernels.decoding.grammar.language import Expression, Machine, compiled, is_nothing
 
 Edges = tuple[tuple[int, int, int], ...]
 """Of a state: first byte, last byte, to."""
@@ -20,7 +20,7 @@ def deterministic(part: Expression, words: str) -> Machine:
 
 def smallest(part: Expression, words: str) -> Expression:
     """The same with the fewest states, of an expression whose texts are bounded: states with the same continuations are one."""
-    if part == NOTHING:
+    if is_nothing(part):
         return part
     made = compiled(part, words)
     table, accepting = made.table, made.accepting

@@ -17,6 +17,7 @@ from pdkernels.decoding.grammar.language import (
     Repeat,
     Seq,
     either,
+    is_nothing,
     optional,
     sequence,
     text,
@@ -191,7 +192,7 @@ def _or_end(low: str | None, high: str | None, half: _Half, more: Expression) ->
     """More digits, or none where zeros are between the bounds, of which these digits are left."""
     fits = low is None or not (half.above or low.strip("0"))
     fits = fits and (high is None or not half.below or high.strip("0") != "")
-    return more if not fits else EMPTY if more == NOTHING else optional(more)
+    return more if not fits else EMPTY if is_nothing(more) else optional(more)
 
 
 def _digits(low: str | None, high: str | None, half: _Half, most: int) -> Expression:
@@ -211,12 +212,13 @@ def _digits(low: str | None, high: str | None, half: _Half, most: int) -> Expres
 
 
 def _joined(first: Expression | str, rest: Expression) -> Expression:
-    return NOTHING if NOTHING in (first, rest) else sequence(first, rest)
+    empty = any(is_nothing(one) for one in (first, rest) if not isinstance(one, str))
+    return NOTHING if empty else sequence(first, rest)
 
 
 def _some(parts: Iterable[Expression]) -> Expression:
     """One of those that have texts."""
-    return either([part for part in parts if part != NOTHING])
+    return either([part for part in parts if not is_nothing(part)])
 
 
 def _natural(low: int, high: int) -> Expression:

@@ -37,7 +37,7 @@ _APPLIED = frozenset("type enum const anyOf oneOf allOf not if then else $ref".s
 _REFUSED = frozenset("unevaluatedItems $dynamicRef $recursiveRef extends disallow divisibleBy".split())
 """Keywords that demand something, in one draft or another, and are not followed."""
 _DEMANDS = _REFUSED | _APPLIED | frozenset().union(*KEYWORDS.values())
-_COUNTS = frozenset(
+_COUNTS = frozenset({"multipleOf"}).union(
     name for names in KEYWORDS.values() for name in names if name[:3] in ("min", "max") and not name.endswith("imum")
 )
 TYPES: dict[str, Callable[[Any], bool]] = {
@@ -122,8 +122,9 @@ def warning_of(unknown: Unknown) -> str:
 
 
 def modern(schema: dict[str, Any]) -> dict[str, Any]:
-    """The keywords of earlier drafts as those of 2020-12, all conditions under one name, and counts as ints."""
-    schema.update({name: int(value) for name, value in schema.items() if name in _COUNTS})
+    """The keywords of earlier drafts as those of 2020-12, all conditions under one name, and whole numbers as ints."""
+    whole = {name: int(value) for name, value in schema.items() if name in _COUNTS and value == value // 1}
+    schema.update(whole)
     more = schema.pop("additionalItems", True)
     if isinstance(schema.get("items"), list):
         schema["prefixItems"], schema["items"] = schema["items"], more

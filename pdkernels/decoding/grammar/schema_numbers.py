@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pdkernels.decoding.grammar.language import NOTHING, Expression, both
+from pdkernels.decoding.grammar.language import NOTHING, Expression, both, is_nothing
 from pdkernels.decoding.grammar.numbers import MAX_FRACTION, Range, integers, multiples, numbers
 from pdkernels.decoding.grammar.schema_formats import OF_NUMBERS
 from pdkernels.decoding.grammar.schema_merge import unsupported
@@ -35,7 +35,7 @@ def number_of(kind: str, schema: Mapping[str, Any], place: str) -> Expression:
     inside = Range.of(low, high, above, below)
     far = any(half.low > _MAX_LOW for _, half in inside.halves)
     made = NOTHING if far else (numbers if kind == "number" else integers)(low, high, above=above, below=below)
-    few = kind == "number" and made == NOTHING and any(inside.halves)
+    few = kind == "number" and is_nothing(made) and any(inside.halves)
     words = f"numbers that need more than {MAX_FRACTION} digits after the point, or {len(str(_MAX_LOW))} before it"
     unsupported(far or few, place, words)
     return both(made, multiples(int(step)), f"the schema at {place}") if "multipleOf" in schema else made
