@@ -26,6 +26,7 @@ _ELSEWHERE = {
     "min_tokens": "min_new_tokens",
     "num_return_sequences": "n",
     "sequence_bias": "logit_bias",
+    "stop": "stop_strings",
     "stop_token_ids": "end_tokens",
     "streamer": "on_tokens",
 }
@@ -33,14 +34,14 @@ _ELSEWHERE = {
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """A hint at the argument that is meant by `name`; empty if there is none like it.
+    """A hint at the argument that is meant by `name`; empty if there is none.
 
-    >>> suggestion("stop", ["top_p", "stop_strings"]), suggestion("eos_token_id", ["end_tokens"])
-    ("Did you mean 'stop_strings'? ", "Did you mean 'end_tokens'? ")
+    >>> suggestion("stop", ["top_p", "stop_strings"]), suggestion("stop", ["top_p"]), suggestion("top", ["top_p"])
+    ("Did you mean 'stop_strings'? ", '', "Did you mean 'top_p'? ")
     """
-    names = list(known)
-    meant = _ELSEWHERE.get(name, name)
-    return did_you_mean(meant if meant in names else name, names)
+    if (meant := _ELSEWHERE.get(name)) is not None:  # another one like it would be far from what is meant
+        known = {meant} & set(known)
+    return did_you_mean(meant or name, known)
 
 
 def check_options(method: Method, options: Mapping[str, Any], arguments: Iterable[str] = ()) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -115,6 +117,45 @@ def test_a_misspelt_name_is_suggested() -> None:
         pd.decoding.generate(model, [1], pd.decoding.find("autoregressive"), nope=4)
     with pytest.raises(ValueError, match=r"got 'jaccobi'. Did you mean 'jacobi'\? Known: autoregressive, jacobi, "):
         pd.decoding.find("jaccobi")
+
+
+ELSEWHERE = {
+    "stop": "stop_strings",
+    "max_tokens": "max_new_tokens",
+    "max_new_token": "max_new_tokens",
+    "gramar": "grammar",
+    "eos_token_id": "end_tokens",
+    "num_return_sequences": "n",
+    "on_token": "on_tokens",
+    "temp": "temperature",
+}
+
+
+@pytest.mark.parametrize(("name", "meant"), ELSEWHERE.items())
+def test_an_argument_of_generate_is_suggested_at_every_door(name: str, meant: str) -> None:
+    model = pd.models.load("tiny-code")
+    with pd.Engine(model, max_new_tokens=4) as engine:
+        doors: list[Callable[..., Any]] = [
+            lambda **given: pd.decoding.generate(model, "a", **given),
+            lambda **given: pd.decoding.generate(model, ["a", "b"], **given),
+            lambda **given: list(pd.decoding.stream(model, "a", **given)),
+            lambda **given: engine.submit("a", **given),
+        ]
+        for door in doors:
+            with pytest.raises(TypeError, match=rf"no option '{name}'. Did you mean '{meant}'\? It accepts: temp"):
+                door(**{name: None})
+
+
+def test_arguments_of_an_engine_are_suggested() -> None:
+    model = pd.models.load("tiny-code")
+    for name, meant in (("max_batch", "max_batches"), ("max_tokens", "max_new_tokens"), ("cache", "cache_tokens")):
+        words = rf"pdkernels.Engine: there is no argument '{name}'. Did you mean '{meant}'\? It accepts: model, max_run"
+        with pytest.raises(TypeError, match=words):
+            pd.Engine(model, **{name: 4})
+    with pytest.raises(TypeError, match="there is no argument 'stop'. It accepts"):
+        pd.Engine(model, stop=4)
+    with pd.Engine(model) as engine, pytest.raises(TypeError, match=r"Did you mean 'timeout'\?"):
+        engine.submit("a", time_out=4)
 
 
 def test_the_default_of_an_unknown_option_is_refused_by_name() -> None:

@@ -102,6 +102,11 @@ def test_draws_and_what_else_is_refused() -> None:
     assert text == pd.decoding.generate(lm.model, "1", "llada", **drawn).text
     with pytest.raises(ValueError, match="method 'autoregressive' has no option block_size"):
         HarnessModel("tiny-code", block_size=4)
+    for name, meant in (("batchsize", "batch_size"), ("max_gen_toks", "max_new_tokens"), ("temp", "temperature")):
+        with pytest.raises(ValueError, match=rf"no option {name}. Did you mean '{meant}'\?"):
+            HarnessModel("tiny-code", **{name: 4})
+    with pytest.raises(ValueError, match=r"no option stop\.$"):  # a task's own setting
+        HarnessModel("tiny-code", stop="a")
     masked = HarnessModel("tiny-masked", method="llada")
     with pytest.raises(NotImplementedError, match="must be causal for rolling"):
         masked.loglikelihood_rolling([ask("loglikelihood_rolling", "a")])
