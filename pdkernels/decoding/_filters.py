@@ -155,7 +155,8 @@ def _answer(scores: Any, logits: Tensor) -> Tensor:
     check_type(scores.is_floating_point(), _OP, "logits_processor", expectation, scores.dtype)
     expectation = f"return the shape of its logits, (1, {width})"
     check(scores.shape == (1, width), _OP, "logits_processor", expectation, tuple(scores.shape))
-    return scores[0]
+    row: Tensor = scores[0]
+    return row
 
 
 def unpacked(words: Tensor, vocabulary: int) -> Tensor:

@@ -146,7 +146,7 @@ def checked_seeds(op: str, seed: Seed, batch: int) -> torch.Tensor:
         seeds = [sequence_seed(seed, sequence) for sequence in range(batch)]
     else:
         several = isinstance(seed, Sequence) and not isinstance(seed, (bytes, bytearray, memoryview))
-        several = several and all(type(number) is int for number in seed)
+        several = several and all(type(number) is int for number in cast(Sequence[int], seed))
         check_type(several, op, "seed", "be an int or a list of ints", type(seed).__name__)
         seeds = list(cast(Sequence[int], seed))
         check(len(seeds) == batch, op, "seed", f"have one number for each of the {batch} sequences", len(seeds))

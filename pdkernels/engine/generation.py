@@ -128,7 +128,7 @@ class Generation:
             words = f"a callback or a hook must not wait for request {self.number}: the engine's thread, which would have to run it, waits for the callback"
             raise RuntimeError(sentence("Engine", words))
 
-    def _after_fork(self, error: Exception) -> None:
+    def _after_fork(self, error: BaseException) -> None:
         """Ends it in a forked child, if it has not ended: another thread may hold its lock, or have changed half of it."""
         self._changed, self._listeners = threading.Condition(), []
         if not self.done:
@@ -191,7 +191,8 @@ def checked_wait(op: str, timeout: Any) -> float | None:
     number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
     check_type(number, op, "timeout", "be a number", type(timeout).__name__)
     check(timeout == timeout, op, "timeout", "be a number of seconds", timeout)
-    return min(timeout, threading.TIMEOUT_MAX)
+    seconds: float = min(timeout, threading.TIMEOUT_MAX)
+    return seconds
 
 
 class _Reader:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from pdkernels._validation import check, check_fits_memory, check_type, message
-from pdkernels.decoding import DecodeResult, OnTokens, check_capabilities, check_options
+from pdkernels.decoding import DecodeResult, OnTokens, check_capabilities
+from pdkernels.decoding._options import check_options
 from pdkernels.decoding._prompts import Prompts
 from pdkernels.decoding._request import finished, open_session
 from pdkernels.decoding._session import MAX_POSITIONS, Session

@@ -28,7 +28,8 @@ import torch
 from pdkernels import models
 from pdkernels._validation import check, check_choice, check_type, integer, message, sentence
 from pdkernels._version import __version__
-from pdkernels.decoding import check_options, default_method, find, generate, sequence_seed
+from pdkernels.decoding import default_method, find, generate, sequence_seed
+from pdkernels.decoding._options import check_options
 from pdkernels.decoding.signatures import Request
 from pdkernels.integrations.ledger import Ledger, ledger_path, refuse_links
 from pdkernels.integrations.prompt_files import OP, Contents, Prompt, check_output, model_identity, read_prompts, writer

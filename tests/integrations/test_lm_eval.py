@@ -102,11 +102,6 @@ def test_draws_and_what_else_is_refused() -> None:
     assert text == pd.decoding.generate(lm.model, "1", "llada", **drawn).text
     with pytest.raises(ValueError, match="method 'autoregressive' has no option block_size"):
         HarnessModel("tiny-code", block_size=4)
-    for name, meant in (("batchsize", "batch_size"), ("max_gen_toks", "max_new_tokens"), ("temp", "temperature")):
-        with pytest.raises(ValueError, match=rf"no option {name}. Did you mean '{meant}'\?"):
-            HarnessModel("tiny-code", **{name: 4})
-    with pytest.raises(ValueError, match=r"no option stop\.$"):  # a task's own setting
-        HarnessModel("tiny-code", stop="a")
     masked = HarnessModel("tiny-masked", method="llada")
     with pytest.raises(NotImplementedError, match="must be causal for rolling"):
         masked.loglikelihood_rolling([ask("loglikelihood_rolling", "a")])
@@ -145,3 +140,11 @@ def test_scores_are_those_of_our_evaluation(
     right = [problem.is_solved_by(text) for problem, text in zip(task.problems, texts, strict=True)]
     assert scores["pdkernels_sums"] == sum(right) / problems
     assert scores["pdkernels_sums_choice"] >= 0.8
+
+
+def test_a_misspelt_argument_is_suggested() -> None:
+    for name, meant in (("batchsize", "batch_size"), ("max_gen_toks", "max_new_tokens"), ("temp", "temperature")):
+        with pytest.raises(ValueError, match=rf"no option {name}. Did you mean '{meant}'\?"):
+            HarnessModel("tiny-code", **{name: 4})
+    with pytest.raises(ValueError, match=r"no option stop\.$"):  # a task's own setting
+        HarnessModel("tiny-code", stop="a")
