@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -54,7 +54,12 @@ class Filters:
         waits = self.min_new_tokens > 0 and bool(self.end_tokens)
         return self.repetition_penalty != 1 or waits or any(bool(getattr(self, name)) for name in (*names, *more))
 
-    @property
+    @cached_property
+    def _biases(self) -> dict[tuple[int, torch.device], Tensor]:
+        """The biases of all tokens, by the size of the vocabulary and the device: there may be many, and a forward is short."""
+        return {}
+
+    @cached_property
     def finite(self) -> Filters:
         """Those that make tokens less likely, but not impossible."""
         return Filters(self.repetition_penalty, self.presence_penalty, self.frequency_penalty, self.logit_bias)
@@ -96,7 +101,12 @@ class Filters:
 
     def _bias(self, logits: Tensor) -> Tensor:
         assert self.logit_bias is not None
-        return _dense(tuple(self.logit_bias.items()), logits.shape[-1], logits.device)
+        key = logits.shape[-1], logits.device
+        if key not in self._biases:
+            row = torch.zeros(logits.shape[-1])
+            row[list(self.logit_bias)] = torch.tensor(list(self.logit_bias.values()), dtype=torch.float32)
+            self._biases[key] = row.to(logits.device)
+        return self._biases[key]
 
     def _bad_words(self, rows: Prefixes) -> list[Tensor]:
         """Tokens ``(batch, R, n)`` that would complete bad words or come too early; -1: none."""
@@ -194,12 +204,3 @@ def _everywhere(tokens: Sequence[int], rows: Prefixes) -> Tensor:
 def _listed(lists: list[Tensor]) -> Tensor | None:
     """Lists of ids ``(batch, R, n)`` as one; None if there is none."""
     return torch.cat(lists, -1) if lists else None
-
-
-@lru_cache(64)
-def _dense(items: tuple[tuple[int, float], ...], size: int, device: torch.device) -> Tensor:
-    """Values by their ids, 0 elsewhere: float32 ``(size,)``."""
-    row = torch.zeros(size, dtype=torch.float32)
-    for token, value in items:
-        row[token] += value
-    return row.to(device)
