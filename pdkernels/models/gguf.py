@@ -145,7 +145,10 @@ def _config(file: GgufFile) -> TransformerConfig:
 
     with read_from(file.name):
         mixture = _experts(fields) if kind == _MOE else None
-        dense = mixture is None or "feed_forward_length" in fields.values
+        # A file of experts alone need not name the size of an MLP.
+        inner = None if mixture is None else mixture.intermediate_size
+        if inner is None or "feed_forward_length" in fields.values:
+            inner = fields.integer("feed_forward_length")
         return TransformerConfig(
             vocab_size=embedding.shape[0],
             hidden_size=hidden,
@@ -153,7 +156,7 @@ def _config(file: GgufFile) -> TransformerConfig:
             heads=heads,
             kv_heads=fields.integer("attention.head_count_kv"),
             head_dim=head_dim,
-            intermediate_size=fields.integer("feed_forward_length") if dense else mixture.intermediate_size,
+            intermediate_size=inner,
             rope_theta=fields.number("rope.freq_base", above=0),
             rope_scaling=scaling,
             norm_eps=fields.number("attention.layer_norm_rms_epsilon", minimum=0),
@@ -169,7 +172,8 @@ def _config(file: GgufFile) -> TransformerConfig:
 
 def _experts(fields: Keys) -> ExpertsConfig:
     """Every layer has them, and weights are normalised: llama.cpp computes no others of this architecture."""
-    return ExpertsConfig(*(fields.integer(f"expert_{name}") for name in ("count", "used_count", "feed_forward_length")))
+    count, used, inner = (fields.integer(f"expert_{name}") for name in ("count", "used_count", "feed_forward_length"))
+    return ExpertsConfig(count, used, inner)
 
 
 def _scaling(file: GgufFile, fields: Keys, head_dim: int, positions: int) -> RopeScaling | None:

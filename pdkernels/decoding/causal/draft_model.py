@@ -163,8 +163,8 @@ def _checked(model: Any, drafter: Any) -> Any:
 
 def _same_words(model: Any, drafter: Any) -> bool:
     """Whether both have tokenizers with the same tokens, which no padding of an embedding changes."""
-    words = [getattr(one, "tokenizer", None) for one in (model, drafter)]
-    if None in words:
+    words = [one.tokenizer for one in (model, drafter) if getattr(one, "tokenizer", None) is not None]
+    if len(words) < 2:
         return False
     known, other = (list(one.token_bytes()) for one in words)
     return known == other and len(known) <= min(model.config.vocab_size, drafter.config.vocab_size)
