@@ -171,7 +171,7 @@ def _plain(value: Any) -> Any:
     return f"<{type(value).__name__}>"
 
 
-def tests_content(source: str) -> bool:
+def asks_for_content(source: str) -> bool:
     """Whether a template asks whether a message's content is none, as those of DeepSeek do where a message has calls."""
     return _CONTENT_IS_NONE.search(source) is not None
 
@@ -179,7 +179,7 @@ def tests_content(source: str) -> bool:
 def _without_none(message: Message, source: str) -> dict[str, Any]:
     """The fields that are not None, as in transformers since 5.23. Beside calls a template that asks for it sees `content` as None, as in
     older versions, for which it was written: it would lose the calls."""
-    tested = bool(message.get("tool_calls")) and tests_content(source)
+    tested = bool(message.get("tool_calls")) and asks_for_content(source)
     return {name: value for name, value in message.items() if value is not None or (tested and name == "content")}
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pdkernels.models.chat import tests_content
+from pdkernels.models.chat import asks_for_content
 from pdkernels.serve.errors import Refused, shown
 
 
@@ -49,7 +49,7 @@ def plain(messages: Sequence[Mapping[str, Any]], template: str) -> list[dict[str
 def _text(message: Mapping[str, Any], place: str, template: str) -> str | None:
     content = message.get("content")
     if content is None and (message.get("tool_calls") or message.get("function_call")):
-        return None if tests_content(template) else ""  # calls have no text beside them
+        return None if asks_for_content(template) else ""  # calls have no text beside them
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

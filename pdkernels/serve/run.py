@@ -123,7 +123,7 @@ def run(app: Any, *, host: str = "127.0.0.1", port: int = 8000, limits: Limits |
                 late.cancel()
 
     last = int(seconds) + _READ
-    times = {"timeout_graceful_shutdown": last, "timeout_keep_alive": 30}
+    times: dict[str, Any] = {"timeout_graceful_shutdown": last, "timeout_keep_alive": 30}
     config = uvicorn.Config(app, http=protocol, ws="none", log_level="info", **times)
     sockets = listeners(host, port)
     try:
