@@ -115,6 +115,8 @@ def serve(
         drafters = {label: one for (label, _, _), (_, one) in zip(named, made, strict=True)}
         use_threads(threads, [language_model])
         options = assigned_options("serve", option or [])
+        if options.get("drafter") in drafters:
+            options["drafter"] = drafters[options["drafter"]]
         if method is None:
             method, chosen = decoding.default_method(language_model, options, name=model)
             options = {**chosen, **options}
@@ -129,6 +131,8 @@ def serve(
         with engine:
             # A first, hidden answer absorbs the start-up cost, and refuses unsupported options before the first request.
             engine.submit([0], decoding.find(method), max_new_tokens=_canvas(method, engine), **options).result()
+            for kind, one in made:
+                engine.submit([0], decoding.find(kind), max_new_tokens=1, drafter=one).result()
             key = os.environ.get(KEY) or None
             demand(key is None or key.isascii(), "serve", KEY, "be ASCII", "other characters")
             if key is None and not is_loopback(host):

@@ -208,7 +208,7 @@ class CallParser:
     def _text(self, found: News) -> bool:
         buffer, tags = self._buffer, [tag for tag in (self._opening, *self._thoughts) if tag]
         if not (self._form.marked or self._written or self.count):
-            body = buffer.lstrip()
+            body = buffer.lstrip(" \t\r\n")
             if not body or any(tag.startswith(body) for tag in tags):
                 return False
             if body[0] == ("[" if self._form.listed else "{") and not body.startswith(tuple(tags)):

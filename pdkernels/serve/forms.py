@@ -28,6 +28,7 @@ from pdkernels.serve.thoughts import ThoughtForm
 from pdkernels.serve.tools import Calling
 
 _DEPTH = 3  # of references, as in Grammar.json_schema
+_SPACE = ((9, 10), (13, 13), (32, 32))
 _ANY = Repeat(Chars(complement(())), 0, None)
 
 
@@ -117,14 +118,15 @@ def _calls(
     if form.listed:
         calls = sequence("[", calls, "]")
     words = "the calls of tools"
+    openings = [one.opening for one in thoughts]
     if content is not None:
         calls = Alt((_expression(*content), calls))
     elif not forced and form.marked:
-        tags = [form.opening.strip(), *(one.opening for one in thoughts)]
-        calls = sequence(without(_ANY, _with(tags), words), optional(calls))
+        calls = sequence(without(_ANY, _with([form.opening.strip(), *openings]), words), optional(calls))
     elif not forced:
-        space, bracket = Repeat(text(" "), 0, None), "[" if form.listed else "{"
-        calls = Alt((without(_ANY, sequence(space, bracket, _ANY), words), calls))
+        space, bracket = Repeat(Chars(_SPACE), 0, None), "[" if form.listed else "{"
+        begun = sequence(space, bracket, _ANY)
+        calls = Alt((without(_ANY, either([begun, _with(openings)]) if openings else begun, words), calls))
     if thought is not None:
         calls = sequence(_inside(thought, words), calls)
     elif thoughts:

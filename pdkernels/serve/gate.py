@@ -10,6 +10,7 @@ import hmac
 import ipaddress
 import logging
 import re
+import socket
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -35,7 +36,7 @@ class Gate:
         api_key: that clients must send; None: none.
         origins: of pages of other sites that may send requests; "*": all.
         hosts: names of this server in requests, as "name" or "name:port"; "*": all. A connection to a loopback address needs one of
-            them or of loopback's: a page of another site can have its own name lead there. Without `hosts`, others need none.
+            them, of loopback's or the machine's: a page of another site can have its own name lead there. Without `hosts`, others need none.
     """
 
     def __init__(
@@ -127,7 +128,8 @@ class Gate:
         for host in hosts:
             found = _AUTHORITY.fullmatch(host)
             name = found[1].lower().rstrip(".") if found else ""
-            if not (name in self._hosts or host.lower() in self._hosts or (local and is_loopback(name))):
+            here = local and (is_loopback(name) or name == socket.gethostname().lower())
+            if not (here or name in self._hosts or host.lower() in self._hosts):
                 raise Refused(f"the host {shown(host)} is not served here", 403)
 
     def _check_origin(self, origins: list[str], hosts: list[str]) -> None:

@@ -67,6 +67,7 @@ HERE, LAN = ("127.0.0.1", 8000), ("192.168.0.5", 8000)
     [
         *((HERE, host, (), 200) for host in ("localhost", "LOCALHOST:8000", "127.0.0.1:9", "[::1]:80", "a.localhost", "localhost.")),
         (("::1", 8000), "[::1]:8000", (), 200),
+        (HERE, f"{socket.gethostname()}:8000", (), 200),
         (("::ffff:127.0.0.1", 8000), "example.org", (), 403),
         *((HERE, host, (), 403) for host in ("example.org", "example.org:8000", "192.168.0.5", "localhost.example.org", "", "a@localhost", "[::2]")),
         (("::1", 8000), "example.org", (), 403),

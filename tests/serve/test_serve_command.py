@@ -130,6 +130,7 @@ def test_a_port_that_is_taken_is_named_before_a_model_is_loaded() -> None:
         (["--method", "no_such"], "method must name a decoding method"),
         pytest.param(["--option", "no_such=1"], "has no option 'no_such'", marks=pytest.mark.slow),
         (["--method", "llada"], "method must fit the model"),
+        (["--drafter", "a=tiny-masked"], "drafter must be causal"),
         (["--drafter", "tiny-jacobi"], "--drafter must be NAME=PATH, got 'tiny-jacobi'"),
         (["--drafter", "a=tiny-jacobi", "--drafter", "a=tiny-code"], "--drafter must name each drafter once"),
         pytest.param(

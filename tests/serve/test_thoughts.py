@@ -13,6 +13,7 @@ import pdkernels as pd
 from pdkernels.models.chat import ChatTemplate
 from pdkernels.models.tokenizers import JsonTokenizer
 from pdkernels.serve.calls import HERMES, LLAMA, MISTRAL, CallDelta, CallForm, CallParser, joined
+from pdkernels.serve.forms import _calls
 from pdkernels.serve.messages import plain
 from pdkernels.serve.thoughts import _FORMS, THINK, ThoughtForm, opened, thoughts_of
 from tests.serve.test_calls import ASKED, CLOCK, WEATHER, served, shorter
@@ -182,3 +183,38 @@ def test_a_chat_goes_on_after_a_call_where_templates_join_arguments_as_text(name
     template = ChatTemplate(JOINED[name], {"bos_token": "<s>", "eos_token": "</s>"})
     shown = template.render(plain(chat, JOINED[name]))
     assert shown.count(text) == 1 and "{}" in shown and "None" not in shown and shown.index("get") < shown.index("set")
+
+
+@pytest.mark.parametrize("form", [HERMES, MISTRAL, LLAMA], ids=["hermes", "mistral", "llama"])
+def test_the_grammar_of_strict_calls_is_that_of_what_is_read(form: CallForm) -> None:
+    parameters = {"type": "object", "properties": {"n": {"const": 7}}, "required": ["n"]}
+    tools = (("set", json.dumps(parameters)),)
+
+    def call(number: int) -> str:
+        made = f'{{"name": "set", "{form.arguments}": {{"n": {number}}}}}'
+        return f"[{made}]" if form.listed else f"{form.opening}{made}{form.closing}" if form.marked else made
+
+    good, bad = call(7), call(8)
+    outside, inside = (_calls(form, tools, not form.several, False, None, (THINK,), one) for one in (None, THINK))
+    for text, calls in [
+        (f"<think>a {bad} b</think>\n\n{good}", 1),
+        (f"<think></think>{good}", 1),
+        (good, 1),
+        ("So.", 0),
+        ("<think>a</think>So.", 0),
+        (f"<think>{bad}</think>", 0),
+    ]:
+        assert outside.matches(text) and len(read(form, text, None)[1]) == calls
+        text = text.removeprefix("<think>")
+        assert inside.matches(text) == ("</think>" in text)
+        if inside.matches(text):
+            assert len(read(form, text, THINK)[1]) == calls
+    for text in (
+        bad,
+        f"\n {bad}",
+        f"<think>a</think>{bad}",
+        f"<think>a</think>\n\n{bad}",
+        "<think>a",
+        f"<think>a{good}",
+    ):
+        assert not outside.matches(text) and not inside.matches(text.removeprefix("<think>"))
