@@ -71,7 +71,7 @@ def test_a_server_that_is_told_to_stop_finishes_its_answers() -> None:
         for asker in askers:
             asker.start()
         deadline = time.monotonic() + 60
-        while not re.search(r"pdkernels_submitted_total 9\b", httpx.get(f"{address}/metrics", headers=headers).text):
+        while not re.search(r"pdkernels_submitted_total 11\b", httpx.get(f"{address}/metrics", headers=headers).text):
             assert time.monotonic() < deadline
         process.send_signal(signal.SIGTERM)
         for asker in askers:
