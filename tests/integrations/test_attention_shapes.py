@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 
 from pdkernels.integrations.transformers import PdCache, register, wrap  # noqa: E402
+from pdkernels.integrations.transformers._attention import REFUSED  # noqa: E402
 from pdkernels.integrations.transformers._rows import narrowed, widened  # noqa: E402
 
 MLA: dict[str, Any] = {
@@ -114,7 +118,7 @@ def test_widths_that_are_refused_by_name(width: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"softcap": 30.0}, {"position_bias": torch.zeros(1, 4, 3, 3)}, {"attention_bias": torch.zeros(1)}, {"dropout": 0.1}, {"output_attentions": True}, {"block_indices": torch.zeros(1)}, {"indices": torch.zeros(1)}],
+    "options", [{"softcap": 30.0}, {"position_bias": torch.zeros(1, 4, 3, 3)}, {"attention_bias": torch.zeros(1)}, {"dropout": 0.1}, {"output_attentions": True}, {"block_indices": torch.zeros(1)}, {"indices": torch.zeros(1)}, {"sinks": torch.zeros(1)}],
     ids=lambda options: next(iter(options)),
 )  # fmt: skip
 def test_narrower_values_are_refused_what_others_are(options: dict[str, Any]) -> None:
@@ -122,6 +126,46 @@ def test_narrower_values_are_refused_what_others_are(options: dict[str, Any]) ->
     q, v = torch.zeros(1, 4, 3, 32), torch.zeros(1, 4, 3, 24)
     with pytest.raises(NotImplementedError, match=next(iter(options))):
         transformers.AttentionInterface()["pdkernels"](torch.nn.Module(), q, q, v, None, **options)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"position_embedding_type": "relative_key"}, {"scale_attn_weights": False}, {"scale_attn_by_inverse_layer_idx": True}],
+    ids=lambda settings: next(iter(settings)),
+)  # fmt: skip
+def test_what_a_layer_says_itself_is_refused(settings: dict[str, Any]) -> None:
+    register()
+    layer, q = module(2, 2, True), torch.zeros(1, 2, 3, 16)
+    vars(layer).update(settings)
+    with pytest.raises(NotImplementedError, match=next(iter(settings))):
+        transformers.AttentionInterface()["pdkernels"](layer, q, q, q, None)
+
+
+def test_attention_of_transformers_takes_no_other_arguments() -> None:
+    """Every argument of the models' own attention functions, and all that these read from their layer, is followed or refused."""
+    followed = {"module", "query", "key", "value", "attention_mask", "scaling", "dropout", "s_aux", "is_causal"}
+    same = {"query_states", "key_states", "value_states"}  # of functions inside eager ones
+    in_mask = {"sliding_window"}
+    refused = {*REFUSED, "output_attentions"}
+    of_layer = {"num_key_value_groups", "training", "head_dim", "layer_idx", "sinks"}  # sinks are passed as s_aux too
+    of_old = {"position_embedding_type", "distance_embedding", "max_position_embeddings", "scale_attn_weights"}
+    of_old |= {"scale_attn_by_inverse_layer_idx", "is_cross_attention", "attn_dropout", "bias"}
+    arguments, read = set(), set()
+    for path in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"):
+        if path.parent.name == "modernbert":  # whose functions in 4.57 are not those of AttentionInterface
+            continue
+        for found in re.finditer(r"^def \w*attention_forward\(.*?(?=^\S(?<!\)))", path.read_text(), re.M | re.S):
+            [function] = ast.parse(found[0]).body
+            assert isinstance(function, ast.FunctionDef)
+            arguments |= {a.arg for a in [*function.args.args, *function.args.kwonlyargs]}
+            read |= {
+                node.attr
+                for node in ast.walk(function)
+                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "module"
+            }
+    assert {"query", "softcap"} <= arguments and "num_key_value_groups" in read
+    assert not arguments - followed - same - in_mask - refused
+    assert not read - of_layer - of_old
 
 
 def test_rows_of_a_cache_are_widened_without_a_copy() -> None:

@@ -347,6 +347,7 @@ def test_compiled_attention_gets_plain_tensors() -> None:
             assert type(mine) is kind and torch.equal(mine + 0, their)
             if kind is PagedRows:
                 assert mine.stride() == mine.gathered().stride()
+                assert mine.data_ptr() == mine.gathered().data_ptr()
 
 
 @torch.no_grad()

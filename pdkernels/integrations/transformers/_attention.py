@@ -27,6 +27,7 @@ REFUSED = {
     "attention_bias": "a bias",
     "block_indices": "a choice of key blocks",
     "indices": "a choice of keys",
+    "sinks": "sinks of every token",
 }
 
 
@@ -59,7 +60,7 @@ def attention(
     if size != width:  # DeepSeek's MLA; zeros change neither scores nor sums
         scaling = size**-0.5 if scaling is None else scaling
         query, key, value = (widened(rows, max(size, width)) for rows in (query, key, value))
-    _check(query, dropout, rest)
+    _check(module, query, dropout, scaling, rest)
     mixed = _attend(module, query, key, value, attention_mask, scaling, is_causal, tile_plan, s_aux)
     return mixed[..., :width], None
 
@@ -111,8 +112,19 @@ def _attend(
     return _after_prefix(q, k, v, attention_mask.offset, scaling, s_aux)
 
 
-def _check(query: Tensor, dropout: float, rest: dict[str, Any]) -> None:
+def _check(module: nn.Module, query: Tensor, dropout: float, scaling: float | None, rest: dict[str, Any]) -> None:
     remedy = 'Use attn_implementation="eager" for this model.'
+    # The eager functions of 4.57 read these from the layer.
+    if "relative_key" in str(getattr(module, "position_embedding_type", None)):
+        raise NotOurs(message(OP, "position_embedding_type", "be absolute or rotary", "a relative one", remedy), "relative positions")  # fmt: skip
+    scaled = getattr(module, "scale_attn_weights", True) and not getattr(
+        module, "scale_attn_by_inverse_layer_idx", False
+    )
+    if scaling is None and not scaled:
+        words = message(
+            OP, "scale_attn_weights", "be True without scale_attn_by_inverse_layer_idx", "another scale", remedy
+        )
+        raise NotOurs(words, "a scale of every layer")
     for name, what in REFUSED.items():
         if rest.get(name) is not None:
             raise NotOurs(message(OP, name, "be absent", "one", remedy), what)

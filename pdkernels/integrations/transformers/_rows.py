@@ -54,6 +54,9 @@ class PagedRows(Tensor):
             self._rows = self.pages.gathered(self.side)[..., : self.shape[3]]
         return self._rows
 
+    def data_ptr(self) -> int:  # of kernels that are launched without the dispatcher
+        return self.gathered().data_ptr()
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         args, kwargs = tree_map(lambda x: x.gathered() if isinstance(x, PagedRows) else x, (args, kwargs or {}))
