@@ -21,7 +21,7 @@ MAX_SECONDS = 30.0
 WORK_PER_STEP = 32
 """Steps of the compiled code that take as long as one of Python."""
 _REMEDY = "Use fewer alternatives, shorter repetitions, or a smaller depth."
-_LOOK = 250  # steps between two looks at the clock, less than a millisecond
+_LOOK = 100  # steps between two looks, less than a millisecond
 
 
 class Abandoned(Exception):

@@ -168,25 +168,34 @@ def _split(first: int, last: int, found: list[tuple[tuple[int, int], ...]]) -> N
 class _Builder:
     """The nondeterministic automaton of an expression, built from its end.
 
-    A part that is followed by the same state twice is one part of the automaton, so that an expression may share its parts.
+    Parts that are equal and followed by the same state are one part of the automaton. So an expression may share its parts, and endings are shared.
     """
 
     def __init__(self, words: str) -> None:
         self.states, self._words = 0, words
         self.edges: list[tuple[int, int, int, int]] = []
         self.empty: list[tuple[int, int]] = []
-        self._starts: dict[tuple[int, int], int] = {}
+        self._starts: dict[tuple[int | Chars, int], int] = {}
+        self._before: dict[tuple[int, ...], int] = {}
 
-    def state(self, *ways: int) -> int:
-        """A state that goes on as these do."""
+    def state(self) -> int:
         self.states += 1
         refuse(self.states > MAX_STATES, OP, f"{self._words} unfolds to more than {MAX_STATES} states", TOO_LARGE)
-        self.empty += [(self.states - 1, way) for way in ways]
         return self.states - 1
+
+    def either(self, *ways: int) -> int:
+        """The state that goes on as these do."""
+        different = tuple(dict.fromkeys(ways))
+        if len(different) == 1:
+            return ways[0]
+        if different not in self._before:
+            start = self._before[different] = self.state()
+            self.empty += [(start, way) for way in different]
+        return self._before[different]
 
     def add(self, part: Expression, end: int) -> int:
         """The state from which `part` leads to `end`. Nothing may leave it besides."""
-        key = id(part), end
+        key = part if isinstance(part, Chars) else id(part), end
         if key in self._starts:
             return self._starts[key]
         spend()
@@ -204,8 +213,7 @@ class _Builder:
             for one in reversed(part.parts):
                 start = self.add(one, start)
         elif isinstance(part, Alt):
-            ways = [self.add(one, end) for one in part.parts]
-            start = self.state(*dict.fromkeys(ways))
+            start = self.either(*(self.add(one, end) for one in part.parts))
         elif isinstance(part, Repeat):
             start = self._repeated(part, end)
         elif isinstance(part, Subsequence):
@@ -222,12 +230,12 @@ class _Builder:
 
     def _repeated(self, part: Repeat, end: int) -> int:
         if part.most is None:
-            here = self.state(end)
-            self.empty.append((here, self.add(part.part, here)))
+            here = self.state()
+            self.empty += [(here, end), (here, self.add(part.part, here))]
         else:
             here = end
             for _ in range(part.most - part.least):
-                here = self.state(end, self.add(part.part, here))
+                here = self.either(end, self.add(part.part, here))
         for _ in range(part.least):
             before = self.add(part.part, here)
             if before == here:  # nothing, as often as one likes
@@ -251,7 +259,7 @@ class _Builder:
                     taken = self.add(one, taken)
                     ways.append(self.add(part.by, taken) if count else taken)
                 if ways:
-                    here[count] = ways[0] if len(ways) == 1 else self.state(*ways)
+                    here[count] = self.either(*ways)
             after = here
         return after[0] if 0 in after else self.state()
 

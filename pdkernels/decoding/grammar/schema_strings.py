@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from pdkernels.decoding.grammar.language import (
@@ -33,6 +34,7 @@ CHARACTER: Expression = Alt(
 """One character of a string, as `json.dumps` writes it."""
 
 
+@lru_cache(maxsize=256)  # the same object: equal endings of objects are then one part of an automaton
 def string(least: int, most: int | None) -> Expression:
     """Any string of `least` to `most` characters."""
     return sequence('"', Repeat(CHARACTER, least, most), '"')
