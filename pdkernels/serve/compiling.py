@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from pdkernels.decoding import Grammar
 from pdkernels.decoding.grammar.budget import bounded
+from pdkernels.engine import EngineFull
 from pdkernels.serve.errors import Refused
 
 _THREADS = 2
@@ -45,7 +46,8 @@ class GrammarPool:
         """The grammar that is asked for: of an earlier request, or by `make`. If all who wait for it leave, it is given up.
 
         Raises:
-            Refused: the time is over, too many wait, or the server stops.
+            Refused: the time is over, or the server stops.
+            EngineFull: too many wait.
             ValueError, NotImplementedError: as `Grammar`.
         """
         if asked in self._kept:
@@ -71,7 +73,7 @@ class GrammarPool:
         if self._closed:
             raise Refused("the server is stopping", 503)
         if self.counts[1] >= _MAX_WAITING:
-            raise Refused(f"{_MAX_WAITING} grammars wait to be compiled: try again later", 429)
+            raise EngineFull(f"{_MAX_WAITING} grammars wait to be compiled: try again later")
         job = self._jobs[asked] = _Job()
 
         def compiled() -> tuple[Grammar, int]:
@@ -95,7 +97,7 @@ class GrammarPool:
         job.result.cancel()
 
     def _keep(self, asked: Hashable, grammar: Grammar, size: int) -> None:
-        self._kept[asked] = grammar, size
+        self._kept[asked] = grammar, size + len(str(asked))
         while sum(size for _, size in self._kept.values()) > _MAX_KEPT:
             self._kept.popitem(last=False)
 

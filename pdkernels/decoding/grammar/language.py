@@ -8,7 +8,8 @@ from typing import NamedTuple, TypeAlias
 
 from pdkernels import _host
 from pdkernels._validation import refuse, sentence
-from pdkernels.decoding.grammar.budget import OP, WORK_PER_STEP, current, spend
+from pdkernels.decoding.grammar.budget import OP as OP
+from pdkernels.decoding.grammar.budget import WORK_PER_STEP, current, spend
 from pdkernels.models.tokenizers import check_text
 
 MAX_STATES = 100_000
@@ -204,9 +205,9 @@ class _Builder:
             spend(len(lines))
             for line in lines:
                 here = start
-                for number, one in enumerate(line):
+                for number, (first, last) in enumerate(line):
                     to = end if number == len(line) - 1 else self.state()
-                    self.edges.append((here, *one, to))
+                    self.edges.append((here, first, last, to))
                     here = to
         elif isinstance(part, Seq):
             start = end

@@ -107,8 +107,8 @@ def merged_all(first: Merged, others: Sequence[Flat], place: str) -> Flat:
         return False
     parts: list[Any] = [first, *(one if isinstance(one, bool) else _closed(one, place) for one in others)]
     while len(parts) > 1:
-        pairs = [parts[at : at + 2] for at in range(0, len(parts), 2)]
-        parts = [merged(*pair, place) if len(pair) == 2 else pair[0] for pair in pairs]
+        rest = parts[len(parts) // 2 * 2 :]
+        parts = [merged(one, other, place) for one, other in zip(parts[::2], parts[1::2], strict=False)] + rest
     return parts[0] if isinstance(parts[0], bool) else Merged(parts[0])
 
 

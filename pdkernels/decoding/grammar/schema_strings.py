@@ -14,6 +14,7 @@ from pdkernels.decoding.grammar.language import (
     Machine,
     Repeat,
     Seq,
+    Subsequence,
     both,
     complement,
     normal,
@@ -63,7 +64,7 @@ def escaped(part: Expression) -> Expression:
         return Alt(tuple(map(escaped, part.parts)))
     if isinstance(part, Repeat):
         return part._replace(part=escaped(part.part))
-    assert not isinstance(part, Machine)  # patterns have none
+    assert not isinstance(part, (Machine, Subsequence))  # patterns have none
     inside = [(max(first, low), min(last, high)) for first, last in part.ranges for low, high in _PLAIN]
     plain = normal((first, last) for first, last in inside if first <= last)
     written = [
