@@ -135,9 +135,7 @@ class Clients:
     def drop(self, client: Any, body: dict[str, Any], text: str) -> bool:
         """Sends a request, or a part of one, and closes the connection."""
         content = json.dumps(body).encode()
-        head = (
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-        )
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
         with socket.create_connection(("127.0.0.1", self.server.port)) as connection:
             connection.sendall((head % len(content) + content)[: random.Random(text).randint(20, 300)])
         return True
