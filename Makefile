@@ -13,7 +13,7 @@ CLANG_FORMAT := $(WITH) lint -c 'import sys, clang_format; sys.exit(clang_format
 CPP := $(shell find csrc python_bindings tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-smollm2 test test-all compiled lint format types docs figures bench build wheel hf-kernels custom-generate sanitize clean
+.PHONY: help demo demo-smollm2 test test-all compiled lint format types docs findings figures bench build wheel hf-kernels custom-generate sanitize clean
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -54,6 +54,9 @@ types: ## mypy --strict finds nothing
 docs: ## the documentation site in build/site; warnings are errors
 	@$(WITH) docs -m sphinx -q -W --keep-going -b html -c docs/site . build/site
 	@echo "build/site/index.html"
+
+findings: ## what public tools really do, each in versions of its own (network)
+	@for script in findings/*.sh; do echo "$$script"; bash $$script || exit 1; done
 
 figures: ## tables and pictures of README and docs, anew from the committed benchmarks
 	@$(WITH) bench -m bench.report --write
