@@ -86,7 +86,8 @@ def _attend(
         return _paged(query.transpose(1, 2), key.pages, attention_mask, scaling, s_aux)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if step is not None:
-        return step.attend(q, k, v, getattr(module, "layer_idx", None), scaling, s_aux)
+        mixed: Tensor = step.attend(q, k, v, getattr(module, "layer_idx", None), scaling, s_aux)
+        return mixed
     if tile_plan is not None:
         check_type(
             isinstance(tile_plan, TilePlan),

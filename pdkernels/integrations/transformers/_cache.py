@@ -257,7 +257,7 @@ class PdBoth(PdLayer, *_STATES):  # type: ignore[misc]
     """A layer with attention and a recurrent state side by side (Falcon-H1). transformers keeps the state."""
 
     def __init__(self, owner: PdCache, slot: int, theirs: Any) -> None:
-        vars(self).update({name: held for name, held in vars(theirs).items() if name not in ("keys", "values")})
+        self.__dict__ |= {name: held for name, held in vars(theirs).items() if name not in ("keys", "values")}
         PdLayer.__init__(self, owner, slot)
 
     is_croppable = property(lambda self: _goes_back(self))

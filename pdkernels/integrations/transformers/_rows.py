@@ -25,7 +25,7 @@ class Pages(NamedTuple):
 
     def gathered(self, side: int) -> Tensor:
         """All keys (0) or values (1), ``(batch, kv_heads, rows, head_dim)``."""
-        pool, length = self[side], self.first + self.new_k.shape[1]
+        pool, length = (self.k, self.v)[side], self.first + self.new_k.shape[1]
         table = self.block_table[:, : -(-length // pool.shape[1])].to(torch.int64)
         return pool[table].flatten(1, 2)[:, :length].transpose(1, 2)
 
@@ -35,16 +35,17 @@ class PagedRows(Tensor):
 
     pages: Pages
     side: int
+    _rows: Tensor | None
 
     @staticmethod
     def __new__(cls, pages: Pages, side: int, width: int) -> PagedRows:
-        pool, new = pages[side], pages.new_k
+        pool, new = (pages.k, pages.v)[side], pages.new_k
         shape = (new.shape[0], new.shape[2], pages.first + new.shape[1], width)
         slots = -(-shape[2] // pool.shape[1]) * pool.shape[1]
         strides = (slots * pool[0, 0].numel(), pool.shape[3], pool[0, 0].numel(), 1)  # those of `gathered`
         self = torch.Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=pool.dtype, device=pool.device)
         self.pages, self.side = pages, side
-        self._rows: Tensor | None = None
+        self._rows = None
         return self
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
