@@ -193,12 +193,13 @@ class PdLayer(CacheLayerMixin):  # type: ignore[misc]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         value_states = key_states if value_states is None else value_states  # 4.57 passes one tensor
         self.owner.ready(key_states, value_states)
-        self.widths = (key_states.shape[3], value_states.shape[3])
+        self.widths = (key_states.shape[3], value_states.shape[3])  # of `early_initialization`, one for both
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        self.widths = (key_states.shape[3], value_states.shape[3])
         rows = self.owner.write(self.slot, self.length, key_states, value_states)
         self.length += key_states.shape[2]
         return rows
