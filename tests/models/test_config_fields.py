@@ -62,7 +62,9 @@ def written(fields: dict[str, Any], folder: Path) -> torch.Tensor | None:
         (folder / "config.json").write_text(text)
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         with torch.no_grad():
-            return model(TOKENS)[0] if not model.config.return_dict else model(TOKENS).logits
+            model.config.return_dict = True  # models of transformers 5.15 to 5.24 fail without it
+            logits: torch.Tensor = model(TOKENS).logits
+            return logits
     except Exception:
         return None
 
