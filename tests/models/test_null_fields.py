@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 from pdkernels import models
 from pdkernels.models.fields import Fields
@@ -177,6 +178,8 @@ def test_no_end_tokens(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_every_field_of_a_tokenizer(named: str | None, field: str, tmp_path: Path) -> None:
     chats = pytest.importorskip("tests.models.test_chat_transformers")
+    if named == "LlamaTokenizer" and Version(transformers.__version__) < Version("5.20"):
+        pytest.skip("its class rebuilds the byte-level tokenizer of this test")
     chat, words = [{"role": "user", "content": "x"}], "{{ bos_token }}|{{ eos_token }}|{{ unk_token }}|{{ pad_token }}"
     chats.write(tmp_path, {"tokenizer_class": named, "chat_template": words, field: None})
     try:
