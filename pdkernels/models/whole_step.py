@@ -26,7 +26,7 @@ from pdkernels.models.attention import NewRows
 from pdkernels.models.config import ExpertsConfig
 from pdkernels.models.experts import ExpertLayer
 from pdkernels.models.layer import Layer
-from pdkernels.ops._library import LIBRARY, NAMESPACE, schema_of
+from pdkernels.ops._library import LIBRARY, NAMESPACE, counts_writes, run_counted, schema_of
 from pdkernels.ops._quantized_weight import QuantizedWeight
 
 OP = "transformer_layers_"
@@ -40,6 +40,7 @@ LIBRARY.define(
     "int chosen_groups, float routing_scale, int[] mixtures) -> (Tensor residual, Tensor added)"
 )
 _run = getattr(getattr(torch.ops, NAMESPACE), OP).default
+_WRITES = counts_writes(_run)
 
 # In the order of `LayerParameters` in python_bindings/transformer_layers.h: a bias follows its matrix.
 NAMES = (
@@ -82,10 +83,9 @@ def run_layers(
     *tensors, mixtures = parameters
     arguments: tuple[Any, ...] = (x, *tensors, k, v, lengths, rows.counts, cache.block_table)
     arguments += (config.heads, rotation.cos, rotation.sin, rotation.positions, rows.style == "interleaved")
+    arguments += (*plan.arguments, cache.head_dim**-0.5, config.norm_eps, *_routing(config.experts), mixtures)
     try:
-        found: tuple[Tensor, Tensor] = _run(
-            *arguments, *plan.arguments, cache.head_dim**-0.5, config.norm_eps, *_routing(config.experts), mixtures
-        )
+        found: tuple[Tensor, Tensor] = run_counted(_run, arguments, _WRITES)
     except RuntimeError:  # nothing is written yet, and the layers say what does not fit
         return None
     return found

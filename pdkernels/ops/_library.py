@@ -17,6 +17,7 @@ from typing import Any, Literal, NoReturn, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from pdkernels import _native, backends
 from pdkernels._aliasing import check_dense, check_written
@@ -68,6 +69,8 @@ class OpSpec:
     """The same of floats."""
     written: tuple[str, ...]
     """The arguments that the schema marks as written."""
+    writes: tuple[int, ...]
+    """Their indices."""
     overload: torch._ops.OpOverload
     fake: Callable[..., Any]
     """The validation for the kernels: refuses float64 too."""
@@ -155,7 +158,8 @@ def define(
     given = overload._schema.arguments
     arguments = tuple(argument.name for argument in given)
     tensors = tuple(i for i, argument in enumerate(given) if "Tensor" in str(argument.type))
-    written = tuple(argument.name for argument in given if argument.alias_info and argument.alias_info.is_write)
+    writes = counts_writes(overload)
+    written = tuple(arguments[i] for i in writes)
     flags = tuple((i, argument.name) for i, argument in enumerate(given) if str(argument.type) == "bool")
     numbers = tuple((i, argument.name) for i, argument in enumerate(given) if "float" in str(argument.type))
     check = reference_check or fake
@@ -170,6 +174,7 @@ def define(
         flags,
         numbers,
         written,
+        writes,
         overload,
         fake,
         check,
@@ -198,6 +203,53 @@ def _of_structure(structure: Callable[..., Any], function: Callable[..., Any]) -
         return function(structure(*arguments, **options))
 
     return run
+
+
+def counts_writes(op: torch._ops.OpOverload) -> tuple[int, ...]:
+    """Makes calls of the raw op give what they write a new version; returns the indices of what is written.
+
+    By its version autograd notices that a tensor it has saved was written since.
+    """
+    arguments = op._schema.arguments
+    writes = tuple(i for i, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write)
+
+    def run(keys: torch._C.DispatchKeySet, *arguments: Any) -> Any:
+        results = op.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *arguments)
+        _count(arguments, writes)
+        return results
+
+    if writes:
+        LIBRARY.impl(op._opname, run, "ADInplaceOrView", with_keyset=True)
+    return writes
+
+
+def _count(arguments: Sequence[Any], writes: Sequence[int]) -> None:
+    """Tensors from inference mode have no version, and autograd cannot save them."""
+    torch.autograd.graph.increment_version(_tensors(arguments, writes))
+
+
+def _tensors(arguments: Sequence[Any], at: Sequence[int]) -> list[Tensor]:
+    tensors: list[Tensor] = []
+    for i in at:
+        given = arguments[i] if i < len(arguments) else None  # defaults at the end do not reach a raw call's kernel
+        if isinstance(given, (list, tuple)):
+            tensors.extend(given)
+        elif given is not None:
+            tensors.append(given)
+    return tensors
+
+
+_COUNTER = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
+def run_counted(op: torch._ops.OpOverload, arguments: tuple[Any, ...], writes: tuple[int, ...]) -> Any:
+    """Calls an op and counts here, which is cheaper than in the dispatcher. A compiled graph counts for itself."""
+    if not writes or torch.compiler.is_compiling() or forward_ad._current_level >= 0:  # tangents need the dispatcher's own way
+        return op(*arguments)
+    with torch._C._ExcludeDispatchKeyGuard(_COUNTER):
+        results = op(*arguments)
+    _count(arguments, writes)
+    return results
 
 
 def _checked(check: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -286,7 +338,7 @@ def call(op: torch._ops.OpOverload, arguments: tuple[Any, ...], anchor: Tensor, 
         if choice != "reference":
             if DEBUG_CHECKS and anchor.is_cuda and choice == "native" and _has_stand_ins(spec, arguments):
                 op(*(_values_only(argument) for argument in arguments))
-            return op(*arguments)
+            return run_counted(op, arguments, spec.writes)
     except (RuntimeError, TypeError, AttributeError) as error:
         if spec.written and torch._C._are_functorch_transforms_active() and not str(error).startswith("pdkernels."):
             _refuse_transforms(spec)
@@ -295,6 +347,9 @@ def call(op: torch._ops.OpOverload, arguments: tuple[Any, ...], anchor: Tensor, 
         _explain(spec, arguments, error)
         raise
     spec.check(*arguments)
+    if torch.is_grad_enabled() and any(x.requires_grad and x.is_leaf for x in _tensors(arguments, spec.writes)):
+        words = "it writes a leaf that requires a gradient"  # PyTorch would refuse where some is written
+        raise NotImplementedError(sentence(name, words, "Call it under torch.no_grad()."))
     # torch's operators take no int of more than 64 bits for a float.
     return spec.reference(*(float(x) if type(x) is int and not -(2**63) <= x < 2**63 else x for x in arguments))
 
