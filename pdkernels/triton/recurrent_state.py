@@ -140,12 +140,14 @@ def _scan(
             k, v, decay, beta = _row(old_k + at * ok_r, old_v + at * ov_r, gate_at, None, key, keys, column, values, eps, factor,
                                      dt_bias, dt_min, dt_max, DELTA, NORMALISED, SIGMOID, SOFTPLUS)  # fmt: skip
             current, _, _ = _after(current, k, v, decay, beta, False)
-        base = current
+        if parents is not None:
+            base = tl.zeros_like(current)  # set before it is read; as `current`, Triton would not carry it
         for i in range(0, count):
             if i == settled:
                 if accepted + settled > 0:
                     tl.store(at_state, current, mask=inside)
-                base = current
+                if parents is not None:
+                    base = current
             if parents is not None:
                 parent = tl.load(parents + b * rows + i).to(tl.int64)
                 # Its ancestors from the state on, found upwards: each time, the last that is not in `current`.
@@ -153,7 +155,7 @@ def _scan(
                     current = base
                     taken = parent * 0 + settled - 1
                     while taken != parent:
-                        # Not from `parent` both: Triton 3.6 then takes `following` for one that never changes.
+                        # Not from `parent` both: Triton would not carry `following`.
                         following, up = taken, parent
                         while up != taken:
                             following = up

@@ -28,8 +28,8 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.harness import loop_names, triton_budgets
 from tests.harness import state_specialisations as states
-from tests.harness import triton_budgets
 from tests.harness.choices import ABSENT, DTYPES, HEAD_DIMS, INDEX, LAYOUTS, Choices, index, zeros
 
 # The grid's limits in each dimension: CUDA programming guide, table of technical specifications.
@@ -494,7 +494,7 @@ def main(cases: list[str]) -> None:
             raise ValueError(f"{name} has no choices for {', '.join(missing)}: add them to {__name__}.CHOICES")
         compiler, failures, calls = Compiler(architecture, level), {}, 0
         every = covering(CHOICES[name], int(strength)) if strength.isdigit() else EVERY[strength](name)
-        with compiler.in_place():
+        with compiler.in_place(), loop_names.forgotten() as forgotten:
             for given in every:
                 calls += 1
                 try:
@@ -515,6 +515,7 @@ def main(cases: list[str]) -> None:
             "failures": failures,
             "shared": compiler.shared,
             "one-sided": sorted(one_sided),
+            "forgotten": sorted({*forgotten}),
         }
     print(json.dumps(report))
 

@@ -22,7 +22,7 @@ BY_TRITON = {name for name, kernel in backends.ON_CUDA.items() if kernel == "tri
 
 
 def sources() -> list[Path]:
-    harness_files = ("choices", "specialisations", "state_specialisations")
+    harness_files = ("choices", "loop_names", "specialisations", "state_specialisations")
     own = [ROOT / "tests" / "harness" / f"{name}.py" for name in harness_files]
     return sorted([*(ROOT / "pdkernels" / "ops").glob("*.py"), *own])
 
@@ -32,6 +32,7 @@ def compiled(*cases: str) -> dict[str, dict[str, Any]]:
     for case, report in found.items():
         failures = [f"{given}\n    {error}" for given, error in report["failures"].items()]
         assert not failures, f"\n{case}: {len(failures)} of {report['calls']} calls\n" + "\n".join(failures[:5])
+        assert report["forgotten"] == [], f"{case}: see tests/harness/loop_names.py"
         assert report["compiled"] > 0 or case.endswith(":empty")
     return found
 
