@@ -140,8 +140,8 @@ __device__ uint64_t ranked_tokens(const TokenStatisticsArgs& args, int64_t r, co
   }
   if (lane < kMaxTopK) scratch[warp][lane] = top;
   __syncthreads();
-  // Two of the warps' keys in each lane. A counter into a list of its own would be simpler, but ptxas of CUDA 13.0 adds
-  // its increment twice to the address.
+  // Two of the warps' keys in each lane. A counter into a list of its own would be simpler, but ptxas (12.0 to 13.5)
+  // adds its increment twice to the address: tests/harness/increments.py.
   static_assert(kWarps * kMaxTopK == 64);
   const uint64_t* const keys = scratch[0];
   return warp_first_with(ranked, keys[lane], keys[lane + 32], [](uint64_t) { return uint64_t{0}; });

@@ -16,6 +16,7 @@ from pdkernels._attention import AttentionArguments, GradientArguments
 from pdkernels.gluon.block_sparse_attention import forward_kernel
 from pdkernels.gluon.block_sparse_attention_backward import dq_kernel
 from pdkernels.gluon.block_sparse_attention_dkv import dkv_kernel
+from pdkernels.triton._blocking import CONTRACTED
 from pdkernels.triton.block_sparse_attention import Passes, Saved
 from pdkernels.triton.block_sparse_attention import backward as triton_backward
 
@@ -107,6 +108,7 @@ def constants(given: AttentionArguments, steps: Steps) -> dict[str, int | bool]:
         "STAGES": steps.stages,
         "FOLD_SCALE": given.scale > 0,
         "num_warps": 4,
+        **CONTRACTED,
     }
 
 
@@ -166,7 +168,7 @@ def of_keys(
         *(describe(x, 64) for x in (given.k, given.v)),
         *parts, plan_rows, *given[4:6], rows_stride, kv_len, kv_heads, batch * kv_heads, pieces, piece,
         given.scale * math.log2(math.e), given.scale, GROUP=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_Q=given.block_q,
-        BLOCK_K=given.block_k, BLOCK_M=steps.block_n, STAGES=steps.stages, FOLD_SCALE=given.scale > 0, num_warps=4,
+        BLOCK_K=given.block_k, BLOCK_M=steps.block_n, STAGES=steps.stages, FOLD_SCALE=given.scale > 0, num_warps=4, **CONTRACTED,
     )  # fmt: skip
 
 

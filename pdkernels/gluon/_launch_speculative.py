@@ -12,6 +12,7 @@ from pdkernels._attention import SpeculativeArguments
 from pdkernels.gluon._launch import ELEMENTS, STEPS, describable, describe
 from pdkernels.gluon.speculative_attention import ROWS, split_kernel
 from pdkernels.triton._append import store_rows
+from pdkernels.triton._blocking import CONTRACTED
 from pdkernels.triton.speculative_attention import FEW_ROWS, choose_splits, merge
 
 
@@ -67,7 +68,7 @@ def forward(given: SpeculativeArguments, *, append: bool = False) -> tuple[Tenso
         0 if table is None else table.stride(0), given.plan_rows.stride(0) if given.plan_rows.dim() == 3 else 0,
         batch, new, entries * rows_each, kv_heads, given.capacity, splits, row_tiles, given.scale * math.log2(math.e),
         GROUP=group, HEAD_DIM=head_dim, BLOCK_Q=given.block_q, BLOCK_K=given.block_k, BLOCK_N=steps.block_n,
-        STAGES=steps.stages, PAGE_SIZE=page_size, WARPS=4, FOLD_SCALE=given.scale > 0, num_warps=4,
+        STAGES=steps.stages, PAGE_SIZE=page_size, WARPS=4, FOLD_SCALE=given.scale > 0, num_warps=4, **CONTRACTED,
     )  # fmt: skip
     if splits > 1:
         merge(parts, part_lse, out, lse, given, lengths, None, begins, splits)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pdkernels._attention import SpeculativeArguments
 from pdkernels.triton import _blocks as blocks
+from pdkernels.triton._blocking import ROUNDED
 
 # Values checked, and rows stored, at a time.
 _CHECKED = tl.constexpr(128)
@@ -130,5 +131,5 @@ def store_rows(
         0 if table is None else table.stride(0), *((0, 0) if sources is None else sources.stride()),
         given.new, rows, k_new.shape[2], given.capacity, k_cache.shape[0],
         PARTS=parts, HEAD_DIM=k_new.shape[3], D0=first, D1=second, PAGE_SIZE=0 if table is None else k_cache.shape[1],
-        num_warps=4,
+        num_warps=4, **ROUNDED,
     )  # fmt: skip

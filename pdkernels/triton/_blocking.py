@@ -8,6 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# Options of a launch, which each one names: Triton 3.10 has another default than those before.
+ROUNDED = {"enable_fp_fusion": False}
+"""Every operation is rounded by itself."""
+CONTRACTED = {"enable_fp_fusion": True}
+"""A product may be contracted with a sum that takes it."""
+
 
 class Blocking(NamedTuple):
     """How a kernel cuts its work."""

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pdkernels.triton._blocking import ROUNDED
 from pdkernels.triton._state_steps import CHECKED, LONGEST
 
 
@@ -81,6 +82,7 @@ def state_commit_(
     _commit[(len(lengths),)](
         lengths, lengths.stride(0), pending_index, *pending_index.stride(), held, *held.stride(), counts.contiguous(), *source,
         pending_index.shape[1], 0 if source_index is None else source_index.shape[1], len(held), ADVANCE=advance, num_warps=1,
+        **ROUNDED,
     )  # fmt: skip
 
 
@@ -89,5 +91,5 @@ def state_trim_(lengths: Tensor, new_lengths: Tensor, state_lengths: list[Tensor
         return
     held = _stacked(state_lengths)
     _trim[(len(lengths),)](
-        lengths, lengths.stride(0), new_lengths.contiguous(), held, *held.stride(), len(held), num_warps=1
+        lengths, lengths.stride(0), new_lengths.contiguous(), held, *held.stride(), len(held), num_warps=1, **ROUNDED
     )

@@ -9,12 +9,12 @@ import triton.language as tl
 from torch import Tensor
 
 from pdkernels._recurrent_state import StepArguments
+from pdkernels.triton._blocking import ROUNDED
 
 LONGEST = tl.constexpr(2**31 - 1)
 CHECKED = tl.constexpr(32)
 """Values checked at a time."""
 COPIED = 1024
-ROUNDED = {"enable_fp_fusion": False}
 
 
 @triton.jit
@@ -120,7 +120,8 @@ def keep_rows(
         arguments += [*view(old), *view(new), new.shape[2], *(new.shape[3:] if at < 2 else ())]
     held = step.state_lengths
     _store[(len(done) * kept,)](
-        held, held.stride(0), step.lengths, step.counts, step.cache_rows, done, rows, kept, *arguments, UPDATES=updates, BLOCK=COPIED
+        held, held.stride(0), step.lengths, step.counts, step.cache_rows, done, rows, kept, *arguments, UPDATES=updates, BLOCK=COPIED,
+        **ROUNDED,
     )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from pdkernels._attention import AttentionArguments, GradientArguments
 from pdkernels._validation import message
 from pdkernels.triton import _blocks as blocks
-from pdkernels.triton._blocking import Blocking, choose_blocking
+from pdkernels.triton._blocking import CONTRACTED, Blocking, choose_blocking
 from pdkernels.triton._blocks import LN_2, LOG2_E, addressable, split_head_dim
 
 
@@ -385,7 +385,9 @@ def backward(gradients: GradientArguments, passes: Passes | None = None) -> tupl
             **_constants(given, blocking),
         )  # fmt: skip
     if pieces > 1 and k.numel():
-        _sum_kernel[(triton.cdiv(k.numel(), 1024), 2)](*parts, dk, dv, k.numel(), pieces, BLOCK=1024, num_warps=4)
+        _sum_kernel[(triton.cdiv(k.numel(), 1024), 2)](
+            *parts, dk, dv, k.numel(), pieces, BLOCK=1024, num_warps=4, **CONTRACTED
+        )
     return dq, dk, dv
 
 
@@ -449,4 +451,5 @@ def _constants(given: AttentionArguments, blocking: Blocking) -> dict[str, int |
         "BASE_2": _in_base_2(given.q),
         "num_warps": blocking.warps,
         "num_stages": blocking.stages,
+        **CONTRACTED,
     }

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pdkernels.triton._blocking import CONTRACTED
 from pdkernels.triton.linear import TABLE, Tiling, product_tile
 from pdkernels.triton.quantized_linear import TILE, packed_tile, parts_of, quantized_rows
 
@@ -108,6 +109,7 @@ def forward(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None) -> Ten
         GROUPS=triton.next_power_of_2(groups),
         num_warps=tiling.warps,
         num_stages=tiling.stages,
+        **CONTRACTED,
     )
     return out
 

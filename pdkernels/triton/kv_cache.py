@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdkernels._attention import SCALE_BYTES
+from pdkernels.triton._blocking import ROUNDED
 
 ROWS = 8
 LARGEST_FLOAT = tl.constexpr(torch.finfo(torch.float32).max)
@@ -47,6 +48,6 @@ def quantize(x: Tensor) -> Tensor:
     if count > 0:
         _quantize_kernel[(triton.cdiv(count, ROWS),)](
             x, rows, rows.view(torch.float32), count, tokens, heads, *x.stride()[:3],
-            HEAD_DIM=head_dim, WIDTH=triton.next_power_of_2(head_dim), ROWS=ROWS, SCALE_BYTES=SCALE_BYTES,
+            HEAD_DIM=head_dim, WIDTH=triton.next_power_of_2(head_dim), ROWS=ROWS, SCALE_BYTES=SCALE_BYTES, **ROUNDED,
         )  # fmt: skip
     return rows

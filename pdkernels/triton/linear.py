@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pdkernels.triton._blocking import CONTRACTED
+
 
 class Tiling(NamedTuple):
     """Rows and outputs of a program, and the depth of a step along the width."""
@@ -142,7 +144,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if half:
         tiling = choose_abreast(rows, outputs) if rows > 16 else choose_few(outputs)
     grid = (triton.cdiv(rows, tiling.rows) * triton.cdiv(outputs, tiling.outputs),)
-    options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
+    options = {"num_warps": tiling.warps, "num_stages": tiling.stages, **CONTRACTED}
     if tiling.rows > 16:
         _linear_abreast[grid](*arguments, OUTPUTS=tiling.outputs, DEPTH=tiling.depth, **options)
     else:

@@ -357,11 +357,12 @@ def forward(
         ROWS=tiling.rows, COLUMNS=tiling.columns, STEP=tiling.depth,
         # Offsets along a row of a transposed matrix may not fit into 32 bits.
         FAR_APART=max(abs(hidden.stride(1)), abs(weight.stride(1))) * depth >= 2**31, ABREAST=tiling.abreast,
-        num_warps=tiling.warps, num_stages=tiling.stages,
+        num_warps=tiling.warps, num_stages=tiling.stages, **_blocking.CONTRACTED,
     )  # fmt: skip
     _merge_kernel[(slots,)](
         row_index, sums, drawn, part_orders, part_ids, *results, slots, rows, parts, scale,
         TOP=top, TOP_WIDTH=width, TOP_WANTED=top_k, SAMPLED=sampled, PARTS=triton.next_power_of_2(parts), num_warps=4,
+        **_blocking.CONTRACTED,
     )  # fmt: skip
     return results
 

@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pdkernels.triton._blocking import ROUNDED
+
 TILE = tl.constexpr(16)
 BLOCK = tl.constexpr(32)
 HALF = tl.constexpr(16)
@@ -35,9 +37,6 @@ SUPER16 = tl.constexpr(3)
 FLOAT = tl.constexpr(4)
 HALF_ZERO = tl.constexpr(5)
 FLOAT_ZERO = tl.constexpr(6)
-
-# Every product and sum is rounded on its own.
-ROUNDED = {"enable_fp_fusion": False}
 
 
 class Tiling(NamedTuple):

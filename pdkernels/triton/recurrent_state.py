@@ -16,9 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from pdkernels._recurrent_state import DeltaArguments, SelectiveArguments, StepArguments
+from pdkernels.triton._blocking import ROUNDED
 from pdkernels.triton._short_conv import short_conv_
 from pdkernels.triton._state_lengths import state_commit_, state_trim_
-from pdkernels.triton._state_steps import ROUNDED, dense, keep_rows, packed, sequence_of, sigmoid, view
+from pdkernels.triton._state_steps import dense, keep_rows, packed, sequence_of, sigmoid, view
 
 __all__ = ["gated_delta_", "selective_state_", "short_conv_", "state_commit_", "state_trim_"]
 
@@ -129,7 +130,8 @@ def _scan(
             skip = tl.load(D + h).to(tl.float32)
         at_state = state + row * state_row + h * state_head + key.to(tl.int64)[:, None] * state_key + column[None, :]
         inside = (key < keys)[:, None] & real[None, :]
-        current = tl.load(at_state, mask=inside & (is_new == 0), other=0.0)
+        stored = (key < tl.where(is_new, 0, keys))[:, None] & real[None, :]  # as the masks of `_tap`
+        current = tl.load(at_state, mask=stored, other=0.0)
         for i in range(0, accepted):
             at = row * 0 + i  # in 64 bits, interpreted too
             if index is not None:

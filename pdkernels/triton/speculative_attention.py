@@ -29,7 +29,7 @@ from pdkernels._attention import SpeculativeArguments
 from pdkernels.triton import _blocking
 from pdkernels.triton import _blocks as blocks
 from pdkernels.triton._append import append_part
-from pdkernels.triton._blocking import Blocking
+from pdkernels.triton._blocking import CONTRACTED, Blocking
 from pdkernels.triton._blocks import LN_2, addressable, split_head_dim
 
 FEW_ROWS = 32
@@ -432,6 +432,7 @@ def forward(given: SpeculativeArguments, *, append: bool = False) -> tuple[Tenso
         BLOCK_TAIL=min(blocking.masked, given.block_k & -given.block_k), PAGE_SIZE=page_size,
         BASE_2=base_2, FOLD_SCALE=given.scale > 0, APPEND=append, STARTS_BY_ROW=given.starts_by_row,
         CODES=given.quantized, ROW=row, ROW_0=split_head_dim(row)[0], ROW_1=split_head_dim(row)[1], num_warps=blocking.warps,
+        **CONTRACTED,
         # A load by way of the block table takes a stage for the table's entry as well. Short steps would buffer K and V for it,
         # 137 KiB at d=256, more than sm_86 has.
         num_stages=2 * blocking.stages - 1 if page_size and blocking.block_n > 32 else blocking.stages,
@@ -450,7 +451,7 @@ def merge(
     _merge_kernel[(triton.cdiv(new * heads, rows) * given.batch,)](
         parts, part_lse, lengths, floors, cu_seqlens, out, lse, given.batch, new, lse.numel() // heads, heads, given.capacity, splits,
         SPLITS=triton.next_power_of_2(splits), ROWS=rows, HEAD_DIM=head_dim,
-        WIDTH=triton.next_power_of_2(head_dim), num_warps=4,
+        WIDTH=triton.next_power_of_2(head_dim), num_warps=4, **CONTRACTED,
     )  # fmt: skip
 
 

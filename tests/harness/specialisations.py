@@ -447,6 +447,7 @@ class Compiler:
         from triton.compiler import ASTSource
 
         name = f"{kernel.__module__.split('.')[-1]} {kernel.__name__}"
+        assert "enable_fp_fusion" in options, "see pdkernels/triton/_blocking.py"
         sizes = (*grid, 1, 1)[:3]
         for size, limit in zip(sizes, GRID_LIMIT):
             assert 0 < size <= limit, f"a grid of {sizes}"
