@@ -33,22 +33,21 @@ def _tap(
     before,
     is_new,
     channel,
-    channels,
+    real,
     WIDTH: tl.constexpr,
 ):
     """An input: new row `at`, or if that is negative the one before the new rows with number `before`."""
-    # A mask compares channels with a number of them: Triton 3.9 interprets none that a single truth value is part of.
     in_state = (at < 0) & (before < WIDTH - 1)
     in_pending = (at < 0) & (before >= WIDTH - 1)
     source = tl.where(in_pending, before - (WIDTH - 1), 0).to(tl.int64)
     if index is not None:
         source = tl.load(index + row * most + source, mask=in_pending, other=0).to(tl.int64)
-    is_row, in_state = channel < tl.where(at >= 0, channels, 0), in_state & (is_new == 0)
-    found = tl.load(x + b * x_b + tl.where(at < 0, 0, at) * x_r + channel, mask=is_row, other=0.0).to(tl.float32)
-    is_old, slot = channel < tl.where(in_pending, channels, 0), tl.where(in_state, before, 0)
-    found += tl.load(old + row * o_b + source * o_r + channel, mask=is_old, other=0.0).to(tl.float32)
-    is_held = channel < tl.where(in_state, channels, 0)
-    held = tl.load(state + row * s_b + slot * s_r + channel, mask=is_held, other=0.0)
+    found = tl.load(x + b * x_b + tl.where(at < 0, 0, at) * x_r + channel, mask=real & (at >= 0), other=0.0).to(
+        tl.float32
+    )
+    found += tl.load(old + row * o_b + source * o_r + channel, mask=real & in_pending, other=0.0).to(tl.float32)
+    slot = tl.where(in_state, before, 0)
+    held = tl.load(state + row * s_b + slot * s_r + channel, mask=real & in_state & (is_new == 0), other=0.0)
     return found + held.to(tl.float32)
 
 
@@ -101,7 +100,7 @@ def _conv(
                     before,
                     is_new,
                     channel,
-                    channels,
+                    real,
                     WIDTH,
                 )
                 y += tl.load(weight + channel * weight_stride + tap, mask=real, other=0.0).to(tl.float32) * value
@@ -134,7 +133,7 @@ def _conv(
                 before,
                 is_new,
                 channel,
-                channels,
+                real,
                 WIDTH,
             )
             tl.store(state + row * s_b + kept * s_r + channel, value.to(state.dtype.element_ty), mask=real)

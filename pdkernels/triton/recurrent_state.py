@@ -130,8 +130,7 @@ def _scan(
             skip = tl.load(D + h).to(tl.float32)
         at_state = state + row * state_row + h * state_head + key.to(tl.int64)[:, None] * state_key + column[None, :]
         inside = (key < keys)[:, None] & real[None, :]
-        stored = (key < tl.where(is_new, 0, keys))[:, None] & real[None, :]  # as the masks of `_tap`
-        current = tl.load(at_state, mask=stored, other=0.0)
+        current = tl.load(at_state, mask=inside & (is_new == 0), other=0.0)
         for i in range(0, accepted):
             at = row * 0 + i  # in 64 bits, interpreted too
             if index is not None:

@@ -30,6 +30,7 @@ def choose_mode() -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
     if interpreted() and TRITON_FOUND:
         _accept_recent_numpy()
+        _keep_truth_values()
         _remember_what_repeats()
 
 
@@ -47,6 +48,20 @@ def _accept_recent_numpy() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_tensor_and_index
+
+
+def _keep_truth_values() -> None:
+    """A comparison of scalars has the type of its operands once it is spread over a block, and Triton 3.9 takes only booleans for a mask."""
+    from triton.runtime import interpreter
+
+    splat = interpreter.InterpreterBuilder.create_splat
+
+    def splat_as(self: Any, type: Any, value: Any) -> Any:
+        spread = splat(self, type, value)
+        spread.data = spread.data.astype(value.data.dtype, copy=False)
+        return spread
+
+    interpreter.InterpreterBuilder.create_splat = splat_as
 
 
 def _remember_what_repeats() -> None:
