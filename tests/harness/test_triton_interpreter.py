@@ -46,6 +46,12 @@ def helper_kernel(out, BLOCK: tl.constexpr):
     tl.store(out + at, plus_one(plus_one(at)) + tl.max(at, axis=0), mask=at < BLOCK - 1)
 
 
+@triton.jit
+def part_kernel(out, skipped, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out + at, at, mask=(at < BLOCK - 1) & (skipped == 0))
+
+
 def randn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(triton_device(), dtype)
 
@@ -63,6 +69,22 @@ def test_the_language_is_as_before_after_a_launch() -> None:
         helper_kernel[(1,)](out, BLOCK=8)
         assert out.tolist() == [9, 10, 11, 12, 13, 14, 15, 0]
         assert before == (tl.store, tl.core.store, tl.core.where, tl.tensor.__add__)
+
+
+def test_a_scalar_may_be_part_of_a_mask() -> None:
+    """Triton 3.9 interprets masks of booleans only."""
+    for skipped, stored in ((0, [0, 1, 2, -1]), (2, [-1] * 4)):
+        out = torch.full((4,), -1, dtype=torch.int32, device=triton_device())
+        part_kernel[(1,)](out, skipped, BLOCK=4)
+        assert out.tolist() == stored
+
+
+@pytest.mark.skipif(not interpreted(), reason="needs the interpreter")
+def test_a_scalar_stays_a_boolean_over_a_block() -> None:
+    numpy, interpreter = pytest.importorskip("numpy"), pytest.importorskip("triton.runtime.interpreter")
+    truth = interpreter.TensorHandle(numpy.array([True]), tl.int32)  # the type that it gives a comparison
+    spread = interpreter.InterpreterBuilder().create_splat(tl.block_type(tl.int1, [4]), truth)
+    assert spread.data.dtype == bool and spread.data.all()
 
 
 @pytest.mark.parametrize("columns", [1, 63, 130])
