@@ -1,6 +1,6 @@
 """Accesses to shared memory whose address gets an increment twice, in the machine code of a kernel.
 
-ptxas (12.0 to 13.5; sm_80 and sm_90a, not sm_100) does so where a counter indexes shared memory under a bound of its own, as in
+ptxas (12.0 to 13.5, for sm_80 to sm_120) does so where a counter indexes shared memory under a bound of its own, as in
 ``++n < size ? list[n] : 0``: it adds 1 to the counter's register, takes the address from that, and has the 1 in the offset as well.
 """
 
