@@ -167,7 +167,10 @@ def read(fields: Fields, method: str) -> Scheme:
         ("desc_act", (True, False) if method == "gptq" else (False,)),
         ("is_marlin_format", (False,)),
         ("pack_dtype", ("int32",)),
-        ("zero_point", (True, False)),  # they are stored either way
+        (
+            "zero_point",
+            (True, False) if fields.get("provider") == "auto-round" else (True,),
+        ),  # it stores them either way
         ("data_type", ("int", "int_sym", "int_asym")),
         ("act_bits", (16, 32)),
         ("lm_head", (True, False)),
