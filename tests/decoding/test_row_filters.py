@@ -65,7 +65,7 @@ def theirs(prompt: list[int], options: dict[str, Any], ends: list[int]) -> Any:
     penalties, after the repetition penalty as in vLLM, and tokens forced at any place."""
     config = transformers.GenerationConfig(
         eos_token_id=ends or None,
-        sequence_bias=[[[token], bias] for token, bias in (options["logit_bias"] or {}).items()] or None,
+        sequence_bias={(token,): bias for token, bias in (options["logit_bias"] or {}).items()} or None,
         repetition_penalty=options["repetition_penalty"],
         bad_words_ids=options["bad_words"] or None,
         min_new_tokens=options["min_new_tokens"] or None,

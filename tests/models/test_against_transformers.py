@@ -66,6 +66,8 @@ def same(ours: Any, theirs: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_folders(kind: str, tmp_path: Path) -> None:
+    if not hasattr(transformers, f"{KINDS[kind][0]}Config"):
+        pytest.skip("a newer architecture")
     theirs = made(kind)
     theirs.save_pretrained(tmp_path)
     if kind.startswith("nemotron"):

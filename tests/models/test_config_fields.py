@@ -12,7 +12,9 @@ import torch
 
 from pdkernels import models
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip(
+    "transformers", reason="compares with the configs of transformers 5", minversion="5.15"
+)
 
 MIXTURES = ("qwen3_moe", "mixtral", "olmoe")
 KINDS = ("llama", "qwen2", "qwen3", "mistral", "ministral3", *MIXTURES)

@@ -123,7 +123,9 @@ def test_yarn_with_and_without_whole_pairs(
 ) -> None:
     """Against transformers; the first sizes are those of gpt-oss, which does not truncate."""
     rules = pytest.importorskip("transformers.modeling_rope_utils")
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip(
+        "transformers", reason="compares with the configs of transformers 5", minversion="5.15"
+    )
     rope = dict(rope_type="yarn", rope_theta=theta, factor=factor, truncate=truncate)
     rope |= dict(original_max_position_embeddings=original, beta_fast=32.0 if head_dim == 64 else 1.0, beta_slow=0.1)
     fields = QWEN3 | dict(head_dim=head_dim, rope_parameters=rope, rope_scaling=None)

@@ -28,7 +28,7 @@ def oracle(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, mask: Tensor, scale: 
     """gpt-oss, in float64."""
     gpt_oss = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
     module = SimpleNamespace(sinks=sinks.double(), num_key_value_groups=q.shape[2] // k.shape[2], training=False)
-    hidden = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, torch.finfo(torch.float64).min)
+    hidden = torch.zeros(1, 1, *mask.shape, dtype=torch.float64).masked_fill(~mask, torch.finfo(torch.float64).min)
     heads_first = (x.double().transpose(1, 2) for x in (q, k, v))
     return gpt_oss.eager_attention_forward(module, *heads_first, hidden, scale)[0]
 
