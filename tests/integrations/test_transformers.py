@@ -12,6 +12,7 @@ import pdkernels as pd
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed", minversion="4.57")
 from pdkernels.integrations.transformers import PdCache, from_transformers, generate, register, wrap  # noqa: E402
+from pdkernels.integrations.transformers._plans import PlanMask  # noqa: E402
 from tests.support.transformers_names import CACHE  # noqa: E402
 
 V, TOKENS = 61, 77
@@ -312,3 +313,12 @@ def test_what_wrap_refuses() -> None:
     assert wrap(model_of("mistral")).config.max_positions == 24
     with pytest.raises(ValueError, match="24"):
         pd.decoding.generate(wrap(model_of("mistral")), list(range(20)), "jacobi", max_new_tokens=10)
+
+
+def test_a_slice_of_a_whole_mask_keeps_its_plan() -> None:
+    """Layers of earlier versions cut their mask to the keys that there are."""
+    plan = pd.masks.causal(4).plan()
+    mask = PlanMask(1, 4, 4, 0, plan, torch.device("cpu"))
+    mask.step = object()
+    for cut in (mask[:, :, :, :4], mask.detach()):
+        assert cut is not mask and cut.plan is plan and cut.step is mask.step and cut.offset == 0

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("jinja2")
-pytest.importorskip("transformers", reason="compares with the tokenizers of transformers 5", minversion="5.15")
+pytest.importorskip("transformers", reason="compares with the tokenizers of transformers 5", minversion="5.20")
 pytest.importorskip("tokenizers")
 import tokenizers
 from transformers import AutoTokenizer

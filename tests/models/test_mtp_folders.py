@@ -16,6 +16,7 @@ from pdkernels.models.drafters import mtp_folder
 from tests.support.tri_mode import small_transformer
 
 transformers = pytest.importorskip("transformers", reason="compares with its layers", minversion="5.15")
+from tests.support.transformers_names import CACHE  # noqa: E402
 
 SIZES: dict[str, Any] = {"vocab_size": 23, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES |= {"intermediate_size": 48, "head_dim": 16, "initializer_range": 0.3, "tie_word_embeddings": False}
@@ -106,7 +107,7 @@ class Published:
         mask = torch.zeros(count, count, dtype=embedded.dtype).masked_fill(
             torch.ones(count, count).triu(1).bool(), -torch.inf
         )[None, None]
-        options = {"attention_mask": mask, "position_ids": places + 1}
+        options = {"attention_mask": mask, "position_ids": places + 1, CACHE: None}
         found: torch.Tensor = self.layer(embedded, read[None], rotation, **options)[0]
         return found
 

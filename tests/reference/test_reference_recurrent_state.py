@@ -9,7 +9,7 @@ import torch
 
 from pdkernels.reference import recurrent_state as reference
 
-pytest.importorskip("transformers", reason="compares with its layers", minversion="5.15")
+pytest.importorskip("transformers", reason="compares with its layers", minversion="5.20")
 
 from transformers.models.mamba2 import modeling_mamba2 as mamba2
 from transformers.models.minimax import modeling_minimax as minimax

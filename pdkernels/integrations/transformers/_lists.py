@@ -122,7 +122,7 @@ def options(
 def _of_sequence(processor: Any, sequence: int) -> Any:
     """A processor that knows the place or the padding of its row in a batch, for one sequence."""
     allowed = getattr(processor, "_prefix_allowed_tokens_fn", None)
-    ignored = getattr(processor, "prompt_ignore_length", None)
+    ignored: Any = getattr(processor, "prompt_ignore_length", None)
     padded = isinstance(ignored, Tensor) and len(ignored) > 1
     if allowed is None and not padded:
         return processor

@@ -61,8 +61,9 @@ class PlanMask(Tensor):
         if func._opname in ("contiguous", "clone", "_to_copy", "to"):
             return args[0]
         if func._opname in ("detach", "alias"):  # a view, as which PyTorch takes no tensor twice
-            made = cls(args[0].shape[0], *args[0].shape[2:], args[0].offset, args[0].plan, args[0].device)
-            made.__dict__.update(args[0].__dict__)
+            given, (batch, _, rows, keys) = args[0], args[0].shape
+            made = PlanMask(batch, rows, keys, given.offset, given.plan, given.device)
+            made.__dict__.update(given.__dict__)
             return made
         raise MaskIsPlan(
             f'attn_implementation="pdkernels" keeps masks as tile plans, so {func} has no pairs to work on. '
