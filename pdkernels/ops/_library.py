@@ -244,7 +244,9 @@ _COUNTER = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 def run_counted(op: torch._ops.OpOverload, arguments: tuple[Any, ...], writes: tuple[int, ...]) -> Any:
     """Calls an op and counts here, which is cheaper than in the dispatcher. A compiled graph counts for itself."""
-    if not writes or torch.compiler.is_compiling() or forward_ad._current_level >= 0:  # tangents need the dispatcher's own way
+    if (
+        not writes or torch.compiler.is_compiling() or forward_ad._current_level >= 0
+    ):  # tangents need the dispatcher's own way
         return op(*arguments)
     with torch._C._ExcludeDispatchKeyGuard(_COUNTER):
         results = op(*arguments)
