@@ -184,6 +184,17 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "ipv6": ({"type": "string", "format": "ipv6"}, ['"::1"', '"1:2:3:4:5:6:7:8"'], ['"1:2"']),
     "duration": ({"type": "string", "format": "duration"}, ['"P1DT2H"', '"P3W"'], ['"P"', '"PT"', '"P1"']),
     "pointer": ({"type": "string", "format": "json-pointer", "maxLength": 8}, ['"/a/~0b"', '""'], ['"a"', '"/~2"']),
+    "listed whole numbers within bounds": ({"type": "integer", "minimum": 0, "enum": [1.0, 2, -3.0, 1e22]}, ["1.0", "2", "1e+22"], ["-3.0", "3"]),
+    "listed multiples": ({"type": "number", "enum": [0.3, 0.5, 2, 7.25], "multipleOf": 0.25}, ["0.5", "2", "7.25"], ["0.3"]),
+    "listed, with keywords for other types": ({"enum": [1, "a", None, "abc", {}], "minLength": 2}, ["1", "null", '"abc"', "{}"], ['"a"']),
+    "listed lists of whole numbers": ({"const": [1.0, 2], "items": {"type": "integer"}}, ["[1.0, 2]"], ["[1, 3]", "[]"]),
+    "listed lists, of which one does not fit": ({"type": "array", "enum": [[1.0], [2.5], ["a"]], "items": {"type": ["integer", "string"]}}, ["[1.0]", '["a"]'], ["[2.5]"]),
+    "listed, and a choice": ({"enum": [1.0, "x", 5], "anyOf": [{"type": "integer", "maximum": 3}, {"type": "string"}]}, ["1.0", '"x"'], ["5"]),
+    "no name": ({"type": "object", "propertyNames": False}, ["{}"], ['{"a": 1}']),
+    "no name of two": ({**_of(a=DIGIT), "propertyNames": {"type": "null"}}, ["{}"], ['{"a": 1}']),
+    "a number, or an object without a": ({**_of(a=DIGIT, b=DIGIT), "type": ["integer", "object"], "not": {"type": "object", "required": ["a"]}}, ["3", "{}", '{"b": 1}'], ['{"a": 1}']),
+    "a number, or an object that depends": ({**_of(a=DIGIT, b=DIGIT), "type": ["integer", "object"], "dependentSchemas": {"a": {"type": "object", "required": ["b"]}}}, ["3", "{}", '{"b": 1}'], ['{"a": 1}']),
+    "a number, or a date": ({"type": ["integer", "string"], "format": "date"}, ["3", '"2024-02-29"'], ['"2023-02-29"']),
     "password": ({"type": "string", "format": "password", "minLength": 1, "maxLength": 3}, ['"abc"'], ['""']),
 }  # fmt: skip
 

@@ -49,6 +49,11 @@ class Range(NamedTuple):
         """With numbers as JSON writes them."""
         return cls(None if low is None else _decimal(low), None if high is None else _decimal(high), above, below)
 
+    def has(self, number: Decimal) -> bool:
+        """Whether it has a number."""
+        above = self.low is None or number > self.low or (number == self.low and not self.above)
+        return above and (self.high is None or number < self.high or (number == self.high and not self.below))
+
     @property
     def halves(self) -> Iterator[tuple[str, _Half]]:
         """Its numbers without a sign and those with one, as numbers from 0 on."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from math import isfinite
 from typing import Any
 
 from pdkernels._validation import check, check_type, refuse, sentence
@@ -37,7 +36,15 @@ from pdkernels.decoding.grammar.numbers import numbers
 from pdkernels.decoding.grammar.regex import parsed
 from pdkernels.decoding.grammar.schema_apart import ENUMERATED, OF_OBJECTS, OF_STRINGS, holds, told_apart
 from pdkernels.decoding.grammar.schema_flat import Flattener
-from pdkernels.decoding.grammar.schema_keywords import TYPES, Unknown, check_keywords, counts, is_note, kinds_of
+from pdkernels.decoding.grammar.schema_keywords import (
+    TYPES,
+    Unknown,
+    check_keywords,
+    check_values,
+    counts,
+    is_note,
+    kinds_of,
+)
 from pdkernels.decoding.grammar.schema_merge import (
     CONDITIONS,
     Merged,
@@ -47,15 +54,14 @@ from pdkernels.decoding.grammar.schema_merge import (
     property_of,
     together,
     unsupported,
+    whole,
 )
-from pdkernels.decoding.grammar.schema_numbers import number_of
+from pdkernels.decoding.grammar.schema_numbers import has_number, number_of
 from pdkernels.decoding.grammar.schema_strings import matching, string, string_of
-from pdkernels.models.tokenizers import check_text
 
 Schema = Mapping[str, Any] | bool
 
 _MAX_PARTS = 3_000
-_MAX_VALUES = 100_000
 _ANYTHING_DEPTH = 3  # of arrays and objects inside each other in a value without a schema
 
 
@@ -74,33 +80,11 @@ def parsed_schema(
         except (ValueError, RecursionError) as error:
             raise ValueError(sentence(OP, f"the schema is not JSON: {error}")) from None
     check_type(isinstance(schema, (Mapping, bool)), OP, "schema", "be a dict", type(schema).__name__)
-    _check_values(schema)
+    check_values(schema)
     try:
         return _Compiler(schema, whitespace, depth, longest, {} if unknown is None else unknown).value(schema, "#")
     except RecursionError:
         raise ValueError(sentence(OP, "the schema has too many levels", "Lower the depth.")) from None
-
-
-def _check_values(schema: Any) -> None:
-    """Refuses what JSON has not, and too many values, those that a schema holds several times counted each time, before anything walks through it."""
-    queue, seen = [("the schema", "#", schema)], 0
-    while queue:
-        seen += 1
-        name, place, one = queue.pop()
-        if isinstance(one, str):
-            check_text(OP, one, f"{name} at {place}")
-        check(not isinstance(one, float) or isfinite(one), OP, f"{name} at {place}", "be a finite number", one)
-        large = type(one) is int and one.bit_length() > 1023
-        check(not large, OP, f"{name} at {place}", "be a number of at most 1,023 bits, as doubles are", one)
-        if isinstance(one, Mapping):
-            here = place if seen == 1 else f"{place}/{name}"
-            for key in one:
-                check_text(OP, key, f"a name at {here}")
-            queue += [(key, here, value) for key, value in one.items()]
-        elif isinstance(one, (list, tuple)):
-            queue += [(f"{name}[{number}]", place, value) for number, value in enumerate(one)]
-        large = seen + len(queue) > _MAX_VALUES
-        refuse(large, OP, f"the schema has more than {_MAX_VALUES} values")
 
 
 class _Compiler:
@@ -134,11 +118,11 @@ class _Compiler:
             return self._any
         if flat.get(CONDITIONS):
             return self._conditional(flat, place)
-        if "const" in flat or "enum" in flat:
-            return self._listed(flat, place)
         for name in ("anyOf", "oneOf"):
             if name in flat:
                 return self._choice(flat, name, place)
+        if "const" in flat or "enum" in flat:
+            return self._listed(flat, place)
         return either([self._typed(kind, flat, place) for kind in kinds_of(flat, place)])
 
     def _reference(self, schema: Mapping[str, Any], place: str) -> Expression:
@@ -183,6 +167,9 @@ class _Compiler:
             branches.append(({"type": "object", "properties": {name: {"not": one}}, "required": [name]}, otherwise))
         for name in condition.get("required", ()):
             branches.append(({"type": "object", "properties": {name: False}}, otherwise))
+        if "type" in rest and "type" in condition:  # other values than objects do not satisfy it
+            kinds = [kind for kind in kinds_of(rest, place) if kind != "object"]
+            branches += [({"type": kinds}, otherwise)] if kinds else []
         found = [merged(merged(rest, one, place), self._flat(part, place), place) for one, part in branches]
         return either([self.value(one, place) for one in found])
 
@@ -201,11 +188,25 @@ class _Compiler:
             several = kinds_of({"type": kinds}, place)
             values = [value for value in values if any(TYPES[kind](value) for kind in several)]
         more = {name: value for name, value in schema.items() if name not in ("enum", "const", "not", "type")}
-        made = Alt(tuple(map(self._exactly, values)))
+        spend(len(values))
         if not more or not values:
-            return made
-        rest = Merged(more if kinds is None else more | {"type": kinds})
-        return both(made, self.value(rest, place), f"the schema at {place}")
+            return Alt(tuple(map(self._exactly, values)))
+        spoken = kinds_of(more if kinds is None else {"type": kinds}, place)
+        parts, others = list[Expression](), list[Any]()
+        for value in values:
+            if type(value) in (int, float):
+                parts += [self._exactly(value)] if has_number(more, value, place) else []
+            elif any(TYPES[kind](value) for kind in spoken):
+                others.append(value)
+            else:
+                parts.append(self._exactly(value))  # keywords for other types demand nothing of it
+        if others:
+            # Whole numbers inside may be listed as 1.0, which is no text of the type integer.
+            rest, words = self.value(Merged(more, type=spoken), place), f"the schema at {place}"
+            texts = [(self._exactly(value), self._exactly(whole(value))) for value in others]
+            parts.append(both(Alt(tuple(one for one, plain in texts if one == plain)), rest, words))
+            parts += [one for one, plain in texts if one != plain and not is_nothing(both(plain, rest, words))]
+        return either([part for part in parts if not is_nothing(part)])
 
     def _exactly(self, value: Any) -> Expression:
         if isinstance(value, Mapping):
@@ -353,6 +354,8 @@ class _Compiler:
         names = schema.get("propertyNames", True)
         names = names if names is True else self.value(together({"type": "string"}, names), f"{place}/propertyNames")
         known = {name: property_of(schema, name, others) for name in _ordered(schema)}
+        if is_nothing(names):  # as an expression is: no name
+            return NOTHING if least or required else self._enclosed("{", "}", EMPTY)
         if names is not True:
             fits = compiled(names, f"the schema at {place}/propertyNames")
             known = {name: one if fits.accepts(_written(name).encode()) else False for name, one in known.items()}

@@ -11,6 +11,7 @@ from pdkernels.decoding.grammar.language import OP
 from pdkernels.decoding.grammar.regex import parsed
 from pdkernels.decoding.grammar.schema_formats import KNOWN as FORMATS
 from pdkernels.decoding.grammar.schema_merge import CONDITIONS, unsupported
+from pdkernels.models.tokenizers import check_text
 
 _NOTES = frozenset(
     "title description default examples example $schema $id id $comment $anchor $dynamicAnchor $vocabulary deprecated readOnly writeOnly "
@@ -62,6 +63,29 @@ _SHAPES: dict[str, tuple[Any, str]] = {
 Unknown = dict[tuple[str, str], str]
 """Where keywords and formats are first that JSON Schema does not have."""
 _MAX_NAMED = 5
+_MAX_VALUES = 100_000
+
+
+def check_values(schema: Any) -> None:
+    """Refuses what JSON has not, and too many values, those that a schema holds several times counted each time, before anything walks through it."""
+    queue, seen = [("the schema", "#", schema)], 0
+    while queue:
+        seen += 1
+        name, place, one = queue.pop()
+        if isinstance(one, str):
+            check_text(OP, one, f"{name} at {place}")
+        check(not isinstance(one, float) or isfinite(one), OP, f"{name} at {place}", "be a finite number", one)
+        large = type(one) is int and one.bit_length() > 1023
+        check(not large, OP, f"{name} at {place}", "be a number of at most 1,023 bits, as doubles are", one)
+        if isinstance(one, Mapping):
+            here = place if seen == 1 else f"{place}/{name}"
+            for key in one:
+                check_text(OP, key, f"a name at {here}")
+            queue += [(key, here, value) for key, value in one.items()]
+        elif isinstance(one, (list, tuple)):
+            queue += [(f"{name}[{number}]", place, value) for number, value in enumerate(one)]
+        large = seen + len(queue) > _MAX_VALUES
+        refuse(large, OP, f"the schema has more than {_MAX_VALUES} values")
 
 
 def is_note(name: str) -> bool:
@@ -145,7 +169,8 @@ def modern(schema: dict[str, Any]) -> dict[str, Any]:
         conditions.append((schema.pop("if"), then, otherwise))
     for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
         for name, one in schema.pop(keyword, {}).items():
-            conditions.append(({"required": [name]}, {"required": one} if isinstance(one, list) else one, True))
+            when = {"type": "object", "required": [name]}
+            conditions.append((when, {"required": one} if isinstance(one, list) else one, True))
     if conditions:
         schema[CONDITIONS] = conditions
     return schema

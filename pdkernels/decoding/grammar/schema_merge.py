@@ -49,14 +49,15 @@ def same(one: Any, other: Any) -> bool:
 
 def plain(value: Any) -> str:
     """The same text for values that are equal as JSON, and only for them."""
-    return json.dumps(_whole(value), sort_keys=True)
+    return json.dumps(whole(value), sort_keys=True)
 
 
-def _whole(value: Any) -> Any:
+def whole(value: Any) -> Any:
+    """The same value of JSON, whose whole numbers have no point."""
     if isinstance(value, Mapping):
-        return {name: _whole(one) for name, one in value.items()}
+        return {name: whole(one) for name, one in value.items()}
     if isinstance(value, list):
-        return [_whole(one) for one in value]
+        return [whole(one) for one in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
