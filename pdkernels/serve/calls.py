@@ -187,10 +187,10 @@ class CallParser:
     def mark(self, tag: str) -> News:
         """What is new and certain after the tag of a thought that is a special token, which texts leave out."""
         found: News = []
-        begins = self._state == self._text and tag in self._thoughts
+        begins = tag in self._thoughts and self._state not in (self._thought, self._arguments, self._rest)
         if begins or (self._state == self._thought and tag == self._thought_end):
-            self._pass(self._buffer, found)
-            self._buffer, self._written = "", self._written and begins
+            self._pass(self._raw + self._buffer, found)  # what has begun there is no call
+            self._raw, self._buffer, self._written = "", "", self._written and begins
             self._thought_end, self._state = self._thoughts.get(tag, ""), self._thought if begins else self._text
         return found
 

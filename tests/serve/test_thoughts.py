@@ -218,3 +218,17 @@ def test_the_grammar_of_strict_calls_is_that_of_what_is_read(form: CallForm) -> 
         f"<think>a{good}",
     ):
         assert not outside.matches(text) and not inside.matches(text.removeprefix("<think>"))
+
+
+@pytest.mark.parametrize(
+    "before", ["", "Well. ", CALL, CALL.removesuffix("</tool_call>"), "<tool_call>", '<tool_call>\n{"na']
+)
+def test_a_thought_of_special_tokens_begins_wherever_it_stands(before: str) -> None:
+    """Also behind a call without its closing tag, and behind what has begun as one."""
+    parser, calls = CallParser(HERMES, ["set"], None, [THINK]), int(before.startswith('<tool_call>\n{"name'))
+    news = [*parser.feed(before), *parser.mark("<think>"), *parser.feed(f"Or {CALL}?"), *parser.mark("</think>")]
+    assert parser.count == calls and not parser.unfinished
+    news += [*parser.feed(f"So {CALL}"), *parser.flush()]
+    assert parser.count == calls + 1
+    text = "".join(one for one in news if isinstance(one, str))
+    assert text.replace("\n", "") == f"{'' if calls else before}Or {CALL}?So".replace("\n", "")
