@@ -174,6 +174,11 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "contains nothing in particular": ({"type": "array", "items": DIGIT, "contains": {"const": 3}, "minContains": 0}, ["[]", "[4]", "[3]"], ["[10]"]),
     "an anchor": ({**_of(a={"$ref": "#n"}), "$defs": {"n": {"$anchor": "n", **DIGIT}}}, ["{}", '{"a": 3}'], ['{"a": 10}', '{"a": {}}']),
     "an anchor of draft 7": ({**OLD, **_of(a={"$ref": "#n"}), "definitions": {"n": {"$id": "#n", **DIGIT}}}, ['{"a": 3}'], ['{"a": 10}']),
+    "what looks like a schema and is none": (
+        {**_of(const={"const": {"$id": "https://b.org"}}, enum={"$ref": "#n"}, b={"$anchor": "n", **DIGIT}), "default": {"$anchor": "n", "$ref": "#"}},
+        ['{"const": {"$id": "https://b.org"}, "enum": 3}'],
+        ['{"enum": {}}'],
+    ),
     "by its own name": ({"$id": "https://a.org/s.json", "$ref": "https://a.org/s.json#/$defs/n", "$defs": {"n": DIGIT}}, ["3"], ["10"]),
     "types together": ({"allOf": [{"type": ["number", "string"]}, {"type": ["integer", "null"], "maximum": 9, "minimum": 0}]}, ["3"], ["null", '"a"', "3.5"]),
     "several without a type": ({"minLength": 2, "maxLength": 3, "minimum": 0, "maximum": 5}, ['"ab"', "4"], ['"a"', "7"]),

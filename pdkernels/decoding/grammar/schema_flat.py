@@ -14,6 +14,11 @@ from pdkernels.decoding.grammar.schema_apart import of_objects
 from pdkernels.decoding.grammar.schema_keywords import Unknown, check_keywords, demands, modern
 from pdkernels.decoding.grammar.schema_merge import CONDITIONS, Flat, Merged, merged_all, unsupported
 
+_VALUES = frozenset("const enum default example examples".split())
+_BY_NAMES = frozenset(
+    "properties patternProperties $defs definitions dependencies dependentRequired dependentSchemas".split()
+)
+
 
 class Flattener:
     """Follows the references of a root schema."""
@@ -96,15 +101,18 @@ class Flattener:
 
 
 def _inside(part: Any) -> Iterator[Mapping[str, Any]]:
-    """All objects of a schema."""
-    queue = [part]
+    """All objects of a schema that may be schemas: those by the names of properties and in values are others."""
+    queue = [(part, False)]
     while queue:
         spend()
-        one = queue.pop()
+        one, by_names = queue.pop()
+        inner = [(value, False) for value in one] if isinstance(one, list) else []
         if isinstance(one, Mapping):
-            yield one
-        inner = one.values() if isinstance(one, Mapping) else one if isinstance(one, list) else ()
-        queue += reversed([*inner])
+            if not by_names:
+                yield one
+            values = frozenset[str]() if by_names else _VALUES
+            inner = [(two, name in _BY_NAMES and not by_names) for name, two in one.items() if name not in values]
+        queue += reversed(inner)
 
 
 def _references(part: Any) -> list[str]:
