@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -55,13 +56,19 @@ class Worker(threading.Thread):
             self.join(0.05)
 
 
-@atexit.register
 def _finish_all() -> None:
     workers = [thread for thread in threading.enumerate() if isinstance(thread, Worker)]
+    main = threading.current_thread() is threading.main_thread()
+    if workers and main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # another Ctrl-C ends the process, not just this wait
     for worker in workers:
         worker.stop()
     for worker in workers:
         worker.finish()
+
+
+for _ in range(2):  # Ctrl-C may come when the first call begins
+    atexit.register(_finish_all)
 
 
 class Forked(Protocol):

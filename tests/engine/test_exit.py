@@ -37,6 +37,12 @@ PROGRAMS: dict[str, tuple[int, str]] = {
     "a stream": (0, STREAM + "for _ in pieces: break"),
     "a request, an error": (1, ENGINE + "for _ in handle: raise ValueError"),
     "Ctrl-C": (-signal.SIGINT, ENGINE + "for _ in handle: os.kill(os.getpid(), signal.SIGINT); time.sleep(9)"),
+    "Ctrl-C, and again while it ends": (
+        -signal.SIGINT,
+        ENGINE
+        + "engine.submit('a', on_tokens=lambda *_: time.sleep(0.05) or os.kill(os.getpid(), signal.SIGINT), **long)\n"
+        "time.sleep(9)",
+    ),
     "a fork": (0, STREAM + ENGINE + "next(pieces); next(iter(handle))\n" + FORK),
     "a callback that never returns": (
         0,
