@@ -231,6 +231,8 @@ def create_app(
     async def replay(body: ReplayRequest, request: Request) -> Response:
         def submit() -> Any:
             tokenizer, found = engine.model.tokenizer, find(body.method or method)
+            if body.chat and getattr(tokenizer, "chat_template", None) is None:
+                raise Refused("this model has no chat template", 400, "chat")
             asked = [{"role": "user", "content": body.prompt}]
             ids = tokenizer.encode_chat(asked) if body.chat else tokenizer.encode(body.prompt)
             settings = front.settings.options_of(found, body.options)

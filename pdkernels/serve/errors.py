@@ -47,7 +47,7 @@ _KINDS_OF_JSON = {
 _WORD = re.compile(rf"'[^']*'|\"[^\"]*\"|\b(?:{'|'.join(sorted(_WORDS, key=len, reverse=True))})\b")
 # A remedy for those who write Python.
 _REMEDY = re.compile(
-    r"pdkernels|generate\b|Engine|`|\(\)|pip |docs/|\bPass |\bLoad |attribute|callback|argument|\bset |\w=|\.to\(|raise "
+    r"pdkernels|generate\b|Engine|`|\(\)|pip |docs/|\bPass |\bLoad |attribute|callback|argument|\bset |\w=|\.to\(|\.decode\(|raise "
 )
 
 

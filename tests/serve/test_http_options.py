@@ -198,6 +198,7 @@ def test_errors_name_the_fields_of_a_request(client: Any, body: Any, words: str)
         "/v1/completions", content=json.dumps(CODE | body), headers={"Content-Type": "application/json"}
     )
     text = answer.json()["error"]["message"]
+    assert ".decode" not in text  # advice for those who write Python
     assert answer.status_code == 400 and words in text, text
     assert not INNER.search(re.sub(r"'[^']*'|\"[^\"]*\"", "", text)), text
 

@@ -422,6 +422,8 @@ def test_other_routes(app_client: Any) -> None:
     assert page.status_code == 200 and page.text.startswith("<!doctype html>")
     long = app_client.post("/replay", json={"prompt": "x" * 449, "max_tokens": 6})
     assert long.status_code == 400 and "the prompt has 449 tokens" in long.json()["error"]["message"]
+    chat = app_client.post("/replay", json={"prompt": "import os", "chat": True})
+    assert chat.status_code == 400 and chat.json()["error"]["param"] == "chat"
     headers = {"Content-Type": "application/json"}
     for content, given, words in [
         (b'{"model": ', headers, "the body is not JSON: Expecting value, at character 10"),
