@@ -55,8 +55,8 @@ class _Usual(NamedTuple):
 
 
 _QWEN2 = _Usual(32768, 32, null_head_dim=False, window=4096, switched=True, bias=True, qkv_bias=True)
-_QWEN3 = _QWEN2._replace(qkv_bias=False, qk_norm=True)
-_QWEN3_MOE = _QWEN3._replace(kv_heads=4, null_kv_heads=False, all_slide=True)
+_QWEN3 = _QWEN2._replace(head_dim=128, qkv_bias=False, qk_norm=True)
+_QWEN3_MOE = _QWEN3._replace(kv_heads=4, null_kv_heads=False, head_dim=None, all_slide=True)
 # Dream has Qwen2's layers without a causal mask; row i still predicts token i + 1, which may be a mask. Fast-dLLM v2 has the same
 # layers and is causal except for the block that it fills. So is SDAR, with Qwen3's layers and rows that predict their own token.
 _USUAL = {
@@ -102,7 +102,7 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
     usual, inner = _USUAL[str(kind)], _INNER.get(str(kind), "intermediate_size")
     if kind != LLADA_MOE:
         fields.require((inner,))
-    if usual.qk_norm and not usual.whole_qk_norm:  # the published classes default to 128, regardless of the other sizes
+    if kind in ("sdar", "sdar_moe"):  # their code comes with the checkpoint, so nothing here says its default
         fields.require(("head_dim",))
     activation = fields.get("hidden_act", "silu")
     demand(activation in ("silu", "swish"), "hidden_act", "be 'silu'", shown(activation))

@@ -16,6 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward  # n
 from pdkernels.integrations.transformers import PdCache, register, wrap  # noqa: E402
 from pdkernels.integrations.transformers._attention import REFUSED  # noqa: E402
 from pdkernels.integrations.transformers._rows import narrowed, widened  # noqa: E402
+from tests.support.transformers_names import CACHE  # noqa: E402
 
 MLA: dict[str, Any] = {
     "vocab_size": 50,
@@ -109,6 +110,34 @@ def test_gradients_of_narrower_values() -> None:
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=0)
 
 
+MASKED: dict[str, dict[str, Any]] = {
+    "BigBirdPegasus": {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64},
+    "Doge": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MASKED)
+def test_causal_masks_are_no_guess_of_the_layer(name: str) -> None:
+    """BigBird-Pegasus calls its causal layers not causal; Doge computes with its mask, which must be refused."""
+    register()
+    sizes = {"vocab_size": 50, "is_encoder_decoder": False, "is_decoder": True, "pad_token_id": 0, "eos_token_id": 1}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**sizes, **MASKED[name])
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    for parameter in model.parameters():
+        parameter.normal_(std=0.2)
+    tokens = torch.randint(3, 40, (2, 11))
+    model.set_attn_implementation("eager")
+    wanted = model(tokens).logits
+    model.set_attn_implementation("pdkernels")
+    if name == "Doge":
+        with pytest.raises(NotImplementedError, match="keeps masks as tile plans"):
+            model(tokens)
+        return
+    torch.testing.assert_close(model(tokens).logits, wanted, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("width", [1, 8, 12, 15, 20, 100, 508])
 def test_widths_that_are_refused_by_name(width: int) -> None:
     register()
@@ -194,7 +223,7 @@ def test_latent_attention_on_any_cache(implementation: str, values: int) -> None
     padding = {"attention_mask": (torch.arange(9) >= torch.tensor([[3], [0]])).long()}
 
     def texts(tokens: torch.Tensor, cache: Any = None, **more: Any) -> Any:
-        return model.generate(tokens, max_new_tokens=6, do_sample=False, past_key_values=cache, **more)
+        return model.generate(tokens, max_new_tokens=6, do_sample=False, **{CACHE: cache}, **more)
 
     model.set_attn_implementation("sdpa")
     plain, padded, beams = texts(tokens), texts(tokens, **padding), texts(tokens[:1], num_beams=3)

@@ -16,6 +16,7 @@ from transformers import cache_utils  # noqa: E402
 
 from pdkernels.integrations.transformers import PdCache, register  # noqa: E402
 from pdkernels.integrations.transformers._rows import PagedRows  # noqa: E402
+from tests.support.transformers_names import CACHE  # noqa: E402
 
 KINDS = ["contiguous", "paged"]
 BATCH, HEADS, WIDTH, CAPACITY = 3, 2, 8, 40
@@ -198,7 +199,7 @@ def model_of(seed: int, implementation: str = "pdkernels", **more: Any) -> Any:
 
 
 def written(model: Any, cache: Any, tokens: torch.Tensor, new: int = 16, **options: Any) -> Any:
-    return model.generate(tokens, max_new_tokens=new, do_sample=False, past_key_values=cache, **options)
+    return model.generate(tokens, max_new_tokens=new, do_sample=False, **{CACHE: cache}, **options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -257,15 +258,15 @@ def test_convolutions_go_back_as_far_as_their_past() -> None:
     model = hybrid("Lfm2")
     tokens = torch.randint(1, 12, (1, 12))
     cache = PdCache(model.config, 1, 64)
-    model(tokens[:, :8], past_key_values=cache)
+    model(tokens[:, :8], **{CACHE: cache})
     cache.activate_past_recording()
     cache.crop(0)
     with pytest.raises(NotImplementedError, match="recurrent layers cannot go back"):
         cache.crop(-1)  # the convolutions dropped it before
-    model(tokens[:, [3, 3, 3]], past_key_values=cache)
+    model(tokens[:, [3, 3, 3]], **{CACHE: cache})
     cache.crop(-3)
     assert cache.get_seq_length() == 8
-    found = model(tokens[:, 8:], past_key_values=cache).logits
+    found = model(tokens[:, 8:], **{CACHE: cache}).logits
     torch.testing.assert_close(found, model(tokens, use_cache=False).logits[:, 8:], atol=1e-5, rtol=0)
 
 
@@ -280,14 +281,14 @@ def test_recurrent_states_do_not_go_back(name: str) -> None:
     cache = PdCache(model.config, 1, 64)
     if RECORDS:
         cache.activate_past_recording()
-    model(tokens[:, :8], past_key_values=cache)
+    model(tokens[:, :8], **{CACHE: cache})
     assert not cache.is_croppable and cache.is_linear == transformers.DynamicCache(config=model.config).is_linear
     with pytest.raises(NotImplementedError, match="recurrent layers cannot go back"):
         cache.crop(-1)
     if RECORDS:
         cache.crop(0)
     assert cache.get_seq_length() == 8
-    torch.testing.assert_close(model(tokens[:, 8:], past_key_values=cache).logits, whole, atol=1e-4, rtol=0)
+    torch.testing.assert_close(model(tokens[:, 8:], **{CACHE: cache}).logits, whole, atol=1e-4, rtol=0)
 
 
 @pytest.mark.skipif(STATES, reason="this version keeps states in its caches")
@@ -315,7 +316,7 @@ def test_a_prompt_that_is_copied() -> None:
     model, tokens = model_of(1, head_dim=16), torch.randint(1, 12, (1, 20))
     for kind in KINDS:
         cache = PdCache(model.config, 1, 64, kind=kind)
-        model(tokens[:, :12], past_key_values=cache)
+        model(tokens[:, :12], **{CACHE: cache})
         for more in (14, 20):
             text = written(model, copy.deepcopy(cache), tokens[:, :more], 6)
             assert torch.equal(text, written(model, None, tokens[:, :more], 6))
@@ -359,7 +360,7 @@ def test_the_attention_may_change() -> None:
     for place, implementation in enumerate(["eager", "pdkernels", "sdpa", "pdkernels", "eager"]):
         model.set_attn_implementation(implementation)
         step = slice(4 * place, 4 * place + 4)
-        found = model(tokens[:, step], past_key_values=cache).logits
+        found = model(tokens[:, step], **{CACHE: cache}).logits
         torch.testing.assert_close(found, whole[:, step], atol=1e-5, rtol=0)
 
 

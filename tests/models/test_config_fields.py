@@ -199,6 +199,17 @@ def test_logits_are_those_of_transformers(kind: str, changes: dict[str, Any], tm
     check(fields, named, tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("kind", "size"), [("qwen3", 128), ("qwen3_moe", 8), ("llama", 8)])
+def test_an_absent_width_of_heads_is_that_of_the_class(kind: str, size: int, tmp_path: Path) -> None:
+    """transformers itself writes Qwen3-MoE folders without one."""
+    fields = base(kind)
+    del fields["head_dim"]
+    assert check(fields, (), tmp_path) == "equal"
+    config = models.load(tmp_path, dtype=torch.float32).config
+    assert config.head_dim == size
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_field_is_left_out(kind: str) -> None:
     config = type(transformers.AutoConfig.for_model(kind))

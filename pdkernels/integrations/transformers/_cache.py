@@ -49,14 +49,15 @@ class PdCache(Cache):  # type: ignore[misc]
             whose recurrent layers cannot go back; offloading.
 
     Example:
-        >>> import torch, transformers
+        >>> import inspect, torch, transformers
         >>> from pdkernels.integrations.transformers import PdCache, register
         >>> register()
         >>> config = transformers.Qwen3Config(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
         ...     num_key_value_heads=1, head_dim=16, intermediate_size=48, attn_implementation="pdkernels")
         >>> model = transformers.Qwen3ForCausalLM(config).eval()
         >>> prompt = torch.tensor([[1, 2, 3]])
-        >>> a = model.generate(prompt, max_new_tokens=5, do_sample=False, past_key_values=PdCache(config, 1, 16))
+        >>> name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # before 5.24
+        >>> a = model.generate(prompt, max_new_tokens=5, do_sample=False, **{name: PdCache(config, batch=1, capacity=16)})
         >>> torch.equal(a, model.generate(prompt, max_new_tokens=5, do_sample=False))
         True
     """
