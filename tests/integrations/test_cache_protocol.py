@@ -291,6 +291,19 @@ def test_recurrent_states_do_not_go_back(name: str) -> None:
     torch.testing.assert_close(model(tokens[:, 8:], **{CACHE: cache}).logits, whole, atol=1e-4, rtol=0)
 
 
+@torch.no_grad()
+@pytest.mark.skipif(not STATES, reason="recurrent layers of this version keep other caches")
+@pytest.mark.parametrize("call", ["reorder_cache", "batch_select_indices"])
+def test_selected_sequences_take_their_states_along(call: str) -> None:
+    """transformers' own `batch_select_indices` leaves the states of Falcon-H1 where they were: the whole text is the oracle."""
+    model, tokens, order = hybrid("FalconH1"), torch.randint(1, 12, (3, 9)), torch.tensor([2, 0, 0])
+    cache = PdCache(model.config, 3, 16)
+    model(tokens[:, :7], **{CACHE: cache})
+    getattr(cache, call)(order)
+    whole = model(torch.cat([tokens[order, :7], tokens[:, 7:]], 1), use_cache=False).logits[:, 7:]
+    torch.testing.assert_close(model(tokens[:, 7:], **{CACHE: cache}).logits, whole, atol=1e-4, rtol=0)
+
+
 @pytest.mark.skipif(STATES, reason="this version keeps states in its caches")
 def test_recurrent_layers_need_a_newer_version() -> None:
     for name in ("Lfm2", "Qwen3Next", "FalconH1"):

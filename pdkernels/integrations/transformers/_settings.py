@@ -256,6 +256,10 @@ def check_inputs(model: Any, inputs: Mapping[str, Any], input_ids: Tensor, given
         rule = INPUTS.get(name)
         if rule is None or not rule.allows(value):
             refuse(name, value, rule or _absent(_IDS))
+    if (
+        inputs.get("use_cache", True) is None
+    ):  # transformers then gives the whole text in every step to a model that keeps a cache
+        refuse("use_cache", None, FIELDS["use_cache"])
     cache_name, own = cache_in(given.get("kwargs", {}))  # of the caller: it would stay empty
     if own is not None:
         refuse(cache_name, own, _absent(_CACHES))
