@@ -43,7 +43,7 @@ from pdkernels.cli._plans import COLUMNS, evaluate_plans
 from pdkernels.cli._serve import serve
 from pdkernels.cli._sweep import run_sweep
 from pdkernels.cli._tables import evaluation_table
-from pdkernels.cli._terminal import check_file, errors_reported, show_warning, use_threads
+from pdkernels.cli._terminal import MAX_THREADS, Output, check_file, errors_reported, show_warning, use_threads, writing
 from pdkernels.cli._usage import Commands, print_version
 from pdkernels.decoding.methods import METHODS
 from pdkernels.models.zoo import WEIGHTS
@@ -108,7 +108,8 @@ def evaluate(
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts per generation.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed for choosing the prompts.")] = 0,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads; by default one for tiny models, else torch's default.")
+        int | None,
+        typer.Option(min=1, max=MAX_THREADS, help="CPU threads; by default one for tiny models, else torch's default."),
     ] = None,
     sweep: Annotated[
         list[str] | None,
@@ -137,8 +138,8 @@ def evaluate(
 
     Under torchrun the processes share the prompts.
     """
-    console = Console(highlight=False)
-    with errors_reported(), evaluation.launched_group() as group:
+    console = Output()
+    with errors_reported(console), evaluation.launched_group() as group:
         console.quiet = not evaluation.is_first(group)
         # Fail now rather than after minutes.
         shared_out = group is not None and (sweep or family == "planned")
@@ -165,9 +166,11 @@ def evaluate(
             use_threads(threads, list(loaded.values()))
             written = evaluate_plans(loaded, problems, batch_size, seed, settings)
             if json_path is not None:
-                json_path.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+                with writing("eval", "--json", json_path):
+                    json_path.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
             if plot is not None:
-                evaluation.plot_planned([benchmark["extra_info"] for benchmark in written["benchmarks"]], plot)
+                with writing("eval", "--plot", plot):
+                    evaluation.plot_planned([benchmark["extra_info"] for benchmark in written["benchmarks"]], plot)
             return
         demand(
             family in evaluation.FAMILIES,
@@ -205,11 +208,11 @@ def evaluate(
         competing, unable = evaluation.candidates(loaded, method or (), width or ())
         skipped = absent + unable
         for line in skipped:
-            console.print(Text.assemble(("skipped ", "yellow"), line), soft_wrap=True)
+            console.heading(Text.assemble(("skipped ", "yellow"), line), soft_wrap=True)
         demand(bool(loaded), "eval", "--model", "name at least one model that exists", "none")
         use_threads(threads, list(loaded.values()))
         rows = []
-        with Progress(*COLUMNS, console=console, transient=True) as progress:
+        with Progress(*COLUMNS, console=console, transient=True, disable=not console.is_terminal) as progress:
             bar = progress.add_task("", total=len(tasks))
             for number, chosen in enumerate(tasks):
 
@@ -229,12 +232,14 @@ def evaluate(
             console.print(evaluation_table([row for row in rows if row.task == chosen.name], console.width))
         written = evaluation.as_json(rows, skipped)
         if json_path is not None and evaluation.is_first(group):
-            json_path.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+            with writing("eval", "--json", json_path):
+                json_path.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
         if plot is not None and evaluation.is_first(group):
             draw = {"recurrent": evaluation.plot_recurrent, "masked": evaluation.plot_masked}.get(
                 family, evaluation.plot
             )
-            draw([benchmark["extra_info"] for benchmark in written["benchmarks"]], plot)
+            with writing("eval", "--plot", plot):
+                draw([benchmark["extra_info"] for benchmark in written["benchmarks"]], plot)
     if any(row.broken for row in rows):
         console.print(Text("A lossless method differed from greedy decoding, so its speed is not shown.", "bold red"))
         raise typer.Exit(1)

@@ -13,11 +13,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from pdkernels._validation import refuse
-from pdkernels.cli._terminal import DTYPE_HELP, assigned_options, errors_reported, named_dtype
+from pdkernels.cli._terminal import (
+    DTYPE_HELP,
+    MAX_THREADS,
+    assigned_options,
+    errors_reported,
+    named_device,
+    named_dtype,
+)
 from pdkernels.decoding._method import SHARED
 from pdkernels.integrations.ray import generate_files
 
 _COLUMNS = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+
+_SET = ("prompt", "max_new_tokens", "on_tokens", "n")
+"""Arguments of `generate` that are no options here."""
 
 
 def batch(
@@ -55,7 +65,9 @@ def batch(
     on_error: Annotated[
         str, typer.Option(help="What to do when a prompt fails: 'record' its error instead of a text, or 'stop'.")
     ] = "record",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of this process, without workers.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=MAX_THREADS, help="CPU threads of this process, without workers.")
+    ] = None,
     cpus: Annotated[float, typer.Option(min=0, help="CPU cores per worker.")] = 1,
 ) -> None:
     """Generate for all prompts of files. The same command resumes an interrupted run.
@@ -82,7 +94,7 @@ def batch(
             batch_size=batch_size,
             column=column,
             seed=seed,
-            device=device,
+            device=named_device("batch", device),
             dtype=named_dtype("batch", dtype),
             adapter=adapter,
             on_error=on_error,  # type: ignore[arg-type]  # checked there
@@ -90,9 +102,7 @@ def batch(
             progress=lambda done, total: progress.update(bar, completed=done, total=total),
             max_new_tokens=max_new_tokens,
             **options,
-            **assigned_options(
-                "batch", option or [], {*options, "max_new_tokens", *inspect.signature(generate_files).parameters}
-            ),
+            **assigned_options("batch", option or [], options, {*_SET, *inspect.signature(generate_files).parameters}),
         )
     speed = report.tokens / report.seconds if report.seconds else 0.0
     earlier = f", {report.resumed} in all by an earlier run" if report.resumed else ""

@@ -24,6 +24,7 @@ from pdkernels.cli._terminal import (
     DRAFTER_HELP,
     DTYPE_HELP,
     LEGEND,
+    MAX_THREADS,
     PACKED_HELP,
     Stream,
     assigned_options,
@@ -38,6 +39,10 @@ from pdkernels.cli._terminal import (
 from pdkernels.decoding._method import SHARED
 
 COMMANDS = "Commands: /reset forgets the chat, /exit or Ctrl-D ends it; Ctrl-C stops an answer."
+
+
+_SET = {"model", "prompt", "method", "max_new_tokens", "on_tokens", "grammar", "n", "infill", "trace"}
+"""Arguments of `generate` that are no options here."""
 
 
 class Chat:
@@ -155,7 +160,9 @@ def chat(
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
     packed: Annotated[bool | None, typer.Option(help=PACKED_HELP)] = None,
     cache_dtype: Annotated[str | None, typer.Option(help=CACHE_DTYPE_HELP)] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's setting.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=MAX_THREADS, help="CPU threads; by default torch's setting.")
+    ] = None,
 ) -> None:
     """Chat with a model. Accepted drafts are in colour; each answer ends with a line of figures."""
     console = Console(highlight=False)
@@ -176,7 +183,7 @@ def chat(
         given: dict[str, Any] = {"draft": draft, "block_size": block_size_of("chat", block_size), "seed": seed}
         given |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         options = {name: value for name, value in given.items() if value is not None}
-        options |= assigned_options("chat", option or [], options)
+        options |= assigned_options("chat", option or [], options, _SET)
         suggestion = {} if options.keys() & {"temperature", "top_k", "top_p", "min_p"} else settings(model)
         if method is None:
             method, chosen = decoding.default_method(language_model, options, name=model)

@@ -25,6 +25,7 @@ from pdkernels.cli._terminal import (
     DEVICE_HELP,
     DTYPE_HELP,
     LEGEND,
+    MAX_THREADS,
     PACKED_HELP,
     PROMPT,
     Stream,
@@ -76,7 +77,9 @@ def demo(
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
     packed: Annotated[bool | None, typer.Option(help=PACKED_HELP)] = None,
     cache_dtype: Annotated[str | None, typer.Option(help=CACHE_DTYPE_HELP)] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's setting.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=MAX_THREADS, help="CPU threads; by default torch's setting.")
+    ] = None,
 ) -> None:
     """Answer questions in every way that gives the same tokens, and show the cost of each.
 

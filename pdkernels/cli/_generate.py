@@ -24,6 +24,7 @@ from pdkernels.cli._terminal import (
     DRAFTER_HELP,
     DTYPE_HELP,
     LEGEND,
+    MAX_THREADS,
     PACKED_HELP,
     PROMPT,
     Output,
@@ -35,6 +36,7 @@ from pdkernels.cli._terminal import (
     load,
     use_threads,
     visible,
+    writing,
 )
 from pdkernels.decoding._method import SHARED
 from pdkernels.decoding.methods import METHODS
@@ -101,7 +103,10 @@ def generate(
     packed: Annotated[bool | None, typer.Option(help=PACKED_HELP)] = None,
     cache_dtype: Annotated[str | None, typer.Option(help=CACHE_DTYPE_HELP)] = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads; by default one for a tiny model, else torch's default.")
+        int | None,
+        typer.Option(
+            min=1, max=MAX_THREADS, help="CPU threads; by default one for a tiny model, else torch's default."
+        ),
     ] = None,
     check: Annotated[
         bool,
@@ -136,6 +141,8 @@ def generate(
             methods = _methods([usual], options, named, language_model)
             methods[usual] = {**chosen, **methods[usual]}
         if check:
+            sampled = temperature or named.get("temperature")
+            refuse(bool(sampled), "generate", "--check compares with greedy decoding", "Leave out the temperature.")
             greedy_exists = decoding.supports("autoregressive", language_model)
             refuse(
                 not greedy_exists, "generate", f"--check needs a model that decodes token by token; {model} does not"
@@ -156,7 +163,8 @@ def generate(
             for name in methods
         }
         if html is not None:
-            next(iter(results.values())).save_html(html, f"{model}, {next(iter(methods))}")
+            with writing("generate", "--html", html):
+                next(iter(results.values())).save_html(html, f"{model}, {next(iter(methods))}")
         greedy = None
         if check:
             greedy = results.get("autoregressive") or decoding.generate(

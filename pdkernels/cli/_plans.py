@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ def evaluate_plans(
     stems = [Path(name).stem for name in loaded]
     for name, model in loaded.items():
         shown = name if stems.count(Path(name).stem) > 1 else Path(name).stem
-        with Progress(*COLUMNS, transient=True) as progress:
+        with Progress(*COLUMNS, transient=True, disable=not sys.stdout.isatty()) as progress:
             bar = progress.add_task(shown, total=1.0)
             scores[shown] = evaluation.evaluate_planned(
                 shown,

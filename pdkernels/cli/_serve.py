@@ -16,6 +16,7 @@ from pdkernels.cli._terminal import (
     CACHE_DTYPE_HELP,
     DEVICE_HELP,
     DTYPE_HELP,
+    MAX_THREADS,
     PACKED_HELP,
     assigned_options,
     errors_reported,
@@ -25,6 +26,8 @@ from pdkernels.cli._terminal import (
 )
 from pdkernels.engine import Engine
 
+_SET = {"prompt", "method", "max_new_tokens", "on_tokens", "n", "timeout", "provisional"}
+"""Arguments of `Engine.submit` that are of a request."""
 KEY = "PDKERNELS_API_KEY"
 
 
@@ -85,7 +88,10 @@ def serve(
     packed: Annotated[bool | None, typer.Option(help=PACKED_HELP)] = None,
     cache_dtype: Annotated[str | None, typer.Option(help=CACHE_DTYPE_HELP)] = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads; by default one for a tiny model, else torch's default.")
+        int | None,
+        typer.Option(
+            min=1, max=MAX_THREADS, help="CPU threads; by default one for a tiny model, else torch's default."
+        ),
     ] = None,
 ) -> None:
     """Serve a model over HTTP, for any client of OpenAI's interface.
@@ -114,7 +120,7 @@ def serve(
             language_model.drafters = dict(reversed(made))  # the first one of a method is its default
         drafters = {label: one for (label, _, _), (_, one) in zip(named, made, strict=True)}
         use_threads(threads, [language_model])
-        options = assigned_options("serve", option or [])
+        options = assigned_options("serve", option or [], (), _SET)
         if options.get("drafter") in drafters:
             options["drafter"] = drafters[options["drafter"]]
         if method is None:

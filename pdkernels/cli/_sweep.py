@@ -19,6 +19,7 @@ from rich.text import Text
 
 from pdkernels import evaluation
 from pdkernels._validation import refuse
+from pdkernels.cli._terminal import writing
 from pdkernels.evaluation import machine
 from pdkernels.evaluation.frontier import Comparison
 from pdkernels.evaluation.sweep import Measured, SweepRow
@@ -58,7 +59,7 @@ def run_sweep(
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     try:
-        with Progress(*columns, console=console, transient=True) as progress:
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             bar = progress.add_task("", total=1.0)
 
             def show(what: str, share: float) -> None:
@@ -84,7 +85,8 @@ def run_sweep(
         found = {"rows": listed, "fronts": fronts, "comparisons": [vars(one) for one in comparisons]}
         _write(path, {"facts": facts, "measured": measured, **found})
     if plot is not None:
-        evaluation.plot_frontier(listed, plot)
+        with writing("eval", "--plot", plot):
+            evaluation.plot_frontier(listed, plot)
 
 
 def _kept(path: Path | None, facts: dict[str, Any]) -> Measured:
@@ -112,11 +114,12 @@ def _kept(path: Path | None, facts: dict[str, Any]) -> Measured:
 def _write(path: Path, content: dict[str, Any]) -> None:
     """Writes the file atomically."""
     partial = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with writing("eval", "--json", path):
+        try:
+            partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def _table(

@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.text import Text
 
 from pdkernels import models
-from pdkernels._validation import check, check_choice, refuse
+from pdkernels._validation import check, check_choice, message, refuse
+from pdkernels.decoding.methods import METHODS
 from pdkernels.evaluation.sweep import parse_value
 from pdkernels.models.drafters.folder import is_drafter_folder, is_own_folder
 from pdkernels.models.layout import DTYPES
@@ -26,6 +27,9 @@ ACCEPTED = "bold green"
 GIVEN = "default"
 PROMPT = "dim"
 LEGEND = Text.assemble(("accepted drafts", ACCEPTED), ", ", ("the model's own tokens", GIVEN))
+
+MAX_THREADS = 1024
+"""Of --threads: OpenMP ends the process where the system has no room for more."""
 
 # Below this number of parameters, more threads cost more than they save.
 _TINY = 20_000_000
@@ -108,10 +112,28 @@ def in_flags(words: str, flags: Mapping[str, str]) -> str:
 
     >>> in_flags("lower max_new_tokens, or pass overflow='warn'", {"max_new_tokens": "--max-new-tokens", "overflow": "--overflow"})
     'lower --max-new-tokens, or pass --overflow warn'
+
+    >>> in_flags("pdkernels.x: seed must be an int. It accepts: seed, pool.", {"seed": "--seed", "option": "--option"})
+    'pdkernels.x: --seed must be an int. It accepts: --seed, --option pool=.'
+
+    >>> in_flags("pdkernels.x: threshold must be at most 1, got 2.", {"option": "--option"})
+    'pdkernels.x: --option threshold= must be at most 1, got 2.'
     """
+    options = {name for method in METHODS.values() for name in method.options} if "option" in flags else set()
+
+    def argument(name: str) -> str:
+        return flags.get(name) or (f"--option {name}=" if name in options else name)
+
+    def listed(match: re.Match[str]) -> str:
+        return match[1] + ", ".join(map(argument, match[2].split(", ")))
+
+    words = re.sub(r"(^pdkernels[\w.]*: |\bPass )([a-z]\w*)(?= must |, or )", listed, words)
+    words = re.sub(r"(\bIt accepts: |\bThe options: )([\w, ]+)", listed, words)
 
     def flag(match: re.Match[str]) -> str:
         name, value = match["name"], match["value"]
+        if name == "overflow" and value is not None and "option" in flags and name not in flags:
+            return f"--option {name}={value.strip(chr(39))}"
         if name not in flags or ("_" not in name and value is None):  # "model" and "seed" are English, too
             return match[0]
         return flags[name] if value is None else f"{flags[name]} {value.strip(chr(39))}"
@@ -178,6 +200,7 @@ def load_drafter(
     command: str, model: str, target: Any, drafter: str, device: str, dtype: str | None
 ) -> tuple[str, Any]:
     """A drafter that the command line names, for the `target` that it calls `model`, after the method that it is for."""
+    FLAGS["name_or_path"] = "--drafter"  # in the errors of both loaders
     if is_drafter_folder(drafter) or is_own_folder(model, drafter):
         head = models.load_drafter(drafter, target)
         return head.method, head
@@ -185,7 +208,7 @@ def load_drafter(
 
 
 def _asked(command: str, device: str, dtype: str | None) -> dict[str, Any]:
-    asked: dict[str, Any] = {"dtype": named_dtype(command, dtype), "device": device}
+    asked: dict[str, Any] = {"dtype": named_dtype(command, dtype), "device": named_device(command, device)}
     usual = {"dtype": None, "device": "cpu"}
     return {name: value for name, value in asked.items() if value != usual[name]}
 
@@ -207,6 +230,22 @@ def check_file(command: str, option: str, path: Path) -> None:
     check(writable, command, option, "be a file that can be written", str(path))
 
 
+@contextmanager
+def writing(command: str, option: str, path: Path) -> Iterator[None]:
+    """Names the option whose file cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        what = f"{path} ({error.strerror})"
+        raise OSError(message(command, option, "be a file that can be written", what)) from error
+
+
+def named_device(command: str, name: str) -> str:
+    """The device that the command line names; `load` refuses one that torch does not find."""
+    check(re.fullmatch(r"cpu|cuda(:\d+)?", name) is not None, command, "--device", "be cpu or cuda", repr(name[:40]))
+    return name
+
+
 def named_dtype(command: str, name: str | None) -> torch.dtype | None:
     """The dtype that the command line names."""
     if name is not None:
@@ -214,8 +253,11 @@ def named_dtype(command: str, name: str | None) -> torch.dtype | None:
     return None if name is None else DTYPES[name]
 
 
-def assigned_options(command: str, given: Sequence[str], taken: Collection[str] = ()) -> dict[str, Any]:
-    """Parses options in the form NAME=VALUE; a value is JSON, or a value as in a sweep. `taken`: options that were set by flags.
+def assigned_options(
+    command: str, given: Sequence[str], taken: Collection[str] = (), reserved: Collection[str] = ()
+) -> dict[str, Any]:
+    """Parses options in the form NAME=VALUE; a value is JSON, or a value as in a sweep. `taken`: options that were set by flags;
+    `reserved`: arguments that the command sets.
 
     >>> assigned_options("generate", ["block-size=8", 'stop_strings=["a", "b"]', "threshold=none", "order=entropy"])
     {'block_size': 8, 'stop_strings': ['a', 'b'], 'threshold': None, 'order': 'entropy'}
@@ -229,15 +271,11 @@ def assigned_options(command: str, given: Sequence[str], taken: Collection[str] 
         except json.JSONDecodeError:
             found = parse_value(value)
         name = name.replace("-", "_")
-        twice = name in options or name in taken
-        flag = f"--{name.replace('_', '-')}" if name in taken else "--option"
-        refuse(
-            twice,
-            command,
-            f"{name} is given twice, by {flag} and by --option"
-            if name in taken
-            else f"--option {name}= is given twice",
-        )
+        flag = FLAGS.get(name)
+        refuse(name in taken, command, f"{name} is given twice, by {flag} and by --option")
+        refuse(name in options, command, f"--option {name}= is given twice")
+        remedy = f"Give {flag}." if flag else ""
+        refuse(name in reserved, command, f"--option {name}= is not an option of a method", remedy)
         options[name] = found
     return options
 

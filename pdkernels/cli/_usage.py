@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from typing import Any
 
@@ -10,6 +11,12 @@ from typer.core import TyperGroup
 
 from pdkernels._version_line import LINE
 from pdkernels.cli._terminal import FLAGS, report
+
+RUNNING: list[str] = []
+"""The name of the running command, for errors of the parser, which do not say it."""
+
+_OTHERS = {"stop_strings": "stop", "name_or_path": "model", "rules": "ebnf"}
+"""Arguments in Python whose option has another name."""
 
 # Typer brings a click of its own in some versions; this is the base of its public errors.
 _ClickException: Any = typer.BadParameter.__mro__[2]
@@ -21,10 +28,10 @@ class Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: Any) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
         FLAGS.clear()
+        RUNNING[:] = [name] if name else []
         for parameter in command.params if command is not None else ():
             FLAGS.update((parameter.name, flag) for flag in parameter.opts if flag.startswith("--"))
-        if "stop" in FLAGS:
-            FLAGS["stop_strings"] = FLAGS["stop"]
+        FLAGS.update((python, FLAGS[ours]) for python, ours in _OTHERS.items() if ours in FLAGS)
         return name, command, rest
 
     def main(self, args: Any = None, standalone_mode: bool = True, **named: Any) -> Any:  # type: ignore[override]  # by name
@@ -36,11 +43,16 @@ class Commands(TyperGroup):
             if type(error).__name__ == "NoArgsIsHelpError":
                 error.show()
             else:
-                where = context.command_path if context is not None else "pdkernels"
+                where = context.command_path if context is not None else " ".join(["pdkernels", *RUNNING])
                 words = " ".join(words.split()).rstrip(".")
                 end = "" if words.endswith("?") else "."
                 report(ValueError(f"pdkernels: {words}{end} `{where} --help` lists what there is."))
             code = 2
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            report(OSError("pdkernels: the output cannot be written: no space is left."))
+            code = 1
         except typer.Abort:
             code = 1
         if standalone_mode:

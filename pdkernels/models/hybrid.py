@@ -415,7 +415,11 @@ class Hybrid(nn.Module):
         On a cache, a row of a recurrent layer follows the last earlier row that it sees; without one, the row that it sees at the
         position before its own."""
         x = self.hidden(tokens, cache=cache, counts=counts, positions=positions, mask=mask, adapted=adapted)
-        return self.logits(x if rows is None else select_rows("Hybrid", x, rows))
+        x = x if rows is None else select_rows("Hybrid", x, rows)
+        if cache is None:
+            return self.logits(x)
+        with torch.no_grad():  # the rows have no gradient, so the head's alone would be a part of it
+            return self.logits(x)
 
     def hidden(
         self,

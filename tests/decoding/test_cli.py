@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import sys
@@ -189,7 +190,7 @@ def test_colour_only_where_it_is_wanted(environment: dict[str, str], coloured: b
             ["--model", "Qwen/Qwen3-0.6B"],
             "`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`, then name that folder.",
         ),
-        (["--model", "no-such-model"], "name_or_path must name a model or a local folder"),
+        (["--model", "no-such-model"], "--model must name a model or a local folder"),
         (["--prompt", "caf\udce9"], "text must hold only Unicode characters"),
         (
             ["--model", "tiny-masked", "--check"],
@@ -213,6 +214,60 @@ def test_advice_names_options_that_exist(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.warns(UserWarning, match="prompt must leave room"):
         result = run("generate", "--prompt", "def f(", "--max-new-tokens", "600", "--stop", ":", "--overflow", "warn")
     assert result.exit_code == 0 and "def f(" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("generate --prompt", "`pdkernels generate --help` lists what there is."),
+        ("generate --prompt a --drafter nothing", "--drafter must name a model or a local folder, got 'nothing'"),
+        ("generate --prompt a --method nothing", "--method must name a decoding method, got 'nothing'"),
+        ("generate --prompt a --temperature -1", "--temperature must be finite and at least 0, got -1.0."),
+        ("generate --prompt a --option draft=x", "--option draft= must be one of 'model', 'lookup', got 'x'."),
+        ("generate --prompt a --window 0", "--window must be at least 1, got 0."),
+        ("generate --prompt a --check --temperature 1", "--check compares with greedy decoding. Leave out the temperature."),
+        ("generate --prompt a --threads 100000", "Invalid value for '--threads'"),
+        ("generate --prompt a --option x=1", "The options: --block-size, --window, --option draft=, --temperature, --top-k,"),
+        ("batch FILE --output OUT.csv", "--output must end in .jsonl or .parquet"),
+        ("batch FILE --output OUT.jsonl --option progress=1", "--option progress= is not an option of a method."),
+        ("batch FILE --output OUT.jsonl --option block_size=1", "It accepts: --temperature, --top-k, --top-p, --min-p, --option typical_p=,"),
+        ("batch FILE --output OUT.jsonl --max-new-tokens 9999", "lower --max-new-tokens, or pass --option overflow=warn."),
+        ("serve --model tiny-code --option max_new_tokens=1", "max_new_tokens= is not an option of a method. Give --max-new-tokens."),
+        ("serve --model tiny-code --option block_size=0", "--option block_size= must be at least 1, got 0."),
+        ("eval --problems 1 --sweep temperature=-1", "temperature must be finite and at least 0, got -1."),
+        ("eval --sweep x", "--sweep must have the form option=value,value, got 'x'."),
+    ],
+)  # fmt: skip
+def test_errors_name_what_was_typed(arguments: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("a\n")
+    typed = arguments.replace("FILE", str(tmp_path / "prompts.txt")).replace("OUT", str(tmp_path / "texts"))
+    result = run(*typed.split())
+    assert result.exit_code == 2 and not result.stdout, result.output
+    assert words in result.stderr and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["generate --prompt a", "chat", "serve", "demo", "batch FILE --output OUT.jsonl"])
+def test_devices_are_those_of_the_kernels(command: str, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("a\n")
+    typed = command.replace("FILE", str(tmp_path / "prompts.txt")).replace("OUT", str(tmp_path / "texts"))
+    result = run(*typed.split(), "--device", "meta")
+    assert result.exit_code == 2 and not result.stdout
+    assert result.stderr == f"error: pdkernels.{typed.split()[0]}: --device must be cpu or cuda, got 'meta'.\n"
+
+
+@pytest.mark.parametrize("option", ["--html", "--json"])
+def test_a_file_that_cannot_be_written_is_one_sentence(
+    option: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(self: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    command = GENERATE if option == "--html" else ("eval", "--problems", "1", "--task", "sums", "--model", "tiny-code")
+    result = run(*command, option, str(tmp_path / "a.html"))
+    assert result.exit_code == 1
+    words = f"{option} must be a file that can be written, got {tmp_path / 'a.html'} (No space left on device)."
+    assert words in result.stderr and result.stderr.count("\n") == 1
 
 
 def test_what_is_refused_after_output_has_exit_code_1() -> None:
@@ -318,6 +373,7 @@ def test_eval_skips_models_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -
     assert "autoregressive" in result.stdout
     alone = run("eval", "--model", "tiny-trimode")
     assert alone.exit_code == 2 and "--model must name at least one model that exists, got none." in alone.stderr
+    assert not alone.stdout
 
 
 def test_eval_reports_a_wrong_method(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,13 +394,16 @@ def test_eval_reports_a_wrong_method(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             ["--model", "tiny-cod"],
-            "name_or_path must name a model or a local folder, got 'tiny-cod'. Did you mean 'tiny-code'? Models: tiny-code",
+            "--model must name a model or a local folder, got 'tiny-cod'. Did you mean 'tiny-code'? Models: tiny-code",
         ),
         (
             ["--method", "jacoby"],
             "method must name a decoding method, got 'jacoby'. Did you mean 'jacobi'? Known: autoregressive, jacobi",
         ),
-        (["--task", "poems"], "pdkernels.evaluation.make_task: task must be one of sums, source, chains, got 'poems'."),
+        (
+            ["--task", "poems"],
+            "pdkernels.evaluation.make_task: --task must be one of sums, source, chains, got 'poems'.",
+        ),
         (["--plot", "picture.pdf"], "pdkernels.eval: --plot must be a path that ends in .png, got picture.pdf."),
         (["--json", f"{__file__}/figures.json"], "pdkernels.eval: --json must lie in a folder that exists, got "),
     ],

@@ -285,6 +285,15 @@ def test_training_computes_what_inference_does(more: dict[str, Any]) -> None:
     assert torch.allclose(streams[:, 8:12], draft, atol=2e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("name", ["tiny-hybrid", "tiny-code"])
+def test_a_forward_on_a_cache_has_no_gradient_rather_than_a_part_of_it(name: str) -> None:
+    model = pd.models.load(name).requires_grad_()
+    tokens = torch.arange(5)[None]
+    assert model(tokens).requires_grad
+    for rows in (None, [4]):
+        assert not model(tokens, cache=model.new_cache(1, 8), rows=rows).requires_grad
+
+
 def test_gradients_of_a_scan() -> None:
     """Against differences, on a tree with branches and short and long pieces."""
     parents = [-1, 0, 1, 2, 0, 4, 3, 6, -1, 8, 9, 5]
