@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Annotated, Any
 
 import typer
@@ -114,6 +115,12 @@ def serve(
         demand(
             len({one[0] for one in named}) == len(named), "serve", "--drafter", "name each drafter once", "one twice"
         )
+        for origin in allow_origin or ():
+            right = re.fullmatch(r"\*|null|[a-z][a-z\d+.-]*://[^/\s]+", origin) is not None
+            demand(right, "serve", "--allow-origin", "be SCHEME://HOST[:PORT], without a path, or *", repr(origin[:80]))
+        for allowed in allow_host or ():
+            right = re.fullmatch(r"\*|[^/\s]+", allowed) is not None
+            demand(right, "serve", "--allow-host", "be HOST[:PORT] or *", repr(allowed[:80]))
         language_model: Any = load("serve", model, device, dtype, packed, cache_dtype)
         made = [load_drafter("serve", model, language_model, path, device, dtype) for _, _, path in named]
         if made:

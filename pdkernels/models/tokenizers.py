@@ -56,7 +56,7 @@ def check_text(op: str, text: str, argument: str = "text") -> None:
 class ByteTokenizer:
     """UTF-8 bytes are ids 0 to 255; id 256 ends a text.
 
-    `decode` skips the end token and puts U+FFFD where bytes are not UTF-8.
+    `decode` skips the end token and the `special` ids after it, such as those of plans, and puts U+FFFD where bytes are not UTF-8.
 
     >>> tokenizer = ByteTokenizer()
     >>> tokenizer.encode("né")
@@ -72,6 +72,9 @@ class ByteTokenizer:
     vocab_size = 257
     end_tokens = (256,)
 
+    def __init__(self, special: int = 0) -> None:
+        self._ids = self.vocab_size + special
+
     def encode(self, text: str) -> list[int]:
         check_text("ByteTokenizer.encode", text)
         return list(text.encode("utf-8"))
@@ -81,7 +84,7 @@ class ByteTokenizer:
         return stream.feed(ids) + stream.flush()
 
     def incremental(self) -> IncrementalDecoder:
-        return _ByteStream()
+        return _ByteStream(self._ids)
 
     def token_bytes(self) -> list[bytes]:
         """What each token writes; nothing for the end token."""
@@ -89,20 +92,15 @@ class ByteTokenizer:
 
 
 class _ByteStream:
-    def __init__(self) -> None:
+    def __init__(self, ids: int) -> None:
+        self._ids = ids
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, ids: Iterable[int]) -> str:
         values = [int(i) for i in ids]
         for value in values:
-            check(
-                0 <= value < ByteTokenizer.vocab_size,
-                "ByteTokenizer.decode",
-                "ids",
-                f"lie in [0, {ByteTokenizer.vocab_size})",
-                value,
-            )
-        return self._decoder.decode(bytes(value for value in values if value != ByteTokenizer.end_token))
+            check(0 <= value < self._ids, "ByteTokenizer.decode", "ids", f"lie in [0, {self._ids})", value)
+        return self._decoder.decode(bytes(value for value in values if value < ByteTokenizer.end_token))
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)

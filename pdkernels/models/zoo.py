@@ -276,7 +276,7 @@ def _load_tiny(path: Path, dtype: torch.dtype | None, device: torch.device | str
     plan_tokens = PlanTokens(**json.loads(metadata["plan_tokens"])) if "plan_tokens" in metadata else None
     # Before there was a second architecture, none was stored.
     config = _CONFIGS[metadata.get("architecture", Transformer.__name__)](**fields)
-    tokenizer = ByteTokenizer()
+    tokenizer = ByteTokenizer(max(config.vocab_size - ByteTokenizer.vocab_size, 0))
     ends, dtype = tokenizer.end_tokens, dtype or torch.float32
     return _assemble(config, {**load_file(path)}, dtype, device, tokenizer, ends, mask_token, plan_tokens)
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import pdkernels as pd
 from pdkernels.models import ByteTokenizer, JsonTokenizer
 
 TOKENIZER = ByteTokenizer()
@@ -91,3 +92,13 @@ def test_json_tokenizer(tmp_path: Path) -> None:
         tokenizer.encode(3)
     with pytest.raises(ValueError, match=r"pdkernels\.JsonTokenizer\.encode: text must hold only Unicode characters"):
         tokenizer.encode("\ud83d")
+
+
+def test_special_ids_after_the_bytes_write_nothing() -> None:
+    """A model that plans may write its control tokens with any method."""
+    assert ByteTokenizer(special=2).decode([110, 257, 258, 256, 120]) == "nx"
+    with pytest.raises(ValueError, match=r"lie in \[0, 259\), got 259"):
+        ByteTokenizer(special=2).decode([259])
+    model = pd.models.load("tiny-planned")
+    result = pd.decoding.generate(model, "*p;4x;3d;3q;pr;pw;", "autoregressive", max_new_tokens=60)
+    assert int(result.tokens.max()) > 257 and "pw" in result.text
