@@ -354,7 +354,7 @@ class _Compiler:
         names = schema.get("propertyNames", True)
         names = names if names is True else self.value(together({"type": "string"}, names), f"{place}/propertyNames")
         known = {name: property_of(schema, name, others) for name in _ordered(schema)}
-        if is_nothing(names):  # as an expression is: no name
+        if names is not True and is_nothing(names):
             return NOTHING if least or required else self._enclosed("{", "}", EMPTY)
         if names is not True:
             fits = compiled(names, f"the schema at {place}/propertyNames")

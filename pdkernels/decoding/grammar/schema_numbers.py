@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from pdkernels.decoding.grammar.language import NOTHING, Expression, both, is_nothing
 from pdkernels.decoding.grammar.numbers import MAX_FRACTION, Range, integers, multiples, numbers
-from pdkernels.decoding.grammar.schema_formats import ANY, OF_NUMBERS, PATTERNS
+from pdkernels.decoding.grammar.schema_formats import OF_NUMBERS
 from pdkernels.decoding.grammar.schema_merge import unsupported
 
 _MAX_STEP = 2_000
@@ -29,10 +29,11 @@ def _bounds_of(kind: str, schema: Mapping[str, Any], place: str) -> _Bounds:
     low, high = schema.get("minimum"), schema.get("maximum")
     names = schema.get("format", ())
     for name in (names,) if isinstance(names, str) else names:
-        if name in PATTERNS or name in ANY:  # of strings
+        if name not in OF_NUMBERS:
+            beside_strings = "string" in schema.get("type", ("string",))  # it is for them
+            words = f"Of numbers known: {', '.join(OF_NUMBERS)}."
+            unsupported(not beside_strings, f"{place}/format", f"{name!r}", words)
             continue
-        known = name in OF_NUMBERS
-        unsupported(not known, f"{place}/format", f"{name!r}", f"Of numbers known: {', '.join(OF_NUMBERS)}.")
         least, most = OF_NUMBERS[name]
         low = least if low is None else low if least is None else max(low, least)
         high = most if high is None else high if most is None else min(high, most)
@@ -45,13 +46,13 @@ def _bounds_of(kind: str, schema: Mapping[str, Any], place: str) -> _Bounds:
 
 def has_number(schema: Mapping[str, Any], value: float, place: str) -> bool:
     """Whether a number is within what a schema says of numbers."""
-    kind, *bounds = _bounds_of("number", schema, place)
+    bounds = _bounds_of("number", schema, place)
     steps = schema.get("multipleOf", ())
     exact = Decimal(repr(value))
     with localcontext() as context:
         context.prec = 1000  # more than doubles have digits
         fits = all(exact % Decimal(repr(step)) == 0 for step in (steps if isinstance(steps, tuple) else (steps,)))
-    return fits and Range.of(*bounds).has(exact) and (kind == "number" or exact == exact.to_integral_value())
+    return fits and Range.of(*bounds[1:]).has(exact) and (bounds.kind == "number" or exact == exact.to_integral_value())
 
 
 def number_of(kind: str, schema: Mapping[str, Any], place: str) -> Expression:
