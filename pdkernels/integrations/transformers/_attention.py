@@ -99,6 +99,11 @@ def _attend(
         )
         return block_sparse_attention(q, k, v, tile_plan, scale=scaling, sinks=s_aux)
     if attention_mask is None:
+        if type(module).__name__ == "BigBirdPegasusDecoderAttention":  # which is causal, and says that it is not
+            words = message(
+                OP, "is_causal", "be True in causal layers", False, 'Use attn_implementation="eager" for this model.'
+            )
+            raise NotOurs(words, "causal layers that say they are not")
         if not causal and q.shape[1] < k.shape[1] and not _records(q, k, v):
             return _full_tail(q, k, v, scaling, s_aux)
         plan_for = causal_plan if causal else full_plan

@@ -1,8 +1,8 @@
 """Masks of transformers as tile plans.
 
 transformers calls a mask function once per forward and kind of layer, and passes the result to every layer. Its own code
-reads only the mask's shape, so the mask is a tensor without storage that carries a plan. It is never None: a layer would take that for
-what its `is_causal` says, and some models compute with their mask.
+reads only the mask's shape, so the mask is a tensor without storage that carries a plan; None means a forward over its own tokens
+that is causal if its layers say so, as for sdpa.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ def mask_function(
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **rest: Any,
-) -> Tensor:
-    """Called by `AttentionMaskInterface`. Padding, windows, packed texts and other rules become a plan."""
+) -> Tensor | None:
+    """Called by `AttentionMaskInterface`. Padding, windows, packed texts and other rules become a plan; None: what the layer's `is_causal` says, no cache."""
     positions = rest.get("cache_position")
     if positions is not None:
         q_length, q_offset, device = len(positions), positions[0], positions.device
@@ -166,8 +166,8 @@ def mask_function(
     simple = mask_function is causal_mask_function and kv_offset == 0
     if simple and (padding is None or (not compiling and bool(padding.all()))):
         own = isinstance(q_offset, int) and q_offset == 0 and q_length == kv_length
-        plan = causal_plan(q_length, kv_length, device) if own else None
-        return PlanMask(batch_size, q_length, kv_length, q_offset, plan, device)
+        own = own and rest.get("allow_is_causal_skip", True)  # False: the model computes with its mask
+        return None if own else PlanMask(batch_size, q_length, kv_length, q_offset, None, device)
     if compiling:  # a plan depends on values, which a traced graph does not have
         return dense(0, q_length)
     first = dense(0, min(q_length, _ROWS))
