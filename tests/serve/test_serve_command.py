@@ -134,7 +134,7 @@ def test_a_port_that_is_taken_is_named_before_a_model_is_loaded() -> None:
         (["--drafter", "tiny-jacobi"], "--drafter must be NAME=PATH, got 'tiny-jacobi'"),
         (["--drafter", "a=tiny-jacobi", "--drafter", "a=tiny-code"], "--drafter must name each drafter once"),
         pytest.param(
-            ["--max-new-tokens", "600"], "max_new_tokens must leave room for a prompt", marks=pytest.mark.slow
+            ["--max-new-tokens", "600"], "--max-new-tokens must leave room for a prompt", marks=pytest.mark.slow
         ),
     ],
 )
