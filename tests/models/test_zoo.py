@@ -325,8 +325,10 @@ def test_what_is_not_computed_is_not_loaded(changes: dict[str, Any], message: st
 def test_missing_field() -> None:
     with pytest.raises(ValueError, match="config.json must hold 'hidden_size', got only"):
         from_hf_config({name: value for name, value in QWEN2.items() if name != "hidden_size"})
+    without = {name: value for name, value in QWEN3.items() if name != "head_dim"}
     with pytest.raises(ValueError, match="config.json must hold 'head_dim', got only"):
-        from_hf_config({name: value for name, value in QWEN3.items() if name != "head_dim"})
+        from_hf_config({**without, "model_type": "sdar"})
+    assert from_hf_config(without).head_dim == 128  # as in transformers' class
 
 
 @pytest.mark.parametrize("where", ["rope_scaling", "rope_parameters"])
