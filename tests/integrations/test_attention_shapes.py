@@ -131,6 +131,8 @@ def test_models_that_would_see_later_tokens_are_refused(name: str) -> None:
         model.set_attn_implementation("eager")
         torch.testing.assert_close(ours, model(tokens).logits, atol=1e-4, rtol=1e-4)
         return
+    if name == "Doge" and (5, 0) <= VERSION < (5, 23):
+        pytest.skip("in 5.15 its own sdpa sees them, too")
     words = "keeps masks as tile plans" if name == "Doge" else "is_causal must be True in causal layers"
     with pytest.raises(NotImplementedError, match=words):
         model(tokens)
