@@ -47,11 +47,8 @@ def _depth(value: Any) -> int:
 
 def used(found: Any) -> Any:
     """What reports read of the files of pytest-benchmark and of sweeps; other files as they are."""
-    if isinstance(found, dict) and found.keys() >= {
-        "measured",
-        "rows",
-        "comparisons",
-    }:  # each prompt of a sweep that has ended
+    if isinstance(found, dict) and found.keys() >= {"measured", "rows", "comparisons"}:
+        # Of a sweep that has ended, the measurements of single prompts are in its rows.
         return {name: value for name, value in found.items() if name != "measured"}
     if not isinstance(found, dict) or "machine_info" not in found:
         return found

@@ -17,7 +17,7 @@ from rich.text import Text
 from pdkernels import decoding
 from pdkernels._validation import check as demand
 from pdkernels.cli._grammar import CHOICE_HELP, EBNF_HELP, REGEX_HELP, SCHEMA_HELP, grammar_of
-from pdkernels.cli._suggested import settings, suggested
+from pdkernels.cli._suggested import as_flags, settings
 from pdkernels.cli._terminal import (
     CACHE_DTYPE_HELP,
     DEVICE_HELP,
@@ -41,6 +41,8 @@ from pdkernels.decoding._method import SHARED
 COMMANDS = "Commands: /reset forgets the chat, /exit or Ctrl-D ends it; Ctrl-C stops an answer."
 
 
+CARDS = {"smollm2-135m-instruct": {"temperature": 0.2, "top_p": 0.9}}
+"""What model cards say, for packaged models without a generation_config.json."""
 _SET = {"model", "prompt", "method", "max_new_tokens", "on_tokens", "grammar", "n", "infill", "trace"}
 """Arguments of `generate` that are no options here."""
 
@@ -184,7 +186,8 @@ def chat(
         given |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         options = {name: value for name, value in given.items() if value is not None}
         options |= assigned_options("chat", option or [], options, _SET)
-        suggestion = {} if options.keys() & {"temperature", "top_k", "top_p", "min_p"} else settings(model)
+        chosen_by_user = options.keys() & {"temperature", "top_k", "top_p", "min_p"}
+        suggestion = {} if chosen_by_user else settings(model) or CARDS.get(model, {})
         if method is None:
             method, chosen = decoding.default_method(language_model, options, name=model)
             options = {**chosen, **options}
@@ -192,12 +195,15 @@ def chat(
             options.setdefault("draft", "lookup")
         # A first, hidden answer absorbs the start-up cost, that of measuring included, and refuses unsupported options before the
         # first question. Three tokens have room for a draft.
-        usable = {*decoding.method_options(method), "repetition_penalty"}
-        options |= {name: value for name, value in suggestion.items() if name in usable}
+        usable = {*decoding.method_options(method), "repetition_penalty"} - options.keys()
+        suggestion = {name: value for name, value in suggestion.items() if name in usable}
+        options |= suggestion
         first = [{"role": "user", "content": "Hi"}]
         decoding.generate(language_model, first, decoding.find(method), max_new_tokens=3, **options)
         if suggestion:
-            words = f"Sampling as the model's authors suggest: {suggested(model)}. --temperature 0 decodes greedily."
+            words = (
+                f"Sampling as the model's authors suggest: {as_flags(suggestion)}. --temperature 0 decodes greedily."
+            )
             console.print(Text(words, "dim"), soft_wrap=True)
         if grammar is not None:
             grammar.for_model(language_model, language_model.end_tokens)

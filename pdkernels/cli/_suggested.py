@@ -7,8 +7,6 @@ from pathlib import Path
 from pdkernels.models.folder import read_fields
 
 FILE = "generation_config.json"
-_CARDS = {"smollm2-135m-instruct": {"temperature": 0.2, "top_p": 0.9}}
-"""What the model card says, for packaged models without the file."""
 _TOP_K = 50  # of transformers, where the file has none
 
 
@@ -17,14 +15,9 @@ def settings(model: str) -> dict[str, float]:
 
     Empty for greedy decoding or no file.
 
-    >>> settings("smollm2-135m-instruct")
-    {'temperature': 0.2, 'top_p': 0.9}
-
     >>> settings("tiny-code")
     {}
     """
-    if model in _CARDS:
-        return dict(_CARDS[model])
     folder = Path(model)
     fields = read_fields(folder, FILE) if folder.is_dir() else None
     if fields is None or not fields.flag("do_sample", False):
@@ -46,7 +39,16 @@ def suggested(model: str) -> str:
     >>> suggested("tiny-code")
     ''
     """
-    return " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in settings(model).items())
+    return as_flags(settings(model))
+
+
+def as_flags(values: dict[str, float]) -> str:
+    """Settings as options of the command line.
+
+    >>> as_flags({"temperature": 0.2, "top_p": 0.9})
+    '--temperature 0.2 --top-p 0.9'
+    """
+    return " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in values.items())
 
 
 def advice(model: str, temperature: float | None) -> str:

@@ -91,6 +91,10 @@ def test_a_chat_samples_as_the_authors_suggest_unless_it_is_told_how(
     result = run("Hello\n", *arguments)
     assert f"> Hello\n{command.visible(text)}\n12 tokens, " in result.stdout, result.output
     assert "Sampling as the model's authors suggest" in result.stdout
+    chosen = {**suggestion, "repetition_penalty": 1.7}
+    text = decoding.generate(tiny, "<u>Hello<a>", max_new_tokens=12, **chosen).text
+    result = run("Hello\n", *arguments, "--option", "repetition_penalty=1.7")
+    assert f"> Hello\n{command.visible(text)}\n12 tokens, " in result.stdout, result.output
     greedy = decoding.generate(tiny, "<u>Hello<a>", max_new_tokens=12).text
     result = run("Hello\n", *arguments, "--temperature", "0")
     assert f"> Hello\n{command.visible(greedy)}\n12 tokens, " in result.stdout and "suggest" not in result.stdout
