@@ -9,39 +9,22 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from pdkernels.decoding._filter_options import FILTERS, no_logprobs, refusal
 from pdkernels.decoding._method import SHARED, Method
 from pdkernels.decoding.methods import METHODS
+from pdkernels.generation.params import SETTINGS, names_of
 from pdkernels.models.capabilities import CAPABILITIES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = tuple(ROOT / "docs" / name for name in ("decoding.md", "sampling.md"))
 REGISTRY = ROOT / "pdkernels" / "decoding" / "signatures.py"
+PARAMS = ROOT / "pdkernels" / "generation" / "params.py"
 
 REQUEST = {
-    "max_new_tokens": "int",
-    "end_tokens": "Sequence[int] | None",
+    "params": "SamplingParams | None",
     "on_tokens": "OnTokens | None",
     "trace": "bool",
     "overflow": 'Literal["error", "warn"]',
     "infill": "bool",
-    "repetition_penalty": "float",
-    "presence_penalty": "float",
-    "frequency_penalty": "float",
-    "logit_bias": "Mapping[int, float] | None",
-    "bad_words": "Sequence[Sequence[int]]",
-    "min_new_tokens": "int",
-    "forced_tokens": "Mapping[int, int] | None",
-    "suppress_tokens": "Sequence[int]",
-    "begin_suppress_tokens": "Sequence[int]",
-    "logits_processor": "Callable[..., Any] | Sequence[Callable[..., Any]] | None",
-    "stop_strings": "Sequence[str]",
-    "stop_sequences": "Sequence[Sequence[int]]",
-    "stopping_criteria": "Callable[..., Any] | Sequence[Callable[..., Any]] | None",
-    "max_time": "float | None",
-    "n": "int",
-    "logprobs": "int | None",
-    "grammar": "Grammar | Sequence[Grammar | None] | None",
 }
 KINDS = {"Prompt": "One", "Batch": "Many"}  # type of a single prompt, and of its result
 
@@ -72,21 +55,17 @@ def options_table() -> str:
     return "\n".join(lines)
 
 
-DRAWS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
-
-
 def follows(method: Method, setting: str) -> str:
     """ "yes", "no", or the part of a setting that a method follows."""
-    if setting in DRAWS:
-        return "yes" if setting in method.options else "no"
-    refused = no_logprobs(method) if setting == "logprobs" else refusal(method, setting)
-    return "yes" if not refused else "single tokens" if setting == "bad_words" else "no"
+    if not method.refusal(setting, ((1, 2),)):
+        return "yes"
+    return "single tokens" if setting == "bad_words" else "no"
 
 
 def settings_table() -> str:
     """Which settings of sampling each method follows; settings that the same methods follow share a column."""
     columns: dict[tuple[str, ...], list[str]] = {}
-    for name in (*DRAWS, *FILTERS, "logprobs"):
+    for name in (*names_of("draw"), *names_of("filter"), "logprobs"):
         columns.setdefault(tuple(follows(method, name) for method in METHODS.values()), []).append(f"`{name}`")
     lines = [f"| method | {' | '.join(', '.join(names) for names in columns.values())} |"]
     lines.append("|---" * (1 + len(columns)) + "|")
@@ -115,6 +94,18 @@ def registry(text: str) -> str:
     return re.sub(r"(?<=\n# -{117}\n).*", lambda _: signatures(), text, flags=re.DOTALL)
 
 
+def settings() -> str:
+    """The settings as a `TypedDict`, for keywords."""
+    fields = {setting.name: setting.type for setting in SETTINGS.values()}
+    head = ["", "class Settings(TypedDict, total=False):", '    """The settings as keywords, for type checkers."""', ""]
+    return "\n".join([*head, *_fields(fields), ""])
+
+
+def params(text: str) -> str:
+    """The source of the settings with its keywords regenerated."""
+    return re.sub(r"(?<=\n# -{117}\n).*", lambda _: settings(), text, flags=re.DOTALL)
+
+
 def signatures() -> str:
     """Options as `TypedDict`, a class for each method, and `generate` with each of them.
 
@@ -122,11 +113,12 @@ def signatures() -> str:
     """
     classes: dict[str, dict[str, str]] = {"Request": REQUEST}
     lines = ["", "One = DecodeResult[Tensor, str]", "Many = DecodeResult[list[Tensor], list[str]]"]
-    lines += ["", "", "class Request(TypedDict, total=False):", *_fields(REQUEST)]
+    lines += ["", "", "class Request(Settings, total=False):", *_fields(REQUEST)]
     calls = []
     for method in METHODS.values():
         name = "".join(part.title() for part in method.name.split("_"))
-        fields = REQUEST | {option.name: option.type for option in method.options.values()}
+        options = [option for option in method.options.values() if option.name not in SETTINGS]
+        fields = REQUEST | {option.name: option.type for option in options}
         base = max(
             (other for other in classes if classes[other].items() <= fields.items()), key=lambda n: len(classes[n])
         )
@@ -134,8 +126,8 @@ def signatures() -> str:
         classes[name] = fields
         lines += ["", "", f"class {name}({base}, total=False):", *_fields(own)]
         default = ' = "autoregressive"' if method.name == "autoregressive" else ""
-        options = f'method: Literal["{method.name}"]{default}, **options: Unpack[{name}]'
-        calls += [_call(prompt, options, result) for prompt, result in KINDS.items()]
+        arguments = f'method: Literal["{method.name}"]{default}, **options: Unpack[{name}]'
+        calls += [_call(prompt, arguments, result) for prompt, result in KINDS.items()]
     calls += [_call(prompt, "method: Method, **options: Any", result) for prompt, result in KINDS.items()]
     calls += [_call("Mapping[str, Any]", "method: str | Method = ..., **options: Any", "DecodeResult[Any, Any]")]
     lines += ["", "", "class Generate(Protocol):", '    """The type of `pdkernels.decoding.generate`."""']
@@ -171,7 +163,7 @@ def _broken(arguments: list[str]) -> list[str]:
 
 
 def main() -> None:
-    for path, made in (*((path, page) for path in PAGES), (REGISTRY, registry)):
+    for path, made in (*((path, page) for path in PAGES), (PARAMS, params), (REGISTRY, registry)):
         path.write_text(made(path.read_text()))
 
 

@@ -1,6 +1,6 @@
 """Filters of logits that depend on tokens: penalties, biases, and what a row may not or must give.
 
-They come before temperature, `top_k` and the filters after it, which `_token_sampler.py` has, and in transformers' order: bias, repetition
+They come before temperature, `top_k` and the filters after it, which `sampler.py` has, and in transformers' order: bias, repetition
 penalty, presence and frequency penalties, bad words, `min_new_tokens`, allowed tokens, forced tokens, suppressed tokens, hooks.
 Each row is filtered for its own prefix (`_prefixes.py`), in one pass over its logits. Nothing but hooks, and what decides on allowed
 tokens, makes the host wait.
@@ -9,7 +9,7 @@ tokens, makes the host wait.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from pdkernels._validation import check, check_type
 from pdkernels.backends import backend_of
 from pdkernels.decoding._prefixes import Prefixes
+from pdkernels.generation.params import SETTINGS, SamplingParams, tokens_of
 from pdkernels.ops.filter_logits import filter_logits
 
 _OP = "decoding.generate"
@@ -31,7 +32,7 @@ Allowed = Callable[[Prefixes], Tensor]
 
 @dataclass(frozen=True)
 class Filters:
-    """The settings, checked (`_filter_options.py`)."""
+    """The filters of a request, and what a grammar allows."""
 
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -45,6 +46,16 @@ class Filters:
     begin_suppress_tokens: tuple[int, ...] = ()
     allowed: Allowed | None = None
     hooks: tuple[Hook, ...] = ()
+
+    @classmethod
+    def of(cls, params: SamplingParams, vocabulary: int, end_tokens: tuple[int, ...]) -> Filters:
+        """The filters of a request, for a vocabulary of this size. ValueError for a token outside it."""
+        names = [field.name for field in fields(cls) if field.name in SETTINGS and field.name != "end_tokens"]
+        settings = {name: getattr(params, name) for name in names}
+        for name, value in settings.items():
+            for token in tokens_of(value, SETTINGS[name].kind):
+                check(token < vocabulary, _OP, name, f"hold ids in 0 .. {vocabulary - 1}", token)
+        return cls(**settings, end_tokens=end_tokens, hooks=params.logits_processor)
 
     @property
     def any(self) -> bool:

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from pdkernels.decoding.steps import Steps
+from pdkernels.generation.params import SETTINGS, names_of
 from pdkernels.models.capabilities import Capability, capabilities
 from pdkernels.models.protocols import BidirectionalModel, BlockCausalModel, CausalModel, PlanningModel, RecurrentModel
 
@@ -38,14 +39,6 @@ class SharedOptions:
 
     Args:
         mask_token: id of the mask token; None: the model's own.
-        temperature: sampling temperature; 0 is greedy.
-        top_k: sample from the tokens whose logits are at least the k-th largest; None: from all.
-        top_p: sample from the most probable tokens that together have this mass, of the distribution that `temperature` and `top_k`
-            leave, the one that reaches it included, except in recurrent methods; None: from all.
-        min_p: sample from the tokens with at least this share of the largest probability; None: from all.
-        typical_p: sample from the tokens whose surprise is closest to the entropy, until they have this mass; None: from all. Applied last.
-        seed: seed of all random numbers: an int, from which each sequence derives its own stream (`sequence_seed`), or a list with one seed
-            per sequence.
         allow_mask_token: whether the model may emit its mask token; by default it cannot.
         recurrences: how many recurrences the prompt and every token get; None: as many as the model was trained for.
         init_scale: factor of a recurrent-depth model's initial states; 0 starts from zeros.
@@ -103,7 +96,22 @@ def described(docstring: str | None) -> dict[str, str]:
     return found
 
 
-SHARED = described(SharedOptions.__doc__)
+def _written(annotation: Any) -> str:
+    """A type as it is written in Python."""
+    if annotation is type(None):
+        return "None"
+    if get_origin(annotation) is Callable:
+        return "Callable[..., Any]"
+    if isinstance(annotation, type):
+        return annotation.__name__
+    if "Literal" in repr(annotation) and str in map(type, get_args(annotation)):
+        return f"Literal[{', '.join(map(json.dumps, get_args(annotation)))}]"
+    if get_origin(annotation) is Sequence:
+        return f"Sequence[{_written(get_args(annotation)[0])}]"
+    return " | ".join(map(_written, get_args(annotation)))  # only unions are left
+
+
+SHARED = described(SharedOptions.__doc__) | {name: SETTINGS[name].help for name in names_of("draw")}
 
 
 @dataclass(frozen=True)
@@ -175,13 +183,26 @@ class Method:
         """By name."""
         own = described(self.decode.__doc__)
         texts = SHARED | own
+        draws = [(name, SETTINGS[name].type, SETTINGS[name].default) for name in names_of("draw")]
         return {
-            item.name: Option(
-                item.name, _written(item.annotation), item.default, texts.get(item.name, ""), item.name not in own
-            )
-            for item in inspect.signature(self.decode, eval_str=True).parameters.values()
-            if item.kind is inspect.Parameter.KEYWORD_ONLY
+            name: Option(name, kind, default, texts.get(name, ""), name not in own)
+            for name, kind, default in (*_keywords(self.decode), *draws)
         }
+
+    def refusal(self, setting: str, value: Any) -> str:
+        """Why it does not follow a setting of `SamplingParams` with this value; empty if it does."""
+        if self.writes_in_parallel and (setting == "logits_processor" or _has_longer(setting, value)):
+            return "it writes tokens in parallel, so a row has no prefix that is final"
+        if self.wing == "planned" and setting in ("min_new_tokens", "forced_tokens", "begin_suppress_tokens"):
+            return "its texts begin with a plan, in which tokens have other places"
+        if self.wing == "planned" and setting == "logprobs":
+            return "its chunks are put together once they are written"
+        return ""
+
+    @property
+    def writes_logprobs(self) -> bool:
+        """Whether the log-probabilities of a token are those of the forward that wrote it: a pass over the text would compute other rows."""
+        return self.writes_in_parallel or self.wing == "recurrent"
 
     @property
     def needs_mask_token(self) -> bool:
@@ -193,16 +214,12 @@ class Method:
         return self.requires <= capabilities(model)
 
 
-def _written(annotation: Any) -> str:
-    """A type as it is written in Python."""
-    if annotation is type(None):
-        return "None"
-    if get_origin(annotation) is Callable:
-        return "Callable[..., Any]"
-    if isinstance(annotation, type):
-        return annotation.__name__
-    if "Literal" in repr(annotation) and str in map(type, get_args(annotation)):
-        return f"Literal[{', '.join(map(json.dumps, get_args(annotation)))}]"
-    if get_origin(annotation) is Sequence:
-        return f"Sequence[{_written(get_args(annotation)[0])}]"
-    return " | ".join(map(_written, get_args(annotation)))  # only unions are left
+def _keywords(decode: Callable[..., Any]) -> list[tuple[str, str, Any]]:
+    """Name, type and default of each keyword-only parameter."""
+    parameters = inspect.signature(decode, eval_str=True).parameters.values()
+    return [(p.name, _written(p.annotation), p.default) for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+
+
+def _has_longer(setting: str, value: Any) -> bool:
+    """Whether these are bad words of several tokens."""
+    return setting == "bad_words" and any(len(ids) > 1 for ids in value)

@@ -9,27 +9,13 @@ from typing import Any, TypeVar, cast
 
 from pdkernels._validation import check, check_type, did_you_mean, sentence
 from pdkernels.decoding._method import Method
-from pdkernels.decoding._session import MAX_POSITIONS
+from pdkernels.generation.params import ALIASES, MAX_POSITIONS, SamplingParams
 
 _OP = "decoding.generate"
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_ELSEWHERE = {
-    "assistant_model": "drafter",
-    "do_sample": "temperature",
-    "eos_token_id": "end_tokens",
-    "max_completion_tokens": "max_new_tokens",
-    "max_gen_toks": "max_new_tokens",
-    "max_length": "max_new_tokens",
-    "max_tokens": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
-    "num_return_sequences": "n",
-    "sequence_bias": "logit_bias",
-    "stop": "stop_strings",
-    "stop_token_ids": "end_tokens",
-    "streamer": "on_tokens",
-}
+_ELSEWHERE = ALIASES | {"assistant_model": "drafter", "streamer": "on_tokens"}
 """What transformers, vLLM and OpenAI's interface call our arguments."""
 
 
@@ -60,6 +46,14 @@ def check_options(method: Method, options: Mapping[str, Any], arguments: Iterabl
         check_type(type(page_size) is int, _OP, "page_size", "be an int", type(page_size).__name__)
         check(page_size >= 1, _OP, "page_size", "be at least 1", page_size)
         check(page_size <= MAX_POSITIONS, _OP, "page_size", f"be at most {MAX_POSITIONS}", page_size)
+
+
+def refuse_settings(method: Method, params: SamplingParams) -> None:
+    """NotImplementedError for a setting that `method` does not follow."""
+    for name, value in params.asked.items():
+        if reason := method.refusal(name, value):
+            part = " of several tokens" if name == "bad_words" else ""
+            raise NotImplementedError(sentence(_OP, f"method {method.name!r} does not follow {name}{part}: {reason}"))
 
 
 def suggests(op: str) -> Callable[[Function], Function]:

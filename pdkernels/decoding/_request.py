@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import torch
@@ -14,11 +14,11 @@ from pdkernels.decoding._log_probs import log_probs
 from pdkernels.decoding._method import Method
 from pdkernels.decoding._prompts import Prompts, token_lists
 from pdkernels.decoding._replay import Source, special_names
-from pdkernels.decoding._session import MAX_POSITIONS, Session, inference
+from pdkernels.decoding._session import Session, inference
 from pdkernels.decoding.result import DecodeResult, DecodeStats, OnTokens
+from pdkernels.generation.params import MAX_POSITIONS, SamplingParams
 from pdkernels.models.capabilities import rows_ahead
 from pdkernels.models.protocols import lacking, missing
-from pdkernels.models.tokenizers import check_text
 
 _OP = "decoding.generate"
 _PAGE = "See docs/own_models.md."
@@ -42,39 +42,30 @@ def check_model(model: Any, method: Method, paged: bool) -> None:
 def open_session(
     model: Any,
     prompt: Prompts,
-    max_new_tokens: int,
-    end_tokens: Sequence[int] | None,
+    params: SamplingParams,
     on_tokens: OnTokens | None = None,
     trace: bool = False,
     overflow: Overflow = "error",
     fill_in: int | None = None,
-    copies: int = 1,
 ) -> tuple[Session, bool]:
-    """A session for checked arguments of `generate`, and whether there was a single prompt, not a batch.
+    """A session for a request, and whether there was a single prompt, not a batch.
 
-    `fill_in`: the mask token, if masks inside prompts are to be filled too. `copies`: texts of each prompt.
+    `fill_in`: the mask token, if masks inside prompts are to be filled too.
     """
-    check_type(_is_int(max_new_tokens), _OP, "max_new_tokens", "be an int", type(max_new_tokens).__name__)
-    check(max_new_tokens >= 0, _OP, "max_new_tokens", "be at least 0", max_new_tokens)
-    check(max_new_tokens <= MAX_POSITIONS, _OP, "max_new_tokens", f"be at most {MAX_POSITIONS}", max_new_tokens)
     check_choice(_OP, "overflow", overflow, get_args(Overflow))
     check_flag(_OP, "trace", trace)
     actual = type(on_tokens).__name__
     check_type(on_tokens is None or callable(on_tokens), _OP, "on_tokens", "be a function", actual)
+    max_new_tokens, copies = params.max_new_tokens, params.n
     vocabulary = model.config.vocab_size
-    given = model.end_tokens if end_tokens is None else end_tokens
-    # Tensors and NumPy scalars have the methods of collections and may refuse to be iterated.
-    several = isinstance(given, Collection) and getattr(given, "ndim", 1) > 0
-    check_type(several, _OP, "end_tokens", "be a sequence of ints", type(given).__name__)
-    ends = tuple(given)
+    ends = tuple(model.end_tokens if params.end_tokens is None else params.end_tokens)
     for token in ends:
-        check_type(_is_int(token), _OP, "end_tokens", "hold ints", type(token).__name__)
         check(0 <= token < vocabulary, _OP, "end_tokens", f"hold ids in 0 .. {vocabulary - 1}", token)
     prompts, single = token_lists(model, prompt, vocabulary)
     prompts, single = [ids for ids in prompts for _ in range(copies)], single and copies == 1
     _check_length(model, max(map(len, prompts)), max_new_tokens, overflow)
     if fill_in is None:
-        return Session(model, prompts, max_new_tokens, ends, on_tokens, trace), single
+        return Session(model, prompts, max_new_tokens, ends, on_tokens, trace, params=params), single
     firsts = [ids.index(fill_in) if fill_in in ids else len(ids) for ids in prompts]
     unpredicted = min(firsts) == 0 and rows_ahead(model) > 0
     refuse(
@@ -83,29 +74,7 @@ def open_session(
         "the prompt starts with a mask, but rows of this model predict the next token, so none predicts the first",
     )
     kept, tails = zip(*((ids[:first], ids[first:]) for ids, first in zip(prompts, firsts, strict=True)), strict=True)
-    return Session(model, list(kept), max_new_tokens, ends, on_tokens, trace, tails), single
-
-
-def checked_stops(model: Any, stop_strings: Sequence[str] | str) -> tuple[str, ...]:
-    """Strings that end a text, for a model that has text."""
-    given = (stop_strings,) if isinstance(stop_strings, str) else stop_strings
-    several = isinstance(given, Collection) and not isinstance(given, torch.Tensor)
-    check_type(several, _OP, "stop_strings", "be strings", type(given).__name__)
-    for stop in given:
-        check_type(isinstance(stop, str), _OP, "stop_strings", "be strings", type(stop).__name__)
-        check(stop != "", _OP, "stop_strings", "not be empty", repr(stop))
-        check_text(_OP, stop, "stop_strings")
-        # A character whose last byte is missing decodes to it.
-        check(
-            "\ufffd" not in stop,
-            _OP,
-            "stop_strings",
-            "hold no U+FFFD, which stands for bytes of no character",
-            repr(stop),
-        )
-    unnamed = len(given) > 0 and model.tokenizer is None
-    refuse(unnamed, _OP, "stop_strings need a model with a tokenizer", "Pass end_tokens instead.")
-    return tuple(given)
+    return Session(model, list(kept), max_new_tokens, ends, on_tokens, trace, tails, params), single
 
 
 def _check_length(model: Any, longest: int, max_new_tokens: int, overflow: Overflow) -> None:
@@ -123,11 +92,9 @@ def _check_length(model: Any, longest: int, max_new_tokens: int, overflow: Overf
     warnings.warn(message(_OP, "prompt", expectation, actual), stacklevel=5)
 
 
-def finished(
-    session: Session, single: bool, method: str, decode: Callable[[], int | None], logprobs: int | None = None
-) -> DecodeResult[Any, Any]:
-    """The result of `generate` from a session that `decode` fills; `logprobs`: how many of each place, in one more pass unless the
-    session has them."""
+def finished(session: Session, single: bool, method: str, decode: Callable[[], int | None]) -> DecodeResult[Any, Any]:
+    """The result of `generate` from a session that `decode` fills; with its log-probabilities in one more pass, unless the session has
+    them."""
     started = time.perf_counter()
     with inference():
         forwards = decode()
@@ -159,14 +126,11 @@ def finished(
     model = session.model
     source = Source(session.prompts, session.tokens, model.tokenizer, special_names(model)) if session.trace else None
     likely = None if session.likely is None else session.likely.of(session.prompts, session.tokens)
-    if logprobs is not None and likely is None:
+    count = session.params.logprobs
+    if count is not None and likely is None:
         with inference():
-            likely = log_probs(getattr(model, "model_itself", model), session.prompts, session.tokens, logprobs)
+            likely = log_probs(getattr(model, "model_itself", model), session.prompts, session.tokens, count)
     if single:
         only = None if likely is None else likely[0]
         return DecodeResult(ids[0], None if text is None else text[0], stats, only, source)
     return DecodeResult(ids, text, stats, likely, source)
-
-
-def _is_int(value: object) -> bool:
-    return type(value) is int

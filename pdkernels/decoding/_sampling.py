@@ -15,7 +15,7 @@ import torch
 
 from pdkernels._validation import KERNEL_DTYPES, check, check_choice, check_fits_float, check_type, refuse
 from pdkernels.backends import backend_of
-from pdkernels.decoding._session import MAX_POSITIONS
+from pdkernels.generation.params import MAX_POSITIONS
 from pdkernels.models.capabilities import capabilities
 from pdkernels.ops import TokenStatistics, token_statistics
 
@@ -25,9 +25,6 @@ OWN = 0  # step of tokens sampled from the model's own distribution at a positio
 ORDER = 2  # fourth word of the counter for the order of positions; draws of tokens use 0, latent noise uses 1
 
 Seed = int | Sequence[int]
-
-MAX_SCALE = 1e30
-"""Limit of what logits and states are multiplied with or divided by, which leaves them finite in float32."""
 
 _GOLDEN = (
     0x9E3779B97F4A7C15  # 2**64 over the golden ratio: multiples of it are far from each other and from small seeds
@@ -128,16 +125,6 @@ def likeliest(logits: torch.Tensor, count: int, temperature: float, top_p: float
     mass = ((best.to(exact) - largest) / (temperature or 1.0) - total).exp()
     stay = (mass.cumsum(-1) - mass < top_p).sum(-1, keepdim=True)
     return logits.masked_fill(logits < best.gather(-1, (stay - 1).clamp(min=0)), -torch.inf)
-
-
-def checked_sampling(op: str, temperature: float, seed: Seed, batch: int) -> torch.Tensor:
-    """The seed of each sequence, int64 ``(batch,)`` on the host, after checking the temperature."""
-    check_type(_is_number(temperature), op, "temperature", "be a number", type(temperature).__name__)
-    check(0 <= temperature < math.inf, op, "temperature", "be finite and at least 0", temperature)
-    check(temperature == 0 or temperature >= 1e-30, op, "temperature", "be 0 or at least 1e-30", temperature)
-    check(temperature <= MAX_SCALE, op, "temperature", f"be at most {MAX_SCALE:g}", temperature)
-    check_fits_float(op, "temperature", temperature)
-    return checked_seeds(op, seed, batch)
 
 
 def checked_seeds(op: str, seed: Seed, batch: int) -> torch.Tensor:

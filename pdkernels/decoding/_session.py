@@ -13,9 +13,12 @@ from pdkernels._validation import sentence
 from pdkernels.cache import PagePool
 from pdkernels.decoding._filters import Filters
 from pdkernels.decoding._log_probs import WrittenLogProbs
+from pdkernels.decoding._sampling import checked_seeds
 from pdkernels.decoding._stops import Stops
 from pdkernels.decoding.result import OnTokens, PlanReport
 from pdkernels.decoding.traces import TraceStep
+from pdkernels.generation.params import DEFAULTS, SamplingParams
+from pdkernels.generation.sampler import Sampler
 
 
 @contextmanager
@@ -60,9 +63,6 @@ def to_device_async(rows: list[list[int]], device: torch.device) -> torch.Tensor
     return torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
 
 
-MAX_POSITIONS = 2**24
-"""Limit of a text, regardless of the model."""
-
 _BLOCK = 256  # no published model is trained on longer blocks
 
 
@@ -82,9 +82,11 @@ class Session:
         on_tokens: OnTokens | None,
         trace: bool,
         tails: Sequence[list[int]] | None = None,
+        params: SamplingParams = DEFAULTS,
     ) -> None:
-        """`tails`: what each text holds after its prompt, masks included, before its `max_new_tokens` new tokens."""
-        self.model = model
+        """`tails`: what each text holds after its prompt, masks included, before its `max_new_tokens` new tokens.
+        `params`: the request; what is resolved for this model has arguments of its own."""
+        self.model, self.params = model, params
         self.prompts = prompts
         self.batch = len(prompts)
         self.longest = max(len(prompt) for prompt in prompts)
@@ -115,6 +117,16 @@ class Session:
     def block(self, size: int) -> int:
         """A block of `size` tokens, limited to about the requested length."""
         return min(size, max(self.max_new_tokens, _BLOCK))
+
+    @property
+    def sampler(self) -> Sampler:
+        """What draws its tokens."""
+        return Sampler.of(self.params)
+
+    @property
+    def seeds(self) -> torch.Tensor:
+        """The seed of each sequence, int64 ``(batch,)`` on the host."""
+        return checked_seeds("decoding.generate", self.params.seed, self.batch)
 
     @property
     def written(self) -> list[list[int]]:

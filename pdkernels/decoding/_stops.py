@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
-from pdkernels._validation import check, check_fits_float, check_type
+from pdkernels._validation import check, refuse
+from pdkernels.generation.params import SamplingParams, tokens_of
 
 _OP = "decoding.generate"
 
@@ -63,6 +63,16 @@ class Stops:
     max_time: float | None = None
     started: float = field(default_factory=time.perf_counter)
 
+    @classmethod
+    def of(cls, params: SamplingParams, model: Any) -> Stops:
+        """What ends the texts of a request. ValueError for tokens that the model does not have, and for strings if it has no tokenizer."""
+        vocabulary, tokenizer = model.config.vocab_size, model.tokenizer
+        for token in tokens_of(params.stop_sequences, "sequences"):
+            check(token < vocabulary, _OP, "stop_sequences", f"hold ids in 0 .. {vocabulary - 1}", token)
+        unnamed = bool(params.stop_strings) and tokenizer is None
+        refuse(unnamed, _OP, "stop_strings need a model with a tokenizer", "Pass end_tokens instead.")
+        return cls(params.stop_strings, params.stop_sequences, params.stopping_criteria, params.max_time)
+
     @property
     def any(self) -> bool:
         """Whether there is anything to look for."""
@@ -99,24 +109,3 @@ class Stops:
 
 def _holds(answer: Any) -> bool:
     return bool(answer.any()) if isinstance(answer, torch.Tensor) else bool(answer)
-
-
-def checked_criteria(value: Any) -> tuple[Criterion, ...]:
-    if value is None:
-        return ()
-    several = isinstance(value, Iterable) and getattr(value, "ndim", 1) > 0 and not isinstance(value, str)
-    # A StoppingCriteriaList is both; its items say when each holds.
-    criteria = list(value) if several else [value]
-    for criterion in criteria:
-        expectation = "be a function or a list of functions"
-        check_type(callable(criterion), _OP, "stopping_criteria", expectation, type(criterion).__name__)
-    return tuple(criteria)
-
-
-def checked_time(value: Any) -> float | None:
-    if value is None:
-        return None
-    check_type(type(value) in (int, float), _OP, "max_time", "be a number of seconds", type(value).__name__)
-    check_fits_float(_OP, "max_time", value)
-    check(0 <= value < math.inf, _OP, "max_time", "be finite and at least 0", value)
-    return float(value)

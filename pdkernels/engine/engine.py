@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import itertools
 import queue
 import threading
@@ -17,25 +16,20 @@ import torch
 
 from pdkernels._threads import Worker, tell_forks
 from pdkernels._validation import check, check_flag, check_type, integer, message, refuse, sentence
-from pdkernels.decoding import Method, OnTokens, available, check_capabilities, find, generate, prepare
+from pdkernels.decoding import Method, OnTokens, available, find
 from pdkernels.decoding._filtered_model import FilteredModel
 from pdkernels.decoding._options import check_options, suggests
 from pdkernels.decoding._prompts import Prompts
-from pdkernels.decoding._row_samplers import SAMPLING, own_sampler
-from pdkernels.decoding._sampling import checked_seeds, checked_size
-from pdkernels.decoding._session import MAX_POSITIONS, Session
+from pdkernels.decoding._session import Session
+from pdkernels.decoding.generate import ARGUMENTS, check_capabilities, prepare
 from pdkernels.decoding.steps import Staging
 from pdkernels.engine.generation import Generation, checked_wait
 from pdkernels.engine.lane import Lane, Request
 from pdkernels.engine.metrics import EngineMetrics
 from pdkernels.engine.pages import Memory
+from pdkernels.generation.params import MAX_POSITIONS, SETTINGS, SamplingParams, take_params
 
 _OP = "Engine.submit"
-_SETTINGS = {
-    name: parameter.default
-    for name, parameter in inspect.signature(generate).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY
-}
 _BUCKET = 32  # canvases of one batch are padded to a multiple of this many prompt tokens
 
 
@@ -153,10 +147,9 @@ class Engine:
         prompt: Prompts,
         method: str | Method = "autoregressive",
         *,
-        max_new_tokens: int = 128,
+        params: SamplingParams | None = None,
         on_tokens: OnTokens | None = None,
         timeout: float | None = None,
-        seed: int = 0,
         provisional: bool = False,
         **options: Any,
     ) -> Generation:
@@ -165,14 +158,13 @@ class Engine:
         Args:
             prompt: one prompt, as for `generate`.
             method: its name; one whose sequences can join and leave a batch.
-            max_new_tokens: at most the engine's (`Engine(max_new_tokens=)`).
+            params: `SamplingParams` to start from; settings among the `options` come before its own.
             on_tokens: as for `generate`, with sequence 0; called by the engine's thread, which waits for it. Its error ends the request.
             timeout: seconds from now after which it ends with what it has; None: no limit.
-            seed: an int, as for `generate`.
             provisional: also give pieces with what stands after the text so far (`Piece.provisional`), for a method that fills positions in
                 any order. A reader gets the latest; older ones are not kept.
-            **options: of the method; and `end_tokens`, `stop_strings`, `logit_bias`, `grammar`, `logprobs` and all others of `generate`, but for
-                `n` and `infill`. Requests with a grammar or a hook have a batch of their own.
+            **options: of the method; and settings (the fields of `SamplingParams`), `trace` and `overflow`, as for `generate`. `n` must be 1, `seed` an
+                int, and `max_new_tokens` at most the engine's. Requests with a grammar or a hook have a batch of their own.
 
         Raises:
             ValueError, TypeError: as `generate`; a batch of prompts; a request beyond the engine's limits.
@@ -181,10 +173,11 @@ class Engine:
             RuntimeError: the engine is closed, has failed, or runs in the process of which this one is a fork.
         """
         self._refuse_closed()
-        given = {name: options.pop(name) for name in _SETTINGS if name in options}
+        params = take_params(_OP, params, options)
+        arguments = {name: options.pop(name) for name in ARGUMENTS if name in options}
         chosen = method if isinstance(method, Method) else find(method)
         check_capabilities(chosen, self.model, options)
-        check_options(chosen, options, (*_SETTINGS, "timeout", "provisional"))
+        check_options(chosen, options, (*SETTINGS, *ARGUMENTS, "timeout", "provisional"))
         if chosen.steps is None:
             fitting = [name for name in _joining() if find(name).supports(self.model)]
             remedy = f"These can: {', '.join(fitting) or 'none'}."
@@ -195,23 +188,20 @@ class Engine:
         if provisional and not chosen.steps.shows_provisional:
             remedy = f"These do: {', '.join(_showing())}."
             raise NotImplementedError(message(_OP, "method", "write provisional text", chosen.name, remedy))
-        several = checked_size(_OP, "n", given.pop("n", 1)) > 1
-        refuse(several, _OP, "a request has one answer", "Submit it several times, with other seeds.")
-        check_flag(_OP, "infill", infill := given.pop("infill", False))
+        refuse(params.n > 1, _OP, "a request has one answer", "Submit it several times, with other seeds.")
+        check_flag(_OP, "infill", infill := arguments.pop("infill", False))
         refuse(infill, _OP, "masks in prompts cannot be filled here", "Use generate.")
-        check_type(type(seed) is int, _OP, "seed", "be an int", type(seed).__name__)
-        checked_seeds(_OP, seed, 1)
+        check_type(type(params.seed) is int, _OP, "seed", "be an int", type(params.seed).__name__)
         timeout = checked_wait(_OP, timeout)
         check(timeout is None or timeout > 0, _OP, "timeout", "be above 0 seconds", timeout)
         most, longest = self.max_new_tokens, self.max_prompt_tokens
-        check_type(type(max_new_tokens) is int, _OP, "max_new_tokens", "be an int", type(max_new_tokens).__name__)
+        max_new_tokens = params.max_new_tokens
         remedy = f"Pass fewer, or make the engine with Engine(max_new_tokens={max_new_tokens})." * (
             max_new_tokens > most
         )
         within = f"be in 1 .. {most}, the engine's"
         check(1 <= max_new_tokens <= most, _OP, "max_new_tokens", within, max_new_tokens, remedy)
-        settings = {**_SETTINGS, **given, "max_new_tokens": max_new_tokens, "on_tokens": on_tokens}
-        _, session, single = prepare(self.model, prompt, chosen, options, **settings)
+        session, single = prepare(self.model, prompt, chosen, params, options, on_tokens, **arguments)
         check(single, _OP, "prompt", "be one prompt", f"a batch of {session.batch}", "Submit each one.")
         remedy = f"Shorten it, or make the engine with Engine(max_prompt_tokens={session.longest})."
         within = f"have at most {longest} tokens, the engine's"
@@ -228,15 +218,12 @@ class Engine:
 
         session._on_tokens = tell
         session.on_provisional = handle._show if provisional else None
-        sampler, shared = None, options
-        if chosen.steps.draws_by_row(options):
-            sampler = own_sampler(f"decoding.{chosen.name}", options)
-            shared = {name: value for name, value in options.items() if name not in SAMPLING}
-        key = self._key(chosen, session, shared, handle.number)
+        sampler = session.sampler if chosen.steps.draws_by_row(options) else None
+        key = self._key(chosen, session, options, handle.number)
         if key not in self._lanes:
             self._try(chosen, session, options)
         deadline = None if timeout is None else time.perf_counter() + timeout
-        request = Request(handle, session, seed, deadline, settings["logprobs"], sampler)
+        request = Request(handle, session, deadline, sampler)
         with self._lock:
             self._refuse_closed()
             waiting = sum(len(lane.waiting) for lane in self._lanes.values())
@@ -245,7 +232,7 @@ class Engine:
                     sentence(_OP, f"{waiting} requests wait already", "Try again later, or raise max_waiting.")
                 )
             if key not in self._lanes:
-                self._lanes[key] = self._lane(chosen, session, shared)
+                self._lanes[key] = self._lane(chosen, session, options)
             session.model = self._lanes[key].model
             self._lanes[key].waiting.append(request)
             self._handles.add(handle)
@@ -321,7 +308,8 @@ class Engine:
             return number  # these follow one text
         sizes = () if method.steps.any_limit else (session.max_new_tokens, -(-session.longest // _BUCKET))
         chosen = tuple(sorted((name, _written(value)) for name, value in options.items()))
-        return method.name, chosen, session.end_tokens, repr(session.filters), sizes
+        drawn = None if method.steps.draws_by_row(options) else session.sampler
+        return method.name, chosen, drawn, session.end_tokens, repr(session.filters), sizes
 
     def _try(self, method: Method, session: Session, options: dict[str, Any]) -> None:
         """Raises what the method's steps say of the options and of the model."""
@@ -342,6 +330,8 @@ class Engine:
     def _lane(self, method: Method, session: Session, options: dict[str, Any]) -> Lane:
         ends, filters, kind = session.end_tokens, session.filters, method.steps
         assert kind is not None
+        # Rows that draw by themselves bring their samplers.
+        params = SamplingParams() if kind.draws_by_row(options) else session.params.replace(seed=0)
         model = self.model if method.fills_canvases or not filters.any else FilteredModel(self.model, filters)
         longest, limit = self.max_prompt_tokens, self.max_new_tokens
         if not kind.any_limit:
@@ -351,7 +341,7 @@ class Engine:
         pool = None if pages is None else pages.pool
 
         def sized(rows: int) -> Session:
-            largest = Session(model, [[0] * longest] * rows, limit, ends, None, False)
+            largest = Session(model, [[0] * longest] * rows, limit, ends, None, False, params=params)
             largest.filters, largest.pool = filters, pool
             return largest
 

@@ -11,11 +11,11 @@ from typing import Any
 from pdkernels._validation import sentence
 from pdkernels.decoding._request import finished
 from pdkernels.decoding._session import Session
-from pdkernels.decoding._token_sampler import TokenSampler
 from pdkernels.decoding.steps import Left, RunningBatch, Steps
 from pdkernels.engine.generation import FinishReason, Generation
 from pdkernels.engine.metrics import EngineMetrics
 from pdkernels.engine.pages import Known, Memory
+from pdkernels.generation.sampler import Sampler
 
 # Turns with at most half of the rows taken before a batch shrinks: moving it costs a read of its rows.
 _PATIENCE = 32
@@ -27,10 +27,8 @@ class Request:
 
     handle: Generation
     session: Session
-    seed: int
     deadline: float | None
-    logprobs: int | None
-    sampler: TokenSampler | None = None
+    sampler: Sampler | None = None
     """Its temperature and filters, if they are not those of the batch."""
     left: Left | None = None
     """What it was when it gave its pages to an older request."""
@@ -280,7 +278,7 @@ class Lane:
             row = batch.free[0]
             request.handle.joined = request.handle.joined or time.perf_counter()
             if request.left is None:
-                batch.admit(row, request.session, request.seed, request.sampler)
+                batch.admit(row, request.session, request.session.params.seed, request.sampler)
             else:
                 staging.run(prompt, left)
                 batch.resume(row, request.left)
@@ -368,7 +366,7 @@ def _ended(
     error = error or flushed
     reason = reason if error is None else None
     if forwards is not None and error is None:
-        result = finished(request.session, True, method, lambda: forwards, request.logprobs)
+        result = finished(request.session, True, method, lambda: forwards)
         seconds = time.perf_counter() - (handle.joined or handle.submitted)
         result = replace(result, stats=replace(result.stats, seconds=seconds))
         metrics.new_tokens += result.stats.tokens

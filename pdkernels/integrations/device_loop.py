@@ -5,26 +5,29 @@ Needs a GPU, a driver for CUDA 13.0 or newer and cuda-python: ``pip install 'cud
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
-from pdkernels._validation import check, check_fits_memory, check_type, message
-from pdkernels.decoding import DecodeResult, OnTokens, check_capabilities
+from pdkernels._validation import check, check_fits_memory, check_type, message, sentence
+from pdkernels.decoding import DecodeResult, OnTokens
 from pdkernels.decoding._options import check_options
 from pdkernels.decoding._prompts import Prompts
 from pdkernels.decoding._request import finished, open_session
-from pdkernels.decoding._session import MAX_POSITIONS, Session
+from pdkernels.decoding._session import Session
+from pdkernels.decoding.generate import check_capabilities
 from pdkernels.decoding.methods import METHODS
 from pdkernels.decoding.steps import run
+from pdkernels.generation.params import MAX_POSITIONS, SamplingParams, names_of, take_params
 from pdkernels.integrations.while_graph import WhileGraph, capture, kinds_of, require
 from pdkernels.models import RecurrentDepth, Transformer
 from pdkernels.ops import log_step_
 from pdkernels.ops._library import DEBUG_CHECKS
 
 _OP = "integrations.device_loop.DeviceLoop"
+_FOLLOWED = (*names_of("draw"), "max_new_tokens", "end_tokens")
 
 
 def available() -> bool:
@@ -72,8 +75,8 @@ class DeviceLoop:
         method: one that has `steps`; docs/device_loop.md lists them.
         batch: sequences of every generation.
         longest_prompt: maximum number of tokens of a prompt.
-        max_new_tokens, end_tokens: as in `generate`.
-        **options: of the method, as in `generate`.
+        params: `SamplingParams` to start from; settings among the `options` come before its own.
+        **options: of the method, and settings that draw, `max_new_tokens` and `end_tokens`, as in `generate`.
 
     Raises:
         NotImplementedError: no GPU, an old driver; a method or an option that needs its host; a model whose forward may need it (of
@@ -100,8 +103,7 @@ class DeviceLoop:
         *,
         batch: int = 1,
         longest_prompt: int,
-        max_new_tokens: int = 128,
-        end_tokens: Sequence[int] | None = None,
+        params: SamplingParams | None = None,
         **options: Any,
     ) -> None:
         steps = {name: known.steps for name, known in METHODS.items() if known.steps}
@@ -116,8 +118,15 @@ class DeviceLoop:
                 )
             )
         _check_model(model)
+        params = take_params(_OP, params, options)
+        for name in params.asked:
+            if name not in _FOLLOWED:
+                raise NotImplementedError(
+                    sentence(_OP, f"it does not follow {name}", "Use pdkernels.decoding.generate.")
+                )
+        max_new_tokens = params.max_new_tokens
         check_capabilities(METHODS[method], model, options)
-        check_options(METHODS[method], options, ("batch", "longest_prompt", "max_new_tokens", "end_tokens"))
+        check_options(METHODS[method], options, ("batch", "longest_prompt", *_FOLLOWED))
         # The prompts' forward gives the first token, so the loop is only for further ones.
         sizes = {"batch": (batch, 1), "longest_prompt": (longest_prompt, 1), "max_new_tokens": (max_new_tokens, 2)}
         for name, (size, minimum) in sizes.items():
@@ -128,10 +137,10 @@ class DeviceLoop:
         check(
             not DEBUG_CHECKS, _OP, "PDKERNELS_DEBUG_CHECKS", "be unset", 1, "Its checks read the device in every step."
         )
-        self.model, self.method, self.max_new_tokens, self.end_tokens = model, method, max_new_tokens, end_tokens
+        self.model, self.method, self.params = model, method, params
         with torch.inference_mode(), torch.cuda.device(model.device):
             # Only the sizes of this session are used.
-            self._largest, _ = open_session(model, [[0] * longest_prompt] * batch, max_new_tokens, end_tokens)
+            self._largest, _ = open_session(model, [[0] * longest_prompt] * batch, params)
             self._steps = steps[method](self._largest, **options)
             if self._steps.needs_host:
                 raise NotImplementedError(
@@ -203,7 +212,7 @@ class DeviceLoop:
                 step.
             trace: as in `generate`.
         """
-        session, single = open_session(self.model, prompt, self.max_new_tokens, self.end_tokens, on_tokens, trace)
+        session, single = open_session(self.model, prompt, self.params, on_tokens, trace)
         check(
             session.batch == self._largest.batch, _OP, "prompt", f"hold {self._largest.batch} sequences", session.batch
         )

@@ -10,7 +10,7 @@ import pdkernels as pd
 from pdkernels.decoding._filtered_model import FilteredModel
 from pdkernels.decoding._filters import Filters
 from pdkernels.decoding._sampling import OWN
-from pdkernels.decoding._token_sampler import TokenSampler
+from pdkernels.generation.sampler import Sampler
 from scripts.pictures.parts import ACCEPTED, COMMITTED, FREE, MODEL, REJECTED, canvas, save
 
 _PROMPT, _DRAFT = "def area(width, height):\n    return w", "width * height"
@@ -21,7 +21,7 @@ def filtered_draft() -> None:
     """A column per token of a draft: the model's most probable next tokens, what penalties and filters leave of them, and the draw."""
     model = pd.models.load("tiny-code")
     filters = Filters(repetition_penalty=1.15, frequency_penalty=0.4)
-    sampler = TokenSampler(0.8, top_k=4, top_p=0.95)
+    sampler = Sampler(0.8, top_k=4, top_p=0.95)
     known = model.tokenizer.encode(_PROMPT)
     draft = model.tokenizer.encode(_PROMPT[:-1] + _DRAFT)[len(known) - 1 :][:8]
     rows = _rows(model, known, draft, filters)

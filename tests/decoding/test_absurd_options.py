@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pdkernels.decoding import available, generate
-from pdkernels.decoding._filter_options import FILTERS
 from pdkernels.decoding.methods import METHODS
+from tests.harness.sessions import FILTERS
 from tests.support.plans import example
 
 VALUES: list[Any] = [

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pdkernels.decoding import DecodeResult, generate
 from pdkernels.reference.autoregressive import autoregressive
 from pdkernels.reference.block_diffusion import BlockDiffusionResult, block_diffusion
+from tests.harness.sessions import error_of
 from tests.support import tri_mode
 from tests.support.base import KeepsCache, Plain, page_sizes, seeds, streams
 from tests.support.causal import SCRIPTS
@@ -203,7 +204,6 @@ def test_a_confidence_that_equals_the_threshold_reaches_it() -> None:
 
 # ---- errors
 
-OP = "pdkernels.decoding.block_diffusion: "
 ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"block_size": 0}, "block_size must be at least 1, got 0."),
     ({"block_size": 2.0}, "TypeError: block_size must be an int, got float."),
@@ -226,4 +226,4 @@ def test_errors(options: dict[str, Any], text: str, limit: int) -> None:
     model = Cached(ScriptedTriMode(SCRIPTS["position"]), MASK + 1)
     with pytest.raises(error) as raised:
         generate(model, [1], METHOD, max_new_tokens=limit, **options)
-    assert str(raised.value) == OP + text
+    assert str(raised.value) == error_of("block_diffusion", text)

@@ -9,7 +9,7 @@ import torch
 
 from pdkernels.decoding import generate
 from pdkernels.decoding._sampling import OWN
-from pdkernels.decoding._token_sampler import TokenSampler
+from pdkernels.generation.sampler import Sampler
 from pdkernels.models import Transformer
 from tests.decoding.test_eagle import LIMIT, PROMPTS, VOCABULARY, a_model
 from tests.support.drafters import dflash_head, eagle_head
@@ -28,7 +28,7 @@ def a_head(model: Any, seed: int = 0, **changes: Any) -> Any:
 @torch.inference_mode()
 def plain(model: Any, head: Any, prompt: list[int], size: int, temperature: float, seed: int) -> tuple[list[int], Any]:
     """Tokens, and the draft and what was accepted of every step, by forwards over whole texts."""
-    config, sampler, seeds = head.config, TokenSampler(temperature), torch.tensor([seed])
+    config, sampler, seeds = head.config, Sampler(temperature), torch.tensor([seed])
 
     def draw(row: torch.Tensor, position: int) -> int:
         return int(sampler.sample(row[None, None], torch.tensor([[position]]), seeds, OWN, ()))

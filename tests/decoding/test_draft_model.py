@@ -9,7 +9,7 @@ import torch
 
 from pdkernels.decoding import generate
 from pdkernels.decoding._sampling import OWN
-from pdkernels.decoding._token_sampler import TokenSampler
+from pdkernels.generation.sampler import Sampler
 from tests.support.causal import SCRIPTS, FakeModel
 from tests.support.drafters import small_drafter
 from tests.support.tri_mode import small_transformer
@@ -20,7 +20,7 @@ PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6]]
 def draws(model: Any, text: list[int], temperature: float, seed: int) -> int:
     """The token after a text, by a forward over all of it."""
     logits = model(torch.tensor([text]))[:, -1:]
-    sampler, place = TokenSampler(temperature), torch.tensor([[len(text)]])
+    sampler, place = Sampler(temperature), torch.tensor([[len(text)]])
     return int(sampler.sample(logits, place, torch.tensor([seed]), OWN, (12,)))
 
 

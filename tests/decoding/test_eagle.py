@@ -9,7 +9,7 @@ import torch
 
 from pdkernels.decoding import generate
 from pdkernels.decoding._sampling import OWN
-from pdkernels.decoding._token_sampler import TokenSampler
+from pdkernels.generation.sampler import Sampler
 from pdkernels.models import Transformer, TransformerConfig
 from pdkernels.reference.eagle import eagle as plain
 from pdkernels.reference.eagle import eagle_tree as plain_tree
@@ -42,7 +42,7 @@ class Plain:
     """The parts of a model and a head for the plain form, by forwards over whole texts."""
 
     def __init__(self, model: Any, head: Any, temperature: float, seed: int, banned: tuple[int, ...] = ()) -> None:
-        self.model, self.head, self.sampler = model, head, TokenSampler(temperature)
+        self.model, self.head, self.sampler = model, head, Sampler(temperature)
         self.seeds, self.banned = torch.tensor([seed]), banned
 
     def logits(self, text: torch.Tensor) -> torch.Tensor:

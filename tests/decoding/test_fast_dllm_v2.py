@@ -15,6 +15,7 @@ from pdkernels.decoding.methods import METHODS
 from pdkernels.masks import block_causal
 from pdkernels.models import Transformer, load
 from pdkernels.reference.fast_dllm_v2 import fast_dllm_v2
+from tests.harness.sessions import error_of
 from tests.support.base import KeepsCache, page_sizes, seeds, streams
 from tests.support.causal import SCRIPTS, FakeModel
 from tests.support.errors import kind_of
@@ -233,7 +234,7 @@ def test_errors(options: dict[str, Any], text: str, limit: int) -> None:
     error, text = kind_of(text)
     with pytest.raises(error) as raised:
         generate(Blockwise(hashed(0)), [1], METHOD, max_new_tokens=limit, **options)
-    assert str(raised.value) == f"pdkernels.decoding.fast_dllm_v2: {text}"
+    assert str(raised.value) == error_of("fast_dllm_v2", text)
 
 
 def test_errors_of_the_model() -> None:

@@ -297,7 +297,7 @@ def test_texts_end_within_the_limit() -> None:
 def test_refusals() -> None:
     grammar = Grammar.regex("a+")
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({"grammar": "a+"}, TypeError, "grammar must be a Grammar, or a list of them, got str"),
+        ({"grammar": "a+"}, TypeError, "grammar must be a Grammar, or a list with one (or None) for each prompt, got str"),
         ({"grammar": [grammar]}, ValueError, "have one for each of the 2 prompts, got 1"),
         ({"grammar": grammar, "end_tokens": ()}, ValueError, "a grammar needs an end token"),
         ({"grammar": grammar, "end_tokens": (97,)}, ValueError, "write no text with a grammar"),

@@ -124,5 +124,5 @@ def test_recurrent_models(form: str) -> None:
     ("temperature", "words"), [(-1, "be finite and at least 0"), (1e-40, "be 0 or at least 1e-30")]
 )
 def test_errors(method: str, temperature: float, words: str) -> None:
-    with pytest.raises(ValueError, match=f"pdkernels.decoding.{method}: temperature must {words}"):
+    with pytest.raises(ValueError, match=f"pdkernels.decoding.generate: temperature must {words}"):
         generate(FakeModel(SCRIPTS["sticky"]), [1], method, temperature=temperature)

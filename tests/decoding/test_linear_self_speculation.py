@@ -18,6 +18,7 @@ from pdkernels.reference.autoregressive import autoregressive
 from pdkernels.reference.linear_self_speculation import linear_self_speculation
 from pdkernels.reference.philox import random_words as plain_words
 from pdkernels.reference.sampling import sampled_autoregressive
+from tests.harness.sessions import error_of
 from tests.support.base import KeepsCache, Plain, page_sizes, reads_of_the_device, seeds, streams
 from tests.support.causal import SCRIPTS
 from tests.support.errors import kind_of
@@ -253,7 +254,6 @@ def test_draws_are_those_of_the_reference(temperature: float) -> None:
 
 # ---- errors
 
-OP = "pdkernels.decoding.linear_self_speculation: "
 ERRORS: dict[str, Any] = {
     "block_size must be at least 1, got 0.": {"block_size": 0},
     "TypeError: block_size must be an int, got float.": {"block_size": 2.0},
@@ -279,4 +279,4 @@ def test_errors(options: dict[str, Any], text: str, limit: int) -> None:
     model = Cached(ScriptedTriMode(SCRIPTS["position"]), MASK + 1)
     with pytest.raises(error) as raised:
         generate(model, [1], METHOD, max_new_tokens=limit, **options)
-    assert str(raised.value) == OP + text
+    assert str(raised.value) == error_of("linear_self_speculation", text)

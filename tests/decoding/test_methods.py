@@ -142,7 +142,7 @@ def test_an_argument_of_generate_is_suggested_at_every_door(name: str, meant: st
             lambda **given: engine.submit("a", **given),
         ]
         for door in doors:
-            with pytest.raises(TypeError, match=rf"no option '{name}'. Did you mean '{meant}'\? It accepts: temp"):
+            with pytest.raises(TypeError, match=rf"no option '{name}'. Did you mean '{meant}'\? It accepts: allow"):
                 door(**{name: None})
 
 

@@ -15,6 +15,7 @@ from pdkernels.decoding import BAD_PLANS, BadPlan, ChunkTokens, generate
 from pdkernels.models import Transformer, TransformerConfig
 from pdkernels.reference import planned as reference
 from tests.harness.pretended_gpu import pretended_gpu
+from tests.harness.sessions import error_of
 from tests.support.plans import CLOSE, END, MASK, OPEN, SYNC, TAGS, Scripted, planning_model, written
 
 BEGIN, STOP, PAD = TAGS.chunk_open, TAGS.chunk_close, TAGS.pad
@@ -268,7 +269,7 @@ def test_nan_in_a_chunk() -> None:
 def test_bad_options(options: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error) as raised:
         generate(Scripted([END]), [1], "planned", max_new_tokens=4, **options)
-    assert str(raised.value).startswith(f"pdkernels.decoding.planned: {words}")
+    assert str(raised.value).startswith(error_of("planned", words))
 
 
 def test_a_model_without_plans() -> None:

@@ -8,8 +8,7 @@ import pytest
 
 import pdkernels as pd
 from pdkernels.decoding import find
-from pdkernels.decoding._request import open_session
-from pdkernels.decoding.steps import RunningBatch
+from tests.harness.sessions import open_session, running_batch
 
 CANVASES = [
     ("llada", {}),
@@ -27,7 +26,7 @@ class Watched:
         self.session, _ = open_session(model, prompt, limit, ends, lambda _, ids, __: self.told.extend(ids), trace=True)
         self.session.on_provisional = lambda tokens: self.seen.append((len(self.told), tokens))
         largest, _ = open_session(model, [[0] * 20] * 2, limit, ends)
-        batch = RunningBatch(find(method).steps, largest, **options)
+        batch = running_batch(find(method).steps, largest, **options)
         batch.admit(1, self.session, 3)
         while not batch.step():
             pass

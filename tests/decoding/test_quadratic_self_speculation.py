@@ -15,6 +15,7 @@ from pdkernels.decoding.causal.quadratic_self_speculation import _mixed
 from pdkernels.reference.autoregressive import autoregressive
 from pdkernels.reference.quadratic_self_speculation import quadratic_self_speculation, verifier
 from pdkernels.reference.sampling import sampled_autoregressive
+from tests.harness.sessions import error_of
 from tests.support.base import KeepsCache, Plain, page_sizes, seeds, streams
 from tests.support.causal import SCRIPTS
 from tests.support.errors import kind_of
@@ -203,7 +204,6 @@ def test_the_head_runs_on_rows_that_are_needed() -> None:
 
 # ---- errors
 
-OP = "pdkernels.decoding.quadratic_self_speculation: "
 ERRORS: dict[str, Any] = {
     "block_size must be at least 1, got 0.": {"block_size": 0},
     "TypeError: block_size must be an int, got float.": {"block_size": 2.0},
@@ -234,7 +234,7 @@ def test_errors(options: dict[str, Any], text: str, limit: int) -> None:
     model = Cached(ScriptedTriMode(SCRIPTS["position"]), MASK + 1)
     with pytest.raises(error) as raised:
         generate(model, [1], METHOD, max_new_tokens=limit, **options)
-    assert str(raised.value) == OP + text
+    assert str(raised.value) == error_of("quadratic_self_speculation", text)
 
 
 @pytest.mark.parametrize("form", ["probability", "logit"])

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from pdkernels.decoding import generate
-from pdkernels.decoding._filter_options import no_logprobs, writes_logprobs
 from pdkernels.decoding.methods import METHODS
 from pdkernels.models import load
 from tests.support.plans import example
@@ -161,7 +160,7 @@ def test_log_probabilities_are_the_models_own(form: str, count: int, monkeypatch
     torch.testing.assert_close(single.logprobs.tokens, found.logprobs[0].tokens)
 
 
-WRITERS = [name for name in METHODS if writes_logprobs(METHODS[name]) and not no_logprobs(METHODS[name])]
+WRITERS = [name for name in METHODS if METHODS[name].writes_logprobs and not METHODS[name].refusal("logprobs", 1)]
 
 
 @pytest.mark.covering
@@ -240,7 +239,7 @@ def test_no_tokens_have_no_log_probabilities() -> None:
     assert [part.top.shape for part in found] == [(0, 2)] * 3
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if no_logprobs(METHODS[name])])
+@pytest.mark.parametrize("method", [name for name in METHODS if METHODS[name].refusal("logprobs", 1)])
 def test_methods_without_log_probabilities_say_so(method: str) -> None:
     with pytest.raises(NotImplementedError, match=f"method '{method}' does not follow logprobs: "):
         generate(example(METHODS[method]), [1, 2], method, logprobs=1)
@@ -254,7 +253,7 @@ def test_methods_without_log_probabilities_say_so(method: str) -> None:
         ({"stop_sequences": [3]}, "stop_sequences must be a sequence of ints, got int"),
         ({"stopping_criteria": 3}, "stopping_criteria must be a function or a list of functions, got int"),
         ({"max_time": -1}, "max_time must be finite and at least 0, got -1"),
-        ({"logprobs": -1}, "logprobs must be in 0 "),
+        ({"logprobs": -1}, "logprobs must be at least 0"),
     ],
 )
 def test_bad_options_are_refused(option: dict[str, Any], words: str) -> None:

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pdkernels.decoding import generate
-from pdkernels.decoding._filter_options import FILTERS, checked_filters
 from pdkernels.decoding._filters import Filters, unpacked
 from pdkernels.decoding._prefixes import Prefixes
 from pdkernels.decoding.methods import METHODS
+from pdkernels.generation.params import SamplingParams
 from pdkernels.reference import sampling as reference
-from scripts.methods import DRAWS, follows
+from scripts.methods import follows
+from tests.harness.sessions import FILTERS
 from tests.support.base import page_sizes, seeds, streams
 from tests.support.masked import small_masked
 from tests.support.plans import example
@@ -159,7 +160,7 @@ def test_a_row_is_filtered_for_its_own_prefix(
     logits = torch.randn(batch, width, size, generator=choice, dtype=torch.float64)
     if levels:
         logits = torch.randint(-levels, levels, logits.shape, generator=choice).double() * 0.37
-    filters = checked_filters(METHODS["autoregressive"], size, ends, OFF | options)
+    filters = Filters.of(SamplingParams(**options), size, ends)
     before = logits.clone()
     found = filters.apply(logits, prefixes(texts, prompts, drafts, size))
     assert torch.equal(logits, before)
@@ -286,7 +287,7 @@ def test_bits_of_allowed_tokens_hold_for_each_row(form: str, monkeypatch: pytest
         words = torch.tensor(lists, dtype=torch.int32)
         return words.masked_fill(rows.guessing[..., None], -1)
 
-    monkeypatch.setattr("pdkernels.decoding.checked_filters", lambda *_: Filters(allowed=allowed))
+    monkeypatch.setattr(Filters, "of", lambda *_: Filters(allowed=allowed))
     for temperature in (0.0, 1.0):
         drawn = {"max_new_tokens": 11, "end_tokens": (), "temperature": temperature, "seed": 5}
         expected = generate(small_transformer(1), [[5, 6, 7], [8]], **drawn)
@@ -446,4 +447,4 @@ def test_the_table_of_methods_and_settings_is_true(method: str, one_by_one: bool
 
 
 def test_the_table_has_every_setting() -> None:
-    assert list(ASKED) == [*DRAWS, *FILTERS, "logprobs"]
+    assert list(ASKED) == ["temperature", "top_k", "top_p", "min_p", "typical_p", *FILTERS, "logprobs"]

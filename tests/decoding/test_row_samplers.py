@@ -10,19 +10,13 @@ import torch
 
 import pdkernels as pd
 from pdkernels.decoding import find, generate
-from pdkernels.decoding._request import open_session
-from pdkernels.decoding._row_samplers import SAMPLING, RowSamplers, own_sampler
-from pdkernels.decoding._token_sampler import TokenSampler
-from pdkernels.decoding.steps import RunningBatch
+from pdkernels.generation.batch_sampler import BatchSampler
+from pdkernels.generation.params import SamplingParams
+from pdkernels.generation.sampler import Sampler
+from tests.harness.sessions import open_session, running_batch
 from tests.support.drafters import with_drafters
 
-KINDS = [
-    TokenSampler(0.0),
-    TokenSampler(0.7),
-    TokenSampler(1.3, top_k=4),
-    TokenSampler(0.9, None, 0.8, 0.02),
-    TokenSampler(1.0, typical_p=0.6),
-]
+KINDS = [Sampler(0.0), Sampler(0.7), Sampler(1.3, top_k=4), Sampler(0.9, None, 0.8, 0.02), Sampler(1.0, typical_p=0.6)]
 STARTS = ["class Node:", "import os\n", "def test_", "    return ", "a", "for i in range("]
 CASES = [
     ("tiny-code", "autoregressive", {}),
@@ -49,7 +43,7 @@ def test_every_row_is_drawn_by_its_own_sampler(seed: int) -> None:
     chance, batch = random.Random(seed), 7
     logits, seeds = 3 * torch.randn(batch, 3, 200), torch.randint(2**60, (batch,))
     positions, step = torch.randint(1000, (batch, 3)), torch.randint(9, (batch, 1))
-    rows = RowSamplers(batch)
+    rows = BatchSampler(batch)
     chosen: list[Any] = [chance.choice([*KINDS, None]) for _ in range(batch)]
     for row, sampler in enumerate(chosen):
         rows[row] = sampler
@@ -73,8 +67,8 @@ def test_requests_of_one_batch_with_other_settings(case: tuple[str, str, dict[st
     model, steps = with_drafters(model) if "drafter" in known.requires else model, known.steps
     assert steps is not None and steps.draws_by_row(options)
     sizes = [open_session(model, [[0] * 20] * rows, 12, ())[0] for rows in (3, 4)]
-    batch = RunningBatch(steps, sizes[0], **options)
-    other = RunningBatch(steps, sizes[1], batch.staging, **options)
+    batch = running_batch(steps, sizes[0], **options)
+    other = running_batch(steps, sizes[1], batch.staging, **options)
     queue, running, moved = list(enumerate(STARTS)), {}, False
     while queue or batch.busy:
         while queue and batch.free and chance.random() < 0.7:
@@ -82,7 +76,7 @@ def test_requests_of_one_batch_with_other_settings(case: tuple[str, str, dict[st
             sampler, row = KINDS[number % len(KINDS)], batch.free[0]
             session, _ = open_session(model, start, 12, ())
             batch.admit(row, session, number, sampler)
-            settings = {key: getattr(sampler, key) for key in SAMPLING}
+            settings = {key: getattr(sampler, key) for key in ("temperature", "top_k", "top_p", "min_p", "typical_p")}
             alone = generate(model, start, method, max_new_tokens=12, end_tokens=(), seed=number, **options, **settings)
             running[row] = session, alone
         for row in batch.step():
@@ -97,11 +91,13 @@ def test_requests_of_one_batch_with_other_settings(case: tuple[str, str, dict[st
 
 def test_settings_are_checked_and_only_taken_where_rows_are_drawn_apart() -> None:
     for options, words in (({"temperature": -1.0}, "temperature"), ({"top_p": 1.5}, "top_p"), ({"top_k": 0}, "top_k")):
-        with pytest.raises(ValueError, match=f"decoding.jacobi: {words} must"):
-            own_sampler("decoding.jacobi", options)
-    assert own_sampler("decoding.jacobi", {"top_k": 3, "block_size": 2}) == TokenSampler(0.0, 3)
+        with pytest.raises(ValueError, match=f"SamplingParams: {words} must"):
+            SamplingParams(**options)
+    assert Sampler.of(SamplingParams(top_k=3)) == Sampler(0.0, 3)
     model = pd.models.load("tiny-trimode")
     options = {"verification": "rejection", "temperature": 0.5}
-    batch = RunningBatch(find("linear_self_speculation").steps, open_session(model, [[0] * 4] * 2, 6, ())[0], **options)
+    batch = running_batch(
+        find("linear_self_speculation").steps, open_session(model, [[0] * 4] * 2, 6, ())[0], **options
+    )
     with pytest.raises(ValueError, match="draw all rows alike"):
-        batch.admit(0, open_session(model, [1, 2], 6, ())[0], 1, TokenSampler(1.0))
+        batch.admit(0, open_session(model, [1, 2], 6, ())[0], 1, Sampler(1.0))

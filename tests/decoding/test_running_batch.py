@@ -15,11 +15,12 @@ from pdkernels.cache import PagedKVCache
 from pdkernels.decoding import find
 from pdkernels.decoding._filtered_model import FilteredModel
 from pdkernels.decoding._filters import Filters
-from pdkernels.decoding._request import finished, open_session
+from pdkernels.decoding._request import finished
 from pdkernels.decoding._session import Session
 from pdkernels.decoding._stops import Stops
 from pdkernels.decoding.steps import RunningBatch
 from tests.harness.pretended_gpu import pretended_gpu, waits, without_gpu
+from tests.harness.sessions import open_session, running_batch, steps_of
 from tests.integrations.test_steps import CASES, STARTS, SUMS
 from tests.support.drafters import with_drafters
 
@@ -131,7 +132,7 @@ def run_requests(name: str, method: str, options: dict[str, Any], chance: random
             Request(model, method, chance.choice(starts), limit, ends, stops, chance.randrange(2**40), options)
         )
 
-    batch = RunningBatch(find(method).steps, sizes(model, rows, most, ends), **options)
+    batch = running_batch(find(method).steps, sizes(model, rows, most, ends), **options)
     pointers = [tensor.data_ptr() for tensor in tensors(batch)]
     running: dict[int, Request] = {}
     compared = 0
@@ -163,8 +164,8 @@ CAUSAL = [case for case in ALL if case[0] != "tiny-masked" and "recurrences" not
 def test_batches_of_other_sizes_take_requests_over(name: str, method: str, options: dict[str, Any]) -> None:
     model, chance = loaded(name), random.Random(method)
     kind = find(method).steps
-    first = RunningBatch(kind, sizes(model, 1, 14, None), **options)
-    others = [RunningBatch(kind, sizes(model, rows, 14, None), first.staging, **options) for rows in (2, 3)]
+    first = running_batch(kind, sizes(model, 1, 14, None), **options)
+    others = [running_batch(kind, sizes(model, rows, 14, None), first.staging, **options) for rows in (2, 3)]
     batches, batch, running = [first, *others], first, {}
     queue = [
         Request(model, method, chance.choice(STARTS), chance.choice([14, 5]), None, (), number, options)
@@ -196,7 +197,7 @@ def test_a_prompt_begins_with_rows_of_another_text() -> None:
     model = pd.models.load("tiny-code")
     request = Request(model, "jacobi", "import os\nimport sys\n", 14, None, (), 1, {})
     prompt = request.session.prompts[0]
-    batch = RunningBatch(find("jacobi").steps, sizes(model, 1, 14, None, longest=40))
+    batch = running_batch(find("jacobi").steps, sizes(model, 1, 14, None, longest=40))
     kept = model.new_cache(1, 12)
     model(torch.tensor([prompt[:12]]), cache=kept)
     kept.commit_(torch.tensor([12]))
@@ -235,7 +236,7 @@ def test_state_is_all_that_steps_change(name: str, method: str, options: dict[st
     """A tensor that is missing in `state` stays that of the sequence before, which tokens need not show."""
     model, masked = loaded(name), name == "tiny-masked"
     with torch.inference_mode():
-        steps = find(method).steps(sizes(model, 5, 12, None), **options)
+        steps = steps_of(method, sizes(model, 5, 12, None), **options)
         held = reachable(steps, set())
         before = [tensor.clone() for tensor in held]
         changed = set()
@@ -271,7 +272,7 @@ def test_penalised_models_and_functions_keep_texts_in_their_caches() -> None:
                 temperature=0.8, repetition_penalty=penalty,
             )  # fmt: skip
             requests.append((session, seed, alone))
-        batch = RunningBatch(find("jacobi").steps, sizes(model, 2, 10, ()), block_size=4, temperature=0.8)
+        batch = running_batch(find("jacobi").steps, sizes(model, 2, 10, ()), block_size=4, temperature=0.8)
         for session, seed, _ in requests:
             while not batch.free:
                 for row in batch.step():
@@ -287,12 +288,12 @@ def test_penalised_models_and_functions_keep_texts_in_their_caches() -> None:
 
 def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     code, steps = pd.models.load("tiny-code"), find("jacobi").steps
-    batch = RunningBatch(steps, sizes(code, 2, 8, (3,), longest=6), page_size=2)
+    batch = running_batch(steps, sizes(code, 2, 8, (3,), longest=6), page_size=2)
 
     def request(prompt: Any = (1, 2), limit: int = 8, ends: tuple[int, ...] = (3,), model: Any = code) -> Session:
         return open_session(model, [*prompt], limit, ends)[0]
 
-    other = RunningBatch(steps, sizes(code, 2, 8, (3,), longest=6), page_size=2)
+    other = running_batch(steps, sizes(code, 2, 8, (3,), longest=6), page_size=2)
     before = [tensor.clone() for tensor in tensors(batch)]
     for session, words in (
         (request([1] * 7), "prompt must have at most 6 tokens, got 7"),
@@ -320,14 +321,12 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
         batch.retire(0)
     assert all(torch.equal(old, new) for old, new in zip(tensors(batch), tensors(other), strict=True))
 
-    with pytest.raises(ValueError, match="seed must be given to admit, got 3"):
-        RunningBatch(steps, sizes(code, 2, 8, ()), seed=3)
     masked, canvas = pd.models.load("tiny-masked"), find("llada").steps
     with pytest.raises(NotImplementedError, match="let sequences join and leave, got a `revise` above 0"):
-        RunningBatch(canvas, sizes(masked, 2, 4, ()), revise=0.2)
+        running_batch(canvas, sizes(masked, 2, 4, ()), revise=0.2)
     with pytest.raises(ValueError, match="max_new_tokens must be 4, that of the batch"):
-        RunningBatch(canvas, sizes(masked, 2, 4, ())).admit(0, request(limit=3, ends=(), model=masked))
-    cached = RunningBatch(find("fast_dllm").steps, sizes(masked, 2, 4, ()), threshold=1.0)
+        running_batch(canvas, sizes(masked, 2, 4, ())).admit(0, request(limit=3, ends=(), model=masked))
+    cached = running_batch(find("fast_dllm").steps, sizes(masked, 2, 4, ()), threshold=1.0)
     cached.admit(0, request(limit=4, ends=(), model=masked))
     cached.step()
     assert not cached.ready
@@ -352,7 +351,7 @@ def test_a_cache_that_cannot_take_over_a_sequence(monkeypatch: pytest.MonkeyPatc
     made = type(code).new_cache
     monkeypatch.setattr(type(code), "new_cache", lambda self, *sizes, **kind: NoCopyRow(made(self, *sizes, **kind)))
     with pytest.raises(NotImplementedError, match="got one whose NoCopyRow has no copy_row_"):
-        RunningBatch(find("autoregressive").steps, sizes(code, 1, 4, ()))
+        running_batch(find("autoregressive").steps, sizes(code, 1, 4, ()))
 
 
 def test_a_request_that_fails_ends_alone() -> None:
@@ -364,7 +363,7 @@ def test_a_request_that_fails_ends_alone() -> None:
 
     failing, _ = open_session(code, "import os\n", 12, (), fails)
     other, _ = open_session(code, "class Node:", 12, ())
-    batch = RunningBatch(find("autoregressive").steps, sizes(code, 2, 12, ()))
+    batch = running_batch(find("autoregressive").steps, sizes(code, 2, 12, ()))
     batch.admit(0, failing)
     batch.admit(1, other)
     assert [batch.step() for _ in range(11)] == [[], [], *[[0]] * 8, [0, 1]]
@@ -385,7 +384,7 @@ def test_a_step_reads_the_device_once(name: str, method: str, options: dict[str,
         model = copy.deepcopy(loaded(name)).to("cuda")
         if name == "tiny-code":
             with_drafters(model)
-        batch = RunningBatch(find(method).steps, sizes(model, 2, 6, ()), **options)
+        batch = running_batch(find(method).steps, sizes(model, 2, 6, ()), **options)
         for row, prompt in enumerate(("7 + 1", "10 + 4")):
             batch.admit(row, open_session(model, prompt, 6, ())[0])
         with waits() as log:

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from pdkernels.decoding import generate
-from pdkernels.decoding._filter_options import FILTERS
 from pdkernels.decoding.methods import METHODS
 from pdkernels.models import from_callable
+from tests.harness.sessions import FILTERS
 from tests.support.masked import small_masked
 from tests.support.plans import example
 

@@ -99,7 +99,7 @@ def test_initial_states_are_those_of_the_seed(method: str) -> None:
 def test_seeds_are_checked(method: str, seed: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error) as caught:
         run(method, [PROMPT, PROMPT], seed=seed)
-    assert str(caught.value) == f"pdkernels.decoding.{method}: {text}"
+    assert str(caught.value) == f"pdkernels.decoding.generate: {text}"
 
 
 # ---- the mask token

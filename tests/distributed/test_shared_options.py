@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 import pdkernels as pd
-from pdkernels.decoding._filter_options import FILTERS
 from pdkernels.decoding.methods import METHODS
 from pdkernels.distributed import parallelize
 from tests.distributed.test_tensor_parallel import PROMPTS, length
+from tests.harness.sessions import FILTERS
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.8, "seed": 2**63 + 5},

@@ -24,12 +24,11 @@ import torch
 
 import pdkernels as pd
 from pdkernels import backends
-from pdkernels.decoding import find
-from pdkernels.decoding._request import open_session
 from pdkernels.models import fused
 from pdkernels.ops.token_statistics import Options
 from tests.cudasim.build import ROOT
 from tests.harness.pretended_gpu import operators, pretended_gpu
+from tests.harness.sessions import open_session
 
 PAGE = ROOT / "docs" / "gpu_proof.md"
 REGION = re.compile(r"(<!-- launches -->\n).*?(<!-- /launches -->)", re.DOTALL)
@@ -134,7 +133,7 @@ def steps_of(name: str, method: str, options: dict[str, Any]) -> Iterator[tuple[
     model = pd.models.load(name).to("cuda")
     session, _ = open_session(model, [[1] * 32], 128, ())
     with torch.inference_mode():
-        steps = find(method).steps(session, **options)
+        steps = steps_of(method, session, **options)
         steps.start(session)
         forms = [getattr(steps, form) for form in steps.forms]
         for form in forms * 2:  # tables are made once

@@ -12,6 +12,7 @@ import pdkernels as pd
 transformers = pytest.importorskip("transformers", reason="the models are of transformers 5", minversion="5.20")
 from pdkernels.integrations.transformers import wrap  # noqa: E402
 from scripts import architectures  # noqa: E402
+from tests.harness.sessions import running_batch  # noqa: E402
 from tests.support.transformers_names import CACHE  # noqa: E402
 
 FAMILIES = [
@@ -147,7 +148,6 @@ def test_drafts_may_be_long() -> None:
 def test_requests_join_a_running_batch(family: str) -> None:
     from pdkernels.decoding import find
     from pdkernels.decoding._session import Session
-    from pdkernels.decoding.steps import RunningBatch
 
     model = model_of(family, 5)
     wrapped, texts = wrap(model, mask_token=MASK), prompts(5)
@@ -156,7 +156,7 @@ def test_requests_join_a_running_batch(family: str) -> None:
         method, options = METHODS[form]
         steps = find(method).steps
         assert steps is not None
-        batch = RunningBatch(
+        batch = running_batch(
             steps, Session(wrapped, [[0] * 23] * 2, NEW, (), None, False), page_size=page_size, **options
         )
         sessions = [Session(wrapped, [text], NEW, (), None, False) for text in texts]

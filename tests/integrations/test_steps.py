@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pdkernels as pd
 from pdkernels import backends
 from pdkernels.decoding import find
-from pdkernels.decoding._request import finished, open_session
+from pdkernels.decoding._request import finished
 from pdkernels.models.attention import _causal_plan
+from tests.harness.sessions import open_session, steps_of
 
 SUMS = ["482 + 967 = ?", "7 + 12 = ?", "51 + 64 = ?"]
 STARTS = ["class Node:", "import os\n", "def test_", "    return ", "a", "for i in range("]
@@ -96,7 +97,7 @@ def test_log_of_full_width_steps_is_the_generation(
 
     # The same steps serve several sessions, of which the first was the largest.
     largest, _ = open_session(model, [[1] * 20] * len(prompts), limit, ends)
-    steps = find(method).steps(largest, **options)
+    steps = steps_of(method, largest, **options)
     for batch in (prompts, prompts[::-1]):
         result = by_the_log(model, steps, batch, limit, ends)
         expected = pd.decoding.generate(
@@ -142,7 +143,7 @@ def test_step_neither_reads_the_device_nor_sends_it_anything(
     with torch.inference_mode():
         if "page_size" in find(method).options:
             options = options | {"page_size": page_size}
-        steps = find(method).steps(session, **options)
+        steps = steps_of(method, session, **options)
         assert steps.entry.table.device.type == "meta"
         steps.start(session)
         forms = [getattr(steps, name) for name in steps.forms]
@@ -158,14 +159,14 @@ def test_step_neither_reads_the_device_nor_sends_it_anything(
 
 def test_options_that_need_the_host() -> None:
     session, _ = open_session(pd.models.load("tiny-masked"), [[1]], 4, None)
-    assert not find("llada").steps(session).needs_host
-    assert find("llada").steps(session, revise=0.1).needs_host == "a `revise` above 0"
+    assert not steps_of("llada", session).needs_host
+    assert steps_of("llada", session, revise=0.1).needs_host == "a `revise` above 0"
     session, _ = open_session(pd.models.load("tiny-trimode"), [[1]], 4, None)
-    assert not find("quadratic_self_speculation").steps(session).needs_host
-    assert find("quadratic_self_speculation").steps(session, ensemble_weight=0.5).needs_host
+    assert not steps_of("quadratic_self_speculation", session).needs_host
+    assert steps_of("quadratic_self_speculation", session, ensemble_weight=0.5).needs_host
     session, _ = open_session(pd.models.load("tiny-recurrent"), [[1]], 4, None)
-    assert not find("recurrent_diffusion").steps(session).needs_host
-    assert find("recurrent_diffusion").steps(session, max_recurrences=0).needs_host
+    assert not steps_of("recurrent_diffusion", session).needs_host
+    assert steps_of("recurrent_diffusion", session, max_recurrences=0).needs_host
 
 
 def test_what_a_graph_may_have_captured_is_never_freed() -> None:

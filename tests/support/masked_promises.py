@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pdkernels.decoding import DecodeResult, generate
+from tests.harness.sessions import error_of
 from tests.support.base import reads_of_the_device, streams
 from tests.support.errors import kind_of
 from tests.support.masked import Scripted, hashed, small_masked
@@ -69,7 +70,7 @@ def assert_errors(method: str, cases: list[tuple[dict[str, Any], str]]) -> None:
                 continue
             with pytest.raises(error) as raised:
                 generate(Scripted(hashed(0)), [1], method, **({"max_new_tokens": limit} | options))
-            assert str(raised.value) == f"pdkernels.decoding.{method}: {text}"
+            assert str(raised.value) == error_of(method, text)
     causal = Scripted(hashed(0))
     causal.config.attention = "causal"
     with pytest.raises(TypeError, match=r"method must fit the model \(block_causal, own_prediction\), got"):

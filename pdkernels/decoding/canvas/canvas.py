@@ -4,7 +4,7 @@ A canvas is a prompt and `max_new_tokens` masked positions after it. They hold t
 which is final. The positions of every sequence are those of its own text, 0 .. , so a ragged batch needs no padding that a model
 would have to ignore. A decoder is a loop around one forward:
 
-    canvas = Canvas(session, mask_token, SamplingOptions(seeds, temperature))
+    canvas = Canvas(session, mask_token, GuessOptions(session.sampler))
     forward = WholeCanvas(session, canvas)
     while canvas.unfinished:
         canvas.begin()                                  # counts the forward
@@ -33,13 +33,13 @@ from pdkernels._philox import uniforms
 from pdkernels._validation import check
 from pdkernels.backends import backend_of
 from pdkernels.decoding._prefixes import Prefixes, Seen
-from pdkernels.decoding._sampling import ORDER, Seed, checked_sampling, likeliest, noise, statistics, suppress_
+from pdkernels.decoding._sampling import ORDER, noise, statistics, suppress_
 from pdkernels.decoding._session import Session, is_end, to_device_async
-from pdkernels.decoding._token_sampler import TokenSampler, checked_sampler, largest
 from pdkernels.decoding.canvas.checks import checked_masked_model as checked_masked_model
 from pdkernels.decoding.canvas.record import CanvasRecord
 from pdkernels.decoding.canvas.trace import Record, masked_trace
 from pdkernels.decoding.grammar.fill import Guessed, joint_guesses, settle_
+from pdkernels.generation.sampler import Sampler
 from pdkernels.models.capabilities import rows_ahead
 from pdkernels.ops import TokenStatistics, Unmasked, token_statistics, unmask_
 
@@ -57,38 +57,14 @@ def share(masks: int, steps: int, step: int) -> int:
 Window = tuple[int, int]
 
 
-class SamplingOptions(NamedTuple):
-    """The options of guesses and of their confidence."""
+class GuessOptions(NamedTuple):
+    """How tokens are guessed, and their confidence measured."""
 
-    seeds: torch.Tensor  # (batch,) int64
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int | None = None  # guess among this many of the likeliest tokens
+    sampler: Sampler
     distribution: str = "model"  # confidence under the model's own distribution, or under that of the draw ("sampling")
     banned: tuple[int, ...] = ()  # ids that are never guessed, besides the mask token
     late: tuple[int, ...] = ()  # ids of confidence 0, left out of the confidence of others
     guidance: float = 0.0  # w of classifier-free guidance: hidden rows then come twice, with and without the prompt
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    top_k_first: bool = False  # before `top_p`, which then applies to what it leaves, as in transformers
-
-
-def filtered_options(
-    op: str,
-    session: Session,
-    temperature: float,
-    seed: Seed,
-    top_k: int | None,
-    top_p: float | None,
-    min_p: float | None,
-    typical_p: float | None,
-    **more: Any,
-) -> SamplingOptions:
-    """The options of guesses that are drawn with transformers' filters; greedy ones know none."""
-    seeds = checked_sampling(op, temperature, seed, session.batch)
-    sampler = checked_sampler(op, temperature, top_k, top_p, min_p, typical_p)
-    filters = sampler if temperature else TokenSampler(temperature)
-    return SamplingOptions(seeds, **filters._asdict(), top_k_first=True, **more)
 
 
 class Step(NamedTuple):
@@ -114,7 +90,7 @@ class Canvas(CanvasRecord):
         seeds: ``(batch,)`` int64, of sampling and random orders.
     """
 
-    def __init__(self, session: Session, mask_token: int, sampling: SamplingOptions) -> None:
+    def __init__(self, session: Session, mask_token: int, sampling: GuessOptions) -> None:
         super().__init__(session, mask_token)
         model, self.limit = session.model, session.max_new_tokens
         self.sampling = sampling
@@ -133,7 +109,7 @@ class Canvas(CanvasRecord):
         self._mask_new()
         self._known = self._packed[:, min(self.starts) :]
         # On the device once: a copy from the host in every step would wait.
-        self.seeds = sampling.seeds.to(model.device)
+        self.seeds = session.seeds.to(model.device)
         self._late = torch.tensor(sampling.late, dtype=torch.int64, device=model.device)
         if session.tails is not None:
             self._take_in(session.tails)
@@ -259,7 +235,7 @@ class Canvas(CanvasRecord):
             rows = rows.repeat(len(hidden) // len(rows), 1)
         hidden = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1]))
         filters = self._session.filters
-        cuts = sampling.top_k is not None or sampling.typical_p < 1
+        cuts = sampling.sampler.cuts
         likely = self._session.likely is not None
         if not (sampling.guidance or sampling.late or cuts or filters.any or self.logits_hook or likely):
             guesses = statistics(model, hidden, **self._options(step))
@@ -310,19 +286,13 @@ class Canvas(CanvasRecord):
 
     def _cut(self, logits: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
         """`logits` without what `top_k` and `typical_p` drop; takes from `options` what is done here. Writes to `logits`."""
-        sampling = self.sampling
         for token in options["suppress"]:
             suppress_(logits, token)
-        if sampling.typical_p < 1:
-            sampler = TokenSampler(
-                sampling.temperature, sampling.top_k, options.pop("top_p"), options.pop("min_p"), sampling.typical_p
-            )
-            return sampler.filtered(logits)
-        assert sampling.top_k is not None
-        if sampling.top_k_first:
-            return largest(logits, sampling.top_k)
-        # With top_p, which uses the distribution of all tokens.
-        return likeliest(logits, sampling.top_k, sampling.temperature, options.pop("top_p"))
+        logits, remaining = self.sampling.sampler.cut(logits)
+        for name in ("top_p", "min_p"):
+            del options[name]
+        options |= remaining
+        return logits
 
     def _as_model(self, guesses: TokenStatistics, logits: torch.Tensor) -> TokenStatistics:
         """`guesses` from filtered logits, with their confidence in the distribution before."""
@@ -346,7 +316,7 @@ class Canvas(CanvasRecord):
                 if isinstance(value, torch.Tensor):
                     value = value.expand(len(step.positions), -1)[sequence : sequence + 1]
                     options[name] = value[:, row : row + 1] if value.shape[1] > 1 else value
-            if sampling.top_k is not None or sampling.typical_p < 1:
+            if sampling.sampler.cuts:
                 left = self._cut(left, options)
             return token_statistics(left, backend=backend, **options).ids
 
@@ -387,10 +357,10 @@ class Canvas(CanvasRecord):
         options = {
             "suppress": (self.mask_token, *sampling.banned),
             "top_k": 1,
-            "top_p": sampling.top_p,
-            "min_p": sampling.min_p,
+            "top_p": sampling.sampler.top_p,
+            "min_p": sampling.sampler.min_p,
             "distribution": sampling.distribution,
-            **noise(sampling.temperature, self.seeds, step.number, step.positions),
+            **noise(sampling.sampler.temperature, self.seeds, step.number, step.positions),
         }
         if not step.full:
             row = torch.arange(step.positions.numel(), device=step.positions.device).view_as(step.positions)

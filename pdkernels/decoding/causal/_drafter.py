@@ -11,8 +11,8 @@ import torch
 from pdkernels._validation import check, refuse
 from pdkernels.decoding._sampling import OWN
 from pdkernels.decoding._session import Session, to_device_async
-from pdkernels.decoding._token_sampler import TokenSampler
 from pdkernels.decoding.steps import DraftSteps, Rows, Steps
+from pdkernels.generation.sampler import Sampler
 from pdkernels.ops import verify_draft
 
 
@@ -26,7 +26,7 @@ class DrafterSteps(DraftSteps):
     drafter: Any
     drafted: Any
     """The drafter's cache. Its lengths are those of its committed rows, never more than the target's."""
-    sampler: TokenSampler
+    sampler: Sampler
     banned: tuple[int, ...]
     _forced: torch.Tensor | None = None
     """``(batch, slots - 1)``: what grammars force in the next draft, -1 elsewhere."""
@@ -35,7 +35,6 @@ class DrafterSteps(DraftSteps):
         self,
         op: str,
         session: Session,
-        seeds: torch.Tensor,
         slots: int,
         page_size: int | None,
         drafter: Any,
@@ -46,7 +45,7 @@ class DrafterSteps(DraftSteps):
     ) -> None:
         """`allocate`, and the drafter's cache, whose rows past a text have room too: `slots` of them, or `drafted` if these are more."""
         columns = {"draft": 1, "verified": slots, "predictions": slots, "checked": None}
-        self.allocate(session, seeds, slots, page_size, costs=costs, wake=wake, rows=rows, **columns)
+        self.allocate(session, slots, page_size, costs=costs, wake=wake, rows=rows, **columns)
         self.drafter = drafter
         self.drafted = drafter.new_cache(session.batch, session.longest + session.max_new_tokens + max(slots, drafted))
         here, there = self.cache.lengths.device, self.drafted.lengths.device

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampling, latents
+from pdkernels.decoding._sampling import OWN, banned_tokens, latents
 from pdkernels.decoding._session import Session, has_no_choice, is_end
-from pdkernels.decoding._token_sampler import checked_sampler
 from pdkernels.decoding.steps import DraftSteps, Rows, decoder
 from pdkernels.models.capabilities import capabilities
 from pdkernels.ops import verify_draft
@@ -27,27 +26,14 @@ class AutoregressiveSteps(DraftSteps):
 
     resumes = True
 
-    def __init__(
-        self,
-        session: Session,
-        *,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        typical_p: float | None = None,
-        allow_mask_token: bool = False,
-        seed: Seed = 0,
-        page_size: int | None = None,
-    ) -> None:
-        seeds = checked_sampling(_OP, temperature, seed, session.batch)
-        self.sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p, typical_p)
+    def __init__(self, session: Session, *, allow_mask_token: bool = False, page_size: int | None = None) -> None:
+        self.sampler = session.sampler
         self.banned = banned_tokens(_OP, session.model, allow_mask_token)
         # On a recurrent-depth model, rows of one forward read each other before their last recurrence.
         alone = session.grammar is None or "recurrent" in capabilities(session.model)
         slots = 1 if alone else max(1, min(_FORCED, session.max_new_tokens - 1))
         columns: dict[str, Any] = {"draft": slots} | ({"predictions": slots} if slots > 1 else {})
-        self.allocate(session, seeds, slots, page_size, **columns)
+        self.allocate(session, slots, page_size, **columns)
         self.latents = latents(self.model, self.seeds)
 
     @classmethod

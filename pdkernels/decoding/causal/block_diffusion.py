@@ -18,18 +18,15 @@ from pdkernels._validation import check, check_type
 from pdkernels.backends import backend_of
 from pdkernels.decoding._sampling import (
     OWN,
-    Seed,
     banned_tokens,
     checked_mask_token,
     checked_name,
     checked_number,
-    checked_sampling,
     checked_size,
     statistics,
     suppress_,
 )
 from pdkernels.decoding._session import Session, has_no_choice, is_end
-from pdkernels.decoding._token_sampler import checked_sampler
 from pdkernels.decoding.canvas.canvas import share
 from pdkernels.decoding.grammar.fill import Guessed, joint_guesses, settle_
 from pdkernels.decoding.steps import Entry, Row, Rows, Steps, decoder, unfinished
@@ -72,14 +69,8 @@ class BlockSteps(Steps):
         threshold: float | None = 0.9,
         steps_per_block: int | None = None,
         refresh: Refresh = "causal",
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        typical_p: float | None = None,
         mask_token: int | None = None,
         allow_mask_token: bool = False,
-        seed: Seed = 0,
         page_size: int | None = None,
         sampler: SamplerHead | None = None,
     ) -> None:
@@ -98,10 +89,10 @@ class BlockSteps(Steps):
             checked_size(_OP, "steps_per_block", steps_per_block)
         if sampler is not None:
             check_type(isinstance(sampler, SamplerHead), _OP, "sampler", "be a SamplerHead", type(sampler).__name__)
+            temperature = session.params.temperature
             check(temperature == 0, _OP, "temperature", "be 0 with a sampler", temperature)
         checked_name(_OP, "refresh", refresh, get_args(Refresh))
-        seeds = checked_sampling(_OP, temperature, seed, session.batch)
-        self.sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p, typical_p)
+        self.sampler = session.sampler
         self.model, self.limit, self.session = session.model, session.max_new_tokens, session
         self.threshold, self.network = threshold, sampler
         self.mask_token = checked_mask_token(_OP, self.model, mask_token)
@@ -112,7 +103,7 @@ class BlockSteps(Steps):
 
         self.cache = session.new_cache(page_size, drafts=block_size)
         device = self.cache.device
-        self.seeds, self.ends = seeds.to(device), session.ends_on(device)
+        self.seeds, self.ends = session.seeds.to(device), session.ends_on(device)
         self.slot = torch.arange(block_size, device=device)
         self.bidirectional = full(block_size).plan(64, 64, device)
         self.refreshed = None if refresh == "causal" else self.bidirectional

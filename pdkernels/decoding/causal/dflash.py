@@ -14,9 +14,8 @@ import torch
 
 from pdkernels._validation import check, check_type
 from pdkernels.decoding._costs import BlockSize, checked_block_size, draft_seconds, step_costs
-from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampling
+from pdkernels.decoding._sampling import OWN, banned_tokens
 from pdkernels.decoding._session import Session
-from pdkernels.decoding._token_sampler import checked_sampler
 from pdkernels.decoding.causal._drafter import checked_drafter
 from pdkernels.decoding.causal._features import FeatureSteps, check_sizes, shared_head
 from pdkernels.decoding.steps import decoder
@@ -46,17 +45,10 @@ class DFlashSteps(FeatureSteps):
         *,
         drafter: Any = None,
         block_size: BlockSize | None = None,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        typical_p: float | None = None,
         allow_mask_token: bool = False,
-        seed: Seed = 0,
         page_size: int | None = None,
     ) -> None:
-        seeds = checked_sampling(_OP, temperature, seed, session.batch)
-        self.sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p, typical_p)
+        self.sampler = session.sampler
         self.banned = banned_tokens(_OP, session.model, allow_mask_token)
         given = checked_drafter(_OP, session.model, drafter, "dflash")
         if isinstance(given, (str, os.PathLike)):
@@ -73,7 +65,7 @@ class DFlashSteps(FeatureSteps):
         self.embed = session.model.embed if head.embedding is None else head.embed
         whole = draft_seconds(Drafts(head, self.embed, shared), self.rows) if chosen and slots > 1 else 0.0
         costs = step_costs(session.model, slots, draft=whole) if chosen else ()
-        self.allocate_drafter(_OP, session, seeds, slots, page_size, head, costs, drafted=self.rows, wake=whole)
+        self.allocate_drafter(_OP, session, slots, page_size, head, costs, drafted=self.rows, wake=whole)
         self.allocate_features(session, head, slots + _UNREAD)
         device = self.cache.device
         self.masks = torch.full((session.batch, self.rows - 1), head.config.mask_token, device=device)

@@ -17,9 +17,8 @@ import torch
 
 from pdkernels._validation import check, check_type
 from pdkernels.decoding._costs import BlockSize, checked_block_size, guess_seconds, step_costs
-from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampling, latents
+from pdkernels.decoding._sampling import OWN, banned_tokens, latents
 from pdkernels.decoding._session import Session
-from pdkernels.decoding._token_sampler import checked_sampler
 from pdkernels.decoding.causal._drafter import DrafterSteps, checked_drafter
 from pdkernels.decoding.steps import Steps, decoder
 from pdkernels.models import load
@@ -50,23 +49,16 @@ class DraftModelSteps(DrafterSteps):
         *,
         drafter: Any = None,
         block_size: BlockSize = 5,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        typical_p: float | None = None,
         allow_mask_token: bool = False,
-        seed: Seed = 0,
         page_size: int | None = None,
     ) -> None:
         size, chosen = checked_block_size(_OP, block_size, _LONGEST)
-        seeds = checked_sampling(_OP, temperature, seed, session.batch)
-        self.sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p, typical_p)
+        self.sampler = session.sampler
         self.banned = banned_tokens(_OP, session.model, allow_mask_token)
         drafter = _checked(session.model, checked_drafter(_OP, session.model, drafter, "draft_model"))
         slots = max(1, min(session.block(size), session.max_new_tokens - 1))
         costs = step_costs(session.model, slots, guess_seconds(drafter)) if chosen and slots > 1 else ()
-        self.allocate_drafter(_OP, session, seeds, slots, page_size, drafter, costs)
+        self.allocate_drafter(_OP, session, slots, page_size, drafter, costs)
         self.latents, self.draft_latents = latents(self.model, self.seeds), latents(drafter, self.seeds)
         width = session.longest + session.max_new_tokens + slots
         self.text = torch.zeros(session.batch, width, dtype=torch.int64, device=self.cache.device)

@@ -15,9 +15,8 @@ import torch
 from pdkernels._philox import uniforms_at
 from pdkernels._validation import check, check_type, refuse
 from pdkernels.decoding._costs import BlockSize, checked_block_size, draft_seconds, guess_seconds, step_costs
-from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampling, checked_size
+from pdkernels.decoding._sampling import OWN, banned_tokens, checked_size
 from pdkernels.decoding._session import Session
-from pdkernels.decoding._token_sampler import checked_sampler
 from pdkernels.decoding.causal._drafter import checked_drafter
 from pdkernels.decoding.causal._features import FeatureSteps, check_sizes, shared_head
 from pdkernels.decoding.causal._tree import Growth, Tree
@@ -58,19 +57,12 @@ class EagleSteps(FeatureSteps):
         block_size: BlockSize = 4,
         branches: int = 1,
         nodes: int | None = None,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        typical_p: float | None = None,
         allow_mask_token: bool = False,
-        seed: Seed = 0,
         page_size: int | None = None,
     ) -> None:
         op = f"decoding.{self.kind.method}"
         size, chosen = checked_block_size(op, block_size, _LONGEST)
-        seeds = checked_sampling(op, temperature, seed, session.batch)
-        self.sampler = checked_sampler(op, temperature, top_k, top_p, min_p, typical_p)
+        self.sampler = session.sampler
         self.banned = banned_tokens(op, session.model, allow_mask_token)
         given = checked_drafter(op, session.model, drafter, self.kind.method)
         if isinstance(given, (str, os.PathLike)):
@@ -97,7 +89,7 @@ class EagleSteps(FeatureSteps):
             costs = step_costs(session.model, slots, guess, guess)
         # A whole tree is stored behind any text, however few tokens are still pending.
         rows = slots if self.branches == 1 else max(self.nodes, slots + 1)
-        self.allocate_drafter(op, session, seeds, slots, page_size, head, costs, rows, wake=guess)
+        self.allocate_drafter(op, session, slots, page_size, head, costs, rows, wake=guess)
         self.plans: dict[int, TreePlans] = {}
         ids = head.vocabulary.tolist() if self.branches > 1 else []
         self.hidden_ids = tuple(number for number, token in enumerate(ids) if token in self.banned)

@@ -16,9 +16,9 @@ from __future__ import annotations
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._sampling import Seed, checked_flag, checked_mask_token, checked_number, checked_size
+from pdkernels.decoding._sampling import checked_flag, checked_mask_token, checked_number, checked_size
 from pdkernels.decoding._session import Session
-from pdkernels.decoding.canvas.canvas import Canvas, Step, filtered_options, share
+from pdkernels.decoding.canvas.canvas import Canvas, GuessOptions, Step, share
 from pdkernels.decoding.canvas.checks import check_keeps_rows
 from pdkernels.masks import block_causal
 from pdkernels.models.capabilities import rows_ahead
@@ -34,13 +34,7 @@ def decode(
     threshold: float = 0.9,
     steps: int | None = None,
     block_cache: bool = True,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    typical_p: float | None = None,
     mask_token: int | None = None,
-    seed: Seed = 0,
     page_size: int | None = None,
 ) -> int:
     """Fills `session` block by block. A filled position is never revised.
@@ -78,9 +72,7 @@ def decode(
     if steps is not None:
         checked_size(_OP, "steps", steps)
     checked_flag(_OP, "block_cache", block_cache)
-    filters = top_k, top_p, min_p, typical_p
-    sampling = filtered_options(_OP, session, temperature, seed, *filters, distribution="sampling")
-    canvas = Canvas(session, mask_token, sampling)
+    canvas = Canvas(session, mask_token, GuessOptions(session.sampler.when_drawing, "sampling"))
     if not canvas.unfinished:
         return canvas.finish()
     blocks = Blocks(session, canvas, block_size, small_block_size, steps, block_cache, page_size)

@@ -14,9 +14,8 @@ import torch
 
 from pdkernels._validation import check, check_fits_memory, check_type, refuse
 from pdkernels.decoding._costs import BlockSize, checked_block_size, step_costs
-from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_name, checked_sampling, latents
+from pdkernels.decoding._sampling import OWN, banned_tokens, checked_name, latents
 from pdkernels.decoding._session import Session
-from pdkernels.decoding._token_sampler import checked_sampler
 from pdkernels.decoding.causal._filler import filler_words
 from pdkernels.decoding.causal._lookup import Lookup
 from pdkernels.decoding.steps import DraftSteps, decoder
@@ -59,19 +58,12 @@ class JacobiSteps(DraftSteps):
         block_size: BlockSize | None = None,
         window: int | None = None,
         draft: Draft = "model",
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        typical_p: float | None = None,
         allow_mask_token: bool = False,
-        seed: Seed = 0,
         page_size: int | None = None,
     ) -> None:
         length, chosen = _checked_length(block_size, window)
         checked_name(_OP, "draft", draft, get_args(Draft))
-        seeds = checked_sampling(_OP, temperature, seed, session.batch)
-        self.sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p, typical_p)
+        self.sampler = session.sampler
         self.windowed = window is not None or chosen
         self.banned = banned_tokens(_OP, session.model, allow_mask_token)
         # The last requested token needs no forward, so no draft is longer than limit - 1.
@@ -80,7 +72,7 @@ class JacobiSteps(DraftSteps):
         words = 100 * batch * limit * slots  # bytes of random words, temporaries included
         if draft == "model":
             check_fits_memory(_OP, "block_size", length, words, torch.device("cpu"))
-        self.allocate(session, seeds, slots, page_size, costs=step_costs(session.model, slots) if chosen else ())
+        self.allocate(session, slots, page_size, costs=step_costs(session.model, slots) if chosen else ())
         self.latents = latents(self.model, self.seeds)
         width, device = session.longest + limit + slots, self.cache.device
         self.lookup = Lookup(batch, width, slots, device) if draft == "lookup" else None

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampling
-from pdkernels.decoding._session import MAX_POSITIONS, Session, flag_no_choice, has_no_choice
-from pdkernels.decoding._token_sampler import checked_sampler
+from pdkernels.decoding._sampling import OWN, banned_tokens
+from pdkernels.decoding._session import Session, flag_no_choice, has_no_choice
 from pdkernels.decoding.causal._filler import filler_words
 from pdkernels.decoding.causal._multiblock import Limits, Progress
+from pdkernels.generation.params import MAX_POSITIONS
 from pdkernels.masks import TilePlan, candidates
 from pdkernels.ops import verify_draft
 
@@ -38,13 +38,7 @@ def decode(
     spawn_ratio: float = 0.85,
     pool_size: int = 4,
     verification_size: int = 4,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    typical_p: float | None = None,
     allow_mask_token: bool = False,
-    seed: Seed = 0,
     page_size: int | None = None,
 ) -> None:
     """Fills `session` with the tokens of autoregressive decoding, several per forward where drafts or candidates are accepted.
@@ -61,8 +55,8 @@ def decode(
             forwards it takes, not the tokens. An int or a list, as elsewhere.
     """
     limits = _checked_limits(block_size, blocks, spawn_ratio, pool_size, verification_size)
-    seeds = checked_sampling(_OP, temperature, seed, session.batch)
-    sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p, typical_p)
+    seeds = session.seeds
+    sampler = session.sampler
     banned = banned_tokens(_OP, session.model, allow_mask_token)
     limit = session.max_new_tokens
     if limit == 0:

@@ -16,21 +16,19 @@ from pdkernels._validation import check
 from pdkernels.backends import backend_of
 from pdkernels.decoding._sampling import (
     OWN,
-    Seed,
     banned_tokens,
     checked_mask_token,
     checked_name,
     checked_number,
-    checked_sampling,
     checked_size,
     distribution,
     drafted,
     sample,
 )
 from pdkernels.decoding._session import Session
-from pdkernels.decoding._token_sampler import TokenSampler, checked_sampler
 from pdkernels.decoding.steps import DraftSteps, Rows, decoder, record_first
 from pdkernels.decoding.traces import LinearStep
+from pdkernels.generation.sampler import Sampler
 from pdkernels.masks import full
 from pdkernels.ops import unmask_, verify_draft
 
@@ -53,7 +51,7 @@ class LinearSteps(DraftSteps):
             with probability ``min(1, p(x) / q(x))``: this keeps the distribution and accepts more. It requires threshold 0.
     """
 
-    sampler: TokenSampler
+    sampler: Sampler
 
     resumes = True
 
@@ -63,20 +61,13 @@ class LinearSteps(DraftSteps):
         *,
         block_size: int = 32,
         threshold: float = 0.0,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        typical_p: float | None = None,
         verification: Verification = "compare",
         mask_token: int | None = None,
         allow_mask_token: bool = False,
-        seed: Seed = 0,
         page_size: int | None = None,
     ) -> None:
         checked_size(_OP, "block_size", block_size)
-        seeds = checked_sampling(_OP, temperature, seed, session.batch)
-        self.sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p, typical_p)
+        self.sampler = session.sampler
         checked_number(_OP, "threshold", threshold)
         checked_name(_OP, "verification", verification, get_args(Verification))
         check(
@@ -93,7 +84,7 @@ class LinearSteps(DraftSteps):
         self.mask_token = checked_mask_token(_OP, session.model, mask_token)
         self.banned = banned_tokens(_OP, session.model, allow_mask_token, self.mask_token)
         # At temperature 0 both verifications are the same.
-        self.rejection = verification == "rejection" and temperature > 0 and block_size > 1
+        self.rejection = verification == "rejection" and self.sampler.temperature > 0 and block_size > 1
         self.max_passes = min(1, block_size - 1) if threshold == 0 else block_size - 1  # each fills at least one slot
         self.forms = ("step", "verify") if self.max_passes > 1 else ("step",)
 
@@ -104,7 +95,7 @@ class LinearSteps(DraftSteps):
             "block": block_size,
             "predictions": block_size,
         }
-        self.allocate(session, seeds, block_size, page_size, **columns)
+        self.allocate(session, block_size, page_size, **columns)
         self.bidirectional = full(block_size).plan(64, 64, self.cache.device)
         self.nothing = torch.zeros_like(self.cache.lengths)  # rows that a draft pass stores
         self.forward = torch.zeros_like(self.cache.lengths)  # number of each sequence's last forward

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 from pdkernels.decoding._costs import BlockSize
-from pdkernels.decoding._sampling import Seed
 from pdkernels.decoding._session import Session
 from pdkernels.decoding.causal.eagle import EagleSteps
 from pdkernels.decoding.steps import decoder
@@ -36,27 +35,11 @@ class MtpSteps(EagleSteps):
         *,
         drafter: Any = None,
         block_size: BlockSize = 2,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        typical_p: float | None = None,
         allow_mask_token: bool = False,
-        seed: Seed = 0,
         page_size: int | None = None,
     ) -> None:
         super().__init__(
-            session,
-            drafter=drafter,
-            block_size=block_size,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            typical_p=typical_p,
-            allow_mask_token=allow_mask_token,
-            seed=seed,
-            page_size=page_size,
+            session, drafter=drafter, block_size=block_size, allow_mask_token=allow_mask_token, page_size=page_size
         )
 
 

@@ -19,18 +19,15 @@ import torch
 from pdkernels._validation import check, check_type
 from pdkernels.decoding._sampling import (
     OWN,
-    Seed,
     banned_tokens,
     checked_mask_token,
     checked_name,
-    checked_sampling,
     checked_size,
     distribution,
     drafted,
     suppress_,
 )
 from pdkernels.decoding._session import Session
-from pdkernels.decoding._token_sampler import checked_sampler
 from pdkernels.decoding.steps import DraftSteps, decoder
 from pdkernels.masks import TilePlan, block_causal, causal, pack, quadratic
 from pdkernels.masks.speculation import InGroup
@@ -69,14 +66,8 @@ class QuadraticSteps(DraftSteps):
         in_group: InGroup = "bidirectional",
         ensemble_weight: float = 1.0,
         ensemble: Ensemble = "probability",
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        typical_p: float | None = None,
         mask_token: int | None = None,
         allow_mask_token: bool = False,
-        seed: Seed = 0,
         page_size: int | None = None,
     ) -> None:
         block_size = session.block(checked_size(_OP, "block_size", block_size))
@@ -94,8 +85,7 @@ class QuadraticSteps(DraftSteps):
             "No mask is about the verifier's position.",
         )
         checked_name(_OP, "ensemble", ensemble, get_args(Ensemble))
-        seeds = checked_sampling(_OP, temperature, seed, session.batch)
-        self.sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p, typical_p)
+        self.sampler = session.sampler
         self.masks, self.in_group = masks, in_group
         self.ensemble_weight, self.ensemble = ensemble_weight, ensemble
         # Mixtures are sampled in float64 by the reference.
@@ -107,7 +97,7 @@ class QuadraticSteps(DraftSteps):
         rows_per_step = max(session.longest + masks, slots * (1 + masks))
         check(rows_per_step <= _MAX_ROWS, _OP, "block_size", f"keep a step within {_MAX_ROWS} rows", rows_per_step)
 
-        self.allocate(session, seeds, slots, page_size)
+        self.allocate(session, slots, page_size)
         self.guessing = 1 - label_shift + self.slot[:-1]  # masks of a group whose rows predict the next draft
         self.whole = _layout(slots, masks, in_group, self.cache.device)  # kept here for a graph
         self.forward = torch.zeros_like(self.cache.lengths)  # number of the last forward

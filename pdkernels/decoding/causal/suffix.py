@@ -11,9 +11,8 @@ import torch
 
 from pdkernels._validation import check_type
 from pdkernels.decoding._costs import BlockSize, checked_block_size, step_costs
-from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampling, latents
+from pdkernels.decoding._sampling import OWN, banned_tokens, latents
 from pdkernels.decoding._session import Session, to_device_async
-from pdkernels.decoding._token_sampler import checked_sampler
 from pdkernels.decoding.steps import DraftSteps, Rows, run
 from pdkernels.decoding.suffixes import Reader, SuffixPool
 from pdkernels.ops import verify_draft
@@ -34,24 +33,17 @@ class SuffixSteps(DraftSteps):
         *,
         pool: SuffixPool | None,
         block_size: BlockSize,
-        temperature: float,
-        top_k: int | None,
-        top_p: float | None,
-        min_p: float | None,
-        typical_p: float | None,
         allow_mask_token: bool,
-        seed: Seed,
         page_size: int | None,
     ) -> None:
         size, chosen = checked_block_size(_OP, block_size, _LONGEST)
         fits = pool is None or isinstance(pool, SuffixPool)
         check_type(fits, _OP, "pool", "be a SuffixPool or None", type(pool).__name__)
-        seeds = checked_sampling(_OP, temperature, seed, session.batch)
-        self.sampler = checked_sampler(_OP, temperature, top_k, top_p, min_p, typical_p)
+        self.sampler = session.sampler
         self.banned = banned_tokens(_OP, session.model, allow_mask_token)
         slots = max(1, min(session.block(size), session.max_new_tokens - 1))
         costs = step_costs(session.model, slots) if chosen else ()
-        self.allocate(session, seeds, slots, page_size, costs=costs, draft=1, predictions=slots)
+        self.allocate(session, slots, page_size, costs=costs, draft=1, predictions=slots)
         self.latents = latents(self.model, self.seeds)
         self.readers = [Reader(pool) for _ in session.prompts]
         self.drafts: list[list[int]] = []
@@ -126,13 +118,7 @@ def decode(
     *,
     pool: SuffixPool | None = None,
     block_size: BlockSize = 16,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    typical_p: float | None = None,
     allow_mask_token: bool = False,
-    seed: Seed = 0,
     page_size: int | None = None,
 ) -> int:
     """Fills a session.
@@ -146,17 +132,7 @@ def decode(
             that `autoregressive` samples with the same seed.
     """
     steps = SuffixSteps(
-        session,
-        pool=pool,
-        block_size=block_size,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        typical_p=typical_p,
-        allow_mask_token=allow_mask_token,
-        seed=seed,
-        page_size=page_size,
+        session, pool=pool, block_size=block_size, allow_mask_token=allow_mask_token, page_size=page_size
     )
     taken_part = run(steps, session)
     if pool is not None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pdkernels import _host
-from pdkernels._validation import check, check_type, refuse, sentence
+from pdkernels._validation import check, refuse, sentence
 from pdkernels.decoding._filters import unpacked
 from pdkernels.decoding._method import Method
 from pdkernels.decoding._prefixes import Prefixes, Seen
@@ -330,13 +330,11 @@ def opened(
         return None
     prompts = session.batch // copies
     several = [grammar] * prompts if isinstance(grammar, Grammar) else grammar
-    fits = isinstance(several, Sequence) and all(one is None or isinstance(one, Grammar) for one in several)
-    check_type(fits, _OP, "grammar", "be a Grammar, or a list of them", type(grammar).__name__)
     check(len(several) == prompts, _OP, "grammar", f"have one for each of the {prompts} prompts", len(several))
     several = [one for one in several for _ in range(copies)]
     joint = [one for one in several if one is not None and one.fill == "joint"]
     words = "a grammar with fill='joint' has one most probable completion"
-    refuse(bool(joint) and (options.get("temperature") or 0) > 0, _OP, words, "Use temperature 0, or fill='each'.")
+    refuse(bool(joint) and session.params.temperature > 0, _OP, words, "Use temperature 0, or fill='each'.")
     words = f"method {method.name!r} writes token after token, so its grammar must have fill='each', got 'joint'"
     refuse(bool(joint) and not method.writes_in_parallel, _OP, words)
     free = any(isinstance(one, ContextFreeGrammar) for one in several)

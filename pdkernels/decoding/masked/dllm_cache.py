@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import get_args
 
 from pdkernels._validation import check
-from pdkernels.decoding._sampling import Seed, checked_name, checked_number, checked_size
+from pdkernels.decoding._sampling import checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session
 from pdkernels.decoding.canvas.forward import KeptCanvas
 from pdkernels.decoding.masked.llada import Remasking, begin, fill
@@ -33,13 +33,7 @@ def decode(
     guidance_interval: int = 1,
     no_end: bool = False,
     late_end: bool = False,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    typical_p: float | None = None,
     mask_token: int | None = None,
-    seed: Seed = 0,
     page_size: int | None = None,
 ) -> int:
     """Fills `session` block by block, the most confident positions of a block first. A filled position is never revised.
@@ -79,13 +73,7 @@ def decode(
         guidance=guidance,
         no_end=no_end,
         late_end=late_end,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        typical_p=typical_p,
         mask_token=mask_token,
-        seed=seed,
     )
     check(guidance > 0 or guidance_interval == 1, _OP, "guidance_interval", "be 1 without guidance", guidance_interval)
     if not blocks:

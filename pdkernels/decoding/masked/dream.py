@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._sampling import Seed, checked_name, checked_number, checked_sampling, checked_size
+from pdkernels.decoding._sampling import checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session
-from pdkernels.decoding.canvas.canvas import Canvas, SamplingOptions, Step, checked_masked_model
+from pdkernels.decoding.canvas.canvas import Canvas, GuessOptions, Step, checked_masked_model
 from pdkernels.decoding.canvas.forward import WholeCanvas
+from pdkernels.generation.sampler import Sampler
 from pdkernels.ops import TokenStatistics
 
 _OP = "decoding.dream"
@@ -34,16 +35,11 @@ def decode(
     steps: int | None = None,
     algorithm: Algorithm = "entropy",
     eps: float = 1e-3,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    top_k: int | None = None,
-    min_p: float = 0.0,
     order_temperature: float = 0.0,
     threshold: float = 0.9,
     logits_hook: LogitsHook | None = None,
     tokens_hook: TokensHook | None = None,
     mask_token: int | None = None,
-    seed: Seed = 0,
 ) -> int:
     """Fills `session` as its masks would disappear over time: ``m (1 - s / t)`` of m between the times t and s.
 
@@ -74,10 +70,6 @@ def decode(
     checked_name(_OP, "algorithm", algorithm, get_args(Algorithm))
     check_type(type(eps) in (int, float), _OP, "eps", "be a number", type(eps).__name__)
     check(0 < eps < 1, _OP, "eps", "lie between 0 and 1", eps)
-    checked_number(_OP, "top_p", top_p, 1.0)
-    if top_k is not None:
-        checked_size(_OP, "top_k", top_k)
-    checked_number(_OP, "min_p", min_p, 1.0)
     checked_number(_OP, "order_temperature", order_temperature)
     check(
         order_temperature == 0 or algorithm != "origin",
@@ -96,9 +88,8 @@ def decode(
         "be None with algorithm 'origin'",
         "a function",
     )
-    seeds = checked_sampling(_OP, temperature, seed, session.batch)
     masks = session.max_new_tokens
-    canvas = Canvas(session, mask_token, SamplingOptions(seeds, temperature, top_p, top_k, "sampling", min_p=min_p))
+    canvas = Canvas(session, mask_token, GuessOptions(Sampler.of(session.params, "joint"), "sampling"))
     if masks == 0:
         return canvas.finish()
     canvas.logits_hook = logits_hook

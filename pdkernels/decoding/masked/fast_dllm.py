@@ -19,9 +19,9 @@ from typing import Any, Literal, get_args
 import torch
 
 from pdkernels._validation import check
-from pdkernels.decoding._sampling import Seed, checked_name, checked_number, checked_size
+from pdkernels.decoding._sampling import checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session
-from pdkernels.decoding.canvas.canvas import Canvas, blocks_of, checked_masked_model, filtered_options, share
+from pdkernels.decoding.canvas.canvas import Canvas, GuessOptions, blocks_of, checked_masked_model, share
 from pdkernels.decoding.canvas.checks import check_keeps_rows
 from pdkernels.decoding.canvas.forward import WholeCanvas
 from pdkernels.decoding.canvas.steps import CanvasSteps
@@ -41,13 +41,7 @@ def decode(
     threshold: float | None = 0.9,
     factor: float | None = None,
     steps: int | None = None,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    typical_p: float | None = None,
     mask_token: int | None = None,
-    seed: Seed = 0,
     page_size: int | None = None,
 ) -> int:
     """Fills `session` block by block. A filled position is never revised.
@@ -67,10 +61,7 @@ def decode(
     Returns:
         Forwards that the sequences took part in, summed.
     """
-    filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "typical_p": typical_p}
-    canvas, blocks = begin(
-        session, block_size, cache, threshold, factor, steps, temperature, mask_token, seed, **filters
-    )
+    canvas, blocks = begin(session, block_size, cache, threshold, factor, steps, mask_token)
     limit = session.max_new_tokens
     if blocks == 0:
         return canvas.finish()
@@ -123,10 +114,7 @@ def begin(
     threshold: float | None,
     factor: float | None,
     steps: int | None,
-    temperature: float,
     mask_token: int | None,
-    seed: Seed,
-    **filters: Any,
 ) -> tuple[Canvas, int]:
     """The canvas of `decode`, whose options are checked, and how many blocks it has."""
     mask_token = checked_masked_model(_OP, session, mask_token)
@@ -139,7 +127,6 @@ def begin(
         threshold is None or factor is None, _OP, "factor", "be None with a threshold", factor, "Pass threshold=None."
     )
     check(factor != math.inf, _OP, "factor", "be finite", factor)
-    sampling = filtered_options(_OP, session, temperature, seed, **filters)
     blocks = len(blocks_of(session.max_new_tokens, block_size))
     if steps is not None:
         checked_size(_OP, "steps", steps)
@@ -164,7 +151,7 @@ def begin(
         steps,
         "The blocks then have different numbers of masks.",
     )
-    return Canvas(session, mask_token, sampling), blocks
+    return Canvas(session, mask_token, GuessOptions(session.sampler.when_drawing)), blocks
 
 
 class Rows(WholeCanvas):

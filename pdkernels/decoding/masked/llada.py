@@ -12,12 +12,13 @@ from typing import Any, Literal, get_args
 import torch
 
 from pdkernels._validation import check
-from pdkernels.decoding._sampling import MAX_SCALE, Seed, checked_flag, checked_name, checked_number, checked_size
+from pdkernels.decoding._sampling import checked_flag, checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session
-from pdkernels.decoding.canvas.canvas import Canvas, Window, blocks_of, checked_masked_model, filtered_options, share
+from pdkernels.decoding.canvas.canvas import Canvas, GuessOptions, Window, blocks_of, checked_masked_model, share
 from pdkernels.decoding.canvas.forward import WholeCanvas
 from pdkernels.decoding.canvas.steps import CanvasSteps
 from pdkernels.decoding.steps import with_defaults
+from pdkernels.generation.params import MAX_SCALE
 
 _OP = "decoding.llada"
 
@@ -34,13 +35,7 @@ def decode(
     no_end: bool = False,
     late_end: bool = False,
     revise: float = 0.0,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    typical_p: float | None = None,
     mask_token: int | None = None,
-    seed: Seed = 0,
 ) -> int:
     """Fills `session` block by block, the most confident positions of a block first. A filled position is final, unless `revise` is set.
 
@@ -70,13 +65,7 @@ def decode(
         guidance=guidance,
         no_end=no_end,
         late_end=late_end,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        typical_p=typical_p,
         mask_token=mask_token,
-        seed=seed,
     )
     checked_number(_OP, "revise", revise, 1.0)
     plain = remasking != "random" and not late_end and guidance == 0
@@ -126,13 +115,7 @@ def begin(
     guidance: float,
     no_end: bool,
     late_end: bool,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    min_p: float | None,
-    typical_p: float | None,
     mask_token: int | None,
-    seed: Seed,
 ) -> tuple[Canvas, list[Window]]:
     """The canvas of `decode`, for this and other decoders `op` with its options, and the blocks of its positions."""
     mask_token = checked_masked_model(op, session, mask_token)
@@ -145,19 +128,8 @@ def begin(
     checked_flag(op, "no_end", no_end)
     checked_flag(op, "late_end", late_end)
     ends = session.end_tokens
-    sampling = filtered_options(
-        op,
-        session,
-        temperature,
-        seed,
-        top_k,
-        top_p,
-        min_p,
-        typical_p,
-        guidance=guidance,
-        banned=ends if no_end else (),
-        late=ends if late_end else (),
-    )
+    banned, late = ends if no_end else (), ends if late_end else ()
+    guesses = GuessOptions(session.sampler.when_drawing, banned=banned, late=late, guidance=guidance)
     blocks = blocks_of(session.max_new_tokens, block_size)
     if steps is not None:
         checked_size(op, "steps", steps)
@@ -175,7 +147,7 @@ def begin(
         "be False with remasking='random', which ignores confidence",
         late_end,
     )
-    return Canvas(session, mask_token, sampling), blocks
+    return Canvas(session, mask_token, guesses), blocks
 
 
 def fill(canvas: Canvas, forward: WholeCanvas, blocks: list[Window], steps: int | None, random: bool) -> int:

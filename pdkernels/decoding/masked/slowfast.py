@@ -18,10 +18,11 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._sampling import Seed, checked_flag, checked_name, checked_number, checked_size
-from pdkernels.decoding._session import MAX_POSITIONS, Session
-from pdkernels.decoding.canvas.canvas import Canvas, Step, Window, checked_masked_model, filtered_options
+from pdkernels.decoding._sampling import checked_flag, checked_name, checked_number, checked_size
+from pdkernels.decoding._session import Session
+from pdkernels.decoding.canvas.canvas import Canvas, GuessOptions, Step, Window, checked_masked_model
 from pdkernels.decoding.canvas.forward import KeptCanvas, WholeCanvas
+from pdkernels.generation.params import MAX_POSITIONS
 from pdkernels.ops import TokenStatistics
 
 _OP = "decoding.slowfast"
@@ -61,13 +62,7 @@ def decode(
     prompt_interval: int | None = None,
     gen_interval: int = 1,
     transfer_ratio: float = 0.0,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    typical_p: float | None = None,
     mask_token: int | None = None,
-    seed: Seed = 0,
 ) -> int:
     """Fills `session` span by span, each explored slowly and filled fast. A filled position is never revised.
 
@@ -121,9 +116,8 @@ def decode(
             given,
             "Pass a prompt_interval.",
         )
-    sampling = filtered_options(_OP, session, temperature, seed, top_k, top_p, min_p, typical_p)
     limit = session.max_new_tokens
-    canvas = Canvas(session, mask_token, sampling)
+    canvas = Canvas(session, mask_token, GuessOptions(session.sampler.when_drawing))
     if limit == 0:
         return canvas.finish()
     if prompt_interval is None:

@@ -23,13 +23,10 @@ from pdkernels.backends import backend_of
 from pdkernels.decoding._cache_rows import rows_of
 from pdkernels.decoding._sampling import (
     OWN,
-    Seed,
     checked_flag,
     checked_mask_token,
     checked_number,
-    checked_sampling,
     checked_size,
-    likeliest,
     noise,
     statistics,
     suppress_,
@@ -38,6 +35,7 @@ from pdkernels.decoding._session import Session, to_device_async
 from pdkernels.decoding.planned._grammar import ChunkGrammar, without
 from pdkernels.decoding.planned._outline import joined, text_pieces
 from pdkernels.decoding.planned._text import BAD_PLAN_WAYS, CACHES, Keeping, OnBadPlan, PlannedText, PlanOptions
+from pdkernels.generation.sampler import Sampler
 from pdkernels.masks import Stage, TilePlan, pack, planned
 from pdkernels.models.plan_tokens import PlanTokens
 from pdkernels.ops import TokenStatistics, token_statistics, unmask_
@@ -63,12 +61,7 @@ def decode(
     on_bad_plan: OnBadPlan = "stop",
     max_rounds: int | None = None,
     joiner: str | None = None,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    top_k: int | None = None,
-    min_p: float = 0.0,
     mask_token: int | None = None,
-    seed: Seed = 0,
     page_size: int | None = None,
 ) -> int:
     """Fills `session` round by round. Not the tokens of autoregressive decoding: a filled chunk is never revised.
@@ -86,7 +79,6 @@ def decode(
         on_bad_plan: "stop" ends the text there, "raise" raises `BadPlan`.
         max_rounds: end after this many rounds.
         joiner: text between chunks; None: a line break before a digit, else a space.
-        top_p, top_k, min_p: sample plan and chunk tokens from likely tokens only; None: from all.
 
     Returns:
         Forwards that the sequences took part in, summed.
@@ -111,11 +103,6 @@ def decode(
     if max_rounds is not None:
         checked_size(_OP, "max_rounds", max_rounds)
     check_type(joiner is None or isinstance(joiner, str), _OP, "joiner", "be a str or None", type(joiner).__name__)
-    checked_number(_OP, "top_p", top_p, 1.0)
-    checked_number(_OP, "min_p", min_p, 1.0)
-    if top_k is not None:
-        checked_size(_OP, "top_k", top_k)
-    seeds = checked_sampling(_OP, temperature, seed, session.batch)
     ends = session.end_tokens
     options = PlanOptions(
         tags, mask_token, ends, sparse, steps_ratio, threshold, unit * length_scale, cache, on_bad_plan, max_rounds
@@ -124,7 +111,7 @@ def decode(
         others, plain = {mask_token, *ends}, session.model.tokenizer.decode
         session.text_of = lambda tokens, decode=plain: joined(text_pieces(tokens, tags, others), tags, decode, joiner)
     texts = [(text or PlannedText)(session, sequence, options) for sequence in range(session.batch)]
-    guess = Guesses(session.model, seeds, temperature, top_p, top_k, min_p)
+    guess = Guesses(session.model, session.seeds, Sampler.of(session.params, "joint"))
     if session.max_new_tokens > 0:  # else no cache is needed
         order = order or ("entropy" if threshold is None else "confidence")
         (rounds or Rounds)(session, options, guess, order, page_size).run(texts)
@@ -149,11 +136,8 @@ def _checked_tags(session: Session, mask_token: int | None) -> PlanTokens:
 class Guesses:
     """Draws of tokens for rows of hidden states."""
 
-    def __init__(
-        self, model: Any, seeds: torch.Tensor, temperature: float, top_p: float, top_k: int | None, min_p: float = 0.0
-    ) -> None:
-        self._model, self._seeds, self._temperature = model, seeds, temperature
-        self._top_p, self._top_k, self._min_p = top_p, top_k, min_p
+    def __init__(self, model: Any, seeds: torch.Tensor, sampler: Sampler) -> None:
+        self._model, self._seeds, self._sampler = model, seeds, sampler
 
     def to_(self, device: torch.device) -> None:
         """To the device of the hidden states: a copy from the host within a step would wait."""
@@ -174,21 +158,18 @@ class Guesses:
             "row_index": row.masked_fill_(positions < 0, -1),
             "top_k": 1,
             "distribution": "sampling",
-            "min_p": self._min_p,
-            **noise(self._temperature, self._seeds.index_select(0, sequences), step, positions),
+            **noise(self._sampler.temperature, self._seeds.index_select(0, sequences), step, positions),
         }
-        if self._top_k is None and allowed is None:
-            return statistics(self._model, hidden, suppress=banned, top_p=self._top_p, **options)
+        if not self._sampler.cuts and allowed is None:
+            options |= {"top_p": self._sampler.top_p, "min_p": self._sampler.min_p}
+            return statistics(self._model, hidden, suppress=banned, **options)
         logits = self._model.logits(hidden)
         for token in banned:
             suppress_(logits, token)
         if allowed is not None:
             logits = without(logits, allowed)
-        if self._top_k is None:
-            options["top_p"] = self._top_p
-        else:
-            logits = likeliest(logits, self._top_k, self._temperature, self._top_p)
-        return token_statistics(logits, backend=backend_of(logits.dtype), **options)
+        logits, filters = self._sampler.cut(logits)
+        return token_statistics(logits, backend=backend_of(logits.dtype), **filters, **options)
 
 
 class Rounds:

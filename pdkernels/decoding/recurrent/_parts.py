@@ -12,14 +12,13 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
-from torch.overrides import has_torch_function_unary
 
 from pdkernels._validation import check, check_type
 from pdkernels.backends import backend_of
-from pdkernels.decoding._sampling import MAX_SCALE, OWN, Seed, checked_name, checked_number, checked_size, sample
-from pdkernels.decoding._sampling import checked_sampling as checked_seeds
+from pdkernels.decoding._sampling import OWN, checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session, flag_no_choice, is_end
-from pdkernels.decoding._token_sampler import TokenSampler, checked_typical, largest
+from pdkernels.generation.params import MAX_SCALE
+from pdkernels.generation.sampler import Sampler
 from pdkernels.models.capabilities import capabilities
 from pdkernels.models.fused import rms_norm
 from pdkernels.models.protocols import RecurrentPartsModel, missing
@@ -29,99 +28,21 @@ from pdkernels.ops import recurrence_inject
 Schedule = Literal["linear", "root", "harmonic", "constant"]
 NewState = Literal["fresh", "copied"]
 
-_FIRST = 64
-"""Number of tokens of each row that are searched first."""
-
 
 class Sampling(NamedTuple):
-    """The sampling options of a row of logits."""
+    """A request's sampler with the seeds of its sequences, on the device of the model."""
 
-    temperature: float
-    top_p: float | None
-    min_p: float | None
-    top_k: int | None
-    typical_p: float
-    seeds: torch.Tensor  # (batch,) int64, on the device of the model
+    sampler: Sampler
+    seeds: torch.Tensor  # (batch,) int64
+
+    @classmethod
+    def of(cls, session: Session) -> Sampling:
+        """Draws as the published model does, whose top-p is another one (`Sampler`)."""
+        return cls(Sampler.of(session.params, "within").when_drawing, session.seeds.to(session.model.device))
 
     def sample(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """One token for each row of `logits` ``(batch, R, V)``, for `positions` ``(batch, R)``: int64."""
-        if self.temperature > 0:
-            logits = filtered(logits, self.temperature, self.top_p, self.min_p, self.top_k, self.typical_p)
-        return sample(logits, positions, self.temperature, self.seeds, OWN)
-
-
-def filtered(
-    logits: torch.Tensor,
-    temperature: float,
-    top_p: float | None,
-    min_p: float | None,
-    top_k: int | None = None,
-    typical_p: float = 1.0,
-) -> torch.Tensor:
-    """`logits` ``(..., V)`` with -inf for filtered tokens, at a temperature above 0.
-
-    As the published model draws: with the rules of `TokenSampler`, but for top-p. Of the tokens that top-k leaves, in descending order and
-    ties by id, top-p drops every one whose cumulative mass, its own included, exceeds `top_p`, except the first; the masses are those
-    of ``softmax(logits / temperature)`` over all tokens. The usual rule also keeps the token that crosses the threshold, and its equals.
-
-    >>> distribution = torch.tensor([0.5, 0.3, 0.2]).log()
-    >>> filtered(distribution, 1.0, 0.75, None).isfinite().tolist(), filtered(distribution, 1.0, None, 0.5).isfinite().tolist()
-    ([True, False, False], [True, True, False])
-    """
-    kept = logits if top_k is None else largest(logits, top_k)
-    if top_p is not None and top_p < 1:
-        distribution = torch.softmax(logits.double() / temperature, -1).masked_fill(kept == -torch.inf, 0)
-        beyond = _beyond_first if has_torch_function_unary(distribution) else _beyond
-        kept = kept.masked_fill(beyond(distribution, top_p), -torch.inf)
-    return TokenSampler(temperature, min_p=min_p or 0.0, typical_p=typical_p).filtered(kept)
-
-
-def _beyond(distribution: torch.Tensor, top_p: float) -> torch.Tensor:
-    """The tokens that top-p drops, from the whole sorted vocabulary."""
-    ordered, ids = distribution.sort(dim=-1, descending=True, stable=True)
-    dropped = ordered.cumsum(-1) > top_p
-    dropped[..., 0] = False
-    return torch.zeros_like(dropped).scatter(-1, ids, dropped)
-
-
-def _beyond_first(distribution: torch.Tensor, top_p: float) -> torch.Tensor:
-    """The same from as many of the most probable tokens as it takes, for which the host waits: of a vocabulary in slices, whose order
-    would take an exchange of all."""
-    size = distribution.shape[-1]
-    count = min(_FIRST, size)
-    while True:
-        first = distribution.topk(count, -1).values
-        inside = ~(first.cumsum(-1) > top_p)
-        inside[..., 0] = True
-        kept = inside.sum(-1, keepdim=True)
-        if count == size or bool((kept < count).all()):
-            break
-        count = min(8 * count, size)
-    last = first.gather(-1, kept - 1)
-    equals = distribution == last
-    # On ties the lowest ids stay.
-    spare = kept - (first > last).sum(-1, keepdim=True)
-    return (distribution < last) | (equals & (equals.cumsum(-1) > spare))
-
-
-def checked_sampling(
-    op: str,
-    session: Session,
-    temperature: float,
-    top_p: float | None,
-    min_p: float | None,
-    top_k: int | None,
-    typical_p: float | None,
-    seed: Seed,
-) -> Sampling:
-    seeds = checked_seeds(op, temperature, seed, session.batch)
-    for name, value in (("top_p", top_p), ("min_p", min_p)):
-        if value is not None:
-            checked_number(op, name, value, 1.0)
-    if top_k is not None:
-        checked_size(op, "top_k", top_k)
-    share = checked_typical(op, typical_p)
-    return Sampling(temperature, top_p, min_p, top_k, share, seeds.to(session.model.device))
+        return self.sampler.sample(logits, positions, self.seeds, OWN)
 
 
 def checked_model(op: str, session: Session) -> RecurrentDepth:

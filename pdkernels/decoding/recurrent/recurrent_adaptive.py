@@ -18,17 +18,17 @@ from torch import Tensor
 
 from pdkernels._validation import check, check_type
 from pdkernels.backends import backend_of
-from pdkernels.decoding._sampling import Seed, checked_flag, checked_name, checked_number, checked_size
+from pdkernels.decoding._sampling import checked_flag, checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session, flag_no_choice, is_end, to_device_async
 from pdkernels.decoding.recurrent._parts import (
     Core,
     NewState,
     RunPrompts,
+    Sampling,
     Schedule,
     checked_core,
     checked_model,
     checked_recurrences,
-    checked_sampling,
     prefill,
 )
 from pdkernels.decoding.traces import AdaptiveStep
@@ -81,12 +81,6 @@ def decode(
     core_noise_schedule: Schedule = "harmonic",
     new_state: NewState = "fresh",
     recurrences: int | None = None,
-    temperature: float = 0.0,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    top_k: int | None = None,
-    typical_p: float | None = None,
-    seed: Seed = 0,
     page_size: int | None = None,
 ) -> None:
     """Fills `session` with one token per forward, each with as many recurrences as it needs.
@@ -114,7 +108,7 @@ def decode(
     """
     model = checked_model(_OP, session)
     recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)
-    sampling = checked_sampling(_OP, session, temperature, top_p, min_p, top_k, typical_p, seed)
+    sampling = Sampling.of(session)
     if not callable(criterion):
         checked_name(_OP, "criterion", criterion, get_args(Criterion))
     default = 0.0 if callable(criterion) else THRESHOLDS[criterion]

@@ -13,21 +13,22 @@ from typing import Literal, get_args
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._sampling import MAX_SCALE, Seed, checked_flag, checked_name, checked_number, checked_size
-from pdkernels.decoding._session import MAX_POSITIONS, Session
+from pdkernels.decoding._sampling import checked_flag, checked_name, checked_number, checked_size
+from pdkernels.decoding._session import Session
 from pdkernels.decoding.recurrent._parts import (
     NewState,
+    Sampling,
     Schedule,
     after_prompts,
     checked_core,
     checked_model,
     checked_recurrences,
-    checked_sampling,
     new_cache,
 )
 from pdkernels.decoding.recurrent._wave import Mixer, Rule, Wave, WaveOptions
 from pdkernels.decoding.steps import Entry, Row, Rows, Steps, decoder, float_of, record_first, unfinished
 from pdkernels.decoding.traces import RecurrentStep
+from pdkernels.generation.params import MAX_POSITIONS, MAX_SCALE
 
 _OP = "decoding.recurrent_diffusion"
 
@@ -85,17 +86,11 @@ class WaveSteps(Steps):
         recurrences: int | None = None,
         max_recurrences: int | None = None,
         stability: int | None = None,
-        temperature: float = 0.0,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        top_k: int | None = None,
-        typical_p: float | None = None,
-        seed: Seed = 0,
         page_size: int | None = None,
     ) -> None:
         model = checked_model(_OP, session)
         recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)
-        sampling = checked_sampling(_OP, session, temperature, top_p, min_p, top_k, typical_p, seed)
+        sampling = Sampling.of(session)
         for name, size in (
             ("inner_recurrence", inner_recurrence),
             ("headway", headway),

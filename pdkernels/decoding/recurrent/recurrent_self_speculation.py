@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._sampling import Seed, checked_number, checked_size
+from pdkernels.decoding._sampling import checked_number, checked_size
 from pdkernels.decoding._session import Session, accepted_without_choice
 from pdkernels.decoding.recurrent._parts import (
     NewState,
+    Sampling,
     Schedule,
     checked_core,
     checked_model,
     checked_recurrences,
-    checked_sampling,
     prefill,
 )
 from pdkernels.ops import kv_trim_, verify_draft
@@ -40,12 +40,6 @@ def decode(
     core_noise_schedule: Schedule = "harmonic",
     new_state: NewState = "fresh",
     recurrences: int | None = None,
-    temperature: float = 0.0,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    top_k: int | None = None,
-    typical_p: float | None = None,
-    seed: Seed = 0,
     page_size: int | None = None,
 ) -> int:
     """Fills `session` with the tokens of forwards over whole drafts; drafting needs no extra model or cache.
@@ -69,7 +63,7 @@ def decode(
     """
     model = checked_model(_OP, session)
     recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)
-    sampling = checked_sampling(_OP, session, temperature, top_p, min_p, top_k, typical_p, seed)
+    sampling = Sampling.of(session)
     check_type(type(block_size) is int, _OP, "block_size", "be an int", type(block_size).__name__)
     check(block_size >= 0, _OP, "block_size", "be at least 0", block_size)
     checked_size(_OP, "draft_recurrences", draft_recurrences)

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import math
 
-from pdkernels.decoding._sampling import Seed
 from pdkernels.decoding._session import Session, flag_no_choice, is_end
 from pdkernels.decoding.recurrent._parts import (
     NewState,
+    Sampling,
     Schedule,
     checked_core,
     checked_model,
     checked_recurrences,
-    checked_sampling,
     prefill,
 )
 from pdkernels.decoding.traces import RecurrentStep
@@ -33,12 +32,6 @@ def decode(
     core_noise: float = 0.0,
     core_noise_schedule: Schedule = "harmonic",
     new_state: NewState = "fresh",
-    temperature: float = 0.0,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    top_k: int | None = None,
-    typical_p: float | None = None,
-    seed: Seed = 0,
     page_size: int | None = None,
 ) -> None:
     """Fills `session` with one token per forward.
@@ -48,7 +41,7 @@ def decode(
     """
     model = checked_model(_OP, session)
     recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)
-    sampling = checked_sampling(_OP, session, temperature, top_p, min_p, top_k, typical_p, seed)
+    sampling = Sampling.of(session)
     noise = core_noise, core_noise_schedule
     core = checked_core(_OP, model, recurrences, init_scale, kept_recurrences, *noise, new_state)
     if session.max_new_tokens == 0:

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from pdkernels.decoding._row_samplers import RowSamplers
 from pdkernels.decoding._session import Session
-from pdkernels.decoding._token_sampler import TokenSampler
 from pdkernels.decoding.steps.entry import Entry, Row, Rows
+from pdkernels.generation.batch_sampler import BatchSampler
+from pdkernels.generation.sampler import Sampler
 
 
 class Steps(ABC):
@@ -56,8 +56,8 @@ class Steps(ABC):
     """Slots of a cache past the longest text."""
     shows_provisional: bool = False
     """Whether it fills positions in any order, so that there is provisional text after the text on record."""
-    sampler: TokenSampler | RowSamplers
-    """What draws tokens (`TokenSampler`); where `draws_by_row`, it may be a `RowSamplers`."""
+    sampler: Sampler | BatchSampler
+    """What draws tokens (`Sampler`); where `draws_by_row`, it may be a `BatchSampler`."""
     forms: tuple[str, ...] = ("step",)
     """Names of the methods that run a round; they have the arguments of `step`."""
 

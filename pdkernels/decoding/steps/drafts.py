@@ -27,7 +27,6 @@ class DraftSteps(Steps):
     def allocate(
         self,
         session: Session,
-        seeds: torch.Tensor,
         slots: int,
         page_size: int | None,
         *,
@@ -46,7 +45,7 @@ class DraftSteps(Steps):
         # Its lengths grow in place with every commit.
         self.cache = session.new_cache(page_size, self.spare, drafts=max(rows, slots))
         device = self.cache.device
-        self.seeds, self.ends = seeds.to(device), session.ends_on(device)
+        self.seeds, self.ends = session.seeds.to(device), session.ends_on(device)
         self.slot = torch.arange(slots, device=device)
         self.lengths = Lengths(costs, session.batch, device, wake) if costs and slots > 1 else None
         self.remaining = torch.zeros_like(self.cache.lengths)

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import torch
 
 from pdkernels._validation import check, message, refuse
-from pdkernels.decoding._row_samplers import RowSamplers
 from pdkernels.decoding._sampling import checked_seeds
 from pdkernels.decoding._session import Session, inference
-from pdkernels.decoding._token_sampler import TokenSampler
 from pdkernels.decoding.steps.contract import Steps, next_entry, refuse_no_choice
 from pdkernels.decoding.steps.staging import Staging
+from pdkernels.generation.batch_sampler import BatchSampler
+from pdkernels.generation.sampler import Sampler
 
 _OP = "decoding.steps.RunningBatch"
 
@@ -29,7 +29,7 @@ class Left(NamedTuple):
     length: int
     """Tokens whose K and V it had."""
     taken_part: int
-    sampler: TokenSampler | None
+    sampler: Sampler | None
 
     @property
     def text(self) -> list[int]:
@@ -49,11 +49,11 @@ class RunningBatch:
         largest: a session with the sizes of the batch: as many prompts as there are rows, all as long as the longest that may come,
             and the largest limit. Its model, end tokens and filters are those of all requests.
         staging: where prompts run, if that is shared with another batch of the same method, options and sizes; None: an own one.
-        **options: of the method, but no seed.
+        **options: of the method.
 
     Raises:
         NotImplementedError: an option that the method's steps do not follow, or a model whose cache cannot take over a sequence.
-        ValueError: a seed, a session that fills masks in prompts, or an option out of range.
+        ValueError: a session that fills masks in prompts, or an option out of range.
 
     The state is allocated here, once. The prompt ``[0]`` runs in every row, so that rows without a request hold something valid.
 
@@ -79,7 +79,6 @@ class RunningBatch:
 
     @inference()
     def __init__(self, kind: type[Steps], largest: Session, staging: Staging | None = None, **options: Any) -> None:
-        check("seed" not in options, _OP, "seed", "be given to admit", options.get("seed"))
         check(largest.tails is None, _OP, "largest", "have no masks in prompts", "some")
         self._largest, batch = largest, largest.batch
         self.steps = kind(largest, **options)
@@ -88,11 +87,11 @@ class RunningBatch:
         for absent, what in ((self.steps.lacks, "options"), (self._other_cache(), "model")):
             if absent:
                 raise NotImplementedError(message(_OP, what, "let sequences join and leave", absent))
-        self._samplers: RowSamplers | None = None
+        self._samplers: BatchSampler | None = None
         if kind.draws_by_row(options):
-            assert isinstance(self.steps.sampler, TokenSampler)
+            assert isinstance(self.steps.sampler, Sampler)
             self._sampler = self.steps.sampler
-            self.steps.sampler = self._samplers = RowSamplers(batch)
+            self.steps.sampler = self._samplers = BatchSampler(batch)
         self.sessions: list[Session | None] = [None] * batch
         """The request of each row."""
         self._taken_part = [0] * batch
@@ -119,7 +118,7 @@ class RunningBatch:
         return self.steps.ready(self._rows)
 
     @inference()
-    def admit(self, row: int, session: Session, seed: int = 0, sampler: TokenSampler | None = None) -> None:
+    def admit(self, row: int, session: Session, seed: int = 0, sampler: Sampler | None = None) -> None:
         """Runs a request's prompt and puts the request in a free row, while the other rows stay where they are.
 
         Args:
@@ -148,7 +147,7 @@ class RunningBatch:
         self._show(row, session, None)
         self._stop()
 
-    def _put(self, row: int, session: Session, taken_part: int, sampler: TokenSampler | None) -> None:
+    def _put(self, row: int, session: Session, taken_part: int, sampler: Sampler | None) -> None:
         self._rows = self.steps.entry.rows()
         self.sessions[row], self._taken_part[row] = session, taken_part
         if self._samplers is not None:
@@ -266,7 +265,9 @@ class RunningBatch:
     def _sized(self, prompts: list[list[int]]) -> Session:
         """A session for other prompts, of the same sizes."""
         known = self._largest
-        session = Session(known.model, prompts, known.max_new_tokens, known.end_tokens, None, False)
+        session = Session(
+            known.model, prompts, known.max_new_tokens, known.end_tokens, None, False, params=known.params
+        )
         session.filters, session.pool = known.filters, known.pool
         return session
 

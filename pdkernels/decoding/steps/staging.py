@@ -12,9 +12,9 @@ from pdkernels.cache import PagePool
 from pdkernels.decoding._sampling import latents
 from pdkernels.decoding._session import Session, inference
 from pdkernels.decoding._shared_prompts import continued
-from pdkernels.decoding._token_sampler import TokenSampler
 from pdkernels.decoding.steps.contract import Steps
 from pdkernels.decoding.steps.entry import Rows
+from pdkernels.generation.sampler import Sampler
 
 
 class _Continued:
@@ -70,7 +70,7 @@ class Staging:
     Args:
         kind: the steps of a method.
         largest: a session of one prompt with the largest sizes.
-        **options: of the method, but no seed.
+        **options: of the method.
     """
 
     @inference()
@@ -159,7 +159,7 @@ class Staging:
         self.known += count
 
     @inference()
-    def start(self, session: Session, seed: torch.Tensor, sampler: TokenSampler | None = None) -> Rows:
+    def start(self, session: Session, seed: torch.Tensor, sampler: Sampler | None = None) -> Rows:
         """Runs the rest of the prompt, and returns the first entry, drawn by `sampler`; None: by that of the options."""
         self._model.known, self._model.shared, self.known = self.known, self.pool is not None, 0
         if self._sampler is not None:
