@@ -65,5 +65,5 @@ def test_draws_equal_those_of_the_reference_and_of_speculation(temperature: floa
 
 
 def test_sampling_options_are_checked() -> None:
-    with pytest.raises(ValueError, match="decoding.autoregressive: temperature must be finite and at least 0, got -1"):
+    with pytest.raises(ValueError, match="decoding.generate: temperature must be finite and at least 0, got -1"):
         generate(small_transformer(6), [1], temperature=-1)

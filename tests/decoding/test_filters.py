@@ -53,6 +53,7 @@ samplers = st.builds(
     top_p=st.sampled_from([1.0, 0.95, 0.7, 0.3, 0.01]),
     min_p=st.sampled_from([0.0, 0.03, 0.2, 1.0]),
     typical_p=st.sampled_from([1.0, 1.0, 0.9, 0.5, 0.1]),
+    top_p_rule=st.just("crossing"),
 )
 published = LlamaForCausalLM(
     LlamaConfig(
@@ -120,7 +121,7 @@ def test_they_keep_what_transformers_keeps(seed: int, size: int, levels: int, sa
     if sampler.top_p == 1 or levels == 0:
         assert torch.equal(kept, expected)
     assert torch.equal(ours[kept], logits[kept])
-    plain = reference.filtered(logits, *sampler)
+    plain = reference.filtered(logits, *sampler[:5])
     assert torch.equal(plain, ours)
 
 
@@ -145,7 +146,7 @@ def test_a_draw_is_one_of_the_filtered_distribution(
     assume(not at_a_border(rows.view(6, -1), sampler))
     found = sampler.sample(logits, positions, numbers, 3, banned)
     for n in range(2):
-        law = reference.filtered(rows[n], *sampler)
+        law = reference.filtered(rows[n], *sampler[:5])
         assert torch.equal(sampler.filtered(logits[n], banned).isfinite(), law.isfinite())
         assert found[n].tolist() == reference.draw(
             law, positions[n].tolist(), sampler.temperature, sequence_seed(seed, n), 3
@@ -255,7 +256,7 @@ def plain(model: Any) -> Any:
 def filtering(model: Any, sampler: Sampler) -> Any:
     def forward(*arguments: Any) -> Tensor:
         (rows,) = plain(model)(*arguments)
-        return reference.filtered(rows, *sampler)[None]
+        return reference.filtered(rows, *sampler[:5])[None]
 
     return forward
 
@@ -430,7 +431,7 @@ FILTERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("method", MASKED)
+@pytest.mark.parametrize("method", [*MASKED, "dream"])
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_a_masked_position_is_drawn_from_the_filtered_distribution(method: str, filters: dict[str, Any]) -> None:
     """With one position to fill, the token is the reference's; with several, the confidence that orders them knows no filter."""
@@ -440,11 +441,17 @@ def test_a_masked_position_is_drawn_from_the_filtered_distribution(method: str, 
     for seed in range(12):
         prompt = [seed % 7, 3, 1 + seed % 5]
         found = generate(
-            model, prompt, method, max_new_tokens=1, temperature=1.5, seed=seed, **MASKED[method], **filters
+            model, prompt, method, max_new_tokens=1, temperature=1.5, seed=seed, **MASKED.get(method, {}), **filters
         )
         text = torch.tensor([[*prompt, mask]])
         rows = plain_of(model)(text, torch.arange(4)[None], torch.ones(4, 4, dtype=torch.bool))[0, -1:]
-        law = reference.filtered(reference.without(rows, mask), *sampler[:5])
+        law = reference.without(rows, mask)
+        if method == "dream":  # its top-p is of all tokens, whatever top-k leaves
+            drops = [reference.filtered(law, 1.5, sampler.top_k), reference.filtered(law, 1.5, None, sampler.top_p)]
+            law = torch.where(drops[0].isfinite() & drops[1].isfinite(), law, -torch.inf)
+            law = reference.filtered(law, 1.5, None, 1.0, sampler.min_p, sampler.typical_p)
+        else:
+            law = reference.filtered(law, *sampler[:5])
         assert found.tokens.tolist() == reference.draw(law, [3], 1.5, seed, 1)
         assert size > int(law.isfinite().sum())
 

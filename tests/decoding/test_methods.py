@@ -112,7 +112,7 @@ def test_a_misspelt_name_is_suggested() -> None:
         pd.decoding.generate(model, [1], pd.decoding.find("jacobi"), blocksize=4)
     with pytest.raises(
         TypeError,
-        match=r"no option 'nope'. It accepts: temperature, top_k, top_p, min_p, typical_p, allow_mask_token, seed, page_size\.",
+        match=r"no option 'nope'. It accepts: allow_mask_token, page_size, temperature, top_k, top_p, min_p, typical_p, seed\.",
     ):
         pd.decoding.generate(model, [1], pd.decoding.find("autoregressive"), nope=4)
     with pytest.raises(ValueError, match=r"got 'jaccobi'. Did you mean 'jacobi'\? Known: autoregressive, jacobi, "):

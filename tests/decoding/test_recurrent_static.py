@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from pdkernels.decoding import RecurrentStep, generate, is_lossless
 from pdkernels.decoding.methods import METHODS
-from pdkernels.decoding.recurrent._parts import filtered
+from pdkernels.generation.params import SamplingParams
+from pdkernels.generation.sampler import Sampler
 from pdkernels.models.recurrent_depth import RecurrentDepth
 from pdkernels.reference.recurrent_sampling import filtered as plain_filtered
 from pdkernels.reference.recurrent_static import recurrent_static
@@ -82,7 +83,8 @@ def test_filters_are_those_of_the_reference(
 ) -> None:
     """Ties, a single token, and thresholds that are met exactly."""
     logits = torch.tensor([numbers, numbers[::-1]])
-    ours = filtered(logits[:, None], temperature, top_p, min_p, top_k)[:, 0].double()
+    params = SamplingParams(temperature=temperature, top_p=top_p, min_p=min_p, top_k=top_k)
+    ours = Sampler.of(params, "within").filtered(logits[:, None])[:, 0].double()
     plain = plain_filtered(logits, temperature, top_p, min_p, top_k)
     assert torch.equal(ours, plain) and plain.isfinite().any(-1).all()
 

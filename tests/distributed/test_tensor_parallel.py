@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 import pdkernels as pd
 import pdkernels.distributed
-from pdkernels.decoding.recurrent._parts import filtered
 from pdkernels.distributed import ShardedLogits, parallelize
 from pdkernels.distributed.shards import Shards
+from pdkernels.generation.sampler import Sampler
 from pdkernels.ops._collectives import gathered, summed
 from pdkernels.ops._vocabulary import Part
 from tests.distributed.ranks import COUNTS
@@ -155,7 +155,10 @@ def recurrent_traffic(group: Any, logits: torch.Tensor) -> list[tuple[int, int]]
     local = logits[..., rank * width : (rank + 1) * width].clone()
     sliced = ShardedLogits(local, Part(group, rank * width, width), logits.shape[-1])
     counts = []
-    for ask in (lambda: pd.logit_divergence(sliced, sliced * 2), lambda: filtered(sliced, 1.0, 0.5, None)):
+    for ask in (
+        lambda: pd.logit_divergence(sliced, sliced * 2),
+        lambda: Sampler(1.0, top_p=0.5, top_p_rule="within").filtered(sliced),
+    ):
         with pd.distributed.count_communication() as traffic:
             ask()
         counts.append((traffic.calls, traffic.bytes))
@@ -284,8 +287,8 @@ def asked(group: Any, x: torch.Tensor) -> list[bool]:
         lambda y: torch.cat([y, y]),
         lambda y: y.isnan(),
         lambda y: y.cumsum(-1),
-        lambda y: filtered(y, 0.8, 0.7, None),
-        lambda y: filtered(y * 3, 1.0, 0.9, 0.05, 11),
+        lambda y: Sampler(0.8, top_p=0.7, top_p_rule="within").filtered(y),
+        lambda y: Sampler(1.0, 11, 0.9, 0.05, top_p_rule="within").filtered(y * 3),
         lambda y: torch.stack(pd.logit_divergence(y[:, 0], y[:, 1])[1:]),
         lambda y: torch.stack(pd.logit_divergence(banned(y)[:, 0], banned(y)[:, 2], min_p=0.3)[1:]),
         lambda y: torch.stack(pd.logit_divergence(y, banned(y))[1:]),
