@@ -21,7 +21,7 @@ import pdkernels as pd
 from bench.gpu_clock import gpu_clock
 from bench.timing import compare
 from pdkernels.integrations.device_loop import DeviceLoop, available
-from pdkernels.models.transformer import Transformer, TransformerConfig
+from pdkernels.models.architectures.transformer import Transformer, TransformerConfig
 
 LIMIT = 64
 CASES = [

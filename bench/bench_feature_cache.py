@@ -14,7 +14,7 @@ from torch import Tensor
 import pdkernels as pd
 from bench.devices import by_device
 from bench.timing import compare
-from pdkernels.models.rope import rope_tables
+from pdkernels.models.architectures.rope import rope_tables
 from tests.harness.error_budget import assert_within_budget
 
 HEADS, HEAD_DIM, WIDTH, PROMPT, CAPACITY = 32, 128, 4096, 900, 2048

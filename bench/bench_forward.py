@@ -13,7 +13,8 @@ import torch
 
 from bench.devices import by_device, sizes
 from bench.timing import compare
-from pdkernels.models import Transformer, TransformerConfig, fused, load
+from pdkernels.models import Transformer, TransformerConfig, load
+from pdkernels.models.architectures import fused
 
 ROWS = {"cpu": (1, 4, 16, 72), "cuda": (1, 8, 72), "dry": (2,)}
 PREFIX = {"cpu": 40, "cuda": 1024, "dry": 5}

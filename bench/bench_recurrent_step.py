@@ -20,12 +20,12 @@ from torch.profiler import profile
 
 from bench.devices import by_device, sizes
 from bench.timing import compare
-from pdkernels.decoding._session import Session
 from pdkernels.decoding.recurrent import _wave as _recurrent_wave
 from pdkernels.decoding.recurrent._parts import Core, Sampling, prefill
 from pdkernels.decoding.recurrent._wave import Wave, WaveOptions
-from pdkernels.models import fused
-from pdkernels.models.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
+from pdkernels.generation.session import Session
+from pdkernels.models.architectures import fused
+from pdkernels.models.architectures.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
 
 PREFIX = 512
 INNER = 4

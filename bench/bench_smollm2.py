@@ -18,7 +18,7 @@ import pdkernels as pd
 from bench.devices import DRY_RUN
 from bench.timing import compare
 from pdkernels.cli._demo import QUESTIONS as DEMONSTRATED
-from pdkernels.models.packaged import packaged
+from pdkernels.models.checkpoints.packaged import packaged
 
 NAME = "smollm2-135m-instruct"
 QUESTIONS = [

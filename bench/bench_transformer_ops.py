@@ -14,7 +14,7 @@ from torch import Tensor
 import pdkernels as pd
 from bench.devices import DRY_RUN, by_device
 from bench.timing import compare
-from pdkernels.models.rope import rope_tables
+from pdkernels.models.architectures.rope import rope_tables
 from tests.harness.error_budget import assert_within_budget
 
 HIDDEN, INNER, HEADS, HEAD_DIM, EPS = 5280, 17920, 55, 96, 1e-6

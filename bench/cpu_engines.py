@@ -39,7 +39,7 @@ from bench.cpu_engines_report import LARGER, SMALL, tables
 from bench.gguf_files import random_weights, requantized
 from bench.records import write
 from pdkernels.evaluation.machine import processor
-from pdkernels.models.packaged import packaged
+from pdkernels.models.checkpoints.packaged import packaged
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results/cpu_engines.json"

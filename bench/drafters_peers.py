@@ -32,7 +32,7 @@ from bench.cpu_engines import QUESTION, Refused, Worker, pythons
 from bench.drafters_report import peers_of
 from bench.records import write
 from pdkernels.evaluation.machine import processor
-from pdkernels.models.packaged import packaged
+from pdkernels.models.checkpoints.packaged import packaged
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results/drafters_peers.json"

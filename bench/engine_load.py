@@ -27,7 +27,7 @@ from bench.cpu_engines import Refused, Worker, agreement, pythons
 from bench.gpu_report import table
 from bench.records import write
 from pdkernels.evaluation.machine import processor
-from pdkernels.models.packaged import packaged
+from pdkernels.models.checkpoints.packaged import packaged
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results/engine_load.json"

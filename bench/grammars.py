@@ -29,10 +29,10 @@ import pdkernels as pd
 from bench.grammars_report import tables
 from bench.records import write
 from pdkernels.decoding import Grammar, Method, generate
-from pdkernels.decoding._filters import Filters
-from pdkernels.decoding._session import Session
 from pdkernels.decoding.methods import METHODS
 from pdkernels.evaluation.machine import facts
+from pdkernels.generation.filters import Filters
+from pdkernels.generation.session import Session
 from pdkernels.models.protocols import PlanningModel
 from tests.support.drafters import with_drafters
 from tests.support.grammar_oracle import fault

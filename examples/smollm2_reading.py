@@ -14,7 +14,7 @@ from training_run import Run, console
 
 import pdkernels as pd
 from pdkernels.models import Transformer
-from pdkernels.models.fused import rms_norm
+from pdkernels.models.architectures.fused import rms_norm
 
 NAME = "smollm2-135m-instruct"
 COUNTED = 512

@@ -29,7 +29,7 @@ from training_run import HAS_BF16, Fast, Resume, Run, Score, console, output_pai
 import pdkernels as pd
 from pdkernels.masks import Segment, SegmentMask, TilePlan
 from pdkernels.models import Transformer
-from pdkernels.models.rope import apply_rope, rope_tables
+from pdkernels.models.architectures.rope import apply_rope, rope_tables
 from pdkernels.training import attach_drafter_, drafter_loss
 
 NAME = "smollm2-135m-instruct"

@@ -30,8 +30,8 @@ from training_run import Output, Resume, Run, Score, console, save
 
 from pdkernels.decoding import generate
 from pdkernels.models import ByteTokenizer
-from pdkernels.models.attention import Visibility
-from pdkernels.models.recurrent_depth import STATE_STD, RecurrentDepth, RecurrentDepthConfig
+from pdkernels.models.architectures.attention import Visibility
+from pdkernels.models.architectures.recurrent_depth import STATE_STD, RecurrentDepth, RecurrentDepthConfig
 from pdkernels.training import Chains, chains
 
 CONFIG = RecurrentDepthConfig(

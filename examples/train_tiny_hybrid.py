@@ -23,7 +23,7 @@ from train_tiny_trimode import MASK_TOKEN, cosine, joint_batches, joint_step
 from training_run import HAS_BF16, Output, Resume, Run, Score, save
 
 from pdkernels.models import ByteTokenizer
-from pdkernels.models.hybrid import Hybrid, HybridConfig
+from pdkernels.models.architectures.hybrid import Hybrid, HybridConfig
 from pdkernels.training import arithmetic
 
 CONFIG = HybridConfig(

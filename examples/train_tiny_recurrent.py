@@ -26,7 +26,7 @@ from train_tiny_code import score as score_of
 from training_run import Output, Resume, Run, Score, console, save
 
 from pdkernels.models import ByteTokenizer
-from pdkernels.models.recurrent_depth import STATE_STD, RecurrentDepth, RecurrentDepthConfig
+from pdkernels.models.architectures.recurrent_depth import STATE_STD, RecurrentDepth, RecurrentDepthConfig
 from pdkernels.training import Problem, arithmetic, as_ids, standard_library
 
 CONFIG = RecurrentDepthConfig(

@@ -19,7 +19,8 @@ import torch
 import typer
 from training_run import console, fail
 
-from pdkernels.models import SamplerConfig, SamplerHead, save_sampler, semantic_table, zoo
+from pdkernels.models import SamplerConfig, SamplerHead, save_sampler, semantic_table
+from pdkernels.models.checkpoints import zoo
 from pdkernels.training import Problem, SamplerSteps, arithmetic, auc, collect_sampler_steps, train_sampler
 
 BATCH = 32

@@ -25,8 +25,9 @@ from rich.text import Text
 from safetensors.torch import save as serialized
 from torch import Tensor
 
-from pdkernels.models import ByteTokenizer, Transformer, zoo
-from pdkernels.models.adapters import MASK_FILE
+from pdkernels.models import ByteTokenizer, Transformer
+from pdkernels.models.checkpoints import zoo
+from pdkernels.models.checkpoints.adapters import MASK_FILE
 
 Output: TypeAlias = Annotated[Path, typer.Option(help="Where the weights go, once they are trained.")]
 Resume: TypeAlias = Annotated[bool, typer.Option("--resume", help="Continue a training that was stopped.")]

@@ -116,6 +116,16 @@ def check_flag(op: str, argument: str, value: object) -> None:
     check_type(isinstance(value, bool), op, argument, "be a bool", type(value).__name__)
 
 
+def check_text(op: str, text: str, argument: str = "text") -> None:
+    """Raises TypeError or ValueError for anything but text that UTF-8 can encode."""
+    check_type(isinstance(text, str), op, argument, "be a str", type(text).__name__)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        remedy = "Bytes of another encoding become text with .decode(encoding)."
+        fail(op, argument, "hold only Unicode characters", f"the surrogate {text[error.start]!r}", remedy)
+
+
 def did_you_mean(given: object, known: Iterable[str]) -> str:
     """A hint for a misspelt name, to put before a remedy; empty if no known name is close.
 

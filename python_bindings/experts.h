@@ -1,4 +1,4 @@
-// A mixture of experts in place of the MLP of a layer: the kernels that pdkernels/models/experts.py calls, and
+// A mixture of experts in place of the MLP of a layer: the kernels that pdkernels/models/architectures/experts.py calls, and
 // PyTorch's own where it calls those, in the same order, so that results have the same bits.
 #pragma once
 
@@ -17,7 +17,7 @@
 
 namespace pdkernels::PDK_DEVICE::bindings {
 
-// How the router's logits choose experts: the fields of ExpertsConfig in pdkernels/models/config.py.
+// How the router's logits choose experts: the fields of ExpertsConfig in pdkernels/models/architectures/config.py.
 struct RoutingInputs {
   int64_t per_token;
   bool normalized, by_sigmoid;

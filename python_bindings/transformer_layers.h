@@ -1,5 +1,5 @@
-// All layers of a transformer over new rows of a cache: the kernels that pdkernels/models/layer.py calls, in the same
-// order, so that results have the same bits. See pdkernels/models/whole_step.py.
+// All layers of a transformer over new rows of a cache: the kernels that pdkernels/models/architectures/layer.py calls, in the same
+// order, so that results have the same bits. See pdkernels/models/architectures/whole_step.py.
 #pragma once
 
 #include "attention.h"

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from pdkernels.decoding._method import SHARED, Method
+from pdkernels.decoding.method import SHARED, Method
 from pdkernels.decoding.methods import METHODS
 from pdkernels.generation.params import SETTINGS, names_of
 from pdkernels.models.capabilities import CAPABILITIES

@@ -15,10 +15,10 @@ import torch
 from bench import report
 from pdkernels import decoding
 from pdkernels.decoding import Method
-from pdkernels.decoding._session import Session
 from pdkernels.decoding.causal import autoregressive
 from pdkernels.decoding.methods import METHODS
 from pdkernels.evaluation import Candidate, Row, Task, as_json, candidates, comparison, evaluate, make_task, plot, tasks
+from pdkernels.generation.session import Session
 from pdkernels.models import ByteTokenizer, Transformer, TransformerConfig
 from pdkernels.training import arithmetic, standard_library
 

@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 from pdkernels import decoding, evaluation
 from pdkernels.cli import app
 from pdkernels.decoding.methods import METHODS
-from pdkernels.decoding.traces import MaskedStep
 from pdkernels.evaluation.comparison import wing_of
 from pdkernels.evaluation.masked import masked_candidates, plot_canvas, plot_masked
+from pdkernels.generation.traces import MaskedStep
 from pdkernels.models import ByteTokenizer
-from pdkernels.models.transformer import Transformer, TransformerConfig
+from pdkernels.models.architectures.transformer import Transformer, TransformerConfig
 
 
 def small_model(**changes: object) -> Transformer:

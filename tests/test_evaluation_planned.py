@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 import pdkernels as pd
 from pdkernels import cli, evaluation
-from pdkernels.decoding.traces import ChunkStep
 from pdkernels.evaluation import planned
+from pdkernels.generation.traces import ChunkStep
 from pdkernels.models import ByteTokenizer, PlanTokens, Transformer, TransformerConfig
 
 

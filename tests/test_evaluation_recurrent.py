@@ -10,7 +10,6 @@ import torch
 
 from pdkernels import decoding
 from pdkernels.decoding.methods import METHODS
-from pdkernels.decoding.traces import RecurrentStep
 from pdkernels.evaluation import (
     Candidate,
     as_json,
@@ -22,8 +21,9 @@ from pdkernels.evaluation import (
     plot_wave,
 )
 from pdkernels.evaluation.recurrent import _Live
+from pdkernels.generation.traces import RecurrentStep
 from pdkernels.models import ByteTokenizer, Transformer, TransformerConfig
-from pdkernels.models.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
+from pdkernels.models.architectures.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
 
 
 def small_model() -> RecurrentDepth:

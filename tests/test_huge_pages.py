@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import pdkernels as pd
 from pdkernels import _memory, _native
-from pdkernels.models import hf
+from pdkernels.models.checkpoints import hf
 from tests.support.checkpoints import random_checkpoint
 from tests.support.forks import forked
 

@@ -16,8 +16,8 @@ import torch
 
 from bench.papers.block_search import Asking, Block, BlockLimit, Guesses, checked_schemes, searching
 from pdkernels._validation import check
-from pdkernels.decoding._prompts import token_lists
-from pdkernels.decoding._sampling import banned_tokens, checked_mask_token, greedy, statistics
+from pdkernels.generation.noise import banned_tokens, checked_mask_token, greedy, statistics
+from pdkernels.generation.prompts import token_lists
 from pdkernels.masks import full
 
 _OP = "papers.speed_of_light"

@@ -46,7 +46,7 @@ from pdkernels.cli._tables import evaluation_table
 from pdkernels.cli._terminal import MAX_THREADS, Output, check_file, errors_reported, show_warning, use_threads, writing
 from pdkernels.cli._usage import Commands, print_version
 from pdkernels.decoding.methods import METHODS
-from pdkernels.models.zoo import WEIGHTS
+from pdkernels.models.checkpoints.zoo import WEIGHTS
 
 __all__ = ["app", "main"]
 

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from pdkernels._validation import refuse
+from pdkernels.batch.ray import generate_files
 from pdkernels.cli._terminal import (
     DTYPE_HELP,
     MAX_THREADS,
@@ -21,8 +22,7 @@ from pdkernels.cli._terminal import (
     named_device,
     named_dtype,
 )
-from pdkernels.decoding._method import SHARED
-from pdkernels.integrations.ray import generate_files
+from pdkernels.decoding.method import SHARED
 
 _COLUMNS = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
 

@@ -36,7 +36,7 @@ from pdkernels.cli._terminal import (
     use_threads,
     visible,
 )
-from pdkernels.decoding._method import SHARED
+from pdkernels.decoding.method import SHARED
 
 COMMANDS = "Commands: /reset forgets the chat, /exit or Ctrl-D ends it; Ctrl-C stops an answer."
 

@@ -34,8 +34,8 @@ from pdkernels.cli._terminal import (
     use_threads,
     visible,
 )
-from pdkernels.models.packaged import PACKAGED, packaged
-from pdkernels.models.zoo import WEIGHTS
+from pdkernels.models.checkpoints.packaged import PACKAGED, packaged
+from pdkernels.models.checkpoints.zoo import WEIGHTS
 from pdkernels.ops.quantized_linear import QuantizedWeight
 
 QUESTIONS = (

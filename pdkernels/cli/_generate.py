@@ -38,9 +38,9 @@ from pdkernels.cli._terminal import (
     visible,
     writing,
 )
-from pdkernels.decoding._method import SHARED
+from pdkernels.decoding.method import SHARED
 from pdkernels.decoding.methods import METHODS
-from pdkernels.decoding.result import DecodeResult
+from pdkernels.generation.result import DecodeResult
 
 
 def _help(option: str) -> str:

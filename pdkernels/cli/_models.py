@@ -14,8 +14,8 @@ from rich.text import Text
 from pdkernels import decoding, models
 from pdkernels.cli._terminal import errors_reported
 from pdkernels.decoding.methods import METHODS
-from pdkernels.models.packaged import PACKAGED, packaged
-from pdkernels.models.zoo import WEIGHTS, checkpoint_of
+from pdkernels.models.checkpoints.packaged import PACKAGED, packaged
+from pdkernels.models.checkpoints.zoo import WEIGHTS, checkpoint_of
 
 
 class _Facts(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pdkernels.models.folder import read_fields
+from pdkernels.models.files.folder import read_fields
 
 FILE = "generation_config.json"
 _TOP_K = 50  # of transformers, where the file has none

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pdkernels import decoding, evaluation
-from pdkernels.decoding.result import DecodeResult
+from pdkernels.generation.result import DecodeResult
 
 
 def generation_table(results: dict[str, DecodeResult[torch.Tensor, str]], same: dict[str, bool] | None) -> Table:

@@ -19,9 +19,9 @@ from pdkernels import models
 from pdkernels._validation import check, check_choice, message, refuse
 from pdkernels.decoding.methods import METHODS
 from pdkernels.evaluation.sweep import parse_value
-from pdkernels.models.drafters.folder import is_drafter_folder, is_own_folder
-from pdkernels.models.layout import DTYPES
-from pdkernels.models.tokenizers import Tokenizer
+from pdkernels.models.checkpoints.drafters.folder import is_drafter_folder, is_own_folder
+from pdkernels.models.files.layout import DTYPES
+from pdkernels.models.text.tokenizers import Tokenizer
 
 ACCEPTED = "bold green"
 GIVEN = "default"

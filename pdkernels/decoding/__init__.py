@@ -1,9 +1,6 @@
 """Decoding methods with one entry point, `generate`: a folder for each kind of model, a file for each method."""
 
-from pdkernels.decoding._method import Method
-from pdkernels.decoding._sampling import sequence_seed
-from pdkernels.decoding._stream import Piece, Stream
-from pdkernels.decoding._usual import default_method
+from pdkernels.decoding.default_method import default_method
 from pdkernels.decoding.generate import (
     available,
     default_option,
@@ -14,13 +11,24 @@ from pdkernels.decoding.generate import (
     stream,
     supports,
 )
-from pdkernels.decoding.grammar import Grammar
-from pdkernels.decoding.planned._lanes import chunk_lanes
-from pdkernels.decoding.planned._outline import BAD_PLANS, BadPlan
+from pdkernels.decoding.method import Method
+from pdkernels.decoding.planned.lanes import chunk_lanes
+from pdkernels.decoding.planned.outline import BAD_PLANS, BadPlan
 from pdkernels.decoding.recurrent.recurrent_adaptive import ExitCheck
-from pdkernels.decoding.result import ChunkTokens, DecodeResult, DecodeStats, LogProbs, OnTokens, PlanReport, PlanRound
 from pdkernels.decoding.suffixes import SuffixPool
-from pdkernels.decoding.traces import (
+from pdkernels.generation.noise import sequence_seed
+from pdkernels.generation.params import SamplingParams
+from pdkernels.generation.result import (
+    ChunkTokens,
+    DecodeResult,
+    DecodeStats,
+    LogProbs,
+    OnTokens,
+    PlanReport,
+    PlanRound,
+)
+from pdkernels.generation.stream import Piece, Stream
+from pdkernels.generation.traces import (
     AdaptiveStep,
     ChunkStep,
     DenoiseStep,
@@ -29,7 +37,7 @@ from pdkernels.decoding.traces import (
     RecurrentStep,
     TraceStep,
 )
-from pdkernels.generation.params import SamplingParams
+from pdkernels.grammar import Grammar
 
 __all__ = [
     "BAD_PLANS",

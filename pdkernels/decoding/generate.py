@@ -8,23 +8,23 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from pdkernels._validation import check, check_flag, check_type, did_you_mean, message
-from pdkernels.decoding._filtered_model import FilteredModel
-from pdkernels.decoding._filters import Filters
-from pdkernels.decoding._log_probs import WrittenLogProbs
-from pdkernels.decoding._method import SHARED, Method
-from pdkernels.decoding._options import check_options, refuse_settings
-from pdkernels.decoding._prompts import Prompts
-from pdkernels.decoding._request import Overflow, check_model, finished, open_session
-from pdkernels.decoding._sampling import checked_mask_token
-from pdkernels.decoding._session import Session
-from pdkernels.decoding._shared_prompts import SharedPrompts
-from pdkernels.decoding._stops import Stops
-from pdkernels.decoding._stream import Stream
-from pdkernels.decoding.grammar import opened
+from pdkernels.decoding.grammar_rows import opened
+from pdkernels.decoding.method import SHARED, Method
 from pdkernels.decoding.methods import METHODS
-from pdkernels.decoding.result import DecodeResult, OnTokens
+from pdkernels.decoding.options import check_options, refuse_settings
+from pdkernels.decoding.request import Overflow, check_model, finished, open_session
 from pdkernels.decoding.signatures import Generate
+from pdkernels.generation.filtered_model import FilteredModel
+from pdkernels.generation.filters import Filters
+from pdkernels.generation.logprobs import WrittenLogProbs
+from pdkernels.generation.noise import checked_mask_token
 from pdkernels.generation.params import SETTINGS, SamplingParams, take_params
+from pdkernels.generation.prompts import Prompts
+from pdkernels.generation.result import DecodeResult, OnTokens
+from pdkernels.generation.session import Session
+from pdkernels.generation.shared_prompts import SharedPrompts
+from pdkernels.generation.stops import Stops
+from pdkernels.generation.stream import Stream
 from pdkernels.models.capabilities import capabilities
 
 _OP = "decoding.generate"
@@ -162,7 +162,7 @@ def generate(
 
     Example:
         >>> import torch
-        >>> from pdkernels.models.transformer import Transformer, TransformerConfig
+        >>> from pdkernels.models.architectures.transformer import Transformer, TransformerConfig
         >>> model = Transformer(TransformerConfig(vocab_size=11, hidden_size=16, layers=2, heads=4, kv_heads=2,
         ...                                       head_dim=8, intermediate_size=24))
         >>> greedy = generate(model, [3, 1, 4], max_new_tokens=8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdkernels.decoding import causal, masked, planned, recurrent
-from pdkernels.decoding._method import Method
+from pdkernels.decoding.method import Method
 
 METHODS: dict[str, Method] = {
     method.name: method for folder in (causal, planned, recurrent, masked) for method in folder.METHODS

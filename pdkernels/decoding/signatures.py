@@ -11,12 +11,12 @@ from typing import Any, Literal, Protocol, overload
 from torch import Tensor
 from typing_extensions import Unpack
 
-from pdkernels.decoding._method import Method
-from pdkernels.decoding._prompts import Batch, Prompt
-from pdkernels.decoding.result import DecodeResult, OnTokens
+from pdkernels.decoding.method import Method
 from pdkernels.decoding.suffixes import SuffixPool
 from pdkernels.generation.params import SamplingParams, Settings
-from pdkernels.models.sampler_head import SamplerHead
+from pdkernels.generation.prompts import Batch, Prompt
+from pdkernels.generation.result import DecodeResult, OnTokens
+from pdkernels.models.architectures.sampler_head import SamplerHead
 
 # ---------------------------------------------------------------------------------------------------------------------
 

@@ -14,11 +14,11 @@ from pdkernels._validation import check
 from pdkernels.distributed.mesh import group_of
 from pdkernels.distributed.shards import Piece, Shards
 from pdkernels.distributed.tensor_parallel import ParallelModel, assembled, parallelize
-from pdkernels.models.folder import Weights
-from pdkernels.models.layout import Layout, Parts
-from pdkernels.models.packaged import PACKAGED, packaged
-from pdkernels.models.zoo import available, checked_request, checkpoint_of
-from pdkernels.models.zoo import load as load_whole
+from pdkernels.models.checkpoints.packaged import PACKAGED, packaged
+from pdkernels.models.checkpoints.zoo import available, checked_request, checkpoint_of
+from pdkernels.models.checkpoints.zoo import load as load_whole
+from pdkernels.models.files.folder import Weights
+from pdkernels.models.files.layout import Layout, Parts
 
 OP = "distributed.load"
 

@@ -25,9 +25,9 @@ from pdkernels.distributed.logits import ShardedLogits
 from pdkernels.distributed.mesh import group_of
 from pdkernels.distributed.shards import OP, Shards
 from pdkernels.models import RecurrentDepth, RecurrentDepthConfig, Transformer, TransformerConfig
-from pdkernels.models.fused import gated, linear, rms_norm
-from pdkernels.models.layer import Layer
-from pdkernels.models.recurrent_layer import RecurrentLayer
+from pdkernels.models.architectures.fused import gated, linear, rms_norm
+from pdkernels.models.architectures.layer import Layer
+from pdkernels.models.architectures.recurrent_layer import RecurrentLayer
 from pdkernels.ops import TokenStatistics, linear_token_statistics
 from pdkernels.ops._collectives import gathered, summed
 from pdkernels.ops._quantized_weight import QuantizedWeight

@@ -17,17 +17,17 @@ import torch
 from pdkernels._threads import Worker, tell_forks
 from pdkernels._validation import check, check_flag, check_type, integer, message, refuse, sentence
 from pdkernels.decoding import Method, OnTokens, available, find
-from pdkernels.decoding._filtered_model import FilteredModel
-from pdkernels.decoding._options import check_options, suggests
-from pdkernels.decoding._prompts import Prompts
-from pdkernels.decoding._session import Session
 from pdkernels.decoding.generate import ARGUMENTS, check_capabilities, prepare
+from pdkernels.decoding.options import check_options, suggests
 from pdkernels.decoding.steps import Staging
 from pdkernels.engine.generation import Generation, checked_wait
 from pdkernels.engine.lane import Lane, Request
 from pdkernels.engine.metrics import EngineMetrics
 from pdkernels.engine.pages import Memory
+from pdkernels.generation.filtered_model import FilteredModel
 from pdkernels.generation.params import MAX_POSITIONS, SETTINGS, SamplingParams, take_params
+from pdkernels.generation.prompts import Prompts
+from pdkernels.generation.session import Session
 
 _OP = "Engine.submit"
 _BUCKET = 32  # canvases of one batch are padded to a multiple of this many prompt tokens

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pdkernels._validation import sentence
-from pdkernels.decoding._request import finished
-from pdkernels.decoding._session import Session
+from pdkernels.decoding.request import finished
 from pdkernels.decoding.steps import Left, RunningBatch, Steps
 from pdkernels.engine.generation import FinishReason, Generation
 from pdkernels.engine.metrics import EngineMetrics
 from pdkernels.engine.pages import Known, Memory
 from pdkernels.generation.sampler import Sampler
+from pdkernels.generation.session import Session
 
 # Turns with at most half of the rows taken before a batch shrinks: moving it costs a read of its rows.
 _PATIENCE = 32

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pdkernels.decoding._session import inference
+from pdkernels.generation.session import inference
 
 _SHORTEST = 16  # tokens that are cheaper to run than to look up
 

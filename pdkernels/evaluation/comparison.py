@@ -11,15 +11,15 @@ import torch
 
 from pdkernels import decoding
 from pdkernels._validation import check
-from pdkernels.decoding._method import WINGS, Wing
+from pdkernels.decoding.method import WINGS, Wing
 from pdkernels.decoding.methods import METHODS
-from pdkernels.decoding.result import DecodeResult
 from pdkernels.evaluation.candidate import Candidate
 from pdkernels.evaluation.machine import facts
 from pdkernels.evaluation.masked import masked_candidates
 from pdkernels.evaluation.ranks import in_order, is_first, of_first, own_numbers
 from pdkernels.evaluation.recurrent import extra_memory, recurrent_candidates, with_full_wave
 from pdkernels.evaluation.tasks import Task
+from pdkernels.generation.result import DecodeResult
 from pdkernels.models.capabilities import capabilities
 
 _OP = "evaluation"

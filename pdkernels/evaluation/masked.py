@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from pdkernels._validation import check
-from pdkernels.decoding.traces import MaskedStep
 from pdkernels.evaluation.candidate import Candidate, colours_of
 from pdkernels.evaluation.plot_rows import plot_rows
+from pdkernels.generation.traces import MaskedStep
 
 # The papers' thresholds for large models, then those at which the tiny model is right about as often as one token at a time.
 _SURE = {"tau_min": 0.9, "tau_high": 0.97, "max_exploration": 1, "window": 1}

@@ -15,9 +15,9 @@ from typing import Any
 
 from pdkernels import decoding
 from pdkernels._validation import check
-from pdkernels.decoding.result import PlanReport
 from pdkernels.evaluation.candidate import Candidate
 from pdkernels.evaluation.machine import facts
+from pdkernels.generation.result import PlanReport
 from pdkernels.training.lists import PICK, PICKED, Orders, orders
 
 KINDS = ("lists", "picks", "lists of picks")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pdkernels._validation import check
-from pdkernels.decoding.traces import ChunkStep
+from pdkernels.generation.traces import ChunkStep
 
 
 def plot_chunks(

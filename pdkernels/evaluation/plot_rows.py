@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pdkernels.decoding._method import WINGS
+from pdkernels.decoding.method import WINGS
 from pdkernels.decoding.methods import METHODS
 from pdkernels.evaluation.planned import interval
 

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from pdkernels import decoding
 from pdkernels._validation import check
-from pdkernels.decoding.traces import RecurrentStep
 from pdkernels.evaluation.candidate import Candidate, colours_of
 from pdkernels.evaluation.plot_rows import plot_rows
+from pdkernels.generation.traces import RecurrentStep
 
 # Options that are varied one at a time, around the defaults.
 _RECURRENCES = (1, 2, 4, 8, 32)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from pdkernels import decoding
 from pdkernels._validation import check, fail
-from pdkernels.decoding._method import Method
+from pdkernels.decoding.method import Method
 from pdkernels.evaluation.candidate import Candidate
 from pdkernels.evaluation.comparison import baseline_of
 from pdkernels.evaluation.planned import interval

@@ -12,16 +12,13 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 
-from pdkernels._validation import check, check_fits_float, check_type
-from pdkernels.models.tokenizers import check_text
+from pdkernels._validation import check, check_fits_float, check_text, check_type
+from pdkernels.grammar.grammar import Grammar
 from pdkernels.ops.filter_logits import LARGEST
-
-if TYPE_CHECKING:
-    from pdkernels.decoding.grammar.grammar import Grammar  # TEMP
 
 MAX_POSITIONS = 2**24
 """Limit of a text, regardless of the model."""
@@ -254,7 +251,6 @@ def _seed(op: str, name: str, value: Any) -> int | tuple[int, ...]:
 
 def _grammar(op: str, name: str, value: Any) -> Any:
     """Its prompts are counted where they are known."""
-    from pdkernels.decoding.grammar.grammar import Grammar  # TEMP
 
     if value is None or isinstance(value, Grammar):
         return value

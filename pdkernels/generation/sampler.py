@@ -14,7 +14,7 @@ import torch
 from torch.overrides import has_torch_function_unary
 
 from pdkernels.backends import backend_of
-from pdkernels.decoding._sampling import greedy, likeliest, noise, statistics, suppress_
+from pdkernels.generation.noise import greedy, likeliest, noise, statistics, suppress_
 from pdkernels.generation.params import SamplingParams
 from pdkernels.ops import TokenStatistics, token_statistics
 

@@ -13,14 +13,14 @@ import torch
 
 from pdkernels._validation import check, check_fits_memory, check_type, message, sentence
 from pdkernels.decoding import DecodeResult, OnTokens
-from pdkernels.decoding._options import check_options
-from pdkernels.decoding._prompts import Prompts
-from pdkernels.decoding._request import finished, open_session
-from pdkernels.decoding._session import Session
 from pdkernels.decoding.generate import check_capabilities
 from pdkernels.decoding.methods import METHODS
+from pdkernels.decoding.options import check_options
+from pdkernels.decoding.request import finished, open_session
 from pdkernels.decoding.steps import run
 from pdkernels.generation.params import MAX_POSITIONS, SamplingParams, names_of, take_params
+from pdkernels.generation.prompts import Prompts
+from pdkernels.generation.session import Session
 from pdkernels.integrations.while_graph import WhileGraph, capture, kinds_of, require
 from pdkernels.models import RecurrentDepth, Transformer
 from pdkernels.ops import log_step_

@@ -1,24 +1,38 @@
 """A transformer, a hybrid and a recurrent-depth model that run on our caches, the trained tiny models, and checkpoints from local
 folders."""
 
-from pdkernels.models.callable_model import CallableModel, from_callable
-from pdkernels.models.chat import ChatTemplate
-from pdkernels.models.config import ExpertsConfig, TransformerConfig
-from pdkernels.models.drafters import (
-    DFlashConfig,
-    DFlashHead,
-    EagleConfig,
-    EagleHead,
-    MtpConfig,
-    MtpHead,
-    available_drafters,
-    load_drafter,
-    save_drafter,
+from pdkernels.models.architectures.callable_model import CallableModel, from_callable
+from pdkernels.models.architectures.config import ExpertsConfig, TransformerConfig
+from pdkernels.models.architectures.hybrid import Hybrid, HybridConfig
+from pdkernels.models.architectures.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
+from pdkernels.models.architectures.rope import (
+    FactorScaling,
+    LinearScaling,
+    Llama3Scaling,
+    PartialRotation,
+    RopeScaling,
+    YarnScaling,
 )
-from pdkernels.models.hf import from_hf_config, from_hf_state_dict, to_hf_state_dict
-from pdkernels.models.huginn import from_huginn_config, from_huginn_state_dict, to_huginn_config, to_huginn_state_dict
-from pdkernels.models.hybrid import Hybrid, HybridConfig
-from pdkernels.models.llada import from_llada_config, from_llada_state_dict, to_llada_state_dict
+from pdkernels.models.architectures.sampler_head import (
+    SamplerConfig,
+    SamplerHead,
+    load_sampler,
+    sampler_features,
+    save_sampler,
+    semantic_table,
+)
+from pdkernels.models.architectures.transformer import Transformer
+from pdkernels.models.checkpoints.drafters.folder import available_drafters, load_drafter, save_drafter
+from pdkernels.models.checkpoints.hf import from_hf_config, from_hf_state_dict, to_hf_state_dict
+from pdkernels.models.checkpoints.huginn import (
+    from_huginn_config,
+    from_huginn_state_dict,
+    to_huginn_config,
+    to_huginn_state_dict,
+)
+from pdkernels.models.checkpoints.llada import from_llada_config, from_llada_state_dict, to_llada_state_dict
+from pdkernels.models.checkpoints.zoo import available, load
+from pdkernels.models.drafters import DFlashConfig, DFlashHead, EagleConfig, EagleHead, MtpConfig, MtpHead
 from pdkernels.models.plan_tokens import PlanTokens
 from pdkernels.models.protocols import (
     BidirectionalModel,
@@ -34,19 +48,8 @@ from pdkernels.models.protocols import (
     SelfSpeculativeModel,
     TappedModel,
 )
-from pdkernels.models.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
-from pdkernels.models.rope import FactorScaling, LinearScaling, Llama3Scaling, PartialRotation, RopeScaling, YarnScaling
-from pdkernels.models.sampler_head import (
-    SamplerConfig,
-    SamplerHead,
-    load_sampler,
-    sampler_features,
-    save_sampler,
-    semantic_table,
-)
-from pdkernels.models.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer
-from pdkernels.models.transformer import Transformer
-from pdkernels.models.zoo import available, load
+from pdkernels.models.text.chat import ChatTemplate
+from pdkernels.models.text.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer
 
 __all__ = [
     "BidirectionalModel",

@@ -9,8 +9,8 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 
 from pdkernels.decoding import Grammar
-from pdkernels.decoding.grammar.budget import bounded
 from pdkernels.engine import EngineFull
+from pdkernels.grammar.budget import bounded
 from pdkernels.serve.errors import Refused
 
 _THREADS = 2

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from pdkernels.decoding import Grammar
-from pdkernels.decoding.grammar.language import (
+from pdkernels.grammar.language import (
     Alt,
     Chars,
     Expression,
@@ -19,8 +19,8 @@ from pdkernels.decoding.grammar.language import (
     text,
     without,
 )
-from pdkernels.decoding.grammar.regex import parsed
-from pdkernels.decoding.grammar.schema import parsed_schema
+from pdkernels.grammar.regex import parsed
+from pdkernels.grammar.schema import parsed_schema
 from pdkernels.serve.calls import PLAIN, CallForm
 from pdkernels.serve.errors import Refused, in_http_words
 from pdkernels.serve.schema import ChatRequest, Settings

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pdkernels.models.chat import asks_for_content
+from pdkernels.models.text.chat import asks_for_content
 from pdkernels.serve.errors import Refused, shown
 
 

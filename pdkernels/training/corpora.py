@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import check, check_type
-from pdkernels.models.tokenizers import ByteTokenizer
+from pdkernels.models.text.tokenizers import ByteTokenizer
 
 # One problem and one file in this many are held out of training.
 HELD_OUT_EVERY = 25

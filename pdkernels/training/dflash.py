@@ -13,8 +13,8 @@ from torch import Tensor
 from pdkernels._validation import check, check_choice, check_number, check_shape, check_type
 from pdkernels.masks import AnchoredMask, anchored
 from pdkernels.models import Transformer
+from pdkernels.models.architectures.rope import apply_rope
 from pdkernels.models.drafters import DFlashConfig, DFlashHead
-from pdkernels.models.rope import apply_rope
 from pdkernels.ops import block_sparse_attention
 from pdkernels.training.eagle import ABSENT, check_numbers, copy_layer_, usual_taps
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from pdkernels._validation import check, check_number, check_type
 from pdkernels.models import Transformer
+from pdkernels.models.architectures.rope import apply_rope
 from pdkernels.models.drafters import EagleConfig, EagleHead
 from pdkernels.models.drafters.rows import tables_of
-from pdkernels.models.rope import apply_rope
 from pdkernels.ops._quantized_weight import QuantizedWeight
 
 _OP = "training.eagle_loss"

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from pdkernels._validation import check, check_type, message
-from pdkernels.models.tokenizers import Tokenizer
+from pdkernels.models.text.tokenizers import Tokenizer
 from pdkernels.training.planned import PlanItem, PlannedSample
 
 __all__ = ["Item", "PlanError", "Round", "as_sample", "format", "parse", "without_syncs", "without_topics"]

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdkernels._validation import check, check_type, fail
-from pdkernels.decoding._prompts import token_lists
-from pdkernels.decoding._sampling import banned_tokens, checked_mask_token, greedy, statistics
+from pdkernels.generation.noise import banned_tokens, checked_mask_token, greedy, statistics
+from pdkernels.generation.prompts import token_lists
 from pdkernels.masks import full
-from pdkernels.models.sampler_head import SamplerHead, sampler_features
+from pdkernels.models.architectures.sampler_head import SamplerHead, sampler_features
 
 _OP = "training.collect_sampler_steps"
 Policy = Literal["confidence", "hybrid"]

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 import pdkernels as pd
-from pdkernels.decoding._filtered_model import FilteredModel
-from pdkernels.decoding._filters import Filters
-from pdkernels.decoding._sampling import OWN
+from pdkernels.generation.filtered_model import FilteredModel
+from pdkernels.generation.filters import Filters
+from pdkernels.generation.noise import OWN
 from pdkernels.generation.sampler import Sampler
 from scripts.pictures.parts import ACCEPTED, COMMITTED, FREE, MODEL, REJECTED, canvas, save
 

@@ -10,7 +10,7 @@ import torch
 
 from pdkernels.cache import ContiguousKVCache, HybridCache, PagedKVCache, StateShape
 from pdkernels.masks import TilePlan, causal
-from pdkernels.models.states import States, parents_of
+from pdkernels.models.architectures.states import States, parents_of
 
 BATCH, CAPACITY, PENDING, IDS = 3, 20, 6, 50
 F32 = torch.float32

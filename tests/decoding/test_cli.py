@@ -16,10 +16,10 @@ from typer.testing import CliRunner, Result
 from pdkernels import cli, decoding, evaluation, models
 from pdkernels.cli._terminal import visible
 from pdkernels.decoding import Method
-from pdkernels.decoding._session import Session
 from pdkernels.decoding.methods import METHODS
+from pdkernels.generation.session import Session
 from pdkernels.models import ByteTokenizer, Transformer, TransformerConfig
-from pdkernels.models.zoo import WEIGHTS
+from pdkernels.models.checkpoints.zoo import WEIGHTS
 from tests.support.drafters import eagle_head
 from tests.support.forks import forked
 

@@ -17,9 +17,9 @@ from typer.testing import CliRunner, Result
 
 from pdkernels import cli, decoding
 from pdkernels._version import __version__
+from pdkernels.batch import ledger, ray
 from pdkernels.cli._doctor import thread_advice
 from pdkernels.cli._terminal import visible
-from pdkernels.integrations import ledger, ray
 
 
 def run(*arguments: str, **environment: str | None) -> Result:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pdkernels.decoding import generate
-from pdkernels.decoding._sampling import OWN
+from pdkernels.generation.noise import OWN
 from pdkernels.generation.sampler import Sampler
 from pdkernels.models import Transformer
 from tests.decoding.test_eagle import LIMIT, PROMPTS, VOCABULARY, a_model
@@ -102,9 +102,9 @@ def test_lossless_in_every_dtype(dtype: torch.dtype, page_size: int | None) -> N
 
 def test_the_context_holds_accepted_rows_alone() -> None:
     """The head's cache after many steps is that of one reading of the text, and a block leaves nothing in it."""
-    from pdkernels.decoding._session import Session, inference
     from pdkernels.decoding.causal.dflash import DFlashSteps
     from pdkernels.decoding.steps.contract import next_entry
+    from pdkernels.generation.session import Session, inference
 
     model = a_model()
     head = a_head(model)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pdkernels.decoding import generate
-from pdkernels.models.feature_cache import FeatureCache
+from pdkernels.models.architectures.feature_cache import FeatureCache
 from pdkernels.reference.dllm_cache import FeatureCache as Reference
 from pdkernels.reference.dllm_cache import dllm_cache
 from pdkernels.reference.llada import unmask_by_quota

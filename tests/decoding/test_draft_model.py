@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pdkernels.decoding import generate
-from pdkernels.decoding._sampling import OWN
+from pdkernels.generation.noise import OWN
 from pdkernels.generation.sampler import Sampler
 from tests.support.causal import SCRIPTS, FakeModel
 from tests.support.drafters import small_drafter

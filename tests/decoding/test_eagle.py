@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pdkernels.decoding import generate
-from pdkernels.decoding._sampling import OWN
+from pdkernels.generation.noise import OWN
 from pdkernels.generation.sampler import Sampler
 from pdkernels.models import Transformer, TransformerConfig
 from pdkernels.reference.eagle import eagle as plain
@@ -301,9 +301,9 @@ def test_the_mask_token_is_not_emitted(temperature: float) -> None:
 
 def test_rows_that_wait_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step without a draft costs no forward of the head: its rows wait, and are in the head's cache when it drafts again."""
-    from pdkernels.decoding._session import Session, inference
     from pdkernels.decoding.causal.eagle import EagleSteps
     from pdkernels.decoding.steps.contract import next_entry
+    from pdkernels.generation.session import Session, inference
 
     model = a_model()
     head, read = a_head(model, draft_vocab_size=VOCABULARY), []

@@ -14,9 +14,9 @@ import torch
 
 import pdkernels as pd
 from pdkernels.decoding import Grammar, generate
-from pdkernels.decoding._prefixes import Prefixes
-from pdkernels.decoding.grammar.rows import GrammarRows
+from pdkernels.decoding.grammar_rows import GrammarRows
 from pdkernels.decoding.methods import METHODS
+from pdkernels.generation.prefixes import Prefixes
 from tests.support.drafters import dflash_head, eagle_head, mtp_head, small_drafter
 from tests.support.grammars import all_grammars
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from pdkernels.decoding import Grammar
-from pdkernels.decoding.grammar.budget import Abandoned, bounded
-from pdkernels.decoding.grammar.recursion import cycles
+from pdkernels.grammar.budget import Abandoned, bounded
+from pdkernels.grammar.recursion import cycles
 from tests.decoding.test_grammar_language import drawn
 
 INTEGER = {"type": "integer"}

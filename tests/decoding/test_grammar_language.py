@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from pdkernels.decoding import Grammar
-from pdkernels.decoding.grammar.language import compiled, complement, utf8
-from pdkernels.decoding.grammar.numbers import integers, numbers
+from pdkernels.grammar.language import compiled, complement, utf8
+from pdkernels.grammar.numbers import integers, numbers
 from tests.support.grammars import PATTERNS, SCHEMAS, all_grammars
 
 GRAMMARS = all_grammars()

@@ -11,7 +11,7 @@ import torch
 
 import pdkernels as pd
 from pdkernels.decoding import Grammar, generate
-from pdkernels.decoding._filters import Filters
+from pdkernels.generation.filters import Filters
 from tests.support.grammars import all_grammars
 
 pytestmark = pytest.mark.slow

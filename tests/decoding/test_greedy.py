@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdkernels.decoding._sampling import greedy
+from pdkernels.generation.noise import greedy
 
 NUMBERS = st.sampled_from([0.0, -0.0, 1.0, 1.0, 2.5, -3.0, float("inf"), float("-inf"), float("nan")])
 

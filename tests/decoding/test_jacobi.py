@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pdkernels import models
 from pdkernels.decoding import DecodeResult, generate
-from pdkernels.models.transformer import Transformer, TransformerConfig
+from pdkernels.models.architectures.transformer import Transformer, TransformerConfig
 from pdkernels.reference.autoregressive import autoregressive
 from pdkernels.reference.jacobi import JacobiResult, jacobi, jacobi_window
 from tests.support.base import streams

@@ -16,7 +16,7 @@ from pdkernels.cache import ContiguousKVCache, PagedKVCache
 from pdkernels.decoding import DecodeResult, generate, method_options
 from pdkernels.decoding.causal import jacobi_multiblock
 from pdkernels.decoding.causal._multiblock import Limits, Progress, PseudoBlock
-from pdkernels.models.transformer import Transformer
+from pdkernels.models.architectures.transformer import Transformer
 from pdkernels.reference import jacobi_multiblock as reference
 from pdkernels.reference.autoregressive import Model, autoregressive
 from tests.decoding.test_jacobi import small_transformer

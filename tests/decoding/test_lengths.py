@@ -35,7 +35,7 @@ class Times:
 @pytest.fixture(params=TABLES)
 def costs(request: Any, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     found: list[float] = TABLES[request.param]
-    monkeypatch.setattr("pdkernels.decoding._costs.kept_row_times", lambda model: Times(found))
+    monkeypatch.setattr("pdkernels.decoding.costs.kept_row_times", lambda model: Times(found))
     monkeypatch.setattr("pdkernels.decoding.causal.eagle.guess_seconds", lambda drafter: 0.05)
     monkeypatch.setattr("pdkernels.decoding.causal.draft_model.guess_seconds", lambda drafter: 0.05)
     monkeypatch.setattr("pdkernels.decoding.causal.dflash.draft_seconds", lambda drafter, rows: 0.05)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pdkernels._philox import random_words, uniforms, uniforms_at
 from pdkernels.decoding import generate
-from pdkernels.decoding._sampling import sample
+from pdkernels.generation.noise import sample
 from pdkernels.reference import sampling
 from pdkernels.reference.autoregressive import autoregressive
 from pdkernels.reference.linear_self_speculation import linear_self_speculation

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import pdkernels as pd
-from pdkernels.decoding._method import SHARED, WINGS, described
+from pdkernels.decoding.method import SHARED, WINGS, described
 from pdkernels.decoding.methods import METHODS
 from scripts import methods as made
 from tests.support.plans import example

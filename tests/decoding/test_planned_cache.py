@@ -9,7 +9,7 @@ import torch
 
 from pdkernels.cache import ContiguousKVCache, PagedKVCache
 from pdkernels.decoding import generate
-from pdkernels.decoding._cache_rows import rows_of
+from pdkernels.generation.cache_rows import rows_of
 from pdkernels.masks import Stage, planned
 from tests.support.base import KeepsCache
 from tests.support.plans import END, assert_same, planning_model, references

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bench.papers.released import plain_planned
 from bench.papers.released import planned as released
 from pdkernels.decoding.planned import _chunks
-from pdkernels.decoding.planned._outline import BadPlan, fitted, items_by_last_number, text_pieces
+from pdkernels.decoding.planned.outline import BadPlan, fitted, items_by_last_number, text_pieces
 from pdkernels.reference import planned as reference
 from tests.support.plans import CLOSE, OPEN, SYNC, TAGS
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pdkernels.decoding import DecodeResult, generate
 from pdkernels.decoding.recurrent import recurrent_diffusion
 from pdkernels.decoding.recurrent._wave import Wave
-from pdkernels.models.recurrent_depth import RecurrentDepth
+from pdkernels.models.architectures.recurrent_depth import RecurrentDepth
 from pdkernels.reference.recurrent_diffusion import recurrent_diffusion as plain_diffusion
 from pdkernels.reference.recurrent_sampling import RecurrentResult
 from tests.support.base import streams

@@ -11,7 +11,7 @@ from pdkernels import backends
 from pdkernels.decoding import generate
 from pdkernels.decoding.recurrent import recurrent_diffusion
 from pdkernels.decoding.recurrent._wave import Wave
-from pdkernels.models.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
+from pdkernels.models.architectures.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
 from tests.decoding.test_memory import Allocations
 
 pytestmark = pytest.mark.skipif(

@@ -13,7 +13,7 @@ from pdkernels.decoding import RecurrentStep, generate, is_lossless
 from pdkernels.decoding.methods import METHODS
 from pdkernels.generation.params import SamplingParams
 from pdkernels.generation.sampler import Sampler
-from pdkernels.models.recurrent_depth import RecurrentDepth
+from pdkernels.models.architectures.recurrent_depth import RecurrentDepth
 from pdkernels.reference.recurrent_sampling import filtered as plain_filtered
 from pdkernels.reference.recurrent_static import recurrent_static
 from tests.support.base import HostReads, streams

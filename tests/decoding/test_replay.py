@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import pdkernels as pd
-from pdkernels.decoding import _replay
 from pdkernels.decoding.methods import METHODS
+from pdkernels.generation import replay as _replay
 from tests.support.errors import refused
 from tests.support.plans import example
 

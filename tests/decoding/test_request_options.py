@@ -138,7 +138,7 @@ def test_a_prompt_is_computed_once(form: str, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("count", [0, 3])
 def test_log_probabilities_are_the_models_own(form: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before penalties, temperature and filters: those of one forward over the text."""
-    monkeypatch.setattr("pdkernels.decoding._log_probs.CHUNK", 4)
+    monkeypatch.setattr("pdkernels.generation.logprobs.CHUNK", 4)
     method, own = EXACT.get(form, ("autoregressive", {}))
     model = small_transformer(2)
     drawn = {"temperature": 1.3, "top_k": 9, "repetition_penalty": 1.7, "suppress_tokens": [2], "seed": 4}

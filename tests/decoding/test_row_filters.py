@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pdkernels.decoding import generate
-from pdkernels.decoding._filters import Filters, unpacked
-from pdkernels.decoding._prefixes import Prefixes
 from pdkernels.decoding.methods import METHODS
+from pdkernels.generation.filters import Filters, unpacked
 from pdkernels.generation.params import SamplingParams
+from pdkernels.generation.prefixes import Prefixes
 from pdkernels.reference import sampling as reference
 from scripts.methods import follows
 from tests.harness.sessions import FILTERS

@@ -13,12 +13,12 @@ import torch
 import pdkernels as pd
 from pdkernels.cache import PagedKVCache
 from pdkernels.decoding import find
-from pdkernels.decoding._filtered_model import FilteredModel
-from pdkernels.decoding._filters import Filters
-from pdkernels.decoding._request import finished
-from pdkernels.decoding._session import Session
-from pdkernels.decoding._stops import Stops
+from pdkernels.decoding.request import finished
 from pdkernels.decoding.steps import RunningBatch
+from pdkernels.generation.filtered_model import FilteredModel
+from pdkernels.generation.filters import Filters
+from pdkernels.generation.session import Session
+from pdkernels.generation.stops import Stops
 from tests.harness.pretended_gpu import pretended_gpu, waits, without_gpu
 from tests.harness.sessions import open_session, running_batch, steps_of
 from tests.integrations.test_steps import CASES, STARTS, SUMS

@@ -9,8 +9,8 @@ import torch
 
 from pdkernels import models
 from pdkernels.decoding import generate
-from pdkernels.decoding._stops import first_stop
 from pdkernels.decoding.methods import METHODS
+from pdkernels.generation.stops import first_stop
 from pdkernels.models import JsonTokenizer
 from tests.decoding.test_repetition import BATCH, NAMES, SIZES, with_text
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pdkernels.decoding import available, find, generate, is_lossless, method_options, sequence_seed, supports
-from pdkernels.models.recurrent_depth import RecurrentDepth
+from pdkernels.models.architectures.recurrent_depth import RecurrentDepth
 from pdkernels.reference.block_diffusion import block_diffusion
 from pdkernels.reference.linear_self_speculation import linear_self_speculation
 from pdkernels.reference.quadratic_self_speculation import quadratic_self_speculation

@@ -10,7 +10,7 @@ import torch
 
 import pdkernels as pd
 import pdkernels.distributed
-from pdkernels.models.folder import Weights
+from pdkernels.models.files.folder import Weights
 from tests.models.test_zoo import write
 from tests.support.checkpoints import LLAMA, random_checkpoint
 

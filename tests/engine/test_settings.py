@@ -12,7 +12,7 @@ import pdkernels as pd
 from pdkernels.decoding import find, generate
 from pdkernels.decoding.signatures import Request
 from pdkernels.engine import Engine
-from pdkernels.models.transformer import Transformer, TransformerConfig
+from pdkernels.models.architectures.transformer import Transformer, TransformerConfig
 from tests.engine.test_engine import JOINING, loaded
 
 VALUES: list[Any] = [

@@ -24,7 +24,7 @@ import torch
 
 import pdkernels as pd
 from pdkernels import backends
-from pdkernels.models import fused
+from pdkernels.models.architectures import fused
 from pdkernels.ops.token_statistics import Options
 from tests.cudasim.build import ROOT
 from tests.harness.pretended_gpu import operators, pretended_gpu

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from pdkernels.decoding import find
-from pdkernels.decoding._request import open_session as open_request
-from pdkernels.decoding._session import Session
+from pdkernels.decoding.request import open_session as open_request
 from pdkernels.decoding.steps import RunningBatch
 from pdkernels.generation.params import SETTINGS, SamplingParams, names_of
+from pdkernels.generation.session import Session
 
 
 def open_session(

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from pdkernels.integrations import ledger as module
-from pdkernels.integrations.ledger import Ledger
-from pdkernels.integrations.ray import generate_files
+from pdkernels.batch import ledger as module
+from pdkernels.batch.ledger import Ledger
+from pdkernels.batch.ray import generate_files
 from tests.integrations.test_prompt_files import JOINED, OPTIONS, RUN, SUMS, go_on, lines, texts
 from tests.support.errors import refused
 

@@ -147,7 +147,7 @@ def test_drafts_may_be_long() -> None:
 @pytest.mark.parametrize("family", ["falcon_h1", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def test_requests_join_a_running_batch(family: str) -> None:
     from pdkernels.decoding import find
-    from pdkernels.decoding._session import Session
+    from pdkernels.generation.session import Session
 
     model = model_of(family, 5)
     wrapped, texts = wrap(model, mask_token=MASK), prompts(5)

@@ -23,7 +23,7 @@ from lm_eval.models.huggingface import HFLM
 from pdkernels.decoding import generate
 from pdkernels.integrations.lm_eval import HarnessModel
 from pdkernels.integrations.lm_eval.__main__ import with_device
-from pdkernels.models.gguf_tokenizer import _LLAMA3
+from pdkernels.models.checkpoints.gguf_tokenizer import _LLAMA3
 from tests.models.test_zoo import write
 from tests.support.checkpoints import QWEN2, random_checkpoint
 

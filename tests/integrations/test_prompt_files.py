@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 import pdkernels as pd
-from pdkernels.integrations import ledger as module
-from pdkernels.integrations.ledger import Ledger
-from pdkernels.integrations.prompt_files import Contents, Prompt, model_identity, writer
-from pdkernels.integrations.ray import generate_files
+from pdkernels.batch import ledger as module
+from pdkernels.batch.ledger import Ledger
+from pdkernels.batch.prompt_files import Contents, Prompt, model_identity, writer
+from pdkernels.batch.ray import generate_files
 from tests.support.errors import refused
 
 SUMS = [f"{100 + 37 * i} + {990 - 53 * i} = ?" for i in range(9)]
@@ -186,7 +186,7 @@ def test_a_second_run_is_refused_while_the_first_writes(sums: Path, tmp_path: Pa
 
 _RUNNER = """
 import sys
-from pdkernels.integrations.ray import generate_files
+from pdkernels.batch.ray import generate_files
 print("ready", flush=True)
 for name in sys.stdin:
     try:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import pdkernels as pd
-from pdkernels.integrations.prompt_files import read_prompts
-from pdkernels.integrations.ray import generate_files
+from pdkernels.batch.prompt_files import read_prompts
+from pdkernels.batch.ray import generate_files
 from tests.integrations.test_prompt_files import OPTIONS, SUMS, lines, texts
 from tests.support.errors import refused
 
@@ -70,7 +70,7 @@ def test_a_prompt_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_memory_that_one_batch_lacks(sums: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pdkernels.integrations import ray
+    from pdkernels.batch import ray
 
     made = ray.generate
 
@@ -96,7 +96,7 @@ def test_settings_that_no_prompt_works_with_end_the_run(sums: Path, tmp_path: Pa
 def test_a_fault_of_the_program_is_no_error_of_a_prompt(
     sums: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pdkernels.integrations import ray
+    from pdkernels.batch import ray
 
     def broken(*_: Any, **__: Any) -> None:
         raise IndexError("a fault")

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pdkernels as pd
 from pdkernels import backends
 from pdkernels.decoding import find
-from pdkernels.decoding._request import finished
-from pdkernels.models.attention import _causal_plan
+from pdkernels.decoding.request import finished
+from pdkernels.models.architectures.attention import _causal_plan
 from tests.harness.sessions import open_session, steps_of
 
 SUMS = ["482 + 967 = ?", "7 + 12 = ?", "51 + 64 = ?"]

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from pdkernels import models
 from pdkernels.decoding import generate
-from pdkernels.models import adapters
+from pdkernels.models.checkpoints import adapters
 from tests.models.test_zoo import write
 from tests.support.checkpoints import BIASED, LLAMA, MINISTRAL3, QWEN2, State, plain_logits, random_checkpoint
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pdkernels.models import Transformer, TransformerConfig
-from pdkernels.models.attention import Visibility, attend
+from pdkernels.models.architectures.attention import Visibility, attend
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 LENGTHS = [5, 40]

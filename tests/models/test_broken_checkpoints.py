@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from pdkernels import models
 from pdkernels.cli import app
 from pdkernels.models import RecurrentDepthConfig, TransformerConfig, from_hf_state_dict
-from pdkernels.models.config import YarnScaling
+from pdkernels.models.architectures.config import YarnScaling
 from tests.models.test_llada_checkpoints import LLADA, weights
 from tests.models.test_recurrent_depth_checkpoints import SMALL as HUGINN
 from tests.models.test_recurrent_depth_checkpoints import tensors

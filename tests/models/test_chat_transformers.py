@@ -18,7 +18,7 @@ import tokenizers
 from transformers import AutoTokenizer
 
 from pdkernels.models import JsonTokenizer
-from pdkernels.models.tokenizer_files import read_tokenizer_files
+from pdkernels.models.text.tokenizer_files import read_tokenizer_files
 from tests.support import chat_templates
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>"]

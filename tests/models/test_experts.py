@@ -15,8 +15,9 @@ import pdkernels as pd
 from pdkernels import models
 from pdkernels.decoding import available, generate, supports
 from pdkernels.masks import block_causal
-from pdkernels.models import ExpertsConfig, whole_step
-from pdkernels.models.experts import mixture
+from pdkernels.models import ExpertsConfig
+from pdkernels.models.architectures import whole_step
+from pdkernels.models.architectures.experts import mixture
 from pdkernels.ops._quantized_weight import QuantizedWeight
 from tests.harness.error_budget import assert_within_budget
 

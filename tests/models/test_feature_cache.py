@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pdkernels.models.feature_cache import FeatureCache
-from pdkernels.models.layer import Layer
-from pdkernels.models.transformer import Transformer, TransformerConfig
+from pdkernels.models.architectures.feature_cache import FeatureCache
+from pdkernels.models.architectures.layer import Layer
+from pdkernels.models.architectures.transformer import Transformer, TransformerConfig
 from pdkernels.reference.dllm_cache import FeatureCache as Reference
 from tests.harness.error_budget import assert_within_budget, measured
 from tests.support.errors import kind_of

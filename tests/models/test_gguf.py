@@ -13,7 +13,8 @@ import torch
 
 from pdkernels import models
 from pdkernels.decoding import generate
-from pdkernels.models import FactorScaling, LinearScaling, YarnScaling, gguf_file
+from pdkernels.models import FactorScaling, LinearScaling, YarnScaling
+from pdkernels.models.files import gguf_file
 from tests.models.test_adapters import lora, plain_merged, save
 from tests.support.checkpoints import LLAMA31, frequency, plain_logits, random_checkpoint
 

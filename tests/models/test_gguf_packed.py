@@ -13,7 +13,7 @@ import torch
 import pdkernels as pd
 from pdkernels import models
 from pdkernels.decoding import generate
-from pdkernels.models.packaged import packaged
+from pdkernels.models.checkpoints.packaged import packaged
 from tests.models.test_adapters import lora, save
 from tests.support.checkpoints import random_checkpoint
 

@@ -13,7 +13,7 @@ import torch
 
 from pdkernels import models
 from pdkernels.decoding import generate
-from pdkernels.models.packaged import PACKAGED, packaged
+from pdkernels.models.checkpoints.packaged import PACKAGED, packaged
 
 files = pytest.importorskip("tests.support.gguf_files", reason="needs the package gguf: pip install gguf")
 tokenizers = pytest.importorskip("tokenizers", reason="needs the package tokenizers: pip install tokenizers")

@@ -15,7 +15,8 @@ import pytest
 pytest.importorskip("jinja2", reason="needs the package jinja2: pip install jinja2")
 import jinja2
 
-from pdkernels.models import ChatTemplate, template_process
+from pdkernels.models import ChatTemplate
+from pdkernels.models.text import template_process
 
 CHAT = [{"role": "user", "content": "Hi"}]
 HOSTILE = [

@@ -16,8 +16,8 @@ pytest.importorskip("tokenizers", reason="needs the package tokenizers: pip inst
 import tokenizers
 
 from pdkernels.models import JsonTokenizer
-from pdkernels.models.tokenizer_bounds import check_pattern
-from pdkernels.models.tokenizer_files import read_tokenizer_files
+from pdkernels.models.text.tokenizer_bounds import check_pattern
+from pdkernels.models.text.tokenizer_files import read_tokenizer_files
 from tests.models.test_tokenizers import json_tokenizer
 
 TEXT = "def read(self):\n    return 'aaaa' * 12 <|endoftext|> é日本"

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import pdkernels as pd
-from pdkernels.models import tree_scan
-from pdkernels.models.hybrid import Hybrid, HybridConfig
-from pdkernels.models.hybrid_hf import from_hybrid_config
+from pdkernels.models.architectures import tree_scan
+from pdkernels.models.architectures.hybrid import Hybrid, HybridConfig
+from pdkernels.models.checkpoints.hybrid_hf import from_hybrid_config
 
 transformers = pytest.importorskip("transformers", reason="the models are of transformers 5", minversion="5.20")
 V = 61
@@ -311,7 +311,7 @@ def test_gradients_of_a_scan() -> None:
 
 
 def test_a_tiny_file(tmp_path: Path) -> None:
-    from pdkernels.models import zoo
+    from pdkernels.models.checkpoints import zoo
 
     model = small().to(torch.bfloat16)
     zoo.save_tiny(model, tmp_path / "own.safetensors")

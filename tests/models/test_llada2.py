@@ -15,9 +15,9 @@ from torch import Tensor
 import pdkernels as pd
 from pdkernels import models
 from pdkernels.decoding import available, generate, supports
-from pdkernels.models.config import ExpertsConfig
-from pdkernels.models.experts import chosen_by_sigmoid
-from pdkernels.models.rope import PartialRotation
+from pdkernels.models.architectures.config import ExpertsConfig
+from pdkernels.models.architectures.experts import chosen_by_sigmoid
+from pdkernels.models.architectures.rope import PartialRotation
 from pdkernels.ops._quantized_weight import QuantizedWeight
 
 pytest.importorskip("transformers", reason="needs create_bidirectional_mask", minversion="5")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import pdkernels as pd
 from pdkernels.models import Hybrid, MtpHead, Transformer, load_drafter, save_drafter
-from pdkernels.models.drafters import mtp_folder
+from pdkernels.models.checkpoints.drafters import mtp_folder
 from tests.support.tri_mode import small_transformer
 
 transformers = pytest.importorskip("transformers", reason="compares with its layers", minversion="5.15")

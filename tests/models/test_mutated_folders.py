@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 import pdkernels as pd
 from pdkernels import models
 from pdkernels.models import HybridConfig, TransformerConfig, load_drafter
-from pdkernels.models.lora_config import FOLLOWED, REFUSED, WITHOUT_EFFECT
+from pdkernels.models.checkpoints.lora_config import FOLLOWED, REFUSED, WITHOUT_EFFECT
 from tests.models.test_adapters import ALL, TOKENS, lora, plain_merged, save
 from tests.models.test_adapters import base as base  # a fixture
 from tests.support.checkpoint_fuzz import JUNK

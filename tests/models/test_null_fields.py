@@ -11,7 +11,7 @@ import torch
 from packaging.version import Version
 
 from pdkernels import models
-from pdkernels.models.fields import Fields
+from pdkernels.models.files.fields import Fields
 from tests.models.test_config_fields import BETA, LLAMA3, MIXTURES, TOKENS, YARN, base
 
 transformers = pytest.importorskip("transformers")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import pdkernels as pd
 from pdkernels.models import EagleHead, Transformer, TransformerConfig, available_drafters, load_drafter, save_drafter
-from pdkernels.models.drafters import folder as folders
+from pdkernels.models.checkpoints.drafters import folder as folders
 from tests.models.test_eagle_folders import a_head, target
 
 __all__ = ["target"]  # a fixture

@@ -12,7 +12,7 @@ import pdkernels as pd
 from pdkernels import models
 from pdkernels.decoding import generate
 from pdkernels.models import Transformer, TransformerConfig
-from pdkernels.models.zoo import save_tiny
+from pdkernels.models.checkpoints.zoo import save_tiny
 
 FORMATS = ["int8", "int4", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"]
 MATRICES = ("qkv", "output", "gate_up", "down")

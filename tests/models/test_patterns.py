@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 
-from pdkernels.models.patterns import Budget, InvalidPattern, NamePatterns, Pattern, UnsupportedPattern
+from pdkernels.models.files.patterns import Budget, InvalidPattern, NamePatterns, Pattern, UnsupportedPattern
 
 ATOMS = ["a", "b", ".", r"\.", r"\d", "[ab]", "[^a]", "(a|b)", "(|a)", "(?:ab)", r"\w", "_", "1", "^", "$", r"\b", r"\B", r"\Z"]  # fmt: skip
 ATOMS += ["(?=a)", "(?!b)", "[a-b_]", r"[\d.]"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pdkernels import models
-from pdkernels.models.lora_config import FOLLOWED, REFUSED, WITHOUT_EFFECT
+from pdkernels.models.checkpoints.lora_config import FOLLOWED, REFUSED, WITHOUT_EFFECT
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")

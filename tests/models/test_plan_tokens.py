@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from pdkernels import models
 from pdkernels.models import PlanTokens, Transformer, TransformerConfig, to_hf_state_dict
-from pdkernels.models.plan_folder import NAMES
+from pdkernels.models.checkpoints.plan_folder import NAMES
 from pdkernels.models.plan_tokens import PUBLISHED
 
 CONFIG = TransformerConfig(
@@ -73,7 +73,7 @@ def test_control_tokens_that_do_not_fit_a_model(tokens: Any, mask: int, error: t
 
 @pytest.mark.parametrize("tokens", [None, TOKENS, replace(TOKENS, predicts="next", digits=(1, 3, *range(8, 16)))])
 def test_tiny_files_keep_them(tokens: PlanTokens | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pdkernels.models import zoo
+    from pdkernels.models.checkpoints import zoo
 
     bytes_and_more = replace(CONFIG, vocab_size=257)
     zoo.save_tiny(Transformer(bytes_and_more, mask_token=30, plan_tokens=tokens), tmp_path / "tiny-test.safetensors")

@@ -15,8 +15,8 @@ from pdkernels import masks
 from pdkernels.cache import ContiguousKVCache, PagedKVCache
 from pdkernels.decoding import generate
 from pdkernels.models import RecurrentDepth, RecurrentDepthConfig, Transformer, TransformerConfig, load
-from pdkernels.models.attention import NewRows
-from pdkernels.models.hybrid import Hybrid, HybridConfig
+from pdkernels.models.architectures.attention import NewRows
+from pdkernels.models.architectures.hybrid import Hybrid, HybridConfig
 from pdkernels.reference.kv_cache import kv_dequantize, kv_quantize
 from tests.models.test_row_invariance import CONFIG, DTYPES, a_model, assert_same_bits, configs, cuts, feed, some_tokens
 

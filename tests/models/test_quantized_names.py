@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 import pdkernels as pd
 from pdkernels import models
-from pdkernels.models import compressed, gptq
-from pdkernels.models.fields import Fields
+from pdkernels.models.checkpoints import compressed, gptq
+from pdkernels.models.files.fields import Fields
 from tests.models.test_quantized_folder import rewrite
 from tests.support.quantized_files import KINDS, LLAMA, write_folder
 

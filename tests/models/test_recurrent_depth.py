@@ -8,14 +8,9 @@ import torch
 from torch import Tensor
 
 import pdkernels as pd
-from pdkernels.models import (
-    RecurrentDepth,
-    RecurrentDepthConfig,
-    from_huginn_state_dict,
-    recurrent_depth,
-    to_huginn_state_dict,
-)
-from pdkernels.models.fused import rms_norm
+from pdkernels.models import RecurrentDepth, RecurrentDepthConfig, from_huginn_state_dict, to_huginn_state_dict
+from pdkernels.models.architectures import recurrent_depth
+from pdkernels.models.architectures.fused import rms_norm
 from pdkernels.reference.recurrence import initial_state
 from pdkernels.reference.recurrent_depth import RecurrentDepthReference, random_weights
 from pdkernels.reference.recurrent_sampling import forward, position_states

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pdkernels.cache import ContiguousKVCache, PagedKVCache
-from pdkernels.models import RecurrentDepth, fused
+from pdkernels.models import RecurrentDepth
+from pdkernels.models.architectures import fused
 from tests.harness.error_budget import assert_within_budget
 from tests.models.test_recurrent_depth import (
     CONFIG,

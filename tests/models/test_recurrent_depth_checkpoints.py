@@ -17,12 +17,11 @@ from pdkernels.models import (
     Transformer,
     from_huginn_config,
     from_huginn_state_dict,
-    hybrid_hf,
     to_huginn_config,
     to_huginn_state_dict,
-    zoo,
 )
-from pdkernels.models.hf import ARCHITECTURES
+from pdkernels.models.checkpoints import hybrid_hf, zoo
+from pdkernels.models.checkpoints.hf import ARCHITECTURES
 from pdkernels.reference.recurrent_depth import RecurrentDepthReference, random_weights
 from pdkernels.reference.recurrent_sampling import forward, position_states
 

@@ -18,9 +18,9 @@ from pdkernels.models import (
     TransformerConfig,
     YarnScaling,
     from_hf_config,
-    zoo,
 )
-from pdkernels.models.rope import rope_tables
+from pdkernels.models.architectures.rope import rope_tables
+from pdkernels.models.checkpoints import zoo
 from tests.support.checkpoints import LINEAR, LLAMA31, MINISTRAL3, QWEN3, frequency
 
 # Sizes and figures of Llama 3.1 8B and Llama 3.2 1B.

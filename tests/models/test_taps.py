@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdkernels import _native, quantize
-from pdkernels.decoding._filtered_model import FilteredModel
-from pdkernels.decoding._filters import Filters
+from pdkernels.generation.filtered_model import FilteredModel
+from pdkernels.generation.filters import Filters
 from pdkernels.masks import causal, tree
 from pdkernels.models import Transformer
-from pdkernels.models.fused import rms_norm
-from pdkernels.models.layer import Layer
+from pdkernels.models.architectures.fused import rms_norm
+from pdkernels.models.architectures.layer import Layer
 from tests.models.test_row_invariance import CONFIG, DTYPES, a_model, configs, some_tokens
 from tests.models.test_whole_step import count_runs
 

@@ -16,11 +16,11 @@ from pdkernels.models import (
     YarnScaling,
     from_hf_config,
     from_hf_state_dict,
-    transformer,
 )
-from pdkernels.models.attention import cached_visibility
-from pdkernels.models.fused import rms_norm
-from pdkernels.models.rope import apply_rope, rope_tables
+from pdkernels.models.architectures import transformer
+from pdkernels.models.architectures.attention import cached_visibility
+from pdkernels.models.architectures.fused import rms_norm
+from pdkernels.models.architectures.rope import apply_rope, rope_tables
 from tests.support.checkpoints import CHECKPOINTS, QWEN2, plain_logits, random_checkpoint, rotate_pairs
 from tests.support.errors import kind_of
 

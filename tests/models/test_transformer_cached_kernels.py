@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pdkernels as pd
 from pdkernels.cache import ContiguousKVCache, PagedKVCache
 from pdkernels.masks import TilePlan
-from pdkernels.models import Transformer, attention
+from pdkernels.models import Transformer
+from pdkernels.models.architectures import attention
 from tests.harness.error_budget import assert_within_budget, measured
 from tests.models.test_transformer import VARIANTS, build, random_tokens
 from tests.models.test_transformer_cached_plans import CAPACITY, MASKS, alone, caches

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 import pdkernels as pd
 from pdkernels.masks import SegmentMask, TilePlan
-from pdkernels.models import Transformer, transformer
-from pdkernels.models.attention import cached_visibility
+from pdkernels.models import Transformer
+from pdkernels.models.architectures import transformer
+from pdkernels.models.architectures.attention import cached_visibility
 from tests.models.test_transformer import CONFIG, VARIANTS, build, close, random_tokens
 from tests.support.errors import kind_of
 

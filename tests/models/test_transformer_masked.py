@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pdkernels.cache import ContiguousKVCache, PagedKVCache
-from pdkernels.models import Transformer, recompute, to_hf_state_dict
+from pdkernels.models import Transformer, to_hf_state_dict
+from pdkernels.models.architectures import recompute
 from reference.masked_model import MaskedTransformerReference
 from tests.harness.error_budget import assert_within_budget
 from tests.models.test_transformer import CONFIG, VARIANTS, build, close, random_tokens

@@ -20,8 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pdkernels import _native, backends
 from pdkernels.decoding import generate
 from pdkernels.masks import TilePlan
-from pdkernels.models import LinearScaling, Llama3Scaling, Transformer, TransformerConfig, YarnScaling, whole_step
-from pdkernels.models.layer import Layer
+from pdkernels.models import LinearScaling, Llama3Scaling, Transformer, TransformerConfig, YarnScaling
+from pdkernels.models.architectures import whole_step
+from pdkernels.models.architectures.layer import Layer
 from pdkernels.ops._quantize import quantize
 from pdkernels.ops._quantized_weight import QuantizedWeight
 from tests.models.test_row_invariance import CONFIG, DTYPES, a_model, configs, some_tokens

@@ -25,8 +25,8 @@ from pdkernels.models import (
     from_hf_state_dict,
     to_hf_state_dict,
 )
-from pdkernels.models.hf import ARCHITECTURES
-from pdkernels.models.zoo import WEIGHTS, save_tiny
+from pdkernels.models.checkpoints.hf import ARCHITECTURES
+from pdkernels.models.checkpoints.zoo import WEIGHTS, save_tiny
 from tests.support.checkpoints import (
     CHECKPOINTS,
     LINEAR,
@@ -89,7 +89,7 @@ def test_stored_weights_are_the_loaded_ones() -> None:
 
 @pytest.mark.parametrize("fields", [MINISTRAL3, LLAMA31, LINEAR, QWEN3])
 def test_tiny_files_keep_every_field(fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pdkernels.models import zoo
+    from pdkernels.models.checkpoints import zoo
 
     config = replace(from_hf_config(fields), vocab_size=257, rope_style="interleaved")
     zoo.save_tiny(Transformer(config), tmp_path / "tiny-test.safetensors", bits=1.5)
@@ -99,7 +99,7 @@ def test_tiny_files_keep_every_field(fields: dict[str, Any], tmp_path: Path, mon
 
 
 def test_tiny_files_from_when_yarn_was_the_only_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pdkernels.models import zoo
+    from pdkernels.models.checkpoints import zoo
 
     config = replace(from_hf_config(MINISTRAL3), vocab_size=257)
     fields = asdict(config)
@@ -116,7 +116,7 @@ def test_tiny_files_from_when_yarn_was_the_only_rule(tmp_path: Path, monkeypatch
 def test_tiny_files_keep_mask_token_and_adapter(
     mask_token: int | None, adapter: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pdkernels.models import zoo
+    from pdkernels.models.checkpoints import zoo
 
     torch.manual_seed(0)
     config = TransformerConfig(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 import pdkernels as pd
-from pdkernels.models.rope import apply_rope, rope_tables
+from pdkernels.models.architectures.rope import apply_rope, rope_tables
 from pdkernels.reference.kv_cache import kv_append_
 from pdkernels.reference.transformer_ops import apply_rope_append_ as reference
 from tests.harness.error_budget import assert_within_budget

@@ -11,7 +11,7 @@ import torch
 
 import pdkernels as pd
 from pdkernels.models import ByteTokenizer, from_callable
-from pdkernels.models.chat import ChatTemplate
+from pdkernels.models.text.chat import ChatTemplate
 from pdkernels.serve.calls import HERMES, LLAMA, MISTRAL, PLAIN, CallDelta, CallForm, CallParser, form_of, joined
 from pdkernels.serve.messages import plain
 from tests.serve.test_server import Chatting, client_of

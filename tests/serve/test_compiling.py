@@ -17,7 +17,7 @@ import pytest
 
 import pdkernels as pd
 from pdkernels.decoding import Grammar
-from pdkernels.decoding.grammar.budget import current
+from pdkernels.grammar.budget import current
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("fastapi")

@@ -15,7 +15,7 @@ import pytest
 
 import pdkernels as pd
 from pdkernels.decoding import generate
-from pdkernels.models.chat import ChatTemplate
+from pdkernels.models.text.chat import ChatTemplate
 from pdkernels.serve.messages import plain
 from pdkernels.serve.stops import StopCut
 

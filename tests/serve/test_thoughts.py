@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import pdkernels as pd
-from pdkernels.models.chat import ChatTemplate
-from pdkernels.models.tokenizers import JsonTokenizer
+from pdkernels.models.text.chat import ChatTemplate
+from pdkernels.models.text.tokenizers import JsonTokenizer
 from pdkernels.serve.calls import HERMES, LLAMA, MISTRAL, CallDelta, CallForm, CallParser, joined
 from pdkernels.serve.forms import _calls
 from pdkernels.serve.messages import plain

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from pdkernels.cache import ContiguousKVCache, PagedKVCache
 from pdkernels.decoding import generate, sequence_seed
-from pdkernels.models.transformer import Transformer, TransformerConfig
+from pdkernels.models.architectures.transformer import Transformer, TransformerConfig
 from pdkernels.reference.autoregressive import Model
 from pdkernels.reference.sampling import causal_logits, distribution, without
 

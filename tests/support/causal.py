@@ -1,4 +1,4 @@
-"""Scripted language models with the interface of `pdkernels.models.transformer.Transformer`, cache included.
+"""Scripted language models with the interface of `pdkernels.models.architectures.transformer.Transformer`, cache included.
 
 The next token is a plain function of the whole token history. The history is not passed in: it is read back from the KV
 cache, whose K rows are token ids and whose V rows are positions, so that a wrong commit gives wrong tokens (and a row

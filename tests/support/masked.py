@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pdkernels.models.transformer import Transformer
+from pdkernels.models.architectures.transformer import Transformer
 from pdkernels.reference.masked_model import LLADA, MaskedTransformerReference
 from pdkernels.reference.philox import philox4x32
 from tests.support.base import RandomRows, random_transformer

@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pdkernels.models.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
+from pdkernels.models.architectures.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
 from pdkernels.reference.recurrence import initial_state
 from pdkernels.reference.recurrent_depth import RecurrentDepthReference, RecurrentPast, random_weights
 from pdkernels.reference.recurrent_sampling import Init, position_states

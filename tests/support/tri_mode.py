@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pdkernels.decoding import DecodeResult
 from pdkernels.masks import TilePlan
-from pdkernels.models.transformer import Transformer
+from pdkernels.models.architectures.transformer import Transformer
 from pdkernels.reference.sampling import distribution, without
 from tests.support.base import CachedFake, RandomRows, random_transformer
 from tests.support.causal import VOCABULARY, Script

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pdkernels.decoding import generate
 from pdkernels.models import save_drafter
-from pdkernels.models.config import ExpertsConfig
+from pdkernels.models.architectures.config import ExpertsConfig
 from pdkernels.training import dflash_loss, draw_anchors, new_dflash_head
 from tests.models.test_eagle_folders import without_data
 from tests.support.drafters import dflash_head

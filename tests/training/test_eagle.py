@@ -9,7 +9,7 @@ import torch
 
 from pdkernels.decoding import generate
 from pdkernels.models import Transformer, TransformerConfig
-from pdkernels.models.config import ExpertsConfig
+from pdkernels.models.architectures.config import ExpertsConfig
 from pdkernels.training import eagle_loss, new_eagle_head, usual_taps
 from tests.support.drafters import eagle_head
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 import pdkernels as pd
 from pdkernels.models import Transformer
-from pdkernels.models.packaged import packaged
+from pdkernels.models.checkpoints.packaged import packaged
 from tests.models.test_zoo import write
 from tests.support.checkpoints import LLAMA, random_checkpoint
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import pdkernels as pd
 from pdkernels.models import ByteTokenizer, DFlashHead, Transformer, TransformerConfig
-from pdkernels.models.zoo import save_tiny
+from pdkernels.models.checkpoints.zoo import save_tiny
 from tests.training.test_training_runs import EXAMPLES, SIZES, interrupt
 
 

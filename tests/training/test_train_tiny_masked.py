@@ -11,7 +11,7 @@ import torch
 
 import pdkernels as pd
 from pdkernels.models import ByteTokenizer, Transformer, TransformerConfig
-from pdkernels.models.zoo import WEIGHTS
+from pdkernels.models.checkpoints.zoo import WEIGHTS
 from pdkernels.training import arithmetic
 
 END, MASK = 256, 257

@@ -118,8 +118,8 @@ def test_what_is_scored(small: Transformer, monkeypatch: pytest.MonkeyPatch) -> 
     """Answers written by hand count as right, and plans that name an order twice, or too early, as invalid."""
     from types import SimpleNamespace
 
-    from pdkernels.decoding.result import PlanReport, PlanRound
     from pdkernels.evaluation import held_out_orders, interval, planned, score_orders
+    from pdkernels.generation.result import PlanReport, PlanRound
 
     problems = held_out_orders(6, seed=2)
     broken = {problems[0].prompt: "twice", problems[1].prompt: "empty"}

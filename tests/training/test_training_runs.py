@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 import pdkernels as pd
 from pdkernels.models import ByteTokenizer, RecurrentDepth, Transformer, TransformerConfig
-from pdkernels.models.zoo import _load_tiny, save_tiny
+from pdkernels.models.checkpoints.zoo import _load_tiny, save_tiny
 from pdkernels.training import arithmetic, as_ids
 
 EXAMPLES = str(Path(__file__).parents[2] / "examples")

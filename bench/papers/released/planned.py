@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from pdkernels.decoding import Method, find
-from pdkernels.decoding._method import Option
-from pdkernels.decoding._session import Session, to_device_async
+from pdkernels.decoding.method import Option
 from pdkernels.decoding.planned import planned
-from pdkernels.decoding.planned._outline import BadPlan, Item
 from pdkernels.decoding.planned._text import PlannedText, PlanOptions
+from pdkernels.decoding.planned.outline import BadPlan, Item
+from pdkernels.generation.session import Session, to_device_async
 from pdkernels.models import PlanTokens
 
 _LAST_TIME = 1e-3

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from pdkernels._validation import check_choice
 from pdkernels.decoding import Method, find
-from pdkernels.decoding._method import Option
-from pdkernels.decoding._sampling import checked_number
-from pdkernels.decoding._session import Session
 from pdkernels.decoding.canvas.canvas import Step
 from pdkernels.decoding.masked import slowfast
+from pdkernels.decoding.method import Option
+from pdkernels.generation.noise import checked_number
+from pdkernels.generation.session import Session
 from pdkernels.ops import TokenStatistics
 
 Loop = Literal["llada", "dream"]

@@ -32,14 +32,14 @@ import torch
 from pdkernels._philox import uniforms
 from pdkernels._validation import check
 from pdkernels.backends import backend_of
-from pdkernels.decoding._prefixes import Prefixes, Seen
-from pdkernels.decoding._sampling import ORDER, noise, statistics, suppress_
-from pdkernels.decoding._session import Session, is_end, to_device_async
 from pdkernels.decoding.canvas.checks import checked_masked_model as checked_masked_model
 from pdkernels.decoding.canvas.record import CanvasRecord
 from pdkernels.decoding.canvas.trace import Record, masked_trace
-from pdkernels.decoding.grammar.fill import Guessed, joint_guesses, settle_
+from pdkernels.decoding.grammar_fill import Guessed, joint_guesses, settle_
+from pdkernels.generation.noise import ORDER, noise, statistics, suppress_
+from pdkernels.generation.prefixes import Prefixes, Seen
 from pdkernels.generation.sampler import Sampler
+from pdkernels.generation.session import Session, is_end, to_device_async
 from pdkernels.models.capabilities import rows_ahead
 from pdkernels.ops import TokenStatistics, Unmasked, token_statistics, unmask_
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pdkernels._validation import check_type, refuse
-from pdkernels.decoding._sampling import checked_mask_token
-from pdkernels.decoding._session import Session
+from pdkernels.generation.noise import checked_mask_token
+from pdkernels.generation.session import Session
 from pdkernels.models.capabilities import capabilities
 
 

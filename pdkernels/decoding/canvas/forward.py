@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from pdkernels.decoding._session import Session
 from pdkernels.decoding.canvas.canvas import Canvas
 from pdkernels.decoding.canvas.checks import check_alone
+from pdkernels.generation.session import Session
+from pdkernels.models.architectures.feature_cache import FeatureCache
 from pdkernels.models.capabilities import rows_ahead
-from pdkernels.models.feature_cache import FeatureCache
 
 # Number of first forwards that compute the texts with and without the prompt, regardless of the guidance interval.
 _ALWAYS_GUIDED = 5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdkernels.decoding._session import Session
+from pdkernels.generation.session import Session
 
 
 class CanvasRecord:

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from pdkernels.decoding._session import Session, is_end
 from pdkernels.decoding.canvas.canvas import Canvas, Step
 from pdkernels.decoding.canvas.forward import WholeCanvas
 from pdkernels.decoding.canvas.record import CanvasRecord
 from pdkernels.decoding.steps import Entry, Row, Rows, Steps, float_of, unfinished
-from pdkernels.decoding.traces import MaskedStep
+from pdkernels.generation.session import Session, is_end
+from pdkernels.generation.traces import MaskedStep
 
 
 class CanvasSteps(Steps):

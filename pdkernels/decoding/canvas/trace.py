@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pdkernels.decoding.traces import MaskedStep
+from pdkernels.generation.traces import MaskedStep
 
 
 class Record(NamedTuple):

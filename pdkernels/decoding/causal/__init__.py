@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pdkernels.decoding._method import Method
 from pdkernels.decoding.causal import (
     autoregressive,
     block_diffusion,
@@ -17,6 +16,7 @@ from pdkernels.decoding.causal import (
     quadratic_self_speculation,
     suffix,
 )
+from pdkernels.decoding.method import Method
 from pdkernels.models.capabilities import Capability
 from pdkernels.models.protocols import BlockCausalModel, BlockModel, BranchingModel, SelfSpeculativeModel, TappedModel
 

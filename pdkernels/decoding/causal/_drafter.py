@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from pdkernels._validation import check, refuse
-from pdkernels.decoding._sampling import OWN
-from pdkernels.decoding._session import Session, to_device_async
 from pdkernels.decoding.steps import DraftSteps, Rows, Steps
+from pdkernels.generation.noise import OWN
 from pdkernels.generation.sampler import Sampler
+from pdkernels.generation.session import Session, to_device_async
 from pdkernels.ops import verify_draft
 
 

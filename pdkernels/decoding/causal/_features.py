@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from pdkernels._validation import check, refuse
-from pdkernels.decoding._sampling import OWN
-from pdkernels.decoding._session import Session
 from pdkernels.decoding.causal._drafter import DrafterSteps
 from pdkernels.decoding.steps import Steps
+from pdkernels.generation.noise import OWN
+from pdkernels.generation.session import Session
 
 
 class FeatureSteps(DrafterSteps):

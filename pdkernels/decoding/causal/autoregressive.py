@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from pdkernels.decoding._sampling import OWN, banned_tokens, latents
-from pdkernels.decoding._session import Session, has_no_choice, is_end
 from pdkernels.decoding.steps import DraftSteps, Rows, decoder
+from pdkernels.generation.noise import OWN, banned_tokens, latents
+from pdkernels.generation.session import Session, has_no_choice, is_end
 from pdkernels.models.capabilities import capabilities
 from pdkernels.ops import verify_draft
 

@@ -16,7 +16,10 @@ import torch
 
 from pdkernels._validation import check, check_type
 from pdkernels.backends import backend_of
-from pdkernels.decoding._sampling import (
+from pdkernels.decoding.canvas.canvas import share
+from pdkernels.decoding.grammar_fill import Guessed, joint_guesses, settle_
+from pdkernels.decoding.steps import Entry, Row, Rows, Steps, decoder, unfinished
+from pdkernels.generation.noise import (
     OWN,
     banned_tokens,
     checked_mask_token,
@@ -26,13 +29,10 @@ from pdkernels.decoding._sampling import (
     statistics,
     suppress_,
 )
-from pdkernels.decoding._session import Session, has_no_choice, is_end
-from pdkernels.decoding.canvas.canvas import share
-from pdkernels.decoding.grammar.fill import Guessed, joint_guesses, settle_
-from pdkernels.decoding.steps import Entry, Row, Rows, Steps, decoder, unfinished
-from pdkernels.decoding.traces import DenoiseStep
+from pdkernels.generation.session import Session, has_no_choice, is_end
+from pdkernels.generation.traces import DenoiseStep
 from pdkernels.masks import TilePlan, full
-from pdkernels.models.sampler_head import SamplerHead
+from pdkernels.models.architectures.sampler_head import SamplerHead
 from pdkernels.ops import unmask_
 
 _OP = "decoding.block_diffusion"

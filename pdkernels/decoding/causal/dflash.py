@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._costs import BlockSize, checked_block_size, draft_seconds, step_costs
-from pdkernels.decoding._sampling import OWN, banned_tokens
-from pdkernels.decoding._session import Session
 from pdkernels.decoding.causal._drafter import checked_drafter
 from pdkernels.decoding.causal._features import FeatureSteps, check_sizes, shared_head
+from pdkernels.decoding.costs import BlockSize, checked_block_size, draft_seconds, step_costs
 from pdkernels.decoding.steps import decoder
+from pdkernels.generation.noise import OWN, banned_tokens
+from pdkernels.generation.session import Session
 from pdkernels.models import DFlashHead, load_drafter
 
 _OP = "decoding.dflash"

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._costs import BlockSize, checked_block_size, guess_seconds, step_costs
-from pdkernels.decoding._sampling import OWN, banned_tokens, latents
-from pdkernels.decoding._session import Session
 from pdkernels.decoding.causal._drafter import DrafterSteps, checked_drafter
+from pdkernels.decoding.costs import BlockSize, checked_block_size, guess_seconds, step_costs
 from pdkernels.decoding.steps import Steps, decoder
+from pdkernels.generation.noise import OWN, banned_tokens, latents
+from pdkernels.generation.session import Session
 from pdkernels.models import load
 from pdkernels.models.capabilities import capabilities
 from pdkernels.models.protocols import CausalModel, missing

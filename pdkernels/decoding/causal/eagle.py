@@ -14,13 +14,13 @@ import torch
 
 from pdkernels._philox import uniforms_at
 from pdkernels._validation import check, check_type, refuse
-from pdkernels.decoding._costs import BlockSize, checked_block_size, draft_seconds, guess_seconds, step_costs
-from pdkernels.decoding._sampling import OWN, banned_tokens, checked_size
-from pdkernels.decoding._session import Session
 from pdkernels.decoding.causal._drafter import checked_drafter
 from pdkernels.decoding.causal._features import FeatureSteps, check_sizes, shared_head
 from pdkernels.decoding.causal._tree import Growth, Tree
+from pdkernels.decoding.costs import BlockSize, checked_block_size, draft_seconds, guess_seconds, step_costs
 from pdkernels.decoding.steps import decoder
+from pdkernels.generation.noise import OWN, banned_tokens, checked_size
+from pdkernels.generation.session import Session
 from pdkernels.masks import TreePlans
 from pdkernels.masks.tree_plans import ancestors
 from pdkernels.models import EagleHead, MtpHead, load_drafter

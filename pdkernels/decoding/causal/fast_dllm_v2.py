@@ -16,10 +16,10 @@ from __future__ import annotations
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._sampling import checked_flag, checked_mask_token, checked_number, checked_size
-from pdkernels.decoding._session import Session
 from pdkernels.decoding.canvas.canvas import Canvas, GuessOptions, Step, share
 from pdkernels.decoding.canvas.checks import check_keeps_rows
+from pdkernels.generation.noise import checked_flag, checked_mask_token, checked_number, checked_size
+from pdkernels.generation.session import Session
 from pdkernels.masks import block_causal
 from pdkernels.models.capabilities import rows_ahead
 

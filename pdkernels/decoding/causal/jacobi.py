@@ -13,12 +13,12 @@ from typing import Any, Literal, get_args
 import torch
 
 from pdkernels._validation import check, check_fits_memory, check_type, refuse
-from pdkernels.decoding._costs import BlockSize, checked_block_size, step_costs
-from pdkernels.decoding._sampling import OWN, banned_tokens, checked_name, latents
-from pdkernels.decoding._session import Session
 from pdkernels.decoding.causal._filler import filler_words
 from pdkernels.decoding.causal._lookup import Lookup
+from pdkernels.decoding.costs import BlockSize, checked_block_size, step_costs
 from pdkernels.decoding.steps import DraftSteps, decoder
+from pdkernels.generation.noise import OWN, banned_tokens, checked_name, latents
+from pdkernels.generation.session import Session
 from pdkernels.ops import DraftVerdict, verify_draft
 
 _OP = "decoding.jacobi"

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._sampling import OWN, banned_tokens
-from pdkernels.decoding._session import Session, flag_no_choice, has_no_choice
 from pdkernels.decoding.causal._filler import filler_words
 from pdkernels.decoding.causal._multiblock import Limits, Progress
+from pdkernels.generation.noise import OWN, banned_tokens
 from pdkernels.generation.params import MAX_POSITIONS
+from pdkernels.generation.session import Session, flag_no_choice, has_no_choice
 from pdkernels.masks import TilePlan, candidates
 from pdkernels.ops import verify_draft
 

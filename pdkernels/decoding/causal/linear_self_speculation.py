@@ -14,7 +14,8 @@ import torch
 from pdkernels._philox import uniforms
 from pdkernels._validation import check
 from pdkernels.backends import backend_of
-from pdkernels.decoding._sampling import (
+from pdkernels.decoding.steps import DraftSteps, Rows, decoder, record_first
+from pdkernels.generation.noise import (
     OWN,
     banned_tokens,
     checked_mask_token,
@@ -25,10 +26,9 @@ from pdkernels.decoding._sampling import (
     drafted,
     sample,
 )
-from pdkernels.decoding._session import Session
-from pdkernels.decoding.steps import DraftSteps, Rows, decoder, record_first
-from pdkernels.decoding.traces import LinearStep
 from pdkernels.generation.sampler import Sampler
+from pdkernels.generation.session import Session
+from pdkernels.generation.traces import LinearStep
 from pdkernels.masks import full
 from pdkernels.ops import unmask_, verify_draft
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdkernels.decoding._costs import BlockSize
-from pdkernels.decoding._session import Session
 from pdkernels.decoding.causal.eagle import EagleSteps
+from pdkernels.decoding.costs import BlockSize
 from pdkernels.decoding.steps import decoder
+from pdkernels.generation.session import Session
 from pdkernels.models import MtpHead
 
 

@@ -17,7 +17,8 @@ from typing import Any, Literal, get_args
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._sampling import (
+from pdkernels.decoding.steps import DraftSteps, decoder
+from pdkernels.generation.noise import (
     OWN,
     banned_tokens,
     checked_mask_token,
@@ -27,8 +28,7 @@ from pdkernels.decoding._sampling import (
     drafted,
     suppress_,
 )
-from pdkernels.decoding._session import Session
-from pdkernels.decoding.steps import DraftSteps, decoder
+from pdkernels.generation.session import Session
 from pdkernels.masks import TilePlan, block_causal, causal, pack, quadratic
 from pdkernels.masks.speculation import InGroup
 from pdkernels.ops import DraftVerdict, verify_draft

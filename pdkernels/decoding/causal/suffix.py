@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 
 from pdkernels._validation import check_type
-from pdkernels.decoding._costs import BlockSize, checked_block_size, step_costs
-from pdkernels.decoding._sampling import OWN, banned_tokens, latents
-from pdkernels.decoding._session import Session, to_device_async
+from pdkernels.decoding.costs import BlockSize, checked_block_size, step_costs
 from pdkernels.decoding.steps import DraftSteps, Rows, run
 from pdkernels.decoding.suffixes import Reader, SuffixPool
+from pdkernels.generation.noise import OWN, banned_tokens, latents
+from pdkernels.generation.session import Session, to_device_async
 from pdkernels.ops import verify_draft
 
 _OP = "decoding.suffix"

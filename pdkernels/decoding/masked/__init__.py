@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pdkernels.decoding._method import Method
 from pdkernels.decoding.masked import dllm_cache, dream, fast_dllm, llada, slowfast
+from pdkernels.decoding.method import Method
 from pdkernels.models.capabilities import Capability
 
 _BIDIRECTIONAL: frozenset[Capability] = frozenset({"bidirectional"})

@@ -2,7 +2,7 @@
 
 Source: "dLLM-Cache: Accelerating Diffusion Large Language Models with Adaptive Caching", and the released code. The plain
 form is reference/dllm_cache.py; both take the same forwards, draw the same tokens and fill the same positions. What a
-forward computes is described in `pdkernels.models.feature_cache`.
+forward computes is described in `pdkernels.models.architectures.feature_cache`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import get_args
 
 from pdkernels._validation import check
-from pdkernels.decoding._sampling import checked_name, checked_number, checked_size
-from pdkernels.decoding._session import Session
 from pdkernels.decoding.canvas.forward import KeptCanvas
 from pdkernels.decoding.masked.llada import Remasking, begin, fill
-from pdkernels.models.feature_cache import Baseline
+from pdkernels.generation.noise import checked_name, checked_number, checked_size
+from pdkernels.generation.session import Session
+from pdkernels.models.architectures.feature_cache import Baseline
 
 _OP = "decoding.dllm_cache"
 

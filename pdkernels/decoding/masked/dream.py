@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._sampling import checked_name, checked_number, checked_size
-from pdkernels.decoding._session import Session
 from pdkernels.decoding.canvas.canvas import Canvas, GuessOptions, Step, checked_masked_model
 from pdkernels.decoding.canvas.forward import WholeCanvas
+from pdkernels.generation.noise import checked_name, checked_number, checked_size
 from pdkernels.generation.sampler import Sampler
+from pdkernels.generation.session import Session
 from pdkernels.ops import TokenStatistics
 
 _OP = "decoding.dream"

@@ -19,13 +19,13 @@ from typing import Any, Literal, get_args
 import torch
 
 from pdkernels._validation import check
-from pdkernels.decoding._sampling import checked_name, checked_number, checked_size
-from pdkernels.decoding._session import Session
 from pdkernels.decoding.canvas.canvas import Canvas, GuessOptions, blocks_of, checked_masked_model, share
 from pdkernels.decoding.canvas.checks import check_keeps_rows
 from pdkernels.decoding.canvas.forward import WholeCanvas
 from pdkernels.decoding.canvas.steps import CanvasSteps
 from pdkernels.decoding.steps import Row, with_defaults
+from pdkernels.generation.noise import checked_name, checked_number, checked_size
+from pdkernels.generation.session import Session
 from pdkernels.models.capabilities import rows_ahead
 
 _OP = "decoding.fast_dllm"

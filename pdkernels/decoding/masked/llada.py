@@ -12,13 +12,13 @@ from typing import Any, Literal, get_args
 import torch
 
 from pdkernels._validation import check
-from pdkernels.decoding._sampling import checked_flag, checked_name, checked_number, checked_size
-from pdkernels.decoding._session import Session
 from pdkernels.decoding.canvas.canvas import Canvas, GuessOptions, Window, blocks_of, checked_masked_model, share
 from pdkernels.decoding.canvas.forward import WholeCanvas
 from pdkernels.decoding.canvas.steps import CanvasSteps
 from pdkernels.decoding.steps import with_defaults
+from pdkernels.generation.noise import checked_flag, checked_name, checked_number, checked_size
 from pdkernels.generation.params import MAX_SCALE
+from pdkernels.generation.session import Session
 
 _OP = "decoding.llada"
 

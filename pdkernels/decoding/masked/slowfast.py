@@ -18,11 +18,11 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._sampling import checked_flag, checked_name, checked_number, checked_size
-from pdkernels.decoding._session import Session
 from pdkernels.decoding.canvas.canvas import Canvas, GuessOptions, Step, Window, checked_masked_model
 from pdkernels.decoding.canvas.forward import KeptCanvas, WholeCanvas
+from pdkernels.generation.noise import checked_flag, checked_name, checked_number, checked_size
 from pdkernels.generation.params import MAX_POSITIONS
+from pdkernels.generation.session import Session
 from pdkernels.ops import TokenStatistics
 
 _OP = "decoding.slowfast"

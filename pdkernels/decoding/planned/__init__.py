@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdkernels.decoding._method import Method
+from pdkernels.decoding.method import Method
 from pdkernels.decoding.planned import planned
 
 METHODS = (

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import refuse
-from pdkernels.decoding._filters import unpacked
-from pdkernels.decoding._session import Session
 from pdkernels.decoding.planned._text import PlannedText
+from pdkernels.generation.filters import unpacked
+from pdkernels.generation.session import Session
 
 Draw = Callable[[int, int, Tensor], int]
 """From the number of a text in the step, a row of its logits and the words of the tokens left to one of them."""

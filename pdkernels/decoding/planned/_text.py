@@ -12,11 +12,11 @@ from itertools import accumulate
 from typing import Literal, get_args
 
 from pdkernels._validation import message
-from pdkernels.decoding._session import Session
 from pdkernels.decoding.planned._chunks import quota, steps_of
-from pdkernels.decoding.planned._outline import BadPlan, Item, fitted, items_by_last_number
-from pdkernels.decoding.result import ChunkTokens, PlanReport, PlanRound
-from pdkernels.decoding.traces import ChunkStep
+from pdkernels.decoding.planned.outline import BadPlan, Item, fitted, items_by_last_number
+from pdkernels.generation.result import ChunkTokens, PlanReport, PlanRound
+from pdkernels.generation.session import Session
+from pdkernels.generation.traces import ChunkStep
 from pdkernels.models.plan_tokens import PlanTokens
 
 Keeping = Literal["exact", "drop_finished"]

@@ -20,8 +20,11 @@ import torch
 
 from pdkernels._validation import check, check_choice, check_type
 from pdkernels.backends import backend_of
-from pdkernels.decoding._cache_rows import rows_of
-from pdkernels.decoding._sampling import (
+from pdkernels.decoding.planned._grammar import ChunkGrammar, without
+from pdkernels.decoding.planned._text import BAD_PLAN_WAYS, CACHES, Keeping, OnBadPlan, PlannedText, PlanOptions
+from pdkernels.decoding.planned.outline import joined, text_pieces
+from pdkernels.generation.cache_rows import rows_of
+from pdkernels.generation.noise import (
     OWN,
     checked_flag,
     checked_mask_token,
@@ -31,11 +34,8 @@ from pdkernels.decoding._sampling import (
     statistics,
     suppress_,
 )
-from pdkernels.decoding._session import Session, to_device_async
-from pdkernels.decoding.planned._grammar import ChunkGrammar, without
-from pdkernels.decoding.planned._outline import joined, text_pieces
-from pdkernels.decoding.planned._text import BAD_PLAN_WAYS, CACHES, Keeping, OnBadPlan, PlannedText, PlanOptions
 from pdkernels.generation.sampler import Sampler
+from pdkernels.generation.session import Session, to_device_async
 from pdkernels.masks import Stage, TilePlan, pack, planned
 from pdkernels.models.plan_tokens import PlanTokens
 from pdkernels.ops import TokenStatistics, token_statistics, unmask_

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdkernels.decoding._method import Method
+from pdkernels.decoding.method import Method
 from pdkernels.decoding.recurrent import (
     recurrent_adaptive,
     recurrent_diffusion,

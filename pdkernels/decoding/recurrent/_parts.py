@@ -15,14 +15,14 @@ from torch import Tensor
 
 from pdkernels._validation import check, check_type
 from pdkernels.backends import backend_of
-from pdkernels.decoding._sampling import OWN, checked_name, checked_number, checked_size
-from pdkernels.decoding._session import Session, flag_no_choice, is_end
+from pdkernels.generation.noise import OWN, checked_name, checked_number, checked_size
 from pdkernels.generation.params import MAX_SCALE
 from pdkernels.generation.sampler import Sampler
+from pdkernels.generation.session import Session, flag_no_choice, is_end
+from pdkernels.models.architectures.fused import rms_norm
+from pdkernels.models.architectures.recurrent_depth import RecurrentDepth
 from pdkernels.models.capabilities import capabilities
-from pdkernels.models.fused import rms_norm
 from pdkernels.models.protocols import RecurrentPartsModel, missing
-from pdkernels.models.recurrent_depth import RecurrentDepth
 from pdkernels.ops import recurrence_inject
 
 Schedule = Literal["linear", "root", "harmonic", "constant"]

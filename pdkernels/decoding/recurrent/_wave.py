@@ -15,9 +15,9 @@ import torch
 
 from pdkernels._philox import random_words
 from pdkernels.backends import backend_of
-from pdkernels.decoding._session import Session, has_no_choice, is_end
 from pdkernels.decoding.recurrent._parts import NewState, Sampling, Schedule
-from pdkernels.models.recurrent_depth import STATE_STD, RecurrentDepth
+from pdkernels.generation.session import Session, has_no_choice, is_end
+from pdkernels.models.architectures.recurrent_depth import STATE_STD, RecurrentDepth
 from pdkernels.ops import recurrence_advance_, recurrence_exit, recurrence_inject
 
 Mixer = Literal["linear", "sqrt"]

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from pdkernels._validation import check, check_type
 from pdkernels.backends import backend_of
-from pdkernels.decoding._sampling import checked_flag, checked_name, checked_number, checked_size
-from pdkernels.decoding._session import Session, flag_no_choice, is_end, to_device_async
 from pdkernels.decoding.recurrent._parts import (
     Core,
     NewState,
@@ -31,8 +29,10 @@ from pdkernels.decoding.recurrent._parts import (
     checked_recurrences,
     prefill,
 )
-from pdkernels.decoding.traces import AdaptiveStep
-from pdkernels.models.recurrent_depth import RecurrentDepth
+from pdkernels.generation.noise import checked_flag, checked_name, checked_number, checked_size
+from pdkernels.generation.session import Session, flag_no_choice, is_end, to_device_async
+from pdkernels.generation.traces import AdaptiveStep
+from pdkernels.models.architectures.recurrent_depth import RecurrentDepth
 from pdkernels.ops import logit_divergence
 
 _OP = "decoding.recurrent_adaptive"

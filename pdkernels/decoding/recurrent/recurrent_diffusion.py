@@ -13,8 +13,6 @@ from typing import Literal, get_args
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._sampling import checked_flag, checked_name, checked_number, checked_size
-from pdkernels.decoding._session import Session
 from pdkernels.decoding.recurrent._parts import (
     NewState,
     Sampling,
@@ -27,8 +25,10 @@ from pdkernels.decoding.recurrent._parts import (
 )
 from pdkernels.decoding.recurrent._wave import Mixer, Rule, Wave, WaveOptions
 from pdkernels.decoding.steps import Entry, Row, Rows, Steps, decoder, float_of, record_first, unfinished
-from pdkernels.decoding.traces import RecurrentStep
+from pdkernels.generation.noise import checked_flag, checked_name, checked_number, checked_size
 from pdkernels.generation.params import MAX_POSITIONS, MAX_SCALE
+from pdkernels.generation.session import Session
+from pdkernels.generation.traces import RecurrentStep
 
 _OP = "decoding.recurrent_diffusion"
 

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._sampling import checked_number, checked_size
-from pdkernels.decoding._session import Session, accepted_without_choice
 from pdkernels.decoding.recurrent._parts import (
     NewState,
     Sampling,
@@ -23,6 +21,8 @@ from pdkernels.decoding.recurrent._parts import (
     checked_recurrences,
     prefill,
 )
+from pdkernels.generation.noise import checked_number, checked_size
+from pdkernels.generation.session import Session, accepted_without_choice
 from pdkernels.ops import kv_trim_, verify_draft
 
 _OP = "decoding.recurrent_self_speculation"

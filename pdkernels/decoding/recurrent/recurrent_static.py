@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 
-from pdkernels.decoding._session import Session, flag_no_choice, is_end
 from pdkernels.decoding.recurrent._parts import (
     NewState,
     Sampling,
@@ -18,7 +17,8 @@ from pdkernels.decoding.recurrent._parts import (
     checked_recurrences,
     prefill,
 )
-from pdkernels.decoding.traces import RecurrentStep
+from pdkernels.generation.session import Session, flag_no_choice, is_end
+from pdkernels.generation.traces import RecurrentStep
 
 _OP = "decoding.recurrent_static"
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from pdkernels.decoding._session import Session
 from pdkernels.decoding.steps.entry import Entry, Row, Rows
 from pdkernels.generation.batch_sampler import BatchSampler
 from pdkernels.generation.sampler import Sampler
+from pdkernels.generation.session import Session
 
 
 class Steps(ABC):

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from pdkernels.decoding._session import Session, accepted_without_choice, has_no_choice, is_end
 from pdkernels.decoding.steps.contract import Steps
 from pdkernels.decoding.steps.entry import Entry, Rows
 from pdkernels.decoding.steps.lengths import Lengths
+from pdkernels.generation.session import Session, accepted_without_choice, has_no_choice, is_end
 from pdkernels.ops.verify_draft import DraftVerdict
 
 

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import torch
 
 from pdkernels._validation import check, message, refuse
-from pdkernels.decoding._sampling import checked_seeds
-from pdkernels.decoding._session import Session, inference
 from pdkernels.decoding.steps.contract import Steps, next_entry, refuse_no_choice
 from pdkernels.decoding.steps.staging import Staging
 from pdkernels.generation.batch_sampler import BatchSampler
+from pdkernels.generation.noise import checked_seeds
 from pdkernels.generation.sampler import Sampler
+from pdkernels.generation.session import Session, inference
 
 _OP = "decoding.steps.RunningBatch"
 
@@ -61,7 +61,7 @@ class RunningBatch:
         >>> import torch
         >>> from pdkernels.decoding import find, generate
         >>> from pdkernels.decoding.steps import RunningBatch
-        >>> from pdkernels.models.transformer import Transformer, TransformerConfig
+        >>> from pdkernels.models.architectures.transformer import Transformer, TransformerConfig
         >>> model = Transformer(TransformerConfig(vocab_size=11, hidden_size=16, layers=2, heads=4, kv_heads=2,
         ...                                       head_dim=8, intermediate_size=24))
         >>> def request(prompt, limit):

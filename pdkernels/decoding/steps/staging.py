@@ -9,12 +9,12 @@ import torch
 
 from pdkernels._validation import sentence
 from pdkernels.cache import PagePool
-from pdkernels.decoding._sampling import latents
-from pdkernels.decoding._session import Session, inference
-from pdkernels.decoding._shared_prompts import continued
 from pdkernels.decoding.steps.contract import Steps
 from pdkernels.decoding.steps.entry import Rows
+from pdkernels.generation.noise import latents
 from pdkernels.generation.sampler import Sampler
+from pdkernels.generation.session import Session, inference
+from pdkernels.generation.shared_prompts import continued
 
 
 class _Continued:

@@ -13,7 +13,7 @@ from pdkernels._validation import KERNEL_DTYPES, check_type, fail, message
 from pdkernels.integrations.transformers._plans import PlanMask, causal_plan, full_plan, note_rule
 from pdkernels.integrations.transformers._rows import PagedRows, Pages, widened
 from pdkernels.masks import TilePlan
-from pdkernels.models.recompute import nothing_new
+from pdkernels.models.architectures.recompute import nothing_new
 from pdkernels.ops.block_sparse_attention import block_sparse_attention
 from pdkernels.ops.speculative_attention import speculative_attention
 

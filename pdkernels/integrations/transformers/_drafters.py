@@ -10,7 +10,7 @@ from typing import Any
 from pdkernels._validation import check, check_type, fail
 from pdkernels.decoding import find
 from pdkernels.integrations.transformers._model import wrap
-from pdkernels.models.drafters.folder import drafter_method, is_own_folder
+from pdkernels.models.checkpoints.drafters.folder import drafter_method, is_own_folder
 
 _OP = "generate"
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pdkernels.models import fused
-from pdkernels.models.experts import in_order, sorted_by_expert, weighted_sum
+from pdkernels.models.architectures import fused
+from pdkernels.models.architectures.experts import in_order, sorted_by_expert, weighted_sum
 from pdkernels.ops._quantized_weight import QuantizedWeight
 
 NAME = "pdkernels"
@@ -36,7 +36,7 @@ def stacks(module: nn.Module) -> list[str]:
 
 
 def experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The weighted sum of the outputs of each row's experts, as `pdkernels.models.experts` computes it."""
+    """The weighted sum of the outputs of each row's experts, as `pdkernels.models.architectures.experts` computes it."""
     first = self.gate_up_proj if self.has_gate else self.up_proj
     packed = isinstance(first, QuantizedWeight) or isinstance(self.down_proj, QuantizedWeight)
     ours = not self.is_transposed and not getattr(self, "_is_expert_parallel", False)  # 5.23 has it

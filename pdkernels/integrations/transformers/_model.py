@@ -34,13 +34,13 @@ from pdkernels.integrations.transformers._states import exchange_, other_scans, 
 from pdkernels.integrations.transformers._tokenizer import adapted
 from pdkernels.masks import TilePlan, causal, full
 from pdkernels.models import Hybrid, RecurrentDepth, Transformer
-from pdkernels.models.caches import new_cache
-from pdkernels.models.hf_experts import separated_experts
-from pdkernels.models.recompute import nothing_new
-from pdkernels.models.states import States
-from pdkernels.models.taps import Tapped, checked_taps
-from pdkernels.models.transformer import select_rows
-from pdkernels.models.zoo import from_published
+from pdkernels.models.architectures.caches import new_cache
+from pdkernels.models.architectures.recompute import nothing_new
+from pdkernels.models.architectures.states import States
+from pdkernels.models.architectures.taps import Tapped, checked_taps
+from pdkernels.models.architectures.transformer import select_rows
+from pdkernels.models.checkpoints.hf_experts import separated_experts
+from pdkernels.models.checkpoints.zoo import from_published
 from pdkernels.ops.block_sparse_attention import block_sparse_attention
 from pdkernels.ops.speculative_attention import speculative_attention, speculative_attention_append_
 

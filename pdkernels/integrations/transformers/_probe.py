@@ -23,7 +23,7 @@ from pdkernels.integrations.transformers._cache import windowed
 from pdkernels.integrations.transformers._plans import MaskIsPlan, asked_masks
 from pdkernels.integrations.transformers._quantized import is_quantised
 from pdkernels.masks import causal, full
-from pdkernels.models.states import States
+from pdkernels.models.architectures.states import States
 
 OP = "wrap"
 UNBOUNDED = 1 << 30

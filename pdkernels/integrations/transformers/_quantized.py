@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pdkernels._validation import check, check_type
 from pdkernels.integrations.transformers._experts import register_experts, replace_, stacks
-from pdkernels.models.packing import OP, quantize_named
+from pdkernels.models.architectures.packing import OP, quantize_named
 from pdkernels.ops._quantized_weight import QuantizedWeight
 from pdkernels.ops.quantized_linear import quantized_linear
 

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache
 
 from pdkernels._philox import random_words
 from pdkernels._validation import check, check_type, integer
-from pdkernels.decoding._sampling import Seed, checked_seeds
+from pdkernels.generation.noise import Seed, checked_seeds
 from pdkernels.integrations.transformers._cache_names import cache_argument
 from pdkernels.integrations.transformers._experts import NAME
 from pdkernels.integrations.transformers._model import register

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pdkernels.models import fused
-from pdkernels.models.states import Activation, States
+from pdkernels.models.architectures import fused
+from pdkernels.models.architectures.states import Activation, States
 
 USED: ContextVar[States | None] = ContextVar("states", default=None)
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import Any, cast
 
 from pdkernels._validation import refuse, sentence
-from pdkernels.models.chat import Messages, check_messages
-from pdkernels.models.token_bytes import skips_first_space, token_bytes
-from pdkernels.models.tokenizers import IncrementalDecoder, JsonTokenizer
+from pdkernels.models.text.chat import Messages, check_messages
+from pdkernels.models.text.token_bytes import skips_first_space, token_bytes
+from pdkernels.models.text.tokenizers import IncrementalDecoder, JsonTokenizer
 
 OP = "transformers tokenizer"
 

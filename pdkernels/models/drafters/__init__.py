@@ -2,17 +2,6 @@
 
 from pdkernels.models.drafters.dflash import DFlashConfig, DFlashHead
 from pdkernels.models.drafters.eagle import EagleConfig, EagleHead
-from pdkernels.models.drafters.folder import available_drafters, load_drafter, save_drafter
 from pdkernels.models.drafters.mtp import MtpConfig, MtpHead
 
-__all__ = [
-    "DFlashConfig",
-    "DFlashHead",
-    "EagleConfig",
-    "EagleHead",
-    "MtpConfig",
-    "MtpHead",
-    "available_drafters",
-    "load_drafter",
-    "save_drafter",
-]
+__all__ = ["DFlashConfig", "DFlashHead", "EagleConfig", "EagleHead", "MtpConfig", "MtpHead"]

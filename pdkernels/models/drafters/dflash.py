@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from pdkernels._validation import check, check_flag, check_type
 from pdkernels.cache import Cache
 from pdkernels.masks import TilePlan, full
-from pdkernels.models.attention import rotated
-from pdkernels.models.config import TransformerConfig
+from pdkernels.models.architectures.attention import rotated
+from pdkernels.models.architectures.config import TransformerConfig
+from pdkernels.models.architectures.fused import linear, rms_norm
+from pdkernels.models.architectures.layer import Layer, Matrix
+from pdkernels.models.architectures.taps import checked_taps
 from pdkernels.models.drafters.head import DrafterConfig, DrafterHead
 from pdkernels.models.drafters.rows import new_rows, rotation_at, tables_of
-from pdkernels.models.fused import linear, rms_norm
-from pdkernels.models.layer import Layer, Matrix
-from pdkernels.models.taps import checked_taps
 
 _OP = "models.DFlashConfig"
 

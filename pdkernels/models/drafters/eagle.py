@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from pdkernels._validation import check, check_flag, check_type
 from pdkernels.cache import Cache
 from pdkernels.masks import TilePlan
-from pdkernels.models.attention import NewRows
-from pdkernels.models.config import TransformerConfig
+from pdkernels.models.architectures.attention import NewRows
+from pdkernels.models.architectures.config import TransformerConfig
+from pdkernels.models.architectures.fused import add_norm, linear, rms_norm
+from pdkernels.models.architectures.layer import Layer, Matrix
+from pdkernels.models.architectures.taps import checked_taps
 from pdkernels.models.drafters.head import DrafterConfig, DrafterHead
 from pdkernels.models.drafters.rows import new_rows, tables_of
-from pdkernels.models.fused import add_norm, linear, rms_norm
-from pdkernels.models.layer import Layer, Matrix
-from pdkernels.models.taps import checked_taps
 
 _OP = "models.EagleConfig"
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from pdkernels._validation import message
 from pdkernels.cache import Cache
-from pdkernels.models.caches import new_cache
-from pdkernels.models.config import TransformerConfig
+from pdkernels.models.architectures.caches import new_cache
+from pdkernels.models.architectures.config import TransformerConfig
+from pdkernels.models.architectures.layer import Matrix
+from pdkernels.models.architectures.packing import adopt_, quantized_state
 from pdkernels.models.drafters.rows import DRAFTER_MATRICES
-from pdkernels.models.layer import Matrix
-from pdkernels.models.packing import adopt_, quantized_state
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from pdkernels._validation import check, check_flag, check_type
 from pdkernels.cache import Cache
-from pdkernels.models import hybrid
-from pdkernels.models.attention import cached_visibility
-from pdkernels.models.config import TransformerConfig
+from pdkernels.models.architectures import hybrid
+from pdkernels.models.architectures.attention import cached_visibility
+from pdkernels.models.architectures.config import TransformerConfig
+from pdkernels.models.architectures.fused import linear, rms_norm
+from pdkernels.models.architectures.hybrid import HybridConfig, HybridLayer
+from pdkernels.models.architectures.layer import Layer, Matrix
 from pdkernels.models.drafters.head import DrafterConfig, DrafterHead
 from pdkernels.models.drafters.rows import new_rows, tables_of
-from pdkernels.models.fused import linear, rms_norm
-from pdkernels.models.hybrid import HybridConfig, HybridLayer
-from pdkernels.models.layer import Layer, Matrix
 
 _OP = "models.MtpConfig"
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import check
-from pdkernels.models.config import TransformerConfig
-from pdkernels.models.fields import OP, demand
-from pdkernels.models.folder import Weights
-from pdkernels.models.layout import Parts
-from pdkernels.models.rope import LinearScaling, Llama3Scaling
+from pdkernels.models.architectures.config import TransformerConfig
+from pdkernels.models.architectures.rope import LinearScaling, Llama3Scaling
+from pdkernels.models.files.fields import OP, demand
+from pdkernels.models.files.folder import Weights
+from pdkernels.models.files.layout import Parts
 
 # speculators stores what differs from the defaults of these classes of transformers.
 DEFAULTS: dict[str, dict[str, Any]] = {

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from pdkernels.cache import Cache
 from pdkernels.masks import TilePlan, TreePlans
-from pdkernels.models import fused
-from pdkernels.models.attention import NewRows, Visibility, attend_stored, cached_visibility, rotated
-from pdkernels.models.config import TransformerConfig
-from pdkernels.models.rope import RopeTables, Rotation
+from pdkernels.models.architectures import fused
+from pdkernels.models.architectures.attention import NewRows, Visibility, attend_stored, cached_visibility, rotated
+from pdkernels.models.architectures.config import TransformerConfig
+from pdkernels.models.architectures.rope import RopeTables, Rotation
 
 DRAFTER_MATRICES = ("fc", "head", "qkv", "output", "gate_up", "down")
 """Those that `quantized` of a drafter quantises."""

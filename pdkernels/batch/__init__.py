@@ -1,0 +1,1 @@
+"""Files of prompts: read, generated in batches, resumed."""

@@ -1,0 +1,397 @@
+"""The tokens that a grammar allows in each row of a forward, for the sequences of a session.
+
+A row of a draft has the state after the draft before it, so a rejected draft leaves nothing to undo. A row that guesses a masked position gets
+the tokens with which the masks around it can still be filled: the known tokens of its canvas lead one way, its masks every
+way (`TokenAutomaton.places`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pdkernels import _host
+from pdkernels._validation import check, refuse, sentence
+from pdkernels.decoding.method import Method
+from pdkernels.generation.filters import unpacked
+from pdkernels.generation.prefixes import Prefixes, Seen
+from pdkernels.generation.session import Session
+from pdkernels.grammar.context_free import PrefixAutomaton
+from pdkernels.grammar.grammar import ContextFreeGrammar, Grammar
+
+_OP = "decoding.generate"
+_FAR = 2**31 - 1
+MASK = -1
+"""A mask, in a canvas of the host."""
+
+Redraw = Callable[[int, int, Tensor], int]
+"""From the number of a sequence, a position of its canvas and the words of the tokens allowed there to one of them."""
+
+
+class Text(NamedTuple):
+    """The grammar of one sequence."""
+
+    automaton: _host.TokenAutomaton | PrefixAutomaton
+    fill: str
+    start: int
+    """The state where its new tokens begin."""
+    limit: int
+    """How many of them there are at most."""
+    source: str
+
+
+class GrammarRows:
+    """The grammars of a session's sequences; None for one without."""
+
+    def __init__(self, texts: Sequence[Text | None], vocabulary: int, mask_token: int | None) -> None:
+        self._texts, self._mask_token = texts, mask_token
+        self._width, self._vocabulary = (vocabulary + 31) // 32, vocabulary
+        self._known: list[tuple[list[int], int]] = [([], text.start if text else -1) for text in texts]
+        self.whole = True
+        """Whether the grammar is that of a whole text, not of its chunks."""
+        self.forced: list[dict[int, int]] = [{} for _ in texts]
+        """Of each sequence, the tokens that were drafted because no text has others there, by their places."""
+
+    def words(self, rows: Prefixes) -> Tensor:
+        """As `Filters.allowed`: int32 ``(batch, R, ceil(V / 32))``."""
+        found = torch.full((*rows.number.shape, self._width), -1, dtype=torch.int32)
+        seen = rows.read().seen if rows.seen is None else rows.seen
+        assert seen is not None
+        if rows.tokens.shape[1] == 0:
+            self._canvases(seen, found)
+        else:
+            self._drafts(seen, found)
+        return found.to(rows.number.device, non_blocking=True)
+
+    def _canvases(self, seen: Seen, found: Tensor) -> None:
+        """Rows of canvases, which see all of them."""
+        for line, sequence in enumerate(seen.sequences):
+            text = self._texts[sequence]
+            if text is None:
+                continue
+            end = seen.length[line]
+            start = end - text.limit
+            canvas = [
+                token if there else MASK
+                for token, there in zip(seen.text[line][start:end], seen.known[line][start:end], strict=True)
+            ]
+            places = text.automaton.places(canvas, [text.start], 0)
+            for row, position in enumerate(seen.number[line]):
+                if places and position < len(canvas) and canvas[position] == MASK:
+                    text.automaton.allowed(places[position], places[position + 1], _buffer(found[line, row]))
+
+    def _drafts(self, seen: Seen, found: Tensor) -> None:
+        texts, prompts, lengths, begun = seen.text, seen.prompts, seen.length, seen.new
+        tokens, visible, guessing = seen.tokens, seen.visible, seen.guessing
+        for line, sequence in enumerate(seen.sequences):
+            text = self._texts[sequence]
+            if text is None:
+                continue
+            committed = texts[line][prompts[line] : lengths[line]] if begun[line] else []
+            state = self._state(sequence, text, committed)
+            after: dict[tuple[int, ...], int] = {(): state}
+            canvases: dict[tuple[int, ...], list[list[int]]] = {}
+            for row, number in enumerate(seen.number[line]):
+                sees = (
+                    ()
+                    if not begun[line]
+                    else tuple(token for token, seen in zip(tokens[line], visible[line][row], strict=True) if seen)
+                )
+                if guessing[line][row]:
+                    if begun[line]:
+                        self._guess(
+                            text, state, sees, number - len(committed), len(committed), canvases, found[line, row]
+                        )
+                    continue
+                here = self._after(text, after, sees)
+                if here >= 0:
+                    text.automaton.mask(here, text.limit - number - 1, _buffer(found[line, row]))
+
+    def _state(self, sequence: int, text: Text, committed: list[int]) -> int:
+        """The state after the tokens in the cache."""
+        before, state = self._known[sequence]
+        if committed[: len(before)] == before:
+            state = self._follow(text, state, committed[len(before) :])
+        else:
+            state = self._follow(text, text.start, committed)
+        self._known[sequence] = committed, state
+        return state
+
+    def _follow(self, text: Text, state: int, tokens: Sequence[int]) -> int:
+        return text.automaton.follow(state, list(tokens)) if state >= 0 else state
+
+    def _after(self, text: Text, known: dict[tuple[int, ...], int], tokens: tuple[int, ...]) -> int:
+        """The state after `tokens`, of which the first ones are often known."""
+        rest = len(tokens)
+        while tokens[:rest] not in known:
+            rest -= 1
+        state = known[tokens[:rest]]
+        for end in range(rest, len(tokens)):
+            state = self._follow(text, state, tokens[end : end + 1])
+            known[tokens[: end + 1]] = state
+        return state
+
+    def _guess(
+        self,
+        text: Text,
+        state: int,
+        sees: tuple[int, ...],
+        position: int,
+        before: int,
+        known: dict[tuple[int, ...], list[list[int]]],
+        bits: Tensor,
+    ) -> None:
+        """A row of a mask: what may stand at its `position` of the tokens that it sees, of which `before` come earlier in the text."""
+        if sees not in known:
+            canvas = self.canvas(sees)[: max(0, text.limit - before)]
+            budget = text.limit - before - len(canvas)
+            known[sees] = text.automaton.places(canvas, [state], budget) if state >= 0 else []
+        places = known[sees]
+        if 0 <= position < len(places) - 1:
+            text.automaton.allowed(places[position], places[position + 1], _buffer(bits))
+
+    def canvas(self, tokens: Sequence[int]) -> list[int]:
+        """Tokens with `MASK` in place of the mask token."""
+        return [MASK if token == self._mask_token else token for token in tokens]
+
+    # What is committed together
+
+    def settled(
+        self,
+        sequence: int,
+        known: Sequence[int],
+        before: Sequence[int],
+        after: Sequence[int],
+        confidence: Sequence[float],
+        redraw: Redraw,
+    ) -> list[int]:
+        """`after`, with other tokens where those that were filled in at once exclude each other.
+
+        Args:
+            known: the new tokens before the canvas.
+            before, after: a canvas before and after a step, masks included; positions past the limit of the text do not count.
+            confidence: of the filled positions: those of the greatest keep their tokens.
+            redraw: gives another token for a position.
+        """
+        text = self._texts[sequence]
+        made = list(after)
+        if text is None:
+            return made
+        room = max(0, text.limit - len(known))
+        start, budget = self._follow(text, text.start, known), max(0, room - len(before))
+        old, new = self.canvas(before)[:room], self.canvas(after)[:room]
+        filled = [at for at in range(len(new)) if old[at] == MASK != new[at]]
+        if start < 0 or not filled or text.automaton.places(new, [start], budget):
+            return made
+        bits = torch.zeros(self._width, dtype=torch.int32)
+        canvas = old
+        for at in sorted(filled, key=lambda place: (-confidence[place], place)):
+            places = text.automaton.places([*canvas[:at], new[at], *canvas[at + 1 :]], [start], budget)
+            if not places:
+                places = text.automaton.places(canvas, [start], budget)
+                if not places:
+                    return made  # it was lost before this step
+                text.automaton.allowed(places[at], places[at + 1], _buffer(bits))
+                new[at] = redraw(sequence, at, bits)
+            canvas = [*canvas[:at], new[at], *canvas[at + 1 :]]
+            made[at] = new[at]
+        return made
+
+    def joint(self, sequence: int, known: Sequence[int], tokens: Sequence[int], scores: Tensor) -> list[int]:
+        """The most probable valid completion of a canvas; empty if there is none, or its grammar is filled position by position.
+
+        `scores`: log-probabilities ``(masks, V)`` of its masks up to the limit of the text.
+        """
+        text = self._texts[sequence]
+        if text is None or text.fill != "joint":
+            return []
+        room = max(0, text.limit - len(known))
+        start, canvas = self._follow(text, text.start, known), self.canvas(tokens)[:room]
+        if start < 0:
+            return []
+        rows = scores.detach().to("cpu", torch.float32).contiguous()
+        return text.automaton.best(canvas, [start], room - len(canvas), _buffer(rows))
+
+    def is_joint(self, sequence: int) -> bool:
+        text = self._texts[sequence]
+        return text is not None and text.fill == "joint"
+
+    def masks(self, sequence: int, known: Sequence[int], tokens: Sequence[int]) -> list[int]:
+        """The masked positions of a canvas up to the limit of the text."""
+        text = self._texts[sequence]
+        room = len(tokens) if text is None else max(0, text.limit - len(known))
+        return [at for at, token in enumerate(self.canvas(tokens)[:room]) if token == MASK]
+
+    # Chunks, each of which is a text of the grammar
+
+    def least(self, sequence: int) -> tuple[int, str]:
+        """The fewest tokens of a text of a sequence's grammar, and what the grammar is; 0 without one."""
+        text = self._texts[sequence]
+        return (0, "") if text is None else (text.automaton.distance(text.start), text.source)
+
+    def chunk(self, sequence: int, tokens: Sequence[int]) -> Tensor:
+        """The words of the masks of a chunk: ``(masks, ceil(V / 32))``."""
+        text, canvas = self._texts[sequence], self.canvas(tokens)
+        masks = [at for at, token in enumerate(canvas) if token == MASK]
+        found = torch.full((len(masks), self._width), -1, dtype=torch.int32)
+        places = text.automaton.places(canvas, [text.start], 0) if text else []
+        for row, at in enumerate(masks):
+            if text and places:
+                text.automaton.allowed(places[at], places[at + 1], _buffer(found[row]))
+        return found
+
+    def settled_chunk(
+        self, sequence: int, before: Sequence[int], after: Sequence[int], confidence: Sequence[float], redraw: Redraw
+    ) -> list[int]:
+        """`settled` of a chunk."""
+        text = self._texts[sequence]
+        alone = GrammarRows([text and text._replace(limit=len(before))], self._vocabulary, self._mask_token)
+        return alone.settled(0, [], before, after, confidence, redraw)
+
+    # Jump-forward
+
+    def drafted(self, sequence: int, tokens: Sequence[int], room: int) -> list[int]:
+        """The tokens that write what every text has next, at most `room`: after `tokens`, the new ones so far."""
+        text = self._texts[sequence]
+        if text is None:
+            return []
+        state, found = self._follow(text, text.start, tokens), list[int]()
+        bits = torch.zeros(self._width, dtype=torch.int32)
+        while state >= 0 and len(found) < room and state != text.automaton.done:
+            count, last = text.automaton.mask(state, text.limit - len(tokens) - len(found) - 1, _buffer(bits))
+            token = last if count == 1 else self._longest(text, state, bits)
+            if token < 0:
+                break
+            found.append(token)
+            state = self._follow(text, state, [token])
+        for at, token in enumerate(found):
+            self.forced[sequence][len(tokens) + at] = token
+        return found
+
+    def _longest(self, text: Text, state: int, bits: Tensor) -> int:
+        """The longest token of the bytes that come next without a choice; -1: there is a choice."""
+        written = bytes(text.automaton.forced(state))
+        if not written:
+            return -1
+        allowed = unpacked(bits, self._vocabulary).nonzero()[:, 0].tolist()
+        # All of them write a beginning of the same bytes, so the furthest one is the longest.
+        return max(allowed, key=lambda token: self._progress(text, state, token), default=-1)
+
+    def _progress(self, text: Text, state: int, token: int) -> int:
+        to = text.automaton.next(state, token)
+        return -len(text.automaton.forced(to)) if to >= 0 else -_FAR
+
+    def forced_counts(self, tokens: Sequence[Sequence[int]]) -> list[int]:
+        """How many of each sequence's tokens were drafted because no text has others there."""
+        return [
+            sum(place < len(written) and written[place] == token for place, token in forced.items())
+            for forced, written in zip(self.forced, tokens, strict=True)
+        ]
+
+    def check_complete(self, tokens: Sequence[Sequence[int]], stopped: Sequence[bool]) -> None:
+        """Raises ValueError for a text that is not whole: other filters or a hook excluded what the grammar needed."""
+        for sequence, (text, written) in enumerate(zip(self._texts, tokens, strict=True)):
+            if text is None or stopped[sequence] or not self.whole:
+                continue
+            state = self._follow(text, text.start, written)
+            whole = state >= 0 and text.automaton.accepting(state)
+            words = f"sequence {sequence} is no text of {text.source}: another option excluded what it needed"
+            if isinstance(text.automaton, PrefixAutomaton):
+                words = (
+                    f"{text.source} could not be completed within max_new_tokens ({text.limit}) in sequence {sequence}"
+                )
+            refuse(not whole, _OP, words)
+
+
+def _buffer(tensor: Tensor) -> Any:
+    """The elements of a contiguous tensor on the host, for C++."""
+    kind = ctypes.c_float if tensor.dtype == torch.float32 else ctypes.c_int32
+    return (kind * tensor.numel()).from_address(tensor.data_ptr())
+
+
+def opened(
+    grammar: Grammar | Sequence[Grammar | None] | None,
+    method: Method,
+    session: Session,
+    copies: int,
+    options: dict[str, Any],
+) -> GrammarRows | None:
+    """The grammars of a session, checked; None without any.
+
+    Raises:
+        ValueError: a text that cannot be completed within the session's tokens.
+        NotImplementedError: a method or an option that cannot follow a grammar.
+    """
+    if grammar is None:
+        return None
+    prompts = session.batch // copies
+    several = [grammar] * prompts if isinstance(grammar, Grammar) else grammar
+    check(len(several) == prompts, _OP, "grammar", f"have one for each of the {prompts} prompts", len(several))
+    several = [one for one in several for _ in range(copies)]
+    joint = [one for one in several if one is not None and one.fill == "joint"]
+    words = "a grammar with fill='joint' has one most probable completion"
+    refuse(bool(joint) and session.params.temperature > 0, _OP, words, "Use temperature 0, or fill='each'.")
+    words = f"method {method.name!r} writes token after token, so its grammar must have fill='each', got 'joint'"
+    refuse(bool(joint) and not method.writes_in_parallel, _OP, words)
+    free = any(isinstance(one, ContextFreeGrammar) for one in several)
+    if free and method.writes_in_parallel:
+        words = (
+            f"method {method.name!r} does not follow Grammar.lark, whose texts can only be written token after token"
+        )
+        raise NotImplementedError(sentence(_OP, words, "Use Grammar.ebnf."))
+    for name in refused_options(method, options):
+        raise NotImplementedError(sentence(_OP, f"method {method.name!r} does not follow a grammar with {name}"))
+    ends = () if options.get("no_end") else session.end_tokens
+    if method.wing == "planned":
+        words = "method 'planned' fills each chunk by itself, so its grammar must have fill='each', got 'joint'"
+        refuse(bool(joint), _OP, words)
+        ends = (session.model.plan_tokens.pad,)  # a chunk ends with padding
+    remedy = "Pass end_tokens, or use a method that fills a canvas."
+    refuse(not ends and not method.fills_canvases, _OP, "a grammar needs an end token, which ends the text", remedy)
+    model = session.model
+    mask_token = options.get("mask_token")
+    mask_token = getattr(model, "mask_token", None) if mask_token is None else mask_token
+    made = GrammarRows(
+        [None if one is None else _opened(one, session, n, ends, method, mask_token) for n, one in enumerate(several)],
+        model.config.vocab_size,
+        mask_token,
+    )
+    made.whole = method.wing != "planned"
+    return made
+
+
+def _opened(
+    grammar: Grammar, session: Session, sequence: int, ends: tuple[int, ...], method: Method, mask_token: int | None
+) -> Text:
+    automaton, limit, start = grammar.for_model(session.model, ends), session.limits[sequence], 0
+    if session.tails is not None:  # the grammar is that of the whole result
+        texts = session.model.tokenizer.token_bytes()
+        prompt = [token for token in session.prompts[sequence] if token < len(texts) and texts[token]]
+        start = automaton.follow(0, prompt)
+        words = f"prompt {sequence} cannot be completed to a text of {grammar.source}"
+        refuse(start < 0, _OP, words)
+        tail = session.tails[sequence]
+        canvas = [MASK if token == mask_token else token for token in tail]
+        refuse(not automaton.places(canvas, [start], limit - len(tail)), _OP, words)
+        return Text(automaton, grammar.fill, start, limit, grammar.source)
+    if method.wing == "planned":  # whose chunks are as long as the plan says
+        return Text(automaton, grammar.fill, start, limit, grammar.source)
+    least = automaton.distance(start)
+    words = f"{grammar.source} cannot be completed within max_new_tokens ({limit}): it takes {least} tokens at least"
+    refuse(least > limit, _OP, words)
+    if not ends:
+        words = f"no text of {grammar.source} has exactly {limit} tokens, and no end token may end a shorter one"
+        refuse(not automaton.places([MASK] * limit, [start], 0), _OP, words)
+    return Text(automaton, grammar.fill, start, limit, grammar.source)
+
+
+def refused_options(method: Method, options: dict[str, Any]) -> list[str]:
+    """The options given that do not go with a grammar."""
+    hooks = [name for name in ("logits_hook", "tokens_hook", "sampler") if options.get(name) is not None]
+    if options.get("keep_changed"):
+        hooks.append("keep_changed=True")
+    return hooks

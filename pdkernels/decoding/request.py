@@ -1,0 +1,136 @@
+"""From a caller's request to a session, and from a session to the result."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import torch
+
+from pdkernels._validation import check, check_choice, check_flag, check_type, message, refuse
+from pdkernels.decoding.method import Method
+from pdkernels.generation.logprobs import log_probs
+from pdkernels.generation.params import MAX_POSITIONS, SamplingParams
+from pdkernels.generation.prompts import Prompts, token_lists
+from pdkernels.generation.replay import Source, special_names
+from pdkernels.generation.result import DecodeResult, DecodeStats, OnTokens
+from pdkernels.generation.session import Session, inference
+from pdkernels.models.capabilities import rows_ahead
+from pdkernels.models.protocols import lacking, missing
+
+_OP = "decoding.generate"
+_PAGE = "See docs/own_models.md."
+
+Overflow = Literal["error", "warn"]
+
+
+def check_model(model: Any, method: Method, paged: bool) -> None:
+    """Raises TypeError for a model without a member that `method` needs."""
+    actual = type(model).__name__
+    check_type(hasattr(model, "config"), _OP, "model", "be a model", actual, "Load one with pdkernels.models.load.")
+    protocol = method.model_protocol
+    if absent := missing(model, protocol):
+        needed = f"have {absent} (pdkernels.models.{protocol.__name__}) for method {method.name!r}"
+        raise TypeError(message(_OP, "model", needed, f"{actual} without it", _PAGE))
+    if paged and (absent := lacking(model, "new_cache", ("kind", "page_size"))):
+        needed = f"have the argument `{absent}` of `new_cache` for a page_size"
+        raise TypeError(message(_OP, "model", needed, f"{actual} without it", "Pass page_size=None."))
+
+
+def open_session(
+    model: Any,
+    prompt: Prompts,
+    params: SamplingParams,
+    on_tokens: OnTokens | None = None,
+    trace: bool = False,
+    overflow: Overflow = "error",
+    fill_in: int | None = None,
+) -> tuple[Session, bool]:
+    """A session for a request, and whether there was a single prompt, not a batch.
+
+    `fill_in`: the mask token, if masks inside prompts are to be filled too.
+    """
+    check_choice(_OP, "overflow", overflow, get_args(Overflow))
+    check_flag(_OP, "trace", trace)
+    actual = type(on_tokens).__name__
+    check_type(on_tokens is None or callable(on_tokens), _OP, "on_tokens", "be a function", actual)
+    max_new_tokens, copies = params.max_new_tokens, params.n
+    vocabulary = model.config.vocab_size
+    ends = tuple(model.end_tokens if params.end_tokens is None else params.end_tokens)
+    for token in ends:
+        check(0 <= token < vocabulary, _OP, "end_tokens", f"hold ids in 0 .. {vocabulary - 1}", token)
+    prompts, single = token_lists(model, prompt, vocabulary)
+    prompts, single = [ids for ids in prompts for _ in range(copies)], single and copies == 1
+    _check_length(model, max(map(len, prompts)), max_new_tokens, overflow)
+    if fill_in is None:
+        return Session(model, prompts, max_new_tokens, ends, on_tokens, trace, params=params), single
+    firsts = [ids.index(fill_in) if fill_in in ids else len(ids) for ids in prompts]
+    unpredicted = min(firsts) == 0 and rows_ahead(model) > 0
+    refuse(
+        unpredicted,
+        _OP,
+        "the prompt starts with a mask, but rows of this model predict the next token, so none predicts the first",
+    )
+    kept, tails = zip(*((ids[:first], ids[first:]) for ids, first in zip(prompts, firsts, strict=True)), strict=True)
+    return Session(model, list(kept), max_new_tokens, ends, on_tokens, trace, tails, params), single
+
+
+def _check_length(model: Any, longest: int, max_new_tokens: int, overflow: Overflow) -> None:
+    """Checks that texts are no longer than the model was trained for, unless the caller allows it."""
+    total, trained = longest + max_new_tokens, getattr(model.config, "max_positions", None)
+    expectation = "leave room for max_new_tokens in {} positions"
+    actual = f"{longest} tokens and {max_new_tokens} more"
+    check(total <= MAX_POSITIONS, _OP, "prompt", expectation.format(MAX_POSITIONS), actual)
+    if trained is None or total <= trained:
+        return
+    expectation = expectation.format(f"the model's {trained}")
+    if overflow == "error":
+        remedy = "Shorten the prompt, lower max_new_tokens, or pass overflow='warn'."
+        raise ValueError(message(_OP, "prompt", expectation, actual, remedy))
+    warnings.warn(message(_OP, "prompt", expectation, actual), stacklevel=5)
+
+
+def finished(session: Session, single: bool, method: str, decode: Callable[[], int | None]) -> DecodeResult[Any, Any]:
+    """The result of `generate` from a session that `decode` fills; with its log-probabilities in one more pass, unless the session has
+    them."""
+    started = time.perf_counter()
+    with inference():
+        forwards = decode()
+    seconds = time.perf_counter() - started - session.callback_seconds
+    if session.grammar is not None:
+        session.grammar.check_complete(session.tokens, session.stopped)
+
+    tokens = sum(len(ids) for ids in session.tokens) - session.given
+    # By default a sequence takes part in the prompt's forward and in one per verified draft.
+    taken_part = forwards or sum(1 + len(accepted) for accepted in session.accepted)
+    stats = DecodeStats(
+        method=method,
+        forwards=session.forwards,
+        tokens=tokens,
+        tokens_per_forward=tokens / taken_part,
+        seconds=seconds,
+        accepted=session.accepted,
+        trace=session.trace,
+        recurrences=session.recurrences if session.counts_recurrences else None,
+        plans=session.plans,
+        forced=None if session.grammar is None else session.grammar.forced_counts(session.tokens),
+    )
+    written = session.written
+    ids = [torch.tensor(sequence, dtype=torch.int64) for sequence in written]
+    text = None
+    if session.model.tokenizer is not None:
+        decode_text = session.text_of or session.model.tokenizer.decode
+        text = [decode_text(sequence) for sequence in written]
+    model = session.model
+    source = Source(session.prompts, session.tokens, model.tokenizer, special_names(model)) if session.trace else None
+    likely = None if session.likely is None else session.likely.of(session.prompts, session.tokens)
+    count = session.params.logprobs
+    if count is not None and likely is None:
+        with inference():
+            likely = log_probs(getattr(model, "model_itself", model), session.prompts, session.tokens, count)
+    if single:
+        only = None if likely is None else likely[0]
+        return DecodeResult(ids[0], None if text is None else text[0], stats, only, source)
+    return DecodeResult(ids, text, stats, likely, source)

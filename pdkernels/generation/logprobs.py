@@ -1,0 +1,86 @@
+"""Log-probabilities of the tokens of texts: by a pass of the model over finished ones, or as their tokens are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pdkernels.generation.result import LogProbs
+
+
+class WrittenLogProbs:
+    """Log-probabilities of the tokens of a batch in the forwards that write them, for methods whose rows do not depend on the text before
+    them alone. Tokens may be written again: the last time counts."""
+
+    def __init__(self, count: int, batch: int, length: int, vocabulary: int, device: torch.device) -> None:
+        """For texts of at most `length` tokens, prompts included; with the `count` most probable tokens of each place."""
+        self.count, self._none = min(count, vocabulary), length
+        self._own = torch.full((batch, length + 1), torch.nan, device=device)
+        self._top = torch.full((batch, length + 1, self.count), torch.nan, device=device)
+        self._ids = torch.zeros(batch, length + 1, self.count, dtype=torch.int64, device=device)
+
+    def write_(self, logits: Tensor, ids: Tensor, positions: Tensor, where: Tensor) -> None:
+        """Row r of `logits` ``(batch, R, V)`` gives the token ``ids[b, r]`` at ``positions[b, r]``, where ``where[b, r]``."""
+        if hasattr(logits, "full_tensor"):
+            logits = logits.full_tensor()
+        likely = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        at = torch.where(where & (positions < self._none), positions, self._none)
+        own, top = likely.gather(-1, ids.clamp(min=0)[..., None])[..., 0], likely.topk(self.count, -1)
+        self._own.scatter_(1, at, own.to(self._own.dtype))
+        several = at[..., None].expand(-1, -1, self.count)
+        self._top.scatter_(1, several, top.values.to(self._top.dtype))
+        self._ids.scatter_(1, several, top.indices)
+
+    def of(self, prompts: Sequence[list[int]], texts: Sequence[list[int]]) -> list[LogProbs]:
+        """Those of `texts`, which follow `prompts`; NaN for tokens that no forward wrote."""
+        rows = [slice(len(prompt), len(prompt) + len(text)) for prompt, text in zip(prompts, texts, strict=True)]
+        columns = [part.cpu() for part in (self._own, self._ids, self._top)]
+        return [LogProbs(*(column[n, part] for column in columns)) for n, part in enumerate(rows)]
+
+
+CHUNK = 64
+"""New tokens per forward of the pass: logits of this many rows are in memory at once."""
+
+
+def scored(
+    model: Any, prompts: Sequence[list[int]], texts: Sequence[list[int]], run: Callable[..., Any] | None = None
+) -> Iterator[tuple[int, Any]]:
+    """The logits that predict each token of `texts`, which follow `prompts`: pairs of the number of the first token and logits
+    ``(batch, R, V)``; rows past the end of a text are padding. `run` replaces the call of the model."""
+    run = model if run is None else run
+    longest = max(map(len, texts))
+    if longest == 0:
+        return
+    cache = model.new_cache(len(prompts), max(map(len, prompts)) + longest)
+    device = cache.lengths.device
+    width = max(map(len, prompts))
+    packed = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts], device=device)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    yield 0, run(packed, cache=cache, counts=lengths, rows=(lengths - 1)[:, None])
+    cache.commit_(lengths)
+    left = torch.tensor([max(0, len(text) - 1) for text in texts], device=device)
+    padded = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=device)
+    for first in range(0, longest - 1, CHUNK):
+        tokens = padded[:, first : min(first + CHUNK, longest - 1)].contiguous()
+        counts = (left - first).clamp(0, tokens.shape[1])
+        yield first + 1, run(tokens, cache=cache, counts=counts)
+        cache.commit_(counts)
+
+
+def log_probs(model: Any, prompts: Sequence[list[int]], texts: Sequence[list[int]], count: int) -> list[LogProbs]:
+    """Of each text: its tokens' log-probabilities, and the `count` largest of each place, under the model's own distribution."""
+    parts: list[list[tuple[Tensor, Tensor, Tensor]]] = [[] for _ in texts]
+    for first, logits in scored(model, prompts, texts):
+        if hasattr(logits, "full_tensor"):
+            logits = logits.full_tensor()
+        likely = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        top = likely.topk(min(count, likely.shape[-1]), -1)
+        for rows, text, part in zip(range(len(texts)), texts, parts, strict=True):
+            ids = torch.tensor(text[first : first + likely.shape[1]], dtype=torch.int64, device=likely.device)
+            own = likely[rows, : len(ids)].gather(-1, ids[:, None])[:, 0]
+            part.append((own.cpu(), top.indices[rows, : len(ids)].cpu(), top.values[rows, : len(ids)].cpu()))
+    empty = torch.zeros(0), torch.zeros(0, count, dtype=torch.int64), torch.zeros(0, count)
+    return [LogProbs(*(torch.cat(column) for column in zip(*(part or [empty]), strict=True))) for part in parts]

@@ -1,0 +1,227 @@
+"""Grammars in Lark's EBNF, as expressions of `language`: recursion is unfolded down to a depth."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any, NoReturn
+
+from pdkernels._validation import check_text, check_type, did_you_mean, fail, refuse, sentence
+from pdkernels.grammar.budget import spend
+from pdkernels.grammar.language import (
+    MAX_STATES,
+    NOTHING,
+    OP,
+    Alt,
+    Chars,
+    Expression,
+    Repeat,
+    Seq,
+    complement,
+    is_nothing,
+    optional,
+    text,
+)
+from pdkernels.grammar.recursion import cycles
+from pdkernels.grammar.regex import MAX_LENGTH, parsed
+
+_TOKEN = re.compile(
+    r"""(?P<space>\s+|//[^\n]*)|(?P<string>"(?:[^"\\\n]|\\.)*"i?)|(?P<pattern>/(?:[^/\\\n]|\\.)+/[a-z]*)"""
+    r"""|(?P<rule>[?!]*[a-zA-Z_]\w*(?:\.-?\d+)?\s*:(?!:))|(?P<name>[a-zA-Z_]\w*)|(?P<range>\.\.)|(?P<number>\d+)|(?P<alias>->\s*\w+)"""
+    r"""|(?P<sign>[()\[\]|?*+~])|(?P<directive>%\w+)"""
+)
+Piece = tuple[str, str]
+
+
+def parsed_ebnf(rules: str, start: str, depth: int) -> Expression:
+    """The texts of rule `start`.
+
+    Raises:
+        ValueError: not a grammar.
+        NotImplementedError: a directive, a flag of a pattern, templates.
+    """
+    check_text(OP, rules, "rules")
+    check_type(isinstance(start, str), OP, "start", "be a str", type(start).__name__)
+    refuse(len(rules) > MAX_LENGTH, OP, f"the grammar has more than {MAX_LENGTH} characters")
+    found = _rules(pieces(rules))
+    if start not in found:
+        remedy = f"{did_you_mean(start, found)}It has {', '.join(found) or 'no rules'}."
+        fail(OP, "start", "name a rule of the grammar", repr(start), remedy)
+    try:
+        return _Unfolder(found, depth).rule(start)
+    except RecursionError:
+        raise ValueError(sentence(OP, "the grammar has too many levels", "Lower the depth.")) from None
+
+
+def pieces(rules: str, directives: bool = False) -> list[Piece]:
+    """The words of a grammar; with `directives`, also those of Lark that are not followed here, and what is not known."""
+    found, at = [], 0
+    while at < len(rules):
+        match = _TOKEN.match(rules, at)
+        if match is None and directives:
+            at += 1
+            continue
+        if match is None:
+            fail(OP, "rules", "be a grammar in Lark's EBNF", repr(rules[at : at + 20]))
+        kind, at = str(match.lastgroup), match.end()
+        if kind == "directive" and not directives:
+            words = f"the directive {match[0]} of a grammar is not supported"
+            raise NotImplementedError(sentence(OP, words, "Write white space where it may be."))
+        if kind not in ("space", "alias"):
+            found.append((kind, match[0]))
+    return found
+
+
+def _rules(pieces: list[Piece]) -> dict[str, list[Piece]]:
+    found: dict[str, list[Piece]] = {}
+    name = None
+    for kind, written in pieces:
+        if kind == "rule":
+            name = re.sub(r"[?!\s:]|\..*", "", written)
+            if name in found:
+                fail(OP, "rules", "define each rule once", repr(name))
+            found[name] = []
+        elif name is None:
+            fail(OP, "rules", "begin with a rule", repr(written))
+        else:
+            found[name].append((kind, written))
+    return found
+
+
+class _Unfolder:
+    def __init__(self, rules: dict[str, list[Piece]], depth: int) -> None:
+        self._rules, self._depth = rules, depth
+        self._open: dict[str, int] = {}
+        self._parts = 0
+        self._trees = {name: _Reader(pieces, name).whole() for name, pieces in rules.items()}
+        self._cycles = cycles(
+            {name: [one for kind, one in pieces if kind == "name" and one in rules] for name, pieces in rules.items()}
+        )
+        self._made: dict[tuple[str, tuple[int, ...]], Expression] = {}
+
+    def rule(self, name: str) -> Expression:
+        if name not in self._rules:
+            fail(OP, "rules", "define what they name", repr(name), did_you_mean(name, self._rules))
+        level = self._open.get(name, 0)
+        if level > self._depth:
+            return NOTHING
+        key = name, tuple(self._open.get(one, 0) for one in self._cycles[name])
+        if key not in self._made:
+            self._open[name] = level + 1
+            self._made[key] = self.unfolded(self._trees[name])
+            self._open[name] = level
+        return self._made[key]
+
+    def unfolded(self, tree: Any) -> Expression:
+        self._parts += 1
+        spend()
+        refuse(self._parts > MAX_STATES, OP, f"the grammar unfolds to more than {MAX_STATES} parts", "Lower the depth.")
+        if isinstance(tree, str):
+            return self.rule(tree)
+        if isinstance(tree, Chars):
+            return tree
+        if isinstance(tree, Repeat):
+            return tree._replace(part=self.unfolded(tree.part))
+        parts = tuple(self.unfolded(part) for part in tree.parts)
+        if isinstance(tree, Seq):
+            return NOTHING if any(map(is_nothing, parts)) else Seq(parts)
+        return Alt(tuple(part for part in parts if not is_nothing(part)))
+
+
+class _Reader:
+    """The tree of one rule: an expression in which names are strings."""
+
+    def __init__(self, pieces: list[Piece], rule: str) -> None:
+        self._pieces, self._rule, self._at = pieces, rule, 0
+
+    def whole(self) -> Any:
+        try:
+            made = self._either()
+        except RecursionError:
+            self._fail("fewer groups inside each other")
+        if self._at < len(self._pieces):
+            self._fail(repr(self._pieces[self._at][1]))
+        return made
+
+    def _fail(self, found: str) -> NoReturn:
+        fail(OP, f"rule {self._rule!r}", "be an expansion in Lark's EBNF", found)
+
+    def _next(self, *signs: str) -> bool:
+        """Whether the next piece is one of these, which it steps over."""
+        there = self._at < len(self._pieces) and self._pieces[self._at][1] in signs
+        there = there and self._pieces[self._at][0] in ("sign", "range")
+        self._at += there
+        return there
+
+    def _either(self) -> Any:
+        parts = [self._sequence()]
+        while self._next("|"):
+            parts.append(self._sequence())
+        return parts[0] if len(parts) == 1 else Alt(tuple(parts))
+
+    def _sequence(self) -> Any:
+        parts = []
+        while self._at < len(self._pieces) and self._pieces[self._at][1] not in ("|", ")", "]"):
+            parts.append(self._repeated())
+        return Seq(tuple(parts))
+
+    def _repeated(self) -> Any:
+        part = self._atom()
+        while True:
+            if self._next("?"):
+                part = optional(part)
+            elif self._next("*"):
+                part = Repeat(part, 0, None)
+            elif self._next("+"):
+                part = Repeat(part, 1, None)
+            elif self._next("~"):
+                least = self._number()
+                part = Repeat(part, least, self._number() if self._next("..") else least)
+            else:
+                return part
+
+    def _number(self) -> int:
+        kind, written = self._pieces[self._at] if self._at < len(self._pieces) else ("", "the end")
+        if kind != "number" or len(written) > 9:
+            self._fail(written)
+        self._at += 1
+        return int(written)
+
+    def _atom(self) -> Any:
+        kind, written = self._pieces[self._at]
+        self._at += 1
+        if kind == "name":
+            return written
+        if kind == "string":
+            if written.endswith("i"):
+                words = f"the string {written} of a grammar is not supported: it ignores case"
+                raise NotImplementedError(sentence(OP, words))
+            first = text(_unquoted(written, self._rule))
+            if not self._next(".."):
+                return first
+            kind, last = self._pieces[self._at] if self._at < len(self._pieces) else ("", "")
+            ends = _unquoted(written, self._rule), _unquoted(last, self._rule) if kind == "string" else ""
+            if any(len(end) != 1 for end in ends) or ends[0] > ends[1]:
+                self._fail(f"{written}..{last}")
+            self._at += 1
+            check_text(OP, "".join(ends), f"rule {self._rule!r}")
+            return Chars(complement(complement(((ord(ends[0]), ord(ends[1])),))))
+        if kind == "pattern":
+            end = written.rindex("/")
+            if written[end + 1 :]:
+                words = f"the flags {written[end + 1 :]!r} of a pattern are not supported"
+                raise NotImplementedError(sentence(OP, words))
+            return parsed(written[1:end].replace("\\/", "/"))
+        if written == "(" or written == "[":
+            inside = self._either()
+            if not self._next(")" if written == "(" else "]"):
+                self._fail(f"no end of {written!r}")
+            return inside if written == "(" else optional(inside)
+        self._fail(repr(written))
+
+
+def _unquoted(written: str, rule: str) -> str:
+    try:
+        return str(ast.literal_eval(written))
+    except (ValueError, SyntaxError):
+        fail(OP, f"rule {rule!r}", "hold strings with valid escapes", written)

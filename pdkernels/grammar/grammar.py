@@ -1,0 +1,246 @@
+"""The public object for a language: what it is made from, and its automata over the tokens of models."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+from pdkernels import _host
+from pdkernels._validation import check, check_choice, check_text, check_type, refuse, sentence
+from pdkernels.grammar.budget import bounded
+from pdkernels.grammar.context_free import PrefixAutomaton, checked_rules, tokenizer_of
+from pdkernels.grammar.ebnf import parsed_ebnf
+from pdkernels.grammar.language import MAX_STATES, OP, TOO_LARGE, Alt, Expression, compiled, text
+from pdkernels.grammar.regex import parsed
+from pdkernels.grammar.schema import Schema, parsed_schema
+from pdkernels.grammar.schema_keywords import Unknown, warning_of
+from pdkernels.grammar.vocabulary import Vocabulary, vocabulary_of
+
+_FAR = 2**31 - 1
+_MAX_CELLS = 2**26
+_MAX_WORK = 14_000_000  # 1.5 s of a slow core
+_MAX_DEPTH = 64
+
+Fill = Literal["each", "joint"]
+
+
+class Grammar:
+    """A language: `generate(grammar=..)` gives texts that belong to it, whatever the method.
+
+    Make one by `Grammar.json_schema`, `Grammar.regex`, `Grammar.choice` or `Grammar.ebnf`. It holds an automaton over bytes; the automaton over
+    the tokens of a model is made when the model is first used with it, and kept.
+
+    Attributes:
+        source: what it was made from, for messages.
+        fill: how canvases are filled. "each": every position gets the token that is drawn from what the grammar allows there. "joint": the
+            positions of a forward get the tokens of the most probable valid completion (DINGO), at temperature 0.
+
+    Example:
+        >>> import pdkernels as pd
+        >>> model = pd.models.load("tiny-code")
+        >>> grammar = pd.decoding.Grammar.regex("(yes|no), [0-9]{2}")
+        >>> import re
+        >>> result = pd.decoding.generate(model, "def ", grammar=grammar, max_new_tokens=16)
+        >>> bool(re.fullmatch("(yes|no), [0-9]{2}", result.text))
+        True
+    """
+
+    def __init__(self, expression: Expression, source: str, fill: Fill = "each") -> None:
+        check_choice(OP, "fill", fill, ("each", "joint"))
+        self.source, self.fill = source, fill
+        with bounded():
+            self.automaton: _host.ByteAutomaton = compiled(expression, source)
+        self._made: WeakKeyDictionary[Any, dict[tuple[int, ...], _host.TokenAutomaton]] = WeakKeyDictionary()
+
+    @classmethod
+    @bounded()
+    def regex(cls, pattern: str, *, fill: Fill = "each") -> Grammar:
+        """The texts that a regular expression in Python's syntax matches from end to end.
+
+        ``\\d``, ``\\s`` and ``\\w`` are those of ASCII.
+
+        Raises:
+            ValueError: not a regular expression; one that matches nothing, or whose automaton is too large.
+            NotImplementedError: lookaround, references to groups, anchors inside it, flags.
+        """
+        return cls(parsed(pattern), f"the pattern {_short(pattern)}", fill)
+
+    @classmethod
+    @bounded()
+    def choice(cls, texts: Sequence[str], *, fill: Fill = "each") -> Grammar:
+        """One of some texts.
+
+        >>> Grammar.choice(["red", "green"]).matches("red"), Grammar.choice(["red"]).matches("re")
+        (True, False)
+        """
+        several = isinstance(texts, Sequence) and not isinstance(texts, str)
+        check_type(several, OP, "choice", "be a list of strings", type(texts).__name__)
+        for one in texts:
+            check_type(isinstance(one, str), OP, "choice", "hold strings", type(one).__name__)
+            check_text(OP, one, "choice")
+        check(len(texts) > 0, OP, "choice", "hold a string", "none")
+        large = len(texts) + sum(map(len, texts)) > MAX_STATES
+        refuse(large, OP, f"the choice of {len(texts)} strings has more than {MAX_STATES} characters")
+        return cls(Alt(tuple(map(text, texts))), f"the choice {_short(list(texts))}", fill)
+
+    @classmethod
+    @bounded()
+    def json_schema(
+        cls,
+        schema: Schema | str,
+        *,
+        whitespace: str | None = None,
+        depth: int = 3,
+        longest: int | None = None,
+        unknown: Literal["warn", "ignore", "refuse"] = "warn",
+        fill: Fill = "each",
+    ) -> Grammar:
+        """JSON values that satisfy a schema: a dict, a bool, or JSON.
+
+        Properties come in the schema's order, without others. A value of a recursive schema has at most `depth` levels of a reference inside
+        itself.
+
+        Args:
+            schema: the schema. A keyword of JSON Schema that is not followed is refused.
+            whitespace: a regular expression for the space around brackets, commas and colons. None: at most one space after a comma
+                or a colon.
+            depth: how often a ``$ref`` may occur inside itself.
+            longest: in place of each ``maxLength`` and ``maxItems`` that is larger. Each character up to such a bound is a state, so
+                large ones need more states than an automaton may have.
+            unknown: keywords and formats that JSON Schema does not have demand nothing. "warn" names them in a warning, with the keyword that a
+                misspelt one may mean; "refuse" takes no schema that has them.
+
+        Raises:
+            ValueError: a schema that nothing satisfies, or whose automaton is too large.
+            NotImplementedError: a keyword of JSON Schema that is not followed.
+
+        >>> Grammar.json_schema({"type": "array", "items": {"type": "boolean"}}).matches("[true, false]")
+        True
+        """
+        if whitespace is not None:
+            check_type(isinstance(whitespace, str), OP, "whitespace", "be a str", type(whitespace).__name__)
+        if longest is not None:
+            check_type(type(longest) is int, OP, "longest", "be an int", type(longest).__name__)
+            check(longest >= 1, OP, "longest", "be at least 1", longest)
+        check_choice(OP, "unknown", unknown, ("warn", "ignore", "refuse"))
+        annotated: Unknown = {}
+        expression = parsed_schema(schema, whitespace, _checked_depth(depth), longest, annotated)
+        words = warning_of(annotated)
+        if words and unknown == "refuse":
+            raise NotImplementedError(sentence(OP, words))
+        if words and unknown == "warn":
+            warnings.warn(sentence(OP, words), stacklevel=2)
+        return cls(expression, f"the schema {_short(schema)}", fill)
+
+    @classmethod
+    @bounded()
+    def ebnf(cls, rules: str, *, start: str = "start", depth: int = 3, fill: Fill = "each") -> Grammar:
+        """The texts of a grammar in Lark's EBNF: rules ``name: expansions`` of strings, ``/patterns/``, names, groups, ``|``, ``?``, ``*``, ``+`` and
+        ``~ n..m``.
+
+        A grammar without recursion is followed exactly; of others, the texts in which no rule is more than `depth` times inside itself.
+
+        >>> sums = Grammar.ebnf('start: term ("+" term)*\\nterm: /[0-9]/ | "(" start ")"')
+        >>> sums.matches("1+(2+3)"), sums.matches("1+(2")
+        (True, False)
+        """
+        return cls(parsed_ebnf(rules, start, _checked_depth(depth)), f"the grammar {_short(rules)}", fill)
+
+    @classmethod
+    @bounded()
+    def lark(cls, rules: str) -> Grammar:
+        """The texts of a context-free grammar in the Lark format of llguidance, of any depth.
+
+        For methods that write token after token. Nothing bounds how long a text gets: one that is not whole after `max_new_tokens` is an error.
+        `ebnf` bounds the depth instead, and works in all methods.
+
+        Raises:
+            ValueError: not a grammar of llguidance.
+            ImportError: the optional library llguidance is not installed.
+        """
+        return ContextFreeGrammar(rules)
+
+    def matches(self, text: str) -> bool:
+        """Whether a text belongs to the language."""
+        return self.automaton.accepts(text.encode("utf-8", "surrogatepass"))
+
+    def for_model(self, model: Any, end_tokens: Sequence[int]) -> _host.TokenAutomaton:
+        """The automaton over a model's tokens.
+
+        Raises:
+            ValueError: tokens that write none of the texts; an end token that writes text; too many states for the vocabulary.
+            NotImplementedError: a model without a tokenizer that knows the bytes of its tokens.
+        """
+        key = (model.config.vocab_size, *end_tokens)
+        known = self._made.setdefault(_owner(model), {}) if model.tokenizer is not None else {}
+        if key not in known:
+            known[key] = self._compiled(model, end_tokens)
+        return known[key]
+
+    def _compiled(self, model: Any, end_tokens: Sequence[int]) -> _host.TokenAutomaton:
+        vocabulary = self._checked_vocabulary(model, end_tokens)
+        automaton = self.automaton.skipping(32) if vocabulary.skips_space else self.automaton
+        try:
+            made = _host.TokenAutomaton(automaton, vocabulary.tokens, list(end_tokens), _MAX_CELLS, _MAX_WORK)
+        except _host.TooLarge:
+            words = f"{self.source} has too many states for a vocabulary of {len(vocabulary.tokens)} tokens"
+            raise ValueError(sentence(OP, words, TOO_LARGE)) from None
+        if made.distance(0) == _FAR:
+            raise ValueError(sentence(OP, f"the tokens of the model write no text of {self.source}"))
+        return made
+
+    @staticmethod
+    def _checked_vocabulary(model: Any, end_tokens: Sequence[int]) -> Vocabulary:
+        vocabulary = vocabulary_of(model)
+        for token in end_tokens:
+            written = vocabulary.tokens[token]
+            check(not written, OP, "end_tokens", "write no text with a grammar", f"{token}, which writes {written!r}")
+        return vocabulary
+
+    def __repr__(self) -> str:
+        return f"Grammar({self.source})"
+
+
+class ContextFreeGrammar(Grammar):
+    """A grammar whose masks llguidance computes."""
+
+    def __init__(self, rules: str) -> None:
+        self._rules = checked_rules(rules)
+        self.source, self.fill = f"the grammar {_short(rules)}", "each"
+        self._tokenizers: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
+
+    def matches(self, text: str) -> bool:
+        tokens = [bytes([one]) for one in range(256)] + [b""]
+        made = PrefixAutomaton(tokenizer_of(tokens, [256]), self._rules, [256])
+        state = made.follow(0, list(text.encode("utf-8", "surrogatepass")))
+        return state >= 0 and made.accepting(state)
+
+    def for_model(self, model: Any, end_tokens: Sequence[int]) -> Any:
+        """A new automaton: it remembers the prefixes of one text."""
+        tokens = self._checked_vocabulary(model, end_tokens)
+        refuse(
+            tokens.skips_space, OP, "Grammar.lark does not know tokenizers that leave out the first space", "Use ebnf."
+        )
+        known = self._tokenizers.setdefault(_owner(model), {})
+        key = (model.config.vocab_size, *end_tokens)
+        if key not in known:
+            known[key] = tokenizer_of(tokens.tokens, end_tokens)
+        return PrefixAutomaton(known[key], self._rules, end_tokens)
+
+
+def _owner(model: Any) -> Any:
+    """The tokenizer of a model. One of transformers, which is adapted anew in each call of `custom_generate`, has it as `given`."""
+    return getattr(model.tokenizer, "given", model.tokenizer)
+
+
+def _checked_depth(depth: int) -> int:
+    check_type(type(depth) is int, OP, "depth", "be an int", type(depth).__name__)
+    check(0 <= depth <= _MAX_DEPTH, OP, "depth", f"be in 0 .. {_MAX_DEPTH}", depth)
+    return depth
+
+
+def _short(value: object) -> str:
+    words = " ".join(str(value).split()) if isinstance(value, str) else repr(value)
+    return repr(words[:60] + "...") if len(words) > 63 else repr(words) if isinstance(value, str) else words

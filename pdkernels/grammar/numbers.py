@@ -1,0 +1,252 @@
+"""The texts of numbers in JSON: within bounds, which are exact decimals, and multiples of whole numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+from functools import lru_cache
+from typing import NamedTuple
+
+from pdkernels.grammar.language import (
+    EMPTY,
+    NOTHING,
+    Alt,
+    Chars,
+    Expression,
+    Machine,
+    Repeat,
+    Seq,
+    either,
+    is_nothing,
+    optional,
+    sequence,
+    text,
+)
+from pdkernels.grammar.machines import smallest
+
+DIGIT = Chars(((48, 57),))
+_FIRST = Chars(((49, 57),))
+_MAX_WHOLE = 15  # digits before a point where there is no bound: all of a double, and a text that ends
+_MAX_BOUNDED = 20  # digits before a point below a bound: those of 64 bits
+MAX_FRACTION = 10
+_MAX_EXPONENT = 99
+_FRACTION = sequence(".", Repeat(DIGIT, 1, MAX_FRACTION))
+_E = Chars(((69, 69), (101, 101)))
+_EXPONENT = Seq((_E, optional(Chars(((43, 43), (45, 45)))), Repeat(DIGIT, 1, 2)))
+_WHOLE = Alt((text("0"), Seq((_FIRST, Repeat(DIGIT, 0, _MAX_WHOLE - 1)))))
+
+
+class Range(NamedTuple):
+    """The numbers from `low` to `high`, or above and below them; None: no bound."""
+
+    low: Decimal | None = None
+    high: Decimal | None = None
+    above: bool = False
+    below: bool = False
+
+    @classmethod
+    def of(cls, low: float | None, high: float | None, above: bool, below: bool) -> Range:
+        """With numbers as JSON writes them."""
+        return cls(None if low is None else _decimal(low), None if high is None else _decimal(high), above, below)
+
+    def has(self, number: Decimal) -> bool:
+        """Whether it has a number."""
+        above = self.low is None or number > self.low or (number == self.low and not self.above)
+        return above and (self.high is None or number < self.high or (number == self.high and not self.below))
+
+    @property
+    def halves(self) -> Iterator[tuple[str, _Half]]:
+        """Its numbers without a sign and those with one, as numbers from 0 on."""
+        low, high = (None if end is None else end.copy_negate() for end in (self.low, self.high))
+        for sign, half in (("", self), ("-", Range(high, low, self.below, self.above))):
+            start, above = Decimal(0), False
+            if half.low is not None and half.low >= 0:
+                start, above = half.low, half.above
+            if half.high is None or start < half.high or (start == half.high and not (above or half.below)):
+                yield sign, _Half(start, half.high, above, half.below)
+
+
+def _decimal(value: float) -> Decimal:
+    return Decimal(value if isinstance(value, int) else repr(value))
+
+
+class _Half(NamedTuple):
+    """The same, of numbers from 0 on."""
+
+    low: Decimal
+    high: Decimal | None
+    above: bool
+    below: bool
+
+    def whole(self) -> tuple[int, int]:
+        """Its first and its last whole number."""
+        first = int(self.low.to_integral_value(ROUND_CEILING))
+        first += self.above and first == self.low
+        end = self.end(first)
+        if self.high is None:
+            return first, end - 1
+        last = int(self.high.to_integral_value(ROUND_FLOOR))
+        return first, min(last - (self.below and last == self.high), end - 1)
+
+    def end(self, first: int) -> int:
+        """A power of ten that numbers stay below, since their texts have to end."""
+        return int(10 ** max(_MAX_WHOLE if self.high is None else _MAX_BOUNDED, len(str(first))))
+
+
+@lru_cache(maxsize=256)
+def integers(low: float | None, high: float | None, *, above: bool = False, below: bool = False) -> Expression:
+    """Whole numbers from `low` to `high`, or above and below them; None: no bound. They have no point and no exponent, and no sign where none is
+    below 0."""
+    if low is None and high is None:
+        return Seq((optional(text("-")), _WHOLE))
+    parts = []
+    for sign, half in Range.of(low, high, above, below).halves:
+        first, last = half.whole()
+        if first <= last and (not sign or last > 0):
+            parts.append(sequence(sign, _natural(first, last)))
+    return smallest(either(parts), "the numbers")
+
+
+def multiples(step: int) -> Expression:
+    """The multiples of a whole number, with any zeros before them and after a point: a state for each remainder."""
+    minus, first, point = 1, 2, 2 + step
+    edges = [(0, 45, 45, minus), (first, 46, 46, point), (point, 48, 48, point)]
+    for digit in range(10):
+        byte = 48 + digit
+        edges += [(start, byte, byte, first + digit % step) for start in (0, minus)]
+        edges += [(first + left, byte, byte, first + (10 * left + digit) % step) for left in range(step)]
+    return Machine(point + 1, tuple(edges), (first, point))
+
+
+@lru_cache(maxsize=256)
+def numbers(low: float | None, high: float | None, *, above: bool = False, below: bool = False) -> Expression:
+    """Numbers from `low` to `high`, or above and below them, plain ones and those with an exponent; with bounds, one digit is before the point of
+    the latter."""
+    if low is None and high is None:
+        return Seq((optional(text("-")), _WHOLE, optional(_FRACTION), optional(_EXPONENT)))
+    halves = Range.of(low, high, above, below).halves
+    parts = [_joined(sign, part) for sign, half in halves for part in (*_plain(half), *_scientific(half))]
+    return smallest(_some(parts), "the numbers")
+
+
+def _plain(half: _Half) -> Iterator[Expression]:
+    first, low = _parts(half.low)
+    end = half.end(first)
+    last, high = (end, "") if half.high is None else _parts(half.high)
+    if first == last:
+        yield _joined(str(first), _fraction(low, high, half))
+        return
+    yield _joined(str(first), _fraction(low, None, half))
+    if first + 1 < min(last, end):
+        yield Seq((_natural(first + 1, min(last, end) - 1), optional(_FRACTION)))
+    if last < end:
+        yield _joined(str(last), _fraction(None, high, half))
+
+
+def _parts(number: Decimal) -> tuple[int, str]:
+    """What is before the point of a number, and the digits after it."""
+    whole, _, digits = f"{number:f}".partition(".")
+    return int(whole), digits
+
+
+def _scientific(half: _Half) -> Iterator[Expression]:
+    """Numbers above 0 with an exponent and one digit before the point."""
+    if half.high == 0:
+        return
+    low, first = _normalised(half.low, -_MAX_EXPONENT - 1)
+    high, last = _normalised(half.high, _MAX_EXPONENT + 1)
+    if first == last:
+        yield _joined(_mantissa(low, high, half), _exponents(first, first))
+        return
+    yield _joined(_mantissa(low, None, half), _exponents(first, first))
+    yield _joined(_mantissa(None, None, half), _exponents(first + 1, last - 1))
+    yield _joined(_mantissa(None, high, half), _exponents(last, last))
+
+
+def _normalised(number: Decimal | None, absent: int) -> tuple[str | None, int]:
+    """The digits of a number and its exponent; None and `absent` of 0 and of no number."""
+    return ("".join(map(str, number.as_tuple().digits)), number.adjusted()) if number else (None, absent)
+
+
+def _mantissa(low: str | None, high: str | None, half: _Half) -> Expression:
+    """A digit and a fraction from the digits of `low` to those of `high`; None: no bound."""
+    first, last = int(low[0]) if low else 1, int(high[0]) if high else 9
+    parts = []
+    for digit in range(first, last + 1):
+        bounds = low[1:] if low and digit == first else None, high[1:] if high and digit == last else None
+        parts.append(_joined(str(digit), _fraction(*bounds, half)))
+    return _some(parts)
+
+
+def _exponents(first: int, last: int) -> Expression:
+    first, last = max(first, -_MAX_EXPONENT), min(last, _MAX_EXPONENT)
+    parts = []
+    for sign, low, high in ((optional(text("+")), max(first, 0), last), (text("-"), max(-last, 0), -first)):
+        if low <= high:
+            parts += [Seq((sign, _natural(low, high)))]
+            parts += [Seq((sign, text("0"), _natural(low, min(high, 9))))] if low < 10 else []
+    return Seq((_E, Alt(tuple(parts)))) if parts else NOTHING
+
+
+def _fraction(low: str | None, high: str | None, half: _Half) -> Expression:
+    """A point and digits, or neither, from the digits of `low` to those of `high`; None: no bound."""
+    return _or_end(low, high, half, _joined(".", _digits(low, high, half, MAX_FRACTION)))
+
+
+def _or_end(low: str | None, high: str | None, half: _Half, more: Expression) -> Expression:
+    """More digits, or none where zeros are between the bounds, of which these digits are left."""
+    fits = low is None or not (half.above or low.strip("0"))
+    fits = fits and (high is None or not half.below or high.strip("0") != "")
+    return more if not fits else EMPTY if is_nothing(more) else optional(more)
+
+
+def _digits(low: str | None, high: str | None, half: _Half, most: int) -> Expression:
+    """From one to `most` digits between bounds."""
+    if most == 0:
+        return NOTHING
+    if low is not None and not half.above and not low.strip("0"):
+        low = None
+    if low is None and high is None:
+        return Repeat(DIGIT, 1, most)
+    first, last = 0 if low is None else int(low[:1] or 0), 9 if high is None else int(high[:1] or 0)
+    parts = []
+    for digit in range(first, last + 1):
+        bounds = None if low is None or digit > first else low[1:], None if high is None or digit < last else high[1:]
+        parts.append(_joined(str(digit), _or_end(*bounds, half, _digits(*bounds, half, most - 1))))
+    return _some(parts)
+
+
+def _joined(first: Expression | str, rest: Expression) -> Expression:
+    empty = any(is_nothing(one) for one in (first, rest) if not isinstance(one, str))
+    return NOTHING if empty else sequence(first, rest)
+
+
+def _some(parts: Iterable[Expression]) -> Expression:
+    """One of those that have texts."""
+    return either([part for part in parts if not is_nothing(part)])
+
+
+def _natural(low: int, high: int) -> Expression:
+    """The texts of the numbers from `low` to `high`, 0 <= low <= high, without zeros before them."""
+    parts: list[Expression] = []
+    for digits in range(len(str(low)), len(str(high)) + 1):
+        first, last = max(low, 10 ** (digits - 1) if digits > 1 else 0), min(high, 10**digits - 1)
+        if first <= last:
+            parts.append(_same_length(str(first), str(last)))
+    return either(parts)
+
+
+def _same_length(low: str, high: str) -> Expression:
+    if not low:
+        return EMPTY
+    if set(low) == {"0"} and set(high) == {"9"}:
+        return Repeat(DIGIT, len(low), len(low))
+    first, last = int(low[0]), int(high[0])
+    if first == last:
+        return sequence(low[0], _same_length(low[1:], high[1:]))
+    rest = len(low) - 1
+    parts = [sequence(low[0], _same_length(low[1:], "9" * rest))]
+    if last - first > 1:
+        parts.append(Seq((Chars(((48 + first + 1, 48 + last - 1),)), Repeat(DIGIT, rest, rest))))
+    parts.append(sequence(high[0], _same_length("0" * rest, high[1:])))
+    return Alt(tuple(parts))

@@ -1,0 +1,168 @@
+"""Regular expressions in Python's syntax, as expressions of `language`. Their parser is Python's own."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from pdkernels._validation import check_text, check_type, fail, refuse, sentence
+from pdkernels.grammar.language import (
+    NOTHING,
+    OP,
+    Alt,
+    Chars,
+    Expression,
+    Ranges,
+    Repeat,
+    Seq,
+    complement,
+    normal,
+    optional,
+)
+
+if sys.version_info >= (3, 11):
+    from re import _parser as parser  # type: ignore[attr-defined]
+else:
+    import sre_parse as parser
+
+MAX_LENGTH = 50_000
+ANYTHING = Chars(complement(()))
+_LINE = Chars(complement(((10, 10),)))
+_LINE_OF_BOTH = Chars(complement(normal([(10, 10), (13, 13), (0x2028, 0x2029)])))
+_ASCII: dict[str, Ranges] = {
+    "DIGIT": ((48, 57),),
+    "SPACE": normal([(9, 13), (32, 32)]),
+    "WORD": normal([(48, 57), (65, 90), (95, 95), (97, 122)]),
+}
+_UNICODE: dict[str, Callable[[str], bool]] = {
+    "DIGIT": str.isdecimal,
+    "SPACE": lambda one: one.isspace() or one == "\ufeff",  # the latter in JavaScript
+    "WORD": lambda one: one.isalnum() or one == "_",
+}
+
+
+def parsed(pattern: str, *, search: bool = False, wide: bool = False) -> Expression:
+    """The texts that `pattern` matches whole; with `search`, those in which it is found by Python and by JavaScript, whose patterns JSON Schema
+    has; with `wide`, by one of them at least.
+
+    ``\\d``, ``\\s`` and ``\\w`` are those of ASCII; what they exclude, such as by ``\\D`` and ``[^\\w]``, is that of Unicode.
+
+    Raises:
+        ValueError: not a regular expression.
+        NotImplementedError: a part that is none of a regular language, or a flag.
+    """
+    check_type(isinstance(pattern, str), OP, "pattern", "be a str", type(pattern).__name__)
+    refuse(len(pattern) > MAX_LENGTH, OP, f"the pattern has more than {MAX_LENGTH} characters")
+    try:
+        tree = parser.parse(pattern)
+    except (re.error, OverflowError) as error:
+        fail(OP, "pattern", "be a regular expression", f"{pattern[:80]!r}: {error}")
+    except RecursionError:
+        fail(OP, "pattern", "have fewer groups inside each other", repr(pattern[:80]))
+    flags = tree.state.flags & ~(re.UNICODE | re.DOTALL).value
+    if flags:
+        raise NotImplementedError(sentence(OP, f"flags such as {re.RegexFlag(flags)!r} are not supported in a pattern"))
+    line = _LINE_OF_BOTH if search and not wide else _LINE
+    try:
+        return _Tree(pattern, ANYTHING if tree.state.flags & re.DOTALL.value else line, wide).whole(tree.data, search)
+    except RecursionError:
+        fail(OP, "pattern", "have fewer groups inside each other", repr(pattern[:80]))
+
+
+class _Tree:
+    def __init__(self, pattern: str, dot: Chars, wide: bool) -> None:
+        self._pattern, self._dot, self._wide = pattern, dot, wide
+
+    def whole(self, items: list[Any], search: bool) -> Expression:
+        """The whole pattern: anchors may be at its ends, and at those of the branches of a pattern that is only branches."""
+        if len(items) == 1 and str(items[0][0]) == "BRANCH":
+            return Alt(tuple(self.whole(list(branch), search) for branch in items[0][1][1]))
+        first = last = False
+        if items and str(items[0][0]) == "AT" and str(items[0][1]) in ("AT_BEGINNING", "AT_BEGINNING_STRING"):
+            first, items = True, items[1:]
+        if items and str(items[-1][0]) == "AT" and str(items[-1][1]) in ("AT_END", "AT_END_STRING"):
+            last, items = True, items[:-1]
+        inner, rest = self.sequence(items), Repeat(ANYTHING, 0, None)
+        if not search:
+            return inner
+        if last and self._wide:  # Python's $ is also before a last line feed
+            inner = Seq((inner, optional(Chars(((10, 10),)))))
+        return Seq((*(() if first else (rest,)), inner, *(() if last else (rest,))))
+
+    def sequence(self, items: Sequence[Any]) -> Expression:
+        return Seq(tuple(self.item(str(kind), value) for kind, value in items))
+
+    def item(self, kind: str, value: Any) -> Expression:
+        if kind == "LITERAL":
+            self._check(value)
+            return self._chars(((value, value),))
+        if kind == "NOT_LITERAL":
+            return Chars(complement(((value, value),)))
+        if kind == "ANY":
+            return self._dot
+        if kind == "IN":
+            return self._set(value)
+        if kind == "BRANCH":
+            return Alt(tuple(self.sequence(branch) for branch in value[1]))
+        if kind == "SUBPATTERN" and not value[1] and not value[2]:
+            return self.sequence(value[3])
+        if kind in ("MAX_REPEAT", "MIN_REPEAT"):
+            least, most, part = value
+            return Repeat(self.sequence(part), int(least), None if most == parser.MAXREPEAT else int(most))
+        names = {
+            "AT": "an anchor inside it",
+            "ASSERT": "a lookahead or lookbehind",
+            "ASSERT_NOT": "a lookahead or lookbehind",
+            "GROUPREF": "a reference to a group",
+            "GROUPREF_EXISTS": "a reference to a group",
+            "SUBPATTERN": "a flag",
+            "POSSESSIVE_REPEAT": "a possessive repetition",
+            "ATOMIC_GROUP": "an atomic group",
+        }
+        words = f"the pattern {self._pattern[:80]!r} has {names.get(kind, kind)}, which is not regular or not supported"
+        raise NotImplementedError(sentence(OP, words))
+
+    def _check(self, point: int) -> None:
+        """Half of a surrogate pair, as an escape of UTF-16 writes it, is no character."""
+        check_text(OP, chr(point), f"the pattern {self._pattern[:80]!a}")
+
+    def _chars(self, ranges: Ranges) -> Expression:
+        kept = normal((first, last) for first, last in ranges if not 0xD800 <= first <= last <= 0xDFFF)
+        return Chars(kept) if kept else NOTHING
+
+    def _set(self, items: Sequence[Any]) -> Expression:
+        negated = bool(items) and str(items[0][0]) == "NEGATE"
+        found, wide = list[tuple[int, int]](), negated != self._wide
+        for kind, value in items[negated:]:
+            name = str(kind)
+            if name == "LITERAL":
+                self._check(value)
+                found.append((value, value))
+            elif name == "RANGE":
+                found.append(value)
+            else:
+                category = str(value).removeprefix("CATEGORY_")
+                if category.startswith("NOT_"):
+                    # Of what is excluded twice, too little stays out.
+                    base = category.removeprefix("NOT_")
+                    found += complement(_ASCII[base] if wide else _every(base))
+                else:
+                    found += _every(category) if wide else _ASCII[category]
+        ranges = normal(found)
+        return self._chars(complement(ranges) if negated else complement(complement(ranges)))
+
+
+@lru_cache(maxsize=4)
+def _every(category: str) -> Ranges:
+    """The characters of a category in all of Unicode."""
+    belongs, found, start = _UNICODE[category], [], -1
+    for point in range(0x110000):
+        if belongs(chr(point)):
+            start = point if start < 0 else start
+        elif start >= 0:
+            found.append((start, point - 1))
+            start = -1
+    return tuple(found)

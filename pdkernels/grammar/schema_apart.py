@@ -1,0 +1,152 @@
+"""Branches of a `oneOf`: whether a value can satisfy two of them, and which of them a `not` can exclude."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from pdkernels.grammar.budget import spend
+from pdkernels.grammar.schema_keywords import TYPES, counts, kinds_of
+from pdkernels.grammar.schema_merge import (
+    Flat,
+    found_in,
+    is_among,
+    merged,
+    plain,
+    property_of,
+    same,
+    together,
+    unsupported,
+)
+
+Flatten = Callable[[Any, str], Flat]
+
+ENUMERATED = frozenset("type const enum".split())
+OF_STRINGS = ENUMERATED | frozenset("pattern minLength maxLength".split())
+OF_OBJECTS = frozenset("type properties required".split())
+_MAX_PAIRS = 250_000  # of branches, compared in less than a second
+
+
+class _Fact(NamedTuple):
+    """What tells a branch of a oneOf from others."""
+
+    types: set[str]
+    labels: dict[str | None, frozenset[str]]
+    """The values that are listed for required properties, where it speaks of objects alone, and at None for itself; as `plain` writes them."""
+    required: set[str]
+    schema: Mapping[str, Any]
+
+    def forbids(self, name: str) -> bool:
+        return property_of(self.schema, name, self.schema.get("additionalProperties", True)) is False
+
+
+def _differ(one: _Fact, other: _Fact) -> bool:
+    """Whether no value satisfies both."""
+    spend()
+    if not one.types & other.types:
+        return True
+    shared = one.labels.keys() & other.labels.keys()
+    if any(one.labels[name].isdisjoint(other.labels[name]) for name in shared):
+        return True
+    objects = one.types == other.types == {"object"}
+    return objects and (any(map(other.forbids, one.required)) or any(map(one.forbids, other.required)))
+
+
+def _near(facts: list[_Fact], place: str) -> list[list[int]]:
+    """For each branch the others, ascending, that its best label does not already tell apart."""
+    labelled: dict[str | None, set[int]] = {}
+    having: dict[tuple[str | None, str], set[int]] = {}
+    for n, fact in enumerate(facts):
+        for name, values in fact.labels.items():
+            labelled.setdefault(name, set()).add(n)
+            for value in values:
+                having.setdefault((name, value), set()).add(n)
+    every, near, pairs = set(range(len(facts))), [], 0
+    for n, fact in enumerate(facts):
+        best, least = None, len(facts)
+        for name, values in fact.labels.items():
+            size = len(facts) - len(labelled[name]) + sum(len(having[name, value]) for value in values)
+            if size < least:
+                best, least = (name, values), size
+        pairs += least
+        words = f"so many branches of a oneOf that no listed property tells apart, {len(facts)}"
+        unsupported(
+            pairs > _MAX_PAIRS, place, words, "Give them a required property with different values, or use anyOf."
+        )
+        others = every
+        if best is not None:
+            name, values = best
+            others = (every - labelled[name]).union(*(having[name, value] for value in values))
+        near.append(sorted(others - {n}))
+    return near
+
+
+def of_objects(schema: Mapping[str, Any]) -> bool:
+    """Whether a schema speaks of objects alone, of what they must have and of properties."""
+    return schema.keys() <= OF_OBJECTS and schema.keys() != {"type"} and schema.get("type", "object") == "object"
+
+
+def holds(flat_of: Flatten, schema: Any, value: Any, place: str) -> bool:
+    """Whether a value satisfies the schema of a `not`."""
+    spend()
+    flat = flat_of(schema, f"{place}/not")
+    if isinstance(flat, bool):
+        return flat
+    if "anyOf" in flat and len(flat) == 1:
+        return any(holds(flat_of, one, value, place) for one in flat["anyOf"])
+    stray = sorted(flat.keys() - OF_STRINGS)
+    unsupported(bool(stray), f"{place}/not", f"{stray and stray[0]!r} in a not")
+    fits = "type" not in flat or any(TYPES[kind](value) for kind in kinds_of({"type": flat["type"]}, place))
+    fits = fits and ("const" not in flat or same(value, flat["const"]))
+    fits = fits and ("enum" not in flat or is_among(value, flat["enum"]))
+    if isinstance(value, str):
+        patterns = flat.get("pattern", ())
+        least, most = counts(flat, "minLength", "maxLength", place)
+        several = (patterns,) if isinstance(patterns, str) else patterns
+        fits = fits and all(found_in(pattern, value) for pattern in several)
+        fits = fits and least <= len(value) and (most is None or len(value) <= most)
+    return fits
+
+
+def told_apart(flat_of: Flatten, branches: list[Any], rest: Mapping[str, Any], place: str) -> list[Any]:
+    """The branches of a oneOf, without what others of them allow."""
+    flats = [flat_of(branch, f"{place}/oneOf/{n}") for n, branch in enumerate(branches)]
+    facts = [_fact(flat_of, merged(rest, flat, place), place) for flat in flats]
+    made = list(branches)
+    for n, others in enumerate(_near(facts, place)):
+        for other in others:
+            if _differ(facts[n], facts[other]):
+                continue
+            fits = _excludable(flats[other], place)
+            remedy = "Give them different types, or a required property with different values, or use anyOf."
+            unsupported(not fits, place, "oneOf with branches that may overlap", remedy)
+            made[n] = together(made[n], {"not": branches[other]})
+    return made
+
+
+def _excludable(flat: Flat, place: str) -> bool:
+    """Whether a `not` of it can be followed."""
+    if isinstance(flat, bool) or not flat or (flat.keys() == {"type"} and "integer" in kinds_of(flat, place)):
+        return False
+    return flat.keys() <= OF_STRINGS or of_objects(flat)
+
+
+def _fact(flat_of: Flatten, schema: Flat, place: str) -> _Fact:
+    if isinstance(schema, bool):
+        return _Fact(set(TYPES) if schema else set(), {}, set(), {})
+    kinds = schema.get("type", list(TYPES))
+    types = {kinds} if isinstance(kinds, str) else set(kinds)
+    if "number" in types:
+        types.add("integer")
+    required, labels = set(schema.get("required", ())), dict[str | None, frozenset[str]]()
+    for name in required & schema.get("properties", {}).keys() if types == {"object"} else ():
+        flat = flat_of(schema["properties"][name], f"{place}/properties/{name}")
+        if not isinstance(flat, bool) and flat.keys() & {"const", "enum"}:
+            labels[name] = _listed(flat)
+    if schema.keys() & {"const", "enum"}:
+        labels[None] = _listed(schema)
+    return _Fact(types, labels, required, schema)
+
+
+def _listed(schema: Mapping[str, Any]) -> frozenset[str]:
+    return frozenset(map(plain, [schema["const"]] if "const" in schema else schema["enum"]))

@@ -1,0 +1,200 @@
+"""The keywords of JSON schemas: which there are, what their values must be, and those of earlier drafts as those of 2020-12."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import isfinite
+from typing import Any
+
+from pdkernels._validation import check, check_text, did_you_mean, refuse
+from pdkernels.grammar.language import OP
+from pdkernels.grammar.regex import parsed
+from pdkernels.grammar.schema_formats import KNOWN as FORMATS
+from pdkernels.grammar.schema_merge import CONDITIONS, unsupported
+
+_NOTES = frozenset(
+    "title description default examples example $schema $id id $comment $anchor $dynamicAnchor $vocabulary deprecated readOnly writeOnly "
+    "$defs definitions contentMediaType contentEncoding contentSchema nullable discriminator externalDocs xml markdownDescription "
+    "enumDescriptions markdownEnumDescriptions deprecationMessage defaultSnippets propertyOrder errorMessage patternErrorMessage doNotSuggest "
+    "suggestSortText allowComments allowTrailingCommas tsType tsEnumNames enumNames".split()
+)
+"""Keywords that demand nothing; those that begin with ``x-`` do not either."""
+KEYWORDS = {
+    "string": frozenset("minLength maxLength pattern format".split()),
+    "integer": frozenset("minimum maximum exclusiveMinimum exclusiveMaximum multipleOf format".split()),
+    "number": frozenset("minimum maximum exclusiveMinimum exclusiveMaximum multipleOf format".split()),
+    "array": frozenset(
+        "items prefixItems additionalItems minItems maxItems uniqueItems contains minContains maxContains".split()
+    ),
+    "object": frozenset(
+        "properties required additionalProperties unevaluatedProperties patternProperties propertyNames minProperties maxProperties "
+        "dependencies dependentRequired dependentSchemas propertyOrdering".split()
+    ),
+    "boolean": frozenset[str](),
+    "null": frozenset[str](),
+}
+_APPLIED = frozenset("type enum const anyOf oneOf allOf not if then else $ref".split())
+_REFUSED = frozenset("unevaluatedItems $dynamicRef $recursiveRef extends disallow divisibleBy".split())
+"""Keywords that demand something, in one draft or another, and are not followed."""
+_DEMANDS = _REFUSED | _APPLIED | frozenset().union(*KEYWORDS.values())
+_COUNTS = frozenset({"multipleOf"}).union(
+    name for names in KEYWORDS.values() for name in names if name[:3] in ("min", "max") and not name.endswith("imum")
+)
+TYPES: dict[str, Callable[[Any], bool]] = {
+    "string": lambda value: isinstance(value, str),
+    "integer": lambda value: type(value) is int or (type(value) is float and value.is_integer()),
+    "number": lambda value: type(value) in (int, float),
+    "array": lambda value: isinstance(value, list),
+    "object": lambda value: isinstance(value, dict),
+    "boolean": lambda value: type(value) is bool,
+    "null": lambda value: value is None,
+}
+_SHAPES: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(
+        "properties patternProperties dependencies dependentRequired dependentSchemas".split(), (Mapping, "an object")
+    ),
+    **dict.fromkeys("required enum anyOf oneOf allOf prefixItems propertyOrdering".split(), (list, "a list")),
+    **dict.fromkeys(["pattern", "format"], (str, "a string")),
+    "uniqueItems": (bool, "true or false"),
+}
+
+
+Unknown = dict[tuple[str, str], str]
+"""Where keywords and formats are first that JSON Schema does not have."""
+_MAX_NAMED = 5
+_MAX_VALUES = 100_000
+
+
+def check_values(schema: Any) -> None:
+    """Refuses what JSON has not, and too many values, those that a schema holds several times counted each time, before anything walks through it."""
+    queue, seen = [("the schema", "#", schema)], 0
+    while queue:
+        seen += 1
+        name, place, one = queue.pop()
+        if isinstance(one, str):
+            check_text(OP, one, f"{name} at {place}")
+        check(not isinstance(one, float) or isfinite(one), OP, f"{name} at {place}", "be a finite number", one)
+        large = type(one) is int and one.bit_length() > 1023
+        check(not large, OP, f"{name} at {place}", "be a number of at most 1,023 bits, as doubles are", one)
+        if isinstance(one, Mapping):
+            here = place if seen == 1 else f"{place}/{name}"
+            for key in one:
+                check_text(OP, key, f"a name at {here}")
+            queue += [(key, here, value) for key, value in one.items()]
+        elif isinstance(one, (list, tuple)):
+            queue += [(f"{name}[{number}]", place, value) for number, value in enumerate(one)]
+        large = seen + len(queue) > _MAX_VALUES
+        refuse(large, OP, f"the schema has more than {_MAX_VALUES} values")
+
+
+def is_note(name: str) -> bool:
+    """Whether a keyword demands nothing. Those that JSON Schema does not have are annotations."""
+    return name not in _DEMANDS
+
+
+def demands(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of a schema that demand something."""
+    made = {name: value for name, value in schema.items() if not is_note(name)}
+    if made.get("format", "date") not in FORMATS:
+        del made["format"]
+    return made
+
+
+def check_keywords(schema: Mapping[str, Any], place: str, unknown: Unknown) -> None:
+    """Checks the keywords of a schema and their values, and adds those that JSON Schema does not have to `unknown`."""
+    for name, value in schema.items():
+        unsupported(name in _REFUSED, f"{place}/{name}", f"the keyword {name!r}")
+        if is_note(name) and name not in _NOTES and not name.startswith("x-"):
+            unknown.setdefault(("keyword", name), place)
+        kind, words = _SHAPES.get(name, (object, ""))
+        check(isinstance(value, kind), OP, f"{name} at {place}", f"be {words}", type(value).__name__)
+        if name == "format" and value not in FORMATS:
+            unknown.setdefault((name, value), place)
+    for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
+        given = schema.get(name, 0)
+        finite = type(given) is int or (type(given) is float and isfinite(given))
+        fits = finite or (type(given) is bool and name.startswith("exclusive"))
+        check(fits, OP, f"{name} at {place}", "be a finite number", given)
+    check(schema.get("multipleOf", 1) > 0, OP, f"multipleOf at {place}", "be above 0", schema.get("multipleOf"))
+    for what in ("Length", "Items", "Contains", "Properties"):
+        counts(schema, f"min{what}", f"max{what}", place)
+    for pattern in schema.get("patternProperties", {}):
+        parsed(pattern)
+    of = schema.get("type")
+    kinds = [of] if isinstance(of, str) else of if isinstance(of, list) else []
+    for keyword, values in (
+        ("type", kinds),
+        *((name, schema.get(name, ())) for name in ("required", "propertyOrdering")),
+    ):
+        for one in values:
+            check(isinstance(one, str), OP, f"{keyword} at {place}", "hold strings", type(one).__name__)
+    own = frozenset[str]().union(*(KEYWORDS.get(one, frozenset()) for one in kinds))
+    stray = sorted(name for name in schema if not is_note(name) and name not in _APPLIED | own) if kinds else []
+    words = f"{stray and stray[0]!r} beside type {of!r}"
+    unsupported(bool(stray), place, words, "It demands nothing there: leave it out.")
+
+
+def warning_of(unknown: Unknown) -> str:
+    """What a warning says of keywords and formats that JSON Schema does not have; empty without any."""
+    named = []
+    for (what, name), place in [*unknown.items()][:_MAX_NAMED]:
+        hint = did_you_mean(name, _DEMANDS | _NOTES if what == "keyword" else FORMATS).strip()
+        named.append(f"the {what} {name[:40]!r} at {place[:80]}{f' ({hint})' if hint else ''}")
+    more = f" and {len(unknown) - _MAX_NAMED} more" if len(unknown) > _MAX_NAMED else ""
+    return f"JSON Schema does not have {', '.join(named)}{more}, which demand nothing" if named else ""
+
+
+def modern(schema: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of earlier drafts as those of 2020-12, all conditions under one name, and whole numbers as ints."""
+    whole = {name: int(value) for name, value in schema.items() if name in _COUNTS and value == value // 1}
+    schema.update(whole)
+    more = schema.pop("additionalItems", True)
+    if isinstance(schema.get("items"), list):
+        schema["prefixItems"], schema["items"] = schema["items"], more
+    for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+        if type(schema.get(exclusive)) is bool:
+            if schema.pop(exclusive) and bound in schema:
+                schema[exclusive] = schema.pop(bound)
+    least, bounded = schema.pop("minContains", 1), "maxContains" in schema
+    if "contains" not in schema:
+        schema.pop("maxContains", None)
+    elif least == 0 and not bounded:
+        del schema["contains"]
+    else:
+        schema["minContains"] = least
+    conditions = []
+    then, otherwise = schema.pop("then", True), schema.pop("else", True)
+    if "if" in schema:
+        conditions.append((schema.pop("if"), then, otherwise))
+    for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
+        for name, one in schema.pop(keyword, {}).items():
+            when = {"type": "object", "required": [name]}
+            conditions.append((when, {"required": one} if isinstance(one, list) else one, True))
+    if conditions:
+        schema[CONDITIONS] = conditions
+    return schema
+
+
+def counts(schema: Mapping[str, Any], low: str, high: str, place: str) -> tuple[int, int | None]:
+    for name in (low, high):
+        given = schema.get(name, 0)
+        fits = type(given) in (int, float) and given >= 0 and given == given // 1
+        check(fits, OP, f"{name} at {place}", "be a whole number of at least 0", given)
+    refuse(schema.get(high) is not None and schema[high] > 10**6, OP, f"{high} at {place} is above {10**6}")
+    least, most = schema.get(low, 0), schema.get(high)
+    return int(least), None if most is None else int(most)
+
+
+def kinds_of(schema: Mapping[str, Any], place: str) -> list[str]:
+    """The types of a schema without listed values: those that it names, else those that its keywords are for."""
+    kinds = schema.get("type")
+    if kinds is None:
+        given = schema.keys() - {"format"} or schema.keys()
+        kinds = [kind for kind, words in KEYWORDS.items() if words & given and kind != "integer"]
+        unsupported(not kinds, place, f"{sorted(schema)[0]!r} without a type")
+        if schema.keys() == {"format"}:
+            kinds = ["string"]
+    several = [kinds] if isinstance(kinds, str) else kinds
+    fits = isinstance(several, list) and all(isinstance(kind, str) and kind in KEYWORDS for kind in several)
+    check(fits, OP, f"type at {place}", f"be among {', '.join(KEYWORDS)}", kinds)
+    return [kind for kind in several if kind != "integer" or "number" not in several]

@@ -1,0 +1,1 @@
+"""Models: transformers, hybrids and recurrent depth, from layers to whole forwards."""

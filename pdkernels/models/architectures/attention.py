@@ -1,0 +1,260 @@
+"""The visibility of new tokens, and their attention.
+
+A forward on a cache calls `speculative_attention_append_`: the prefix is read in place, paged or not, the new K and V are stored
+after it, and the plan of the new tokens does not depend on its length. Any number of rows takes this path, because on the CPU a
+causal row gets the same bits in all forwards. Inputs that the kernels do not support (fp64, head dimensions that are not a
+multiple of 8 in 16 .. 512) and bool masks take another path, meant for tests and small experiments: PyTorch's attention over a
+copy of the prefix and the new tokens, under a dense mask.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from pdkernels._attention import LARGEST, takes_head_dim
+from pdkernels._validation import INDEX_DTYPES, KERNEL_DTYPES, check, check_type, fail
+from pdkernels.cache import Cache
+from pdkernels.cache.stored import stored
+from pdkernels.masks import TilePlan
+from pdkernels.masks import causal as causal_mask
+from pdkernels.models.architectures.rope import RopeStyle, Rotation, apply_rope
+from pdkernels.ops.block_sparse_attention import block_sparse_attention
+from pdkernels.ops.speculative_attention import speculative_attention, speculative_attention_append_
+from pdkernels.ops.transformer_ops import apply_rope_
+
+
+class Visibility(NamedTuple):
+    """The keys that each row of a forward attends to.
+
+    `mask` is the plan of the new tokens, or a bool tensor that broadcasts to `(batch, heads, rows, keys)`. None: every row
+    attends to every key, or, with `causal`, row i to keys 0..i. On a cache without a plan, the first `prefix` keys are cached,
+    and the others belong to the new tokens.
+    """
+
+    mask: torch.Tensor | TilePlan | None
+    causal: bool = False
+    prefix: int = 0
+
+
+def check_tokens(op: str, tokens: torch.Tensor, device: torch.device) -> None:
+    """Checks the tokens for a model on `device`. The embedding checks the range of ids."""
+    check_type(isinstance(tokens, torch.Tensor), op, "tokens", "be a tensor", type(tokens).__name__)
+    check(tokens.dim() == 2, op, "tokens", "have shape (batch, length)", tuple(tokens.shape))
+    check_type(tokens.dtype in INDEX_DTYPES, op, "tokens", "be int64 or int32", tokens.dtype)
+    check(tokens.device == device, op, "tokens", f"be on the model's device ({device})", tokens.device)
+
+
+def check_mask(op: str, mask: torch.Tensor | TilePlan | None, batch: int, length: int, device: torch.device) -> None:
+    """Raises ValueError or TypeError if a forward of `op` over `length` tokens cannot use this mask."""
+    if isinstance(mask, TilePlan):
+        if (mask.q_len, mask.kv_len) != (length, length):
+            fail(op, "mask", f"be a plan of {length} x {length} tokens", f"{mask.q_len} x {mask.kv_len}")
+        if mask.batch not in (None, batch):
+            fail(op, "mask", f"be one plan, or {batch} stacked ones", f"{mask.batch} stacked ones")
+        if mask.device != device:
+            fail(op, "mask", f"be on the model's device ({device})", mask.device)
+    elif mask is not None:
+        check_type(
+            isinstance(mask, torch.Tensor),
+            op,
+            "mask",
+            "be a bool tensor or a TilePlan",
+            type(mask).__name__,
+            "A segment mask has both: mask.dense() and mask.plan().",
+        )
+        if mask.shape not in ((length, length), (batch, length, length)):
+            fail(op, "mask", f"have shape ({length}, {length}) or ({batch}, {length}, {length})", tuple(mask.shape))
+        check_type(mask.dtype == torch.bool, op, "mask", "be bool (True = visible)", mask.dtype)
+
+
+def uncached_visibility(mask: torch.Tensor | TilePlan | None, *, causal: bool = True) -> Visibility:
+    """Visibility of a full forward: a `(length, length)` or `(batch, length, length)` mask, or a plan; None: causal or full."""
+    if mask is None:
+        return Visibility(None, causal=causal)
+    if isinstance(mask, TilePlan):
+        return Visibility(mask)
+    return Visibility(mask[None, None] if mask.dim() == 2 else mask[:, None])
+
+
+def cached_visibility(
+    cache: Cache,
+    lengths: list[int] | None,
+    counts: torch.Tensor | None,
+    rows: int,
+    mask: torch.Tensor | TilePlan | None,
+) -> Visibility:
+    """Visibility of `rows` new tokens, which attend to their whole prefix, and to each other by `mask`; None: causally.
+
+    `lengths` is the host's copy of the cache's lengths, which exists on a CPU.
+    """
+    if cache.dtype == torch.int8 and isinstance(mask, torch.Tensor):
+        fail("Transformer", "mask", "be a TilePlan on an 8-bit cache", "a bool tensor", "Call mask.plan().")
+    kernels = cache.dtype in (*KERNEL_DTYPES, torch.int8) and takes_head_dim(cache.head_dim)
+    if kernels and not isinstance(mask, torch.Tensor):
+        return Visibility(_causal_plan(rows, cache.device) if mask is None else mask)
+    if mask is None:
+        mask = torch.ones(rows, rows, dtype=torch.bool, device=cache.device).tril()
+    elif isinstance(mask, TilePlan):
+        mask = mask.dense()
+    keys = cache.capacity if lengths is None else max(lengths)
+    prefix = torch.arange(keys, device=cache.device) < cache.lengths[:, None, None]
+    whole = torch.cat([prefix.expand(-1, rows, -1), mask.expand(cache.batch, rows, rows)], -1)
+    return Visibility(whole[:, None], prefix=keys)
+
+
+class NewRows(NamedTuple):
+    """The rows of a forward: their rotation, their visibility, and where their K and V are stored."""
+
+    rotation: Rotation
+    style: RopeStyle
+    kv_heads: int
+    visibility: Visibility
+    cache: Cache | None = None
+    counts: torch.Tensor | None = None
+
+    def attend_(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
+        """Attention of `qkv` `(batch, rows, heads + 2 * kv_heads, head_dim)`, not yet rotated: q's shape."""
+        # `split` of a tensor is a function in Python that calls this one.
+        qk, v = qkv.split_with_sizes((qkv.shape[2] - self.kv_heads, self.kv_heads), -2)
+        qk = rotated(qk, self.rotation, self.style)
+        q, k = qk.split_with_sizes((qk.shape[2] - self.kv_heads, self.kv_heads), -2)
+        if self.rotation.query_scale is not None:
+            q = q * self.rotation.query_scale.to(q.dtype)
+        if self.cache is None:
+            return attend(q, k, v, self.visibility)
+        return attend_cached(q, k, v, self.visibility, self.cache, layer, self.counts)
+
+
+def rotated(qk: torch.Tensor, rotation: Rotation, style: RopeStyle) -> torch.Tensor:
+    """Queries and keys of new rows at their positions, in place where a kernel does it."""
+    if rotation.positions is None:
+        return apply_rope(qk, rotation, style)
+    apply_rope_(qk, rotation.cos, rotation.sin, rotation.positions, style=style)
+    return qk
+
+
+def _causal_plan(rows: int, device: torch.device) -> TilePlan:
+    """A cached plan, because a decoder uses few widths. Short plans are never freed: a graph may have captured them."""
+    return (_kept_plan if rows <= 256 else _recent_plan)(rows, device)
+
+
+def _new_causal_plan(rows: int, device: torch.device) -> TilePlan:
+    return causal_mask(rows).plan(64, 64, device)
+
+
+_kept_plan, _recent_plan = lru_cache(None)(_new_causal_plan), lru_cache(16)(_new_causal_plan)
+
+
+def attend_cached(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visibility: Visibility,
+    cache: Cache,
+    layer: int,
+    counts: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of new tokens over the cached prefix and each other; their K and V are stored after it."""
+    if isinstance(visibility.mask, TilePlan):  # as on any 8-bit cache, see `cached_visibility`
+        k, v = stored(cache.dtype, k, v)
+        return speculative_attention_append_(
+            q,
+            k,
+            v,
+            cache.k[layer],
+            cache.v[layer],
+            cache.lengths,
+            visibility.mask,
+            counts=counts,
+            block_table=cache.block_table,
+        )
+    cache.append_(layer, k, v, counts)
+    return attend_stored(q, k, v, visibility, cache, layer)
+
+
+def attend_stored(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: Visibility, cache: Cache, layer: int
+) -> torch.Tensor:
+    """Attention of new tokens whose K and V, in the form of the cache, are already stored after the prefix."""
+    if isinstance(visibility.mask, TilePlan):
+        k_cache, v_cache = cache.k[layer], cache.v[layer]
+        return speculative_attention(
+            q, k, v, k_cache, v_cache, cache.lengths, visibility.mask, block_table=cache.block_table
+        )
+    # The new K and V come from the forward: the cache may not store all of them.
+    keys, values = (torch.cat([old, new], 1) for old, new in zip(cache.layer(layer, visibility.prefix), (k, v)))
+    return attend(q, keys, values, visibility)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: Visibility) -> torch.Tensor:
+    """Grouped-query attention of q `(batch, rows, heads, head_dim)` over k, v `(batch, keys, kv_heads, head_dim)`."""
+    if isinstance(visibility.mask, TilePlan):
+        if q.dtype not in KERNEL_DTYPES or not takes_head_dim(q.shape[3]):
+            expectation = f"be a bool tensor for a model in {q.dtype} with heads of {q.shape[3]}, which no kernel takes"
+            fail("Transformer", "mask", expectation, "a TilePlan", "Pass mask.dense().")
+        return block_sparse_attention(q, k, v, visibility.mask)
+    if visibility.mask is None and q.requires_grad and q.device.type == "cpu":
+        return _by_matmul(q, k, v, visibility.causal)
+    if q.device.type == "cpu" and not _is_ordinary(q, k, v):
+        return _by_formula(q, k, v, visibility)
+    return F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=visibility.mask,
+        is_causal=visibility.causal,
+        enable_gqa=q.shape[2] != k.shape[2],
+    ).transpose(1, 2)
+
+
+def _is_ordinary(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether all inputs and scores are finite. Otherwise PyTorch's CPU kernels return 0 for a row whose scores are all NaN, and
+    spread a NaN or infinity to rows that do not attend to it."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or type(q) is not torch.Tensor:
+        return True  # a branch on values would synchronise
+    if q.numel() == 0 or k.numel() == 0:
+        return True
+    largest = [max(abs(float(end)) for end in torch.aminmax(x.detach())) for x in (q, k, v)]
+    return largest[0] * largest[1] * q.shape[3] < LARGEST and largest[2] < math.inf
+
+
+def _by_formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: Visibility) -> torch.Tensor:
+    """Attention that skips masked pairs instead of multiplying by 0, because 0 times NaN is NaN."""
+    rows, keys, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    seen = visibility.mask
+    if seen is None:
+        seen = torch.ones(rows, keys, dtype=torch.bool, device=q.device)
+        seen = seen.tril() if visibility.causal else seen
+    assert isinstance(seen, torch.Tensor)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    queries = q.transpose(1, 2).to(wide)
+    pairs = seen[..., None]
+    heads = []
+    for head in range(q.shape[2]):  # one at a time, to save memory
+        key, value = (x[:, :, head // group].to(wide)[:, None, None] for x in (k, v))
+        scores = (torch.where(pairs, queries[:, head, None, :, None], 0) * torch.where(pairs, key, 0)).sum(-1)
+        scores = (scores * q.shape[3] ** -0.5).masked_fill(~seen, -torch.inf)
+        nothing = scores.isneginf().all(-1, keepdim=True)
+        weights = scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0).masked_fill(~seen, 0)
+        heads.append((weights[..., None] * torch.where(pairs, value, 0)).sum(-2))
+    return torch.cat(heads, 1).transpose(1, 2).to(v.dtype)
+
+
+def _by_matmul(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    """Attention by two batched products, for training on a CPU, where the backward of SDPA takes twice as long."""
+    batch, length, heads, head_dim = q.shape
+    kv_heads, group = k.shape[2], heads // k.shape[2]
+    q = q.unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4).reshape(batch * kv_heads, group * length, head_dim)
+    k = k.permute(0, 2, 3, 1).reshape(batch * kv_heads, head_dim, length)
+    v = v.transpose(1, 2).reshape(batch * kv_heads, length, head_dim)
+    bias = torch.zeros(length, length, dtype=q.dtype, device=q.device)
+    if causal:
+        hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+        bias = bias.masked_fill(hidden, -torch.inf)
+    weights = torch.baddbmm(bias.repeat(group, 1), q, k, alpha=head_dim**-0.5).softmax(-1).to(v.dtype)
+    return (weights @ v).view(batch, kv_heads, group, length, head_dim).permute(0, 3, 1, 2, 4).flatten(2, 3)

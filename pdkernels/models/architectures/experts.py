@@ -1,0 +1,113 @@
+"""Layers whose MLP is a mixture of experts."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from pdkernels.models.architectures.config import ExpertsConfig, TransformerConfig
+from pdkernels.models.architectures.fused import gated, grouped_linear, linear, wide_linear
+from pdkernels.models.architectures.layer import Layer, Matrix
+
+
+class ExpertLayer(Layer):
+    """Attention and a mixture of SwiGLU experts, of which the router chooses some for every row."""
+
+    router: nn.Parameter
+    router_bias: nn.Parameter | None
+    experts_gate_up: Matrix
+    experts_down: Matrix
+    shared_gate_up: Matrix | None
+    shared_down: Matrix | None
+
+    def _add_mlp(self, config: TransformerConfig) -> None:
+        experts, hidden = config.experts, config.hidden_size
+        assert experts is not None
+        self.router = nn.Parameter(torch.empty(experts.count, hidden))
+        self.register_parameter("router_bias", nn.Parameter(torch.empty(experts.count)) if experts.biased else None)
+        self.experts_gate_up = nn.Parameter(torch.empty(experts.count, 2 * experts.intermediate_size, hidden))
+        self.experts_down = nn.Parameter(torch.empty(experts.count, hidden, experts.intermediate_size))
+        shared = experts.shared_size
+        for name, shape in (("shared_gate_up", (2 * shared, hidden)), ("shared_down", (hidden, shared))):
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)) if shared else None)
+
+    def _mlp(self, normed: torch.Tensor) -> torch.Tensor:
+        experts = self.config.experts
+        assert experts is not None
+        rows = normed.flatten(0, -2)
+        if experts.scores == "softmax":
+            weights, ids = chosen_experts(linear(rows, self.router), experts)
+        else:
+            weights, ids = chosen_by_sigmoid(wide_linear(rows, self.router), self.router_bias, experts)
+        out = mixture(rows, weights, ids, self.experts_gate_up, self.experts_down).view_as(normed)
+        if self.shared_gate_up is None or self.shared_down is None:
+            return out
+        return out + linear(gated(linear(normed, self.shared_gate_up)), self.shared_down)
+
+
+def chosen_experts(logits: torch.Tensor, experts: ExpertsConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights of each row's experts, in the dtype of the router's `logits` `(rows, count)`, and their numbers:
+    `(rows, per_token)`, those with the largest probabilities first."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    weights, ids = logits.softmax(-1, dtype=wide).topk(experts.per_token)
+    if experts.normalized:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return (weights * experts.scale).to(logits.dtype), ids
+
+
+def chosen_by_sigmoid(
+    logits: torch.Tensor, bias: torch.Tensor | None, experts: ExpertsConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same with a score between 0 and 1 for each expert, in groups if there are some."""
+    scores = logits.sigmoid()
+    ranked = scores if bias is None else scores + bias
+    if experts.groups > 1:
+        groups = ranked.unflatten(-1, (experts.groups, -1))
+        best = groups.topk(2).values.sum(-1).topk(experts.chosen_groups).indices
+        outside = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, False)
+        ranked = groups.masked_fill(outside[..., None], -torch.inf).flatten(-2)
+    ids = ranked.topk(experts.per_token).indices
+    weights = scores.gather(-1, ids)
+    if experts.normalized and experts.per_token > 1:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * experts.scale, ids
+
+
+def sorted_by_expert(ids: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The order that sorts the flat `ids` by expert, and where those of each of `count` experts end."""
+    flat = ids.flatten()
+    order = flat.argsort(stable=True)
+    return order, torch.searchsorted(flat[order], torch.arange(count, device=ids.device), right=True)
+
+
+def in_order(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Rows sorted by expert as they were before."""
+    return rows[order.argsort()]
+
+
+def weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The sum of `outputs` `(rows, per_token, width)` with `weights` `(rows, per_token)`, in float32 or float64."""
+    wide = torch.promote_types(outputs.dtype, torch.float32)
+    # One after the other: torch.sum chooses an order by sizes, layouts and threads.
+    total, *others = (outputs.to(wide) * weights.to(wide)[..., None]).unbind(1)
+    for term in others:
+        total = total + term
+    return total
+
+
+def mixture(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: Matrix | torch.Tensor,
+    down: Matrix | torch.Tensor,
+) -> torch.Tensor:
+    """The weighted sum of the outputs of the experts `ids` `(rows, per_token)` for the rows of `x` `(rows, hidden)`.
+
+    Rows are sorted by expert on the device. A row's experts are added up in the order of `ids`, so that its sum has the same bits in
+    any batch.
+    """
+    order, ends = sorted_by_expert(ids, len(gate_up))
+    inner = gated(grouped_linear(x[order // ids.shape[1]], gate_up, ends))
+    outputs = in_order(grouped_linear(inner, down, ends), order)
+    return weighted_sum(outputs.view(*ids.shape, -1), weights).to(x.dtype)

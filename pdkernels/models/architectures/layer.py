@@ -1,0 +1,150 @@
+"""One layer of the transformer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import torch
+from torch import nn
+
+from pdkernels._validation import check
+from pdkernels.models.architectures.fused import add_norm, gated, linear, rms_norm
+from pdkernels.ops._quantized_weight import QuantizedWeight
+
+if TYPE_CHECKING:
+    from pdkernels.models.architectures.config import TransformerConfig
+
+Matrix: TypeAlias = nn.Parameter | QuantizedWeight
+
+
+class Layer(nn.Module):
+    """Attention and SwiGLU, each with a norm before and a residual around it.
+
+    Projections of the same input are one matrix. The layer holds its parameters directly, because calls of submodules take a
+    noticeable share of a small model's step. `adapted` is a factor of the adapter's output that broadcasts to `x`, None if no
+    row uses the adapter.
+    """
+
+    qkv: Matrix
+    output: Matrix
+    gate_up: Matrix
+    down: Matrix
+    qkv_bias: nn.Parameter | None
+    output_bias: nn.Parameter | None
+    gate_up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
+    q_norm: nn.Parameter | None
+    k_norm: nn.Parameter | None
+    adapter_in: nn.Parameter | None
+    adapter_out: nn.Parameter | None
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        hidden, width = config.hidden_size, config.heads * config.head_dim
+        qkv_width = width + 2 * config.kv_heads * config.head_dim
+        self.attention_norm = nn.Parameter(torch.empty(hidden))
+        self.qkv = nn.Parameter(torch.empty(qkv_width, hidden))
+        self.register_parameter("qkv_bias", nn.Parameter(torch.empty(qkv_width)) if config.qkv_bias else None)
+        for name in ("q_norm", "k_norm"):
+            size = config.qk_norm_sizes.get(name)
+            self.register_parameter(name, None if size is None else nn.Parameter(torch.empty(size)))
+        self.output = nn.Parameter(torch.empty(hidden, width))
+        self.mlp_norm = nn.Parameter(torch.empty(hidden))
+        self._add_mlp(config)
+        self._add_biases({"output_bias": hidden * config.output_bias})
+        self.register_parameter("adapter_in", None)
+        self.register_parameter("adapter_out", None)
+
+    def _add_mlp(self, config: TransformerConfig) -> None:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_up = nn.Parameter(torch.empty(2 * inner, hidden))
+        self.down = nn.Parameter(torch.empty(hidden, inner))
+        self._add_biases({"gate_up_bias": 2 * inner * config.mlp_bias, "down_bias": hidden * config.mlp_bias})
+
+    def _add_biases(self, sizes: dict[str, int]) -> None:
+        for name, size in sizes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(size)) if size else None)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        added: torch.Tensor | None,
+        attend: Callable[[torch.Tensor], torch.Tensor],
+        adapted: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual and the output of the MLP, which the next layer adds up.
+
+        `added` is the MLP's output of the previous layer, which is still to be added to `x`, None for the first layer; `attend`
+        maps the output of `project` to the input of `project_out`. A layer reads only its own parameters, because FSDP holds
+        them only while it runs.
+        """
+        if added is None:
+            normed = self.normed(x)
+        else:
+            x, normed = add_norm(added, x, None, self.attention_norm, self.config.norm_eps)
+        mixed = attend(self.project(normed))
+        x, normed = add_norm(self.project_out(mixed, adapted), x, None, self.mlp_norm, self.config.norm_eps)
+        return x, self._mlp(normed)
+
+    # ---- the parts, `x` always (batch, rows, hidden_size)
+
+    def normed(self, x: torch.Tensor) -> torch.Tensor:
+        """The input of attention's projections for `x`."""
+        return rms_norm(x, self.attention_norm, self.config.norm_eps)
+
+    def project(self, normed: torch.Tensor, part: Literal["qkv", "qk", "v"] = "qkv") -> torch.Tensor:
+        """q, k and v, or some of them, before the rotation: `(batch, rows, heads, head_dim)`.
+
+        q and k are normed if the model norms them.
+        """
+        config = self.config
+        weight: torch.Tensor | QuantizedWeight = self.qkv
+        bias: torch.Tensor | None = self.qkv_bias
+        if part != "qkv":
+            middle = (config.heads + config.kv_heads) * config.head_dim
+            rows = slice(middle) if part == "qk" else slice(middle, None)
+            weight, bias = weight[rows], None if bias is None else bias[rows]
+        heads: torch.Tensor = linear(normed, weight, bias).unflatten(-1, (-1, config.head_dim))
+        if self.q_norm is None or self.k_norm is None or part == "v":
+            return heads
+        q, k, *v = heads.split([config.heads, *[config.kv_heads] * (len(part) - 1)], -2)
+        if config.whole_qk_norm:
+            both = (q, self.q_norm), (k, self.k_norm)
+            wide = (rms_norm(x.flatten(-2), weight, config.norm_eps) for x, weight in both)
+            q, k = (x.unflatten(-1, (-1, config.head_dim)) for x in wide)
+            return torch.cat((q, k, *v), -2)
+        return torch.cat((rms_norm(q, self.q_norm, config.norm_eps), rms_norm(k, self.k_norm, config.norm_eps), *v), -2)
+
+    def project_out(self, mixed: torch.Tensor, adapted: torch.Tensor | None = None) -> torch.Tensor:
+        """The output projection of attention, of `mixed` `(batch, rows, heads, head_dim)`, which is added to the residual."""
+        mixed = mixed.flatten(-2)
+        out = linear(mixed, self.output, self.output_bias)
+        if adapted is None:
+            return out
+        assert self.adapter_in is not None and self.adapter_out is not None
+        return out + linear(linear(mixed, self.adapter_in), self.adapter_out) * adapted
+
+    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The MLP's output for the residual `x`, to which it is added."""
+        return self._mlp(rms_norm(x, self.mlp_norm, self.config.norm_eps))
+
+    def _mlp(self, normed: torch.Tensor) -> torch.Tensor:
+        return linear(gated(linear(normed, self.gate_up, self.gate_up_bias)), self.down, self.down_bias)
+
+    @torch.no_grad()
+    def attach_adapter_(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        """A low-rank alternative `output + b @ a` to the output projection, see `Transformer.attach_adapter_`."""
+        op, width = "Transformer.attach_adapter_", self.output.shape[1]
+        check(a.dim() == 2 and a.shape[1] == width, op, "pairs", f"hold a of shape (rank, {width})", tuple(a.shape))
+        check(
+            b.shape == (len(self.output), len(a)),
+            op,
+            "pairs",
+            f"hold b of shape ({len(self.output)}, {len(a)})",
+            tuple(b.shape),
+        )
+        like = self.attention_norm if isinstance(self.output, QuantizedWeight) else self.output
+        self.adapter_in = nn.Parameter(a.detach().to(like), like.requires_grad)
+        self.adapter_out = nn.Parameter(b.detach().to(like), like.requires_grad)

@@ -1,0 +1,76 @@
+"""Models whose matrices are quantised ones."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from pdkernels._validation import KERNEL_DTYPES, check, check_type, did_you_mean, message
+from pdkernels.ops._quantize import quantize
+from pdkernels.ops._quantized_weight import QuantizedWeight
+
+OP = "quantize"
+_EXPERTS = ("experts_gate_up", "experts_down", "shared_gate_up", "shared_down")
+MATRICES = ("embedding", "head", "qkv", "output", "gate_up", "down", *_EXPERTS)
+
+Stated: TypeAlias = torch.Tensor | QuantizedWeight
+"""A parameter as a checkpoint has it."""
+
+
+def adopt_(model: nn.Module, state: Mapping[str, Stated]) -> None:
+    """Makes these its parameters, without copies. A quantised matrix takes the place of a parameter."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, given in state.items():
+        if isinstance(given, QuantizedWeight):
+            path, _, own = name.rpartition(".")
+            module = model.get_submodule(path)
+            delattr(module, own)
+            setattr(module, own, given)
+            tensors |= {f"{name}.{part}": data for part, data in given.named_buffers()}
+        else:
+            tensors[name] = given
+    model.load_state_dict(tensors, assign=True)
+
+
+def quantized_state(
+    model: nn.Module,
+    format: str,
+    group: int | None,
+    skip: str | Collection[str],
+    tied: bool,
+    *,
+    matrices: tuple[str, ...] = MATRICES,
+) -> dict[str, Stated]:
+    """The parameters of a `Transformer` or a drafter, its `matrices` quantised but for those to `skip`; what stays is shared."""
+    skip = (skip,) if isinstance(skip, str) else skip
+    for name in skip:
+        remedy = did_you_mean(str(name), matrices)
+        check(name in matrices, OP, "skip", f"hold names of {', '.join(matrices)}", repr(name), remedy)
+    one = tied and "head" in skip and "embedding" not in skip
+    check(not one, OP, "skip", "name the embedding, which is the head of this model", "'head' alone")
+    if any(isinstance(part, QuantizedWeight) for part in model.modules()):
+        remedy = "Load it with packed=False."
+        raise NotImplementedError(message(OP, "model", "have no packed matrices yet", "some", remedy))
+    state: dict[str, Stated] = {}
+    for name, tensor in model.named_parameters():
+        own = name.rpartition(".")[2]
+        state[name] = tensor.detach()
+        if own in matrices and own not in skip:
+            check_type(tensor.dtype in KERNEL_DTYPES, OP, "model", "be float32, float16 or bfloat16", tensor.dtype)
+            state[name] = quantize_named(name, tensor, format, group).to(tensor.device)
+    return state
+
+
+def quantize_named(name: str, matrix: torch.Tensor, format: str, group: int | None) -> QuantizedWeight:
+    """`quantize`, whose errors about the matrix then name it."""
+    try:
+        return quantize(matrix, format, group=group)
+    except (ValueError, TypeError) as error:
+        words = str(error)
+        if not words.startswith(f"pdkernels.{OP}: weight "):
+            raise
+        skipped = f"{words.replace(f'{OP}: weight ', f'{OP}: {name} ')} Name it in skip=."
+        raise type(error)(skipped) from None

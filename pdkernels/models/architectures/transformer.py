@@ -1,0 +1,566 @@
+"""A decoder-only transformer with RMSNorm, RoPE, grouped-query attention and SwiGLU; Qwen2, Qwen3 and Llama are instances.
+
+A forward appends the K and V of new tokens after the cached prefix, and the decoder then decides how many of them become
+part of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import nn
+
+from pdkernels._validation import INDEX_DTYPES, check, check_index, check_type, fail, message
+from pdkernels.backends import backend_of
+from pdkernels.cache import Cache, PagePool
+from pdkernels.masks import TilePlan
+from pdkernels.models.architectures import fused, packing, whole_step
+from pdkernels.models.architectures.attention import (
+    NewRows,
+    Visibility,
+    cached_visibility,
+    check_mask,
+    check_tokens,
+    uncached_visibility,
+)
+from pdkernels.models.architectures.caches import new_cache, new_pool
+from pdkernels.models.architectures.config import TransformerConfig
+from pdkernels.models.architectures.experts import ExpertLayer
+from pdkernels.models.architectures.fused import linear, rms_norm
+from pdkernels.models.architectures.layer import Layer, Matrix
+from pdkernels.models.architectures.recompute import RecomputedRows, recomputed_rows
+from pdkernels.models.architectures.rope import RopeTables, Rotation
+from pdkernels.models.architectures.taps import Tapped, checked_taps
+from pdkernels.models.plan_tokens import PlanTokens, checked_plan_tokens
+from pdkernels.ops.linear_token_statistics import linear_token_statistics
+from pdkernels.ops.token_statistics import TokenStatistics
+
+if TYPE_CHECKING:
+    from pdkernels.models.text.tokenizers import Tokenizer
+
+__all__ = ["Transformer", "TransformerConfig", "select_rows"]
+
+
+class Transformer(nn.Module):
+    """A decoder-only language model on our KV caches.
+
+    `tokenizer` (or None) turns text into ids and back; `end_tokens` are the ids that end a text; `mask_token` (or None) is
+    the id of a masked position, for models that were trained to fill those in; `plan_tokens` (or None) are the control tokens of
+    a model that plans its text. Parameters may be fp64, fp32, bf16 or fp16
+    (`model.to(dtype)`); in fp64 everything is fp64, norm statistics and RoPE included.
+
+    >>> config = TransformerConfig(vocab_size=11, hidden_size=16, layers=2, heads=4, kv_heads=2, head_dim=8,
+    ...                            intermediate_size=24)
+    >>> model = Transformer(config).requires_grad_(False)
+    >>> tokens = torch.tensor([[1, 2, 3, 4]])
+    >>> logits = model(tokens)
+    >>> logits.shape
+    torch.Size([1, 4, 11])
+    >>> cache = model.new_cache(batch=1, capacity=8)
+    >>> first = model(tokens[:, :3], cache=cache)
+    >>> cache.commit_(torch.tensor([3]))
+    >>> last = model(tokens[:, 3:], cache=cache)
+    >>> torch.allclose(torch.cat((first, last), 1), logits, atol=1e-5)
+    True
+    """
+
+    head: Matrix | None
+    keeps_rows = True  # `recompute` does not change other rows of the cache
+    cache_dtype: torch.dtype | None = None
+    """Of the caches that `new_cache` makes; None: that of the model. With torch.int8 they hold rows of `pdkernels.kv_quantize`."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        tokenizer: Tokenizer | None = None,
+        end_tokens: Sequence[int] = (),
+        mask_token: int | None = None,
+        plan_tokens: PlanTokens | None = None,
+    ) -> None:
+        super().__init__()
+        op = "Transformer"
+        check_type(isinstance(config, TransformerConfig), op, "config", "be a TransformerConfig", type(config).__name__)
+        vocabulary = f"below vocab_size ({config.vocab_size})"
+        for token in end_tokens:
+            check(0 <= token < config.vocab_size, op, "end_tokens", f"be ids {vocabulary}", token)
+        known = mask_token is None or 0 <= mask_token < config.vocab_size
+        check(known, op, "mask_token", f"be an id {vocabulary}", mask_token)
+        self.config = config
+        self.tokenizer = tokenizer
+        self.end_tokens = tuple(end_tokens)
+        self.mask_token = mask_token
+        self.plan_tokens = checked_plan_tokens(op, plan_tokens, config.vocab_size, mask_token)
+        # Matrices may be replaced by quantised ones.
+        self.embedding: Matrix = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        kinds = (ExpertLayer if config.has_experts(index) else Layer for index in range(config.layers))
+        self.layers = cast(Sequence[Layer], nn.ModuleList(kind(config) for kind in kinds))
+        self.norm = nn.Parameter(torch.empty(config.hidden_size))
+        head = None if config.tied_head else nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.register_parameter("head", head)
+        self._tables = RopeTables(
+            config.head_dim,
+            config.max_positions,
+            theta=config.rope_theta,
+            style=config.rope_style,
+            scaling=config.rope_scaling,
+        )
+        if not self.norm.is_meta:  # nothing to fill, and the calls would import large parts of torch
+            self.initialize_()
+
+    @torch.no_grad()
+    def initialize_(self) -> None:
+        """Initialises weights with N(0, 0.02^2); projections into the residual stream are smaller with more layers."""
+        for name, parameter in self.named_parameters():
+            if parameter.dim() >= 2:
+                deep = name.endswith(("output", "down"))
+                parameter.normal_(std=0.02 / math.sqrt(2 * self.config.layers) if deep else 0.02)
+            elif name.endswith("bias"):
+                parameter.zero_()
+            else:
+                parameter.fill_(1.0)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.norm.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.norm.device
+
+    def new_cache(
+        self,
+        batch: int,
+        capacity: int,
+        *,
+        kind: Literal["contiguous", "paged"] = "contiguous",
+        page_size: int = 16,
+        dtype: torch.dtype | None = None,
+        pool: PagePool | None = None,
+    ) -> Cache:
+        """An empty cache for `batch` sequences of up to `capacity` tokens, on the model's device.
+
+        A paged cache has pages for all tokens, but assigns none before `cache.reserve_`. `dtype` is that of the model, or torch.int8 for
+        rows of 8 bits, which take about half the memory of 16 bits; None: `cache_dtype`. With a `pool`, of `new_pool`, its pages come from
+        there.
+        """
+        return new_cache(self, batch, capacity, kind, page_size, dtype=dtype, pool=pool)
+
+    def new_pool(self, num_pages: int, page_size: int) -> PagePool:
+        """Pages that several caches of this model share (`new_cache`)."""
+        return new_pool(self, num_pages, page_size)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        *,
+        cache: Cache | None = None,
+        counts: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        mask: torch.Tensor | TilePlan | None = None,
+        rows: torch.Tensor | Sequence[int] | slice | None = None,
+        adapted: bool | torch.Tensor = False,
+    ) -> torch.Tensor:
+        """Logits `(batch, T, vocab_size)` of `tokens` `(batch, T)`, int32 or int64.
+
+        Without a cache: a full forward, as `config.attention` says or under `mask` (bool, True = visible, `(T, T)` or
+        `(batch, T, T)`; or the `TilePlan` of a mask, which is never made dense), at `positions` (`(T,)` or `(batch, T)`;
+        default 0..T-1).
+
+        With a cache: row i of sequence b is at position `cache.lengths[b] + i`. Its K and V are appended there, and it attends to the
+        prefix and to the rows up to itself. Lengths do not change: `cache.commit_` decides which rows stay.
+        `counts` `(batch,)` int32 or int64: rows i >= counts[b] are padding, which is not stored and whose logits are
+        meaningless. A `mask` (as above) replaces causal attention among the T rows; all of them attend to the whole prefix. With a
+        mask, `counts` is the number of rows that are stored, 0 for a forward that only reads. The other rows are not padding: they
+        are visible where the mask shows them, and their logits are valid. `positions` are offsets from `cache.lengths`, below T,
+        or below the capacity if nothing is stored; K and V are always stored in the order of the rows.
+        The cache is read in place, even if it is paged. In fp64, with head dimensions that are not a multiple of 8 in 16 .. 512 and
+        with a bool `mask`, every layer copies it in every forward: give decoders plans.
+
+        `rows`: compute logits only for these of the T rows, `(batch, len(rows), vocab_size)`: row indices for all
+        sequences (ints, a slice, or a `(R,)` tensor) or for each of them (a `(batch, R)` tensor).
+
+        `adapted`: which rows use the adapter (`attach_adapter_`) in their attention's output projection: all (True),
+        none, or those of a bool `(T,)` or `(batch, T)`.
+
+        Raises ValueError for shapes and values, TypeError for dtypes. On CUDA nothing waits for the device, unless
+        `rows` are ints, which must be copied there. Compiled code does not look at values: there `positions` must lie
+        below `max_positions` or T, and `rows` below T.
+        """
+        x = self.hidden(tokens, cache=cache, counts=counts, positions=positions, mask=mask, adapted=adapted)
+        if rows is not None:
+            x = select_rows("Transformer", x, rows)
+        if cache is None:
+            return self.logits(x)
+        with torch.no_grad():
+            return self.logits(x)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The language model head: logits `(..., vocab_size)` of rows of `hidden`."""
+        head: Matrix = self.embedding if self.head is None else self.head
+        return linear(rms_norm(hidden, self.norm, self.config.norm_eps), head)
+
+    def statistics(self, hidden: torch.Tensor, **options: Any) -> TokenStatistics:
+        """`pdkernels.token_statistics`, with its `options`, of the `logits` of rows of `hidden`, which are never stored."""
+        head: Matrix = self.embedding if self.head is None else self.head
+        normed = rms_norm(hidden, self.norm, self.config.norm_eps)
+        return linear_token_statistics(normed, head, backend=backend_of(self.dtype), **options)
+
+    def hidden(
+        self,
+        tokens: torch.Tensor,
+        *,
+        cache: Cache | None = None,
+        counts: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        mask: torch.Tensor | TilePlan | None = None,
+        adapted: bool | torch.Tensor = False,
+    ) -> torch.Tensor:
+        """The input of `logits` for all rows, `(batch, T, hidden_size)`, for callers that choose the rows later.
+
+        The arguments are those of a forward.
+        """
+        return self._forward(tokens, cache, counts, positions, mask, adapted, {})
+
+    def tapped(
+        self,
+        tokens: torch.Tensor,
+        taps: Sequence[int],
+        *,
+        cache: Cache | None = None,
+        counts: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        mask: torch.Tensor | TilePlan | None = None,
+        adapted: bool | torch.Tensor = False,
+    ) -> Tapped:
+        """`hidden`, and what flows into layers on the way there: the features that drafters read.
+
+        Args:
+            tokens: as in a forward, like the other arguments.
+            taps: layers, counted from 0, whose inputs are returned, in this order; the number of layers means what the last one
+                returns. These are the `hidden_states` of transformers, but for the last one, which transformers norms.
+
+        Returns:
+            The result of `hidden`, with the same bits, and the features ``(batch, T, len(taps), hidden_size)``.
+
+        Example:
+            >>> config = TransformerConfig(vocab_size=11, hidden_size=16, layers=2, heads=2, kv_heads=1, head_dim=16,
+            ...                            intermediate_size=24)
+            >>> model = Transformer(config).requires_grad_(False)
+            >>> tokens = torch.tensor([[1, 2, 3]])
+            >>> hidden, features = model.tapped(tokens, [0, 1, 2])
+            >>> features.shape, torch.equal(features[:, :, 0], model.embed(tokens)), torch.equal(features[:, :, 2], hidden)
+            (torch.Size([1, 3, 3, 16]), True, True)
+        """
+        taps = checked_taps("Transformer.tapped", taps, self.config.layers)
+        states: dict[int, torch.Tensor | None] = dict.fromkeys(taps)
+        hidden = self._forward(tokens, cache, counts, positions, mask, adapted, states)
+        return Tapped.of(hidden, states, taps)
+
+    def _forward(
+        self,
+        tokens: torch.Tensor,
+        cache: Cache | None,
+        counts: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        mask: torch.Tensor | TilePlan | None,
+        adapted: bool | torch.Tensor,
+        states: dict[int, torch.Tensor | None],
+    ) -> torch.Tensor:
+        """The input of `logits`. `states` gets the inputs of the layers that are its keys."""
+        self._validate(tokens, cache, counts, positions, mask)
+        gate = self._gate(adapted, tokens.shape)
+        if cache is None:
+            visibility = uncached_visibility(mask, causal=self.config.attention == "causal")
+            rows = self._new_rows(self._uncached_rotation(tokens, positions), visibility)
+            return self._run(tokens, rows, gate, states)
+        # The cache has no autograd graph, so a forward on it has none either.
+        with torch.no_grad():
+            visibility, rotation = self._on_cache(tokens.shape[1], cache, counts, positions, mask)
+            return self._run(tokens, self._new_rows(rotation, visibility, cache, counts), gate, states)
+
+    def recompute(
+        self,
+        tokens: torch.Tensor,
+        cache: Cache,
+        starts: torch.Tensor,
+        *,
+        slots: torch.Tensor | None = None,
+        counts: torch.Tensor | None = None,
+        visible: torch.Tensor,
+    ) -> torch.Tensor:
+        """Runs `tokens` `(batch, R)` at any positions of the cache and overwrites their slots. Every row attends to all visible
+        positions.
+
+        Row r of sequence b is at position and slot ``starts[b] + slots[b, r]``. All K and V are stored first; then every row
+        attends to the first ``visible[b]`` positions of its sequence, whichever forward wrote them.
+        `cache.lengths` is neither used nor changed. For all rows of a text, with all its positions visible, this is a forward
+        of a bidirectional model without a cache; with fewer rows the other positions keep their K and V.
+
+        Args:
+            tokens: int32 or int64.
+            cache: a paged one must own the pages of all positions that are written or visible.
+            starts: `(batch,)` int32 or int64.
+            slots: `(batch, R)` int32 or int64, distinct within a sequence; -1: the row is padding. None: 0 .. R-1.
+            counts: `(batch,)` int32 or int64: rows r >= counts[b] are padding. None: no padding.
+            visible: `(batch,)` int32 or int64, 0 .. capacity.
+
+        Returns:
+            `(batch, R, hidden_size)`, for `select_rows` and `logits`. Padding is not stored and its rows are meaningless.
+
+        Raises:
+            ValueError: shapes; on the CPU also positions outside the cache, before anything is written.
+            TypeError: dtypes.
+
+        On CUDA nothing waits for the device. There is no autograd graph; for training use a forward without a cache.
+
+        Example:
+            >>> config = TransformerConfig(vocab_size=11, hidden_size=16, layers=2, heads=2, kv_heads=1, head_dim=16,
+            ...                            intermediate_size=24, attention="bidirectional", predicts="own")
+            >>> model = Transformer(config, mask_token=10).requires_grad_(False)
+            >>> canvas, four = torch.tensor([[1, 2, 10, 10]]), torch.tensor([4])
+            >>> cache = model.new_cache(batch=1, capacity=4)
+            >>> hidden = model.recompute(canvas, cache, torch.tensor([0]), visible=four)
+            >>> torch.allclose(model.logits(hidden), model(canvas), atol=1e-5)
+            True
+            >>> model.recompute(torch.tensor([[7]]), cache, torch.tensor([2]), visible=four).shape
+            torch.Size([1, 1, 16])
+        """
+        check_tokens("Transformer.recompute", tokens, self.device)
+        with torch.no_grad():
+            table = self._rope(cache.capacity)
+            recomputed = recomputed_rows(
+                cache, table, self.config.rope_style, tokens.shape, starts, slots, counts, visible
+            )
+            return self._run(tokens, recomputed, None)
+
+    def attach_adapter_(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], scale: float = 1.0) -> None:
+        """Gives every layer's output projection W a low-rank alternative ``W + scale * b @ a``, for the rows that a forward adapts.
+
+        Self-speculation drafts with it and verifies without. The pairs become parameters (`adapter_in`, `adapter_out` of
+        each layer, the scale inside the latter): they follow `.to` and are in the state dict.
+
+        Args:
+            pairs: for each layer a ``(rank, heads * head_dim)`` and b ``(hidden_size, rank)``.
+            scale: factor of the product; LoRA's alpha / rank.
+
+        Raises:
+            ValueError: wrong shapes, or not one pair per layer.
+        """
+        check(
+            len(pairs) == len(self.layers),
+            "Transformer.attach_adapter_",
+            "pairs",
+            f"be one pair for each of {len(self.layers)} layers",
+            len(pairs),
+        )
+        for layer, (a, b) in zip(self.layers, pairs, strict=True):
+            layer.attach_adapter_(a, b * scale)
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether a forward may adapt rows."""
+        return self.layers[0].adapter_in is not None
+
+    def quantized(
+        self, format: str = "int8", *, group: int | None = None, skip: str | Collection[str] = ()
+    ) -> Transformer:
+        """The same model with quantised matrices, see `pdkernels.quantize`. What stays as numbers is shared."""
+        check_type(type(self) is Transformer, packing.OP, "model", "be a Transformer", type(self).__name__)
+        state = packing.quantized_state(self, format, group, skip, self.config.tied_head)
+        with torch.device("meta"):
+            made = Transformer(
+                self.config,
+                tokenizer=self.tokenizer,
+                end_tokens=self.end_tokens,
+                mask_token=self.mask_token,
+                plan_tokens=self.plan_tokens,
+            )
+            if self.has_adapter:
+                made.attach_adapter_([_pair(layer) for layer in self.layers])
+        packing.adopt_(made, state)
+        made.cache_dtype = self.cache_dtype
+        return made.requires_grad_(False).eval()
+
+    def _gate(self, adapted: bool | torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
+        """Factor of the adapter's output that broadcasts to `(batch, T, hidden_size)`; None: no adapter."""
+        if adapted is False:
+            return None
+        op = "Transformer"
+        check(
+            self.has_adapter,
+            op,
+            "adapted",
+            "be False for a model without an adapter",
+            adapted,
+            "Give it one with attach_adapter_.",
+        )
+        if adapted is True:
+            return torch.ones((), dtype=self.dtype, device=self.device)
+        check_type(
+            isinstance(adapted, torch.Tensor) and adapted.dtype == torch.bool,
+            op,
+            "adapted",
+            "be a bool or a bool tensor",
+            getattr(adapted, "dtype", type(adapted).__name__),
+        )
+        check(
+            adapted.shape in (shape, shape[1:]),
+            op,
+            "adapted",
+            f"have shape ({shape[1]},) or {tuple(shape)}",
+            tuple(adapted.shape),
+        )
+        return adapted.to(self.dtype)[..., None]
+
+    def _new_rows(
+        self, rotation: Rotation, visibility: Visibility, cache: Cache | None = None, counts: torch.Tensor | None = None
+    ) -> NewRows:
+        return NewRows(rotation, self.config.rope_style, self.config.kv_heads, visibility, cache, counts)
+
+    def _run(
+        self,
+        tokens: torch.Tensor,
+        rows: NewRows | RecomputedRows,
+        gate: torch.Tensor | None,
+        states: dict[int, torch.Tensor | None] | None = None,
+    ) -> torch.Tensor:
+        x, first = self.embed(tokens), 0
+        for tap in sorted(states or ()):
+            x = self._run_layers(x, rows, gate, first, tap)
+            first = tap
+            assert states is not None
+            states[tap] = x
+        return self._run_layers(x, rows, gate, first, self.config.layers)
+
+    def _run_layers(
+        self, x: torch.Tensor, rows: NewRows | RecomputedRows, gate: torch.Tensor | None, first: int, end: int
+    ) -> torch.Tensor:
+        """What layer `end` gets if layer `first` gets `x`."""
+        if first == end:
+            return x
+        some = first > 0 or end < self.config.layers
+        layers = list(islice(self.layers, first, end)) if some else self.layers
+        if gate is None and isinstance(rows, NewRows):
+            found = whole_step.run_layers(layers, x, rows, slice(first, end) if some else None)
+            if found is not None:
+                return found[0] + found[1]
+        added: torch.Tensor | None = None
+        for index, layer in enumerate(layers, first):
+            x, added = layer(x, added, partial(rows.attend_, layer=index), gate)
+        assert added is not None
+        return x + added
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The rows of the embedding, `(batch, T, hidden_size)`, where the first layer starts."""
+        try:
+            return self._look_up(tokens)
+        except IndexError:
+            expectation = f"hold ids in [0, {self.config.vocab_size})"
+            actual = f"{int(tokens.min())}..{int(tokens.max())}"
+            raise ValueError(message("Transformer", "tokens", expectation, actual)) from None
+
+    def _look_up(self, tokens: torch.Tensor) -> torch.Tensor:
+        return fused.embed(tokens, self.embedding, self.dtype)
+
+    def _validate(
+        self,
+        tokens: torch.Tensor,
+        cache: Cache | None,
+        counts: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        mask: torch.Tensor | TilePlan | None,
+    ) -> None:
+        op = "Transformer"
+        check_tokens(op, tokens, self.device)
+        batch, length = tokens.shape
+        if cache is None:
+            check(counts is None, op, "counts", "be None without a cache", "a tensor", "Pass a cache too.")
+        else:
+            if cache.batch != batch:
+                fail(op, "tokens", f"have the batch size of the cache ({cache.batch})", batch)
+            if counts is not None:
+                check_index(op, "counts", counts, (batch,), cache.lengths.device)
+        if positions is not None:
+            check_type(isinstance(positions, torch.Tensor), op, "positions", "be a tensor", type(positions).__name__)
+            if positions.shape not in ((length,), (batch, length)):
+                fail(op, "positions", f"have shape ({length},) or ({batch}, {length})", tuple(positions.shape))
+            check_type(positions.dtype in INDEX_DTYPES, op, "positions", "be int64 or int32", positions.dtype)
+        check_mask(op, mask, batch, length, self.device)
+
+    def _rope(self, limit: int) -> Rotation:
+        return self._tables.covering(limit, self.device, self.dtype)
+
+    def _uncached_rotation(self, tokens: torch.Tensor, positions: torch.Tensor | None) -> Rotation:
+        length = tokens.shape[1]
+        if positions is None:
+            return self._rotation(self._rope(length), torch.arange(length, device=self.device))
+        limit = max(self.config.max_positions, length)
+        if positions.device.type == "cpu" and positions.numel() and not torch.compiler.is_compiling():
+            low, high = (int(value) for value in positions.aminmax())
+            check(low >= 0, "Transformer", "positions", "not be negative", low)
+            limit = high + 1
+        return self._rotation(self._rope(limit), positions)
+
+    def _rotation(self, table: Rotation, positions: torch.Tensor) -> Rotation:
+        return table.kept_for(positions) if fused.enabled(self.norm) else table.at(positions)
+
+    def _on_cache(
+        self,
+        rows: int,
+        cache: Cache,
+        counts: torch.Tensor | None,
+        offsets: torch.Tensor | None,
+        mask: torch.Tensor | TilePlan | None,
+    ) -> tuple[Visibility, Rotation]:
+        """Visibility and rotation of the new rows. The host reads lengths only on the CPU."""
+        lengths = cache.lengths.tolist() if cache.lengths.device.type == "cpu" else None
+        visibility = cached_visibility(cache, lengths, counts, rows, mask)
+        # Padding rows may lie past the capacity, but not past capacity + rows.
+        table = self._rope(cache.capacity + rows)
+        if offsets is None:
+            return visibility, self._rotation(
+                table, cache.lengths[:, None] + torch.arange(rows, device=cache.lengths.device)
+            )
+        positions = cache.lengths[:, None] + offsets
+        if lengths is not None and offsets.numel():
+            low, high = int(positions.min()), int(offsets.max())
+            limit = rows if counts is None or counts.any() else cache.capacity
+            expectation = f"lie in [-length, {limit}) with a cache"
+            found = f"{int(offsets.min())}..{high}"
+            remedy = "There they count from the cached length."
+            check(low >= 0 and high < limit, "Transformer", "positions", expectation, found, remedy)
+        return visibility, self._rotation(table, positions)
+
+
+def select_rows(op: str, x: torch.Tensor, rows: torch.Tensor | Sequence[int] | slice) -> torch.Tensor:
+    """The rows of `x` `(batch, T, hidden_size)` requested from a forward of `op`: see `Transformer.forward`."""
+    if isinstance(rows, slice):
+        return x[:, rows]
+    batch, length, _ = x.shape
+    if not isinstance(rows, torch.Tensor):
+        check_type(
+            isinstance(rows, Sequence), op, "rows", "be a slice, a tensor or a list of ints", type(rows).__name__
+        )
+        for row in rows:
+            check(-length <= row < length, op, "rows", f"lie in [{-length}, {length})", row)
+        rows = torch.tensor([row % length for row in rows], dtype=torch.int64, device=x.device)
+        return x.index_select(1, rows)
+    check_type(rows.dtype in INDEX_DTYPES, op, "rows", "be int64 or int32", rows.dtype)
+    if rows.device.type == "cpu" and rows.numel() and not torch.compiler.is_compiling():
+        low, high = (int(value) for value in rows.aminmax())
+        check(low >= 0 and high < length, op, "rows", f"lie in [0, {length})", f"{low}..{high}")
+    if rows.dim() == 1:
+        return x.index_select(1, rows)
+    check(rows.dim() == 2 and rows.shape[0] == batch, op, "rows", f"have shape (R,) or ({batch}, R)", tuple(rows.shape))
+    return x.gather(1, rows.long()[..., None].expand(-1, -1, x.shape[-1]))
+
+
+def _pair(layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
+    assert layer.adapter_in is not None and layer.adapter_out is not None
+    return layer.adapter_in.detach().to("meta"), layer.adapter_out.detach().to("meta")

@@ -1,0 +1,172 @@
+"""All layers of a forward on a cache as one op of the CPU.
+
+It calls the kernels that `Layer` calls, in the same order, so that every number has the same bits; what it saves is the Python
+between them, a noticeable share of a small model's step. The layers themselves stay the definition: they run on GPUs, in training,
+in a compiled graph, in fp64, with adapted rows, and wherever a layer is not simply ours.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.modules import module
+
+from pdkernels._attention import PlanArguments
+from pdkernels._validation import refuse
+from pdkernels.backends import resolve
+from pdkernels.masks import TilePlan
+from pdkernels.models.architectures import fused
+from pdkernels.models.architectures.attention import NewRows
+from pdkernels.models.architectures.config import ExpertsConfig
+from pdkernels.models.architectures.experts import ExpertLayer
+from pdkernels.models.architectures.layer import Layer
+from pdkernels.ops._library import LIBRARY, NAMESPACE, counts_writes, run_counted, schema_of
+from pdkernels.ops._quantized_weight import QuantizedWeight
+
+OP = "transformer_layers_"
+
+# Not one of the public ops: it serves the models alone, has no other device, and its reference is `Layer`.
+LIBRARY.define(
+    f"{OP}(Tensor x, Tensor?[] parameters, int[] parts, int[] layouts, int[] outputs, "
+    "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor lengths, Tensor? counts, Tensor? block_table, "
+    "int heads, Tensor cos, Tensor sin, Tensor positions, bool interleaved, "
+    f"{schema_of(PlanArguments)}, float scale, float eps, int per_token, bool normalized, bool by_sigmoid, int groups, "
+    "int chosen_groups, float routing_scale, int[] mixtures) -> (Tensor residual, Tensor added)"
+)
+_run = getattr(getattr(torch.ops, NAMESPACE), OP).default
+_WRITES = counts_writes(_run)
+
+# In the order of `LayerParameters` in python_bindings/transformer_layers.h: a bias follows its matrix.
+NAMES = (
+    *("attention_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "output", "output_bias"),
+    *("mlp_norm", "gate_up", "gate_up_bias", "down", "down_bias"),
+)
+# Of a layer with experts.
+EXPERT_NAMES = (
+    *NAMES[: NAMES.index("gate_up")],
+    *("router", "router_bias", "experts_gate_up", "experts_down", "shared_gate_up", "shared_down"),
+)
+_MATRICES = {"qkv", "output", "gate_up", "down", "experts_gate_up", "experts_down", "shared_gate_up", "shared_down"}
+_TYPES = {Tensor, torch.nn.Parameter, type(None)}
+# What an instance may have replaced.
+_METHODS = {name for name, value in vars(Layer).items() if callable(value)} | {"_compiled_call_impl"}
+
+
+def asked() -> bool:
+    """What ``PDKERNELS_WHOLE_STEP`` says: on unless it is 0."""
+    value = os.environ.get("PDKERNELS_WHOLE_STEP", "")
+    refuse(value not in ("", "0", "1"), "WHOLE_STEP", f"PDKERNELS_WHOLE_STEP must be 0 or 1, got {value!r}")
+    return value != "0"
+
+
+def run_layers(
+    layers: Iterable[Layer], x: Tensor, rows: NewRows, span: slice | None = None
+) -> tuple[Tensor, Tensor] | None:
+    """What the last of `layers` returns for `x`; None: they must run one by one. `span`: their numbers; None: they are all."""
+    if not _serves(x, rows):
+        return None
+    if next(iter(layers)).config.whole_qk_norm:
+        return None
+    parameters = _parameters(layers)
+    if parameters is None:
+        return None
+    cache, rotation, plan = rows.cache, rows.rotation, rows.visibility.mask
+    assert cache is not None and isinstance(plan, TilePlan)
+    config, lengths = next(iter(layers)).config, cache.lengths
+    k, v = (cache.k, cache.v) if span is None else (cache.k[span], cache.v[span])
+    *tensors, mixtures = parameters
+    arguments: tuple[Any, ...] = (x, *tensors, k, v, lengths, rows.counts, cache.block_table)
+    arguments += (config.heads, rotation.cos, rotation.sin, rotation.positions, rows.style == "interleaved")
+    arguments += (*plan.arguments, cache.head_dim**-0.5, config.norm_eps, *_routing(config.experts), mixtures)
+    try:
+        found: tuple[Tensor, Tensor] = run_counted(_run, arguments, _WRITES)
+    except RuntimeError:  # nothing is written yet, and the layers say what does not fit
+        return None
+    return found
+
+
+def _routing(experts: ExpertsConfig | None) -> tuple[int, bool, bool, int, int, float]:
+    """`RoutingInputs` of python_bindings/experts.h."""
+    if experts is None:
+        return 0, False, False, 1, 1, 1.0
+    by_sigmoid, groups = experts.scores == "sigmoid", experts.groups
+    return experts.per_token, experts.normalized, by_sigmoid, groups, experts.chosen_groups, experts.scale
+
+
+def _serves(x: Tensor, rows: NewRows) -> bool:
+    """Whether the op computes such rows, and nobody watches, changes or records the ops of a layer."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state():
+        return False
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or module._has_any_global_hook():
+        return False
+    if rows.cache is None or type(x) is not Tensor or x.device.type != "cpu" or not fused.enabled(x):
+        return False
+    fits = isinstance(rows.visibility.mask, TilePlan) and rows.rotation.positions is not None
+    fits = fits and rows.rotation.query_scale is None and type(rows.cache.k) is type(rows.cache.v) is Tensor
+    return fits and resolve("linear", "auto", x.device) == "native" and asked()
+
+
+class Kind:
+    """The names of a kind of layer's parameters."""
+
+    def __init__(self, *names: str) -> None:
+        self.names, self.of_layer = names, itemgetter(*names)
+        self.unpacked = (0,) * sum(name in _MATRICES for name in names)
+
+
+_KINDS = {Layer: Kind(*NAMES), ExpertLayer: Kind(*EXPERT_NAMES)}
+
+
+class Parameters(NamedTuple):
+    """Those of all layers, one after the other, as the op takes them."""
+
+    tensors: list[Tensor | None]
+    parts: list[int]
+    """Of each matrix that is quantised; 0 for the others."""
+    layouts: list[int]
+    outputs: list[int]
+    mixtures: list[int]
+    """The layers with experts, by their places among these."""
+
+    def add(self, own: dict[str, Any], kind: Kind) -> None:
+        """Appends the parameters of a layer with the attributes `own`. KeyError: it keeps some in another way."""
+        if not own["_modules"]:
+            self.tensors.extend(kind.of_layer(own["_parameters"]))
+            self.parts.extend(kind.unpacked)
+            return
+        every = own["_parameters"] | own["_modules"]
+        for name in kind.names:
+            given = every[name]
+            if type(given) is QuantizedWeight:
+                self.tensors.extend(given._buffers.values())  # its `data`, which looks each up by name
+                self.layouts.extend(given.layouts)
+                self.outputs.extend(given.outputs)
+                self.parts.append(len(given.outputs))
+            else:
+                self.tensors.append(given)
+                if name in _MATRICES:
+                    self.parts.append(0)
+
+
+def _parameters(layers: Iterable[Layer]) -> Parameters | None:
+    """None where a layer is another class, has hooks, or keeps its parameters in another way."""
+    found = Parameters([], [], [], [], [])
+    try:
+        for number, layer in enumerate(layers):
+            own, kind = vars(layer), _KINDS.get(type(layer))
+            if kind is None or layer._forward_hooks or layer._forward_pre_hooks:
+                return None
+            if not _METHODS.isdisjoint(own):
+                return None
+            if type(layer) is ExpertLayer:
+                found.mixtures.append(number)
+            found.add(own, kind)
+    except KeyError:
+        return None
+    return found if _TYPES.issuperset(map(type, found.tensors)) else None

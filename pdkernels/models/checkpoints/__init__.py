@@ -1,0 +1,1 @@
+"""Checkpoints: one module for each format or family."""

@@ -1,0 +1,1 @@
+"""Drafters from folders."""

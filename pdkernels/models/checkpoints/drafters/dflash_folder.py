@@ -1,0 +1,106 @@
+"""Folders of DFlash heads: their config.json and the names of their tensors.
+
+Sources: speculators 0.9 (models/dflash, convert/dflash); the released checkpoints (``dflash_config``), which have neither embedding nor
+head, and count the layers of the target from its first layer's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pdkernels._validation import check
+from pdkernels.models.checkpoints.hf import from_hf_config
+from pdkernels.models.drafters.dflash import DFlashConfig
+from pdkernels.models.drafters.parts import DEFAULTS, layer_config, layer_parts, proposals
+from pdkernels.models.files.fields import OP, Fields, demand, read_from, shown
+from pdkernels.models.files.folder import Weights
+from pdkernels.models.files.layout import Layout, Parts
+
+
+def describes(fields: Fields) -> bool:
+    """Whether a config.json is that of a DFlash head."""
+    return fields.get("speculators_model_type") == "dflash" or "dflash_config" in fields.values
+
+
+def config_of(fields: Fields, weights: Weights, target: Any) -> DFlashConfig:
+    """The sizes of a head, checked against its target."""
+    sizes = target.config
+    published = fields.get("speculators_model_type") is None
+    inner, own = (
+        (fields, fields.part("dflash_config")) if published else (fields.part("transformer_layer_config"), fields)
+    )
+    windows = [kind for kind in inner.get("layer_types") or [] if kind != "full_attention"]
+    demand(not windows, "layer_types", "be full_attention alone", shown(windows))
+    # The layers are those of Qwen3, whatever model the sizes were taken from.
+    given = {**DEFAULTS["qwen3"], **inner.given, "model_type": "qwen3", "tie_word_embeddings": False}
+    given |= {"use_sliding_window": False, "sliding_window": None}
+    body = from_hf_config(given)
+    width = fields.maybe_integer("target_hidden_size") or body.hidden_size
+    demand(width == body.hidden_size, "target_hidden_size", f"be the head's own, {body.hidden_size}", width)
+    check(
+        width == sizes.hidden_size, OP, "drafter", f"be for a hidden size of {sizes.hidden_size}, the target's", width
+    )
+    vocabulary = body.vocab_size
+    check(vocabulary == sizes.vocab_size, OP, "drafter", f"be for {sizes.vocab_size} tokens, the target's", vocabulary)
+    blocks = own if "block_size" in own.values else fields
+    with read_from("config.json"):
+        return DFlashConfig(
+            body=body,
+            taps=_taps(own, "target_layer_ids" if published else "aux_hidden_state_layer_ids", sizes.layers, published),
+            block_size=blocks.integer("block_size"),
+            mask_token=own.integer("mask_token_id", minimum=0),
+            draft_vocab_size=fields.integer("draft_vocab_size", vocabulary),
+            sample_from_anchor=fields.flag("sample_from_anchor", False),
+            own_embedding="embed_tokens.weight" in weights.stored,
+            own_head=any(name.startswith("lm_head.") for name in weights.stored),
+        )
+
+
+def _taps(fields: Fields, name: str, layers: int, published: bool) -> tuple[int, ...]:
+    """Layers whose inputs are read. Released checkpoints name those whose outputs are."""
+    given, most = fields.get(name), layers - 2 if published else layers
+    fits = isinstance(given, list) and given and all(type(tap) is int and 0 <= tap <= most for tap in given)
+    check(bool(fits), OP, f"{fields.where}: {name}", f"be layers in 0 .. {most}, the target's", shown(given))
+    return tuple(tap + published for tap in given)
+
+
+def layout(config: DFlashConfig) -> Layout:
+    def parts() -> Iterator[tuple[str, Parts]]:
+        return _parts(config)
+
+    return Layout(parts, config.body.layers, "embed_tokens.weight", "lm_head.weight", False)
+
+
+def _parts(config: DFlashConfig) -> Iterator[tuple[str, Parts]]:
+    body, hidden = config.body, config.body.hidden_size
+    if config.own_embedding:
+        yield "embedding", {"embed_tokens.weight": (body.vocab_size, hidden)}
+    yield "fc", {"fc.weight": (hidden, len(config.taps) * hidden)}
+    yield "hidden_norm", {"hidden_norm.weight": (hidden,)}
+    for index in range(body.layers):
+        yield from layer_parts(body, f"layers.{index}.", f"layers.{index}.", hidden)
+    yield "norm", {"norm.weight": (hidden,)}
+    if config.own_head:
+        yield "head", {"lm_head.weight": (config.draft_vocab_size, hidden)}
+
+
+def written(config: DFlashConfig, dtype: str, target: str, tokens: int | None) -> Mapping[str, Any]:
+    """The config.json, in the format of the speculators library."""
+    demand(config.body.qk_norm, "qk_norm", "be True, as in the layers of Qwen3", False)
+    drafted = config.block_size - (not config.sample_from_anchor)
+    return {
+        "architectures": ["DFlashSpeculator"],
+        "speculators_model_type": "dflash",
+        "speculators_version": "0.9.0",
+        "draft_vocab_size": config.draft_vocab_size,
+        "block_size": config.block_size,
+        "target_hidden_size": config.body.hidden_size,
+        "aux_hidden_state_layer_ids": list(config.taps),
+        "mask_token_id": config.mask_token,
+        "sliding_window_non_causal": False,
+        "sample_from_anchor": config.sample_from_anchor,
+        "torch_dtype": dtype,
+        "transformer_layer_config": layer_config(config.body),
+        "speculators_config": proposals("dflash", target, drafted if tokens is None else tokens),
+    }

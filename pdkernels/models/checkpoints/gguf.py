@@ -1,0 +1,321 @@
+"""GGUF files: configuration and tensors of Llama, Qwen2, Qwen3 and Qwen3-MoE models.
+
+Sources: the writers and loaders of github.com/ggml-org/llama.cpp (gguf-py, convert_hf_to_gguf.py, src/llama-model.cpp).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pdkernels import _memory
+from pdkernels._validation import check, fail, message
+from pdkernels.models.architectures.config import ExpertsConfig, TransformerConfig
+from pdkernels.models.architectures.packing import Stated
+from pdkernels.models.architectures.rope import FactorScaling, LinearScaling, RopeScaling, YarnScaling
+from pdkernels.models.checkpoints import gguf_hybrid, hf, hybrid_hf
+from pdkernels.models.checkpoints.checkpoint import Checkpoint
+from pdkernels.models.checkpoints.gguf_ends import marks_of
+from pdkernels.models.checkpoints.gguf_keys import UNSUPPORTED, Keys
+from pdkernels.models.checkpoints.gguf_tokenizer import tokenizer
+from pdkernels.models.files.fields import OP, Kept, read_from, shown
+from pdkernels.models.files.gguf_file import GgufFile, GgufTensor
+from pdkernels.models.files.layout import Layout, Parts, Stored
+from pdkernels.ops._quantized_weight import GGUF_FORMATS, QuantizedWeight
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
+_MOE = "qwen3moe"
+
+_EMBEDDING, _HEAD, _FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+_OUTSIDE = {"model.embed_tokens.": "token_embd.", "model.norm.": "output_norm.", "lm_head.": "output."}
+_INSIDE = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+_ROUTER = "ffn_gate_inp.weight"
+
+
+def read(path: Path, dtype: torch.dtype | None, packed: bool | None = None) -> Checkpoint:
+    """The model of a file. `dtype` None: bf16 or fp16 if its matrices are stored so, else fp32.
+
+    `packed`: whether quantised matrices stay so. True refuses matrices of other formats, None leaves those as numbers.
+    """
+    file = GgufFile(path)
+    kind = file.fields.get("general.architecture")
+    config: TransformerConfig
+    if kind in gguf_hybrid.ARCHITECTURES:
+        config = gguf_hybrid.config_of(file, _fields(file, str(kind)), str(kind), _scaling)
+        layout = gguf_hybrid.layout_of(config, str(kind), file.name)
+        published = hybrid_hf.layout(config, gguf_hybrid.PUBLISHED[str(kind)])
+    else:
+        config = _config(file)
+        layout, published = _layout(config, file.name), hf.layout(config)
+    stored = {
+        name: Stored(tensor.shape, _stored(file, name, tensor), file.name) for name, tensor in file.tensors.items()
+    }
+    stored.pop(_FACTORS, None)
+    layout.stored(stored)
+    fields = Keys(file.fields, file.name)
+    # Refuse it before all tokens become Python strings.
+    tokens = fields.get("tokenizer.ggml.tokens")
+    count = len(tokens) if isinstance(tokens, (list, Kept)) else 0
+    rows = f"be as many as the embedding has rows ({config.vocab_size}), or fewer"
+    check(count <= config.vocab_size, OP, f"{file.name}: tokenizer.ggml.tokens", rows, count)
+    marks = marks_of(fields, config.vocab_size)
+    words = tokenizer(fields, config.vocab_size, marks)
+    chosen = dtype or _usual_dtype(file)
+    # Adapters use the published names.
+    return Checkpoint(
+        config, published, chosen, partial(_gather, file, layout, config, chosen, packed), words, marks.ends
+    )
+
+
+def _stored(file: GgufFile, name: str, tensor: GgufTensor) -> str:
+    if not file.is_number(tensor):
+        kind = file.type_name(tensor)
+        raise NotImplementedError(
+            message(OP, f"{file.name}: {shown(name)}", "be of a type that gguf makes numbers of", kind)
+        )
+    return "float32"
+
+
+def _usual_dtype(file: GgufFile) -> torch.dtype:
+    # Routers and convolutions are stored as float32, whatever the other matrices are.
+    exact = (_ROUTER, *gguf_hybrid.CONVOLUTIONS)
+    matrices = (tensor for name, tensor in file.tensors.items() if not name.endswith(exact))
+    kinds = {file.type_name(tensor) for tensor in matrices if len(tensor.shape) >= 2}
+    return {"BF16": torch.bfloat16, "F16": torch.float16}.get("".join(kinds), torch.float32)
+
+
+def _fields(file: GgufFile, kind: str) -> Keys:
+    """The fields of the architecture, without its name; those that would need another computation are refused."""
+    known = Keys(file.fields, file.name).values
+    own = {key.removeprefix(f"{kind}."): _decimal(value) for key, value in known.items()}
+    fields = Keys(own, f"{file.name}: {kind}")
+    for name, allowed in UNSUPPORTED.items():
+        value = fields.get(name)
+        if value not in allowed:
+            _refuse(file.name, f"{kind}.{name}", f"be {allowed[0]}", value)
+    return fields
+
+
+def _config(file: GgufFile) -> TransformerConfig:
+    everything = Keys(file.fields, file.name)
+    kind = everything.get("general.architecture")
+    if kind not in ARCHITECTURES:
+        known = ", ".join((*ARCHITECTURES, *gguf_hybrid.ARCHITECTURES))
+        _refuse(file.name, "general.architecture", f"be one of {known}", kind)
+    fields = _fields(file, kind)
+    experts = fields.integer("expert_count", minimum=0)
+    if experts and kind != _MOE:
+        _refuse(file.name, f"{kind}.expert_count", "be 0", experts)
+    embedding = file.tensors.get(_EMBEDDING)
+    if embedding is None:
+        fail(OP, file.name, f"hold {_EMBEDDING}", "none")
+    hidden, heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
+    head_dim = fields.integer("attention.key_length")
+    for name in ("attention.value_length", "rope.dimension_count"):
+        width = fields.integer(name)
+        if width != head_dim:
+            _refuse(file.name, f"{kind}.{name}", f"be the size of a head ({head_dim})", width)
+    positions = fields.integer("context_length")
+    with read_from(file.name):
+        scaling = _scaling(file, fields, head_dim, positions)
+    positions = positions if scaling is None else scaling.reach(positions)
+    window = fields.integer("attention.sliding_window", minimum=0)
+    if 0 < window < positions:
+        _refuse(file.name, f"{kind}.attention.sliding_window", f"be absent or cover all {positions} positions", window)
+
+    def held(*names: str) -> bool:
+        return any(f"blk.0.{name}.bias" in file.tensors for name in names)
+
+    with read_from(file.name):
+        mixture = _experts(fields) if kind == _MOE else None
+        # A file of experts alone need not name the size of an MLP.
+        inner = None if mixture is None else mixture.intermediate_size
+        if inner is None or "feed_forward_length" in fields.values:
+            inner = fields.integer("feed_forward_length")
+        return TransformerConfig(
+            vocab_size=embedding.shape[0],
+            hidden_size=hidden,
+            layers=fields.integer("block_count"),
+            heads=heads,
+            kv_heads=fields.integer("attention.head_count_kv"),
+            head_dim=head_dim,
+            intermediate_size=inner,
+            rope_theta=fields.number("rope.freq_base", above=0),
+            rope_scaling=scaling,
+            norm_eps=fields.number("attention.layer_norm_rms_epsilon", minimum=0),
+            qkv_bias=held("attn_q", "attn_k", "attn_v"),
+            output_bias=held("attn_output"),
+            mlp_bias=held("ffn_gate", "ffn_up", "ffn_down"),
+            qk_norm=kind in ("qwen3", _MOE),
+            tied_head=_HEAD not in file.tensors,
+            max_positions=positions,
+            experts=mixture,
+        )
+
+
+def _experts(fields: Keys) -> ExpertsConfig:
+    """Every layer has them, and weights are normalised: llama.cpp computes no others of this architecture."""
+    count, used, inner = (fields.integer(f"expert_{name}") for name in ("count", "used_count", "feed_forward_length"))
+    return ExpertsConfig(count, used, inner)
+
+
+def _scaling(file: GgufFile, fields: Keys, head_dim: int, positions: int) -> RopeScaling | None:
+    rule = fields.get("rope.scaling.type")
+    factor = fields.number("rope.scaling.factor", minimum=0) or 1.0
+    further = fields.number("rope.scaling.attn_factor", above=0)
+    if rule not in ("none", "linear", "yarn"):
+        _refuse(file.name, "rope.scaling.type", "be none, linear or yarn", rule)
+    if rule != "yarn" and further != 1:
+        _refuse(file.name, "rope.scaling.attn_factor", "be 1 without rope.scaling.type yarn", further)
+    factors = file.tensors.get(_FACTORS)
+    if factors is not None:
+        if rule != "none" and factor != 1:
+            _refuse(file.name, "rope.scaling.type", f"be none with {_FACTORS}", rule)
+        shape = (head_dim // 2,)
+        check(factors.shape == shape, OP, f"{file.name}: {_FACTORS}", f"have shape {shape}", factors.shape)
+        _stored(file, _FACTORS, factors)
+        values = torch.empty(shape)
+        file.read_into_(values, factors)
+        return FactorScaling(tuple(values.tolist()))
+    if rule == "none" or (rule == "linear" and factor == 1):
+        return None
+    if rule == "linear":
+        return LinearScaling(factor)
+    return YarnScaling(
+        factor=factor,
+        original_positions=fields.integer("rope.scaling.original_context_length", minimum=0) or positions,
+        beta_fast=fields.number("rope.scaling.yarn_beta_fast", above=0),
+        beta_slow=fields.number("rope.scaling.yarn_beta_slow", above=0),
+        attention_factor=further * (1 + 0.1 * math.log(max(factor, 1.0))),
+    )
+
+
+def _layout(config: TransformerConfig, name: str) -> Layout:
+    """The tensors of a file with this configuration: those of the published checkpoint, under GGUF names."""
+    count = 0 if config.experts is None else config.experts.count
+    parts = partial(_parts, config)
+    return Layout(parts, config.layers, _EMBEDDING, _HEAD, config.tied_head, name, count, separate_experts=False)
+
+
+def _parts(config: TransformerConfig) -> Iterator[tuple[str, Parts]]:
+    experts, hidden = config.experts, config.hidden_size
+    # Theirs are a tensor each, and are not among those of a model without them.
+    dense = config if experts is None else replace(config, experts=None)
+    for ours, parts in hf.layout(dense).parts():
+        name = ours.rpartition(".")[2]
+        if experts is None or name not in ("gate_up", "down"):
+            yield ours, {_name(theirs): shape for theirs, shape in parts.items()}
+            continue
+        block = f"blk.{ours.split('.')[1]}."
+        layer, inner = ours.removesuffix(name), experts.intermediate_size
+        if name == "gate_up":
+            yield f"{layer}router", {f"{block}{_ROUTER}": (experts.count, hidden)}
+            both = (f"{block}ffn_{half}_exps.weight" for half in ("gate", "up"))
+            yield f"{layer}experts_gate_up", dict.fromkeys(both, (experts.count, inner, hidden))
+        else:
+            yield f"{layer}experts_down", {f"{block}ffn_down_exps.weight": (experts.count, hidden, inner)}
+
+
+def _name(published: str) -> str:
+    """The name in GGUF of a published tensor."""
+    if not published.startswith("model.layers."):
+        return next(
+            name + published.removeprefix(long) for long, name in _OUTSIDE.items() if published.startswith(long)
+        )
+    index, _, inside = published.removeprefix("model.layers.").partition(".")
+    module, _, kind = inside.rpartition(".")
+    return f"blk.{index}.{_INSIDE[module]}.{kind}"
+
+
+def _gather(
+    file: GgufFile,
+    layout: Layout,
+    config: TransformerConfig,
+    usual: torch.dtype,
+    packed: bool | None,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> dict[str, Stated]:
+    """Our parameters, tensor by tensor, so that only a few rows are in memory twice."""
+    heads = (
+        {"attn_q": config.heads, "attn_k": config.kv_heads} if file.fields["general.architecture"] == "llama" else {}
+    )
+    ours: dict[str, Stated] = {}
+    for name, parts in layout.parts():
+        first_shape = next(iter(parts.values()))
+        rows = max(len(first_shape) - 2, 0)  # the dimension of a matrix along which parts follow each other
+        total = sum(part[rows] for part in parts.values())
+        shape = (*first_shape[:rows], total, *first_shape[rows + 1 :])
+        if packed is not False and len(shape) >= 2 and not name.endswith((".router", ".conv")):
+            formats = {theirs: file.type_name(file.tensors[theirs]) for theirs in parts}
+            other = next((theirs for theirs, format in formats.items() if format not in GGUF_FORMATS), None)
+            if other is None:
+                ours[name] = QuantizedWeight.join(
+                    [_packed(file, theirs, heads, config.head_dim) for theirs in parts]
+                ).to(device)
+                continue
+            if packed:
+                known = f"be of one of the types {', '.join(GGUF_FORMATS)} to stay packed"
+                _refuse(file.name, other, known, formats[other])
+        whole = _memory.empty(shape, dtype or usual)
+        first = 0
+        for theirs, part in parts.items():
+            target = whole.narrow(rows, first, part[rows])
+            if target.is_contiguous():
+                file.read_into_(target, file.tensors[theirs])
+            else:
+                own = _memory.empty(part, whole.dtype)
+                file.read_into_(own, file.tensors[theirs])
+                target.copy_(own)
+            first += part[rows]
+            turned = heads.get(theirs.split(".")[-2])
+            if turned is not None:
+                target.copy_(_halves(target, turned, config.head_dim))
+        ours[name] = whole.to(device)
+    return ours
+
+
+def _packed(file: GgufFile, name: str, heads: dict[str, int], head_dim: int) -> QuantizedWeight:
+    """A matrix as it lies in the file, its blocks in the order in which the products read them."""
+    tensor = file.tensors[name]
+    *matrices, outputs, width = tensor.shape
+    format = file.type_name(tensor)
+    turned, order = heads.get(name.split(".")[-2]), None
+    if turned is not None:
+        order = _halves(torch.arange(outputs)[:, None], turned, head_dim).view(-1).tolist()
+    with read_from(f"{file.name}: {shown(name)}"), file.bytes_of(tensor) as source:
+        return QuantizedWeight.from_gguf(format, source, outputs, width, order, matrices[0] if matrices else None)
+
+
+def _halves(rows: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
+    """Rows of heads in our order. Their RoPE pairs adjacent components, so the writer interleaved the halves of each head."""
+    return rows.view(heads, head_dim // 2, 2, -1).transpose(1, 2).reshape(rows.shape)
+
+
+def _decimal(value: Any) -> Any:
+    """The shortest decimal that rounds to this fp32 number, which is the value before it was stored."""
+    import numpy
+
+    return float(str(numpy.float32(value))) if type(value) is float and abs(value) < 3e38 else value
+
+
+def _refuse(file: str, field: str, expectation: str, actual: object) -> None:
+    raise NotImplementedError(message(OP, f"{file}: {field}", expectation, shown(actual)))

@@ -1,0 +1,129 @@
+"""The tokenizer of a GGUF file: byte-level BPE from its tokens and merges, through the optional library `tokenizers`.
+
+The file only names the pre-tokenizer, which splits text before merges apply (`tokenizer.ggml.pre`). Source of the meaning of the
+names: src/llama-vocab.cpp of github.com/ggml-org/llama.cpp, and the tokenizer.json files of the models.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdkernels._validation import check, fail, message
+from pdkernels.models.checkpoints.gguf_ends import CONTROL, USER, Marks
+from pdkernels.models.checkpoints.gguf_keys import Keys
+from pdkernels.models.files.fields import OP, shown
+from pdkernels.models.text.chat import ChatTemplate
+from pdkernels.models.text.tokenizers import JsonTokenizer, library, naming
+
+_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_PRE = {
+    "smollm": "smollm",
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), "llama3"),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), "qwen2"),
+    "lfm2": "llama3",
+    "qwen35": "qwen35",
+}
+_UNKNOWN = 2
+
+
+def tokenizer(fields: Keys, vocab_size: int, marks: Marks) -> JsonTokenizer | None:
+    """The tokenizer from the file's fields, None if it names no tokens."""
+    if "tokenizer.ggml.tokens" not in fields.values:
+        return None
+    for field, known in (("model", ["gpt2"]), ("pre", list(_PRE))):
+        value = fields.get(f"tokenizer.ggml.{field}")
+        if value not in known:
+            label = f"{fields.where}: tokenizer.ggml.{field}"
+            raise NotImplementedError(message(OP, label, f"be one of {', '.join(known)}", shown(value)))
+    tokens = _texts(fields, "tokens")
+    label = f"{fields.where}: tokenizer.ggml."
+    fits = len(tokens) <= vocab_size
+    check(fits, OP, f"{label}tokens", f"be as many as the embedding has rows ({vocab_size}), or fewer", len(tokens))
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    check(len(vocabulary) == len(tokens), OP, f"{label}tokens", "differ from each other", "the same one twice")
+    pairs = [tuple(merge.split(" ")) for merge in _texts(fields, "merges")]
+    known_pairs = all(len(pair) == 2 and {*pair, "".join(pair)} <= vocabulary.keys() for pair in pairs)
+    check(known_pairs, OP, f"{label}merges", "be pairs of tokens that make another one", "something else")
+    kinds = fields.get("tokenizer.ggml.token_type")
+    kinds = [1] * len(tokens) if kinds is None else kinds
+    fits = isinstance(kinds, list) and len(kinds) == len(tokens)
+    check(fits, OP, f"{label}token_type", "be one number for each token", shown(kinds))
+    kinds = [marks.kinds.get(index, kind) for index, kind in enumerate(kinds)]
+    with naming(fields.where, "hold a tokenizer that the library `tokenizers` takes"):
+        made = _assemble(_PRE[fields.get("tokenizer.ggml.pre")], vocabulary, pairs, kinds, library(fields.where))
+        _begin(made, fields, tokens, library(fields.where))
+    begin, template = fields.token("tokenizer.ggml.bos_token_id", len(tokens)), _template(fields, tokens)
+    return JsonTokenizer.of(made, fields.where, end_tokens=marks.ends, chat_template=template, bos_token_id=begin)
+
+
+def _texts(fields: Keys, name: str) -> list[str]:
+    return fields.texts(f"tokenizer.ggml.{name}")
+
+
+def _assemble(pre: str, vocabulary: dict[str, int], pairs: list[Any], kinds: list[int], tokenizers: Any) -> Any:
+    cut, added = tokenizers.pre_tokenizers, tokenizers.AddedToken
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre == "llama3"))
+    if pre == "smollm":
+        parts = [cut.Digits(individual_digits=True), cut.ByteLevel(add_prefix_space=False, use_regex=True)]
+    else:
+        pattern = _LLAMA3 if pre == "llama3" else _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+        if pre == "qwen35":  # combining marks belong to words
+            pattern = pattern.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(
+                r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"
+            )
+        parts = [
+            cut.Split(tokenizers.Regex(pattern), "isolated"),
+            cut.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    if pre in ("qwen2", "qwen35"):
+        made.normalizer = tokenizers.normalizers.NFC()
+    made.pre_tokenizer = cut.Sequence(parts)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    # Control tokens are left out of decoded text, user-defined ones are not; both are matched whole, before text is split.
+    by_kind = list(zip(vocabulary, kinds))
+    made.add_special_tokens(
+        [added(token, special=True, normalized=False) for token, kind in by_kind if kind in (_UNKNOWN, CONTROL)]
+    )
+    made.add_tokens([added(token, normalized=False) for token, kind in by_kind if kind == USER])
+    return made
+
+
+def _begin(made: Any, fields: Keys, tokens: list[str], tokenizers: Any) -> None:
+    """Prepends the BOS token to a text if the model was trained with it."""
+    where = f"{fields.where}: tokenizer.ggml"
+    if fields.flag("tokenizer.ggml.add_eos_token", None):
+        raise NotImplementedError(message(OP, f"{where}.add_eos_token", "be false", True))
+    if not fields.flag("tokenizer.ggml.add_bos_token", None):
+        return
+    bos = fields.token("tokenizer.ggml.bos_token_id", len(tokens))
+    if bos is None:
+        fail(OP, where, "name bos_token_id, since it begins every text", "none")
+    special = [(tokens[bos], bos)]
+    made.post_processor = tokenizers.processors.TemplateProcessing(single=[tokens[bos], "$A"], special_tokens=special)
+
+
+def _template(fields: Keys, tokens: list[str]) -> ChatTemplate | None:
+    """The templates of the file. The fields of templates other than the default end with a name."""
+    main = "tokenizer.chat_template"
+    found = {
+        name.removeprefix(f"{main}."): value for name, value in fields.values.items() if name.startswith(f"{main}.")
+    }
+    if main in fields.values:
+        found["default"] = fields.get(main)
+    for name in fields.texts("tokenizer.chat_templates"):
+        check(name in found, OP, f"{fields.where}: tokenizer.chat_templates", "name templates of the file", shown(name))
+    for name, value in found.items():
+        label = main if name == "default" else f"{main}.{name}"
+        check(isinstance(value, str), OP, f"{fields.where}: {label}", "be text", shown(value))
+    if not found:
+        return None
+    named = {
+        name: fields.token(f"tokenizer.ggml.{long}_token_id", len(tokens))
+        for name, long in {"pad": "padding", "unk": "unknown", "sep": "seperator"}.items()
+    }
+    named |= {
+        name: fields.token(f"tokenizer.ggml.{name}_token_id", len(tokens)) for name in ("bos", "eos", "cls", "mask")
+    }
+    words = {f"{name}_token": tokens[token] for name, token in named.items() if token is not None}
+    sources = found["default"] if set(found) == {"default"} else found
+    return ChatTemplate(sources, words, f"{fields.where}: {main}")

@@ -1,0 +1,234 @@
+"""Checkpoints with Hugging Face names: configuration and tensors, both ways.
+
+Qwen2, Qwen3, MiMo, Llama, Mistral, Ministral3, and the diffusion models Dream, Fast-dLLM v2, SDAR and Nemotron-Labs-Diffusion; and with
+experts Qwen3-MoE, Mixtral, OLMoE, SDAR-MoE and LLaDA-MoE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from pdkernels._validation import check
+from pdkernels.models.architectures.config import TransformerConfig
+from pdkernels.models.checkpoints.hf_experts import LLADA_MOE, READERS, expert_parts, read_experts
+from pdkernels.models.checkpoints.hf_rope import read_rope
+from pdkernels.models.files.fields import OP, Fields, demand, read_from, shown
+from pdkernels.models.files.layout import Layout, Parts
+
+NEMOTRON = "nemotron_labs_diffusion"
+MIMO, MTP_LAYERS = "mimo", "model.mtp_layers."
+
+
+class _Usual(NamedTuple):
+    """A published class: its defaults for fields that a config.json omits, and what no field says."""
+
+    positions: int
+    kv_heads: int | None = None
+    """None: one for each query head."""
+    null_kv_heads: bool = True
+    """A null is one for each query head too, not an error."""
+    head_dim: int | None = None
+    """None: that of hidden_size."""
+    null_head_dim: bool = True
+    """A null is that of hidden_size too, not an error."""
+    eps: float = 1e-6
+    window: int | None = None
+    switched: bool = False
+    """Whether use_sliding_window enables windows, from layer max_window_layers on."""
+    unswitched: bool = False
+    """Whether sliding_window alone enables windows."""
+    all_slide: bool = False
+    """Windows are then those of all layers, whatever max_window_layers and layer_types say."""
+    bias: bool = False
+    """attention_bias may be true."""
+    mask_token: int | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    whole_qk_norm: bool = False
+    attention: Literal["causal", "bidirectional"] = "causal"
+    predicts: Literal["next", "own"] = "next"
+    theta: float = 10000.0
+
+
+_QWEN2 = _Usual(32768, 32, null_head_dim=False, window=4096, switched=True, bias=True, qkv_bias=True)
+_QWEN3 = _QWEN2._replace(head_dim=128, qkv_bias=False, qk_norm=True)
+_QWEN3_MOE = _QWEN3._replace(kv_heads=4, null_kv_heads=False, head_dim=None, all_slide=True)
+# Dream has Qwen2's layers without a causal mask; row i still predicts token i + 1, which may be a mask. Fast-dLLM v2 has the same
+# layers and is causal except for the block that it fills. So is SDAR, with Qwen3's layers and rows that predict their own token.
+_USUAL = {
+    "qwen2": _QWEN2,
+    "qwen3": _QWEN3,
+    "llama": _Usual(2048, bias=True),
+    "mistral": _Usual(131072, 8, False, window=4096, unswitched=True),
+    "ministral3": _Usual(262144, 8, False, 128, null_head_dim=False, eps=1e-5, unswitched=True),
+    MIMO: _QWEN2,
+    "Dream": _QWEN2._replace(attention="bidirectional"),
+    "Fast_dLLM_Qwen": _QWEN2._replace(mask_token=151665),
+    "sdar": _QWEN3._replace(mask_token=151669, predicts="own"),
+    NEMOTRON: _Usual(262144, 8, eps=1e-5),
+    "qwen3_moe": _QWEN3_MOE,
+    "mixtral": _Usual(131072, 8, False, eps=1e-5, theta=1e6, unswitched=True),
+    "olmoe": _Usual(4096, null_head_dim=False, eps=1e-5, bias=True, qk_norm=True, whole_qk_norm=True),
+    "sdar_moe": _QWEN3_MOE._replace(mask_token=151669, predicts="own"),
+    # Its config.json names no mask token.
+    LLADA_MOE: _Usual(8192, 16, eps=1e-5, mask_token=156895, attention="bidirectional", predicts="own", theta=50000.0),
+}
+ARCHITECTURES = tuple(_USUAL)
+MASK_TOKENS = {kind: usual.mask_token for kind, usual in _USUAL.items() if usual.mask_token is not None}
+
+_HEAD = "lm_head.weight"
+_INNER = {LLADA_MOE: "dense_intermediate_size"}
+_REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+
+
+def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
+    """The `TransformerConfig` of a parsed `config.json`.
+
+    Raises ValueError for fields that are missing or of the wrong kind, NotImplementedError for what the transformer does not
+    compute (another architecture, activation, RoPE scaling or a sliding window), so that no checkpoint gives wrong results.
+
+    >>> from_hf_config({"model_type": "qwen2", "vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2,
+    ...                 "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}).qkv_bias
+    True
+    """
+    fields = Fields(config)
+    fields.require(_REQUIRED)
+    kind = fields.get("model_type")
+    demand(kind in ARCHITECTURES, "model_type", f"be one of {', '.join(ARCHITECTURES)}", shown(kind))
+    usual, inner = _USUAL[str(kind)], _INNER.get(str(kind), "intermediate_size")
+    if kind != LLADA_MOE:
+        fields.require((inner,))
+    if kind in ("sdar", "sdar_moe"):  # their code comes with the checkpoint, so nothing here says its default
+        fields.require(("head_dim",))
+    activation = fields.get("hidden_act", "silu")
+    demand(activation in ("silu", "swish"), "hidden_act", "be 'silu'", shown(activation))
+    demand(not fields.flag("use_mrope", False, null=False), "use_mrope", "be false", True)
+    demand(not fields.get("per_layer_config"), "per_layer_config", "be absent", shown(fields.get("per_layer_config")))
+    stated = fields.integer("max_position_embeddings", usual.positions)
+    with read_from("config.json"):
+        theta, scaling = read_rope(fields, stated, kind in ("ministral3", NEMOTRON), kind == "ministral3", usual.theta)
+    positions = stated if scaling is None else scaling.reach(stated)
+    _check_window(fields, usual, positions)
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    head_dim = max(hidden // heads, 1)
+    llama, reads_bias = kind == "llama", kind == "llama" or usual.qk_norm
+    biased = fields.flag("attention_bias", False, null=None if reads_bias else False)
+    mlp_biased = fields.flag("mlp_bias", False, null=None if llama else False)
+    demand(not mlp_biased or llama, "mlp_bias", "be false", True)
+    demand(not biased or usual.bias, "attention_bias", "be false", True)
+    if kind == NEMOTRON:  # the default of its class is no token
+        fields.require(("mask_token_id",))
+    experts = read_experts(fields, str(kind)) if kind in READERS else None
+    qk_norm = fields.flag("qk_layernorm", True) if kind == LLADA_MOE else usual.qk_norm
+    with read_from("config.json"):
+        return TransformerConfig(
+            vocab_size=fields.integer("vocab_size"),
+            hidden_size=hidden,
+            layers=fields.integer("num_hidden_layers"),
+            heads=heads,
+            kv_heads=fields.integer(
+                "num_key_value_heads", usual.kv_heads or heads, null=heads if usual.null_kv_heads else None
+            ),
+            head_dim=fields.integer(
+                "head_dim", usual.head_dim or head_dim, null=head_dim if usual.null_head_dim else None
+            ),
+            intermediate_size=fields.integer(inner, 8192 if kind == LLADA_MOE else None),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            norm_eps=fields.number("rms_norm_eps", usual.eps, minimum=0),
+            qkv_bias=biased or usual.qkv_bias,
+            output_bias=biased and reads_bias,
+            mlp_bias=mlp_biased,
+            qk_norm=qk_norm,
+            whole_qk_norm=usual.whole_qk_norm,
+            tied_head=fields.flag("tie_word_embeddings", False),
+            attention=usual.attention,
+            predicts=usual.predicts,
+            max_positions=positions,
+            experts=experts,
+        )
+
+
+def _check_window(fields: Fields, usual: _Usual, positions: int) -> None:
+    """Refuses layers with a window that is shorter than the longest text."""
+    layers = fields.integer("num_hidden_layers")
+    types = fields.get("layer_types") or []
+    fits = isinstance(types, list) and all(isinstance(kind, str) for kind in types)
+    check(fits, OP, "config.json: layer_types", "be a list of names", shown(types))
+    known = {"full_attention", "attention"} | (
+        {"sliding_attention"} if usual.switched and not usual.all_slide else set()
+    )
+    other = next((kind for kind in types if kind not in known), "full_attention")
+    demand(other in known, "layer_types", "be 'full_attention' for every layer", shown(other))
+    if usual.switched:
+        switched = fields.flag("use_sliding_window", False)
+        first = fields.integer("max_window_layers", 28, minimum=0, null=0 if usual.all_slide else None)
+        slides = switched and (usual.all_slide or first < layers)
+        if types and not usual.all_slide:
+            slides = "sliding_attention" in types
+            demand(
+                switched or not slides, "layer_types", "be 'full_attention' without use_sliding_window", "other layers"
+            )
+    else:
+        slides = usual.unswitched or fields.flag("use_sliding_window", True, null=False)
+    window = fields.maybe_integer("sliding_window") if "sliding_window" in fields.given else usual.window
+    fits = not slides or window is None or window >= positions
+    demand(fits, "sliding_window", f"be absent or cover all {positions} positions", window)
+
+
+def layout(config: TransformerConfig, kind: str = "") -> Layout:
+    """The tensors of a checkpoint with this configuration; `kind` is its model_type if its tensors have other names."""
+    body, head = ("encoder.", "diffusion_head.weight") if kind == NEMOTRON else ("model.", _HEAD)
+    parts = partial(_parts, config, body, head, kind)
+    count = 0 if config.experts is None else config.experts.count
+    apart = (MTP_LAYERS,) if kind == MIMO else ()
+    embedding = f"{body}embed_tokens.weight"
+    return Layout(parts, config.layers, embedding, head, config.tied_head, experts=count, apart=apart)
+
+
+def _parts(config: TransformerConfig, body: str, head: str, kind: str) -> Iterator[tuple[str, Parts]]:
+    hidden, inner, matrix = config.hidden_size, config.intermediate_size, (config.vocab_size, config.hidden_size)
+    query, key_value = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    yield "embedding", {f"{body}embed_tokens.weight": matrix}
+    for index in range(config.layers):
+        ours, theirs = f"layers.{index}.", f"{body}layers.{index}."
+        widths = {"q": query, "k": key_value, "v": key_value}
+        yield f"{ours}qkv", {f"{theirs}self_attn.{name}_proj.weight": (width, hidden) for name, width in widths.items()}
+        if config.qkv_bias:
+            yield f"{ours}qkv_bias", {f"{theirs}self_attn.{name}_proj.bias": (width,) for name, width in widths.items()}
+        for name, size in config.qk_norm_sizes.items():
+            yield f"{ours}{name}", {f"{theirs}self_attn.{name}.weight": (size,)}
+        yield f"{ours}output", {f"{theirs}self_attn.o_proj.weight": (hidden, query)}
+        if config.output_bias:
+            yield f"{ours}output_bias", {f"{theirs}self_attn.o_proj.bias": (hidden,)}
+        if config.has_experts(index):
+            yield from expert_parts(config, kind, ours, theirs)
+        else:
+            yield f"{ours}gate_up", {f"{theirs}mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
+            yield f"{ours}down", {f"{theirs}mlp.down_proj.weight": (hidden, inner)}
+        if config.mlp_bias and not config.has_experts(index):
+            yield f"{ours}gate_up_bias", {f"{theirs}mlp.{name}_proj.bias": (inner,) for name in ("gate", "up")}
+            yield f"{ours}down_bias", {f"{theirs}mlp.down_proj.bias": (hidden,)}
+        yield f"{ours}attention_norm", {f"{theirs}input_layernorm.weight": (hidden,)}
+        yield f"{ours}mlp_norm", {f"{theirs}post_attention_layernorm.weight": (hidden,)}
+    yield "norm", {f"{body}norm.weight": (hidden,)}
+    if not config.tied_head:
+        yield "head", {head: matrix}
+
+
+def from_hf_state_dict(state: Mapping[str, torch.Tensor], config: TransformerConfig) -> dict[str, torch.Tensor]:
+    """Our state dict from one with Hugging Face names: q, k, v and gate, up become one matrix each.
+
+    Raises ValueError for tensors that are missing, left over or of another shape, NotImplementedError for tensors that are not
+    floating point. A stored `lm_head` of a tied model must equal the embedding.
+    """
+    return layout(config).gather(state)
+
+
+def to_hf_state_dict(state: Mapping[str, torch.Tensor], config: TransformerConfig) -> dict[str, torch.Tensor]:
+    """The inverse of `from_hf_state_dict`; the tensors are views of ours."""
+    return layout(config).scatter(state)

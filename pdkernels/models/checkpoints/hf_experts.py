@@ -1,0 +1,160 @@
+"""Experts in checkpoints with Hugging Face names: what a config.json says of them, and their tensors.
+
+Source: the configuration and modelling files of Qwen3-MoE, Mixtral and OLMoE in transformers, of huggingface.co/JetLM/SDAR-30B-A3B-Chat and of
+huggingface.co/inclusionAI/LLaDA-MoE-7B-A1B-Base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from pdkernels._validation import check
+from pdkernels.models.architectures.config import ExpertsConfig, TransformerConfig
+from pdkernels.models.files.fields import OP, Fields, demand, read_from, shown
+from pdkernels.models.files.layout import Parts
+
+LLADA_MOE = "llada_moe"
+"""LLaDA-MoE's config.json has the `model_type` of LLaDA, whose classes differ."""
+
+_UNCOMPUTED: dict[str, tuple[Any, ...]] = {
+    "shared_expert_intermediate_size": (0,),
+    "n_shared_experts": (0,),
+    "num_shared_experts": (0,),
+    "first_k_dense_replace": (0,),
+    "n_group": (1,),
+    "topk_group": (1,),
+    "router_num_group": (1,),
+    "router_topk_group": (1,),
+    "routed_scaling_factor": (1,),
+    "scoring_func": ("softmax",),
+    "score_function": ("softmax",),
+    "moe_router_score_function": ("softmax",),
+    "moe_router_enable_expert_bias": (False,),
+    "router_bias": (False,),
+    "clip_qkv": (),
+}
+"""Fields and the values, besides null, that change nothing; any other value would need a different computation."""
+
+
+class _Names(NamedTuple):
+    module: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+_USUAL = _Names()
+_OTHERS = {"mixtral": _Names("block_sparse_moe", "w1", "w3", "w2")}
+
+
+def read_experts(fields: Fields, kind: str) -> ExpertsConfig | None:
+    """The experts of a model of a type in `READERS`; None: every layer has an MLP."""
+    for name, allowed in _UNCOMPUTED.items():
+        value = fields.get(name)
+        fits = value is None or value in allowed
+        demand(fits, name, f"be {shown(allowed[0])}" if allowed else "be null", shown(value))
+    return READERS[kind](fields)
+
+
+def _count(fields: Fields, usual: int) -> int:
+    """transformers has two names for it."""
+    names = [name for name in ("num_experts", "num_local_experts") if name in fields.given]
+    found = [fields.integer(name, minimum=0) for name in names]
+    check(len({*found}) < 2, OP, "config.json: num_experts", "equal num_local_experts, which means the same", found)
+    return found[0] if found else usual
+
+
+def _qwen3(fields: Fields) -> ExpertsConfig | None:
+    layers, count = fields.integer("num_hidden_layers"), _count(fields, 128)
+    step, dense = fields.integer("decoder_sparse_step", 1), fields.get("mlp_only_layers") or []
+    fits = isinstance(dense, list) and all(type(one) is int for one in dense)
+    check(fits, OP, "config.json: mlp_only_layers", "be a list of numbers of layers", shown(dense))
+    per_token = fields.integer("num_experts_per_tok", 8)
+    inner, normalized = fields.integer("moe_intermediate_size", 768), fields.flag("norm_topk_prob", False)
+    known = {one for one in dense if 0 <= one < layers}
+    return _experts(layers, count, per_token, inner, normalized, step, tuple(sorted(known)))
+
+
+def _mixtral(fields: Fields) -> ExpertsConfig | None:
+    layers = fields.integer("num_hidden_layers")
+    per_token, inner = fields.integer("num_experts_per_tok", 2), fields.integer("intermediate_size")
+    return _experts(layers, _count(fields, 8), per_token, inner, True)
+
+
+def _olmoe(fields: Fields) -> ExpertsConfig | None:
+    layers, count = fields.integer("num_hidden_layers"), _count(fields, 64)
+    per_token, inner = fields.integer("num_experts_per_tok", 8), fields.integer("intermediate_size")
+    return _experts(layers, count, per_token, inner, fields.flag("norm_topk_prob", False))
+
+
+def _llada(fields: Fields) -> ExpertsConfig | None:
+    layers, heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
+    hidden = fields.integer("hidden_size")
+    check(hidden % heads == 0, OP, "config.json: num_attention_heads", f"divide hidden_size ({hidden})", heads)
+    normalized = fields.flag("norm_topk_prob", False)
+    demand(not normalized, "norm_topk_prob", "be false", normalized)  # the published class does not read it
+    frequencies = fields.get("moe_layer_freq") or []
+    fits = (
+        isinstance(frequencies, list) and len(frequencies) in (0, layers) and all(one in (0, 1) for one in frequencies)
+    )
+    check(fits, OP, "config.json: moe_layer_freq", f"be {layers} numbers that are 0 or 1", shown(frequencies))
+    dense = tuple(one for one, chosen in enumerate(frequencies) if chosen == 0)
+    per_token = fields.integer("num_experts_per_tok", 8)
+    inner = fields.integer("expert_intermediate_size", 1024)
+    return _experts(layers, _count(fields, 64), per_token, inner, False, 1, dense)
+
+
+READERS: dict[str, Callable[[Fields], ExpertsConfig | None]] = {
+    "qwen3_moe": _qwen3,
+    "sdar_moe": _qwen3,
+    "mixtral": _mixtral,
+    "olmoe": _olmoe,
+    LLADA_MOE: _llada,
+}
+
+
+def _experts(
+    layers: int,
+    count: int,
+    per_token: int,
+    inner: int,
+    normalized: bool,
+    every: int = 1,
+    dense_layers: tuple[int, ...] = (),
+) -> ExpertsConfig | None:
+    if count == 0:
+        return None
+    with read_from("config.json"):
+        experts = ExpertsConfig(count, per_token, inner, normalized, every=every, dense_layers=dense_layers)
+    return experts if experts.are_in_any(layers) else None
+
+
+def expert_parts(config: TransformerConfig, kind: str, ours: str, theirs: str) -> Iterator[tuple[str, Parts]]:
+    """The tensors of a layer's experts: `ours` and `theirs` begin the names in that layer."""
+    experts, names, hidden = config.experts, _OTHERS.get(kind, _USUAL), config.hidden_size
+    assert experts is not None
+    each, inner = f"{theirs}{names.module}.experts.", experts.intermediate_size
+    yield f"{ours}router", {f"{theirs}{names.module}.gate.weight": (experts.count, hidden)}
+    pairs = (f"{each}{one}.{name}.weight" for one in range(experts.count) for name in (names.gate, names.up))
+    yield f"{ours}experts_gate_up", dict.fromkeys(pairs, (inner, hidden))
+    yield (f"{ours}experts_down", {f"{each}{one}.{names.down}.weight": (hidden, inner) for one in range(experts.count)})
+
+
+def separated_experts(state: Mapping[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+    """The tensors of a model of transformers, which stacks the matrices of a layer's experts, by their published names."""
+    names, found = _OTHERS.get(kind, _USUAL), dict[str, torch.Tensor]()
+    for name, tensor in state.items():
+        layer, _, own = name.partition(".mlp.")
+        module = f"{layer}.{names.module}."
+        if own == "experts.gate_up_proj" and tensor.dim() == 3:
+            for one, both in enumerate(tensor):
+                halves = zip((names.gate, names.up), both.chunk(2))
+                found |= {f"{module}experts.{one}.{half}.weight": values for half, values in halves}
+        elif own == "experts.down_proj" and tensor.dim() == 3:
+            found |= {f"{module}experts.{one}.{names.down}.weight": values for one, values in enumerate(tensor)}
+        else:
+            found[f"{module}gate.weight" if own == "gate.weight" else name] = tensor
+    return found

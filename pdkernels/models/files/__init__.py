@@ -1,0 +1,1 @@
+"""Files that nobody vouches for: folders, fields, GGUF, patterns."""
