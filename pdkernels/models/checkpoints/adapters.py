@@ -21,7 +21,7 @@ from pdkernels.models.files.layout import DTYPES, Layout
 
 _WEIGHTS = "adapter_model.safetensors"
 MASK_FILE, _MASK = "mask_token.safetensors", "embedding"
-PACKAGED = Path(__file__).parent / "weights" / "adapters"
+PACKAGED = Path(__file__).parents[1] / "weights" / "adapters"
 _PREFIX = "base_model.model."
 _HALVES = {
     ".lora_A.weight": ("a", False),

@@ -50,7 +50,7 @@ from pdkernels.ops._quantized_weight import QuantizedWeight
 
 Model: TypeAlias = Transformer | RecurrentDepth | Hybrid
 
-WEIGHTS = Path(__file__).parent / "weights"
+WEIGHTS = Path(__file__).parents[1] / "weights"
 
 _SCALINGS = {
     rule.__name__: rule for rule in (FactorScaling, LinearScaling, Llama3Scaling, PartialRotation, YarnScaling)

@@ -33,7 +33,7 @@ from pdkernels.models.files.folder import Weights, member, read_fields
 from pdkernels.models.files.layout import Layout, Parts
 from pdkernels.ops._quantized_weight import QuantizedWeight
 
-PACKAGED = Path(__file__).parents[1] / "weights" / "drafters"
+PACKAGED = Path(__file__).parents[2] / "weights" / "drafters"
 
 _CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
