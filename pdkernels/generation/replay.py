@@ -243,6 +243,6 @@ def write_page(
     ]
     # No text can close the script's element.
     data = json.dumps({"facts": facts, "sequences": sequences}, ensure_ascii=False).replace("<", "\\u003c")
-    page = files("pdkernels.decoding").joinpath("replay.html").read_text(encoding="utf-8")
+    page = files("pdkernels.generation").joinpath("replay.html").read_text(encoding="utf-8")
     page = page.replace("{{title}}", html.escape(title)).replace("{{data}}", data)
     Path(path).write_text(page, encoding="utf-8")
