@@ -47,16 +47,16 @@ class Budget:
         if self.steps < self._next:
             return
         self._next = self.steps + _LOOK
-        words = f"compiling the grammar takes more than {self._max_steps} steps"
+        fault = f"compiling the grammar takes more than {self._max_steps} steps"
         if self.steps <= self._max_steps:
-            words = f"compiling the grammar takes more than {self._seconds:g} seconds"
+            fault = f"compiling the grammar takes more than {self._seconds:g} seconds"
             if time.thread_time() - self._started <= self._seconds:
                 if self._abandoned is not None:
                     if self._abandoned():
                         raise Abandoned
                     time.sleep(1e-4)  # the interpreter would let other threads wait 5 ms for their turn
                 return
-        raise ValueError(sentence(OP, words, _REMEDY))
+        raise ValueError(sentence(OP, fault, _REMEDY))
 
     @property
     def work(self) -> int:
@@ -84,9 +84,9 @@ def bounded(
         return
     token = _current.set(Budget(max_steps, seconds, abandoned))
     try:
-        made = _current.get()
-        assert made is not None
-        yield made
+        budget = _current.get()
+        assert budget is not None
+        yield budget
     finally:
         _current.reset(token)
 

@@ -26,9 +26,9 @@ def library() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        words = "grammars of any depth need the optional library `llguidance`"
+        fault = "grammars of any depth need the optional library `llguidance`"
         remedy = "Install it with `pip install llguidance`, or use Grammar.ebnf, which bounds the depth."
-        raise ImportError(sentence(OP, words, remedy)) from error
+        raise ImportError(sentence(OP, fault, remedy)) from error
     return llguidance
 
 
@@ -44,8 +44,8 @@ class _Vocabulary:
         self._of = {token: n for n, token in enumerate(tokens) if len(token) == 1}
 
     def __call__(self, text: str | bytes) -> list[int]:
-        written = text.encode() if isinstance(text, str) else text
-        return [self._of[bytes([one])] for one in written if bytes([one]) in self._of]
+        data = text.encode() if isinstance(text, str) else text
+        return [self._of[bytes([byte])] for byte in data if bytes([byte]) in self._of]
 
 
 def checked_rules(rules: str) -> str:
@@ -57,17 +57,17 @@ def checked_rules(rules: str) -> str:
     """
     check_text(OP, rules, "rules")
     refuse(len(rules) > MAX_LENGTH, OP, f"the grammar has more than {MAX_LENGTH} characters")
-    for kind, written in pieces(rules, directives=True):
+    for kind, lexeme in pieces(rules, directives=True):
         if kind == "pattern":
             try:
-                unfolded(parsed(written[1 : written.rindex("/")]), f"the pattern {written[:60]}")
+                unfolded(parsed(lexeme[1 : lexeme.rindex("/")]), f"the pattern {lexeme[:60]}")
             except NotImplementedError:
                 continue
     _check_schemas(rules)
-    made: str = library().LLMatcher.grammar_from_lark(rules)
-    fault = library().LLMatcher.validate_grammar(made)
+    grammar: str = library().LLMatcher.grammar_from_lark(rules)
+    fault = library().LLMatcher.validate_grammar(grammar)
     refuse(bool(fault), OP, f"rules must be a grammar of llguidance: {' '.join(str(fault).split())[:300]}")
-    return made
+    return grammar
 
 
 def _check_schemas(rules: str) -> None:
@@ -77,19 +77,21 @@ def _check_schemas(rules: str) -> None:
             schema, _ = json.JSONDecoder().raw_decode(rules, match.end())
         except (ValueError, RecursionError):
             continue  # the library says what is wrong
-        queue, named = [schema], False
-        for one in queue:
-            large = type(one) is int and abs(one) > 2**53
-            words = f"llguidance rounds {str(one)[:40]} in a schema of %json to a double of 53 bits"
-            refuse(large, OP, words, "Use Grammar.json_schema, which is exact.")
-            if isinstance(one, dict):
-                named = named or bool(one.get("properties") and one.get("additionalProperties") is not False)
-                queue += one.values()
-            elif isinstance(one, list):
-                queue += one
-        if named:
-            words = "in an object of %json that may have other properties, llguidance takes a named one with any value if its name has an escape"
-            warnings.warn(sentence(OP, words, "Set additionalProperties to false."), stacklevel=5)
+        queue, admits_others = [schema], False
+        for value in queue:
+            large = type(value) is int and abs(value) > 2**53
+            fault = f"llguidance rounds {str(value)[:40]} in a schema of %json to a double of 53 bits"
+            refuse(large, OP, fault, "Use Grammar.json_schema, which is exact.")
+            if isinstance(value, dict):
+                admits_others = admits_others or bool(
+                    value.get("properties") and value.get("additionalProperties") is not False
+                )
+                queue += value.values()
+            elif isinstance(value, list):
+                queue += value
+        if admits_others:
+            fault = "in an object of %json that may have other properties, llguidance takes a named one with any value if its name has an escape"
+            warnings.warn(sentence(OP, fault, "Set additionalProperties to false."), stacklevel=5)
 
 
 class PrefixAutomaton:
@@ -114,10 +116,10 @@ class PrefixAutomaton:
         if shared < len(self._here):
             self._matcher.rollback(len(self._here) - shared)
         self._here = prefix[:shared]
-        rest = list(prefix[shared:])
-        if self._matcher.validate_tokens(rest) < len(rest):  # after an error it could not go on
+        suffix = list(prefix[shared:])
+        if self._matcher.validate_tokens(suffix) < len(suffix):  # after an error it could not go on
             return False
-        self._matcher.consume_tokens(rest)
+        self._matcher.consume_tokens(suffix)
         self._here = prefix
         return True
 
@@ -152,15 +154,15 @@ class PrefixAutomaton:
             return 0, -1
         bits[:] = [0] * len(bits)
         self._matcher.unsafe_compute_mask_ptr(_address(bits), 4 * len(bits))
-        words = [word & 0xFFFFFFFF for word in bits]
+        mask_words = [word & 0xFFFFFFFF for word in bits]
         if self._matcher.is_accepting():
             for end in self._ends:
-                words[end // 32] |= 1 << end % 32
-        bits[:] = [word - (word >> 31 << 32) for word in words]
-        last = next((n for n in reversed(range(len(words))) if words[n]), None)
+                mask_words[end // 32] |= 1 << end % 32
+        bits[:] = [word - (word >> 31 << 32) for word in mask_words]
+        last = next((n for n in reversed(range(len(mask_words))) if mask_words[n]), None)
         if last is None:
             return 0, -1
-        return sum(word.bit_count() for word in words), 32 * last + words[last].bit_length() - 1
+        return sum(word.bit_count() for word in mask_words), 32 * last + mask_words[last].bit_length() - 1
 
     def forced(self, state: int) -> list[int]:
         if state == self.done or not self._go(self._prefixes[state]):

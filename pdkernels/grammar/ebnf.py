@@ -43,19 +43,19 @@ def parsed_ebnf(rules: str, start: str, depth: int) -> Expression:
     check_text(OP, rules, "rules")
     check_type(isinstance(start, str), OP, "start", "be a str", type(start).__name__)
     refuse(len(rules) > MAX_LENGTH, OP, f"the grammar has more than {MAX_LENGTH} characters")
-    found = _rules(pieces(rules))
-    if start not in found:
-        remedy = f"{did_you_mean(start, found)}It has {', '.join(found) or 'no rules'}."
+    definitions = _rules(pieces(rules))
+    if start not in definitions:
+        remedy = f"{did_you_mean(start, definitions)}It has {', '.join(definitions) or 'no rules'}."
         fail(OP, "start", "name a rule of the grammar", repr(start), remedy)
     try:
-        return _Unfolder(found, depth).rule(start)
+        return _Unfolder(definitions, depth).rule(start)
     except RecursionError:
         raise ValueError(sentence(OP, "the grammar has too many levels", "Lower the depth.")) from None
 
 
 def pieces(rules: str, directives: bool = False) -> list[Piece]:
     """The words of a grammar; with `directives`, also those of Lark that are not followed here, and what is not known."""
-    found, at = [], 0
+    lexemes, at = [], 0
     while at < len(rules):
         match = _TOKEN.match(rules, at)
         if match is None and directives:
@@ -65,27 +65,27 @@ def pieces(rules: str, directives: bool = False) -> list[Piece]:
             fail(OP, "rules", "be a grammar in Lark's EBNF", repr(rules[at : at + 20]))
         kind, at = str(match.lastgroup), match.end()
         if kind == "directive" and not directives:
-            words = f"the directive {match[0]} of a grammar is not supported"
-            raise NotImplementedError(sentence(OP, words, "Write white space where it may be."))
+            fault = f"the directive {match[0]} of a grammar is not supported"
+            raise NotImplementedError(sentence(OP, fault, "Write white space where it may be."))
         if kind not in ("space", "alias"):
-            found.append((kind, match[0]))
-    return found
+            lexemes.append((kind, match[0]))
+    return lexemes
 
 
 def _rules(pieces: list[Piece]) -> dict[str, list[Piece]]:
-    found: dict[str, list[Piece]] = {}
+    definitions: dict[str, list[Piece]] = {}
     name = None
-    for kind, written in pieces:
+    for kind, lexeme in pieces:
         if kind == "rule":
-            name = re.sub(r"[?!\s:]|\..*", "", written)
-            if name in found:
+            name = re.sub(r"[?!\s:]|\..*", "", lexeme)
+            if name in definitions:
                 fail(OP, "rules", "define each rule once", repr(name))
-            found[name] = []
+            definitions[name] = []
         elif name is None:
-            fail(OP, "rules", "begin with a rule", repr(written))
+            fail(OP, "rules", "begin with a rule", repr(lexeme))
         else:
-            found[name].append((kind, written))
-    return found
+            definitions[name].append((kind, lexeme))
+    return definitions
 
 
 class _Unfolder:
@@ -95,7 +95,10 @@ class _Unfolder:
         self._parts = 0
         self._trees = {name: _Reader(pieces, name).whole() for name, pieces in rules.items()}
         self._cycles = cycles(
-            {name: [one for kind, one in pieces if kind == "name" and one in rules] for name, pieces in rules.items()}
+            {
+                name: [lexeme for kind, lexeme in pieces if kind == "name" and lexeme in rules]
+                for name, pieces in rules.items()
+            }
         )
         self._made: dict[tuple[str, tuple[int, ...]], Expression] = {}
 
@@ -105,7 +108,7 @@ class _Unfolder:
         level = self._open.get(name, 0)
         if level > self._depth:
             return NOTHING
-        key = name, tuple(self._open.get(one, 0) for one in self._cycles[name])
+        key = name, tuple(self._open.get(member, 0) for member in self._cycles[name])
         if key not in self._made:
             self._open[name] = level + 1
             self._made[key] = self.unfolded(self._trees[name])
@@ -121,11 +124,11 @@ class _Unfolder:
         if isinstance(tree, Chars):
             return tree
         if isinstance(tree, Repeat):
-            return tree._replace(part=self.unfolded(tree.part))
-        parts = tuple(self.unfolded(part) for part in tree.parts)
+            return tree._replace(item=self.unfolded(tree.item))
+        items = tuple(self.unfolded(item) for item in tree.items)
         if isinstance(tree, Seq):
-            return NOTHING if any(map(is_nothing, parts)) else Seq(parts)
-        return Alt(tuple(part for part in parts if not is_nothing(part)))
+            return NOTHING if any(map(is_nothing, items)) else Seq(items)
+        return Alt(tuple(item for item in items if not is_nothing(item)))
 
 
 class _Reader:
@@ -136,15 +139,15 @@ class _Reader:
 
     def whole(self) -> Any:
         try:
-            made = self._either()
+            tree = self._either()
         except RecursionError:
             self._fail("fewer groups inside each other")
         if self._at < len(self._pieces):
             self._fail(repr(self._pieces[self._at][1]))
-        return made
+        return tree
 
-    def _fail(self, found: str) -> NoReturn:
-        fail(OP, f"rule {self._rule!r}", "be an expansion in Lark's EBNF", found)
+    def _fail(self, actual: str) -> NoReturn:
+        fail(OP, f"rule {self._rule!r}", "be an expansion in Lark's EBNF", actual)
 
     def _next(self, *signs: str) -> bool:
         """Whether the next piece is one of these, which it steps over."""
@@ -154,74 +157,74 @@ class _Reader:
         return there
 
     def _either(self) -> Any:
-        parts = [self._sequence()]
+        branches = [self._sequence()]
         while self._next("|"):
-            parts.append(self._sequence())
-        return parts[0] if len(parts) == 1 else Alt(tuple(parts))
+            branches.append(self._sequence())
+        return branches[0] if len(branches) == 1 else Alt(tuple(branches))
 
     def _sequence(self) -> Any:
-        parts = []
+        items = []
         while self._at < len(self._pieces) and self._pieces[self._at][1] not in ("|", ")", "]"):
-            parts.append(self._repeated())
-        return Seq(tuple(parts))
+            items.append(self._repeated())
+        return Seq(tuple(items))
 
     def _repeated(self) -> Any:
-        part = self._atom()
+        item = self._atom()
         while True:
             if self._next("?"):
-                part = optional(part)
+                item = optional(item)
             elif self._next("*"):
-                part = Repeat(part, 0, None)
+                item = Repeat(item, 0, None)
             elif self._next("+"):
-                part = Repeat(part, 1, None)
+                item = Repeat(item, 1, None)
             elif self._next("~"):
-                least = self._number()
-                part = Repeat(part, least, self._number() if self._next("..") else least)
+                minimum = self._number()
+                item = Repeat(item, minimum, self._number() if self._next("..") else minimum)
             else:
-                return part
+                return item
 
     def _number(self) -> int:
-        kind, written = self._pieces[self._at] if self._at < len(self._pieces) else ("", "the end")
-        if kind != "number" or len(written) > 9:
-            self._fail(written)
+        kind, digits = self._pieces[self._at] if self._at < len(self._pieces) else ("", "the end")
+        if kind != "number" or len(digits) > 9:
+            self._fail(digits)
         self._at += 1
-        return int(written)
+        return int(digits)
 
     def _atom(self) -> Any:
-        kind, written = self._pieces[self._at]
+        kind, lexeme = self._pieces[self._at]
         self._at += 1
         if kind == "name":
-            return written
+            return lexeme
         if kind == "string":
-            if written.endswith("i"):
-                words = f"the string {written} of a grammar is not supported: it ignores case"
-                raise NotImplementedError(sentence(OP, words))
-            first = text(_unquoted(written, self._rule))
+            if lexeme.endswith("i"):
+                fault = f"the string {lexeme} of a grammar is not supported: it ignores case"
+                raise NotImplementedError(sentence(OP, fault))
+            first = text(_unquoted(lexeme, self._rule))
             if not self._next(".."):
                 return first
             kind, last = self._pieces[self._at] if self._at < len(self._pieces) else ("", "")
-            ends = _unquoted(written, self._rule), _unquoted(last, self._rule) if kind == "string" else ""
+            ends = _unquoted(lexeme, self._rule), _unquoted(last, self._rule) if kind == "string" else ""
             if any(len(end) != 1 for end in ends) or ends[0] > ends[1]:
-                self._fail(f"{written}..{last}")
+                self._fail(f"{lexeme}..{last}")
             self._at += 1
             check_text(OP, "".join(ends), f"rule {self._rule!r}")
             return Chars(complement(complement(((ord(ends[0]), ord(ends[1])),))))
         if kind == "pattern":
-            end = written.rindex("/")
-            if written[end + 1 :]:
-                words = f"the flags {written[end + 1 :]!r} of a pattern are not supported"
-                raise NotImplementedError(sentence(OP, words))
-            return parsed(written[1:end].replace("\\/", "/"))
-        if written == "(" or written == "[":
-            inside = self._either()
-            if not self._next(")" if written == "(" else "]"):
-                self._fail(f"no end of {written!r}")
-            return inside if written == "(" else optional(inside)
-        self._fail(repr(written))
+            end = lexeme.rindex("/")
+            if lexeme[end + 1 :]:
+                fault = f"the flags {lexeme[end + 1 :]!r} of a pattern are not supported"
+                raise NotImplementedError(sentence(OP, fault))
+            return parsed(lexeme[1:end].replace("\\/", "/"))
+        if lexeme == "(" or lexeme == "[":
+            group = self._either()
+            if not self._next(")" if lexeme == "(" else "]"):
+                self._fail(f"no end of {lexeme!r}")
+            return group if lexeme == "(" else optional(group)
+        self._fail(repr(lexeme))
 
 
-def _unquoted(written: str, rule: str) -> str:
+def _unquoted(literal: str, rule: str) -> str:
     try:
-        return str(ast.literal_eval(written))
+        return str(ast.literal_eval(literal))
     except (ValueError, SyntaxError):
-        fail(OP, f"rule {rule!r}", "hold strings with valid escapes", written)
+        fail(OP, f"rule {rule!r}", "hold strings with valid escapes", literal)

@@ -75,11 +75,11 @@ class Grammar:
         >>> Grammar.choice(["red", "green"]).matches("red"), Grammar.choice(["red"]).matches("re")
         (True, False)
         """
-        several = isinstance(texts, Sequence) and not isinstance(texts, str)
-        check_type(several, OP, "choice", "be a list of strings", type(texts).__name__)
-        for one in texts:
-            check_type(isinstance(one, str), OP, "choice", "hold strings", type(one).__name__)
-            check_text(OP, one, "choice")
+        is_list = isinstance(texts, Sequence) and not isinstance(texts, str)
+        check_type(is_list, OP, "choice", "be a list of strings", type(texts).__name__)
+        for string in texts:
+            check_type(isinstance(string, str), OP, "choice", "hold strings", type(string).__name__)
+            check_text(OP, string, "choice")
         check(len(texts) > 0, OP, "choice", "hold a string", "none")
         large = len(texts) + sum(map(len, texts)) > MAX_STATES
         refuse(large, OP, f"the choice of {len(texts)} strings has more than {MAX_STATES} characters")
@@ -127,11 +127,11 @@ class Grammar:
         check_choice(OP, "unknown", unknown, ("warn", "ignore", "refuse"))
         annotated: Unknown = {}
         expression = parsed_schema(schema, whitespace, _checked_depth(depth), longest, annotated)
-        words = warning_of(annotated)
-        if words and unknown == "refuse":
-            raise NotImplementedError(sentence(OP, words))
-        if words and unknown == "warn":
-            warnings.warn(sentence(OP, words), stacklevel=2)
+        warning = warning_of(annotated)
+        if warning and unknown == "refuse":
+            raise NotImplementedError(sentence(OP, warning))
+        if warning and unknown == "warn":
+            warnings.warn(sentence(OP, warning), stacklevel=2)
         return cls(expression, f"the schema {_short(schema)}", fill)
 
     @classmethod
@@ -174,29 +174,37 @@ class Grammar:
             NotImplementedError: a model without a tokenizer that knows the bytes of its tokens.
         """
         key = (model.config.vocab_size, *end_tokens)
-        known = self._made.setdefault(_owner(model), {}) if model.tokenizer is not None else {}
-        if key not in known:
-            known[key] = self._compiled(model, end_tokens)
-        return known[key]
+        automata = self._made.setdefault(_owner(model), {}) if model.tokenizer is not None else {}
+        if key not in automata:
+            automata[key] = self._compiled(model, end_tokens)
+        return automata[key]
 
     def _compiled(self, model: Any, end_tokens: Sequence[int]) -> _host.TokenAutomaton:
         vocabulary = self._checked_vocabulary(model, end_tokens)
         automaton = self.automaton.skipping(32) if vocabulary.skips_space else self.automaton
         try:
-            made = _host.TokenAutomaton(automaton, vocabulary.tokens, list(end_tokens), _MAX_CELLS, _MAX_WORK)
+            token_automaton = _host.TokenAutomaton(
+                automaton, vocabulary.tokens, list(end_tokens), _MAX_CELLS, _MAX_WORK
+            )
         except _host.TooLarge:
-            words = f"{self.source} has too many states for a vocabulary of {len(vocabulary.tokens)} tokens"
-            raise ValueError(sentence(OP, words, TOO_LARGE)) from None
-        if made.distance(0) == _FAR:
+            fault = f"{self.source} has too many states for a vocabulary of {len(vocabulary.tokens)} tokens"
+            raise ValueError(sentence(OP, fault, TOO_LARGE)) from None
+        if token_automaton.distance(0) == _FAR:
             raise ValueError(sentence(OP, f"the tokens of the model write no text of {self.source}"))
-        return made
+        return token_automaton
 
     @staticmethod
     def _checked_vocabulary(model: Any, end_tokens: Sequence[int]) -> Vocabulary:
         vocabulary = vocabulary_of(model)
         for token in end_tokens:
-            written = vocabulary.tokens[token]
-            check(not written, OP, "end_tokens", "write no text with a grammar", f"{token}, which writes {written!r}")
+            token_bytes = vocabulary.tokens[token]
+            check(
+                not token_bytes,
+                OP,
+                "end_tokens",
+                "write no text with a grammar",
+                f"{token}, which writes {token_bytes!r}",
+            )
         return vocabulary
 
     def __repr__(self) -> str:
@@ -212,10 +220,10 @@ class ContextFreeGrammar(Grammar):
         self._tokenizers: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 
     def matches(self, text: str) -> bool:
-        tokens = [bytes([one]) for one in range(256)] + [b""]
-        made = PrefixAutomaton(tokenizer_of(tokens, [256]), self._rules, [256])
-        state = made.follow(0, list(text.encode("utf-8", "surrogatepass")))
-        return state >= 0 and made.accepting(state)
+        tokens = [bytes([byte]) for byte in range(256)] + [b""]
+        prefixes = PrefixAutomaton(tokenizer_of(tokens, [256]), self._rules, [256])
+        state = prefixes.follow(0, list(text.encode("utf-8", "surrogatepass")))
+        return state >= 0 and prefixes.accepting(state)
 
     def for_model(self, model: Any, end_tokens: Sequence[int]) -> Any:
         """A new automaton: it remembers the prefixes of one text."""
@@ -223,11 +231,11 @@ class ContextFreeGrammar(Grammar):
         refuse(
             tokens.skips_space, OP, "Grammar.lark does not know tokenizers that leave out the first space", "Use ebnf."
         )
-        known = self._tokenizers.setdefault(_owner(model), {})
+        tokenizers = self._tokenizers.setdefault(_owner(model), {})
         key = (model.config.vocab_size, *end_tokens)
-        if key not in known:
-            known[key] = tokenizer_of(tokens.tokens, end_tokens)
-        return PrefixAutomaton(known[key], self._rules, end_tokens)
+        if key not in tokenizers:
+            tokenizers[key] = tokenizer_of(tokens.tokens, end_tokens)
+        return PrefixAutomaton(tokenizers[key], self._rules, end_tokens)
 
 
 def _owner(model: Any) -> Any:
@@ -242,5 +250,5 @@ def _checked_depth(depth: int) -> int:
 
 
 def _short(value: object) -> str:
-    words = " ".join(str(value).split()) if isinstance(value, str) else repr(value)
-    return repr(words[:60] + "...") if len(words) > 63 else repr(words) if isinstance(value, str) else words
+    excerpt = " ".join(str(value).split()) if isinstance(value, str) else repr(value)
+    return repr(excerpt[:60] + "...") if len(excerpt) > 63 else repr(excerpt) if isinstance(value, str) else excerpt

@@ -35,30 +35,30 @@ class Chars(NamedTuple):
 class Seq(NamedTuple):
     """One after the other."""
 
-    parts: tuple[Expression, ...]
+    items: tuple[Expression, ...]
 
 
 class Alt(NamedTuple):
-    """One of these; without parts: nothing matches."""
+    """One of these; without items: nothing matches."""
 
-    parts: tuple[Expression, ...]
+    items: tuple[Expression, ...]
 
 
 class Repeat(NamedTuple):
-    """From `least` to `most` times; None: any number."""
+    """`item`, from `minimum` to `maximum` times; None: any number."""
 
-    part: Expression
-    least: int
-    most: int | None
+    item: Expression
+    minimum: int
+    maximum: int | None
 
 
 class Subsequence(NamedTuple):
-    """Some of several parts in their order, those that are marked among them, from `least` to `most` in all; `by` between two."""
+    """Some of several items in their order, those that are marked among them, from `minimum` to `maximum` in all, with `separator` between two."""
 
-    parts: tuple[tuple[bool, Expression], ...]
-    by: Expression
-    least: int
-    most: int | None
+    items: tuple[tuple[bool, Expression], ...]
+    separator: Expression
+    minimum: int
+    maximum: int | None
 
 
 class Machine(NamedTuple):
@@ -76,30 +76,30 @@ EMPTY = Seq(())
 NOTHING = Alt(())
 
 
-def is_nothing(part: Expression) -> bool:
-    """Whether it is written as `NOTHING`, which as a tuple equals `EMPTY`."""
-    return isinstance(part, Alt) and not part.parts
+def is_nothing(expression: Expression) -> bool:
+    """Whether an expression is written as `NOTHING`, which as a tuple equals `EMPTY`."""
+    return isinstance(expression, Alt) and not expression.items
 
 
 def text(characters: str) -> Expression:
     """These characters."""
     check_text(OP, characters, "a text")
-    return Seq(tuple(Chars(((ord(one), ord(one)),)) for one in characters))
+    return Seq(tuple(Chars(((ord(character), ord(character)),)) for character in characters))
 
 
-def optional(part: Expression) -> Expression:
-    return Repeat(part, 0, 1)
+def optional(expression: Expression) -> Expression:
+    return Repeat(expression, 0, 1)
 
 
-def separated(part: Expression, by: Expression, least: int, most: int | None) -> Expression:
-    """`part`, from `least` to `most` times, with `by` between two."""
-    if most is not None and most < least:
+def separated(item: Expression, separator: Expression, minimum: int, maximum: int | None) -> Expression:
+    """`item`, from `minimum` to `maximum` times, with `separator` between two."""
+    if maximum is not None and maximum < minimum:
         return NOTHING
-    if most == 0:
+    if maximum == 0:
         return EMPTY
-    more = Repeat(Seq((by, part)), max(0, least - 1), None if most is None else most - 1)
-    whole = Seq((part, more))
-    return optional(whole) if least == 0 else whole
+    later_items = Repeat(Seq((separator, item)), max(0, minimum - 1), None if maximum is None else maximum - 1)
+    items = Seq((item, later_items))
+    return optional(items) if minimum == 0 else items
 
 
 def normal(ranges: Iterable[tuple[int, int]]) -> Ranges:
@@ -108,13 +108,13 @@ def normal(ranges: Iterable[tuple[int, int]]) -> Ranges:
     >>> normal([(5, 9), (1, 4), (20, 20)])
     ((1, 9), (20, 20))
     """
-    found: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
-        if found and first <= found[-1][1] + 1:
-            found[-1] = found[-1][0], max(last, found[-1][1])
+        if merged and first <= merged[-1][1] + 1:
+            merged[-1] = merged[-1][0], max(last, merged[-1][1])
         elif first <= last:
-            found.append((first, last))
-    return tuple(found)
+            merged.append((first, last))
+    return tuple(merged)
 
 
 def complement(ranges: Ranges) -> Ranges:
@@ -123,11 +123,11 @@ def complement(ranges: Ranges) -> Ranges:
     >>> complement(((0, 0x10FFFE),))
     ((1114111, 1114111),)
     """
-    rest, start = [], 0
+    gaps, start = [], 0
     for first, last in normal([*ranges, _SURROGATES]):
-        rest.append((start, first - 1))
+        gaps.append((start, first - 1))
         start = last + 1
-    return normal([*rest, (start, _LAST)])
+    return normal([*gaps, (start, _LAST)])
 
 
 @lru_cache(maxsize=1024)
@@ -137,16 +137,16 @@ def utf8(ranges: Ranges) -> tuple[tuple[tuple[int, int], ...], ...]:
     >>> utf8(((0x41, 0xFF),))
     (((65, 127),), ((194, 195), (128, 191)))
     """
-    found: list[tuple[tuple[int, int], ...]] = []
+    sequences: list[tuple[tuple[int, int], ...]] = []
     for first, last in ranges:
         for start, end in zip((0, *(at + 1 for at in _LENGTHS)), _LENGTHS):
             low, high = max(first, start), min(last, end)
             if low <= high:
-                _split(low, high, found)
-    return tuple(found)
+                _split(low, high, sequences)
+    return tuple(sequences)
 
 
-def _split(first: int, last: int, found: list[tuple[tuple[int, int], ...]]) -> None:
+def _split(first: int, last: int, sequences: list[tuple[tuple[int, int], ...]]) -> None:
     """Characters of the same number of bytes, as ranges whose bytes vary independently."""
     length = len(chr(first).encode("utf-8", "surrogatepass"))
     for free in range(1, length):  # continuation bytes at the end
@@ -158,11 +158,11 @@ def _split(first: int, last: int, found: list[tuple[tuple[int, int], ...]]) -> N
                 middle = (last + 1) // unit * unit
             else:
                 continue
-            _split(first, middle - 1, found)
-            _split(middle, last, found)
+            _split(first, middle - 1, sequences)
+            _split(middle, last, sequences)
             return
     low, high = (chr(at).encode("utf-8", "surrogatepass") for at in (first, last))
-    found.append(tuple(zip(low, high)))
+    sequences.append(tuple(zip(low, high)))
 
 
 class _Builder:
@@ -171,8 +171,8 @@ class _Builder:
     Parts that are equal and followed by the same state are one part of the automaton. So an expression may share its parts, and endings are shared.
     """
 
-    def __init__(self, words: str) -> None:
-        self.states, self._words = 0, words
+    def __init__(self, source: str) -> None:
+        self.states, self._words = 0, source
         self.edges: list[tuple[int, int, int, int]] = []
         self.empty: list[tuple[int, int]] = []
         self._starts: dict[tuple[int | Chars, int], int] = {}
@@ -193,14 +193,14 @@ class _Builder:
             self.empty += [(start, way) for way in different]
         return self._before[different]
 
-    def add(self, part: Expression, end: int) -> int:
-        """The state from which `part` leads to `end`. Nothing may leave it besides."""
-        key = part if isinstance(part, Chars) else id(part), end
+    def add(self, expression: Expression, end: int) -> int:
+        """The state from which `expression` leads to `end`. Nothing may leave it besides."""
+        key = expression if isinstance(expression, Chars) else id(expression), end
         if key in self._starts:
             return self._starts[key]
         spend()
-        if isinstance(part, Chars):
-            start, lines = self.state(), utf8(part.ranges)
+        if isinstance(expression, Chars):
+            start, lines = self.state(), utf8(expression.ranges)
             spend(len(lines))
             for line in lines:
                 here = start
@@ -208,101 +208,103 @@ class _Builder:
                     to = end if number == len(line) - 1 else self.state()
                     self.edges.append((here, first, last, to))
                     here = to
-        elif isinstance(part, Seq):
+        elif isinstance(expression, Seq):
             start = end
-            for one in reversed(part.parts):
-                start = self.add(one, start)
-        elif isinstance(part, Alt):
-            start = self.either(*(self.add(one, end) for one in part.parts))
-        elif isinstance(part, Repeat):
-            start = self._repeated(part, end)
-        elif isinstance(part, Subsequence):
-            start = self._subsequence(part, end)
+            for item in reversed(expression.items):
+                start = self.add(item, start)
+        elif isinstance(expression, Alt):
+            start = self.either(*(self.add(item, end) for item in expression.items))
+        elif isinstance(expression, Repeat):
+            start = self._repeated(expression, end)
+        elif isinstance(expression, Subsequence):
+            start = self._subsequence(expression, end)
         else:
             start = self.states
-            for _ in range(part.states):
+            for _ in range(expression.states):
                 self.state()
-            spend(len(part.edges) // 8)
-            self.edges += [(start + from_, first, last, start + to) for from_, first, last, to in part.edges]
-            self.empty += [(start + state, end) for state in part.accepting]
+            spend(len(expression.edges) // 8)
+            self.edges += [(start + from_, first, last, start + to) for from_, first, last, to in expression.edges]
+            self.empty += [(start + state, end) for state in expression.accepting]
         self._starts[key] = start
         return start
 
-    def _repeated(self, part: Repeat, end: int) -> int:
-        if part.most is None:
+    def _repeated(self, repeat: Repeat, end: int) -> int:
+        if repeat.maximum is None:
             here = self.state()
-            self.empty += [(here, end), (here, self.add(part.part, here))]
+            self.empty += [(here, end), (here, self.add(repeat.item, here))]
         else:
             here = end
-            for _ in range(part.most - part.least):
-                here = self.either(end, self.add(part.part, here))
-        for _ in range(part.least):
-            before = self.add(part.part, here)
+            for _ in range(repeat.maximum - repeat.minimum):
+                here = self.either(end, self.add(repeat.item, here))
+        for _ in range(repeat.minimum):
+            before = self.add(repeat.item, here)
             if before == here:  # nothing, as often as one likes
                 break
             here = before
         return here
 
-    def _subsequence(self, part: Subsequence, end: int) -> int:
+    def _subsequence(self, subsequence: Subsequence, end: int) -> int:
         """A state before each part for each number of parts so far, as far as it matters."""
-        top = max(1, part.least) if part.most is None else part.most
-        needed = sum(must for must, _ in part.parts)
-        after = {count: end for count in range(part.least, top + 1)}
-        for at in reversed(range(len(part.parts))):
-            must, one = part.parts[at]
+        top = max(1, subsequence.minimum) if subsequence.maximum is None else subsequence.maximum
+        needed = sum(must for must, _ in subsequence.items)
+        after = {count: end for count in range(subsequence.minimum, top + 1)}
+        for at in reversed(range(len(subsequence.items))):
+            must, item = subsequence.items[at]
             needed -= must
             here = {}
             for count in range(min(top, needed), min(top, at) + 1):
                 ways = [] if must or count not in after else [after[count]]
-                taken = after.get(count + 1 if part.most is not None else min(top, count + 1))
-                if taken is not None:
-                    taken = self.add(one, taken)
-                    ways.append(self.add(part.by, taken) if count else taken)
+                included = after.get(count + 1 if subsequence.maximum is not None else min(top, count + 1))
+                if included is not None:
+                    included = self.add(item, included)
+                    ways.append(self.add(subsequence.separator, included) if count else included)
                 if ways:
                     here[count] = self.either(*ways)
             after = here
         return after[0] if 0 in after else self.state()
 
 
-def unfolded(part: Expression, words: str) -> tuple[_Builder, int, int]:
+def unfolded(expression: Expression, source: str) -> tuple[_Builder, int, int]:
     """The nondeterministic automaton of an expression, its start and its end.
 
     Raises:
         ValueError: it has too many states.
     """
-    builder = _Builder(words)
+    builder = _Builder(source)
     end = builder.state()
     try:
-        return builder, builder.add(part, end), end
+        return builder, builder.add(expression, end), end
     except RecursionError:
-        raise ValueError(sentence(OP, f"{words} has too many levels inside each other")) from None
+        raise ValueError(sentence(OP, f"{source} has too many levels inside each other")) from None
 
 
-def compiled(part: Expression, words: str) -> _host.ByteAutomaton:
-    """The automaton of an expression, which errors call `words`.
+def compiled(expression: Expression, source: str) -> _host.ByteAutomaton:
+    """The automaton of an expression, which errors call `source`.
 
     >>> compiled(Repeat(text("ab"), 1, 2), "it").accepts(b"abab")
     True
     """
-    made = _determinised(part, words)
-    refuse(made.states == 0, OP, f"no text satisfies {words}")
-    return made
+    automaton = _determinised(expression, source)
+    refuse(automaton.states == 0, OP, f"no text satisfies {source}")
+    return automaton
 
 
-def _determinised(part: Expression, words: str) -> _host.ByteAutomaton:
-    """The same; without states if no text satisfies it."""
-    builder, start, end = unfolded(part, words)
+def _determinised(expression: Expression, source: str) -> _host.ByteAutomaton:
+    """The automaton of an expression; without states if no text satisfies it."""
+    builder, start, end = unfolded(expression, source)
     work = min(_MAX_WORK, current().work)
     try:
-        made = _host.ByteAutomaton(builder.states, builder.edges, builder.empty, start, end, _MAX_DETERMINISTIC, work)
+        automaton = _host.ByteAutomaton(
+            builder.states, builder.edges, builder.empty, start, end, _MAX_DETERMINISTIC, work
+        )
     except _host.TooLarge:
         spend(0 if work == _MAX_WORK else work // WORK_PER_STEP + 1)
-        raise ValueError(sentence(OP, f"the automaton of {words} is too large", TOO_LARGE)) from None
-    spend(made.work // WORK_PER_STEP + made.states)
-    return made
+        raise ValueError(sentence(OP, f"the automaton of {source} is too large", TOO_LARGE)) from None
+    spend(automaton.work // WORK_PER_STEP + automaton.states)
+    return automaton
 
 
-def both(one: Expression, other: Expression, words: str) -> Expression:
+def both(first: Expression, second: Expression, source: str) -> Expression:
     """The texts of two expressions at once, by the product of their automata.
 
     >>> vowel, short = Repeat(Chars(((97, 97), (101, 101))), 0, None), Repeat(Chars(((97, 122),)), 2, 3)
@@ -310,32 +312,32 @@ def both(one: Expression, other: Expression, words: str) -> Expression:
     >>> made.accepts(b"aea"), made.accepts(b"aeae"), made.accepts(b"ab")
     (True, False, False)
     """
-    return _product(one, other, words, True)
+    return _product(first, second, source, True)
 
 
-def without(one: Expression, other: Expression, words: str) -> Expression:
+def without(first: Expression, second: Expression, source: str) -> Expression:
     """The texts of an expression that are none of the other.
 
     >>> made = compiled(without(Repeat(Chars(((97, 98),)), 1, 2), text("ab"), "it"), "it")
     >>> made.accepts(b"ab"), made.accepts(b"a"), made.accepts(b"bb")
     (False, True, True)
     """
-    return _product(one, other, words, False)
+    return _product(first, second, source, False)
 
 
-def _product(one: Expression, other: Expression, words: str, wanted: bool) -> Expression:
-    """The texts of `one` that the other has, or has not."""
-    first, second = _determinised(one, words), _determinised(other, words)
+def _product(first_language: Expression, second_language: Expression, source: str, intersect: bool) -> Expression:
+    """The texts of the first language that the second has, or has not."""
+    first, second = _determinised(first_language, source), _determinised(second_language, source)
     if first.states == 0 or second.states == 0:
-        return NOTHING if wanted or first.states == 0 else one
-    lines, others = first.runs, [*second.runs, []]  # state -1 has none
+        return NOTHING if intersect or first.states == 0 else first_language
+    lines, other_runs = first.runs, [*second.runs, []]  # state -1 has none
     ends, other_ends = first.accepting, second.accepting
     start = (0, 0)
     number, queue, edges = {start: 0}, [start], list[tuple[int, int, int, int]]()
     for here in queue:
         before = len(edges)
-        for low, high, to, beside in _joined(lines[here[0]], others[here[1]]):
-            if wanted and beside < 0:
+        for low, high, to, beside in _joined(lines[here[0]], other_runs[here[1]]):
+            if intersect and beside < 0:
                 continue
             pair = (to, beside)
             if pair not in number:
@@ -344,25 +346,25 @@ def _product(one: Expression, other: Expression, words: str, wanted: bool) -> Ex
             edges.append((number[here], low, high, number[pair]))
         spend(1 + len(edges) - before)
         large = len(queue) > _MAX_DETERMINISTIC or len(edges) > _MAX_EDGES
-        refuse(large, OP, f"the automaton of {words} is too large", TOO_LARGE)
-    fits = [n for n, (a, b) in enumerate(queue) if ends[a] and (b >= 0 and other_ends[b]) == wanted]
-    return Machine(len(queue), tuple(edges), tuple(fits)) if fits else NOTHING
+        refuse(large, OP, f"the automaton of {source} is too large", TOO_LARGE)
+    accepting = [n for n, (a, b) in enumerate(queue) if ends[a] and (b >= 0 and other_ends[b]) == intersect]
+    return Machine(len(queue), tuple(edges), tuple(accepting)) if accepting else NOTHING
 
 
 def _joined(
-    runs: list[tuple[int, int, int]], others: list[tuple[int, int, int]]
+    runs: list[tuple[int, int, int]], other_runs: list[tuple[int, int, int]]
 ) -> Iterator[tuple[int, int, int, int]]:
     """The ranges of `runs`, parted by those of `others`, and where both lead; -1: the second nowhere."""
     at = 0
     for low, high, to in runs:
-        while at < len(others) and others[at][1] < low:
+        while at < len(other_runs) and other_runs[at][1] < low:
             at += 1
         next_ = at
         while low <= high:
-            if next_ == len(others) or others[next_][0] > high:
+            if next_ == len(other_runs) or other_runs[next_][0] > high:
                 yield low, high, to, -1
                 break
-            first, last, beside = others[next_]
+            first, last, beside = other_runs[next_]
             if low < first:
                 yield low, first - 1, to, -1
                 low = first
@@ -370,10 +372,10 @@ def _joined(
             low, next_ = min(high, last) + 1, next_ + 1
 
 
-def sequence(*parts: Expression | str) -> Expression:
+def sequence(*items: Expression | str) -> Expression:
     """A `Seq` of expressions and strings."""
-    return Seq(tuple(text(part) if isinstance(part, str) else part for part in parts))
+    return Seq(tuple(text(item) if isinstance(item, str) else item for item in items))
 
 
-def either(parts: Sequence[Expression]) -> Expression:
-    return parts[0] if len(parts) == 1 else Alt(tuple(parts))
+def either(branches: Sequence[Expression]) -> Expression:
+    return branches[0] if len(branches) == 1 else Alt(tuple(branches))

@@ -11,19 +11,21 @@ Edges = tuple[tuple[int, int, int], ...]
 """Of a state: first byte, last byte, to."""
 
 
-def deterministic(part: Expression, words: str) -> Machine:
-    """The automaton of an expression, which errors call `words`."""
-    made = compiled(part, words)
-    edges = [(state, *edge) for state, line in enumerate(made.table) for edge in _edges(line)]
-    return Machine(made.states, tuple(edges), tuple(state for state, ends in enumerate(made.accepting) if ends))
+def deterministic(expression: Expression, source: str) -> Machine:
+    """The automaton of an expression, which errors call `source`."""
+    automaton = compiled(expression, source)
+    edges = [(state, *edge) for state, line in enumerate(automaton.table) for edge in _edges(line)]
+    return Machine(
+        automaton.states, tuple(edges), tuple(state for state, ends in enumerate(automaton.accepting) if ends)
+    )
 
 
-def smallest(part: Expression, words: str) -> Expression:
-    """The same with the fewest states, of an expression whose texts are bounded: states with the same continuations are one."""
-    if is_nothing(part):
-        return part
-    made = compiled(part, words)
-    table, accepting = made.table, made.accepting
+def smallest(expression: Expression, source: str) -> Expression:
+    """The automaton with the fewest states of an expression whose texts are bounded: states with the same continuations are one."""
+    if is_nothing(expression):
+        return expression
+    automaton = compiled(expression, source)
+    table, accepting = automaton.table, automaton.accepting
     numbers: dict[tuple[bool, Edges], int] = {}
 
     @cache

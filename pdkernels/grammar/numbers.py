@@ -99,12 +99,12 @@ def integers(low: float | None, high: float | None, *, above: bool = False, belo
     below 0."""
     if low is None and high is None:
         return Seq((optional(text("-")), _WHOLE))
-    parts = []
+    branches = []
     for sign, half in Range.of(low, high, above, below).halves:
         first, last = half.whole()
         if first <= last and (not sign or last > 0):
-            parts.append(sequence(sign, _natural(first, last)))
-    return smallest(either(parts), "the numbers")
+            branches.append(sequence(sign, _natural(first, last)))
+    return smallest(either(branches), "the numbers")
 
 
 def multiples(step: int) -> Expression:
@@ -114,7 +114,7 @@ def multiples(step: int) -> Expression:
     for digit in range(10):
         byte = 48 + digit
         edges += [(start, byte, byte, first + digit % step) for start in (0, minus)]
-        edges += [(first + left, byte, byte, first + (10 * left + digit) % step) for left in range(step)]
+        edges += [(first + remainder, byte, byte, first + (10 * remainder + digit) % step) for remainder in range(step)]
     return Machine(point + 1, tuple(edges), (first, point))
 
 
@@ -125,8 +125,8 @@ def numbers(low: float | None, high: float | None, *, above: bool = False, below
     if low is None and high is None:
         return Seq((optional(text("-")), _WHOLE, optional(_FRACTION), optional(_EXPONENT)))
     halves = Range.of(low, high, above, below).halves
-    parts = [_joined(sign, part) for sign, half in halves for part in (*_plain(half), *_scientific(half))]
-    return smallest(_some(parts), "the numbers")
+    branches = [_joined(sign, branch) for sign, half in halves for branch in (*_plain(half), *_scientific(half))]
+    return smallest(_some(branches), "the numbers")
 
 
 def _plain(half: _Half) -> Iterator[Expression]:
@@ -145,8 +145,8 @@ def _plain(half: _Half) -> Iterator[Expression]:
 
 def _parts(number: Decimal) -> tuple[int, str]:
     """What is before the point of a number, and the digits after it."""
-    whole, _, digits = f"{number:f}".partition(".")
-    return int(whole), digits
+    integer, _, digits = f"{number:f}".partition(".")
+    return int(integer), digits
 
 
 def _scientific(half: _Half) -> Iterator[Expression]:
@@ -163,29 +163,29 @@ def _scientific(half: _Half) -> Iterator[Expression]:
     yield _joined(_mantissa(None, high, half), _exponents(last, last))
 
 
-def _normalised(number: Decimal | None, absent: int) -> tuple[str | None, int]:
+def _normalised(number: Decimal | None, missing_exponent: int) -> tuple[str | None, int]:
     """The digits of a number and its exponent; None and `absent` of 0 and of no number."""
-    return ("".join(map(str, number.as_tuple().digits)), number.adjusted()) if number else (None, absent)
+    return ("".join(map(str, number.as_tuple().digits)), number.adjusted()) if number else (None, missing_exponent)
 
 
 def _mantissa(low: str | None, high: str | None, half: _Half) -> Expression:
     """A digit and a fraction from the digits of `low` to those of `high`; None: no bound."""
     first, last = int(low[0]) if low else 1, int(high[0]) if high else 9
-    parts = []
+    branches = []
     for digit in range(first, last + 1):
         bounds = low[1:] if low and digit == first else None, high[1:] if high and digit == last else None
-        parts.append(_joined(str(digit), _fraction(*bounds, half)))
-    return _some(parts)
+        branches.append(_joined(str(digit), _fraction(*bounds, half)))
+    return _some(branches)
 
 
 def _exponents(first: int, last: int) -> Expression:
     first, last = max(first, -_MAX_EXPONENT), min(last, _MAX_EXPONENT)
-    parts = []
+    branches = []
     for sign, low, high in ((optional(text("+")), max(first, 0), last), (text("-"), max(-last, 0), -first)):
         if low <= high:
-            parts += [Seq((sign, _natural(low, high)))]
-            parts += [Seq((sign, text("0"), _natural(low, min(high, 9))))] if low < 10 else []
-    return Seq((_E, Alt(tuple(parts)))) if parts else NOTHING
+            branches += [Seq((sign, _natural(low, high)))]
+            branches += [Seq((sign, text("0"), _natural(low, min(high, 9))))] if low < 10 else []
+    return Seq((_E, Alt(tuple(branches)))) if branches else NOTHING
 
 
 def _fraction(low: str | None, high: str | None, half: _Half) -> Expression:
@@ -193,47 +193,47 @@ def _fraction(low: str | None, high: str | None, half: _Half) -> Expression:
     return _or_end(low, high, half, _joined(".", _digits(low, high, half, MAX_FRACTION)))
 
 
-def _or_end(low: str | None, high: str | None, half: _Half, more: Expression) -> Expression:
+def _or_end(low: str | None, high: str | None, half: _Half, digits: Expression) -> Expression:
     """More digits, or none where zeros are between the bounds, of which these digits are left."""
-    fits = low is None or not (half.above or low.strip("0"))
-    fits = fits and (high is None or not half.below or high.strip("0") != "")
-    return more if not fits else EMPTY if is_nothing(more) else optional(more)
+    may_end = low is None or not (half.above or low.strip("0"))
+    may_end = may_end and (high is None or not half.below or high.strip("0") != "")
+    return digits if not may_end else EMPTY if is_nothing(digits) else optional(digits)
 
 
-def _digits(low: str | None, high: str | None, half: _Half, most: int) -> Expression:
+def _digits(low: str | None, high: str | None, half: _Half, longest: int) -> Expression:
     """From one to `most` digits between bounds."""
-    if most == 0:
+    if longest == 0:
         return NOTHING
     if low is not None and not half.above and not low.strip("0"):
         low = None
     if low is None and high is None:
-        return Repeat(DIGIT, 1, most)
+        return Repeat(DIGIT, 1, longest)
     first, last = 0 if low is None else int(low[:1] or 0), 9 if high is None else int(high[:1] or 0)
-    parts = []
+    branches = []
     for digit in range(first, last + 1):
         bounds = None if low is None or digit > first else low[1:], None if high is None or digit < last else high[1:]
-        parts.append(_joined(str(digit), _or_end(*bounds, half, _digits(*bounds, half, most - 1))))
-    return _some(parts)
+        branches.append(_joined(str(digit), _or_end(*bounds, half, _digits(*bounds, half, longest - 1))))
+    return _some(branches)
 
 
-def _joined(first: Expression | str, rest: Expression) -> Expression:
-    empty = any(is_nothing(one) for one in (first, rest) if not isinstance(one, str))
-    return NOTHING if empty else sequence(first, rest)
+def _joined(first: Expression | str, second: Expression) -> Expression:
+    empty = any(is_nothing(expression) for expression in (first, second) if not isinstance(expression, str))
+    return NOTHING if empty else sequence(first, second)
 
 
-def _some(parts: Iterable[Expression]) -> Expression:
+def _some(branches: Iterable[Expression]) -> Expression:
     """One of those that have texts."""
-    return either([part for part in parts if not is_nothing(part)])
+    return either([branch for branch in branches if not is_nothing(branch)])
 
 
 def _natural(low: int, high: int) -> Expression:
     """The texts of the numbers from `low` to `high`, 0 <= low <= high, without zeros before them."""
-    parts: list[Expression] = []
+    branches: list[Expression] = []
     for digits in range(len(str(low)), len(str(high)) + 1):
         first, last = max(low, 10 ** (digits - 1) if digits > 1 else 0), min(high, 10**digits - 1)
         if first <= last:
-            parts.append(_same_length(str(first), str(last)))
-    return either(parts)
+            branches.append(_same_length(str(first), str(last)))
+    return either(branches)
 
 
 def _same_length(low: str, high: str) -> Expression:
@@ -244,9 +244,9 @@ def _same_length(low: str, high: str) -> Expression:
     first, last = int(low[0]), int(high[0])
     if first == last:
         return sequence(low[0], _same_length(low[1:], high[1:]))
-    rest = len(low) - 1
-    parts = [sequence(low[0], _same_length(low[1:], "9" * rest))]
+    tail = len(low) - 1
+    branches = [sequence(low[0], _same_length(low[1:], "9" * tail))]
     if last - first > 1:
-        parts.append(Seq((Chars(((48 + first + 1, 48 + last - 1),)), Repeat(DIGIT, rest, rest))))
-    parts.append(sequence(high[0], _same_length("0" * rest, high[1:])))
-    return Alt(tuple(parts))
+        branches.append(Seq((Chars(((48 + first + 1, 48 + last - 1),)), Repeat(DIGIT, tail, tail))))
+    branches.append(sequence(high[0], _same_length("0" * tail, high[1:])))
+    return Alt(tuple(branches))

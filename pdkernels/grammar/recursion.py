@@ -18,8 +18,8 @@ def cycles(uses: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
         stack = [] if root in seen else [(root, iter(uses[root]))]
         seen.add(root)
         while stack:
-            name, rest = stack[-1]
-            new = next((one for one in rest if one not in seen), None)
+            name, pending = stack[-1]
+            new = next((used_name for used_name in pending if used_name not in seen), None)
             if new is None:
                 order.append(stack.pop()[0])
             else:
@@ -27,18 +27,18 @@ def cycles(uses: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
                 stack.append((new, iter(uses[new])))
     users: dict[str, list[str]] = {name: [] for name in uses}
     for name, used in uses.items():
-        for one in used:
-            users[one].append(name)
-    found: dict[str, list[str]] = {}
+        for used_name in used:
+            users[used_name].append(name)
+    groups: dict[str, list[str]] = {}
     for name in reversed(order):  # a name that uses others comes before them, but for those of its own cycle
-        if name not in found:
-            group = found[name] = [name]
-            for one in group:
-                for user in users[one]:
-                    if user not in found:
-                        found[user] = group
+        if name not in groups:
+            group = groups[name] = [name]
+            for used_name in group:
+                for user in users[used_name]:
+                    if user not in groups:
+                        groups[user] = group
                         group.append(user)
             if len(group) == 1 and name not in uses[name]:
                 group.clear()
             group.sort()
-    return {name: found[name] for name in uses}
+    return {name: groups[name] for name in uses}

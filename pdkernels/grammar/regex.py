@@ -39,8 +39,8 @@ _ASCII: dict[str, Ranges] = {
 }
 _UNICODE: dict[str, Callable[[str], bool]] = {
     "DIGIT": str.isdecimal,
-    "SPACE": lambda one: one.isspace() or one == "\ufeff",  # the latter in JavaScript
-    "WORD": lambda one: one.isalnum() or one == "_",
+    "SPACE": lambda char: char.isspace() or char == "\ufeff",  # the latter in JavaScript
+    "WORD": lambda char: char.isalnum() or char == "_",
 }
 
 
@@ -85,12 +85,12 @@ class _Tree:
             first, items = True, items[1:]
         if items and str(items[-1][0]) == "AT" and str(items[-1][1]) in ("AT_END", "AT_END_STRING"):
             last, items = True, items[:-1]
-        inner, rest = self.sequence(items), Repeat(ANYTHING, 0, None)
+        inner, anything = self.sequence(items), Repeat(ANYTHING, 0, None)
         if not search:
             return inner
         if last and self._wide:  # Python's $ is also before a last line feed
             inner = Seq((inner, optional(Chars(((10, 10),)))))
-        return Seq((*(() if first else (rest,)), inner, *(() if last else (rest,))))
+        return Seq((*(() if first else (anything,)), inner, *(() if last else (anything,))))
 
     def sequence(self, items: Sequence[Any]) -> Expression:
         return Seq(tuple(self.item(str(kind), value) for kind, value in items))
@@ -110,8 +110,8 @@ class _Tree:
         if kind == "SUBPATTERN" and not value[1] and not value[2]:
             return self.sequence(value[3])
         if kind in ("MAX_REPEAT", "MIN_REPEAT"):
-            least, most, part = value
-            return Repeat(self.sequence(part), int(least), None if most == parser.MAXREPEAT else int(most))
+            minimum, maximum, body = value
+            return Repeat(self.sequence(body), int(minimum), None if maximum == parser.MAXREPEAT else int(maximum))
         names = {
             "AT": "an anchor inside it",
             "ASSERT": "a lookahead or lookbehind",
@@ -122,47 +122,47 @@ class _Tree:
             "POSSESSIVE_REPEAT": "a possessive repetition",
             "ATOMIC_GROUP": "an atomic group",
         }
-        words = f"the pattern {self._pattern[:80]!r} has {names.get(kind, kind)}, which is not regular or not supported"
-        raise NotImplementedError(sentence(OP, words))
+        fault = f"the pattern {self._pattern[:80]!r} has {names.get(kind, kind)}, which is not regular or not supported"
+        raise NotImplementedError(sentence(OP, fault))
 
     def _check(self, point: int) -> None:
         """Half of a surrogate pair, as an escape of UTF-16 writes it, is no character."""
         check_text(OP, chr(point), f"the pattern {self._pattern[:80]!a}")
 
     def _chars(self, ranges: Ranges) -> Expression:
-        kept = normal((first, last) for first, last in ranges if not 0xD800 <= first <= last <= 0xDFFF)
-        return Chars(kept) if kept else NOTHING
+        characters = normal((first, last) for first, last in ranges if not 0xD800 <= first <= last <= 0xDFFF)
+        return Chars(characters) if characters else NOTHING
 
     def _set(self, items: Sequence[Any]) -> Expression:
         negated = bool(items) and str(items[0][0]) == "NEGATE"
-        found, wide = list[tuple[int, int]](), negated != self._wide
+        members, wide = list[tuple[int, int]](), negated != self._wide
         for kind, value in items[negated:]:
             name = str(kind)
             if name == "LITERAL":
                 self._check(value)
-                found.append((value, value))
+                members.append((value, value))
             elif name == "RANGE":
-                found.append(value)
+                members.append(value)
             else:
                 category = str(value).removeprefix("CATEGORY_")
                 if category.startswith("NOT_"):
                     # Of what is excluded twice, too little stays out.
                     base = category.removeprefix("NOT_")
-                    found += complement(_ASCII[base] if wide else _every(base))
+                    members += complement(_ASCII[base] if wide else _every(base))
                 else:
-                    found += _every(category) if wide else _ASCII[category]
-        ranges = normal(found)
+                    members += _every(category) if wide else _ASCII[category]
+        ranges = normal(members)
         return self._chars(complement(ranges) if negated else complement(complement(ranges)))
 
 
 @lru_cache(maxsize=4)
 def _every(category: str) -> Ranges:
     """The characters of a category in all of Unicode."""
-    belongs, found, start = _UNICODE[category], [], -1
+    belongs, members, start = _UNICODE[category], [], -1
     for point in range(0x110000):
         if belongs(chr(point)):
             start = point if start < 0 else start
         elif start >= 0:
-            found.append((start, point - 1))
+            members.append((start, point - 1))
             start = -1
-    return tuple(found)
+    return tuple(members)

@@ -40,44 +40,44 @@ class _Fact(NamedTuple):
         return property_of(self.schema, name, self.schema.get("additionalProperties", True)) is False
 
 
-def _differ(one: _Fact, other: _Fact) -> bool:
+def _differ(first: _Fact, second: _Fact) -> bool:
     """Whether no value satisfies both."""
     spend()
-    if not one.types & other.types:
+    if not first.types & second.types:
         return True
-    shared = one.labels.keys() & other.labels.keys()
-    if any(one.labels[name].isdisjoint(other.labels[name]) for name in shared):
+    shared = first.labels.keys() & second.labels.keys()
+    if any(first.labels[name].isdisjoint(second.labels[name]) for name in shared):
         return True
-    objects = one.types == other.types == {"object"}
-    return objects and (any(map(other.forbids, one.required)) or any(map(one.forbids, other.required)))
+    objects = first.types == second.types == {"object"}
+    return objects and (any(map(second.forbids, first.required)) or any(map(first.forbids, second.required)))
 
 
-def _near(facts: list[_Fact], place: str) -> list[list[int]]:
+def _near(evidence: list[_Fact], place: str) -> list[list[int]]:
     """For each branch the others, ascending, that its best label does not already tell apart."""
     labelled: dict[str | None, set[int]] = {}
     having: dict[tuple[str | None, str], set[int]] = {}
-    for n, fact in enumerate(facts):
-        for name, values in fact.labels.items():
+    for n, branch in enumerate(evidence):
+        for name, values in branch.labels.items():
             labelled.setdefault(name, set()).add(n)
             for value in values:
                 having.setdefault((name, value), set()).add(n)
-    every, near, pairs = set(range(len(facts))), [], 0
-    for n, fact in enumerate(facts):
-        best, least = None, len(facts)
-        for name, values in fact.labels.items():
-            size = len(facts) - len(labelled[name]) + sum(len(having[name, value]) for value in values)
-            if size < least:
-                best, least = (name, values), size
-        pairs += least
-        words = f"so many branches of a oneOf that no listed property tells apart, {len(facts)}"
+    branches, near, pairs = set(range(len(evidence))), [], 0
+    for n, branch in enumerate(evidence):
+        best, fewest = None, len(evidence)
+        for name, values in branch.labels.items():
+            size = len(evidence) - len(labelled[name]) + sum(len(having[name, value]) for value in values)
+            if size < fewest:
+                best, fewest = (name, values), size
+        pairs += fewest
+        fault = f"so many branches of a oneOf that no listed property tells apart, {len(evidence)}"
         unsupported(
-            pairs > _MAX_PAIRS, place, words, "Give them a required property with different values, or use anyOf."
+            pairs > _MAX_PAIRS, place, fault, "Give them a required property with different values, or use anyOf."
         )
-        others = every
+        candidates = branches
         if best is not None:
             name, values = best
-            others = (every - labelled[name]).union(*(having[name, value] for value in values))
-        near.append(sorted(others - {n}))
+            candidates = (branches - labelled[name]).union(*(having[name, value] for value in values))
+        near.append(sorted(candidates - {n}))
     return near
 
 
@@ -93,35 +93,35 @@ def holds(flat_of: Flatten, schema: Any, value: Any, place: str) -> bool:
     if isinstance(flat, bool):
         return flat
     if "anyOf" in flat and len(flat) == 1:
-        return any(holds(flat_of, one, value, place) for one in flat["anyOf"])
+        return any(holds(flat_of, alternative, value, place) for alternative in flat["anyOf"])
     stray = sorted(flat.keys() - OF_STRINGS)
     unsupported(bool(stray), f"{place}/not", f"{stray and stray[0]!r} in a not")
-    fits = "type" not in flat or any(TYPES[kind](value) for kind in kinds_of({"type": flat["type"]}, place))
-    fits = fits and ("const" not in flat or same(value, flat["const"]))
-    fits = fits and ("enum" not in flat or is_among(value, flat["enum"]))
+    satisfied = "type" not in flat or any(TYPES[kind](value) for kind in kinds_of({"type": flat["type"]}, place))
+    satisfied = satisfied and ("const" not in flat or same(value, flat["const"]))
+    satisfied = satisfied and ("enum" not in flat or is_among(value, flat["enum"]))
     if isinstance(value, str):
         patterns = flat.get("pattern", ())
-        least, most = counts(flat, "minLength", "maxLength", place)
-        several = (patterns,) if isinstance(patterns, str) else patterns
-        fits = fits and all(found_in(pattern, value) for pattern in several)
-        fits = fits and least <= len(value) and (most is None or len(value) <= most)
-    return fits
+        minimum, maximum = counts(flat, "minLength", "maxLength", place)
+        patterns_of_value = (patterns,) if isinstance(patterns, str) else patterns
+        satisfied = satisfied and all(found_in(pattern, value) for pattern in patterns_of_value)
+        satisfied = satisfied and minimum <= len(value) and (maximum is None or len(value) <= maximum)
+    return satisfied
 
 
-def told_apart(flat_of: Flatten, branches: list[Any], rest: Mapping[str, Any], place: str) -> list[Any]:
+def told_apart(flat_of: Flatten, branches: list[Any], siblings: Mapping[str, Any], place: str) -> list[Any]:
     """The branches of a oneOf, without what others of them allow."""
     flats = [flat_of(branch, f"{place}/oneOf/{n}") for n, branch in enumerate(branches)]
-    facts = [_fact(flat_of, merged(rest, flat, place), place) for flat in flats]
-    made = list(branches)
-    for n, others in enumerate(_near(facts, place)):
-        for other in others:
-            if _differ(facts[n], facts[other]):
+    evidence = [_fact(flat_of, merged(siblings, flat, place), place) for flat in flats]
+    separated = list(branches)
+    for n, overlapping in enumerate(_near(evidence, place)):
+        for other in overlapping:
+            if _differ(evidence[n], evidence[other]):
                 continue
-            fits = _excludable(flats[other], place)
+            excludable = _excludable(flats[other], place)
             remedy = "Give them different types, or a required property with different values, or use anyOf."
-            unsupported(not fits, place, "oneOf with branches that may overlap", remedy)
-            made[n] = together(made[n], {"not": branches[other]})
-    return made
+            unsupported(not excludable, place, "oneOf with branches that may overlap", remedy)
+            separated[n] = together(separated[n], {"not": branches[other]})
+    return separated
 
 
 def _excludable(flat: Flat, place: str) -> bool:

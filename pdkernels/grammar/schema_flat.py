@@ -25,12 +25,14 @@ class Flattener:
 
     def __init__(self, root: Any, unknown: Unknown) -> None:
         self._root, self.unknown = root, unknown
-        inside = list(_inside(root))
-        self._named = {one["$anchor"]: one for one in inside if isinstance(one.get("$anchor"), str)}
-        names = [(one["$id"], one) for one in inside if isinstance(one.get("$id"), str)]
-        self._named |= {name[1:]: one for name, one in names if name.startswith("#")}  # of draft 7
-        self._bases = ["", *(name.rstrip("#") for name, one in names if one is root)]
-        self._inner = [name for name, one in names if one is not root and not name.startswith("#")]
+        subschemas = list(_inside(root))
+        self._named = {
+            subschema["$anchor"]: subschema for subschema in subschemas if isinstance(subschema.get("$anchor"), str)
+        }
+        names = [(subschema["$id"], subschema) for subschema in subschemas if isinstance(subschema.get("$id"), str)]
+        self._named |= {name[1:]: subschema for name, subschema in names if name.startswith("#")}  # of draft 7
+        self._bases = ["", *(name.rstrip("#") for name, subschema in names if subschema is root)]
+        self._inner = [name for name, subschema in names if subschema is not root and not name.startswith("#")]
         self._flat: dict[int, tuple[Any, Flat]] = {}
         """What schemas were flattened to, by their addresses: with the schemas, so that no other one gets the address."""
 
@@ -46,76 +48,79 @@ class Flattener:
     def _flattened(self, schema: Mapping[str, Any], place: str) -> Flat:
         spend(1 + len(schema))
         check_keywords(schema, place, self.unknown)
-        made = Merged(modern(demands(schema)))
-        parts = made.pop("allOf", [])
-        if "$ref" in made:
-            parts = [self.found(made.pop("$ref"), place), *parts]
-        if "not" in made:
-            denied = self(made["not"], f"{place}/not")
+        modern_schema = Merged(modern(demands(schema)))
+        conjuncts = modern_schema.pop("allOf", [])
+        if "$ref" in modern_schema:
+            conjuncts = [self.found(modern_schema.pop("$ref"), place), *conjuncts]
+        if "not" in modern_schema:
+            denied = self(modern_schema["not"], f"{place}/not")
             if denied is True or denied == {}:
                 return False
             if denied is False:
-                del made["not"]
+                del modern_schema["not"]
             elif denied.keys() == {"anyOf"}:
-                del made["not"]
-                parts = [*parts, *({"not": one} for one in denied["anyOf"])]
+                del modern_schema["not"]
+                conjuncts = [*conjuncts, *({"not": alternative} for alternative in denied["anyOf"])]
             elif of_objects(denied):
-                made[CONDITIONS] = [*made.get(CONDITIONS, []), (made.pop("not"), False, True)]
-        flats = {id(flat): flat for flat in (self(part, place) for part in parts)}  # each once
-        return merged_all(made, list(flats.values()), place) if flats else made
+                modern_schema[CONDITIONS] = [
+                    *modern_schema.get(CONDITIONS, []),
+                    (modern_schema.pop("not"), False, True),
+                ]
+        flats = {id(flat): flat for flat in (self(conjunct, place) for conjunct in conjuncts)}  # each once
+        return merged_all(modern_schema, list(flats.values()), place) if flats else modern_schema
 
     def cycles(self) -> dict[str, list[str]]:
         """Of each reference those that are recursive with it, as `recursion.cycles` has them."""
         uses, queue = dict[str, list[str]](), _references(self._root)
-        for one in queue:
-            if one not in uses:
-                uses[one] = []
+        for reference in queue:
+            if reference not in uses:
+                uses[reference] = []
                 with suppress(ValueError, NotImplementedError):  # raised where it is followed, if it is
-                    uses[one] = _references(self.found(one, "#"))
-                queue += uses[one]
+                    uses[reference] = _references(self.found(reference, "#"))
+                queue += uses[reference]
         return cycles(uses)
 
     def found(self, reference: Any, place: str) -> Any:
         """The part of the root that a reference names."""
-        whole = reference if isinstance(reference, str) else ""
-        base, _, path = whole.partition("#")
-        local = whole != "" and base in self._bases
+        uri = reference if isinstance(reference, str) else ""
+        base, _, path = uri.partition("#")
+        local = uri != "" and base in self._bases
         remedy = "Only those into the schema itself are followed."
         unsupported(not local, place, f"the reference {reference!r}", remedy)
         unsupported(
             bool(self._inner), place, f"a reference beside {self._inner and self._inner[0]!r}, an $id inside it"
         )
-        found = self._root
+        node = self._root
         if path and not path.startswith("/"):
             check(path in self._named, OP, f"$ref at {place}", "point into the schema", repr(reference))
             return self._named[path]
-        for part in path.split("/")[1:]:
-            name = unquote(part).replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-                found = found[int(name)]
+        for segment in path.split("/")[1:]:
+            name = unquote(segment).replace("~1", "/").replace("~0", "~")
+            if isinstance(node, list) and name.isdecimal() and int(name) < len(node):
+                node = node[int(name)]
                 continue
-            there = isinstance(found, Mapping) and name in found
+            there = isinstance(node, Mapping) and name in node
             check(there, OP, f"$ref at {place}", "point into the schema", repr(reference))
-            found = found[name]
-        return found
+            node = node[name]
+        return node
 
 
-def _inside(part: Any) -> Iterator[Mapping[str, Any]]:
+def _inside(schema: Any) -> Iterator[Mapping[str, Any]]:
     """All objects of a schema that may be schemas: those by the names of properties and in values are others."""
-    queue = [(part, False)]
+    queue = [(schema, False)]
     while queue:
         spend()
-        one, by_names = queue.pop()
-        inner = [(value, False) for value in one] if isinstance(one, list) else []
-        if isinstance(one, Mapping):
+        node, by_names = queue.pop()
+        inner = [(value, False) for value in node] if isinstance(node, list) else []
+        if isinstance(node, Mapping):
             if not by_names:
-                yield one
+                yield node
             values = frozenset[str]() if by_names else _VALUES
-            inner = [(two, name in _BY_NAMES and not by_names) for name, two in one.items() if name not in values]
+            inner = [(two, name in _BY_NAMES and not by_names) for name, two in node.items() if name not in values]
         queue += reversed(inner)
 
 
-def _references(part: Any) -> list[str]:
+def _references(schema: Any) -> list[str]:
     """The references of a schema."""
-    found = [one["$ref"] for one in _inside(part) if isinstance(one.get("$ref"), str)]
-    return list(dict.fromkeys(found))
+    references = [subschema["$ref"] for subschema in _inside(schema) if isinstance(subschema.get("$ref"), str)]
+    return list(dict.fromkeys(references))

@@ -70,19 +70,19 @@ def check_values(schema: Any) -> None:
     queue, seen = [("the schema", "#", schema)], 0
     while queue:
         seen += 1
-        name, place, one = queue.pop()
-        if isinstance(one, str):
-            check_text(OP, one, f"{name} at {place}")
-        check(not isinstance(one, float) or isfinite(one), OP, f"{name} at {place}", "be a finite number", one)
-        large = type(one) is int and one.bit_length() > 1023
-        check(not large, OP, f"{name} at {place}", "be a number of at most 1,023 bits, as doubles are", one)
-        if isinstance(one, Mapping):
+        name, place, node = queue.pop()
+        if isinstance(node, str):
+            check_text(OP, node, f"{name} at {place}")
+        check(not isinstance(node, float) or isfinite(node), OP, f"{name} at {place}", "be a finite number", node)
+        large = type(node) is int and node.bit_length() > 1023
+        check(not large, OP, f"{name} at {place}", "be a number of at most 1,023 bits, as doubles are", node)
+        if isinstance(node, Mapping):
             here = place if seen == 1 else f"{place}/{name}"
-            for key in one:
+            for key in node:
                 check_text(OP, key, f"a name at {here}")
-            queue += [(key, here, value) for key, value in one.items()]
-        elif isinstance(one, (list, tuple)):
-            queue += [(f"{name}[{number}]", place, value) for number, value in enumerate(one)]
+            queue += [(key, here, value) for key, value in node.items()]
+        elif isinstance(node, (list, tuple)):
+            queue += [(f"{name}[{number}]", place, value) for number, value in enumerate(node)]
         large = seen + len(queue) > _MAX_VALUES
         refuse(large, OP, f"the schema has more than {_MAX_VALUES} values")
 
@@ -94,10 +94,10 @@ def is_note(name: str) -> bool:
 
 def demands(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords of a schema that demand something."""
-    made = {name: value for name, value in schema.items() if not is_note(name)}
-    if made.get("format", "date") not in FORMATS:
-        del made["format"]
-    return made
+    constraints = {name: value for name, value in schema.items() if not is_note(name)}
+    if constraints.get("format", "date") not in FORMATS:
+        del constraints["format"]
+    return constraints
 
 
 def check_keywords(schema: Mapping[str, Any], place: str, unknown: Unknown) -> None:
@@ -106,18 +106,18 @@ def check_keywords(schema: Mapping[str, Any], place: str, unknown: Unknown) -> N
         unsupported(name in _REFUSED, f"{place}/{name}", f"the keyword {name!r}")
         if is_note(name) and name not in _NOTES and not name.startswith("x-"):
             unknown.setdefault(("keyword", name), place)
-        kind, words = _SHAPES.get(name, (object, ""))
-        check(isinstance(value, kind), OP, f"{name} at {place}", f"be {words}", type(value).__name__)
+        kind, expectation = _SHAPES.get(name, (object, ""))
+        check(isinstance(value, kind), OP, f"{name} at {place}", f"be {expectation}", type(value).__name__)
         if name == "format" and value not in FORMATS:
             unknown.setdefault((name, value), place)
     for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
-        given = schema.get(name, 0)
-        finite = type(given) is int or (type(given) is float and isfinite(given))
-        fits = finite or (type(given) is bool and name.startswith("exclusive"))
-        check(fits, OP, f"{name} at {place}", "be a finite number", given)
+        number = schema.get(name, 0)
+        finite = type(number) is int or (type(number) is float and isfinite(number))
+        valid = finite or (type(number) is bool and name.startswith("exclusive"))
+        check(valid, OP, f"{name} at {place}", "be a finite number", number)
     check(schema.get("multipleOf", 1) > 0, OP, f"multipleOf at {place}", "be above 0", schema.get("multipleOf"))
-    for what in ("Length", "Items", "Contains", "Properties"):
-        counts(schema, f"min{what}", f"max{what}", place)
+    for subject in ("Length", "Items", "Contains", "Properties"):
+        counts(schema, f"min{subject}", f"max{subject}", place)
     for pattern in schema.get("patternProperties", {}):
         parsed(pattern)
     of = schema.get("type")
@@ -126,50 +126,50 @@ def check_keywords(schema: Mapping[str, Any], place: str, unknown: Unknown) -> N
         ("type", kinds),
         *((name, schema.get(name, ())) for name in ("required", "propertyOrdering")),
     ):
-        for one in values:
-            check(isinstance(one, str), OP, f"{keyword} at {place}", "hold strings", type(one).__name__)
-    own = frozenset[str]().union(*(KEYWORDS.get(one, frozenset()) for one in kinds))
-    stray = sorted(name for name in schema if not is_note(name) and name not in _APPLIED | own) if kinds else []
-    words = f"{stray and stray[0]!r} beside type {of!r}"
-    unsupported(bool(stray), place, words, "It demands nothing there: leave it out.")
+        for entry in values:
+            check(isinstance(entry, str), OP, f"{keyword} at {place}", "hold strings", type(entry).__name__)
+    applicable = frozenset[str]().union(*(KEYWORDS.get(entry, frozenset()) for entry in kinds))
+    stray = sorted(name for name in schema if not is_note(name) and name not in _APPLIED | applicable) if kinds else []
+    expectation = f"{stray and stray[0]!r} beside type {of!r}"
+    unsupported(bool(stray), place, expectation, "It demands nothing there: leave it out.")
 
 
 def warning_of(unknown: Unknown) -> str:
     """What a warning says of keywords and formats that JSON Schema does not have; empty without any."""
-    named = []
-    for (what, name), place in [*unknown.items()][:_MAX_NAMED]:
-        hint = did_you_mean(name, _DEMANDS | _NOTES if what == "keyword" else FORMATS).strip()
-        named.append(f"the {what} {name[:40]!r} at {place[:80]}{f' ({hint})' if hint else ''}")
-    more = f" and {len(unknown) - _MAX_NAMED} more" if len(unknown) > _MAX_NAMED else ""
-    return f"JSON Schema does not have {', '.join(named)}{more}, which demand nothing" if named else ""
+    mentions = []
+    for (subject, name), place in [*unknown.items()][:_MAX_NAMED]:
+        hint = did_you_mean(name, _DEMANDS | _NOTES if subject == "keyword" else FORMATS).strip()
+        mentions.append(f"the {subject} {name[:40]!r} at {place[:80]}{f' ({hint})' if hint else ''}")
+    remainder = f" and {len(unknown) - _MAX_NAMED} more" if len(unknown) > _MAX_NAMED else ""
+    return f"JSON Schema does not have {', '.join(mentions)}{remainder}, which demand nothing" if mentions else ""
 
 
 def modern(schema: dict[str, Any]) -> dict[str, Any]:
     """The keywords of earlier drafts as those of 2020-12, all conditions under one name, and whole numbers as ints."""
-    whole = {name: int(value) for name, value in schema.items() if name in _COUNTS and value == value // 1}
-    schema.update(whole)
-    more = schema.pop("additionalItems", True)
+    integers = {name: int(value) for name, value in schema.items() if name in _COUNTS and value == value // 1}
+    schema.update(integers)
+    later_items = schema.pop("additionalItems", True)
     if isinstance(schema.get("items"), list):
-        schema["prefixItems"], schema["items"] = schema["items"], more
+        schema["prefixItems"], schema["items"] = schema["items"], later_items
     for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
         if type(schema.get(exclusive)) is bool:
             if schema.pop(exclusive) and bound in schema:
                 schema[exclusive] = schema.pop(bound)
-    least, bounded = schema.pop("minContains", 1), "maxContains" in schema
+    minimum, bounded = schema.pop("minContains", 1), "maxContains" in schema
     if "contains" not in schema:
         schema.pop("maxContains", None)
-    elif least == 0 and not bounded:
+    elif minimum == 0 and not bounded:
         del schema["contains"]
     else:
-        schema["minContains"] = least
+        schema["minContains"] = minimum
     conditions = []
     then, otherwise = schema.pop("then", True), schema.pop("else", True)
     if "if" in schema:
         conditions.append((schema.pop("if"), then, otherwise))
     for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
-        for name, one in schema.pop(keyword, {}).items():
+        for name, dependency in schema.pop(keyword, {}).items():
             when = {"type": "object", "required": [name]}
-            conditions.append((when, {"required": one} if isinstance(one, list) else one, True))
+            conditions.append((when, {"required": dependency} if isinstance(dependency, list) else dependency, True))
     if conditions:
         schema[CONDITIONS] = conditions
     return schema
@@ -177,24 +177,24 @@ def modern(schema: dict[str, Any]) -> dict[str, Any]:
 
 def counts(schema: Mapping[str, Any], low: str, high: str, place: str) -> tuple[int, int | None]:
     for name in (low, high):
-        given = schema.get(name, 0)
-        fits = type(given) in (int, float) and given >= 0 and given == given // 1
-        check(fits, OP, f"{name} at {place}", "be a whole number of at least 0", given)
+        bound = schema.get(name, 0)
+        valid = type(bound) in (int, float) and bound >= 0 and bound == bound // 1
+        check(valid, OP, f"{name} at {place}", "be a whole number of at least 0", bound)
     refuse(schema.get(high) is not None and schema[high] > 10**6, OP, f"{high} at {place} is above {10**6}")
-    least, most = schema.get(low, 0), schema.get(high)
-    return int(least), None if most is None else int(most)
+    minimum, maximum = schema.get(low, 0), schema.get(high)
+    return int(minimum), None if maximum is None else int(maximum)
 
 
 def kinds_of(schema: Mapping[str, Any], place: str) -> list[str]:
     """The types of a schema without listed values: those that it names, else those that its keywords are for."""
     kinds = schema.get("type")
     if kinds is None:
-        given = schema.keys() - {"format"} or schema.keys()
-        kinds = [kind for kind, words in KEYWORDS.items() if words & given and kind != "integer"]
+        keywords = schema.keys() - {"format"} or schema.keys()
+        kinds = [kind for kind, kind_keywords in KEYWORDS.items() if kind_keywords & keywords and kind != "integer"]
         unsupported(not kinds, place, f"{sorted(schema)[0]!r} without a type")
         if schema.keys() == {"format"}:
             kinds = ["string"]
-    several = [kinds] if isinstance(kinds, str) else kinds
-    fits = isinstance(several, list) and all(isinstance(kind, str) and kind in KEYWORDS for kind in several)
-    check(fits, OP, f"type at {place}", f"be among {', '.join(KEYWORDS)}", kinds)
-    return [kind for kind in several if kind != "integer" or "number" not in several]
+    names = [kinds] if isinstance(kinds, str) else kinds
+    valid = isinstance(names, list) and all(isinstance(kind, str) and kind in KEYWORDS for kind in names)
+    check(valid, OP, f"type at {place}", f"be among {', '.join(KEYWORDS)}", kinds)
+    return [kind for kind in names if kind != "integer" or "number" not in names]

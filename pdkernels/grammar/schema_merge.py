@@ -35,16 +35,16 @@ _NESTED = ("items", "additionalProperties", "unevaluatedProperties", "propertyNa
 _MAX_PRODUCT = 64
 
 
-def unsupported(condition: bool, place: str, words: str, remedy: str = "") -> None:
+def unsupported(condition: bool, place: str, fault: str, remedy: str = "") -> None:
     """Raises for a schema that has `words` at `place`."""
     if condition:
-        words = f"the schema has {words} at {place}, which is not supported"
-        raise NotImplementedError(sentence(OP, words, remedy))
+        fault = f"the schema has {fault} at {place}, which is not supported"
+        raise NotImplementedError(sentence(OP, fault, remedy))
 
 
-def same(one: Any, other: Any) -> bool:
+def same(first: Any, second: Any) -> bool:
     """Whether two values are equal as JSON: true is not 1, but 1.0 is."""
-    return plain(one) == plain(other)
+    return plain(first) == plain(second)
 
 
 def plain(value: Any) -> str:
@@ -55,9 +55,9 @@ def plain(value: Any) -> str:
 def whole(value: Any) -> Any:
     """The same value of JSON, whose whole numbers have no point."""
     if isinstance(value, Mapping):
-        return {name: whole(one) for name, one in value.items()}
+        return {name: whole(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [whole(one) for one in value]
+        return [whole(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -78,18 +78,18 @@ def different(values: Sequence[Any]) -> list[Any]:
     return list(first.values())
 
 
-def together(one: Any, other: Any) -> Any:
+def together(first: Any, second: Any) -> Any:
     """A schema of both, to be merged where it is reached; the same one for the same two."""
-    if one is False or other is False:
+    if first is False or second is False:
         return False
-    if other is True or one is other:
-        return one
-    if one is True:
-        return other
-    memo, key = current().memo, (id(one), id(other))
+    if second is True or first is second:
+        return first
+    if first is True:
+        return second
+    memo, key = current().memo, (id(first), id(second))
     if key not in memo:
         spend()
-        memo[key] = one, other, one if one == other else _Both(allOf=[one, other])
+        memo[key] = first, second, first if first == second else _Both(allOf=[first, second])
     return memo[key][2]
 
 
@@ -102,99 +102,103 @@ def found_in(pattern: str, text: str) -> bool:
     return bool(memo[key].accepts(text.encode()))
 
 
-def merged_all(first: Merged, others: Sequence[Flat], place: str) -> Flat:
+def merged_all(first: Merged, schemas: Sequence[Flat], place: str) -> Flat:
     """One schema of several: of halves, so that no property is copied once for each of them."""
-    if any(one is False for one in others):
+    if any(schema is False for schema in schemas):
         return False
-    parts: list[Any] = [first, *(one if isinstance(one, bool) else _closed(one, place) for one in others)]
-    while len(parts) > 1:
-        rest = parts[len(parts) // 2 * 2 :]
-        parts = [merged(one, other, place) for one, other in zip(parts[::2], parts[1::2], strict=False)] + rest
-    return parts[0] if isinstance(parts[0], bool) else Merged(parts[0])
+    level: list[Any] = [first, *(schema if isinstance(schema, bool) else _closed(schema, place) for schema in schemas)]
+    while len(level) > 1:
+        unpaired = level[len(level) // 2 * 2 :]
+        level = [
+            merged(schema, other, place) for schema, other in zip(level[::2], level[1::2], strict=False)
+        ] + unpaired
+    return level[0] if isinstance(level[0], bool) else Merged(level[0])
 
 
-def merged(one: Mapping[str, Any] | bool, other: Mapping[str, Any] | bool, place: str) -> Flat:
+def merged(first: Mapping[str, Any] | bool, second: Mapping[str, Any] | bool, place: str) -> Flat:
     """One schema of two.
 
     >>> merged({"minimum": 1, "type": "number"}, {"minimum": 3, "type": ["integer", "null"]}, "#")
     {'minimum': 3, 'type': ['integer']}
     """
-    if isinstance(one, bool) or isinstance(other, bool):
-        left = other if one is True else one
-        return False if one is False or other is False else left if isinstance(left, bool) else Merged(left)
-    other = _closed(other, place)
-    spend(1 + len(one) + len(other))
-    made = Merged(one)
-    for name, value in other.items():
-        if name not in made:
-            made[name] = value
+    if isinstance(first, bool) or isinstance(second, bool):
+        schema = second if first is True else first
+        return False if first is False or second is False else schema if isinstance(schema, bool) else Merged(schema)
+    second = _closed(second, place)
+    spend(1 + len(first) + len(second))
+    result = Merged(first)
+    for name, value in second.items():
+        if name not in result:
+            result[name] = value
         elif name not in ("properties", "patternProperties", "prefixItems"):
-            found = _both(name, made[name], value, place)
-            if found is False and name in ("type", "const"):
+            keyword_value = _both(name, result[name], value, place)
+            if keyword_value is False and name in ("type", "const"):
                 return False
-            made[name] = found
-    properties = _properties(one, other)
+            result[name] = keyword_value
+    properties = _properties(first, second)
     if properties:
-        made["properties"] = properties
-    if "prefixItems" in made:
-        made["prefixItems"] = _prefix(one, other)
-    if "patternProperties" in made:
-        made["patternProperties"] = _patterns(one, other, place)
-    return made
+        result["properties"] = properties
+    if "prefixItems" in result:
+        result["prefixItems"] = _prefix(first, second)
+    if "patternProperties" in result:
+        result["patternProperties"] = _patterns(first, second, place)
+    return result
 
 
-def _both(name: str, one: Any, other: Any, place: str) -> Any:
+def _both(name: str, first: Any, second: Any, place: str) -> Any:
     if name in _HIGHER:
-        return max(one, other)
+        return max(first, second)
     if name in _LOWER:
-        return min(one, other)
+        return min(first, second)
     if name in _NESTED:
-        return together(one, other)
+        return together(first, second)
     rule = _RULES.get(name)
     if rule is not None:
-        return rule(one, other)
-    if name == "anyOf" and len(one) * len(other) <= _MAX_PRODUCT:
-        return [together(a, b) for a in one for b in other]
-    unsupported(one != other, place, f"{name!r} twice in allOf")
-    return one
+        return rule(first, second)
+    if name == "anyOf" and len(first) * len(second) <= _MAX_PRODUCT:
+        return [together(a, b) for a in first for b in second]
+    unsupported(first != second, place, f"{name!r} twice in allOf")
+    return first
 
 
-def _types(one: Any, other: Any) -> Any:
-    mine, theirs = ([kinds] if isinstance(kinds, str) else list(kinds) for kinds in (one, other))
-    named = set(theirs)
-    found = [kind for kind in mine if kind in named or (kind == "integer" and "number" in named)]
-    found += ["integer"] if "integer" in named and "number" in mine and "integer" not in found else []
-    return found or False
+def _types(first: Any, second: Any) -> Any:
+    first_names, second_names = ([kinds] if isinstance(kinds, str) else list(kinds) for kinds in (first, second))
+    allowed = set(second_names)
+    common = [kind for kind in first_names if kind in allowed or (kind == "integer" and "number" in allowed)]
+    common += ["integer"] if "integer" in allowed and "number" in first_names and "integer" not in common else []
+    return common or False
 
 
-def _several(one: Any, other: Any) -> Any:
-    mine, theirs = (part if isinstance(part, tuple) else (part,) for part in (one, other))
-    return tuple(dict.fromkeys((*mine, *theirs)))
+def _several(first: Any, second: Any) -> Any:
+    first_values, second_values = (values if isinstance(values, tuple) else (values,) for values in (first, second))
+    return tuple(dict.fromkeys((*first_values, *second_values)))
 
 
-def _common(one: Any, other: Any) -> Any:
-    both = type(one) is int and type(other) is int and one > 0 and other > 0
-    return math.lcm(one, other) if both else one if one == other else (one, other)
+def _common(first: Any, second: Any) -> Any:
+    integral = type(first) is int and type(second) is int and first > 0 and second > 0
+    return math.lcm(first, second) if integral else first if first == second else (first, second)
 
 
 _RULES: dict[str, Callable[[Any, Any], Any]] = {
     "type": _types,
-    "const": lambda one, other: one if same(one, other) else False,
-    "enum": lambda one, other: [value for value in one if is_among(value, other)],
-    "required": lambda one, other: list(dict.fromkeys([*one, *other])),
+    "const": lambda first, second: first if same(first, second) else False,
+    "enum": lambda first, second: [value for value in first if is_among(value, second)],
+    "required": lambda first, second: list(dict.fromkeys([*first, *second])),
     "pattern": _several,
     "format": _several,
-    "not": lambda one, other: {"anyOf": [one, other]},
-    "uniqueItems": lambda one, other: one or other,
+    "not": lambda first, second: {"anyOf": [first, second]},
+    "uniqueItems": lambda first, second: first or second,
     "multipleOf": _common,
-    CONDITIONS: lambda one, other: [*one, *other],
+    CONDITIONS: lambda first, second: [*first, *second],
 }
 
 
-def _properties(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+def _properties(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
     """The properties of both. What one schema says of all others holds for those that the other one names."""
-    mine, theirs = one.get("properties", {}), other.get("properties", {})
-    return {name: together(_said(one, name), _said(other, name)) for name in {**mine, **theirs}}
+    first_properties, second_properties = first.get("properties", {}), second.get("properties", {})
+    return {
+        name: together(_said(first, name), _said(second, name)) for name in {**first_properties, **second_properties}
+    }
 
 
 def _closed(inner: Mapping[str, Any], place: str) -> Mapping[str, Any]:
@@ -203,36 +207,42 @@ def _closed(inner: Mapping[str, Any], place: str) -> Mapping[str, Any]:
         return inner
     choices = inner.keys() & {"anyOf", "oneOf", CONDITIONS}
     unsupported(bool(choices), place, "unevaluatedProperties beside a choice, inside another schema")
-    made = dict(inner)
-    return {"additionalProperties": made.pop("unevaluatedProperties"), **made}
+    closed = dict(inner)
+    return {"additionalProperties": closed.pop("unevaluatedProperties"), **closed}
 
 
-def _prefix(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[Any]:
+def _prefix(first_schema: Mapping[str, Any], second_schema: Mapping[str, Any]) -> list[Any]:
     """The first items of both. What one schema says of all later ones holds for those that the other one lists."""
-    first, second = one.get("prefixItems", []), other.get("prefixItems", [])
-    mine = [*first, *[one.get("items", True)] * (len(second) - len(first))]
-    theirs = [*second, *[other.get("items", True)] * (len(first) - len(second))]
-    return [together(a, b) for a, b in zip(mine, theirs, strict=True)]
+    first_prefix, second_prefix = first_schema.get("prefixItems", []), second_schema.get("prefixItems", [])
+    first_items = [*first_prefix, *[first_schema.get("items", True)] * (len(second_prefix) - len(first_prefix))]
+    second_items = [*second_prefix, *[second_schema.get("items", True)] * (len(first_prefix) - len(second_prefix))]
+    return [together(a, b) for a, b in zip(first_items, second_items, strict=True)]
 
 
-def _patterns(one: Mapping[str, Any], other: Mapping[str, Any], place: str) -> dict[str, Any]:
+def _patterns(first_schema: Mapping[str, Any], second_schema: Mapping[str, Any], place: str) -> dict[str, Any]:
     """The patterns of both. A schema that forbids all other properties forbids those of the other one's patterns."""
-    mine, theirs = one.get("patternProperties", {}), other.get("patternProperties", {})
-    made = {pattern: together(mine.get(pattern, True), theirs.get(pattern, True)) for pattern in {**mine, **theirs}}
-    for schema, own in ((one, mine), (other, theirs)):
-        others = schema.get("additionalProperties", True)
-        if others not in (True, {}) and made.keys() - own.keys():
-            words = "patternProperties beside additionalProperties of another schema"
-            unsupported(others is not False or bool(own), place, words)
-            made = {}
-    return made
+    first_patterns, second_patterns = (
+        first_schema.get("patternProperties", {}),
+        second_schema.get("patternProperties", {}),
+    )
+    patterns = {
+        pattern: together(first_patterns.get(pattern, True), second_patterns.get(pattern, True))
+        for pattern in {**first_patterns, **second_patterns}
+    }
+    for schema, own_patterns in ((first_schema, first_patterns), (second_schema, second_patterns)):
+        additional = schema.get("additionalProperties", True)
+        if additional not in (True, {}) and patterns.keys() - own_patterns.keys():
+            fault = "patternProperties beside additionalProperties of another schema"
+            unsupported(additional is not False or bool(own_patterns), place, fault)
+            patterns = {}
+    return patterns
 
 
 def _said(schema: Mapping[str, Any], name: str) -> Any:
     return property_of(schema, name, schema.get("additionalProperties", True))
 
 
-def property_of(schema: Mapping[str, Any], name: str, others: Any) -> Any:
+def property_of(schema: Mapping[str, Any], name: str, otherwise: Any) -> Any:
     """What a schema demands of a property: by its name, by the patterns that are found in it, and without those what it demands of
     `others`.
 
@@ -241,9 +251,9 @@ def property_of(schema: Mapping[str, Any], name: str, others: Any) -> Any:
     """
     properties, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
     spend()
-    said = [properties[name]] if name in properties else []
-    said += [one for pattern, one in patterns.items() if found_in(pattern, name)]
-    made: Any = True
-    for part in said:
-        made = together(made, part)
-    return made if said else others
+    conjuncts = [properties[name]] if name in properties else []
+    conjuncts += [subschema for pattern, subschema in patterns.items() if found_in(pattern, name)]
+    result: Any = True
+    for conjunct in conjuncts:
+        result = together(result, conjunct)
+    return result if conjuncts else otherwise

@@ -31,12 +31,12 @@ def _bounds_of(kind: str, schema: Mapping[str, Any], place: str) -> _Bounds:
     for name in (names,) if isinstance(names, str) else names:
         if name not in OF_NUMBERS:
             beside_strings = "string" in schema.get("type", ("string",))  # it is for them
-            words = f"Of numbers known: {', '.join(OF_NUMBERS)}."
-            unsupported(not beside_strings, f"{place}/format", f"{name!r}", words)
+            supported = f"Of numbers known: {', '.join(OF_NUMBERS)}."
+            unsupported(not beside_strings, f"{place}/format", f"{name!r}", supported)
             continue
-        least, most = OF_NUMBERS[name]
-        low = least if low is None else low if least is None else max(low, least)
-        high = most if high is None else high if most is None else min(high, most)
+        minimum, maximum = OF_NUMBERS[name]
+        low = minimum if low is None else low if minimum is None else max(low, minimum)
+        high = maximum if high is None else high if maximum is None else min(high, maximum)
         kind = "integer" if name not in ("float", "double") else kind
     beyond, before = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
     above = beyond is not None and (low is None or beyond >= low)
@@ -51,20 +51,26 @@ def has_number(schema: Mapping[str, Any], value: float, place: str) -> bool:
     exact = Decimal(repr(value))
     with localcontext() as context:
         context.prec = 1000  # more than doubles have digits
-        fits = all(exact % Decimal(repr(step)) == 0 for step in (steps if isinstance(steps, tuple) else (steps,)))
-    return fits and Range.of(*bounds[1:]).has(exact) and (bounds.kind == "number" or exact == exact.to_integral_value())
+        is_multiple = all(
+            exact % Decimal(repr(step)) == 0 for step in (steps if isinstance(steps, tuple) else (steps,))
+        )
+    return (
+        is_multiple
+        and Range.of(*bounds[1:]).has(exact)
+        and (bounds.kind == "number" or exact == exact.to_integral_value())
+    )
 
 
 def number_of(kind: str, schema: Mapping[str, Any], place: str) -> Expression:
     """The numbers of a schema, whose kind is "integer" or "number"."""
     step = schema.get("multipleOf", 1)
-    whole = type(step) in (int, float) and step == int(step) and 1 <= step <= _MAX_STEP
-    unsupported(not whole, f"{place}/multipleOf", f"multipleOf {step}", f"Whole numbers up to {_MAX_STEP} are.")
+    integral = type(step) in (int, float) and step == int(step) and 1 <= step <= _MAX_STEP
+    unsupported(not integral, f"{place}/multipleOf", f"multipleOf {step}", f"Whole numbers up to {_MAX_STEP} are.")
     kind, low, high, above, below = _bounds_of(kind, schema, place)
-    inside = Range.of(low, high, above, below)
-    far = any(half.low > _MAX_LOW for _, half in inside.halves)
-    made = NOTHING if far else (numbers if kind == "number" else integers)(low, high, above=above, below=below)
-    few = kind == "number" and is_nothing(made) and any(inside.halves)
-    words = f"numbers that need more than {MAX_FRACTION} digits after the point, or {len(str(_MAX_LOW))} before it"
-    unsupported(far or few, place, words)
-    return both(made, multiples(int(step)), f"the schema at {place}") if "multipleOf" in schema else made
+    range_ = Range.of(low, high, above, below)
+    far = any(half.low > _MAX_LOW for _, half in range_.halves)
+    expression = NOTHING if far else (numbers if kind == "number" else integers)(low, high, above=above, below=below)
+    few = kind == "number" and is_nothing(expression) and any(range_.halves)
+    fault = f"numbers that need more than {MAX_FRACTION} digits after the point, or {len(str(_MAX_LOW))} before it"
+    unsupported(far or few, place, fault)
+    return both(expression, multiples(int(step)), f"the schema at {place}") if "multipleOf" in schema else expression

@@ -30,15 +30,15 @@ _CONTROL = ((0, 31),)
 _PLAIN = complement(normal([*_CONTROL, (34, 34), (92, 92)]))
 _ESCAPES = {34: '\\"', 92: "\\\\", 8: "\\b", 9: "\\t", 10: "\\n", 12: "\\f", 13: "\\r"}
 CHARACTER: Expression = Alt(
-    (Chars(_PLAIN), Seq((text("\\"), Chars(normal((ord(one), ord(one)) for one in '"\\bfnrt')))))
+    (Chars(_PLAIN), Seq((text("\\"), Chars(normal((ord(char), ord(char)) for char in '"\\bfnrt')))))
 )
 """One character of a string, as `json.dumps` writes it."""
 
 
 @lru_cache(maxsize=256)  # the same object: equal endings of objects are then one part of an automaton
-def string(least: int, most: int | None) -> Expression:
+def string(minimum: int, maximum: int | None) -> Expression:
     """Any string of `least` to `most` characters."""
-    return sequence('"', Repeat(CHARACTER, least, most), '"')
+    return sequence('"', Repeat(CHARACTER, minimum, maximum), '"')
 
 
 def matching(pattern: str, wide: bool = False) -> Expression:
@@ -51,46 +51,48 @@ def of_format(name: str) -> Expression:
     return quoted(parsed(PATTERNS[name]))
 
 
-def quoted(part: Expression) -> Expression:
-    """The strings whose values are the texts of `part`."""
-    return sequence('"', escaped(part), '"')
+def quoted(expression: Expression) -> Expression:
+    """The strings whose values are the texts of `expression`."""
+    return sequence('"', escaped(expression), '"')
 
 
-def escaped(part: Expression) -> Expression:
-    """The texts of `part` inside the quotes of JSON."""
-    if isinstance(part, Seq):
-        return Seq(tuple(map(escaped, part.parts)))
-    if isinstance(part, Alt):
-        return Alt(tuple(map(escaped, part.parts)))
-    if isinstance(part, Repeat):
-        return part._replace(part=escaped(part.part))
-    assert not isinstance(part, (Machine, Subsequence))  # patterns have none
-    inside = [(max(first, low), min(last, high)) for first, last in part.ranges for low, high in _PLAIN]
-    plain = normal((first, last) for first, last in inside if first <= last)
-    written = [
-        text(escape) for point, escape in _ESCAPES.items() if any(first <= point <= last for first, last in part.ranges)
+def escaped(expression: Expression) -> Expression:
+    """The texts of `expression` inside the quotes of JSON."""
+    if isinstance(expression, Seq):
+        return Seq(tuple(map(escaped, expression.items)))
+    if isinstance(expression, Alt):
+        return Alt(tuple(map(escaped, expression.items)))
+    if isinstance(expression, Repeat):
+        return expression._replace(item=escaped(expression.item))
+    assert not isinstance(expression, (Machine, Subsequence))  # patterns have none
+    overlaps = [(max(first, low), min(last, high)) for first, last in expression.ranges for low, high in _PLAIN]
+    unescaped = normal((first, last) for first, last in overlaps if first <= last)
+    escapes = [
+        text(escape)
+        for point, escape in _ESCAPES.items()
+        if any(first <= point <= last for first, last in expression.ranges)
     ]
-    return Alt((*((Chars(plain),) if plain else ()), *written))
+    return Alt((*((Chars(unescaped),) if unescaped else ()), *escapes))
 
 
 def string_of(schema: Mapping[str, Any], place: str, wide: bool = False) -> Expression:
     """The strings of a schema; `wide`: those that others are told from."""
-    parts: list[Expression] = []
+    conjuncts: list[Expression] = []
     for name in ("pattern", "format"):
-        given = schema.get(name, ())
-        for one in (given,) if isinstance(given, str) else given:
+        names = schema.get(name, ())
+        for entry in (names,) if isinstance(names, str) else names:
             if name == "format":
-                if one in ANY:
+                if entry in ANY:
                     continue
-                words = f"Known: {', '.join(sorted([*PATTERNS, *ANY]))}."
-                unsupported(one not in PATTERNS, f"{place}/format", f"{one!r}", words)
-            parts.append(of_format(one) if name == "format" else matching(one, wide))
-    least, most = counts(schema, "minLength", "maxLength", place)
-    if most is not None and most < least:
+                supported = f"Known: {', '.join(sorted([*PATTERNS, *ANY]))}."
+                unsupported(entry not in PATTERNS, f"{place}/format", f"{entry!r}", supported)
+            conjuncts.append(of_format(entry) if name == "format" else matching(entry, wide))
+    minimum, maximum = counts(schema, "minLength", "maxLength", place)
+    if maximum is not None and maximum < minimum:
         return NOTHING
-    if least > 0 or most is not None or not parts:
-        parts.append(string(least, most))
-    made = parts[0]
-    for part in parts[1:]:
-        made = both(made, part, f"the schema at {place}")
-    return made
+    if minimum > 0 or maximum is not None or not conjuncts:
+        conjuncts.append(string(minimum, maximum))
+    expression = conjuncts[0]
+    for conjunct in conjuncts[1:]:
+        expression = both(expression, conjunct, f"the schema at {place}")
+    return expression

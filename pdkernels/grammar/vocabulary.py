@@ -28,8 +28,8 @@ def vocabulary_of(model: Any) -> Vocabulary:
         name = (
             "no tokenizer" if tokenizer is None else f"the tokenizer {type(tokenizer).__name__} without token_bytes()"
         )
-        words = f"a grammar needs the bytes of the tokens, and the model has {name}"
-        raise NotImplementedError(sentence(OP, words, "See docs/structured_output.md."))
+        fault = f"a grammar needs the bytes of the tokens, and the model has {name}"
+        raise NotImplementedError(sentence(OP, fault, "See docs/structured_output.md."))
     tokens, size = list(tokenizer.token_bytes()), model.config.vocab_size
     tokens = tokens[:size] + [b""] * (size - len(tokens))
     return Vocabulary(tokens, bool(getattr(tokenizer, "skips_first_space", False)))
