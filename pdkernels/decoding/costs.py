@@ -24,10 +24,10 @@ def step_costs(model: Any, slots: int, guess: float = 0.0, draft: float = 0.0) -
     """Seconds of steps with 1 .. `slots` rows, of which each but the first takes `guess` seconds to draft, or all of them `draft`."""
     if slots == 1:  # nothing to choose, and so nothing to measure
         return [1.0]
-    whole = getattr(model, "model_itself", model)  # without filters, whose functions expect the texts of the call
-    words = "block_size='auto' would choose by times that differ between ranks"
-    refuse(hasattr(whole, "ranks"), "decoding", words, "Give a number.")
-    times = kept_row_times(whole)
+    inner = getattr(model, "model_itself", model)  # without filters, whose functions expect the texts of the call
+    fault = "block_size='auto' would choose by times that differ between ranks"
+    refuse(hasattr(inner, "ranks"), "decoding", fault, "Give a number.")
+    times = kept_row_times(inner)
     return [times.between(rows) + guess * (rows - 1) + draft * (rows > 1) for rows in range(1, slots + 1)]
 
 

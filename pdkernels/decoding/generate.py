@@ -77,9 +77,9 @@ def default_option(method: str, option: str) -> Any:
     >>> default_option("block_diffusion", "threshold")
     0.9
     """
-    found = find(method)
-    check_options(found, {option: None})
-    return found.options[option].default
+    entry = find(method)
+    check_options(entry, {option: None})
+    return entry.options[option].default
 
 
 def supports(method: str, model: Any) -> bool:
@@ -95,8 +95,8 @@ def _documented(function: Callable[..., DecodeResult[Any, Any]]) -> Generate:
     """`generate`, typed, with the settings in its signature, and a docstring that ends with settings, methods and options."""
     keyword = inspect.Parameter.KEYWORD_ONLY
     settings = [inspect.Parameter(name, keyword, default=setting.default) for name, setting in SETTINGS.items()]
-    *named, options = inspect.signature(function).parameters.values()
-    function.__signature__ = inspect.Signature([*named, *settings, options])  # type: ignore[attr-defined]
+    *arguments, options = inspect.signature(function).parameters.values()
+    function.__signature__ = inspect.Signature([*arguments, *settings, options])  # type: ignore[attr-defined]
     if function.__doc__:
         lines = ["Settings:"]
         lines += [f"    {name}: {setting.help}" for name, setting in SETTINGS.items()]
@@ -255,9 +255,9 @@ def check_capabilities(method: Method, model: Any, options: Mapping[str, Any]) -
     offered = capabilities(model)
     if options.get("drafter") is not None:
         offered |= {"drafter"}
-    absent = sorted(method.requires - offered)
-    if absent:
-        words = f"fit the model ({', '.join(sorted(offered)) or 'no capabilities'})"
+    unmet = sorted(method.requires - offered)
+    if unmet:
+        expectation = f"fit the model ({', '.join(sorted(offered)) or 'no capabilities'})"
         fitting = [name for name in METHODS if METHODS[name].supports(model)]
-        actual = f"{method.name!r}, which requires {', '.join(absent)}"
-        raise TypeError(message(_OP, "method", words, actual, f"These fit: {', '.join(fitting) or 'none'}."))
+        actual = f"{method.name!r}, which requires {', '.join(unmet)}"
+        raise TypeError(message(_OP, "method", expectation, actual, f"These fit: {', '.join(fitting) or 'none'}."))

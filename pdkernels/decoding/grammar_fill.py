@@ -26,7 +26,7 @@ class Guessed(NamedTuple):
     """``(batch, R, V)``, without the tokens that are impossible."""
     places: Tensor
     """``(batch, R)``: their places in the canvases; negative: none."""
-    known: Sequence[list[int]]
+    filled: Sequence[list[int]]
     """Of each sequence, its new tokens before the canvas."""
     draw: Draw
 
@@ -39,8 +39,8 @@ def joint_guesses(
     for sequence, canvas in enumerate(canvases):
         if not grammar.is_joint(sequence):
             continue
-        known = guessed.known[sequence]
-        masks = grammar.masks(sequence, known, canvas)
+        prefix = guessed.filled[sequence]
+        masks = grammar.masks(sequence, prefix, canvas)
         row_of = {place: row for row, place in enumerate(guessed.places[sequence].tolist()) if place >= 0}
         logs = guessed.logits[sequence].double().log_softmax(-1)
         # Where nothing is guessed every token is as good.
@@ -48,9 +48,9 @@ def joint_guesses(
         there = [(n, row_of[place]) for n, place in enumerate(masks) if place in row_of]
         if not there:
             continue
-        at, rows = (list(part) for part in zip(*there, strict=True))
+        at, rows = (list(column) for column in zip(*there, strict=True))
         scores[at] = logs[rows]
-        best = grammar.joint(sequence, known, canvas, scores)
+        best = grammar.joint(sequence, prefix, canvas, scores)
         if best:
             chosen = torch.tensor([best[masks[n]] for n in at], device=ids.device)
             ids[sequence, rows] = chosen
@@ -62,21 +62,21 @@ def settle_(
     grammar: GrammarRows, canvases: Sequence[Tensor], before: Sequence[list[int]], guessed: Guessed, confidence: Tensor
 ) -> None:
     """Replaces tokens of `canvases`, one for each sequence, that exclude each other, in place; `before`: the canvases before they were filled."""
-    places, sure = guessed.places.tolist(), confidence.tolist()
+    places, row_confidence = guessed.places.tolist(), confidence.tolist()
     for sequence, canvas in enumerate(canvases):
         row_of = {place: row for row, place in enumerate(places[sequence]) if place >= 0}
         ranks = [0.0] * len(before[sequence])
         for place, row in row_of.items():
             if place < len(ranks):
-                ranks[place] = sure[sequence][row]
+                ranks[place] = row_confidence[sequence][row]
 
-        def redraw(number: int, place: int, words: Tensor, row_of: dict[int, int] = row_of) -> int:
+        def redraw(number: int, place: int, allowed_bits: Tensor, row_of: dict[int, int] = row_of) -> int:
             row = row_of[place]
             logits = guessed.logits[number : number + 1, row : row + 1]
-            left = unpacked(words.to(logits.device), logits.shape[-1])
-            return int(guessed.draw(number, row, logits.masked_fill(~left, -torch.inf)).item())
+            allowed = unpacked(allowed_bits.to(logits.device), logits.shape[-1])
+            return int(guessed.draw(number, row, logits.masked_fill(~allowed, -torch.inf)).item())
 
         after = canvas.tolist()
-        settled = grammar.settled(sequence, guessed.known[sequence], before[sequence], after, ranks, redraw)
+        settled = grammar.settled(sequence, guessed.filled[sequence], before[sequence], after, ranks, redraw)
         if settled != after:
             canvas.copy_(torch.tensor(settled, device=canvas.device))

@@ -58,16 +58,16 @@ class GrammarRows:
 
     def words(self, rows: Prefixes) -> Tensor:
         """As `Filters.allowed`: int32 ``(batch, R, ceil(V / 32))``."""
-        found = torch.full((*rows.number.shape, self._width), -1, dtype=torch.int32)
+        bits = torch.full((*rows.number.shape, self._width), -1, dtype=torch.int32)
         seen = rows.read().seen if rows.seen is None else rows.seen
         assert seen is not None
         if rows.tokens.shape[1] == 0:
-            self._canvases(seen, found)
+            self._canvases(seen, bits)
         else:
-            self._drafts(seen, found)
-        return found.to(rows.number.device, non_blocking=True)
+            self._drafts(seen, bits)
+        return bits.to(rows.number.device, non_blocking=True)
 
-    def _canvases(self, seen: Seen, found: Tensor) -> None:
+    def _canvases(self, seen: Seen, bits: Tensor) -> None:
         """Rows of canvases, which see all of them."""
         for line, sequence in enumerate(seen.sequences):
             text = self._texts[sequence]
@@ -77,14 +77,14 @@ class GrammarRows:
             start = end - text.limit
             canvas = [
                 token if there else MASK
-                for token, there in zip(seen.text[line][start:end], seen.known[line][start:end], strict=True)
+                for token, there in zip(seen.text[line][start:end], seen.filled[line][start:end], strict=True)
             ]
             places = text.automaton.places(canvas, [text.start], 0)
             for row, position in enumerate(seen.number[line]):
                 if places and position < len(canvas) and canvas[position] == MASK:
-                    text.automaton.allowed(places[position], places[position + 1], _buffer(found[line, row]))
+                    text.automaton.allowed(places[position], places[position + 1], _buffer(bits[line, row]))
 
-    def _drafts(self, seen: Seen, found: Tensor) -> None:
+    def _drafts(self, seen: Seen, bits: Tensor) -> None:
         texts, prompts, lengths, begun = seen.text, seen.prompts, seen.length, seen.new
         tokens, visible, guessing = seen.tokens, seen.visible, seen.guessing
         for line, sequence in enumerate(seen.sequences):
@@ -104,12 +104,12 @@ class GrammarRows:
                 if guessing[line][row]:
                     if begun[line]:
                         self._guess(
-                            text, state, sees, number - len(committed), len(committed), canvases, found[line, row]
+                            text, state, sees, number - len(committed), len(committed), canvases, bits[line, row]
                         )
                     continue
                 here = self._after(text, after, sees)
                 if here >= 0:
-                    text.automaton.mask(here, text.limit - number - 1, _buffer(found[line, row]))
+                    text.automaton.mask(here, text.limit - number - 1, _buffer(bits[line, row]))
 
     def _state(self, sequence: int, text: Text, committed: list[int]) -> int:
         """The state after the tokens in the cache."""
@@ -124,15 +124,15 @@ class GrammarRows:
     def _follow(self, text: Text, state: int, tokens: Sequence[int]) -> int:
         return text.automaton.follow(state, list(tokens)) if state >= 0 else state
 
-    def _after(self, text: Text, known: dict[tuple[int, ...], int], tokens: tuple[int, ...]) -> int:
+    def _after(self, text: Text, states: dict[tuple[int, ...], int], tokens: tuple[int, ...]) -> int:
         """The state after `tokens`, of which the first ones are often known."""
-        rest = len(tokens)
-        while tokens[:rest] not in known:
-            rest -= 1
-        state = known[tokens[:rest]]
-        for end in range(rest, len(tokens)):
+        cached = len(tokens)
+        while tokens[:cached] not in states:
+            cached -= 1
+        state = states[tokens[:cached]]
+        for end in range(cached, len(tokens)):
             state = self._follow(text, state, tokens[end : end + 1])
-            known[tokens[: end + 1]] = state
+            states[tokens[: end + 1]] = state
         return state
 
     def _guess(
@@ -142,15 +142,15 @@ class GrammarRows:
         sees: tuple[int, ...],
         position: int,
         before: int,
-        known: dict[tuple[int, ...], list[list[int]]],
+        places_of: dict[tuple[int, ...], list[list[int]]],
         bits: Tensor,
     ) -> None:
         """A row of a mask: what may stand at its `position` of the tokens that it sees, of which `before` come earlier in the text."""
-        if sees not in known:
+        if sees not in places_of:
             canvas = self.canvas(sees)[: max(0, text.limit - before)]
             budget = text.limit - before - len(canvas)
-            known[sees] = text.automaton.places(canvas, [state], budget) if state >= 0 else []
-        places = known[sees]
+            places_of[sees] = text.automaton.places(canvas, [state], budget) if state >= 0 else []
+        places = places_of[sees]
         if 0 <= position < len(places) - 1:
             text.automaton.allowed(places[position], places[position + 1], _buffer(bits))
 
@@ -163,7 +163,7 @@ class GrammarRows:
     def settled(
         self,
         sequence: int,
-        known: Sequence[int],
+        prefix: Sequence[int],
         before: Sequence[int],
         after: Sequence[int],
         confidence: Sequence[float],
@@ -178,15 +178,15 @@ class GrammarRows:
             redraw: gives another token for a position.
         """
         text = self._texts[sequence]
-        made = list(after)
+        result = list(after)
         if text is None:
-            return made
-        room = max(0, text.limit - len(known))
-        start, budget = self._follow(text, text.start, known), max(0, room - len(before))
+            return result
+        room = max(0, text.limit - len(prefix))
+        start, budget = self._follow(text, text.start, prefix), max(0, room - len(before))
         old, new = self.canvas(before)[:room], self.canvas(after)[:room]
         filled = [at for at in range(len(new)) if old[at] == MASK != new[at]]
         if start < 0 or not filled or text.automaton.places(new, [start], budget):
-            return made
+            return result
         bits = torch.zeros(self._width, dtype=torch.int32)
         canvas = old
         for at in sorted(filled, key=lambda place: (-confidence[place], place)):
@@ -194,14 +194,14 @@ class GrammarRows:
             if not places:
                 places = text.automaton.places(canvas, [start], budget)
                 if not places:
-                    return made  # it was lost before this step
+                    return result  # it was lost before this step
                 text.automaton.allowed(places[at], places[at + 1], _buffer(bits))
                 new[at] = redraw(sequence, at, bits)
             canvas = [*canvas[:at], new[at], *canvas[at + 1 :]]
-            made[at] = new[at]
-        return made
+            result[at] = new[at]
+        return result
 
-    def joint(self, sequence: int, known: Sequence[int], tokens: Sequence[int], scores: Tensor) -> list[int]:
+    def joint(self, sequence: int, prefix: Sequence[int], tokens: Sequence[int], scores: Tensor) -> list[int]:
         """The most probable valid completion of a canvas; empty if there is none, or its grammar is filled position by position.
 
         `scores`: log-probabilities ``(masks, V)`` of its masks up to the limit of the text.
@@ -209,8 +209,8 @@ class GrammarRows:
         text = self._texts[sequence]
         if text is None or text.fill != "joint":
             return []
-        room = max(0, text.limit - len(known))
-        start, canvas = self._follow(text, text.start, known), self.canvas(tokens)[:room]
+        room = max(0, text.limit - len(prefix))
+        start, canvas = self._follow(text, text.start, prefix), self.canvas(tokens)[:room]
         if start < 0:
             return []
         rows = scores.detach().to("cpu", torch.float32).contiguous()
@@ -220,10 +220,10 @@ class GrammarRows:
         text = self._texts[sequence]
         return text is not None and text.fill == "joint"
 
-    def masks(self, sequence: int, known: Sequence[int], tokens: Sequence[int]) -> list[int]:
+    def masks(self, sequence: int, prefix: Sequence[int], tokens: Sequence[int]) -> list[int]:
         """The masked positions of a canvas up to the limit of the text."""
         text = self._texts[sequence]
-        room = len(tokens) if text is None else max(0, text.limit - len(known))
+        room = len(tokens) if text is None else max(0, text.limit - len(prefix))
         return [at for at, token in enumerate(self.canvas(tokens)[:room]) if token == MASK]
 
     # Chunks, each of which is a text of the grammar
@@ -237,12 +237,12 @@ class GrammarRows:
         """The words of the masks of a chunk: ``(masks, ceil(V / 32))``."""
         text, canvas = self._texts[sequence], self.canvas(tokens)
         masks = [at for at, token in enumerate(canvas) if token == MASK]
-        found = torch.full((len(masks), self._width), -1, dtype=torch.int32)
+        packed = torch.full((len(masks), self._width), -1, dtype=torch.int32)
         places = text.automaton.places(canvas, [text.start], 0) if text else []
         for row, at in enumerate(masks):
             if text and places:
-                text.automaton.allowed(places[at], places[at + 1], _buffer(found[row]))
-        return found
+                text.automaton.allowed(places[at], places[at + 1], _buffer(packed[row]))
+        return packed
 
     def settled_chunk(
         self, sequence: int, before: Sequence[int], after: Sequence[int], confidence: Sequence[float], redraw: Redraw
@@ -259,23 +259,23 @@ class GrammarRows:
         text = self._texts[sequence]
         if text is None:
             return []
-        state, found = self._follow(text, text.start, tokens), list[int]()
+        state, draft = self._follow(text, text.start, tokens), list[int]()
         bits = torch.zeros(self._width, dtype=torch.int32)
-        while state >= 0 and len(found) < room and state != text.automaton.done:
-            count, last = text.automaton.mask(state, text.limit - len(tokens) - len(found) - 1, _buffer(bits))
+        while state >= 0 and len(draft) < room and state != text.automaton.done:
+            count, last = text.automaton.mask(state, text.limit - len(tokens) - len(draft) - 1, _buffer(bits))
             token = last if count == 1 else self._longest(text, state, bits)
             if token < 0:
                 break
-            found.append(token)
+            draft.append(token)
             state = self._follow(text, state, [token])
-        for at, token in enumerate(found):
+        for at, token in enumerate(draft):
             self.forced[sequence][len(tokens) + at] = token
-        return found
+        return draft
 
     def _longest(self, text: Text, state: int, bits: Tensor) -> int:
         """The longest token of the bytes that come next without a choice; -1: there is a choice."""
-        written = bytes(text.automaton.forced(state))
-        if not written:
+        forced_bytes = bytes(text.automaton.forced(state))
+        if not forced_bytes:
             return -1
         allowed = unpacked(bits, self._vocabulary).nonzero()[:, 0].tolist()
         # All of them write a beginning of the same bytes, so the furthest one is the longest.
@@ -288,23 +288,23 @@ class GrammarRows:
     def forced_counts(self, tokens: Sequence[Sequence[int]]) -> list[int]:
         """How many of each sequence's tokens were drafted because no text has others there."""
         return [
-            sum(place < len(written) and written[place] == token for place, token in forced.items())
-            for forced, written in zip(self.forced, tokens, strict=True)
+            sum(place < len(text) and text[place] == token for place, token in forced.items())
+            for forced, text in zip(self.forced, tokens, strict=True)
         ]
 
     def check_complete(self, tokens: Sequence[Sequence[int]], stopped: Sequence[bool]) -> None:
         """Raises ValueError for a text that is not whole: other filters or a hook excluded what the grammar needed."""
-        for sequence, (text, written) in enumerate(zip(self._texts, tokens, strict=True)):
+        for sequence, (text, text_tokens) in enumerate(zip(self._texts, tokens, strict=True)):
             if text is None or stopped[sequence] or not self.whole:
                 continue
-            state = self._follow(text, text.start, written)
-            whole = state >= 0 and text.automaton.accepting(state)
-            words = f"sequence {sequence} is no text of {text.source}: another option excluded what it needed"
+            state = self._follow(text, text.start, text_tokens)
+            complete = state >= 0 and text.automaton.accepting(state)
+            fault = f"sequence {sequence} is no text of {text.source}: another option excluded what it needed"
             if isinstance(text.automaton, PrefixAutomaton):
-                words = (
+                fault = (
                     f"{text.source} could not be completed within max_new_tokens ({text.limit}) in sequence {sequence}"
                 )
-            refuse(not whole, _OP, words)
+            refuse(not complete, _OP, fault)
 
 
 def _buffer(tensor: Tensor) -> Any:
@@ -329,39 +329,42 @@ def opened(
     if grammar is None:
         return None
     prompts = session.batch // copies
-    several = [grammar] * prompts if isinstance(grammar, Grammar) else grammar
-    check(len(several) == prompts, _OP, "grammar", f"have one for each of the {prompts} prompts", len(several))
-    several = [one for one in several for _ in range(copies)]
-    joint = [one for one in several if one is not None and one.fill == "joint"]
-    words = "a grammar with fill='joint' has one most probable completion"
-    refuse(bool(joint) and session.params.temperature > 0, _OP, words, "Use temperature 0, or fill='each'.")
-    words = f"method {method.name!r} writes token after token, so its grammar must have fill='each', got 'joint'"
-    refuse(bool(joint) and not method.writes_in_parallel, _OP, words)
-    free = any(isinstance(one, ContextFreeGrammar) for one in several)
+    grammars = [grammar] * prompts if isinstance(grammar, Grammar) else grammar
+    check(len(grammars) == prompts, _OP, "grammar", f"have one for each of the {prompts} prompts", len(grammars))
+    grammars = [item for item in grammars for _ in range(copies)]
+    joint = [item for item in grammars if item is not None and item.fill == "joint"]
+    fault = "a grammar with fill='joint' has one most probable completion"
+    refuse(bool(joint) and session.params.temperature > 0, _OP, fault, "Use temperature 0, or fill='each'.")
+    fault = f"method {method.name!r} writes token after token, so its grammar must have fill='each', got 'joint'"
+    refuse(bool(joint) and not method.writes_in_parallel, _OP, fault)
+    free = any(isinstance(item, ContextFreeGrammar) for item in grammars)
     if free and method.writes_in_parallel:
-        words = (
+        fault = (
             f"method {method.name!r} does not follow Grammar.lark, whose texts can only be written token after token"
         )
-        raise NotImplementedError(sentence(_OP, words, "Use Grammar.ebnf."))
+        raise NotImplementedError(sentence(_OP, fault, "Use Grammar.ebnf."))
     for name in refused_options(method, options):
         raise NotImplementedError(sentence(_OP, f"method {method.name!r} does not follow a grammar with {name}"))
     ends = () if options.get("no_end") else session.end_tokens
     if method.wing == "planned":
-        words = "method 'planned' fills each chunk by itself, so its grammar must have fill='each', got 'joint'"
-        refuse(bool(joint), _OP, words)
+        fault = "method 'planned' fills each chunk by itself, so its grammar must have fill='each', got 'joint'"
+        refuse(bool(joint), _OP, fault)
         ends = (session.model.plan_tokens.pad,)  # a chunk ends with padding
     remedy = "Pass end_tokens, or use a method that fills a canvas."
     refuse(not ends and not method.fills_canvases, _OP, "a grammar needs an end token, which ends the text", remedy)
     model = session.model
     mask_token = options.get("mask_token")
     mask_token = getattr(model, "mask_token", None) if mask_token is None else mask_token
-    made = GrammarRows(
-        [None if one is None else _opened(one, session, n, ends, method, mask_token) for n, one in enumerate(several)],
+    rows = GrammarRows(
+        [
+            None if item is None else _opened(item, session, n, ends, method, mask_token)
+            for n, item in enumerate(grammars)
+        ],
         model.config.vocab_size,
         mask_token,
     )
-    made.whole = method.wing != "planned"
-    return made
+    rows.whole = method.wing != "planned"
+    return rows
 
 
 def _opened(
@@ -372,20 +375,20 @@ def _opened(
         texts = session.model.tokenizer.token_bytes()
         prompt = [token for token in session.prompts[sequence] if token < len(texts) and texts[token]]
         start = automaton.follow(0, prompt)
-        words = f"prompt {sequence} cannot be completed to a text of {grammar.source}"
-        refuse(start < 0, _OP, words)
+        fault = f"prompt {sequence} cannot be completed to a text of {grammar.source}"
+        refuse(start < 0, _OP, fault)
         tail = session.tails[sequence]
         canvas = [MASK if token == mask_token else token for token in tail]
-        refuse(not automaton.places(canvas, [start], limit - len(tail)), _OP, words)
+        refuse(not automaton.places(canvas, [start], limit - len(tail)), _OP, fault)
         return Text(automaton, grammar.fill, start, limit, grammar.source)
     if method.wing == "planned":  # whose chunks are as long as the plan says
         return Text(automaton, grammar.fill, start, limit, grammar.source)
     least = automaton.distance(start)
-    words = f"{grammar.source} cannot be completed within max_new_tokens ({limit}): it takes {least} tokens at least"
-    refuse(least > limit, _OP, words)
+    fault = f"{grammar.source} cannot be completed within max_new_tokens ({limit}): it takes {least} tokens at least"
+    refuse(least > limit, _OP, fault)
     if not ends:
-        words = f"no text of {grammar.source} has exactly {limit} tokens, and no end token may end a shorter one"
-        refuse(not automaton.places([MASK] * limit, [start], 0), _OP, words)
+        fault = f"no text of {grammar.source} has exactly {limit} tokens, and no end token may end a shorter one"
+        refuse(not automaton.places([MASK] * limit, [start], 0), _OP, fault)
     return Text(automaton, grammar.fill, start, limit, grammar.source)
 
 

@@ -88,12 +88,12 @@ def described(docstring: str | None) -> dict[str, str]:
     {'block_size': 'tokens of a draft, the first included.', 'top_p': 'filters.', 'top_k': 'filters.'}
     """
     section = re.search(r"^Args:\n((?:    .*\n?|\n(?=    ))*)", inspect.cleandoc(docstring or ""), re.MULTILINE)
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     for names, text in re.findall(
         r"^    (\w+(?:, \w+)*): *((?:.*\n?)(?:^     +.*\n?|^\n)*)", section[1] if section else "", re.MULTILINE
     ):
-        found |= dict.fromkeys(names.split(", "), " ".join(text.split()))
-    return found
+        descriptions |= dict.fromkeys(names.split(", "), " ".join(text.split()))
+    return descriptions
 
 
 def _written(annotation: Any) -> str:
@@ -181,11 +181,11 @@ class Method:
     @cached_property
     def options(self) -> dict[str, Option]:
         """By name."""
-        own = described(self.decode.__doc__)
-        texts = SHARED | own
+        own_texts = described(self.decode.__doc__)
+        texts = SHARED | own_texts
         draws = [(name, SETTINGS[name].type, SETTINGS[name].default) for name in names_of("draw")]
         return {
-            name: Option(name, kind, default, texts.get(name, ""), name not in own)
+            name: Option(name, kind, default, texts.get(name, ""), name not in own_texts)
             for name, kind, default in (*_keywords(self.decode), *draws)
         }
 

@@ -19,15 +19,15 @@ _ELSEWHERE = ALIASES | {"assistant_model": "drafter", "streamer": "on_tokens"}
 """What transformers, vLLM and OpenAI's interface call our arguments."""
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
+def suggestion(name: str, names: Iterable[str]) -> str:
     """A hint at the argument that is meant by `name`; empty if there is none.
 
     >>> suggestion("stop", ["top_p", "stop_strings"]), suggestion("stop", ["top_p"]), suggestion("top", ["top_p"])
     ("Did you mean 'stop_strings'? ", '', "Did you mean 'top_p'? ")
     """
     if (meant := _ELSEWHERE.get(name)) is not None:  # another one like it would be far from what is meant
-        known = {meant} & set(known)
-    return did_you_mean(meant or name, known)
+        names = {meant} & set(names)
+    return did_you_mean(meant or name, names)
 
 
 def check_options(method: Method, options: Mapping[str, Any], arguments: Iterable[str] = ()) -> None:
@@ -52,21 +52,21 @@ def refuse_settings(method: Method, params: SamplingParams) -> None:
     """NotImplementedError for a setting that `method` does not follow."""
     for name, value in params.asked.items():
         if reason := method.refusal(name, value):
-            part = " of several tokens" if name == "bad_words" else ""
-            raise NotImplementedError(sentence(_OP, f"method {method.name!r} does not follow {name}{part}: {reason}"))
+            scope = " of several tokens" if name == "bad_words" else ""
+            raise NotImplementedError(sentence(_OP, f"method {method.name!r} does not follow {name}{scope}: {reason}"))
 
 
 def suggests(op: str) -> Callable[[Function], Function]:
     """Decorates a function whose misspelt arguments are refused with a suggestion."""
 
     def decorate(function: Function) -> Function:
-        known = tuple(signature(function).parameters)
+        parameters = tuple(signature(function).parameters)
 
         @wraps(function)
         def call(*values: Any, **arguments: Any) -> Any:
             for name in arguments:
-                if name not in known:
-                    remedy = f"{suggestion(name, known)}It accepts: {', '.join(known[1:])}."
+                if name not in parameters:
+                    remedy = f"{suggestion(name, parameters)}It accepts: {', '.join(parameters[1:])}."
                     raise TypeError(sentence(op, f"there is no argument {name!r}", remedy))
             return function(*values, **arguments)
 

@@ -31,11 +31,11 @@ def check_model(model: Any, method: Method, paged: bool) -> None:
     actual = type(model).__name__
     check_type(hasattr(model, "config"), _OP, "model", "be a model", actual, "Load one with pdkernels.models.load.")
     protocol = method.model_protocol
-    if absent := missing(model, protocol):
-        needed = f"have {absent} (pdkernels.models.{protocol.__name__}) for method {method.name!r}"
+    if missing_member := missing(model, protocol):
+        needed = f"have {missing_member} (pdkernels.models.{protocol.__name__}) for method {method.name!r}"
         raise TypeError(message(_OP, "model", needed, f"{actual} without it", _PAGE))
-    if paged and (absent := lacking(model, "new_cache", ("kind", "page_size"))):
-        needed = f"have the argument `{absent}` of `new_cache` for a page_size"
+    if paged and (missing_member := lacking(model, "new_cache", ("kind", "page_size"))):
+        needed = f"have the argument `{missing_member}` of `new_cache` for a page_size"
         raise TypeError(message(_OP, "model", needed, f"{actual} without it", "Pass page_size=None."))
 
 
@@ -73,8 +73,8 @@ def open_session(
         _OP,
         "the prompt starts with a mask, but rows of this model predict the next token, so none predicts the first",
     )
-    kept, tails = zip(*((ids[:first], ids[first:]) for ids, first in zip(prompts, firsts, strict=True)), strict=True)
-    return Session(model, list(kept), max_new_tokens, ends, on_tokens, trace, tails, params), single
+    heads, tails = zip(*((ids[:first], ids[first:]) for ids, first in zip(prompts, firsts, strict=True)), strict=True)
+    return Session(model, list(heads), max_new_tokens, ends, on_tokens, trace, tails, params), single
 
 
 def _check_length(model: Any, longest: int, max_new_tokens: int, overflow: Overflow) -> None:
@@ -117,20 +117,20 @@ def finished(session: Session, single: bool, method: str, decode: Callable[[], i
         plans=session.plans,
         forced=None if session.grammar is None else session.grammar.forced_counts(session.tokens),
     )
-    written = session.written
-    ids = [torch.tensor(sequence, dtype=torch.int64) for sequence in written]
+    texts = session.written
+    ids = [torch.tensor(sequence, dtype=torch.int64) for sequence in texts]
     text = None
     if session.model.tokenizer is not None:
         decode_text = session.text_of or session.model.tokenizer.decode
-        text = [decode_text(sequence) for sequence in written]
+        text = [decode_text(sequence) for sequence in texts]
     model = session.model
     source = Source(session.prompts, session.tokens, model.tokenizer, special_names(model)) if session.trace else None
-    likely = None if session.likely is None else session.likely.of(session.prompts, session.tokens)
+    probabilities = None if session.likely is None else session.likely.of(session.prompts, session.tokens)
     count = session.params.logprobs
-    if count is not None and likely is None:
+    if count is not None and probabilities is None:
         with inference():
-            likely = log_probs(getattr(model, "model_itself", model), session.prompts, session.tokens, count)
+            probabilities = log_probs(getattr(model, "model_itself", model), session.prompts, session.tokens, count)
     if single:
-        only = None if likely is None else likely[0]
+        only = None if probabilities is None else probabilities[0]
         return DecodeResult(ids[0], None if text is None else text[0], stats, only, source)
-    return DecodeResult(ids, text, stats, likely, source)
+    return DecodeResult(ids, text, stats, probabilities, source)

@@ -53,12 +53,12 @@ class RowTimes(NamedTuple):
         >>> fit_row_times([1, 2, 4, 8], [1.0, 1.05, 1.2, 1.05]).budget()
         2
         """
-        found = self.rows[0]
+        budget = self.rows[0]
         for count, seconds in zip(self.rows, self.seconds):
             if seconds > (1 + slack) * self.seconds[0]:
                 break
-            found = count
-        return found
+            budget = count
+        return budget
 
     def at(self, rows: int) -> float:
         """The fitted seconds of a forward over that many rows.
@@ -118,7 +118,7 @@ def _lines(rows: Sequence[int], seconds: Sequence[float], last: int, flat: float
     """Candidates for the line after a floor that ends at `last`: by least squares, and the one from the floor's end."""
     if not rows:
         return [(flat, 0.0)]
-    found = []
+    lines = []
     if len(rows) > 1:
         # Relative errors, so that the largest times do not dominate.
         weights = [1 / second**2 for second in seconds]
@@ -127,10 +127,10 @@ def _lines(rows: Sequence[int], seconds: Sequence[float], last: int, flat: float
         height = sum(w * y for w, y in zip(weights, seconds)) / total
         slope = sum(w * (x - mean) * (y - height) for w, x, y in zip(weights, rows, seconds))
         slope /= sum(w * (x - mean) ** 2 for w, x in zip(weights, rows))
-        found.append((height - slope * mean, slope))
+        lines.append((height - slope * mean, slope))
     slope = (seconds[-1] - flat) / (rows[-1] - last)
-    found.append((flat - slope * last, slope))
-    return found
+    lines.append((flat - slope * last, slope))
+    return lines
 
 
 def measure_row_times(
@@ -152,8 +152,8 @@ def measure_row_times(
         >>> times.rows, all(second > 0 for second in times.seconds)
         ((1, 8), True)
     """
-    taken = _row_seconds(model, rows, prefix, repeats, batch)
-    return fit_row_times(list(rows), [statistics.median(taken[count]) for count in rows])
+    seconds = _row_seconds(model, rows, prefix, repeats, batch)
+    return fit_row_times(list(rows), [statistics.median(seconds[count]) for count in rows])
 
 
 def _row_seconds(
@@ -172,9 +172,9 @@ def _row_seconds(
         model(torch.ones(batch, prefix, dtype=torch.int64, device=device), cache=cache, rows=last)
         cache.commit_(torch.full((batch,), prefix, device=device))
         blocks = {count: torch.ones(batch, count, dtype=torch.int64, device=device) for count in rows}
-        taken: dict[int, list[float]] = {count: [] for count in rows}
+        seconds: dict[int, list[float]] = {count: [] for count in rows}
         for turn in range(repeats + 1):
-            if turn > 1 and sum(map(sum, taken.values())) > patience:
+            if turn > 1 and sum(map(sum, seconds.values())) > patience:
                 break
             for count in rows:
                 _wait(device)
@@ -182,8 +182,8 @@ def _row_seconds(
                 model(blocks[count], cache=cache)
                 _wait(device)
                 if turn:
-                    taken[count].append(clock() - started)
-    return taken
+                    seconds[count].append(clock() - started)
+    return seconds
 
 
 def _wait(device: torch.device) -> None:
@@ -217,43 +217,43 @@ def kept_row_times(model: Any) -> RowTimes:
     name = _name_of(model)
     if name not in _kept:
         file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdkernels" / "row_minima.json"
-        found = _read(file).get(name)
-        if found is None:
+        recorded = _read(file).get(name)
+        if recorded is None:
             # The minimum of each: it is kept for long, and must not depend on what else runs now. More rows never take less time.
             rows, prefix = _measurable(model)
-            taken = _row_seconds(model, rows, prefix, 7, 1, _PATIENCE)
-            times = fit_row_times(list(taken), list(accumulate(map(min, taken.values()), max)))
+            seconds = _row_seconds(model, rows, prefix, 7, 1, _PATIENCE)
+            times = fit_row_times(list(seconds), list(accumulate(map(min, seconds.values()), max)))
             _write(
                 file, _read(file) | {name: [list(times.rows), list(times.seconds)]}
             )  # others may have written meanwhile
         else:
-            times = fit_row_times(*found)
+            times = fit_row_times(*recorded)
         _kept[name] = times
     return _kept[name]
 
 
 def _name_of(model: Any) -> str:
-    whole = getattr(model, "model_itself", model)
-    parameters = getattr(whole, "named_parameters", None)
+    inner = getattr(model, "model_itself", model)
+    parameters = getattr(inner, "named_parameters", None)
     sizes = [(name, tuple(each.shape), str(each.dtype)) for name, each in parameters()] if parameters else []
-    buffers = getattr(whole, "named_buffers", None)
+    buffers = getattr(inner, "named_buffers", None)
     sizes += [(name, tuple(each.shape), str(each.dtype)) for name, each in buffers()] if buffers else []
     shared = getattr(model, "shared", None)  # a matrix of the target's that a drafter reads
     sizes += [] if shared is None else [("shared", tuple(shared.shape), getattr(shared, "format", str(shared.dtype)))]
-    device = getattr(whole, "device", torch.device("cpu"))
+    device = getattr(inner, "device", torch.device("cpu"))
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.processor()} {os.cpu_count()}"
-    facts = f"{type(model).__name__} {type(whole).__name__} {whole.config} {sizes} {where} {torch.get_num_threads()} {torch.__version__}"
-    return hashlib.sha256(facts.encode()).hexdigest()[:24]
+    identity = f"{type(model).__name__} {type(inner).__name__} {inner.config} {sizes} {where} {torch.get_num_threads()} {torch.__version__}"
+    return hashlib.sha256(identity.encode()).hexdigest()[:24]
 
 
 def _read(file: Path) -> dict[str, Any]:
     """What the file holds; nothing if it is missing or damaged."""
     try:
-        found = json.loads(file.read_text())
-        fits = isinstance(found, dict) and all(
-            len(pair) == 2 and len(pair[0]) == len(pair[1]) >= 2 and min(pair[1]) > 0 for pair in found.values()
+        times = json.loads(file.read_text())
+        valid = isinstance(times, dict) and all(
+            len(pair) == 2 and len(pair[0]) == len(pair[1]) >= 2 and min(pair[1]) > 0 for pair in times.values()
         )
-        return found if fits else {}
+        return times if valid else {}
     except (OSError, ValueError, TypeError):
         return {}
 

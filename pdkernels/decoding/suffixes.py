@@ -56,9 +56,9 @@ class SuffixIndex:
             self._end[state] = len(self.tokens)  # the strings that end here are followed by this token
             state = self._link[state]
         self.tokens.append(token)
-        known = self._next[last].get(token)
-        if known is not None:  # the whole text so far is a part of an earlier one
-            self._last = match = self._split(last, known, token)
+        following = self._next[last].get(token)
+        if following is not None:  # the whole text so far is a part of an earlier one
+            self._last = match = self._split(last, following, token)
         else:
             self._last = self._new(self._len[last] + 1, {})
             while last >= 0 and token not in self._next[last]:
@@ -86,13 +86,13 @@ class SuffixIndex:
 
     def after(self, place: int, count: int) -> list[int]:
         """At most `count` tokens of a text from `place` on."""
-        found = self.tokens[place : place + count]
-        return found[: found.index(_END)] if _END in found else found
+        following = self.tokens[place : place + count]
+        return following[: following.index(_END)] if _END in following else following
 
     def followed(self, count: int) -> list[int]:
         """`count` tokens that followed the match in the text that is being written; at its end they go on with themselves."""
-        found = self.after(self.place, count) if self.length else []
-        return (found * -(-count // len(found)))[:count] if found else []
+        following = self.after(self.place, count) if self.length else []
+        return (following * -(-count // len(following)))[:count] if following else []
 
     def _new(self, length: int, following: dict[int, int]) -> int:
         self._next.append(following)
@@ -205,11 +205,11 @@ class Reader:
 
         A match of n tokens drafts 3 n; one of a single token drafts nothing.
         """
-        length, found = self.own.length, self.own.followed(min(count, GROWTH * self.own.length))
+        length, tokens = self.own.length, self.own.followed(min(count, GROWTH * self.own.length))
         if self._pool is not None:
             with self._pool.lock:
                 for index, state, matched in self._states:
                     matched, place = index.match(state, matched)
                     if matched > length:
-                        length, found = matched, index.after(place, min(count, GROWTH * matched))
-        return found if length >= LEAST else []
+                        length, tokens = matched, index.after(place, min(count, GROWTH * matched))
+        return tokens if length >= LEAST else []

@@ -21,7 +21,7 @@ from pdkernels.decoding.generate import ARGUMENTS, check_capabilities, prepare
 from pdkernels.decoding.options import check_options, suggests
 from pdkernels.decoding.steps import Staging
 from pdkernels.engine.generation import Generation, checked_wait
-from pdkernels.engine.lane import Lane, Request
+from pdkernels.engine.method_batch import MethodBatch, Request
 from pdkernels.engine.metrics import EngineMetrics
 from pdkernels.engine.pages import Memory
 from pdkernels.generation.filtered_model import FilteredModel
@@ -116,14 +116,16 @@ class Engine:
         check(new + longest <= MAX_POSITIONS, op, "max_prompt_tokens", f"leave room in {MAX_POSITIONS}", longest)
         self.max_waiting = integer(op, "max_waiting", max_waiting, 1)
         self.prompt_tokens_per_step = integer(op, "prompt_tokens_per_step", prompt_tokens_per_step, 1)
-        kept = integer(op, "kept_prompt_tokens", kept_prompt_tokens, 0)
+        prefix_tokens = integer(op, "kept_prompt_tokens", kept_prompt_tokens, 0)
         longest = self.max_prompt_tokens + new
-        wanted = (
-            self.max_running * longest + kept if cache_tokens is None else integer(op, "cache_tokens", cache_tokens, 1)
+        page_tokens = (
+            self.max_running * longest + prefix_tokens
+            if cache_tokens is None
+            else integer(op, "cache_tokens", cache_tokens, 1)
         )
-        self._memory = Memory(model, kept, wanted, longest, by_default=cache_tokens is None)
+        self._memory = Memory(model, prefix_tokens, page_tokens, longest, by_default=cache_tokens is None)
         self._numbers = itertools.count()
-        self._lanes: dict[Hashable, Lane] = {}
+        self._method_batches: dict[Hashable, MethodBatch] = {}
         self._metrics = EngineMetrics()
         self._closing: str = ""  # "finish" or "cancel"
         self.failure: BaseException | None = None
@@ -220,21 +222,21 @@ class Engine:
         session.on_provisional = handle._show if provisional else None
         sampler = session.sampler if chosen.steps.draws_by_row(options) else None
         key = self._key(chosen, session, options, handle.number)
-        if key not in self._lanes:
-            self._try(chosen, session, options)
+        if key not in self._method_batches:
+            self._check_steps(chosen, session, options)
         deadline = None if timeout is None else time.perf_counter() + timeout
         request = Request(handle, session, deadline, sampler)
         with self._lock:
             self._refuse_closed()
-            waiting = sum(len(lane.waiting) for lane in self._lanes.values())
+            waiting = sum(len(method_batch.waiting) for method_batch in self._method_batches.values())
             if waiting >= self.max_waiting:
                 raise EngineFull(
                     sentence(_OP, f"{waiting} requests wait already", "Try again later, or raise max_waiting.")
                 )
-            if key not in self._lanes:
-                self._lanes[key] = self._lane(chosen, session, options)
-            session.model = self._lanes[key].model
-            self._lanes[key].waiting.append(request)
+            if key not in self._method_batches:
+                self._method_batches[key] = self._new_method_batch(chosen, session, options)
+            session.model = self._method_batches[key].model
+            self._method_batches[key].waiting.append(request)
             self._handles.add(handle)
             self._metrics.submitted += 1
             self._wake()
@@ -257,10 +259,12 @@ class Engine:
         with self._lock:
             now = copy.copy(self._metrics)
             now.finished = dict(now.finished)
-            lanes = list(self._lanes.values())
-            now.waiting = sum(len(lane.waiting) for lane in lanes)
-            now.running = sum(len(lane.running) + (lane.begun is not None) for lane in lanes)
-            now.batches = sum(lane.batch is not None for lane in lanes)
+            method_batches = list(self._method_batches.values())
+            now.waiting = sum(len(method_batch.waiting) for method_batch in method_batches)
+            now.running = sum(
+                len(method_batch.running) + (method_batch.prefilling is not None) for method_batch in method_batches
+            )
+            now.batches = sum(method_batch.batch is not None for method_batch in method_batches)
             self._memory.count(now)
         return now
 
@@ -311,23 +315,23 @@ class Engine:
         drawn = None if method.steps.draws_by_row(options) else session.sampler
         return method.name, chosen, drawn, session.end_tokens, repr(session.filters), sizes
 
-    def _try(self, method: Method, session: Session, options: dict[str, Any]) -> None:
+    def _check_steps(self, method: Method, session: Session, options: dict[str, Any]) -> None:
         """Raises what the method's steps say of the options and of the model."""
         assert method.steps is not None
         if session.grammar is not None and method.writes_in_parallel:
-            words = f"method {method.name!r} does not follow a grammar in a running batch: what it fills at once must fit together"
-            raise NotImplementedError(sentence(_OP, words, "Call pdkernels.decoding.generate."))
+            fault = f"method {method.name!r} does not follow a grammar in a running batch: what it fills at once must fit together"
+            raise NotImplementedError(sentence(_OP, fault, "Call pdkernels.decoding.generate."))
         if session.likely is not None:
-            words = f"method {method.name!r} does not follow logprobs in a running batch: they are kept by a text's own forwards"
-            raise NotImplementedError(sentence(_OP, words, "Call pdkernels.decoding.generate."))
+            fault = f"method {method.name!r} does not follow logprobs in a running batch: they are kept by a text's own forwards"
+            raise NotImplementedError(sentence(_OP, fault, "Call pdkernels.decoding.generate."))
         steps = Staging(method.steps, session, **options).steps
-        absent = steps.lacks
-        if not absent and not hasattr(steps.cache, "copy_row_"):
-            absent = f"a cache, {type(steps.cache).__name__}, without copy_row_"
-        if absent:
-            raise NotImplementedError(message(_OP, "method", "let requests join and leave a batch", absent))
+        unsupported = steps.lacks
+        if not unsupported and not hasattr(steps.cache, "copy_row_"):
+            unsupported = f"a cache, {type(steps.cache).__name__}, without copy_row_"
+        if unsupported:
+            raise NotImplementedError(message(_OP, "method", "let requests join and leave a batch", unsupported))
 
-    def _lane(self, method: Method, session: Session, options: dict[str, Any]) -> Lane:
+    def _new_method_batch(self, method: Method, session: Session, options: dict[str, Any]) -> MethodBatch:
         ends, filters, kind = session.end_tokens, session.filters, method.steps
         assert kind is not None
         # Rows that draw by themselves bring their samplers.
@@ -337,48 +341,60 @@ class Engine:
         if not kind.any_limit:
             longest, limit = -(-session.longest // _BUCKET) * _BUCKET, session.max_new_tokens
 
-        pages = None if kind.keeps_pages or options.get("page_size") is not None else self._memory.known
+        pages = None if kind.keeps_pages or options.get("page_size") is not None else self._memory.shared_pages
         pool = None if pages is None else pages.pool
 
-        def sized(rows: int) -> Session:
+        def session_of(rows: int) -> Session:
             largest = Session(model, [[0] * longest] * rows, limit, ends, None, False, params=params)
             largest.filters, largest.pool = filters, pool
             return largest
 
         rows = self.max_canvases if kind.keeps_pages else self.max_running
         grows = not kind.keeps_pages and self._on_cpu
-        return Lane(method.name, kind, options, model, sized, rows, grows)
+        return MethodBatch(method.name, kind, options, model, session_of, rows, grows)
 
     @property
     def _idle(self) -> bool:
         with self._lock:
-            return not self._closing and not any(lane.busy or lane.waiting for lane in self._lanes.values())
+            return not self._closing and not any(
+                method_batch.busy or method_batch.waiting for method_batch in self._method_batches.values()
+            )
 
     def _turn(self) -> bool:
         """Lets all batches run a step; whether there may be more to do."""
         with self._lock:
-            lanes = list(self._lanes.values())
-            for lane in lanes:
+            method_batches = list(self._method_batches.values())
+            for method_batch in method_batches:
                 if self._closing == "cancel":
-                    for request in [*lane.waiting, *lane.running.values(), *([lane.begun] if lane.begun else [])]:
+                    for request in [
+                        *method_batch.waiting,
+                        *method_batch.running.values(),
+                        *([method_batch.prefilling] if method_batch.prefilling else []),
+                    ]:
                         request.handle._withdrawn = True
-                lane.drop_waiting(self._metrics)
-            self._memory.waiting({request.handle.number for lane in lanes for request in lane.waiting})
-            if self._closing and not any(lane.busy or lane.waiting for lane in lanes):
+                method_batch.drop_waiting(self._metrics)
+            self._memory.waiting(
+                {request.handle.number for method_batch in method_batches for request in method_batch.waiting}
+            )
+            if self._closing and not any(method_batch.busy or method_batch.waiting for method_batch in method_batches):
                 return False
-            before = self._open_lanes()
-        live = self._memory.lanes = [lane for lane in lanes if lane.batch is not None and (lane.busy or lane.waiting)]
-        for lane in live:
+            before = self._open_batches()
+        live = self._memory.method_batches = [
+            method_batch
+            for method_batch in method_batches
+            if method_batch.batch is not None and (method_batch.busy or method_batch.waiting)
+        ]
+        for method_batch in live:
             try:
-                lane.turn(self._memory, self.prompt_tokens_per_step, before, self._metrics)
+                method_batch.turn(self._memory, self.prompt_tokens_per_step, before, self._metrics)
             except BaseException as error:  # of the batch: a model that fails, memory that has run out, a hook
-                lane.fail(error, self._metrics)
+                method_batch.fail(error, self._metrics)
         return True
 
     def _fail(self, error: BaseException) -> None:
         """Ends all requests when the thread cannot go on."""
         with self._lock:
-            self.failure, self._lanes, self._memory.lanes = error, {}, []
+            self.failure, self._method_batches, self._memory.method_batches = error, {}, []
             for handle in list(self._handles):
                 if not handle.done:
                     self._metrics.finished["error"] = self._metrics.finished.get("error", 0) + 1
@@ -387,31 +403,39 @@ class Engine:
                     handle._end(None, error=ended)
 
     def _after_fork(self) -> None:
-        self._lock, self._lanes, self._memory.lanes = threading.RLock(), {}, []
+        self._lock, self._method_batches, self._memory.method_batches = threading.RLock(), {}, []
         if self.failure is None:
-            words = "it runs in the process of which this one is a fork"
-            self.failure = RuntimeError(sentence("Engine", words, "Make an engine in this process."))
+            fault = "it runs in the process of which this one is a fork"
+            self.failure = RuntimeError(sentence("Engine", fault, "Make an engine in this process."))
         for handle in list(self._handles):
             handle._after_fork(self.failure)
 
-    def _open_lanes(self) -> int | None:
-        """Gives batches to lanes that have none, the oldest requests first, and forgets lanes that have nothing to do. Returns the
+    def _open_batches(self) -> int | None:
+        """Gives batches to method_batches that have none, the oldest requests first, and forgets method_batches that have nothing to do. Returns the
         number of the oldest request that found no room, before which no younger one may begin."""
-        closed = [lane for lane in self._lanes.values() if lane.batch is None and lane.waiting]
-        for lane in sorted(closed, key=lambda lane: lane.oldest):
-            live = [other for other in self._lanes.values() if other.batch is not None]
+        closed = [
+            method_batch
+            for method_batch in self._method_batches.values()
+            if method_batch.batch is None and method_batch.waiting
+        ]
+        for method_batch in sorted(closed, key=lambda method_batch: method_batch.oldest):
+            live = [other for other in self._method_batches.values() if other.batch is not None]
             if len(live) >= self.max_batches:
-                number = lane.waiting[0].handle.number
+                number = method_batch.waiting[0].handle.number
                 idle = [other for other in live if not other.busy and (not other.waiting or number < other.oldest)]
                 if not idle:
                     return number
                 min(idle, key=lambda other: other.last_used).close()
             try:
-                lane.open()
+                method_batch.open()
             except BaseException as error:
-                lane.begun = lane.waiting.popleft()
-                lane.fail(error, self._metrics)
-        self._lanes = {key: lane for key, lane in self._lanes.items() if lane.batch is not None or lane.waiting}
+                method_batch.prefilling = method_batch.waiting.popleft()
+                method_batch.fail(error, self._metrics)
+        self._method_batches = {
+            key: method_batch
+            for key, method_batch in self._method_batches.items()
+            if method_batch.batch is not None or method_batch.waiting
+        }
         return None
 
 
@@ -438,9 +462,9 @@ def _reason(failure: BaseException) -> str:
 
 def _written(value: Any) -> str:
     """The same for equal settings; a model or a hook is only equal to itself."""
-    plain = value is None or isinstance(value, (bool, int, float, str))
-    listed = isinstance(value, (list, tuple)) and all(isinstance(one, (bool, int, float, str)) for one in value)
-    return repr(value) if plain or listed else f"{type(value).__name__} {id(value)}"
+    is_scalar = value is None or isinstance(value, (bool, int, float, str))
+    is_list = isinstance(value, (list, tuple)) and all(isinstance(item, (bool, int, float, str)) for item in value)
+    return repr(value) if is_scalar or is_list else f"{type(value).__name__} {id(value)}"
 
 
 def _joining() -> list[str]:

@@ -125,8 +125,8 @@ class Generation:
 
     def _refuse_callbacks(self, ready: bool) -> None:
         if not ready and self._worker.is_current:
-            words = f"a callback or a hook must not wait for request {self.number}: the engine's thread, which would have to run it, waits for the callback"
-            raise RuntimeError(sentence("Engine", words))
+            fault = f"a callback or a hook must not wait for request {self.number}: the engine's thread, which would have to run it, waits for the callback"
+            raise RuntimeError(sentence("Engine", fault))
 
     def _after_fork(self, error: BaseException) -> None:
         """Ends it in a forked child, if it has not ended: another thread may hold its lock, or have changed half of it."""
@@ -154,8 +154,8 @@ class Generation:
     def _flush(self) -> BaseException | None:
         """Publishes the end of a text that stops within a character; returns what the tokenizer raises."""
         try:
-            if rest := "" if self._decoder is None else self._decoder.flush():
-                self._publish(Piece(0, [], rest, 0))
+            if tail := "" if self._decoder is None else self._decoder.flush():
+                self._publish(Piece(0, [], tail, 0))
         except BaseException as error:
             return error
         return None

@@ -38,8 +38,8 @@ class Page:
     after: list[Page] = field(default_factory=list)
 
 
-class Known(NamedTuple):
-    """What is known of a text."""
+class CachedPrefix(NamedTuple):
+    """The pages of earlier texts that a text begins with."""
 
     pages: list[int]
     """Whole pages."""
@@ -59,32 +59,32 @@ class Pages:
         self.pool, self.limit, self.tokens = pool, limit, 0
         self.blocked: int | None = None
         """The number of the oldest request that has found too few pages: no younger one may begin before it."""
-        self._known: OrderedDict[Name, Page] = OrderedDict()  # the least recently used first
+        self._cached: OrderedDict[Name, Page] = OrderedDict()  # the least recently used first
         self._first: list[Page] = []
 
-    def find(self, text: list[int]) -> Known:
+    def find(self, text: list[int]) -> CachedPrefix:
         """The longest known beginning of a text."""
         size, pages, page, length = self.pool.page_size, list[int](), None, 0
         while len(text) - length >= size:
             name: Name = page, tuple(text[length : length + size])
-            if name not in self._known:
+            if name not in self._cached:
                 break
-            self._known.move_to_end(name)
-            page = self._known[name]
+            self._cached.move_to_end(name)
+            page = self._cached[name]
             pages.append(page.number)
             length += size
-        rest, most, partial = text[length : length + size], 0, None
+        suffix, most, partial = text[length : length + size], 0, None
         for other in self._first if page is None else page.after:
             same = next(
-                (n for n, (a, b) in enumerate(zip(rest, other.tokens)) if a != b), min(len(rest), len(other.tokens))
+                (n for n, (a, b) in enumerate(zip(suffix, other.tokens)) if a != b), min(len(suffix), len(other.tokens))
             )
             if same > most:
                 most, partial = same, other
         if partial is not None:
-            self._known.move_to_end((partial.before, partial.tokens))
+            self._cached.move_to_end((partial.before, partial.tokens))
         if length + most < _SHORTEST:
-            return Known([], None, 0)
-        return Known(pages, None if partial is None else partial.number, length + most)
+            return CachedPrefix([], None, 0)
+        return CachedPrefix(pages, None if partial is None else partial.number, length + most)
 
     def keep(self, text: list[int], pages: list[int]) -> None:
         """Remembers the pages of a text, the last one as far as it is written: those who hold it may write behind that."""
@@ -94,18 +94,20 @@ class Pages:
         for start in range(0, len(text), size):
             tokens = tuple(text[start : start + size])
             name: Name = before, tokens
-            if name in self._known:
-                self._known.move_to_end(name)
-                before = self._known[name]
+            if name in self._cached:
+                self._cached.move_to_end(name)
+                before = self._cached[name]
                 continue
             siblings = self._first if before is None else before.after
-            for other in [one for one in siblings if not one.after and tokens[: len(one.tokens)] == one.tokens]:
+            for other in [
+                sibling for sibling in siblings if not sibling.after and tokens[: len(sibling.tokens)] == sibling.tokens
+            ]:
                 self._forget(other)  # a shorter part of the same page
-            if any(one.tokens[: len(tokens)] == tokens for one in siblings):
+            if any(sibling.tokens[: len(tokens)] == tokens for sibling in siblings):
                 return
             page = Page(pages[start // size], before, tokens)
             self.pool.hold([page.number])
-            self._known[name] = page
+            self._cached[name] = page
             siblings.append(page)
             self.tokens += len(tokens)
             before = page
@@ -121,21 +123,21 @@ class Pages:
 
     def _forget_oldest(self, free: bool = False) -> bool:
         """Forgets the last page of the text used least recently; with `free`, of those that no request holds."""
-        for page in self._known.values():
+        for page in self._cached.values():
             if not page.after and not (free and self.pool.holders(page.number) > 1):
                 self._forget(page)
                 return True
         return False
 
     def _forget(self, page: Page) -> None:
-        del self._known[page.before, page.tokens]
+        del self._cached[page.before, page.tokens]
         (self._first if page.before is None else page.before.after).remove(page)
         self.tokens -= len(page.tokens)
         self.pool.release([page.number])
 
 
 class Memory:
-    """What the lanes of an engine share: pages if the model's cache can have them (`new_pool`), else copies of earlier prompts.
+    """What the method_batches of an engine share: pages if the model's cache can have them (`new_pool`), else copies of earlier prompts.
 
     Args:
         model: whose K and V they are.
@@ -145,10 +147,10 @@ class Memory:
         by_default: whether `tokens` is only a wish, of which half of the memory that is free may be taken.
     """
 
-    def __init__(self, model: Any, kept: int, tokens: int, longest: int, by_default: bool) -> None:
-        self.prefixes = Prefixes(kept)
-        self.known: Pages | None = None
-        self.lanes: list[Any] = []
+    def __init__(self, model: Any, prefix_tokens: int, tokens: int, longest: int, by_default: bool) -> None:
+        self.prefixes = Prefixes(prefix_tokens)
+        self.shared_pages: Pages | None = None
+        self.method_batches: list[Any] = []
         """Those with requests."""
         if not hasattr(model, "new_pool") or lacking(model, "new_cache", ("pool",)):
             refuse(not by_default, "Engine", "cache_tokens is for a model with pages of K and V", "Pass None.")
@@ -157,32 +159,42 @@ class Memory:
         pages = max(least, -(-tokens // PAGE))
         if by_default:
             pages = max(least, min(pages, _free_bytes(model.device) // 2 // (_token_bytes(model) * PAGE)))
-        self.known = Pages(model.new_pool(pages, PAGE), kept)
+        self.shared_pages = Pages(model.new_pool(pages, PAGE), prefix_tokens)
 
     @property
     def pages(self) -> Pages:
-        assert self.known is not None
-        return self.known
+        assert self.shared_pages is not None
+        return self.shared_pages
 
     def before(self, number: int) -> bool:
         """Whether an older request than this one waits for pages."""
-        return self.known is not None and self.known.blocked is not None and self.known.blocked < number
+        return (
+            self.shared_pages is not None
+            and self.shared_pages.blocked is not None
+            and self.shared_pages.blocked < number
+        )
 
     def waiting(self, numbers: set[int]) -> None:
         """Says which requests wait."""
-        if self.known is not None and (blocked := self.known.blocked) is not None and blocked not in numbers:
-            self.known.blocked = None
+        if (
+            self.shared_pages is not None
+            and (blocked := self.shared_pages.blocked) is not None
+            and blocked not in numbers
+        ):
+            self.shared_pages.blocked = None
 
     def youngest(self) -> tuple[Any, Any]:
-        """The youngest request that can give up its pages, and its lane."""
-        lanes = [(lane, last) for lane in self.lanes if (last := lane.last()) is not None]
-        return max(lanes, key=lambda pair: pair[1].handle.number)
+        """The youngest request that can give up its pages, and its method_batch."""
+        method_batches = [
+            (method_batch, last) for method_batch in self.method_batches if (last := method_batch.last()) is not None
+        ]
+        return max(method_batches, key=lambda pair: pair[1].handle.number)
 
     def count(self, metrics: EngineMetrics) -> None:
         """Fills in what there is now."""
         metrics.kept_tokens = self.prefixes.tokens
-        if self.known is not None:
-            pool, metrics.kept_tokens = self.known.pool, self.known.tokens
+        if self.shared_pages is not None:
+            pool, metrics.kept_tokens = self.shared_pages.pool, self.shared_pages.tokens
             metrics.pages, metrics.shared_pages = pool.num_pages, pool.shared
             metrics.used_pages = pool.num_pages - pool.available
 

@@ -13,8 +13,8 @@ from pdkernels.generation.session import inference
 _SHORTEST = 16  # tokens that are cheaper to run than to look up
 
 
-class Found(NamedTuple):
-    """What is known of a prompt."""
+class PrefixHit(NamedTuple):
+    """The cache of an earlier prompt that a prompt begins with."""
 
     cache: Any
     length: int
@@ -28,21 +28,21 @@ class Prefixes:
     costs what a read of its rows costs; a row of a running batch never shares memory with another.
 
     A recurrent state goes back to its last rows alone. So a kept prompt serves those that begin with all of it; and where two
-    prompts branch, the second one's state is kept as well, for a third (`Found.branch`)."""
+    prompts branch, the second one's state is kept as well, for a third (`PrefixHit.branch`)."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.tokens = limit, 0
         self._kept: OrderedDict[int, tuple[Any, Tensor, Any]] = OrderedDict()  # by number: model, tokens, cache
         self._number = 0
 
-    def find(self, model: Any, prompt: list[int]) -> Found:
+    def find(self, model: Any, prompt: list[int]) -> PrefixHit:
         """The cache with the longest common beginning; the last token of a prompt is never part of it."""
         tokens = torch.tensor(prompt[:-1], dtype=torch.int64)
         best, branch = (0, -1), 0
-        for number, (owner, known, cache) in self._kept.items():
+        for number, (owner, cached, cache) in self._kept.items():
             if owner is model:
-                shorter = min(len(known), len(tokens))
-                same = (known[:shorter] == tokens[:shorter]).cumprod(0)
+                shorter = min(len(cached), len(tokens))
+                same = (cached[:shorter] == tokens[:shorter]).cumprod(0)
                 length = int(same.sum())
                 if _goes_back(cache, length):
                     best = max(best, (length, number))
@@ -51,9 +51,9 @@ class Prefixes:
         length, number = best if best[0] >= _SHORTEST else (0, -1)
         branch = branch if branch >= length + _SHORTEST else 0
         if not length:
-            return Found(None, 0, branch)
+            return PrefixHit(None, 0, branch)
         self._kept.move_to_end(number)
-        return Found(self._kept[number][2], length, branch)
+        return PrefixHit(self._kept[number][2], length, branch)
 
     @inference()
     def keep(self, model: Any, prompt: list[int], cache: Any) -> None:
@@ -61,17 +61,21 @@ class Prefixes:
         if not _SHORTEST <= len(prompt) <= self.limit:
             return
         tokens = torch.tensor(prompt, dtype=torch.int64)
-        for number, (owner, known, owned) in list(self._kept.items()):
+        for number, (owner, cached, owned) in list(self._kept.items()):
             if owner is not model:
                 continue
             if (
-                len(known) >= len(tokens)
-                and torch.equal(known[: len(tokens)], tokens)
+                len(cached) >= len(tokens)
+                and torch.equal(cached[: len(tokens)], tokens)
                 and _goes_back(owned, len(tokens))
             ):
                 self._kept.move_to_end(number)
                 return
-            if len(known) <= len(tokens) and torch.equal(tokens[: len(known)], known) and _goes_back(cache, len(known)):
+            if (
+                len(cached) <= len(tokens)
+                and torch.equal(tokens[: len(cached)], cached)
+                and _goes_back(cache, len(cached))
+            ):
                 self._drop(number)
         while self.tokens + len(tokens) > self.limit:
             self._drop(next(iter(self._kept)))

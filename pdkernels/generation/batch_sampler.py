@@ -40,7 +40,7 @@ class BatchSampler:
         self, logits: Tensor, positions: Tensor, seeds: Tensor, step: Tensor | int, suppress: tuple[int, ...] = ()
     ) -> Tensor:
         """`Sampler.sample`, row by row."""
-        return self._drawn(lambda one, *rows: (one.sample(*rows, suppress),), logits, positions, seeds, step)[0]
+        return self._drawn(lambda sampler, *rows: (sampler.sample(*rows, suppress),), logits, positions, seeds, step)[0]
 
     def draw(
         self,
@@ -52,7 +52,9 @@ class BatchSampler:
         suppress: tuple[int, ...] = (),
     ) -> Tensor:
         """`Sampler.draw`, row by row."""
-        return self._drawn(lambda one, *rows: (one.draw(model, *rows, suppress),), hidden, positions, seeds, step)[0]
+        return self._drawn(
+            lambda sampler, *rows: (sampler.draw(model, *rows, suppress),), hidden, positions, seeds, step
+        )[0]
 
     def guess(
         self,
@@ -64,7 +66,9 @@ class BatchSampler:
         suppress: tuple[int, ...] = (),
     ) -> tuple[Tensor, Tensor]:
         """`Sampler.guess`, row by row."""
-        ids, probs = self._drawn(lambda one, *rows: one.guess(model, *rows, suppress), hidden, positions, seeds, step)
+        ids, probs = self._drawn(
+            lambda sampler, *rows: sampler.guess(model, *rows, suppress), hidden, positions, seeds, step
+        )
         return ids, probs
 
     def _drawn(self, draw: Callable[..., tuple[Tensor, ...]], *arguments: Tensor | int) -> tuple[Tensor, ...]:
@@ -93,9 +97,9 @@ class BatchSampler:
                     rows_of.setdefault(sampler, []).append(row)
             cheapest = min(rows_of, key=lambda sampler: sampler.temperature > 0, default=Sampler())
             rows_of.setdefault(cheapest, []).extend(row for row, sampler in enumerate(self._rows) if sampler is None)
-            several = len(rows_of) > 1
+            split = len(rows_of) > 1
             self._groups = [
-                (sampler, torch.tensor(rows).to(device, non_blocking=True) if several else None)
+                (sampler, torch.tensor(rows).to(device, non_blocking=True) if split else None)
                 for sampler, rows in rows_of.items()
             ]
         return self._groups

@@ -44,8 +44,8 @@ class TextCache:
         else:
             chosen = self.text.gather(1, self.slots(self.inner.lengths, 1) + source_index.clamp(min=0))
             slots = self.slots(self.inner.lengths, source_index.shape[1])
-            kept = torch.arange(source_index.shape[1], device=counts.device) < counts[:, None]
-            self.text.scatter_(1, slots, torch.where(kept, chosen, self.text.gather(1, slots)))
+            committed = torch.arange(source_index.shape[1], device=counts.device) < counts[:, None]
+            self.text.scatter_(1, slots, torch.where(committed, chosen, self.text.gather(1, slots)))
             self.inner.commit_(counts, source_index)
 
     def copy_row_(self, row: int, other: TextCache, other_row: int, length: int) -> None:
@@ -130,19 +130,19 @@ class FilteredModel:
 
     def _begin(self, tokens: Tensor, cache: Any, options: dict[str, Any], rows: Tensor | None) -> tuple[Any, Prefixes]:
         """The cache for the model, and what the rows see; notes the tokens of the new rows."""
-        whole, lengths, length = cache, cache.lengths, tokens.shape[1]
+        base, lengths, length = cache, cache.lengths, tokens.shape[1]
         index = None
         if isinstance(cache, CacheRows):
-            whole, index = cache.whole, cache.index
-        texts = whole.text if index is None else whole.text.index_select(0, index)
-        prompts = whole.prompts if index is None else whole.prompts.index_select(0, index)
+            base, index = cache.whole, cache.index
+        texts = base.text if index is None else base.text.index_select(0, index)
+        prompts = base.prompts if index is None else base.prompts.index_select(0, index)
         config, mask_token = self.model.config, getattr(self.model, "mask_token", None)
-        slots = whole.slots(lengths, length)
+        slots = base.slots(lengths, length)
         tokens = tokens.to(torch.int64)
         # What is written after the lengths counts from its commit on, if it comes to that.
         texts.scatter_(1, slots, tokens)
         if index is not None:
-            whole.text.index_copy_(0, index, texts)
+            base.text.index_copy_(0, index, texts)
         mask, offsets = options.get("mask"), options.get("positions")
         if mask is None:
             visible = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
@@ -157,11 +157,11 @@ class FilteredModel:
             place, guessing = place.gather(1, rows), guessing.gather(1, rows)
         slot = torch.arange(texts.shape[1], device=tokens.device)
         # Where a prompt runs in pieces, those after the first one are not generated either.
-        known, new = slot < lengths[:, None], (lengths > 0) & (lengths >= prompts)
+        cached, new = slot < lengths[:, None], (lengths > 0) & (lengths >= prompts)
         number = (place + 1 - guessing.long() - prompts[:, None]).clamp(min=0).masked_fill(~new[:, None], 0)
         prefixes = Prefixes(
             texts,
-            known if mask_token is None else known & (texts != mask_token),
+            cached if mask_token is None else cached & (texts != mask_token),
             slot >= prompts[:, None],
             lengths,
             tokens,

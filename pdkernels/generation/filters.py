@@ -61,9 +61,11 @@ class Filters:
     def any(self) -> bool:
         """Whether there is something to do."""
         names = "presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "forced_tokens", "suppress_tokens"
-        more = "begin_suppress_tokens", "allowed", "hooks"
+        other_names = "begin_suppress_tokens", "allowed", "hooks"
         waits = self.min_new_tokens > 0 and bool(self.end_tokens)
-        return self.repetition_penalty != 1 or waits or any(bool(getattr(self, name)) for name in (*names, *more))
+        return (
+            self.repetition_penalty != 1 or waits or any(bool(getattr(self, name)) for name in (*names, *other_names))
+        )
 
     @cached_property
     def _biases(self) -> dict[tuple[int, torch.device], Tensor]:
@@ -89,7 +91,7 @@ class Filters:
         """`logits` ``(batch, R, V)`` of rows, filtered: a copy, of at least float32, since rounded to 16 bits they would tie."""
         if hasattr(logits, "full_tensor"):  # a vocabulary in slices: the ids of a prefix are on all ranks
             logits = logits.full_tensor()
-        words, suppressed = self._bad_words(rows), self._suppressed(rows)
+        bad_words, suppressed = self._bad_words(rows), self._suppressed(rows)
         penalises = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
         counts, recent = rows.counted() if penalises else (None, None)
         logits = filter_logits(
@@ -97,7 +99,7 @@ class Filters:
             bias=self._bias(logits) if self.logit_bias else None,
             counts=counts,
             recent=recent,
-            banned=_listed(words if self.forced_tokens else words + suppressed),
+            banned=_listed(bad_words if self.forced_tokens else bad_words + suppressed),
             allowed=self.allowed(rows) if self.allowed is not None else None,
             repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty,
@@ -126,8 +128,8 @@ class Filters:
         tail = rows.tail(max(map(len, longer)) - 1) if longer else None
         for word in longer:
             assert tail is not None
-            known = tail[..., 1 - len(word) :] == _ids(word[:-1], tail)
-            banned.append(_where(word[-1:], known.all(-1)))
+            matches = tail[..., 1 - len(word) :] == _ids(word[:-1], tail)
+            banned.append(_where(word[-1:], matches.all(-1)))
         if self.min_new_tokens and self.end_tokens:
             banned.append(_where(self.end_tokens, rows.number < self.min_new_tokens))
         return banned
@@ -150,9 +152,9 @@ class Filters:
         for number, token in self.forced_tokens.items():
             target = target.masked_fill(rows.number == number, token)
         target = target[..., None]
-        others = torch.arange(logits.shape[-1], device=logits.device) != target
-        logits.masked_fill_(others & (target >= 0), -torch.inf)
-        logits.masked_fill_(~others, 0.0)
+        is_other = torch.arange(logits.shape[-1], device=logits.device) != target
+        logits.masked_fill_(is_other & (target >= 0), -torch.inf)
+        logits.masked_fill_(~is_other, 0.0)
 
     def _hooked(self, logits: Tensor, rows: Prefixes) -> Tensor:
         """Row by row: a hook may treat the rows of one call alike, and prefixes differ in length."""
@@ -180,15 +182,15 @@ def _answer(scores: Any, logits: Tensor) -> Tensor:
     return row
 
 
-def unpacked(words: Tensor, vocabulary: int) -> Tensor:
+def unpacked(packed: Tensor, vocabulary: int) -> Tensor:
     """The bits of `words` ``(..., ceil(V / 32))`` int32, the lowest first: bool ``(..., V)``.
 
     >>> unpacked(torch.tensor([[5]], dtype=torch.int32), 4)
     tensor([[ True, False,  True, False]])
     """
     # Bytes begin with the lowest bits on all machines that torch is built for.
-    octets = words.contiguous().view(torch.uint8)
-    return _octets(words.device).take(octets.long()).view(torch.bool)[..., :vocabulary]
+    octets = packed.contiguous().view(torch.uint8)
+    return _octets(packed.device).take(octets.long()).view(torch.bool)[..., :vocabulary]
 
 
 @lru_cache

@@ -26,19 +26,19 @@ class WrittenLogProbs:
         """Row r of `logits` ``(batch, R, V)`` gives the token ``ids[b, r]`` at ``positions[b, r]``, where ``where[b, r]``."""
         if hasattr(logits, "full_tensor"):
             logits = logits.full_tensor()
-        likely = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
         at = torch.where(where & (positions < self._none), positions, self._none)
-        own, top = likely.gather(-1, ids.clamp(min=0)[..., None])[..., 0], likely.topk(self.count, -1)
-        self._own.scatter_(1, at, own.to(self._own.dtype))
-        several = at[..., None].expand(-1, -1, self.count)
-        self._top.scatter_(1, several, top.values.to(self._top.dtype))
-        self._ids.scatter_(1, several, top.indices)
+        chosen, top = log_probs.gather(-1, ids.clamp(min=0)[..., None])[..., 0], log_probs.topk(self.count, -1)
+        self._own.scatter_(1, at, chosen.to(self._own.dtype))
+        slots = at[..., None].expand(-1, -1, self.count)
+        self._top.scatter_(1, slots, top.values.to(self._top.dtype))
+        self._ids.scatter_(1, slots, top.indices)
 
     def of(self, prompts: Sequence[list[int]], texts: Sequence[list[int]]) -> list[LogProbs]:
-        """Those of `texts`, which follow `prompts`; NaN for tokens that no forward wrote."""
+        """The log-probabilities of `texts`, which follow `prompts`; NaN for tokens that no forward wrote."""
         rows = [slice(len(prompt), len(prompt) + len(text)) for prompt, text in zip(prompts, texts, strict=True)]
-        columns = [part.cpu() for part in (self._own, self._ids, self._top)]
-        return [LogProbs(*(column[n, part] for column in columns)) for n, part in enumerate(rows)]
+        columns = [tensor.cpu() for tensor in (self._own, self._ids, self._top)]
+        return [LogProbs(*(column[n, places] for column in columns)) for n, places in enumerate(rows)]
 
 
 CHUNK = 64
@@ -61,26 +61,28 @@ def scored(
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     yield 0, run(packed, cache=cache, counts=lengths, rows=(lengths - 1)[:, None])
     cache.commit_(lengths)
-    left = torch.tensor([max(0, len(text) - 1) for text in texts], device=device)
+    remaining = torch.tensor([max(0, len(text) - 1) for text in texts], device=device)
     padded = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=device)
     for first in range(0, longest - 1, CHUNK):
         tokens = padded[:, first : min(first + CHUNK, longest - 1)].contiguous()
-        counts = (left - first).clamp(0, tokens.shape[1])
+        counts = (remaining - first).clamp(0, tokens.shape[1])
         yield first + 1, run(tokens, cache=cache, counts=counts)
         cache.commit_(counts)
 
 
 def log_probs(model: Any, prompts: Sequence[list[int]], texts: Sequence[list[int]], count: int) -> list[LogProbs]:
-    """Of each text: its tokens' log-probabilities, and the `count` largest of each place, under the model's own distribution."""
-    parts: list[list[tuple[Tensor, Tensor, Tensor]]] = [[] for _ in texts]
+    """The log-probabilities of each text's tokens, and the `count` largest of each place, under the model's own distribution."""
+    chunks: list[list[tuple[Tensor, Tensor, Tensor]]] = [[] for _ in texts]
     for first, logits in scored(model, prompts, texts):
         if hasattr(logits, "full_tensor"):
             logits = logits.full_tensor()
-        likely = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-        top = likely.topk(min(count, likely.shape[-1]), -1)
-        for rows, text, part in zip(range(len(texts)), texts, parts, strict=True):
-            ids = torch.tensor(text[first : first + likely.shape[1]], dtype=torch.int64, device=likely.device)
-            own = likely[rows, : len(ids)].gather(-1, ids[:, None])[:, 0]
-            part.append((own.cpu(), top.indices[rows, : len(ids)].cpu(), top.values[rows, : len(ids)].cpu()))
+        distribution = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        top = distribution.topk(min(count, distribution.shape[-1]), -1)
+        for rows, text, chunk in zip(range(len(texts)), texts, chunks, strict=True):
+            ids = torch.tensor(
+                text[first : first + distribution.shape[1]], dtype=torch.int64, device=distribution.device
+            )
+            chosen = distribution[rows, : len(ids)].gather(-1, ids[:, None])[:, 0]
+            chunk.append((chosen.cpu(), top.indices[rows, : len(ids)].cpu(), top.values[rows, : len(ids)].cpu()))
     empty = torch.zeros(0), torch.zeros(0, count, dtype=torch.int64), torch.zeros(0, count)
-    return [LogProbs(*(torch.cat(column) for column in zip(*(part or [empty]), strict=True))) for part in parts]
+    return [LogProbs(*(torch.cat(column) for column in zip(*(chunk or [empty]), strict=True))) for chunk in chunks]

@@ -89,8 +89,8 @@ def latents(model: Any, seeds: torch.Tensor) -> dict[str, Any]:
 def statistics(model: Any, hidden: torch.Tensor, **options: Any) -> TokenStatistics:
     """`token_statistics` of the logits of rows of `hidden`; without storing logits if the model can."""
     if hasattr(model, "statistics"):
-        found: TokenStatistics = model.statistics(hidden, **options)
-        return found
+        result: TokenStatistics = model.statistics(hidden, **options)
+        return result
     logits = model.logits(hidden)
     return token_statistics(logits, backend=backend_of(logits.dtype), **options)
 
@@ -132,9 +132,9 @@ def checked_seeds(op: str, seed: Seed, batch: int) -> torch.Tensor:
     if isinstance(seed, int) and not isinstance(seed, bool):
         seeds = [sequence_seed(seed, sequence) for sequence in range(batch)]
     else:
-        several = isinstance(seed, Sequence) and not isinstance(seed, (bytes, bytearray, memoryview))
-        several = several and all(type(number) is int for number in cast(Sequence[int], seed))
-        check_type(several, op, "seed", "be an int or a list of ints", type(seed).__name__)
+        is_list = isinstance(seed, Sequence) and not isinstance(seed, (bytes, bytearray, memoryview))
+        is_list = is_list and all(type(number) is int for number in cast(Sequence[int], seed))
+        check_type(is_list, op, "seed", "be an int or a list of ints", type(seed).__name__)
         seeds = list(cast(Sequence[int], seed))
         check(len(seeds) == batch, op, "seed", f"have one number for each of the {batch} sequences", len(seeds))
     return torch.tensor([(number + 2**63) % 2**64 - 2**63 for number in seeds])
@@ -161,8 +161,8 @@ def checked_number(op: str, name: str, value: float, maximum: float = math.inf) 
     return value
 
 
-def checked_name(op: str, name: str, value: Name, known: tuple[str, ...]) -> Name:
-    check_choice(op, name, value, known)
+def checked_name(op: str, name: str, value: Name, choices: tuple[str, ...]) -> Name:
+    check_choice(op, name, value, choices)
     return value
 
 
@@ -171,9 +171,9 @@ def checked_flag(op: str, name: str, value: bool) -> bool:
     return value
 
 
-def checked_mask_token(op: str, model: Any, given: int | None) -> int:
+def checked_mask_token(op: str, model: Any, mask_token: int | None) -> int:
     """The id of masked slots: `given`, or the model's own."""
-    token: Any = getattr(model, "mask_token", None) if given is None else given
+    token: Any = getattr(model, "mask_token", None) if mask_token is None else mask_token
     refuse(token is None, op, "the model has no mask token", "Pass mask_token, the id that it was trained to fill in.")
     check_type(type(token) is int, op, "mask_token", "be an int", type(token).__name__)
     vocabulary = model.config.vocab_size

@@ -163,9 +163,9 @@ def _count(minimum: int, optional: bool = False) -> Check:
 
 
 def _items(op: str, name: str, value: Any, expectation: str) -> list[Any]:
-    several = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping, torch.Tensor))
-    several = several and getattr(value, "ndim", 1) > 0
-    check_type(several, op, name, f"be {expectation}", type(value).__name__)
+    is_list = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping, torch.Tensor))
+    is_list = is_list and getattr(value, "ndim", 1) > 0
+    check_type(is_list, op, name, f"be {expectation}", type(value).__name__)
     return list(value)
 
 
@@ -243,9 +243,9 @@ def _seconds(op: str, name: str, value: Any) -> float | None:
 def _seed(op: str, name: str, value: Any) -> int | tuple[int, ...]:
     if isinstance(value, int) and type(value) is not bool:
         return value
-    several = isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview))
-    several = several and all(type(number) is int for number in value)
-    check_type(several, op, name, "be an int or a list of ints", type(value).__name__)
+    is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview))
+    is_list = is_list and all(type(number) is int for number in value)
+    check_type(is_list, op, name, "be an int or a list of ints", type(value).__name__)
     return tuple(value)
 
 

@@ -19,7 +19,7 @@ class Seen(NamedTuple):
     """What a grammar needs to know of `Prefixes`, on the host."""
 
     text: list[list[int]]
-    known: list[list[bool]]
+    filled: list[list[bool]]
     """Of canvases alone."""
     prompts: list[int]
     """The number of tokens of each prompt."""
@@ -40,7 +40,7 @@ class Prefixes(NamedTuple):
 
     text: Tensor
     """``(batch, S)`` int64: the tokens that all rows of a sequence see, in their order."""
-    known: Tensor
+    filled: Tensor
     """``(batch, S)`` bool: which of `text` are tokens; not masks, and nothing after the end."""
     generated: Tensor
     """``(batch, S)`` bool: which of these are not the prompt's."""
@@ -68,7 +68,7 @@ class Prefixes(NamedTuple):
         numbers = list(range(batch)) if self.sequences is None else self.sequences.tolist()
         seen = Seen(
             self.text.tolist(),
-            self.known.tolist() if new == 0 else [],
+            self.filled.tolist() if new == 0 else [],
             (~self.generated).sum(1).tolist(),
             self.length.tolist(),
             self.tokens.tolist(),
@@ -86,8 +86,8 @@ class Prefixes(NamedTuple):
         ids = self.text.clamp(0, self.vocabulary - 1)
         # The last column is for what does not count.
         table = ids.new_zeros(len(ids), self.vocabulary + 1, dtype=torch.int32)
-        table.scatter_add_(1, ids, (self.known & self.generated).int())
-        prompt = self.known & (table.gather(1, ids) == 0)
+        table.scatter_add_(1, ids, (self.filled & self.generated).int())
+        prompt = self.filled & (table.gather(1, ids) == 0)
         table.scatter_(1, ids.masked_fill(~prompt, self.vocabulary), -1)
         tokens, visible = self.tokens.clamp(0, self.vocabulary - 1), self.visible
         if self.mask_token is not None:

@@ -38,8 +38,8 @@ def token_lists(model: Any, prompt: Any, vocabulary: int) -> tuple[list[list[int
     if isinstance(prompt, Mapping):
         prompts, single = _of_tokenizer(prompt)
     else:
-        listed = _is_list(prompt) and (all(map(_is_id, prompt)) or _is_chat(prompt))
-        single = isinstance(prompt, str) or _is_array(prompt) or listed
+        is_one_list = _is_list(prompt) and (all(map(_is_id, prompt)) or _is_chat(prompt))
+        single = isinstance(prompt, str) or _is_array(prompt) or is_one_list
         if not single:
             check_type(
                 _is_list(prompt),
@@ -97,13 +97,13 @@ def _token_list(model: Any, prompt: Any) -> list[int]:
     if _is_chat(prompt):
         encode = getattr(model.tokenizer, "encode_chat", None)
         if encode is None:
-            words = "be no messages (the model has no chat template)"
-            fail(_OP, "prompt", words, "a chat", "Write the prompt as text.")
+            expectation = "be no messages (the model has no chat template)"
+            fail(_OP, "prompt", expectation, "a chat", "Write the prompt as text.")
         return list(encode(prompt))
     if _is_array(prompt):
         _check_integers("prompt", prompt)
-        one = prompt.ndim == 1 or (prompt.ndim == 2 and prompt.shape[0] == 1)
-        check(one, _OP, "prompt", "be a 1-D tensor", f"shape {tuple(prompt.shape)}", _AS_LIST)
+        is_single = prompt.ndim == 1 or (prompt.ndim == 2 and prompt.shape[0] == 1)
+        check(is_single, _OP, "prompt", "be a 1-D tensor", f"shape {tuple(prompt.shape)}", _AS_LIST)
         ids: list[int] = prompt.reshape(-1).tolist()
         return ids
     check_type(_is_list(prompt) and all(map(_is_id, prompt)), _OP, "prompt", _FORMS, type(prompt).__name__)
@@ -134,7 +134,7 @@ def _of_tokenizer(encoding: Mapping[str, Any]) -> tuple[list[list[int]], bool]:
     for row in counts:
         text = bytes(row).strip(b"\0") if set(row) <= {0, 1} else b"\0"
         check(b"\0" not in text, _OP, "prompt", "have ones in `attention_mask` and zeros around them", row)
-    return [[token for token, more in zip(row, on) if more] for row, on in zip(ids, counts)], single
+    return [[token for token, attended in zip(row, on) if attended] for row, on in zip(ids, counts)], single
 
 
 def _rows(name: str, value: Any) -> tuple[list[list[int]], bool]:
@@ -146,6 +146,6 @@ def _rows(name: str, value: Any) -> tuple[list[list[int]], bool]:
     check_type(_is_list(value), _OP, name, "be ids, or a list of lists of them", type(value).__name__)
     single = all(map(_is_id, value))
     rows = [value] if single else value
-    listed = all((_is_list(row) and all(map(_is_id, row))) or _is_array(row) for row in rows)
-    check_type(listed, _OP, name, "be ids, or a list of lists of them", "something else")
+    are_ids = all((_is_list(row) and all(map(_is_id, row))) or _is_array(row) for row in rows)
+    check_type(are_ids, _OP, name, "be ids, or a list of lists of them", "something else")
     return [[operator.index(item) for item in row] for row in rows], single

@@ -44,12 +44,12 @@ def special_names(model: Any) -> dict[int, str]:
     {5: '⟨end⟩', 7: '⟨mask⟩'}
     """
     tags = getattr(model, "plan_tokens", None)
-    found = dict.fromkeys(getattr(model, "end_tokens", ()), "⟨end⟩")
+    names = dict.fromkeys(getattr(model, "end_tokens", ()), "⟨end⟩")
     if tags is not None:
-        found |= {getattr(tags, name): f"⟨{name}⟩" for name in PlanTokens.control_names()}
+        names |= {getattr(tags, name): f"⟨{name}⟩" for name in PlanTokens.control_names()}
     if getattr(model, "mask_token", None) is not None:
-        found[model.mask_token] = "⟨mask⟩"
-    return found
+        names[model.mask_token] = "⟨mask⟩"
+    return names
 
 
 class Write(NamedTuple):
@@ -67,7 +67,7 @@ class Ghost(NamedTuple):
     lane: int
     position: int
     token: int | None
-    sure: float | None
+    confidence: float | None
 
 
 class Frame(NamedTuple):
@@ -86,28 +86,30 @@ def frames(trace: Sequence[Any], prompt: Sequence[int], tokens: Sequence[int]) -
     ['the prompt', '1 of 2 drafts accepted']
     """
     kind = type(trace[0]) if trace else TraceStep
-    made = list(_READERS[kind](trace, len(prompt)))
+    steps = list(_READERS[kind](trace, len(prompt)))
     if kind is ChunkStep:
-        return [Frame("the prompt and the first plan", [], []), *made]
+        return [Frame("the prompt and the first plan", [], []), *steps]
     # A forward may emit more tokens than requested.
-    made = [frame._replace(writes=[write for write in frame.writes if write.position < len(tokens)]) for frame in made]
-    written = {write.position for frame in made for write in frame.writes}
-    first = [Write(0, position, token, MODEL) for position, token in enumerate(tokens) if position not in written]
-    return [Frame("the prompt", first, []), *made]
+    steps = [
+        frame._replace(writes=[write for write in frame.writes if write.position < len(tokens)]) for frame in steps
+    ]
+    filled = {write.position for frame in steps for write in frame.writes}
+    first = [Write(0, position, token, MODEL) for position, token in enumerate(tokens) if position not in filled]
+    return [Frame("the prompt", first, []), *steps]
 
 
 def _drafted(trace: Sequence[TraceStep | LinearStep], prompt_len: int) -> Iterator[Frame]:
     position = 0  # of the draft's first token, which is already text
     for step in trace:
-        kept, drafts = step.accepted, len(step.draft) - 1
-        writes = [Write(0, position + i, step.draft[i], DRAFT) for i in range(1, kept)]
-        writes.append(Write(0, position + kept, step.predictions[kept - 1], MODEL))
-        ghosts = [Ghost(0, position + i, step.draft[i], None) for i in range(kept + 1, len(step.draft))]
-        note = f"{kept - 1} of {drafts} drafts accepted" if drafts else "one token"
+        accepted, drafts = step.accepted, len(step.draft) - 1
+        writes = [Write(0, position + i, step.draft[i], DRAFT) for i in range(1, accepted)]
+        writes.append(Write(0, position + accepted, step.predictions[accepted - 1], MODEL))
+        ghosts = [Ghost(0, position + i, step.draft[i], None) for i in range(accepted + 1, len(step.draft))]
+        note = f"{accepted - 1} of {drafts} drafts accepted" if drafts else "one token"
         if isinstance(step, LinearStep):
             note += f", {step.forwards} forwards"
         yield Frame(note, writes, ghosts)
-        position += kept
+        position += accepted
 
 
 def _denoised(trace: Sequence[DenoiseStep], prompt_len: int) -> Iterator[Frame]:
@@ -130,8 +132,8 @@ def _masked(trace: Sequence[MaskedStep], prompt_len: int) -> Iterator[Frame]:
     for step in trace:
         writes = [Write(0, position - prompt_len, token, FILLED) for position, token in step.committed.items()]
         ghosts = [
-            Ghost(0, position - prompt_len, None, sure)
-            for position, sure in step.confidence.items()
+            Ghost(0, position - prompt_len, None, confidence)
+            for position, confidence in step.confidence.items()
             if position not in step.committed
         ]
         first, last = step.window
@@ -207,7 +209,7 @@ def _sequence(
             "note": frame.note,
             "writes": [[write.lane, write.position, text(write.token), write.kind] for write in frame.writes],
             "ghosts": [
-                [ghost.lane, ghost.position, None if ghost.token is None else text(ghost.token), ghost.sure]
+                [ghost.lane, ghost.position, None if ghost.token is None else text(ghost.token), ghost.confidence]
                 for ghost in frame.ghosts
             ],
             "window": frame.window,
@@ -221,7 +223,7 @@ def _sequence(
 def write_page(
     path: str | PathLike[str],
     title: str,
-    facts: dict[str, Any],
+    summary: dict[str, Any],
     source: Source,
     trace: Sequence[Sequence[Any]],
     rounds: Sequence[Sequence[Any]] | None,
@@ -242,7 +244,7 @@ def write_page(
         for number, (steps, prompt, tokens) in enumerate(zip(trace, source.prompts, source.tokens, strict=True))
     ]
     # No text can close the script's element.
-    data = json.dumps({"facts": facts, "sequences": sequences}, ensure_ascii=False).replace("<", "\\u003c")
+    data = json.dumps({"facts": summary, "sequences": sequences}, ensure_ascii=False).replace("<", "\\u003c")
     page = files("pdkernels.generation").joinpath("replay.html").read_text(encoding="utf-8")
     page = page.replace("{{title}}", html.escape(title)).replace("{{data}}", data)
     Path(path).write_text(page, encoding="utf-8")

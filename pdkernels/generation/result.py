@@ -163,6 +163,6 @@ class DecodeResult(Generic[Tokens, Text]):
         if self._source is None or stats.trace is None:
             raise ValueError(sentence(op, "the result has no trace to replay", remedy))
         topics = None if stats.plans is None else [plan.rounds for plan in stats.plans]
-        facts = {"method": stats.method, "forwards": stats.forwards, "tokens": stats.tokens}
-        facts |= {"tokens per forward": round(stats.tokens_per_forward, 2), "seconds": round(stats.seconds, 3)}
-        write_page(path, title or stats.method, facts, self._source, stats.trace, topics)
+        summary = {"method": stats.method, "forwards": stats.forwards, "tokens": stats.tokens}
+        summary |= {"tokens per forward": round(stats.tokens_per_forward, 2), "seconds": round(stats.seconds, 3)}
+        write_page(path, title or stats.method, summary, self._source, stats.trace, topics)

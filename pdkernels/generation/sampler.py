@@ -55,7 +55,7 @@ class Sampler(NamedTuple):
         """The sampler of a request."""
         values = params.temperature, params.top_k, params.top_p, params.min_p, params.typical_p
         neutral = cls()
-        return cls(*(own if value is None else value for value, own in zip(values, neutral)), top_p_rule)
+        return cls(*(default if value is None else value for value, default in zip(values, neutral)), top_p_rule)
 
     @property
     def when_drawing(self) -> Sampler:

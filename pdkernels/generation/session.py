@@ -145,14 +145,14 @@ class Session:
 
         Up to `drafts` rows of a forward may be rejected, which matters to recurrent states. The `options` are the model's own.
         """
-        batch, more = copies * self.batch, self.max_new_tokens + extra
+        batch, length = copies * self.batch, self.max_new_tokens + extra
         paged: dict[str, Any] = {} if page_size is None else {"kind": "paged", "page_size": page_size}
         if self.pool is not None:
-            return self.model.new_cache(batch, self.longest + more, pool=self.pool, **options)
-        cache = self.model.new_cache(batch, self.longest + more, **paged, **options)
+            return self.model.new_cache(batch, self.longest + length, pool=self.pool, **options)
+        cache = self.model.new_cache(batch, self.longest + length, **paged, **options)
         if page_size is not None:
             # All pages at once, so that the loop never needs the host-side allocator.
-            cache.reserve_([len(prompt) + more for prompt in self.prompts] * copies)
+            cache.reserve_([len(prompt) + length for prompt in self.prompts] * copies)
         if drafts and hasattr(cache, "reserve_drafts_"):
             cache.reserve_drafts_(drafts)
         return cache
@@ -205,33 +205,33 @@ class Session:
 
     def extend(self, sequence: int, new: list[int]) -> list[int]:
         """Puts tokens on record, up to the one that ends the text, and returns those; `stopped` says whether one did."""
-        known = self.tokens[sequence]
-        found = None
+        recorded = self.tokens[sequence]
+        end = None
         if self.stops.any:
-            whole = [*known, *new]
-            found = self.stops.first(self.prompts[sequence], whole, len(known), self.model.tokenizer, self.text_of)
-        kept = list(new) if found is None else new[: found - len(known)]
-        self.tokens[sequence] += kept
-        self.stopped[sequence] = found is not None
-        return kept
+            tokens = [*recorded, *new]
+            end = self.stops.first(self.prompts[sequence], tokens, len(recorded), self.model.tokenizer, self.text_of)
+        accepted = list(new) if end is None else new[: end - len(recorded)]
+        self.tokens[sequence] += accepted
+        self.stopped[sequence] = end is not None
+        return accepted
 
-    def stop_(self, left: list[Any], *device: torch.Tensor) -> None:
+    def stop_(self, remaining: list[Any], *device: torch.Tensor) -> None:
         """Writes 0 for the sequences that one of `stops` has ended, into what is `left` of each on the host and on the device."""
         for sequence, stopped in enumerate(self.stopped):
             if stopped:
-                left[sequence] = type(left[sequence])(0)
+                remaining[sequence] = type(remaining[sequence])(0)
                 for tensor in device:
                     tensor[sequence] = 0
 
     def plain(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits of the last forward before filters, if log-probabilities are wanted: `logits` where there are no filters."""
-        found: torch.Tensor | None = getattr(self.model, "plain", None) if self.likely is not None else None
-        return logits if found is None else found
+        unfiltered: torch.Tensor | None = getattr(self.model, "plain", None) if self.likely is not None else None
+        return logits if unfiltered is None else unfiltered
 
-    def note(self, plain: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor, where: torch.Tensor) -> None:
+    def note(self, unfiltered: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor, where: torch.Tensor) -> None:
         """Keeps the log-probabilities of tokens that a forward writes, if they are wanted; see `WrittenLogProbs.write_`."""
         if self.likely is not None:
-            self.likely.write_(plain, ids, positions, where)
+            self.likely.write_(unfiltered, ids, positions, where)
 
     def forced(self, rooms: Sequence[int]) -> list[list[int]]:
         """The tokens after those on record that the grammars leave no choice about, of each sequence at most as many as its room."""
@@ -251,7 +251,7 @@ class Session:
 
     def fail_without_choice(self, sequence: int) -> NoReturn:
         """Raises for logits from which no token can be chosen."""
-        known = len(self.tokens[sequence])
-        words = f"the model's logits leave no token to choose: NaN, +inf or only -inf in sequence {sequence}, after {known} new tokens"
+        count = len(self.tokens[sequence])
+        fault = f"the model's logits leave no token to choose: NaN, +inf or only -inf in sequence {sequence}, after {count} new tokens"
         remedy = "Look for NaN in its weights, for overflow in fp16, or for a mask or hook that forbids every token."
-        raise ValueError(sentence("decoding.generate", words, remedy))
+        raise ValueError(sentence("decoding.generate", fault, remedy))

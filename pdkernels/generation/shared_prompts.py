@@ -15,10 +15,10 @@ def continued(
     """The logits of `rows` of a forward over whole prompts into an empty cache, which holds the first `before` ``(batch,)`` tokens of
     each, at least `shortest`. Rows do not depend on how a text is split into forwards. The caller commits whole prompts."""
     place = before[:, None] + torch.arange(tokens.shape[1] - shortest, device=tokens.device)
-    rest = tokens.gather(1, place.clamp(max=tokens.shape[1] - 1))
+    suffix = tokens.gather(1, place.clamp(max=tokens.shape[1] - 1))
     counts = torch.full_like(before, tokens.shape[1]) if counts is None else counts
     cache.lengths.copy_(before)
-    logits: Tensor = model(rest, cache=cache, counts=counts - before, rows=rows - before[:, None])
+    logits: Tensor = model(suffix, cache=cache, counts=counts - before, rows=rows - before[:, None])
     cache.lengths.zero_()
     return logits
 
@@ -50,8 +50,8 @@ class SharedPrompts:
     def __call__(
         self, tokens: Tensor, *, cache: Any, counts: Tensor | None = None, rows: Tensor | None = None, **options: Any
     ) -> Tensor:
-        given = {name: value for name, value in options.items() if value is not None and value is not False}
-        if self._fresh and rows is not None and not given and hasattr(cache, "copy_row_"):
+        active = {name: value for name, value in options.items() if value is not None and value is not False}
+        if self._fresh and rows is not None and not active and hasattr(cache, "copy_row_"):
             self._fresh = False
             return self._continued(tokens, cache, counts, rows)
         self._fresh = False
@@ -67,12 +67,12 @@ class SharedPrompts:
     def _continued(self, tokens: Tensor, cache: Any, counts: Tensor | None, rows: Tensor) -> Tensor:
         shared = [len(prompt) - 1 for prompt in self._prompts]
         width, device = max(shared), tokens.device
-        known = torch.tensor(shared).to(device, non_blocking=True)
+        cached = torch.tensor(shared).to(device, non_blocking=True)
         if width > 0:
-            own = self.model.new_cache(len(shared), width)
-            last = (known - 1).clamp(min=0)[:, None]
-            self.model(tokens[:: self._count, :width].contiguous(), cache=own, counts=known, rows=last)
+            prompt_cache = self.model.new_cache(len(shared), width)
+            last = (cached - 1).clamp(min=0)[:, None]
+            self.model(tokens[:: self._count, :width].contiguous(), cache=prompt_cache, counts=cached, rows=last)
             for sequence in range(len(tokens)):
                 prompt = sequence // self._count
-                cache.copy_row_(sequence, own, prompt, shared[prompt])
-        return continued(self.model, tokens, cache, counts, rows, known.repeat_interleave(self._count), min(shared))
+                cache.copy_row_(sequence, prompt_cache, prompt, shared[prompt])
+        return continued(self.model, tokens, cache, counts, rows, cached.repeat_interleave(self._count), min(shared))

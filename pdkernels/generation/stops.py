@@ -20,9 +20,9 @@ Criterion = Callable[[torch.Tensor, Any], Any]
 
 
 def first_stop(
-    tokens: list[int], known: int, stops: Sequence[str], tokenizer: Any, text_of: Callable[..., str] | None = None
+    tokens: list[int], checked: int, stops: Sequence[str], tokenizer: Any, text_of: Callable[..., str] | None = None
 ) -> int | None:
-    """How many of `tokens` it takes for their text to hold one of `stops`, where the first `known` do not; None: it does not.
+    """How many of `tokens` it takes for their text to hold one of `stops`, where the first `checked` do not; None: it does not.
 
     Special tokens are part of that text, although decoded texts leave them out: a stop string may be or contain one. `text_of`
     is the session's, of tokens that are not all text.
@@ -33,19 +33,19 @@ def first_stop(
     >>> first_stop(list(b"one, two, six"), 4, [", s", "wo"], Letters()), first_stop([65, 66], 1, ["AA"], Letters())
     (8, None)
     """
-    if not stops or known == len(tokens):
+    if not stops or checked == len(tokens):
         return None
     # Most texts have no stop string, which is visible from their end: the new tokens, and as many characters as a stop string has.
-    longest, first = max(map(len, stops)) + 8, known
+    longest, first = max(map(len, stops)) + 8, checked
     decode = getattr(tokenizer, "decode_all", tokenizer.decode)
     if text_of is not None:
         decode, first = partial(text_of, decode=decode), 0  # what is text depends on all tokens before
-    while first > 0 and len(decode(tokens[first:known])) < longest:
+    while first > 0 and len(decode(tokens[first:checked])) < longest:
         first = max(0, first - longest)
-    part = decode(tokens[first:])
-    if not any(stop in part for stop in stops):
+    suffix = decode(tokens[first:])
+    if not any(stop in suffix for stop in stops):
         return None
-    ends = range(known + 1, len(tokens) + 1)
+    ends = range(checked + 1, len(tokens) + 1)
     return next((end for end in ends if any(stop in decode(tokens[:end]) for stop in stops)), None)
 
 
@@ -86,18 +86,18 @@ class Stops:
         self,
         prompt: list[int],
         tokens: list[int],
-        known: int,
+        checked: int,
         tokenizer: Any,
         text_of: Callable[..., str] | None = None,
     ) -> int | None:
-        """How many of `tokens` a text has when it ends, where the first `known` did not end it; None: they do not end it."""
-        found = first_stop(tokens, known, self.strings, tokenizer, text_of)
-        ends = [] if found is None else [found]
-        for end in range(known + 1, len(tokens) + 1) if self.sequences else ():
+        """How many of `tokens` a text has when it ends, where the first `checked` did not end it; None: they do not end it."""
+        string_end = first_stop(tokens, checked, self.strings, tokenizer, text_of)
+        ends = [] if string_end is None else [string_end]
+        for end in range(checked + 1, len(tokens) + 1) if self.sequences else ():
             if any(tuple(tokens[max(0, end - len(stop)) : end]) == stop for stop in self.sequences):
                 ends.append(end)
                 break
-        for end in range(known + 1, min([*ends, len(tokens)]) + 1) if self.criteria else ():
+        for end in range(checked + 1, min([*ends, len(tokens)]) + 1) if self.criteria else ():
             text = torch.tensor([prompt + tokens[:end]])
             if any(_holds(criterion(text, None)) for criterion in self.criteria):
                 ends.append(end)

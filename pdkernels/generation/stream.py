@@ -74,14 +74,14 @@ class Stream(Iterator[Piece]):
         if self._done:
             raise StopIteration
         self._refuse_itself()
-        found = self._pieces.get()
-        if isinstance(found, tuple):
-            return Piece(found[0], found[1], self._added(found[0], found[1]), found[2])
+        item = self._pieces.get()
+        if isinstance(item, tuple):
+            return Piece(item[0], item[1], self._added(item[0], item[1]), item[2])
         self._done = True
         self._thread.join()
-        if isinstance(found, BaseException):
-            raise found
-        self.result = found
+        if isinstance(item, BaseException):
+            raise item
+        self.result = item
         self._rest = [*self._incomplete()]
         return self.__next__()
 
@@ -94,8 +94,8 @@ class Stream(Iterator[Piece]):
 
     def _after_fork(self) -> None:
         self._closed, self._pieces = threading.Event(), queue.SimpleQueue()
-        words = "this process is a fork of the one that generates, whose thread it does not have"
-        self._pieces.put(RuntimeError(sentence(_OP, words, "Start a stream here.")))
+        fault = "this process is a fork of the one that generates, whose thread it does not have"
+        self._pieces.put(RuntimeError(sentence(_OP, fault, "Start a stream here.")))
 
     def _refuse_itself(self) -> None:
         if self._thread.is_current:
@@ -120,9 +120,9 @@ class Stream(Iterator[Piece]):
     def _added(self, sequence: int, ids: list[int]) -> str | None:
         if self._tokenizer is None:
             return None
-        known = self._ids.setdefault(sequence, [])
-        known += ids
-        before, text = self._text.get(sequence, ""), str(self._tokenizer.decode(known))
+        sequence_ids = self._ids.setdefault(sequence, [])
+        sequence_ids += ids
+        before, text = self._text.get(sequence, ""), str(self._tokenizer.decode(sequence_ids))
         if text.endswith("\ufffd") or not text.startswith(before):
             return ""
         self._text[sequence] = text

@@ -116,7 +116,7 @@ def arrivals(name: str, seed: int, count: int, **more: Any) -> EngineMetrics:
     assert metrics.accepted_tokens == sum(piece.accepted for one in sent for piece in one.handle.pieces)
     for one in sent:
         one.compare(model)
-    if (pages := engine._memory.known) is not None:
+    if (pages := engine._memory.shared_pages) is not None:
         # Earlier texts hold a page each, and nobody else any.
         assert metrics.used_pages == len(pages._known) and metrics.shared_pages == 0
     return metrics
@@ -160,13 +160,13 @@ def test_a_batch_grows_with_its_requests_and_shrinks_again() -> None:
     with Engine(model, max_running=4, max_prompt_tokens=20, max_new_tokens=120) as engine:
         long = engine.submit("import os\n", max_new_tokens=120, end_tokens=())
         next(iter(long))
-        lane = next(iter(engine._lanes.values()))
-        assert lane.batch is not None and len(lane.batch.sessions) == 1
+        method_batch = next(iter(engine._method_batches.values()))
+        assert method_batch.batch is not None and len(method_batch.batch.sessions) == 1
         short = [engine.submit("def f(", max_new_tokens=30, end_tokens=()) for _ in range(3)]
         for one in short:
             one.result(60)
         long.result(60)
-        assert max(lane._batches) == 4 and len(lane.batch.sessions) == 1
+        assert max(method_batch._batches) == 4 and len(method_batch.batch.sessions) == 1
 
 
 def test_a_batch_has_settings_for_each_of_its_requests() -> None:

@@ -244,15 +244,15 @@ def test_a_callback_may_submit_and_cancel_and_close() -> None:
 
 def test_a_dead_engine_fails_its_requests_and_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, told = Engine(pd.models.load("tiny-code"), max_running=1, max_new_tokens=8), threading.Event()
-    begun = engine.submit("def f(", on_tokens=lambda *_: told.wait(60), **LIMIT)
+    prefilling = engine.submit("def f(", on_tokens=lambda *_: told.wait(60), **LIMIT)
     waiting = engine.submit("import os\n", **LIMIT)
 
     def dies() -> None:
         raise SystemExit("no more")
 
-    monkeypatch.setattr(engine, "_open_lanes", dies)
+    monkeypatch.setattr(engine, "_open_batches", dies)
     told.set()
-    for handle in (begun, waiting):
+    for handle in (prefilling, waiting):
         with pytest.raises(RuntimeError, match=r"the engine has ended: SystemExit\('no more'\) ended its thread"):
             handle.result(60)
         with pytest.raises(RuntimeError, match="the engine has ended"):

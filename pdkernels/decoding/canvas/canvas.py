@@ -165,26 +165,26 @@ class Canvas(CanvasRecord):
 
     def open(self, windows: Sequence[Window], columns: Sequence[Sequence[int]] = ()) -> Step:
         """Masked positions in a window of each sequence, as of the last poll, and other `columns` of numbers, in one copy."""
-        mask, lines, found = self.mask_token, [], []
+        mask, lines, masked = self.mask_token, [], []
         for start, answer, window, taking in zip(self.starts, self.answers, windows, self._part, strict=True):
             first, last = window if taking else (window[0], window[0])
             lines.append([start + first, start + last])
-            found.append([start + n for n in range(max(first, 0), min(last, len(answer))) if answer[n] == mask])
-        width = max(map(len, found))
-        full = min(map(len, found)) == width
-        for sequence, (line, positions) in enumerate(zip(lines, found, strict=True)):
+            masked.append([start + n for n in range(max(first, 0), min(last, len(answer))) if answer[n] == mask])
+        width = max(map(len, masked))
+        full = min(map(len, masked)) == width
+        for sequence, (line, positions) in enumerate(zip(lines, masked, strict=True)):
             line += [column[sequence] for column in columns]
             line += positions + [-1] * (width - len(positions))
             line.append(self._numbers[sequence])
         packed = to_device_async(lines, self.tokens.device)
-        number, more = self._number(), 2 + len(columns)
+        number, last_column = self._number(), 2 + len(columns)
         return self._read(
             Step(
                 packed[:, :2],
-                packed[:, more:-1],
+                packed[:, last_column:-1],
                 full,
                 packed[:, -1:] if number is None else number,
-                tuple(packed[:, 2:more].unbind(1)) if columns else (),
+                tuple(packed[:, 2:last_column].unbind(1)) if columns else (),
             )
         )
 
@@ -194,12 +194,12 @@ class Canvas(CanvasRecord):
         For forwards in which all active sequences take part.
         """
         if self._span is None or self._span[0] != (first, last):
-            ends = [min(last, own) if on else first for own, on in zip(self._limits, self.active, strict=True)]
+            ends = [min(last, limit) if on else first for limit, on in zip(self._limits, self.active, strict=True)]
             rows = [[n + first, n + end] for n, end in zip(self.starts, ends, strict=True)]
             windows = to_device_async(rows, self.tokens.device)
-            inside = (self._position >= windows[:, :1]) & (self._position < windows[:, 1:])
+            in_window = (self._position >= windows[:, :1]) & (self._position < windows[:, 1:])
             # The largest ranks come first: positions ascend, and what is outside or not masked has rank 0.
-            ranks = (self._position.shape[0] - self._position) * inside
+            ranks = (self._position.shape[0] - self._position) * in_window
             self._span = (first, last), Step(windows, windows, False, 0), ranks
         _, step, ranks = self._span
         top = torch.where(self.tokens == self.mask_token, ranks, 0).topk(bound).values
@@ -236,37 +236,39 @@ class Canvas(CanvasRecord):
         hidden = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1]))
         filters = self._session.filters
         cuts = sampling.sampler.cuts
-        likely = self._session.likely is not None
-        if not (sampling.guidance or sampling.late or cuts or filters.any or self.logits_hook or likely):
+        wants_logprobs = self._session.likely is not None
+        if not (sampling.guidance or sampling.late or cuts or filters.any or self.logits_hook or wants_logprobs):
             guesses = statistics(model, hidden, **self._options(step))
             self._look_for_broken(guesses, step)
             return guesses
         # These options need sums of logits, two distributions or the best tokens: the logits are computed once.
         logits = model.logits(hidden)
-        if likely:
-            parts = logits.split(len(step.positions))
-            self._plain = logits.clone() if len(parts) == 1 else parts[0] + sampling.guidance * (parts[-2] - parts[-1])
+        if wants_logprobs:
+            streams = logits.split(len(step.positions))
+            self._plain = (
+                logits.clone() if len(streams) == 1 else streams[0] + sampling.guidance * (streams[-2] - streams[-1])
+            )
         if filters.any and not sampling.guidance:
             logits = filters.apply(logits, self._prefixes(step))
         if sampling.guidance:
             # Penalties belong to the model. What is impossible stays so: two -inf have no difference.
             if filters.finite.any:
                 logits = filters.finite.apply(logits, self._prefixes(step, len(logits) // len(self.tokens)))
-            parts = logits.split(len(step.positions))
-            logits = parts[0] + sampling.guidance * (parts[-2] - parts[-1])
+            streams = logits.split(len(step.positions))
+            logits = streams[0] + sampling.guidance * (streams[-2] - streams[-1])
             if filters.exclusions.any:
                 logits = filters.exclusions.apply(logits, self._prefixes(step))
         if self.logits_hook is not None:
             before = logits.shape
             logits = self.logits_hook(self._session.forwards - 1, self.tokens, step.positions, logits)
             actual: Any = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
-            words = f"return logits of shape {tuple(before)}"
-            check(actual == tuple(before), "decoding.dream", "logits_hook", words, actual)
+            expectation = f"return logits of shape {tuple(before)}"
+            check(actual == tuple(before), "decoding.dream", "logits_hook", expectation, actual)
         if self._session.grammar is not None:
             self._guessed = self._what_is_guessed(step, logits)
         options = self._options(step)
-        kept = self._cut(logits, options) if cuts else logits
-        guesses = token_statistics(kept, backend=self._backend, **options)
+        cut_logits = self._cut(logits, options) if cuts else logits
+        guesses = token_statistics(cut_logits, backend=self._backend, **options)
         if cuts and sampling.distribution == "model":
             guesses = self._as_model(guesses, logits)
         self._look_for_broken(guesses, step)
@@ -276,12 +278,12 @@ class Canvas(CanvasRecord):
             guesses = guesses._replace(ids=ids, probs=probs)
         if sampling.late:
             options["suppress"] += sampling.late
-            sure = token_statistics(kept, backend=self._backend, **options)
+            unlate = token_statistics(cut_logits, backend=self._backend, **options)
             if cuts:
                 for token in sampling.late:
                     suppress_(logits, token)
-                sure = self._as_model(sure, logits)
-            guesses = guesses._replace(probs=sure.probs.masked_fill(is_end(guesses.ids, self._late), 0))
+                unlate = self._as_model(unlate, logits)
+            guesses = guesses._replace(probs=unlate.probs.masked_fill(is_end(guesses.ids, self._late), 0))
         return guesses
 
     def _cut(self, logits: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
@@ -296,20 +298,22 @@ class Canvas(CanvasRecord):
 
     def _as_model(self, guesses: TokenStatistics, logits: torch.Tensor) -> TokenStatistics:
         """`guesses` from filtered logits, with their confidence in the distribution before."""
-        whole = token_statistics(logits, top_k=1, backend=self._backend)
-        probs = guesses.probs * (guesses.logsumexp - whole.logsumexp).exp()
-        return guesses._replace(probs=probs.masked_fill(guesses.ids < 0, 0), margin=whole.margin, entropy=whole.entropy)
+        unfiltered = token_statistics(logits, top_k=1, backend=self._backend)
+        probs = guesses.probs * (guesses.logsumexp - unfiltered.logsumexp).exp()
+        return guesses._replace(
+            probs=probs.masked_fill(guesses.ids < 0, 0), margin=unfiltered.margin, entropy=unfiltered.entropy
+        )
 
     def _canvases(self) -> list[torch.Tensor]:
         """The positions of each sequence after its prompt."""
         bounds = zip(self.tokens, self.starts, self._limits, strict=True)
-        return [row[start : start + own] for row, start, own in bounds]
+        return [row[start : start + limit] for row, start, limit in bounds]
 
     def _what_is_guessed(self, step: Step, logits: torch.Tensor) -> Guessed:
         """For a grammar: the guesses of a forward, and how a token is drawn again from what is left of a row."""
         sampling, backend = self.sampling, self._backend
 
-        def draw(sequence: int, row: int, left: torch.Tensor) -> torch.Tensor:
+        def draw(sequence: int, row: int, allowed: torch.Tensor) -> torch.Tensor:
             options = self._options(step._replace(full=True))
             for name in ("seed", "step", "positions"):
                 value = options.get(name)
@@ -317,8 +321,8 @@ class Canvas(CanvasRecord):
                     value = value.expand(len(step.positions), -1)[sequence : sequence + 1]
                     options[name] = value[:, row : row + 1] if value.shape[1] > 1 else value
             if sampling.sampler.cuts:
-                left = self._cut(left, options)
-            return token_statistics(left, backend=backend, **options).ids
+                allowed = self._cut(allowed, options)
+            return token_statistics(allowed, backend=backend, **options).ids
 
         starts = torch.tensor(self.starts, device=logits.device)[:, None]
         places = (step.positions - starts).masked_fill(step.positions < 0, -1)
@@ -326,22 +330,22 @@ class Canvas(CanvasRecord):
 
     def _prefixes(self, step: Step, copies: int = 1) -> Prefixes:
         """What the rows of `step` see: the whole canvas; the last of several `copies` is without the prompt."""
-        text, given = self.tokens.repeat(copies, 1), self.given.repeat(copies, 1)
-        known = (self._position < self.totals[:, None]).repeat(copies, 1) & (text != self.mask_token)
+        text, prompt = self.tokens.repeat(copies, 1), self.given.repeat(copies, 1)
+        filled = (self._position < self.totals[:, None]).repeat(copies, 1) & (text != self.mask_token)
         if copies > 1:
-            known[-len(self.tokens) :] &= ~self.given
+            filled[-len(self.tokens) :] &= ~self.given
         positions, size = step.positions.repeat(copies, 1), len(text)
         number = (positions - self.prompt_lengths.repeat(copies)[:, None]).clamp(min=0)
         return Prefixes(
             text,
-            known,
-            ~given,
+            filled,
+            ~prompt,
             self.totals.repeat(copies),
             text.new_zeros(size, 0),
-            known.new_zeros(size, positions.shape[1], 0),
-            known.new_ones(size),
+            filled.new_zeros(size, positions.shape[1], 0),
+            filled.new_ones(size),
             number,
-            known.new_ones(positions.shape),
+            filled.new_ones(positions.shape),
             self._session.model.config.vocab_size,
             self.mask_token,
             seen=step.seen if copies == 1 else None,
@@ -372,15 +376,15 @@ class Canvas(CanvasRecord):
         step: Step,
         ids: torch.Tensor,
         confidence: torch.Tensor | None,
-        shown: torch.Tensor | None = None,
+        displayed: torch.Tensor | None = None,
         **rule: Any,
     ) -> Unmasked:
         """Fills in the most confident positions of `step` by the `rule` of `unmask_` (quota, threshold, min_count, factor, strict).
 
-        A `confidence` of None: random positions. The trace has `shown` in place of it, if that is given.
+        A `confidence` of None: random positions. The trace has `displayed` in place of it, if that is given.
         """
         if self._session.trace is not None:
-            scores = self.turns(step) if confidence is None else confidence if shown is None else shown
+            scores = self.turns(step) if confidence is None else confidence if displayed is None else displayed
             self._records.append(Record(self.tokens.clone(), self._part, step.windows, step.positions, scores))
         done = self.fill(step, ids, confidence, **rule)
         self._parts.append(self._part)
@@ -390,7 +394,7 @@ class Canvas(CanvasRecord):
     def fill(self, step: Step, ids: torch.Tensor, confidence: torch.Tensor | None, **rule: Any) -> Unmasked:
         """`commit` without the record."""
         before = None if self._guessed is None else [canvas.tolist() for canvas in self._canvases()]
-        shown = self.turns(step) if confidence is None and before is not None else confidence
+        ranking = self.turns(step) if confidence is None and before is not None else confidence
         if confidence is None:
             number = step.number
             rule |= {"seed": self.seeds, "step": number if isinstance(number, int) else number[:, 0]}
@@ -404,13 +408,11 @@ class Canvas(CanvasRecord):
             backend=self._backend,
             **rule,
         )
-        if before is not None and self._guessed is not None and shown is not None:
-            settle_(self._session.grammar, self._canvases(), before, self._guessed, shown)
+        if before is not None and self._guessed is not None and ranking is not None:
+            settle_(self._session.grammar, self._canvases(), before, self._guessed, ranking)
         if self._plain is not None:
-            written = self.tokens.gather(1, step.positions.clamp(min=0))
-            self._session.note(
-                self._plain, written, step.positions, (step.positions >= 0) & (written != self.mask_token)
-            )
+            tokens = self.tokens.gather(1, step.positions.clamp(min=0))
+            self._session.note(self._plain, tokens, step.positions, (step.positions >= 0) & (tokens != self.mask_token))
         return done
 
     def turns(self, step: Step) -> torch.Tensor:
@@ -420,8 +422,8 @@ class Canvas(CanvasRecord):
     def rewrite(self, texts: torch.Tensor, last: Sequence[bool]) -> None:
         """Takes over `texts` ``(batch, L)`` of the sequences that take part, but not prompts, and no masks in the `last` step of one."""
         actual: Any = tuple(texts.shape) if isinstance(texts, torch.Tensor) else type(texts).__name__
-        words = f"return texts of shape {tuple(self.tokens.shape)}"
-        check(actual == tuple(self.tokens.shape), "decoding.dream", "tokens_hook", words, actual)
+        expectation = f"return texts of shape {tuple(self.tokens.shape)}"
+        check(actual == tuple(self.tokens.shape), "decoding.dream", "tokens_hook", expectation, actual)
         flags = to_device_async(
             [[on, final] for on, final in zip(self._part, last, strict=True)], self.tokens.device
         ).bool()
@@ -448,31 +450,31 @@ class Canvas(CanvasRecord):
         hidden = hidden.gather(1, rows.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1]))
         logits = suppress_(self._session.model.logits(hidden), self.mask_token).double()
         at = positions.clamp(min=0)
-        held = self.tokens.gather(1, at)
-        likely = logits.log_softmax(-1).gather(-1, held[..., None])[..., 0]
-        low = (positions >= 0) & (likely < math.log(max(below, 1e-300)))
+        current = self.tokens.gather(1, at)
+        log_probs = logits.log_softmax(-1).gather(-1, current[..., None])[..., 0]
+        low = (positions >= 0) & (log_probs < math.log(max(below, 1e-300)))
         opened = torch.zeros_like(self.tokens).scatter_add_(1, at, low.to(self.tokens.dtype))
         self.tokens.masked_fill_(opened > 0, self.mask_token)
 
     def poll(self) -> list[int]:
         """Reads the texts and `fact`, which it returns; updates which sequences are done, and emits their tokens."""
-        shortest, facts, before = min(self.starts), [], self.active
+        shortest, values, before = min(self.starts), [], self.active
         for sequence, row in enumerate(self._known.tolist()):
             first = self.starts[sequence] - shortest
             self.look(sequence, row[first : first + self._limits[sequence]], row[-1] != 0)
-            facts.append(row[-2])
+            values.append(row[-2])
         if self.active != before:
             self._span = None
-        return facts
+        return values
 
     def finish(self) -> int:
         """Completes the session's record and returns the forwards its sequences took part in, summed."""
         if self.unfinished:
             self.poll()
         if self._committed:
-            for part, counts in zip(self._parts, torch.stack(self._committed).tolist(), strict=True):
+            for taking, counts in zip(self._parts, torch.stack(self._committed).tolist(), strict=True):
                 for sequence, count in enumerate(counts):
-                    if part[sequence]:
+                    if taking[sequence]:
                         self._session.accepted[sequence].append(count)
         if self._session.trace is not None:
             totals = [start + limit for start, limit in zip(self.starts, self._limits, strict=True)]

@@ -30,6 +30,6 @@ def check_keeps_rows(op: str, session: Session, remedy: str) -> None:
 
 def check_alone(session: Session) -> None:
     """Checks that there is only one text, for a feature cache, whose refreshes are scheduled for all texts together."""
-    several = session.tails is not None and session.batch > 1
-    words = f"infill=True on a feature cache takes one prompt, got {session.batch}"
-    refuse(several, "decoding.generate", words, "Generate them one by one.")
+    is_batch = session.tails is not None and session.batch > 1
+    fault = f"infill=True on a feature cache takes one prompt, got {session.batch}"
+    refuse(is_batch, "decoding.generate", fault, "Generate them one by one.")

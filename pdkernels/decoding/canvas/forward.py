@@ -88,11 +88,11 @@ class KeptCanvas(WholeCanvas):
 
     def _start(self, session: Session, page_size: int | None) -> None:
         check_alone(session)
-        model, parts = session.model, 1 if self._guidance_interval == 1 else self._copies
-        self._together = self._copies // parts
+        model, caches = session.model, 1 if self._guidance_interval == 1 else self._copies
+        self._together = self._copies // caches
         sizes = self._together * session.batch, session.longest, session.max_new_tokens
         self.cache, *self._free = (
-            FeatureCache(model, *sizes, page_size=page_size, **self._options) for _ in range(parts)
+            FeatureCache(model, *sizes, page_size=page_size, **self._options) for _ in range(caches)
         )
         self._prompt_lengths = self._canvas.prompt_lengths.repeat(self._together)
         self.first_row = self._canvas.prompt_lengths - rows_ahead(model)

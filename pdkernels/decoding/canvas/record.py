@@ -21,11 +21,11 @@ class CanvasRecord:
         self.mask_token = mask_token
         self._session, self._limits = session, session.limits
         self.starts = [len(prompt) for prompt in session.prompts]
-        self.active = [own > 0 for own in self._limits]
-        self.answers = [[mask_token] * own for own in self._limits]
+        self.active = [limit > 0 for limit in self._limits]
+        self.answers = [[mask_token] * limit for limit in self._limits]
         if session.tails is not None:
-            rest = zip(session.tails, self._limits, strict=True)
-            self.answers = [tail + [mask_token] * (own - len(tail)) for tail, own in rest]
+            pairs = zip(session.tails, self._limits, strict=True)
+            self.answers = [tail + [mask_token] * (limit - len(tail)) for tail, limit in pairs]
         self._recorded = [0] * session.batch  # tokens of each sequence on record
         self._numbers = [0] * session.batch  # guessing forwards of each sequence
         self._others = 0  # other forwards, summed over sequences
@@ -46,10 +46,12 @@ class CanvasRecord:
         """Forwards that the sequences took part in, summed."""
         return sum(self._numbers) + self._others
 
-    def begin(self, part: Sequence[bool] | None = None) -> None:
+    def begin(self, sequences: Sequence[bool] | None = None) -> None:
         """Starts a forward, in which the sequences of `active` take part, or those of them in `part`."""
         self._session.forwards += 1
-        self._part = self.active if part is None else [a and b for a, b in zip(self.active, part, strict=True)]
+        self._part = (
+            self.active if sequences is None else [a and b for a, b in zip(self.active, sequences, strict=True)]
+        )
         self._numbers = [number + taking for number, taking in zip(self._numbers, self._part, strict=True)]
 
     def run_again(self) -> None:
@@ -72,7 +74,7 @@ class CanvasRecord:
         Tokens with no mask before them are final and go on record. A sequence is done with its last
         position, or with an end token among those.
         """
-        session, own = self._session, self._limits[sequence]
+        session, limit = self._session, self._limits[sequence]
         self.answers[sequence] = answer
         if not self.active[sequence]:
             return
@@ -80,17 +82,17 @@ class CanvasRecord:
         self._asked[sequence] = []
         if no_choice:
             session.fail_without_choice(sequence)
-        last = own if self.final_end is None else min(own, self.final_end)
-        recorded = known = self._recorded[sequence]
+        last = limit if self.final_end is None else min(limit, self.final_end)
+        recorded = end = self._recorded[sequence]
         ended = False
         tail = session.tails[sequence] if session.tails else []
-        while not ended and known < last and answer[known] != self.mask_token:
-            ended = known >= len(tail) and answer[known] in session.end_tokens
-            known += 1
-        if known > recorded:
-            session.given += sum(token != self.mask_token for token in tail[recorded:known])
-            session.emit(sequence, answer[recorded:known], known - recorded)
-            self._recorded[sequence] = known
+        while not ended and end < last and answer[end] != self.mask_token:
+            ended = end >= len(tail) and answer[end] in session.end_tokens
+            end += 1
+        if end > recorded:
+            session.given += sum(token != self.mask_token for token in tail[recorded:end])
+            session.emit(sequence, answer[recorded:end], end - recorded)
+            self._recorded[sequence] = end
         session.stopped[sequence] |= session.stops.time_is_up
-        if ended or known == own or session.stopped[sequence]:
+        if ended or end == limit or session.stopped[sequence]:
             self.active = [on and other != sequence for other, on in enumerate(self.active)]

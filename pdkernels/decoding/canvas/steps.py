@@ -101,12 +101,12 @@ class CanvasSteps(Steps):
         entry.scores.copy_(scores.double().view(torch.int64))
         entry.answer.copy_(canvas.tokens.gather(1, canvas.prompt_lengths[:, None] + self.offsets))
         masks = entry.answer == canvas.mask_token
-        over = ~masks.any(1)
+        complete = ~masks.any(1)
         if self.ends is not None:
-            over |= (is_end(entry.answer, self.ends) & (masks.cumsum(1) == 0)).any(1)
+            complete |= (is_end(entry.answer, self.ends) & (masks.cumsum(1) == 0)).any(1)
         no_choice = canvas.no_choice > 0
         entry.accepted.copy_(done.committed.masked_fill(no_choice, -1))
-        entry.pending.masked_fill_(over | no_choice, 0)
+        entry.pending.masked_fill_(complete | no_choice, 0)
         self._move(masks)
 
     def opened(self, session: Session, rows: Rows) -> int:
@@ -114,17 +114,17 @@ class CanvasSteps(Steps):
         return 0  # the prompts have no forward of their own
 
     def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
-        record, part = session.canvas, [row.taking > 0 for row in before]
-        if any(part):
-            record.begin(part)
-        for sequence, (old, new, taking) in enumerate(zip(before, rows, part, strict=True)):
+        record, taking_part = session.canvas, [row.taking > 0 for row in before]
+        if any(taking_part):
+            record.begin(taking_part)
+        for sequence, (old, new, taking) in enumerate(zip(before, rows, taking_part, strict=True)):
             if not taking:
                 continue
             session.accepted[sequence].append(new.accepted)
             if session.trace is not None:
                 session.trace[sequence].append(self._traced(session.prompts[sequence], old, new))
             record.look(sequence, new.answer, no_choice=False)
-        return sum(part)
+        return sum(taking_part)
 
     def provisional(self, session: Session, before: Row | None, row: Row) -> list[int | None]:
         return unfinished(row.answer[len(session.tokens[0]) :], self.canvas.mask_token, session.end_tokens)

@@ -14,14 +14,14 @@ class Record(NamedTuple):
     """A commit as the trace needs it: the text before, the sequences taking part, positions, guesses and confidence."""
 
     tokens: torch.Tensor
-    part: list[bool]
+    taking: list[bool]
     windows: torch.Tensor
     positions: torch.Tensor
     confidence: torch.Tensor
 
     def on_host(self) -> tuple[list[Any], ...]:
         tensors = self.tokens, self.windows, self.positions, self.confidence
-        return self.part, *(tensor.tolist() for tensor in tensors)
+        return self.taking, *(tensor.tolist() for tensor in tensors)
 
 
 def masked_trace(records: Sequence[Record], tokens: torch.Tensor, totals: Sequence[int]) -> list[list[MaskedStep]]:
@@ -29,10 +29,10 @@ def masked_trace(records: Sequence[Record], tokens: torch.Tensor, totals: Sequen
     trace: list[list[MaskedStep]] = [[] for _ in totals]
     after = [*(record.tokens for record in records), tokens][1:]
     for record, following in zip(records, after, strict=True):
-        for sequence, parts in enumerate(zip(*record.on_host(), following.tolist(), strict=True)):
-            part, before, window, positions, confidence, now = parts
-            if part:
-                guessed = {at: sure for at, sure in zip(positions, confidence, strict=True) if at >= 0}
+        for sequence, columns in enumerate(zip(*record.on_host(), following.tolist(), strict=True)):
+            taking, before, window, positions, confidence, now = columns
+            if taking:
+                guessed = {at: score for at, score in zip(positions, confidence, strict=True) if at >= 0}
                 committed = {at: now[at] for at in guessed if before[at] != now[at]}
                 trace[sequence].append(MaskedStep(before[: totals[sequence]], committed, guessed, tuple(window)))
     return trace

@@ -62,9 +62,9 @@ class DrafterSteps(DraftSteps):
         forced = self._forced[:, number - 1 : number]
         return torch.where(forced < 0, guess, forced)
 
-    def place(self, found: Sequence[Sequence[int]]) -> None:
+    def place(self, drafts: Sequence[Sequence[int]]) -> None:
         room = self.slots - 1
-        rows = [[*tokens, *[-1] * (room - len(tokens))] for tokens in found]
+        rows = [[*tokens, *[-1] * (room - len(tokens))] for tokens in drafts]
         self._forced = to_device_async(rows, self.cache.lengths.device)
 
     @abstractmethod
@@ -96,15 +96,15 @@ class DrafterSteps(DraftSteps):
 
         `rows`: where they are in the forward; None: in their order.
         """
-        entry, shown, width = self.entry, predictions.clamp(min=0), draft.shape[1]
-        verdict = verify_draft(draft, shown, draft_lengths=lengths, end_tokens=self.ends)
+        entry, valid, width = self.entry, predictions.clamp(min=0), draft.shape[1]
+        verdict = verify_draft(draft, valid, draft_lengths=lengths, end_tokens=self.ends)
         if rows is None:  # an argument that caches of most methods need not have
             self.cache.commit_(verdict.accepted)
         else:
             self.cache.commit_(verdict.accepted, rows)
         entry.checked.copy_(lengths)
         entry.verified[:, :width] = draft
-        entry.predictions[:, :width] = shown
+        entry.predictions[:, :width] = valid
         entry.draft[:, 0] = verdict.next_token.clamp(min=0)
         self.judge(verdict, logits, predictions)
         self.accept(draft, verdict.accepted, entry.draft)
@@ -126,9 +126,9 @@ class DrafterSteps(DraftSteps):
         return taken_part
 
 
-def checked_drafter(op: str, model: Any, given: Any, method: str) -> Any:
+def checked_drafter(op: str, model: Any, requested: Any, method: str) -> Any:
     """The drafter of a call, or the model's own for this method."""
-    drafter = getattr(model, "drafters", {}).get(method) if given is None else given
+    drafter = getattr(model, "drafters", {}).get(method) if requested is None else requested
     remedy = f"Pass drafter, or put one into the model's attribute `drafters`, a dict, under {method!r}."
     refuse(drafter is None, op, "the model has no drafter for this method", remedy)
     return drafter

@@ -59,15 +59,15 @@ class FeatureSteps(DrafterSteps):
         if self.lengths is None or self.slots == 1:
             return width
         pending, ready = self.entry.pending, self.lengths.ready
-        kept, self._taps_rows = self._taps_rows, width is None or width > 1
+        tapped, self._taps_rows = self._taps_rows, width is None or width > 1
         if self._taps_rows:
-            wanted = pending > 1
+            drafting = pending > 1
             if self._forced is None:
-                pending.copy_(torch.where(wanted & ~ready, 1, pending))
-            ready.copy_(wanted)
+                pending.copy_(torch.where(drafting & ~ready, 1, pending))
+            ready.copy_(drafting)
         else:
             ready.zero_()
-        return width if kept or width is None or self._forced is not None else 1
+        return width if tapped or width is None or self._forced is not None else 1
 
     def admit(self, row: int, other: Steps, length: int, capacity: int, other_row: int = 0) -> None:
         super().admit(row, other, length, capacity + self.spare, other_row)
@@ -106,12 +106,12 @@ class FeatureSteps(DrafterSteps):
         """The drafter's tokens ``(batch, n)`` for `positions`, from its rows, as the target's ids."""
         logits, vocabulary = self.logits_of(hidden), self.drafter.vocabulary
         if self.sampler.temperature == 0:
-            found: torch.Tensor = vocabulary[self.sampler.sample(logits, positions, self.seeds, OWN).clamp(min=0)]
-            return found
+            guesses: torch.Tensor = vocabulary[self.sampler.sample(logits, positions, self.seeds, OWN).clamp(min=0)]
+            return guesses
         # The noise of a sample belongs to the target's ids.
-        whole = logits.new_full((*logits.shape[:-1], self.model.config.vocab_size), -torch.inf)
-        whole[..., vocabulary] = logits
-        return self.sampler.sample(whole, positions, self.seeds, OWN, self.banned).clamp(min=0)
+        full_logits = logits.new_full((*logits.shape[:-1], self.model.config.vocab_size), -torch.inf)
+        full_logits[..., vocabulary] = logits
+        return self.sampler.sample(full_logits, positions, self.seeds, OWN, self.banned).clamp(min=0)
 
 
 def check_sizes(op: str, model: Any, drafter: Any, width: int) -> None:
@@ -127,8 +127,8 @@ def check_sizes(op: str, model: Any, drafter: Any, width: int) -> None:
 
 def shared_head(op: str, model: Any) -> Any:
     """The matrix of the model's head, for a drafter without its own."""
-    found = getattr(model, "head", None)
-    found = getattr(model, "embedding", None) if found is None else found
+    matrix = getattr(model, "head", None)
+    matrix = getattr(model, "embedding", None) if matrix is None else matrix
     remedy = "Pass a drafter with lm_head.weight."
-    refuse(found is None, op, "the drafter shares the model's head, and the model has no matrix to share", remedy)
-    return found
+    refuse(matrix is None, op, "the drafter shares the model's head, and the model has no matrix to share", remedy)
+    return matrix

@@ -43,10 +43,10 @@ class Lookup:
         """Forgets everything."""
         self.tokens.fill_(_NOTHING)
 
-    def keep(self, tails: torch.Tensor, kept: torch.Tensor) -> None:
-        """Puts `tails` ``(batch, slots)``, -1 where they are shorter, into the pools of the sequences for which `kept` ``(batch,)``."""
+    def keep(self, tails: torch.Tensor, rejected: torch.Tensor) -> None:
+        """Puts `tails` ``(batch, slots)``, -1 where they are shorter, into the pools of the sequences with `rejected` ``(batch,)``."""
         newest = torch.nn.functional.pad(tails, (0, 1), value=_NOTHING)[:, None]
-        self._pool.copy_(torch.where(kept[:, None, None], torch.cat([self._pool[:, 1:], newest], 1), self._pool))
+        self._pool.copy_(torch.where(rejected[:, None, None], torch.cat([self._pool[:, 1:], newest], 1), self._pool))
 
     def draft_(self, draft: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor) -> None:
         """Fills `draft` ``(batch, slots)`` after its first token, which becomes that at `lengths` ``(batch,)`` of each text, as far as

@@ -78,7 +78,7 @@ class Progress:
         return tokens[: read_positions[-1] + 1 - start] if read_positions else [], read_positions
 
     def advance(
-        self, row: list[int], accepted: int, predictions: list[int], answers: list[int], words: list[int]
+        self, row: list[int], accepted: int, predictions: list[int], answers: list[int], random_words: list[int]
     ) -> None:
         """Processes a forward that neither ended nor completed the sequence, and prepares the next one.
 
@@ -87,16 +87,16 @@ class Progress:
             accepted: the number of its accepted tokens.
             predictions: the model's own next token after each of its tokens.
             answers: those at the positions returned by :meth:`following`.
-            words: `block_size` random words, for slots without a prediction.
+            random_words: `block_size` of them, for slots without a prediction.
         """
-        known = len(self.history)
+        length = len(self.history)
         self.history += row[:accepted]
-        fresh = [self.history[word % known] for word in words]
-        taken = 0
+        fresh = [self.history[word % length] for word in random_words]
+        consumed = 0
         for number, block in enumerate(self.pseudo):
             count = max(0, len(block.draft) - 1)
-            self.pseudo[number] = block.verified(answers[taken : taken + count])
-            taken += count
+            self.pseudo[number] = block.verified(answers[consumed : consumed + count])
+            consumed += count
 
         draft = predictions[accepted - 1 : -1]  # empty if the block is complete
         rejected = draft[1:]

@@ -42,8 +42,8 @@ class Tree(NamedTuple):
         live = torch.ones_like(node, dtype=torch.bool)
         for _ in range(width - 1):
             right = (self.parents == node) & (self.tokens == predictions.gather(1, node))
-            found, child = right.int().max(1, keepdim=True)
-            live = live & (found > 0)
+            has_child, child = right.int().max(1, keepdim=True)
+            live = live & (has_child > 0)
             node = torch.where(live, child, node)
             path.append(node)
             count = count + live[:, 0]
@@ -71,11 +71,11 @@ class Growth:
     Tree(tokens=tensor([[7, 1, 2, 5]]), parents=tensor([[-1,  0,  0,  2]]), depths=tensor([[0, 1, 1, 2]]))
     """
 
-    def __init__(self, known: torch.Tensor, branches: int, deepest: torch.Tensor) -> None:
+    def __init__(self, roots: torch.Tensor, branches: int, deepest: torch.Tensor) -> None:
         self._branches, self._deepest = branches, deepest
-        self._tokens, self._parents, self._depths = known, torch.full_like(known, -1), torch.zeros_like(known)
-        self._scores = torch.zeros_like(known, dtype=torch.float32)
-        self._extended = torch.zeros_like(known)
+        self._tokens, self._parents, self._depths = roots, torch.full_like(roots, -1), torch.zeros_like(roots)
+        self._scores = torch.zeros_like(roots, dtype=torch.float32)
+        self._extended = torch.zeros_like(roots)
 
     @property
     def frontier(self) -> torch.Tensor:
@@ -88,15 +88,15 @@ class Growth:
         Returns the place in the old frontier ``(batch, branches)`` of the node before each node of the new one; of the first depth 0.
         """
         branches, first = self._branches, self._tokens.shape[1]
-        whole = (scores + self._scores.gather(1, self._extended)[..., None]).flatten(1)
+        total = (scores + self._scores.gather(1, self._extended)[..., None]).flatten(1)
         parents = self._extended[..., None].expand_as(tokens).flatten(1)
         depth = self._depths[:, -1:] + 1
-        whole = whole.masked_fill(depth > self._deepest, -torch.inf)
+        total = total.masked_fill(depth > self._deepest, -torch.inf)
         self._tokens = torch.cat([self._tokens, tokens.flatten(1)], 1)
         self._parents = torch.cat([self._parents, parents], 1)
         self._depths = torch.cat([self._depths, depth.expand_as(parents)], 1)
-        self._scores = torch.cat([self._scores, whole], 1)
-        chosen = whole.sort(dim=1, descending=True, stable=True).indices[:, :branches]
+        self._scores = torch.cat([self._scores, total], 1)
+        chosen = total.sort(dim=1, descending=True, stable=True).indices[:, :branches]
         self._extended = first + chosen
         return chosen // tokens.shape[2]
 

@@ -99,7 +99,7 @@ class BlockSteps(Steps):
         self.banned = banned_tokens(_OP, self.model, allow_mask_token, self.mask_token)
         self.block_size = block_size = session.block(block_size)
         self.slots, self.resumes = block_size, refresh == "causal"
-        self.known = known = 1 if refresh == "causal" else 0  # slots of a new block that are not masks
+        self.filled = filled = 1 if refresh == "causal" else 0  # slots of a new block that are not masks
 
         self.cache = session.new_cache(page_size, drafts=block_size)
         device = self.cache.device
@@ -107,7 +107,7 @@ class BlockSteps(Steps):
         self.slot = torch.arange(block_size, device=device)
         self.bidirectional = full(block_size).plan(64, 64, device)
         self.refreshed = None if refresh == "causal" else self.bidirectional
-        quotas = _quotas(block_size - known, steps_per_block) if threshold is None else [1]
+        quotas = _quotas(block_size - filled, steps_per_block) if threshold is None else [1]
         self.quotas = torch.tensor(quotas or [0], device=device)
         self.nothing = torch.zeros_like(self.cache.lengths)  # rows that a denoising step stores
         self.forward = torch.zeros_like(self.cache.lengths)  # number of each sequence's last forward
@@ -134,7 +134,7 @@ class BlockSteps(Steps):
     @property
     def max_entries(self) -> int:
         """The prompts', and for each block one per mask and a refresh."""
-        return 1 + -(-self.limit // self.block_size) * (self.block_size - self.known + 1)
+        return 1 + -(-self.limit // self.block_size) * (self.block_size - self.filled + 1)
 
     def start(self, session: Session) -> None:
         prompts, lengths = session.packed_prompts(session.longest, self.cache.device)
@@ -158,7 +158,7 @@ class BlockSteps(Steps):
         self.cache.commit_(counts)
         self.passes.zero_()
         self.entry.block.fill_(self.mask_token)
-        if self.known:
+        if self.filled:
             first = self.sampler.sample(logits, self.cache.lengths[:, None], self.seeds, OWN, self.banned)
             self.entry.block[:, :1] = first
             session, taking = self.session, (self.entry.pending > 0)[:, None]
@@ -167,62 +167,66 @@ class BlockSteps(Steps):
         self._look()
 
     def step(self, width: int | None = None, ragged: bool = True) -> None:
-        model, entry, block, known = self.model, self.entry, self.entry.block, self.known
+        model, entry, block, filled = self.model, self.entry, self.entry.block, self.filled
         hidden = model.hidden(block, cache=self.cache, counts=self.nothing, mask=self.bidirectional)
         self.forward += entry.taking
-        stop = self.block_size - known
+        stop = self.block_size - filled
         if self.network is None:
-            positions = self.cache.lengths[:, None] + self.slot[known:]
+            positions = self.cache.lengths[:, None] + self.slot[filled:]
             ends = entry.taking * stop
             # Neither temperature nor filters nor noise enter the confidence.
-            ids, sure = self.sampler.guess(
-                model, hidden[:, known:], positions, self.seeds, self.forward[:, None], (self.mask_token,)
+            ids, confidence = self.sampler.guess(
+                model, hidden[:, filled:], positions, self.seeds, self.forward[:, None], (self.mask_token,)
             )
         else:
             before_end = self._is_end().cumsum(1) == 0
-            ends = entry.taking * (before_end.sum(1) - known).clamp(min=0)
-            able = (block == self.mask_token) & (self.slot < ends[:, None] + known)
+            ends = entry.taking * (before_end.sum(1) - filled).clamp(min=0)
+            able = (block == self.mask_token) & (self.slot < ends[:, None] + filled)
             judged = judged_guesses(model, hidden, block, able, self.mask_token, self.network)
-            ids, sure = (part[:, known:] for part in judged)
-        no_choice = ((sure.isnan() | (ids < 0)) & (block[:, known:] == self.mask_token)).any(1) & (entry.taking > 0)
+            ids, confidence = (column[:, filled:] for column in judged)
+        no_choice = ((confidence.isnan() | (ids < 0)) & (block[:, filled:] == self.mask_token)).any(1) & (
+            entry.taking > 0
+        )
         number = self.passes.clamp(max=len(self.quotas) - 1)
         guessed = None
         if self.session.grammar is not None:
             guessed, before = self._what_is_guessed(hidden), block.tolist()
-            ids, sure = joint_guesses(self.session.grammar, before, guessed, ids, sure)
-        masked = block[:, known:] == self.mask_token
+            ids, confidence = joint_guesses(self.session.grammar, before, guessed, ids, confidence)
+        masked = block[:, filled:] == self.mask_token
         done = unmask_(
-            block[:, known:],
+            block[:, filled:],
             ids,
-            sure,
+            confidence,
             mask_token=self.mask_token,
             windows=torch.stack([self.nothing, ends], 1),
             quota=self.quotas.index_select(0, number),
             threshold=self.threshold,
-            backend=backend_of(sure.dtype),
+            backend=backend_of(confidence.dtype),
         )
         if guessed is not None:
-            settle_(self.session.grammar, list(block), before, guessed, sure)
+            settle_(self.session.grammar, list(block), before, guessed, confidence)
         if self.session.likely is not None:
-            plain = self.session.plain(model.logits(hidden))[:, known:]
-            written, places = block[:, known:], self.cache.lengths[:, None] + self.slot[known:]
-            self.session.note(plain, written, places, masked & (written != self.mask_token))
+            unfiltered = self.session.plain(model.logits(hidden))[:, filled:]
+            tokens, places = block[:, filled:], self.cache.lengths[:, None] + self.slot[filled:]
+            self.session.note(unfiltered, tokens, places, masked & (tokens != self.mask_token))
         self.passes += 1
         self._found(no_choice, done.committed)
         self._look()
 
     def _what_is_guessed(self, hidden: torch.Tensor) -> Guessed:
         """For a grammar, with the rows of `hidden` of a filtered model."""
-        known = [ids[:count] for ids, count in zip(self.session.tokens, self.written.tolist(), strict=True)]
-        logits = suppress_(self.model.logits(hidden[:, self.known :]), self.mask_token)
-        places = self.slot[self.known :].expand(len(hidden), -1)
+        prefix = [ids[:count] for ids, count in zip(self.session.tokens, self.written.tolist(), strict=True)]
+        logits = suppress_(self.model.logits(hidden[:, self.filled :]), self.mask_token)
+        places = self.slot[self.filled :].expand(len(hidden), -1)
 
-        def draw(sequence: int, row: int, left: torch.Tensor) -> torch.Tensor:
-            one = slice(sequence, sequence + 1)
-            position = self.cache.lengths[one, None] + places[one, row : row + 1]
-            return self.sampler.sample(left, position, self.seeds[one], self.forward[one, None], (self.mask_token,))
+        def draw(sequence: int, row: int, allowed: torch.Tensor) -> torch.Tensor:
+            row_slice = slice(sequence, sequence + 1)
+            position = self.cache.lengths[row_slice, None] + places[row_slice, row : row + 1]
+            return self.sampler.sample(
+                allowed, position, self.seeds[row_slice], self.forward[row_slice, None], (self.mask_token,)
+            )
 
-        return Guessed(logits, places, known, draw)
+        return Guessed(logits, places, prefix, draw)
 
     def _is_end(self) -> torch.Tensor:
         block = self.entry.block
@@ -235,14 +239,14 @@ class BlockSteps(Steps):
     def _look(self) -> None:
         """Determines who drafts on, who is done, and whether all others have completed their blocks. Again, it says the same."""
         entry, pending = self.entry, self.entry.pending
-        missing = (self.limits - self.written)[:, None]
-        needed = self.slot < missing
+        remaining = (self.limits - self.written)[:, None]
+        needed = self.slot < remaining
         ends = self._is_end() & needed
-        masks = (entry.block == self.mask_token) & needed & (self.slot >= self.known)
+        masks = (entry.block == self.mask_token) & needed & (self.slot >= self.filled)
         # A mask after an end token is not needed.
         drafting = (masks & (ends.cumsum(1) - ends.long() == 0)).any(1) & (pending > 0)
         closed = ~drafting.any()
-        pending.masked_fill_(~drafting & (ends.any(1) | (missing[:, 0] <= self.block_size)), 0)
+        pending.masked_fill_(~drafting & (ends.any(1) | (remaining[:, 0] <= self.block_size)), 0)
         entry.form.copy_(closed.expand_as(pending))
         entry.taking.copy_(torch.where(closed, pending, drafting))
 
@@ -269,24 +273,24 @@ class BlockSteps(Steps):
     def provisional(self, session: Session, before: Row | None, row: Row) -> list[int | None]:
         if row.form or not row.taking:  # the block is on record
             return []
-        begin = len(session.tokens[0]) - self.known
-        block = row.block[self.known : session.max_new_tokens - begin]
+        begin = len(session.tokens[0]) - self.filled
+        block = row.block[self.filled : session.max_new_tokens - begin]
         return unfinished(block, self.mask_token, session.end_tokens)
 
     def _begun(self, session: Session, sequence: int, row: Row) -> None:
-        if self.known:
+        if self.filled:
             session.record_first(sequence, row.block[0])
         if row.form or not row.taking:
             self._close(session, sequence, row.block)
 
     def _close(self, session: Session, sequence: int, block: list[int]) -> None:
         """Records what a complete block gives."""
-        before = len(session.tokens[sequence]) - self.known
+        before = len(session.tokens[sequence]) - self.filled
         length = min(self.block_size, session.max_new_tokens - before)
         ends = (n + 1 for n, token in enumerate(block[:length]) if token in session.end_tokens)
         stop = next(ends, length)
-        if stop > self.known:
-            session.emit(sequence, block[self.known : stop], stop - self.known)
+        if stop > self.filled:
+            session.emit(sequence, block[self.filled : stop], stop - self.filled)
 
 
 decode = decoder(BlockSteps)
@@ -300,9 +304,9 @@ def judged_guesses(
 
     The network was trained on the model's distribution, masks included; one pass over the logits serves both.
     """
-    found = statistics(model, hidden, top_k=min(5, model.config.vocab_size))
-    best, second = found.top_ids[..., 0], found.top_ids[..., 1]
-    return torch.where(best == mask_token, second, best), sampler.scores(found, block, able)
+    best_tokens = statistics(model, hidden, top_k=min(5, model.config.vocab_size))
+    best, second = best_tokens.top_ids[..., 0], best_tokens.top_ids[..., 1]
+    return torch.where(best == mask_token, second, best), sampler.scores(best_tokens, block, able)
 
 
 def _quotas(masks: int, steps: int | None) -> list[int]:

@@ -50,10 +50,10 @@ class DFlashSteps(FeatureSteps):
     ) -> None:
         self.sampler = session.sampler
         self.banned = banned_tokens(_OP, session.model, allow_mask_token)
-        given = checked_drafter(_OP, session.model, drafter, "dflash")
-        if isinstance(given, (str, os.PathLike)):
-            given = load_drafter(given if isinstance(given, str) else Path(given), session.model)
-        head, shared = _checked(session.model, given)
+        requested = checked_drafter(_OP, session.model, drafter, "dflash")
+        if isinstance(requested, (str, os.PathLike)):
+            requested = load_drafter(requested if isinstance(requested, str) else Path(requested), session.model)
+        head, shared = _checked(session.model, requested)
         self.shared = shared
         self.rows = head.config.block_size
         """Of a forward of the head."""
@@ -63,9 +63,9 @@ class DFlashSteps(FeatureSteps):
         check(size <= most, _OP, "block_size", f"be at most {most}, the tokens of the drafter's blocks", size)
         slots = max(1, min(session.block(size), session.max_new_tokens - 1))
         self.embed = session.model.embed if head.embedding is None else head.embed
-        whole = draft_seconds(Drafts(head, self.embed, shared), self.rows) if chosen and slots > 1 else 0.0
-        costs = step_costs(session.model, slots, draft=whole) if chosen else ()
-        self.allocate_drafter(_OP, session, slots, page_size, head, costs, drafted=self.rows, wake=whole)
+        draft_cost = draft_seconds(Drafts(head, self.embed, shared), self.rows) if chosen and slots > 1 else 0.0
+        costs = step_costs(session.model, slots, draft=draft_cost) if chosen else ()
+        self.allocate_drafter(_OP, session, slots, page_size, head, costs, drafted=self.rows, wake=draft_cost)
         self.allocate_features(session, head, slots + _UNREAD)
         device = self.cache.device
         self.masks = torch.full((session.batch, self.rows - 1), head.config.mask_token, device=device)

@@ -116,11 +116,11 @@ class DraftModelSteps(DrafterSteps):
 
     def _read(self, tokens: torch.Tensor, counts: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
         """The drafter's logits for the target's vocabulary. Ids that it lacks are read as another one, which only costs a guess."""
-        missing = self.model.config.vocab_size - self.drafter.config.vocab_size
-        if missing > 0:
+        extra = self.model.config.vocab_size - self.drafter.config.vocab_size
+        if extra > 0:
             tokens = tokens.clamp(max=self.drafter.config.vocab_size - 1)
         logits: torch.Tensor = self.drafter(tokens, cache=self.drafted, counts=counts, rows=rows, **self.draft_latents)
-        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+        return torch.nn.functional.pad(logits, (0, extra), value=-torch.inf) if extra else logits
 
     def forward(self, draft: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
         logits: torch.Tensor = self.model(draft, cache=self.cache, counts=counts, **self.latents)
@@ -141,22 +141,24 @@ decode = decoder(DraftModelSteps)
 def _checked(model: Any, drafter: Any) -> Any:
     if isinstance(drafter, (str, os.PathLike)):
         drafter = load(drafter if isinstance(drafter, str) else Path(drafter), device=model.device)
-    absent = missing(drafter, CausalModel)
-    check_type(not absent, _OP, "drafter", "be a causal model", f"a {type(drafter).__name__} without {absent}")
+    missing_member = missing(drafter, CausalModel)
+    check_type(
+        not missing_member, _OP, "drafter", "be a causal model", f"a {type(drafter).__name__} without {missing_member}"
+    )
     offered = capabilities(drafter)
     check(
         "causal" in offered, _OP, "drafter", "be causal", ", ".join(sorted(offered)) or "a model without capabilities"
     )
-    ours, theirs = model.config.vocab_size, drafter.config.vocab_size
-    fits = ours == theirs or _same_words(model, drafter)
-    check(fits, _OP, "drafter", f"have the model's vocabulary of {ours} tokens", theirs)
+    vocabulary, drafter_vocabulary = model.config.vocab_size, drafter.config.vocab_size
+    compatible = vocabulary == drafter_vocabulary or _same_words(model, drafter)
+    check(compatible, _OP, "drafter", f"have the model's vocabulary of {vocabulary} tokens", drafter_vocabulary)
     return drafter
 
 
 def _same_words(model: Any, drafter: Any) -> bool:
     """Whether both have tokenizers with the same tokens, which no padding of an embedding changes."""
-    words = [one.tokenizer for one in (model, drafter) if getattr(one, "tokenizer", None) is not None]
-    if len(words) < 2:
+    tokenizers = [owner.tokenizer for owner in (model, drafter) if getattr(owner, "tokenizer", None) is not None]
+    if len(tokenizers) < 2:
         return False
-    known, other = (list(one.token_bytes()) for one in words)
-    return known == other and len(known) <= min(model.config.vocab_size, drafter.config.vocab_size)
+    first, second = (list(owner.token_bytes()) for owner in tokenizers)
+    return first == second and len(first) <= min(model.config.vocab_size, drafter.config.vocab_size)

@@ -64,11 +64,13 @@ class EagleSteps(FeatureSteps):
         size, chosen = checked_block_size(op, block_size, _LONGEST)
         self.sampler = session.sampler
         self.banned = banned_tokens(op, session.model, allow_mask_token)
-        given = checked_drafter(op, session.model, drafter, self.kind.method)
-        if isinstance(given, (str, os.PathLike)):
-            given = load_drafter(given if isinstance(given, str) else Path(given), session.model)
-        check_type(isinstance(given, self.kind), op, "drafter", f"be an {self.kind.__name__}", type(given).__name__)
-        head: Any = given
+        requested = checked_drafter(op, session.model, drafter, self.kind.method)
+        if isinstance(requested, (str, os.PathLike)):
+            requested = load_drafter(requested if isinstance(requested, str) else Path(requested), session.model)
+        check_type(
+            isinstance(requested, self.kind), op, "drafter", f"be an {self.kind.__name__}", type(requested).__name__
+        )
+        head: Any = requested
         check_sizes(op, session.model, head, head.config.target_hidden_size)
         self.shared = shared_head(op, session.model) if head.head is None else None
         slots = max(1, min(session.block(size), session.max_new_tokens - 1))
@@ -78,8 +80,8 @@ class EagleSteps(FeatureSteps):
         )
         self.together = getattr(head.config, "mask_token", None) is not None
         """Whether the head makes all guesses in one forward."""
-        words = "a P-EAGLE head makes all guesses at once, so it drafts chains alone"
-        refuse(self.together and self.branches > 1, op, words, "Pass branches=1.")
+        fault = "a P-EAGLE head makes all guesses at once, so it drafts chains alone"
+        refuse(self.together and self.branches > 1, op, fault, "Pass branches=1.")
         timed = HeadRows(head, self.embed, self.shared)
         guess = guess_seconds(timed) if chosen and slots > 1 else 0.0
         costs: list[float] | tuple[()] = ()
@@ -174,8 +176,8 @@ class EagleSteps(FeatureSteps):
         vocabulary: torch.Tensor = self.drafter.vocabulary
         if self.sampler.temperature > 0:
             scores = self.sampler.filtered(logits, self.hidden_ids).double() / self.sampler.temperature
-            words = uniforms_at(self.seeds[:, None, None], OWN, positions[..., None], vocabulary)
-            logits = scores - (-words.log()).log()
+            uniform = uniforms_at(self.seeds[:, None, None], OWN, positions[..., None], vocabulary)
+            logits = scores - (-uniform.log()).log()
         shares = logits.float().log_softmax(-1).nan_to_num(-torch.inf, neginf=-torch.inf).clamp(max=0)
         best = shares.topk(self.branches, -1)
         return vocabulary[best.indices], best.values
@@ -253,8 +255,8 @@ class HeadRows:
 
 def logits_of(head: Any, hidden: torch.Tensor, shared: Any) -> torch.Tensor:
     """The logits of rows of a head, by the target's matrix if it is `shared`."""
-    found: torch.Tensor = head.logits(hidden) if shared is None else head.logits(hidden, shared)
-    return found
+    logits: torch.Tensor = head.logits(hidden) if shared is None else head.logits(hidden, shared)
+    return logits
 
 
 def _checked_tree(
@@ -266,8 +268,8 @@ def _checked_tree(
         refuse(nodes is not None, op, "nodes is for trees", "Pass branches too, more than 1.")
         return 1, slots
     refuse(chosen, op, "block_size='auto' chooses lengths of chains", "Pass branches=1, or a number as block_size.")
-    fits = "block_causal" in capabilities(model)
-    check(fits, op, "branches", "be 1 for a model whose rows cannot branch", branches)
+    can_branch = "block_causal" in capabilities(model)
+    check(can_branch, op, "branches", "be 1 for a model whose rows cannot branch", branches)
     most = checked_size(op, "nodes", slots * branches if nodes is None else nodes)
     check(nodes is None or 2 <= most <= _NODES, op, "nodes", f"be in 2 .. {_NODES}", most)
     return branches, min(most, _NODES, 1 + branches + max(slots - 2, 0) * branches**2)

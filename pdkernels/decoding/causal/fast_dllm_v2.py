@@ -172,12 +172,12 @@ class Blocks:
         for block, answer, prompt in zip(blocks, canvas.answers, canvas.starts, strict=True):
             block.look(answer, canvas.mask_token, prompt, self._sizes, self._keep)
         windows = [(block.window[0] - n, block.window[1] - n) for block, n in zip(blocks, canvas.starts, strict=True)]
-        first, last = ([block.rows[part] for block in blocks] for part in range(2))
-        counts = [more * (there - here) for more, here, there in zip(on, first, last, strict=True)]
+        first, last = ([block.rows[side] for block in blocks] for side in range(2))
+        counts = [active * (there - here) for active, here, there in zip(on, first, last, strict=True)]
         small, ends = self._sizes[1], [block.end for block in blocks]
         minimum = [1 if block.complete else share(small, self._steps, block.step) for block in blocks]
         step = canvas.open(windows, [first, counts, ends, minimum])
-        wide = any(more and block.whole for more, block in zip(on, blocks, strict=True))
+        wide = any(active and block.whole for active, block in zip(on, blocks, strict=True))
         rows = step.columns[0][:, None] + self._row[: None if wide else small]
         tokens = canvas.tokens.gather(1, rows.clamp(max=canvas.tokens.shape[1] - 1))
         return step, self._session.model.recompute(

@@ -69,9 +69,9 @@ class JacobiSteps(DraftSteps):
         # The last requested token needs no forward, so no draft is longer than limit - 1.
         batch, limit = session.batch, session.max_new_tokens
         slots = max(1, min(length, limit - 1))
-        words = 100 * batch * limit * slots  # bytes of random words, temporaries included
+        nbytes = 100 * batch * limit * slots  # bytes of random words, temporaries included
         if draft == "model":
-            check_fits_memory(_OP, "block_size", length, words, torch.device("cpu"))
+            check_fits_memory(_OP, "block_size", length, nbytes, torch.device("cpu"))
         self.allocate(session, slots, page_size, costs=step_costs(session.model, slots) if chosen else ())
         self.latents = latents(self.model, self.seeds)
         width, device = session.longest + limit + slots, self.cache.device
@@ -123,8 +123,8 @@ class JacobiSteps(DraftSteps):
         self.number.fill_(1)
 
     def step(self, width: int | None = None, ragged: bool = True) -> None:
-        verdict, rest = self.verify(width, ragged)
-        self.draft(verdict, rest, width != 1)
+        verdict, remainder = self.verify(width, ragged)
+        self.draft(verdict, remainder, width != 1)
 
     def verify(self, width: int | None, ragged: bool) -> tuple[DraftVerdict, torch.Tensor]:
         """Verifies and commits the draft. Returns the verdict, and how many tokens of each draft were left."""
@@ -148,21 +148,21 @@ class JacobiSteps(DraftSteps):
         if self.lookup is None:
             # A sequence that is done accepts nothing and stays at its number: there are no more words than steps of a generation.
             self.number += verdict.accepted.sign()
-        rest = entry.pending - verdict.accepted
+        remainder = entry.pending - verdict.accepted
         self.judge(verdict, logits, predictions)
-        return verdict, rest
+        return verdict, remainder
 
-    def draft(self, verdict: DraftVerdict, rest: torch.Tensor, guessed: bool) -> None:
-        """A partly accepted block continues with the `rest` of its draft; anything else starts from a full one. The model's next
-        token is in slot 0 either way. `guessed`: whether there may be a rest."""
+    def draft(self, verdict: DraftVerdict, remainder: torch.Tensor, guessed: bool) -> None:
+        """A partly accepted block continues with the `remainder` of its draft; anything else starts from a full one. The model's next
+        token is in slot 0 either way. `guessed`: whether there may be one."""
         entry = self.entry
         entry.draft.copy_(verdict.new_draft.clamp(min=0))  # a finished sequence has none
         if self.lookup is not None:
             if guessed:
-                self.lookup.keep(verdict.new_draft, rest > 0)
+                self.lookup.keep(verdict.new_draft, remainder > 0)
             self.lookup.draft_(entry.draft, entry.pending, self.cache.lengths)
         elif not self.windowed:
-            entry.pending.copy_(torch.minimum(rest.masked_fill_(rest == 0, self.slots), self.remaining))
+            entry.pending.copy_(torch.minimum(remainder.masked_fill_(remainder == 0, self.slots), self.remaining))
 
     def _predictions(
         self, tokens: torch.Tensor, counts: torch.Tensor | None, positions: torch.Tensor, **rows: torch.Tensor
@@ -177,9 +177,9 @@ decode = decoder(JacobiSteps)
 
 def _checked_length(block_size: BlockSize | None, window: int | None) -> tuple[int, bool]:
     """Length of a full draft, and whether lengths are to be chosen."""
-    both = block_size is not None and window is not None
-    words = f"block_size={block_size} and window={window} exclude each other"
-    refuse(both, _OP, words, "Give block_size to decode block by block, or window to keep one running draft.")
+    exclusive = block_size is not None and window is not None
+    fault = f"block_size={block_size} and window={window} exclude each other"
+    refuse(exclusive, _OP, fault, "Give block_size to decode block by block, or window to keep one running draft.")
     if window is not None:
         check_type(type(window) is int, _OP, "window", "be an int", type(window).__name__)
         check(window >= 1, _OP, "window", "be at least 1", window)

@@ -67,21 +67,21 @@ def decode(
     cache = session.new_cache(page_size, _room(limits, limit), drafts=block_size)
     device = cache.lengths.device
     ends = session.ends_on(device)
-    words = filler_words(seeds, limit, block_size)  # on the host, where drafts are put together
+    random_words = filler_words(seeds, limit, block_size)  # on the host, where drafts are put together
 
     numbers = seeds.to(device)
 
     def predict(logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return sampler.sample(logits, positions, numbers, OWN, banned)
 
-    drafts = _first_drafts(session, cache, words[:, 0], max(1, min(block_size, limit - 1)), predict)
+    drafts = _first_drafts(session, cache, random_words[:, 0], max(1, min(block_size, limit - 1)), predict)
     active: list[Progress | None] = [None] * session.batch
     for sequence, (prompt, draft) in enumerate(zip(session.prompts, drafts)):
         session.record_first(sequence, draft[0])
         if draft[0] not in session.end_tokens and limit > 1 and not session.stopped[sequence]:
             active[sequence] = Progress(prompt, draft, limit, limits)
 
-    every = torch.arange(session.batch, device=device)
+    sequences = torch.arange(session.batch, device=device)
     slot = torch.arange(block_size, device=device)
     while any(active):
         step = _packed(active, device)
@@ -100,23 +100,23 @@ def decode(
         cache.commit_(verdict.accepted, source)
 
         # The one read of the device in a step.
-        lost = has_no_choice(logits, best).view_as(predictions)[every, verdict.candidate][:, : step.width]
+        lost = has_no_choice(logits, best).view_as(predictions)[sequences, verdict.candidate][:, : step.width]
         no_choice = (lost & (slot[: step.width] < verdict.accepted[:, None])).any(1)
         accepted = verdict.accepted.masked_fill(no_choice, -1)
         columns = torch.stack([accepted, verdict.next_token, verdict.candidate], 1)
-        poll = torch.cat([columns, predictions[every, verdict.candidate]], 1).tolist()
-        fresh = words[:, session.forwards - 1].tolist()
+        poll = torch.cat([columns, predictions[sequences, verdict.candidate]], 1).tolist()
+        fresh = random_words[:, session.forwards - 1].tolist()
         for sequence, (progress, line) in enumerate(zip(active, poll)):
             if progress is None:
                 continue
-            accepted, next_token, candidate, *own = line
+            accepted, next_token, candidate, *row_predictions = line
             draft = step.drafts[sequence][candidate]
-            answers = own[: len(draft)]
+            answers = row_predictions[: len(draft)]
             session.log_step(sequence, draft, answers, accepted, next_token)
             if next_token in session.end_tokens or accepted == progress.left or session.stopped[sequence]:
                 active[sequence] = None
             else:
-                progress.advance(draft, accepted, answers, own[step.width :], fresh[sequence])
+                progress.advance(draft, accepted, answers, row_predictions[step.width :], fresh[sequence])
                 if session.grammar is not None:
                     first = progress.rows[0]
                     forced = session.grammar.drafted(sequence, session.tokens[sequence], len(first) - 1)
@@ -158,12 +158,12 @@ def _packed(active: Sequence[Progress | None], device: torch.device) -> _Step:
     lines: list[list[int]] = []
     for rows, (tokens, read_positions) in zip(drafts, following):
         padding = [0] * (length - len(rows[0]) - len(tokens))
-        asked = [*range(width), *read_positions, *[0] * (waiting - len(read_positions))]
+        offsets = [*range(width), *read_positions, *[0] * (waiting - len(read_positions))]
         line = [len(rows[0]), branches * length if rows[0] else 0]
         for row in rows:
             line += row + tokens + padding
         for start in range(0, branches * length, length):
-            line += [start + position for position in asked]
+            line += [start + position for position in offsets]
         lines.append(line)
     packed = torch.tensor(lines).to(device, non_blocking=True)
     all_asked = length == width and not waiting
@@ -186,12 +186,14 @@ def _tail(branches: int, length: int, device: torch.device) -> tuple[TilePlan, t
     return mask.plan(32, 32, device), mask.positions.to(device)
 
 
-def _first_drafts(session: Session, cache: Any, words: torch.Tensor, slots: int, predict: Predict) -> list[list[int]]:
+def _first_drafts(
+    session: Session, cache: Any, random_words: torch.Tensor, slots: int, predict: Predict
+) -> list[list[int]]:
     """Prompt and first draft in one forward: the exact first token, and guesses based on fillers."""
     device = cache.lengths.device
     padded, lengths = session.packed_prompts(session.longest + slots - 1, device)
     slot = torch.arange(slots, device=device)
-    fillers = padded.gather(1, words[:, : slots - 1].to(device) % lengths[:, None])
+    fillers = padded.gather(1, random_words[:, : slots - 1].to(device) % lengths[:, None])
     padded.scatter_(1, lengths[:, None] + slot[:-1], fillers)
     counts = session.ragged(lengths + (slots - 1))
     last = (lengths - 1)[:, None] + slot

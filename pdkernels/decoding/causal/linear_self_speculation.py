@@ -156,7 +156,7 @@ class LinearSteps(DraftSteps):
         self.forward += 1
         positions = lengths[:, None] + 1 + self.slot[:width]
         predictions = self.sampler.sample(logits, positions, self.seeds, OWN, self.banned)
-        own = predictions.clone() if self.rejection else predictions
+        verified = predictions.clone() if self.rejection else predictions
         if drafted is not None and self.rejection:
             tested = min(width, self.block_size - 1)  # the last row of a whole block has no guess to test
             guesses = entry.block[:, 1 : tested + 1]
@@ -165,7 +165,7 @@ class LinearSteps(DraftSteps):
             )
         verdict = verify_draft(draft, predictions, draft_lengths=entry.pending, end_tokens=self.ends)
         self.cache.commit_(verdict.accepted)
-        self.judge(verdict, logits, own)
+        self.judge(verdict, logits, verified)
         entry.known.copy_(verdict.next_token)
         entry.forwards.copy_(self.forward - self.begun)
         self.begun.copy_(self.forward)
@@ -208,15 +208,15 @@ class LinearSteps(DraftSteps):
             masks.copy_(drafted(guesses, self.mask_token))
             return None
         # Neither temperature nor filters nor noise enter the confidence.
-        guesses, sure = self.sampler.guess(self.model, hidden, positions, self.seeds, numbers, (self.mask_token,))
+        guesses, confidence = self.sampler.guess(self.model, hidden, positions, self.seeds, numbers, (self.mask_token,))
         remaining = unmask_(
             masks,
             drafted(guesses, self.mask_token),
-            sure,
+            confidence,
             mask_token=self.mask_token,
             windows=torch.stack([self.nothing, active * (self.block_size - 1)], 1),
             threshold=self.threshold,
-            backend=backend_of(sure.dtype),
+            backend=backend_of(confidence.dtype),
         ).remaining
         self.drafting.copy_(remaining.clamp(max=1))
         return None
@@ -236,9 +236,9 @@ class LinearSteps(DraftSteps):
         u = uniforms(self.seeds[:, None], self.forward[:, None], positions, 1)[..., 0]
         at = guesses[..., None]
         # Empty where p equals q, but there the guess is accepted. Logarithms need no more digits than logits have.
-        rest = (p - q).clamp(min=0).log().to(torch.promote_types(judged.dtype, torch.float32))
-        others = sample(rest, positions, 1.0, self.seeds, OWN)
-        return torch.where(u * q.gather(-1, at)[..., 0] < p.gather(-1, at)[..., 0], guesses, others)
+        residual = (p - q).clamp(min=0).log().to(torch.promote_types(judged.dtype, torch.float32))
+        resampled = sample(residual, positions, 1.0, self.seeds, OWN)
+        return torch.where(u * q.gather(-1, at)[..., 0] < p.gather(-1, at)[..., 0], guesses, resampled)
 
     def opened(self, session: Session, rows: Rows) -> int:
         return record_first(session, [row.known for row in rows])

@@ -203,14 +203,14 @@ def _prompt_plan(lengths: list[int], masks: int, in_group: InGroup, device: torc
     return TilePlan.stack([plans[n] for n in lengths]).to(device)
 
 
-def _mixed(own: torch.Tensor, diffusion: torch.Tensor, weight: float, form: Ensemble) -> torch.Tensor:
+def _mixed(causal: torch.Tensor, diffusion: torch.Tensor, weight: float, form: Ensemble) -> torch.Tensor:
     """Logits of the verifier from those of the draft tokens and of the first masks after them, fp64: the sum of two distributions
     over the whole vocabulary, which no op computes."""
     if weight == 0:
         return diffusion.double()  # 0 times the -inf of an impossible token is NaN
     if form == "logit":
-        return weight * own.double() + (1 - weight) * diffusion.double()
-    return (weight * distribution(own, 1.0) + (1 - weight) * distribution(diffusion, 1.0)).log()
+        return weight * causal.double() + (1 - weight) * diffusion.double()
+    return (weight * distribution(causal, 1.0) + (1 - weight) * distribution(diffusion, 1.0)).log()
 
 
 def _checked_masks(block_size: int, masks_per_group: int | None, label_shift: int, in_group: InGroup) -> int:

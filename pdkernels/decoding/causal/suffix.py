@@ -37,8 +37,8 @@ class SuffixSteps(DraftSteps):
         page_size: int | None,
     ) -> None:
         size, chosen = checked_block_size(_OP, block_size, _LONGEST)
-        fits = pool is None or isinstance(pool, SuffixPool)
-        check_type(fits, _OP, "pool", "be a SuffixPool or None", type(pool).__name__)
+        valid = pool is None or isinstance(pool, SuffixPool)
+        check_type(valid, _OP, "pool", "be a SuffixPool or None", type(pool).__name__)
         self.sampler = session.sampler
         self.banned = banned_tokens(_OP, session.model, allow_mask_token)
         slots = max(1, min(session.block(size), session.max_new_tokens - 1))
@@ -72,10 +72,10 @@ class SuffixSteps(DraftSteps):
         logits = self.model(draft, cache=self.cache, counts=None if shared else counts, **self.latents)
         positions = self.cache.lengths[:, None] + 1 + self.slot[:width]
         predictions = self.sampler.sample(logits, positions, self.seeds, OWN, self.banned)
-        shown = predictions.clamp(min=0)
-        verdict = verify_draft(draft, shown, draft_lengths=counts, end_tokens=self.ends)
+        valid = predictions.clamp(min=0)
+        verdict = verify_draft(draft, valid, draft_lengths=counts, end_tokens=self.ends)
         self.cache.commit_(verdict.accepted)
-        entry.predictions[:, :width] = shown
+        entry.predictions[:, :width] = valid
         entry.draft[:, 0] = verdict.next_token.clamp(min=0)
         self.judge(verdict, logits, predictions)
 

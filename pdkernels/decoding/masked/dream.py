@@ -100,8 +100,8 @@ def decode(
     if canvas.fills_prompts and algorithm != "origin":
         return _fill_all(canvas, forward, algorithm, order_temperature, steps, eps)
     if canvas.fills_prompts:
-        known = steps is not None or session.batch == 1
-        check(known, _OP, "steps", "be given with algorithm 'origin' and infill=True for a batch", steps)
+        has_steps = steps is not None or session.batch == 1
+        check(has_steps, _OP, "steps", "be given with algorithm 'origin' and infill=True for a batch", steps)
         masks = max(canvas.open_counts())
     steps = masks if steps is None else steps
     full = not canvas.fills_prompts and (algorithm != "origin" or session.batch == 1)
@@ -162,10 +162,10 @@ def _fill_polled(
         canvas.final_end = 0
     for number in range(max(runs)):
         masks = canvas.open_counts()
-        part = [number < maximum and count > 0 for maximum, count in zip(runs, masks, strict=True)]
-        if not any(part):
+        taking = [number < maximum and count > 0 for maximum, count in zip(runs, masks, strict=True)]
+        if not any(taking):
             break
-        canvas.begin(part)
+        canvas.begin(taking)
         last = [number == maximum - 1 for maximum in runs]
         stays = [_stays(number, maximum, eps) if number < maximum else 1.0 for maximum in runs]
         if (

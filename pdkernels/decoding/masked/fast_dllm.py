@@ -69,9 +69,9 @@ def decode(
     rows = Rows(session, canvas, page_size)
     # With a cache, and rows that predict the next token: an entry fills only the first position.
     next_token = rows_ahead(session.model) if cache != "none" else 0
-    rest = limit + block_size  # with a cache: positions from the beginning of the block on
+    remaining = limit + block_size  # with a cache: positions from the beginning of the block on
     # The block's first position, counted from the end of the prompt, and forwards over the block so far.
-    first, taken = [0] * session.batch, [0] * session.batch
+    first, forwards = [0] * session.batch, [0] * session.batch
     entry, open_ = True, canvas.active
     while canvas.unfinished:
         canvas.begin(open_)
@@ -81,15 +81,15 @@ def decode(
         if steps is not None:
             masks = [max(0, there - here - next_token) for here, there in zip(first, last, strict=True)]
             runs = max(1, steps // blocks - next_token)
-            quotas = [1 if alone else share(n, runs, run - next_token) for n, run in zip(masks, taken, strict=True)]
+            quotas = [1 if alone else share(n, runs, run - next_token) for n, run in zip(masks, forwards, strict=True)]
         windows = [(n, n + 1) for n in first] if alone else list(zip(first, last, strict=True))
         step = canvas.open(windows, [[n + m for n, m in zip(canvas.starts, first, strict=True)], quotas])
         if entry:
-            rest -= block_size
+            remaining -= block_size
             start, hidden = None, rows()
         else:
             start = step.columns[0]
-            hidden = rows.recompute(start, rest if cache == "prefix" else min(block_size, rest))
+            hidden = rows.recompute(start, remaining if cache == "prefix" else min(block_size, remaining))
         guesses = canvas.guess(hidden, step, start)
         rule: dict[str, Any] = {} if alone else {"threshold": threshold, "factor": factor}
         if steps is not None:
@@ -100,8 +100,8 @@ def decode(
         open_ = [canvas.is_open(sequence, *window) for sequence, window in enumerate(zip(first, last, strict=True))]
         entry = cache == "none" or not any(a and b for a, b in zip(open_, canvas.active, strict=True))
         if entry:  # sequences done with their block go on to the next one; with a cache these are all
-            first = [n if more else min(n + block_size, limit) for n, more in zip(first, open_, strict=True)]
-        taken = [n + 1 if more or not entry else 0 for n, more in zip(taken, open_, strict=True)]
+            first = [n if active else min(n + block_size, limit) for n, active in zip(first, open_, strict=True)]
+        forwards = [n + 1 if active or not entry else 0 for n, active in zip(forwards, open_, strict=True)]
         if entry:
             open_ = canvas.active
     return canvas.finish()
@@ -234,8 +234,8 @@ class FastSteps(CanvasSteps):
         return self.begins, self._last, {"quota": quota}
 
     def _move(self, masks: torch.Tensor) -> None:
-        inside = (self.offsets >= self.begins[:, None]) & (self.offsets < self._last[:, None])
-        open_ = (masks & inside).any(1)
+        in_block = (self.offsets >= self.begins[:, None]) & (self.offsets < self._last[:, None])
+        open_ = (masks & in_block).any(1)
         # With a cache, sequences wait until the block is complete in all of them.
         enters = ~(open_ & (self.entry.pending > 0)).any().expand_as(open_) if self.cached else torch.ones_like(open_)
         self.taken.copy_(torch.where(open_ | ~enters, self.taken + 1, 0))

@@ -68,8 +68,8 @@ def decode(
         mask_token=mask_token,
     )
     checked_number(_OP, "revise", revise, 1.0)
-    plain = remasking != "random" and not late_end and guidance == 0
-    check(revise == 0 or plain, _OP, "revise", "be 0 with random remasking, late ends or guidance", revise)
+    by_confidence = remasking != "random" and not late_end and guidance == 0
+    check(revise == 0 or by_confidence, _OP, "revise", "be 0 with random remasking, late ends or guidance", revise)
     forward = WholeCanvas(session, canvas)
     if revise > 0:
         return fill_revising(canvas, forward, blocks, steps, revise)
@@ -178,10 +178,10 @@ def fill_all(canvas: Canvas, forward: WholeCanvas, blocks: list[Window], steps: 
             quotas = [
                 share(count, maximum, run) if run < maximum else 0 for count, maximum in zip(masks, runs, strict=True)
             ]
-            part = [more > 0 for more in quotas]
-            if not any(on and more for on, more in zip(canvas.active, part, strict=True)):
+            taking = [quota > 0 for quota in quotas]
+            if not any(on and quota for on, quota in zip(canvas.active, taking, strict=True)):
                 continue
-            canvas.begin(part)
+            canvas.begin(taking)
             step = canvas.open([(first, last)] * len(masks), [quotas])
             guesses = canvas.guess(forward(), step, forward.first_row)
             canvas.commit(step, guesses.ids, None if random else guesses.probs, quota=step.columns[0])
@@ -196,8 +196,8 @@ def fill_revising(canvas: Canvas, forward: WholeCanvas, blocks: list[Window], st
         masks = canvas.open_counts(first, last)
         runs = [count if steps is None else min(count, steps // len(blocks)) for count in masks]
         quotas = [-(-count // run) if run else 0 for count, run in zip(masks, runs, strict=True)]
-        while any(left := canvas.open_counts(first, last)):
-            canvas.begin([count > 0 for count in left])
+        while any(masked := canvas.open_counts(first, last)):
+            canvas.begin([count > 0 for count in masked])
             step = canvas.open([(first, last)] * len(masks), [quotas])
             hidden = forward()
             guesses = canvas.guess(hidden, step, forward.first_row)

@@ -107,13 +107,13 @@ def decode(
         checked_size(_OP, "prompt_interval", prompt_interval)
     checked_size(_OP, "gen_interval", gen_interval)
     checked_number(_OP, "transfer_ratio", transfer_ratio, 1.0)
-    for name, given, default in (("gen_interval", gen_interval, 1), ("transfer_ratio", transfer_ratio, 0)):
+    for name, value, default in (("gen_interval", gen_interval, 1), ("transfer_ratio", transfer_ratio, 0)):
         check(
-            prompt_interval is not None or given == default,
+            prompt_interval is not None or value == default,
             _OP,
             name,
             f"be {default} without a cache",
-            given,
+            value,
             "Pass a prompt_interval.",
         )
     limit = session.max_new_tokens
@@ -149,8 +149,8 @@ class Loop:
             width = max(end for end, on in zip(ends, canvas.active, strict=True) if on)
             guesses = canvas.guess(self._forward(step.columns[0], width), step, self._forward.first_row)
             if step.positions.shape[1]:
-                sure = self._is_sure(guesses.probs)
-                canvas.fact.copy_(torch.where(sure, step.positions, -1).amax(1))
+                confident = self._is_sure(guesses.probs)
+                canvas.fact.copy_(torch.where(confident, step.positions, -1).amax(1))
             else:
                 canvas.fact.fill_(-1)
             self._commit(step, guesses)

@@ -31,21 +31,23 @@ class ChunkGrammar:
 
     def _check(self, text: PlannedText, length: int) -> None:
         least, source = self._grammar.least(text.sequence)
-        words = f"the plan asks for a chunk of {length} tokens, and {source} takes {least} at least"
-        refuse(least > length, "decoding.planned", words)
+        fault = f"the plan asks for a chunk of {length} tokens, and {source} takes {least} at least"
+        refuse(least > length, "decoding.planned", fault)
 
     def words(self, width: int) -> Tensor:
         """As `Filters.allowed`: for the masks of each text, one chunk after another, `width` rows."""
-        found = []
+        masks = []
         for text, chunks in zip(self._texts, self._live, strict=True):
             rows = [self._grammar.chunk(text.sequence, text.chunks[chunk]) for chunk in chunks]
-            own = torch.cat(rows)
-            found.append(torch.cat([own, own.new_full((width - len(own), own.shape[1]), -1)]))
-        return torch.stack(found)
+            text_masks = torch.cat(rows)
+            masks.append(
+                torch.cat([text_masks, text_masks.new_full((width - len(text_masks), text_masks.shape[1]), -1)])
+            )
+        return torch.stack(masks)
 
     def settle_(self, canvas: Tensor, positions: Tensor, scores: Tensor, draw: Draw) -> None:
         """Replaces tokens of a step that exclude each other, and pads what comes after the end of a chunk, in place."""
-        sure, places = scores.tolist(), positions.tolist()
+        confidence, places = scores.tolist(), positions.tolist()
         for number, (text, chunks) in enumerate(zip(self._texts, self._live, strict=True)):
             first = 1
             row_of = {place: row for row, place in enumerate(places[number]) if place >= 0}
@@ -53,20 +55,20 @@ class ChunkGrammar:
                 before = text.chunks[chunk]
                 last = first + len(before)
                 after = canvas[number, first:last].tolist()
-                ranks = [sure[number][row_of[at]] if at in row_of else 0.0 for at in range(first, last)]
+                ranks = [confidence[number][row_of[at]] if at in row_of else 0.0 for at in range(first, last)]
 
-                def redraw(_: int, at: int, words: Tensor, number: int = number, first: int = first) -> int:
-                    return draw(number, row_of[first + at], words)  # noqa: B023, it is called in this round
+                def redraw(_: int, at: int, allowed: Tensor, number: int = number, first: int = first) -> int:
+                    return draw(number, row_of[first + at], allowed)  # noqa: B023, it is called in this round
 
-                made = self._grammar.settled_chunk(text.sequence, before, after, ranks, redraw)
-                if self._pad in made:
-                    end = made.index(self._pad)
-                    made = made[:end] + [self._pad] * (len(made) - end)
-                if made != after:
-                    canvas[number, first:last] = torch.tensor(made, device=canvas.device)
+                settled = self._grammar.settled_chunk(text.sequence, before, after, ranks, redraw)
+                if self._pad in settled:
+                    end = settled.index(self._pad)
+                    settled = settled[:end] + [self._pad] * (len(settled) - end)
+                if settled != after:
+                    canvas[number, first:last] = torch.tensor(settled, device=canvas.device)
                 first = last + 2
 
 
-def without(logits: Tensor, words: Tensor) -> Tensor:
+def without(logits: Tensor, allowed: Tensor) -> Tensor:
     """`logits` ``(.., V)`` without the tokens that are not allowed."""
-    return logits.masked_fill(~unpacked(words.to(logits.device), logits.shape[-1]), -torch.inf)
+    return logits.masked_fill(~unpacked(allowed.to(logits.device), logits.shape[-1]), -torch.inf)

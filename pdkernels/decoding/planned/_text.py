@@ -103,18 +103,18 @@ class PlannedText:
         except BadPlan as bad:
             if options.on_bad_plan == "raise":
                 actual = f"{bad.reason!r} in round {len(self.report.rounds)} of sequence {self.sequence}"
-                words = message("decoding.planned", "plan", "say what to write", actual, "Pass on_bad_plan='stop'.")
-                raise BadPlan(bad.reason, words) from None
+                fault = message("decoding.planned", "plan", "say what to write", actual, "Pass on_bad_plan='stop'.")
+                raise BadPlan(bad.reason, fault) from None
             self._session.emit(self.sequence, [stop], 0)
             self._end(bad.reason, self._stop_name)
             return
-        asked = [int(item.number * options.unit) for item in self._items]
-        lengths = fitted(asked, self._left - 1)
+        requested = [int(item.number * options.unit) for item in self._items]
+        lengths = fitted(requested, self._left - 1)
         if lengths is None:
             self._session.emit(self.sequence, [stop], 0)
             self._end("length", self._stop_name)
             return
-        self._cut = lengths != asked
+        self._cut = lengths != requested
         self.chunks = [[options.mask_token] * length for length in lengths]
         self._step, self._steps = 0, self._steps_of(max(lengths, default=0))
         self.phase = "fill"
@@ -144,10 +144,10 @@ class PlannedText:
     @property
     def live(self) -> list[int]:
         """The chunks whose rows a step computes."""
-        every = range(len(self.chunks))
+        chunks = range(len(self.chunks))
         if self._options.cache == "exact" or self._step == 0:
-            return list(every)
-        return [chunk for chunk in every if self._is_open(chunk)]
+            return list(chunks)
+        return [chunk for chunk in chunks if self._is_open(chunk)]
 
     def _is_open(self, chunk: int) -> bool:
         return self._options.mask_token in self.chunks[chunk]

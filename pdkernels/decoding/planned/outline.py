@@ -17,8 +17,8 @@ _LARGEST = 10**9  # of a number in a plan; no text is that long
 class BadPlan(ValueError):
     """A plan that does not say what to write; `reason` is one of `BAD_PLANS`."""
 
-    def __init__(self, reason: BadPlanReason, words: str = "") -> None:
-        super().__init__(words or reason)
+    def __init__(self, reason: BadPlanReason, text: str = "") -> None:
+        super().__init__(text or reason)
         self.reason = reason
 
 
@@ -55,8 +55,8 @@ def items_by_last_number(plan: Sequence[int], tags: PlanTokens) -> list[Item]:
     return items
 
 
-def _last_number(inside: Sequence[int], tags: PlanTokens) -> Item:
-    values = [tags.digits.index(token) if token in tags.digits else None for token in inside]
+def _last_number(tokens: Sequence[int], tags: PlanTokens) -> Item:
+    values = [tags.digits.index(token) if token in tags.digits else None for token in tokens]
     while values and values[-1] is None:
         values.pop()
     first = len(values)
@@ -67,7 +67,7 @@ def _last_number(inside: Sequence[int], tags: PlanTokens) -> Item:
     number = 0
     for value in values[first:]:
         number = min(10 * number + (value or 0), _LARGEST)
-    return Item(list(inside[:first]), number)
+    return Item(list(tokens[:first]), number)
 
 
 def fitted(lengths: Sequence[int], room: int) -> list[int] | None:
@@ -82,23 +82,23 @@ def fitted(lengths: Sequence[int], room: int) -> list[int] | None:
         return None
     if sum(lengths) <= room:
         return list(lengths)
-    level, left, waiting = 0, room, sorted(lengths)
+    level, remaining, waiting = 0, room, sorted(lengths)
     for index, length in enumerate(waiting):  # the short ones are not cut
-        level = left // (len(waiting) - index)
+        level = remaining // (len(waiting) - index)
         if length > level:
             break
-        left -= length
-    more = room - sum(min(length, level) for length in lengths)
+        remaining -= length
+    spare = room - sum(min(length, level) for length in lengths)
     cut = []
     for length in lengths:
-        extra = length > level and more > 0
-        more -= extra
+        extra = length > level and spare > 0
+        spare -= extra
         cut.append(min(length, level) + extra)
     return cut
 
 
-def text_pieces(tokens: Sequence[int], tags: PlanTokens, others: Collection[int]) -> list[list[int]]:
-    """The text of some tokens without plans, tags, filler and `others`: a list for each chunk and each part outside them.
+def text_pieces(tokens: Sequence[int], tags: PlanTokens, excluded: Collection[int]) -> list[list[int]]:
+    """The text of some tokens without plans, tags, filler and those `excluded`: a list for each chunk and each part outside them.
 
     >>> tags = PlanTokens(10, 11, 12, 13, 14, 15, digits=range(10))
     >>> text_pieces([12, 20, 1, 13, 10, 4, 5, 15, 11, 10, 15, 11, 10, 6, 11, 99], tags, {99})
@@ -107,7 +107,7 @@ def text_pieces(tokens: Sequence[int], tags: PlanTokens, others: Collection[int]
     pieces: list[list[int]] = [[]]
     planning = False
     for token in tokens:
-        if token == tags.pad or token in others:
+        if token == tags.pad or token in excluded:
             continue
         if token in tags.control:
             planning = token == tags.topic_open

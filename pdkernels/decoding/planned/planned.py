@@ -97,8 +97,8 @@ def decode(
     checked_number(_OP, "length_scale", length_scale, 1000.0)
     unit = tags.unit if unit is None else checked_size(_OP, "unit", unit)
     check_choice(_OP, "cache", cache, CACHES)
-    fits = cache != "drop_finished" or sparse
-    check(fits, _OP, "cache", "not drop chunks that others see", repr(cache), "Pass sparse=True.")
+    visible = cache != "drop_finished" or sparse
+    check(visible, _OP, "cache", "not drop chunks that others see", repr(cache), "Pass sparse=True.")
     check_choice(_OP, "on_bad_plan", on_bad_plan, BAD_PLAN_WAYS)
     if max_rounds is not None:
         checked_size(_OP, "max_rounds", max_rounds)
@@ -108,15 +108,17 @@ def decode(
         tags, mask_token, ends, sparse, steps_ratio, threshold, unit * length_scale, cache, on_bad_plan, max_rounds
     )
     if session.model.tokenizer is not None:
-        others, plain = {mask_token, *ends}, session.model.tokenizer.decode
-        session.text_of = lambda tokens, decode=plain: joined(text_pieces(tokens, tags, others), tags, decode, joiner)
+        excluded, decode_text = {mask_token, *ends}, session.model.tokenizer.decode
+        session.text_of = lambda tokens, decode=decode_text: joined(
+            text_pieces(tokens, tags, excluded), tags, decode, joiner
+        )
     texts = [(text or PlannedText)(session, sequence, options) for sequence in range(session.batch)]
     guess = Guesses(session.model, session.seeds, Sampler.of(session.params, "joint"))
     if session.max_new_tokens > 0:  # else no cache is needed
         order = order or ("entropy" if threshold is None else "confidence")
         (rounds or Rounds)(session, options, guess, order, page_size).run(texts)
-    session.plans = [own.report for own in texts]
-    return sum(own.number for own in texts)
+    session.plans = [planned.report for planned in texts]
+    return sum(planned.number for planned in texts)
 
 
 def _checked_tags(session: Session, mask_token: int | None) -> PlanTokens:
@@ -124,10 +126,10 @@ def _checked_tags(session: Session, mask_token: int | None) -> PlanTokens:
     remedy = "Pass plan_tokens= to the Transformer."
     check_type(isinstance(tags, PlanTokens), _OP, "model", "have plan_tokens", type(session.model).__name__, remedy)
     assert isinstance(tags, PlanTokens)
-    own = (*tags.control, *tags.digits)
-    check(mask_token not in own, _OP, "mask_token", "not be a plan token", mask_token)
+    plan_tokens = (*tags.control, *tags.digits)
+    check(mask_token not in plan_tokens, _OP, "mask_token", "not be a plan token", mask_token)
     for token in session.end_tokens:
-        check(token not in own, _OP, "end_tokens", "hold no plan token", token)
+        check(token not in plan_tokens, _OP, "end_tokens", "hold no plan token", token)
     maximum = MAX_SUPPRESSED - len(tags.control)
     check(len(session.end_tokens) <= maximum, _OP, "end_tokens", f"be at most {maximum}", len(session.end_tokens))
     return tags
@@ -193,10 +195,10 @@ class Rounds:
 
     def _step(self, texts: Sequence[PlannedText]) -> None:
         planning = [text for text in texts if text.phase == "plan"]
-        plain = [text for text in planning if not text.round_lengths]
+        outlining = [text for text in planning if not text.round_lengths]
         entering = [text for text in planning if text.round_lengths]
         filling = [text for text in texts if text.phase == "fill"]
-        answers = [self._plan(group) for group in (plain, entering) if group]
+        answers = [self._plan(group) for group in (outlining, entering) if group]
         if planning:
             grown = {text.sequence: len(text.rows) for text in planning}
             counts = [[grown.get(sequence, 0)] for sequence in range(self._session.batch)]
@@ -207,7 +209,7 @@ class Rounds:
             answers.append(self._fill(filling, live, quotas))
         # The one read of the device in a step.
         read = torch.cat(answers).tolist()
-        for text in (*plain, *entering):
+        for text in (*outlining, *entering):
             text.planned(read.pop(0))
         width = len(read) // max(len(filling), 1)
         for index, text in enumerate(filling):
@@ -242,8 +244,8 @@ class Rounds:
         mask = _tail(layouts, self._options.sparse, self._device) if texts[0].round_lengths else None
         hidden = self._model.hidden(tokens, cache=cache, counts=counts if ragged else None, mask=mask)
         last = hidden.gather(1, (counts - 1)[:, None, None].expand(-1, 1, hidden.shape[-1]))
-        found = self._guess(last, sequences, OWN, positions, (self._options.mask_token,))
-        return found.ids.masked_fill(found.probs.isnan(), -1)[:, 0]
+        guesses = self._guess(last, sequences, OWN, positions, (self._options.mask_token,))
+        return guesses.ids.masked_fill(guesses.probs.isnan(), -1)[:, 0]
 
     def _fill(
         self, texts: Sequence[PlannedText], live: Sequence[list[int]], quotas: Sequence[list[int]]
@@ -270,14 +272,14 @@ class Rounds:
         if self._session.grammar is not None:
             chunks = ChunkGrammar(self._session, texts, live, options.mask_token, options.tags.pad)
             allowed = chunks.words(positions.shape[1])
-        found = self._guess(hidden, sequences, number, offsets, self._banned, allowed)
+        guesses = self._guess(hidden, sequences, number, offsets, self._banned, allowed)
         there = positions >= 0
-        no_choice = ((found.probs.isnan() | (found.ids < 0)) & there).any(1, keepdim=True)
-        scores = {"entropy": -found.entropy, "confidence": found.probs, "margin": found.margin}[self._order]
+        no_choice = ((guesses.probs.isnan() | (guesses.ids < 0)) & there).any(1, keepdim=True)
+        scores = {"entropy": -guesses.entropy, "confidence": guesses.probs, "margin": guesses.margin}[self._order]
         canvas = canvas.clone()  # the op must not write to memory that it reads
         unmask_(
             canvas,
-            found.ids,
+            guesses.ids,
             scores,
             mask_token=options.mask_token,
             positions=positions,
@@ -287,10 +289,10 @@ class Rounds:
         )
         if chunks is not None:
 
-            def draw(text: int, row: int, words: torch.Tensor) -> int:
-                one, at = slice(text, text + 1), slice(row, row + 1)
-                given = hidden[one, at], sequences[one], number[one], offsets[one, at]
-                return int(self._guess(*given, self._banned, words[None, None]).ids.item())
+            def draw(text: int, row: int, allowed_row: torch.Tensor) -> int:
+                text_slice, at = slice(text, text + 1), slice(row, row + 1)
+                arguments = hidden[text_slice, at], sequences[text_slice], number[text_slice], offsets[text_slice, at]
+                return int(self._guess(*arguments, self._banned, allowed_row[None, None]).ids.item())
 
             chunks.settle_(canvas, positions, scores, draw)
         return torch.cat([canvas, no_choice.to(canvas.dtype)], 1).flatten()
@@ -310,28 +312,30 @@ class _StepTable:
         self, texts: Sequence[PlannedText], live: Sequence[list[int]], quotas: Sequence[list[int]], options: PlanOptions
     ) -> None:
         tags, mask = options.tags, options.mask_token
-        self.layouts = [tuple(len(text.chunks[chunk]) + 2 for chunk in own) for text, own in zip(texts, live)]
-        masks = [sum(text.chunks[chunk].count(mask) for chunk in own) for text, own in zip(texts, live)]
+        self.layouts = [
+            tuple(len(text.chunks[chunk]) + 2 for chunk in open_chunks) for text, open_chunks in zip(texts, live)
+        ]
+        masks = [sum(text.chunks[chunk].count(mask) for chunk in open_chunks) for text, open_chunks in zip(texts, live)]
         rows, maximum, chunks = max(map(sum, self.layouts)), max(masks), max(map(len, live))
         self.widths = [rows, rows, maximum, maximum, 2 * chunks, chunks, 1, 1]
-        self.gaps = any(len(own) < len(text.chunks) for text, own in zip(texts, live))
+        self.gaps = any(len(open_chunks) < len(text.chunks) for text, open_chunks in zip(texts, live))
         self.lines = []
-        for text, own, quota in zip(texts, live, quotas):
+        for text, open_chunks, quota in zip(texts, live, quotas):
             canvas: list[int] = []
             shifts: list[int] = []  # of these rows, from the cached length on
             positions: list[int] = []
             windows: list[int] = []
             starts = text.chunk_starts
-            for chunk in own:
+            for chunk in open_chunks:
                 content = text.chunks[chunk]
                 first = len(canvas) + 1
                 windows += [first, first + len(content)]
-                found = [first + index for index, token in enumerate(content) if token == mask]
-                positions += found
+                masked = [first + index for index, token in enumerate(content) if token == mask]
+                positions += masked
                 canvas += [tags.chunk_open, *content, tags.chunk_close]
                 shifts += range(starts[chunk], starts[chunk + 1])
             offsets = [text.cached + shifts[position] for position in positions]
-            spare, empty = maximum - len(positions), chunks - len(own)
+            spare, empty = maximum - len(positions), chunks - len(open_chunks)
             line = [*canvas, *[tags.pad] * (rows - len(canvas)), *shifts, *[0] * (rows - len(shifts))]
             line += [*positions, *[-1] * spare, *offsets, *[-1] * spare]
             stored = len(canvas) if text.stores_steps else 0

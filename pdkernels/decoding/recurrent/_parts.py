@@ -60,16 +60,16 @@ def checked_model(op: str, session: Session) -> RecurrentDepth:
     return model
 
 
-def checked_recurrences(op: str, name: str, model: RecurrentDepth, given: int | None) -> int:
-    """`given`, or the recurrences that the model was trained for."""
-    return model.config.mean_recurrence if given is None else checked_size(op, name, given)
+def checked_recurrences(op: str, name: str, model: RecurrentDepth, requested: int | None) -> int:
+    """`requested`, or the recurrences that the model was trained for."""
+    return model.config.mean_recurrence if requested is None else checked_size(op, name, requested)
 
 
 class Core(NamedTuple):
     """The options of the core other than the number of recurrences."""
 
     init_scale: float
-    kept: int  # recurrences whose K and V the cache keeps apart
+    kv_recurrences: int  # recurrences whose K and V the cache keeps apart
     noise: float
     schedule: Schedule
     horizon: int
@@ -78,7 +78,7 @@ class Core(NamedTuple):
     @property
     def plain(self) -> bool:
         """Whether the model's own forward suffices."""
-        return self.kept == 1 and self.noise == 0 and not self.copied
+        return self.kv_recurrences == 1 and self.noise == 0 and not self.copied
 
     def begin(self, model: RecurrentDepth, embedding: Tensor, context: Any, seeds: Tensor) -> tuple[Tensor, Tensor]:
         """Initial states and the embedding's term, as `RecurrentDepth.begin` gives them."""
@@ -92,14 +92,14 @@ class Core(NamedTuple):
         for recurrence in range(first, first + count):
             if self.noise > 0 and recurrence > 0:
                 state = self._noisy(model, state, context, seeds, recurrence)
-            state = model.core(state, term, context if self.kept == 1 else context._replace(recurrence=recurrence))
+            state = model.core(state, term, context if self.kv_recurrences == 1 else context._replace(recurrence=recurrence))
         return state
 
     def _noisy(self, model: RecurrentDepth, state: Tensor, context: Any, seeds: Tensor, recurrence: int) -> Tensor:
         cursor = context.cache.lengths
         numbers = torch.full_like(cursor, recurrence)
         width = torch.full_like(cursor, state.shape[1]) if context.counts is None else context.counts
-        both = recurrence_inject(
+        injected = recurrence_inject(
             state,
             state,
             None,
@@ -115,7 +115,7 @@ class Core(NamedTuple):
             init_std=1.0,
             backend=backend_of(model.dtype),
         )
-        return rms_norm(both[..., : state.shape[-1]].contiguous(), model.exit_weight, model.config.norm_eps)
+        return rms_norm(injected[..., : state.shape[-1]].contiguous(), model.exit_weight, model.config.norm_eps)
 
     def forward(
         self,
@@ -139,7 +139,7 @@ class Core(NamedTuple):
         state, term = self.begin(model, model.prelude(tokens, context), context, seeds)
         state = self.run(model, state if before is None else before, term, context, seeds, 0, recurrences)
         logits = model.coda(state, context, rows)
-        if recurrences < self.kept:
+        if recurrences < self.kv_recurrences:
             self.fill(model, cache, tokens.shape[1], counts, torch.full_like(cache.lengths, recurrences))
         return logits, state
 
@@ -153,12 +153,12 @@ class Core(NamedTuple):
             if table is None
             else table.gather(1, at // page).long()
         )
-        for copy in range(1, self.kept):
-            missing = torch.where(done <= copy, rows if counts is None else counts, 0)
+        for copy in range(1, self.kv_recurrences):
+            fills = torch.where(done <= copy, rows if counts is None else counts, 0)
             for layer in range(config.core_layers):
                 slot = config.prelude_layers + (copy - 1) * config.core_layers + layer
                 k, v = (stored[slot][pages.clamp(min=0), at % page] for stored in (cache.k, cache.v))
-                cache.append_(slot + config.core_layers, k, v, missing)
+                cache.append_(slot + config.core_layers, k, v, fills)
 
 
 def checked_core(
@@ -182,11 +182,16 @@ def checked_core(
     check(core_noise <= MAX_SCALE, op, "core_noise", f"be at most {MAX_SCALE:g}", core_noise)
     checked_name(op, "core_noise_schedule", core_noise_schedule, get_args(Schedule))
     checked_name(op, "new_state", new_state, get_args(NewState))
-    kept = maximum if kept_recurrences == 0 else min(kept_recurrences, maximum)
-    core = Core(init_scale, kept, core_noise, core_noise_schedule, maximum, new_state == "copied")
-    asked = None if core.plain and init_scale == 1 else missing(model, RecurrentPartsModel)
+    slots = maximum if kept_recurrences == 0 else min(kept_recurrences, maximum)
+    core = Core(init_scale, slots, core_noise, core_noise_schedule, maximum, new_state == "copied")
+    missing_member = None if core.plain and init_scale == 1 else missing(model, RecurrentPartsModel)
     check_type(
-        not asked, op, "model", f"have {asked} for these options", type(model).__name__, "See docs/own_models.md."
+        not missing_member,
+        op,
+        "model",
+        f"have {missing_member} for these options",
+        type(model).__name__,
+        "See docs/own_models.md.",
     )
     return core
 
@@ -223,10 +228,10 @@ def prefill(
     """
     cache = new_cache(session, page_size, core)
     ends = session.ends_on(cache.lengths.device)  # before the forward, for which a copy to the device would wait
-    tokens, written, state, recurrences = after_prompts(session, cache, recurrences, sampling, core, run_prompts)
+    tokens, host_tokens, state, recurrences = after_prompts(session, cache, recurrences, sampling, core, run_prompts)
     session.forwards, session.recurrences = 1, recurrences
     ended = torch.zeros_like(tokens[:, 0], dtype=torch.bool) if ends is None else is_end(tokens[:, 0], ends)
-    first = written.tolist()
+    first = host_tokens.tolist()
     for sequence, token in enumerate(first):
         session.record_first(sequence, token)
     active = [token not in session.end_tokens and session.max_new_tokens > 1 for token in first]
@@ -235,7 +240,7 @@ def prefill(
 
 def new_cache(session: Session, page_size: int | None, core: Core) -> Any:
     """A cache for a session."""
-    return session.new_cache(page_size, **({} if core.kept == 1 else {"kept": core.kept}))
+    return session.new_cache(page_size, **({} if core.kv_recurrences == 1 else {"kept": core.kv_recurrences}))
 
 
 def after_prompts(

@@ -43,7 +43,7 @@ class WaveOptions(NamedTuple):
     max_recurrences: int
     stability: int
     init_scale: float
-    kept: int
+    kv_recurrences: int
 
 
 class Wave:
@@ -84,7 +84,7 @@ class Wave:
     @property
     def state(self) -> tuple[torch.Tensor, ...]:
         """As `Steps.state`."""
-        kept = (
+        counters = (
             self.tokens,
             self._recurrences,
             self._unchanged_steps,
@@ -93,7 +93,13 @@ class Wave:
             self.advance,
             self._steps,
         )
-        return *kept, self._state, self._blended, *(self._older or ()), *(() if self._text is None else (self._text,))
+        return (
+            *counters,
+            self._state,
+            self._blended,
+            *(self._older or ()),
+            *(() if self._text is None else (self._text,)),
+        )
 
     def start(self, session: Session, tokens: torch.Tensor) -> None:
         """Begins with the `tokens` ``(batch, 1)`` after the prompts that are in the cache."""
@@ -108,13 +114,13 @@ class Wave:
             packed, lengths = session.packed_prompts(self._text.shape[1], self._text.device)
             self._text.copy_(packed.scatter_(1, lengths[:, None], tokens))
 
-    def step(self, rows: int, whole: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(self, rows: int, full: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Refines the first `rows` rows of every sequence, predicts, freezes what is ready and advances. The host reads nothing
         here.
 
         Args:
             rows: at least the largest width.
-            whole: every sequence has that many rows, so none is padding.
+            full: every sequence has that many rows, so none is padding.
 
         Returns:
             Predictions ``(batch, rows)`` int64, of the token after each row, -1 where logits give no choice, and the distance of each row,
@@ -123,8 +129,8 @@ class Wave:
         model, options, cache, width = self.model, self.options, self._cache, self.width
         cursor, backend = cache.lengths, backend_of(self.model.dtype)
         filler = self._filler()
-        context = model.context(rows, cache, None if whole else width)
-        both = recurrence_inject(
+        context = model.context(rows, cache, None if full else width)
+        injected = recurrence_inject(
             self._state,
             model.prelude(self.tokens[:, :rows], context),
             self._blended,
@@ -143,13 +149,13 @@ class Wave:
             new_state=options.new_state,
             backend=backend,
         )
-        x, blended = both.chunk(2, -1)
+        x, blended = injected.chunk(2, -1)
         term = model.embedding_term(blended)
         contexts = [context] * options.inner_recurrence
-        if options.kept > 1:
-            contexts = [one._replace(recurrence=number) for number, one in enumerate(contexts)]
-        for one in contexts[:-1]:
-            x = model.core(x, term, one)
+        if options.kv_recurrences > 1:
+            contexts = [layer_context._replace(recurrence=number) for number, layer_context in enumerate(contexts)]
+        for layer_context in contexts[:-1]:
+            x = model.core(x, term, layer_context)
         x, residual = model.core_parts(x, term, contexts[-1])
         older, older_advance = self._older or (None, None)
         state, distance, converged = recurrence_exit(
@@ -212,10 +218,10 @@ class Wave:
                 continue
             room = min(self.capacity, remaining[sequence]) - width
             text = [*session.tokens[sequence], *inputs[sequence][1:width]]
-            found = session.grammar.drafted(sequence, text, room)
-            if found:
-                rows = slice(width, width + len(found))
-                self.tokens[sequence, rows] = torch.tensor(found, device=self.tokens.device)
+            forced = session.grammar.drafted(sequence, text, room)
+            if forced:
+                rows = slice(width, width + len(forced))
+                self.tokens[sequence, rows] = torch.tensor(forced, device=self.tokens.device)
                 self._recurrences[sequence, rows] = 0
                 self._unchanged_steps[sequence, rows] = 0
                 self.width[sequence] = rows.stop
@@ -226,5 +232,7 @@ class Wave:
         """Tokens from the text, ``(batch, headway - 1)``, for new rows without a prediction."""
         if self._text is None:
             return None
-        words = random_words(self.sampling.seeds, self._steps, torch.zeros_like(self._steps), self.options.headway - 1)
-        return self._text.gather(1, words % (self._cache.lengths + 1)[:, None])
+        random_indices = random_words(
+            self.sampling.seeds, self._steps, torch.zeros_like(self._steps), self.options.headway - 1
+        )
+        return self._text.gather(1, random_indices % (self._cache.lengths + 1)[:, None])

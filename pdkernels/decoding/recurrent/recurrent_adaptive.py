@@ -128,7 +128,7 @@ def decode(
     if adaptive_prompt:
         run_prompts = partial(_run_until_converged, model, core, rule, recurrences, sampling.seeds)
     cache, token, ended, ends, _, active, before = prefill(session, recurrences, sampling, page_size, core, run_prompts)
-    active_rows, written = ~ended, token[:, 0]  # what the host reads for the token
+    active_rows, host_tokens = ~ended, token[:, 0]  # what the host reads for the token
     unread: tuple[list[int], list[list[float]]] | None = None  # facts about tokens that the host has not read yet
 
     for step in range(session.max_new_tokens - 1):
@@ -154,7 +154,7 @@ def decode(
             )
             refined = core.run(model, state, term, current_context, sampling.seeds, count, run)
             state = refined if still_open == active else torch.where(open_rows[:, None, None], refined, state)
-            counted = last >= min_recurrences  # recurrences of the state that this check is compared with
+            compared = last >= min_recurrences  # recurrences of the state that this check is compared with
             count += run
             needed = [count if is_open else before for is_open, before in zip(still_open, needed)]
             if run < until_check:
@@ -166,51 +166,51 @@ def decode(
                 told = session.plain(seen)
                 # A converged row is padding of this forward: its logits are those of the check at which it converged.
                 if logits is None or still_open == active:
-                    logits, plain = seen, told
+                    logits, unfiltered = seen, told
                 else:
                     logits = torch.where(open_rows[:, None, None], seen, logits)
-                    plain = torch.where(open_rows[:, None, None], told, plain)
+                    unfiltered = torch.where(open_rows[:, None, None], told, unfiltered)
             if callable(criterion):
                 say = partial(_last_rows, model, state, current_context, None)
                 rows = torch.ones_like(cache.lengths)
                 value, done = own_verdict(criterion, ExitCheck(state, divergence.state, count, say, rows), limit)
                 divergence.state = state
             else:
-                value = divergence.measure(state, logits, counted)
+                value = divergence.measure(state, logits, compared)
                 done = value >= limit if criterion == "argmax-stability" else value < limit
-            if counted:
+            if compared:
                 open_rows = open_rows & ~done
-            if counted or session.trace is not None:
+            if compared or session.trace is not None:
                 # The one read of the device in a check; the first of a token also brings the previous token.
-                poll = torch.stack([written.double(), open_rows.double(), value.double()], 1).tolist()
+                poll = torch.stack([host_tokens.double(), open_rows.double(), value.double()], 1).tolist()
                 polled = True
                 if unread is not None:
                     _record(session, active, [int(row[0]) for row in poll], *unread)
                     unread = None
                 for sequence, (_, is_open, number) in enumerate(poll):
                     if still_open[sequence]:
-                        values[sequence].append(number if counted else math.inf)
+                        values[sequence].append(number if compared else math.inf)
                         still_open[sequence] = is_open != 0
         if not any(active):
             break  # started before the host knew that all were done
 
         if logits is None:
             logits = model.coda(state, context)
-            plain = session.plain(logits)
-        if core.kept > 1:
+            unfiltered = session.plain(logits)
+        if core.kv_recurrences > 1:
             core.fill(model, cache, 1, counts, to_device_async([needed], cache.lengths.device)[0])
         before = state
         cache.commit_(active_rows.to(cache.lengths.dtype))
         token = sampling.sample(logits, cache.lengths[:, None])
-        session.note(plain, token, cache.lengths[:, None], active_rows[:, None])
-        written = flag_no_choice(logits, token)[:, 0]
+        session.note(unfiltered, token, cache.lengths[:, None], active_rows[:, None])
+        host_tokens = flag_no_choice(logits, token)[:, 0]
         if ends is not None:
             active_rows = active_rows & ~is_end(token[:, 0], ends)
         session.forwards += 1
         session.recurrences += count
         unread = needed, values
         if not polled or step == session.max_new_tokens - 2:  # no check will read the token
-            _record(session, active, written.tolist(), *unread)
+            _record(session, active, host_tokens.tolist(), *unread)
             unread = None
 
 
@@ -220,10 +220,10 @@ def _record(
     """Records the next token of every sequence in `active`, and removes those that end with it."""
     for sequence, token in enumerate(tokens):
         if active[sequence]:
-            known = session.tokens[sequence]
-            before = known[-1]
+            recorded = session.tokens[sequence]
+            before = recorded[-1]
             if session.trace is not None:
-                cursor = len(session.prompts[sequence]) + len(known) - 1
+                cursor = len(session.prompts[sequence]) + len(recorded) - 1
                 session.trace[sequence].append(AdaptiveStep(cursor, before, token, needed[sequence], values[sequence]))
             session.log_step(sequence, [before], None, accepted=1, next_token=token)
             active[sequence] = token not in session.end_tokens and not session.stopped[sequence]
@@ -285,18 +285,18 @@ def _run_until_converged(
         needed = [count if is_open else before for is_open, before in zip(still_open, needed)]
         if run < until_check:
             break
-        counted, checked = checked >= min_recurrences, count
+        compared, checked = checked >= min_recurrences, count
         say = partial(_last_rows, model, state, now, last)
         if callable(criterion):
             _, done = own_verdict(criterion, ExitCheck(state, divergence.state, count, say, lengths), limit)
             divergence.state = state
         else:
-            value = divergence.measure(state, None if latent else say()[:, None], counted)
+            value = divergence.measure(state, None if latent else say()[:, None], compared)
             done = value >= limit if criterion == "argmax-stability" else value < limit
-        if counted:
+        if compared:
             goes_on = goes_on & ~done
             still_open = goes_on.tolist()
-    if core.kept > 1:
+    if core.kv_recurrences > 1:
         core.fill(model, cache, tokens.shape[1], counts, to_device_async([needed], last.device)[0])
     return model.coda(state, context, last), state, count
 
@@ -311,9 +311,9 @@ class Divergence:
         self.before = torch.full((len(state),), 100.0 if criterion == "entropy-diff" else -1.0, device=state.device)
         self.unchanged_checks = torch.zeros(len(state), dtype=torch.int64, device=state.device)
 
-    def measure(self, state: torch.Tensor, logits: torch.Tensor | None, counted: bool) -> torch.Tensor:
+    def measure(self, state: torch.Tensor, logits: torch.Tensor | None, compared: bool) -> torch.Tensor:
         """``(batch,)``: how far `state` ``(batch, rows, E)`` or `logits` ``(batch, 1, V)`` moved since the last call; or the checks
-        without a new argmax, among those that are `counted`.
+        without a new argmax, among those that are `compared`.
         """
         if logits is None:
             now, then = _wide(state), _wide(self.state)
@@ -321,8 +321,8 @@ class Divergence:
             if self.criterion == "cosine":
                 moved: Tensor = 1 - (now * then).sum(-1) / now.norm(dim=-1) / then.norm(dim=-1)
             else:
-                over = (now - then).norm(dim=-1)
-                moved = torch.where(over == 0, 0.0, over / now.norm(dim=-1))
+                distance = (now - then).norm(dim=-1)
+                moved = torch.where(distance == 0, 0.0, distance / now.norm(dim=-1))
             if self.real is None:
                 return moved[:, 0]
             mean: Tensor = moved.masked_fill(~self.real, 0).sum(-1) / self.real.sum(-1)
@@ -337,7 +337,7 @@ class Divergence:
             before, self.before = self.before, divergence.entropy
             return (divergence.entropy - before).abs()
         before, self.before = self.before, divergence.argmax
-        self.unchanged_checks = torch.where(divergence.argmax == before, self.unchanged_checks + int(counted), 0)
+        self.unchanged_checks = torch.where(divergence.argmax == before, self.unchanged_checks + int(compared), 0)
         return self.unchanged_checks
 
 

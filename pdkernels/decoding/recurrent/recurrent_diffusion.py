@@ -129,7 +129,7 @@ class WaveSteps(Steps):
             max_recurrences=maximum,
             stability=steady if exit == "token-stability" else 0,
             init_scale=init_scale,
-            kept=core.kept,
+            kv_recurrences=core.kv_recurrences,
         )
         check(noise != math.inf, _OP, "noise", "be finite", noise)
         check(noise <= MAX_SCALE, _OP, "noise", f"be at most {MAX_SCALE:g}", noise)
@@ -163,10 +163,10 @@ class WaveSteps(Steps):
 
     def start(self, session: Session) -> None:
         self.cache.lengths.zero_()
-        tokens, written, *_ = after_prompts(session, self.cache, self.recurrences, self.sampling, self.core)
+        tokens, host_tokens, *_ = after_prompts(session, self.cache, self.recurrences, self.sampling, self.core)
         self.wave.start(session, tokens)
-        self.entry.predictions[:, 0] = written
-        self._write(torch.zeros_like(self.wave.advance), written < 0)
+        self.entry.predictions[:, 0] = host_tokens
+        self._write(torch.zeros_like(self.wave.advance), host_tokens < 0)
 
     def step(self, width: int | None = None, ragged: bool = True) -> None:
         wave, rows = self.wave, width or self.capacity
@@ -174,7 +174,7 @@ class WaveSteps(Steps):
             rows = min(1 << (rows - 1).bit_length(), self.capacity)
         active = wave.width > 0
         self.entry.inputs.copy_(wave.tokens[:, : self.capacity])
-        predictions, distance = wave.step(rows, whole=not ragged and rows == width)
+        predictions, distance = wave.step(rows, full=not ragged and rows == width)
         self.entry.predictions[:, :rows] = predictions
         self.entry.distances[:, :rows] = distance.double().view(torch.int64)
         # It would never converge.

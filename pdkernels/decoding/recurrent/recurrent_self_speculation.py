@@ -83,7 +83,7 @@ def decode(
     remaining = torch.full_like(lengths, limit - 1).masked_fill_(ended, 0)  # tokens left; 0 once a sequence is done
     draft_lengths = remaining.clamp(max=slots)
 
-    host_lengths = [slots if more else 0 for more in active]
+    host_lengths = [slots if unfinished else 0 for unfinished in active]
     session.stop_(host_lengths, remaining, draft_lengths)
     taken_part = session.batch
     while (width := max(host_lengths)) > 0:
@@ -144,14 +144,14 @@ def decode(
 def _write_forced(block: Tensor, session: Session, lengths: list[int]) -> tuple[Tensor | None, int]:
     """Writes what grammars force into drafts of `lengths`. How many tokens of each draft they are, ``(batch, 1)``, and how many all drafts
     have, of which none needs a forward."""
-    found = session.forced([length - 1 for length in lengths])
-    if not any(found):
+    forced = session.forced([length - 1 for length in lengths])
+    if not any(forced):
         return None, 0
-    for sequence, tokens in enumerate(found):
+    for sequence, tokens in enumerate(forced):
         block[sequence, 1 : 1 + len(tokens)] = torch.tensor(tokens, dtype=torch.int64, device=block.device)
-    whole, pairs = max(lengths) - 1, [*zip(found, lengths, strict=True)]
-    shared = min(whole if len(tokens) >= length - 1 else len(tokens) for tokens, length in pairs)
-    return torch.tensor([[len(tokens)] for tokens in found], device=block.device), shared
+    longest, pairs = max(lengths) - 1, [*zip(forced, lengths, strict=True)]
+    shared = min(longest if len(tokens) >= length - 1 else len(tokens) for tokens, length in pairs)
+    return torch.tensor([[len(tokens)] for tokens in forced], device=block.device), shared
 
 
 def _begun(chain: list[Tensor | None], lengths: Tensor, slot: Tensor) -> Tensor | None:
@@ -168,7 +168,7 @@ def _begun(chain: list[Tensor | None], lengths: Tensor, slot: Tensor) -> Tensor 
 def _lenient(predictions: Tensor, logits: Tensor, draft: Tensor, lengths: Tensor, threshold: float) -> Tensor:
     """`predictions` ``(batch, T)`` with the drafted token in place of the verifier's, wherever it is probable enough."""
     following = draft[:, 1:]
-    given = logits[:, :-1].gather(-1, following[..., None])[..., 0]
-    likely = given >= logits[:, :-1].amax(-1) + math.log(max(threshold, 1e-300))
-    likely &= torch.arange(1, draft.shape[1], device=draft.device) < lengths[:, None]  # what follows is padding
-    return torch.cat([torch.where(likely, following, predictions[:, :-1]), predictions[:, -1:]], 1)
+    draft_logits = logits[:, :-1].gather(-1, following[..., None])[..., 0]
+    near_best = draft_logits >= logits[:, :-1].amax(-1) + math.log(max(threshold, 1e-300))
+    near_best &= torch.arange(1, draft.shape[1], device=draft.device) < lengths[:, None]  # what follows is padding
+    return torch.cat([torch.where(near_best, following, predictions[:, :-1]), predictions[:, -1:]], 1)

@@ -68,8 +68,8 @@ def decode(
             if active[sequence]:
                 if session.trace is not None:
                     cursor = len(session.prompts[sequence]) + step
-                    one, other = [current[sequence]], [following[sequence]]
-                    session.trace[sequence].append(RecurrentStep(cursor, one, other, [math.inf], 1))
+                    token_before, token_after = [current[sequence]], [following[sequence]]
+                    session.trace[sequence].append(RecurrentStep(cursor, token_before, token_after, [math.inf], 1))
                 session.log_step(sequence, [current[sequence]], None, accepted=1, next_token=following[sequence])
                 active[sequence] = following[sequence] not in session.end_tokens
         current = following

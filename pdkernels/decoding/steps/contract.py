@@ -105,17 +105,17 @@ class Steps(ABC):
         that sequence; here there will be room for `capacity`. Nothing here waits for the device, but pages change. MemoryError, before
         any change: there are too few. From a cache on the same pool the pages move, as many as there are.
         """
-        batch, others = len(self.entry.table), len(other.entry.table)
+        batch, other_batch = len(self.entry.table), len(other.entry.table)
         for copy in range(row, self.cache.batch, batch):
-            theirs = other_row + copy // batch * others
+            source_row = other_row + copy // batch * other_batch
             if getattr(self.cache, "shared_pool", None) is not None:
-                self.cache.move_row_(copy, other.cache, theirs, length)
+                self.cache.move_row_(copy, other.cache, source_row, length)
                 continue
             if self.cache.block_table is not None:
                 self.cache.resize_row_(copy, capacity)
-            self.cache.copy_row_(copy, other.cache, theirs, length)
-        for mine, rows in zip(self.state, other.state, strict=True):
-            mine[row].copy_(rows[other_row])
+            self.cache.copy_row_(copy, other.cache, source_row, length)
+        for tensor, rows in zip(self.state, other.state, strict=True):
+            tensor[row].copy_(rows[other_row])
         self.joined()
 
     def joined(self) -> None:  # noqa: B027, most have nothing to adapt

@@ -86,20 +86,23 @@ class DraftSteps(Steps):
     def forced(self, session: Session, rows: Rows) -> Rows:
         if session.grammar is None or self.slots == 1:
             return rows
-        left = self.remaining.tolist()
-        rooms = [min(self.slots, more) - 1 if row.pending else 0 for row, more in zip(rows, left, strict=True)]
-        found = session.forced(rooms)
-        if not any(found):
+        remaining = self.remaining.tolist()
+        rooms = [
+            min(self.slots, tokens_left) - 1 if row.pending else 0
+            for row, tokens_left in zip(rows, remaining, strict=True)
+        ]
+        forced = session.forced(rooms)
+        if not any(forced):
             return rows
-        self.place(found)
-        for sequence, (row, tokens) in enumerate(zip(rows, found, strict=True)):
+        self.place(forced)
+        for sequence, (row, tokens) in enumerate(zip(rows, forced, strict=True)):
             if tokens:
                 self.entry.pending[sequence] = max(row.pending, 1 + len(tokens))
         return self.entry.rows()
 
-    def place(self, found: Sequence[Sequence[int]]) -> None:
+    def place(self, drafts: Sequence[Sequence[int]]) -> None:
         """Puts tokens into the drafts of the next step, after the known ones."""
-        for sequence, tokens in enumerate(found):
+        for sequence, tokens in enumerate(drafts):
             if tokens:
                 self.entry.draft[sequence, 1 : 1 + len(tokens)] = torch.tensor(tokens, device=self.slot.device)
 

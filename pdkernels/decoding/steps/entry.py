@@ -83,10 +83,10 @@ def unfinished(tokens: list[int], mask_token: int, ends: tuple[int, ...]) -> lis
     [None, 4, None, 5]
     """
     end = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
-    found = [None if token == mask_token else token for token in tokens[:end]]
-    while found and found[-1] is None:
-        found.pop()
-    return found
+    text = [None if token == mask_token else token for token in tokens[:end]]
+    while text and text[-1] is None:
+        text.pop()
+    return text
 
 
 def float_of(bits: int) -> float:

@@ -20,8 +20,8 @@ _OP = "decoding.steps.RunningBatch"
 _IDLE = 2
 
 
-class Left(NamedTuple):
-    """A sequence that has left a batch in the middle, to go on later."""
+class Preempted(NamedTuple):
+    """A preempted sequence: what it takes to go on later."""
 
     session: Session
     state: list[torch.Tensor]
@@ -84,9 +84,9 @@ class RunningBatch:
         self.steps = kind(largest, **options)
         self.staging = staging or Staging(kind, self._sized([[0] * largest.longest]), **options)
         """Where prompts run; a prompt may have begun to before `admit`."""
-        for absent, what in ((self.steps.lacks, "options"), (self._other_cache(), "model")):
-            if absent:
-                raise NotImplementedError(message(_OP, what, "let sequences join and leave", absent))
+        for unsupported, argument in ((self.steps.lacks, "options"), (self._other_cache(), "model")):
+            if unsupported:
+                raise NotImplementedError(message(_OP, argument, "let sequences join and leave", unsupported))
         self._samplers: BatchSampler | None = None
         if kind.draws_by_row(options):
             assert isinstance(self.steps.sampler, Sampler)
@@ -159,7 +159,7 @@ class RunningBatch:
         self.steps.cache.resize_row_(row, tokens)
 
     @inference()
-    def leave(self, row: int) -> Left:
+    def leave(self, row: int) -> Preempted:
         """Frees the row of a request that will go on later, for steps with `Steps.resumes`. Its K and V are gone.
 
         Raises:
@@ -170,19 +170,19 @@ class RunningBatch:
         check(self.steps.resumes, _OP, "leave", "be called for a method whose sequences can go on later", "another")
         state = [tensor[row].clone() for tensor in self.steps.state]
         sampler = None if self._samplers is None else self._samplers[row]
-        left = Left(session, state, int(self.steps.cache.lengths[row]), self._taken_part[row], sampler)
+        preempted = Preempted(session, state, int(self.steps.cache.lengths[row]), self._taken_part[row], sampler)
         self.sessions[row] = None
         self._end([row])
         self._give_back(row)
-        return left
+        return preempted
 
     @inference()
-    def resume(self, row: int, left: Left) -> None:
+    def resume(self, row: int, preempted: Preempted) -> None:
         """Puts a request that has left into a free row, when `staging` has run its text again."""
-        self._check(row, left.session)
-        self.staging.resume(left.text, left.session.longest, left.state)
-        self.steps.admit(row, self.staging.steps, left.length, self.steps.cache.capacity)
-        self._put(row, left.session, left.taken_part, left.sampler)
+        self._check(row, preempted.session)
+        self.staging.resume(preempted.text, preempted.session.longest, preempted.state)
+        self.steps.admit(row, self.staging.steps, preempted.length, self.steps.cache.capacity)
+        self._put(row, preempted.session, preempted.taken_part, preempted.sampler)
 
     @inference()
     def close(self) -> None:
@@ -201,32 +201,38 @@ class RunningBatch:
             ValueError: this batch has requests, or too few rows; or the method fills canvases, which have rows for every new position.
             MemoryError: the pool of pages is too small.
         """
-        taken = other._taken()
+        other_rows = other._taken()
         check(not self.busy, _OP, "take_over", "be called without requests", f"{len(self._taken())}")
-        check(len(taken) <= len(self.sessions), _OP, "other", f"have at most {len(self.sessions)} requests", len(taken))
+        check(
+            len(other_rows) <= len(self.sessions),
+            _OP,
+            "other",
+            f"have at most {len(self.sessions)} requests",
+            len(other_rows),
+        )
         check(not self.steps.keeps_pages, _OP, "take_over", "be called for a method on a KV cache", "a canvas")
         lengths = other.steps.cache.lengths.tolist()
         try:
-            for row, theirs in enumerate(taken):
-                session = other.sessions[theirs]
+            for row, other_row in enumerate(other_rows):
+                session = other.sessions[other_row]
                 assert session is not None
                 capacity = session.longest + session.max_new_tokens
-                self.steps.admit(row, other.steps, lengths[theirs], capacity, theirs)
+                self.steps.admit(row, other.steps, lengths[other_row], capacity, other_row)
         except BaseException:
-            self._end(list(range(len(taken))))
-            for row in range(len(taken)):
+            self._end(list(range(len(other_rows))))
+            for row in range(len(other_rows)):
                 self._give_back(row)
             raise
-        for row, theirs in enumerate(taken):
-            self.sessions[row], other.sessions[theirs] = other.sessions[theirs], None
-            self._taken_part[row] = other._taken_part[theirs]
+        for row, other_row in enumerate(other_rows):
+            self.sessions[row], other.sessions[other_row] = other.sessions[other_row], None
+            self._taken_part[row] = other._taken_part[other_row]
             if self._samplers is not None and other._samplers is not None:
-                self._samplers[row] = other._samplers[theirs]
-            if theirs in other._errors:
-                self._errors[row] = other._errors.pop(theirs)
+                self._samplers[row] = other._samplers[other_row]
+            if other_row in other._errors:
+                self._errors[row] = other._errors.pop(other_row)
         self._rows = self.steps.entry.rows()
-        other._end(taken)
-        for row in taken:
+        other._end(other_rows)
+        for row in other_rows:
             other._give_back(row)
 
     @inference()
@@ -264,11 +270,11 @@ class RunningBatch:
 
     def _sized(self, prompts: list[list[int]]) -> Session:
         """A session for other prompts, of the same sizes."""
-        known = self._largest
+        largest = self._largest
         session = Session(
-            known.model, prompts, known.max_new_tokens, known.end_tokens, None, False, params=known.params
+            largest.model, prompts, largest.max_new_tokens, largest.end_tokens, None, False, params=largest.params
         )
-        session.filters, session.pool = known.filters, known.pool
+        session.filters, session.pool = largest.filters, largest.pool
         return session
 
     def _other_cache(self) -> str:
@@ -289,8 +295,8 @@ class RunningBatch:
             session.longest <= largest.longest, _OP, "prompt", f"have at most {largest.longest} tokens", session.longest
         )
         for name in ("end_tokens", "filters"):
-            mine, other = getattr(largest, name), getattr(session, name)
-            check(mine == other, _OP, name, f"be those of the batch, {mine}", other)
+            expected, other = getattr(largest, name), getattr(session, name)
+            check(expected == other, _OP, name, f"be those of the batch, {expected}", other)
         if self.steps.any_limit:
             maximum = largest.max_new_tokens
             check(1 <= limit <= maximum, _OP, "max_new_tokens", f"be in 1 .. {maximum}", limit)

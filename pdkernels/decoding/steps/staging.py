@@ -24,7 +24,7 @@ class _Continued:
     """
 
     def __init__(self, model: Any) -> None:
-        self.inner, self.known, self.shared = model, 0, False
+        self.inner, self.cached, self.shared = model, 0, False
 
     @property
     def model_itself(self) -> Any:
@@ -37,9 +37,9 @@ class _Continued:
         return getattr(self.inner, name)
 
     def _check_own(self) -> None:
-        words = "this method runs a whole prompt in a way of its own, over tokens in pages that other requests hold"
-        if self.known and self.shared:
-            raise NotImplementedError(sentence("decoding.steps", words, "Its steps must say `continues = False`."))
+        fault = "this method runs a whole prompt in a way of its own, over tokens in pages that other requests hold"
+        if self.cached and self.shared:
+            raise NotImplementedError(sentence("decoding.steps", fault, "Its steps must say `continues = False`."))
 
     def __call__(
         self,
@@ -52,16 +52,16 @@ class _Continued:
     ) -> torch.Tensor:
         logits: torch.Tensor
         # A method that masks or adapts its prompt, or reads its rows, runs the whole of it.
-        given = {name: value for name, value in options.items() if value is not None and value is not False}
-        whole = self.known == 0 or bool(given) or rows is None or int(rows.min()) < self.known
-        if whole:
+        active = {name: value for name, value in options.items() if value is not None and value is not False}
+        runs_all = self.cached == 0 or bool(active) or rows is None or int(rows.min()) < self.cached
+        if runs_all:
             self._check_own()
-        known, self.known = self.known, 0
-        if whole:
+        cached, self.cached = self.cached, 0
+        if runs_all:
             logits = self.inner(tokens, cache=cache, counts=counts, rows=rows, **options)
             return logits
         assert rows is not None
-        return continued(self.inner, tokens, cache, counts, rows, torch.full_like(cache.lengths, known), known)
+        return continued(self.inner, tokens, cache, counts, rows, torch.full_like(cache.lengths, cached), cached)
 
 
 class Staging:
@@ -83,14 +83,14 @@ class Staging:
         self.in_pieces = kind.continues and not self.steps.keeps_pages and not latents(model, self.steps.seeds)
         """Whether a prompt can run in pieces."""
         self._sampler = getattr(self.steps, "sampler", None)
-        self.known = 0
+        self.cached = 0
         """Tokens of the next prompt whose K and V are in the cache."""
 
     @inference()
     def adopt(self, cache: Any, length: int) -> None:
         """Takes over the first `length` tokens of the next prompt from a cache of batch 1."""
         self.steps.cache.copy_row_(0, cache, 0, length)
-        self.known = length
+        self.cached = length
 
     @property
     def pool(self) -> PagePool | None:
@@ -101,8 +101,8 @@ class Staging:
     def room(self, session: Session, length: int) -> int:
         """Tokens that a sequence on a pool must have pages for, before a step after `length` tokens: all, if it cannot leave."""
         steps = self.steps
-        whole: int = min(session.longest + session.max_new_tokens + steps.spare, steps.cache.capacity)
-        return min(length + steps.slots, whole) if steps.resumes else whole
+        capacity: int = min(session.longest + session.max_new_tokens + steps.spare, steps.cache.capacity)
+        return min(length + steps.slots, capacity) if steps.resumes else capacity
 
     @inference()
     def begin(self, pages: Sequence[int], partial: int | None, text: list[int], prompt: int, room: int) -> None:
@@ -119,49 +119,49 @@ class Staging:
         assert pool is not None
         cache.hold_row_(0, pages)
         cache.resize_row_(0, room)
-        more = len(text) - len(pages) * pool.page_size
+        copied = len(text) - len(pages) * pool.page_size
         if partial is not None:
-            pool.copy_slots_(cache.pages(0)[len(pages)], partial, more)
-        self.known = len(text)
-        cache.lengths.fill_(self.known)
+            pool.copy_slots_(cache.pages(0)[len(pages)], partial, copied)
+        self.cached = len(text)
+        cache.lengths.fill_(self.cached)
         if hasattr(cache, "tell_"):
             cache.tell_(0, text, prompt)
 
     @inference()
     def drop(self) -> None:
         """Forgets the next prompt."""
-        self.known = 0
+        self.cached = 0
         if self.pool is not None:
             self.steps.cache.resize_row_(0, 0)
 
     @inference()
     def resume(self, text: list[int], prompt: int, state: Sequence[torch.Tensor]) -> None:
         """Makes the sequence of `text`, whose rows are in the cache, what it was when it left: with its rows of `Steps.state`."""
-        cache, self.known = self.steps.cache, 0
+        cache, self.cached = self.steps.cache, 0
         cache.lengths.fill_(len(text))
         if hasattr(cache, "tell_"):
             cache.tell_(0, text, prompt)
-        for mine, row in zip(self.steps.state, state, strict=True):
-            mine[0].copy_(row)
+        for tensor, row in zip(self.steps.state, state, strict=True):
+            tensor[0].copy_(row)
 
     @inference()
     def run(self, prompt: list[int], count: int) -> None:
         """Runs the next `count` tokens of the next prompt; the last token of a prompt is left to `start`."""
-        count = min(count, len(prompt) - 1 - self.known)
+        count = min(count, len(prompt) - 1 - self.cached)
         if count < 1:
             return
         cache = self.steps.cache
-        tokens = torch.tensor([prompt[self.known : self.known + count]], device=cache.device)
-        cache.lengths.fill_(self.known)
+        tokens = torch.tensor([prompt[self.cached : self.cached + count]], device=cache.device)
+        cache.lengths.fill_(self.cached)
         self._model.inner(tokens, cache=cache, rows=torch.tensor([[count - 1]], device=cache.device))
         # A commit also moves what a model keeps beside the cache.
         cache.commit_(torch.tensor([count], device=cache.device))
-        self.known += count
+        self.cached += count
 
     @inference()
     def start(self, session: Session, seed: torch.Tensor, sampler: Sampler | None = None) -> Rows:
         """Runs the rest of the prompt, and returns the first entry, drawn by `sampler`; None: by that of the options."""
-        self._model.known, self._model.shared, self.known = self.known, self.pool is not None, 0
+        self._model.cached, self._model.shared, self.cached = self.cached, self.pool is not None, 0
         if self._sampler is not None:
             self.steps.sampler = sampler or self._sampler
         self.steps.reseed(seed)
@@ -170,5 +170,5 @@ class Staging:
         try:
             self.steps.start(session)
         finally:
-            self._model.known = 0
+            self._model.cached = 0
         return self.steps.entry.rows()

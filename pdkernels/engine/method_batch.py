@@ -10,10 +10,10 @@ from typing import Any
 
 from pdkernels._validation import sentence
 from pdkernels.decoding.request import finished
-from pdkernels.decoding.steps import Left, RunningBatch, Steps
+from pdkernels.decoding.steps import Preempted, RunningBatch, Steps
 from pdkernels.engine.generation import FinishReason, Generation
 from pdkernels.engine.metrics import EngineMetrics
-from pdkernels.engine.pages import Known, Memory
+from pdkernels.engine.pages import CachedPrefix, Memory
 from pdkernels.generation.sampler import Sampler
 from pdkernels.generation.session import Session
 
@@ -30,13 +30,13 @@ class Request:
     deadline: float | None
     sampler: Sampler | None = None
     """Its temperature and filters, if they are not those of the batch."""
-    left: Left | None = None
+    preempted: Preempted | None = None
     """What it was when it gave its pages to an older request."""
 
     @property
     def text(self) -> list[int]:
         """The tokens that run before it joins a batch."""
-        return self.session.prompts[0] if self.left is None else self.left.text
+        return self.session.prompts[0] if self.preempted is None else self.preempted.text
 
     @property
     def over(self) -> FinishReason | None:
@@ -47,14 +47,14 @@ class Request:
         return "timeout" if late else None
 
 
-class Lane:
+class MethodBatch:
     """One method with its options. Its batch has as many rows as its requests need, rounded up to a power of two: every row costs.
 
     Args:
         method: its name.
         kind, options: of the batch.
         model: with the filters of its requests.
-        sized: a session with the largest sizes, for a number of rows.
+        session_of: a session with the largest sizes, for a number of rows.
         rows: maximum number of requests at a time.
         grows: whether the number of rows follows the requests, for methods on a KV cache; else it is always `rows`.
     """
@@ -65,15 +65,15 @@ class Lane:
         kind: type[Steps],
         options: dict[str, Any],
         model: Any,
-        sized: Callable[[int], Session],
+        session_of: Callable[[int], Session],
         rows: int,
         grows: bool,
     ) -> None:
         self.method, self.model = method, model
-        self._kind, self._options, self._sized = kind, options, sized
+        self._kind, self._options, self._session_of = kind, options, session_of
         self._rows, self._grows = rows, grows
         self.waiting: deque[Request] = deque()
-        self.begun: Request | None = None
+        self.prefilling: Request | None = None
         """The one whose prompt runs."""
         self._branch = 0
         """Where its state is kept for prompts that branch off there."""
@@ -87,7 +87,7 @@ class Lane:
     @property
     def busy(self) -> bool:
         """Whether a request runs, or its prompt does."""
-        return bool(self.running) or self.begun is not None
+        return bool(self.running) or self.prefilling is not None
 
     @property
     def oldest(self) -> int:
@@ -105,11 +105,11 @@ class Lane:
         self.batch, self._batches = None, {}
 
     def fail(self, error: BaseException, metrics: EngineMetrics) -> None:
-        """Ends all requests that have begun, after an error of the batch, which is dropped."""
-        begun = [*self.running.values(), *([self.begun] if self.begun else [])]
-        self.running, self.begun = {}, None
+        """Ends all requests that have prefilling, after an error of the batch, which is dropped."""
+        prefilling = [*self.running.values(), *([self.prefilling] if self.prefilling else [])]
+        self.running, self.prefilling = {}, None
         self.close()
-        for request in begun:
+        for request in prefilling:
             _ended(request, None, metrics, error=error)
 
     def turn(self, memory: Memory, budget: int, before: int | None, metrics: EngineMetrics) -> None:
@@ -145,25 +145,25 @@ class Lane:
         """The youngest request that has pages and could give them up."""
         if self.batch is None or self.batch.staging.pool is None:
             return None
-        if self.begun is not None:
-            return self.begun
+        if self.prefilling is not None:
+            return self.prefilling
         able = self.running.values() if self.batch.steps.resumes else ()
-        return max(able, key=lambda one: one.handle.number, default=None)
+        return max(able, key=lambda request: request.handle.number, default=None)
 
     def give_up(self, request: Request, memory: Memory, metrics: EngineMetrics) -> None:
         """Takes the pages of a request, `last`, which waits again: its K and V will be computed anew, if they are not known then."""
         assert self.batch is not None
         metrics.preemptions += 1
-        if self.begun is request:
+        if self.prefilling is request:
             self.batch.staging.drop()
-            self.begun = None
+            self.prefilling = None
         else:
-            row = next(row for row, one in self.running.items() if one is request)
+            row = next(row for row, running in self.running.items() if running is request)
             pages = self.batch.steps.cache.pages(row)
             del self.running[row]
             memory.pages.pool.hold(pages)
-            request.left = self.batch.leave(row)
-            memory.pages.keep(request.left.text, pages)
+            request.preempted = self.batch.leave(row)
+            memory.pages.keep(request.preempted.text, pages)
             memory.pages.pool.release(pages)
         # Those that wait here are all younger.
         self.waiting.appendleft(request)
@@ -178,11 +178,11 @@ class Lane:
             if self.running.get(row) is not request:
                 continue  # it has given up its pages
             room = batch.staging.room(request.session, lengths[row])
-            missing = -(-room // pages.pool.page_size) - len(cache.pages(row))
-            while missing > 0 and not pages.reclaim(missing) and self.running.get(row) is request:
-                lane, youngest = memory.youngest()
-                lane.give_up(youngest, memory, metrics)
-            if missing > 0 and self.running.get(row) is request:
+            shortage = -(-room // pages.pool.page_size) - len(cache.pages(row))
+            while shortage > 0 and not pages.reclaim(shortage) and self.running.get(row) is request:
+                method_batch, youngest = memory.youngest()
+                method_batch.give_up(youngest, memory, metrics)
+            if shortage > 0 and self.running.get(row) is request:
                 batch.grow(row, room)
 
     def _begin(self, request: Request, memory: Memory, metrics: EngineMetrics) -> bool:
@@ -192,37 +192,37 @@ class Lane:
         prompt = request.session.prompts[0]
         if staging.pool is not None:
             pages = memory.pages
-            known = (
-                pages.find(text if request.left else text[:-1])
-                if staging.in_pieces or request.left
-                else Known([], None, 0)
+            prefix = (
+                pages.find(text if request.preempted else text[:-1])
+                if staging.in_pieces or request.preempted
+                else CachedPrefix([], None, 0)
             )
-            held = [*known.pages, *([] if known.partial is None else [known.partial])]
+            held_pages = [*prefix.pages, *([] if prefix.partial is None else [prefix.partial])]
             room = staging.room(request.session, len(text))
             need = -(-room // pages.pool.page_size)
             if need > pages.pool.num_pages:
                 raise MemoryError(
                     sentence("Engine", f"a request needs {need} pages of {pages.pool.num_pages}", "Raise cache_tokens.")
                 )
-            pages.pool.hold(held)
-            enough = pages.reclaim(need - len(known.pages))
+            pages.pool.hold(held_pages)
+            enough = pages.reclaim(need - len(prefix.pages))
             if enough:
-                staging.begin(known.pages, known.partial, text[: known.length], len(prompt), room)
+                staging.begin(prefix.pages, prefix.partial, text[: prefix.length], len(prompt), room)
                 pages.blocked = None
             elif pages.blocked is None or request.handle.number < pages.blocked:
                 pages.blocked = request.handle.number
-            pages.pool.release(held)
+            pages.pool.release(held_pages)
             if not enough:
                 return False
-            length = known.length
+            length = prefix.length
         elif staging.in_pieces:
-            found = memory.prefixes.find(request.session.model, prompt)
-            if found.length:
-                staging.adopt(found.cache, found.length)
-            self._branch, length = found.branch, found.length
+            prefix_cache = memory.prefixes.find(request.session.model, prompt)
+            if prefix_cache.length:
+                staging.adopt(prefix_cache.cache, prefix_cache.length)
+            self._branch, length = prefix_cache.branch, prefix_cache.length
         else:
             return True
-        if request.left is None:
+        if request.preempted is None:
             metrics.reused_tokens += length
         return True
 
@@ -239,7 +239,7 @@ class Lane:
         """Runs a piece of a prompt, or lets its request join. Returns the tokens it ran; 0: there is none, or no room."""
         batch = self.batch
         assert batch is not None
-        if self.begun is None:
+        if self.prefilling is None:
             young = not self.waiting or (before is not None and self.oldest >= before)
             if young or len(self.running) == self._rows or memory.before(self.oldest):
                 return 0
@@ -250,25 +250,25 @@ class Lane:
             except BaseException as error:
                 self._ended(self.waiting.popleft(), None, metrics, error=error)
                 return 1
-            self.begun = self.waiting.popleft()
-        request, staging = self.begun, batch.staging
+            self.prefilling = self.waiting.popleft()
+        request, staging = self.prefilling, batch.staging
         if (reason := request.over) is not None:
             staging.drop()
-            self.begun = None
+            self.prefilling = None
             self._ended(request, reason, metrics)
             return 1
         # The last token of a prompt runs as the request joins; a text that has been there before has no such token.
-        prompt = request.text if request.left is None else [*request.text, 0]
-        left = len(prompt) - staging.known
+        prompt = request.text if request.preempted is None else [*request.text, 0]
+        remaining = len(prompt) - staging.cached
         # Rows after the first piece stay beside recurrent states until the next one.
         budget = min(budget, getattr(staging.steps.cache, "pending", budget))
-        if staging.known < self._branch:
-            budget = min(budget, self._branch - staging.known)
+        if staging.cached < self._branch:
+            budget = min(budget, self._branch - staging.cached)
         try:
-            pieces = staging.in_pieces or request.left is not None
-            if pieces and left > budget:
+            pieces = staging.in_pieces or request.preempted is not None
+            if pieces and remaining > budget:
                 staging.run(prompt, budget)
-                if staging.known == self._branch:
+                if staging.cached == self._branch:
                     self._keep(memory, request, prompt[: self._branch])
                 return budget
             if not batch.free:
@@ -277,24 +277,24 @@ class Lane:
                 return 0
             row = batch.free[0]
             request.handle.joined = request.handle.joined or time.perf_counter()
-            if request.left is None:
+            if request.preempted is None:
                 batch.admit(row, request.session, request.session.params.seed, request.sampler)
             else:
-                staging.run(prompt, left)
-                batch.resume(row, request.left)
+                staging.run(prompt, remaining)
+                batch.resume(row, request.preempted)
         except BaseException as error:  # of this request: the rows of the others have not changed
             staging.drop()
-            self.begun = None
+            self.prefilling = None
             self._ended(request, None, metrics, error=error)
-            return max(1, left)
-        self.begun, self.running[row] = None, request
-        if request.left is None:
+            return max(1, remaining)
+        self.prefilling, self.running[row] = None, request
+        if request.preempted is None:
             metrics.prompt_tokens += len(prompt)
         else:
-            metrics.recomputed_tokens += left - 1
+            metrics.recomputed_tokens += remaining - 1
         self._keep(memory, request, request.text, row)
-        request.left = None
-        return max(1, left)
+        request.preempted = None
+        return max(1, remaining)
 
     def _leave(self, row: int, metrics: EngineMetrics, reason: FinishReason | None = None) -> None:
         assert self.batch is not None
@@ -310,8 +310,8 @@ class Lane:
         self, request: Request, reason: FinishReason | None, metrics: EngineMetrics, error: BaseException | None = None
     ) -> None:
         """Ends a request that is in no batch."""
-        if error is None and request.left is not None:
-            self._finish(request, reason, metrics, request.left.taken_part)
+        if error is None and request.preempted is not None:
+            self._finish(request, reason, metrics, request.preempted.taken_part)
         else:
             _ended(request, reason, metrics, error=error)
 
@@ -336,7 +336,7 @@ class Lane:
         old = self.batch
         if rows not in self._batches:
             staging = None if old is None else old.staging
-            self._batches[rows] = RunningBatch(self._kind, self._sized(rows), staging, **self._options)
+            self._batches[rows] = RunningBatch(self._kind, self._session_of(rows), staging, **self._options)
         new = self._batches[rows]
         if old is not None and old is not new:
             new.take_over(old)
@@ -346,7 +346,7 @@ class Lane:
 
     def _shrink(self) -> None:
         assert self.batch is not None
-        size = self._size(max(1, len(self.running) + (self.begun is not None)))
+        size = self._size(max(1, len(self.running) + (self.prefilling is not None)))
         self._unused = self._unused + 1 if size < len(self.batch.sessions) else 0
         if self._unused > _PATIENCE:
             self._take(size)
