@@ -278,7 +278,9 @@ class MethodBatch:
             row = batch.free[0]
             request.handle.joined = request.handle.joined or time.perf_counter()
             if request.preempted is None:
-                batch.admit(row, request.session, request.session.params.seed, request.sampler)
+                seed = request.session.params.seed
+                assert isinstance(seed, int)
+                batch.admit(row, request.session, seed, request.sampler)
             else:
                 staging.run(prompt, remaining)
                 batch.resume(row, request.preempted)

@@ -55,7 +55,8 @@ class Filters:
         for name, value in settings.items():
             for token in tokens_of(value, SETTINGS[name].kind):
                 check(token < vocabulary, _OP, name, f"hold ids in 0 .. {vocabulary - 1}", token)
-        return cls(**settings, end_tokens=end_tokens, hooks=params.logits_processor)
+        hooks: Any = params.logits_processor  # a tuple, as checked
+        return cls(**settings, end_tokens=end_tokens, hooks=hooks)
 
     @property
     def any(self) -> bool:

@@ -463,7 +463,8 @@ def tokens_of(value: Any, kind: Kind) -> Iterable[int]:
         return ()
     if kind == "sequences":
         return (token for ids in value for token in ids)
-    return value.values() if kind == "tokens by place" else value
+    ids: Iterable[int] = value.values() if kind == "tokens by place" else value
+    return ids
 
 
 def take_params(op: str, params: SamplingParams | None, options: dict[str, Any]) -> SamplingParams:

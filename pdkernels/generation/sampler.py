@@ -53,9 +53,15 @@ class Sampler(NamedTuple):
     @classmethod
     def of(cls, params: SamplingParams, top_p_rule: TopP = "crossing") -> Sampler:
         """The sampler of a request."""
-        values = params.temperature, params.top_k, params.top_p, params.min_p, params.typical_p
-        neutral = cls()
-        return cls(*(default if value is None else value for value, default in zip(values, neutral)), top_p_rule)
+        top_p, min_p, typical_p = params.top_p, params.min_p, params.typical_p
+        return cls(
+            params.temperature,
+            params.top_k,
+            1.0 if top_p is None else top_p,
+            min_p or 0.0,
+            1.0 if typical_p is None else typical_p,
+            top_p_rule,
+        )
 
     @property
     def when_drawing(self) -> Sampler:
@@ -144,7 +150,7 @@ class Sampler(NamedTuple):
         within = self.top_p_rule == "within" and self.top_p < 1
         if self.typical_p < 1 and (self.top_p_rule == "crossing" or self.top_k is None) and not within:
             return self._crossing(logits), {}
-        remaining = {"top_p": self.top_p, "min_p": self.min_p}
+        remaining: dict[str, Any] = {"top_p": self.top_p, "min_p": self.min_p}
         if self.top_p_rule == "joint" and self.top_k is not None:
             top = likeliest(logits, self.top_k, self.temperature, remaining.pop("top_p"))
         else:

@@ -71,7 +71,8 @@ class Stops:
             check(token < vocabulary, _OP, "stop_sequences", f"hold ids in 0 .. {vocabulary - 1}", token)
         unnamed = bool(params.stop_strings) and tokenizer is None
         refuse(unnamed, _OP, "stop_strings need a model with a tokenizer", "Pass end_tokens instead.")
-        return cls(params.stop_strings, params.stop_sequences, params.stopping_criteria, params.max_time)
+        checked: Any = params  # its sequences are tuples
+        return cls(checked.stop_strings, checked.stop_sequences, checked.stopping_criteria, checked.max_time)
 
     @property
     def any(self) -> bool:

@@ -92,7 +92,9 @@ class Core(NamedTuple):
         for recurrence in range(first, first + count):
             if self.noise > 0 and recurrence > 0:
                 state = self._noisy(model, state, context, seeds, recurrence)
-            state = model.core(state, term, context if self.kv_recurrences == 1 else context._replace(recurrence=recurrence))
+            state = model.core(
+                state, term, context if self.kv_recurrences == 1 else context._replace(recurrence=recurrence)
+            )
         return state
 
     def _noisy(self, model: RecurrentDepth, state: Tensor, context: Any, seeds: Tensor, recurrence: int) -> Tensor:

@@ -20,7 +20,7 @@ from pdkernels._validation import check, check_type, did_you_mean, fail, message
 from pdkernels.models.architectures.caches import with_cache_dtype
 from pdkernels.models.architectures.config import ExpertsConfig
 from pdkernels.models.architectures.hybrid import Hybrid, HybridConfig
-from pdkernels.models.architectures.packing import adopt_
+from pdkernels.models.architectures.packing import Stated, adopt_
 from pdkernels.models.architectures.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
 from pdkernels.models.architectures.rope import (
     FactorScaling,
@@ -32,7 +32,7 @@ from pdkernels.models.architectures.rope import (
 from pdkernels.models.architectures.transformer import Transformer, TransformerConfig
 from pdkernels.models.checkpoints import gguf, hf, huginn, hybrid_hf, llada, llada2
 from pdkernels.models.checkpoints.adapters import MASK_FILE, named_adapter, read_adapter, read_mask_token
-from pdkernels.models.checkpoints.checkpoint import Checkpoint, Config, Stated
+from pdkernels.models.checkpoints.checkpoint import Checkpoint, Config
 from pdkernels.models.checkpoints.drafters.folder import is_drafter_folder, is_own_folder, load_drafter
 from pdkernels.models.checkpoints.hf import ARCHITECTURES, from_hf_config
 from pdkernels.models.checkpoints.hf_experts import LLADA_MOE
