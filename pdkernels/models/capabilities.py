@@ -28,33 +28,33 @@ def capabilities(model: Any) -> frozenset[Capability]:
     (['block_causal', 'causal'], ['causal', 'recurrent'])
     """
     stated = getattr(model, "capabilities", None)
-    found = of_config(model) if stated is None else frozenset(stated)
+    names = of_config(model) if stated is None else frozenset(stated)
     if getattr(model, "drafters", None):
-        found |= {"drafter"}
-    unknown = sorted(found - set(CAPABILITIES))
+        names |= {"drafter"}
+    unknown = sorted(names - set(CAPABILITIES))
     check(not unknown, "decoding", "model.capabilities", f"be of {', '.join(CAPABILITIES)}", ", ".join(unknown))
-    return found
+    return names
 
 
 def of_config(model: Any) -> frozenset[Capability]:
     """The capabilities that follow from `config.attention`, `config.predicts`, `config.mean_recurrence` and `plan_tokens`."""
     config = getattr(model, "config", None)
-    found: set[Capability] = set()
-    attention, own = getattr(config, "attention", "causal"), getattr(config, "predicts", "next") == "own"
+    names: set[Capability] = set()
+    attention, predicts_own = getattr(config, "attention", "causal"), getattr(config, "predicts", "next") == "own"
     if hasattr(config, "mean_recurrence"):
-        found |= {"causal", "recurrent"}
+        names |= {"causal", "recurrent"}
     else:
         if attention != "bidirectional":
-            found.add("block_causal")
-            if not own:
-                found.add("causal")
+            names.add("block_causal")
+            if not predicts_own:
+                names.add("causal")
         if attention != "causal":
-            found.add("bidirectional")
-    if own:
-        found.add("own_prediction")
+            names.add("bidirectional")
+    if predicts_own:
+        names.add("own_prediction")
     if getattr(model, "plan_tokens", None) is not None:
-        found.add("plan_tokens")
-    return frozenset(found)
+        names.add("plan_tokens")
+    return frozenset(names)
 
 
 def rows_ahead(model: Any) -> int:

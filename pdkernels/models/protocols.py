@@ -283,7 +283,7 @@ class Requirement(NamedTuple):
 def requirements(protocol: type) -> tuple[Requirement, ...]:
     """The members of a protocol, starting with those of its bases.
 
-    >>> [".".join(found.path) for found in requirements(CausalModel)]
+    >>> [".".join(member.path) for member in requirements(CausalModel)]
     ['config', 'config.vocab_size', 'tokenizer', 'end_tokens', 'new_cache', '__call__']
     >>> requirements(CausalModel)[-1].keywords
     ('cache', 'counts', 'rows')
@@ -292,17 +292,17 @@ def requirements(protocol: type) -> tuple[Requirement, ...]:
     for base in reversed(protocol.__mro__):
         if getattr(base, "_is_protocol", False):
             members |= {name: value for name, value in vars(base).items() if name == "__call__" or name[0] != "_"}
-    found = []
+    required = []
     for name, member in members.items():
         if isinstance(member, property):
-            found.append(Requirement((name,), ()))
+            required.append(Requirement((name,), ()))
             kind = get_type_hints(member.fget)["return"]
             if getattr(kind, "_is_protocol", False):
-                found += [Requirement((name, *inner.path), inner.keywords) for inner in requirements(kind)]
+                required += [Requirement((name, *inner.path), inner.keywords) for inner in requirements(kind)]
         else:
             parameters = inspect.signature(member).parameters.values()
-            found.append(Requirement((name,), tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)))
-    return tuple(found)
+            required.append(Requirement((name,), tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)))
+    return tuple(required)
 
 
 def missing(model: object, protocol: type) -> str:
@@ -319,8 +319,8 @@ def missing(model: object, protocol: type) -> str:
             if not hasattr(value, name):
                 return f"the member `{'.'.join(path)}`"
             value = getattr(value, name)
-        if keywords and (absent := lacking(model, path[-1], keywords)):
-            return f"the argument `{absent}` of `{path[-1]}`"
+        if keywords and (keyword := lacking(model, path[-1], keywords)):
+            return f"the argument `{keyword}` of `{path[-1]}`"
     return ""
 
 

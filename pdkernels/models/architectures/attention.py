@@ -103,8 +103,8 @@ def cached_visibility(
         mask = mask.dense()
     keys = cache.capacity if lengths is None else max(lengths)
     prefix = torch.arange(keys, device=cache.device) < cache.lengths[:, None, None]
-    whole = torch.cat([prefix.expand(-1, rows, -1), mask.expand(cache.batch, rows, rows)], -1)
-    return Visibility(whole[:, None], prefix=keys)
+    visible = torch.cat([prefix.expand(-1, rows, -1), mask.expand(cache.batch, rows, rows)], -1)
+    return Visibility(visible[:, None], prefix=keys)
 
 
 class NewRows(NamedTuple):

@@ -74,8 +74,8 @@ def with_cache_dtype(op: str, model: Any, dtype: torch.dtype | None) -> Any:
     """The model, whose `new_cache` makes caches of this dtype from now on; None: as before."""
     if dtype is not None:
         if not hasattr(model, "cache_dtype"):
-            words = f"the caches of a {type(model).__name__} have the dtype of the model"
-            raise NotImplementedError(sentence(op, words, "Pass cache_dtype=None."))
+            fault = f"the caches of a {type(model).__name__} have the dtype of the model"
+            raise NotImplementedError(sentence(op, fault, "Pass cache_dtype=None."))
         check_dtype(op, "cache_dtype", model, dtype)
         model.cache_dtype = dtype
     return model

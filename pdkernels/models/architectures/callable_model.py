@@ -104,8 +104,8 @@ class CallableModel:
     @property
     def capabilities(self) -> frozenset[Capability]:
         """Rows that predict their own token see the whole text. If rows predict the next token, only the caller knows."""
-        own = self.config.predicts == "own"
-        return frozenset(("bidirectional", "own_prediction") if own else ("causal", "bidirectional"))
+        predicts_own = self.config.predicts == "own"
+        return frozenset(("bidirectional", "own_prediction") if predicts_own else ("causal", "bidirectional"))
 
     def new_cache(self, batch: int, capacity: int) -> TokenCache:
         """A cache for the texts of a generation."""
@@ -132,10 +132,10 @@ class CallableModel:
         logits: Tensor | None = None
         for length in sorted(set(lengths) - {0}):
             of_it = [sequence for sequence, other in enumerate(lengths) if other == length]
-            found = self._run(tokens[of_it, :length])
+            group_logits = self._run(tokens[of_it, :length])
             if logits is None:
-                logits = found.new_zeros(*tokens.shape, found.shape[-1])
-            logits[of_it, :length] = found
+                logits = group_logits.new_zeros(*tokens.shape, group_logits.shape[-1])
+            logits[of_it, :length] = group_logits
         if logits is None:
             return torch.zeros(*tokens.shape, self.config.vocab_size, dtype=self.dtype, device=self.device)
         return logits
@@ -145,8 +145,8 @@ class CallableModel:
         return hidden
 
     def _run(self, tokens: Tensor) -> Tensor:
-        found = self._f(tokens)
-        logits: Tensor = getattr(found, "logits", found)
+        output = self._f(tokens)
+        logits: Tensor = getattr(output, "logits", output)
         expected = (*tokens.shape, self.config.vocab_size)
         floats = isinstance(logits, Tensor) and logits.is_floating_point()
         actual = getattr(logits, "dtype", type(logits).__name__)

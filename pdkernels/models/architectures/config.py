@@ -74,20 +74,22 @@ class ExpertsConfig:
         check(self.scores in ("softmax", "sigmoid"), op, "scores", "be 'softmax' or 'sigmoid'", repr(self.scores))
         check_number(op, "scale", self.scale, 0, FINITE, "be positive")
         each = self.count // self.groups
-        fits = self.count % self.groups == 0 and (self.groups == 1 or each >= 2)
-        check(fits, op, "groups", f"divide count ({self.count}) into groups of at least 2 experts", self.groups)
-        fits = self.chosen_groups <= self.groups and self.per_token <= self.chosen_groups * each
+        valid = self.count % self.groups == 0 and (self.groups == 1 or each >= 2)
+        check(valid, op, "groups", f"divide count ({self.count}) into groups of at least 2 experts", self.groups)
+        valid = self.chosen_groups <= self.groups and self.per_token <= self.chosen_groups * each
         check(
-            fits,
+            valid,
             op,
             "chosen_groups",
             f"hold {self.per_token} experts, {each} each, and be at most groups",
             self.chosen_groups,
         )
-        plain = self.scores == "sigmoid" or not (self.biased or self.groups > 1)
-        check(plain, op, "scores", "be 'sigmoid' with a bias or groups", repr(self.scores))
-        fits = isinstance(self.dense_layers, tuple) and all(type(one) is int and one >= 0 for one in self.dense_layers)
-        check(fits, op, "dense_layers", "be a tuple of numbers of layers", self.dense_layers)
+        scores_fit = self.scores == "sigmoid" or not (self.biased or self.groups > 1)
+        check(scores_fit, op, "scores", "be 'sigmoid' with a bias or groups", repr(self.scores))
+        valid = isinstance(self.dense_layers, tuple) and all(
+            type(layer) is int and layer >= 0 for layer in self.dense_layers
+        )
+        check(valid, op, "dense_layers", "be a tuple of numbers of layers", self.dense_layers)
 
     def are_in(self, layer: int) -> bool:
         """Whether the layer of this number has experts."""
@@ -173,8 +175,8 @@ class TransformerConfig:
         check(self.qk_norm or not self.whole_qk_norm, op, "whole_qk_norm", "be False without qk_norm", True)
         _check_numbers(op, self)
         experts = self.experts
-        known = experts is None or isinstance(experts, ExpertsConfig)
-        check_type(known, op, "experts", "be an ExpertsConfig or None", type(experts).__name__)
+        is_config = experts is None or isinstance(experts, ExpertsConfig)
+        check_type(is_config, op, "experts", "be an ExpertsConfig or None", type(experts).__name__)
         if experts is not None:
             last = max(experts.dense_layers, default=0)
             check(last < self.layers, op, "experts.dense_layers", f"be below layers ({self.layers})", last)

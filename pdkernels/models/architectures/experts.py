@@ -89,8 +89,8 @@ def weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """The sum of `outputs` `(rows, per_token, width)` with `weights` `(rows, per_token)`, in float32 or float64."""
     wide = torch.promote_types(outputs.dtype, torch.float32)
     # One after the other: torch.sum chooses an order by sizes, layouts and threads.
-    total, *others = (outputs.to(wide) * weights.to(wide)[..., None]).unbind(1)
-    for term in others:
+    total, *terms = (outputs.to(wide) * weights.to(wide)[..., None]).unbind(1)
+    for term in terms:
         total = total + term
     return total
 

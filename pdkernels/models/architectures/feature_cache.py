@@ -128,8 +128,8 @@ class FeatureCache:
         attention = model.config.attention
         check(attention == "bidirectional", _OP, "model", "be bidirectional", f"attention {attention!r}")
         if model.cache_dtype == torch.int8:
-            words = "values are compared with those of earlier steps, which an 8-bit cache does not hold"
-            raise NotImplementedError(sentence(_OP, words, "Set model.cache_dtype to None."))
+            fault = "values are compared with those of earlier steps, which an 8-bit cache does not hold"
+            raise NotImplementedError(sentence(_OP, fault, "Set model.cache_dtype to None."))
         self.step = 0
         self._model, self._generated = model, generated
         self._intervals = prompt_interval, gen_interval
@@ -267,7 +267,7 @@ class FeatureCache:
         return torch.cat([end, new[:, :-1]], 1)
 
     def _layer(
-        self, index: int, step: _Step, new: torch.Tensor, whole: bool, old: torch.Tensor | None, slots: torch.Tensor
+        self, index: int, step: _Step, new: torch.Tensor, all_rows: bool, old: torch.Tensor | None, slots: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Runs a layer on the residual streams of all or some new rows, and of the prompt's rows at `slots`."""
         layer, qkv, at, chosen = self._model.layers[index], [], [], None
@@ -275,7 +275,7 @@ class FeatureCache:
             qkv.append(layer.project(layer.normed(old)))
             at.append(slots)
         normed = layer.normed(new)
-        if whole:
+        if all_rows:
             chosen = step.new_rows
             qkv.append(layer.project(normed))
         elif self._ratio > 0:
@@ -293,8 +293,8 @@ class FeatureCache:
         if chosen is None:
             return self._add(self._add(new, self._attention[index]), self._feed_forward[index]), old
         new = self._add(new, self._attention[index], added, chosen)
-        more = layer.feed_forward(new if whole else self._gather(new, chosen))
-        return self._add(new, self._feed_forward[index], more, chosen), old
+        update = layer.feed_forward(new if all_rows else self._gather(new, chosen))
+        return self._add(new, self._feed_forward[index], update, chosen), old
 
     def _moved_(self, v: torch.Tensor, layer: int, step: _Step) -> torch.Tensor | None:
         """Indices of the rows whose values differ most from the cached ones, which are replaced by `v`; None: no row."""
@@ -310,13 +310,13 @@ class FeatureCache:
         if isinstance(self._model, SomeHeads):
             # The similarity is over all heads, on copies; selected rows get their new values when they are stored.
             slots = (starts[:, None] + self._new_rows).clamp(max=self._kv.capacity - 1)[..., None, None]
-            mine = self._kv.layer(layer, self._kv.capacity)[1]
-            mine = mine.gather(1, slots.expand(-1, -1, *mine.shape[2:]))
+            values = self._kv.layer(layer, self._kv.capacity)[1]
+            values = values.gather(1, slots.expand(-1, -1, *values.shape[2:]))
             if update == "all":
                 select_stale_rows_(
                     v, cached, starts, max_selected=0, counts=step.counts, block_table=table, backend=self._backend
                 )
-            fresh, cached = (x.contiguous() for x in self._model.with_all_heads(torch.stack((v, mine))))
+            fresh, cached = (x.contiguous() for x in self._model.with_all_heads(torch.stack((v, values))))
             starts, table, update = torch.zeros_like(starts), None, "none"
         rows = select_stale_rows_(
             fresh,

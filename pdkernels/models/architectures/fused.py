@@ -51,12 +51,12 @@ def grouped_linear(
         return quantized_grouped_linear(x, weight, ends, bias)
     if enabled(x):
         return grouped_product(x, weight, ends, bias)
-    found, first = [x.new_empty(0, weight.shape[1])], 0
+    products, first = [x.new_empty(0, weight.shape[1])], 0
     for expert, end in enumerate(ends.tolist()):
         if end > first:
-            found.append(F.linear(x[first:end], weight[expert], None if bias is None else bias[expert]))
+            products.append(F.linear(x[first:end], weight[expert], None if bias is None else bias[expert]))
         first = end
-    return torch.cat(found)
+    return torch.cat(products)
 
 
 def embed(tokens: torch.Tensor, weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:

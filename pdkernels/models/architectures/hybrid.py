@@ -80,15 +80,15 @@ class HybridConfig(TransformerConfig):
         op = "HybridConfig"
         object.__setattr__(self, "mixers", tuple(self.mixers))
         check(len(self.mixers) == self.layers, op, "mixers", f"name one for each of {self.layers} layers", self.mixers)
-        known = get_args(Mixer)
+        mixers = get_args(Mixer)
         for mixer in self.mixers:
-            check(mixer in known, op, "mixers", f"be of {', '.join(known)}", repr(mixer))
+            check(mixer in mixers, op, "mixers", f"be of {', '.join(mixers)}", repr(mixer))
         check("attention" in self.mixers, op, "mixers", "have a layer with attention", self.mixers)
         check(set(self.mixers) != {"attention"}, op, "mixers", "have a recurrent layer", "none", "Use a Transformer.")
         _check_sizes(op, self, "conv_width key_heads value_heads key_dim value_dim".split())
         check(self.conv_width >= 2, op, "conv_width", "be at least 2", self.conv_width)
-        fits = self.value_heads % self.key_heads == 0
-        check(fits, op, "value_heads", f"be a multiple of key_heads ({self.key_heads})", self.value_heads)
+        valid = self.value_heads % self.key_heads == 0
+        check(valid, op, "value_heads", f"be a multiple of key_heads ({self.key_heads})", self.value_heads)
         width = self.rotary_width
         check(
             0 < width <= self.head_dim and width % 2 == 0, op, "rotary_dim", f"be even in 2 .. {self.head_dim}", width
@@ -305,11 +305,11 @@ class Hybrid(nn.Module):
         super().__init__()
         op = "Hybrid"
         check_type(isinstance(config, HybridConfig), op, "config", "be a HybridConfig", type(config).__name__)
-        known = f"below vocab_size ({config.vocab_size})"
+        bound = f"below vocab_size ({config.vocab_size})"
         for token in end_tokens:
-            check(0 <= token < config.vocab_size, op, "end_tokens", f"be ids {known}", token)
-        fits = mask_token is None or 0 <= mask_token < config.vocab_size
-        check(fits, op, "mask_token", f"be an id {known}", mask_token)
+            check(0 <= token < config.vocab_size, op, "end_tokens", f"be ids {bound}", token)
+        valid = mask_token is None or 0 <= mask_token < config.vocab_size
+        check(valid, op, "mask_token", f"be an id {bound}", mask_token)
         self.config, self.tokenizer, self.end_tokens = config, tokenizer, tuple(end_tokens)
         self.mask_token, self.plan_tokens = mask_token, None
         self.embedding: Matrix = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
@@ -352,10 +352,12 @@ class Hybrid(nn.Module):
         """The same model with quantised matrices, see `pdkernels.quantize`. What stays as numbers is shared."""
         state = packing.quantized_state(self, format, group, skip, self.config.tied_head, matrices=MATRICES)
         with torch.device("meta"):
-            made = Hybrid(self.config, tokenizer=self.tokenizer, end_tokens=self.end_tokens, mask_token=self.mask_token)
-        packing.adopt_(made, state)
-        made.cache_dtype = self.cache_dtype
-        return made.requires_grad_(False).eval()
+            model = Hybrid(
+                self.config, tokenizer=self.tokenizer, end_tokens=self.end_tokens, mask_token=self.mask_token
+            )
+        packing.adopt_(model, state)
+        model.cache_dtype = self.cache_dtype
+        return model.requires_grad_(False).eval()
 
     @property
     def dtype(self) -> torch.dtype:

@@ -94,7 +94,7 @@ class Layer(nn.Module):
         """The input of attention's projections for `x`."""
         return rms_norm(x, self.attention_norm, self.config.norm_eps)
 
-    def project(self, normed: torch.Tensor, part: Literal["qkv", "qk", "v"] = "qkv") -> torch.Tensor:
+    def project(self, normed: torch.Tensor, which: Literal["qkv", "qk", "v"] = "qkv") -> torch.Tensor:
         """q, k and v, or some of them, before the rotation: `(batch, rows, heads, head_dim)`.
 
         q and k are normed if the model norms them.
@@ -102,17 +102,17 @@ class Layer(nn.Module):
         config = self.config
         weight: torch.Tensor | QuantizedWeight = self.qkv
         bias: torch.Tensor | None = self.qkv_bias
-        if part != "qkv":
+        if which != "qkv":
             middle = (config.heads + config.kv_heads) * config.head_dim
-            rows = slice(middle) if part == "qk" else slice(middle, None)
+            rows = slice(middle) if which == "qk" else slice(middle, None)
             weight, bias = weight[rows], None if bias is None else bias[rows]
         heads: torch.Tensor = linear(normed, weight, bias).unflatten(-1, (-1, config.head_dim))
-        if self.q_norm is None or self.k_norm is None or part == "v":
+        if self.q_norm is None or self.k_norm is None or which == "v":
             return heads
-        q, k, *v = heads.split([config.heads, *[config.kv_heads] * (len(part) - 1)], -2)
+        q, k, *v = heads.split([config.heads, *[config.kv_heads] * (len(which) - 1)], -2)
         if config.whole_qk_norm:
-            both = (q, self.q_norm), (k, self.k_norm)
-            wide = (rms_norm(x.flatten(-2), weight, config.norm_eps) for x, weight in both)
+            normed_pairs = (q, self.q_norm), (k, self.k_norm)
+            wide = (rms_norm(x.flatten(-2), weight, config.norm_eps) for x, weight in normed_pairs)
             q, k = (x.unflatten(-1, (-1, config.head_dim)) for x in wide)
             return torch.cat((q, k, *v), -2)
         return torch.cat((rms_norm(q, self.q_norm, config.norm_eps), rms_norm(k, self.k_norm, config.norm_eps), *v), -2)

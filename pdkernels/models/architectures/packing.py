@@ -23,15 +23,15 @@ Stated: TypeAlias = torch.Tensor | QuantizedWeight
 def adopt_(model: nn.Module, state: Mapping[str, Stated]) -> None:
     """Makes these its parameters, without copies. A quantised matrix takes the place of a parameter."""
     tensors: dict[str, torch.Tensor] = {}
-    for name, given in state.items():
-        if isinstance(given, QuantizedWeight):
-            path, _, own = name.rpartition(".")
+    for name, value in state.items():
+        if isinstance(value, QuantizedWeight):
+            path, _, parameter = name.rpartition(".")
             module = model.get_submodule(path)
-            delattr(module, own)
-            setattr(module, own, given)
-            tensors |= {f"{name}.{part}": data for part, data in given.named_buffers()}
+            delattr(module, parameter)
+            setattr(module, parameter, value)
+            tensors |= {f"{name}.{buffer}": data for buffer, data in value.named_buffers()}
         else:
-            tensors[name] = given
+            tensors[name] = value
     model.load_state_dict(tensors, assign=True)
 
 
@@ -49,16 +49,16 @@ def quantized_state(
     for name in skip:
         remedy = did_you_mean(str(name), matrices)
         check(name in matrices, OP, "skip", f"hold names of {', '.join(matrices)}", repr(name), remedy)
-    one = tied and "head" in skip and "embedding" not in skip
-    check(not one, OP, "skip", "name the embedding, which is the head of this model", "'head' alone")
-    if any(isinstance(part, QuantizedWeight) for part in model.modules()):
+    head_alone = tied and "head" in skip and "embedding" not in skip
+    check(not head_alone, OP, "skip", "name the embedding, which is the head of this model", "'head' alone")
+    if any(isinstance(module, QuantizedWeight) for module in model.modules()):
         remedy = "Load it with packed=False."
         raise NotImplementedError(message(OP, "model", "have no packed matrices yet", "some", remedy))
     state: dict[str, Stated] = {}
     for name, tensor in model.named_parameters():
-        own = name.rpartition(".")[2]
+        parameter = name.rpartition(".")[2]
         state[name] = tensor.detach()
-        if own in matrices and own not in skip:
+        if parameter in matrices and parameter not in skip:
             check_type(tensor.dtype in KERNEL_DTYPES, OP, "model", "be float32, float16 or bfloat16", tensor.dtype)
             state[name] = quantize_named(name, tensor, format, group).to(tensor.device)
     return state
@@ -69,8 +69,8 @@ def quantize_named(name: str, matrix: torch.Tensor, format: str, group: int | No
     try:
         return quantize(matrix, format, group=group)
     except (ValueError, TypeError) as error:
-        words = str(error)
-        if not words.startswith(f"pdkernels.{OP}: weight "):
+        error_text = str(error)
+        if not error_text.startswith(f"pdkernels.{OP}: weight "):
             raise
-        skipped = f"{words.replace(f'{OP}: weight ', f'{OP}: {name} ')} Name it in skip=."
+        skipped = f"{error_text.replace(f'{OP}: weight ', f'{OP}: {name} ')} Name it in skip=."
         raise type(error)(skipped) from None

@@ -109,8 +109,8 @@ class RecurrentDepth(nn.Module):
             if name.endswith("qk_bias"):
                 parameter.zero_()
             elif parameter.dim() == 2:
-                own = std / math.sqrt(2 * depth) if name.endswith(("output", "down")) else std
-                nn.init.trunc_normal_(parameter, std=own, a=-3 * own, b=3 * own)
+                scaled = std / math.sqrt(2 * depth) if name.endswith(("output", "down")) else std
+                nn.init.trunc_normal_(parameter, std=scaled, a=-3 * scaled, b=3 * scaled)
             else:
                 parameter.fill_(1.0)
 
@@ -209,7 +209,7 @@ class RecurrentDepth(nn.Module):
         zeros = torch.zeros(batch, dtype=torch.int64, device=self.device)
         cursor = zeros if context.cache is None else context.cache.lengths
         width = torch.full_like(zeros, rows) if context.counts is None else context.counts
-        both = recurrence_inject(
+        injected = recurrence_inject(
             None,
             embedding.detach(),
             None,
@@ -222,7 +222,7 @@ class RecurrentDepth(nn.Module):
             init_std=STATE_STD * init_scale,
             backend=backend_of(self.dtype),
         )
-        return both[..., :hidden], self.embedding_term(embedding)
+        return injected[..., :hidden], self.embedding_term(embedding)
 
     def context(self, rows: int, cache: Cache | None = None, counts: torch.Tensor | None = None) -> ForwardContext:
         """The context of `rows` new tokens of each sequence: after `cache.lengths`, or at 0 without a cache; always causal.
@@ -290,8 +290,8 @@ class RecurrentDepth(nn.Module):
 
     def _kept(self, context: ForwardContext) -> int:
         """The number of recurrences with separate K and V in the cache."""
-        more = 0 if context.cache is None else context.cache.layers - self.config.layers
-        return 1 + more // self.config.core_layers
+        extra = 0 if context.cache is None else context.cache.layers - self.config.layers
+        return 1 + extra // self.config.core_layers
 
     def _look_up(self, tokens: torch.Tensor) -> torch.Tensor:
         return F.embedding(tokens, self.embedding)

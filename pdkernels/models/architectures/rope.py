@@ -69,10 +69,10 @@ class PartialRotation(RopeScaling):
         check(self.rotated % 2 == 0, "PartialRotation", "rotated", "be even", self.rotated)
 
     def scaled(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
-        found, pairs = torch.zeros_like(frequencies), self.rotated // 2
+        result, pairs = torch.zeros_like(frequencies), self.rotated // 2
         turning = torch.arange(0, self.rotated, 2, dtype=frequencies.dtype, device=frequencies.device)
-        found[:pairs] = theta ** (-turning / self.rotated)
-        return found
+        result[:pairs] = theta ** (-turning / self.rotated)
+        return result
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ class Llama3Scaling(RopeScaling):
 
     def scaled(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
         turns = frequencies * (self.original_positions / (2 * math.pi))
-        kept = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
-        return frequencies * (kept + (1 - kept) / self.factor)
+        unscaled_share = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
+        return frequencies * (unscaled_share + (1 - unscaled_share) / self.factor)
 
 
 @dataclass(frozen=True)

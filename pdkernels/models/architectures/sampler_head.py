@@ -58,9 +58,9 @@ class SamplerConfig:
             self.kind,
         )
         size = self.width // self.heads
-        fits = self.kind == "pointwise" or (self.width % self.heads == 0 and size % 2 == 0)
+        valid = self.kind == "pointwise" or (self.width % self.heads == 0 and size % 2 == 0)
         check(
-            fits, "models.SamplerConfig", "width", "be an even number for each of the heads", (self.width, self.heads)
+            valid, "models.SamplerConfig", "width", "be an even number for each of the heads", (self.width, self.heads)
         )
         check(
             self.kind == "attention" or self.layers >= 2, "models.SamplerConfig", "layers", "be at least 2", self.layers
@@ -91,14 +91,14 @@ def semantic_table(embedding: Tensor, width: int = 32) -> Tensor:
     """
     check(embedding.dim() == 2, _OP, "embedding", "have shape (ids, hidden)", tuple(embedding.shape))
     centred = embedding.detach().double() - embedding.detach().double().mean(0)
-    left, values, _ = torch.linalg.svd(centred, full_matrices=False)
-    scores = (left * values)[:, :width]
+    u, values, _ = torch.linalg.svd(centred, full_matrices=False)
+    scores = (u * values)[:, :width]
     # The sign of a component is arbitrary.
     largest = scores.gather(0, scores.abs().argmax(0, keepdim=True))
     return F.pad(scores * largest.sign(), (0, width - scores.shape[1])).half()
 
 
-def sampler_features(found: TokenStatistics, tokens: Tensor, active: Tensor, table: Tensor) -> Tensor:
+def sampler_features(statistics: TokenStatistics, tokens: Tensor, active: Tensor, table: Tensor) -> Tensor:
     """The input of the network for every position of a block: ``(batch, size, 16 + 4 * width)`` float32.
 
     ======================  ==================================================================================
@@ -112,7 +112,7 @@ def sampler_features(found: TokenStatistics, tokens: Tensor, active: Tensor, tab
     ======================  ==================================================================================
 
     Args:
-        found: `token_statistics` of the block's rows, ``(batch, size)``, at least its `top_ids` and `top_probs` for
+        statistics: `token_statistics` of the block's rows, ``(batch, size)``, at least its `top_ids` and `top_probs` for
             ``top_k=5``, without suppressed tokens; fewer for a smaller vocabulary.
         tokens: ``(batch, size)`` the block as the forward saw it.
         active: ``(batch, size)`` bool: masks that may be filled.
@@ -125,28 +125,32 @@ def sampler_features(found: TokenStatistics, tokens: Tensor, active: Tensor, tab
         >>> import pdkernels as pd
         >>> logits = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.0625]).log().expand(1, 4, 5)
         >>> active = torch.tensor([[False, True, True, False]])
-        >>> found = sampler_features(pd.token_statistics(logits), torch.zeros(1, 4, dtype=int), active, torch.zeros(5, 32))
-        >>> [round(float(number), 4) for number in found[0, 1, [0, 6, 7, 8, 11, 140, 141, 142, 143]]]
+        >>> features = sampler_features(pd.token_statistics(logits), torch.zeros(1, 4, dtype=int), active, torch.zeros(5, 32))
+        >>> [round(float(number), 4) for number in features[0, 1, [0, 6, 7, 8, 11, 140, 141, 142, 143]]]
         [0.5, 0.25, 0.875, 1.2997, 0.5, -0.6931, 0.6641, 0.3333, 1.0986]
     """
     op = "models.sampler_features"
     check_shape(op, "active", active, tuple(tokens.shape))
     batch, size = tokens.shape
     check(
-        found.top_ids.shape[:-1] == tokens.shape,
+        statistics.top_ids.shape[:-1] == tokens.shape,
         op,
-        "found",
+        "statistics",
         f"be about {batch} blocks of {size}",
-        tuple(found.ids.shape),
+        tuple(statistics.ids.shape),
     )
-    known = found.top_ids.shape[-1]
-    check(known >= min(2, len(table)), op, "found", "have top_k=5", f"top_k={known}")
-    probs = F.pad(found.top_probs.float(), (0, 5 - known))[..., :5] if known < 5 else found.top_probs[..., :5].float()
+    top_count = statistics.top_ids.shape[-1]
+    check(top_count >= min(2, len(table)), op, "statistics", "have top_k=5", f"top_k={top_count}")
+    probs = (
+        F.pad(statistics.top_probs.float(), (0, 5 - top_count))[..., :5]
+        if top_count < 5
+        else statistics.top_probs[..., :5].float()
+    )
     first = probs[..., 0]
     count = active.sum(1, keepdim=True).float().expand(batch, size)
     entropy = -(probs * (probs + 1e-10).log()).sum(-1)
     scalars = [first, first - probs[..., 1], probs[..., :3].sum(-1), entropy, active.float(), torch.zeros_like(first)]
-    ids = torch.cat([tokens.unsqueeze(-1), found.top_ids[..., :3]], -1).clamp(0, len(table) - 1)
+    ids = torch.cat([tokens.unsqueeze(-1), statistics.top_ids[..., :3]], -1).clamp(0, len(table) - 1)
     vectors = F.pad(table[ids].float().flatten(-2), (0, table.shape[1] * (4 - ids.shape[-1])))
     index = torch.arange(size, device=tokens.device, dtype=torch.float32).expand(batch, size) / max(size - 1, 1)
     last = [(first + 1e-10).log(), 1 - (probs**2).sum(-1), index, (count + 1).log()]
@@ -190,8 +194,8 @@ class _Layer(nn.Module):
         super().__init__()
         self.norm1, self.attn, self.norm2 = nn.LayerNorm(config.width), _Attention(config), nn.LayerNorm(config.width)
         # The released modules have dropout at 2 and 4, which have no weights.
-        parts = {"0": nn.Linear(config.width, config.feed_forward), "3": nn.Linear(config.feed_forward, config.width)}
-        self.ff = nn.ModuleDict(parts)
+        modules = {"0": nn.Linear(config.width, config.feed_forward), "3": nn.Linear(config.feed_forward, config.width)}
+        self.ff = nn.ModuleDict(modules)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.norm1(x))
@@ -278,9 +282,9 @@ class SamplerHead(nn.Module):
         """Standardised features. A feature that was constant in training is 0 at that value."""
         return (features - self.mean.float()) / self.std.float().clamp(min=1e-6)
 
-    def scores(self, found: TokenStatistics, tokens: Tensor, active: Tensor) -> Tensor:
+    def scores(self, statistics: TokenStatistics, tokens: Tensor, active: Tensor) -> Tensor:
         """``(batch, size)`` float32: the probability that each guess is final. Arguments are those of `sampler_features`."""
-        features = sampler_features(found, tokens, active, self.table)
+        features = sampler_features(statistics, tokens, active, self.table)
         scores: Tensor = self(self.normalised(features)).float().sigmoid()
         return scores
 
@@ -310,12 +314,12 @@ def save_sampler(head: SamplerHead, folder: str | Path) -> None:
         config.heads,
     )
     state = {name: value for name, value in head.state_dict().items() if name not in buffers}
-    facts: dict[str, Any] = {"f_dim": config.features, "feat_mean": head.mean, "feat_std": head.std}
+    checkpoint: dict[str, Any] = {"f_dim": config.features, "feat_mean": head.mean, "feat_std": head.std}
     if config.kind == "pointwise":
-        facts |= {"arch": "pointwise_mlp", "hidden_dim": config.feed_forward, "n_layers": config.layers}
+        checkpoint |= {"arch": "pointwise_mlp", "hidden_dim": config.feed_forward, "n_layers": config.layers}
     else:
-        facts |= {"arch": "transformer", "d_model": config.width}
-    torch.save({"state_dict": state, **facts}, folder / "checkpoint.pt")
+        checkpoint |= {"arch": "transformer", "d_model": config.width}
+    torch.save({"state_dict": state, **checkpoint}, folder / "checkpoint.pt")
     torch.save(head.table.half(), folder / "token_semantics_32d.pt")
 
 
@@ -332,39 +336,41 @@ def load_sampler(
         FileNotFoundError: no such files.
     """
     op, folder = "models.load_sampler", Path(folder)
-    kept = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
+    checkpoint = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
     table = torch.load(folder / "token_semantics_32d.pt", map_location="cpu", weights_only=True)
-    fits = (
-        isinstance(kept, dict) and {"state_dict", "feat_mean", "feat_std"} <= kept.keys() and isinstance(table, Tensor)
+    valid = (
+        isinstance(checkpoint, dict)
+        and {"state_dict", "feat_mean", "feat_std"} <= checkpoint.keys()
+        and isinstance(table, Tensor)
     )
     check(
-        fits,
+        valid,
         op,
         "checkpoint.pt",
         "hold state_dict, feat_mean and feat_std",
         "others",
         "Version 2 needs code and is not loaded.",
     )
-    state: dict[str, Tensor] = kept["state_dict"]
-    head = SamplerHead(_config_of(op, kept, state), table)
+    state: dict[str, Tensor] = checkpoint["state_dict"]
+    head = SamplerHead(_config_of(op, checkpoint, state), table)
     expected = {name: value.shape for name, value in head.state_dict().items() if name not in ("mean", "std", "table")}
     for name in sorted(expected.keys() | state.keys()):
-        known, found = expected.get(name), state[name].shape if name in state else None
-        if known != found:
+        expected_shape, actual_shape = expected.get(name), state[name].shape if name in state else None
+        if expected_shape != actual_shape:
             fail(
                 op,
                 f"checkpoint.pt: {name}",
-                f"have shape {tuple(known) if known else 'none'}",
-                tuple(found) if found else "none",
+                f"have shape {tuple(expected_shape) if expected_shape else 'none'}",
+                tuple(actual_shape) if actual_shape else "none",
             )
     for name in ("mean", "std"):
-        check_shape(op, f"checkpoint.pt: feat_{name}", kept[f"feat_{name}"], (head.config.features,))
-    head.load_state_dict({**state, "mean": kept["feat_mean"], "std": kept["feat_std"], "table": table})
+        check_shape(op, f"checkpoint.pt: feat_{name}", checkpoint[f"feat_{name}"], (head.config.features,))
+    head.load_state_dict({**state, "mean": checkpoint["feat_mean"], "std": checkpoint["feat_std"], "table": table})
     return head.to(device=device, dtype=dtype).requires_grad_(False).eval()
 
 
-def _config_of(op: str, kept: dict[str, Any], state: dict[str, Tensor]) -> SamplerConfig:
-    features = int(kept["feat_mean"].shape[0])
+def _config_of(op: str, checkpoint: dict[str, Any], state: dict[str, Tensor]) -> SamplerConfig:
+    features = int(checkpoint["feat_mean"].shape[0])
     check(
         features > SCALARS and (features - SCALARS) % 4 == 0,
         op,
@@ -373,12 +379,12 @@ def _config_of(op: str, kept: dict[str, Any], state: dict[str, Tensor]) -> Sampl
         features,
     )
     semantics = (features - SCALARS) // 4
-    if kept.get("arch", "transformer") == "pointwise_mlp":
-        hidden, layers = int(kept["hidden_dim"]), int(kept["n_layers"])
+    if checkpoint.get("arch", "transformer") == "pointwise_mlp":
+        hidden, layers = int(checkpoint["hidden_dim"]), int(checkpoint["n_layers"])
         return SamplerConfig(semantics=semantics, feed_forward=hidden, layers=layers, kind="pointwise")
     for name in ("layers.0.ff.0.weight", "head.weight"):
         check(name in state, op, "checkpoint.pt", f"hold {name}", "none")
-    width = int(kept["d_model"])
+    width = int(checkpoint["d_model"])
     norm = state.get("layers.0.attn.q_norm.weight")
     return SamplerConfig(
         semantics=semantics,

@@ -45,22 +45,22 @@ class States:
         parents = None if mask is None else parents_of(mask)
         if cache is None:
             nothing = torch.zeros(batch, dtype=torch.int64, device=device)
-            whole = None if parents is None else parents.expand(batch, rows).contiguous()
+            row_parents = None if parents is None else parents.expand(batch, rows).contiguous()
             # A tree has no last row, so none of it can become part of a state.
-            self._step = StateStep(nothing, None, None, whole, 0 if whole is None else None)
+            self._step = StateStep(nothing, None, None, row_parents, 0 if row_parents is None else None)
         else:
             self._step = cache.begin_(rows, counts, parents=parents, whole=mask is not None)
 
-    def _slots(self, name: Any, state: tuple[int, ...], dtype: torch.dtype, *kept: Tensor) -> StateSlots:
-        """`kept`: what is kept of the new rows, or tensors like it."""
+    def _slots(self, name: Any, state: tuple[int, ...], dtype: torch.dtype, *inputs: Tensor) -> StateSlots:
+        """`inputs`: what is kept of the new rows, or tensors like it."""
         check(name not in self.shapes, "models.States", "name", "be that of one state", name)
-        self.shapes[name] = StateShape(state, dtype, tuple((tuple(x.shape[2:]), x.dtype) for x in kept))
+        self.shapes[name] = StateShape(state, dtype, tuple((tuple(x.shape[2:]), x.dtype) for x in inputs))
         if self.cache is not None:
             return self.cache.states[name]
-        batch, rows = kept[0].shape[:2]
+        batch, rows = inputs[0].shape[:2]
         most = 0 if self._step.keep == 0 else rows
-        pending = tuple(x.new_empty(batch, most, *x.shape[2:]) for x in kept)
-        return StateSlots(kept[0].new_empty((batch, *state), dtype=dtype), self._step.lengths.clone(), pending)
+        pending = tuple(x.new_empty(batch, most, *x.shape[2:]) for x in inputs)
+        return StateSlots(inputs[0].new_empty((batch, *state), dtype=dtype), self._step.lengths.clone(), pending)
 
     def short_conv(
         self, name: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Activation = "none"
@@ -118,8 +118,8 @@ class States:
         slots = self._slots(
             name, (x.shape[2], b.shape[3], x.shape[3]), torch.float32, *((x, b) if dt is None else (x, b, dt))
         )
-        pending_x, pending_b, *more = slots.pending
-        pending_dt = more[0] if more else None
+        pending_x, pending_b, *optional = slots.pending
+        pending_dt = optional[0] if optional else None
         out: Tensor = selective_state_(
             slots.state, slots.lengths, pending_x, pending_b, pending_dt, x, b, c, dt, a, self._step.lengths, D=d, dt_bias=dt_bias,
             dt_softplus=dt_softplus, dt_limit=dt_limit, **self._options(),
@@ -144,8 +144,8 @@ def parents_of(mask: TilePlan) -> Tensor | None:
     if mask not in _PARENTS:
         dense = mask.dense()
         if bool((dense.triu(1) & ~dense.mT).any()):
-            words = "have rows that come after what they follow, for recurrent layers"
-            raise NotImplementedError(message("models.States", "mask", words, "rows that see later ones"))
+            expectation = "have rows that come after what they follow, for recurrent layers"
+            raise NotImplementedError(message("models.States", "mask", expectation, "rows that see later ones"))
         order = torch.arange(mask.kv_len, device=dense.device)
         parents = torch.where(dense.tril(-1), order, -1).amax(-1) if mask.kv_len else order
         chain = bool((parents == order - 1).all())

@@ -22,8 +22,8 @@ class Tapped(NamedTuple):
     @classmethod
     def of(cls, hidden: Tensor, states: Mapping[int, Tensor | None], taps: Sequence[int]) -> Tapped:
         """In the order of `taps`, from the `states` by their layer."""
-        found = [state for tap in taps if (state := states[tap]) is not None]
-        return cls(hidden, torch.stack(found, -2))
+        tapped = [state for tap in taps if (state := states[tap]) is not None]
+        return cls(hidden, torch.stack(tapped, -2))
 
 
 def checked_taps(op: str, taps: Sequence[int], layers: int, *, last: bool = True) -> tuple[int, ...]:

@@ -89,8 +89,8 @@ class Transformer(nn.Module):
         vocabulary = f"below vocab_size ({config.vocab_size})"
         for token in end_tokens:
             check(0 <= token < config.vocab_size, op, "end_tokens", f"be ids {vocabulary}", token)
-        known = mask_token is None or 0 <= mask_token < config.vocab_size
-        check(known, op, "mask_token", f"be an id {vocabulary}", mask_token)
+        valid = mask_token is None or 0 <= mask_token < config.vocab_size
+        check(valid, op, "mask_token", f"be an id {vocabulary}", mask_token)
         self.config = config
         self.tokenizer = tokenizer
         self.end_tokens = tuple(end_tokens)
@@ -374,7 +374,7 @@ class Transformer(nn.Module):
         check_type(type(self) is Transformer, packing.OP, "model", "be a Transformer", type(self).__name__)
         state = packing.quantized_state(self, format, group, skip, self.config.tied_head)
         with torch.device("meta"):
-            made = Transformer(
+            model = Transformer(
                 self.config,
                 tokenizer=self.tokenizer,
                 end_tokens=self.end_tokens,
@@ -382,10 +382,10 @@ class Transformer(nn.Module):
                 plan_tokens=self.plan_tokens,
             )
             if self.has_adapter:
-                made.attach_adapter_([_pair(layer) for layer in self.layers])
-        packing.adopt_(made, state)
-        made.cache_dtype = self.cache_dtype
-        return made.requires_grad_(False).eval()
+                model.attach_adapter_([_pair(layer) for layer in self.layers])
+        packing.adopt_(model, state)
+        model.cache_dtype = self.cache_dtype
+        return model.requires_grad_(False).eval()
 
     def _gate(self, adapted: bool | torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
         """Factor of the adapter's output that broadcasts to `(batch, T, hidden_size)`; None: no adapter."""
@@ -444,12 +444,12 @@ class Transformer(nn.Module):
         """What layer `end` gets if layer `first` gets `x`."""
         if first == end:
             return x
-        some = first > 0 or end < self.config.layers
-        layers = list(islice(self.layers, first, end)) if some else self.layers
+        subset = first > 0 or end < self.config.layers
+        layers = list(islice(self.layers, first, end)) if subset else self.layers
         if gate is None and isinstance(rows, NewRows):
-            found = whole_step.run_layers(layers, x, rows, slice(first, end) if some else None)
-            if found is not None:
-                return found[0] + found[1]
+            sums = whole_step.run_layers(layers, x, rows, slice(first, end) if subset else None)
+            if sums is not None:
+                return sums[0] + sums[1]
         added: torch.Tensor | None = None
         for index, layer in enumerate(layers, first):
             x, added = layer(x, added, partial(rows.attend_, layer=index), gate)
@@ -532,9 +532,9 @@ class Transformer(nn.Module):
             low, high = int(positions.min()), int(offsets.max())
             limit = rows if counts is None or counts.any() else cache.capacity
             expectation = f"lie in [-length, {limit}) with a cache"
-            found = f"{int(offsets.min())}..{high}"
+            actual = f"{int(offsets.min())}..{high}"
             remedy = "There they count from the cached length."
-            check(low >= 0 and high < limit, "Transformer", "positions", expectation, found, remedy)
+            check(low >= 0 and high < limit, "Transformer", "positions", expectation, actual, remedy)
         return visibility, self._rotation(table, positions)
 
 

@@ -109,28 +109,28 @@ def gated_delta(
     decay = (sums[..., :, None] - sums[..., None, :]).masked_fill(later, -torch.inf).exp()
     weighted = k * beta[..., None]
     system = (weighted @ k.mT) * decay
-    both = torch.cat([v * beta[..., None], weighted * sums.exp()[..., None]], -1)
-    solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
+    right_side = torch.cat([v * beta[..., None], weighted * sums.exp()[..., None]], -1)
+    solved = torch.linalg.solve_triangular(system, right_side, upper=False, unitriangular=True)
     values, read = solved.split([v.shape[-1], k.shape[-1]], -1)
-    inside = (q @ k.mT) * decay
+    local = (q @ k.mT) * decay
     q = q * sums.exp()[..., None]
     k = k * (sums[..., -1:] - sums).exp()[..., None]
-    kept = sums[..., -1].exp()[..., None, None]
+    decayed = sums[..., -1].exp()[..., None, None]
     # Not indexed one depth at a time: the gradient of that would be filled up to all pieces.
-    parts = zip(*(x.split([len(before) for before in pieces.levels]) for x in (values, read, q, k, inside, kept)))
+    levels = zip(*(x.split([len(before) for before in pieces.levels]) for x in (values, read, q, k, local, decayed)))
     outputs, state = [], v.new_zeros(len(pieces.levels[0]), v.shape[1], k.shape[-1], v.shape[-1])
-    for depth, (before, part) in enumerate(zip(pieces.levels, parts)):
-        values, read, q, k, inside, kept = part
+    for depth, (before, level) in enumerate(zip(pieces.levels, levels)):
+        values, read, q, k, local, decayed = level
         state = state.index_select(0, before) if depth else state
         new = values - read @ state
-        outputs.append(q @ state + inside @ new)
-        state = state * kept + k.mT @ new
-    found = torch.cat(outputs).transpose(1, 2).flatten(0, 1)
+        outputs.append(q @ state + local @ new)
+        state = state * decayed + k.mT @ new
+    outputs_by_row = torch.cat(outputs).transpose(1, 2).flatten(0, 1)
     rows = pieces.rows.flatten()
     # Every row is in one piece.
     at = torch.empty(int(rows.max()) + 1 if rows.numel() else 0, dtype=torch.int64)
     at[rows] = torch.arange(len(rows))
-    return found[at[: int((rows < _count(pieces)).sum())]]
+    return outputs_by_row[at[: int((rows < _count(pieces)).sum())]]
 
 
 def _count(pieces: Pieces) -> int:

@@ -45,9 +45,9 @@ class Pair(NamedTuple):
             finite = bool(weight.isfinite().all())
             check(finite, OP, name, f"hold finite numbers for an adapter of {self.start}", "others")
         if self.start == PISSA:
-            left, values, right = torch.linalg.svd(weight, full_matrices=False)
+            u, values, v = torch.linalg.svd(weight, full_matrices=False)
             rank = len(self.a)
-            weight -= left[:, :rank] * values[:rank] @ right[:rank]
+            weight -= u[:, :rank] * values[:rank] @ v[:rank]
         elif self.start == OLORA:
             q, r = torch.linalg.qr(weight)
             rank = len(self.a)
@@ -66,34 +66,37 @@ class Adapter(NamedTuple):
     def merged(self, state: Mapping[str, torch.Tensor], layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Our parameters `state` with the adapter merged. Changed tensors have this dtype."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        ours = dict(state)
-        for name, parts in layout.parts():
-            if not any(part in self.pairs or part in self.whole for part in parts):
+        merged = dict(state)
+        for name, sources in layout.parts():
+            if not any(source in self.pairs or source in self.whole for source in sources):
                 continue
-            whole = ours[name].to(wide, copy=True)
-            rows = whole if whole.dim() <= 2 else whole.flatten(0, -2)
-            targets = rows.split([shape[0] for shape in parts.values()]) if len(parts) > 1 else [rows]
-            for part, target in zip(parts, targets):
-                if part in self.whole:
-                    target.copy_(self.whole[part].view(target.shape))
-                if part in self.pairs:
-                    self.pairs[part].add_to_(target.view(parts[part]), part)
-            ours[name] = _memory.copied(whole, dtype)
-        return ours
+            parameter = merged[name].to(wide, copy=True)
+            rows = parameter if parameter.dim() <= 2 else parameter.flatten(0, -2)
+            targets = rows.split([shape[0] for shape in sources.values()]) if len(sources) > 1 else [rows]
+            for source, target in zip(sources, targets):
+                if source in self.whole:
+                    target.copy_(self.whole[source].view(target.shape))
+                if source in self.pairs:
+                    self.pairs[source].add_to_(target.view(sources[source]), source)
+            merged[name] = _memory.copied(parameter, dtype)
+        return merged
 
     def drafting(self, layout: Layout) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The pair of each layer's attention output projection; the second matrix includes the scale."""
-        names = [next(iter(parts)) for name, parts in layout.parts() if re.fullmatch(r"layers\.\d+\.output", name)]
+        names = [next(iter(sources)) for name, sources in layout.parts() if re.fullmatch(r"layers\.\d+\.output", name)]
         other = sorted(set([*self.pairs, *self.whole]) - set(names))
         only = "change attention's output projections alone, which is what drafts are made with"
         if other:
             raise NotImplementedError(message(OP, f"drafter {self.name}", only, f"also {some(other)}"))
         changed = next((pair.start for pair in self.pairs.values() if pair.start != PLAIN), None)
         if changed is not None:
-            label, words = f"drafter {self.name}: {CONFIG}: init_lora_weights", "leave the model's own weights alone"
-            raise NotImplementedError(message(OP, label, words, repr(changed)))
-        missing = [name for name in names if name not in self.pairs]
-        check(not missing, OP, f"drafter {self.name}", "hold a pair for every layer", f"none for {some(missing)}")
+            label, expectation = (
+                f"drafter {self.name}: {CONFIG}: init_lora_weights",
+                "leave the model's own weights alone",
+            )
+            raise NotImplementedError(message(OP, label, expectation, repr(changed)))
+        unpaired = [name for name in names if name not in self.pairs]
+        check(not unpaired, OP, f"drafter {self.name}", "hold a pair for every layer", f"none for {some(unpaired)}")
         return [(pair.a.double(), pair.b.double() * pair.scale) for pair in map(self.pairs.__getitem__, names)]
 
 
@@ -104,11 +107,11 @@ def read_adapter(folder: str | Path, layout: Layout) -> Adapter:
     """
     folder = Path(folder)
     try:
-        found = folder.is_dir()
+        exists = folder.is_dir()
     except (OSError, ValueError):
-        found = False
+        exists = False
     remedy = f"Adapters of the package: {', '.join(available_adapters())}."
-    check(found, OP, "adapter", "be a folder that exists", shown(str(folder)), remedy)
+    check(exists, OP, "adapter", "be a folder that exists", shown(str(folder)), remedy)
     fields = read_fields(folder, CONFIG)
     if fields is None:
         fail(OP, "adapter", f"hold {CONFIG}", f"none in {folder}")
@@ -116,9 +119,9 @@ def read_adapter(folder: str | Path, layout: Layout) -> Adapter:
     remedy = "Older adapters are adapter_model.bin, which may run code: save it again with PEFT."
     check(member(folder, _WEIGHTS) is not None, OP, "adapter", f"hold {_WEIGHTS}", f"none in {folder}", remedy)
     weights = Weights(folder, [_WEIGHTS])
-    shapes = {name: shape for _, parts in layout.parts() for name, shape in parts.items()}
+    shapes = {name: shape for _, sources in layout.parts() for name, shape in sources.items()}
     halves: dict[str, dict[str, str]] = {}
-    whole: dict[str, str] = {}
+    replaced: dict[str, str] = {}
     modules: dict[str, str] = {}
     for stored in weights.stored:
         ending = next((ending for ending in _HALVES if stored.endswith(ending)), None)
@@ -127,27 +130,27 @@ def read_adapter(folder: str | Path, layout: Layout) -> Adapter:
         if name is None or (ending is None and ".lora_" in stored):
             label = f"{_WEIGHTS}: {shown(stored)}"
             raise NotImplementedError(message(OP, label, "belong to a tensor of the checkpoint", "none of that name"))
-        both = whole if ending is None else halves.setdefault(name, {})
+        stored_names = replaced if ending is None else halves.setdefault(name, {})
         key = name if ending is None else _HALVES[ending][0]
-        check(key not in both, OP, f"{_WEIGHTS}: {shown(stored)}", "be there once", "twice")
-        both[key] = stored
+        check(key not in stored_names, OP, f"{_WEIGHTS}: {shown(stored)}", "be there once", "twice")
+        stored_names[key] = stored
         if ending is not None:
             modules[name] = stored.removeprefix(_PREFIX).removesuffix(ending)
-    for name in {*halves, *whole} & {layout.embedding, layout.head}:
+    for name in {*halves, *replaced} & {layout.embedding, layout.head}:
         tied = "leave a head that is tied to the embedding alone"
         if layout.tied:
             raise NotImplementedError(message(OP, _WEIGHTS, tied, f"one that changes {name}", "Merge it with PEFT."))
-    _check_shapes(weights, halves, whole, shapes)
+    _check_shapes(weights, halves, replaced, shapes)
     ranks = {name: weights.stored[pair["a"]].shape[0] for name, pair in halves.items()}
-    _check_modules(settings, layout, ranks, modules, whole)
+    _check_modules(settings, layout, ranks, modules, replaced)
     tensors = weights.tensors()
     pairs = {}
     for name, pair in halves.items():
         embedded = "lora_embedding" in pair["a"]
         # PEFT changes neither embeddings nor base weights that the file itself holds.
-        start = PLAIN if embedded or name in whole else settings.start
+        start = PLAIN if embedded or name in replaced else settings.start
         pairs[name] = Pair(tensors[pair["a"]], tensors[pair["b"]], settings.scale(modules[name]), embedded, start)
-    return Adapter(pairs, {name: tensors[stored] for name, stored in whole.items()}, folder.name)
+    return Adapter(pairs, {name: tensors[stored] for name, stored in replaced.items()}, folder.name)
 
 
 def named_adapter(name_or_folder: str | Path) -> Path:
@@ -187,14 +190,14 @@ def _published(stored: str, shapes: Mapping[str, object], layout: Layout) -> str
 def _check_shapes(
     weights: Weights,
     halves: Mapping[str, Mapping[str, str]],
-    whole: Mapping[str, str],
+    replaced: Mapping[str, str],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
-    check(bool(halves) or bool(whole), OP, _WEIGHTS, "hold tensors", "none")
-    for stored, known in weights.stored.items():
-        if known.dtype not in DTYPES:
-            raise NotImplementedError(message(OP, f"{_WEIGHTS}: {stored}", f"be {', '.join(DTYPES)}", known.dtype))
-    for name, stored in whole.items():
+    check(bool(halves) or bool(replaced), OP, _WEIGHTS, "hold tensors", "none")
+    for stored, tensor in weights.stored.items():
+        if tensor.dtype not in DTYPES:
+            raise NotImplementedError(message(OP, f"{_WEIGHTS}: {stored}", f"be {', '.join(DTYPES)}", tensor.dtype))
+    for name, stored in replaced.items():
         actual = weights.stored[stored].shape
         check(actual == shapes[name], OP, f"{_WEIGHTS}: {stored}", f"have shape {shapes[name]}", actual)
     for name, pair in halves.items():
@@ -202,9 +205,9 @@ def _check_shapes(
         a, b = (weights.stored[pair[half]].shape for half in "ab")
         embedded = ["lora_embedding" in pair[half] for half in "ab"]
         shape = shapes[name][::-1] if embedded[0] else shapes[name]
-        fits = len(a) == len(b) == len(shape) == 2 and embedded[0] == embedded[1]
-        fits = fits and (b[0], a[1]) == shape and a[0] == b[1] >= 1
-        check(fits, OP, f"{_WEIGHTS}: {name}", f"have pairs for a matrix {shapes[name]}", f"{a} and {b}")
+        matches = len(a) == len(b) == len(shape) == 2 and embedded[0] == embedded[1]
+        matches = matches and (b[0], a[1]) == shape and a[0] == b[1] >= 1
+        check(matches, OP, f"{_WEIGHTS}: {name}", f"have pairs for a matrix {shapes[name]}", f"{a} and {b}")
 
 
 def _check_modules(
@@ -212,7 +215,7 @@ def _check_modules(
     layout: Layout,
     ranks: Mapping[str, int],
     modules: Mapping[str, str],
-    whole: Mapping[str, str],
+    replaced: Mapping[str, str],
 ) -> None:
     """Refuses tensors of modules that adapter_config.json does not name; PEFT drops them with a warning."""
     outside = (layout.embedding, layout.head)
@@ -225,9 +228,9 @@ def _check_modules(
         label = f"{_WEIGHTS}: {shown(module)}"
         check(ranks[name] == rank, OP, label, f"have rank {rank}, as {CONFIG} says", ranks[name])
         scale = settings.scale(module)
-        fits = settings.start != PISSA or scale > 0
-        check(fits, OP, f"{CONFIG}: lora_alpha", "be positive with PiSSA", scale)
-    for name, stored in whole.items():
+        positive = settings.start != PISSA or scale > 0
+        check(positive, OP, f"{CONFIG}: lora_alpha", "be positive with PiSSA", scale)
+    for name, stored in replaced.items():
         wrapped = f"{_module(name)}.weight" in modules
         expected = "have .base_layer in its name if its module is adapted, and only then"
         check(
@@ -237,13 +240,17 @@ def _check_modules(
             expected,
             "a name that PEFT drops",
         )
-    shapes = {name: shape for _, parts in layout.parts() for name, shape in parts.items()}
-    check_saved(settings, map(_module, shapes), map(_module, whole))
+    shapes = {name: shape for _, sources in layout.parts() for name, shape in sources.items()}
+    check_saved(settings, map(_module, shapes), map(_module, replaced))
     if not settings.starts_at_zero:
         start = next((name.removesuffix(f"{module}.weight") for name, module in modules.items()), "")
         matrices = [name for name, shape in shapes.items() if len(shape) == 2 and name not in modules]
-        missing = [name for name in matrices if settings.adapts(_module(name).removeprefix(start), name not in outside)]
-        check(not missing, OP, _WEIGHTS, "hold a pair for every module of target_modules", f"none for {some(missing)}")
+        unpaired = [
+            name for name in matrices if settings.adapts(_module(name).removeprefix(start), name not in outside)
+        ]
+        check(
+            not unpaired, OP, _WEIGHTS, "hold a pair for every module of target_modules", f"none for {some(unpaired)}"
+        )
 
 
 def _module(name: str) -> str:

@@ -62,8 +62,8 @@ class Compressed:
 
     def tensors(self, outputs: int, width: int) -> Mapping[str, Needed]:
         if self.group:
-            words = f"be a multiple of group_size ({self.group}) in the format of compressed-tensors"
-            check(width % self.group == 0, MATRIX, "width", words, width)
+            expectation = f"be a multiple of group_size ({self.group}) in the format of compressed-tensors"
+            check(width % self.group == 0, MATRIX, "width", expectation, width)
         groups = groups_of(width, self.group)
         each = (1,) if self.strategy == "tensor" else (outputs, groups)
         needed = {"weight_scale": Needed(each, FLOATS)}
@@ -96,8 +96,8 @@ class Compressed:
                 -half <= low and high < half, MATRIX, "weight_zero_point", f"be in [{-half}, {half})", f"{low}..{high}"
             )
             zeros = (zeros.int() + half).to(torch.uint8).expand(outputs, groups)
-        whole = codes.view(torch.uint8) ^ 128 if self.whole else fields_of_words(codes, self.bits, width)
-        return Integers(whole, scales.expand(outputs, groups), zeros, self.bits, self.group)
+        unpacked = codes.view(torch.uint8) ^ 128 if self.whole else fields_of_words(codes, self.bits, width)
+        return Integers(unpacked, scales.expand(outputs, groups), zeros, self.bits, self.group)
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,9 @@ class Groups:
         # As the library sorts them: names, patterns, classes, each by their letters. Of a target in two groups the last one holds.
         formats = {_text(target): (target, form) for targets, form in self.groups for target in targets}
         listed = sorted(formats.values(), key=lambda pair: (isinstance(pair[0], NamePattern), _text(pair[0])))
-        for fits in (lambda target: _names(target, module), classes.__contains__):
+        for matches in (lambda target: _names(target, module), classes.__contains__):
             for target, form in listed:
-                if fits(target):
+                if matches(target):
                     return form
         return None
 
@@ -165,10 +165,10 @@ def _group(group: Fields, fields: Fields, budget: Budget) -> tuple[tuple[Entry, 
         refuse(group, "output_activations", "be absent", group.get("output_activations"))
     if not group.part("weights"):
         refuse(group, "weights", "say how weights are quantised", group.get("weights"))
-    whole = _is_whole(group if "format" in group.values else fields)
+    unpacked = _is_whole(group if "format" in group.values else fields)
     if "input_activations" in group.values:
         _check_activations(group.part("input_activations"))
-    return targets, _weights(group.part("weights"), whole)
+    return targets, _weights(group.part("weights"), unpacked)
 
 
 def _is_whole(fields: Fields) -> bool:
@@ -182,20 +182,20 @@ def _check_activations(fields: Fields) -> None:
     """Products quantise rows to 8 bits anyway, in blocks of 32: finer than for a whole row."""
     refuse_others(fields, (*_ARGUMENTS, *_MAKING_ARGUMENTS))
     expected = {"num_bits": (8,), "type": ("int",), "dynamic": (True,), "strategy": ("token",), "symmetric": (True,)}
-    usual = {"num_bits": 8, "type": "int", "dynamic": False, "symmetric": True}
+    defaults = {"num_bits": 8, "type": "int", "dynamic": False, "symmetric": True}
     for name, allowed in expected.items():
-        value = fields.get(name, usual.get(name))
+        value = fields.get(name, defaults.get(name))
         value = value.lower() if isinstance(value, str) else value
         if value not in allowed or type(value) is not type(allowed[0]):
             refuse(fields, name, f"be {allowed[0]}", value, _STATIC)
 
 
-def _weights(fields: Fields, whole: bool) -> Compressed:
+def _weights(fields: Fields, unpacked: bool) -> Compressed:
     refuse_others(fields, (*_ARGUMENTS, *_MAKING_ARGUMENTS))
     bits, kind = fields.get("num_bits", 8), str(fields.get("type", "int")).lower()
     if kind != "int":
         refuse(fields, "type", "be int", fields.get("type"))
-    allowed = (8,) if whole else (4, 8)
+    allowed = (8,) if unpacked else (4, 8)
     if bits not in allowed or type(bits) is not int:
         refuse(fields, "num_bits", f"be {' or '.join(map(str, allowed))}", bits)
     if fields.get("dynamic", False) is not False:
@@ -212,4 +212,4 @@ def _weights(fields: Fields, whole: bool) -> Compressed:
     group = group_size(fields, "group_size", size) if strategy == "group" else 0
     if strategy == "group" and group == 0:
         check(False, OP, f"{fields.where}: group_size", "be a number of columns for the strategy group", shown(size))
-    return Compressed(bits, strategy, group, fields.flag("symmetric", True), whole)
+    return Compressed(bits, strategy, group, fields.flag("symmetric", True), unpacked)

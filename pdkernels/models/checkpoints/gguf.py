@@ -77,11 +77,11 @@ def read(path: Path, dtype: torch.dtype | None, packed: bool | None = None) -> C
     rows = f"be as many as the embedding has rows ({config.vocab_size}), or fewer"
     check(count <= config.vocab_size, OP, f"{file.name}: tokenizer.ggml.tokens", rows, count)
     marks = marks_of(fields, config.vocab_size)
-    words = tokenizer(fields, config.vocab_size, marks)
+    text_tokenizer = tokenizer(fields, config.vocab_size, marks)
     chosen = dtype or _usual_dtype(file)
     # Adapters use the published names.
     return Checkpoint(
-        config, published, chosen, partial(_gather, file, layout, config, chosen, packed), words, marks.ends
+        config, published, chosen, partial(_gather, file, layout, config, chosen, packed), text_tokenizer, marks.ends
     )
 
 
@@ -104,9 +104,9 @@ def _usual_dtype(file: GgufFile) -> torch.dtype:
 
 def _fields(file: GgufFile, kind: str) -> Keys:
     """The fields of the architecture, without its name; those that would need another computation are refused."""
-    known = Keys(file.fields, file.name).values
-    own = {key.removeprefix(f"{kind}."): _decimal(value) for key, value in known.items()}
-    fields = Keys(own, f"{file.name}: {kind}")
+    all_keys = Keys(file.fields, file.name).values
+    model_keys = {key.removeprefix(f"{kind}."): _decimal(value) for key, value in all_keys.items()}
+    fields = Keys(model_keys, f"{file.name}: {kind}")
     for name, allowed in UNSUPPORTED.items():
         value = fields.get(name)
         if value not in allowed:
@@ -118,8 +118,8 @@ def _config(file: GgufFile) -> TransformerConfig:
     everything = Keys(file.fields, file.name)
     kind = everything.get("general.architecture")
     if kind not in ARCHITECTURES:
-        known = ", ".join((*ARCHITECTURES, *gguf_hybrid.ARCHITECTURES))
-        _refuse(file.name, "general.architecture", f"be one of {known}", kind)
+        supported = ", ".join((*ARCHITECTURES, *gguf_hybrid.ARCHITECTURES))
+        _refuse(file.name, "general.architecture", f"be one of {supported}", kind)
     fields = _fields(file, kind)
     experts = fields.integer("expert_count", minimum=0)
     if experts and kind != _MOE:
@@ -211,25 +211,25 @@ def _scaling(file: GgufFile, fields: Keys, head_dim: int, positions: int) -> Rop
 def _layout(config: TransformerConfig, name: str) -> Layout:
     """The tensors of a file with this configuration: those of the published checkpoint, under GGUF names."""
     count = 0 if config.experts is None else config.experts.count
-    parts = partial(_parts, config)
-    return Layout(parts, config.layers, _EMBEDDING, _HEAD, config.tied_head, name, count, separate_experts=False)
+    sources = partial(_parts, config)
+    return Layout(sources, config.layers, _EMBEDDING, _HEAD, config.tied_head, name, count, separate_experts=False)
 
 
 def _parts(config: TransformerConfig) -> Iterator[tuple[str, Parts]]:
     experts, hidden = config.experts, config.hidden_size
     # Theirs are a tensor each, and are not among those of a model without them.
     dense = config if experts is None else replace(config, experts=None)
-    for ours, parts in hf.layout(dense).parts():
-        name = ours.rpartition(".")[2]
+    for prefix, sources in hf.layout(dense).parts():
+        name = prefix.rpartition(".")[2]
         if experts is None or name not in ("gate_up", "down"):
-            yield ours, {_name(theirs): shape for theirs, shape in parts.items()}
+            yield prefix, {_name(source_prefix): shape for source_prefix, shape in sources.items()}
             continue
-        block = f"blk.{ours.split('.')[1]}."
-        layer, inner = ours.removesuffix(name), experts.intermediate_size
+        block = f"blk.{prefix.split('.')[1]}."
+        layer, inner = prefix.removesuffix(name), experts.intermediate_size
         if name == "gate_up":
             yield f"{layer}router", {f"{block}{_ROUTER}": (experts.count, hidden)}
-            both = (f"{block}ffn_{half}_exps.weight" for half in ("gate", "up"))
-            yield f"{layer}experts_gate_up", dict.fromkeys(both, (experts.count, inner, hidden))
+            half_names = (f"{block}ffn_{half}_exps.weight" for half in ("gate", "up"))
+            yield f"{layer}experts_gate_up", dict.fromkeys(half_names, (experts.count, inner, hidden))
         else:
             yield f"{layer}experts_down", {f"{block}ffn_down_exps.weight": (experts.count, hidden, inner)}
 
@@ -240,8 +240,8 @@ def _name(published: str) -> str:
         return next(
             name + published.removeprefix(long) for long, name in _OUTSIDE.items() if published.startswith(long)
         )
-    index, _, inside = published.removeprefix("model.layers.").partition(".")
-    module, _, kind = inside.rpartition(".")
+    index, _, suffix = published.removeprefix("model.layers.").partition(".")
+    module, _, kind = suffix.rpartition(".")
     return f"blk.{index}.{_INSIDE[module]}.{kind}"
 
 
@@ -249,7 +249,7 @@ def _gather(
     file: GgufFile,
     layout: Layout,
     config: TransformerConfig,
-    usual: torch.dtype,
+    default_dtype: torch.dtype,
     packed: bool | None,
     dtype: torch.dtype | None,
     device: torch.device,
@@ -258,39 +258,39 @@ def _gather(
     heads = (
         {"attn_q": config.heads, "attn_k": config.kv_heads} if file.fields["general.architecture"] == "llama" else {}
     )
-    ours: dict[str, Stated] = {}
-    for name, parts in layout.parts():
-        first_shape = next(iter(parts.values()))
+    parameters: dict[str, Stated] = {}
+    for name, sources in layout.parts():
+        first_shape = next(iter(sources.values()))
         rows = max(len(first_shape) - 2, 0)  # the dimension of a matrix along which parts follow each other
-        total = sum(part[rows] for part in parts.values())
+        total = sum(source_shape[rows] for source_shape in sources.values())
         shape = (*first_shape[:rows], total, *first_shape[rows + 1 :])
         if packed is not False and len(shape) >= 2 and not name.endswith((".router", ".conv")):
-            formats = {theirs: file.type_name(file.tensors[theirs]) for theirs in parts}
-            other = next((theirs for theirs, format in formats.items() if format not in GGUF_FORMATS), None)
+            formats = {source: file.type_name(file.tensors[source]) for source in sources}
+            other = next((source for source, format in formats.items() if format not in GGUF_FORMATS), None)
             if other is None:
-                ours[name] = QuantizedWeight.join(
-                    [_packed(file, theirs, heads, config.head_dim) for theirs in parts]
+                parameters[name] = QuantizedWeight.join(
+                    [_packed(file, source, heads, config.head_dim) for source in sources]
                 ).to(device)
                 continue
             if packed:
-                known = f"be of one of the types {', '.join(GGUF_FORMATS)} to stay packed"
-                _refuse(file.name, other, known, formats[other])
-        whole = _memory.empty(shape, dtype or usual)
+                expectation = f"be of one of the types {', '.join(GGUF_FORMATS)} to stay packed"
+                _refuse(file.name, other, expectation, formats[other])
+        parameter = _memory.empty(shape, dtype or default_dtype)
         first = 0
-        for theirs, part in parts.items():
-            target = whole.narrow(rows, first, part[rows])
+        for source, source_shape in sources.items():
+            target = parameter.narrow(rows, first, source_shape[rows])
             if target.is_contiguous():
-                file.read_into_(target, file.tensors[theirs])
+                file.read_into_(target, file.tensors[source])
             else:
-                own = _memory.empty(part, whole.dtype)
-                file.read_into_(own, file.tensors[theirs])
-                target.copy_(own)
-            first += part[rows]
-            turned = heads.get(theirs.split(".")[-2])
+                unturned = _memory.empty(source_shape, parameter.dtype)
+                file.read_into_(unturned, file.tensors[source])
+                target.copy_(unturned)
+            first += source_shape[rows]
+            turned = heads.get(source.split(".")[-2])
             if turned is not None:
                 target.copy_(_halves(target, turned, config.head_dim))
-        ours[name] = whole.to(device)
-    return ours
+        parameters[name] = parameter.to(device)
+    return parameters
 
 
 def _packed(file: GgufFile, name: str, heads: dict[str, int], head_dim: int) -> QuantizedWeight:

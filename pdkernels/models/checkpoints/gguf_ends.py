@@ -17,8 +17,8 @@ _TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"
 _TEXT = (*_TURN, "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "</s>", "<|eom_id|>", "[EOS]", "<eos>", "<turn|>", "<|tool_response>", "[e~[")  # fmt: skip
 
 
-def _around(part: str) -> tuple[str, ...]:
-    return f"<|fim_{part}|>", f"<fim-{part}>", f"<fim_{part}>", f"<|code_{part}|>", f"<|{part}|>"
+def _around(role: str) -> tuple[str, ...]:
+    return f"<|fim_{role}|>", f"<fim-{role}>", f"<fim_{role}>", f"<|code_{role}|>", f"<|{role}|>"
 
 
 _BY_TEXT = {
@@ -57,15 +57,15 @@ def marks_of(fields: Keys, vocab_size: int) -> Marks:
         if named is None and role in _OLDER:
             named = fields.token(f"tokenizer.ggml.{_OLDER[role]}_token_id", vocab_size)
         if named is None:
-            found = [index[text] for text in _BY_TEXT.get(role, ()) if text in index]
-            named = min(found, default=None)
+            candidates = [index[text] for text in _BY_TEXT.get(role, ()) if text in index]
+            named = min(candidates, default=None)
             kinds |= {} if named is None else {named: CONTROL}
         if named is not None:
             roles[role] = named
-    known = sorted(index[text] for text in _TEXT if text in index)
-    kinds |= dict.fromkeys(known, CONTROL)
+    end_ids = sorted(index[text] for text in _TEXT if text in index)
+    kinds |= dict.fromkeys(end_ids, CONTROL)
     kinds |= {index[text]: USER for text in _RENDERED if text in index}
-    ends = dict.fromkeys([*(roles[role] for role in _ENDS if role in roles), *known])
+    ends = dict.fromkeys([*(roles[role] for role in _ENDS if role in roles), *end_ids])
     texts = {tokens[end]: end for end in ends if end < len(tokens)}
     calls = "<|call|>" in texts or "<|calls|>" in texts
     if "<|end|>" in texts and calls and ("<|return|>" in texts or "<|flush|>" in texts):

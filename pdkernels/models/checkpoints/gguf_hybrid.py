@@ -74,9 +74,9 @@ def config_of(file: GgufFile, fields: Keys, kind: str, scaling_of: Scaling) -> H
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         fail(OP, file.name, "hold token_embd.weight", "none")
-    more = fields.integer("nextn_predict_layers", minimum=0)
-    if more:
-        _refuse(file, f"{kind}.nextn_predict_layers", "be 0", more)
+    predicted = fields.integer("nextn_predict_layers", minimum=0)
+    if predicted:
+        _refuse(file, f"{kind}.nextn_predict_layers", "be 0", predicted)
     hidden, heads, layers = (
         fields.integer(name) for name in ("embedding_length", "attention.head_count", "block_count")
     )
@@ -110,10 +110,10 @@ def _qwen(file: GgufFile, fields: Keys, layers: int) -> dict[str, Any]:
     _check_sections(file, fields)
     keys, values, size = (fields.integer(f"ssm.{name}") for name in ("group_count", "time_step_rank", "inner_size"))
     check(size % values == 0, OP, f"{fields.where}.ssm.inner_size", f"be a multiple of time_step_rank ({values})", size)
-    every = fields.integer("full_attention_interval")
+    interval = fields.integer("full_attention_interval")
     recurrent = fields.get("attention.recurrent_layers")
     if recurrent is None:
-        recurrent = [(index + 1) % every != 0 for index in range(min(layers, 1 << 16))]
+        recurrent = [(index + 1) % interval != 0 for index in range(min(layers, 1 << 16))]
     recurrent = list(recurrent)
     check(
         len(recurrent) == layers,
@@ -140,13 +140,13 @@ def _qwen(file: GgufFile, fields: Keys, layers: int) -> dict[str, Any]:
 def _check_sections(file: GgufFile, fields: Keys) -> None:
     """Of text alone, the first three coordinates of a position are equal, and the fourth is 0."""
     sections = fields.get("rope.dimension_sections")
-    listed = list(sections) if isinstance(sections, (list, Kept)) else []
-    fits = len(listed) == 4 and all(type(one) is int and one >= 0 for one in listed) and any(listed)
+    lengths = list(sections) if isinstance(sections, (list, Kept)) else []
+    valid = len(lengths) == 4 and all(type(length) is int and length >= 0 for length in lengths) and any(lengths)
     label = f"{fields.where}.rope.dimension_sections"
-    check(fits, OP, label, "be four numbers of pairs, not all 0", shown(sections))
-    pairs = (pair % sum(listed) for pair in range(min(fields.integer("rope.dimension_count") // 2, sum(listed))))
-    if not all(pair < 3 * listed[pair % 3] for pair in pairs):
-        _refuse(file, "rope.dimension_sections", "give every pair one of the first three coordinates", listed)
+    check(valid, OP, label, "be four numbers of pairs, not all 0", shown(sections))
+    pairs = (pair % sum(lengths) for pair in range(min(fields.integer("rope.dimension_count") // 2, sum(lengths))))
+    if not all(pair < 3 * lengths[pair % 3] for pair in pairs):
+        _refuse(file, "rope.dimension_sections", "give every pair one of the first three coordinates", lengths)
 
 
 def _lfm2(file: GgufFile, fields: Keys, layers: int) -> dict[str, Any]:
@@ -154,40 +154,47 @@ def _lfm2(file: GgufFile, fields: Keys, layers: int) -> dict[str, Any]:
     if 0 < window < positions:
         expectation = f"be absent or cover all {positions} positions"
         _refuse(file, f"{LFM2}.attention.sliding_window", expectation, window)
-    given = fields.get("attention.head_count_kv")
-    counts = list(given) if not isinstance(given, int) else [given] * min(layers, 1 << 16)
-    whole = len(counts) == layers and all(type(count) is int and count >= 0 for count in counts)
+    head_counts = fields.get("attention.head_count_kv")
+    counts = list(head_counts) if not isinstance(head_counts, int) else [head_counts] * min(layers, 1 << 16)
+    valid = len(counts) == layers and all(type(count) is int and count >= 0 for count in counts)
     check(
-        whole,
+        valid,
         OP,
         f"{fields.where}.attention.head_count_kv",
         f"be a number of heads for each of {layers} layers",
-        shown(given),
+        shown(head_counts),
     )
-    some = sorted({count for count in counts if count})
+    kinds_of_heads = sorted({count for count in counts if count})
     check(
-        len(some) == 1,
+        len(kinds_of_heads) == 1,
         OP,
         f"{fields.where}.attention.head_count_kv",
         "be one number in all layers with attention",
-        some,
+        kinds_of_heads,
     )
     mixers: tuple[Mixer, ...] = tuple("attention" if count else "conv" for count in counts)
-    return {"kv_heads": some[0], "mixers": mixers, "conv_width": fields.integer("shortconv.l_cache", minimum=2)}
+    return {
+        "kv_heads": kinds_of_heads[0],
+        "mixers": mixers,
+        "conv_width": fields.integer("shortconv.l_cache", minimum=2),
+    }
 
 
 def layout_of(config: HybridConfig, kind: str, file: str) -> Layout:
     """The tensors of a file with this configuration."""
-    parts = partial(_parts, config, kind)
-    return Layout(parts, config.layers, "token_embd.weight", "output.weight", config.tied_head, file)
+    sources = partial(_parts, config, kind)
+    return Layout(sources, config.layers, "token_embd.weight", "output.weight", config.tied_head, file)
 
 
 def _parts(config: HybridConfig, kind: str) -> Iterator[tuple[str, Parts]]:
-    for ours, parts in hybrid_hf.layout(config, PUBLISHED[kind]).parts():
+    for prefix, sources in hybrid_hf.layout(config, PUBLISHED[kind]).parts():
         # A convolution is stored without its dimension of 1.
         yield (
-            ours,
-            {_name(theirs): (shape[0], *shape[2:]) if len(shape) == 3 else shape for theirs, shape in parts.items()},
+            prefix,
+            {
+                _name(source_prefix): (shape[0], *shape[2:]) if len(shape) == 3 else shape
+                for source_prefix, shape in sources.items()
+            },
         )
 
 

@@ -81,8 +81,8 @@ class Gptq:
         }
 
     def read(self, tensor: Callable[[str], Tensor | None], outputs: int, width: int) -> Integers:
-        words, zeros, scales = (tensor(name) for name in ("qweight", "qzeros", "scales"))
-        assert words is not None and zeros is not None and scales is not None
+        code_words, zeros, scales = (tensor(name) for name in ("qweight", "qzeros", "scales"))
+        assert code_words is not None and zeros is not None and scales is not None
         order = tensor("g_idx")
         if order is not None and not torch.equal(
             order, torch.arange(width, dtype=order.dtype) // (self.group or width)
@@ -93,7 +93,7 @@ class Gptq:
             # In whole words, as the writer subtracts: a zero of 0 borrows from its neighbour.
             zeros = zeros + sum(1 << shift for shift in range(0, 31, self.bits))
         return Integers(
-            fields_of_words(words.T, self.bits, width),
+            fields_of_words(code_words.T, self.bits, width),
             scales.T,
             fields_of_words(zeros, self.bits, outputs).T,
             self.bits,
@@ -120,11 +120,11 @@ class Awq:
         }
 
     def read(self, tensor: Callable[[str], Tensor | None], outputs: int, width: int) -> Integers:
-        words, zeros, scales = (tensor(name) for name in ("qweight", "qzeros", "scales"))
-        assert words is not None and zeros is not None and scales is not None
+        code_words, zeros, scales = (tensor(name) for name in ("qweight", "qzeros", "scales"))
+        assert code_words is not None and zeros is not None and scales is not None
         codes, zero_codes = (
-            fields_of_words(part, 4, outputs).unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1).T
-            for part in (words, zeros)
+            fields_of_words(packed_words, 4, outputs).unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1).T
+            for packed_words in (code_words, zeros)
         )
         return Integers(codes, scales.T, zero_codes, 4, self.group)
 
@@ -146,13 +146,13 @@ class Linears:
     def format_of(self, module: str) -> Format | None:
         if module == _HEAD:
             return self.format if self.head else None
-        inside = re.fullmatch(r".*\blayers\.\d+\.(.+)", module)
-        if inside is None or (self.only is not None and inside[1] not in self.only):
+        match = re.fullmatch(r".*\blayers\.\d+\.(.+)", module)
+        if match is None or (self.only is not None and match[1] not in self.only):
             return None
-        known = any(entry.text in module for entry in self.excluded) and any(
+        excluded = any(entry.text in module for entry in self.excluded) and any(
             module.endswith(entry.text) or entry.matches_part(module) for entry in self.excluded
         )
-        return None if known else self.format
+        return None if excluded else self.format
 
     def may_hold_numbers(self, module: str) -> bool:
         return any(entry.text in module or entry.matches(module) for entry in self.excluded)
@@ -188,9 +188,9 @@ def read(fields: Fields, method: str) -> Scheme:
             refuse(fields, name, "be absent", fields.get(name))
     if str(fields.get("backend")).lower() == "llm-awq":
         refuse(fields, "backend", "be another than llm-awq, whose words have another order", "llm-awq")
-    known = ("gemm",) if method == "awq" else ("gptq", "gptq_v2")
-    if packing not in known:
-        refuse(fields, next(name for name in _FORMATS if name in fields.values), f"be {' or '.join(known)}", packing)
+    packings = ("gemm",) if method == "awq" else ("gptq", "gptq_v2")
+    if packing not in packings:
+        refuse(fields, next(name for name in _FORMATS if name in fields.values), f"be {' or '.join(packings)}", packing)
     allowed = (4,) if method == "awq" else (4, 8)
     if bits not in allowed or type(bits) is not int:
         refuse(fields, "bits", f"be {' or '.join(map(str, allowed))}", bits)
@@ -205,27 +205,27 @@ def read(fields: Fields, method: str) -> Scheme:
 
 def _inside(fields: Fields) -> tuple[str, ...] | None:
     """A list of lists of names."""
-    listed = fields.get("modules_in_block_to_quantize")
-    if listed is None:
+    blocks = fields.get("modules_in_block_to_quantize")
+    if blocks is None:
         return None
-    entries = listed if isinstance(listed, list) else [None]
+    entries = blocks if isinstance(blocks, list) else [None]
     names = [name for entry in entries for name in (entry if isinstance(entry, list) else [entry])]
-    known = tuple(name for name in names if isinstance(name, str))
+    module_names = tuple(name for name in names if isinstance(name, str))
     where = f"{fields.where}: modules_in_block_to_quantize"
-    check(len(known) == len(names), OP, where, "hold lists of names", shown(listed))
-    return known
+    check(len(module_names) == len(names), OP, where, "hold lists of names", shown(blocks))
+    return module_names
 
 
 def _one(fields: Fields, names: tuple[str, ...], default: object = None) -> object:
     """The field under any of its names."""
-    found = [(name, fields.get(name)) for name in names if name in fields.values]
+    stated = [(name, fields.get(name)) for name in names if name in fields.values]
     empty = next((name for name in names if name in fields.null), None)
     if empty is not None:
         refuse(fields, empty, "hold a value", None)
-    if not found:
+    if not stated:
         if default is None:
             fields.require(names[:1])
         return default
-    same = all(str(value).lower() == str(found[0][1]).lower() for _, value in found)
-    check(same, OP, f"{fields.where}: {found[-1][0]}", f"be that of {found[0][0]}", shown(found[-1][1]))
-    return found[0][1]
+    same = all(str(value).lower() == str(stated[0][1]).lower() for _, value in stated)
+    check(same, OP, f"{fields.where}: {stated[-1][0]}", f"be that of {stated[0][0]}", shown(stated[-1][1]))
+    return stated[0][1]

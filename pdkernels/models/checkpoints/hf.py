@@ -23,7 +23,7 @@ NEMOTRON = "nemotron_labs_diffusion"
 MIMO, MTP_LAYERS = "mimo", "model.mtp_layers."
 
 
-class _Usual(NamedTuple):
+class _Defaults(NamedTuple):
     """A published class: its defaults for fields that a config.json omits, and what no field says."""
 
     positions: int
@@ -54,31 +54,43 @@ class _Usual(NamedTuple):
     theta: float = 10000.0
 
 
-_QWEN2 = _Usual(32768, 32, null_head_dim=False, window=4096, switched=True, bias=True, qkv_bias=True)
+_QWEN2 = _Defaults(
+    positions=32768, kv_heads=32, null_head_dim=False, window=4096, switched=True, bias=True, qkv_bias=True
+)
 _QWEN3 = _QWEN2._replace(head_dim=128, qkv_bias=False, qk_norm=True)
 _QWEN3_MOE = _QWEN3._replace(kv_heads=4, null_kv_heads=False, head_dim=None, all_slide=True)
 # Dream has Qwen2's layers without a causal mask; row i still predicts token i + 1, which may be a mask. Fast-dLLM v2 has the same
 # layers and is causal except for the block that it fills. So is SDAR, with Qwen3's layers and rows that predict their own token.
-_USUAL = {
+_DEFAULTS = {
     "qwen2": _QWEN2,
     "qwen3": _QWEN3,
-    "llama": _Usual(2048, bias=True),
-    "mistral": _Usual(131072, 8, False, window=4096, unswitched=True),
-    "ministral3": _Usual(262144, 8, False, 128, null_head_dim=False, eps=1e-5, unswitched=True),
+    "llama": _Defaults(positions=2048, bias=True),
+    "mistral": _Defaults(positions=131072, kv_heads=8, null_kv_heads=False, window=4096, unswitched=True),
+    "ministral3": _Defaults(
+        positions=262144, kv_heads=8, null_kv_heads=False, head_dim=128, null_head_dim=False, eps=1e-5, unswitched=True
+    ),
     MIMO: _QWEN2,
     "Dream": _QWEN2._replace(attention="bidirectional"),
     "Fast_dLLM_Qwen": _QWEN2._replace(mask_token=151665),
     "sdar": _QWEN3._replace(mask_token=151669, predicts="own"),
-    NEMOTRON: _Usual(262144, 8, eps=1e-5),
+    NEMOTRON: _Defaults(positions=262144, kv_heads=8, eps=1e-5),
     "qwen3_moe": _QWEN3_MOE,
-    "mixtral": _Usual(131072, 8, False, eps=1e-5, theta=1e6, unswitched=True),
-    "olmoe": _Usual(4096, null_head_dim=False, eps=1e-5, bias=True, qk_norm=True, whole_qk_norm=True),
+    "mixtral": _Defaults(positions=131072, kv_heads=8, null_kv_heads=False, eps=1e-5, theta=1e6, unswitched=True),
+    "olmoe": _Defaults(positions=4096, null_head_dim=False, eps=1e-5, bias=True, qk_norm=True, whole_qk_norm=True),
     "sdar_moe": _QWEN3_MOE._replace(mask_token=151669, predicts="own"),
     # Its config.json names no mask token.
-    LLADA_MOE: _Usual(8192, 16, eps=1e-5, mask_token=156895, attention="bidirectional", predicts="own", theta=50000.0),
+    LLADA_MOE: _Defaults(
+        positions=8192,
+        kv_heads=16,
+        eps=1e-5,
+        mask_token=156895,
+        attention="bidirectional",
+        predicts="own",
+        theta=50000.0,
+    ),
 }
-ARCHITECTURES = tuple(_USUAL)
-MASK_TOKENS = {kind: usual.mask_token for kind, usual in _USUAL.items() if usual.mask_token is not None}
+ARCHITECTURES = tuple(_DEFAULTS)
+MASK_TOKENS = {kind: entry.mask_token for kind, entry in _DEFAULTS.items() if entry.mask_token is not None}
 
 _HEAD = "lm_head.weight"
 _INNER = {LLADA_MOE: "dense_intermediate_size"}
@@ -99,7 +111,7 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
     fields.require(_REQUIRED)
     kind = fields.get("model_type")
     demand(kind in ARCHITECTURES, "model_type", f"be one of {', '.join(ARCHITECTURES)}", shown(kind))
-    usual, inner = _USUAL[str(kind)], _INNER.get(str(kind), "intermediate_size")
+    defaults, inner = _DEFAULTS[str(kind)], _INNER.get(str(kind), "intermediate_size")
     if kind != LLADA_MOE:
         fields.require((inner,))
     if kind in ("sdar", "sdar_moe"):  # their code comes with the checkpoint, so nothing here says its default
@@ -108,22 +120,24 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
     demand(activation in ("silu", "swish"), "hidden_act", "be 'silu'", shown(activation))
     demand(not fields.flag("use_mrope", False, null=False), "use_mrope", "be false", True)
     demand(not fields.get("per_layer_config"), "per_layer_config", "be absent", shown(fields.get("per_layer_config")))
-    stated = fields.integer("max_position_embeddings", usual.positions)
+    stated = fields.integer("max_position_embeddings", defaults.positions)
     with read_from("config.json"):
-        theta, scaling = read_rope(fields, stated, kind in ("ministral3", NEMOTRON), kind == "ministral3", usual.theta)
+        theta, scaling = read_rope(
+            fields, stated, kind in ("ministral3", NEMOTRON), kind == "ministral3", defaults.theta
+        )
     positions = stated if scaling is None else scaling.reach(stated)
-    _check_window(fields, usual, positions)
+    _check_window(fields, defaults, positions)
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_dim = max(hidden // heads, 1)
-    llama, reads_bias = kind == "llama", kind == "llama" or usual.qk_norm
+    llama, reads_bias = kind == "llama", kind == "llama" or defaults.qk_norm
     biased = fields.flag("attention_bias", False, null=None if reads_bias else False)
     mlp_biased = fields.flag("mlp_bias", False, null=None if llama else False)
     demand(not mlp_biased or llama, "mlp_bias", "be false", True)
-    demand(not biased or usual.bias, "attention_bias", "be false", True)
+    demand(not biased or defaults.bias, "attention_bias", "be false", True)
     if kind == NEMOTRON:  # the default of its class is no token
         fields.require(("mask_token_id",))
     experts = read_experts(fields, str(kind)) if kind in READERS else None
-    qk_norm = fields.flag("qk_layernorm", True) if kind == LLADA_MOE else usual.qk_norm
+    qk_norm = fields.flag("qk_layernorm", True) if kind == LLADA_MOE else defaults.qk_norm
     with read_from("config.json"):
         return TransformerConfig(
             vocab_size=fields.integer("vocab_size"),
@@ -131,63 +145,63 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
             layers=fields.integer("num_hidden_layers"),
             heads=heads,
             kv_heads=fields.integer(
-                "num_key_value_heads", usual.kv_heads or heads, null=heads if usual.null_kv_heads else None
+                "num_key_value_heads", defaults.kv_heads or heads, null=heads if defaults.null_kv_heads else None
             ),
             head_dim=fields.integer(
-                "head_dim", usual.head_dim or head_dim, null=head_dim if usual.null_head_dim else None
+                "head_dim", defaults.head_dim or head_dim, null=head_dim if defaults.null_head_dim else None
             ),
             intermediate_size=fields.integer(inner, 8192 if kind == LLADA_MOE else None),
             rope_theta=theta,
             rope_scaling=scaling,
-            norm_eps=fields.number("rms_norm_eps", usual.eps, minimum=0),
-            qkv_bias=biased or usual.qkv_bias,
+            norm_eps=fields.number("rms_norm_eps", defaults.eps, minimum=0),
+            qkv_bias=biased or defaults.qkv_bias,
             output_bias=biased and reads_bias,
             mlp_bias=mlp_biased,
             qk_norm=qk_norm,
-            whole_qk_norm=usual.whole_qk_norm,
+            whole_qk_norm=defaults.whole_qk_norm,
             tied_head=fields.flag("tie_word_embeddings", False),
-            attention=usual.attention,
-            predicts=usual.predicts,
+            attention=defaults.attention,
+            predicts=defaults.predicts,
             max_positions=positions,
             experts=experts,
         )
 
 
-def _check_window(fields: Fields, usual: _Usual, positions: int) -> None:
+def _check_window(fields: Fields, defaults: _Defaults, positions: int) -> None:
     """Refuses layers with a window that is shorter than the longest text."""
     layers = fields.integer("num_hidden_layers")
     types = fields.get("layer_types") or []
-    fits = isinstance(types, list) and all(isinstance(kind, str) for kind in types)
-    check(fits, OP, "config.json: layer_types", "be a list of names", shown(types))
-    known = {"full_attention", "attention"} | (
-        {"sliding_attention"} if usual.switched and not usual.all_slide else set()
+    valid = isinstance(types, list) and all(isinstance(kind, str) for kind in types)
+    check(valid, OP, "config.json: layer_types", "be a list of names", shown(types))
+    allowed = {"full_attention", "attention"} | (
+        {"sliding_attention"} if defaults.switched and not defaults.all_slide else set()
     )
-    other = next((kind for kind in types if kind not in known), "full_attention")
-    demand(other in known, "layer_types", "be 'full_attention' for every layer", shown(other))
-    if usual.switched:
+    other = next((kind for kind in types if kind not in allowed), "full_attention")
+    demand(other in allowed, "layer_types", "be 'full_attention' for every layer", shown(other))
+    if defaults.switched:
         switched = fields.flag("use_sliding_window", False)
-        first = fields.integer("max_window_layers", 28, minimum=0, null=0 if usual.all_slide else None)
-        slides = switched and (usual.all_slide or first < layers)
-        if types and not usual.all_slide:
+        first = fields.integer("max_window_layers", 28, minimum=0, null=0 if defaults.all_slide else None)
+        slides = switched and (defaults.all_slide or first < layers)
+        if types and not defaults.all_slide:
             slides = "sliding_attention" in types
             demand(
                 switched or not slides, "layer_types", "be 'full_attention' without use_sliding_window", "other layers"
             )
     else:
-        slides = usual.unswitched or fields.flag("use_sliding_window", True, null=False)
-    window = fields.maybe_integer("sliding_window") if "sliding_window" in fields.given else usual.window
-    fits = not slides or window is None or window >= positions
-    demand(fits, "sliding_window", f"be absent or cover all {positions} positions", window)
+        slides = defaults.unswitched or fields.flag("use_sliding_window", True, null=False)
+    window = fields.maybe_integer("sliding_window") if "sliding_window" in fields.given else defaults.window
+    valid = not slides or window is None or window >= positions
+    demand(valid, "sliding_window", f"be absent or cover all {positions} positions", window)
 
 
 def layout(config: TransformerConfig, kind: str = "") -> Layout:
     """The tensors of a checkpoint with this configuration; `kind` is its model_type if its tensors have other names."""
     body, head = ("encoder.", "diffusion_head.weight") if kind == NEMOTRON else ("model.", _HEAD)
-    parts = partial(_parts, config, body, head, kind)
+    sources = partial(_parts, config, body, head, kind)
     count = 0 if config.experts is None else config.experts.count
     apart = (MTP_LAYERS,) if kind == MIMO else ()
     embedding = f"{body}embed_tokens.weight"
-    return Layout(parts, config.layers, embedding, head, config.tied_head, experts=count, apart=apart)
+    return Layout(sources, config.layers, embedding, head, config.tied_head, experts=count, apart=apart)
 
 
 def _parts(config: TransformerConfig, body: str, head: str, kind: str) -> Iterator[tuple[str, Parts]]:
@@ -195,26 +209,35 @@ def _parts(config: TransformerConfig, body: str, head: str, kind: str) -> Iterat
     query, key_value = config.heads * config.head_dim, config.kv_heads * config.head_dim
     yield "embedding", {f"{body}embed_tokens.weight": matrix}
     for index in range(config.layers):
-        ours, theirs = f"layers.{index}.", f"{body}layers.{index}."
+        prefix, source_prefix = f"layers.{index}.", f"{body}layers.{index}."
         widths = {"q": query, "k": key_value, "v": key_value}
-        yield f"{ours}qkv", {f"{theirs}self_attn.{name}_proj.weight": (width, hidden) for name, width in widths.items()}
+        yield (
+            f"{prefix}qkv",
+            {f"{source_prefix}self_attn.{name}_proj.weight": (width, hidden) for name, width in widths.items()},
+        )
         if config.qkv_bias:
-            yield f"{ours}qkv_bias", {f"{theirs}self_attn.{name}_proj.bias": (width,) for name, width in widths.items()}
+            yield (
+                f"{prefix}qkv_bias",
+                {f"{source_prefix}self_attn.{name}_proj.bias": (width,) for name, width in widths.items()},
+            )
         for name, size in config.qk_norm_sizes.items():
-            yield f"{ours}{name}", {f"{theirs}self_attn.{name}.weight": (size,)}
-        yield f"{ours}output", {f"{theirs}self_attn.o_proj.weight": (hidden, query)}
+            yield f"{prefix}{name}", {f"{source_prefix}self_attn.{name}.weight": (size,)}
+        yield f"{prefix}output", {f"{source_prefix}self_attn.o_proj.weight": (hidden, query)}
         if config.output_bias:
-            yield f"{ours}output_bias", {f"{theirs}self_attn.o_proj.bias": (hidden,)}
+            yield f"{prefix}output_bias", {f"{source_prefix}self_attn.o_proj.bias": (hidden,)}
         if config.has_experts(index):
-            yield from expert_parts(config, kind, ours, theirs)
+            yield from expert_parts(config, kind, prefix, source_prefix)
         else:
-            yield f"{ours}gate_up", {f"{theirs}mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
-            yield f"{ours}down", {f"{theirs}mlp.down_proj.weight": (hidden, inner)}
+            yield (
+                f"{prefix}gate_up",
+                {f"{source_prefix}mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")},
+            )
+            yield f"{prefix}down", {f"{source_prefix}mlp.down_proj.weight": (hidden, inner)}
         if config.mlp_bias and not config.has_experts(index):
-            yield f"{ours}gate_up_bias", {f"{theirs}mlp.{name}_proj.bias": (inner,) for name in ("gate", "up")}
-            yield f"{ours}down_bias", {f"{theirs}mlp.down_proj.bias": (hidden,)}
-        yield f"{ours}attention_norm", {f"{theirs}input_layernorm.weight": (hidden,)}
-        yield f"{ours}mlp_norm", {f"{theirs}post_attention_layernorm.weight": (hidden,)}
+            yield f"{prefix}gate_up_bias", {f"{source_prefix}mlp.{name}_proj.bias": (inner,) for name in ("gate", "up")}
+            yield f"{prefix}down_bias", {f"{source_prefix}mlp.down_proj.bias": (hidden,)}
+        yield f"{prefix}attention_norm", {f"{source_prefix}input_layernorm.weight": (hidden,)}
+        yield f"{prefix}mlp_norm", {f"{source_prefix}post_attention_layernorm.weight": (hidden,)}
     yield "norm", {f"{body}norm.weight": (hidden,)}
     if not config.tied_head:
         yield "head", {head: matrix}

@@ -46,7 +46,7 @@ class _Names(NamedTuple):
     down: str = "down_proj"
 
 
-_USUAL = _Names()
+_DEFAULTS = _Names()
 _OTHERS = {"mixtral": _Names("block_sparse_moe", "w1", "w3", "w2")}
 
 
@@ -54,28 +54,28 @@ def read_experts(fields: Fields, kind: str) -> ExpertsConfig | None:
     """The experts of a model of a type in `READERS`; None: every layer has an MLP."""
     for name, allowed in _UNCOMPUTED.items():
         value = fields.get(name)
-        fits = value is None or value in allowed
-        demand(fits, name, f"be {shown(allowed[0])}" if allowed else "be null", shown(value))
+        allowed_value = value is None or value in allowed
+        demand(allowed_value, name, f"be {shown(allowed[0])}" if allowed else "be null", shown(value))
     return READERS[kind](fields)
 
 
-def _count(fields: Fields, usual: int) -> int:
+def _count(fields: Fields, default: int) -> int:
     """transformers has two names for it."""
     names = [name for name in ("num_experts", "num_local_experts") if name in fields.given]
-    found = [fields.integer(name, minimum=0) for name in names]
-    check(len({*found}) < 2, OP, "config.json: num_experts", "equal num_local_experts, which means the same", found)
-    return found[0] if found else usual
+    counts = [fields.integer(name, minimum=0) for name in names]
+    check(len({*counts}) < 2, OP, "config.json: num_experts", "equal num_local_experts, which means the same", counts)
+    return counts[0] if counts else default
 
 
 def _qwen3(fields: Fields) -> ExpertsConfig | None:
     layers, count = fields.integer("num_hidden_layers"), _count(fields, 128)
     step, dense = fields.integer("decoder_sparse_step", 1), fields.get("mlp_only_layers") or []
-    fits = isinstance(dense, list) and all(type(one) is int for one in dense)
-    check(fits, OP, "config.json: mlp_only_layers", "be a list of numbers of layers", shown(dense))
+    valid = isinstance(dense, list) and all(type(layer) is int for layer in dense)
+    check(valid, OP, "config.json: mlp_only_layers", "be a list of numbers of layers", shown(dense))
     per_token = fields.integer("num_experts_per_tok", 8)
     inner, normalized = fields.integer("moe_intermediate_size", 768), fields.flag("norm_topk_prob", False)
-    known = {one for one in dense if 0 <= one < layers}
-    return _experts(layers, count, per_token, inner, normalized, step, tuple(sorted(known)))
+    dense_layers = {layer for layer in dense if 0 <= layer < layers}
+    return _experts(layers, count, per_token, inner, normalized, step, tuple(sorted(dense_layers)))
 
 
 def _mixtral(fields: Fields) -> ExpertsConfig | None:
@@ -97,11 +97,13 @@ def _llada(fields: Fields) -> ExpertsConfig | None:
     normalized = fields.flag("norm_topk_prob", False)
     demand(not normalized, "norm_topk_prob", "be false", normalized)  # the published class does not read it
     frequencies = fields.get("moe_layer_freq") or []
-    fits = (
-        isinstance(frequencies, list) and len(frequencies) in (0, layers) and all(one in (0, 1) for one in frequencies)
+    valid = (
+        isinstance(frequencies, list)
+        and len(frequencies) in (0, layers)
+        and all(layer in (0, 1) for layer in frequencies)
     )
-    check(fits, OP, "config.json: moe_layer_freq", f"be {layers} numbers that are 0 or 1", shown(frequencies))
-    dense = tuple(one for one, chosen in enumerate(frequencies) if chosen == 0)
+    check(valid, OP, "config.json: moe_layer_freq", f"be {layers} numbers that are 0 or 1", shown(frequencies))
+    dense = tuple(layer for layer, chosen in enumerate(frequencies) if chosen == 0)
     per_token = fields.integer("num_experts_per_tok", 8)
     inner = fields.integer("expert_intermediate_size", 1024)
     return _experts(layers, _count(fields, 64), per_token, inner, False, 1, dense)
@@ -132,29 +134,34 @@ def _experts(
     return experts if experts.are_in_any(layers) else None
 
 
-def expert_parts(config: TransformerConfig, kind: str, ours: str, theirs: str) -> Iterator[tuple[str, Parts]]:
-    """The tensors of a layer's experts: `ours` and `theirs` begin the names in that layer."""
-    experts, names, hidden = config.experts, _OTHERS.get(kind, _USUAL), config.hidden_size
+def expert_parts(config: TransformerConfig, kind: str, prefix: str, source_prefix: str) -> Iterator[tuple[str, Parts]]:
+    """The tensors of a layer's experts: `prefix` and `source_prefix` begin the names in that layer."""
+    experts, names, hidden = config.experts, _OTHERS.get(kind, _DEFAULTS), config.hidden_size
     assert experts is not None
-    each, inner = f"{theirs}{names.module}.experts.", experts.intermediate_size
-    yield f"{ours}router", {f"{theirs}{names.module}.gate.weight": (experts.count, hidden)}
-    pairs = (f"{each}{one}.{name}.weight" for one in range(experts.count) for name in (names.gate, names.up))
-    yield f"{ours}experts_gate_up", dict.fromkeys(pairs, (inner, hidden))
-    yield (f"{ours}experts_down", {f"{each}{one}.{names.down}.weight": (hidden, inner) for one in range(experts.count)})
+    each, inner = f"{source_prefix}{names.module}.experts.", experts.intermediate_size
+    yield f"{prefix}router", {f"{source_prefix}{names.module}.gate.weight": (experts.count, hidden)}
+    pairs = (f"{each}{expert}.{name}.weight" for expert in range(experts.count) for name in (names.gate, names.up))
+    yield f"{prefix}experts_gate_up", dict.fromkeys(pairs, (inner, hidden))
+    yield (
+        f"{prefix}experts_down",
+        {f"{each}{expert}.{names.down}.weight": (hidden, inner) for expert in range(experts.count)},
+    )
 
 
 def separated_experts(state: Mapping[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
     """The tensors of a model of transformers, which stacks the matrices of a layer's experts, by their published names."""
-    names, found = _OTHERS.get(kind, _USUAL), dict[str, torch.Tensor]()
+    names, separated = _OTHERS.get(kind, _DEFAULTS), dict[str, torch.Tensor]()
     for name, tensor in state.items():
-        layer, _, own = name.partition(".mlp.")
+        layer, _, suffix = name.partition(".mlp.")
         module = f"{layer}.{names.module}."
-        if own == "experts.gate_up_proj" and tensor.dim() == 3:
-            for one, both in enumerate(tensor):
-                halves = zip((names.gate, names.up), both.chunk(2))
-                found |= {f"{module}experts.{one}.{half}.weight": values for half, values in halves}
-        elif own == "experts.down_proj" and tensor.dim() == 3:
-            found |= {f"{module}experts.{one}.{names.down}.weight": values for one, values in enumerate(tensor)}
+        if suffix == "experts.gate_up_proj" and tensor.dim() == 3:
+            for expert, gate_up in enumerate(tensor):
+                halves = zip((names.gate, names.up), gate_up.chunk(2))
+                separated |= {f"{module}experts.{expert}.{half}.weight": values for half, values in halves}
+        elif suffix == "experts.down_proj" and tensor.dim() == 3:
+            separated |= {
+                f"{module}experts.{expert}.{names.down}.weight": values for expert, values in enumerate(tensor)
+            }
         else:
-            found[f"{module}gate.weight" if own == "gate.weight" else name] = tensor
-    return found
+            separated[f"{module}gate.weight" if suffix == "gate.weight" else name] = tensor
+    return separated

@@ -70,14 +70,14 @@ def _scaling(rope: Fields, max_positions: int, scaled_queries: bool) -> RopeScal
     def magnitude(scale: float) -> float:
         return 0.1 * scale * math.log(max(factor, 1.0)) + 1.0
 
-    one, other = (rope.number(name, 0.0, minimum=0, null=0.0) for name in ("mscale", "mscale_all_dim"))
-    usual = magnitude(one) / magnitude(other) if one and other else magnitude(1.0)
+    one, scale_all = (rope.number(name, 0.0, minimum=0, null=0.0) for name in ("mscale", "mscale_all_dim"))
+    default = magnitude(one) / magnitude(scale_all) if one and scale_all else magnitude(1.0)
     return YarnScaling(
         factor=factor,
         original_positions=original,
         beta_fast=rope.number("beta_fast", 32.0, above=0, null=32.0),
         beta_slow=rope.number("beta_slow", 1.0, above=0, null=1.0),
-        attention_factor=rope.number("attention_factor", usual, above=0, null=usual),
+        attention_factor=rope.number("attention_factor", default, above=0, null=default),
         query_beta=beta,
         truncate=rope.flag("truncate", True, null=False),
     )

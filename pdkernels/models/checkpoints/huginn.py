@@ -62,11 +62,11 @@ def from_huginn_config(config: Mapping[str, Any]) -> RecurrentDepthConfig:
     ...                     "n_layers_in_coda": 2}).head_dim
     96
     """
-    given = {name: value for name, value in config.items() if value is not None or name not in _OTHER_NAMES}
+    stated = {name: value for name, value in config.items() if value is not None or name not in _OTHER_NAMES}
     for name, published in _OTHER_NAMES.items():
-        same = name not in given or given.get(published, given[name]) == given[name]
-        check(same, OP, f"config.json: {name}", f"equal {published}, which means the same", shown(given.get(name)))
-    fields = Fields({_OTHER_NAMES.get(name, name): value for name, value in given.items()})
+        same = name not in stated or stated.get(published, stated[name]) == stated[name]
+        check(same, OP, f"config.json: {name}", f"equal {published}, which means the same", shown(stated.get(name)))
+    fields = Fields({_OTHER_NAMES.get(name, name): value for name, value in stated.items()})
     fields.require(_REQUIRED)
     for field, computed in _COMPUTED.items():
         actual = fields.get(field, computed)
@@ -79,7 +79,7 @@ def from_huginn_config(config: Mapping[str, Any]) -> RecurrentDepthConfig:
     scale, root = fields.part("init_values").number("embed_scale", math.sqrt(hidden)), math.sqrt(hidden)
     demand(math.isclose(scale, root, rel_tol=1e-5), "init_values: embed_scale", "be the root of n_embd", scale)
     with read_from("config.json"):
-        ours = RecurrentDepthConfig(
+        result = RecurrentDepthConfig(
             vocab_size=fields.integer("padded_vocab_size", fields.integer("vocab_size")),
             hidden_size=hidden,
             heads=heads,
@@ -93,9 +93,12 @@ def from_huginn_config(config: Mapping[str, Any]) -> RecurrentDepthConfig:
             norm_eps=fields.number("norm_eps", 1e-6, minimum=0),
             max_positions=fields.integer("block_size", 4096),
         )
-    layers, parts = fields.values.get("n_layers", ours.layers), f"be the sum of its three parts ({ours.layers})"
-    check(layers == ours.layers, OP, "config.json: n_layers", parts, shown(layers))
-    return ours
+    layers, expectation = (
+        fields.values.get("n_layers", result.layers),
+        f"be the sum of its three parts ({result.layers})",
+    )
+    check(layers == result.layers, OP, "config.json: n_layers", expectation, shown(layers))
+    return result
 
 
 def to_huginn_config(config: RecurrentDepthConfig) -> dict[str, Any]:
@@ -142,21 +145,21 @@ def _parts(config: RecurrentDepthConfig) -> Iterator[tuple[str, Parts]]:
     yield "embedding", {"transformer.wte.weight": (config.vocab_size, hidden)}
     yield "adapter", {"transformer.adapter.weight": (hidden, 2 * hidden)}
     yield "norm", {"transformer.ln_f.weight": (hidden,)}
-    parts = (
+    sources = (
         ("prelude_layers", "prelude", config.prelude_layers),
         ("core_layers", "core_block", config.core_layers),
         ("coda_layers", "coda", config.coda_layers),
     )
-    for our_part, their_part, layers in parts:
+    for our_part, their_part, layers in sources:
         for index in range(layers):
-            ours, theirs = f"{our_part}.{index}.", f"transformer.{their_part}.{index}."
-            yield f"{ours}qkv", {f"{theirs}attn.Wqkv.weight": (3 * width, hidden)}
-            yield f"{ours}qk_bias", {f"{theirs}attn.qk_bias": (2, 1, config.heads, config.head_dim)}
-            yield f"{ours}output", {f"{theirs}attn.proj.weight": (hidden, width)}
-            yield f"{ours}gate_up", {f"{theirs}mlp.fc.weight": (2 * inner, hidden)}
-            yield f"{ours}down", {f"{theirs}mlp.proj.weight": (hidden, inner)}
+            prefix, source_prefix = f"{our_part}.{index}.", f"transformer.{their_part}.{index}."
+            yield f"{prefix}qkv", {f"{source_prefix}attn.Wqkv.weight": (3 * width, hidden)}
+            yield f"{prefix}qk_bias", {f"{source_prefix}attn.qk_bias": (2, 1, config.heads, config.head_dim)}
+            yield f"{prefix}output", {f"{source_prefix}attn.proj.weight": (hidden, width)}
+            yield f"{prefix}gate_up", {f"{source_prefix}mlp.fc.weight": (2 * inner, hidden)}
+            yield f"{prefix}down", {f"{source_prefix}mlp.proj.weight": (hidden, inner)}
             for norm in range(1, 5):
-                yield f"{ours}norm_{norm}", {f"{theirs}norm_{norm}.weight": (hidden,)}
+                yield f"{prefix}norm_{norm}", {f"{source_prefix}norm_{norm}.weight": (hidden,)}
 
 
 def from_huginn_state_dict(state: Mapping[str, torch.Tensor], config: RecurrentDepthConfig) -> dict[str, torch.Tensor]:

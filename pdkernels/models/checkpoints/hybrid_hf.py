@@ -52,34 +52,36 @@ def from_hybrid_config(config: Mapping[str, Any]) -> HybridConfig:
         ("conv_bias", False),
         ("attn_output_gate", True),
     ):
-        given = fields.get(name, value)
-        ignored = given is None and name not in _CHECKED[kind == LFM2]
-        demand(given == value or ignored, name, f"be {value!r}", shown(given))
+        actual = fields.get(name, value)
+        ignored = actual is None and name not in _CHECKED[kind == LFM2]
+        demand(actual == value or ignored, name, f"be {value!r}", shown(actual))
     with read_from("config.json"):
         return _lfm2(fields) if kind == LFM2 else _qwen(fields)
 
 
-def _mixers(fields: Fields, usual: Callable[[Fields, int], list[str]], known: tuple[str, ...]) -> tuple[Mixer, ...]:
+def _mixers(
+    fields: Fields, default: Callable[[Fields, int], list[str]], supported: tuple[str, ...]
+) -> tuple[Mixer, ...]:
     layers, types = fields.integer("num_hidden_layers"), fields.get("layer_types")
-    types = usual(fields, min(layers, 1 << 16)) if types is None else types
+    types = default(fields, min(layers, 1 << 16)) if types is None else types
     names = isinstance(types, list) and all(isinstance(name, str) for name in types)
     check(names, OP, "config.json: layer_types", "be a list of names", shown(types))
     for name in types:
-        demand(name in known, "layer_types", f"be of {', '.join(known)}", shown(name))
+        demand(name in supported, "layer_types", f"be of {', '.join(supported)}", shown(name))
     check(len(types) == layers, OP, "config.json: layer_types", f"name one for each of {layers} layers", len(types))
     return tuple(_MIXERS[name] for name in types)
 
 
 def _every_nth(fields: Fields, layers: int) -> list[str]:
-    every = fields.integer("full_attention_interval", 4)
-    return ["linear_attention" if (index + 1) % every else "full_attention" for index in range(layers)]
+    interval = fields.integer("full_attention_interval", 4)
+    return ["linear_attention" if (index + 1) % interval else "full_attention" for index in range(layers)]
 
 
 def _listed(fields: Fields, layers: int) -> list[str]:
     attends = fields.get("full_attn_idxs")
     attends = list(range(layers)) if attends is None else attends
-    fits = isinstance(attends, list) and all(type(index) is int for index in attends)
-    check(fits, OP, "config.json: full_attn_idxs", "be a list of ints", shown(attends))
+    valid = isinstance(attends, list) and all(type(index) is int for index in attends)
+    check(valid, OP, "config.json: full_attn_idxs", "be a list of ints", shown(attends))
     return ["full_attention" if index in attends else "conv" for index in range(layers)]
 
 
@@ -93,8 +95,8 @@ def _qwen(fields: Fields) -> HybridConfig:
     # Of text alone, all three coordinates of a position are the same.
     for name in ("mrope_section", "mrope_interleaved"):
         rope.pop(name, None)
-    plain = {name: value for name, value in fields.given.items() if name != "partial_rotary_factor"}
-    theta, scaling = read_rope(Fields({**plain, "rope_parameters": rope}), positions, False, False)
+    rope_free = {name: value for name, value in fields.given.items() if name != "partial_rotary_factor"}
+    theta, scaling = read_rope(Fields({**rope_free, "rope_parameters": rope}), positions, False, False)
     head_dim = fields.integer("head_dim", 256)
     return HybridConfig(
         vocab_size=fields.integer("vocab_size"),
@@ -156,8 +158,8 @@ def layout(config: HybridConfig, kind: str) -> Layout:
     """The tensors of a checkpoint with this configuration and `model_type`."""
     body = "model.language_model." if kind == QWEN35 else "model."
     apart = _APART if kind != LFM2 else ()
-    parts = partial(_parts, config, body, kind == LFM2)
-    return Layout(parts, config.layers, f"{body}embed_tokens.weight", "lm_head.weight", config.tied_head, apart=apart)
+    sources = partial(_parts, config, body, kind == LFM2)
+    return Layout(sources, config.layers, f"{body}embed_tokens.weight", "lm_head.weight", config.tied_head, apart=apart)
 
 
 def _parts(config: HybridConfig, body: str, lfm2: bool) -> Iterator[tuple[str, Parts]]:
@@ -171,7 +173,7 @@ def _parts(config: HybridConfig, body: str, lfm2: bool) -> Iterator[tuple[str, P
 
 
 def layer_parts(
-    config: HybridConfig, mixer: Mixer, ours: str, theirs: str, lfm2: bool = False
+    config: HybridConfig, mixer: Mixer, prefix: str, source_prefix: str, lfm2: bool = False
 ) -> Iterator[tuple[str, Parts]]:
     """Our parameters of a layer, and their parts."""
     hidden, inner = config.hidden_size, config.intermediate_size
@@ -179,12 +181,12 @@ def layer_parts(
     gate, up, down = ("w1", "w3", "w2") if lfm2 else ("gate_proj", "up_proj", "down_proj")
     mlp = "feed_forward" if lfm2 else "mlp"
     mixers = {"attention": _attention, "delta": _delta, "conv": _conv}
-    for name, parts in mixers[mixer](config, lfm2):
-        yield f"{ours}{name}", {f"{theirs}{part}": shape for part, shape in parts.items()}
-    yield f"{ours}mixer_norm", {f"{theirs}{mixed}.weight": (hidden,)}
-    yield f"{ours}mlp_norm", {f"{theirs}{fed}.weight": (hidden,)}
-    yield f"{ours}gate_up", {f"{theirs}{mlp}.{name}.weight": (inner, hidden) for name in (gate, up)}
-    yield f"{ours}down", {f"{theirs}{mlp}.{down}.weight": (hidden, inner)}
+    for name, sources in mixers[mixer](config, lfm2):
+        yield f"{prefix}{name}", {f"{source_prefix}{source}": shape for source, shape in sources.items()}
+    yield f"{prefix}mixer_norm", {f"{source_prefix}{mixed}.weight": (hidden,)}
+    yield f"{prefix}mlp_norm", {f"{source_prefix}{fed}.weight": (hidden,)}
+    yield f"{prefix}gate_up", {f"{source_prefix}{mlp}.{name}.weight": (inner, hidden) for name in (gate, up)}
+    yield f"{prefix}down", {f"{source_prefix}{mlp}.{down}.weight": (hidden, inner)}
 
 
 def _attention(config: HybridConfig, lfm2: bool) -> Iterator[tuple[str, Parts]]:

@@ -68,9 +68,9 @@ class Scheme(Protocol):
         ...
 
 
-def fields_of_words(words: Tensor, bits: int, count: int) -> Tensor:
+def fields_of_words(packed: Tensor, bits: int, count: int) -> Tensor:
     """The first `count` numbers of 4 or 8 bits in each row of int32 words, the lowest bits first; uint8."""
-    data = words.contiguous().view(torch.uint8)
+    data = packed.contiguous().view(torch.uint8)
     return (data if bits == 8 else torch.stack((data & 15, data >> 4), -1).flatten(1))[:, :count]
 
 
@@ -94,10 +94,10 @@ def refuse(fields: Fields, name: str, expectation: str, actual: object, remedy: 
     raise NotImplementedError(message(OP, f"{fields.where}: {name}", expectation, shown(actual), remedy))
 
 
-def refuse_others(fields: Fields, known: Iterable[str]) -> None:
+def refuse_others(fields: Fields, supported: Iterable[str]) -> None:
     """What an unknown field asks for might be ignored otherwise."""
-    known = {*known}
-    other = next((name for name in fields.values if name not in known), None)
+    supported = {*supported}
+    other = next((name for name in fields.values if name not in supported), None)
     if other is not None:
         refuse(fields, shown(other), "be absent", fields.get(other), MADE)
 
@@ -123,12 +123,12 @@ class NamePattern:
         """Whether it matches from the start up to the end, or up to a dot or after one."""
         ends = {len(module), *(at + after for at, letter in enumerate(module) if letter == "." for after in (0, 1))}
         try:
-            return any(self._pattern.matches(module[:end], whole=True) for end in sorted(ends))
+            return any(self._pattern.matches(module[:end], to_end=True) for end in sorted(ends))
         except UnsupportedPattern as error:
             self._refuse(error)
 
     def _refuse(self, error: UnsupportedPattern) -> NoReturn:
-        where, words = f"{self._fields.where}: {self._field}", f"hold other patterns than {shown(self.text)}"
+        where, expectation = f"{self._fields.where}: {self._field}", f"hold other patterns than {shown(self.text)}"
         if isinstance(error, InvalidPattern):
-            fail(OP, where, words, error, _NAMES)
-        raise NotImplementedError(message(OP, where, words, error, _NAMES))
+            fail(OP, where, expectation, error, _NAMES)
+        raise NotImplementedError(message(OP, where, expectation, error, _NAMES))

@@ -95,16 +95,16 @@ def _parts(config: TransformerConfig) -> Iterator[tuple[str, Parts]]:
     query, key_value = config.heads * config.head_dim, config.kv_heads * config.head_dim
     yield "embedding", {"model.transformer.wte.weight": matrix}
     for index in range(config.layers):
-        ours, theirs = f"layers.{index}.", f"model.transformer.blocks.{index}."
+        prefix, source_prefix = f"layers.{index}.", f"model.transformer.blocks.{index}."
         widths = {"q": query, "k": key_value, "v": key_value}
-        yield f"{ours}qkv", {f"{theirs}{name}_proj.weight": (width, hidden) for name, width in widths.items()}
+        yield f"{prefix}qkv", {f"{source_prefix}{name}_proj.weight": (width, hidden) for name, width in widths.items()}
         if config.qkv_bias:
-            yield f"{ours}qkv_bias", {f"{theirs}{name}_proj.bias": (width,) for name, width in widths.items()}
-        yield f"{ours}output", {f"{theirs}attn_out.weight": (hidden, query)}
-        yield f"{ours}gate_up", {f"{theirs}{name}_proj.weight": (inner, hidden) for name in ("ff", "up")}
-        yield f"{ours}down", {f"{theirs}ff_out.weight": (hidden, inner)}
-        yield f"{ours}attention_norm", {f"{theirs}attn_norm.weight": (hidden,)}
-        yield f"{ours}mlp_norm", {f"{theirs}ff_norm.weight": (hidden,)}
+            yield f"{prefix}qkv_bias", {f"{source_prefix}{name}_proj.bias": (width,) for name, width in widths.items()}
+        yield f"{prefix}output", {f"{source_prefix}attn_out.weight": (hidden, query)}
+        yield f"{prefix}gate_up", {f"{source_prefix}{name}_proj.weight": (inner, hidden) for name in ("ff", "up")}
+        yield f"{prefix}down", {f"{source_prefix}ff_out.weight": (hidden, inner)}
+        yield f"{prefix}attention_norm", {f"{source_prefix}attn_norm.weight": (hidden,)}
+        yield f"{prefix}mlp_norm", {f"{source_prefix}ff_norm.weight": (hidden,)}
     yield "norm", {"model.transformer.ln_f.weight": (hidden,)}
     if not config.tied_head:
         yield "head", {_HEAD: matrix}
@@ -122,6 +122,6 @@ def from_llada_state_dict(state: Mapping[str, torch.Tensor], config: Transformer
 def to_llada_state_dict(state: Mapping[str, torch.Tensor], config: TransformerConfig) -> dict[str, torch.Tensor]:
     """The inverse of `from_llada_state_dict`; the tensors are views of ours."""
     for name in ("qk_norm", "output_bias", "mlp_bias"):
-        words = f"have no {name} (LLaDA has no such tensors)"
-        check(not getattr(config, name), "models.to_llada_state_dict", "config", words, f"{name}=True")
+        expectation = f"have no {name} (LLaDA has no such tensors)"
+        check(not getattr(config, name), "models.to_llada_state_dict", "config", expectation, f"{name}=True")
     return layout(config).scatter(state)

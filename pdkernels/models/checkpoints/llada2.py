@@ -50,8 +50,8 @@ def from_llada2_config(config: Mapping[str, Any]) -> TransformerConfig:
     """
     fields = Fields(config)
     fields.require(_REQUIRED)
-    for name, (computed, usual) in _COMPUTED.items():
-        actual = fields.values.get(name, usual)
+    for name, (computed, default) in _COMPUTED.items():
+        actual = fields.values.get(name, default)
         if actual == computed and computed and name in fields.null:
             actual = None  # to its class, none of these
         demand(actual == computed, name, f"be {shown(computed)}", shown(actual))
@@ -60,8 +60,8 @@ def from_llada2_config(config: Mapping[str, Any]) -> TransformerConfig:
     share = fields.number("partial_rotary_factor", 0.5, above=0)
     rotated = int(head_dim * share)
     stated = fields.maybe_integer("rotary_dim") or rotated
-    fits = stated == rotated and rotated % 2 == 0 and rotated <= head_dim
-    demand(fits, "partial_rotary_factor", f"rotate an even part of {head_dim} components", shown(share))
+    valid = stated == rotated and rotated % 2 == 0 and rotated <= head_dim
+    demand(valid, "partial_rotary_factor", f"rotate an even part of {head_dim} components", shown(share))
     with read_from("config.json"):
         return TransformerConfig(
             vocab_size=fields.integer("vocab_size"),
@@ -106,21 +106,21 @@ def layout(config: TransformerConfig) -> Layout:
     """The tensors of a checkpoint with this configuration."""
     count = 0 if config.experts is None else config.experts.count
     turned = partial(_turned, config) if config.rope_scaling is not None else None
-    parts, embedding = partial(_parts, config), "model.word_embeddings.weight"
-    return Layout(parts, config.layers, embedding, _HEAD, config.tied_head, experts=count, turned=turned)
+    sources, embedding = partial(_parts, config), "model.word_embeddings.weight"
+    return Layout(sources, config.layers, embedding, _HEAD, config.tied_head, experts=count, turned=turned)
 
 
 def _turned(config: TransformerConfig, name: str, rows: torch.Tensor) -> torch.Tensor:
     """Components of q and k in our order: theirs rotates pairs within the first components of a head, and leaves the others."""
-    own, scaling, size = name.rpartition(".")[2], config.rope_scaling, config.head_dim
-    if own not in ("qkv", "q_norm", "k_norm"):
+    parameter, scaling, size = name.rpartition(".")[2], config.rope_scaling, config.head_dim
+    if parameter not in ("qkv", "q_norm", "k_norm"):
         return rows
     assert isinstance(scaling, PartialRotation)
-    half, kept = scaling.rotated // 2, (size - scaling.rotated) // 2
-    whole = torch.arange(size, device=rows.device)
-    first, second, others, last = whole.split([half, half, kept, kept])
-    order = torch.cat((first, others, second, last))
-    if own != "qkv":
+    half, unturned = scaling.rotated // 2, (size - scaling.rotated) // 2
+    index = torch.arange(size, device=rows.device)
+    first, second, unrotated, last = index.split([half, half, unturned, unturned])
+    order = torch.cat((first, unrotated, second, last))
+    if parameter != "qkv":
         return rows[order]
     heads: torch.Tensor = rows.unflatten(0, (-1, size)).clone()
     turned = config.heads + config.kv_heads
@@ -131,33 +131,37 @@ def _turned(config: TransformerConfig, name: str, rows: torch.Tensor) -> torch.T
 
 def _parts(config: TransformerConfig) -> Iterator[tuple[str, Parts]]:
     hidden, experts, matrix = config.hidden_size, config.experts, (config.vocab_size, config.hidden_size)
-    width, every = config.heads * config.head_dim, (config.heads + 2 * config.kv_heads) * config.head_dim
+    width, qkv_width = config.heads * config.head_dim, (config.heads + 2 * config.kv_heads) * config.head_dim
     yield "embedding", {"model.word_embeddings.weight": matrix}
     for index in range(config.layers):
-        ours, theirs = f"layers.{index}.", f"model.layers.{index}."
-        yield f"{ours}qkv", {f"{theirs}attention.query_key_value.weight": (every, hidden)}
+        prefix, source_prefix = f"layers.{index}.", f"model.layers.{index}."
+        yield f"{prefix}qkv", {f"{source_prefix}attention.query_key_value.weight": (qkv_width, hidden)}
         for name, published in (("q_norm", "query_layernorm"), ("k_norm", "key_layernorm")):
-            yield f"{ours}{name}", {f"{theirs}attention.{published}.weight": (config.head_dim,)}
-        yield f"{ours}output", {f"{theirs}attention.dense.weight": (hidden, width)}
+            yield f"{prefix}{name}", {f"{source_prefix}attention.{published}.weight": (config.head_dim,)}
+        yield f"{prefix}output", {f"{source_prefix}attention.dense.weight": (hidden, width)}
         if experts is None or not config.has_experts(index):
-            yield from _mlp(f"{ours}", f"{theirs}mlp.", hidden, config.intermediate_size)
+            yield from _mlp(f"{prefix}", f"{source_prefix}mlp.", hidden, config.intermediate_size)
         else:
-            yield f"{ours}router", {f"{theirs}mlp.gate.weight": (experts.count, hidden)}
-            yield f"{ours}router_bias", {f"{theirs}mlp.gate.expert_bias": (experts.count,)}
+            yield f"{prefix}router", {f"{source_prefix}mlp.gate.weight": (experts.count, hidden)}
+            yield f"{prefix}router_bias", {f"{source_prefix}mlp.gate.expert_bias": (experts.count,)}
             numbers, inner = range(experts.count), experts.intermediate_size
-            names = (f"{theirs}mlp.experts.{one}.{half}_proj.weight" for one in numbers for half in ("gate", "up"))
-            yield f"{ours}experts_gate_up", dict.fromkeys(names, (inner, hidden))
-            names = (f"{theirs}mlp.experts.{one}.down_proj.weight" for one in numbers)
-            yield f"{ours}experts_down", dict.fromkeys(names, (hidden, inner))
+            names = (
+                f"{source_prefix}mlp.experts.{expert}.{half}_proj.weight"
+                for expert in numbers
+                for half in ("gate", "up")
+            )
+            yield f"{prefix}experts_gate_up", dict.fromkeys(names, (inner, hidden))
+            names = (f"{source_prefix}mlp.experts.{expert}.down_proj.weight" for expert in numbers)
+            yield f"{prefix}experts_down", dict.fromkeys(names, (hidden, inner))
             if experts.shared_size:
-                yield from _mlp(f"{ours}shared_", f"{theirs}mlp.shared_experts.", hidden, experts.shared_size)
-        yield f"{ours}attention_norm", {f"{theirs}input_layernorm.weight": (hidden,)}
-        yield f"{ours}mlp_norm", {f"{theirs}post_attention_layernorm.weight": (hidden,)}
+                yield from _mlp(f"{prefix}shared_", f"{source_prefix}mlp.shared_experts.", hidden, experts.shared_size)
+        yield f"{prefix}attention_norm", {f"{source_prefix}input_layernorm.weight": (hidden,)}
+        yield f"{prefix}mlp_norm", {f"{source_prefix}post_attention_layernorm.weight": (hidden,)}
     yield "norm", {"model.norm.weight": (hidden,)}
     if not config.tied_head:
         yield "head", {_HEAD: matrix}
 
 
-def _mlp(ours: str, theirs: str, hidden: int, inner: int) -> Iterator[tuple[str, Parts]]:
-    yield f"{ours}gate_up", {f"{theirs}{half}_proj.weight": (inner, hidden) for half in ("gate", "up")}
-    yield f"{ours}down", {f"{theirs}down_proj.weight": (hidden, inner)}
+def _mlp(prefix: str, source_prefix: str, hidden: int, inner: int) -> Iterator[tuple[str, Parts]]:
+    yield f"{prefix}gate_up", {f"{source_prefix}{half}_proj.weight": (inner, hidden) for half in ("gate", "up")}
+    yield f"{prefix}down", {f"{source_prefix}down_proj.weight": (hidden, inner)}

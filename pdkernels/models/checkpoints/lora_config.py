@@ -99,7 +99,7 @@ class LoraSettings:
     def adapts(self, module: str, inner: bool) -> bool | None:
         """Whether PEFT adapts this module; None if that depends on a pattern that is not supported here. `inner`: it is neither
         the embedding nor the head."""
-        saved = any(_named(part, self.saved) for part in _around(module))
+        saved = any(_named(name, self.saved) for name in _around(module))
         excluded = self._matches(self._excluded, "exclude_modules", module)
         if saved or excluded:
             return False
@@ -109,23 +109,23 @@ class LoraSettings:
             return inner
         chosen = self._matches(self._targets, "target_modules", module)
         if chosen and self._layers is not None and not isinstance(self._targets, (str, Pattern)):
-            number = next((part for part in module.split(".")[2:] if part.isdecimal()), None)
+            number = next((name for name in module.split(".")[2:] if name.isdecimal()), None)
             return number is not None and int(number) in self._layers
         return chosen
 
     # ---- fields
 
     def _start(self) -> str:
-        known = isinstance(self._init, (bool, str)) and (self._init in _STARTS or str(self._init).lower() == OLORA)
-        if not known:
+        supported = isinstance(self._init, (bool, str)) and (self._init in _STARTS or str(self._init).lower() == OLORA)
+        if not supported:
             label = "be True, False, 'gaussian', 'eva', 'orthogonal', 'mica', 'lora_ga', 'pissa' or 'olora'"
             self._demand(False, "init_lora_weights", label, self._init, _CONVERT)
         return _STARTS[self._init if self._init in _STARTS else OLORA]
 
     def _table(self, name: str, budget: Budget) -> NamePatterns:
-        part = self._fields.part(name)
-        check(not part.null, OP, f"{CONFIG}: {name}", "hold numbers", f"null for {some(part.null)}")
-        values = part.values
+        table = self._fields.part(name)
+        check(not table.null, OP, f"{CONFIG}: {name}", "hold numbers", f"null for {some(table.null)}")
+        values = table.values
         try:
             return NamePatterns(values, budget)
         except UnsupportedPattern as error:
@@ -156,14 +156,14 @@ class LoraSettings:
         if not isinstance(names, Pattern):
             return _named(module, names)
         try:
-            return names.matches(module, whole=True)
+            return names.matches(module, to_end=True)
         except UnsupportedPattern as error:
             self._unsupported(field, self._fields.get(field), error)
 
     def _listed(self, name: str) -> frozenset[str]:
         value = self._fields.values.get(name, [])
-        fits = isinstance(value, list) and all(isinstance(item, str) and item for item in value)
-        check(fits, OP, f"{CONFIG}: {name}", "be a list of names", shown(value))
+        valid = isinstance(value, list) and all(isinstance(item, str) and item for item in value)
+        check(valid, OP, f"{CONFIG}: {name}", "be a list of names", shown(value))
         return frozenset(value)
 
     def _layer_numbers(self) -> frozenset[int] | None:
@@ -172,8 +172,8 @@ class LoraSettings:
         for number in numbers:
             check(type(number) is int, OP, f"{CONFIG}: layers_to_transform", "be numbers of layers", shown(number))
         pattern = self._fields.get("layers_pattern")
-        given = pattern if isinstance(pattern, list) else [pattern] if pattern else []
-        if numbers and any(name not in ("layers", "blocks") for name in given):
+        names = pattern if isinstance(pattern, list) else [pattern] if pattern else []
+        if numbers and any(name not in ("layers", "blocks") for name in names):
             self._demand(False, "layers_pattern", "be absent or name the list of layers ('layers')", pattern)
         return frozenset(numbers) if numbers else None
 
@@ -193,20 +193,20 @@ class LoraSettings:
 
 def _named(module: str, names: frozenset[str]) -> bool:
     """Whether one of these names is the module's name, or its end after a dot."""
-    parts = module.split(".")
-    return any(".".join(parts[start:]) in names for start in range(len(parts)))
+    segments = module.split(".")
+    return any(".".join(segments[start:]) in names for start in range(len(segments)))
 
 
 def _around(module: str) -> list[str]:
     """The module and those that contain it."""
-    parts = module.split(".")
-    return [".".join(parts[: end + 1]) for end in range(len(parts))]
+    segments = module.split(".")
+    return [".".join(segments[: end + 1]) for end in range(len(segments))]
 
 
-def check_saved(settings: LoraSettings, modules: Iterable[str], held: Iterable[str]) -> None:
+def check_saved(settings: LoraSettings, modules: Iterable[str], in_file: Iterable[str]) -> None:
     """Checks that the file holds every module of `modules_to_save`. PEFT matches the ends of names."""
     ends = tuple(settings.saved)
     required = {module for module in modules if any(name.endswith(ends) for name in _around(module))} if ends else set()
-    missing = sorted(required - set(held))
-    if missing:
-        fail(OP, f"{CONFIG}: modules_to_save", "name modules that the file holds", f"also {some(missing)}")
+    absent_modules = sorted(required - set(in_file))
+    if absent_modules:
+        fail(OP, f"{CONFIG}: modules_to_save", "name modules that the file holds", f"also {some(absent_modules)}")

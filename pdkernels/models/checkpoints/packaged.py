@@ -16,10 +16,10 @@ def packaged(name: str) -> Path:
     """The file of such a model. The package is located without importing it, which would load its engine."""
     module, file, package = _PACKAGES[name]
     try:
-        found = importlib.util.find_spec(module)
+        spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
-        found = None
-    for folder in (found.submodule_search_locations or ()) if found is not None else ():
+        spec = None
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         if (Path(folder) / file).is_file():
             return Path(folder) / file
     raise ImportError(

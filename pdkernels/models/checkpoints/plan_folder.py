@@ -34,9 +34,9 @@ def plan_tokens_of(
         digits = list(PUBLISHED.digits)
     opening, closing, topic, topic_end, sync, pad = control
     with read_from("tokenizer.json" if isinstance(tokenizer, JsonTokenizer) else _ADDED):
-        made = PlanTokens(opening, closing, topic, topic_end, sync, pad, digits, predicts=PUBLISHED.predicts)
+        tokens = PlanTokens(opening, closing, topic, topic_end, sync, pad, digits, predicts=PUBLISHED.predicts)
     end = id_of(END_NAME)
-    return made, () if end is None else (end,)
+    return tokens, () if end is None else (end,)
 
 
 def _names(folder: Path, tokenizer: Tokenizer | None, vocab_size: int) -> Callable[[str], int | None]:

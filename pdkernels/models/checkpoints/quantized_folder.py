@@ -51,80 +51,84 @@ class QuantizedFolder(NamedTuple):
     @classmethod
     def checked(cls, layout: Layout, weights: Weights, scheme: Scheme, packed: bool | None) -> QuantizedFolder:
         """Refuses tensors that are missing, left over or of another shape or dtype, before any is read."""
-        left, formats = dict(weights.stored), dict[str, Format]()
-        layout.check_count(len(left))
+        unread, formats = dict(weights.stored), dict[str, Format]()
+        layout.check_count(len(unread))
         names = set()
-        for ours, parts in layout.parts():
-            for part, shape in parts.items():
-                names.add(part)
-                module = part.removesuffix(".weight")
-                form = scheme.format_of(module) if module != part and len(shape) == 2 else None
+        for parameter, sources in layout.parts():
+            for source, shape in sources.items():
+                names.add(source)
+                module = source.removesuffix(".weight")
+                form = scheme.format_of(module) if module != source and len(shape) == 2 else None
                 # Some modules have no linear layer for the router.
-                numbers = part in left and (ours.endswith(".router") or scheme.may_hold_numbers(module))
+                numbers = source in unread and (parameter.endswith(".router") or scheme.may_hold_numbers(module))
                 if form is None or numbers:
                     continue
-                if ours == "embedding":
-                    words = message(OP, f"{layout.source}: {module}", "hold numbers", "a quantised embedding", _REMEDY)
-                    raise NotImplementedError(words)
-                file = _take(left, module, form, shape)
-                left[part], formats[part] = Stored(shape, "float32", file), form
-        for part in formats:
-            bias = f"{part.removesuffix('.weight')}.bias"
-            if bias in left and bias not in names:
-                _check_zero(weights, bias, left.pop(bias))
+                if parameter == "embedding":
+                    fault = message(OP, f"{layout.source}: {module}", "hold numbers", "a quantised embedding", _REMEDY)
+                    raise NotImplementedError(fault)
+                file = _take(unread, module, form, shape)
+                unread[source], formats[source] = Stored(shape, "float32", file), form
+        for source in formats:
+            bias = f"{source.removesuffix('.weight')}.bias"
+            if bias in unread and bias not in names:
+                _check_zero(weights, bias, unread.pop(bias))
         check(bool(formats), OP, f"{layout.source}: {FIELDS[0]}", "be for some of the checkpoint's matrices", "none")
-        layout.stored(left)
+        layout.stored(unread)
         return cls(layout, weights, formats, packed)
 
     def parameters(self, dtype: torch.dtype | None, device: torch.device) -> dict[str, Stated]:
         """Our parameters, one after the other. `dtype` None: numbers as they are stored, or in the dtype of their scales."""
-        ours: dict[str, Stated] = {}
-        for name, parts in self.layout.parts():
-            quantised = [part for part in parts if part in self.formats]
+        parameters: dict[str, Stated] = {}
+        for name, sources in self.layout.parts():
+            quantised = [source for source in sources if source in self.formats]
             stated: Stated
             if not quantised:
-                stated = self.weights.parameter(self.layout, parts, dtype)
-            elif self.packed is not False and len(quantised) == len(parts) and not name.endswith(".router"):
-                stated = self._packed(name, parts)
+                stated = self.weights.parameter(self.layout, sources, dtype)
+            elif self.packed is not False and len(quantised) == len(sources) and not name.endswith(".router"):
+                stated = self._packed(name, sources)
             elif self.packed and not name.endswith(".router"):
-                other = next(part for part in parts if part not in self.formats)
-                words = f"be quantised like {quantised[0]}, with which it is one matrix"
-                raise NotImplementedError(message(OP, other, words, "numbers", "Pass packed=None."))
+                other = next(source for source in sources if source not in self.formats)
+                expectation = f"be quantised like {quantised[0]}, with which it is one matrix"
+                raise NotImplementedError(message(OP, other, expectation, "numbers", "Pass packed=None."))
             else:
-                stated = self._numbers(parts, dtype)
+                stated = self._numbers(sources, dtype)
             if isinstance(stated, torch.Tensor):
                 stated = self.layout.shaped(name, stated)
-            ours[name] = stated.to(device)
+            parameters[name] = stated.to(device)
         self.weights.check_tied(self.layout)
-        return ours
+        return parameters
 
-    def _packed(self, name: str, parts: Parts) -> QuantizedWeight:
+    def _packed(self, name: str, sources: Parts) -> QuantizedWeight:
         """One of our parameters. The experts of a layer, whose parts follow each other, become one for each of their matrices."""
         if ".experts_" not in name:
-            return QuantizedWeight.join([self._matrix(part, shape)[0] for part, shape in parts.items()])
-        each, names = len(parts) // self.layout.experts, list(parts)
+            return QuantizedWeight.join([self._matrix(source, shape)[0] for source, shape in sources.items()])
+        each, names = len(sources) // self.layout.experts, list(sources)
         joined = []
         for first in range(each):
-            own = names[first::each]
-            formats = {self.formats[part] for part in own}
+            half = names[first::each]
+            formats = {self.formats[source] for source in half}
             if len(formats) > 1:
-                words = message(OP, own[0], "have the format of the other experts", "another one", "Pass packed=False.")
-                raise NotImplementedError(words)
-            form = self.formats[own[0]]
-            found = [self._integers(part, parts[part]) for part in own]
-            codes, scales, zeros = (torch.cat(values) for values in zip(*(one[:3] for one in found)))
-            made = QuantizedWeight.from_integers(form.name, codes, scales, zeros, *found[0][3:], matrices=len(own))
-            joined.append(made)
+                fault = message(
+                    OP, half[0], "have the format of the other experts", "another one", "Pass packed=False."
+                )
+                raise NotImplementedError(fault)
+            form = self.formats[half[0]]
+            matrices = [self._integers(source, sources[source]) for source in half]
+            codes, scales, zeros = (torch.cat(values) for values in zip(*(integers[:3] for integers in matrices)))
+            weight = QuantizedWeight.from_integers(
+                form.name, codes, scales, zeros, *matrices[0][3:], matrices=len(half)
+            )
+            joined.append(weight)
         return QuantizedWeight.join(joined)
 
-    def _matrix(self, part: str, shape: tuple[int, ...]) -> tuple[QuantizedWeight, torch.dtype]:
+    def _matrix(self, source: str, shape: tuple[int, ...]) -> tuple[QuantizedWeight, torch.dtype]:
         """The matrix, and the dtype to which its numbers are rounded."""
-        found = self._integers(part, shape)
-        with read_from(part.removesuffix(".weight")):
-            return QuantizedWeight.from_integers(self.formats[part].name, *found), found.scales.dtype
+        integers = self._integers(source, shape)
+        with read_from(source.removesuffix(".weight")):
+            return QuantizedWeight.from_integers(self.formats[source].name, *integers), integers.scales.dtype
 
-    def _integers(self, part: str, shape: tuple[int, ...]) -> Integers:
-        module, form = part.removesuffix(".weight"), self.formats[part]
+    def _integers(self, source: str, shape: tuple[int, ...]) -> Integers:
+        module, form = source.removesuffix(".weight"), self.formats[source]
 
         def tensor(name: str) -> torch.Tensor | None:
             return self.weights.whole(f"{module}.{name}") if f"{module}.{name}" in self.weights.stored else None
@@ -132,32 +136,34 @@ class QuantizedFolder(NamedTuple):
         with read_from(module):
             return form.read(tensor, *shape)
 
-    def _numbers(self, parts: dict[str, tuple[int, ...]], dtype: torch.dtype | None) -> torch.Tensor:
-        found = []
-        for part, shape in parts.items():
-            if part in self.formats:
-                weight, kind = self._matrix(part, shape)
-                found.append(weight.dequantize(kind))
+    def _numbers(self, sources: dict[str, tuple[int, ...]], dtype: torch.dtype | None) -> torch.Tensor:
+        matrices = []
+        for source, shape in sources.items():
+            if source in self.formats:
+                weight, kind = self._matrix(source, shape)
+                matrices.append(weight.dequantize(kind))
             else:
-                found.append(self.weights.parameter(self.layout, {part: shape}, None))
-            found[-1] = found[-1] if dtype is None else found[-1].to(dtype)
-        kinds = [part.dtype for part in found]
-        whole = _memory.empty((sum(map(len, found)), found[0].shape[1]), reduce(torch.promote_types, kinds))
-        return torch.cat(found, out=whole)
+                matrices.append(self.weights.parameter(self.layout, {source: shape}, None))
+            matrices[-1] = matrices[-1] if dtype is None else matrices[-1].to(dtype)
+        kinds = [source.dtype for source in matrices]
+        joined = _memory.empty((sum(map(len, matrices)), matrices[0].shape[1]), reduce(torch.promote_types, kinds))
+        return torch.cat(matrices, out=joined)
 
 
-def _take(left: dict[str, Stored], module: str, form: Format, shape: tuple[int, ...]) -> str:
+def _take(unread: dict[str, Stored], module: str, form: Format, shape: tuple[int, ...]) -> str:
     """Removes the tensors of a quantised matrix, and returns the file of one of them."""
     file = ""
     with read_from(module):
         needed = form.tensors(*shape)
-    missing = [name for name, one in needed.items() if not one.optional and f"{module}.{name}" not in left]
-    if missing:
-        held = "numbers" if f"{module}.weight" in left and "weight" not in needed else "none"
-        words = f"hold {some(f'{module}.{name}' for name in missing)}, as {FIELDS[0]} says"
-        fail(OP, "checkpoint", words, held)
+    absent_names = [
+        name for name, tensor_need in needed.items() if not tensor_need.optional and f"{module}.{name}" not in unread
+    ]
+    if absent_names:
+        actual = "numbers" if f"{module}.weight" in unread and "weight" not in needed else "none"
+        expectation = f"hold {some(f'{module}.{name}' for name in absent_names)}, as {FIELDS[0]} says"
+        fail(OP, "checkpoint", expectation, actual)
     for name, (expected, dtypes, _) in needed.items():
-        tensor = left.pop(f"{module}.{name}", None)
+        tensor = unread.pop(f"{module}.{name}", None)
         if tensor is None:
             continue
         file, label = tensor.file, f"{tensor.file}: {module}.{name}"
@@ -168,7 +174,7 @@ def _take(left: dict[str, Stored], module: str, form: Format, shape: tuple[int, 
     return file
 
 
-def _check_zero(weights: Weights, name: str, known: Stored) -> None:
+def _check_zero(weights: Weights, name: str, stored: Stored) -> None:
     """Some writers store a bias for every quantised matrix, zeros where the model has none."""
-    fits = len(known.shape) == 1 and known.dtype in DTYPES and not bool(weights.whole(name).any())
-    check(fits, OP, f"{known.file}: {name}", "be zeros, since the model has no such bias", "others")
+    is_zero = len(stored.shape) == 1 and stored.dtype in DTYPES and not bool(weights.whole(name).any())
+    check(is_zero, OP, f"{stored.file}: {name}", "be zeros, since the model has no such bias", "others")

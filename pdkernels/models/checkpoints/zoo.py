@@ -168,31 +168,40 @@ def _load(
     if packed is None and (adapter is not None or dtype == torch.float64 or device.type != "cpu"):
         packed = False
     refuse(bool(packed) and adapter is not None, OP, "an adapter cannot be merged into packed matrices")
-    found = checkpoint_of(given, name_or_path is not given, dtype, packed)
-    if drafter is not None and isinstance(found.config, HybridConfig):
+    checkpoint = checkpoint_of(given, name_or_path is not given, dtype, packed)
+    if drafter is not None and isinstance(checkpoint.config, HybridConfig):
         raise NotImplementedError(
             sentence(OP, "a drafter adapts attention in every layer, and a hybrid model has other layers")
         )
-    if adapter is not None and found.layout.turned is not None:
-        words = f"adapters are for checkpoints in the usual order of components, and {shown(given)} has another"
-        raise NotImplementedError(sentence(OP, words))
+    if adapter is not None and checkpoint.layout.turned is not None:
+        fault = f"adapters are for checkpoints in the usual order of components, and {shown(given)} has another"
+        raise NotImplementedError(sentence(OP, fault))
     # Read before the weights, so that a bad adapter costs no time.
-    merge = None if adapter is None else read_adapter(named_adapter(adapter), found.layout)
-    draft, mask = (None, None) if drafter is None else _drafter(named_adapter(drafter), found)
+    merge = None if adapter is None else read_adapter(named_adapter(adapter), checkpoint.layout)
+    draft, mask = (None, None) if drafter is None else _drafter(named_adapter(drafter), checkpoint)
     # What is merged is rounded once, after that.
-    state = {**(found.state(found.dtype, device) if merge is None else found.state(None, torch.device("cpu")))}
+    state = {
+        **(checkpoint.state(checkpoint.dtype, device) if merge is None else checkpoint.state(None, torch.device("cpu")))
+    }
     if merge is not None:
-        state = {**merge.merged(_numbers(state), found.layout, found.dtype)}
+        state = {**merge.merged(_numbers(state), checkpoint.layout, checkpoint.dtype)}
     for index, (a, b) in enumerate(draft or ()):
         state |= {f"layers.{index}.adapter_in": a, f"layers.{index}.adapter_out": b}
     if mask is not None:
-        found = found.with_mask_token()
+        checkpoint = checkpoint.with_mask_token()
         # No text contains the extra id, so forwards without masks do not change.
         for name in ("embedding", "head"):
             if name in state:
                 state[name] = _with_row(state[name], mask)
     return _assemble(
-        found.config, state, found.dtype, device, found.tokenizer, found.end_tokens, found.mask_token, found.plan_tokens
+        checkpoint.config,
+        state,
+        checkpoint.dtype,
+        device,
+        checkpoint.tokenizer,
+        checkpoint.end_tokens,
+        checkpoint.mask_token,
+        checkpoint.plan_tokens,
     )
 
 
@@ -200,17 +209,17 @@ def checked_request(
     name_or_path: str | Path, dtype: torch.dtype | None, device: torch.device | str
 ) -> tuple[str, torch.device]:
     """The name or path and the device, checked."""
-    given = os.fspath(name_or_path) if isinstance(name_or_path, (str, os.PathLike)) else name_or_path
-    check_type(isinstance(given, str), OP, "name_or_path", "be a name or a path", type(given).__name__)
+    name = os.fspath(name_or_path) if isinstance(name_or_path, (str, os.PathLike)) else name_or_path
+    check_type(isinstance(name, str), OP, "name_or_path", "be a name or a path", type(name).__name__)
     check_type(dtype is None or dtype in DTYPES.values(), OP, "dtype", f"be one of {', '.join(DTYPES)}", dtype)
-    return given, _usable(device)
+    return name, _usable(device)
 
 
-def checkpoint_of(given: str, is_path: bool, dtype: torch.dtype | None, packed: bool | None = False) -> Checkpoint:
+def checkpoint_of(name: str, is_path: bool, dtype: torch.dtype | None, packed: bool | None = False) -> Checkpoint:
     """The checkpoint in a folder or a GGUF file, weights not yet read."""
-    if given.lower().endswith(".gguf") and os.path.isfile(given):
-        return gguf.read(Path(given), dtype, packed)
-    return _folder_checkpoint(_folder(given, is_path), dtype, packed)
+    if name.lower().endswith(".gguf") and os.path.isfile(name):
+        return gguf.read(Path(name), dtype, packed)
+    return _folder_checkpoint(_folder(name, is_path), dtype, packed)
 
 
 def _numbers(state: Mapping[str, Stated]) -> dict[str, torch.Tensor]:
@@ -221,16 +230,16 @@ def _with_row(matrix: Stated, row: torch.Tensor) -> Stated:
     """A matrix with one more row."""
     if isinstance(matrix, QuantizedWeight):
         return QuantizedWeight.join([matrix, quantize(row[None].float(), "int8", group=32).to(matrix.device)])
-    whole = _memory.empty((len(matrix) + 1, matrix.shape[1]), matrix.dtype)
-    whole[:-1], whole[-1] = matrix, row
-    return whole.to(matrix.device)
+    extended = _memory.empty((len(matrix) + 1, matrix.shape[1]), matrix.dtype)
+    extended[:-1], extended[-1] = matrix, row
+    return extended.to(matrix.device)
 
 
-def _drafter(folder: Path, found: Checkpoint) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor | None]:
+def _drafter(folder: Path, target: Checkpoint) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor | None]:
     """The pairs of every layer, and the embedding of the mask token that the drafter supplies."""
-    pairs = read_adapter(folder, found.layout).drafting(found.layout)
-    mask = read_mask_token(folder, found.config.hidden_size)
-    has = found.mask_token is not None
+    pairs = read_adapter(folder, target.layout).drafting(target.layout)
+    mask = read_mask_token(folder, target.config.hidden_size)
+    has = target.mask_token is not None
     check(
         mask is None or not has, OP, f"drafter {folder.name}", "bring no mask token to a model that has one", MASK_FILE
     )
@@ -240,7 +249,7 @@ def _drafter(folder: Path, found: Checkpoint) -> tuple[list[tuple[torch.Tensor, 
 def save_tiny(model: Model, path: Path, **facts: object) -> None:
     """Saves a byte-level model in bf16, including a Transformer's adapter. Architecture, configuration, mask token, control
     tokens of plans and `facts` go into the metadata. An existing file is replaced atomically."""
-    packed = any(isinstance(part, QuantizedWeight) for part in model.modules())
+    packed = any(isinstance(module, QuantizedWeight) for module in model.modules())
     check(not packed, "models.save_tiny", "model", "hold numbers", "packed matrices")
     tensors = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
     metadata = {name: str(value) for name, value in facts.items()}
@@ -308,8 +317,8 @@ def _usable(device: torch.device | str) -> torch.device:
         torch.empty(0, device=chosen)
     except (RuntimeError, AssertionError, NotImplementedError, ImportError):
         devices = f"{torch.cuda.device_count()} CUDA devices and a torch built for CUDA {torch.version.cuda}"
-        words = message(OP, "device", "be one that torch finds", repr(str(chosen)), f"There are {devices}; use 'cpu'.")
-        raise NotImplementedError(words) from None
+        fault = message(OP, "device", "be one that torch finds", repr(str(chosen)), f"There are {devices}; use 'cpu'.")
+        raise NotImplementedError(fault) from None
     return chosen
 
 
@@ -317,18 +326,18 @@ def _folder(name: str, is_path: bool) -> Path:
     """The folder of this name. If there is none, a name that can only be a path is missing, and others may be misspelt models."""
     folder = Path(name)
     try:
-        found, there = folder.is_dir(), os.path.lexists(folder)
+        exists, there = folder.is_dir(), os.path.lexists(folder)
     except (OSError, ValueError):
-        found = there = False
-    if not found and there:
+        exists = there = False
+    if not exists and there:
         fail(OP, "name_or_path", "be a folder", f"the file {shown(name)}", "Name the folder that holds it.")
-    if not found and not is_path and _HUB_NAME.fullmatch(name):
+    if not exists and not is_path and _HUB_NAME.fullmatch(name):
         remedy = f"For a model of the Hugging Face hub: `hf download {name} --local-dir {name.partition('/')[2]}`, then name that folder."
         fail(OP, "name_or_path", "be a folder that exists", f"{shown(name)}, which is missing", remedy)
-    if not found and (is_path or os.sep in name or name.startswith((".", "~"))):
+    if not exists and (is_path or os.sep in name or name.startswith((".", "~"))):
         fail(OP, "name_or_path", "be a folder that exists", f"{shown(name)}, which is missing")
     models = f"{did_you_mean(name, (*available(), *PACKAGED))}Models: {', '.join(available())}."
-    check(found and name != "", OP, "name_or_path", "name a model or a local folder", shown(name), models)
+    check(exists and name != "", OP, "name_or_path", "name a model or a local folder", shown(name), models)
     return folder
 
 
@@ -344,8 +353,8 @@ def _folder_checkpoint(folder: Path, dtype: torch.dtype | None, packed: bool | N
     config, layout = _described(fields, quantised=scheme is not None)
     if dtype is None:
         stored = next((fields.values[name] for name in ("dtype", "torch_dtype") if name in fields.values), "float32")
-        known = isinstance(stored, str) and stored in DTYPES
-        check(known, OP, "config.json: dtype", f"be one of {', '.join(DTYPES)}", shown(stored), "Pass dtype=.")
+        valid = isinstance(stored, str) and stored in DTYPES
+        check(valid, OP, "config.json: dtype", f"be one of {', '.join(DTYPES)}", shown(stored), "Pass dtype=.")
         dtype = DTYPES[stored]
     generation = read_fields(folder, "generation_config.json")
     ends = generation.ids("eos_token_id", config.vocab_size) if generation is not None else None
@@ -414,9 +423,9 @@ def from_published(
 ) -> Model:
     """A model from a parsed config.json and tensors with published names, as a checkpoint's folder has them."""
     fields = Fields(config)
-    ours, layout = _described(fields)
-    mask_token = fields.token("mask_token_id", ours.vocab_size, _MASK_TOKENS.get(str(_kind(fields))))
-    return _assemble(ours, {**layout.gather(state)}, dtype, device, tokenizer, end_tokens, mask_token)
+    model_config, layout = _described(fields)
+    mask_token = fields.token("mask_token_id", model_config.vocab_size, _MASK_TOKENS.get(str(_kind(fields))))
+    return _assemble(model_config, {**layout.gather(state)}, dtype, device, tokenizer, end_tokens, mask_token)
 
 
 def _assemble(
@@ -455,10 +464,10 @@ def _assemble(
     # One after the other: what is converted or moved is in memory once.
     placed: dict[str, Stated] = {}
     for name in list(state):
-        given = state.pop(name)
-        if isinstance(given, QuantizedWeight):
-            placed[name] = given.to(device)
+        value = state.pop(name)
+        if isinstance(value, QuantizedWeight):
+            placed[name] = value.to(device)
         else:
-            placed[name] = _memory.moved(given, dtype, device)
+            placed[name] = _memory.moved(value, dtype, device)
     adopt_(model, placed)
     return model.requires_grad_(False).eval()

@@ -88,8 +88,8 @@ class DFlashHead(DrafterHead):
         super().__init__()
         self.config, body = config, config.body
         width = body.hidden_size
-        own = nn.Parameter(torch.empty(body.vocab_size, width)) if config.own_embedding else None
-        self.register_parameter("embedding", own)
+        embedding = nn.Parameter(torch.empty(body.vocab_size, width)) if config.own_embedding else None
+        self.register_parameter("embedding", embedding)
         self.fc: Matrix = nn.Parameter(torch.empty(width, len(config.taps) * width))
         self.hidden_norm = nn.Parameter(torch.empty(width))
         self.layers = nn.ModuleList(Layer(body) for _ in range(body.layers))

@@ -74,8 +74,8 @@ class EagleConfig(DrafterConfig):
             check(0 <= self.mask_token < vocabulary, _OP, "mask_token", f"be in 0 .. {vocabulary - 1}", self.mask_token)
         for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "own_embedding"):
             check_flag(_OP, name, getattr(self, name))
-        both = self.norm_before_fc and self.fc_norm
-        check(not both, _OP, "fc_norm", "be False with norm_before_fc", self.fc_norm)
+        twice = self.norm_before_fc and self.fc_norm
+        check(not twice, _OP, "fc_norm", "be False with norm_before_fc", self.fc_norm)
         shared = not self.own_embedding and self.target_hidden_size != self.body.hidden_size
         check(not shared, _OP, "own_embedding", "be True where the target has another hidden size", False)
 
@@ -92,8 +92,8 @@ class EagleLayer(Layer):
     def start(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The residual, and the input of attention's projections."""
         normed = rms_norm(hidden, self.hidden_norm, self.config.norm_eps)
-        both = torch.cat([self.normed(embedded), normed], -1)
-        return normed if self.norm_before_residual else hidden, both
+        joined = torch.cat([self.normed(embedded), normed], -1)
+        return normed if self.norm_before_residual else hidden, joined
 
     def finish(self, residual: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
         """The residual after attention, and the MLP's output, which is still to be added."""
@@ -123,8 +123,8 @@ class EagleHead(DrafterHead):
         super().__init__()
         self.config, body = config, config.body
         taps, width = len(config.taps), config.target_hidden_size
-        own = nn.Parameter(torch.empty(body.vocab_size, body.hidden_size)) if config.own_embedding else None
-        self.register_parameter("embedding", own)
+        embedding = nn.Parameter(torch.empty(body.vocab_size, body.hidden_size)) if config.own_embedding else None
+        self.register_parameter("embedding", embedding)
         self.fc: Matrix = nn.Parameter(torch.empty(body.hidden_size, taps * width))
         before = nn.Parameter(torch.empty(taps * width)) if config.norm_before_fc or config.fc_norm else None
         self.register_parameter("fc_norm", before)
@@ -149,14 +149,14 @@ class EagleHead(DrafterHead):
             assert weight is not None
             flat = rms_norm(flat, weight, eps)
         elif weight is not None:
-            parts = weight.view(features.shape[-2:])
-            flat = torch.cat([rms_norm(features[..., i, :], part, eps) for i, part in enumerate(parts)], -1)
+            norms = weight.view(features.shape[-2:])
+            flat = torch.cat([rms_norm(features[..., i, :], norm, eps) for i, norm in enumerate(norms)], -1)
         return linear(flat, self.fc)
 
     def masks(self) -> Tensor:
         """Of P-EAGLE: what it reads in place of features that are not there yet, ``(1, 1, hidden_size)``."""
-        given = cast(Tensor, self.mask_hidden)
-        return self.fused(given.unflatten(-1, (len(self.config.taps), -1)))
+        features = cast(Tensor, self.mask_hidden)
+        return self.fused(features.unflatten(-1, (len(self.config.taps), -1)))
 
     def forward(
         self,

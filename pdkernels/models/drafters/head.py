@@ -82,6 +82,6 @@ class DrafterHead(nn.Module):
         state = quantized_state(self, format, group, skip, False, matrices=DRAFTER_MATRICES)
         state["vocabulary"] = self.vocabulary
         with torch.device("meta"):
-            made = type(self)(self.config)
-        adopt_(made, state)
-        return made.requires_grad_(False).eval()
+            head = type(self)(self.config)
+        adopt_(head, state)
+        return head.requires_grad_(False).eval()

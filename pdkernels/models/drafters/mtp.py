@@ -118,8 +118,8 @@ class MtpHead(DrafterHead):
             cache: of `new_cache`; `counts` as in a forward of `Transformer`.
         """
         with torch.no_grad():
-            both = self._normed(embedded, "embedding_norm"), self._normed(hidden, "hidden_norm")
-            x = linear(torch.cat(both[::-1] if self.config.hidden_first else both, -1), self.fc)
+            halves = self._normed(embedded, "embedding_norm"), self._normed(hidden, "hidden_norm")
+            x = linear(torch.cat(halves[::-1] if self.config.hidden_first else halves, -1), self.fc)
             return self._normed(self._layer(x, cache, counts), "norm")
 
     def logits(self, hidden: Tensor, head: Any) -> Tensor:
@@ -142,5 +142,5 @@ class MtpHead(DrafterHead):
         visibility = cached_visibility(cache, lengths, counts, count, None)
         positions = cache.lengths[:, None] + torch.arange(count, device=x.device)
         rotation = self.tables.covering(cache.capacity + count, x.device, x.dtype).at(positions)
-        found: Tensor = layer(x, hybrid.Rows(rotation, visibility, cast(Any, cache), counts, None, None))
-        return found
+        output: Tensor = layer(x, hybrid.Rows(rotation, visibility, cast(Any, cache), counts, None, None))
+        return output

@@ -36,45 +36,57 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-def layer_parts(body: TransformerConfig, ours: str, theirs: str, width: int) -> Iterator[tuple[str, Parts]]:
+def layer_parts(body: TransformerConfig, prefix: str, source_prefix: str, width: int) -> Iterator[tuple[str, Parts]]:
     """Our parameters of a layer whose attention reads `width` numbers, and their parts."""
     hidden, inner = body.hidden_size, body.intermediate_size
     query, key_value = body.heads * body.head_dim, body.kv_heads * body.head_dim
     widths = {"q": query, "k": key_value, "v": key_value}
-    yield f"{ours}attention_norm", {f"{theirs}input_layernorm.weight": (hidden,)}
-    yield f"{ours}qkv", {f"{theirs}self_attn.{name}_proj.weight": (size, width) for name, size in widths.items()}
+    yield f"{prefix}attention_norm", {f"{source_prefix}input_layernorm.weight": (hidden,)}
+    yield (
+        f"{prefix}qkv",
+        {f"{source_prefix}self_attn.{name}_proj.weight": (size, width) for name, size in widths.items()},
+    )
     if body.qkv_bias:
-        yield f"{ours}qkv_bias", {f"{theirs}self_attn.{name}_proj.bias": (size,) for name, size in widths.items()}
+        yield (
+            f"{prefix}qkv_bias",
+            {f"{source_prefix}self_attn.{name}_proj.bias": (size,) for name, size in widths.items()},
+        )
     if body.qk_norm:
         for name in ("q_norm", "k_norm"):
-            yield f"{ours}{name}", {f"{theirs}self_attn.{name}.weight": (body.head_dim,)}
-    yield f"{ours}output", {f"{theirs}self_attn.o_proj.weight": (hidden, query)}
+            yield f"{prefix}{name}", {f"{source_prefix}self_attn.{name}.weight": (body.head_dim,)}
+    yield f"{prefix}output", {f"{source_prefix}self_attn.o_proj.weight": (hidden, query)}
     if body.output_bias:
-        yield f"{ours}output_bias", {f"{theirs}self_attn.o_proj.bias": (hidden,)}
-    yield f"{ours}mlp_norm", {f"{theirs}post_attention_layernorm.weight": (hidden,)}
-    yield f"{ours}gate_up", {f"{theirs}mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
-    yield f"{ours}down", {f"{theirs}mlp.down_proj.weight": (hidden, inner)}
+        yield f"{prefix}output_bias", {f"{source_prefix}self_attn.o_proj.bias": (hidden,)}
+    yield f"{prefix}mlp_norm", {f"{source_prefix}post_attention_layernorm.weight": (hidden,)}
+    yield f"{prefix}gate_up", {f"{source_prefix}mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
+    yield f"{prefix}down", {f"{source_prefix}mlp.down_proj.weight": (hidden, inner)}
     if body.mlp_bias:
-        yield f"{ours}gate_up_bias", {f"{theirs}mlp.{name}_proj.bias": (inner,) for name in ("gate", "up")}
-        yield f"{ours}down_bias", {f"{theirs}mlp.down_proj.bias": (hidden,)}
+        yield f"{prefix}gate_up_bias", {f"{source_prefix}mlp.{name}_proj.bias": (inner,) for name in ("gate", "up")}
+        yield f"{prefix}down_bias", {f"{source_prefix}mlp.down_proj.bias": (hidden,)}
 
 
-def vocabulary_of(weights: Weights, size: int, whole: int) -> Tensor:
+def vocabulary_of(weights: Weights, size: int, target_size: int) -> Tensor:
     """The target's ids of the `size` tokens that are drafted, from their offsets in ``d2t``."""
     ids = torch.arange(size)
     if "d2t" not in weights.stored:
-        check(size == whole, OP, "drafter", f"hold d2t, the map of its {size} tokens to the target's {whole}", "none")
+        check(
+            size == target_size,
+            OP,
+            "drafter",
+            f"hold d2t, the map of its {size} tokens to the target's {target_size}",
+            "none",
+        )
         return ids
     offsets = weights.whole("d2t")
     check(offsets.shape == (size,), OP, "d2t", f"have shape ({size},)", tuple(offsets.shape))
     check(not offsets.is_floating_point(), OP, "d2t", "hold integers", offsets.dtype)
     ids = ids + offsets.long()
     low, high = (int(end) for end in ids.aminmax())
-    check(low >= 0 and high < whole, OP, "d2t", f"lead to ids in 0 .. {whole - 1}", f"{low}..{high}")
+    check(low >= 0 and high < target_size, OP, "d2t", f"lead to ids in 0 .. {target_size - 1}", f"{low}..{high}")
     check(len(ids.unique()) == size, OP, "d2t", "lead to different ids", "the same one twice")
     if "t2d" in weights.stored:
         flags = weights.whole("t2d")
-        check(flags.shape == (whole,), OP, "t2d", f"have shape ({whole},)", tuple(flags.shape))
+        check(flags.shape == (target_size,), OP, "t2d", f"have shape ({target_size},)", tuple(flags.shape))
         same = torch.equal(flags.bool().nonzero()[:, 0], ids.sort().values)
         check(same, OP, "t2d", "name the tokens of d2t", "others")
     return ids
@@ -94,8 +106,10 @@ def proposals(algorithm: str, target: str, tokens: int) -> dict[str, Any]:
 def layer_config(body: TransformerConfig) -> dict[str, Any]:
     """The sizes of layers as a config.json of Llama or Qwen3 has them."""
     family = "qwen3" if body.qk_norm else "llama"
-    fits = body.qkv_bias == body.output_bias and not (body.mlp_bias and body.qk_norm) and body.rope_style == "half"
-    demand(fits, "biases", "be those of Llama or Qwen3", body)
+    expressible = (
+        body.qkv_bias == body.output_bias and not (body.mlp_bias and body.qk_norm) and body.rope_style == "half"
+    )
+    demand(expressible, "biases", "be those of Llama or Qwen3", body)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": body.rope_theta}
     scaling = body.rope_scaling
     if isinstance(scaling, LinearScaling):
@@ -110,7 +124,7 @@ def layer_config(body: TransformerConfig) -> dict[str, Any]:
         }
     else:
         demand(scaling is None, "rope_scaling", "be linear, of Llama 3, or absent", scaling)
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "model_type": family,
         "vocab_size": body.vocab_size,
         "hidden_size": body.hidden_size,
@@ -126,4 +140,4 @@ def layer_config(body: TransformerConfig) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "rope_parameters": rope,
     }
-    return found | ({"mlp_bias": body.mlp_bias} if family == "llama" else {})
+    return fields | ({"mlp_bias": body.mlp_bias} if family == "llama" else {})

@@ -87,9 +87,9 @@ class BranchRows:
         qk, v = qkv.split_with_sizes((qkv.shape[2] - kv_heads, kv_heads), -2)
         qk = rotated(qk, self._rotation, self._config.rope_style)
         q, k = qk.split_with_sizes((qk.shape[2] - kv_heads, kv_heads), -2)
-        known, values = self._keys[layer], self._values[layer]
-        if known is not None and values is not None:
-            q = torch.cat([q.new_zeros(len(q), known.shape[1], *q.shape[2:]), q], 1)
-            k, v = torch.cat([known, k], 1), torch.cat([values, v], 1)
+        keys, values = self._keys[layer], self._values[layer]
+        if keys is not None and values is not None:
+            q = torch.cat([q.new_zeros(len(q), keys.shape[1], *q.shape[2:]), q], 1)
+            k, v = torch.cat([keys, k], 1), torch.cat([values, v], 1)
         self._keys[layer], self._values[layer] = k, v
         return attend_stored(q, k, v, self._visibility, self._cache, layer)[:, -qkv.shape[1] :]

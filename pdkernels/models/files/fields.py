@@ -37,14 +37,14 @@ def shown(value: object) -> str:
         return f"a list of {len(value)}"
     if isinstance(value, int) and abs(value) >= 1 << 200:
         return f"a number of {value.bit_length()} bits"
-    words = ascii(value)
-    return words if len(words) <= 80 else words[:77] + "..."
+    text = ascii(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def some(names: Iterable[str], maximum: int = 4) -> str:
     """The first of these names, and the number of the others."""
-    listed = [name if name.isprintable() and len(name) <= 120 else shown(name) for name in names]
-    return ", ".join(listed[:maximum]) + (f" and {len(listed) - maximum} more" if len(listed) > maximum else "")
+    readable = [name if name.isprintable() and len(name) <= 120 else shown(name) for name in names]
+    return ", ".join(readable[:maximum]) + (f" and {len(readable) - maximum} more" if len(readable) > maximum else "")
 
 
 def demand(condition: bool, field: str, expectation: str, actual: object) -> None:
@@ -59,11 +59,11 @@ def read_from(where: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, NotImplementedError) as error:
-        op, _, words = str(error).partition(": ")
+        op, _, detail = str(error).partition(": ")
         if op == f"pdkernels.{OP}" or not op.startswith("pdkernels."):
             raise
         kind = NotImplementedError if isinstance(error, NotImplementedError) else ValueError
-        raise kind(f"pdkernels.{OP}: {where}: {words}") from None
+        raise kind(f"pdkernels.{OP}: {where}: {detail}") from None
 
 
 class Fields:
@@ -144,11 +144,11 @@ class Fields:
         if name not in self.values:
             return None
         value = self.values[name]
-        listed = value if isinstance(value, list) else [value]
-        for token in listed:
+        tokens = value if isinstance(value, list) else [value]
+        for token in tokens:
             if type(token) is not int or not 0 <= token < below:
                 self._refuse(name, f"be ids below vocab_size ({below})", token)
-        return tuple(dict.fromkeys(listed))
+        return tuple(dict.fromkeys(tokens))
 
     def texts(self, name: str) -> list[str]:
         """A list of strings, empty if absent."""

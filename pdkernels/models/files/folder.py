@@ -44,8 +44,8 @@ def member(folder: Path, name: str, named_by: str = "") -> Path | None:
     In the cache of the Hugging Face Hub, the files of a snapshot are links into the folder ``blobs`` next to it, which are followed.
     """
     label = f"{named_by}: {shown(name)}" if named_by else name
-    inside = name and not os.path.isabs(name) and not {"..", "", "."} & set(name.split("/")) and "\\" not in name
-    check(bool(inside), OP, label, "be the name of a file inside the folder", "a path that leads elsewhere")
+    is_inside = name and not os.path.isabs(name) and not {"..", "", "."} & set(name.split("/")) and "\\" not in name
+    check(bool(is_inside), OP, label, "be the name of a file inside the folder", "a path that leads elsewhere")
     path = folder / name
     try:
         home = folder.resolve()
@@ -117,42 +117,43 @@ class Weights:
         self._open: dict[str, Any] = {}
         self._places: dict[str, tuple[Path, int]] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        listed = _listed(folder) if files is None else {}
-        for file in files or dict.fromkeys(listed.values()) or _found(folder):
+        file_of = _listed(folder) if files is None else {}
+        for file in files or dict.fromkeys(file_of.values()) or _found(folder):
             self._read_header(folder / file, file)
-        for name, file in listed.items():
-            held = self.stored.get(name)
-            if held is None or held.file != file:
+        for name, file in file_of.items():
+            stored = self.stored.get(name)
+            if stored is None or stored.file != file:
                 fail(OP, file, f"hold what {INDEX} says", f"no tensor called {some([name])}")
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors, on the CPU."""
         try:
-            return {name: self._open[known.file].get_tensor(name) for name, known in self.stored.items()}
+            return {name: self._open[stored.file].get_tensor(name) for name, stored in self.stored.items()}
         except (SafetensorError, OSError, RuntimeError, ValueError) as error:
             fail(OP, some(sorted(self._open)), "be readable as safetensors", _why(error))
 
     def parameters(self, layout: Layout, dtype: torch.dtype | None, device: torch.device) -> dict[str, torch.Tensor]:
         """Our parameters, as `Layout.gather` makes them of all tensors, but one after the other; `dtype` None: as stored."""
-        ours = {
-            name: layout.shaped(name, self.parameter(layout, parts, dtype)).to(device) for name, parts in layout.parts()
+        parameters = {
+            name: layout.shaped(name, self.parameter(layout, sources, dtype)).to(device)
+            for name, sources in layout.parts()
         }
         self.check_tied(layout)
-        return ours
+        return parameters
 
-    def parameter(self, layout: Layout, parts: Parts, dtype: torch.dtype | None) -> torch.Tensor:
+    def parameter(self, layout: Layout, shapes: Parts, dtype: torch.dtype | None) -> torch.Tensor:
         """One of our parameters from its parts."""
-        sources = {layout.name_in(self.stored, part): shape for part, shape in parts.items()}
+        sources = {layout.name_in(self.stored, name): shape for name, shape in shapes.items()}
         kinds = [DTYPES[self.stored[source].dtype] for source in sources]
         rows = sum(math.prod(shape[:-1]) if len(shape) > 1 else shape[0] for shape in sources.values())
         last = next(iter(sources.values()))
-        whole = _memory.empty((rows, *last[1:][-1:]), dtype or reduce(torch.promote_types, kinds))
+        result = _memory.empty((rows, *last[1:][-1:]), dtype or reduce(torch.promote_types, kinds))
         first = 0
         for source, shape in sources.items():
             count = math.prod(shape)
-            self.read_into_(whole.view(-1)[first : first + count], source)
+            self.read_into_(result.view(-1)[first : first + count], source)
             first += count
-        return whole
+        return result
 
     def check_tied(self, layout: Layout) -> None:
         """Refuses a stored head of a tied model that is not the embedding."""
@@ -161,30 +162,30 @@ class Weights:
 
     def _equal(self, name: str, other: str) -> bool:
         """Whether two tensors have equal numbers in the dtype of one of them."""
-        known = [self.stored[name], self.stored[other]]
-        count = math.prod(known[0].shape)
+        pair = [self.stored[name], self.stored[other]]
+        count = math.prod(pair[0].shape)
 
         def same(start: int, dtype: torch.dtype) -> bool:
-            pieces = [torch.empty(min(_COMPARED, count - start), dtype=dtype) for _ in known]
-            for piece, one in zip(pieces, (name, other)):
-                self.read_into_(piece, one, start)
+            pieces = [torch.empty(min(_COMPARED, count - start), dtype=dtype) for _ in pair]
+            for piece, name_ in zip(pieces, (name, other)):
+                self.read_into_(piece, name_, start)
             return torch.equal(*pieces)
 
-        dtypes, starts = {DTYPES[one.dtype] for one in known}, range(0, count, _COMPARED)
-        return known[0].shape == known[1].shape and any(all(same(start, dtype) for start in starts) for dtype in dtypes)
+        dtypes, starts = {DTYPES[tensor_name.dtype] for tensor_name in pair}, range(0, count, _COMPARED)
+        return pair[0].shape == pair[1].shape and any(all(same(start, dtype) for start in starts) for dtype in dtypes)
 
     def read_into_(self, target: torch.Tensor, name: str, first: int = 0) -> None:
         """The numbers of a tensor from the `first` on, as many as `target` has room for, a contiguous tensor of any dtype.
 
         Bytes go from the file straight into it: the file is not mapped, so nothing is in memory twice.
         """
-        known = DTYPES[self.stored[name].dtype]
+        dtype = DTYPES[self.stored[name].dtype]
         flat = target.view(-1)
-        if known == target.dtype:
+        if dtype == target.dtype:
             return self._read_bytes(flat, name, first)
         if self._buffer.numel() == 0:  # one for all tensors: the heap would not take a freed one again
             self._buffer = torch.empty(_READ_BYTES, dtype=torch.uint8)
-        buffer, step = self._buffer.view(known), _READ_BYTES // known.itemsize
+        buffer, step = self._buffer.view(dtype), _READ_BYTES // dtype.itemsize
         for start in range(0, len(flat), step):
             piece = buffer[: len(flat) - start]
             self._read_bytes(piece, name, first + start)
@@ -208,9 +209,9 @@ class Weights:
         """The slice from `start` to `stop` along dimension `dim` of a 1-D or 2-D tensor. Nothing else is read."""
         file = self.stored[name].file
         try:
-            known = self._open[file].get_slice(name)
-            part: torch.Tensor = known[start:stop] if dim == 0 else known[:, start:stop]
-            return part
+            stored = self._open[file].get_slice(name)
+            rows: torch.Tensor = stored[start:stop] if dim == 0 else stored[:, start:stop]
+            return rows
         except (SafetensorError, OSError, RuntimeError, ValueError) as error:
             fail(OP, file, "be readable as safetensors", _why(error))
 
@@ -234,12 +235,12 @@ class Weights:
             entries = json.loads(header_text)
             self._open[name] = opened
             for tensor in opened.keys():
-                known = opened.get_slice(tensor)
-                dtype = str(known.get_dtype())
+                tensor_slice = opened.get_slice(tensor)
+                dtype = str(tensor_slice.get_dtype())
                 if tensor in self.stored:
                     other = self.stored[tensor].file
                     fail(OP, name, f"hold no tensor that {other} holds too", some([tensor]), "Leave one of them out.")
-                self.stored[tensor] = Stored(tuple(known.get_shape()), _NUMBERS.get(dtype, dtype), name)
+                self.stored[tensor] = Stored(tuple(tensor_slice.get_shape()), _NUMBERS.get(dtype, dtype), name)
                 self._places[tensor] = path, 8 + size + _offset(entries.get(tensor), self.stored[tensor])
         except (SafetensorError, OSError, RuntimeError, ValueError) as error:
             if str(error).startswith("pdkernels."):
@@ -247,12 +248,12 @@ class Weights:
             fail(OP, name, "be a whole safetensors file", _why(error))
 
 
-def _offset(entry: Any, known: Stored) -> int:
+def _offset(entry: Any, stored: Stored) -> int:
     """Where a tensor's data begins after the header. What the library read of a header with names given twice may differ."""
     start, end = entry["data_offsets"]
-    dtype = DTYPES.get(known.dtype)
-    fits = tuple(entry["shape"]) == known.shape
-    if not fits or (dtype is not None and end - start != math.prod(known.shape) * dtype.itemsize):
+    dtype = DTYPES.get(stored.dtype)
+    same_shape = tuple(entry["shape"]) == stored.shape
+    if not same_shape or (dtype is not None and end - start != math.prod(stored.shape) * dtype.itemsize):
         raise ValueError("its header names a tensor twice")
     return int(start)
 
@@ -264,10 +265,10 @@ def _listed(folder: Path) -> dict[str, str]:
         return {}
     index.require(["weight_map"])
     weight_map = index.get("weight_map")
-    fits = isinstance(weight_map, dict) and weight_map and all(isinstance(file, str) for file in weight_map.values())
-    check(bool(fits), OP, f"{INDEX}: weight_map", "name the file of each tensor", shown(weight_map))
-    missing = [name for name in sorted(set(weight_map.values())) if member(folder, name, INDEX) is None]
-    check(not missing, OP, "name_or_path", f"hold the files of {INDEX}", f"none called {some(missing)}")
+    valid = isinstance(weight_map, dict) and weight_map and all(isinstance(file, str) for file in weight_map.values())
+    check(bool(valid), OP, f"{INDEX}: weight_map", "name the file of each tensor", shown(weight_map))
+    absent_files = [name for name in sorted(set(weight_map.values())) if member(folder, name, INDEX) is None]
+    check(not absent_files, OP, "name_or_path", f"hold the files of {INDEX}", f"none called {some(absent_files)}")
     if _SINGLE not in weight_map.values() and member(folder, _SINGLE) is not None:
         fail(OP, INDEX, f"name {_SINGLE}, which is there too", "only other files", "Leave one of them out.")
     return dict(weight_map)
@@ -275,19 +276,19 @@ def _listed(folder: Path) -> dict[str, str]:
 
 def _found(folder: Path) -> list[str]:
     try:
-        found = sorted(path.name for path in folder.glob("*.safetensors"))
+        names_found = sorted(path.name for path in folder.glob("*.safetensors"))
     except OSError as error:
         fail(OP, "name_or_path", "be a folder that can be read", f"{folder} ({_why(error)})")
     # Next to a model.safetensors, model.fp16.safetensors has the same tensors in another dtype.
-    others = (*_OTHERS, "model.") if _SINGLE in found else _OTHERS
-    names = [name for name in found if name == _SINGLE or not name.startswith(others)]
-    only = f", only {some(found)}" if found else ""
+    excluded = (*_OTHERS, "model.") if _SINGLE in names_found else _OTHERS
+    names = [name for name in names_found if name == _SINGLE or not name.startswith(excluded)]
+    only = f", only {some(names_found)}" if names_found else ""
     check(bool(names), OP, "name_or_path", "hold *.safetensors files", f"none in {folder}{only}")
     return [name for name in names if member(folder, name) is not None]
 
 
 def _why(error: Exception) -> str:
     """The message of another library, on one line."""
-    words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    words = " ".join(words.split()).rstrip(".")
-    return words if len(words) <= 200 else words[:197] + "..."
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    reason = " ".join(reason.split()).rstrip(".")
+    return reason if len(reason) <= 200 else reason[:197] + "..."

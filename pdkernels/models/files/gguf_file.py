@@ -83,12 +83,12 @@ class GgufFile:
         data = numpy.frombuffer(self._map, numpy.uint8, tensor.bytes, tensor.start)
         block, width = self._quants.GGML_QUANT_SIZES[kind]
         for first in range(0, len(flat), _CHUNK):
-            part = flat[first : first + _CHUNK]
+            chunk = flat[first : first + _CHUNK]
             # As one row: the package takes small groups of rows at a time.
-            row = data[first // block * width :][: len(part) // block * width].reshape(1, -1)
+            row = data[first // block * width :][: len(chunk) // block * width].reshape(1, -1)
             with numpy.errstate(all="ignore"):  # scales may be infinite or NaN
                 numbers = self._quants.quants.dequantize(row, kind)
-            part.copy_(torch.from_numpy(numbers if numbers.flags.writeable else numbers.copy()).view(-1))
+            chunk.copy_(torch.from_numpy(numbers if numbers.flags.writeable else numbers.copy()).view(-1))
         self._let_go(tensor)
 
     @contextmanager
@@ -122,16 +122,16 @@ class GgufFile:
         version, tensors, keys = self._number("I"), self._number("Q"), self._number("Q")
         if version not in (2, 3):
             self._unsupported("have version 2 or 3, little-endian", version, "Convert the model again.")
-        for count, what in ((tensors, "tensors"), (keys, "fields")):
-            check(count <= _MAX_NAMES, OP, self.name, f"have at most {_MAX_NAMES} {what}", count)
+        for count, noun in ((tensors, "tensors"), (keys, "fields")):
+            check(count <= _MAX_NAMES, OP, self.name, f"have at most {_MAX_NAMES} {noun}", count)
         return version, tensors, keys
 
     def _value(self, kind: int, key: str) -> Any:
         if kind == _STRING:
-            words = self._text(key)
-            self._characters += len(words)
+            text = self._text(key)
+            self._characters += len(text)
             check(self._characters <= _MAX_TEXT, OP, self.name, f"hold at most {_MAX_TEXT} bytes of text", "more")
-            return words
+            return text
         if kind in _SCALARS:
             return self._number(_SCALARS[kind])
         if kind != _ARRAY:
@@ -167,31 +167,31 @@ class GgufFile:
             spans.append(self._at)
 
         def read() -> list[str]:
-            first, found = start, []
+            first, texts = start, []
             for end in spans:
-                found.append(self._map[first + 8 : end].decode("utf-8"))
+                texts.append(self._map[first + 8 : end].decode("utf-8"))
                 first = end
-            return found
+            return texts
 
         return Kept(count, read)
 
     def _table(self, count: int) -> dict[str, GgufTensor]:
-        listed: dict[str, tuple[tuple[int, ...], int, int]] = {}
+        entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
         for _ in range(count):
             name = self._text("the name of a tensor")
-            check(name not in listed, OP, self.name, "name every tensor once", f"{shown(name)} twice")
+            check(name not in entries, OP, self.name, "name every tensor once", f"{shown(name)} twice")
             dims = self._number("I")
             check(1 <= dims <= 4, OP, f"{self.name}: {shown(name)}", "have 1 to 4 dimensions", dims)
             sizes = tuple(self._number("Q") for _ in range(dims))
-            listed[name] = (sizes[::-1], self._number("I"), self._number("Q"))
+            entries[name] = (sizes[::-1], self._number("I"), self._number("Q"))
         align = self.fields.get("general.alignment", ABSENT["general.alignment"])
-        fits = type(align) is int and 8 <= align <= 1 << 20 and align & (align - 1) == 0
-        check(fits, OP, f"{self.name}: general.alignment", "be a power of two from 8", shown(align))
+        valid = type(align) is int and 8 <= align <= 1 << 20 and align & (align - 1) == 0
+        check(valid, OP, f"{self.name}: general.alignment", "be a power of two from 8", shown(align))
         start = -(-self._at // align) * align
-        tensors = {name: self._placed(name, *known, start, align) for name, known in listed.items()}
-        held = sum(tensor.bytes for tensor in tensors.values())
+        tensors = {name: self._placed(name, *entry, start, align) for name, entry in entries.items()}
+        nbytes = sum(tensor.bytes for tensor in tensors.values())
         check(
-            held <= max(self._size - start, 0),
+            nbytes <= max(self._size - start, 0),
             OP,
             self.name,
             "hold each tensor's bytes for itself",
@@ -201,46 +201,46 @@ class GgufFile:
 
     def _placed(self, name: str, shape: tuple[int, ...], kind: int, offset: int, start: int, align: int) -> GgufTensor:
         label = f"{self.name}: {shown(name)}"
-        sizes = {int(known): size for known, size in self._quants.GGML_QUANT_SIZES.items()}
+        sizes = {int(kind_number): size for kind_number, size in self._quants.GGML_QUANT_SIZES.items()}
         if kind not in sizes:
             self._unsupported("hold tensors of types that the installed gguf knows", f"type {kind} of {shown(name)}")
         block, width = sizes[kind]
         check(min(shape) >= 1, OP, label, "have no empty dimension", shape)
         check(shape[-1] % block == 0, OP, label, f"have rows of whole blocks of {block}", f"rows of {shape[-1]}")
-        held = math.prod(shape) // block * width
+        nbytes = math.prod(shape) // block * width
         check(offset % align == 0, OP, label, f"begin at a multiple of {align}", offset)
-        inside = start + offset + held <= self._size
+        in_file = start + offset + nbytes <= self._size
         remedy = "Was it copied as a whole?"
-        check(inside, OP, label, f"lie inside the file ({self._size} bytes)", f"shape {shape} at {offset}", remedy)
-        return GgufTensor(shape, kind, start + offset, held)
+        check(in_file, OP, label, f"lie inside the file ({self._size} bytes)", f"shape {shape} at {offset}", remedy)
+        return GgufTensor(shape, kind, start + offset, nbytes)
 
     def _refuse_parts(self) -> None:
-        parts = self.fields.get("split.count", ABSENT["split.count"])
-        if parts not in (0, 1):
+        count = self.fields.get("split.count", ABSENT["split.count"])
+        if count not in (0, 1):
             remedy = "Join its parts with `llama-gguf-split --merge`."
-            self._unsupported("be a whole model", f"one of {shown(parts)} parts", remedy)
+            self._unsupported("be a whole model", f"one of {shown(count)} parts", remedy)
 
     # ---- bytes
 
-    def _room(self, count: int, what: str) -> None:
+    def _room(self, count: int, field: str) -> None:
         if count > self._size - self._at:
-            self._broken(f"continue for {count} bytes with {shown(what)}", f"{self._size - self._at} more")
+            self._broken(f"continue for {count} bytes with {shown(field)}", f"{self._size - self._at} more")
 
-    def _bytes(self, count: int, what: str) -> bytes:
-        self._room(count, what)
+    def _bytes(self, count: int, field: str) -> bytes:
+        self._room(count, field)
         self._at += count
         return self._map[self._at - count : self._at]
 
     def _number(self, code: str) -> Any:
         return struct.unpack(f"<{code}", self._bytes(struct.calcsize(f"<{code}"), "a number"))[0]
 
-    def _text(self, what: str) -> str:
+    def _text(self, field: str) -> str:
         start = self._at + 8
         end = start + _LENGTH.unpack_from(self._map, self._at)[0] if start <= self._size else start
         if end > self._size:
-            self._broken(f"continue for a string in {shown(what)}", f"{self._size - self._at} bytes more")
+            self._broken(f"continue for a string in {shown(field)}", f"{self._size - self._at} bytes more")
         if end - start > _MAX:
-            fail(OP, self.name, f"hold strings of at most {_MAX} bytes", f"{end - start} in {shown(what)}")
+            fail(OP, self.name, f"hold strings of at most {_MAX} bytes", f"{end - start} in {shown(field)}")
         self._at = end
         return self._map[start:end].decode("utf-8")
 

@@ -49,52 +49,52 @@ class Layout(NamedTuple):
 
         Takes time linear in the checkpoint's tensors, whatever its config.json says.
         """
-        left = {
+        unread = {
             _embedding(self, names, name): tensor
             for name, tensor in names.items()
             if not (_follows(name) or name.startswith(self.apart))
         }
-        whole = f"hold every tensor of its {self.source}"
-        self.check_count(len(left))
-        missing = []
-        for _, parts in self.parts():
-            for name, shape in parts.items():
-                tensor = left.pop(name, None)
+        expectation = f"hold every tensor of its {self.source}"
+        self.check_count(len(unread))
+        absent_names = []
+        for _, sources in self.parts():
+            for name, shape in sources.items():
+                tensor = unread.pop(name, None)
                 if tensor is None:
-                    missing.append(name)
+                    absent_names.append(name)
                     continue
                 label = f"{tensor.file}: {name}" if tensor.file else name
                 check(tensor.shape == shape, OP, label, f"have shape {shape}", tensor.shape)
                 _check_dtype(label, tensor.dtype)
-        check(not missing, OP, "checkpoint", whole, f"none called {some(missing)}")
-        if self.tied and (head := left.pop(self.head, None)) is not None:
+        check(not absent_names, OP, "checkpoint", expectation, f"none called {some(absent_names)}")
+        if self.tied and (head := unread.pop(self.head, None)) is not None:
             _check_dtype(f"{head.file}: {self.head}" if head.file else self.head, head.dtype)
-        check(not left, OP, "checkpoint", f"hold only tensors of its {self.source}", f"also {some(sorted(left))}")
+        check(not unread, OP, "checkpoint", f"hold only tensors of its {self.source}", f"also {some(sorted(unread))}")
 
     def check_count(self, tensors: int) -> None:
         """Refuses a checkpoint with fewer tensors than layers, or than experts of a layer: each has its own."""
-        whole = f"hold every tensor of its {self.source}"
-        check(self.layers <= tensors, OP, "checkpoint", whole, f"{tensors} for {self.layers} layers")
+        expectation = f"hold every tensor of its {self.source}"
+        check(self.layers <= tensors, OP, "checkpoint", expectation, f"{tensors} for {self.layers} layers")
         apart = self.experts if self.separate_experts else 0
-        check(apart <= tensors, OP, "checkpoint", whole, f"{tensors} for {apart} experts")
+        check(apart <= tensors, OP, "checkpoint", expectation, f"{tensors} for {apart} experts")
 
     def gather(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Our parameters, from tensors with published names."""
         self.stored({name: Stored(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in state.items()})
-        left = {_embedding(self, state, name): tensor for name, tensor in state.items()}
-        ours = {}
-        for name, parts in self.parts():
-            tensors = [left[part] for part in parts]
+        sources = {_embedding(self, state, name): tensor for name, tensor in state.items()}
+        parameters = {}
+        for name, shapes in self.parts():
+            tensors = [sources[source] for source in shapes]
             joined = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-            ours[name] = self.shaped(name, joined)
-        if self.tied and self.head in left:
-            head, embedding = left[self.head], ours["embedding"]
+            parameters[name] = self.shaped(name, joined)
+        if self.tied and self.head in sources:
+            head, embedding = sources[self.head], parameters["embedding"]
             # They may be stored in dtypes of different precision.
             self.check_tied(
                 head.shape == embedding.shape
                 and any(torch.equal(head.to(kind), embedding.to(kind)) for kind in {head.dtype, embedding.dtype})
             )
-        return ours
+        return parameters
 
     def shaped(self, name: str, joined: torch.Tensor) -> torch.Tensor:
         """One of our parameters from its parts in one tensor: vectors and matrices, and stacks of matrices."""
@@ -108,21 +108,21 @@ class Layout(NamedTuple):
         remedy = f"It is {self.source} that says whether they are tied."
         check(same, OP, self.head, "equal the embedding of a tied model", "another matrix", remedy)
 
-    def name_in(self, names: Mapping[str, object], part: str) -> str:
+    def name_in(self, names: Mapping[str, object], source: str) -> str:
         """The name under which a checkpoint with these `names` stores a part: a tied head may be stored as the embedding."""
-        return self.head if self.tied and part == self.embedding and part not in names else part
+        return self.head if self.tied and source == self.embedding and source not in names else source
 
     def scatter(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The inverse of `gather`: views with the published names."""
-        theirs: dict[str, torch.Tensor] = {}
-        for name, parts in self.parts():
-            if len(parts) == 1:
-                ((part, shape),) = parts.items()
-                theirs[part] = state[name].view(shape)
+        tensors: dict[str, torch.Tensor] = {}
+        for name, shapes in self.parts():
+            if len(shapes) == 1:
+                ((source, shape),) = shapes.items()
+                tensors[source] = state[name].view(shape)
             else:
                 rows = state[name] if state[name].dim() <= 2 else state[name].flatten(0, -2)
-                theirs.update(zip(parts, rows.split([shape[0] for shape in parts.values()]), strict=True))
-        return theirs
+                tensors.update(zip(shapes, rows.split([shape[0] for shape in shapes.values()]), strict=True))
+        return tensors
 
 
 def _follows(name: str) -> bool:

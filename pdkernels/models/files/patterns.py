@@ -60,17 +60,17 @@ class Pattern:
         if self._at < len(text):
             self._invalid("unbalanced parenthesis")
 
-    def matches(self, text: str, whole: bool = False) -> bool:
-        """Whether the pattern matches at the beginning of `text`, up to its end if `whole`."""
-        return self._run(self._start, text, 0, whole)
+    def matches(self, text: str, to_end: bool = False) -> bool:
+        """Whether the pattern matches at the beginning of `text`, up to its end if `to_end`."""
+        return self._run(self._start, text, 0, to_end)
 
     # ---- matching
 
-    def _run(self, start: int, text: str, at: int, whole: bool = False) -> bool:
+    def _run(self, start: int, text: str, at: int, to_end: bool = False) -> bool:
         waiting = {start}
         for position in range(at, len(text) + 1):
             reached, ended = self._reach(waiting, text, position)
-            if ended and (not whole or position == len(text)):
+            if ended and (not to_end or position == len(text)):
                 return True
             if position == len(text) or not reached:
                 return False
@@ -107,8 +107,8 @@ class Pattern:
             return position == len(text) or (argument is None and text[position:] == "\n")
         if kind == "edge":
             sides = (text[position - 1 : position] if position else "", text[position : position + 1])
-            one, other = (_word(side) for side in sides)
-            return (one != other) is argument
+            before, after = (_word(side) for side in sides)
+            return (before != after) is argument
         start, expected = argument
         return self._run(start, text, position) is expected
 
@@ -168,12 +168,12 @@ class Pattern:
             if kind not in ":=!":
                 raise UnsupportedPattern(f"a group (?{kind}")
             expected = {"=": True, "!": False}.get(kind)
-        inside = self._alternatives(depth + 1)
+        body = self._alternatives(depth + 1)
         if not self._take(")"):
             self._invalid("missing )")
         if expected is None:
-            return inside
-        start = inside(self._add("end", None, -1))
+            return body
+        start = body(self._add("end", None, -1))
         return partial(self._add, "ahead", (start, expected))
 
     def _class(self) -> Callable[[int], int]:
@@ -183,11 +183,11 @@ class Pattern:
         while (letter := self._next()) != "]":
             if letter == "\\":
                 self._next()
-        words = self._text[first : self._at]
-        if "[" in words[1:] or any(pair in words for pair in ("--", "&&", "~~", "||")):
-            raise UnsupportedPattern(f"a class {words[:40]}")
+        class_text = self._text[first : self._at]
+        if "[" in class_text[1:] or any(pair in class_text for pair in ("--", "&&", "~~", "||")):
+            raise UnsupportedPattern(f"a class {class_text[:40]}")
         # A class matches a single character, so `re` takes bounded time.
-        return self._single(words)
+        return self._single(class_text)
 
     def _escape(self) -> Callable[[int], int]:
         letter = self._next()
@@ -203,9 +203,9 @@ class Pattern:
             raise UnsupportedPattern(f"a reference \\{letter}")
         return partial(self._add, "test", _CONTROLS.get(letter, letter).__eq__)
 
-    def _single(self, words: str) -> Callable[[int], int]:
+    def _single(self, class_text: str) -> Callable[[int], int]:
         try:
-            compiled = re.compile(words)
+            compiled = re.compile(class_text)
         except (re.error, RecursionError, OverflowError) as error:
             self._invalid(str(error))
         return partial(self._add, "test", lambda letter: compiled.fullmatch(letter) is not None)
@@ -242,11 +242,11 @@ class Pattern:
         for sign, bounds in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
             if self._take(sign):
                 return bounds
-        found = _REPEAT.match(self._text, self._at)
-        if found is None or found.group() == "{}":
+        match = _REPEAT.match(self._text, self._at)
+        if match is None or match.group() == "{}":
             return None
-        self._at = found.end()
-        low, comma, high = found.groups()
+        self._at = match.end()
+        low, comma, high = match.groups()
         minimum = int(low or 0)
         maximum = None if comma and not high else int(high) if high else minimum
         if maximum is not None and maximum < minimum:
@@ -262,9 +262,9 @@ class Pattern:
         return self._text[self._at - 1]
 
     def _take(self, sign: str) -> bool:
-        found = self._text.startswith(sign, self._at)
-        self._at += len(sign) if found else 0
-        return found
+        present = self._text.startswith(sign, self._at)
+        self._at += len(sign) if present else 0
+        return present
 
     def _invalid(self, why: str) -> NoReturn:
         raise InvalidPattern(f"{why} at position {self._at}")
@@ -287,7 +287,7 @@ class NamePatterns:
         self._budget = budget or Budget()
         # Most patterns are plain names, sometimes thousands of them, which are compared as strings.
         self._plain = {key: re.fullmatch(r"[\w.-]+", key) is not None for key in values}
-        self._patterns = {key: self._around(key) for key, plain in self._plain.items() if not plain}
+        self._patterns = {key: self._around(key) for key, is_plain in self._plain.items() if not is_plain}
 
     def _around(self, key: str) -> Pattern:
         try:
@@ -304,13 +304,13 @@ class NamePatterns:
         """The first pattern that matches."""
         starts = [0, *(at + 1 for at, letter in enumerate(module) if letter == ".")]
         ends = {len(module) - start: module[start:] for start in starts}
-        for key, plain in self._plain.items():
+        for key, is_plain in self._plain.items():
             self._budget.spend(1)
-            if not plain:
-                found = self._patterns[key].matches(module)
+            if not is_plain:
+                matched = self._patterns[key].matches(module)
             else:
                 end = ends.get(len(key))
-                found = end is not None and all(a in (b, ".") for a, b in zip(key, end))
-            if found:
+                matched = end is not None and all(a in (b, ".") for a, b in zip(key, end))
+            if matched:
                 return key
         return None

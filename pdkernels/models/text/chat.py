@@ -42,8 +42,8 @@ class ChatTemplate:
         self, source: str | Mapping[str, str], tokens: Mapping[str, str] = {}, where: str = "chat template"
     ) -> None:
         self.named = dict(source) if isinstance(source, Mapping) else None
-        every: dict[str, Any] = {"": source} if self.named is None else self.named
-        for name, text in every.items():
+        sources: dict[str, Any] = {"": source} if self.named is None else self.named
+        for name, text in sources.items():
             label = f"{where} {name!r}" if name else where
             check_type(isinstance(text, str), OP, label, "be text", type(text).__name__)
             check(len(text) <= _MAX, OP, label, f"have at most {_MAX} characters", len(text))
@@ -79,21 +79,21 @@ class ChatTemplate:
         """
         check_messages(_OP, "messages", messages)
         for name in ("tools", "documents"):
-            given = variables.setdefault(name, None)
-            listed = given is None or (isinstance(given, Sequence) and all(isinstance(one, Mapping) for one in given))
-            check_type(listed, _OP, name, "be a list of JSON objects", shown(given))
+            value = variables.setdefault(name, None)
+            valid = value is None or (isinstance(value, Sequence) and all(isinstance(item, Mapping) for item in value))
+            check_type(valid, _OP, name, "be a list of JSON objects", shown(value))
         source = self.chosen(chat_template, variables["tools"])
         continued = "content" if continue_final_message is True else continue_final_message
         prompt = not continued if add_generation_prompt is None else bool(add_generation_prompt)
         check(not (prompt and continued), _OP, "add_generation_prompt", "be False with continue_final_message", True)
         try:
-            chat = [_with_reasoning(_plain(_without_none(one, source))) for one in messages]
-            known = _plain({**self.tokens, **variables})
+            chat = [_with_reasoning(_plain(_without_none(item, source))) for item in messages]
+            context = _plain({**self.tokens, **variables})
         except RecursionError:
             fail(_OP, "messages", "be plain data", "lists or objects too deep inside each other")
         ending = _mark_final(chat[-1], str(continued), source) if continued else None
         self._check_library()
-        variables = {**known, "add_generation_prompt": prompt}
+        variables = {**context, "add_generation_prompt": prompt}
         try:
             text = template_process.render(source, {**variables, "messages": chat}, _MAX)
         except template_process.TemplateFault as error:
@@ -113,8 +113,8 @@ class ChatTemplate:
             return str(self.source)
         if name is None:
             name = "tool_use" if tools is not None and "tool_use" in self.named else "default"
-        known = f"be one of {some(sorted(self.named), 60)}"
-        check(name in self.named, _OP, "chat_template", known, shown(name))
+        expectation = f"be one of {some(sorted(self.named), 60)}"
+        check(name in self.named, _OP, "chat_template", expectation, shown(name))
         return self.named[name]
 
     def _check_library(self) -> None:
@@ -123,7 +123,7 @@ class ChatTemplate:
             import jinja2
         except ImportError as error:
             raise ImportError(f"pdkernels.{OP}: {self.where} needs the optional library `jinja2`. {how}") from error
-        version = tuple(int(part) if part.isdigit() else 0 for part in jinja2.__version__.split(".")[:3])
+        version = tuple(int(number) if number.isdigit() else 0 for number in jinja2.__version__.split(".")[:3])
         if version < _JINJA:
             minimum = ".".join(map(str, _JINJA))
             raise ImportError(
@@ -132,19 +132,25 @@ class ChatTemplate:
             )
 
     def _fault(self, error: Exception) -> NoReturn:
-        words = " ".join(str(error).split()).rstrip(".")
-        words = words if len(words) <= 240 else words[:237] + "..."
-        fail(OP, self.where, "render the messages", words)
+        reason = " ".join(str(error).split()).rstrip(".")
+        reason = reason if len(reason) <= 240 else reason[:237] + "..."
+        fail(OP, self.where, "render the messages", reason)
 
 
 def check_messages(op: str, argument: str, messages: Any) -> None:
     """Raises TypeError or ValueError if this is not a list of messages."""
-    listed = isinstance(messages, Sequence) and all(isinstance(message, Mapping) for message in messages)
-    check_type(listed, op, argument, "be a list of messages", type(messages).__name__)
+    are_messages = isinstance(messages, Sequence) and all(isinstance(message, Mapping) for message in messages)
+    check_type(are_messages, op, argument, "be a list of messages", type(messages).__name__)
     check(len(messages) > 0, op, argument, "hold at least one message", "an empty list")
     for message in messages:
-        words = "hold a 'role' and a 'content'"
-        check(isinstance(message.get("role"), str), op, argument, words, f"a message with {sorted(map(str, message))}")
+        expectation = "hold a 'role' and a 'content'"
+        check(
+            isinstance(message.get("role"), str),
+            op,
+            argument,
+            expectation,
+            f"a message with {sorted(map(str, message))}",
+        )
 
 
 def _plain(value: Any) -> Any:
@@ -195,11 +201,11 @@ def _with_other_arguments(chat: list[dict[str, Any]]) -> list[dict[str, Any]] | 
                 function["arguments"], changed = json.dumps(arguments, ensure_ascii=False), True
             elif isinstance(arguments, str):
                 try:
-                    made = json.loads(arguments)
+                    decoded = json.loads(arguments)
                 except (ValueError, RecursionError):
                     continue
-                if isinstance(made, dict):
-                    function["arguments"], changed = made, True
+                if isinstance(decoded, dict):
+                    function["arguments"], changed = decoded, True
     return other if changed else None
 
 
@@ -218,7 +224,12 @@ def _mark_final(message: dict[str, Any], field: str, source: str) -> str:
     check(any(name in source for name in fields), op, label, "name a field that the template reads", shown(field))
     if isinstance(text, (list, tuple)):
         block = next(
-            (part for part in reversed(text) if isinstance(part, dict) and isinstance(part.get("text"), str)), None
+            (
+                text_block
+                for text_block in reversed(text)
+                if isinstance(text_block, dict) and isinstance(text_block.get("text"), str)
+            ),
+            None,
         )
         if block is None:
             raise ValueError(sentence(op, f"{label} needs a last message with text"))

@@ -24,8 +24,8 @@ _WAIT = 30.0  # seconds of wall time, for a busy machine
 class TemplateFault(Exception):
     """A template that did not render: the type and the message of its error."""
 
-    def __init__(self, kind: str, words: str) -> None:
-        super().__init__(f"{kind} ({words})" if words else kind)
+    def __init__(self, kind: str, detail: str) -> None:
+        super().__init__(f"{kind} ({detail})" if detail else kind)
 
 
 class _Process:
@@ -42,7 +42,7 @@ class _Process:
         with self._lock:
             running = self._started()
             try:
-                kind, words = self._exchange(running, request)
+                kind, text = self._exchange(running, request)
             except BaseException:
                 # Its next answer would belong to this call.
                 self._end()
@@ -50,18 +50,18 @@ class _Process:
             if kind == "MemoryError":
                 self._end()  # its remaining memory may be fragmented
         if kind == "text":
-            return words
-        if kind == "MemoryError" and not words:
-            words = f"more than {_MEMORY >> 20} MiB"
-        raise TemplateFault(kind, words)
+            return text
+        if kind == "MemoryError" and not text:
+            text = f"more than {_MEMORY >> 20} MiB"
+        raise TemplateFault(kind, text)
 
     def _started(self) -> subprocess.Popen[bytes]:
         # After a fork the pipes still belong to the parent, which keeps using them.
         if self._running is None or self._owner != os.getpid() or self._running.poll() is not None:
             command = [sys.executable, "-I", str(_WORKER), json.dumps(sys.path), str(_MEMORY), str(_SECONDS)]
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-            kept = {name: os.environ[name] for name in ("SYSTEMROOT", "TZ") if name in os.environ}
-            self._running, self._owner = subprocess.Popen(command, env=kept, **pipes), os.getpid()
+            environment = {name: os.environ[name] for name in ("SYSTEMROOT", "TZ") if name in os.environ}
+            self._running, self._owner = subprocess.Popen(command, env=environment, **pipes), os.getpid()
             try:
                 ready, _ = self._answer(self._running, time.monotonic() + _WAIT)
                 if ready != "ready":
@@ -86,20 +86,20 @@ class _Process:
         assert running.stdout is not None
         content, size = bytearray(), 8
         while len(content) < size:
-            left = until - time.monotonic()
-            if left <= 0 or not select.select([running.stdout], [], [], left)[0]:
+            remaining = until - time.monotonic()
+            if remaining <= 0 or not select.select([running.stdout], [], [], remaining)[0]:
                 self._end()
                 return "TimeoutError", f"more than {_WAIT:.0f} s"
-            part = os.read(running.stdout.fileno(), 1 << 16)
-            if not part:
+            chunk = os.read(running.stdout.fileno(), 1 << 16)
+            if not chunk:
                 self._end()
                 late = running.returncode == -getattr(signal, "SIGPROF", 0)
                 return ("TimeoutError", f"more than {_SECONDS:.0f} s of work") if late else ("MemoryError", "")
-            content += part
+            content += chunk
             if size == 8 and len(content) >= 8:
                 size = 8 + int.from_bytes(content[:8], "little")
-        kind, words = json.loads(content[8:])
-        return str(kind), str(words)
+        kind, text = json.loads(content[8:])
+        return str(kind), str(text)
 
     def _end(self) -> None:
         running, self._running = self._running, None

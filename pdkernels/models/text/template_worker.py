@@ -72,25 +72,25 @@ def environment() -> Any:
     ) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    def raise_exception(words: str) -> NoReturn:
-        raise jinja2.exceptions.TemplateError(words)
+    def raise_exception(message: str) -> NoReturn:
+        raise jinja2.exceptions.TemplateError(message)
 
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    made.filters["tojson"] = tojson
-    made.globals |= {"raise_exception": raise_exception, "dict": Dict(), "namespace": Namespace}
-    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return made
+    jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    jinja.filters["tojson"] = tojson
+    jinja.globals |= {"raise_exception": raise_exception, "dict": Dict(), "namespace": Namespace}
+    jinja.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return jinja
 
 
 def render(compiled: Any, variables: dict[str, Any], maximum: int) -> str:
     """The text, or the first `maximum` + 1 characters of it."""
-    parts, length = [], 0
-    for part in compiled.generate(**variables):
-        parts.append(part)
-        length += len(part)
+    pieces, length = [], 0
+    for piece in compiled.generate(**variables):
+        pieces.append(piece)
+        length += len(piece)
         if length > maximum:
             break
-    return "".join(parts)[: maximum + 1]
+    return "".join(pieces)[: maximum + 1]
 
 
 def main(path: list[str], memory: int, seconds: float) -> None:
@@ -98,11 +98,11 @@ def main(path: list[str], memory: int, seconds: float) -> None:
     sys.path[:] = path
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr
-    known, limit_time = environment(), _limits(memory)
-    compiled = lru_cache(16)(known.from_string)
+    jinja, limit_time = environment(), _limits(memory)
+    compiled = lru_cache(16)(jinja.from_string)
 
-    def answer(kind: str, words: str) -> None:
-        content = json.dumps([kind, words]).encode()
+    def answer(kind: str, text: str) -> None:
+        content = json.dumps([kind, text]).encode()
         answers.write(len(content).to_bytes(8, "little") + content)
         answers.flush()
 

@@ -16,8 +16,8 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 def _byte_level() -> dict[str, int]:
     """The characters that stand for bytes in GPT-2's vocabulary: printable ones for themselves, others from U+0100 on."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(unprintable)}
 
 
 def _decoders(tokenizer: Any) -> list[dict[str, Any]]:
@@ -46,14 +46,14 @@ def token_bytes(tokenizer: Any, name: str) -> list[bytes]:
     added = tokenizer.get_added_tokens_decoder()
     tokens = [b""] * tokenizer.get_vocab_size()
     level = "ByteLevel" in kinds
-    known = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+    supported = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
     spaces = [step for step in steps if step["type"] in ("Replace", "Metaspace")]
-    plain = all(
+    simple = all(
         step["type"] == "Metaspace" or (step.get("pattern") == {"String": "\u2581"} and step.get("content") == " ")
         for step in spaces
     )
     ends = any(step["type"] == "Strip" and step.get("stop", 0) != 0 for step in steps)
-    if not level and not (set(kinds) <= known and spaces and plain and not ends):
+    if not level and not (set(kinds) <= supported and spaces and simple and not ends):
         actual = " and ".join(kinds) or "no decoder"
         raise NotImplementedError(
             message("models.load", f"{name}: decoder", "be ByteLevel or that of SentencePiece", actual)
@@ -63,10 +63,10 @@ def token_bytes(tokenizer: Any, name: str) -> list[bytes]:
         if token >= len(tokens):
             tokens += [b""] * (token + 1 - len(tokens))
         if level:
-            if all(one in table for one in text):
-                tokens[token] = bytes(table[one] for one in text)
-        elif fallback and (found := _BYTE.fullmatch(text)):
-            tokens[token] = bytes([int(found[1], 16)])
+            if all(character in table for character in text):
+                tokens[token] = bytes(table[character] for character in text)
+        elif fallback and (match := _BYTE.fullmatch(text)):
+            tokens[token] = bytes([int(match[1], 16)])
         else:
             tokens[token] = text.replace("\u2581", " ").encode()
     for token, entry in added.items():

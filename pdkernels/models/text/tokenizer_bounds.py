@@ -27,14 +27,18 @@ _DEEP = 16
 def check_bounds(values: Any, name: str) -> None:
     """Raises ValueError for a parsed tokenizer.json that exceeds the bounds, which published files stay far below."""
     check(isinstance(values, dict), OP, name, "hold an object", shown(values))
-    for part in ("normalizer", "pre_tokenizer", "decoder"):
+    for section in ("normalizer", "pre_tokenizer", "decoder"):
         growth = 1.0
-        steps = list(_steps(values.get(part), f"{name}: {part}"))
-        check(len(steps) <= _PARTS, OP, f"{name}: {part}", f"have at most {_PARTS} parts", len(steps))
+        steps = list(_steps(values.get(section), f"{name}: {section}"))
+        check(len(steps) <= _PARTS, OP, f"{name}: {section}", f"have at most {_PARTS} parts", len(steps))
         for step in steps:
-            growth *= _growth(step, f"{name}: {part}")
+            growth *= _growth(step, f"{name}: {section}")
         check(
-            growth <= _GROWTH, OP, f"{name}: {part}", f"make at most {_GROWTH:.0f} characters of one", f"{growth:.0f}"
+            growth <= _GROWTH,
+            OP,
+            f"{name}: {section}",
+            f"make at most {_GROWTH:.0f} characters of one",
+            f"{growth:.0f}",
         )
     for step in _steps(values.get("post_processor"), f"{name}: post_processor"):
         _check_template(step, f"{name}: post_processor")
@@ -42,19 +46,19 @@ def check_bounds(values: Any, name: str) -> None:
     _check_model(values.get("model"), f"{name}: model")
 
 
-def _steps(part: Any, label: str, depth: int = 0) -> Iterator[dict[str, Any]]:
+def _steps(step: Any, label: str, depth: int = 0) -> Iterator[dict[str, Any]]:
     """The parts of a sequence, and of sequences in it."""
     check(depth <= _DEEP, OP, label, f"have sequences at most {_DEEP} deep", "more")
-    if not isinstance(part, dict):
+    if not isinstance(step, dict):
         return  # for the library to refuse
-    listed = [
+    lists = [
         value
         for name in ("normalizers", "pretokenizers", "decoders", "processors")
-        if isinstance(value := part.get(name), list)
+        if isinstance(value := step.get(name), list)
     ]
-    if not listed:
-        yield part
-    for values in listed:
+    if not lists:
+        yield step
+    for values in lists:
         check(len(values) <= _PARTS, OP, label, f"have at most {_PARTS} parts", len(values))
         for value in values:
             yield from _steps(value, label, depth + 1)
@@ -68,31 +72,31 @@ def _growth(step: dict[str, Any], label: str) -> float:
     """The maximum number of characters that a step makes of one."""
     for name in ("content", "replacement", "prepend", "prefix", "suffix"):
         value = step.get(name)
-        fits = not isinstance(value, str) or len(value) <= _SHORT
-        check(fits, OP, f"{label}: {name}", f"have at most {_SHORT} characters", _size(value))
+        short = not isinstance(value, str) or len(value) <= _SHORT
+        check(short, OP, f"{label}: {name}", f"have at most {_SHORT} characters", _size(value))
     _check_map(step.get("precompiled_charsmap"), f"{label}: precompiled_charsmap")
     pattern, content = step.get("pattern"), step.get("content")
-    plain = pattern.get("String") if isinstance(pattern, dict) else pattern
+    literal = pattern.get("String") if isinstance(pattern, dict) else pattern
     if isinstance(pattern, dict) and isinstance(pattern.get("Regex"), str):
         check_pattern(pattern["Regex"], f"{label}: pattern")
-    if isinstance(plain, str):
-        check(len(plain) <= _LETTERS, OP, f"{label}: pattern", f"have at most {_LETTERS} characters", len(plain))
+    if isinstance(literal, str):
+        check(len(literal) <= _LETTERS, OP, f"{label}: pattern", f"have at most {_LETTERS} characters", len(literal))
     if pattern is None or not isinstance(content, str):
         return 1.0
     # A pattern may match the empty string between any two characters, which are kept.
-    return max(1.0, len(content) / len(plain) if isinstance(plain, str) and plain else len(content) + 1.0)
+    return max(1.0, len(content) / len(literal) if isinstance(literal, str) and literal else len(content) + 1.0)
 
 
 def _check_template(step: dict[str, Any], label: str) -> None:
     for name in ("single", "pair"):
         pieces = step.get(name)
-        fits = not isinstance(pieces, list) or len(pieces) <= _PARTS
-        check(fits, OP, f"{label}: {name}", f"have at most {_PARTS} pieces", _size(pieces))
+        short = not isinstance(pieces, list) or len(pieces) <= _PARTS
+        check(short, OP, f"{label}: {name}", f"have at most {_PARTS} pieces", _size(pieces))
     special = step.get("special_tokens")
     for token in special.values() if isinstance(special, dict) else []:
         ids = token.get("ids") if isinstance(token, dict) else None
-        fits = not isinstance(ids, list) or len(ids) <= _PARTS
-        check(fits, OP, f"{label}: special_tokens", f"have at most {_PARTS} ids each", _size(ids))
+        short = not isinstance(ids, list) or len(ids) <= _PARTS
+        check(short, OP, f"{label}: special_tokens", f"have at most {_PARTS} ids each", _size(ids))
 
 
 def _check_added(tokens: Any, label: str) -> None:
@@ -101,21 +105,21 @@ def _check_added(tokens: Any, label: str) -> None:
     check(len(tokens) <= _ADDED, OP, label, f"be at most {_ADDED}", len(tokens))
     for token in tokens:
         content = token.get("content") if isinstance(token, dict) else None
-        fits = not isinstance(content, str) or len(content) <= _LETTERS
-        check(fits, OP, label, f"have at most {_LETTERS} characters each", _size(content))
+        short = not isinstance(content, str) or len(content) <= _LETTERS
+        check(short, OP, label, f"have at most {_LETTERS} characters each", _size(content))
 
 
 def _check_model(model: Any, label: str) -> None:
     if not isinstance(model, dict):
         return
     if model.get("dropout"):
-        words = message(
+        fault = message(
             OP, f"{label}: dropout", "be 0, or a text would have other ids each time", shown(model["dropout"])
         )
-        raise NotImplementedError(words)
+        raise NotImplementedError(fault)
     for name, value in model.items():
-        fits = not isinstance(value, str) or len(value) <= _SHORT
-        check(fits, OP, f"{label}: {name}", f"have at most {_SHORT} characters", "more")
+        short = not isinstance(value, str) or len(value) <= _SHORT
+        check(short, OP, f"{label}: {name}", f"have at most {_SHORT} characters", "more")
     vocabulary = model.get("vocab")
     if isinstance(vocabulary, list):
         vocabulary = [
@@ -153,8 +157,8 @@ def check_pattern(pattern: str, label: str) -> None:
     open_groups: list[list[int]] = [[0, 0, 1]]
     last: list[int] | None = None  # of the item just read
     square = 0
-    for found in _TOKEN.finditer(pattern):
-        text = found.group()
+    for match in _TOKEN.finditer(pattern):
+        text = match.group()
         if square:
             square += (text == "[") - (text == "]")
             last = [0, 0, 1]
@@ -162,7 +166,7 @@ def check_pattern(pattern: str, label: str) -> None:
             square, last = 1, [0, 0, 1]
         elif text.startswith("("):
             _refuse_if(
-                text == "(?" or pattern.startswith("(*", found.start()), label, "no calls or conditions", pattern
+                text == "(?" or pattern.startswith("(*", match.start()), label, "no calls or conditions", pattern
             )
             if not text.endswith(")"):
                 open_groups.append([0, 0, 1])
@@ -178,8 +182,8 @@ def check_pattern(pattern: str, label: str) -> None:
         elif (text[0] in "*+?" or re.fullmatch(r"\{(\d+,?\d*|,\d+)\}\??", text)) and last is not None:
             minimum, maximum = _range(text)
             varies = minimum != maximum
-            inside = last[0] and maximum > 1
-            _refuse_if(bool(inside), label, "no repetitions of what varies", pattern)
+            nested = last[0] and maximum > 1
+            _refuse_if(bool(nested), label, "no repetitions of what varies", pattern)
             group = open_groups[-1]
             count = last[2] * (1 if maximum > 10**6 else maximum)
             group[2] = max(group[2], count)

@@ -65,22 +65,22 @@ def read_tokenizer_files(
     versions = config.get("fast_tokenizer_files", [])
     alone = isinstance(versions, list) and set(map(str, versions)) <= {"tokenizer.json"}
     if not alone:
-        words = message(OP, f"{_CONFIG}: fast_tokenizer_files", "name tokenizer.json alone", shown(versions))
-        raise NotImplementedError(words)
+        fault = message(OP, f"{_CONFIG}: fast_tokenizer_files", "name tokenizer.json alone", shown(versions))
+        raise NotImplementedError(fault)
     bpe = config.flag(f"{_CLEAN}_for_bpe_even_though_it_will_corrupt_output", False, null=False)
     clean = config.flag(_CLEAN, False, null=False)
     if bpe and clean:
         raise NotImplementedError(message(OP, f"{_CONFIG}: {_CLEAN}", "be false for BPE", True))
-    values, listed = _merged(folder, config)
+    values, added_tokens = _merged(folder, config)
     tokens = {**_defaults(config, model_type, byte_level), **_named(values)}
     if pad_token is not None and "pad_token" not in config.null:
         tokens.setdefault("pad_token", pad_token)
     ordered = dict.fromkeys(name for name in (*_NAMED, *tokens) if tokens.get(name))
     tokens = {name: tokens[name] for name in ordered}
-    added = [*listed]
-    known = {one.content for one in listed}
-    more = [*tokens.values(), *_extra(values)]
-    added += [Added(token) for token in dict.fromkeys(more) if token not in known]
+    added = [*added_tokens]
+    contents = {added_token.content for added_token in added_tokens}
+    special_tokens = [*tokens.values(), *_extra(values)]
+    added += [Added(token) for token in dict.fromkeys(special_tokens) if token not in contents]
     splits = config.flag("split_special_tokens", False)
     return TokenizerFiles(tokens, added, splits, clean, _template(folder, config, tokens))
 
@@ -88,7 +88,7 @@ def read_tokenizer_files(
 def _merged(folder: Path, config: Fields) -> tuple[dict[str, Any], list[Added]]:
     """All fields that name special tokens, and the tokens that are listed with ids."""
     values = dict(config.values)
-    listed: dict[int, Added] = {}
+    added_tokens: dict[int, Added] = {}
     label = f"{_CONFIG}: added_tokens_decoder"
     check("added_tokens_decoder" not in config.null, OP, label, "hold an object", "None")
     if "added_tokens_decoder" in values:
@@ -96,8 +96,8 @@ def _merged(folder: Path, config: Fields) -> tuple[dict[str, Any], list[Added]]:
         for index, token in config.part("added_tokens_decoder").values.items():
             label = f"{_CONFIG}: added_tokens_decoder: {shown(index)}"
             check(str(index).isdecimal() and len(index) < 10, OP, label, "be named by an id", shown(index))
-            listed[int(index)] = _added(token, label)
-        return values, [token for _, token in sorted(listed.items())]
+            added_tokens[int(index)] = _added(token, label)
+        return values, [token for _, token in sorted(added_tokens.items())]
     extra = values.get("extra_special_tokens") or values.get("additional_special_tokens")
     for name, value in (read_fields(folder, _MAP) or Fields({}, _MAP)).values.items():
         values[name] = value
@@ -106,14 +106,14 @@ def _merged(folder: Path, config: Fields) -> tuple[dict[str, Any], list[Added]]:
     special = {*_named(values).values(), *_extra(values)}
     for content, index in (read_fields(folder, _ADDED) or Fields({}, _ADDED)).values.items():
         check(type(index) is int and index >= 0, OP, f"{_ADDED}: {shown(content)}", "be an id", shown(index))
-        listed[index] = Added(content, content in special, (("normalized", content not in special),))
-    return values, [token for _, token in sorted(listed.items())]
+        added_tokens[index] = Added(content, content in special, (("normalized", content not in special),))
+    return values, [token for _, token in sorted(added_tokens.items())]
 
 
 def _added(token: Any, label: str) -> Added:
-    known = {"content", "special", "normalized", "lstrip", "rstrip", "single_word", "id", "__type"}
-    fits = isinstance(token, dict) and isinstance(token.get("content"), str) and set(token) <= known
-    check(fits, OP, label, "be an object with a content", shown(token))
+    allowed = {"content", "special", "normalized", "lstrip", "rstrip", "single_word", "id", "__type"}
+    valid = isinstance(token, dict) and isinstance(token.get("content"), str) and set(token) <= allowed
+    check(valid, OP, label, "be an object with a content", shown(token))
     flags = {name: token[name] for name in ("normalized", "lstrip", "rstrip", "single_word") if name in token}
     special = token.get("special", False)
     check(all(type(flag) is bool for flag in (*flags.values(), special)), OP, label, "have flags", shown(token))
@@ -128,14 +128,14 @@ def _text(value: Any, label: str) -> str:
 
 def _named(values: Mapping[str, Any]) -> dict[str, str]:
     """Special tokens with names: the usual ones, those of any other field that ends with "_token", and extra ones with names."""
-    found = {name: values[name] for name in _NAMED if values.get(name) is not None}
+    named_tokens = {name: values[name] for name in _NAMED if values.get(name) is not None}
     for name, value in values.items():
         marked = isinstance(value, str) or (isinstance(value, dict) and value.get("__type") == "AddedToken")
-        if name.endswith("_token") and name not in found and marked:
-            found[name] = value
+        if name.endswith("_token") and name not in named_tokens and marked:
+            named_tokens[name] = value
     extra = values.get("extra_special_tokens")
-    found |= extra if isinstance(extra, dict) else {}
-    return {name: _text(value, f"{_CONFIG}: {name}") for name, value in found.items()}
+    named_tokens |= extra if isinstance(extra, dict) else {}
+    return {name: _text(value, f"{_CONFIG}: {name}") for name, value in named_tokens.items()}
 
 
 def _extra(values: Mapping[str, Any]) -> Iterator[str]:
@@ -151,45 +151,45 @@ def _extra(values: Mapping[str, Any]) -> Iterator[str]:
 
 def _defaults(config: Fields, model_type: str, byte_level: bool) -> dict[str, str]:
     """The defaults that the class in transformers adds to the files."""
-    named = str(config.get("tokenizer_class") or "")
-    named = named.removesuffix("Fast")
+    class_name = str(config.get("tokenizer_class") or "")
+    class_name = class_name.removesuffix("Fast")
     if model_type in _MISTRAL:
         return {}
-    if model_type == "qwen2" or (model_type == "qwen3" and not named):
-        named = "Qwen2Tokenizer"
-    if model_type == "llama" and not named:
-        named = "LlamaTokenizer"
-    found = {} if named == "LlamaTokenizer" and byte_level else _DEFAULTS.get(named, {})
-    return {name: token for name, token in found.items() if name not in config.null}
+    if model_type == "qwen2" or (model_type == "qwen3" and not class_name):
+        class_name = "Qwen2Tokenizer"
+    if model_type == "llama" and not class_name:
+        class_name = "LlamaTokenizer"
+    defaults = {} if class_name == "LlamaTokenizer" and byte_level else _DEFAULTS.get(class_name, {})
+    return {name: token for name, token in defaults.items() if name not in config.null}
 
 
 def _template(folder: Path, config: Fields, tokens: dict[str, str]) -> ChatTemplate | None:
     """The chat templates: from separate files, else from tokenizer_config.json, else from a processor's file."""
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
     source = read_text(folder, _JINJA)
     if source is not None:
-        found["default"] = source
+        sources["default"] = source
     for name in members(folder, _MORE, ".jinja"):
         source = read_text(folder, f"{_MORE}/{name}.jinja")
         if source is not None:
-            found[name] = source
-    if found:
-        one = set(found) == {"default"}
-        where = _JINJA if one else f"{_JINJA} and {_MORE}"
-        return ChatTemplate(found["default"] if one else found, tokens, where)
+            sources[name] = source
+    if sources:
+        only_default = set(sources) == {"default"}
+        where = _JINJA if only_default else f"{_JINJA} and {_MORE}"
+        return ChatTemplate(sources["default"] if only_default else sources, tokens, where)
     where = f"{_CONFIG}: chat_template"
-    given = config.get("chat_template")
-    if given is None:
+    template = config.get("chat_template")
+    if template is None:
         processor = read_fields(folder, _PROCESSOR)
-        where, given = _PROCESSOR, None if processor is None else processor.get("chat_template")
-    if given is None:
+        where, template = _PROCESSOR, None if processor is None else processor.get("chat_template")
+    if template is None:
         return None
-    if isinstance(given, list):
-        for item in given:
-            fits = isinstance(item, dict) and isinstance(item.get("name"), str) and "template" in item
-            check(fits, OP, where, "be a list of templates with names", shown(item))
-        given = {item["name"]: item["template"] for item in given}
-    for source in given.values() if isinstance(given, dict) else [given]:
+    if isinstance(template, list):
+        for item in template:
+            valid = isinstance(item, dict) and isinstance(item.get("name"), str) and "template" in item
+            check(valid, OP, where, "be a list of templates with names", shown(item))
+        template = {item["name"]: item["template"] for item in template}
+    for source in template.values() if isinstance(template, dict) else [template]:
         if not isinstance(source, str):
             fail(OP, where, "be text", shown(source))
-    return ChatTemplate(given, tokens, where)
+    return ChatTemplate(template, tokens, where)

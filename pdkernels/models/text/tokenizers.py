@@ -78,7 +78,7 @@ class ByteTokenizer:
 
     def token_bytes(self) -> list[bytes]:
         """What each token writes; nothing for the end token."""
-        return [bytes([one]) for one in range(256)] + [b""]
+        return [bytes([byte]) for byte in range(256)] + [b""]
 
 
 class _ByteStream:
@@ -124,10 +124,10 @@ class JsonTokenizer:
         bos_token_id: int | None = None,
     ) -> JsonTokenizer:
         """Wraps a tokenizer of the library; errors mention `name`."""
-        made = cls.__new__(cls)
-        made._keep(tokenizer, name, end_tokens, chat_template)
-        made.bos_token_id, made.eos_token_id = bos_token_id, next(iter(end_tokens), None)
-        return made
+        instance = cls.__new__(cls)
+        instance._keep(tokenizer, name, end_tokens, chat_template)
+        instance.bos_token_id, instance.eos_token_id = bos_token_id, next(iter(end_tokens), None)
+        return instance
 
     def _keep(self, tokenizer: Any, name: str, end_tokens: tuple[int, ...], chat_template: ChatTemplate | None) -> None:
         self._tokenizer = tokenizer
@@ -143,7 +143,9 @@ class JsonTokenizer:
     @property
     def byte_level(self) -> bool:
         """Whether text is split into bytes, as GPT-2 and Llama 3 do."""
-        return any("ByteLevel" in str(part) for part in (self._tokenizer.pre_tokenizer, self._tokenizer.decoder))
+        return any(
+            "ByteLevel" in str(component) for component in (self._tokenizer.pre_tokenizer, self._tokenizer.decoder)
+        )
 
     def follow_(self, files: TokenizerFiles) -> None:
         """Applies the files next to a tokenizer.json.
@@ -156,13 +158,15 @@ class JsonTokenizer:
             raise NotImplementedError(message("models.load", label, f"be false for a tokenizer of kind {model}", True))
         added = library(self._name).AddedToken
         with naming(self._name, "take the tokens of tokenizer_config.json"):
-            known = self._tokenizer.get_added_tokens_decoder().values()
-            held = {token.content: token for token in known}
-            named = set(files.tokens.values())
+            existing = self._tokenizer.get_added_tokens_decoder().values()
+            by_content = {token.content: token for token in existing}
+            special = set(files.tokens.values())
             for token in files.added:
-                made = added(token.content, special=token.special or token.content in named, **dict(token.options))
-                if token.content not in held or token.listed:
-                    self._tokenizer.add_tokens([made])
+                token_added = added(
+                    token.content, special=token.special or token.content in special, **dict(token.options)
+                )
+                if token.content not in by_content or token.listed:
+                    self._tokenizer.add_tokens([token_added])
             self._tokenizer.encode_special_tokens = files.split_special_tokens
         self.chat_template = files.chat_template
         named_ids = [files.tokens.get(name) for name in ("bos_token", "eos_token")]
@@ -174,8 +178,8 @@ class JsonTokenizer:
 
     def id_of(self, token: str) -> int | None:
         """The id of an entry of the vocabulary; None if there is no such entry."""
-        found = self._tokenizer.token_to_id(token)
-        return None if found is None else int(found)
+        token_id = self._tokenizer.token_to_id(token)
+        return None if token_id is None else int(token_id)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text, with the special tokens that the tokenizer adds at both ends, unless they are disabled."""
@@ -243,9 +247,9 @@ def _checked(path: Path) -> str:
 
 def _once(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:
     """A JSON object without duplicate fields, of which the library might read the one that was not checked."""
-    made = dict(pairs)
-    check(len(made) == len(pairs), "models.load", name, "name each field once", "one twice")
-    return made
+    fields = dict(pairs)
+    check(len(fields) == len(pairs), "models.load", name, "name each field once", "one twice")
+    return fields
 
 
 def library(path: Path | str, or_else: str = "") -> Any:
@@ -269,8 +273,8 @@ def naming(name: str, expectation: str) -> Iterator[None]:
         foreign = isinstance(error, Exception) or type(error).__name__ == "PanicException"
         if not foreign or str(error).startswith("pdkernels."):
             raise
-        words = " ".join(str(error).split()).rstrip(".")
-        fail("models.load", name, expectation, words[:200] or type(error).__name__)
+        reason = " ".join(str(error).split()).rstrip(".")
+        fail("models.load", name, expectation, reason[:200] or type(error).__name__)
 
 
 class _JsonStream:

@@ -27,15 +27,15 @@ def config_of(fields: Fields, weights: Weights, target: Any) -> DFlashConfig:
     """The sizes of a head, checked against its target."""
     sizes = target.config
     published = fields.get("speculators_model_type") is None
-    inner, own = (
+    inner, head_fields = (
         (fields, fields.part("dflash_config")) if published else (fields.part("transformer_layer_config"), fields)
     )
     windows = [kind for kind in inner.get("layer_types") or [] if kind != "full_attention"]
     demand(not windows, "layer_types", "be full_attention alone", shown(windows))
     # The layers are those of Qwen3, whatever model the sizes were taken from.
-    given = {**DEFAULTS["qwen3"], **inner.given, "model_type": "qwen3", "tie_word_embeddings": False}
-    given |= {"use_sliding_window": False, "sliding_window": None}
-    body = from_hf_config(given)
+    body_fields = {**DEFAULTS["qwen3"], **inner.given, "model_type": "qwen3", "tie_word_embeddings": False}
+    body_fields |= {"use_sliding_window": False, "sliding_window": None}
+    body = from_hf_config(body_fields)
     width = fields.maybe_integer("target_hidden_size") or body.hidden_size
     demand(width == body.hidden_size, "target_hidden_size", f"be the head's own, {body.hidden_size}", width)
     check(
@@ -43,13 +43,15 @@ def config_of(fields: Fields, weights: Weights, target: Any) -> DFlashConfig:
     )
     vocabulary = body.vocab_size
     check(vocabulary == sizes.vocab_size, OP, "drafter", f"be for {sizes.vocab_size} tokens, the target's", vocabulary)
-    blocks = own if "block_size" in own.values else fields
+    blocks = head_fields if "block_size" in head_fields.values else fields
     with read_from("config.json"):
         return DFlashConfig(
             body=body,
-            taps=_taps(own, "target_layer_ids" if published else "aux_hidden_state_layer_ids", sizes.layers, published),
+            taps=_taps(
+                head_fields, "target_layer_ids" if published else "aux_hidden_state_layer_ids", sizes.layers, published
+            ),
             block_size=blocks.integer("block_size"),
-            mask_token=own.integer("mask_token_id", minimum=0),
+            mask_token=head_fields.integer("mask_token_id", minimum=0),
             draft_vocab_size=fields.integer("draft_vocab_size", vocabulary),
             sample_from_anchor=fields.flag("sample_from_anchor", False),
             own_embedding="embed_tokens.weight" in weights.stored,
@@ -59,10 +61,14 @@ def config_of(fields: Fields, weights: Weights, target: Any) -> DFlashConfig:
 
 def _taps(fields: Fields, name: str, layers: int, published: bool) -> tuple[int, ...]:
     """Layers whose inputs are read. Released checkpoints name those whose outputs are."""
-    given, most = fields.get(name), layers - 2 if published else layers
-    fits = isinstance(given, list) and given and all(type(tap) is int and 0 <= tap <= most for tap in given)
-    check(bool(fits), OP, f"{fields.where}: {name}", f"be layers in 0 .. {most}, the target's", shown(given))
-    return tuple(tap + published for tap in given)
+    layers_read, most = fields.get(name), layers - 2 if published else layers
+    valid = (
+        isinstance(layers_read, list)
+        and layers_read
+        and all(type(tap) is int and 0 <= tap <= most for tap in layers_read)
+    )
+    check(bool(valid), OP, f"{fields.where}: {name}", f"be layers in 0 .. {most}, the target's", shown(layers_read))
+    return tuple(tap + published for tap in layers_read)
 
 
 def layout(config: DFlashConfig) -> Layout:

@@ -103,7 +103,7 @@ def load_drafter(
     else:
         config, prefix = _config(fields, weights, target)
         layout = _layout(config, prefix, config.own_embedding)
-    weights.stored = {name: known for name, known in maps.items() if name not in (*_IGNORED, "d2t", "t2d")}
+    weights.stored = {name: stored for name, stored in maps.items() if name not in (*_IGNORED, "d2t", "t2d")}
     kind = target.dtype if dtype is None else dtype
     refuse(packed is True and kind == torch.float64, OP, "packed matrices have no product in fp64")
     numbers = packed is True and scheme is None
@@ -111,7 +111,7 @@ def load_drafter(
     state: dict[str, Tensor | QuantizedWeight]
     if scheme is None:
         layout.stored(weights.stored)
-        state = {name: weights.parameter(layout, parts, kind).to(target.device) for name, parts in layout.parts()}
+        state = {name: weights.parameter(layout, sources, kind).to(target.device) for name, sources in layout.parts()}
     else:
         if packed is None and (kind == torch.float64 or target.device.type != "cpu"):
             packed = False
@@ -133,7 +133,7 @@ def _mtp_head(config: MtpConfig, weights: Weights, target: Any, dtype: torch.dty
     layout = mtp_folder.layout(config)
     weights.stored = mtp_folder.own(weights.stored)
     layout.stored(weights.stored)
-    state = {name: weights.parameter(layout, parts, kind).to(target.device) for name, parts in layout.parts()}
+    state = {name: weights.parameter(layout, sources, kind).to(target.device) for name, sources in layout.parts()}
     state["target_norm"] = target.norm.detach().to(kind)
     with torch.device("meta"):
         head = MtpHead(config)
@@ -144,17 +144,17 @@ def _mtp_head(config: MtpConfig, weights: Weights, target: Any, dtype: torch.dty
 def drafter_method(path: str | Path) -> str | None:
     """The decoding method that the drafter in a folder is for; None: no folder, or one of a model."""
     try:
-        found = json.loads((drafter_folder(path) / _CONFIG).read_text())
+        config = json.loads((drafter_folder(path) / _CONFIG).read_text())
     except (OSError, ValueError):
         return None
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         return None
-    kind, names = found.get("speculators_model_type"), found.get("architectures")
-    listed = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
-    if kind == "dflash" or "dflash_config" in found:
+    kind, names = config.get("speculators_model_type"), config.get("architectures")
+    class_names = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    if kind == "dflash" or "dflash_config" in config:
         return "dflash"
     # Other kinds are refused by `load_drafter`, by name.
-    return "eagle" if kind is not None or any("Eagle" in name for name in listed) else None
+    return "eagle" if kind is not None or any("Eagle" in name for name in class_names) else None
 
 
 def is_drafter_folder(path: str | Path) -> bool:
@@ -188,24 +188,24 @@ def save_drafter(
         NotImplementedError: packed matrices in other formats than int8, int4, q8_0 and q4_0, or a scaling of positions that this does
             not write.
     """
-    known = isinstance(head, (EagleHead, DFlashHead))
-    check_type(known, "models.save_drafter", "head", "be an EagleHead or a DFlashHead", type(head).__name__)
+    supported = isinstance(head, (EagleHead, DFlashHead))
+    check_type(supported, "models.save_drafter", "head", "be an EagleHead or a DFlashHead", type(head).__name__)
     config, folder = head.config, Path(path)
-    packed = {name: part for name, part in head.named_modules() if isinstance(part, QuantizedWeight)}
+    packed = {name: module for name, module in head.named_modules() if isinstance(module, QuantizedWeight)}
     if isinstance(config, EagleConfig):
         layout = _layout(config, "layers.0.", config.own_embedding)
     else:
         layout = dflash_folder.layout(config)
-    parts = dict(layout.parts())
-    numbers = layout._replace(parts=lambda: ((name, own) for name, own in parts.items() if name not in packed))
+    sources = dict(layout.parts())
+    numbers = layout._replace(parts=lambda: ((name, own) for name, own in sources.items() if name not in packed))
     state = {name: tensor.detach() for name, tensor in head.named_parameters()}
     tensors = {name: tensor.contiguous() for name, tensor in numbers.scatter(state).items()}
-    others = [name.removesuffix(".weight") for name, tensor in tensors.items() if tensor.dim() == 2]
+    unquantised = [name.removesuffix(".weight") for name, tensor in tensors.items() if tensor.dim() == 2]
     kinds: dict[str, tuple[int, int]] = {}
     for name, weight in packed.items():
-        found, own = packed_tensors(weight, parts[name])
-        tensors |= found
-        kinds |= own
+        packed_weights, kinds_of_weight = packed_tensors(weight, sources[name])
+        tensors |= packed_weights
+        kinds |= kinds_of_weight
     size = config.body.vocab_size
     if config.draft_vocab_size < size:
         ids = head.vocabulary
@@ -217,7 +217,7 @@ def save_drafter(
     else:
         fields = {**dflash_folder.written(config, dtype, target, tokens)}
     if kinds:
-        fields[FIELDS[0]] = quantization_config(kinds, others)
+        fields[FIELDS[0]] = quantization_config(kinds, unquantised)
     unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
     unfinished.mkdir(parents=True)
     try:
@@ -257,10 +257,10 @@ def _config(fields: Fields, weights: Weights, target: Any) -> tuple[EagleConfig,
         inner, family = fields, fields.get("model_type", "llama")
     demand(family in DEFAULTS, "model_type", f"be one of {', '.join(DEFAULTS)}", shown(family))
     # A head has no embedding to tie: where it has none, it reads the target's.
-    given = {**DEFAULTS[str(family)], **inner.given, "model_type": family, "tie_word_embeddings": False}
+    body_fields = {**DEFAULTS[str(family)], **inner.given, "model_type": family, "tie_word_embeddings": False}
     if kind is None:
-        given["vocab_size"] = fields.integer("vocab_size")
-    body = from_hf_config(given)
+        body_fields["vocab_size"] = fields.integer("vocab_size")
+    body = from_hf_config(body_fields)
     demand(kind is not None or body.layers == 1, "num_hidden_layers", "be 1", body.layers)
     sizes, layers = target.config, target.config.layers
     width = fields.maybe_integer("target_hidden_size") or body.hidden_size
@@ -290,10 +290,14 @@ def _taps(fields: Fields, layers: int) -> tuple[int, ...]:
     """Layers of the target, whose inputs are read; by default those of EAGLE's code."""
     name = "eagle_aux_hidden_state_layer_ids"
     holder = fields if name in fields.values else fields.part("eagle_config")
-    given = holder.values.get(name, [2, layers // 2, layers - 3])
-    fits = isinstance(given, list) and given and all(type(tap) is int and 0 <= tap <= layers for tap in given)
-    check(bool(fits), OP, f"{holder.where}: {name}", f"be layers in 0 .. {layers}, the target's", shown(given))
-    return tuple(given)
+    layers_read = holder.values.get(name, [2, layers // 2, layers - 3])
+    valid = (
+        isinstance(layers_read, list)
+        and layers_read
+        and all(type(tap) is int and 0 <= tap <= layers for tap in layers_read)
+    )
+    check(bool(valid), OP, f"{holder.where}: {name}", f"be layers in 0 .. {layers}, the target's", shown(layers_read))
+    return tuple(layers_read)
 
 
 def _layout(config: EagleConfig, first: str, embedding: bool) -> Layout:
@@ -317,10 +321,10 @@ def _parts(config: EagleConfig, first: str, embedding: bool) -> Iterator[tuple[s
     if config.mask_token is not None:
         yield "mask_hidden", {"mask_hidden": (1, 1, len(config.taps) * wide)}
     for index in range(body.layers):
-        ours, theirs = f"layers.{index}.", f"layers.{index}." if index else first
+        prefix, source_prefix = f"layers.{index}.", f"layers.{index}." if index else first
         if index == 0:
-            yield f"{ours}hidden_norm", {f"{theirs}hidden_norm.weight": (hidden,)}
-        yield from layer_parts(body, ours, theirs, hidden if index else 2 * hidden)
+            yield f"{prefix}hidden_norm", {f"{source_prefix}hidden_norm.weight": (hidden,)}
+        yield from layer_parts(body, prefix, source_prefix, hidden if index else 2 * hidden)
     yield "norm", {"norm.weight": (hidden,)}
     yield "head", {"lm_head.weight": (config.draft_vocab_size, hidden)}
 

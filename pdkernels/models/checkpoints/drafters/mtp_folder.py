@@ -46,13 +46,13 @@ def config_of(fields: Fields, target: Any) -> MtpConfig:
         config = MtpConfig(from_hf_config(fields.given), hidden_first=True)
     else:
         config = MtpConfig(hybrid_hf.from_hybrid_config(fields.given))
-    ours, theirs = config.body, target.config
+    body, target_config = config.body, target.config
     holds = hasattr(target, "norm") and hasattr(target, "embed")
     remedy = "Load the folder with pdkernels.models.load."
     check_type(holds, OP, "target", "have a last `norm` and an embedding", type(target).__name__, remedy)
-    for name, words in (("hidden_size", "a hidden size of {}"), ("vocab_size", "{} tokens"), ("layers", "{} layers")):
-        wanted, given = getattr(theirs, name), getattr(ours, name)
-        check(given == wanted, OP, "drafter", f"be for {words.format(wanted)}, the target's", given)
+    for name, form in (("hidden_size", "a hidden size of {}"), ("vocab_size", "{} tokens"), ("layers", "{} layers")):
+        expected, actual = getattr(target_config, name), getattr(body, name)
+        check(actual == expected, OP, "drafter", f"be for {form.format(expected)}, the target's", actual)
     return config
 
 
@@ -74,6 +74,6 @@ def _parts(config: MtpConfig) -> Iterator[tuple[str, Parts]]:
         names, inner = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"), f"{MTP_LAYERS}0."
         layer = layer_parts(body, "layers.0.", inner, hidden)
     shapes = (hidden,), (hidden,), (hidden, 2 * hidden), (hidden,)
-    for name, theirs, shape in zip(("embedding_norm", "hidden_norm", "fc", "norm"), names, shapes, strict=True):
-        yield name, {f"{inner}{theirs}.weight": shape}
+    for name, source_prefix, shape in zip(("embedding_norm", "hidden_norm", "fc", "norm"), names, shapes, strict=True):
+        yield name, {f"{inner}{source_prefix}.weight": shape}
     yield from layer

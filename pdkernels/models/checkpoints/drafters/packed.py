@@ -19,26 +19,28 @@ from pdkernels.ops._quantized_weight import GROUP, Part, QuantizedWeight
 _OP = "models.save_drafter"
 
 
-def packed_tensors(weight: QuantizedWeight, parts: Parts) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
+def packed_tensors(weight: QuantizedWeight, sources: Parts) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
     """The published tensors of a packed matrix, and the bits and the columns of a group (0: all) of each of its modules."""
     tensors: dict[str, Tensor] = {}
     kinds: dict[str, tuple[int, int]] = {}
     first = 0
-    for name, (outputs, width) in parts.items():
+    for name, (outputs, width) in sources.items():
         module = name.removesuffix(".weight")
-        part, at = _covering(weight, first, outputs, module)
-        bits, group = part.layout.bits, part.layout.group_blocks * GROUP
-        codes, fields = part.unpacked(width)
+        piece, at = _covering(weight, first, outputs, module)
+        bits, group = piece.layout.bits, piece.layout.group_blocks * GROUP
+        codes, fields = piece.unpacked(width)
         rows = slice(first - at, first - at + outputs)
         zeros = fields.get("zero")
-        symmetric = part.layout.zero if zeros is None else 2 ** (bits - 1)
-        whole = "minimum" not in fields and "multiples" not in fields and bits in (4, 8) and symmetric > 0
-        whole = (
-            whole and (zeros is None or bool((zeros[rows] == symmetric).all())) and (not group or width % group == 0)
+        symmetric = piece.layout.zero if zeros is None else 2 ** (bits - 1)
+        expressible = "minimum" not in fields and "multiples" not in fields and bits in (4, 8) and symmetric > 0
+        expressible = (
+            expressible
+            and (zeros is None or bool((zeros[rows] == symmetric).all()))
+            and (not group or width % group == 0)
         )
-        if not whole:
+        if not expressible:
             raise NotImplementedError(
-                message(_OP, module, "be of symmetric codes of 4 or 8 bits in whole groups", part.format, _REMEDY)
+                message(_OP, module, "be of symmetric codes of 4 or 8 bits in whole groups", piece.format, _REMEDY)
             )
         tensors[f"{module}.weight_packed"] = _words(codes[rows, :width], bits)
         tensors[f"{module}.weight_scale"] = fields["scale"][rows, :, 0].contiguous()
@@ -51,7 +53,7 @@ def packed_tensors(weight: QuantizedWeight, parts: Parts) -> tuple[dict[str, Ten
 _REMEDY = "int8, int4, q8_0 and q4_0 of pd.quantize are."
 
 
-def quantization_config(kinds: dict[str, tuple[int, int]], others: list[str]) -> dict[str, Any]:
+def quantization_config(kinds: dict[str, tuple[int, int]], unquantised: list[str]) -> dict[str, Any]:
     """What config.json says of these modules, and of the `others`, which hold numbers."""
     groups = {}
     for number, (bits, group) in enumerate(sorted(set(kinds.values()))):
@@ -64,17 +66,17 @@ def quantization_config(kinds: dict[str, tuple[int, int]], others: list[str]) ->
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": others,
+        "ignore": unquantised,
     }
 
 
 def _covering(weight: QuantizedWeight, first: int, outputs: int, module: str) -> tuple[Part, int]:
     """The part of a matrix that holds these outputs, and where it begins."""
     at = 0
-    for part in weight.parts():
-        if at <= first and first + outputs <= at + part.outputs:
-            return part, at
-        at += part.outputs
+    for piece in weight.parts():
+        if at <= first and first + outputs <= at + piece.outputs:
+            return piece, at
+        at += piece.outputs
     raise NotImplementedError(message(_OP, module, "be of one format", weight.format))
 
 
