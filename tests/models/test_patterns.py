@@ -43,7 +43,7 @@ def test_random_patterns_match_what_re_matches(count: int) -> None:
         ours = Pattern(words, Budget())
         for text in TEXTS[r"\B" in words :]:  # whether \B matches an empty text depends on Python's version
             assert ours.matches(text) == bool(theirs.match(text)), (words, text)
-            assert ours.matches(text, whole=True) == bool(theirs.fullmatch(text)), (words, text)
+            assert ours.matches(text, to_end=True) == bool(theirs.fullmatch(text)), (words, text)
             matched += ours.matches(text)
     assert matched > count
 
@@ -67,7 +67,7 @@ def test_names_match_as_in_peft(key: str) -> None:
     for name in NAMES:
         assert table.key(name) == (key if get_pattern_key([key], name) == key else None)
         if key != "a)|(lm_head":  # only together with PEFT's parentheses
-            assert Pattern(key, Budget()).matches(name, whole=True) == bool(re.fullmatch(key, name))
+            assert Pattern(key, Budget()).matches(name, to_end=True) == bool(re.fullmatch(key, name))
 
 
 @pytest.mark.parametrize(
