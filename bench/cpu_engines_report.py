@@ -9,6 +9,12 @@ from typing import Any
 from bench.gpu_report import table
 
 SMALL, LARGER = "SmolLM2-135M", "random weights in the shape of Qwen3-1.7B"
+REAL_MODELS = (
+    ("SmolLM2-135M, as published", SMALL, "as published", "pdkernels chat"),
+    ("SmolLM2-135M, Q4_0", SMALL, "Q4_0", "pdkernels chat --model smollm2-q4_0.gguf"),
+    ("Qwen3-1.7B's shape, random weights, Q4_0", LARGER, "Q4_0", "pdkernels chat --model qwen3-1.7b-q4_0.gguf"),
+)
+"""A name, the model and the format of the figures, and how it is run."""
 ANSWERS = ("answer", "answer with lookup")
 SUMMARY = ("1 after 64", "8 after 64", "1 after 1024", "prompt of 1024", "batch 32 after 64")
 
@@ -33,6 +39,22 @@ def summary(path: Path) -> str:
         if memory:
             lines[-1].append(megabytes(memory.get(engine)))
     return f"{table([*head, *(['peak MB'] if memory else [])], lines)}\n\n{facts(found, '1')}"
+
+
+def real_models(path: Path, drafts: Path) -> str:
+    """A line for each model that one runs: its command, and tokens a second beside those of other engines, token by token and with lookup."""
+    found, questions = json.loads(path.read_text()), json.loads(drafts.read_text())["rows"]["lookup, auto"]
+    head = ["tokens/s, one thread", "command"]
+    head += [f"{engine}{way}" for way in ("", ", lookup") for engine in ("**pdkernels**", "llama.cpp", "OpenVINO")]
+    lines = []
+    for name, model, form, command in REAL_MODELS:
+        figures = found["figures"][model]["1"]
+        cells = [figures.get(answer, figures["1 after 64"] if answer == "answer" else {}) for answer in ANSWERS]
+        lines.append([name, f"`{command}`"])
+        lines[-1] += [speed(cell.get(f"{engine}, {form}")) for cell in cells for engine in ("pdkernels", "llama.cpp", "OpenVINO")]
+    per_forward = questions["tokens"] / questions["forwards"]
+    note = f"With lookup, 50 questions about Python take {per_forward:.2f} tokens a forward, {100 * questions['equal'] // 50}% of them with the tokens of greedy decoding."
+    return f"{table(head, lines)}\n\n{note} {facts(found, '1')}"
 
 
 def tables(found: dict[str, Any]) -> str:

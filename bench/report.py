@@ -391,6 +391,7 @@ TABLES = {
     "drafters": lambda rows: drafters_report.methods(DRAFTERS),
     "drafters anything": lambda rows: drafters_report.methods(DRAFTERS_ANYTHING),
     "drafters peers": lambda rows: drafters_report.peers(DRAFTERS_PEERS),
+    "cpu_engines real models": lambda rows: cpu_engines_report.real_models(CPU_ENGINES, DRAFTERS),
     "cpu_engines summary": lambda rows: cpu_engines_report.summary(CPU_ENGINES),
     "cache dtypes": lambda rows: of_file(cache_dtypes.RESULT, cache_dtypes.markdown),
     "long texts": lambda rows: of_file(long_texts.RESULT, long_texts.markdown),
