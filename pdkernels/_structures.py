@@ -21,3 +21,24 @@ def part_of(given: Any, kind: type[Structure]) -> Structure:
     Pair(left=1, right=3)
     """
     return kind(*(getattr(given, name) for name in kind._fields))
+
+
+def flat(structure: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The fields of a structure, and of the structures in it, as an op takes them.
+
+    >>> class Pair(NamedTuple):
+    ...     left: int
+    ...     right: int
+    >>> class Nested(NamedTuple):
+    ...     first: Pair
+    ...     sizes: list[int]
+    >>> flat(Nested(Pair(1, 2), [3, 4]))
+    (1, 2, [3, 4])
+    """
+    fields: list[Any] = []
+    for value in structure:
+        if isinstance(value, tuple):
+            fields += flat(value)
+        else:
+            fields.append(value)
+    return tuple(fields)

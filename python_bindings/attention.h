@@ -108,9 +108,9 @@ struct KeyRows {
   ScalarType dtype;
   int64_t width;
 
-  KeyRows(const Tensor& q, bool codes)
-      : dtype(codes ? ScalarType::Char : q.scalar_type()),
-        width(q.size(q.dim() - 1) + (codes ? static_cast<int64_t>(sizeof(float)) : 0)) {}
+  KeyRows(ScalarType dtype_of_q, int64_t head_dim, bool codes)
+      : dtype(codes ? ScalarType::Char : dtype_of_q),
+        width(head_dim + (codes ? static_cast<int64_t>(sizeof(float)) : 0)) {}
 
   HeadsView view(const SameDevice& device, const Tensor& t, int64_t batch, int64_t tokens, int64_t heads) const {
     if (dtype == ScalarType::Char) {
@@ -121,6 +121,16 @@ struct KeyRows {
   }
 };
 
+// The heads and the sizes of tiles that the kernels take.
+inline void require_sizes(const AttentionArgs& args) {
+  STD_TORCH_CHECK(args.kv_heads > 0 && args.q_heads > 0 && args.q_heads % args.kv_heads == 0,
+                  "pdkernels: q heads must be a multiple of kv heads");
+  STD_TORCH_CHECK(args.head_dim % 8 == 0 && args.head_dim >= 16 && args.head_dim <= 512,
+                  "pdkernels: head_dim must be a multiple of 8 in [16, 512]");
+  STD_TORCH_CHECK(args.block_q > 0 && args.block_q % 16 == 0 && args.block_k > 0 && args.block_k % 16 == 0,
+                  "pdkernels: block_q and block_k must be multiples of 16");
+}
+
 // Everything but the lists of the plan.
 inline void unpack_attention(const AttentionInputs& in, const Tensor& out, const Tensor& lse, AttentionArgs& args,
                              bool codes = false) {
@@ -130,17 +140,12 @@ inline void unpack_attention(const AttentionInputs& in, const Tensor& out, const
   args.batch = in.q.size(0), args.q_len = in.q.size(1), args.q_heads = in.q.size(2), args.head_dim = in.q.size(3);
   args.kv_len = in.k.size(1), args.kv_heads = in.k.size(2);
   args.block_q = in.plan.block_q, args.block_k = in.plan.block_k, args.scale = static_cast<float>(in.scale);
-  STD_TORCH_CHECK(args.kv_heads > 0 && args.q_heads > 0 && args.q_heads % args.kv_heads == 0,
-                  "pdkernels: q heads must be a multiple of kv heads");
-  STD_TORCH_CHECK(args.head_dim % 8 == 0 && args.head_dim >= 16 && args.head_dim <= 512,
-                  "pdkernels: head_dim must be a multiple of 8 in [16, 512]");
-  STD_TORCH_CHECK(args.block_q > 0 && args.block_q % 16 == 0 && args.block_k > 0 && args.block_k % 16 == 0,
-                  "pdkernels: block_q and block_k must be multiples of 16");
+  require_sizes(args);
   const auto view = [&](const Tensor& t, int64_t tokens, int64_t heads) {
     return heads_view(device, t, in.q.scalar_type(), args.batch, tokens, heads, args.head_dim);
   };
   args.q = view(in.q, args.q_len, args.q_heads);
-  const KeyRows rows(in.q, codes);
+  const KeyRows rows(in.q.scalar_type(), args.head_dim, codes);
   args.k = rows.view(device, in.k, args.batch, args.kv_len, args.kv_heads);
   args.v = rows.view(device, in.v, args.batch, args.kv_len, args.kv_heads);
   args.out = view(out, args.q_len, args.q_heads);
@@ -156,23 +161,24 @@ inline void unpack_attention(const AttentionInputs& in, const Tensor& out, const
   }
 }
 
-template <class Cache>
-void unpack_prefix(const SameDevice& device, const SpeculativeInputs<Cache>& in, SpeculativeArgs& args) {
+// The caches of a layer, for `args` of which the new tokens are known; `dtype`: that of q.
+inline void unpack_prefix(const SameDevice& device, ScalarType dtype, const Tensor& k_cache, const Tensor& v_cache,
+                          const Tensor& lengths, const OptionalTensor& block_table, SpeculativeArgs& args) {
   STD_TORCH_CHECK(args.kv_len == args.q_len, "pdkernels: k_new must have as many tokens as q");
-  STD_TORCH_CHECK(in.k_cache.dim() == 4, "pdkernels: caches must have 4 dimensions");
-  args.pages.num_pages = in.k_cache.size(0);
-  args.pages.page_size = in.k_cache.size(1);
-  args.pages.block_table = index_view(device, in.block_table, 2, args.batch);
-  args.pages.pages_per_sequence = in.block_table.has_value() ? in.block_table->size(1) : 1;
-  STD_TORCH_CHECK(in.block_table.has_value() ? args.pages.page_size > 0 : args.pages.num_pages == args.batch,
+  STD_TORCH_CHECK(k_cache.dim() == 4, "pdkernels: caches must have 4 dimensions");
+  args.pages.num_pages = k_cache.size(0);
+  args.pages.page_size = k_cache.size(1);
+  args.pages.block_table = index_view(device, block_table, 2, args.batch);
+  args.pages.pages_per_sequence = block_table.has_value() ? block_table->size(1) : 1;
+  STD_TORCH_CHECK(block_table.has_value() ? args.pages.page_size > 0 : args.pages.num_pages == args.batch,
                   "pdkernels: the cache must have a batch entry a sequence, or pages of at least one slot");
-  const KeyRows rows(in.q, args.codes);
+  const KeyRows rows(dtype, args.head_dim, args.codes);
   const auto view = [&](const Tensor& t) {
     return rows.view(device, t, args.pages.num_pages, args.pages.page_size, args.kv_heads);
   };
-  args.k_cache = view(in.k_cache);
-  args.v_cache = view(in.v_cache);
-  args.lengths = index_view(device, in.lengths, 1, args.batch);
+  args.k_cache = view(k_cache);
+  args.v_cache = view(v_cache);
+  args.lengths = index_view(device, lengths, 1, args.batch);
   args.splits = count_splits(args.pages.capacity() + args.q_len);
   args.op = "speculative_attention";
   args.append_rows = 0;
@@ -215,7 +221,7 @@ void unpack_speculative(const SpeculativeInputs<Cache>& in, const Tensor& out, c
     args.row_begins = index_view(device, in.cu_seqlens, 1, args.batch + 1);
   }
   unpack_plan(device, in.plan, args);
-  unpack_prefix(device, in, args);
+  unpack_prefix(device, in.q.scalar_type(), in.k_cache, in.v_cache, in.lengths, in.block_table, args);
   unpack_starts(device, in.starts, args);
 }
 

@@ -39,25 +39,14 @@ inline Tensor grouped_linear(const Tensor& x, const Tensor& weight, const Tensor
   const FlatRows rows(x), matrices(weight);
   const SortedRows sorted(device, ends, rows.count);
   const int64_t groups = weight.size(0), outputs = weight.size(1);
-  device.require(weight);
   PDK_CHECK(sorted.groups.groups == groups);
-  PDK_CHECK(weight.scalar_type() == x.scalar_type() || x.scalar_type() == ScalarType::Float);
-  OptionalTensor added;
-  if (bias.has_value()) {
-    device.require(*bias, x.scalar_type(), {groups, outputs});
-    added = packed(*bias);
-  }
   GroupedLinearArgs args;
+  args.all = unpack_matrix(device, x.scalar_type(), rows.width, matrices.held, matrices.stride);
   args.groups = sorted.groups, args.matrix_stride = outputs * matrices.stride;
-  args.all.element = row_element(x), args.all.weight_element = row_element(weight);
-  args.all.x = rows.view(), args.all.rows = rows.count, args.all.width = rows.width, args.all.outputs = outputs;
-  args.all.weight = matrices.held.data_ptr(), args.all.weight_stride = matrices.stride;
-  args.all.bias = added ? added->data_ptr() : nullptr;
+  const OptionalTensor held = unpack_bias(device, x.scalar_type(), bias, {groups, outputs}, args.all.bias);
   Tensor out = torch::stable::new_empty(x, {rows.count, outputs}, x.scalar_type());
-  args.all.out = {out.data_ptr(), outputs};
-  const int64_t bytes = scratch_bytes(args.all, rows.count);
-  const Tensor scratch = torch::stable::new_empty(x, {bytes}, ScalarType::Byte);
-  args.all.wide = bytes == 0 ? nullptr : data<float>(scratch);
+  const Tensor scratch = torch::stable::new_empty(x, {args.scratch_bytes(rows.count)}, ScalarType::Byte);
+  args.all.set_rows(rows.view(), rows.count, out.data_ptr(), scratch.data_ptr());
   launch(PDK_DEVICE::grouped_linear, args);
   return out;
 }
@@ -73,21 +62,12 @@ inline Tensor quantized_grouped_linear(const Tensor& x, const Tensors& weights, 
   const int64_t groups = sorted.groups.groups;
   QuantizedGroupedLinearArgs args;
   args.groups = sorted.groups;
-  args.all.element = row_element(x), args.all.x = rows.view(), args.all.rows = rows.count, args.all.width = rows.width;
-  args.all.part_count = static_cast<int64_t>(weights.size());
-  args.outputs = unpack_parts(device, weights, layouts, outputs, rows.width, args.all.parts, groups);
-  OptionalTensor added;
-  if (bias.has_value()) {
-    device.require(*bias, x.scalar_type(), {groups, args.outputs});
-    added = packed(*bias);
-  }
-  args.all.bias = added ? added->data_ptr() : nullptr;
+  args.all = unpack_matrix(device, x.scalar_type(), rows.width, weights, layouts, outputs, groups);
+  args.outputs = args.all.outputs();
+  const OptionalTensor held = unpack_bias(device, x.scalar_type(), bias, {groups, args.outputs}, args.all.bias);
   Tensor out = torch::stable::new_empty(x, {rows.count, args.outputs}, x.scalar_type());
-  args.all.out = {out.data_ptr(), args.outputs};
-  args.all.quantized.blocks = (rows.width + QuantizedLayout::kBlock - 1) / QuantizedLayout::kBlock;
-  const int64_t bytes = args.all.quantized.bytes(QuantizedGroupedLinearArgs::slots(rows.count, groups));
-  const Tensor scratch = torch::stable::new_empty(x, {bytes}, ScalarType::Byte);
-  args.all.quantized.data = static_cast<QuantizedBlock*>(scratch.data_ptr());
+  const Tensor scratch = torch::stable::new_empty(x, {args.scratch_bytes(rows.count)}, ScalarType::Byte);
+  args.all.set_rows(rows.view(), rows.count, out.data_ptr(), scratch.data_ptr());
   launch(PDK_DEVICE::quantized_grouped_linear, args);
   return out;
 }

@@ -26,49 +26,29 @@ inline int64_t unpack_parts(const SameDevice& device, const Tensors& weights, co
   return total;
 }
 
-// A quantised matrix and its bias, with the interface of `Matrix`.
-struct QuantizedMatrix {
+// A quantised matrix, or several of one shape, as products with rows of `dtype` take it; without a bias.
+inline QuantizedLinearArgs unpack_matrix(const SameDevice& device, ScalarType dtype, int64_t width,
+                                         const Tensors& weights, const std::vector<int64_t>& layouts,
+                                         const std::vector<int64_t>& outputs, int64_t matrices = 1) {
   QuantizedLinearArgs args;
-  OptionalTensor bias;
-
-  // `like`: a tensor of the rows that will be multiplied, `width` numbers each.
-  QuantizedMatrix(const SameDevice& device, const Tensor& like, int64_t width, const Tensors& weights,
-                  const std::vector<int64_t>& layouts, const std::vector<int64_t>& outputs,
-                  const OptionalTensor& added) {
-    args.element = row_element(like), args.width = width;
-    args.part_count = static_cast<int64_t>(weights.size());
-    total_ = unpack_parts(device, weights, layouts, outputs, width, args.parts);
-    if (added.has_value()) {
-      device.require(*added, like.scalar_type(), {total_});
-      bias = packed(*added);
-    }
-    args.bias = bias ? bias->data_ptr() : nullptr;
-    args.quantized.blocks = (width + QuantizedLayout::kBlock - 1) / QuantizedLayout::kBlock;
-  }
-
-  int64_t width() const { return args.width; }
-  int64_t outputs() const { return total_; }
-  int64_t scratch_bytes(int64_t rows) const { return args.quantized.bytes(rows); }
-
-  void multiply(const Launch& launch, const RowsView& x, int64_t rows, void* out, void* scratch) {
-    args.x = x, args.rows = rows, args.out = {out, total_};
-    args.quantized.data = static_cast<QuantizedBlock*>(scratch);
-    if (rows > 0 && total_ > 0) launch(PDK_VECTOR(quantized_linear), args);
-  }
-
- private:
-  int64_t total_;
-};
+  args.element = row_element(dtype), args.width = width, args.part_count = static_cast<int64_t>(weights.size());
+  unpack_parts(device, weights, layouts, outputs, width, args.parts, matrices);
+  args.quantized.blocks = (width + QuantizedLayout::kBlock - 1) / QuantizedLayout::kBlock, args.bias = nullptr;
+  return args;
+}
 
 inline Tensor quantized_linear(const Tensor& x, const Tensors& weights, const std::vector<int64_t>& layouts,
                                const std::vector<int64_t>& outputs, const OptionalTensor& bias) {
   const Launch launch(x);
   const SameDevice device(x);
   const FlatRows rows(x);
-  QuantizedMatrix matrix(device, x, rows.width, weights, layouts, outputs, bias);
-  Tensor out = torch::stable::new_empty(x, shape_of(x, matrix.outputs()), x.scalar_type());
-  const Tensor scratch = torch::stable::new_empty(x, {matrix.scratch_bytes(rows.count)}, ScalarType::Byte);
-  matrix.multiply(launch, rows.view(), rows.count, out.data_ptr(), scratch.data_ptr());
+  QuantizedLinearArgs args = unpack_matrix(device, x.scalar_type(), rows.width, weights, layouts, outputs);
+  const int64_t total = args.outputs();
+  const OptionalTensor held = unpack_bias(device, x.scalar_type(), bias, {total}, args.bias);
+  Tensor out = torch::stable::new_empty(x, shape_of(x, total), x.scalar_type());
+  const Tensor scratch = torch::stable::new_empty(x, {args.scratch_bytes(rows.count)}, ScalarType::Byte);
+  args.set_rows(rows.view(), rows.count, out.data_ptr(), scratch.data_ptr());
+  if (args.rows > 0 && total > 0) launch(PDK_VECTOR(quantized_linear), args);
   return out;
 }
 

@@ -146,16 +146,10 @@ inline void apply_rope_append(Tensor& qkv, const OptionalTensor& bias, const Ten
   launch(PDK_DEVICE::apply_rope_append, args);
 }
 
-inline ApplyRopeArgs unpack_rope(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& positions,
-                                 bool interleaved) {
-  const SameDevice device(x);
-  PDK_CHECK(x.dim() == 4);
-  ApplyRopeArgs args;
-  args.element = row_element(x);
-  args.x = x.data_ptr();
-  args.batch_stride = x.stride(0), args.row_stride = x.stride(1), args.head_stride = x.stride(2);
-  args.batch = x.size(0), args.rows = x.size(1), args.heads = x.size(2), args.head_dim = x.size(3);
-  PDK_CHECK(args.head_dim >= 2 && args.head_dim % 2 == 0 && x.stride(3) == 1);
+// The tables and positions, for `args` that have the sizes of x.
+inline void unpack_rotation(const SameDevice& device, const Tensor& cos, const Tensor& sin, const Tensor& positions,
+                            bool interleaved, ApplyRopeArgs& args) {
+  PDK_CHECK(args.head_dim >= 2 && args.head_dim % 2 == 0);
   args.cos = rotary_table(device, cos, cos, args.head_dim), args.sin = rotary_table(device, sin, cos, args.head_dim);
   args.table_rows = cos.size(0);
   if (positions.dim() == 1) {  // the same for every sequence
@@ -165,12 +159,18 @@ inline ApplyRopeArgs unpack_rope(const Tensor& x, const Tensor& cos, const Tenso
     args.positions = index_table(device, positions, args.batch, args.rows);
   }
   args.interleaved = interleaved;
-  return args;
 }
 
 inline void apply_rope(Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& positions, bool interleaved) {
   const Launch launch(x);
-  launch(PDK_DEVICE::apply_rope, unpack_rope(x, cos, sin, positions, interleaved));
+  PDK_CHECK(x.dim() == 4 && x.stride(3) == 1);
+  ApplyRopeArgs args;
+  args.element = row_element(x);
+  args.x = x.data_ptr();
+  args.batch_stride = x.stride(0), args.row_stride = x.stride(1), args.head_stride = x.stride(2);
+  args.batch = x.size(0), args.rows = x.size(1), args.heads = x.size(2), args.head_dim = x.size(3);
+  unpack_rotation(SameDevice(x), cos, sin, positions, interleaved, args);
+  launch(PDK_DEVICE::apply_rope, args);
 }
 
 PDK_IMPL("add_rms_norm", add_rms_norm)

@@ -59,14 +59,15 @@ inline std::vector<int64_t> shape_of(const Tensor& t, int64_t last) {
 
 inline Tensor packed(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
 
-inline Element row_element(const Tensor& t) {
-  switch (t.scalar_type()) {
+inline Element row_element(ScalarType dtype) {
+  switch (dtype) {
     case ScalarType::Float: return Element::kFloat;
     case ScalarType::Half: return Element::kHalf;
     case ScalarType::BFloat16: return Element::kBfloat16;
     default: STD_TORCH_CHECK(false, "pdkernels: tensors must be float32, float16 or bfloat16");
   }
 }
+inline Element row_element(const Tensor& t) { return row_element(t.scalar_type()); }
 
 // Whether a name is the second of two.
 inline bool is_second(const std::string& name, const char* first, const char* second) {
@@ -95,6 +96,18 @@ class SameDevice {
   int32_t index_;
   bool cuda_;
 };
+
+// A bias that may be absent, contiguous; it holds a copy of one that is not.
+inline OptionalTensor unpack_bias(const SameDevice& device, ScalarType dtype, const OptionalTensor& bias,
+                                  std::initializer_list<int64_t> sizes, const void*& values) {
+  OptionalTensor held;
+  if (bias.has_value()) {
+    device.require(*bias, dtype, sizes);
+    held = packed(*bias);
+  }
+  values = held ? held->data_ptr() : nullptr;
+  return held;
+}
 
 inline bool is_wide(const Tensor& t) {
   const ScalarType dtype = t.scalar_type();

@@ -25,6 +25,9 @@ struct GroupedLinearArgs {
   LinearArgs all;  // all rows; `weight` and `bias` are those of the first group
   RowGroups groups;
   int64_t matrix_stride;  // elements from a group's matrix to the next one's
+
+  // Memory that the products of so many rows need.
+  PDK_HD int64_t scratch_bytes(int64_t rows) const { return all.scratch_bytes(rows); }
 };
 
 // The same with quantised matrices, and the sums of `quantized_linear`. The matrices of a part follow each other.
@@ -37,6 +40,8 @@ struct QuantizedGroupedLinearArgs {
   static PDK_HD int64_t slots(int64_t rows, int64_t groups) {
     return rows + (QuantizedRows::kGroup - 1) * (groups < rows ? groups : rows);
   }
+  // Memory that the products of so many rows need.
+  PDK_HD int64_t scratch_bytes(int64_t rows) const { return all.quantized.bytes(slots(rows, groups.groups)); }
 };
 
 PDK_KERNEL(grouped_linear, GroupedLinearArgs)

@@ -48,6 +48,17 @@ struct QuantizedLinearArgs {
   const void* bias;  // (outputs,), or nullptr
   QuantizedRows quantized;
   int64_t rows, width;
+
+  PDK_HD int64_t outputs() const {
+    int64_t sum = 0;
+    for (int64_t i = 0; i < part_count; ++i) sum += parts[i].outputs;
+    return sum;
+  }
+  // Memory that the product of so many rows needs.
+  PDK_HD int64_t scratch_bytes(int64_t count) const { return quantized.bytes(count); }
+  PDK_HD void set_rows(const RowsView& from, int64_t count, void* to, void* scratch) {
+    x = from, rows = count, out = {to, outputs()}, quantized.data = static_cast<QuantizedBlock*>(scratch);
+  }
 };
 
 // out[i] = the row of the matrix with number ids[i].

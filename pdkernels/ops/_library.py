@@ -90,6 +90,7 @@ PLAIN = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, list, tupl
 
 _PLAIN_TYPES: dict[Any, str] = {Tensor: "Tensor", int: "int", float: "float", bool: "bool", str: "str"}
 SCHEMA_TYPES: dict[Any, str] = {**_PLAIN_TYPES, **{kind | None: f"{name}?" for kind, name in _PLAIN_TYPES.items()}}
+SCHEMA_TYPES |= {list[kind]: f"{name}[]" for kind, name in SCHEMA_TYPES.items()}  # type: ignore[valid-type]
 
 
 def schema_of(structure: Any, *, written: Sequence[str] = (), without: Sequence[str] = ()) -> str:

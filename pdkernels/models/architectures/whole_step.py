@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module
 
 from pdkernels._attention import PlanArguments
+from pdkernels._structures import flat
 from pdkernels._validation import refuse
 from pdkernels.backends import resolve
 from pdkernels.masks import TilePlan
@@ -31,28 +32,102 @@ from pdkernels.ops._quantized_weight import QuantizedWeight
 
 OP = "transformer_layers_"
 
-# Not one of the public ops: it serves the models alone, has no other device, and its reference is `Layer`.
-LIBRARY.define(
-    f"{OP}(Tensor x, Tensor?[] parameters, int[] parts, int[] layouts, int[] outputs, "
-    "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor lengths, Tensor? counts, Tensor? block_table, "
-    "int heads, Tensor cos, Tensor sin, Tensor positions, bool interleaved, "
-    f"{schema_of(PlanArguments)}, float scale, float eps, int per_token, bool normalized, bool by_sigmoid, int groups, "
-    "int chosen_groups, float routing_scale, int[] mixtures) -> (Tensor residual, Tensor added)"
-)
-_run = getattr(getattr(torch.ops, NAMESPACE), OP).default
-_WRITES = counts_writes(_run)
-
-# In the order of `LayerParameters` in python_bindings/transformer_layers.h: a bias follows its matrix.
+# In the order of `ParameterReader` in python_bindings/transformer_layers.h: a bias follows its matrix.
 NAMES = (
     *("attention_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "output", "output_bias"),
     *("mlp_norm", "gate_up", "gate_up_bias", "down", "down_bias"),
 )
-# Of a layer with experts.
+# Those of a layer with experts.
 EXPERT_NAMES = (
     *NAMES[: NAMES.index("gate_up")],
     *("router", "router_bias", "experts_gate_up", "experts_down", "shared_gate_up", "shared_down"),
 )
 _MATRICES = {"qkv", "output", "gate_up", "down", "experts_gate_up", "experts_down", "shared_gate_up", "shared_down"}
+
+
+class Kind:
+    """The names of a kind of layer's parameters."""
+
+    def __init__(self, *names: str) -> None:
+        self.names, self.of_layer = names, itemgetter(*names)
+        self.unpacked = (0,) * sum(name in _MATRICES for name in names)
+
+
+class LayerParameters(NamedTuple):
+    """The parameters of all layers, one after the other; `ParameterInputs` in python_bindings/transformer_layers.h."""
+
+    tensors: list[Tensor | None]
+    parts: list[int]
+    """For each matrix the number of its quantised parts; 0 for one that is not quantised."""
+    layouts: list[int]
+    outputs: list[int]
+    mixtures: list[int]
+    """The layers with experts, by their places among these."""
+
+    def add(self, attributes: dict[str, Any], kind: Kind) -> None:
+        """Appends the parameters of a layer with these `attributes`. KeyError: it keeps some in another way."""
+        if not attributes["_modules"]:
+            self.tensors.extend(kind.of_layer(attributes["_parameters"]))
+            self.parts.extend(kind.unpacked)
+            return
+        every = attributes["_parameters"] | attributes["_modules"]
+        for name in kind.names:
+            value = every[name]
+            if type(value) is QuantizedWeight:
+                self.tensors.extend(value._buffers.values())  # its `data`, which looks each up by name
+                self.layouts.extend(value.layouts)
+                self.outputs.extend(value.outputs)
+                self.parts.append(len(value.outputs))
+            else:
+                self.tensors.append(value)
+                if name in _MATRICES:
+                    self.parts.append(0)
+
+
+class RoutingArguments(NamedTuple):
+    """How experts are chosen, from `ExpertsConfig`; `RoutingInputs` in python_bindings/experts.h."""
+
+    per_token: int = 0
+    normalized: bool = False
+    by_sigmoid: bool = False
+    groups: int = 1
+    chosen_groups: int = 1
+    routing_scale: float = 1.0
+
+    @classmethod
+    def of(cls, experts: ExpertsConfig | None) -> RoutingArguments:
+        if experts is None:
+            return cls()
+        by_sigmoid, groups = experts.scores == "sigmoid", experts.groups
+        return cls(experts.per_token, experts.normalized, by_sigmoid, groups, experts.chosen_groups, experts.scale)
+
+
+class LayersArguments(NamedTuple):
+    """The arguments of the op; `LayersInputs` in python_bindings/transformer_layers.h."""
+
+    x: Tensor
+    parameters: LayerParameters
+    k_cache: Tensor
+    v_cache: Tensor
+    lengths: Tensor
+    counts: Tensor | None
+    block_table: Tensor | None
+    heads: int
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor
+    interleaved: bool
+    plan: PlanArguments
+    scale: float
+    eps: float
+    routing: RoutingArguments
+
+
+# Not one of the public ops: it serves the models alone, has no other device, and its reference is `Layer`.
+LIBRARY.define(f"{OP}({schema_of(LayersArguments, written=['k_cache', 'v_cache'])}) -> (Tensor residual, Tensor added)")
+_run = getattr(getattr(torch.ops, NAMESPACE), OP).default
+_WRITES = counts_writes(_run)
+
 _TYPES = {Tensor, torch.nn.Parameter, type(None)}
 # What an instance may have replaced.
 _METHODS = {name for name, value in vars(Layer).items() if callable(value)} | {"_compiled_call_impl"}
@@ -77,26 +152,31 @@ def run_layers(
     if parameters is None:
         return None
     cache, rotation, plan = rows.cache, rows.rotation, rows.visibility.mask
-    assert cache is not None and isinstance(plan, TilePlan)
-    config, lengths = next(iter(layers)).config, cache.lengths
-    k, v = (cache.k, cache.v) if span is None else (cache.k[span], cache.v[span])
-    *tensors, mixtures = parameters
-    arguments: tuple[Any, ...] = (x, *tensors, k, v, lengths, rows.counts, cache.block_table)
-    arguments += (config.heads, rotation.cos, rotation.sin, rotation.positions, rows.style == "interleaved")
-    arguments += (*plan.arguments, cache.head_dim**-0.5, config.norm_eps, *_routing(config.experts), mixtures)
+    assert cache is not None and isinstance(plan, TilePlan) and rotation.positions is not None
+    config = next(iter(layers)).config
+    arguments = LayersArguments(
+        x=x,
+        parameters=parameters,
+        k_cache=cache.k if span is None else cache.k[span],
+        v_cache=cache.v if span is None else cache.v[span],
+        lengths=cache.lengths,
+        counts=rows.counts,
+        block_table=cache.block_table,
+        heads=config.heads,
+        cos=rotation.cos,
+        sin=rotation.sin,
+        positions=rotation.positions,
+        interleaved=rows.style == "interleaved",
+        plan=plan.arguments,
+        scale=cache.head_dim**-0.5,
+        eps=config.norm_eps,
+        routing=RoutingArguments.of(config.experts),
+    )
     try:
-        found: tuple[Tensor, Tensor] = run_counted(_run, arguments, _WRITES)
+        results: tuple[Tensor, Tensor] = run_counted(_run, flat(arguments), _WRITES)
     except RuntimeError:  # nothing is written yet, and the layers say what does not fit
         return None
-    return found
-
-
-def _routing(experts: ExpertsConfig | None) -> tuple[int, bool, bool, int, int, float]:
-    """`RoutingInputs` of python_bindings/experts.h."""
-    if experts is None:
-        return 0, False, False, 1, 1, 1.0
-    by_sigmoid, groups = experts.scores == "sigmoid", experts.groups
-    return experts.per_token, experts.normalized, by_sigmoid, groups, experts.chosen_groups, experts.scale
+    return results
 
 
 def _serves(x: Tensor, rows: NewRows) -> bool:
@@ -112,51 +192,12 @@ def _serves(x: Tensor, rows: NewRows) -> bool:
     return fits and resolve("linear", "auto", x.device) == "native" and asked()
 
 
-class Kind:
-    """The names of a kind of layer's parameters."""
-
-    def __init__(self, *names: str) -> None:
-        self.names, self.of_layer = names, itemgetter(*names)
-        self.unpacked = (0,) * sum(name in _MATRICES for name in names)
-
-
 _KINDS = {Layer: Kind(*NAMES), ExpertLayer: Kind(*EXPERT_NAMES)}
 
 
-class Parameters(NamedTuple):
-    """Those of all layers, one after the other, as the op takes them."""
-
-    tensors: list[Tensor | None]
-    parts: list[int]
-    """Of each matrix that is quantised; 0 for the others."""
-    layouts: list[int]
-    outputs: list[int]
-    mixtures: list[int]
-    """The layers with experts, by their places among these."""
-
-    def add(self, own: dict[str, Any], kind: Kind) -> None:
-        """Appends the parameters of a layer with the attributes `own`. KeyError: it keeps some in another way."""
-        if not own["_modules"]:
-            self.tensors.extend(kind.of_layer(own["_parameters"]))
-            self.parts.extend(kind.unpacked)
-            return
-        every = own["_parameters"] | own["_modules"]
-        for name in kind.names:
-            given = every[name]
-            if type(given) is QuantizedWeight:
-                self.tensors.extend(given._buffers.values())  # its `data`, which looks each up by name
-                self.layouts.extend(given.layouts)
-                self.outputs.extend(given.outputs)
-                self.parts.append(len(given.outputs))
-            else:
-                self.tensors.append(given)
-                if name in _MATRICES:
-                    self.parts.append(0)
-
-
-def _parameters(layers: Iterable[Layer]) -> Parameters | None:
+def _parameters(layers: Iterable[Layer]) -> LayerParameters | None:
     """None where a layer is another class, has hooks, or keeps its parameters in another way."""
-    found = Parameters([], [], [], [], [])
+    found = LayerParameters([], [], [], [], [])
     try:
         for number, layer in enumerate(layers):
             own, kind = vars(layer), _KINDS.get(type(layer))

@@ -1,0 +1,181 @@
+// All layers of a transformer on the CPU, one after the other. The kernels of other ops compute; those that check
+// values do so in the first layer, before anything is written.
+#include "ops/transformer_layers.h"
+
+#include "ops/kv_cache.h"
+#include "parallel.h"
+#include "simd/dispatch.h"
+
+namespace pdkernels::cpu {
+namespace {
+
+void run(const AddRmsNormArgs& args) { PDK_DISPATCH(add_rms_norm, args) }
+void run(const SiluAndMulArgs& args) { PDK_DISPATCH(silu_and_mul, args) }
+void run(const QuantizeArgs& args) { PDK_DISPATCH(kv_quantize, args) }
+void run(const LinearArgs& args) { PDK_DISPATCH(linear, args) }
+void run(const QuantizedLinearArgs& args) { PDK_DISPATCH(quantized_linear, args) }
+
+class Layers {
+ public:
+  Layers(const TransformerLayersArgs& args, MemoryParts parts)
+      : args_(args),
+        memory_(args, parts),
+        rows_(args.rows()),
+        size_(bytes_of(args.attention.element)),
+        rope_(args.rope),
+        attention_(args.attention) {
+    set_rope();
+    set_attention();
+  }
+
+  void compute() {
+    for (size_t i = 0; i < args_.layers.size(); ++i) compute_layer(static_cast<int64_t>(i), args_.layers[i]);
+  }
+
+ private:
+  // Rows of heads, of which each token has `heads` in memory.
+  HeadsView heads_view(char* data, int64_t heads, int64_t head_size) const {
+    const int64_t token = heads * head_size;
+    return {data, attention_.q_len * token, token, head_size};
+  }
+  char* head(char* data, int64_t number) const { return data + number * attention_.head_dim * size_; }
+
+  void set_rope() {
+    const SpeculativeArgs& sizes = args_.attention;
+    const int64_t heads = args_.norms_heads() ? args_.turned_heads() : args_.all_heads();
+    rope_.element = sizes.element, rope_.x = memory_.normed_qk, rope_.heads = args_.turned_heads();
+    rope_.head_stride = sizes.head_dim, rope_.row_stride = heads * sizes.head_dim;
+    rope_.batch_stride = sizes.q_len * rope_.row_stride;
+  }
+
+  void set_attention() {
+    const int64_t dim = attention_.head_dim, queries = attention_.q_heads, all = args_.all_heads();
+    const int64_t of_qk = args_.norms_heads() ? args_.turned_heads() : all;
+    attention_.q = heads_view(memory_.normed_qk, of_qk, dim);
+    attention_.k = heads_view(head(memory_.normed_qk, queries), of_qk, dim);
+    attention_.v = heads_view(head(memory_.qkv, args_.turned_heads()), all, dim);
+    if (attention_.codes) {  // attention reads and stores the codes of the new rows
+      const int64_t row = dim + LayersMemory::kScaleBytes, kv_heads = attention_.kv_heads;
+      const HeadsView codes[2] = {heads_view(memory_.codes, 2 * kv_heads, row),
+                                  heads_view(memory_.codes + kv_heads * row, 2 * kv_heads, row)};
+      quantize_[0] = quantization(attention_.k, codes[0]), quantize_[1] = quantization(attention_.v, codes[1]);
+      attention_.k = codes[0], attention_.v = codes[1];
+    }
+    attention_.out = heads_view(memory_.mixed, queries, dim);
+    attention_.lse = memory_.lse, attention_.lse_stride = attention_.q_len;
+    attention_.parts = memory_.parts, attention_.parts_lse = memory_.parts_lse;
+  }
+
+  QuantizeArgs quantization(const HeadsView& x, const HeadsView& codes) const {
+    QuantizeArgs args;
+    args.element = attention_.element, args.head_dim = attention_.head_dim;
+    args.x = static_cast<char*>(x.data), args.rows = static_cast<char*>(codes.data);
+    args.sizes[0] = attention_.batch, args.sizes[1] = attention_.q_len, args.sizes[2] = attention_.kv_heads;
+    const int64_t x_strides[3] = {x.batch_stride, x.token_stride, x.head_stride};
+    const int64_t row_strides[3] = {codes.batch_stride, codes.token_stride, codes.head_stride};
+    for (int d = 0; d < 3; ++d) args.x_strides[d] = x_strides[d] * size_, args.row_strides[d] = row_strides[d];
+    return args;
+  }
+
+  RowsView view(void* data) const { return {data, args_.width}; }
+
+  void compute_layer(int64_t number, const LayerArgs& layer) {
+    const bool first = number == 0;
+    norm(first ? args_.x : args_.added, first ? RowsView{} : args_.residual, layer.attention_norm, view(memory_.input));
+    multiply(layer.qkv, memory_.normed, args_.width, memory_.qkv);
+    if (layer.q_norm != nullptr) norm_heads(layer);
+    apply_rope(rope_);
+    for (int i = 0; attention_.codes && i < 2; ++i) run(quantize_[i]);
+    attend(number);
+    multiply(layer.output, memory_.mixed, attention_.q_heads * attention_.head_dim, args_.added.data);
+    norm(args_.added, first ? args_.x : view(memory_.input), layer.mlp_norm, args_.residual);
+    if (const MixtureMlp* mixture = layer.mixture()) {
+      compute_mixture(*mixture);
+    } else {
+      compute_mlp(*layer.dense(), args_.added.data);
+    }
+  }
+
+  // The norm of x, or of `sum`, which becomes x + residual, in memory_.normed.
+  void norm(const RowsView& x, const RowsView& residual, void* weight, const RowsView& sum) const {
+    AddRmsNormArgs args;
+    args.element = attention_.element, args.rows = rows_, args.width = args_.width, args.eps = args_.eps;
+    args.x = x, args.residual = residual;
+    if (residual.given()) {
+      args.y = sum, args.weight = nullptr, args.next = view(memory_.normed), args.next_weight = weight;
+    } else {
+      args.y = view(memory_.normed), args.weight = weight, args.next = {}, args.next_weight = nullptr;
+    }
+    run(args);
+  }
+
+  // Norms q and k of all rows into memory_.normed_qk; v is read where it is.
+  void norm_heads(const LayerArgs& layer) const {
+    const int64_t dim = attention_.head_dim, turned = args_.turned_heads(), all = args_.all_heads();
+    parallel_for(0, rows_, 1 + 16 * 1024 / (turned * dim), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        char *from = head(memory_.qkv, row * all), *to = head(memory_.normed_qk, row * turned);
+        AddRmsNormArgs args;
+        args.element = attention_.element, args.width = dim, args.eps = args_.eps;
+        args.residual = args.next = {}, args.next_weight = nullptr;
+        args.rows = attention_.q_heads, args.x = {from, dim}, args.y = {to, dim}, args.weight = layer.q_norm;
+        run(args);
+        args.x.data = head(from, args.rows), args.y.data = head(to, args.rows);
+        args.rows = attention_.kv_heads, args.weight = layer.k_norm;
+        run(args);
+      }
+    });
+  }
+
+  void attend(int64_t number) const {
+    SpeculativeArgs args = attention_;
+    args.k_cache.data = static_cast<char*>(args.k_cache.data) + number * args_.k_cache_stride;
+    args.v_cache.data = static_cast<char*>(args.v_cache.data) + number * args_.v_cache_stride;
+    speculative_attention(args);
+  }
+
+  void multiply(const LayerMatrix& matrix, void* x, int64_t width, void* out) const {
+    if (matrix.outputs == 0) return;
+    std::visit(
+        [&](auto product) {
+          product.set_rows({x, width}, rows_, out, memory_.scratch);
+          run(product);
+        },
+        matrix.args);
+  }
+
+  void compute_mlp(const Mlp& mlp, void* out) const {
+    const int64_t inner = mlp.inner();
+    multiply(mlp.gate_up, memory_.normed, args_.width, memory_.gate_up);
+    SiluAndMulArgs gate;
+    gate.element = attention_.element, gate.rows = rows_, gate.width = inner;
+    gate.x = {memory_.gate_up, 2 * inner}, gate.out = {memory_.gated, inner};
+    run(gate);
+    multiply(mlp.down, memory_.gated, inner, out);
+  }
+
+  void compute_mixture(const MixtureMlp& mixture) const {
+    ExpertsArgs args;
+    if (mixture.shared) {
+      compute_mlp(*mixture.shared, memory_.shared);
+      args.plus = view(memory_.shared);
+    }
+    args.experts = &mixture.experts, args.element = attention_.element;
+    args.x = view(memory_.normed), args.out = args_.added, args.rows = rows_, args.width = args_.width;
+    args.functions = args_.router_functions, args.memory = memory_.experts;
+    experts(args);
+  }
+
+  const TransformerLayersArgs& args_;
+  LayersMemory memory_;
+  int64_t rows_, size_;  // of an element
+  ApplyRopeArgs rope_;
+  SpeculativeArgs attention_;
+  QuantizeArgs quantize_[2];  // of K and V
+};
+
+}  // namespace
+
+void transformer_layers(const TransformerLayersArgs& args) { Layers(args, MemoryParts(args.memory)).compute(); }
+
+}  // namespace pdkernels::cpu

@@ -1,0 +1,123 @@
+// Arguments of all layers of a transformer over new rows of a cache, for the CPU: the kernels that
+// pdkernels/models/architectures/layer.py calls, in the same order, so that results have the same bits. See
+// pdkernels/models/architectures/whole_step.py.
+#pragma once
+
+#include <algorithm>
+#include <optional>
+#include <variant>
+#include <vector>
+
+#include "ops/experts.h"
+#include "ops/speculative_attention.h"
+#include "ops/transformer_ops.h"
+
+namespace pdkernels {
+
+// A matrix and its bias, plain or quantised.
+struct LayerMatrix {
+  std::variant<LinearArgs, QuantizedLinearArgs> args;
+  int64_t outputs;
+
+  int64_t scratch_bytes(int64_t rows) const {
+    return std::visit([&](const auto& product) { return product.scratch_bytes(rows); }, args);
+  }
+};
+
+struct Mlp {
+  LayerMatrix gate_up, down;
+
+  int64_t inner() const { return gate_up.outputs / 2; }
+};
+
+// Experts, and an MLP for every row beside them.
+struct MixtureMlp {
+  Experts experts;
+  std::optional<Mlp> shared;
+};
+
+struct LayerArgs {
+  void* attention_norm;
+  LayerMatrix qkv;
+  void *q_norm, *k_norm;  // (head_dim,), or nullptr
+  LayerMatrix output;
+  void* mlp_norm;
+  std::variant<Mlp, MixtureMlp> mlp;
+
+  // The MLP of every row.
+  const Mlp* dense() const {
+    if (const auto* mixture = std::get_if<MixtureMlp>(&mlp)) return mixture->shared ? &*mixture->shared : nullptr;
+    return &std::get<Mlp>(mlp);
+  }
+  const MixtureMlp* mixture() const { return std::get_if<MixtureMlp>(&mlp); }
+};
+
+struct TransformerLayersArgs {
+  std::vector<LayerArgs> layers;
+  RowsView x, residual, added;  // contiguous; the results: what the last layer adds, and what it is added to
+  int64_t width;
+  float eps;
+  // What layers have in common: sizes, plan, lengths, and the caches of the first; from each to the next, in bytes.
+  SpeculativeArgs attention;
+  int64_t k_cache_stride, v_cache_stride;
+  ApplyRopeArgs rope;  // tables and positions
+  RouterFunctions* router_functions;
+  char* memory;  // memory_bytes()
+
+  int64_t rows() const { return attention.batch * attention.q_len; }
+  int64_t turned_heads() const { return attention.q_heads + attention.kv_heads; }
+  int64_t all_heads() const { return attention.q_heads + 2 * attention.kv_heads; }
+  bool norms_heads() const { return layers[0].q_norm != nullptr; }
+  int64_t memory_bytes() const;
+};
+
+// The memory for what is between two kernels, which all layers share.
+struct LayersMemory {
+  static constexpr int64_t kScaleBytes = sizeof(float);  // of a row of an 8-bit cache
+
+  char *normed, *input, *qkv, *normed_qk, *mixed, *gate_up, *gated, *shared, *experts, *scratch;
+  char* codes;  // of new keys and values
+  float *lse, *parts, *parts_lse;
+
+  LayersMemory(const TransformerLayersArgs& args, MemoryParts& memory) {
+    const SpeculativeArgs& attention = args.attention;
+    const int64_t rows = args.rows(), size = bytes_of(attention.element), head_bytes = attention.head_dim * size;
+    normed = memory.take(rows * args.width * size), input = memory.take(rows * args.width * size);
+    qkv = memory.take(rows * args.all_heads() * head_bytes), mixed = memory.take(rows * attention.q_heads * head_bytes);
+    normed_qk = args.norms_heads() ? memory.take(rows * args.turned_heads() * head_bytes) : qkv;
+    codes = memory.take(attention.codes ? rows * 2 * attention.kv_heads * (attention.head_dim + kScaleBytes) : 0);
+    lse = memory.take<float>(rows * attention.q_heads);
+    const int64_t results = attention.splits > 1 ? attention.splits * rows * attention.q_heads : 0;
+    parts = memory.take<float>(results * attention.head_dim), parts_lse = memory.take<float>(results);
+    int64_t inner = 0, expert_bytes = 0, scratch_bytes = 0;
+    bool shares = false;
+    const auto include = [&](const LayerMatrix& matrix) {
+      scratch_bytes = std::max(scratch_bytes, matrix.scratch_bytes(rows));
+    };
+    for (const LayerArgs& layer : args.layers) {
+      include(layer.qkv), include(layer.output);
+      if (const Mlp* mlp = layer.dense()) {
+        include(mlp->gate_up), include(mlp->down);
+        inner = std::max(inner, mlp->inner());
+      }
+      if (const MixtureMlp* mixture = layer.mixture()) {
+        shares = shares || mixture->shared;
+        const int64_t needed = ExpertsArgs::memory_bytes(mixture->experts, attention.element, rows, args.width);
+        expert_bytes = std::max(expert_bytes, needed);
+      }
+    }
+    gate_up = memory.take(rows * 2 * inner * size), gated = memory.take(rows * inner * size);
+    shared = memory.take(shares ? rows * args.width * size : 0);
+    experts = memory.take(expert_bytes), scratch = memory.take(scratch_bytes);
+  }
+};
+
+inline int64_t TransformerLayersArgs::memory_bytes() const {
+  MemoryParts parts;
+  LayersMemory(*this, parts);
+  return parts.used();
+}
+
+PDK_KERNEL(transformer_layers, TransformerLayersArgs)
+
+}  // namespace pdkernels
