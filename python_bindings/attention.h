@@ -11,9 +11,9 @@ namespace pdkernels::PDK_DEVICE::bindings {
 
 // The parts of a TilePlan that an op takes.
 struct PlanInputs {
-  Tensor rows, lists, bitmaps;
+  Tensor plan_rows, plan_lists, bitmaps;
   int64_t block_q, block_k;
-  auto fields() const { return std::tie(rows, lists, bitmaps, block_q, block_k); }
+  auto fields() const { return std::tie(plan_rows, plan_lists, bitmaps, block_q, block_k); }
 };
 
 struct AttentionInputs {

@@ -13,9 +13,11 @@ namespace pdkernels::PDK_DEVICE::bindings {
 // The arguments of an op that filters logits, in the order of its schema.
 struct FilterInputs {
   OptionalTensor bias, counts, recent, banned, allowed;
-  double repetition, presence, frequency;
+  double repetition_penalty, presence_penalty, frequency_penalty;
 
-  auto fields() const { return std::tie(bias, counts, recent, banned, allowed, repetition, presence, frequency); }
+  auto fields() const {
+    return std::tie(bias, counts, recent, banned, allowed, repetition_penalty, presence_penalty, frequency_penalty);
+  }
 };
 
 // The filters of `rows` rows of logits; `held` keeps copies alive.
@@ -41,17 +43,17 @@ inline LogitFilters filters_of(const SameDevice& device, const FilterInputs& inp
     const int64_t span = span_of(*t);
     return {{t->data_ptr(), t->stride(0), t->stride(1), is_wide(*t)}, span, t->size(1)};
   };
-  PDK_CHECK(inputs.repetition > 0 && inputs.repetition <= FLT_MAX);
-  PDK_CHECK(std::abs(inputs.presence) <= FLT_MAX && std::abs(inputs.frequency) <= FLT_MAX);
+  PDK_CHECK(inputs.repetition_penalty > 0 && inputs.repetition_penalty <= FLT_MAX);
+  PDK_CHECK(std::abs(inputs.presence_penalty) <= FLT_MAX && std::abs(inputs.frequency_penalty) <= FLT_MAX);
   LogitFilters filters;
   filters.bias = rows_of(inputs.bias, ScalarType::Float, width);
   filters.counts = rows_of(inputs.counts, ScalarType::Int, width);
   filters.allowed = rows_of(inputs.allowed, ScalarType::Int, (width + 31) / 32);
   filters.recent = ids_of(inputs.recent);
   filters.banned = ids_of(inputs.banned);
-  filters.repetition = static_cast<float>(inputs.repetition);
-  filters.presence = static_cast<float>(inputs.presence);
-  filters.frequency = static_cast<float>(inputs.frequency);
+  filters.repetition = static_cast<float>(inputs.repetition_penalty);
+  filters.presence = static_cast<float>(inputs.presence_penalty);
+  filters.frequency = static_cast<float>(inputs.frequency_penalty);
   return filters;
 }
 

@@ -2,9 +2,9 @@
 // may be a structure itself:
 //
 //   struct PlanInputs {
-//     Tensor rows, lists;
+//     Tensor plan_rows, plan_lists;
 //     int64_t block_q;
-//     auto fields() const { return std::tie(rows, lists, block_q); }
+//     auto fields() const { return std::tie(plan_rows, plan_lists, block_q); }
 //   };
 #pragma once
 

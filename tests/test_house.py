@@ -30,6 +30,11 @@ def ops_of(family: str) -> set[str]:
 FAMILIES = sorted(path.stem for path in (PACKAGE / "ops").glob("[!_]*.py") if ops_of(path.stem))
 # Families whose ops all compose other ops on the CPU: they have no C++, but a Triton kernel.
 COMPOSED_FAMILIES = {family for family in FAMILIES if ops_of(family) and all(OPS[op].composed for op in ops_of(family))}
+# Ops that serve models alone, on the CPU, and what they are made of. Their reference is what the models do without them.
+INTERNAL_FAMILIES = {
+    "transformer_layers": "tests/models/test_whole_step.py",
+    "experts": "tests/models/test_whole_step_experts.py",
+}
 
 SOURCES = sorted(
     path
@@ -61,6 +66,8 @@ def files_of(family: str) -> list[list[str]]:
         [f"csrc/cpu/{family}.cpp", f"csrc/cpu/simd/{family}.cpp"],
         [f"python_bindings/{family}.h"],
     ]
+    if family in INTERNAL_FAMILIES:
+        return [*native, [INTERNAL_FAMILIES[family]]]
     return [
         [f"reference/{family}.py"],
         *([] if family in COMPOSED_FAMILIES else native),
@@ -76,7 +83,7 @@ def missing(family: str, is_file: Callable[[str], bool]) -> list[list[str]]:
     return [paths for paths in files_of(family) if not any(map(is_file, paths))]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *INTERNAL_FAMILIES])
 def test_every_op_family_has_all_its_files(family: str) -> None:
     def there(path: str) -> bool:
         return (ROOT / path).is_file()
@@ -92,7 +99,10 @@ def test_every_op_family_has_all_its_files(family: str) -> None:
 def test_no_kernel_without_a_family() -> None:
     kernels = [*(ROOT / "csrc/cpu").rglob("*.cpp"), *(ROOT / "csrc/cuda").glob("*.cu")]
     loops = {"parallel"}  # the threads of all of them
-    assert {path.stem.removesuffix("_backward") for path in kernels} - loops == set(FAMILIES) - COMPOSED_FAMILIES
+    assert {path.stem.removesuffix("_backward") for path in kernels} - loops == {
+        *FAMILIES,
+        *INTERNAL_FAMILIES,
+    } - COMPOSED_FAMILIES
 
 
 def room_of(module: str) -> str:
@@ -225,13 +235,15 @@ def test_includes_point_one_way(path: Path) -> None:
 
 
 def test_op_headers_do_not_depend_on_one_another() -> None:
-    """Only one that extends the arguments of another op includes it; what several share is in common."""
+    """Only one that extends the arguments of other ops or is made of them includes them; what several share is in common."""
     found = {
         path.stem: set(re.findall(r'#include\s*"ops/(\w+)\.h"', path.read_text()))
         for path in (ROOT / "csrc/ops").glob("*.h")
     }
     assert {name: included for name, included in found.items() if included} == {
+        "experts": {"grouped_linear"},
         "grouped_linear": {"linear", "quantized_linear"},
+        "transformer_layers": {"experts", "speculative_attention", "transformer_ops"},
         "speculative_attention": {"block_sparse_attention"},
     }
 

@@ -197,17 +197,17 @@ _KINDS = {Layer: Kind(*NAMES), ExpertLayer: Kind(*EXPERT_NAMES)}
 
 def _parameters(layers: Iterable[Layer]) -> LayerParameters | None:
     """None where a layer is another class, has hooks, or keeps its parameters in another way."""
-    found = LayerParameters([], [], [], [], [])
+    parameters = LayerParameters([], [], [], [], [])
     try:
         for number, layer in enumerate(layers):
-            own, kind = vars(layer), _KINDS.get(type(layer))
+            attributes, kind = vars(layer), _KINDS.get(type(layer))
             if kind is None or layer._forward_hooks or layer._forward_pre_hooks:
                 return None
-            if not _METHODS.isdisjoint(own):
+            if not _METHODS.isdisjoint(attributes):
                 return None
             if type(layer) is ExpertLayer:
-                found.mixtures.append(number)
-            found.add(own, kind)
+                parameters.mixtures.append(number)
+            parameters.add(attributes, kind)
     except KeyError:
         return None
-    return found if _TYPES.issuperset(map(type, found.tensors)) else None
+    return parameters if _TYPES.issuperset(map(type, parameters.tensors)) else None
