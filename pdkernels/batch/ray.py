@@ -33,8 +33,7 @@ from pdkernels.batch.prompt_files import OP, Contents, Prompt, check_output, mod
 from pdkernels.decoding import default_method, find, generate, sequence_seed
 from pdkernels.decoding.options import check_options
 from pdkernels.decoding.signatures import Request
-from pdkernels.models.checkpoints.adapters import named_adapter
-from pdkernels.models.checkpoints.packaged import PACKAGED, packaged
+from pdkernels.models.checkpoints.packaged import PACKAGED, packaged, weight_folder
 from pdkernels.models.checkpoints.zoo import WEIGHTS
 
 __all__ = ["GenerationReport", "generate_files"]
@@ -288,7 +287,7 @@ def generate_files(
         "column": column,
         "model": name if identity is None else os.path.basename(name),
         "model_files": identity,
-        "adapter": None if adapter is None else _identity(named_adapter(loading["adapter"])),
+        "adapter": None if adapter is None else _identity(weight_folder(loading["adapter"])),
         "method": method,
         "seed": seed,
         "dtype": str(dtype),

@@ -13,8 +13,9 @@ from safetensors.torch import save_file
 
 from pdkernels import models
 from pdkernels.decoding import generate
-from pdkernels.models.checkpoints import adapters
+from pdkernels.models.checkpoints import adapters, packaged
 from tests.models.test_zoo import write
+from tests.support import weights
 from tests.support.checkpoints import BIASED, LLAMA, MINISTRAL3, QWEN2, State, plain_logits, random_checkpoint
 
 TOKENS = [3, 1, 4, 1, 5, 9]
@@ -255,9 +256,13 @@ def test_a_model_has_one_mask_token(base: tuple[Path, State], tmp_path: Path) ->
 
 def test_adapters_by_name(base: tuple[Path, State], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, state = base
-    monkeypatch.setattr(adapters, "PACKAGED", tmp_path)
-    save(tmp_path / "mine", lora(state, ["model.layers.0.self_attn.o_proj"]))
-    assert adapters.available_adapters() == ("mine",)
+    with monkeypatch.context() as bare:
+        bare.setattr(packaged, "entry_points", lambda group: ())
+        with pytest.raises(ValueError, match=r"exists, got 'mine'. Adapters that have names: none is installed."):
+            models.load(folder, adapter="mine")
+    before, installed = set(adapters.available_adapters()), weights.install(monkeypatch, tmp_path)
+    save(installed / "mine", lora(state, ["model.layers.0.self_attn.o_proj"]))
+    assert set(adapters.available_adapters()) == {*before, "mine"}
     assert models.load(folder, drafter="mine").has_adapter
     assert not torch.equal(logits(folder, adapter="mine"), logits(folder))
     # A path is that of a folder, whatever its name.

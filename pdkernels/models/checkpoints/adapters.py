@@ -15,13 +15,13 @@ import torch
 from pdkernels import _memory
 from pdkernels._validation import check, fail, message
 from pdkernels.models.checkpoints.lora_config import CONFIG, OLORA, PISSA, PLAIN, LoraSettings, check_saved
+from pdkernels.models.checkpoints.packaged import weight_folders
 from pdkernels.models.files.fields import OP, shown, some
 from pdkernels.models.files.folder import Weights, member, read_fields
 from pdkernels.models.files.layout import DTYPES, Layout
 
 _WEIGHTS = "adapter_model.safetensors"
 MASK_FILE, _MASK = "mask_token.safetensors", "embedding"
-PACKAGED = Path(__file__).parents[1] / "weights" / "adapters"
 _PREFIX = "base_model.model."
 _HALVES = {
     ".lora_A.weight": ("a", False),
@@ -110,7 +110,7 @@ def read_adapter(folder: str | Path, layout: Layout) -> Adapter:
         exists = folder.is_dir()
     except (OSError, ValueError):
         exists = False
-    remedy = f"Adapters of the package: {', '.join(available_adapters())}."
+    remedy = f"Adapters that have names: {', '.join(available_adapters()) or 'none is installed'}."
     check(exists, OP, "adapter", "be a folder that exists", shown(str(folder)), remedy)
     fields = read_fields(folder, CONFIG)
     if fields is None:
@@ -153,15 +153,9 @@ def read_adapter(folder: str | Path, layout: Layout) -> Adapter:
     return Adapter(pairs, {name: tensors[stored] for name, stored in replaced.items()}, folder.name)
 
 
-def named_adapter(name_or_folder: str | Path) -> Path:
-    """The folder of an adapter. A string may name an adapter of the package; a path is always a folder."""
-    packaged = isinstance(name_or_folder, str) and name_or_folder in available_adapters()
-    return PACKAGED / name_or_folder if packaged else Path(name_or_folder)
-
-
 def available_adapters() -> tuple[str, ...]:
-    """Names of the adapters in the package."""
-    return tuple(sorted(path.parent.name for path in PACKAGED.glob(f"*/{CONFIG}")))
+    """Names of the adapters in installed packages of weights."""
+    return tuple(sorted(weight_folders(CONFIG)))
 
 
 def read_mask_token(folder: str | Path, hidden_size: int) -> torch.Tensor | None:

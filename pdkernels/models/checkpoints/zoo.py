@@ -31,12 +31,12 @@ from pdkernels.models.architectures.rope import (
 )
 from pdkernels.models.architectures.transformer import Transformer, TransformerConfig
 from pdkernels.models.checkpoints import gguf, hf, huginn, hybrid_hf, llada, llada2
-from pdkernels.models.checkpoints.adapters import MASK_FILE, named_adapter, read_adapter, read_mask_token
+from pdkernels.models.checkpoints.adapters import MASK_FILE, read_adapter, read_mask_token
 from pdkernels.models.checkpoints.checkpoint import Checkpoint, Config
 from pdkernels.models.checkpoints.drafters.folder import is_drafter_folder, is_own_folder, load_drafter
 from pdkernels.models.checkpoints.hf import ARCHITECTURES, from_hf_config
 from pdkernels.models.checkpoints.hf_experts import LLADA_MOE
-from pdkernels.models.checkpoints.packaged import PACKAGED, packaged
+from pdkernels.models.checkpoints.packaged import PACKAGED, packaged, weight_folder
 from pdkernels.models.checkpoints.plan_folder import plan_tokens_of
 from pdkernels.models.checkpoints.quantized_folder import FIELDS, QuantizedFolder, scheme_of
 from pdkernels.models.files.fields import OP, Fields, demand, shown
@@ -102,8 +102,8 @@ def load(
         adapter: a folder with a PEFT LoRA adapter, which is merged into the weights.
         drafter: the same for an adapter of attention's output projections, which is kept separate: only rows that a forward adapts
             use it, as the drafts of self-speculation do (`Transformer.attach_adapter_`). Its folder may supply a mask token for a
-            model without one (``mask_token.safetensors``), which becomes the last id. "smollm2-drafter" is in the package. Or the
-            folder or name of an EAGLE-3 or DFlash head, or the model's own folder for its layer for multi-token prediction
+            model without one (``mask_token.safetensors``), which becomes the last id. "smollm2-drafter" is in the package pdkernels-smollm2.
+            Or the folder or name of an EAGLE-3 or DFlash head, or the model's own folder for its layer for multi-token prediction
             (`load_drafter`): it is attached in ``model.drafters`` under its method.
         packed: whether quantised matrices stay as they are stored, see `QuantizedWeight`; products then also quantise their other
             factor to 8 bits, as llama.cpp does. False makes numbers of them. None: they stay on the CPU, unless an adapter is
@@ -177,8 +177,8 @@ def _load(
         fault = f"adapters are for checkpoints in the usual order of components, and {shown(given)} has another"
         raise NotImplementedError(sentence(OP, fault))
     # Read before the weights, so that a bad adapter costs no time.
-    merge = None if adapter is None else read_adapter(named_adapter(adapter), checkpoint.layout)
-    draft, mask = (None, None) if drafter is None else _drafter(named_adapter(drafter), checkpoint)
+    merge = None if adapter is None else read_adapter(weight_folder(adapter), checkpoint.layout)
+    draft, mask = (None, None) if drafter is None else _drafter(weight_folder(drafter), checkpoint)
     # What is merged is rounded once, after that.
     state = {
         **(checkpoint.state(checkpoint.dtype, device) if merge is None else checkpoint.state(None, torch.device("cpu")))

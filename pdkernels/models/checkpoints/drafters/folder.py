@@ -23,6 +23,7 @@ from pdkernels.models.architectures.packing import adopt_
 from pdkernels.models.checkpoints.drafters import dflash_folder, mtp_folder
 from pdkernels.models.checkpoints.drafters.packed import packed_tensors, quantization_config
 from pdkernels.models.checkpoints.hf import from_hf_config
+from pdkernels.models.checkpoints.packaged import weight_folder, weight_folders
 from pdkernels.models.checkpoints.quantized_folder import FIELDS, QuantizedFolder, scheme_of
 from pdkernels.models.drafters.dflash import DFlashConfig, DFlashHead
 from pdkernels.models.drafters.eagle import EagleConfig, EagleHead
@@ -33,8 +34,6 @@ from pdkernels.models.files.folder import Weights, member, read_fields
 from pdkernels.models.files.layout import Layout, Parts
 from pdkernels.ops._quantized_weight import QuantizedWeight
 
-PACKAGED = Path(__file__).parents[2] / "weights" / "drafters"
-
 _CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
 _FIRST_NORM = "midlayer.input_layernorm.weight"
@@ -43,14 +42,8 @@ _IGNORED = ("verifier_norm.weight", "verifier_lm_head.weight")
 
 
 def available_drafters() -> tuple[str, ...]:
-    """Names of the heads in the package."""
-    return tuple(sorted(path.parent.name for path in PACKAGED.glob(f"*/{_CONFIG}")))
-
-
-def drafter_folder(name_or_path: str | Path) -> Path:
-    """The folder of a drafter. A string may name one of the package; a path is always a folder."""
-    packaged = isinstance(name_or_path, str) and name_or_path in available_drafters()
-    return PACKAGED / name_or_path if packaged else Path(name_or_path)
+    """Names of the heads in installed packages of weights, such as pdkernels-smollm2."""
+    return tuple(sorted(weight_folders(_CONFIG)))
 
 
 def load_drafter(
@@ -61,7 +54,7 @@ def load_drafter(
     Args:
         path: of a folder in the format of the speculators library (``"speculators_model_type"`` "eagle3", "peagle" or "dflash"), or of a
             checkpoint as the authors of EAGLE-3 (``midlayer.*``) or DFlash (``dflash_config``) publish them; the target's own folder,
-            if it has a layer for multi-token prediction (MiMo, Qwen3.5); or the name of a head in the package.
+            if it has a layer for multi-token prediction (MiMo, Qwen3.5); or the name of a head, one of `available_drafters`.
         target: the model that it drafts for, one of `load` or of `pdkernels.integrations.transformers.wrap`.
         dtype: of the weights; None: the target's.
         packed: whether quantised matrices stay as they are stored, as in `load`. None: on the CPU.
@@ -86,7 +79,7 @@ def load_drafter(
     """
     check_type(isinstance(path, (str, os.PathLike)), OP, "drafter", "be a path", type(path).__name__)
     check_type(packed is None or isinstance(packed, bool), OP, "packed", "be a bool or None", type(packed).__name__)
-    folder = drafter_folder(path)
+    folder = weight_folder(path)
     fields = read_fields(folder, _CONFIG)
     if fields is None:
         fail(OP, "drafter", f"be a folder with {_CONFIG}", folder)
@@ -144,7 +137,7 @@ def _mtp_head(config: MtpConfig, weights: Weights, target: Any, dtype: torch.dty
 def drafter_method(path: str | Path) -> str | None:
     """The decoding method that the drafter in a folder is for; None: no folder, or one of a model."""
     try:
-        config = json.loads((drafter_folder(path) / _CONFIG).read_text())
+        config = json.loads((weight_folder(path) / _CONFIG).read_text())
     except (OSError, ValueError):
         return None
     if not isinstance(config, dict):
