@@ -35,7 +35,7 @@ test-all: ## the tests with all long sweeps
 COMPILED := tests/test_compile_budgets.py tests/test_issue_slots.py tests/predict tests/harness $(wildcard tests/ops/*_compiled.py) \
 	tests/ops/test_steady_loops.py tests/ops/test_triton_launches.py tests/ops/test_triton_specialisations.py
 compiled: ## keeps the figures of compiled GPU kernels, after a change to them: `make test` then compiles nothing of it again
-	@rm -f tests/compiled/*.json
+	@rm -f tests/compiled.json
 	@PDKERNELS_COMPILED=keep $(PYTEST) -m "not slow" $(COMPILED)
 
 lint: ## ruff and clang-format find nothing

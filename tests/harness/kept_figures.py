@@ -1,14 +1,15 @@
-"""Figures of compiled kernels that lie in the checkout: tests compile what has changed since, and check the rest against these.
+"""Figures of compiled kernels in one table of the checkout: tests compile what has changed since, and check the rest against these.
 
     make compiled      brings them up to date
     make test-all      does not look at them
 
-A file has what one call measured, and a hash of all that it was compiled from.
+A line has what one call measured, and a hash of all that it was compiled from.
 """
 
 from __future__ import annotations
 
 import ast
+import fcntl
 import json
 import os
 import re
@@ -18,24 +19,35 @@ from typing import Any
 
 from tests.cudasim.build import ROOT, digest_text
 
-FOLDER = ROOT / "tests" / "compiled"
+TABLE = ROOT / "tests" / "compiled.json"
+PACKAGE = ROOT / "pdkernels"
 VARIABLE = "PDKERNELS_COMPILED"  # "keep": write what is measured; "ignore": measure everything
 
 
 def kept(name: str, key: str, measure: Callable[[], Any]) -> Any:
     """The figures under a name if they have this key, else those that `measure` finds: what JSON can hold."""
-    file, mode = FOLDER / f"{name}.json", os.environ.get(VARIABLE)
-    if mode != "ignore" and file.exists():
-        found = json.loads(file.read_text())
-        if found["key"] == key:
-            return found["figures"]
+    mode = os.environ.get(VARIABLE)
+    entry = {} if mode == "ignore" else _read().get(name, {})
+    if entry.get("key") == key:
+        return entry["figures"]
     figures = measure()
     if mode == "keep":
-        file.parent.mkdir(exist_ok=True)
-        partial = file.with_suffix(f".{os.getpid()}.partial")
-        partial.write_text(json.dumps({"key": key, "figures": figures}, indent=1) + "\n")
-        partial.replace(file)
+        _write(name, {"key": key, "figures": figures})
     return figures
+
+
+def _read() -> dict[str, Any]:
+    return json.loads(TABLE.read_text()) if TABLE.exists() else {}
+
+
+def _write(name: str, entry: dict[str, Any]) -> None:
+    """Adds a line to the table, or replaces it; workers of one run take turns."""
+    with TABLE.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lines = [f"{json.dumps(each)}: {json.dumps(line)}" for each, line in sorted({**_read(), name: entry}.items())]
+        partial = TABLE.with_suffix(".partial")
+        partial.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        partial.replace(TABLE)
 
 
 def digest_code(files: Iterable[Path]) -> str:
@@ -66,3 +78,17 @@ def with_headers(source: Path, folders: Sequence[Path]) -> list[Path]:
                 found.add(header)
                 left.append(header)
     return sorted(found)
+
+
+def with_imports(files: Iterable[Path]) -> set[Path]:
+    """Files of the package and all modules of it that they import, directly or not; no `__init__.py`."""
+    found, left = set(files), list(files)
+    while left:
+        for node in ast.walk(ast.parse(left.pop().read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE.name):
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+                modules = {ROOT / f"{name.replace('.', '/')}.py" for name in names}
+                new = {module for module in modules if module.is_file()} - found
+                found |= new
+                left += new
+    return found

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.harness import kept_figures
-from tests.harness.kept_figures import VARIABLE, digest_code, kept, with_headers
+from tests.harness.kept_figures import VARIABLE, digest_code, kept, with_headers, with_imports
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(kept_figures, "FOLDER", tmp_path / "compiled")
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(kept_figures, "TABLE", tmp_path / "compiled.json")
     monkeypatch.delenv(VARIABLE, raising=False)
-    return tmp_path / "compiled"
+    return tmp_path / "compiled.json"
 
 
-def test_measured_again_once_the_key_is_another(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_again_once_the_key_is_another(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept("kernel", "a", lambda: {"registers": 40}) == {"registers": 40}
-    assert not folder.exists()  # only where it is asked for
+    assert not table.exists()  # only where it is asked for
     monkeypatch.setenv(VARIABLE, "keep")
     kept("kernel", "a", lambda: {"registers": 40})
     monkeypatch.delenv(VARIABLE)
@@ -28,7 +29,29 @@ def test_measured_again_once_the_key_is_another(folder: Path, monkeypatch: pytes
     assert kept("another", "a", lambda: {"registers": 56}) == {"registers": 56}
     monkeypatch.setenv(VARIABLE, "ignore")
     assert kept("kernel", "a", lambda: {"registers": 48}) == {"registers": 48}
-    assert [file.name for file in folder.iterdir()] == ["kernel.json"]
+    assert json.loads(table.read_text()) == {"kernel": {"key": "a", "figures": {"registers": 40}}}
+
+
+def test_a_line_each_in_order(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "keep")
+    for name, key in (("two", "a"), ("one", "a"), ("two", "b")):
+        kept(name, key, lambda: [1, 2])
+    assert table.read_text().splitlines() == [
+        "{",
+        '"one": {"key": "a", "figures": [1, 2]},',
+        '"two": {"key": "b", "figures": [1, 2]}',
+        "}",
+    ]
+
+
+def test_imports_are_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_figures, "ROOT", tmp_path)
+    (tmp_path / "pdkernels").mkdir()
+    files = {name: tmp_path / f"pdkernels/{name}.py" for name in ("one", "two", "three", "four", "__init__")}
+    texts = ["from pdkernels import two, missing", "def f():\n    from pdkernels.three import x", "import os", "", ""]
+    for file, text in zip(files.values(), texts):
+        file.write_text(text)
+    assert with_imports([files["one"]]) == {files["one"], files["two"], files["three"]}
 
 
 def test_python_counts_by_what_it_does(tmp_path: Path) -> None:

@@ -26,11 +26,10 @@ from typing import Any
 from tests.cudasim.build import ROOT, build_once, digest_text
 from tests.harness import budgets, sass
 from tests.harness.budgets import parse_ptxas
-from tests.harness.kept_figures import digest_code, kept
+from tests.harness.kept_figures import PACKAGE, digest_code, kept, with_imports
 
 BUDGET_FILE = ROOT / "tests" / "triton_budgets.json"
 CACHE = ROOT / "build" / "triton_budgets"
-PACKAGE = ROOT / "pdkernels"
 # Dynamic shared memory a block may take, in bytes: CUDA programming guide, table of technical specifications.
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "sm_120": 99 * 1024}
 # The instructions of the tensor cores.
@@ -60,13 +59,11 @@ def measure(
     return kept(name, key, lambda: json.loads(build_once(CACHE / f"{key}.json", compile_cases).read_text()))
 
 
-def package_files() -> list[Path]:
+def package_files() -> set[Path]:
     """What decides how our ops launch which kernel."""
-    return [
-        file
-        for part in ("triton/*.py", "gluon/*.py", "ops/*.py", "_*.py", "backends.py")
-        for file in PACKAGE.glob(part)
-    ]
+    return with_imports(
+        [file for part in ("triton/*.py", "gluon/*.py", "ops/*.py", "backends.py") for file in PACKAGE.glob(part)]
+    )
 
 
 def problems(name: str, figures: dict[str, Any], budget: dict[str, int] | None) -> list[str]:
