@@ -395,6 +395,7 @@ if __name__ == "__main__":
     # pip asks for the build's requirements through `egg_info`: torch is one only where no torch is installed.
     wants_torch = "egg_info" in sys.argv and locate_torch() is None
     setup(
+        packages=[*setuptools.find_packages(include=["pdkernels", "pdkernels.*"]), "pdkernels.reference"],
         ext_modules=[Extension("pdkernels._ops", []), Extension("pdkernels._host", [])],
         cmdclass=commands(),
         setup_requires=["torch>=2.11"] if wants_torch else [],

@@ -267,7 +267,7 @@ def planned(
     In each step of a round all chunks that have masks commit their most confident ones. All share one clock, which the longest
     chunk sets. Guesses for masks are never the mask, a control token other than the filler, or an end token.
 
-    Where the published code differs, besides its `choices` (bench/papers/released/plain_planned.py): it may guess any token; it never
+    Where the published code differs, besides parser, schedule, threshold and cache (docs/papers/released.md): it may guess any token; it never
     checks whether the chunks fit; an empty plan is an assertion.
 
     Args:

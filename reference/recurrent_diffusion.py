@@ -1,8 +1,8 @@
 """The diffusion-forcing sampler of recurrent-depth models: many positions at once, each a few recurrences behind the previous one.
 
 Source: "Efficient parallel samplers for recurrent-depth models and their connection to diffusion language models", Algorithms 1
-and 2, equations 1 to 3. Where the paper and its code disagree, or are wrong, this is what the decoders do; the code as
-released is in bench/papers/released/plain_recurrent.py.
+and 2, equations 1 to 3. Where the paper and its code disagree, or are wrong, this is what the decoders do; what the
+released code does is in docs/papers/released.md.
 
 The *wave* is a run of positions from `cursor` on, everything before is frozen. Row 0's token is already in the text, the token
 of row i is the prediction of row i - 1 in the last step. A step gives every row `inner_recurrence` more recurrences, predicts,

@@ -88,7 +88,7 @@ def slowfast(
     after it the last note if they are stable, and a position to be determined conservatively if not. cycle="mean" is the
     equation, rounded down to a position; cycle="last" the sentences, where the conservative position is that mean, as in the code.
 
-    The released loops differ: see bench/papers/released/plain_slowfast.py.
+    The released loops differ: see docs/papers/released.md.
 
     Args:
         model, prompt, max_new_tokens, mask_token, temperature, end_tokens, seed: as in

@@ -63,7 +63,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     expected |= {
         "pdkernels/_ops.so",
         f"pdkernels/_host{sysconfig.get_config_var('EXT_SUFFIX')}",
-        "pdkernels/decoding/replay.html",
+        "pdkernels/generation/replay.html",
         "pdkernels/serve/page.html",
         "pdkernels/py.typed",
         "pdkernels/_host.pyi",

@@ -14,6 +14,7 @@ from rich.table import Table
 from bench.papers import runs, tables
 from bench.records import write
 from pdkernels._validation import check as demand
+from pdkernels._validation import fail
 from pdkernels.cli._terminal import errors_reported, use_threads
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -69,6 +70,8 @@ def reproduce(
             if resume and path is not None and path.exists():
                 console.print(f"{one.paper} {one.name}: {path} is there", soft_wrap=True)
                 continue
+            if one.run is None:
+                fail("papers", one.name, "be measured by code of this checkout", "a table of released code")
             with Progress(*_COLUMNS, console=console, transient=True) as progress:
                 result = one.run(problems or one.problems, _shown_by(progress, progress.add_task(one.name, total=1.0)))
             if path is not None:

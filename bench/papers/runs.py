@@ -9,8 +9,6 @@ from typing import Any
 import torch
 
 from bench.papers import theory
-from bench.papers.released.planned import PLANNED as RELEASED_PLANNED
-from bench.papers.released.slowfast import SLOWFAST as RELEASED_SLOWFAST
 from bench.papers.row_times import measure_row_times
 from bench.papers.speed_of_light import speed_of_light
 from pdkernels import decoding, models
@@ -237,28 +235,19 @@ def knob(option: str) -> Callable[[int, Progress], dict[str, Any]]:
     return run
 
 
-LOOPS: dict[str, tuple[str | decoding.Method, dict[str, Any]]] = {
-    "the paper's text": ("slowfast", {}),
-    "its equation 9": ("slowfast", {"cycle": "mean"}),
-    "released for LLaDA": (RELEASED_SLOWFAST, {"max_exploration": 6, "tau_min": 0.3, "tau_high": 0.9}),
-    "released for Dream": (
-        RELEASED_SLOWFAST,
-        {"loop": "dream", "max_exploration": 6, "tau_min": 0.1, "tau_explore": 0.8, "tau_high": 0.9},
-    ),
-}
+LOOPS: dict[str, dict[str, Any]] = {"the paper's text": {}, "its equation 9": {"cycle": "mean"}}
 
 
 def loops(problems: int, progress: Progress) -> dict[str, Any]:
-    """The paper's loops at its settings, and the released ones at theirs."""
+    """The paper's two loops at its settings."""
     model, task, rows = models.load("tiny-masked"), make_task("sums", problems, canvas=128), []
-    for number, (name, (method, settings)) in enumerate(LOOPS.items()):
+    for number, (name, settings) in enumerate(LOOPS.items()):
         progress(name, number / len(LOOPS))
-        chosen = decoding.find(method) if isinstance(method, str) else method
         forwards = tokens = right = 0.0
         for first in range(0, problems, 8):
             batch = slice(first, first + 8)
             given: dict[str, Any] = {"max_new_tokens": task.limit, "end_tokens": task.end_tokens, **settings}
-            found = decoding.generate(model, task.prompts[batch], chosen, **given)
+            found = decoding.generate(model, task.prompts[batch], "slowfast", **given)
             tokens += found.stats.tokens
             forwards += found.stats.tokens / found.stats.tokens_per_forward
             solved = zip((task.problems or ())[batch], found.text or (), strict=True)
@@ -372,10 +361,6 @@ PLANNED: dict[str, list[dict[str, Any]]] = {
 }
 
 
-SCHEDULE: dict[str, Any] = {"rule": "ours", "keeping": "ours", "parser": "ours"}
-"""The paper's schedule of steps is that of the released code, and nothing else of it."""
-
-
 def planned(name: str) -> Run:
     """Orders that are right, and the forwards that waited for each other, under each of the settings."""
 
@@ -386,7 +371,7 @@ def planned(name: str) -> Run:
         for number, settings in enumerate(PLANNED[name]):
             label = Candidate("tiny-planned", "planned", settings=tuple(settings.items())).label
             progress(label, number / len(PLANNED[name]))
-            score = score_orders(model, prompts, RELEASED_PLANNED, batch_size=8, **settings, **SCHEDULE)
+            score = score_orders(model, prompts, batch_size=8, **settings)
             found.append((label.removeprefix("planned, "), score))
         rows = [
             {

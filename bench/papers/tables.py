@@ -28,8 +28,8 @@ class Figure(NamedTuple):
     """Its number in the paper."""
     shows: str
     """What the paper shows with it, in a sentence."""
-    run: Callable[[int, Progress], dict[str, Any]]
-    """Takes the number of problems and a progress callback."""
+    run: Callable[[int, Progress], dict[str, Any]] | None
+    """Takes the number of problems and a progress callback; None: measured by code that is no longer here."""
     problems: int = 100
     """By default."""
 
@@ -44,6 +44,7 @@ PAPERS = {
     "nemotron": "Nemotron-Labs-Diffusion",
     "slowfast": "SlowFast Sampling",
     "planned-diffusion": "Planned Diffusion",
+    "released": "Released code",
 }
 
 
@@ -199,14 +200,7 @@ FIGURES = (
             ("variance", "Figure 5", "the strict bound, 1, is best."),
         )
     ),
-    Figure(
-        "slowfast",
-        "loops",
-        "Section 3.3 and the released code",
-        "The paper ends a span in two ways; its code for LLaDA and its code for Dream in a third and a fourth.",
-        runs.loops,
-        96,
-    ),
+    Figure("slowfast", "loops", "Section 3.3", "The paper ends a span in two ways.", runs.loops, 96),
     *(
         Figure("planned-diffusion", name, source, shows, runs.planned(name), 96)
         for name, source, shows in (
@@ -225,6 +219,14 @@ FIGURES = (
         "Figure 7",
         "A forward over up to 256 rows takes about as long as one over a single row on H200 and B200, up to 128 on A100.",
         runs.knee,
+    ),
+    Figure("released", "slowfast-loops", "SlowFast Sampling", "The loops of its code, at their own thresholds.", None),
+    Figure(
+        "released",
+        "planned-schedule",
+        "Planned Diffusion",
+        "The schedule of its code, with our decoder otherwise.",
+        None,
     ),
 )
 
@@ -286,7 +288,7 @@ def page(text: str, results: Path) -> str:
 
         figure = find(match[2], match[3])[0]
         path = results / f"{figure.paper}_{figure.name}.json"
-        lines = [f"**{figure.source}.** {figure.shows}", "", f"`{figure.command}`", ""]
+        lines = [f"**{figure.source}.** {figure.shows}", "", *([f"`{figure.command}`", ""] if figure.run else [])]
         if path.exists():
             result = json.loads(path.read_text(encoding="utf-8"))
             facts = ", ".join(

@@ -13,8 +13,6 @@ import pytest
 import torch
 
 import pdkernels as pd
-from bench.papers.released.planned import PLANNED
-from bench.papers.released.slowfast import SLOWFAST
 from tests.harness.pretended_gpu import Pretended, pretended_gpu, without_gpu
 from tests.support.drafters import with_drafters
 from tests.support.plans import example
@@ -42,14 +40,6 @@ CASES += [
     *[("fast_dllm", {"block_size": 16, "cache": cache, "threshold": 0.9}) for cache in ("none", "prefix", "dual")],
     ("slowfast", {"prompt_interval": 100, "gen_interval": 2, "transfer_ratio": 0.25}),
 ]
-RELEASED: list[tuple[pd.decoding.Method, dict[str, Any]]] = [
-    (SLOWFAST, {"tau_explore": 0.5}),
-    (PLANNED, {"steps_ratio": 0.5}),
-]
-
-
-def found(method: str | pd.decoding.Method) -> pd.decoding.Method:
-    return pd.decoding.find(method) if isinstance(method, str) else method
 
 
 @pytest.fixture
@@ -58,8 +48,8 @@ def gpu() -> Iterator[None]:
         yield
 
 
-def label(value: str | pd.decoding.Method | dict[str, Any]) -> str:
-    return value if isinstance(value, str) else getattr(value, "title", "") or "-".join(value) or "plain"
+def label(value: str | dict[str, Any]) -> str:
+    return value if isinstance(value, str) else "-".join(value) or "plain"
 
 
 def request(method: pd.decoding.Method) -> tuple[list[str], int]:
@@ -79,10 +69,10 @@ def generate(device: str, method: pd.decoding.Method, options: dict[str, Any]) -
 
 @pytest.mark.covering(of=["method"])
 @pytest.mark.parametrize(
-    ("method", "options"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in RELEASED)], ids=label
+    ("method", "options"), [*CASES, pytest.param("planned", {"steps_ratio": 0.5}, marks=pytest.mark.slow)], ids=label
 )
-def test_same_tokens_on_a_gpu(method: str | pd.decoding.Method, options: dict[str, Any], gpu: None) -> None:
-    here, there = (generate(device, found(method), options) for device in ("cpu", "cuda"))
+def test_same_tokens_on_a_gpu(method: str, options: dict[str, Any], gpu: None) -> None:
+    here, there = (generate(device, pd.decoding.find(method), options) for device in ("cpu", "cuda"))
     for a, b in zip(here.tokens, there.tokens, strict=True):
         assert a.device == torch.device("cpu") == b.device and not isinstance(b, Pretended)
         assert torch.equal(a, b)

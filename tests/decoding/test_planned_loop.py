@@ -9,8 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.papers.released.plain_planned import released_items
-from bench.papers.released.planned import PLANNED
 from pdkernels.decoding import BAD_PLANS, BadPlan, ChunkTokens, generate
 from pdkernels.models import Transformer, TransformerConfig
 from pdkernels.reference import planned as reference
@@ -117,10 +115,8 @@ def test_neither_control_tokens_nor_masks_are_in_chunks() -> None:
 
 def test_a_prompt_with_control_tokens() -> None:
     prompt = [*item(9), 11, *item(2), 12]
-    released: dict[str, Any] = {"method": PLANNED, "keeping": "ours"}
-    for method, lengths in (({"method": "planned"}, [1]), (released, [9, 2, 1])):
-        result = generate(Scripted([*item(1), END]), prompt, max_new_tokens=60, **method)
-        assert result.stats.plans is not None and result.stats.plans[0].rounds[0].lengths == lengths
+    result = generate(Scripted([*item(1), END]), prompt, "planned", max_new_tokens=60)
+    assert result.stats.plans is not None and result.stats.plans[0].rounds[0].lengths == [1]
 
 
 plans = st.lists(
@@ -129,17 +125,16 @@ plans = st.lists(
 
 
 @settings(max_examples=80)
-@given(script=plans, stop=st.sampled_from([END, SYNC]), released=st.booleans())
-def test_any_plan(script: list[int], stop: int, released: bool) -> None:
+@given(script=plans, stop=st.sampled_from([END, SYNC]))
+def test_any_plan(script: list[int], stop: int) -> None:
     """It ends with a reason, and its items are those of the plain parser."""
-    chosen: dict[str, Any] = {"method": PLANNED, "keeping": "ours"} if released else {}
-    tokens, report = written([*script, stop, END, END], max_new_tokens=40, **chosen)
+    tokens, report = written([*script, stop, END, END], max_new_tokens=40)
     assert len(tokens) <= 40 and MASK not in tokens
     assert report.reason in ("end", "length", *BAD_PLANS)
     first = report.rounds[0].plan
     assert first == script[: len(first)]
     try:
-        items = released_items([11, *first], TAGS) if released else reference.parse_last_number(first, TAGS)
+        items = reference.parse_last_number(first, TAGS)
     except reference.BadPlan as bad:
         if report.rounds[0].stop != "length":
             assert report.reason == str(bad) and len(report.rounds) == 1

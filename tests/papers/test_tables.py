@@ -119,7 +119,7 @@ def test_pages_report_what_is_not_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["planed"], "paper must be one of jacobi, recurrent, nemotron, slowfast, planned-diffusion, got 'planed'"),
+        (["planed"], "paper must be one of jacobi, recurrent, nemotron, slowfast, planned-diffusion, released, got 'planed'"),
         (["recurrent", "knee"], "figure must be one of prefill, decoding, static, cache, grid, threshold"),
         (["recurrent", "--resume"], "--resume must be with --output"),
     ],
@@ -127,3 +127,11 @@ def test_pages_report_what_is_not_measured(tmp_path: Path) -> None:
 def test_errors_are_one_sentence(arguments: list[str], said: str) -> None:
     result = run(*arguments)
     assert result.exit_code == 2 and said in " ".join(result.stderr.split()), result.output
+
+
+def test_tables_of_released_code_are_kept_and_not_measured(tmp_path: Path) -> None:
+    for figure in tables.find("released"):
+        result = run("released", figure.name, "--output", str(tmp_path))
+        sentence = f"{figure.name} must be measured by code of this checkout, got a table of released code"
+        assert result.exit_code == 2 and sentence in result.output and not list(tmp_path.iterdir())
+        assert figure.command not in (ROOT / "docs/papers/released.md").read_text()

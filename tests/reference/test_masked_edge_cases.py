@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.papers.released.plain_slowfast import released_slowfast
 from pdkernels.reference import masked_sampling as shared
 from pdkernels.reference.dllm_cache import FeatureCache, dllm_cache
 from pdkernels.reference.dream import dream
@@ -33,7 +32,6 @@ SAMPLERS: dict[str, Callable[..., MaskedResult]] = {
     "dream": dream,
     "dream, origin": lambda *args, **options: dream(*args, algorithm="origin", **options),
     "slowfast": slowfast,
-    "slowfast, released": lambda *args, **options: released_slowfast(*args, block_size=3, **options),
     "slowfast, cached": lambda *args, **options: slowfast(*args, prompt_interval=3, gen_interval=2, **options),
     "dllm_cache": dllm_cache,
     "fast_dllm": lambda *args, **options: fast_dllm(*args, block_size=3, threshold=0.4, **options),
@@ -146,7 +144,6 @@ def test_certain_guesses_tie_at_one() -> None:
         2: 0.0,
     }  # entropy: no NaN from 0 ln 0
     assert order(slowfast(model, [3], 4, mask_token=MASK, tau_high=1.0)) == [[1], [2], [3], [4]]  # nothing exceeds 1
-    assert order(released_slowfast(model, [3], 4, mask_token=MASK, tau_high=1.0)) == [[1, 2, 3, 4]]  # 1 reaches 1
 
 
 def test_more_steps_than_masks() -> None:
@@ -191,18 +188,6 @@ def test_no_exploration_and_exploration_that_commits_nothing() -> None:
     # A single candidate is a window of one, whose variance is 0: the span is decided by one forward.
     once = slowfast(ScriptedMasked(fixed([0.5, 0.4, 0.3, 0.095])), [3], 4, mask_token=MASK, window=1)
     assert [step.window for step in once.trace][:2] == [(1, 5), (1, 4)]
-
-
-def test_released_slow_forwards_run_even_if_their_block_is_full() -> None:
-    sure = ScriptedMasked(lambda tokens, position: (word(position), 0.95))
-    result = released_slowfast(sure, [3], 8, mask_token=MASK, block_size=4, max_exploration=3)
-    assert [(step.window, len(step.committed)) for step in result.trace] == [
-        ((1, 5), 4),
-        ((1, 5), 0),
-        ((1, 5), 0),
-        ((5, 9), 4),
-    ]  # the canvas is full with the last one
-    assert slowfast(sure, [3], 8, mask_token=MASK, block_size=4, cycle="last").forwards == 6
 
 
 def test_a_cycle_whose_span_slow_forwards_have_filled() -> None:

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.papers.released.plain_multiblock import released_multiblock
 from pdkernels.reference import masks
 from pdkernels.reference.autoregressive import autoregressive
 from pdkernels.reference.jacobi import filler_words, fillers, jacobi
@@ -94,40 +93,6 @@ def test_equals_greedy(
     assert_clean_rows_see_no_noise(model.calls, MASK)
 
 
-@settings(max_examples=60)
-@given(
-    script=st.sampled_from(sorted(ALL_SCRIPTS)),
-    prompt=st.lists(token, min_size=1, max_size=6),
-    limit=st.integers(0, 20),
-    block_size=st.integers(1, 9),
-    blocks=st.integers(1, 2),
-    spawn_ratio=st.sampled_from([0.3, 0.85, 1.0]),
-    pool_size=st.integers(0, 6),
-    ends=st.lists(token, max_size=2),
-    seed=st.integers(0, 2**64 - 1),
-)
-def test_released_equals_greedy(script, prompt, limit, block_size, blocks, spawn_ratio, pool_size, ends, seed) -> None:
-    model = ScriptedTriMode(ALL_SCRIPTS[script])
-    greedy = autoregressive(model, prompt, limit, end_tokens=ends)
-    model.calls.clear()
-    result = released_multiblock(
-        model,
-        prompt,
-        limit,
-        pad_token=PAD,
-        block_size=block_size,
-        blocks=blocks,
-        spawn_ratio=spawn_ratio,
-        pool_size=pool_size,
-        end_tokens=ends,
-        seed=seed,
-    )
-    assert result.tokens == greedy.tokens
-    assert result.forwards == len(model.calls) == len(result.trace) + (limit > 0)
-    assert_sound(result, max(1, pool_size), blocks - 1)
-    assert all(len(step.rows) != 2 for step in result.trace)  # one candidate is the draft itself
-
-
 @settings(max_examples=20)
 @given(
     seed=st.integers(0, 99), prompt=st.lists(st.integers(0, 4), min_size=1, max_size=5), block_size=st.integers(1, 6)
@@ -140,12 +105,6 @@ def test_greedy_on_a_transformer(seed: int, prompt: list[int], block_size: int) 
             jacobi_multiblock(model, prompt, 12, block_size=block_size, blocks=blocks, spawn_ratio=0.5).tokens
             == greedy.tokens
         )
-    try:
-        released = released_multiblock(model, prompt, 12, pad_token=0, block_size=block_size, spawn_ratio=0.5)
-    except ValueError as failure:  # as the released code would, in some runs with small blocks
-        assert "must have equally many rows" in str(failure) and block_size < 4
-    else:
-        assert released.tokens == greedy.tokens
 
 
 @settings(max_examples=40)
@@ -284,87 +243,6 @@ def test_branches_equal_separate_forwards() -> None:
         assert branch_predictions(model, [5, 2], [branch]) == [predictions]
 
 
-def test_released_blocks_start_from_scratch() -> None:
-    """Every token is right once it was predicted. A full block costs a forward for the late pseudo block."""
-    model = ScriptedTriMode(SCRIPTS["position"])
-    result = released_multiblock(model, [3], 12, pad_token=PAD, block_size=4, seed=2)
-    text = result.tokens
-    assert [(step.rows[0], step.pseudo, step.accepted) for step in result.trace[:5]] == [
-        (text[:4], [], 4),
-        ([], [PseudoBlock([], [PAD] * 4)], 0),
-        ([text[4], *fillers(filler_words(2, 3, 4)[2], [3, *text[:4]])[1:]], [], 1),
-        (text[5:8], [], 3),
-        ([], [PseudoBlock([], [PAD] * 4)], 0),
-    ]
-    alone = released_multiblock(model, [3], 12, pad_token=PAD, block_size=4, blocks=1, seed=2)
-    assert alone.forwards == result.forwards - 3 and alone.tokens == text
-    carried = jacobi_multiblock(model, [3], 12, block_size=4, seed=2)
-    assert carried.forwards < result.forwards
-
-
-def test_released_call_continues_where_a_third_block_was_spawned() -> None:
-    """A block that is full before its pseudo block was fed is passed over twice: the code then counts no active block, and the forward
-    that feeds the pseudo block spawns another, so that the promoted block is not the only one and the call does not end."""
-    model = ScriptedTriMode(SCRIPTS["position"])
-    result = released_multiblock(
-        model, [3], 12, pad_token=PAD, block_size=4, spawn_ratio=0.25, seed=2, max_iterations=6
-    )
-    text, late = result.tokens, ([], [PseudoBlock([], [PAD] * 4)], 0)
-    # The promoted draft, all predictions, is right at once; a fresh call would begin with random tokens.
-    expected = [entry for start in (0, 4, 8) for entry in ((text[start : start + 4], [], 4), late)]
-    assert [(step.rows[0], step.pseudo, step.accepted) for step in result.trace] == expected
-
-
-def test_released_pool_and_candidates() -> None:
-    """Two candidates or none, newest entry skipped, duplicates kept: the two provisional texts after the newest tail."""
-    written = [1, 2, 3, 1, 2, 3, 4, 5]
-    model = ScriptedTriMode(from_list(written, 2))
-    result = released_multiblock(model, [9, 8], 8, pad_token=PAD, block_size=8, blocks=1)
-    assert [len(step.rows) for step in result.trace[:3]] == [1, 1, 1]
-    # Forward 2 left [1, 2, 3, 0, ..], forward 3 [1, 2, 3, 1, ..]; forward 1 is out of the pool.
-    assert result.trace[3].rows == [[1, 0, 0, 0, 0], [1, 2, 3, 1, 0], [1, 2, 3, 0, 0]]
-    assert (result.trace[3].row, result.trace[3].accepted) == (1, 3)
-    small = released_multiblock(model, [9, 8], 8, pad_token=PAD, block_size=8, blocks=1, pool_size=2)
-    assert all(len(step.rows) == 1 for step in small.trace)
-
-
-def test_released_pseudo_block_feeds_the_pool_alone() -> None:
-    model = ScriptedTriMode(alternating)
-    run = lambda blocks: released_multiblock(  # noqa: E731
-        model, [3, 1, 4, 1], 24, pad_token=PAD, block_size=8, blocks=blocks, spawn_ratio=0.5, pool_size=0, seed=1
-    )
-    two, one = run(2), run(1)
-    assert any(step.pseudo for step in two.trace) and not any(step.pseudo for step in one.trace)
-    assert two.forwards >= one.forwards
-    real = [step for step in two.trace if step.rows[0]]
-    starts = [step for step in real if len(step.rows[0]) == 8]
-    assert len(starts) == 3 and all(not step.pseudo for step in starts)  # nothing is carried over from the block before
-
-
-def test_released_pseudo_blocks_follow_the_first_row() -> None:
-    """Also where a candidate won, which would have led to another block."""
-    differed = 0
-    for script in ("history", "repeating", "sticky"):
-        model = ScriptedTriMode(ALL_SCRIPTS[script])
-        result = released_multiblock(model, [3, 1, 4, 1], 48, pad_token=PAD, block_size=12, spawn_ratio=0.3, seed=1)
-        committed = 0
-        for step, following in zip(result.trace, result.trace[1:]):
-            history = [3, 1, 4, 1, *result.tokens[:committed]]
-            committed += step.accepted
-            if not (step.pseudo and following.pseudo):
-                continue
-            (block,) = step.pseudo
-            answers = [
-                branch_predictions(model, history, [[*row, *block.accepted, *block.draft]])[0][
-                    len(row) + len(block.accepted) :
-                ]
-                for row in (step.rows[0], step.rows[step.row])
-            ]
-            assert following.pseudo == [block.verified(answers[0])]
-            differed += block.verified(answers[0]) != block.verified(answers[1])
-    assert differed
-
-
 @pytest.mark.parametrize(
     ("entry", "draft", "expected"),
     [
@@ -385,7 +263,6 @@ def test_recycled() -> None:
     assert recycled(pool, [4, 1, 2], 1) == [[4, 8, 8]] and recycled(pool, [4, 1, 2], 0) == []
 
 
-@pytest.mark.parametrize("decode", ["carried on", "released"])
 @pytest.mark.parametrize(
     ("ends", "limit", "tokens"),
     [
@@ -399,22 +276,7 @@ def test_recycled() -> None:
         ((), 5, [1, 2, 3, 4, 5]),
     ],
 )
-def test_where_it_stops(decode: str, ends: tuple[int, ...], limit: int, tokens: list[int]) -> None:
+def test_where_it_stops(ends: tuple[int, ...], limit: int, tokens: list[int]) -> None:
     model = ScriptedTriMode(from_list([1, 2, 3, 4, 5, 6, 7, 8, 9], 2))
-    if decode == "released":
-        result = released_multiblock(
-            model, [9, 8], limit, pad_token=PAD, block_size=4, spawn_ratio=0.5, end_tokens=ends
-        )
-    else:
-        result = jacobi_multiblock(model, [9, 8], limit, block_size=4, spawn_ratio=0.5, end_tokens=ends)
+    result = jacobi_multiblock(model, [9, 8], limit, block_size=4, spawn_ratio=0.5, end_tokens=ends)
     assert result.tokens == tokens
-
-
-def test_refusals() -> None:
-    with pytest.raises(ValueError, match="blocks must be 1 or 2, got 3. Use jacobi_multiblock."):
-        released_multiblock(Table(4), [1], 3, pad_token=0, blocks=3)
-    with pytest.raises(
-        ValueError, match="must have equally many rows, got 4 and 3, where the released code fails as well"
-    ):
-        model = ScriptedTriMode(ALL_SCRIPTS["sticky"])
-        released_multiblock(model, [21], 12, pad_token=PAD, block_size=2, spawn_ratio=0.1, pool_size=4, seed=8)
