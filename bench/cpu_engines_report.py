@@ -51,7 +51,9 @@ def real_models(path: Path, drafts: Path) -> str:
         figures = found["figures"][model]["1"]
         cells = [figures.get(answer, figures["1 after 64"] if answer == "answer" else {}) for answer in ANSWERS]
         lines.append([name, f"`{command}`"])
-        lines[-1] += [speed(cell.get(f"{engine}, {form}")) for cell in cells for engine in ("pdkernels", "llama.cpp", "OpenVINO")]
+        lines[-1] += [
+            speed(cell.get(f"{engine}, {form}")) for cell in cells for engine in ("pdkernels", "llama.cpp", "OpenVINO")
+        ]
     per_forward = questions["tokens"] / questions["forwards"]
     note = f"With lookup, 50 questions about Python take {per_forward:.2f} tokens a forward, {100 * questions['equal'] // 50}% of them with the tokens of greedy decoding."
     return f"{table(head, lines)}\n\n{note} {facts(found, '1')}"

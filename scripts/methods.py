@@ -16,8 +16,7 @@ from pdkernels.models.capabilities import CAPABILITIES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = tuple(ROOT / "docs" / name for name in ("decoding.md", "sampling.md"))
-REGISTRY = ROOT / "pdkernels" / "decoding" / "signatures.py"
-PARAMS = ROOT / "pdkernels" / "generation" / "params.py"
+REGISTRY = ROOT / "pdkernels" / "decoding" / "signatures.pyi"
 
 REQUEST = {
     "params": "SamplingParams | None",
@@ -94,26 +93,15 @@ def registry(text: str) -> str:
     return re.sub(r"(?<=\n# -{117}\n).*", lambda _: signatures(), text, flags=re.DOTALL)
 
 
-def settings() -> str:
-    """The settings as a `TypedDict`, for keywords."""
-    fields = {setting.name: setting.type for setting in SETTINGS.values()}
-    head = ["", "class Settings(TypedDict, total=False):", '    """The settings as keywords, for type checkers."""', ""]
-    return "\n".join([*head, *_fields(fields), ""])
-
-
-def params(text: str) -> str:
-    """The source of the settings with its keywords regenerated."""
-    return re.sub(r"(?<=\n# -{117}\n).*", lambda _: settings(), text, flags=re.DOTALL)
-
-
 def signatures() -> str:
     """Options as `TypedDict`, a class for each method, and `generate` with each of them.
 
     A class inherits from the largest earlier one whose options it all has, with the same types.
     """
+    settings = {setting.name: setting.type for setting in SETTINGS.values()}
     classes: dict[str, dict[str, str]] = {"Request": REQUEST}
     lines = ["", "One = DecodeResult[Tensor, str]", "Many = DecodeResult[list[Tensor], list[str]]"]
-    lines += ["", "", "class Request(Settings, total=False):", *_fields(REQUEST)]
+    lines += ["", "", "class Request(TypedDict, total=False):", *_fields(settings | REQUEST)]
     calls = []
     for method in METHODS.values():
         name = "".join(part.title() for part in method.name.split("_"))
@@ -163,7 +151,7 @@ def _broken(arguments: list[str]) -> list[str]:
 
 
 def main() -> None:
-    for path, made in (*((path, page) for path in PAGES), (PARAMS, params), (REGISTRY, registry)):
+    for path, made in (*((path, page) for path in PAGES), (REGISTRY, registry)):
         path.write_text(made(path.read_text()))
 
 

@@ -31,8 +31,9 @@ from pdkernels._version import __version__
 from pdkernels.batch.ledger import Ledger, ledger_path, refuse_links
 from pdkernels.batch.prompt_files import OP, Contents, Prompt, check_output, model_identity, read_prompts, writer
 from pdkernels.decoding import default_method, find, generate, sequence_seed
+from pdkernels.decoding.generate import ARGUMENTS
 from pdkernels.decoding.options import check_options
-from pdkernels.decoding.signatures import Request
+from pdkernels.generation.params import SETTINGS
 from pdkernels.models.checkpoints.packaged import PACKAGED, packaged, weight_folder
 from pdkernels.models.checkpoints.zoo import WEIGHTS
 
@@ -183,7 +184,7 @@ def _about_prompts(error: Exception) -> str | None:
 
 # A result is the text of one prompt, and settings are kept with it as JSON.
 _ABSENT = {"on_tokens", "trace", "n", "logprobs", "logits_processor", "stopping_criteria", "max_time"}
-_OF_GENERATE = tuple(name for name in Request.__annotations__ if name not in _ABSENT)
+_OF_GENERATE = tuple(name for name in (*SETTINGS, *ARGUMENTS) if name not in _ABSENT)
 
 
 def _check_options(method: str, options: dict[str, Any]) -> None:

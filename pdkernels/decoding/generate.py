@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from pdkernels._validation import check, check_flag, check_type, did_you_mean, message
 from pdkernels.decoding.grammar_rows import opened
@@ -13,7 +13,6 @@ from pdkernels.decoding.method import SHARED, Method
 from pdkernels.decoding.methods import METHODS
 from pdkernels.decoding.options import check_options, refuse_settings
 from pdkernels.decoding.request import Overflow, check_model, finished, open_session
-from pdkernels.decoding.signatures import Generate
 from pdkernels.generation.filtered_model import FilteredModel
 from pdkernels.generation.filters import Filters
 from pdkernels.generation.logprobs import WrittenLogProbs
@@ -26,6 +25,9 @@ from pdkernels.generation.shared_prompts import SharedPrompts
 from pdkernels.generation.stops import Stops
 from pdkernels.generation.stream import Stream
 from pdkernels.models.capabilities import capabilities
+
+if TYPE_CHECKING:
+    from pdkernels.decoding.signatures import Generate
 
 _OP = "decoding.generate"
 ARGUMENTS = ("params", "on_tokens", "trace", "overflow", "infill")
@@ -109,7 +111,7 @@ def _documented(function: Callable[..., DecodeResult[Any, Any]]) -> Generate:
         lines += ["    Options with the same meaning in all methods:"]
         lines += [f"        {name}: {text}" for name, text in SHARED.items() if name not in SETTINGS]
         function.__doc__ += "\n" + "".join(f"    {line}\n" if line else "\n" for line in lines) + "    "
-    return cast(Generate, function)
+    return cast("Generate", function)
 
 
 @_documented

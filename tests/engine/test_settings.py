@@ -10,8 +10,9 @@ import torch
 
 import pdkernels as pd
 from pdkernels.decoding import find, generate
-from pdkernels.decoding.signatures import Request
+from pdkernels.decoding.generate import ARGUMENTS
 from pdkernels.engine import Engine
+from pdkernels.generation.params import SETTINGS
 from pdkernels.models.architectures.transformer import Transformer, TransformerConfig
 from tests.engine.test_engine import JOINING, loaded
 
@@ -51,7 +52,7 @@ VALUES: list[Any] = [
 OWN = ("seed", "max_new_tokens", "n", "infill", "max_time")
 METHODS = {method: (name, several[0]) for name, method, several in JOINING}
 CASES = [(method, option) for method in METHODS for option in find(method).options if option not in OWN]
-CASES += [("autoregressive", option) for option in Request.__annotations__ if option not in OWN]
+CASES += [("autoregressive", option) for option in (*SETTINGS, *ARGUMENTS) if option not in OWN]
 
 
 def outcome(call: Any) -> Any:

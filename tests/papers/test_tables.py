@@ -119,7 +119,10 @@ def test_pages_report_what_is_not_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["planed"], "paper must be one of jacobi, recurrent, nemotron, slowfast, planned-diffusion, released, got 'planed'"),
+        (
+            ["planed"],
+            "paper must be one of jacobi, recurrent, nemotron, slowfast, planned-diffusion, released, got 'planed'",
+        ),
         (["recurrent", "knee"], "figure must be one of prefill, decoding, static, cache, grid, threshold"),
         (["recurrent", "--resume"], "--resume must be with --output"),
     ],
