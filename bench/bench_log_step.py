@@ -15,7 +15,7 @@ class Setup:
     def __init__(self, batch: int, columns: int, device: str) -> None:
         self.log = torch.zeros(64, batch, columns, dtype=torch.int64, device=device)
         self.count = torch.zeros(1, dtype=torch.int64, device=device)
-        self.more = torch.zeros(1, dtype=torch.bool, device=device)
+        self.condition = torch.zeros(1, dtype=torch.bool, device=device)
         self.entry = torch.randint(0, 50000, (batch, columns), generator=torch.Generator().manual_seed(0)).to(device)
 
     def reset(self) -> None:
@@ -23,13 +23,13 @@ class Setup:
 
 
 def ours(s: Setup) -> None:
-    pd.log_step_(s.log, s.count, s.more, s.entry)
+    pd.log_step_(s.log, s.count, s.condition, s.entry)
 
 
 def torch_ops(s: Setup) -> None:
     s.log.index_copy_(0, s.count, s.entry[None])
     s.count += 1
-    s.more.copy_((s.entry[:, 0] > 0).any() & (s.count[0] < len(s.log)))
+    s.condition.copy_((s.entry[:, 0] > 0).any() & (s.count[0] < len(s.log)))
 
 
 CANDIDATES: dict[str, Callable[[Setup], None]] = {"pdkernels": ours, "torch ops": torch_ops}
@@ -41,8 +41,8 @@ def test_log_step(benchmark, name: str, batch: int, columns: int, device: str) -
     benchmark.group = f"log_step_ batch {batch}, {columns} columns, {device}"
     setup, expected = Setup(batch, columns, device), Setup(batch, columns, device)
     CANDIDATES[name](setup)
-    pd.log_step_(expected.log, expected.count, expected.more, expected.entry, backend="reference")
-    assert all(torch.equal(getattr(setup, part), getattr(expected, part)) for part in ("log", "count", "more"))
+    pd.log_step_(expected.log, expected.count, expected.condition, expected.entry, backend="reference")
+    assert all(torch.equal(getattr(setup, part), getattr(expected, part)) for part in ("log", "count", "condition"))
     compare(
         benchmark,
         lambda: CANDIDATES[name](setup),

@@ -27,8 +27,8 @@ MAX_EXPANDED = 2**31 - 1
 def check_dense(op: str, arguments: Iterable[tuple[str, Any]]) -> None:
     """Raises TypeError for tensors that are not dense, ValueError for expanded tensors of absurd sizes."""
     compiling = torch.compiler.is_compiling()
-    for name, given in arguments:
-        for tensor in given if isinstance(given, (list, tuple)) else (given,):
+    for name, value in arguments:
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
             if not isinstance(tensor, Tensor):
                 continue
             if tensor.layout is not torch.strided:
@@ -40,17 +40,17 @@ def check_dense(op: str, arguments: Iterable[tuple[str, Any]]) -> None:
                 fail(op, name, expectation, f"shape {tuple(tensor.shape)}")
 
 
-def check_written(op: str, written: Sequence[str], arguments: Iterable[tuple[str, Any]]) -> None:
-    """Raises ValueError unless each of the `written` arguments has its own memory. Tracing has no addresses and checks only
+def check_written(op: str, mutated: Sequence[str], arguments: Iterable[tuple[str, Any]]) -> None:
+    """Raises ValueError unless each of the `mutated` arguments has its own memory. Tracing has no addresses and checks only
     strides."""
     compiling, spans = torch.compiler.is_compiling(), []
-    for name, given in arguments:
-        several = isinstance(given, (list, tuple))
-        for i, tensor in enumerate(given if several else (given,)):
+    for name, value in arguments:
+        is_list = isinstance(value, (list, tuple))
+        for i, tensor in enumerate(value if is_list else (value,)):
             if not isinstance(tensor, Tensor):
                 continue
-            if name in written:
-                _check_itself(op, f"{name}[{i}]" if several and len(given) > 1 else name, tensor, compiling)
+            if name in mutated:
+                _check_itself(op, f"{name}[{i}]" if is_list and len(value) > 1 else name, tensor, compiling)
             if not compiling and (span := _span(tensor)):
                 spans.append((*span, name, i, tensor))
     spans.sort(key=_start)
@@ -58,8 +58,8 @@ def check_written(op: str, written: Sequence[str], arguments: Iterable[tuple[str
         for start, _, other, j, second in spans[n + 1 :]:
             if start >= end:
                 break
-            if (name in written or other in written) and overlap(tensor, second):
-                _refuse(op, written, arguments, (name, i), (other, j))
+            if (name in mutated or other in mutated) and overlap(tensor, second):
+                _refuse(op, mutated, arguments, (name, i), (other, j))
 
 
 def _start(span: tuple[Any, ...]) -> int:
@@ -93,16 +93,17 @@ def _check_itself(op: str, name: str, tensor: Tensor, compiling: bool) -> None:
         fail(op, name, "have a place in memory for each entry", actual, remedy)
 
 
-def _refuse(op: str, written: Sequence[str], arguments: Iterable[tuple[str, Any]], *pair: tuple[str, int]) -> None:
+def _refuse(op: str, mutated: Sequence[str], arguments: Iterable[tuple[str, Any]], *pair: tuple[str, int]) -> None:
     """Raises the error for an overlapping pair, named in the order of the arguments, read-only ones last."""
-    given = dict(arguments)
-    order = list(given)
-    pair = tuple(sorted(pair, key=lambda one: (one[0] not in written, order.index(one[0]), one[1])))
+    values = dict(arguments)
+    order = list(values)
+    pair = tuple(sorted(pair, key=lambda entry: (entry[0] not in mutated, order.index(entry[0]), entry[1])))
     first, second = (
-        f"{name}[{i}]" if isinstance(given[name], (list, tuple)) and len(given[name]) > 1 else name for name, i in pair
+        f"{name}[{i}]" if isinstance(values[name], (list, tuple)) and len(values[name]) > 1 else name
+        for name, i in pair
     )
     remedy = f"{first} is written; pass a copy, .clone(), of {second}."
-    if pair[1][0] in written:
+    if pair[1][0] in mutated:
         remedy = "Both are written; give each its own memory."
     fail(op, second, f"not overlap the memory of {first}", "tensors that share bytes", remedy)
 
@@ -139,8 +140,8 @@ def overlaps_itself(tensor: Tensor) -> bool:
         return True
     # Two entries differ: consider the first dimension in which they do, by 1 or more.
     for first, (stride, n) in enumerate(dims):
-        rest = [(stride, 1 - n, n - 1) for stride, n in dims[first + 1 :]]
-        if _finds([(stride, 1, n - 1), *rest], 1 - item, item - 1):
+        inner_terms = [(stride, 1 - n, n - 1) for stride, n in dims[first + 1 :]]
+        if _finds([(stride, 1, n - 1), *inner_terms], 1 - item, item - 1):
             return True
     return False
 

@@ -153,7 +153,7 @@ def takes_head_dim(head_dim: int) -> bool:
     return head_dim % 8 == 0 and 16 <= head_dim <= 512
 
 
-def given_scale(op: str, scale: float | None, q: Tensor) -> float:
+def checked_scale(op: str, scale: float | None, q: Tensor) -> float:
     """`scale`, or the default for None. Kernels multiply in float32, where a larger one is infinite and turns a zero into NaN."""
     if scale is None:
         return q.shape[-1] ** -0.5 if q.dim() > 0 and q.shape[-1] > 0 else 1.0
@@ -193,15 +193,15 @@ def check_head_dim(op: str, head_dim: int) -> None:
         fail(op, "head_dim", "be a multiple of 8 in [16, 512]", head_dim, remedy)
 
 
-def check_heads(op: str, given: AttentionArguments | SpeculativeArguments, keys: str) -> None:
+def check_heads(op: str, arguments: AttentionArguments | SpeculativeArguments, keys: str) -> None:
     """What both ops have for each head; `keys` is the argument with the KV heads."""
-    heads, head_dim = given.q.shape[-2:]
-    kv_heads = getattr(given, keys).shape[-2]
+    heads, head_dim = arguments.q.shape[-2:]
+    kv_heads = getattr(arguments, keys).shape[-2]
     if kv_heads == 0 or heads == 0 or heads % kv_heads != 0:
         fail(op, keys, f"have a number of heads that divides the {heads} of q", kv_heads)
     check_head_dim(op, head_dim)
-    if given.sinks is not None:
-        check_sinks(op, given.sinks, given.q, heads)
+    if arguments.sinks is not None:
+        check_sinks(op, arguments.sinks, arguments.q, heads)
 
 
 def check_sinks(op: str, sinks: Tensor, q: Tensor, heads: int) -> None:
@@ -218,7 +218,7 @@ def softmax_dtype(q: Tensor) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)
 
 
-def given_sinks(op: str, sinks: Tensor | None, q: Tensor) -> Tensor | None:
+def checked_sinks(op: str, sinks: Tensor | None, q: Tensor) -> Tensor | None:
     """`sinks` as the ops take them, in the dtype of the softmax."""
     if sinks is None:
         return None
@@ -239,12 +239,12 @@ def check_plan(op: str, device: torch.device, rows_of: tuple[int, int], kv_len: 
     """A plan of `rows_of` ``(batch, q_len)`` and `kv_len` columns: everything but values."""
     batch, q_len = rows_of
     rows, lists, bitmaps, block_q, block_k = plan
-    for part in (rows, lists, bitmaps):
-        if part.device != device:
-            fail(op, "plan", f"be on {device} like q", part.device, f"Move it with plan.to({str(device)!r}).")
-        if part.dtype != torch.int32 or not part.is_contiguous():
+    for tensor in (rows, lists, bitmaps):
+        if tensor.device != device:
+            fail(op, "plan", f"be on {device} like q", tensor.device, f"Move it with plan.to({str(device)!r}).")
+        if tensor.dtype != torch.int32 or not tensor.is_contiguous():
             raise TypeError(
-                message(op, "plan", "hold contiguous int32 tensors", f"{part.dtype} with strides {part.stride()}")
+                message(op, "plan", "hold contiguous int32 tensors", f"{tensor.dtype} with strides {tensor.stride()}")
             )
     for name, size in (("block_q", block_q), ("block_k", block_k)):
         if size % 16 != 0 or size < 16 or size > 1024:

@@ -19,12 +19,12 @@ def missing_extras() -> dict[str, str]:
         needed = requirements(importlib.metadata.requires("pdkernels") or ())
     except importlib.metadata.PackageNotFoundError:
         return {}
-    found = {}
+    status = {}
     for extra, names in needed.items():
-        absent = sorted(name for name in names if not any(map(_installed, _CALLED.get(name, (name,)))))
-        remedy = f"missing: {', '.join(absent)}; pip install {' '.join(absent)}"
-        found[extra] = remedy if absent else "installed"
-    return found
+        uninstalled = sorted(name for name in names if not any(map(_installed, _CALLED.get(name, (name,)))))
+        remedy = f"missing: {', '.join(uninstalled)}; pip install {' '.join(uninstalled)}"
+        status[extra] = remedy if uninstalled else "installed"
+    return status
 
 
 def requirements(lines: Sequence[str]) -> dict[str, set[str]]:
@@ -34,18 +34,21 @@ def requirements(lines: Sequence[str]) -> dict[str, set[str]]:
     >>> sorted(found), sorted(found["gguf"])
     (['cli', 'gguf'], ['numpy', 'rich'])
     """
-    own: dict[str, set[str]] = {}
-    other: dict[str, set[str]] = {}
+    direct: dict[str, set[str]] = {}
+    included: dict[str, set[str]] = {}
     for line in lines:
         extra, name = re.search(r"extra == ['\"]([\w.-]+)", line), re.match(r"([\w.-]+)(?:\[([\w.,-]+)\])?", line)
         if extra is None or name is None:
             continue
-        packages, named = own.setdefault(extra[1], set()), other.setdefault(extra[1], set())
+        packages, extras = direct.setdefault(extra[1], set()), included.setdefault(extra[1], set())
         if name[1] == "pdkernels":
-            named.update((name[2] or "").split(","))
+            extras.update((name[2] or "").split(","))
         else:
             packages.add(name[1])
-    return {extra: packages.union(*(own.get(one, set()) for one in other[extra])) for extra, packages in own.items()}
+    return {
+        extra: packages.union(*(direct.get(nested, set()) for nested in included[extra]))
+        for extra, packages in direct.items()
+    }
 
 
 def _installed(name: str) -> bool:

@@ -117,7 +117,7 @@ def huge_bytes(tensor: Tensor) -> int:
 def _told(tensor: Tensor, field: str) -> list[str]:
     """What the system says in a field about each mapping that holds a tensor."""
     first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    found, inside = list[str](), False
+    values, overlaps = list[str](), False
     try:
         lines = Path("/proc/self/smaps").read_text().splitlines()
     except OSError:
@@ -125,11 +125,11 @@ def _told(tensor: Tensor, field: str) -> list[str]:
     for line in lines:
         name, _, value = line.partition(" ")
         if "-" in name:
-            low, high = (int(part, 16) for part in name.split("-"))
-            inside = low < last and first < high
-        elif inside and name == field:
-            found.append(value)
-    return found
+            low, high = (int(bound, 16) for bound in name.split("-"))
+            overlaps = low < last and first < high
+        elif overlaps and name == field:
+            values.append(value)
+    return values
 
 
 @cache

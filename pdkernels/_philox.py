@@ -57,9 +57,9 @@ def uniforms_at(seeds: Tensor | int, step: Tensor | int, rows: Tensor, columns: 
     True
     """
     c1, column = torch.broadcast_tensors(rows.to(torch.int64), columns.to(torch.int64))
-    words = _rounds((column // 4, c1, torch.zeros_like(c1) + step, torch.zeros_like(c1)), seeds)
-    return _unit(words.gather(-1, (column % 4)[..., None])[..., 0])
+    bits = _rounds((column // 4, c1, torch.zeros_like(c1) + step, torch.zeros_like(c1)), seeds)
+    return _unit(bits.gather(-1, (column % 4)[..., None])[..., 0])
 
 
-def _unit(words: Tensor) -> Tensor:
-    return (words.double() + 0.5) / 2**32
+def _unit(bits: Tensor) -> Tensor:
+    return (bits.double() + 0.5) / 2**32

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 Structure = TypeVar("Structure", bound=NamedTuple)
 
 
-def part_of(given: Any, kind: type[Structure]) -> Structure:
+def part_of(structure: Any, kind: type[Structure]) -> Structure:
     """The fields of `given` that `kind` has as well.
 
     >>> class Pair(NamedTuple):
@@ -20,7 +20,7 @@ def part_of(given: Any, kind: type[Structure]) -> Structure:
     >>> part_of(Three(1, 2, 3), Pair)
     Pair(left=1, right=3)
     """
-    return kind(*(getattr(given, name) for name in kind._fields))
+    return kind(*(getattr(structure, name) for name in kind._fields))
 
 
 def flat(structure: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -83,8 +83,8 @@ tell_forks = _FORKED.add
 
 
 def _in_child() -> None:
-    for one in list(_FORKED):
-        one._after_fork()
+    for forked in list(_FORKED):
+        forked._after_fork()
 
 
 if hasattr(os, "register_at_fork"):

@@ -33,19 +33,19 @@ def message(op: str, argument: str, expectation: str, actual: object, remedy: st
     return f"pdkernels.{op}: {argument} must {expectation}, got {actual}.{' ' + remedy if remedy else ''}"
 
 
-def sentence(op: str, words: str, remedy: str = "") -> str:
+def sentence(op: str, text: str, remedy: str = "") -> str:
     """A message with a free sentence, where the grammar of `message` reads badly.
 
     >>> sentence("eval", "--resume needs --json, which names the file to continue")
     'pdkernels.eval: --resume needs --json, which names the file to continue.'
     """
-    return f"pdkernels.{op}: {words}{'' if words.endswith('.') else '.'}{' ' + remedy if remedy else ''}"
+    return f"pdkernels.{op}: {text}{'' if text.endswith('.') else '.'}{' ' + remedy if remedy else ''}"
 
 
-def refuse(condition: bool, op: str, words: str, remedy: str = "") -> None:
+def refuse(condition: bool, op: str, text: str, remedy: str = "") -> None:
     """Raises ValueError with a free sentence if `condition` holds."""
     if condition:
-        raise ValueError(sentence(op, words, remedy))
+        raise ValueError(sentence(op, text, remedy))
 
 
 def fail(op: str, argument: str, expectation: str, actual: object, remedy: str = "") -> NoReturn:
@@ -126,13 +126,13 @@ def check_text(op: str, text: str, argument: str = "text") -> None:
         fail(op, argument, "hold only Unicode characters", f"the surrogate {text[error.start]!r}", remedy)
 
 
-def did_you_mean(given: object, known: Iterable[str]) -> str:
-    """A hint for a misspelt name, to put before a remedy; empty if no known name is close.
+def did_you_mean(value: object, candidates: Iterable[str]) -> str:
+    """A hint for a misspelt name, to put before a remedy; empty if no candidate is close.
 
     >>> did_you_mean("blocksize", ["block_size", "seed"])
     "Did you mean 'block_size'? "
     """
-    word, names = str(given).lower(), list(known)
+    word, names = str(value).lower(), list(candidates)
     longer = [name for name in names if len(word) > 2 and name.startswith(word)]
     close = longer or difflib.get_close_matches(word, names, 1)
     return f"Did you mean {close[0]!r}? " if close else ""
@@ -150,9 +150,9 @@ def check_fits_memory(op: str, argument: str, value: object, nbytes: int, device
         fail(op, argument, f"fit in memory ({total / 2**30:.4g} GiB)", f"{value}, which takes {nbytes / 2**30:.4g} GiB")
 
 
-def check_choice(op: str, argument: str, value: object, known: Sequence[str]) -> None:
-    if not isinstance(value, str) or value not in known:
-        fail(op, argument, f"be one of {', '.join(map(repr, known))}", repr(value))
+def check_choice(op: str, argument: str, value: object, choices: Sequence[str]) -> None:
+    if not isinstance(value, str) or value not in choices:
+        fail(op, argument, f"be one of {', '.join(map(repr, choices))}", repr(value))
 
 
 # ------------------------------------------------------------------------------------------------- tensors
@@ -222,11 +222,11 @@ def refuse_tangents(op: str, arguments: Iterable[Any], reference: bool = True) -
     # The level is -1 outside a dual level, and asking a tensor takes longer than many ops.
     if forward_ad._current_level < 0:
         return
-    for given in arguments:
-        for tensor in given if isinstance(given, (list, tuple)) else (given,):
+    for value in arguments:
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
-                words = "an input has a tangent, and the kernels have no derivative in forward mode"
+                reason = "an input has a tangent, and the kernels have no derivative in forward mode"
                 remedy = "Pass backend='reference', which PyTorch differentiates, or the primal alone."
                 if not reference:
-                    words, remedy = "an input has a tangent, and the op has no derivative", "Pass the primal alone."
-                raise NotImplementedError(sentence(op, words, remedy))
+                    reason, remedy = "an input has a tangent, and the op has no derivative", "Pass the primal alone."
+                raise NotImplementedError(sentence(op, reason, remedy))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def log_step_(log: Tensor, count: Tensor, more: Tensor, entry: Tensor, handle: int | None = None) -> None:
+def log_step_(log: Tensor, count: Tensor, condition: Tensor, entry: Tensor, handle: int | None = None) -> None:
     """Shapes as in ``pdkernels.log_step_``. Only a kernel can set a graph's condition: `handle` must be None."""
     at, steps = int(count), len(log)
     if handle is not None:
@@ -16,4 +16,4 @@ def log_step_(log: Tensor, count: Tensor, more: Tensor, entry: Tensor, handle: i
         raise ValueError(f"pdkernels.log_step_: count must be in [0, {steps - 1}], got {at}.")
     log[at] = entry
     count += 1
-    more.fill_(bool((entry[:, 0] > 0).any()) and at + 1 < steps)
+    condition.fill_(bool((entry[:, 0] > 0).any()) and at + 1 < steps)

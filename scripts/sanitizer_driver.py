@@ -134,9 +134,9 @@ def run_lengths(rng: random.Random, device: torch.device, bad: bool) -> None:
     costs = 1 + torch.rand(slots, dtype=numbers).cumsum(0)
     here = [lengths, accepted, torch.randint(0, 20, (batch,)), seen, balance, torch.rand(batch) < 0.5, costs]
     there = [t.clone().to(device) for t in here]
-    attempt(bad, lambda: pd.draft_lengths_(*there, wake=0.3))
+    attempt(bad, lambda: pd.draft_lengths_(*there, warmup_cost=0.3))
     if not bad:
-        reference.draft_lengths.draft_lengths_(*here, wake=0.3)
+        reference.draft_lengths.draft_lengths_(*here, warmup_cost=0.3)
         assert torch.equal(there[0].cpu(), here[0]), "not what the reference does"
 
 
@@ -425,7 +425,7 @@ def run_example(rng: random.Random, device: torch.device, bad: bool, op: str) ->
     if not bad:
         wanted = examples.tensors_in(examples.run(op, arguments, backend="reference"))
         assert_near(examples.tensors_in(found), wanted)
-        assert_near(*([given[name] for name in OPS[op].written] for given in (there, arguments)))
+        assert_near(*([given[name] for name in OPS[op].mutated] for given in (there, arguments)))
 
 
 RUNS: dict[str, Callable[[random.Random, torch.device, bool], None]] = {

@@ -91,28 +91,28 @@ def summed(x: Tensor, group: Any) -> Tensor:
     share = -(-len(flat) // ranks)
     if share * ranks != len(flat):
         flat = torch.cat((flat, flat.new_zeros(share * ranks - len(flat))))
-    parts = torch.empty_like(flat)
+    shares = torch.empty_like(flat)
     _count((ranks - 1) * share * x.element_size())
-    dist.all_to_all_single(parts, flat, group=group)
-    own = _added(parts.view(ranks, share)).to(x.dtype)
-    return gathered(own, group).view(-1)[: x.numel()].view(x.shape)
+    dist.all_to_all_single(shares, flat, group=group)
+    reduced = _added(shares.view(ranks, share)).to(x.dtype)
+    return gathered(reduced, group).view(-1)[: x.numel()].view(x.shape)
 
 
-def _added(parts: Tensor) -> Tensor:
+def _added(stacked: Tensor) -> Tensor:
     """Sum over the first dimension, in order."""
-    total = parts[0].to(torch.promote_types(parts.dtype, torch.float32))
-    for part in parts[1:]:
-        total = total + part
+    total = stacked[0].to(torch.promote_types(stacked.dtype, torch.float32))
+    for term in stacked[1:]:
+        total = total + term
     return total
 
 
-def scattered(parts: Tensor, group: Any) -> Tensor:
+def scattered(shares: Tensor, group: Any) -> Tensor:
     """Reduce-scatter of ``(ranks, ...)``: rank r gets the sum of part r of all ranks, in the order of the ranks."""
-    got = torch.empty_like(parts)
-    if parts.numel():
-        _count((len(parts) - 1) * parts[0].numel() * parts.element_size())
-        dist.all_to_all_single(got.view(-1), parts.contiguous().view(-1), group=group)
-    return _added(got).to(parts.dtype)
+    got = torch.empty_like(shares)
+    if shares.numel():
+        _count((len(shares) - 1) * shares[0].numel() * shares.element_size())
+        dist.all_to_all_single(got.view(-1), shares.contiguous().view(-1), group=group)
+    return _added(got).to(shares.dtype)
 
 
 def passed_on(x: Tensor, group: Any) -> Tensor:

@@ -33,11 +33,11 @@ NAMES = {
 }
 
 
-def wanted() -> bool:
+def enabled() -> bool:
     """What the environment says.
 
     >>> import os; from unittest import mock
-    >>> with mock.patch.dict(os.environ, {VARIABLE: "0"}): wanted()
+    >>> with mock.patch.dict(os.environ, {VARIABLE: "0"}): enabled()
     False
     """
     setting = os.environ.get("PDKERNELS_GLUON", "auto")
@@ -48,18 +48,18 @@ def wanted() -> bool:
 
 def on_hopper(q: Tensor) -> bool:
     device = q.device
-    return wanted() and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return enabled() and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def forward_for(given: AttentionArguments) -> Callable[[AttentionArguments], tuple[Tensor, Tensor]] | None:
+def forward_for(arguments: AttentionArguments) -> Callable[[AttentionArguments], tuple[Tensor, Tensor]] | None:
     """The Gluon kernel for this call, or None."""
-    if not on_hopper(given.q):
+    if not on_hopper(arguments.q):
         return None
     try:
         from pdkernels.gluon import _launch
     except ImportError:  # a Triton without Gluon
         return None
-    return _launch.forward if _launch.serves(given) and passes(given, _launch.forward) else None
+    return _launch.forward if _launch.serves(arguments) and passes(arguments, _launch.forward) else None
 
 
 def backward_for(gradients: GradientArguments) -> Callable[[GradientArguments], tuple[Tensor, Tensor, Tensor]] | None:
@@ -73,33 +73,33 @@ def backward_for(gradients: GradientArguments) -> Callable[[GradientArguments], 
     return _launch.backward if _launch.serves_gradients(gradients) and passes(gradients, _launch.backward) else None
 
 
-def speculative_for(given: SpeculativeArguments) -> Callable[..., tuple[Tensor, Tensor]] | None:
+def speculative_for(arguments: SpeculativeArguments) -> Callable[..., tuple[Tensor, Tensor]] | None:
     """The Gluon kernel for this call, or None. It takes ``append`` too."""
-    if not on_hopper(given.q):
+    if not on_hopper(arguments.q):
         return None
     try:
         from pdkernels.gluon import _launch_speculative as _launch
     except ImportError:
         return None
-    return _launch.forward if _launch.serves(given) and passes(given, _launch.forward) else None
+    return _launch.forward if _launch.serves(arguments) and passes(arguments, _launch.forward) else None
 
 
-def passes(given: Arguments, forward: Callable[[Arguments], Results]) -> bool:
+def passes(arguments: Arguments, forward: Callable[[Arguments], Results]) -> bool:
     """Whether the kernel for this dtype, head dimension and page size computes what the reference does on this device. Runs it once."""
-    q = given.forward.q if isinstance(given, GradientArguments) else given.q
+    q = arguments.forward.q if isinstance(arguments, GradientArguments) else arguments.q
     page_size = 0
-    if isinstance(given, SpeculativeArguments) and given.block_table is not None:
-        page_size = given.k_cache.shape[1]
-    key = (type(given), str(q.device), q.shape[-1], q.dtype, page_size)
+    if isinstance(arguments, SpeculativeArguments) and arguments.block_table is not None:
+        page_size = arguments.k_cache.shape[1]
+    key = (type(arguments), str(q.device), q.shape[-1], q.dtype, page_size)
     if key not in CHECKED:
         # A graph that is being captured cannot wait for results: it gets the Triton kernel.
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
             return False
-        CHECKED[key] = _compare(*_sample(given, q, page_size), forward, q)
+        CHECKED[key] = _compare(*_sample(arguments, q, page_size), forward, q)
     return CHECKED[key]
 
 
-def _sample(given: Arguments, like: Tensor, page_size: int) -> tuple[Arguments, Callable[[], Results]]:
+def _sample(arguments: Arguments, like: Tensor, page_size: int) -> tuple[Arguments, Callable[[], Results]]:
     """A small call of the same op, and its results by the reference."""
     device, dtype, head_dim = like.device, like.dtype, like.shape[-1]
     generator = torch.Generator().manual_seed(0)
@@ -108,7 +108,7 @@ def _sample(given: Arguments, like: Tensor, page_size: int) -> tuple[Arguments, 
         return torch.randn(1, tokens, heads, head_dim, generator=generator).to(device, dtype)
 
     scale = head_dim**-0.5
-    if not isinstance(given, SpeculativeArguments):
+    if not isinstance(arguments, SpeculativeArguments):
         mask = causal(200)
         q, k, v, grad = (randn(200, heads) for heads in (2, 1, 1, 2))
         sample = AttentionArguments(q, k, v, *mask.plan(128, 128, device).arguments, scale)
@@ -118,10 +118,10 @@ def _sample(given: Arguments, like: Tensor, page_size: int) -> tuple[Arguments, 
             return results
 
         inputs = tuple(x.float() for x in (q, k, v))
-        if isinstance(given, AttentionArguments):
+        if isinstance(arguments, AttentionArguments):
             return sample, lambda: exact(*inputs)
-        found: Any = torch.func.vjp(exact, *inputs)
-        (out, lse), gradients = found
+        vjp: Any = torch.func.vjp(exact, *inputs)
+        (out, lse), gradients = vjp
         return GradientArguments(grad, None, out.to(dtype), lse, sample), lambda: gradients((grad.float(), lse * 0))
     mask, slots = causal(70), 700
     q, k_new, v_new, k, v = (

@@ -32,8 +32,8 @@ def refuse_inference(op: str, arguments: tuple[Any, ...]) -> None:
     """Autograd keeps the inputs of a forward, which tensors from inference mode do not allow."""
     for tensor in arguments:
         if isinstance(tensor, Tensor) and tensor.is_inference():
-            words = f"the input of shape {tuple(tensor.shape)} was made in inference mode, so autograd cannot keep it"
-            raise ValueError(sentence(op, words, "Clone it outside of torch.inference_mode()."))
+            reason = f"the input of shape {tuple(tensor.shape)} was made in inference mode, so autograd cannot keep it"
+            raise ValueError(sentence(op, reason, "Clone it outside of torch.inference_mode()."))
 
 
 def register_gradients(op: torch._ops.OpOverload, function: type[torch.autograd.Function]) -> None:
@@ -41,8 +41,8 @@ def register_gradients(op: torch._ops.OpOverload, function: type[torch.autograd.
     name = op._opname
     defaults = tuple(argument.default_value for argument in op._schema.arguments)
 
-    def run(*given: Any) -> Any:
-        arguments = given + defaults[len(given) :]  # those that are left out do not arrive
+    def run(*positional: Any) -> Any:
+        arguments = positional + defaults[len(positional) :]  # those that are left out do not arrive
         refuse_tangents(name, arguments)
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
             if torch._C._are_functorch_transforms_active():

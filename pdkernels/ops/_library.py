@@ -67,7 +67,7 @@ class OpSpec:
     """Indices of bools, and their names."""
     numbers: tuple[tuple[int, str], ...]
     """The same of floats."""
-    written: tuple[str, ...]
+    mutated: tuple[str, ...]
     """The arguments that the schema marks as written."""
     writes: tuple[int, ...]
     """Their indices."""
@@ -93,7 +93,7 @@ SCHEMA_TYPES: dict[Any, str] = {**_PLAIN_TYPES, **{kind | None: f"{name}?" for k
 SCHEMA_TYPES |= {list[kind]: f"{name}[]" for kind, name in SCHEMA_TYPES.items()}  # type: ignore[valid-type]
 
 
-def schema_of(structure: Any, *, written: Sequence[str] = (), without: Sequence[str] = ()) -> str:
+def schema_of(structure: Any, *, mutated: Sequence[str] = (), without: Sequence[str] = ()) -> str:
     """The arguments of a schema: the fields of a NamedTuple, and those of a NamedTuple in it.
 
     >>> from typing import NamedTuple
@@ -103,17 +103,17 @@ def schema_of(structure: Any, *, written: Sequence[str] = (), without: Sequence[
     >>> schema_of(Arguments, written=["cache"])
     'Tensor(a!) cache, Tensor? bias=None'
     """
-    marks = {name: f"({chr(ord('a') + i)}!)" for i, name in enumerate(written)}
-    hints, found = get_type_hints(structure), []
+    marks = {name: f"({chr(ord('a') + i)}!)" for i, name in enumerate(mutated)}
+    hints, fields = get_type_hints(structure), []
     for name in structure._fields:
         if hasattr(hints[name], "_fields"):
-            found.append(schema_of(hints[name]))
+            fields.append(schema_of(hints[name]))
         elif name not in without:
             default = structure._field_defaults.get(name, ...)
-            words = "" if default is ... else f'="{default}"' if isinstance(default, str) else f"={default}"
+            default_text = "" if default is ... else f'="{default}"' if isinstance(default, str) else f"={default}"
             kind = SCHEMA_TYPES[hints[name]].replace("Tensor", f"Tensor{marks.get(name, '')}")
-            found.append(f"{kind} {name}{words}")
-    return ", ".join(found)
+            fields.append(f"{kind} {name}{default_text}")
+    return ", ".join(fields)
 
 
 def define(
@@ -156,34 +156,21 @@ def define(
     name = schema[: schema.index("(")]
     LIBRARY.define(schema)
     overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
-    given = overload._schema.arguments
-    arguments = tuple(argument.name for argument in given)
-    tensors = tuple(i for i, argument in enumerate(given) if "Tensor" in str(argument.type))
+    parameters = overload._schema.arguments
+    arguments = tuple(argument.name for argument in parameters)
+    tensors = tuple(i for i, argument in enumerate(parameters) if "Tensor" in str(argument.type))
     writes = counts_writes(overload)
-    written = tuple(arguments[i] for i in writes)
-    flags = tuple((i, argument.name) for i, argument in enumerate(given) if str(argument.type) == "bool")
-    numbers = tuple((i, argument.name) for i, argument in enumerate(given) if "float" in str(argument.type))
+    mutated = tuple(arguments[i] for i in writes)
+    flags = tuple((i, argument.name) for i, argument in enumerate(parameters) if str(argument.type) == "bool")
+    numbers = tuple((i, argument.name) for i, argument in enumerate(parameters) if "float" in str(argument.type))
     check = reference_check or fake
-    check, fake = (_with_memory_checked(name, arguments, written, function) for function in (check, fake))
+    check, fake = (_with_memory_checked(name, arguments, mutated, function) for function in (check, fake))
     if not float64 and reference_check is None:
         fake = _without_float64(name, arguments, fake)
     OPS[name] = OpSpec(
-        name,
-        schema,
-        arguments,
-        tensors,
-        flags,
-        numbers,
-        written,
-        writes,
-        overload,
-        fake,
-        check,
-        reference,
-        cpu is not None,
-        gradients,
-        example,
-    )
+        name, schema, arguments, tensors, flags, numbers, mutated, writes, overload, fake, check, reference,
+        cpu is not None, gradients, example,
+    )  # fmt: skip
     if compiled and _native.cuda_archs():
         triton = None
     # The backward pass of an op is called only by autograd, and runs where the op ran.
@@ -232,11 +219,11 @@ def _count(arguments: Sequence[Any], writes: Sequence[int]) -> None:
 def _tensors(arguments: Sequence[Any], at: Sequence[int]) -> list[Tensor]:
     tensors: list[Tensor] = []
     for i in at:
-        given = arguments[i] if i < len(arguments) else None  # defaults at the end do not reach a raw call's kernel
-        if isinstance(given, (list, tuple)):
-            tensors.extend(given)
-        elif given is not None:
-            tensors.append(given)
+        value = arguments[i] if i < len(arguments) else None  # defaults at the end do not reach a raw call's kernel
+        if isinstance(value, (list, tuple)):
+            tensors.extend(value)
+        elif value is not None:
+            tensors.append(value)
     return tensors
 
 
@@ -274,16 +261,16 @@ def _on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_memory_checked(
-    op: str, names: tuple[str, ...], written: tuple[str, ...], fake: Callable[..., Any]
+    op: str, names: tuple[str, ...], mutated: tuple[str, ...], fake: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Memory layout is checked alike for all ops: the compiled code refuses bad tensors, and this explains why."""
 
     def run(*arguments: Any, **options: Any) -> Any:
-        given = [*zip(names, arguments), *options.items()]
-        check_dense(op, given)
+        named_arguments = [*zip(names, arguments), *options.items()]
+        check_dense(op, named_arguments)
         results = fake(*arguments, **options)
-        if written:
-            check_written(op, written, given)
+        if mutated:
+            check_written(op, mutated, named_arguments)
         return results
 
     return run
@@ -294,11 +281,11 @@ def _without_float64(op: str, names: tuple[str, ...], fake: Callable[..., Any]) 
 
     def run(*arguments: Any, **options: Any) -> Any:
         results = fake(*arguments, **options)
-        for name, given in (*zip(names, arguments), *options.items()):
-            if isinstance(given, Tensor) and given.dtype == torch.float64:
+        for name, value in (*zip(names, arguments), *options.items()):
+            if isinstance(value, Tensor) and value.dtype == torch.float64:
                 remedy = "Pass backend='reference', which computes in float64."
                 expectation = "be float32, float16 or bfloat16 for the kernels"
-                raise TypeError(message(op, name, expectation, given.dtype, remedy))
+                raise TypeError(message(op, name, expectation, value.dtype, remedy))
         return results
 
     return run
@@ -343,7 +330,7 @@ def call(op: torch._ops.OpOverload, arguments: tuple[Any, ...], anchor: Tensor, 
                 op(*(_values_only(argument) for argument in arguments))
             return run_counted(op, arguments, spec.writes)
     except (RuntimeError, TypeError, AttributeError) as error:
-        if spec.written and torch._C._are_functorch_transforms_active() and not str(error).startswith("pdkernels."):
+        if spec.mutated and torch._C._are_functorch_transforms_active() and not str(error).startswith("pdkernels."):
             _refuse_transforms(spec)
         if isinstance(anchor, Tensor) and anchor.is_meta:
             return spec.fake(*arguments)
@@ -351,8 +338,8 @@ def call(op: torch._ops.OpOverload, arguments: tuple[Any, ...], anchor: Tensor, 
         raise
     spec.check(*arguments)
     if torch.is_grad_enabled() and any(x.requires_grad and x.is_leaf for x in _tensors(arguments, spec.writes)):
-        words = "it writes a leaf that requires a gradient"  # PyTorch would refuse where some is written
-        raise NotImplementedError(sentence(name, words, "Call it under torch.no_grad()."))
+        reason = "it writes a leaf that requires a gradient"  # PyTorch would refuse where some is written
+        raise NotImplementedError(sentence(name, reason, "Call it under torch.no_grad()."))
     # torch's operators take no int of more than 64 bits for a float.
     return spec.reference(*(float(x) if type(x) is int and not -(2**63) <= x < 2**63 else x for x in arguments))
 
@@ -381,19 +368,19 @@ def _explain(spec: OpSpec, arguments: tuple[Any, ...], error: Exception) -> None
 
 def _refuse_transforms(spec: OpSpec) -> NoReturn:
     """torch.vmap runs other ops sample by sample, but has no rule for what is written."""
-    words = f"{spec.written[0]} cannot be written inside torch.vmap or another transform of torch.func"
+    reason = f"{spec.mutated[0]} cannot be written inside torch.vmap or another transform of torch.func"
     remedy = "Call the op on the whole batch: its tensors have a batch dimension."
-    raise NotImplementedError(sentence(spec.name, words, remedy)) from None
+    raise NotImplementedError(sentence(spec.name, reason, remedy)) from None
 
 
 def _without_gradients(spec: OpSpec, arguments: tuple[Any, ...], backend: str) -> tuple[Any, ...]:
     """Without its own gradient an op would silently cut the graph."""
     # Indices first: isinstance(x, Tensor) takes longer than everything else here if x is not a tensor.
     for i in spec.tensors:
-        given = arguments[i]
-        if given is None:
+        value = arguments[i]
+        if value is None:
             continue
-        for tensor in given if isinstance(given, (list, tuple)) else (given,):
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
             if not isinstance(tensor, Tensor) or not tensor.requires_grad:
                 continue
             if spec.gradients == "cut":
@@ -409,7 +396,7 @@ def _without_gradients(spec: OpSpec, arguments: tuple[Any, ...], backend: str) -
 
 def _has_stand_ins(spec: OpSpec, arguments: tuple[Any, ...]) -> bool:
     """Whether the lists among the arguments are caches. Others, such as packed matrices, have no values that a call could find wrong."""
-    return all(not isinstance(x, list) or name in spec.written for name, x in zip(spec.arguments, arguments))
+    return all(not isinstance(x, list) or name in spec.mutated for name, x in zip(spec.arguments, arguments))
 
 
 def _values_only(argument: Any) -> Any:

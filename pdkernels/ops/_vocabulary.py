@@ -26,7 +26,7 @@ Run = Callable[..., Results]
 """Results of `token_statistics` for a rank's rows; keywords override options."""
 
 
-class Part(NamedTuple):
+class VocabularyShard(NamedTuple):
     """A rank's slice of the vocabulary."""
 
     group: Any
@@ -59,7 +59,7 @@ class SamplingRule(NamedTuple):
         return (self.top_p < 1 or self.min_p > 0) and (self.temperature > 0 or self.distribution == "sampling")
 
 
-def check_part(op: str, group: Any, first_id: int) -> None:
+def check_shard(op: str, group: Any, first_id: int) -> None:
     """Raises ValueError or TypeError for an invalid start of the slice."""
     check_type(type(first_id) is int, op, "first_id", "be an int", type(first_id).__name__)
     if group is None:
@@ -68,26 +68,28 @@ def check_part(op: str, group: Any, first_id: int) -> None:
     check(first_id % 4 == 0, op, "first_id", "be a multiple of 4", first_id, "Random numbers come in fours.")
 
 
-def own_tokens(tokens: Sequence[int], part: Part) -> list[int]:
+def local_tokens(tokens: Sequence[int], shard: VocabularyShard) -> list[int]:
     """The suppressed ids within the slice, relative to its start."""
-    return [token - part.first_id for token in tokens if 0 <= token - part.first_id < part.width]
+    return [token - shard.first_id for token in tokens if 0 <= token - shard.first_id < shard.width]
 
 
-def recorded(scores: Tensor, there: Tensor, top_k: int, rule: SamplingRule, part: Part, run: Run) -> Tensor:
+def recorded(
+    scores: Tensor, exists: Tensor, top_k: int, rule: SamplingRule, shard: VocabularyShard, run: Run
+) -> Tensor:
     """What other ranks need of the rows `scores` ``(rows, width)``: float64 ``(rows, 7 + 3 k)``, k = ``ranked(top_k)``.
 
-    `there` ``(rows,)``: which rows exist. `run` computes the statistics of `scores`, or of substitutes for them.
+    `exists` ``(rows,)``: which rows exist. `run` computes the statistics of `scores`, or of substitutes for them.
     """
-    local_top_k = min(ranked(top_k), part.width)
+    local_top_k = min(ranked(top_k), shard.width)
     if rule.filtered:
-        kept = scores.masked_fill(scores < _cut(scores, there, rule, part), -torch.inf)
+        filtered = scores.masked_fill(scores < _cut(scores, exists, rule, shard), -torch.inf)
         sampling = rule.distribution == "sampling"
-        found = run(kept, top_k=local_top_k) if sampling else run(scores, top_k=local_top_k, temperature=0.0)
-        sampled_ids = found[0] if sampling else run(kept, top_k=1)[0]
+        results = run(filtered, top_k=local_top_k) if sampling else run(scores, top_k=local_top_k, temperature=0.0)
+        sampled_ids = results[0] if sampling else run(filtered, top_k=1)[0]
     else:
-        found = run(scores, top_k=local_top_k)
-        sampled_ids = found[0]
-    _, _, top_ids, top_probs, _, entropy, total = found
+        results = run(scores, top_k=local_top_k)
+        sampled_ids = results[0]
+    _, _, top_ids, top_probs, _, entropy, total = results
     rows = torch.arange(len(scores), device=scores.device)
     exact = scores.double()
     first = torch.arange(local_top_k, device=scores.device)
@@ -104,16 +106,16 @@ def recorded(scores: Tensor, there: Tensor, top_k: int, rule: SamplingRule, part
     prob = (logit * rule.inv_temperature - total).exp()
     score = logit
     if rule.temperature > 0:
-        uniform = uniforms_at(rule.seeds, rule.steps, rule.positions, part.first_id + chosen)
+        uniform = uniforms_at(rule.seeds, rule.steps, rule.positions, shard.first_id + chosen)
         noise = torch.log(-torch.log(uniform))
         score = logit - rule.temperature * noise
     score = torch.where(sampled_ids < 0, -torch.inf, score)
-    numbers = [part.first_id + chosen, score, prob, entropy, total]
-    numbers += [torch.full_like(total, part.first_id), torch.full_like(total, part.width)]
+    numbers = [shard.first_id + chosen, score, prob, entropy, total]
+    numbers += [torch.full_like(total, shard.first_id), torch.full_like(total, shard.width)]
     spare = ranked(top_k) - local_top_k
     pad = torch.nn.functional.pad
     tops = (
-        pad(part.first_id + top_ids.double(), (0, spare), value=-1.0),
+        pad(shard.first_id + top_ids.double(), (0, spare), value=-1.0),
         pad(top_logits, (0, spare), value=-torch.inf),
         pad(top_probs.double(), (0, spare)),
     )
@@ -126,16 +128,16 @@ def ranked(top_k: int) -> int:
 
 
 def merged(
-    op: str, record: Tensor, there: Tensor, top_k: int, rule: SamplingRule, group: Any, dtype: torch.dtype
+    op: str, record: Tensor, exists: Tensor, top_k: int, rule: SamplingRule, group: Any, dtype: torch.dtype
 ) -> Results:
     """The results of all rows, floats of `dtype`, with the same bits on every rank."""
     records = gathered(record, group)
-    if record.device.type == "cpu" and len(there):
+    if record.device.type == "cpu" and len(exists):
         _check_slices(op, records[:, 0, 5:7])
     ids, scores, probs, entropies, totals, _, _ = records[..., :7].unbind(-1)
     undefined = totals.isnan().any(0)
     total = totals.logsumexp(0)
-    missing = ~there | (total == -torch.inf)
+    no_token = ~exists | (total == -torch.inf)
     share = torch.where(totals == -torch.inf, 0.0, (totals - total).exp())
     count = ranked(top_k)
     top_ids, top_logits, top_probs = (
@@ -159,13 +161,13 @@ def merged(
     def numbers(x: Tensor, of_none: float = 0.0) -> Tensor:
         rows = (-1, *[1] * (x.dim() - 1))
         x = torch.where(undefined.view(rows), torch.nan, x)
-        return torch.where(missing.view(rows), of_none, x)
+        return torch.where(no_token.view(rows), of_none, x)
 
     floats = prob, top_probs[:, :top_k], margin, entropy
     prob, top_probs, margin, entropy = (numbers(x) for x in floats)
-    none = missing[:, None]
+    none = no_token[:, None]
     return (
-        torch.where(missing, -1, chosen).long(),
+        torch.where(no_token, -1, chosen).long(),
         prob.to(dtype),
         torch.where(none, -1, top_ids[:, :top_k]).long(),
         top_probs.to(dtype),
@@ -185,30 +187,30 @@ def _check_slices(op: str, slices: Tensor) -> None:
         expected += int(width)
 
 
-def _cut(scores: Tensor, there: Tensor, rule: SamplingRule, part: Part) -> Tensor:
+def _cut(scores: Tensor, exists: Tensor, rule: SamplingRule, shard: VocabularyShard) -> Tensor:
     """The smallest logit of each row that passes the filters, ``(rows, 1)``; -inf where nothing is dropped."""
     exact = scores.double()
-    broken = (exact.isnan() | (exact == torch.inf)).any(-1)
-    exact = torch.where((broken | ~there)[:, None], -torch.inf, exact)
+    not_finite = (exact.isnan() | (exact == torch.inf)).any(-1)
+    exact = torch.where((not_finite | ~exists)[:, None], -torch.inf, exact)
     mass = (exact / rule.softmax_temperature).logsumexp(-1)
-    facts = gathered(torch.stack((exact.amax(-1), mass, broken.double()), -1), part.group)
-    largest, total, whole = facts[..., 0].amax(0), facts[..., 1].logsumexp(0), ~(facts[..., 2] > 0).any(0)
+    row_stats = gathered(torch.stack((exact.amax(-1), mass, not_finite.double()), -1), shard.group)
+    largest, total, finite = row_stats[..., 0].amax(0), row_stats[..., 1].logsumexp(0), ~(row_stats[..., 2] > 0).any(0)
     cut = torch.full_like(largest, -torch.inf)
     if rule.min_p > 0:
         cut = largest + rule.softmax_temperature * math.log(rule.min_p)
     if rule.top_p < 1:
-        cut = torch.maximum(cut, _nucleus(exact, total, rule, part))
+        cut = torch.maximum(cut, _nucleus(exact, total, rule, shard))
     cut = torch.minimum(cut, largest)
-    return torch.where(whole & (largest > -torch.inf), cut, -torch.inf).to(torch.float64)[:, None]
+    return torch.where(finite & (largest > -torch.inf), cut, -torch.inf).to(torch.float64)[:, None]
 
 
-def _nucleus(exact: Tensor, total: Tensor, rule: SamplingRule, part: Part) -> Tensor:
+def _nucleus(exact: Tensor, total: Tensor, rule: SamplingRule, shard: VocabularyShard) -> Tensor:
     """The smallest logit with less than `top_p` of the mass above it, ``(rows,)``; ranks exchange more logits until it is found."""
     count = 64
     while True:
-        known = exact.topk(min(count, part.width), -1).values
-        known = torch.nn.functional.pad(known, (0, count - known.shape[1]), value=-torch.inf)
-        tops = gathered(known, part.group)
+        top_logits = exact.topk(min(count, shard.width), -1).values
+        top_logits = torch.nn.functional.pad(top_logits, (0, count - top_logits.shape[1]), value=-torch.inf)
+        tops = gathered(top_logits, shard.group)
         bound = tops[..., -1].amax(0)  # all larger logits are known
         values = tops.transpose(0, 1).flatten(1).sort(dim=-1, descending=True).values
         mass = torch.where(values == -torch.inf, 0.0, (values / rule.softmax_temperature - total[:, None]).exp())
@@ -216,10 +218,10 @@ def _nucleus(exact: Tensor, total: Tensor, rule: SamplingRule, part: Part) -> Te
         first = torch.ones_like(before, dtype=torch.bool)
         first[:, 1:] = values[:, 1:] < values[:, :-1]
         before = torch.where(first, before, 0.0).cummax(-1).values  # on ties, the mass before the first
-        inside = (before < rule.top_p) & (values > -torch.inf)
-        inside[:, 0] = True  # the first token always stays
-        smallest = torch.where(inside, values, torch.inf).amin(-1)
-        dropped = (~inside & (values >= bound[:, None]) & (values > -torch.inf)).any(-1)
+        in_nucleus = (before < rule.top_p) & (values > -torch.inf)
+        in_nucleus[:, 0] = True  # the first token always stays
+        smallest = torch.where(in_nucleus, values, torch.inf).amin(-1)
+        dropped = (~in_nucleus & (values >= bound[:, None]) & (values > -torch.inf)).any(-1)
         if bool((dropped | (bound == -torch.inf)).all()):
             return smallest
         count *= 8

@@ -19,8 +19,8 @@ from pdkernels._attention import (
     check_heads,
     check_input,
     check_plan,
-    given_scale,
-    given_sinks,
+    checked_scale,
+    checked_sinks,
     refuse_float64,
 )
 from pdkernels._validation import check_flag, check_type, fail, message, refuse_tangents
@@ -113,23 +113,23 @@ def block_sparse_attention(
         remedy = "Call mask.plan(block_q, block_k, q.device)." if hasattr(plan, "plan") else ""
         raise TypeError(message(OP, "plan", "be a TilePlan", type(plan).__name__, remedy))
     if q.dim() == 4 and k.dim() == 4 and (plan.q_len != q.shape[1] or plan.kv_len != k.shape[1]):
-        wanted = f"have {q.shape[1]} rows and {k.shape[1]} columns like q and k"
+        expectation = f"have {q.shape[1]} rows and {k.shape[1]} columns like q and k"
         fail(
             OP,
             "plan",
-            wanted,
+            expectation,
             f"{plan.q_len} and {plan.kv_len}",
             "Build the mask for these lengths; pack(..., length=n) pads one.",
         )
     check_flag(OP, "return_lse", return_lse)
-    given = AttentionArguments(q, k, v, *plan.arguments, given_scale(OP, scale, q), given_sinks(OP, sinks, q))
-    out, lse = call(attention_op, given, q, backend)
+    arguments = AttentionArguments(q, k, v, *plan.arguments, checked_scale(OP, scale, q), checked_sinks(OP, sinks, q))
+    out, lse = call(attention_op, arguments, q, backend)
     return (out, lse) if return_lse else out
 
 
-def _check(given: AttentionArguments) -> None:
+def _check(arguments: AttentionArguments) -> None:
     """Checks everything but float64."""
-    q, k, v = given.q, given.k, given.v
+    q, k, v = arguments.q, arguments.k, arguments.v
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             fail(OP, name, "have shape (batch, length, heads, head_dim)", tuple(x.shape))
@@ -138,24 +138,24 @@ def _check(given: AttentionArguments) -> None:
         fail(OP, "k", f"have the batch {q.shape[0]} and the head_dim {q.shape[3]} of q", tuple(k.shape))
     if v.shape != k.shape:
         fail(OP, "v", f"have shape {tuple(k.shape)} like k", tuple(v.shape))
-    check_heads(OP, given, "k")
-    check_plan(OP, q.device, (q.shape[0], q.shape[1]), k.shape[1], given.plan)
+    check_heads(OP, arguments, "k")
+    check_plan(OP, q.device, (q.shape[0], q.shape[1]), k.shape[1], arguments.plan)
 
 
-def _fake(given: AttentionArguments) -> tuple[Tensor, Tensor]:
-    _check(given)
-    refuse_float64(OP, given.q)
-    return given.q.new_empty(given.q.shape), given.q.new_empty(given.lse_shape, dtype=torch.float32)
+def _fake(arguments: AttentionArguments) -> tuple[Tensor, Tensor]:
+    _check(arguments)
+    refuse_float64(OP, arguments.q)
+    return arguments.q.new_empty(arguments.q.shape), arguments.q.new_empty(arguments.lse_shape, dtype=torch.float32)
 
 
-def _fake_backward(given: GradientArguments) -> tuple[Tensor, Tensor, Tensor]:
-    _check(given.forward)
-    q, rows = given.forward.q, given.forward.lse_shape
+def _fake_backward(arguments: GradientArguments) -> tuple[Tensor, Tensor, Tensor]:
+    _check(arguments.forward)
+    q, rows = arguments.forward.q, arguments.forward.lse_shape
     for name, x, shape, dtype in (
-        ("grad_out", given.grad_out, q.shape, q.dtype),
-        ("out", given.out, q.shape, q.dtype),
-        ("lse", given.lse, rows, torch.float32),
-        ("grad_lse", given.grad_lse, rows, torch.float32),
+        ("grad_out", arguments.grad_out, q.shape, q.dtype),
+        ("out", arguments.out, q.shape, q.dtype),
+        ("lse", arguments.lse, rows, torch.float32),
+        ("grad_lse", arguments.grad_lse, rows, torch.float32),
     ):
         if x is not None and (tuple(x.shape) != tuple(shape) or x.dtype != dtype or x.device != q.device):
             fail(
@@ -166,47 +166,49 @@ def _fake_backward(given: GradientArguments) -> tuple[Tensor, Tensor, Tensor]:
             )
         if x is not None and x.dim() == 4 and x.stride(3) != 1:
             fail(OP, name, "have a contiguous last dimension", f"strides {x.stride()}")
-    dq, dk, dv = (x.new_empty(x.shape) for x in given.forward[:3])
+    dq, dk, dv = (x.new_empty(x.shape) for x in arguments.forward[:3])
     return dq, dk, dv
 
 
-def _reference(given: AttentionArguments) -> tuple[Tensor, Tensor]:
-    mask = dense_plan(given.plan, given.q.shape[1], given.k.shape[1])
-    results: tuple[Tensor, Tensor] = reference.block_sparse_attention(*given[:3], mask, given.scale, given.sinks)
+def _reference(arguments: AttentionArguments) -> tuple[Tensor, Tensor]:
+    mask = dense_plan(arguments.plan, arguments.q.shape[1], arguments.k.shape[1])
+    results: tuple[Tensor, Tensor] = reference.block_sparse_attention(
+        *arguments[:3], mask, arguments.scale, arguments.sinks
+    )
     return results
 
 
-def _reference_backward(given: GradientArguments) -> tuple[Tensor, Tensor, Tensor]:
+def _reference_backward(arguments: GradientArguments) -> tuple[Tensor, Tensor, Tensor]:
     def run(*leaves: Tensor) -> Any:
         changed: dict[str, Any] = dict(zip(DIFFERENTIABLE, leaves))
-        return _reference(given.forward._replace(**changed))
+        return _reference(arguments.forward._replace(**changed))
 
-    gradients = torch.func.vjp(run, *(getattr(given.forward, name) for name in DIFFERENTIABLE))[1]
-    grad_lse = torch.zeros_like(given.lse) if given.grad_lse is None else given.grad_lse
-    results: tuple[Tensor, Tensor, Tensor] = gradients((given.grad_out, grad_lse))
+    gradients = torch.func.vjp(run, *(getattr(arguments.forward, name) for name in DIFFERENTIABLE))[1]
+    grad_lse = torch.zeros_like(arguments.lse) if arguments.grad_lse is None else arguments.grad_lse
+    results: tuple[Tensor, Tensor, Tensor] = gradients((arguments.grad_out, grad_lse))
     return results
 
 
-def _triton(given: AttentionArguments) -> tuple[Tensor, Tensor]:
+def _triton(arguments: AttentionArguments) -> tuple[Tensor, Tensor]:
     from pdkernels.ops._gluon import forward_for
 
-    specialised = forward_for(given)
+    specialised = forward_for(arguments)
     if specialised is not None:
-        return specialised(given)
+        return specialised(arguments)
     from pdkernels.triton.block_sparse_attention import forward
 
-    return forward(given)
+    return forward(arguments)
 
 
-def _triton_backward(given: GradientArguments) -> tuple[Tensor, Tensor, Tensor]:
+def _triton_backward(arguments: GradientArguments) -> tuple[Tensor, Tensor, Tensor]:
     from pdkernels.ops._gluon import backward_for
 
-    specialised = backward_for(given)
+    specialised = backward_for(arguments)
     if specialised is not None:
-        return specialised(given)
+        return specialised(arguments)
     from pdkernels.triton.block_sparse_attention import backward
 
-    return backward(given)
+    return backward(arguments)
 
 
 def _example(draw: Draw) -> dict[str, Any]:
@@ -248,12 +250,12 @@ SINKS = AttentionArguments._fields.index("sinks")
 
 def _of_sinks(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """The gradient of the sinks. Their value is 0, so that the gradient of such a score is its weight times minus rowsum(dO * O)."""
-    missing = (grad_out.float() * out.float()).sum(-1).transpose(1, 2)
+    delta = (grad_out.float() * out.float()).sum(-1).transpose(1, 2)
     if grad_lse is not None:
-        missing = missing - grad_lse
+        delta = delta - grad_lse
     # Rows without any score have a log-sum-exp of -inf, and a sink of -inf has no weight.
     weights = torch.where(sinks[:, None].isneginf(), 0, (sinks[:, None] - lse).exp())
-    return -torch.where(weights == 0, 0, weights * missing).sum((0, 2))
+    return -torch.where(weights == 0, 0, weights * delta).sum((0, 2))
 
 
 # What `torch.library.register_autograd` would generate, written out: before calling `setup_context` it walks the schema once
@@ -283,23 +285,23 @@ class _Attention(torch.autograd.Function):
         if grad_lse is not None:
             grad_lse = grad_lse.contiguous()
         needed = ctx.needs_input_grad
-        found: list[Tensor | None] = [None] * len(arguments)
+        gradients: list[Tensor | None] = [None] * len(arguments)
         for i, gradient in zip(DIFFERENTIATED, backward_op(grad_out, grad_lse, out, lse, *arguments)):
-            found[i] = gradient if needed[i] else None
+            gradients[i] = gradient if needed[i] else None
         if needed[SINKS]:
-            found[SINKS] = _of_sinks(grad_out, grad_lse, out, lse, arguments[SINKS])
-        return tuple(found)
+            gradients[SINKS] = _of_sinks(grad_out, grad_lse, out, lse, arguments[SINKS])
+        return tuple(gradients)
 
 
 def _autograd(*arguments: Any) -> tuple[Tensor, Tensor]:
     refuse_tangents(OP, arguments)
     if torch.is_grad_enabled():
-        given: tuple[Any, ...] = AttentionArguments(*arguments)  # with those that are left out, which do not arrive
-        if any([given[i] is not None and given[i].requires_grad for i in (*DIFFERENTIATED, SINKS)]):
+        structure: tuple[Any, ...] = AttentionArguments(*arguments)  # with those that are left out, which do not arrive
+        if any([structure[i] is not None and structure[i].requires_grad for i in (*DIFFERENTIATED, SINKS)]):
             if torch._C._are_functorch_transforms_active():
                 refuse_transforms(OP, "q, k, v and sinks")
-            refuse_inference(OP, given)
-            results: tuple[Tensor, Tensor] = _Attention.apply(*given)  # type: ignore[no-untyped-call]
+            refuse_inference(OP, structure)
+            results: tuple[Tensor, Tensor] = _Attention.apply(*structure)  # type: ignore[no-untyped-call]
             return results
     with torch._C._AutoDispatchBelowAutograd():
         results = attention_op(*arguments)

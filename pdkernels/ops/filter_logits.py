@@ -115,15 +115,15 @@ def raw_filters(op: str, filters: LogitFilters | None, shape: Sequence[int]) -> 
     if not filters.changes:
         return filters
 
-    def flat(name: str, given: Any) -> Tensor | None:
-        if given is None:
+    def flat(name: str, tensor: Any) -> Tensor | None:
+        if tensor is None:
             return None
-        check_type(isinstance(given, Tensor), op, name, "be a tensor", type(given).__name__)
-        lead = given.shape[:-1]
-        if given.dim() == 0 or len(lead) > len(shape) or any(a != b for a, b in zip(lead, shape)):
-            words = f"have the shape (*rows, n), whose rows are a beginning of {tuple(shape)}"
-            fail(op, name, words, tuple(given.shape))
-        flattened: Tensor = given.flatten(0, -2) if given.dim() > 1 else given[None]
+        check_type(isinstance(tensor, Tensor), op, name, "be a tensor", type(tensor).__name__)
+        lead = tensor.shape[:-1]
+        if tensor.dim() == 0 or len(lead) > len(shape) or any(a != b for a, b in zip(lead, shape)):
+            expectation = f"have the shape (*rows, n), whose rows are a beginning of {tuple(shape)}"
+            fail(op, name, expectation, tuple(tensor.shape))
+        flattened: Tensor = tensor.flatten(0, -2) if tensor.dim() > 1 else tensor[None]
         return flattened
 
     return (*(flat(name, getattr(filters, name)) for name in TENSORS), *filters[len(TENSORS) :])
@@ -136,18 +136,18 @@ def check_filters(op: str, x: Tensor, rows: int, width: int, filters: LogitFilte
     """Checks the filters, in the form of `raw_filters`, of so many rows of `width` logits; `x` is on their device."""
     sizes = {"bias": width, "counts": width, "recent": None, "banned": None, "allowed": (width + 31) // 32}
     for name, size in sizes.items():
-        given = getattr(filters, name)
-        if given is None:
+        tensor = getattr(filters, name)
+        if tensor is None:
             continue
-        check_type(isinstance(given, Tensor), op, name, "be a tensor", type(given).__name__)
+        check_type(isinstance(tensor, Tensor), op, name, "be a tensor", type(tensor).__name__)
         dtypes = INDEX_DTYPES if size is None else (torch.float32,) if name == "bias" else (torch.int32,)
         expected = "be " + " or ".join(str(dtype) for dtype in dtypes)
-        check_type(given.dtype in dtypes, op, name, expected, given.dtype, "Convert it with .to().")
-        check_device(op, name, given, x.device)
-        if given.dim() != 2 or (size is not None and given.shape[1] != size):
-            fail(op, name, f"have {'any number of' if size is None else int(size)} columns", tuple(given.shape))
-        if (given.shape[0] == 0 and rows != 0) or (given.shape[0] != 0 and rows % given.shape[0] != 0):
-            fail(op, name, f"have a number of rows that divides {int(rows)}", int(given.shape[0]))
+        check_type(tensor.dtype in dtypes, op, name, expected, tensor.dtype, "Convert it with .to().")
+        check_device(op, name, tensor, x.device)
+        if tensor.dim() != 2 or (size is not None and tensor.shape[1] != size):
+            fail(op, name, f"have {'any number of' if size is None else int(size)} columns", tuple(tensor.shape))
+        if (tensor.shape[0] == 0 and rows != 0) or (tensor.shape[0] != 0 and rows % tensor.shape[0] != 0):
+            fail(op, name, f"have a number of rows that divides {int(rows)}", int(tensor.shape[0]))
     penalty, expected = filters.repetition_penalty, "be finite and above 0 in float32"
     check_number(op, "repetition_penalty", penalty, 0, LARGEST, expected)
     if penalty <= 0:
@@ -159,9 +159,9 @@ def check_filters(op: str, x: Tensor, rows: int, width: int, filters: LogitFilte
 def check_ids(op: str, width: int, filters: LogitFilters) -> None:
     """Checks the values of ids. On a GPU this synchronizes."""
     for name, least in (("recent", -1 - width), ("banned", -1)):
-        given = getattr(filters, name)
-        if given is not None and (outside := (given < least) | (given >= width)).any():
-            fail(op, name, f"hold ids in [{least}, {width - 1}]", given[outside][0].item())
+        ids = getattr(filters, name)
+        if ids is not None and (outside := (ids < least) | (ids >= width)).any():
+            fail(op, name, f"hold ids in [{least}, {width - 1}]", ids[outside][0].item())
 
 
 def _fake(logits: Tensor, *filters: Any) -> Tensor:
@@ -179,8 +179,8 @@ def _reference(logits: Tensor, *filters: Any) -> Tensor:
 
 
 def _example(draw: Draw) -> dict[str, Any]:
-    made = {"logits": draw.floats(3, 900), "counts": draw.ints(-1, 2, 3, 900).int(), "frequency_penalty": 0.3}
-    return made | {"recent": draw.ints(-1, 899, 3, 2), "allowed": draw.ints(-(2**31), 2**31 - 1, 3, 29).int()}
+    example = {"logits": draw.floats(3, 900), "counts": draw.ints(-1, 2, 3, 900).int(), "frequency_penalty": 0.3}
+    return example | {"recent": draw.ints(-1, 899, 3, 2), "allowed": draw.ints(-(2**31), 2**31 - 1, 3, 29).int()}
 
 
 filter_logits_op = define(

@@ -117,8 +117,10 @@ def _fake(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None) -
         fail(OP, "weight", f"have shape (groups, outputs, {int(x.shape[1])})", tuple(weight.shape))
     check_device(OP, "weight", weight, x.device)
     if weight.dtype != x.dtype:
-        both = x.dtype == torch.float32 and weight.dtype in (torch.float16, torch.bfloat16)
-        check_type(both, OP, "weight", f"have dtype {x.dtype} like x, or 16 bits under float32", weight.dtype)
+        mixed_precision = x.dtype == torch.float32 and weight.dtype in (torch.float16, torch.bfloat16)
+        check_type(
+            mixed_precision, OP, "weight", f"have dtype {x.dtype} like x, or 16 bits under float32", weight.dtype
+        )
     check_index(OP, "ends", ends, weight.shape[:1], x.device)
     if bias is not None:
         check_floats(OP, "bias", bias, weight.shape[:2], like=x)
@@ -157,9 +159,9 @@ def _example(draw: Draw) -> dict[str, Any]:
 
 
 def _quantized_example(draw: Draw) -> dict[str, Any]:
-    parts = [quantize(draw.floats(3, 20, 64), "q4_0"), quantize(draw.floats(3, 30, 64), "q8_0")]
+    matrices = [quantize(draw.floats(3, 20, 64), "q4_0"), quantize(draw.floats(3, 30, 64), "q8_0")]
     ends = torch.tensor([2, 2, 5])
-    return {"x": draw.floats(5, 64), "weight": QuantizedWeight.join(parts), "ends": ends, "bias": draw.floats(3, 50)}
+    return {"x": draw.floats(5, 64), "weight": QuantizedWeight.join(matrices), "ends": ends, "bias": draw.floats(3, 50)}
 
 
 grouped_linear_op = define(

@@ -191,10 +191,10 @@ def kv_quantize(x: Tensor, *, backend: Backend = "auto") -> Tensor:
     return result
 
 
-def _as_lists(op: str, **given: CacheTensors) -> list[list[Tensor]]:
-    for name, tensors in given.items():
+def _as_lists(op: str, **caches: CacheTensors) -> list[list[Tensor]]:
+    for name, tensors in caches.items():
         check_type(isinstance(tensors, Iterable), op, name, "be a tensor or a list of them", type(tensors).__name__)
-    return [[tensors] if isinstance(tensors, Tensor) else list(tensors) for tensors in given.values()]
+    return [[tensors] if isinstance(tensors, Tensor) else list(tensors) for tensors in caches.values()]
 
 
 def _fake_append(

@@ -67,8 +67,10 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         fail(OP, "weight", f"have shape (outputs, {int(x.shape[-1])})", tuple(weight.shape))
     check_device(OP, "weight", weight, x.device)
     if weight.dtype != x.dtype:
-        both = x.dtype == torch.float32 and weight.dtype in (torch.float16, torch.bfloat16)
-        check_type(both, OP, "weight", f"have dtype {x.dtype} like x, or 16 bits under float32", weight.dtype)
+        mixed_precision = x.dtype == torch.float32 and weight.dtype in (torch.float16, torch.bfloat16)
+        check_type(
+            mixed_precision, OP, "weight", f"have dtype {x.dtype} like x, or 16 bits under float32", weight.dtype
+        )
     if bias is not None:
         check_floats(OP, "bias", bias, weight.shape[:1], like=x)
     return x.new_empty((*x.shape[:-1], weight.shape[0]))

@@ -12,7 +12,7 @@ from pdkernels._validation import check, check_floats, fail
 from pdkernels.backends import Backend
 from pdkernels.ops._library import DEBUG_CHECKS, Draw, call, define
 from pdkernels.ops._quantized_weight import QuantizedWeight
-from pdkernels.ops._vocabulary import Part, check_part
+from pdkernels.ops._vocabulary import VocabularyShard, check_shard
 from pdkernels.ops.filter_logits import TENSORS, LogitFilters, check_ids
 from pdkernels.ops.linear import linear_op
 from pdkernels.ops.quantized_linear import quantized_linear
@@ -25,13 +25,13 @@ from pdkernels.ops.token_statistics import (
     check_options,
     chosen_rows,
     filter_options,
-    given_top_k,
     merged_statistics,
     new_results,
-    part_record,
     raw_options,
     reference_options,
+    resolved_top_k,
     rows_shape,
+    shard_record,
     token_statistics_op,
 )
 from pdkernels.reference import linear_token_statistics as reference
@@ -108,12 +108,12 @@ def linear_token_statistics(
         >>> found.ids, found.probs, found.top_ids
         (tensor([1]), tensor([0.6652]), tensor([[1, 2]]))
     """
-    check_part(OP, group, first_id)
+    check_shard(OP, group, first_id)
     if isinstance(weight, QuantizedWeight):
         check(group is None, OP, "group", "be None with a QuantizedWeight", "a group")
         top_k = min(5, len(weight)) if top_k is None else top_k
     else:
-        top_k = given_top_k(top_k, weight, 0, group)
+        top_k = resolved_top_k(top_k, weight, 0, group)
     options = raw_options(
         OP, "hidden", hidden, temperature, seed, step, positions, row_index, suppress, top_k, top_p, min_p, distribution
     )
@@ -122,31 +122,33 @@ def linear_token_statistics(
         return TokenStatistics(*_quantized(hidden, weight, Options(*options), backend))
     if group is not None:
         check_grouped(OP, Options(*options))
-        return _merged(hidden, weight, Options(*options), Part(group, first_id, len(weight)), backend)
+        return _merged(hidden, weight, Options(*options), VocabularyShard(group, first_id, len(weight)), backend)
     return TokenStatistics(*call(linear_token_statistics_op, (hidden, weight, *options), hidden, backend))
 
 
-def _merged(hidden: Tensor, weight: Tensor, given: Options, part: Part, backend: Backend) -> TokenStatistics:
+def _merged(
+    hidden: Tensor, weight: Tensor, options: Options, shard: VocabularyShard, backend: Backend
+) -> TokenStatistics:
     """Makes records block by block, and exchanges all of them at once."""
     _check_product(hidden, weight)
-    _check_values(hidden, given) if hidden.device.type == "cpu" else None
-    shape = rows_shape(hidden, given.row_index)
-    rows, index, given = chosen_rows(OP, hidden, len(weight), given)
+    _check_values(hidden, options) if hidden.device.type == "cpu" else None
+    shape = rows_shape(hidden, options.row_index)
+    rows, index, options = chosen_rows(OP, hidden, len(weight), options)
     # Ranks exchange logits under filters, so all use a single block there.
-    filtered = given.top_p < 1 or given.min_p > 0
+    filtered = options.top_p < 1 or options.min_p > 0
     size = max(1, len(rows) if filtered else BLOCK_LOGITS // len(weight))
-    records, theres = [], []
+    records, existing = [], []
     for start in range(0, max(len(rows), 1), size):
         piece = slice(start, start + size)
         block = rows[piece]
         logits = torch.nn.functional.linear(block, weight) if backend == "reference" else _product(block, weight)
-        columns = (None if x is None else x[piece] for x in (given.positions, given.steps, given.seeds))
-        cut = given._replace(**dict(zip(("positions", "steps", "seeds"), columns)))  # type: ignore[arg-type]
+        columns = (None if x is None else x[piece] for x in (options.positions, options.steps, options.seeds))
+        cut = options._replace(**dict(zip(("positions", "steps", "seeds"), columns)))  # type: ignore[arg-type]
         here = None if index is None else torch.where(index[piece] < 0, -1, index[piece] - start)
-        record, there = part_record(logits, here, cut._replace(row_index=here), part, backend)
+        record, exists = shard_record(logits, here, cut._replace(row_index=here), shard, backend)
         records.append(record)
-        theres.append(there)
-    return merged_statistics(OP, hidden, torch.cat(records), torch.cat(theres), given, part.group, shape)
+        existing.append(exists)
+    return merged_statistics(OP, hidden, torch.cat(records), torch.cat(existing), options, shard.group, shape)
 
 
 def _check_values(hidden: Tensor, options: Options) -> None:
@@ -176,11 +178,11 @@ def _check_product(hidden: Tensor, weight: Tensor) -> None:
         fail(OP, "weight", f"have shape (V, {int(hidden.shape[-1])}), V at least 1", tuple(weight.shape))
 
 
-def _fake(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]:
+def _fake(hidden: Tensor, weight: Tensor, *raw: Any) -> tuple[Tensor, ...]:
     _check_product(hidden, weight)
-    given = Options(*options)
-    check_options(OP, hidden, weight.shape[0], given)
-    return new_results(hidden, rows_shape(hidden, given.row_index), given.top_k)
+    options = Options(*raw)
+    check_options(OP, hidden, weight.shape[0], options)
+    return new_results(hidden, rows_shape(hidden, options.row_index), options.top_k)
 
 
 def _reference(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]:
@@ -190,29 +192,29 @@ def _reference(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, .
     return results
 
 
-def _cpu(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]:
-    given = Options(*options)
-    _check_values(hidden, given)
-    check_ids(OP, len(weight), given.filters)
-    return _by_blocks(hidden, weight, given)
+def _cpu(hidden: Tensor, weight: Tensor, *raw: Any) -> tuple[Tensor, ...]:
+    options = Options(*raw)
+    _check_values(hidden, options)
+    check_ids(OP, len(weight), options.filters)
+    return _by_blocks(hidden, weight, options)
 
 
-def _quantized(hidden: Tensor, weight: QuantizedWeight, given: Options, backend: Backend) -> tuple[Tensor, ...]:
+def _quantized(hidden: Tensor, weight: QuantizedWeight, options: Options, backend: Backend) -> tuple[Tensor, ...]:
     """Composed in Python: the statistics of a row of logits do not depend on how many are made at a time."""
     check_floats(OP, "hidden", hidden)
     if hidden.dim() == 0 or hidden.shape[-1] != weight.width or weight.width == 0 or len(weight) == 0:
         fail(OP, "hidden", f"have shape (..., {weight.width}) for a weight {tuple(weight.shape)}", tuple(hidden.shape))
-    check_options(OP, hidden, len(weight), given)
+    check_options(OP, hidden, len(weight), options)
     hidden = hidden.detach()
     if backend == "reference":
         results: tuple[Tensor, ...] = call(
-            token_statistics_op, (quantized_linear(hidden, weight, backend=backend), *given), hidden, backend
+            token_statistics_op, (quantized_linear(hidden, weight, backend=backend), *options), hidden, backend
         )
         return results
     if hidden.device.type == "cpu":
-        _check_values(hidden, given)
-        check_ids(OP, len(weight), given.filters)
-    return _by_blocks(hidden, weight, given)
+        _check_values(hidden, options)
+        check_ids(OP, len(weight), options.filters)
+    return _by_blocks(hidden, weight, options)
 
 
 def _product(hidden: Tensor, weight: Tensor | QuantizedWeight) -> Tensor:
@@ -244,11 +246,11 @@ def _by_blocks(hidden: Tensor, weight: Tensor | QuantizedWeight, options: Option
         if number is None:
             block = hidden[piece]
         else:
-            taken = number[piece]
-            there = (taken >= 0) & (taken < rows)
-            chosen = torch.where(there, taken, 0)
-            block = hidden.index_select(0, chosen) if rows else hidden.new_zeros(len(taken), hidden.shape[1])
-            index = torch.where(there, torch.arange(len(taken), device=hidden.device), -1)
+            row_ids = number[piece]
+            exists = (row_ids >= 0) & (row_ids < rows)
+            chosen = torch.where(exists, row_ids, 0)
+            block = hidden.index_select(0, chosen) if rows else hidden.new_zeros(len(row_ids), hidden.shape[1])
+            index = torch.where(exists, torch.arange(len(row_ids), device=hidden.device), -1)
         placed = options._replace(
             **_of_rows(options.filters, start, min(start + size, slots), slots),
             row_index=index,
@@ -257,45 +259,45 @@ def _by_blocks(hidden: Tensor, weight: Tensor | QuantizedWeight, options: Option
             seeds=None if seeds is None else seeds[piece],
         )
         blocks.append(token_statistics_op(_product(block, weight), *placed))
-    results = blocks[0] if len(blocks) == 1 else tuple(torch.cat(parts) for parts in zip(*blocks))
+    results = blocks[0] if len(blocks) == 1 else tuple(torch.cat(columns) for columns in zip(*blocks))
     return tuple(x.view((*shape, *x.shape[1:])) for x in results)
 
 
 def _of_rows(filters: LogitFilters, start: int, end: int, rows: int) -> dict[str, Any]:
     """The tensors of filters for some of the rows, one row each unless all rows have the same."""
-    found = {name: getattr(filters, name) for name in TENSORS if getattr(filters, name) is not None}
-    shared = {name: len(given) for name, given in found.items() if len(given) > 1}
+    tensors = {name: getattr(filters, name) for name in TENSORS if getattr(filters, name) is not None}
+    shared = {name: len(tensor) for name, tensor in tensors.items() if len(tensor) > 1}
     for name, groups in shared.items():
-        index = torch.arange(start, end, device=found[name].device) // (rows // groups)
-        found[name] = found[name].index_select(0, index)
-    return found
+        index = torch.arange(start, end, device=tensors[name].device) // (rows // groups)
+        tensors[name] = tensors[name].index_select(0, index)
+    return tensors
 
 
-def _triton(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]:
-    given = Options(*options)
+def _triton(hidden: Tensor, weight: Tensor, *raw: Any) -> tuple[Tensor, ...]:
+    options = Options(*raw)
     if DEBUG_CHECKS:
-        _check_values(hidden, given)
-        check_ids(OP, len(weight), given.filters)
-    if given.cuts or given.filters.changes:  # which tokens stay is known only from all logits
-        return _by_blocks(hidden, weight, given)
+        _check_values(hidden, options)
+        check_ids(OP, len(weight), options.filters)
+    if options.cuts or options.filters.changes:  # which tokens stay is known only from all logits
+        return _by_blocks(hidden, weight, options)
     from pdkernels.triton.linear_token_statistics import forward
 
-    shape = rows_shape(hidden, given.row_index)
-    tensors = given.seeds, given.steps, given.positions, given.row_index
+    shape = rows_shape(hidden, options.row_index)
+    tensors = options.seeds, options.steps, options.positions, options.row_index
     seeds, steps, positions, row_index = (None if x is None else x.reshape(-1) for x in tensors)
     results = forward(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
-        given.temperature,
-        given.seed,
+        options.temperature,
+        options.seed,
         seeds,
-        given.step,
+        options.step,
         steps,
         positions,
         row_index,
-        given.suppress,
-        given.top_k,
-        given.distribution,
+        options.suppress,
+        options.top_k,
+        options.distribution,
     )
     return tuple(x.view((*shape, *x.shape[1:])) for x in results)
 

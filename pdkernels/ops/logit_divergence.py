@@ -66,9 +66,11 @@ def logit_divergence(
         (tensor([0]), tensor([0.4359]))
     """
     if has_torch_function_unary(logits):  # sharded logits of a tensor-parallel model
-        given = logits, previous
-        found: LogitDivergence = handle_torch_function(logit_divergence, given, *given, min_p=min_p, backend=backend)
-        return found
+        tensors = logits, previous
+        result: LogitDivergence = handle_torch_function(
+            logit_divergence, tensors, *tensors, min_p=min_p, backend=backend
+        )
+        return result
     return LogitDivergence(*call(logit_divergence_op, (logits, previous, min_p), logits, backend))
 
 

@@ -190,8 +190,10 @@ def recurrence_exit(
         (tensor([[[ 1.0000,  1.0000],
                  [ 1.0000, -1.0000]]]), tensor([[0.0000, 1.4140]]), tensor([[ True, False]]))
     """
-    rest = (recurrences, width, advance, threshold, older, older_advance, min_recurrences, eps)
-    return RecurrenceExit(*call(exit_op, (x, residual, weight, previous, *rest), x, backend))
+    arguments = (
+        x, residual, weight, previous, recurrences, width, advance, threshold, older, older_advance, min_recurrences, eps,
+    )  # fmt: skip
+    return RecurrenceExit(*call(exit_op, arguments, x, backend))
 
 
 def recurrence_advance_(

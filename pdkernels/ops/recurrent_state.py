@@ -121,11 +121,11 @@ def gated_delta_(
     for name, number in (("scale", scale), ("l2norm_eps", l2norm_eps)):
         if isinstance(number, int):  # torch would take any for an optional float
             check_fits_float("gated_delta_", name, number)
-    given = DeltaArguments(
+    arguments = DeltaArguments(
         state, state_lengths, pending_k, pending_update, pending_g, q, k, v, g, beta,
         lengths, counts, cache_rows, pending_index, parents, keep, scale, l2norm_eps, A, dt_bias, sigmoid_beta,
     )  # fmt: skip
-    out: Tensor = call(delta_op, given, v, backend)
+    out: Tensor = call(delta_op, arguments, v, backend)
     return out
 
 
@@ -194,11 +194,11 @@ def selective_state_(
     check_type(pair, "selective_state_", "dt_limit", "be two numbers", dt_limit)
     if isinstance(dt_limit[1], int):  # torch would take any for an optional float
         check_fits_float("selective_state_", "dt_limit", dt_limit[1])
-    given = SelectiveArguments(
+    arguments = SelectiveArguments(
         state, state_lengths, pending_x, pending_B, pending_dt, x, B, C, dt, A,
         lengths, counts, cache_rows, pending_index, parents, keep, D, dt_bias, dt_softplus, *dt_limit,
     )  # fmt: skip
-    out: Tensor = call(selective_op, given, x, backend)
+    out: Tensor = call(selective_op, arguments, x, backend)
     return out
 
 
@@ -252,10 +252,10 @@ def short_conv_(
         >>> pd.short_conv_(state, held, pending, x, torch.tensor([[1.0, 10.0]]), lengths).flatten()
         tensor([10., 21., 32.])
     """
-    given = ConvArguments(
+    arguments = ConvArguments(
         state, state_lengths, pending, x, weight, lengths, counts, cache_rows, pending_index, parents, keep, bias, activation
     )  # fmt: skip
-    out: Tensor = call(conv_op, given, x, backend)
+    out: Tensor = call(conv_op, arguments, x, backend)
     return out
 
 
@@ -331,15 +331,15 @@ def state_trim_(
 def _as_list(op: str, state_lengths: Tensor | Sequence[Tensor]) -> list[Tensor]:
     if isinstance(state_lengths, Tensor):
         return [state_lengths]
-    listed = isinstance(state_lengths, (list, tuple))
-    check_type(listed, op, "state_lengths", "be a tensor or a list of them", type(state_lengths).__name__)
+    is_list = isinstance(state_lengths, (list, tuple))
+    check_type(is_list, op, "state_lengths", "be a tensor or a list of them", type(state_lengths).__name__)
     return list(state_lengths)
 
 
-def _by_triton(op: str, given: Any) -> Tensor:
+def _by_triton(op: str, arguments: Any) -> Tensor:
     from pdkernels.triton import recurrent_state
 
-    out: Tensor = getattr(recurrent_state, op)(given)
+    out: Tensor = getattr(recurrent_state, op)(arguments)
     return out
 
 
@@ -355,15 +355,15 @@ def _trim_triton(*arguments: Any) -> None:
     state_trim_(*arguments)
 
 
-def _define(op: str, structure: Any, *written: str, **parts: Any) -> torch._ops.OpOverload:
-    schema = schema_of(structure, written=("state", "state_lengths", *written))
-    plain = getattr(reference, op)
+def _define(op: str, structure: Any, *mutated: str, **definition: Any) -> torch._ops.OpOverload:
+    schema = schema_of(structure, mutated=("state", "state_lengths", *mutated))
+    reference_op = getattr(reference, op)
     return define(
         f"{op}({schema}) -> (Tensor out)",
         structure=structure,
-        reference=lambda given: plain(*given),
+        reference=lambda arguments: reference_op(*arguments),
         triton=partial(_by_triton, op),
-        **parts,
+        **definition,
     )
 
 

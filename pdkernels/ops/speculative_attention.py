@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pdkernels import masks
-from pdkernels._attention import APPEND_ONLY, SpeculativeArguments, given_scale, given_sinks
+from pdkernels._attention import APPEND_ONLY, SpeculativeArguments, checked_scale, checked_sinks
 from pdkernels._validation import check_flag, message, refuse_tangents
 from pdkernels.backends import Backend
 from pdkernels.masks import TilePlan
@@ -148,11 +148,11 @@ def speculative_attention(
     check_tensors(OP, (q, k_new, v_new, k_cache, v_cache), plan, cu_seqlens)
     if starts is not None or window is not None:
         starts = first_positions(OP, q, lengths, starts, window, cu_seqlens)
-    given = SpeculativeArguments(
-        q, k_new, v_new, k_cache, v_cache, lengths, *plan.arguments, given_scale(OP, scale, q),
-        block_table, starts, cu_seqlens, 0 if cu_seqlens is None else plan.q_len, given_sinks(OP, sinks, q),
+    arguments = SpeculativeArguments(
+        q, k_new, v_new, k_cache, v_cache, lengths, *plan.arguments, checked_scale(OP, scale, q),
+        block_table, starts, cu_seqlens, 0 if cu_seqlens is None else plan.q_len, checked_sinks(OP, sinks, q),
     )  # fmt: skip
-    out, lse = call(attention_op, given[: -len(APPEND_ONLY)], q, backend)
+    out, lse = call(attention_op, arguments[: -len(APPEND_ONLY)], q, backend)
     return (out, lse) if return_lse else out
 
 
@@ -234,11 +234,11 @@ def speculative_attention_append_(
     check_tensors(APPEND, (q, k_new, v_new, k_cache, v_cache), plan, cu_seqlens)
     if starts is not None or window is not None:
         starts = first_positions(APPEND, q, lengths, starts, window, cu_seqlens)
-    given = SpeculativeArguments(
-        q, k_new, v_new, k_cache, v_cache, lengths, *plan.arguments, given_scale(APPEND, scale, q),
-        block_table, starts, cu_seqlens, 0 if cu_seqlens is None else plan.q_len, given_sinks(APPEND, sinks, q), counts=counts, source_index=source_index,
+    arguments = SpeculativeArguments(
+        q, k_new, v_new, k_cache, v_cache, lengths, *plan.arguments, checked_scale(APPEND, scale, q),
+        block_table, starts, cu_seqlens, 0 if cu_seqlens is None else plan.q_len, checked_sinks(APPEND, sinks, q), counts=counts, source_index=source_index,
     )  # fmt: skip
-    out, lse = call(append_op, given, q, backend)
+    out, lse = call(append_op, arguments, q, backend)
     return (out, lse) if return_lse else out
 
 
@@ -249,8 +249,8 @@ def _refuse_gradients(op: torch._ops.OpOverload, *arguments: Any) -> tuple[Tenso
         remedy = "Train with block_sparse_attention, or call it under torch.no_grad()."
         raise NotImplementedError(message(op._opname, "its inputs", "not require gradients", "one that does", remedy))
     with torch._C._AutoDispatchBelowAutograd():
-        found: tuple[Tensor, Tensor] = op(*arguments)
-    return found
+        results: tuple[Tensor, Tensor] = op(*arguments)
+    return results
 
 
 def _example(draw: Draw) -> dict[str, Any]:
@@ -277,4 +277,4 @@ def _define(op: str, **schema: Sequence[str]) -> torch._ops.OpOverload:
 
 
 attention_op = _define(OP, without=APPEND_ONLY)
-append_op = _define(APPEND, written=("k_cache", "v_cache"))
+append_op = _define(APPEND, mutated=("k_cache", "v_cache"))

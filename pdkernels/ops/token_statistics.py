@@ -22,7 +22,7 @@ from pdkernels._validation import (
 )
 from pdkernels.backends import Backend
 from pdkernels.ops._library import Draw, call, define, keys, schema_of
-from pdkernels.ops._vocabulary import Part, SamplingRule, check_part, merged, own_tokens, recorded
+from pdkernels.ops._vocabulary import SamplingRule, VocabularyShard, check_shard, local_tokens, merged, recorded
 from pdkernels.ops.filter_logits import NONE, SCHEMA, LogitFilters, check_filters, check_ids, raw_filters
 from pdkernels.reference import token_statistics as reference
 
@@ -83,8 +83,8 @@ class Options(NamedTuple):
 
     @property
     def filters(self) -> LogitFilters:
-        given: tuple[Any, ...] = self[-len(NONE) :]
-        return LogitFilters(*given)
+        fields: tuple[Any, ...] = self[-len(NONE) :]
+        return LogitFilters(*fields)
 
     @property
     def cuts(self) -> bool:
@@ -187,30 +187,30 @@ def token_statistics(
         (tensor([1]), tensor([0.6652]), tensor([[1, 2]]))
     """
     if has_torch_function_unary(logits):  # a vocabulary in slices, as tensor-parallel models return it
-        options: dict[str, Any] = dict(
+        kwargs: dict[str, Any] = dict(
             temperature=temperature, seed=seed, step=step, positions=positions, row_index=row_index
         )
-        options |= dict(suppress=suppress, top_k=top_k, top_p=top_p, min_p=min_p, distribution=distribution)
-        options |= dict(keep_top_k=keep_top_k, typical_p=typical_p, filters=filters)
-        found: TokenStatistics = handle_torch_function(token_statistics, (logits,), logits, **options, backend=backend)
-        return found
-    check_part(OP, group, first_id)
-    top_k = given_top_k(top_k, logits, -1, group)
+        kwargs |= dict(suppress=suppress, top_k=top_k, top_p=top_p, min_p=min_p, distribution=distribution)
+        kwargs |= dict(keep_top_k=keep_top_k, typical_p=typical_p, filters=filters)
+        result: TokenStatistics = handle_torch_function(token_statistics, (logits,), logits, **kwargs, backend=backend)
+        return result
+    check_shard(OP, group, first_id)
+    top_k = resolved_top_k(top_k, logits, -1, group)
     raw = raw_options(
         OP, "logits", logits, temperature, seed, step, positions, row_index, suppress, top_k, top_p, min_p, distribution
     )
     raw += filter_options(OP, keep_top_k, typical_p, filters, logits, row_index)
     if group is not None:
         check_grouped(OP, Options(*raw))
-        given = Options(*raw)
+        options = Options(*raw)
         _check_logits(logits)
-        rows, index, given = chosen_rows(OP, logits, logits.shape[-1], given)
-        record, there = part_record(rows, index, given, Part(group, first_id, logits.shape[-1]), backend)
-        return merged_statistics(OP, logits, record, there, given, group, rows_shape(logits, row_index))
+        rows, index, options = chosen_rows(OP, logits, logits.shape[-1], options)
+        record, exists = shard_record(rows, index, options, VocabularyShard(group, first_id, logits.shape[-1]), backend)
+        return merged_statistics(OP, logits, record, exists, options, group, rows_shape(logits, row_index))
     return TokenStatistics(*call(token_statistics_op, (logits, *raw), logits, backend))
 
 
-def given_top_k(top_k: int | None, x: Tensor, dim: int, group: Any) -> int:
+def resolved_top_k(top_k: int | None, x: Tensor, dim: int, group: Any) -> int:
     """`top_k`, or the default for None where the vocabulary is dimension `dim` of `x`; ranks of a group must agree on it."""
     if top_k is None and group is not None:
         return 5
@@ -234,21 +234,21 @@ def raw_options(
     positions: Tensor | None,
     row_index: Tensor | None,
     suppress: int | Sequence[int],
-    *rest: Any,
+    *distribution_options: Any,
 ) -> tuple[Any, ...]:
     """The arguments of the public functions in the form of the ops: a tensor of seeds or steps has one for each row of `x`,
     `suppress` is a list."""
 
-    def for_rows(argument: str, given: Tensor) -> Tensor:
+    def for_rows(argument: str, value: Tensor) -> Tensor:
         check_floats(op, name, x)
         if row_index is not None:
             check_type(isinstance(row_index, Tensor), op, "row_index", "be a tensor", type(row_index).__name__)
         shape = rows_shape(x, row_index)
-        if given.dim() > len(shape) or any(
-            size not in (1, full) for size, full in zip(reversed(given.shape), reversed(shape))
+        if value.dim() > len(shape) or any(
+            size not in (1, full) for size, full in zip(reversed(value.shape), reversed(shape))
         ):
-            fail(op, argument, f"broadcast to the shape {tuple(shape)} of the rows", tuple(given.shape))
-        return given.expand(shape)
+            fail(op, argument, f"broadcast to the shape {tuple(shape)} of the rows", tuple(value.shape))
+        return value.expand(shape)
 
     number, seeds = keys(op, seed)
     if seeds is not None:
@@ -260,7 +260,8 @@ def raw_options(
         isinstance(suppress, Iterable) and not isinstance(suppress, str) and getattr(suppress, "ndim", 1) > 0
     ):  # a tensor without dimensions says that it can be iterated, and cannot
         suppress = list(suppress)
-    return (temperature, number, seeds, step if steps is None else 0, steps, positions, row_index, suppress, *rest)
+    columns = (step if steps is None else 0, steps, positions, row_index)
+    return (temperature, number, seeds, *columns, suppress, *distribution_options)
 
 
 def filter_options(
@@ -277,14 +278,14 @@ def filter_options(
     return keep_top_k, typical_p, *raw_filters(op, filters, rows_shape(x, row_index))
 
 
-def check_grouped(op: str, given: Options) -> None:
+def check_grouped(op: str, options: Options) -> None:
     """Raises NotImplementedError for what is not computed from slices of a vocabulary."""
-    for name, there in (
-        ("keep_top_k", given.keep_top_k > 0),
-        ("typical_p", given.typical_p < 1),
-        ("filters", given.filters.changes),
+    for name, is_set in (
+        ("keep_top_k", options.keep_top_k > 0),
+        ("typical_p", options.typical_p < 1),
+        ("filters", options.filters.changes),
     ):
-        if there:
+        if is_set:
             remedy = "Gather the logits first."
             raise NotImplementedError(sentence(op, f"{name} is not supported with a group", remedy))
 
@@ -331,64 +332,66 @@ def _check_suppress(op: str, suppress: Sequence[int], width: int) -> None:
             fail(op, "suppress", f"hold ids in [0, {int(width) - 1}]", token)
 
 
-def chosen_rows(op: str, x: Tensor, width: int, given: Options) -> tuple[Tensor, Tensor | None, Options]:
+def chosen_rows(op: str, x: Tensor, width: int, options: Options) -> tuple[Tensor, Tensor | None, Options]:
     """The rows of `x` that a rank of a group looks at, which of them exist (not -1), and the options for those rows."""
-    whole = given._replace(suppress=(), top_k=1)
-    check_options(op, x, width, whole)
-    check_int(op, "top_k", given.top_k)
-    if not 1 <= given.top_k <= MAX_TOP_K:
-        fail(op, "top_k", f"be in 1 .. {MAX_TOP_K}", given.top_k)
-    _check_suppress(op, given.suppress, 2**32)
+    row_options = options._replace(suppress=(), top_k=1)
+    check_options(op, x, width, row_options)
+    check_int(op, "top_k", options.top_k)
+    if not 1 <= options.top_k <= MAX_TOP_K:
+        fail(op, "top_k", f"be in 1 .. {MAX_TOP_K}", options.top_k)
+    _check_suppress(op, options.suppress, 2**32)
     rows = x.reshape(-1, x.shape[-1])
     positions, steps, seeds = (
-        None if t is None else t.reshape(-1) for t in (given.positions, given.steps, given.seeds)
+        None if t is None else t.reshape(-1) for t in (options.positions, options.steps, options.seeds)
     )
     index = None
-    if given.row_index is None:
+    if options.row_index is None:
         number = torch.arange(len(rows), device=x.device)
     else:
-        number = given.row_index.reshape(-1).long()
-        there = (number >= 0) & (number < len(rows))
-        if x.device.type == "cpu" and not bool((there | (number == -1)).all()):
-            fail(op, "row_index", f"be in [-1, {len(rows) - 1}]", number[~there & (number != -1)][0].item())
-        taken = torch.where(there, number, 0)
-        rows = rows.index_select(0, taken) if len(rows) else rows.new_zeros(len(taken), rows.shape[1])
-        index = torch.where(there, torch.arange(len(taken), device=x.device), -1)
+        number = options.row_index.reshape(-1).long()
+        exists = (number >= 0) & (number < len(rows))
+        if x.device.type == "cpu" and not bool((exists | (number == -1)).all()):
+            fail(op, "row_index", f"be in [-1, {len(rows) - 1}]", number[~exists & (number != -1)][0].item())
+        row_ids = torch.where(exists, number, 0)
+        rows = rows.index_select(0, row_ids) if len(rows) else rows.new_zeros(len(row_ids), rows.shape[1])
+        index = torch.where(exists, torch.arange(len(row_ids), device=x.device), -1)
     positions = number if positions is None else positions
-    return rows, index, given._replace(row_index=index, positions=positions, steps=steps, seeds=seeds)
+    return rows, index, options._replace(row_index=index, positions=positions, steps=steps, seeds=seeds)
 
 
-def part_record(
-    logits: Tensor, index: Tensor | None, given: Options, part: Part, backend: Backend
+def shard_record(
+    logits: Tensor, index: Tensor | None, options: Options, shard: VocabularyShard, backend: Backend
 ) -> tuple[Tensor, Tensor]:
     """The record that a rank makes of its `logits` ``(rows, width)``, and which rows exist."""
-    if own := own_tokens(given.suppress, part):
-        logits = logits.index_fill(-1, torch.tensor(own, device=logits.device), -torch.inf)
-    there = torch.ones(len(logits), dtype=torch.bool, device=logits.device) if index is None else index >= 0
+    if suppressed := local_tokens(options.suppress, shard):
+        logits = logits.index_fill(-1, torch.tensor(suppressed, device=logits.device), -torch.inf)
+    exists = torch.ones(len(logits), dtype=torch.bool, device=logits.device) if index is None else index >= 0
 
     def run(rows: Tensor, **changes: Any) -> tuple[Tensor, ...]:
-        options = given._replace(suppress=(), top_p=1.0, min_p=0.0, **changes)
-        results: tuple[Tensor, ...] = call(token_statistics_op, (rows, *options, part.first_id), rows, backend)
+        arguments = (rows, *options._replace(suppress=(), top_p=1.0, min_p=0.0, **changes), shard.first_id)
+        results: tuple[Tensor, ...] = call(token_statistics_op, arguments, rows, backend)
         return results
 
-    return recorded(logits, there, given.top_k, _sampling_rule(given), part, run), there
+    return recorded(logits, exists, options.top_k, _sampling_rule(options), shard, run), exists
 
 
 def merged_statistics(
-    op: str, x: Tensor, record: Tensor, there: Tensor, given: Options, group: Any, shape: torch.Size
+    op: str, x: Tensor, record: Tensor, exists: Tensor, options: Options, group: Any, shape: torch.Size
 ) -> TokenStatistics:
     """The results of rows of this `shape` from the records of all ranks."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    results = merged(op, record, there, given.top_k, _sampling_rule(given), group, dtype)
+    results = merged(op, record, exists, options.top_k, _sampling_rule(options), group, dtype)
     return TokenStatistics(*(t.view((*shape, *t.shape[1:])) for t in results))
 
 
-def _sampling_rule(given: Options) -> SamplingRule:
-    assert given.positions is not None
-    seeds = given.seed if given.seeds is None else given.seeds
-    steps = given.step if given.steps is None else given.steps
-    positions = given.positions.long().clamp(min=0)
-    return SamplingRule(given.temperature, seeds, steps, positions, given.top_p, given.min_p, given.distribution)
+def _sampling_rule(options: Options) -> SamplingRule:
+    assert options.positions is not None
+    seeds = options.seed if options.seeds is None else options.seeds
+    steps = options.step if options.steps is None else options.steps
+    positions = options.positions.long().clamp(min=0)
+    return SamplingRule(
+        options.temperature, seeds, steps, positions, options.top_p, options.min_p, options.distribution
+    )
 
 
 def _check_logits(logits: Tensor) -> None:
@@ -397,15 +400,15 @@ def _check_logits(logits: Tensor) -> None:
         fail(OP, "logits", "have shape (..., V), V at least 1", tuple(logits.shape))
 
 
-def _fake(logits: Tensor, *options: Any) -> tuple[Tensor, ...]:
+def _fake(logits: Tensor, *raw: Any) -> tuple[Tensor, ...]:
     _check_logits(logits)
     count = len(Options._fields)
-    given, first_id = Options(*options[:count]), options[count] if len(options) > count else 0
-    check_options(OP, logits, logits.shape[-1], given)
+    options, first_id = Options(*raw[:count]), raw[count] if len(raw) > count else 0
+    check_options(OP, logits, logits.shape[-1], options)
     check_int(OP, "first_id", first_id)
     if first_id < 0 or first_id % 4 or first_id + logits.shape[-1] > 2**32:
         fail(OP, "first_id", "be a multiple of 4 in [0, 2**32 - V]", first_id)
-    return new_results(logits, rows_shape(logits, given.row_index), given.top_k)
+    return new_results(logits, rows_shape(logits, options.row_index), options.top_k)
 
 
 def new_results(x: Tensor, shape: torch.Size, top_k: int) -> tuple[Tensor, ...]:
@@ -427,8 +430,8 @@ def _reference(logits: Tensor, *options: Any) -> tuple[Tensor, ...]:
 
 def reference_options(options: Sequence[Any]) -> tuple[Any, ...]:
     """Options for the references: a seed and a step, or one of each per row."""
-    temperature, seed, seeds, step, steps, *rest = Options(*options)
-    return (temperature, seed if seeds is None else seeds, step if steps is None else steps, *rest)
+    temperature, seed, seeds, step, steps, *unchanged = Options(*options)
+    return (temperature, seed if seeds is None else seeds, step if steps is None else steps, *unchanged)
 
 
 def _example(draw: Draw) -> dict[str, Any]:

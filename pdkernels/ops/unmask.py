@@ -161,14 +161,14 @@ def _check(
     candidates = ids.shape[1]
     if positions is None:
         if candidates != length:
-            words = f"positions are missing: there are {candidates} candidates for {length} tokens"
-            raise ValueError(sentence(OP, words, "Without positions candidate r is for token r."))
+            reason = f"positions are missing: there are {candidates} candidates for {length} tokens"
+            raise ValueError(sentence(OP, reason, "Without positions candidate r is for token r."))
     else:
         check_index(OP, "positions", positions, (batch, candidates), device)
     if confidence is not None:
         check_type(isinstance(confidence, Tensor), OP, "confidence", "be a tensor", type(confidence).__name__)
-        fits = confidence.dtype in (torch.float32, torch.float64)
-        check_type(fits, OP, "confidence", "be float32", confidence.dtype, "Convert it with .float().")
+        is_float = confidence.dtype in (torch.float32, torch.float64)
+        check_type(is_float, OP, "confidence", "be float32", confidence.dtype, "Convert it with .float().")
         check_shape(OP, "confidence", confidence, ids.shape, " like ids")
         check_device(OP, "confidence", confidence, device)
     if windows is None:
@@ -201,8 +201,8 @@ def _check(
     return numbers, torch.empty_like(numbers), torch.empty_like(numbers, dtype=torch.bool)
 
 
-def _fake(tokens: Tensor, ids: Tensor, confidence: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    results = _check(tokens, ids, confidence, *rest)
+def _fake(tokens: Tensor, ids: Tensor, confidence: Tensor | None, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    results = _check(tokens, ids, confidence, *options)
     if confidence is not None and confidence.dtype == torch.float64:
         remedy = "Convert it with .float(), or pass backend='reference', which takes float64."
         check_type(False, OP, "confidence", "be float32 for the kernels", confidence.dtype, remedy)

@@ -49,7 +49,7 @@ def floats_of(op: str) -> list[str]:
 
 
 def written_by(op: str) -> dict[str, Tensor]:
-    return {name: x for name, x in example(op).items() if name in OPS[op].written}
+    return {name: x for name, x in example(op).items() if name in OPS[op].mutated}
 
 
 class _Recorder(TorchDispatchMode):

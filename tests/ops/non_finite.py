@@ -36,7 +36,7 @@ def results(function: Callable[..., Any], op: str, arguments: Raw) -> list[Tenso
     """The floats that a call returns and writes."""
     own = tuple(_copy(x) for x in arguments)
     found = tensors_in(function(*own))
-    written = [own[OPS[op].arguments.index(name)] for name in OPS[op].written]
+    written = [own[OPS[op].arguments.index(name)] for name in OPS[op].mutated]
     flat = [*found, *(x for one in written for x in (one if isinstance(one, (list, tuple)) else [one]))]
     return [x for x in flat if is_float(x)]
 

@@ -39,7 +39,7 @@ def fresh(op: str, kind: str) -> dict[str, Any]:
         made = example(op)
     if kind == "grad":
         for name in floats_of(op):
-            if name not in OPS[op].written:
+            if name not in OPS[op].mutated:
                 made[name] = made[name].detach().clone().requires_grad_()
     return made
 

@@ -17,12 +17,12 @@ from pdkernels.ops._library import OPS
 from tests.ops.examples import Arguments, example, raw_arguments, run, tensors_in
 from tests.ops.implementations import implementation
 
-WRITERS = [name for name, spec in OPS.items() if spec.written]
+WRITERS = [name for name, spec in OPS.items() if spec.mutated]
 # Every tensor that an op writes, with every other argument.
 PAIRS = [
     (op, written, other)
     for op in WRITERS
-    for written, other in itertools.product(OPS[op].written, example(op))
+    for written, other in itertools.product(OPS[op].mutated, example(op))
     if isinstance(example(op)[other], Tensor) and written != other
 ]
 PLAN = pd.masks.causal(4).plan(16, 16)
@@ -44,7 +44,7 @@ def sharing(op: str, written: str, other: str, entries: int) -> tuple[Arguments,
 
 @pytest.mark.parametrize("op, written, other", PAIRS)
 def test_shared_memory_is_refused_and_left_alone(op: str, written: str, other: str) -> None:
-    both = other in OPS[op].written
+    both = other in OPS[op].mutated
     pattern = "must not overlap the memory of " + ("" if both else rf"{written}, .*\.clone\(\), of {other}\.")
     for backend in ("auto", "reference"):
         arguments, memory = sharing(op, written, other, 1)
@@ -66,13 +66,13 @@ def test_neighbours_are_accepted(op: str) -> None:
     for written, other in {(w, o) for name, w, o in PAIRS if name == op}:
         arguments, expected = sharing(op, written, other, 0)[0], example(op)
         found, wanted = tensors_in(run(op, arguments)), tensors_in(run(op, expected))
-        pairs = [*zip(found, wanted), *((arguments[name], expected[name]) for name in OPS[op].written)]
+        pairs = [*zip(found, wanted), *((arguments[name], expected[name]) for name in OPS[op].mutated)]
         assert all(torch.equal(a, b) for a, b in pairs)
 
 
 @pytest.mark.parametrize("op", [op for op in WRITERS if op not in ("log_step_", "kv_trim_")])
 def test_a_tensor_that_overlaps_itself_is_refused(op: str) -> None:
-    for name in OPS[op].written:
+    for name in OPS[op].mutated:
         for backend in ("auto", "reference"):
             arguments = example(op)
             tensor = arguments[name]

@@ -26,7 +26,7 @@ def arguments_of(op: str, seed: int) -> Arguments:
 
 def results(op: str, arguments: Arguments) -> list[Tensor]:
     """Tensors that the op writes to are results too."""
-    return tensors_in(run(op, arguments)) + [arguments[name] for name in OPS[op].written]
+    return tensors_in(run(op, arguments)) + [arguments[name] for name in OPS[op].mutated]
 
 
 def cloned(arguments: Arguments) -> Arguments:

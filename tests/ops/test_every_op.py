@@ -39,8 +39,8 @@ def test_an_example_is_the_same_for_the_same_seed(op: str) -> None:
 def test_the_kernel_is_the_reference(op: str) -> None:
     """Closely enough to tell one op from another; each family's tests say how closely."""
     kernel, reference = example(op), example(op)
-    found = [*tensors_in(run(op, kernel)), *(kernel[name] for name in OPS[op].written)]
-    wanted = [*tensors_in(run(op, reference, backend="reference")), *(reference[name] for name in OPS[op].written)]
+    found = [*tensors_in(run(op, kernel)), *(kernel[name] for name in OPS[op].mutated)]
+    wanted = [*tensors_in(run(op, reference, backend="reference")), *(reference[name] for name in OPS[op].mutated)]
     assert len(found) == len(wanted) > 0
     for a, b in zip(found, wanted):
         assert a.dtype == b.dtype and a.shape == b.shape
@@ -50,4 +50,4 @@ def test_the_kernel_is_the_reference(op: str) -> None:
 @pytest.mark.parametrize("op", PUBLIC)
 def test_names_are_those_of_the_public_function(op: str) -> None:
     parameters = inspect.signature(getattr(pd, op)).parameters
-    assert set(OPS[op].written) | set(example(op)) <= set(parameters)
+    assert set(OPS[op].mutated) | set(example(op)) <= set(parameters)

@@ -12,7 +12,7 @@ from tests.ops.examples import dims_to_expand, example, run, written_by
 
 PLAN = pd.masks.causal(4).plan(16, 16)
 # `log_step_` takes contiguous tensors alone.
-WRITERS = [name for name, spec in OPS.items() if spec.written and name != "log_step_"]
+WRITERS = [name for name, spec in OPS.items() if spec.mutated and name != "log_step_"]
 CASES = [(op, name, dim) for op in WRITERS for name, tensor in written_by(op).items() for dim in dims_to_expand(tensor)]
 
 
@@ -26,7 +26,7 @@ def kv(slots: int = 8, heads: int = 2) -> Tensor:
 
 def test_what_is_marked_in_a_schema_is_in_the_example() -> None:
     assert all(
-        set(written_by(op)) == set(spec.written) and ("!" in spec.schema) == bool(spec.written)
+        set(written_by(op)) == set(spec.mutated) and ("!" in spec.schema) == bool(spec.mutated)
         for op, spec in OPS.items()
     )
     assert {op for op, _, _ in CASES} == set(WRITERS)
@@ -37,7 +37,7 @@ def test_what_is_marked_in_a_schema_is_in_the_example() -> None:
 def test_expanded_is_refused_and_left_alone(op: str, name: str, dim: int, backend: str) -> None:
     arguments = example(op)
     arguments[name] = arguments[name].narrow(dim, 0, 1).expand_as(arguments[name])
-    before = {name: arguments[name].clone() for name in OPS[op].written}
+    before = {name: arguments[name].clone() for name in OPS[op].mutated}
     text = rf"pdkernels\.{op}: {name} must have a place in memory for each entry, got shape .* with strides .*\. It is written; pass a copy"
     with pytest.raises(ValueError, match=text):
         run(op, arguments, backend=backend)

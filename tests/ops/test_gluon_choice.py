@@ -158,7 +158,7 @@ def test_hopper_alone_unless_the_environment_says_no(
 def test_the_environment_says_auto_or_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(_choice.VARIABLE, "yes")
     with pytest.raises(ValueError, match="PDKERNELS_GLUON must be auto or 0, got 'yes'"):
-        _choice.wanted()
+        _choice.enabled()
 
 
 def test_what_the_kernel_does_not_serve() -> None:

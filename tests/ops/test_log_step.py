@@ -24,7 +24,7 @@ def arguments(seed: int, steps: int, batch: int, columns: int, count: int) -> di
     # Most sequences are done, so that often all are.
     entry[:, 0] = torch.randint(1, 9, (batch,), generator=generator) * (torch.rand(batch, generator=generator) < 0.3)
     log = torch.full((steps, batch, columns), -7)
-    return {"log": log, "count": torch.tensor([count]), "more": torch.tensor([bool(seed % 2)]), "entry": entry}
+    return {"log": log, "count": torch.tensor([count]), "condition": torch.tensor([bool(seed % 2)]), "entry": entry}
 
 
 @st.composite
@@ -59,14 +59,14 @@ def test_result_does_not_depend_on_the_order_of_threads(call: dict[str, torch.Te
 
 
 def test_a_whole_log(impl) -> None:
-    log, count, more = (
+    log, count, condition = (
         t.to(impl.device) for t in (torch.zeros(4, 2, 3, dtype=torch.int64), torch.tensor([0]), torch.tensor([False]))
     )
     entries = [torch.tensor([[left, n, -n], [0, 9, n]]) for n, left in enumerate((3, 1, 0))]
     continues = []
     for entry in entries:
-        impl.log_step_(log, count, more, entry.to(impl.device))
-        continues.append(more.item())
+        impl.log_step_(log, count, condition, entry.to(impl.device))
+        continues.append(condition.item())
     assert continues == [True, True, False] and count.item() == 3
     assert torch.equal(log[:3].cpu(), torch.stack(entries)) and not log[3].any()
 
@@ -75,14 +75,14 @@ def test_a_whole_log(impl) -> None:
 def test_a_full_log_ends_the_loop(impl, count: int) -> None:
     call = {name: t.to(impl.device) for name, t in arguments(1, 3, 2, 4, 0).items()}
     call["count"].fill_(count)
-    call["more"].fill_(True)
+    call["condition"].fill_(True)
     call["entry"][:, 0] = 1
     if impl.raises:
         with pytest.raises(ValueError, match=rf"log_step_: count must be in \[0, 2\], got {count}\. It counts entries"):
             impl.log_step_(**call)
     else:
         impl.log_step_(**call)
-        assert not call["more"].item()
+        assert not call["condition"].item()
     assert call["count"].item() == count and (call["log"] == -7).all()
 
 
@@ -150,13 +150,13 @@ def test_graph_capture_and_replay_with_changed_data() -> None:
         "TypeError: entry must be a tensor, got list": {"entry": [1]},
         "TypeError: entry must be torch.int64, got torch.float32": {"entry": torch.zeros(2, 4)},
         "TypeError: log must be torch.int64, got torch.int32": {"log": torch.zeros(3, 2, 4, dtype=torch.int32)},
-        "TypeError: more must be torch.bool, got torch.float32": {"more": torch.zeros(1)},
+        "TypeError: condition must be torch.bool, got torch.float32": {"condition": torch.zeros(1)},
         r"entry must have shape \(batch, columns\)": {"entry": torch.zeros(2, 4, 1, dtype=torch.int64)},
         r"with at least one column, got \(2, 0\)": {"entry": torch.zeros(2, 0, dtype=torch.int64)},
         r"entry must be contiguous, got strides \(8, 2\)": {"entry": torch.zeros(2, 8, dtype=torch.int64)[:, ::2]},
         r"log must have shape \(steps, 2, 4\), got \(3, 2, 5\)": {"log": torch.zeros(3, 2, 5, dtype=torch.int64)},
         r"count must have shape \(1\), got \(2,\)": {"count": torch.zeros(2, dtype=torch.int64)},
-        r"more must have shape \(1\), got \(\)": {"more": torch.tensor(True)},
+        r"condition must have shape \(1\), got \(\)": {"condition": torch.tensor(True)},
         "log must be on cpu like entry, got meta": {"log": torch.zeros(3, 2, 4, dtype=torch.int64, device="meta")},
         "TypeError: handle must be an int, got str": {"handle": "3"},
         "handle must be None on the CPU, got 3. Conditional nodes are parts of CUDA graphs.": {"handle": 3},

@@ -99,5 +99,5 @@ def test_a_wave_of_any_headway_ends_at_the_capacity() -> None:
     arguments, expected = example("recurrence_advance_"), example("recurrence_advance_")
     run("recurrence_advance_", arguments | {"headway": 2**63 - 1})
     run("recurrence_advance_", expected | {"headway": 1000})
-    assert all(torch.equal(arguments[name], expected[name]) for name in OPS["recurrence_advance_"].written)
+    assert all(torch.equal(arguments[name], expected[name]) for name in OPS["recurrence_advance_"].mutated)
     assert (arguments["width"] >= 0).all()

@@ -16,14 +16,14 @@ from pdkernels.ops._library import NAMESPACE, OPS
 from tests.models.test_row_invariance import CONFIG, a_model
 from tests.ops.examples import example, floats_of, raw_arguments, run
 
-WRITERS = [name for name, spec in OPS.items() if spec.written]
+WRITERS = [name for name, spec in OPS.items() if spec.mutated]
 Call = tuple[Callable[[], object], list[Tensor], list[Tensor]]
 
 
 def public(op: str, **options: Any) -> Call:
     arguments = example(op)
-    written = [arguments[name] for name in OPS[op].written]
-    others = [x for name, x in arguments.items() if isinstance(x, Tensor) and name not in OPS[op].written]
+    written = [arguments[name] for name in OPS[op].mutated]
+    others = [x for name, x in arguments.items() if isinstance(x, Tensor) and name not in OPS[op].mutated]
     return lambda: run(op, arguments, **options), written, others
 
 
@@ -118,7 +118,7 @@ def test_inference_mode(op: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "name"), [(op, name) for op in WRITERS for name in floats_of(op) if name in OPS[op].written]
+    ("op", "name"), [(op, name) for op in WRITERS for name in floats_of(op) if name in OPS[op].mutated]
 )
 def test_a_leaf_that_requires_a_gradient_is_not_written(op: str, name: str) -> None:
     """Nor is anything else. PyTorch refuses to write one too, while gradients are recorded."""

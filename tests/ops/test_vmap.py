@@ -10,7 +10,7 @@ from pdkernels.ops._library import OPS
 from tests.ops.examples import PUBLIC, example, run, tensors_in
 from tests.support.errors import refused
 
-FUNCTIONAL = [op for op in PUBLIC if not OPS[op].written]
+FUNCTIONAL = [op for op in PUBLIC if not OPS[op].mutated]
 
 
 def mapped(op: str) -> tuple[str, list[Tensor]]:
@@ -30,9 +30,9 @@ def test_samples_as_if_alone(op: str) -> None:
         assert all(torch.equal(one, all_of_them[number]) for one, all_of_them in zip(alone, together))
 
 
-@pytest.mark.parametrize("op", [op for op in PUBLIC if OPS[op].written])
+@pytest.mark.parametrize("op", [op for op in PUBLIC if OPS[op].mutated])
 def test_what_is_written_is_refused(op: str) -> None:
-    name = OPS[op].written[0]
+    name = OPS[op].mutated[0]
     made = example(op)
     x = made[name]
     if not isinstance(x, Tensor):

@@ -157,7 +157,7 @@ def tokens(logits: Tensor, hidden: Tensor, weight: Tensor, ids: Tensor) -> Tenso
     verdict: pd.DraftVerdict = pd.verify_draft(ids, guesses.ids)
     moved: pd.LogitDivergence = pd.logit_divergence(logits, logits)
     pd.log_step_(ids, ids, ids, ids)
-    pd.draft_lengths_(ids, ids, ids, logits, logits, ids, logits, wake=0.1)
+    pd.draft_lengths_(ids, ids, ids, logits, logits, ids, logits, warmup_cost=0.1)
     pd.lookup_draft_(ids, ids, ids, ids, start=3, max_match=4)
     return filled.remaining + verdict.accepted + moved.argmax
 

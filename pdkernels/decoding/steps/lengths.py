@@ -65,4 +65,4 @@ class Lengths:
         `ready` says by now what holds after the step.
         """
         last = rows, accepted, remaining, self.seen, self.balance, self.ready, self.costs
-        draft_lengths_(*last, wake=self.wake, kept=KEPT, hope=HOPE, slack=SLACK)
+        draft_lengths_(*last, warmup_cost=self.wake, decay=KEPT, prior=HOPE, max_slowdown=SLACK)
