@@ -121,7 +121,7 @@ def architecture(device: torch.device) -> str:
 def choose_blocking(kernel: str, q: Tensor, block_q: int, block_k: int) -> Blocking:
     """The table's blocking, reduced to powers of two that divide the plan's tiles."""
     rows = _TABLE[kernel, architecture(q.device) if q.element_size() == 2 else "fp32"]
-    wanted = rows[min(limit for limit in rows if q.shape[-1] <= limit)]
-    block_m, block_n = min(wanted.block_m, block_q & -block_q), min(wanted.block_n, block_k & -block_k)
-    warps = wanted.warps if (block_m, block_n) == wanted[:2] else 4
-    return Blocking(block_m, block_n, min(wanted.masked, block_m if kernel == "dkv" else block_n), warps, wanted.stages)
+    entry = rows[min(limit for limit in rows if q.shape[-1] <= limit)]
+    block_m, block_n = min(entry.block_m, block_q & -block_q), min(entry.block_n, block_k & -block_k)
+    warps = entry.warps if (block_m, block_n) == entry[:2] else 4
+    return Blocking(block_m, block_n, min(entry.masked, block_m if kernel == "dkv" else block_n), warps, entry.stages)

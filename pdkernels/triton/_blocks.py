@@ -22,9 +22,9 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
     >>> [split_head_dim(d) for d in (16, 40, 64, 96, 112, 128)]
     [(16, 0), (32, 16), (64, 0), (64, 32), (128, 0), (128, 0)]
     """
-    whole = triton.next_power_of_2(head_dim)
-    rest = max(16, triton.next_power_of_2(head_dim - whole // 2))
-    return (whole, 0) if head_dim == whole or rest >= whole // 2 else (whole // 2, rest)
+    padded = triton.next_power_of_2(head_dim)
+    second = max(16, triton.next_power_of_2(head_dim - padded // 2))
+    return (padded, 0) if head_dim == padded or second >= padded // 2 else (padded // 2, second)
 
 
 def addressable(x: Tensor) -> Tensor:
@@ -33,9 +33,9 @@ def addressable(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def first_ones(left, COUNT: tl.constexpr):
-    """Which of COUNT indices are below `left`. Compared in 32 bits, though `left` is the difference of offsets in 64."""
-    return tl.arange(0, COUNT) < tl.minimum(left, COUNT).to(tl.int32)
+def first_ones(limit, COUNT: tl.constexpr):
+    """Which of COUNT indices are below `limit`. Compared in 32 bits, though `limit` is the difference of offsets in 64."""
+    return tl.arange(0, COUNT) < tl.minimum(limit, COUNT).to(tl.int32)
 
 
 @triton.jit
@@ -47,26 +47,26 @@ def zeros(ROWS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
 
 
 @triton.jit
-def load(matrix, row_stride, left, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+def load(matrix, row_stride, rows_left, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
          MASKED: tl.constexpr):  # fmt: skip
-    """The first ROWS rows of a matrix as a head block; if `MASKED`, rows from `left` on are zero and not read."""
+    """The first ROWS rows of a matrix as a head block; if `MASKED`, rows from `rows_left` on are zero and not read."""
     if D1 == 0:
-        return (_load_part(matrix, row_stride, left, ROWS, HEAD_DIM, 0, D0, MASKED),)
+        return (_load_part(matrix, row_stride, rows_left, ROWS, HEAD_DIM, 0, D0, MASKED),)
     else:
         return (
-            _load_part(matrix, row_stride, left, ROWS, HEAD_DIM, 0, D0, MASKED),
-            _load_part(matrix, row_stride, left, ROWS, HEAD_DIM, D0, D1, MASKED),
+            _load_part(matrix, row_stride, rows_left, ROWS, HEAD_DIM, 0, D0, MASKED),
+            _load_part(matrix, row_stride, rows_left, ROWS, HEAD_DIM, D0, D1, MASKED),
         )
 
 
 @triton.jit
-def _load_part(matrix, row_stride, left, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, START: tl.constexpr,
+def _load_part(matrix, row_stride, rows_left, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, START: tl.constexpr,
                WIDTH: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     rows = tl.arange(0, ROWS)
     columns = START + tl.arange(0, WIDTH)
     pointers = matrix + rows[:, None] * row_stride + columns[None, :]
     if MASKED:
-        return tl.load(pointers, mask=first_ones(left, ROWS)[:, None] & (columns[None, :] < HEAD_DIM), other=0.0)
+        return tl.load(pointers, mask=first_ones(rows_left, ROWS)[:, None] & (columns[None, :] < HEAD_DIM), other=0.0)
     elif START + WIDTH > HEAD_DIM:
         return tl.load(pointers, mask=columns[None, :] < HEAD_DIM, other=0.0)
     else:
@@ -74,28 +74,28 @@ def _load_part(matrix, row_stride, left, ROWS: tl.constexpr, HEAD_DIM: tl.conste
 
 
 @triton.jit
-def store(matrix, row_stride, left, block, HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
-    """Writes a head block, only the rows before `left`."""
-    _store_part(matrix, row_stride, left, block[0], HEAD_DIM, 0)
+def store(matrix, row_stride, rows_left, block, HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
+    """Writes a head block, only the rows before `rows_left`."""
+    _store_part(matrix, row_stride, rows_left, block[0], HEAD_DIM, 0)
     if D1 > 0:
-        _store_part(matrix, row_stride, left, block[1], HEAD_DIM, D0)
+        _store_part(matrix, row_stride, rows_left, block[1], HEAD_DIM, D0)
 
 
 @triton.jit
-def _store_part(matrix, row_stride, left, part, HEAD_DIM: tl.constexpr, START: tl.constexpr):
-    rows = tl.arange(0, part.shape[0])
-    columns = START + tl.arange(0, part.shape[1])
-    inside = (rows[:, None] < left) & (columns[None, :] < HEAD_DIM)
+def _store_part(matrix, row_stride, rows_left, block, HEAD_DIM: tl.constexpr, START: tl.constexpr):
+    rows = tl.arange(0, block.shape[0])
+    columns = START + tl.arange(0, block.shape[1])
+    mask = (rows[:, None] < rows_left) & (columns[None, :] < HEAD_DIM)
     pointers = matrix + rows[:, None] * row_stride + columns[None, :]
-    tl.store(pointers, part.to(matrix.dtype.element_ty), mask=inside)
+    tl.store(pointers, block.to(matrix.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def load_scales(rows, left, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr):
-    """The scales of rows of an 8-bit cache at the addresses `rows`; if `MASKED`, those from `left` on are 0 and not read."""
+def load_scales(rows, rows_left, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr):
+    """The scales of rows of an 8-bit cache at the addresses `rows`; if `MASKED`, those from `rows_left` on are 0 and not read."""
     addresses = (rows + HEAD_DIM).to(tl.pointer_type(tl.float32))
     if MASKED:
-        return tl.load(addresses, mask=first_ones(left, ROWS), other=0.0)
+        return tl.load(addresses, mask=first_ones(rows_left, ROWS), other=0.0)
     else:
         return tl.load(addresses)
 
@@ -178,20 +178,20 @@ def power(BASE_2: tl.constexpr, exponent):
 
 
 @triton.jit
-def load_rows(values, left, ROWS: tl.constexpr, OTHER: tl.constexpr, MASKED: tl.constexpr):
-    """One value per row; if `MASKED`, OTHER from row `left` on."""
+def load_rows(values, rows_left, ROWS: tl.constexpr, OTHER: tl.constexpr, MASKED: tl.constexpr):
+    """One value per row; if `MASKED`, OTHER from row `rows_left` on."""
     rows = tl.arange(0, ROWS)
     if MASKED:
-        return tl.load(values + rows, mask=first_ones(left, ROWS), other=OTHER)
+        return tl.load(values + rows, mask=first_ones(rows_left, ROWS), other=OTHER)
     else:
         return tl.load(values + rows)
 
 
 @triton.jit
-def visible(bitmaps, bitmap, row, column, left, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+def visible(bitmaps, bitmap, row, column, columns_left, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr):  # fmt: skip
     """The part ``[row : row + BLOCK_M, column : column + BLOCK_N]`` of a bitmap as booleans; all True for bitmap -1. Columns of the
-    part from `left` on are False, which costs nothing for each element; `left` None: none are.
+    part from `columns_left` on are False, which costs nothing for each element; None: none are.
 
     Words become bits by a reshape, which costs nothing: the compiler lets each thread load the words of its elements.
     """
@@ -200,28 +200,28 @@ def visible(bitmaps, bitmap, row, column, left, BLOCK_Q: tl.constexpr, BLOCK_K: 
     BITS: tl.constexpr = BLOCK_N // WORDS
     bitmaps += bitmap.to(tl.int64) * (BLOCK_Q * TILE_WORDS)
     rows = row + tl.arange(0, BLOCK_M)
-    words = column // 32 + tl.arange(0, WORDS)
+    word = column // 32 + tl.arange(0, WORDS)
     bits = column % 32 + tl.arange(0, BITS)
     if TRANSPOSED:
-        loaded = tl.load(bitmaps + rows[None, :] * TILE_WORDS + words[:, None], mask=bitmap >= 0, other=-1)
+        loaded = tl.load(bitmaps + rows[None, :] * TILE_WORDS + word[:, None], mask=bitmap >= 0, other=-1)
         spread = tl.reshape((loaded[:, None, :] >> bits[None, :, None]) & 1, (BLOCK_N, BLOCK_M))
     else:
-        loaded = tl.load(bitmaps + rows[:, None] * TILE_WORDS + words[None, :], mask=bitmap >= 0, other=-1)
-        if left is not None:
-            kept = tl.minimum(left, BLOCK_N).to(tl.int32) + column % 32 - 32 * tl.arange(0, WORDS)
-            kept = tl.minimum(tl.maximum(kept, 0), 32)
-            loaded &= ((1 << kept.to(tl.int64)) - 1).to(tl.int32)[None, :]
+        loaded = tl.load(bitmaps + rows[:, None] * TILE_WORDS + word[None, :], mask=bitmap >= 0, other=-1)
+        if columns_left is not None:
+            valid_bits = tl.minimum(columns_left, BLOCK_N).to(tl.int32) + column % 32 - 32 * tl.arange(0, WORDS)
+            valid_bits = tl.minimum(tl.maximum(valid_bits, 0), 32)
+            loaded &= ((1 << valid_bits.to(tl.int64)) - 1).to(tl.int32)[None, :]
         spread = tl.reshape((loaded[:, :, None] >> bits[None, None, :]) & 1, (BLOCK_M, BLOCK_N))
     return spread != 0
 
 
 @triton.jit
-def first_maximum(sinks, there, ROWS: tl.constexpr, BASE_2: tl.constexpr):
+def first_maximum(sinks, mask, ROWS: tl.constexpr, BASE_2: tl.constexpr):
     """The maximum and the sum of each row before its first key: those of its sink. `sinks`: an address, or one for each row; None: no
-    row has any, nor if it is not `there`."""
+    row has one; `mask`: which rows count it."""
     m_i = tl.full((ROWS,), float("-inf"), tl.float32)
     if sinks is not None:
-        m_i = tl.maximum(m_i, tl.load(sinks, mask=there, other=float("-inf")), propagate_nan=tl.PropagateNan.ALL)
+        m_i = tl.maximum(m_i, tl.load(sinks, mask=mask, other=float("-inf")), propagate_nan=tl.PropagateNan.ALL)
         if BASE_2:
             m_i *= LOG2_E
     return m_i, tl.where(m_i == float("-inf"), 0.0, 1.0)
@@ -269,17 +269,17 @@ def first_range(lists, begin, middle, CUTS: tl.constexpr):
     tiles = 0
     for pair in range(begin, middle):
         tiles += tl.load(lists + 2 * pair + 1) - tl.load(lists + 2 * pair)
-    some = begin < middle
-    first = tl.load(lists + 2 * begin, mask=some, other=0)
-    return tiles * CUTS, first * CUTS, tl.load(lists + 2 * begin + 1, mask=some, other=0) * CUTS
+    has_ranges = begin < middle
+    first = tl.load(lists + 2 * begin, mask=has_ranges, other=0)
+    return tiles * CUTS, first * CUTS, tl.load(lists + 2 * begin + 1, mask=has_ranges, other=0) * CUTS
 
 
 @triton.jit
 def next_step(lists, begin, middle, pair, at, end, CUTS: tl.constexpr):
     """(range, step, end of the range) after step `at` of range `pair`; wraps to the first range after the last."""
     at += 1
-    over = at >= end
-    pair = tl.where(over, tl.where(pair + 1 < middle, pair + 1, begin), pair)
-    at = tl.where(over, tl.load(lists + 2 * pair, mask=over, other=0) * CUTS, at)
-    end = tl.where(over, tl.load(lists + 2 * pair + 1, mask=over, other=0) * CUTS, end)
+    range_done = at >= end
+    pair = tl.where(range_done, tl.where(pair + 1 < middle, pair + 1, begin), pair)
+    at = tl.where(range_done, tl.load(lists + 2 * pair, mask=range_done, other=0) * CUTS, at)
+    end = tl.where(range_done, tl.load(lists + 2 * pair + 1, mask=range_done, other=0) * CUTS, end)
     return pair, at, end

@@ -12,25 +12,32 @@ from pdkernels.triton._state_steps import CHECKED, LONGEST
 
 
 @triton.jit(do_not_specialize=["most", "columns", "layers"])
-def _commit(lengths, length_stride, index, index_r, index_c, held, held_l, held_r, counts, source, source_r, source_c, most, columns,
+def _commit(lengths, length_stride, index, index_r, index_c, state_lengths, layer_stride, row_stride, counts, source, source_r, source_c, most, columns,
             layers, ADVANCE: tl.constexpr):  # fmt: skip
     r = tl.program_id(0).to(tl.int64)
     count = tl.load(counts + r).to(tl.int64)
     length = tl.load(lengths + r * length_stride).to(tl.int64)
-    state = tl.load(held + r * held_r).to(tl.int64)
-    fits = (
-        (count > 0) & (count <= LONGEST) & (state >= 0) & (state <= LONGEST) & (length >= 0) & (length <= state + most)
+    in_state = tl.load(state_lengths + r * row_stride).to(tl.int64)
+    valid = (
+        (count > 0)
+        & (count <= LONGEST)
+        & (in_state >= 0)
+        & (in_state <= LONGEST)
+        & (length >= 0)
+        & (length <= in_state + most)
     )
     if source is not None:
-        fits = fits & (count <= columns)
-    fits = fits & (length + count >= state) & (length + count <= state + most)
-    count = tl.where(fits, count, 0)
+        valid = valid & (count <= columns)
+    valid = valid & (length + count >= in_state) & (length + count <= in_state + most)
+    count = tl.where(valid, count, 0)
     wrong = 0
     for first in range(0, layers, CHECKED):
         layer = first + tl.arange(0, CHECKED)
-        other = tl.load(held + layer.to(tl.int64) * held_l + r * held_r, mask=layer < layers, other=state).to(tl.int64)
-        wrong += tl.sum((other != state).to(tl.int32))
-    ahead = length - state  # negative: so many of the new rows are in the state already
+        other = tl.load(
+            state_lengths + layer.to(tl.int64) * layer_stride + r * row_stride, mask=layer < layers, other=in_state
+        ).to(tl.int64)
+        wrong += tl.sum((other != in_state).to(tl.int32))
+    ahead = length - in_state  # negative: so many of the new rows are in the state already
     if source is not None:
         for first in range(0, count, CHECKED):
             i = first + tl.arange(0, CHECKED)
@@ -52,18 +59,20 @@ def _commit(lengths, length_stride, index, index_r, index_c, held, held_l, held_
 
 
 @triton.jit(do_not_specialize=["layers"])
-def _trim(lengths, length_stride, new_lengths, held, held_l, held_r, layers):
+def _trim(lengths, length_stride, new_lengths, state_lengths, layer_stride, row_stride, layers):
     r = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths + r * length_stride).to(tl.int64)
-    wanted = tl.load(new_lengths + r).to(tl.int64)
-    wrong = ((wanted < 0) | (wanted > length)).to(tl.int32)
-    if wanted != length:
+    new_length = tl.load(new_lengths + r).to(tl.int64)
+    wrong = ((new_length < 0) | (new_length > length)).to(tl.int32)
+    if new_length != length:
         for first in range(0, layers, CHECKED):
             layer = first + tl.arange(0, CHECKED)
-            least = tl.load(held + layer.to(tl.int64) * held_l + r * held_r, mask=layer < layers, other=0).to(tl.int64)
-            wrong += tl.sum(((layer < layers) & (wanted < least)).to(tl.int32))
+            least = tl.load(
+                state_lengths + layer.to(tl.int64) * layer_stride + r * row_stride, mask=layer < layers, other=0
+            ).to(tl.int64)
+            wrong += tl.sum(((layer < layers) & (new_length < least)).to(tl.int32))
     if wrong == 0:
-        tl.store(lengths + r * length_stride, wanted.to(lengths.dtype.element_ty))
+        tl.store(lengths + r * length_stride, new_length.to(lengths.dtype.element_ty))
 
 
 def _stacked(state_lengths: list[Tensor]) -> Tensor:
@@ -77,11 +86,11 @@ def state_commit_(
 ) -> None:  # fmt: skip
     if len(lengths) == 0:
         return
-    held = _stacked(state_lengths)
+    states = _stacked(state_lengths)
     source = (None, 0, 0) if source_index is None else (source_index, *source_index.stride())
     _commit[(len(lengths),)](
-        lengths, lengths.stride(0), pending_index, *pending_index.stride(), held, *held.stride(), counts.contiguous(), *source,
-        pending_index.shape[1], 0 if source_index is None else source_index.shape[1], len(held), ADVANCE=advance, num_warps=1,
+        lengths, lengths.stride(0), pending_index, *pending_index.stride(), states, *states.stride(), counts.contiguous(), *source,
+        pending_index.shape[1], 0 if source_index is None else source_index.shape[1], len(states), ADVANCE=advance, num_warps=1,
         **ROUNDED,
     )  # fmt: skip
 
@@ -89,7 +98,8 @@ def state_commit_(
 def state_trim_(lengths: Tensor, new_lengths: Tensor, state_lengths: list[Tensor]) -> None:
     if len(lengths) == 0:
         return
-    held = _stacked(state_lengths)
+    states = _stacked(state_lengths)
     _trim[(len(lengths),)](
-        lengths, lengths.stride(0), new_lengths.contiguous(), held, *held.stride(), len(held), num_warps=1, **ROUNDED
-    )
+        lengths, lengths.stride(0), new_lengths.contiguous(), states, *states.stride(), len(states), num_warps=1,
+        **ROUNDED,
+    )  # fmt: skip

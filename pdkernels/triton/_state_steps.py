@@ -18,23 +18,23 @@ COPIED = 1024
 
 
 @triton.jit
-def sequence_of(b, rows, most, keep, size, state_lengths, held_stride, lengths, counts, cache_rows, index, parents):
+def sequence_of(b, rows, most, keep, size, state_lengths, sl_stride, lengths, counts, cache_rows, index, parents):
     """(cache row, new rows, accepted rows, settled rows, whether the state is new) of a sequence; no new rows if a value is bad."""
     row = b.to(tl.int64)
     if cache_rows is not None:
         row = tl.load(cache_rows + b).to(tl.int64)
-    fits = (row >= 0) & (row < size)
-    row = tl.where(fits, row, 0)
+    valid = (row >= 0) & (row < size)
+    row = tl.where(valid, row, 0)
     count = rows.to(tl.int64)
     if counts is not None:
         count = tl.load(counts + b).to(tl.int64)
-    held = tl.load(state_lengths + row * held_stride).to(tl.int64)
+    in_state = tl.load(state_lengths + row * sl_stride).to(tl.int64)
     length = tl.load(lengths + row).to(tl.int64)
-    fits = fits & (count >= 0) & (count <= rows) & ((keep >= 0) | (count <= most))
-    fits = fits & (held >= 0) & (held <= LONGEST) & (length >= held) & (length <= held + most)
-    fits = fits & (length + count <= LONGEST)
-    count = tl.where(fits, count, 0)
-    accepted = tl.where(count > 0, length - held, 0)
+    valid = valid & (count >= 0) & (count <= rows) & ((keep >= 0) | (count <= most))
+    valid = valid & (in_state >= 0) & (in_state <= LONGEST) & (length >= in_state) & (length <= in_state + most)
+    valid = valid & (length + count <= LONGEST)
+    count = tl.where(valid, count, 0)
+    accepted = tl.where(count > 0, length - in_state, 0)
     wrong = 0
     if index is not None:
         for first in range(0, accepted, CHECKED):
@@ -49,7 +49,7 @@ def sequence_of(b, rows, most, keep, size, state_lengths, held_stride, lengths, 
             wrong += tl.sum(((at < count) & ((parent < tl.minimum(at, settled) - 1) | (parent >= at))).to(tl.int32))
     count = tl.where(wrong == 0, count, 0)
     accepted = tl.where(wrong == 0, accepted, 0)
-    return row, count, accepted, settled, held == 0
+    return row, count, accepted, settled, in_state == 0
 
 
 @triton.jit
@@ -68,14 +68,14 @@ def _copy(at, to, slot, source, b, row, i, o_b, o_r, o_h, n_b, n_r, n_h, heads, 
         tl.store(to + row * o_b + slot * o_r + head * o_h + column, x, mask=real)
 
 
-@triton.jit(do_not_specialize=["kept", "rows"])
+@triton.jit(do_not_specialize=["pending_rows", "rows"])
 def _store(
-    state_lengths, held_stride, lengths, counts, cache_rows, done, rows, kept,
+    state_lengths, sl_stride, lengths, counts, cache_rows, done, rows, pending_rows,
     old0, o0_b, o0_r, o0_h, new0, n0_b, n0_r, n0_h, heads0, width0, old1, o1_b, o1_r, o1_h, new1, n1_b, n1_r, n1_h, heads1, width1,
     old2, o2_b, o2_r, o2_h, new2, n2_b, n2_r, n2_h, heads2, UPDATES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One of `kept` rows of each sequence; the first also sets the length. UPDATES: the second input has those rows alone."""
-    b, slot = (tl.program_id(0) // kept).to(tl.int64), tl.program_id(0) % kept
+    """One of `pending_rows` rows of each sequence; the first also sets the length. UPDATES: the second input has those rows alone."""
+    b, slot = (tl.program_id(0) // pending_rows).to(tl.int64), tl.program_id(0) % pending_rows
     settled = tl.load(done + b).to(tl.int64)
     row = b
     if cache_rows is not None:
@@ -92,7 +92,7 @@ def _store(
             _copy(new2, old2, slot, new2, b, row, i, o2_b, o2_r, o2_h, n2_b, n2_r, n2_h, heads2, 1, BLOCK)
     if (settled >= 0) & (slot == 0):
         length = tl.load(lengths + row).to(tl.int64) + settled
-        tl.store(state_lengths + row * held_stride, length.to(state_lengths.dtype.element_ty))
+        tl.store(state_lengths + row * sl_stride, length.to(state_lengths.dtype.element_ty))
 
 
 def packed(*tensors: Tensor | None) -> list[Tensor | None]:
@@ -108,7 +108,7 @@ def keep_rows(
     step: StepArguments, done: Tensor, rows: int, inputs: list[tuple[Tensor, Tensor] | None], updates: bool = False
 ) -> None:
     """The second launch. `inputs`: pending and new rows; the first two have a width. `updates`: the second has kept rows alone."""
-    kept = max(step.kept(rows), 1)
+    pending_rows = max(step.kept(rows), 1)
     arguments: list[Any] = []
     for at, pair in enumerate([*inputs, *[None] * (3 - len(inputs))]):
         if pair is None:
@@ -118,9 +118,9 @@ def keep_rows(
         if new.dim() == 3 and at < 2:  # one head
             old, new = old[:, :, None], new[:, :, None]
         arguments += [*view(old), *view(new), new.shape[2], *(new.shape[3:] if at < 2 else ())]
-    held = step.state_lengths
-    _store[(len(done) * kept,)](
-        held, held.stride(0), step.lengths, step.counts, step.cache_rows, done, rows, kept, *arguments, UPDATES=updates, BLOCK=COPIED,
+    states = step.state_lengths
+    _store[(len(done) * pending_rows,)](
+        states, states.stride(0), step.lengths, step.counts, step.cache_rows, done, rows, pending_rows, *arguments, UPDATES=updates, BLOCK=COPIED,
         **ROUNDED,
     )  # fmt: skip
 

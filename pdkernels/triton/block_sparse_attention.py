@@ -87,11 +87,11 @@ def _forward_kernel(
     heads = kv_heads * GROUP
     row = cut * BLOCK_M
     start = tile.to(tl.int64) * BLOCK_Q + row
-    left = q_len - start
+    rows_left = q_len - start
     k += batch * k_stride_b + kv_head * k_stride_h
     v += batch * v_stride_b + kv_head * v_stride_h
     q += batch * q_stride_b + head * q_stride_h + start * q_stride
-    query = blocks.load(q, q_stride, left, BLOCK_M, HEAD_DIM, D0, D1, True)
+    query = blocks.load(q, q_stride, rows_left, BLOCK_M, HEAD_DIM, D0, D1, True)
     acc = blocks.zeros(BLOCK_M, D0, D1)
     m_i, l_i = blocks.first_maximum(None if sinks is None else sinks + head, True, BLOCK_M, BASE_2)
     pair = begin
@@ -117,11 +117,11 @@ def _forward_kernel(
 
     out += ((batch * q_len + start) * heads + head) * HEAD_DIM
     acc = blocks.divide_rows(acc, l_i, D1)
-    blocks.store(out, heads * HEAD_DIM, left, acc, HEAD_DIM, D0, D1)
+    blocks.store(out, heads * HEAD_DIM, rows_left, acc, HEAD_DIM, D0, D1)
     rows = tl.arange(0, BLOCK_M)
     lse += (batch * heads + head) * q_len + start
     log_sum = (m_i + tl.log2(l_i)) * LN_2 if BASE_2 else m_i + tl.log(l_i)
-    tl.store(lse + rows, log_sum, mask=blocks.first_ones(left, BLOCK_M))
+    tl.store(lse + rows, log_sum, mask=blocks.first_ones(rows_left, BLOCK_M))
 
 
 @triton.jit
@@ -151,21 +151,21 @@ def _dq_kernel(
     heads = kv_heads * GROUP
     row = cut * BLOCK_M
     start = tile.to(tl.int64) * BLOCK_Q + row
-    left = q_len - start
+    rows_left = q_len - start
     k += batch * k_stride_b + kv_head * k_stride_h
     v += batch * v_stride_b + kv_head * v_stride_h
     q += batch * q_stride_b + head * q_stride_h + start * q_stride
     grad_out += batch * grad_stride_b + head * grad_stride_h + start * grad_stride
-    query = blocks.load(q, q_stride, left, BLOCK_M, HEAD_DIM, D0, D1, True)
-    grad = blocks.load(grad_out, grad_stride, left, BLOCK_M, HEAD_DIM, D0, D1, True)
+    query = blocks.load(q, q_stride, rows_left, BLOCK_M, HEAD_DIM, D0, D1, True)
+    grad = blocks.load(grad_out, grad_stride, rows_left, BLOCK_M, HEAD_DIM, D0, D1, True)
     in_result = ((batch * q_len + start) * heads + head) * HEAD_DIM
     in_rows = (batch * heads + head) * q_len + start
-    result = blocks.load(out + in_result, heads * HEAD_DIM, left, BLOCK_M, HEAD_DIM, D0, D1, True)
+    result = blocks.load(out + in_result, heads * HEAD_DIM, rows_left, BLOCK_M, HEAD_DIM, D0, D1, True)
     row_delta = blocks.row_dots(grad, result, D1)
     rows = tl.arange(0, BLOCK_M)
     if grad_lse is not None:
-        row_delta -= blocks.load_rows(grad_lse + in_rows, left, BLOCK_M, 0.0, True)
-    row_lse = blocks.load_rows(lse + in_rows, left, BLOCK_M, float("-inf"), True)
+        row_delta -= blocks.load_rows(grad_lse + in_rows, rows_left, BLOCK_M, 0.0, True)
+    row_lse = blocks.load_rows(lse + in_rows, rows_left, BLOCK_M, float("-inf"), True)
     # +inf for rows that saw nothing: their weights come out as 0.
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E if BASE_2 else row_lse)
     in_saved = (batch * heads + head) * saved_stride + start
@@ -194,7 +194,7 @@ def _dq_kernel(
         acc = _dq_step(query, grad, key, value, mask, acc, row_lse, row_delta, score_scale, D1, BASE_2)
     acc = blocks.scale_rows(acc, tl.full((BLOCK_M,), scale, tl.float32), D1)
     acc = blocks.zero_rows(acc, row_lse == float("inf"), D1)
-    blocks.store(dq + in_result, heads * HEAD_DIM, left, acc, HEAD_DIM, D0, D1)
+    blocks.store(dq + in_result, heads * HEAD_DIM, rows_left, acc, HEAD_DIM, D0, D1)
 
 
 @triton.jit
@@ -205,13 +205,13 @@ def _dkv_step(
 ):  # fmt: skip
     """Scores are transposed, keys by queries, so that weights are left operands straight from registers."""
     MASKED: tl.constexpr = mask is not None
-    left = q_len - start
+    rows_left = q_len - start
     q += head * q_stride_h + start * q_stride
     grad_out += head * grad_stride_h + start * grad_stride
-    query = blocks.load(q, q_stride, left, BLOCK_M, HEAD_DIM, D0, D1, MASKED)
-    grad = blocks.load(grad_out, grad_stride, left, BLOCK_M, HEAD_DIM, D0, D1, MASKED)
-    row_lse = blocks.load_rows(lse_b + head * saved_stride + start, left, BLOCK_M, 0.0, False)
-    row_delta = blocks.load_rows(delta + head * saved_stride + start, left, BLOCK_M, 0.0, False)
+    query = blocks.load(q, q_stride, rows_left, BLOCK_M, HEAD_DIM, D0, D1, MASKED)
+    grad = blocks.load(grad_out, grad_stride, rows_left, BLOCK_M, HEAD_DIM, D0, D1, MASKED)
+    row_lse = blocks.load_rows(lse_b + head * saved_stride + start, rows_left, BLOCK_M, 0.0, False)
+    row_delta = blocks.load_rows(delta + head * saved_stride + start, rows_left, BLOCK_M, 0.0, False)
     p = blocks.power(BASE_2, blocks.products(k, query, D1) * score_scale - row_lse[None, :])
     if MASKED:
         p = tl.where(mask, p, 0.0)
@@ -242,29 +242,29 @@ def _dkv_kernel(
     program = program // kv_heads
     cut = program % CUTS_K
     program = program // CUTS_K
-    part = program % pieces
+    piece_index = program % pieces
     program = program // pieces
     batch = (program // num_tiles).to(tl.int64)
     tile, begin, middle, end = _tile(plan_rows + batch * rows_stride, program % num_tiles)
-    first_head = kv_head * GROUP + part * piece
-    own_heads = tl.minimum(piece, GROUP - part * piece)
+    first_head = kv_head * GROUP + piece_index * piece
+    num_heads = tl.minimum(piece, GROUP - piece_index * piece)
     column = cut * BLOCK_N
     start = tile.to(tl.int64) * BLOCK_K + column
-    left = kv_len - start
+    keys_left = kv_len - start
     q += batch * q_stride_b + first_head * q_stride_h
     grad_out += batch * grad_stride_b + first_head * grad_stride_h
     lse_b += (batch * kv_heads * GROUP + first_head) * saved_stride
     delta += (batch * kv_heads * GROUP + first_head) * saved_stride
     k += batch * k_stride_b + kv_head * k_stride_h + start * k_stride
     v += batch * v_stride_b + kv_head * v_stride_h + start * v_stride
-    key = blocks.load(k, k_stride, left, BLOCK_N, HEAD_DIM, D0, D1, True)
-    value = blocks.load(v, v_stride, left, BLOCK_N, HEAD_DIM, D0, D1, True)
+    key = blocks.load(k, k_stride, keys_left, BLOCK_N, HEAD_DIM, D0, D1, True)
+    value = blocks.load(v, v_stride, keys_left, BLOCK_N, HEAD_DIM, D0, D1, True)
     acc_k = blocks.zeros(BLOCK_N, D0, D1)
     acc_v = blocks.zeros(BLOCK_N, D0, D1)
     pair = begin
     steps, at, range_end = blocks.first_range(lists, begin, middle, BLOCK_Q // BLOCK_M)
     divisor = tl.maximum(steps, 1)  # the pipeline's prologue divides even if there are no ranges
-    for flat in range(0, steps * own_heads):
+    for flat in range(0, steps * num_heads):
         head = (flat // divisor).to(tl.int64)
         acc_k, acc_v = _dkv_step(
             head, at.to(tl.int64) * BLOCK_M, None, key, value, acc_k, acc_v, grad_out, q, grad_stride, q_stride,
@@ -274,7 +274,7 @@ def _dkv_kernel(
     CUTS: tl.constexpr = BLOCK_Q // BLOCK_MASKED
     steps = (end - middle) * CUTS
     divisor = tl.maximum(steps, 1)
-    for flat in range(0, steps * own_heads):
+    for flat in range(0, steps * num_heads):
         head = (flat // divisor).to(tl.int64)
         step = middle * CUTS + flat % divisor
         row = (step % CUTS) * BLOCK_MASKED
@@ -286,39 +286,39 @@ def _dkv_kernel(
             q_stride_h, lse_b, delta, saved_stride, q_len, score_scale, HEAD_DIM, D0, D1, BLOCK_MASKED, BASE_2,
         )  # fmt: skip
     acc_k = blocks.scale_rows(acc_k, tl.full((BLOCK_N,), scale, tl.float32), D1)
-    in_result = (((part * batch_size.to(tl.int64) + batch) * kv_len + start) * kv_heads + kv_head) * HEAD_DIM
-    blocks.store(dk + in_result, kv_heads * HEAD_DIM, left, acc_k, HEAD_DIM, D0, D1)
-    blocks.store(dv + in_result, kv_heads * HEAD_DIM, left, acc_v, HEAD_DIM, D0, D1)
+    in_result = (((piece_index * batch_size.to(tl.int64) + batch) * kv_len + start) * kv_heads + kv_head) * HEAD_DIM
+    blocks.store(dk + in_result, kv_heads * HEAD_DIM, keys_left, acc_k, HEAD_DIM, D0, D1)
+    blocks.store(dv + in_result, kv_heads * HEAD_DIM, keys_left, acc_v, HEAD_DIM, D0, D1)
 
 
 @triton.jit(do_not_specialize=["size", "pieces"])
-def _sum_kernel(parts_k, parts_v, dk, dv, size, pieces, BLOCK: tl.constexpr):
+def _sum_kernel(partial_k, partial_v, dk, dv, size, pieces, BLOCK: tl.constexpr):
     """dK, or dV, as the sum of its pieces, the first one first."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
-    parts, result = parts_k, dk
+    mask = at < size
+    partials, result = partial_k, dk
     if tl.program_id(1) == 1:
-        parts, result = parts_v, dv
-    total = tl.load(parts + at, mask=inside, other=0.0)
-    for part in range(1, pieces):
-        total += tl.load(parts + part * size.to(tl.int64) + at, mask=inside, other=0.0)
-    tl.store(result + at, total.to(result.dtype.element_ty), mask=inside)
+        partials, result = partial_v, dv
+    total = tl.load(partials + at, mask=mask, other=0.0)
+    for i in range(1, pieces):
+        total += tl.load(partials + i * size.to(tl.int64) + at, mask=mask, other=0.0)
+    tl.store(result + at, total.to(result.dtype.element_ty), mask=mask)
 
 
-def forward(given: AttentionArguments) -> tuple[Tensor, Tensor]:
+def forward(args: AttentionArguments) -> tuple[Tensor, Tensor]:
     """``(out, lse)``: out like q but contiguous; the natural log-sum-exp in float32 ``(batch, q_heads, q_len)``."""
-    q, k, v = (addressable(x) for x in (given.q, given.k, given.v))
+    q, k, v = (addressable(x) for x in (args.q, args.k, args.v))
     batch, q_len, heads, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device)
-    blocking = choose_blocking("forward", q, given.block_q, given.block_k)
-    of_q, q_tiles = _side(given.plan_rows, 0, q_len, given.block_q)
-    programs = batch * heads * q_tiles * (given.block_q // blocking.block_m)
+    blocking = choose_blocking("forward", q, args.block_q, args.block_k)
+    of_q, q_tiles = _side(args.plan_rows, 0, q_len, args.block_q)
+    programs = batch * heads * q_tiles * (args.block_q // blocking.block_m)
     if programs:
         _forward_kernel[(programs,)](
-            q, k, v, None if given.sinks is None else given.sinks.contiguous(), out, lse, of_q, given.plan_lists, given.bitmaps,
+            q, k, v, None if args.sinks is None else args.sinks.contiguous(), out, lse, of_q, args.plan_lists, args.bitmaps,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], _stride(of_q), q_tiles,
-            *_sizes(given), **_constants(given, blocking), FOLD_SCALE=given.scale > 0,
+            *_sizes(args), **_constants(args, blocking), FOLD_SCALE=args.scale > 0,
         )  # fmt: skip
     return out, lse
 
@@ -345,48 +345,48 @@ class Passes(NamedTuple):
 
 def backward(gradients: GradientArguments, passes: Passes | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)``, contiguous, from the gradients of what `forward` returned."""
-    given, out, lse, grad_lse = gradients.forward, gradients.out, gradients.lse, gradients.grad_lse
-    _check_shared_memory(given.q)
-    grad_out, q, k, v = (addressable(x) for x in (gradients.grad_out, given.q, given.k, given.v))
+    args, out, lse, grad_lse = gradients.forward, gradients.out, gradients.lse, gradients.grad_lse
+    _check_shared_memory(args.q)
+    grad_out, q, k, v = (addressable(x) for x in (gradients.grad_out, args.q, args.k, args.v))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    of_q, q_tiles = _side(given.plan_rows, 0, q.shape[1], given.block_q)
+    of_q, q_tiles = _side(args.plan_rows, 0, q.shape[1], args.block_q)
     # All rows of all tiles, which the dK/dV kernel reads without a mask, in whole vectors: otherwise these loads serialize wgmma.
-    saved_stride = triton.cdiv(q_tiles * given.block_q, 16) * 16
+    saved_stride = triton.cdiv(q_tiles * args.block_q, 16) * 16
     saved = Saved(*(lse.new_empty((*lse.shape[:2], saved_stride)) for _ in range(2)))
     inputs = (*grad_out.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-    sizes = _sizes(given)
+    sizes = _sizes(args)
     batch, _, heads, _ = q.shape
-    of_k, k_tiles = _side(given.plan_rows, q_tiles, k.shape[1], given.block_k)
+    of_k, k_tiles = _side(args.plan_rows, q_tiles, k.shape[1], args.block_k)
 
-    blocking = choose_blocking("dq", q, given.block_q, given.block_k)
-    programs = batch * heads * q_tiles * (given.block_q // blocking.block_m)
+    blocking = choose_blocking("dq", q, args.block_q, args.block_k)
+    programs = batch * heads * q_tiles * (args.block_q // blocking.block_m)
     if passes is not None:
         passes.of_queries(gradients, dq, saved)
     elif programs:
         _dq_kernel[(programs,)](
             grad_out, q, k, v, out, lse, None if grad_lse is None else grad_lse.contiguous(), dq, *saved,
-            of_q, given.plan_lists, given.bitmaps, *inputs, _stride(of_q), q_tiles, saved_stride, *sizes, given.scale,
-            **_constants(given, blocking),
+            of_q, args.plan_lists, args.bitmaps, *inputs, _stride(of_q), q_tiles, saved_stride, *sizes, args.scale,
+            **_constants(args, blocking),
         )  # fmt: skip
 
-    blocking = choose_blocking("dkv", q, given.block_q, given.block_k)
-    blocks_of_keys = k.shape[2] * k_tiles * (given.block_k // (blocking.block_n if passes is None else passes.keys))
+    blocking = choose_blocking("dkv", q, args.block_q, args.block_k)
+    blocks_of_keys = k.shape[2] * k_tiles * (args.block_k // (blocking.block_n if passes is None else passes.keys))
     pieces, piece = split_group(heads // k.shape[2], blocks_of_keys)
-    parts = (dk, dv)
+    partials = (dk, dv)
     if pieces > 1:
         sums = torch.empty((2, pieces, *k.shape), dtype=torch.float32, device=k.device)
-        parts = (sums[0], sums[1])
+        partials = (sums[0], sums[1])
     if passes is not None:
-        passes.of_keys(gradients, saved, parts, of_k, pieces, piece)
+        passes.of_keys(gradients, saved, partials, of_k, pieces, piece)
     elif batch * blocks_of_keys:
         _dkv_kernel[(batch * blocks_of_keys * pieces,)](
-            grad_out, q, k, v, *saved, *parts, of_k, given.plan_lists, given.bitmaps,
-            *inputs, _stride(of_k), k_tiles, saved_stride, *sizes[:3], batch, pieces, piece, sizes[3], given.scale,
-            **_constants(given, blocking),
+            grad_out, q, k, v, *saved, *partials, of_k, args.plan_lists, args.bitmaps,
+            *inputs, _stride(of_k), k_tiles, saved_stride, *sizes[:3], batch, pieces, piece, sizes[3], args.scale,
+            **_constants(args, blocking),
         )  # fmt: skip
     if pieces > 1 and k.numel():
         _sum_kernel[(triton.cdiv(k.numel(), 1024), 2)](
-            *parts, dk, dv, k.numel(), pieces, BLOCK=1024, num_warps=4, **CONTRACTED
+            *partials, dk, dv, k.numel(), pieces, BLOCK=1024, num_warps=4, **CONTRACTED
         )
     return dq, dk, dv
 
@@ -396,11 +396,11 @@ def _check_shared_memory(q: Tensor) -> None:
     needed = 4 * 16 * sum(split_head_dim(q.shape[3])) * 4 + 1024
     if q.device.type != "cuda" or q.element_size() < 4:
         return
-    there: int = getattr(torch.cuda.get_device_properties(q.device), "shared_memory_per_block_optin")  # noqa: B009, torch's stubs lack it
-    if needed > there:
-        wanted = f"be smaller for gradients in float32 on a GPU with {there} bytes of shared memory a block"
+    available: int = getattr(torch.cuda.get_device_properties(q.device), "shared_memory_per_block_optin")  # noqa: B009, torch's stubs lack it
+    if needed > available:
+        expectation = f"be smaller for gradients in float32 on a GPU with {available} bytes of shared memory a block"
         remedy = "Use float16 or bfloat16."
-        raise NotImplementedError(message("block_sparse_attention", "head_dim", wanted, q.shape[3], remedy))
+        raise NotImplementedError(message("block_sparse_attention", "head_dim", expectation, q.shape[3], remedy))
 
 
 def split_group(group: int, blocks_of_keys: int) -> tuple[int, int]:
@@ -409,8 +409,8 @@ def split_group(group: int, blocks_of_keys: int) -> tuple[int, int]:
     >>> split_group(7, 4 * 36), split_group(4, 8 * 64), split_group(4, 8)
     ((4, 2), (1, 4), (4, 1))
     """
-    wanted = min(group, triton.cdiv(BLOCKS_ENOUGH, max(blocks_of_keys, 1)))
-    piece = triton.cdiv(group, wanted)
+    programs = min(group, triton.cdiv(BLOCKS_ENOUGH, max(blocks_of_keys, 1)))
+    piece = triton.cdiv(group, programs)
     return triton.cdiv(group, piece), piece
 
 
@@ -425,30 +425,30 @@ def _stride(rows: Tensor) -> int:
     return rows.stride(0) if rows.dim() == 3 else 0
 
 
-def _sizes(given: AttentionArguments) -> tuple[int, int, int, float]:
+def _sizes(args: AttentionArguments) -> tuple[int, int, int, float]:
     """Lengths, KV heads, and the scale in the base of the softmax."""
-    scale = given.scale * math.log2(math.e) if _in_base_2(given.q) else given.scale
-    return given.q.shape[1], given.k.shape[1], given.k.shape[2], scale
+    scale = args.scale * math.log2(math.e) if _in_base_2(args.q) else args.scale
+    return args.q.shape[1], args.k.shape[1], args.k.shape[2], scale
 
 
 def _in_base_2(q: Tensor) -> bool:
     return q.element_size() == 2
 
 
-def _constants(given: AttentionArguments, blocking: Blocking) -> dict[str, int | bool]:
-    head_dim = given.q.shape[3]
+def _constants(args: AttentionArguments, blocking: Blocking) -> dict[str, int | bool]:
+    head_dim = args.q.shape[3]
     first, second = split_head_dim(head_dim)
     return {
-        "GROUP": given.q.shape[2] // given.k.shape[2],
+        "GROUP": args.q.shape[2] // args.k.shape[2],
         "HEAD_DIM": head_dim,
         "D0": first,
         "D1": second,
-        "BLOCK_Q": given.block_q,
-        "BLOCK_K": given.block_k,
+        "BLOCK_Q": args.block_q,
+        "BLOCK_K": args.block_k,
         "BLOCK_M": blocking.block_m,
         "BLOCK_N": blocking.block_n,
         "BLOCK_MASKED": blocking.masked,
-        "BASE_2": _in_base_2(given.q),
+        "BASE_2": _in_base_2(args.q),
         "num_warps": blocking.warps,
         "num_stages": blocking.stages,
         **CONTRACTED,

@@ -34,11 +34,11 @@ def group_of(tile, ends, groups, rows, ROWS: tl.constexpr, GROUPS: tl.constexpr)
     tiles = tl.maximum((end - start + ROWS - 1) // ROWS, 0).to(tl.int32)
     tiles = tl.where(group < groups, tiles, 0)
     last = tl.cumsum(tiles, 0)
-    own = tl.sum((last <= tile).to(tl.int32), 0)
-    mine = group == own
-    before = tl.sum(tl.where(mine, last - tiles, 0), 0)
-    first = tl.sum(tl.where(mine, start, 0), 0) + (tile - before).to(tl.int64) * ROWS
-    return own.to(tl.int64), first, tl.sum(tl.where(mine, end, 0), 0)
+    tile_group = tl.sum((last <= tile).to(tl.int32), 0)
+    selected = group == tile_group
+    before = tl.sum(tl.where(selected, last - tiles, 0), 0)
+    first = tl.sum(tl.where(selected, start, 0), 0) + (tile - before).to(tl.int64) * ROWS
+    return tile_group.to(tl.int64), first, tl.sum(tl.where(selected, end, 0), 0)
 
 
 @triton.jit(do_not_specialize=["rows", "row_tiles"])
@@ -49,11 +49,11 @@ def _grouped_linear(x, weight, ends, bias, out, rows, groups, outputs, width, ro
     if first >= end:
         return
     output = (tl.program_id(0) // row_tiles * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.int64)
-    own = bias
+    group_bias = bias
     if bias is not None:
-        own = bias + group * outputs
+        group_bias = bias + group * outputs
     product_tile(
-        x, weight + group * matrix_stride, own, out, first + tl.arange(0, ROWS), end, output, outputs, width, x_stride,
+        x, weight + group * matrix_stride, group_bias, out, first + tl.arange(0, ROWS), end, output, outputs, width, x_stride,
         weight_stride, ROWS, OUTPUTS, DEPTH
     )  # fmt: skip
 
@@ -67,10 +67,10 @@ def _grouped_products(codes, numbers, data, scales, ends, bias, out, rows, padde
     if first >= end:
         return
     output = tl.program_id(0) // row_tiles * OUTPUTS + tl.arange(0, OUTPUTS)
-    own = bias
+    group_bias = bias
     if bias is not None:
-        own = bias + group * out_stride
-    packed_tile(codes, numbers, data, scales, own, out, first + tl.arange(0, ROWS), end, padded, output, outputs, blocks, pairs,
+        group_bias = bias + group * out_stride
+    packed_tile(codes, numbers, data, scales, group_bias, out, first + tl.arange(0, ROWS), end, padded, output, outputs, blocks, pairs,
               tile_bytes, headers, out_stride, group * matrix_bytes, SCALES, BITS, GROUP, ROWS, OUTPUTS, STEP)  # fmt: skip
 
 
@@ -90,27 +90,11 @@ def forward(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None) -> Ten
     tiling = TABLE["fp32"] if x.dtype == torch.float32 else HALF
     row_tiles = row_tiles_of(rows, groups, tiling.rows)
     _grouped_linear[(row_tiles * triton.cdiv(outputs, tiling.outputs),)](
-        x,
-        weight,
-        ends.contiguous(),
-        None if bias is None else bias.contiguous(),
-        out,
-        rows,
-        groups,
-        outputs,
-        width,
-        row_tiles,
-        x.stride(0),
-        weight.stride(1),
-        weight.stride(0),
-        ROWS=tiling.rows,
-        OUTPUTS=tiling.outputs,
-        DEPTH=tiling.depth,
-        GROUPS=triton.next_power_of_2(groups),
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
+        x, weight, ends.contiguous(), None if bias is None else bias.contiguous(), out, rows, groups, outputs, width,
+        row_tiles, x.stride(0), weight.stride(1), weight.stride(0), ROWS=tiling.rows, OUTPUTS=tiling.outputs,
+        DEPTH=tiling.depth, GROUPS=triton.next_power_of_2(groups), num_warps=tiling.warps, num_stages=tiling.stages,
         **CONTRACTED,
-    )
+    )  # fmt: skip
     return out
 
 
@@ -136,28 +120,12 @@ def quantized_forward(
         x, triton.cdiv(2 * rows, groups), further=1
     )
     row_tiles = row_tiles_of(rows, groups, tiling.rows)
-    for part in parts_of(weights, layouts, outputs, blocks, groups):
-        _grouped_products[(row_tiles * triton.cdiv(part.outputs, tiling.outputs),)](
-            codes,
-            numbers,
-            part.data,
-            part.scales,
-            ends,
-            None if bias is None else bias[:, part.first :],
-            out[:, part.first :],
-            rows,
-            padded,
-            groups,
-            row_tiles,
-            part.outputs,
-            blocks,
-            pairs,
-            part.tile_bytes,
-            part.headers,
-            total,
-            part.tile_bytes * triton.cdiv(part.outputs, TILE.value),
-            **part.kind,
-            **constants,
+    for weight_part in parts_of(weights, layouts, outputs, blocks, groups):
+        _grouped_products[(row_tiles * triton.cdiv(weight_part.outputs, tiling.outputs),)](
+            codes, numbers, weight_part.data, weight_part.scales, ends,
+            None if bias is None else bias[:, weight_part.first :], out[:, weight_part.first :], rows, padded, groups,
+            row_tiles, weight_part.outputs, blocks, pairs, weight_part.tile_bytes, weight_part.headers, total,
+            weight_part.tile_bytes * triton.cdiv(weight_part.outputs, TILE.value), **weight_part.kind, **constants,
             GROUPS=triton.next_power_of_2(groups),
-        )
+        )  # fmt: skip
     return out

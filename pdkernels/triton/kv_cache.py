@@ -26,8 +26,8 @@ def _quantize_kernel(
     column = tl.arange(0, WIDTH)
     head, token = row % heads, row // heads
     at = token // tokens * stride_b + token % tokens * stride_t + head * stride_h
-    inside = (row < count)[:, None] & (column < HEAD_DIM)[None, :]
-    number = tl.load(x + at[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    mask = (row < count)[:, None] & (column < HEAD_DIM)[None, :]
+    number = tl.load(x + at[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
     magnitude = tl.abs(number)
     finite = tl.min((magnitude <= LARGEST_FLOAT).to(tl.int32), 1) != 0
     scale = tl.div_rn(tl.max(magnitude, 1), tl.full((ROWS,), 127.0, tl.float32))
@@ -36,7 +36,7 @@ def _quantize_kernel(
     divisor = tl.where(scale > 0, scale, 1.0)[:, None] + tl.zeros((ROWS, WIDTH), tl.float32)
     code = (tl.div_rn(number, divisor) + ROUNDER) - ROUNDER
     code = tl.where((scale > 0)[:, None], code, 0.0).to(tl.int8)
-    tl.store(codes + row[:, None] * (HEAD_DIM + SCALE_BYTES) + column[None, :], code, mask=inside)
+    tl.store(codes + row[:, None] * (HEAD_DIM + SCALE_BYTES) + column[None, :], code, mask=mask)
     tl.store(scales + (row * (HEAD_DIM + SCALE_BYTES) + HEAD_DIM) // SCALE_BYTES, scale, mask=row < count)
 
 

@@ -51,9 +51,9 @@ def product_tile(x, weight, bias, out, row, rows, output, outputs, width, x_stri
     weight_at = weight + output[:, None] * weight_stride + depth[None, :]
     total = tl.zeros((ROWS, OUTPUTS), tl.float32)
     for start in range(0, width, DEPTH):
-        inside = (depth < width - start)[None, :]
-        a = tl.load(x_at + start, mask=real_row[:, None] & inside, other=0.0)
-        b = tl.load(weight_at + start, mask=real_output[:, None] & inside, other=0.0).to(a.dtype)
+        depth_mask = (depth < width - start)[None, :]
+        a = tl.load(x_at + start, mask=real_row[:, None] & depth_mask, other=0.0)
+        b = tl.load(weight_at + start, mask=real_output[:, None] & depth_mask, other=0.0).to(a.dtype)
         total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
     if bias is not None:
         total += tl.load(bias + output, mask=real_output, other=0.0).to(tl.float32)[None, :]

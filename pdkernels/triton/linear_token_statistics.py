@@ -90,12 +90,12 @@ def _noise(seed, step, position, start, COLUMNS: tl.constexpr):
     """
     quad = start // 4 + tl.arange(0, COLUMNS // 4)
     w0, w1, w2, w3 = tl.philox(seed, quad[None, :], position[:, None], step[:, None], tl.zeros_like(quad)[None, :])
-    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (position.shape[0], COLUMNS)).to(
+    bits = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (position.shape[0], COLUMNS)).to(
         tl.int32, bitcast=True
     )
     # Upper half: u = 1 - d, where d is known exactly and 1 - d is not.
-    upper = words < 0
-    d = (tl.where(upper, ~words, words).to(tl.float32) + 0.5) * 2.0**-32
+    upper = bits < 0
+    d = (tl.where(upper, ~bits, bits).to(tl.float32) + 0.5) * 2.0**-32
     u = tl.where(upper, 1.0 - d, d)
     e = -tl.log(u)
     # log1p(-d) after Kahan: rounding 1 - d affects the logarithm and the distance from 1 alike.
@@ -104,13 +104,13 @@ def _noise(seed, step, position, start, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _row(row_index, slot, inside, rows):
+def _row(row_index, slot, mask, rows):
     """(row of `hidden`, whether there is one) of each slot; an index out of range is no row."""
     row = slot.to(tl.int64)
     if row_index is not None:
-        row = tl.load(row_index + slot, mask=inside, other=-1).to(tl.int64)
-    there = inside & (row >= 0) & (row < rows)
-    return tl.where(there, row, 0), there
+        row = tl.load(row_index + slot, mask=mask, other=-1).to(tl.int64)
+    exists = mask & (row >= 0) & (row < rows)
+    return tl.where(exists, row, 0), exists
 
 
 @triton.jit
@@ -149,23 +149,23 @@ def _join(statistics, logits, start, end, scale, temperature, seed, step, positi
 
     if SAMPLED:
         scores = logits - temperature * _noise(seed, step, position, start, logits.shape[1])
-        found, found_id = _first(tl.where(real, _order(scores), NONE), column[None, :], 1)
-        found_logit = tl.sum(tl.where(column[None, :] == found_id[:, None], logits, 0.0), 1)
-        better = found > best
-        best = tl.where(better, found, best)
-        best_id = tl.where(better, found_id, best_id)
-        best_logit = tl.where(better, found_logit, best_logit)
+        tile_best, tile_best_id = _first(tl.where(real, _order(scores), NONE), column[None, :], 1)
+        tile_best_logit = tl.sum(tl.where(column[None, :] == tile_best_id[:, None], logits, 0.0), 1)
+        better = tile_best > best
+        best = tl.where(better, tile_best, best)
+        best_id = tl.where(better, tile_best_id, best_id)
+        best_logit = tl.where(better, tile_best_logit, best_logit)
 
     order = tl.where(real, _order(logits), NONE)
     for _ in tl.static_range(TOP):
-        found, found_id = _first(order, column[None, :], 1)
-        order = tl.where(column[None, :] == found_id[:, None], NONE, order)
+        tile_best, tile_best_id = _first(order, column[None, :], 1)
+        order = tl.where(column[None, :] == tile_best_id[:, None], NONE, order)
         # Replaces the smallest, of equals the one with the highest id. An equal one is not taken: its id is higher still.
         smallest = tl.min(top, 1)
         last = tl.max(tl.where(top == smallest[:, None], top_ids, NONE), 1)
-        taken = (found > smallest)[:, None] & (top == smallest[:, None]) & (top_ids == last[:, None])
-        top = tl.where(taken, found[:, None], top)
-        top_ids = tl.where(taken, found_id[:, None], top_ids)
+        replaced = (tile_best > smallest)[:, None] & (top == smallest[:, None]) & (top_ids == last[:, None])
+        top = tl.where(replaced, tile_best[:, None], top)
+        top_ids = tl.where(replaced, tile_best_id[:, None], top_ids)
     return m_ij, l_i, weighted, best, best_id, best_logit, top, top_ids
 
 
@@ -182,19 +182,19 @@ def _weights(weight, tile, along, k, vocabulary, weight_stride, weight_step,
         return tl.load(pointers)
 
 
-@triton.jit(do_not_specialize=["slots", "rows", "row_tiles", "parts", "tiles", "step"])
+@triton.jit(do_not_specialize=["slots", "rows", "row_tiles", "num_parts", "tiles", "step"])
 def _parts_kernel(
     hidden, weight, row_index, positions, seeds, steps, step, sums, drawn, orders, ids,
-    hidden_stride, hidden_step, weight_stride, weight_step, slots, rows, vocabulary, row_tiles, parts, tiles,
+    hidden_stride, hidden_step, weight_stride, weight_step, slots, rows, vocabulary, row_tiles, num_parts, tiles,
     scale, temperature, seed: "i64", suppressed,  # noqa: F821, UP037  (a type of Triton)
     DEPTH: tl.constexpr, TOP: tl.constexpr, TOP_WIDTH: tl.constexpr, SAMPLED: tl.constexpr, SUPPRESSED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, FAR_APART: tl.constexpr, ABREAST: tl.constexpr,
 ):  # fmt: skip
     # Tiles of rows that read the same weights are adjacent, for the L2 cache.
     slot = (tl.program_id(0) % row_tiles) * ROWS + tl.arange(0, ROWS)
-    part = tl.program_id(0) // row_tiles
-    row, there = _row(row_index, slot, slot < slots, rows)
-    if tl.max(there.to(tl.int32), 0) == 0:
+    part_index = tl.program_id(0) // row_tiles
+    row, exists = _row(row_index, slot, slot < slots, rows)
+    if tl.max(exists.to(tl.int32), 0) == 0:
         return
     along = tl.arange(0, STEP)
     if FAR_APART:
@@ -203,67 +203,67 @@ def _parts_kernel(
     position = row.to(tl.int32)
     number = tl.zeros((ROWS,), tl.int32) + step
     if SAMPLED and positions is not None:
-        position = tl.load(positions + slot, mask=there, other=0).to(tl.int32)
+        position = tl.load(positions + slot, mask=exists, other=0).to(tl.int32)
     if SAMPLED and steps is not None:
-        number = tl.load(steps + slot, mask=there, other=0).to(tl.int32)
+        number = tl.load(steps + slot, mask=exists, other=0).to(tl.int32)
     key = seed
     if SAMPLED and seeds is not None:
-        key = tl.load(seeds + slot, mask=there, other=0).to(tl.int64)[:, None]
+        key = tl.load(seeds + slot, mask=exists, other=0).to(tl.int64)[:, None]
 
     statistics = _nothing(ROWS, TOP, TOP_WIDTH)
-    end = tl.minimum((part + 1) * tiles, tl.cdiv(vocabulary, COLUMNS))
+    end = tl.minimum((part_index + 1) * tiles, tl.cdiv(vocabulary, COLUMNS))
     last = tl.minimum(end * COLUMNS, vocabulary)
-    for tile in range(part * tiles, end, ABREAST):
+    for tile in range(part_index * tiles, end, ABREAST):
         logits = tl.zeros((ROWS, COLUMNS), tl.float32)
-        others = logits
+        second_logits = logits
         for k in range(0, DEPTH, STEP):
-            wanted = there[:, None]
+            mask = exists[:, None]
             if DEPTH % STEP != 0:
-                wanted = wanted & (k + along < DEPTH)[None, :]
+                mask = mask & (k + along < DEPTH)[None, :]
             w = _weights(weight, tile, along, k, vocabulary, weight_stride, weight_step, COLUMNS, DEPTH, STEP)
-            h = tl.load(hidden_rows + ((k + along) * hidden_step)[None, :], mask=wanted, other=0.0)
+            h = tl.load(hidden_rows + ((k + along) * hidden_step)[None, :], mask=mask, other=0.0)
             logits = tl.dot(h, tl.trans(w), logits, input_precision="ieee")
             if ABREAST == 2:
                 w = _weights(weight, tile + 1, along, k, vocabulary, weight_stride, weight_step, COLUMNS, DEPTH, STEP)
-                others = tl.dot(h, tl.trans(w), others, input_precision="ieee")
+                second_logits = tl.dot(h, tl.trans(w), second_logits, input_precision="ieee")
         statistics = _join(
             statistics, logits, tile * COLUMNS, last, scale, temperature, key, number, position, suppressed,
             TOP, SAMPLED, SUPPRESSED,
         )  # fmt: skip
         if ABREAST == 2:  # past the part's end it changes nothing
             statistics = _join(
-                statistics, others, (tile + 1) * COLUMNS, last, scale, temperature, key, number, position, suppressed,
+                statistics, second_logits, (tile + 1) * COLUMNS, last, scale, temperature, key, number, position, suppressed,
                 TOP, SAMPLED, SUPPRESSED,
             )  # fmt: skip
 
     m_i, l_i, weighted, best, best_id, best_logit, top, top_ids = statistics
-    result = slot.to(tl.int64) * parts + part
-    tl.store(sums + 3 * result, m_i, mask=there)
-    tl.store(sums + 3 * result + 1, l_i, mask=there)
-    tl.store(sums + 3 * result + 2, weighted, mask=there)
+    result = slot.to(tl.int64) * num_parts + part_index
+    tl.store(sums + 3 * result, m_i, mask=exists)
+    tl.store(sums + 3 * result + 1, l_i, mask=exists)
+    tl.store(sums + 3 * result + 2, weighted, mask=exists)
     if SAMPLED:
-        tl.store(drawn + 3 * result, best, mask=there)
-        tl.store(drawn + 3 * result + 1, best_id, mask=there)
-        tl.store(drawn + 3 * result + 2, best_logit.to(tl.int32, bitcast=True), mask=there)
+        tl.store(drawn + 3 * result, best, mask=exists)
+        tl.store(drawn + 3 * result + 1, best_id, mask=exists)
+        tl.store(drawn + 3 * result + 2, best_logit.to(tl.int32, bitcast=True), mask=exists)
     rank = tl.arange(0, TOP_WIDTH)[None, :]
-    tl.store(orders + result[:, None] * TOP + rank, top, mask=there[:, None] & (rank < TOP))
-    tl.store(ids + result[:, None] * TOP + rank, top_ids, mask=there[:, None] & (rank < TOP))
+    tl.store(orders + result[:, None] * TOP + rank, top, mask=exists[:, None] & (rank < TOP))
+    tl.store(ids + result[:, None] * TOP + rank, top_ids, mask=exists[:, None] & (rank < TOP))
 
 
-@triton.jit(do_not_specialize=["slots", "rows", "parts"])
+@triton.jit(do_not_specialize=["slots", "rows", "num_parts"])
 def _merge_kernel(
     row_index, sums, drawn, orders, ids, out_ids, out_probs, out_top_ids, out_top_probs, out_margin, out_entropy, out_logsumexp,
-    slots, rows, parts, scale,
+    slots, rows, num_parts, scale,
     TOP: tl.constexpr, TOP_WIDTH: tl.constexpr, TOP_WANTED: tl.constexpr, SAMPLED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0)
-    _, there = _row(row_index, slot, slot < slots, rows)
-    first = slot.to(tl.int64) * parts
-    part = tl.arange(0, PARTS)
-    mine = (part < parts) & there
-    m_i = tl.load(sums + 3 * (first + part), mask=mine, other=float("-inf"))
-    l_i = tl.load(sums + 3 * (first + part) + 1, mask=mine, other=0.0)
-    weighted = tl.load(sums + 3 * (first + part) + 2, mask=mine, other=0.0)
+    _, exists = _row(row_index, slot, slot < slots, rows)
+    first = slot.to(tl.int64) * num_parts
+    part_index = tl.arange(0, PARTS)
+    mask = (part_index < num_parts) & exists
+    m_i = tl.load(sums + 3 * (first + part_index), mask=mask, other=float("-inf"))
+    l_i = tl.load(sums + 3 * (first + part_index) + 1, mask=mask, other=0.0)
+    weighted = tl.load(sums + 3 * (first + part_index) + 2, mask=mask, other=0.0)
     origin = tl.max(m_i, 0)
     origin = tl.where(origin == float("-inf"), 0.0, origin)
     moved = (m_i - origin) * scale
@@ -275,9 +275,9 @@ def _merge_kernel(
     divisor = tl.where(empty, 1.0, l_i)
 
     rank = tl.arange(0, TOP_WIDTH)[None, :]
-    kept = mine[:, None] & (rank < TOP)
-    order = tl.load(orders + (first + part[:, None]) * TOP + rank, mask=kept, other=NONE)
-    id = tl.load(ids + (first + part[:, None]) * TOP + rank, mask=kept, other=FAR)
+    top_mask = mask[:, None] & (rank < TOP)
+    order = tl.load(orders + (first + part_index[:, None]) * TOP + rank, mask=top_mask, other=NONE)
+    id = tl.load(ids + (first + part_index[:, None]) * TOP + rank, mask=top_mask, other=FAR)
     chosen = tl.zeros((), tl.int32)
     logit = tl.zeros((), tl.float32)
     margin = tl.zeros((), tl.float32)
@@ -296,10 +296,10 @@ def _merge_kernel(
             tl.store(out_top_ids + slot.to(tl.int64) * TOP_WANTED + k, tl.where(empty, -1, best_id).to(tl.int64))
             tl.store(out_top_probs + slot.to(tl.int64) * TOP_WANTED + k, tl.where(empty, 0.0, p))
     if SAMPLED:
-        scores = tl.load(drawn + 3 * (first + part), mask=mine, other=NONE)
-        drawn_ids = tl.load(drawn + 3 * (first + part) + 1, mask=mine, other=FAR)
+        scores = tl.load(drawn + 3 * (first + part_index), mask=mask, other=NONE)
+        drawn_ids = tl.load(drawn + 3 * (first + part_index) + 1, mask=mask, other=FAR)
         _, chosen = _first(scores, drawn_ids, 0)
-        logits = tl.load(drawn + 3 * (first + part) + 2, mask=mine, other=0).to(tl.float32, bitcast=True)
+        logits = tl.load(drawn + 3 * (first + part_index) + 2, mask=mask, other=0).to(tl.float32, bitcast=True)
         logit = tl.sum(tl.where(drawn_ids == chosen, logits, 0.0), 0)
     tl.store(out_ids + slot, tl.where(empty, -1, chosen).to(tl.int64))
     tl.store(out_probs + slot, tl.where(empty, 0.0, tl.exp((logit - origin) * scale) / divisor))
@@ -333,7 +333,7 @@ def forward(
     top = min(max(top_k, 2), 16)  # the margin takes two
     sampled = temperature > 0
     tiling = choose_tiling(hidden, slots, sampled)
-    tiles, parts = choose_parts(vocabulary, tiling.columns)
+    tiles, num_parts = choose_parts(vocabulary, tiling.columns)
     scale = min(1.0 / temperature, LARGEST) if distribution == "sampling" and sampled else 1.0
 
     make = lambda *size, dtype: torch.empty(size, dtype=dtype, device=hidden.device)  # noqa: E731
@@ -343,14 +343,14 @@ def forward(
     results = (ids, probs, top_ids, top_probs, margin, entropy, logsumexp)
     if slots == 0:
         return results
-    sums = make(slots, parts, 3, dtype=torch.float32)
-    drawn = make(slots, parts, 3, dtype=torch.int32) if sampled else None
-    part_orders, part_ids = (make(slots, parts, top, dtype=torch.int32) for _ in range(2))
+    sums = make(slots, num_parts, 3, dtype=torch.float32)
+    drawn = make(slots, num_parts, 3, dtype=torch.int32) if sampled else None
+    part_orders, part_ids = (make(slots, num_parts, top, dtype=torch.int32) for _ in range(2))
     row_tiles = triton.cdiv(slots, tiling.rows)
     width = triton.next_power_of_2(top)
-    _parts_kernel[(row_tiles * parts,)](
+    _parts_kernel[(row_tiles * num_parts,)](
         hidden, weight, row_index, positions, seeds, steps, _low_word(step), sums, drawn, part_orders, part_ids,
-        *hidden.stride(), *weight.stride(), slots, rows, vocabulary, row_tiles, parts, tiles,
+        *hidden.stride(), *weight.stride(), slots, rows, vocabulary, row_tiles, num_parts, tiles,
         # Triton specializes numbers that are 1 or a multiple of 16; these must not be.
         scale, temperature, seed, tuple(2 * token + 3 for token in suppress),
         DEPTH=depth, TOP=top, TOP_WIDTH=width, SAMPLED=sampled, SUPPRESSED=len(suppress),
@@ -360,16 +360,18 @@ def forward(
         num_warps=tiling.warps, num_stages=tiling.stages, **_blocking.CONTRACTED,
     )  # fmt: skip
     _merge_kernel[(slots,)](
-        row_index, sums, drawn, part_orders, part_ids, *results, slots, rows, parts, scale,
-        TOP=top, TOP_WIDTH=width, TOP_WANTED=top_k, SAMPLED=sampled, PARTS=triton.next_power_of_2(parts), num_warps=4,
+        row_index, sums, drawn, part_orders, part_ids, *results, slots, rows, num_parts, scale,
+        TOP=top, TOP_WIDTH=width, TOP_WANTED=top_k, SAMPLED=sampled, PARTS=triton.next_power_of_2(num_parts), num_warps=4,
         **_blocking.CONTRACTED,
     )  # fmt: skip
     return results
 
 
 def choose_tiling(hidden: Tensor, rows: int, drawn: bool) -> Tiling:
-    few, many, for_draws = _TABLE[_blocking.architecture(hidden.device) if hidden.element_size() == 2 else "fp32"]
-    return for_draws if drawn else few if rows <= FEW_ROWS else many
+    few_rows, many_rows, for_draws = _TABLE[
+        _blocking.architecture(hidden.device) if hidden.element_size() == 2 else "fp32"
+    ]
+    return for_draws if drawn else few_rows if rows <= FEW_ROWS else many_rows
 
 
 def choose_parts(vocabulary: int, columns: int) -> tuple[int, int]:

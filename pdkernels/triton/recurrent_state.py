@@ -84,26 +84,26 @@ def _after(state, k, v, decay, beta, UNKNOWN: tl.constexpr):
     return decayed + k[:, None] * v[None, :], decayed, v
 
 
-@triton.jit(do_not_specialize=["rows", "kept", "most", "keep", "size"])
+@triton.jit(do_not_specialize=["rows", "pending_rows", "most", "keep", "size"])
 def _scan(
-    state, state_row, state_head, state_key, state_lengths, held_stride, lengths, counts, cache_rows, index, parents, done,
+    state, state_row, state_head, state_key, state_lengths, sl_stride, lengths, counts, cache_rows, index, parents, done,
     old_k, ok_b, ok_r, ok_h, old_v, ov_b, ov_r, ov_h, old_gate, og_b, og_r, og_h,
     new_k, k_b, k_r, k_h, new_v, v_b, v_r, v_h, new_gate, g_b, g_r, g_h, new_beta, b_b, b_r, b_h, q, q_b, q_r, q_h, out, updates,
-    A, dt_biases, D, rows, kept, most, keep, size, heads, group, keys, values, scale, eps, dt_min, dt_max,
+    A, dt_biases, D, rows, pending_rows, most, keep, size, heads, group, keys, values, scale, eps, dt_min, dt_max,
     KEYS: tl.constexpr, COLUMNS: tl.constexpr, DELTA: tl.constexpr, NORMALISED: tl.constexpr, SIGMOID: tl.constexpr,
     SOFTPLUS: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(values, COLUMNS)
-    part = tl.program_id(0) % (heads * blocks)
-    b, h = tl.program_id(0) // (heads * blocks), part // blocks
+    head_block = tl.program_id(0) % (heads * blocks)
+    b, h = tl.program_id(0) // (heads * blocks), head_block // blocks
     row, count, accepted, settled, is_new = sequence_of(
-        b, rows, most, keep, size, state_lengths, held_stride, lengths, counts, cache_rows, index, parents
+        b, rows, most, keep, size, state_lengths, sl_stride, lengths, counts, cache_rows, index, parents
     )
-    if part == 0:
+    if head_block == 0:
         tl.store(done + b, tl.where(count > 0, settled, -1))
     b, h = b.to(tl.int64), h.to(tl.int64)
     kh = h // group
-    key, column = tl.arange(0, KEYS), part % blocks * COLUMNS + tl.arange(0, COLUMNS)
+    key, column = tl.arange(0, KEYS), head_block % blocks * COLUMNS + tl.arange(0, COLUMNS)
     real = column < values
     to = out + (b * rows * heads + h) * values + column
     for i in range(count, rows):
@@ -120,7 +120,7 @@ def _scan(
         if new_beta is not None:
             new_beta += b * b_b + h * b_h
         if updates is not None:
-            updates += (b * kept * heads + h) * values
+            updates += (b * pending_rows * heads + h) * values
         factor, dt_bias, skip = 0.0, 0.0, 0.0
         if A is not None:
             factor = tl.load(A + h).to(tl.float32)
@@ -129,8 +129,8 @@ def _scan(
         if D is not None:
             skip = tl.load(D + h).to(tl.float32)
         at_state = state + row * state_row + h * state_head + key.to(tl.int64)[:, None] * state_key + column[None, :]
-        inside = (key < keys)[:, None] & real[None, :]
-        current = tl.load(at_state, mask=inside & (is_new == 0), other=0.0)
+        mask = (key < keys)[:, None] & real[None, :]
+        current = tl.load(at_state, mask=mask & (is_new == 0), other=0.0)
         for i in range(0, accepted):
             at = row * 0 + i  # in 64 bits, interpreted too
             if index is not None:
@@ -146,7 +146,7 @@ def _scan(
         for i in range(0, count):
             if i == settled:
                 if accepted + settled > 0:
-                    tl.store(at_state, current, mask=inside)
+                    tl.store(at_state, current, mask=mask)
                 if parents is not None:
                     base = current
             if parents is not None:
@@ -154,11 +154,11 @@ def _scan(
                 # Its ancestors from the state on, found upwards: each time, the last that is not in `current`.
                 if parent != i - 1:
                     current = base
-                    taken = parent * 0 + settled - 1
-                    while taken != parent:
+                    ancestor = parent * 0 + settled - 1
+                    while ancestor != parent:
                         # Not from `parent` both: Triton would not carry `following`.
-                        following, up = taken, parent
-                        while up != taken:
+                        following, up = ancestor, parent
+                        while up != ancestor:
                             following = up
                             up = tl.load(parents + b * rows + up).to(tl.int64)
                         gate_at = new_gate
@@ -170,7 +170,7 @@ def _scan(
                         k, v, decay, beta = _row(new_k + following * k_r, new_v + following * v_r, gate_at, beta_at, key, keys, column,
                                                  values, eps, factor, dt_bias, dt_min, dt_max, DELTA, NORMALISED, SIGMOID, SOFTPLUS)  # fmt: skip
                         current, _, _ = _after(current, k, v, decay, beta, DELTA)
-                        taken = following
+                        ancestor = following
             gate_at = new_gate
             beta_at = new_beta
             if new_gate is not None:
@@ -194,7 +194,7 @@ def _scan(
                 y += skip * v
             tl.store(to + i * heads * values, y.to(out.dtype.element_ty), mask=real)
         if (settled == count) & (accepted + settled > 0):
-            tl.store(at_state, current, mask=inside)
+            tl.store(at_state, current, mask=mask)
 
 
 def _scan_step(
@@ -215,14 +215,14 @@ def _scan_step(
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if batch == 0 or rows == 0:
         return out
-    step, kept = dense(step), step.kept(rows)
+    step, pending_rows = dense(step), step.kept(rows)
     done = torch.empty(batch, dtype=torch.int64, device=v.device)
-    updates = torch.empty(batch, kept, count, values, device=v.device) if delta else None
+    updates = torch.empty(batch, pending_rows, count, values, device=v.device) if delta else None
     columns = min(COLUMNS, triton.next_power_of_2(values))
     _scan[(batch * count * triton.cdiv(values, columns),)](
         *view(state), step.state_lengths, step.state_lengths.stride(0), step.lengths, step.counts, step.cache_rows, step.pending_index,
-        step.parents, done, *(part for x in (*pending, *new, q) for part in view(x)), out, updates, *packed(*heads),
-        rows, kept, pending[0].shape[1], -1 if step.keep is None else step.keep, len(state), count, count // key_heads, keys, values, *numbers,
+        step.parents, done, *(argument for x in (*pending, *new, q) for argument in view(x)), out, updates, *packed(*heads),
+        rows, pending_rows, pending[0].shape[1], -1 if step.keep is None else step.keep, len(state), count, count // key_heads, keys, values, *numbers,
         KEYS=max(triton.next_power_of_2(keys), 2), COLUMNS=columns, DELTA=delta, **options, num_warps=4, **ROUNDED,
     )  # fmt: skip
     kept_rows = (k, v if updates is None else updates, new[2])
@@ -231,19 +231,19 @@ def _scan_step(
     return out
 
 
-def gated_delta_(given: DeltaArguments) -> Tensor:
-    scale = given.k.shape[3] ** -0.5 if given.scale is None else float(given.scale)
+def gated_delta_(args: DeltaArguments) -> Tensor:
+    scale = args.k.shape[3] ** -0.5 if args.scale is None else float(args.scale)
     return _scan_step(
-        True, given.state, (given.pending_k, given.pending_update, given.pending_g), (given.k, given.v, given.g, given.beta), given.q,
-        given.step, (given.A, given.dt_bias, None), (scale, float(given.l2norm_eps or 0.0), 0.0, 0.0),
-        NORMALISED=given.l2norm_eps is not None, SIGMOID=given.sigmoid_beta, SOFTPLUS=given.A is not None,
+        True, args.state, (args.pending_k, args.pending_update, args.pending_g), (args.k, args.v, args.g, args.beta), args.q,
+        args.step, (args.A, args.dt_bias, None), (scale, float(args.l2norm_eps or 0.0), 0.0, 0.0),
+        NORMALISED=args.l2norm_eps is not None, SIGMOID=args.sigmoid_beta, SOFTPLUS=args.A is not None,
     )  # fmt: skip
 
 
-def selective_state_(given: SelectiveArguments) -> Tensor:
-    most = float("inf") if given.dt_max is None else float(given.dt_max)
+def selective_state_(args: SelectiveArguments) -> Tensor:
+    most = float("inf") if args.dt_max is None else float(args.dt_max)
     return _scan_step(
-        False, given.state, (given.pending_B, given.pending_x, given.pending_dt), (given.B, given.x, given.dt, None), given.C,
-        given.step, (given.A, given.dt_bias, given.D), (1.0, 0.0, float(given.dt_min), most),
-        NORMALISED=False, SIGMOID=False, SOFTPLUS=given.dt_softplus,
+        False, args.state, (args.pending_B, args.pending_x, args.pending_dt), (args.B, args.x, args.dt, None), args.C,
+        args.step, (args.A, args.dt_bias, args.D), (1.0, 0.0, float(args.dt_min), most),
+        NORMALISED=False, SIGMOID=False, SOFTPLUS=args.dt_softplus,
     )  # fmt: skip

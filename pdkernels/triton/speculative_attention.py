@@ -28,7 +28,7 @@ from torch import Tensor
 from pdkernels._attention import SpeculativeArguments
 from pdkernels.triton import _blocking
 from pdkernels.triton import _blocks as blocks
-from pdkernels.triton._append import append_part
+from pdkernels.triton._append import append_chunk
 from pdkernels.triton._blocking import CONTRACTED, Blocking
 from pdkernels.triton._blocks import LN_2, addressable, split_head_dim
 
@@ -115,11 +115,11 @@ def _prefix_steps(
     those before a row's own of `starts`, if there are any."""
     for step in range(0, tl.cdiv(last - first, BLOCK_N)):
         start = first + step * BLOCK_N
-        left = end - start
+        keys_left = end - start
         rows = tl.arange(0, BLOCK_N)
         mask = None
         if MASKED:
-            mask = rows[None, :] < left
+            mask = rows[None, :] < keys_left
         if starts is not None:
             late = start + rows[None, :] >= starts[:, None]
             mask = mask & late if MASKED else late
@@ -133,24 +133,24 @@ def _prefix_steps(
             else:
                 k_rows = k + slot * k_stride
                 v_rows = v + slot * v_stride
-            key = blocks.load(k_rows, k_stride, left, BLOCK_N, HEAD_DIM, D0, D1, MASKED)
-            value = blocks.load(v_rows, v_stride, left, BLOCK_N, HEAD_DIM, D0, D1, MASKED)
+            key = blocks.load(k_rows, k_stride, keys_left, BLOCK_N, HEAD_DIM, D0, D1, MASKED)
+            value = blocks.load(v_rows, v_stride, keys_left, BLOCK_N, HEAD_DIM, D0, D1, MASKED)
             if CODES:
                 k_rows = k_rows + rows * k_stride
                 v_rows = v_rows + rows * v_stride
         else:
             pages = table + (start + rows) // PAGE_SIZE
-            page = tl.load(pages, mask=rows < left, other=0) if MASKED else tl.load(pages)
+            page = tl.load(pages, mask=rows < keys_left, other=0) if MASKED else tl.load(pages)
             page = page.to(tl.int64)
             slot = ((start + rows) % PAGE_SIZE).to(tl.int64)
             k_rows = k + (page * k_page + slot * k_stride)
             v_rows = v + (page * v_page + slot * v_stride)
-            key = blocks.load(k_rows[:, None], 0, left, BLOCK_N, HEAD_DIM, D0, D1, MASKED)
-            value = blocks.load(v_rows[:, None], 0, left, BLOCK_N, HEAD_DIM, D0, D1, MASKED)
+            key = blocks.load(k_rows[:, None], 0, keys_left, BLOCK_N, HEAD_DIM, D0, D1, MASKED)
+            value = blocks.load(v_rows[:, None], 0, keys_left, BLOCK_N, HEAD_DIM, D0, D1, MASKED)
         key_scales = None
         if CODES:
-            key_scales = blocks.load_scales(k_rows, left, BLOCK_N, HEAD_DIM, MASKED)
-            value_scales = blocks.load_scales(v_rows, left, BLOCK_N, HEAD_DIM, MASKED)
+            key_scales = blocks.load_scales(k_rows, keys_left, BLOCK_N, HEAD_DIM, MASKED)
+            value_scales = blocks.load_scales(v_rows, keys_left, BLOCK_N, HEAD_DIM, MASKED)
             key = blocks.from_codes(key, None, query, D1)
             value = blocks.from_codes(value, value_scales, query, D1)
         acc, m_i, l_i = blocks.attention_step(
@@ -167,25 +167,25 @@ def _tail_step(
     BASE_2: tl.constexpr, FOLD_SCALE: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
     """A cut of a tile for the rows of one query tile; `row` is the index of each row in it, out of range for others."""
-    inside = (row >= 0) & (row < BLOCK_Q)
+    in_tile = (row >= 0) & (row < BLOCK_Q)
     start = tile.to(tl.int64) * BLOCK_K + column
-    left = new - start
-    key = blocks.load(k + start * k_stride, k_stride, left, BLOCK_N, HEAD_DIM, D0, D1, True)
-    value = blocks.load(v + start * v_stride, v_stride, left, BLOCK_N, HEAD_DIM, D0, D1, True)
+    keys_left = new - start
+    key = blocks.load(k + start * k_stride, k_stride, keys_left, BLOCK_N, HEAD_DIM, D0, D1, True)
+    value = blocks.load(v + start * v_stride, v_stride, keys_left, BLOCK_N, HEAD_DIM, D0, D1, True)
     key_scales = None
     if CODES:
         at = start + tl.arange(0, BLOCK_N)
-        key_scales = blocks.load_scales(k + at * k_stride, left, BLOCK_N, HEAD_DIM, True)
-        value_scales = blocks.load_scales(v + at * v_stride, left, BLOCK_N, HEAD_DIM, True)
+        key_scales = blocks.load_scales(k + at * k_stride, keys_left, BLOCK_N, HEAD_DIM, True)
+        value_scales = blocks.load_scales(v + at * v_stride, keys_left, BLOCK_N, HEAD_DIM, True)
         key = blocks.from_codes(key, None, query, D1)
         value = blocks.from_codes(value, value_scales, query, D1)
-    mask = inside[:, None] & blocks.first_ones(left, BLOCK_N)[None, :] if bitmap is None else inside[:, None]
+    mask = in_tile[:, None] & blocks.first_ones(keys_left, BLOCK_N)[None, :] if bitmap is None else in_tile[:, None]
     if starts is not None:
         mask &= start + tl.arange(0, BLOCK_N)[None, :] >= starts[:, None]
     if bitmap is not None:
         # `visible` counts rows from its argument.
-        shift = tl.where(inside, row, 0) - tl.arange(0, BLOCK_M)
-        mask &= blocks.visible(bitmaps, bitmap, shift, column, left, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, False)
+        shift = tl.where(in_tile, row, 0) - tl.arange(0, BLOCK_M)
+        mask &= blocks.visible(bitmaps, bitmap, shift, column, keys_left, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, False)
     return blocks.attention_step(
         query, key, value, mask, acc, m_i, l_i, score_scale, D1, BASE_2, FOLD_SCALE, key_scales
     )
@@ -265,13 +265,13 @@ def _split_kernel(
         # No row of the tile sees what is before its first start.
         first_start = tl.min(tl.where(valid, own_starts, length.to(tl.int64)), 0)
         first = tl.maximum(first, tl.minimum(first_start, length).to(tl.int32) // BLOCK_N * BLOCK_N)
-    whole = first + (end - first) // BLOCK_N * BLOCK_N
+    full_end = first + (end - first) // BLOCK_N * BLOCK_N
     acc, m_i, l_i = _prefix_steps(
-        first, whole, end, own_starts, query, acc, m_i, l_i, k_cache, v_cache, kc_stride_b, vc_stride_b, kc_stride, vc_stride,
+        first, full_end, end, own_starts, query, acc, m_i, l_i, k_cache, v_cache, kc_stride_b, vc_stride_b, kc_stride, vc_stride,
         table, score_scale, HEAD_DIM, D0, D1, BLOCK_N, PAGE_SIZE, BASE_2, FOLD_SCALE, CODES, False,
     )  # fmt: skip
     acc, m_i, l_i = _prefix_steps(
-        whole, end, end, own_starts, query, acc, m_i, l_i, k_cache, v_cache, kc_stride_b, vc_stride_b, kc_stride, vc_stride,
+        full_end, end, end, own_starts, query, acc, m_i, l_i, k_cache, v_cache, kc_stride_b, vc_stride_b, kc_stride, vc_stride,
         table, score_scale, HEAD_DIM, D0, D1, BLOCK_LAST, PAGE_SIZE, BASE_2, FOLD_SCALE, CODES, True,
     )  # fmt: skip
 
@@ -304,15 +304,15 @@ def _split_kernel(
     heads = kv_heads * GROUP
     # (splits, batch, new, heads, head_dim) and (splits, batch, heads, new); packed (splits, rows, heads, head_dim), (splits, heads, rows)
     if begins is None:
-        part = split * batch_size.to(tl.int64) + batch
-        in_results = part * new + token
+        result = split * batch_size.to(tl.int64) + batch
+        in_results = result * new + token
     else:
         in_results = split * all_rows.to(tl.int64) + begin + token
     out_rows = out + (in_results * heads + head) * HEAD_DIM
     acc = blocks.divide_rows(acc, l_i, D1)
     blocks.store(out_rows[:, None], 0, rows_left, acc, HEAD_DIM, D0, D1)
     log_sum = (m_i + tl.log2(l_i)) * LN_2 if BASE_2 else m_i + tl.log(l_i)
-    lse_rows = lse + ((part * heads + head) * new if begins is None else (split * heads + head) * all_rows + begin)
+    lse_rows = lse + ((result * heads + head) * new if begins is None else (split * heads + head) * all_rows + begin)
     tl.store(lse_rows + token, log_sum, mask=rows < new * GROUP)
     if APPEND:
         # The first split is always in use, and has the tail only if it is the only one. Nothing reads past the prefix.
@@ -322,7 +322,7 @@ def _split_kernel(
             if begins is not None:
                 row_tiles = tl.maximum(tl.cdiv(new * GROUP, BLOCK_M), 1)
                 append_rows = new if sources is None else append_rows
-            append_part(
+            append_chunk(
                 row_start // BLOCK_M, row_tiles, lengths, counts, batch, sources, source_stride, append_rows, new,
                 capacity, table, pages, k_new, v_new, kn_stride, vn_stride, k_cache, v_cache, kc_stride_b, vc_stride_b,
                 kc_stride, vc_stride, ROW, ROW_0, ROW_1, PAGE_SIZE,
@@ -331,7 +331,7 @@ def _split_kernel(
 
 @triton.jit(do_not_specialize=["batch_size", "new", "all_rows", "capacity", "splits"])
 def _merge_kernel(
-    parts, part_lse, lengths, floors, begins, out, lse, batch_size, new, all_rows, heads, capacity, splits,
+    partial_out, partial_lse, lengths, floors, begins, out, lse, batch_size, new, all_rows, heads, capacity, splits,
     SPLITS: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The splits' results, each weighted by its share of the total sum of exponentials; SPLITS is at least `splits`."""
@@ -350,13 +350,13 @@ def _merge_kernel(
         first_lse = begin
         lse_stride = all_rows
     rows = row_start + tl.arange(0, ROWS)
-    inside = rows < new * heads
+    row_mask = rows < new * heads
     lse_rows = first_lse + (rows % heads).to(tl.int64) * lse_stride + rows // heads
     lse_step = all_rows.to(tl.int64) * heads
     split = tl.arange(0, SPLITS)
     log_sums = tl.load(
-        part_lse + split[:, None] * lse_step + lse_rows[None, :],
-        mask=(split[:, None] < in_use) & inside[None, :], other=float("-inf"),
+        partial_lse + split[:, None] * lse_step + lse_rows[None, :],
+        mask=(split[:, None] < in_use) & row_mask[None, :], other=float("-inf"),
     )  # fmt: skip
     m_i = tl.max(log_sums, 0)
     origin = tl.where(m_i == float("-inf"), 0.0, m_i)
@@ -364,39 +364,39 @@ def _merge_kernel(
 
     columns = tl.arange(0, WIDTH)
     offsets = (begin * heads + rows)[:, None] * HEAD_DIM + columns[None, :]
-    there = inside[:, None] & (columns[None, :] < HEAD_DIM)
+    mask = row_mask[:, None] & (columns[None, :] < HEAD_DIM)
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
-    for part in tl.range(0, in_use, loop_unroll_factor=4):
-        weight = tl.exp(tl.load(part_lse + part * lse_step + lse_rows, mask=inside, other=float("-inf")) - origin)
-        acc += weight[:, None] * tl.load(parts + part * lse_step * HEAD_DIM + offsets, mask=there, other=0.0)
+    for index in tl.range(0, in_use, loop_unroll_factor=4):
+        weight = tl.exp(tl.load(partial_lse + index * lse_step + lse_rows, mask=row_mask, other=float("-inf")) - origin)
+        acc += weight[:, None] * tl.load(partial_out + index * lse_step * HEAD_DIM + offsets, mask=mask, other=0.0)
     acc = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
-    tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=there)
-    tl.store(lse + lse_rows, origin + tl.log(l_i), mask=inside)
+    tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=mask)
+    tl.store(lse + lse_rows, origin + tl.log(l_i), mask=row_mask)
 
 
-def forward(given: SpeculativeArguments, *, append: bool = False) -> tuple[Tensor, Tensor]:
+def forward(args: SpeculativeArguments, *, append: bool = False) -> tuple[Tensor, Tensor]:
     """``(out, lse)``: out like q but contiguous, the natural log-sum-exp in float32 ``(batch, q_heads, new)``.
 
     What lies past a sequence's length, in the cache or in the table, is not read. With `append` the new tokens that
     `source_index` names, None: all, are stored there, the first `counts` of them. Packed sequences have results
     ``(rows, heads, head_dim)`` and ``(q_heads, rows)``.
     """
-    q, k_new, v_new, k_cache, v_cache = given[:5]
-    cu_seqlens, block_table, starts, counts = given.cu_seqlens, given.block_table, given.starts, given.counts
+    q, k_new, v_new, k_cache, v_cache = args[:5]
+    cu_seqlens, block_table, starts, counts = (args.cu_seqlens, args.block_table, args.starts, args.counts)
     if cu_seqlens is not None:
         q, k_new, v_new = (x.unsqueeze(0) for x in (q, k_new, v_new))
         cu_seqlens = cu_seqlens.contiguous()
     q, k_new, v_new = (addressable(x) for x in (q, k_new, v_new))  # a cache that is not was refused
-    lengths = given.lengths.contiguous()
+    lengths = args.lengths.contiguous()
     counts = None if counts is None else counts.contiguous()
     if block_table is not None and block_table.stride(1) != 1:
         block_table = block_table.contiguous()
     entries, rows_each, heads, head_dim = q.shape
-    batch, new = given.batch, given.new
+    batch, new = args.batch, args.new
     floors = None
     if starts is not None:
         floors = starts.amin(1)
-        if given.starts_by_row and cu_seqlens is not None:
+        if args.starts_by_row and cu_seqlens is not None:
             floors = _first_starts(starts, cu_seqlens, batch)
     starts_strides = (0, 0) if starts is None else (starts.stride(0), 0 if starts.shape[1] == 1 else starts.stride(1))
     kv_heads = k_new.shape[2]
@@ -404,52 +404,52 @@ def forward(given: SpeculativeArguments, *, append: bool = False) -> tuple[Tenso
     blocking = choose_decode_blocking(q, new * group)
     row_tiles = triton.cdiv(new * group, blocking.block_m)
     page_size = 0 if block_table is None else k_cache.shape[1]
-    append_rows = new if given.source_index is None else given.source_index.shape[1]
-    splits = choose_splits(given.capacity, kv_heads * row_tiles)
+    append_rows = new if args.source_index is None else args.source_index.shape[1]
+    splits = choose_splits(args.capacity, kv_heads * row_tiles)
 
-    out = torch.empty(given.q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(given.lse_shape, dtype=torch.float32, device=q.device)
-    parts, part_lse = out, lse
+    out = torch.empty(args.q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(args.lse_shape, dtype=torch.float32, device=q.device)
+    partial_out, partial_lse = out, lse
     if splits > 1:
-        parts = torch.empty((splits, *out.shape), dtype=torch.float32, device=q.device)
-        part_lse = torch.empty((splits, *lse.shape), dtype=torch.float32, device=q.device)
+        partial_out = torch.empty((splits, *out.shape), dtype=torch.float32, device=q.device)
+        partial_lse = torch.empty((splits, *lse.shape), dtype=torch.float32, device=q.device)
     if out.numel() == 0:
         return out, lse
     first, second = split_head_dim(head_dim)
     row = k_cache.shape[3]  # an 8-bit cache has the scale behind the codes
     base_2 = q.element_size() == 2
     _split_kernel[(splits * batch * kv_heads * row_tiles,)](
-        q, k_new, v_new, k_cache, v_cache, lengths, block_table, given.plan_rows, given.plan_lists, given.bitmaps,
-        parts, part_lse, counts, given.source_index, starts, floors, cu_seqlens,
-        None if given.sinks is None else given.sinks.contiguous(),
+        q, k_new, v_new, k_cache, v_cache, lengths, block_table, args.plan_rows, args.plan_lists, args.bitmaps,
+        partial_out, partial_lse, counts, args.source_index, starts, floors, cu_seqlens,
+        None if args.sinks is None else args.sinks.contiguous(),
         *(stride for x in (q, k_new, v_new, k_cache, v_cache) for stride in x.stride()[:3]),
-        0 if block_table is None else block_table.stride(0), given.plan_rows.stride(0) if given.plan_rows.dim() == 3 else 0,
-        *((0, 0) if given.source_index is None else given.source_index.stride()), *starts_strides,
-        batch, new, entries * rows_each, kv_heads, given.capacity, splits, row_tiles, append_rows, k_cache.shape[0],
-        given.scale * math.log2(math.e) if base_2 else given.scale,
-        GROUP=group, HEAD_DIM=head_dim, D0=first, D1=second, BLOCK_Q=given.block_q, BLOCK_K=given.block_k,
+        0 if block_table is None else block_table.stride(0), args.plan_rows.stride(0) if args.plan_rows.dim() == 3 else 0,
+        *((0, 0) if args.source_index is None else args.source_index.stride()), *starts_strides,
+        batch, new, entries * rows_each, kv_heads, args.capacity, splits, row_tiles, append_rows, k_cache.shape[0],
+        args.scale * math.log2(math.e) if base_2 else args.scale,
+        GROUP=group, HEAD_DIM=head_dim, D0=first, D1=second, BLOCK_Q=args.block_q, BLOCK_K=args.block_k,
         BLOCK_M=blocking.block_m, BLOCK_N=blocking.block_n, BLOCK_LAST=blocking.masked,
-        BLOCK_TAIL=min(blocking.masked, given.block_k & -given.block_k), PAGE_SIZE=page_size,
-        BASE_2=base_2, FOLD_SCALE=given.scale > 0, APPEND=append, STARTS_BY_ROW=given.starts_by_row,
-        CODES=given.quantized, ROW=row, ROW_0=split_head_dim(row)[0], ROW_1=split_head_dim(row)[1], num_warps=blocking.warps,
+        BLOCK_TAIL=min(blocking.masked, args.block_k & -args.block_k), PAGE_SIZE=page_size,
+        BASE_2=base_2, FOLD_SCALE=args.scale > 0, APPEND=append, STARTS_BY_ROW=args.starts_by_row,
+        CODES=args.quantized, ROW=row, ROW_0=split_head_dim(row)[0], ROW_1=split_head_dim(row)[1], num_warps=blocking.warps,
         **CONTRACTED,
         # A load by way of the block table takes a stage for the table's entry as well. Short steps would buffer K and V for it,
         # 137 KiB at d=256, more than sm_86 has.
         num_stages=2 * blocking.stages - 1 if page_size and blocking.block_n > 32 else blocking.stages,
     )  # fmt: skip
     if splits > 1:
-        merge(parts, part_lse, out, lse, given, lengths, floors, cu_seqlens, splits)
+        merge(partial_out, partial_lse, out, lse, args, lengths, floors, cu_seqlens, splits)
     return out, lse
 
 
 def merge(
-    parts: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, given: SpeculativeArguments,
+    partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor, args: SpeculativeArguments,
     lengths: Tensor, floors: Tensor | None, cu_seqlens: Tensor | None, splits: int,
 ) -> None:  # fmt: skip
-    """Merges the splits' results; the tensors after `given` are contiguous."""
-    rows, new, (heads, head_dim) = 4, given.new, given.q.shape[-2:]
-    _merge_kernel[(triton.cdiv(new * heads, rows) * given.batch,)](
-        parts, part_lse, lengths, floors, cu_seqlens, out, lse, given.batch, new, lse.numel() // heads, heads, given.capacity, splits,
+    """Merges the splits' results; the tensors after `args` are contiguous."""
+    rows, new, (heads, head_dim) = 4, args.new, args.q.shape[-2:]
+    _merge_kernel[(triton.cdiv(new * heads, rows) * args.batch,)](
+        partial_out, partial_lse, lengths, floors, cu_seqlens, out, lse, args.batch, new, lse.numel() // heads, heads, args.capacity, splits,
         SPLITS=triton.next_power_of_2(splits), ROWS=rows, HEAD_DIM=head_dim,
         WIDTH=triton.next_power_of_2(head_dim), num_warps=4, **CONTRACTED,
     )  # fmt: skip
@@ -469,8 +469,8 @@ def choose_decode_blocking(q: Tensor, rows: int) -> Blocking:
     limits = _TABLE[
         "few" if half and rows <= FEW_ROWS else "many", _blocking.architecture(q.device) if half else "fp32"
     ]
-    wanted = limits[min(limit for limit in limits if q.shape[-1] <= limit)]
-    return wanted._replace(block_m=min(wanted.block_m, max(16, triton.next_power_of_2(rows))))
+    entry = limits[min(limit for limit in limits if q.shape[-1] <= limit)]
+    return entry._replace(block_m=min(entry.block_m, max(16, triton.next_power_of_2(rows))))
 
 
 def choose_splits(capacity: int, programs: int) -> int:
