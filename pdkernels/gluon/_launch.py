@@ -42,16 +42,16 @@ KEY_STEPS = {64: Steps(64, 4), 128: Steps(64, 4)}
 SECTION_BYTES = 24 * 2**20
 
 
-def serves(given: AttentionArguments) -> bool:
+def serves(args: AttentionArguments) -> bool:
     """Whether the kernel computes this call; the Triton kernel computes all."""
-    q, k, v = given.q, given.k, given.v
+    q, k, v = args.q, args.k, args.v
     batch, q_len, heads, head_dim = q.shape
     group = heads // k.shape[2]
     return (
         head_dim in STEPS
         and q.dtype in ELEMENTS
-        and (given.block_q % 128 == 0 or (given.block_q == 64 and group % 2 == 0))
-        and given.block_k % STEPS[head_dim].block_n == 0
+        and (args.block_q % 128 == 0 or (args.block_q == 64 and group % 2 == 0))
+        and args.block_k % STEPS[head_dim].block_n == 0
         and min(batch, q_len, k.shape[1]) > 0
         and all(describable(x) for x in (q, k, v))
     )
@@ -88,25 +88,25 @@ class Work(NamedTuple):
     """Pairs of a sample and a KV head, how many of them are worked on at a time, tiles of 128 rows of all."""
 
     @classmethod
-    def of(cls, given: AttentionArguments) -> Work:
-        (batch, q_len, heads, head_dim), (kv_len, kv_heads) = given.q.shape, given.k.shape[1:3]
-        tiles, sequences = triton.cdiv(q_len, given.block_q), batch * kv_heads
-        items = batch * heads * tiles * given.block_q // 128
-        section = max(1, min(sequences, SECTION_BYTES // (2 * kv_len * head_dim * given.q.element_size())))
-        rows_stride = given.plan_rows.stride(0) if given.plan_rows.dim() == 3 else 0
-        programs = min(items, processors(given.q.device))
+    def of(cls, args: AttentionArguments) -> Work:
+        (batch, q_len, heads, head_dim), (kv_len, kv_heads) = args.q.shape, args.k.shape[1:3]
+        tiles, sequences = triton.cdiv(q_len, args.block_q), batch * kv_heads
+        items = batch * heads * tiles * args.block_q // 128
+        section = max(1, min(sequences, SECTION_BYTES // (2 * kv_len * head_dim * args.q.element_size())))
+        rows_stride = args.plan_rows.stride(0) if args.plan_rows.dim() == 3 else 0
+        programs = min(items, processors(args.q.device))
         return cls(programs, tiles, rows_stride, (q_len, kv_len, kv_heads), (sequences, section, items))
 
 
-def constants(given: AttentionArguments, steps: Steps) -> dict[str, int | bool]:
+def constants(args: AttentionArguments, steps: Steps) -> dict[str, int | bool]:
     return {
-        "GROUP": given.q.shape[2] // given.k.shape[2],
-        "HEAD_DIM": given.q.shape[3],
-        "BLOCK_Q": given.block_q,
-        "BLOCK_K": given.block_k,
+        "GROUP": args.q.shape[2] // args.k.shape[2],
+        "HEAD_DIM": args.q.shape[3],
+        "BLOCK_Q": args.block_q,
+        "BLOCK_K": args.block_k,
         "BLOCK_N": steps.block_n,
         "STAGES": steps.stages,
-        "FOLD_SCALE": given.scale > 0,
+        "FOLD_SCALE": args.scale > 0,
         "num_warps": 4,
         **CONTRACTED,
     }
@@ -118,57 +118,60 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-def forward(given: AttentionArguments) -> tuple[Tensor, Tensor]:
+def forward(args: AttentionArguments) -> tuple[Tensor, Tensor]:
     """``(out, lse)`` as `pdkernels.triton.block_sparse_attention.forward` returns them, for a call that the kernel `serves`."""
-    q, k, v = given.q, given.k, given.v
+    q, k, v = args.q, args.k, args.v
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(given.lse_shape, dtype=torch.float32, device=q.device)
-    steps, work = STEPS[q.shape[3]], Work.of(given)
+    lse = torch.empty(args.lse_shape, dtype=torch.float32, device=q.device)
+    steps, work = STEPS[q.shape[3]], Work.of(args)
     forward_kernel[(work.programs,)](
         describe(q, 64), describe(k, steps.block_n), describe(v, steps.block_n), describe(out, 64), lse,
-        None if given.sinks is None else given.sinks.contiguous(), *given[3:6], work.rows_stride, work.tiles, *work.lengths,
-        *work.order, given.scale * math.log2(math.e), **constants(given, steps),
+        None if args.sinks is None else args.sinks.contiguous(), *args[3:6], work.rows_stride, work.tiles, *work.lengths,
+        *work.order, args.scale * math.log2(math.e), **constants(args, steps),
     )  # fmt: skip
     return out, lse
 
 
 def serves_gradients(gradients: GradientArguments) -> bool:
     """Whether the kernels of the gradients compute this call; the Triton kernels compute all."""
-    given = gradients.forward
+    args = gradients.forward
     return (
-        serves(given)
-        and given.block_k % GRADIENT_STEPS[given.q.shape[3]].block_n == 0
-        and describable(gradients.grad_out)
+        serves(args) and args.block_k % GRADIENT_STEPS[args.q.shape[3]].block_n == 0 and describable(gradients.grad_out)
     )
 
 
 def of_queries(gradients: GradientArguments, dq: Tensor, saved: Saved) -> None:
     """Writes dQ and what `of_keys` needs, for a call that the kernels serve."""
-    given, grad_lse = gradients.forward, gradients.grad_lse
-    steps, work, grad = GRADIENT_STEPS[given.q.shape[3]], Work.of(given), gradients.grad_out
+    args, grad_lse = gradients.forward, gradients.grad_lse
+    steps, work, grad = GRADIENT_STEPS[args.q.shape[3]], Work.of(args), gradients.grad_out
     dq_kernel[(work.programs,)](
-        describe(given.q, 64), describe(grad, 64), describe(given.k, steps.block_n), describe(given.v, steps.block_n),
+        describe(args.q, 64), describe(grad, 64), describe(args.k, steps.block_n), describe(args.v, steps.block_n),
         describe(dq, 64), grad, gradients.out.contiguous(), gradients.lse.contiguous(),
-        None if grad_lse is None else grad_lse.contiguous(), *saved, *given[3:6], *grad.stride()[:3], work.rows_stride, work.tiles,
-        saved.lse.shape[2], *work.lengths, *work.order, given.scale * math.log2(math.e), given.scale, **constants(given, steps),
+        None if grad_lse is None else grad_lse.contiguous(), *saved, *args[3:6], *grad.stride()[:3], work.rows_stride, work.tiles,
+        saved.lse.shape[2], *work.lengths, *work.order, args.scale * math.log2(math.e), args.scale, **constants(args, steps),
     )  # fmt: skip
 
 
 def of_keys(
-    gradients: GradientArguments, saved: Saved, parts: tuple[Tensor, Tensor], plan_rows: Tensor, pieces: int, piece: int
+    gradients: GradientArguments,
+    saved: Saved,
+    partials: tuple[Tensor, Tensor],
+    plan_rows: Tensor,
+    pieces: int,
+    piece: int,
 ) -> None:
     """Writes dK and dV, or a sum for each piece of the query heads, from what `of_queries` saved. `plan_rows`: those of the keys."""
-    given, grad = gradients.forward, gradients.grad_out
-    (batch, _, heads, head_dim), (kv_len, kv_heads) = given.q.shape, given.k.shape[1:3]
-    programs = batch * kv_heads * pieces * plan_rows.shape[-2] * given.block_k // 128
+    args, grad = gradients.forward, gradients.grad_out
+    (batch, _, heads, head_dim), (kv_len, kv_heads) = args.q.shape, args.k.shape[1:3]
+    programs = batch * kv_heads * pieces * plan_rows.shape[-2] * args.block_k // 128
     rows_stride = plan_rows.stride(0) if plan_rows.dim() == 3 else 0
     steps = KEY_STEPS[head_dim]
     dkv_kernel[(programs,)](
-        *(describe(x, steps.block_n) for x in (given.q, grad)), *(describe_rows(x, steps.block_n) for x in saved),
-        *(describe(x, 64) for x in (given.k, given.v)),
-        *parts, plan_rows, *given[4:6], rows_stride, kv_len, kv_heads, batch * kv_heads, pieces, piece,
-        given.scale * math.log2(math.e), given.scale, GROUP=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_Q=given.block_q,
-        BLOCK_K=given.block_k, BLOCK_M=steps.block_n, STAGES=steps.stages, FOLD_SCALE=given.scale > 0, num_warps=4, **CONTRACTED,
+        *(describe(x, steps.block_n) for x in (args.q, grad)), *(describe_rows(x, steps.block_n) for x in saved),
+        *(describe(x, 64) for x in (args.k, args.v)),
+        *partials, plan_rows, *args[4:6], rows_stride, kv_len, kv_heads, batch * kv_heads, pieces, piece,
+        args.scale * math.log2(math.e), args.scale, GROUP=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_Q=args.block_q,
+        BLOCK_K=args.block_k, BLOCK_M=steps.block_n, STAGES=steps.stages, FOLD_SCALE=args.scale > 0, num_warps=4, **CONTRACTED,
     )  # fmt: skip
 
 

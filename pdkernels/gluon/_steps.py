@@ -34,9 +34,9 @@ def rows_layout(head_dim, warps):
 def bits_layout(columns):
     """Of ``(64, columns / 32, 4, 4, 2)`` bits, such that a reshape to ``(64, columns)`` moves nothing between threads: of a word's bits
     ``8 i + 2 j + k`` a thread holds those of one j, in registers."""
-    words = [[0, 1 << i, 0, 0, 0] for i in range((columns // 32).bit_length() - 1)]
+    word_bases = [[0, 1 << i, 0, 0, 0] for i in range((columns // 32).bit_length() - 1)]
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 0, 0, 1], [8, 0, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0], *words],
+        reg_bases=[[0, 0, 0, 0, 1], [8, 0, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0], *word_bases],
         lane_bases=[[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [1, 0, 0, 0, 0], [2, 0, 0, 0, 0], [4, 0, 0, 0, 0]],
         warp_bases=[[16, 0, 0, 0, 0], [32, 0, 0, 0, 0]],
         block_bases=[],
@@ -82,33 +82,33 @@ def words_layout(columns):
 
 @gluon.jit
 def words_of(
-    bitmaps, bitmap, left, row, column,
+    bitmaps, bitmap, columns_left, row, column,
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """The part ``[row : row + 64, column : column + BLOCK_N]`` of a bitmap, all ones for bitmap -1, as `shifted` words."""
     WORDS: gl.constexpr = words_layout(BLOCK_N)
     TILE_WORDS: gl.constexpr = (BLOCK_K + 31) // 32
     rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, WORDS))
-    words = gl.arange(0, BLOCK_N // 32, layout=gl.SliceLayout(0, WORDS))
+    word = gl.arange(0, BLOCK_N // 32, layout=gl.SliceLayout(0, WORDS))
     at = bitmaps + bitmap.to(gl.int64) * (BLOCK_Q * TILE_WORDS) + column // 32
-    loaded = gl.load(at + rows[:, None] * TILE_WORDS + words[None, :], mask=bitmap >= 0, other=-1)
-    return shifted(loaded, left, BLOCK_N)
+    loaded = gl.load(at + rows[:, None] * TILE_WORDS + word[None, :], mask=bitmap >= 0, other=-1)
+    return shifted(loaded, columns_left, BLOCK_N)
 
 
 @gluon.jit
-def shifted(loaded, left, BLOCK_N: gl.constexpr):
-    """Words, each shifted for the columns of its thread. Columns from `left` on are 0, which costs nothing for each element."""
+def shifted(loaded, columns_left, BLOCK_N: gl.constexpr):
+    """Words, each shifted for the columns of its thread. Columns from `columns_left` on are 0, which costs nothing for each element."""
     GROUPS: gl.constexpr = gl.SliceLayout(4, bits_layout(BLOCK_N))
     PAIRS: gl.constexpr = gl.SliceLayout(2, GROUPS)
-    words = gl.arange(0, BLOCK_N // 32, layout=gl.SliceLayout(0, words_layout(BLOCK_N)))
-    kept = gl.minimum(gl.maximum(left - 32 * words, 0), 32)
-    loaded &= gl.where(kept == 32, -1, (1 << kept) - 1)[None, :]
+    word = gl.arange(0, BLOCK_N // 32, layout=gl.SliceLayout(0, words_layout(BLOCK_N)))
+    valid_bits = gl.minimum(gl.maximum(columns_left - 32 * word, 0), 32)
+    loaded &= gl.where(valid_bits == 32, -1, (1 << valid_bits) - 1)[None, :]
     pair = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, PAIRS)))
     return loaded[:, :, None] >> (2 * pair)[None, None, :]
 
 
 @gluon.jit
-def hide(s, words):
+def hide(s, mask):
     """Scores, -inf where the bit is 0. The compiler knows the position of every bit, so that a test takes one instruction."""
     BLOCK_N: gl.constexpr = s.shape[1]
     BITS: gl.constexpr = bits_layout(BLOCK_N)
@@ -118,16 +118,16 @@ def hide(s, words):
     bit = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, BITS)))))
     tested = first[:, :, :, :, None] << bit[None, None, None, None, :]
     zeros = gl.zeros_like(tested)
-    words = gl.reshape(words[:, :, None, :][:, :, :, :, None] | zeros, [64, BLOCK_N])
+    mask = gl.reshape(mask[:, :, None, :][:, :, :, :, None] | zeros, [64, BLOCK_N])
     tested = gl.reshape(tested | gl.zeros([64, BLOCK_N // 32, 4, 4, 2], gl.int32, BITS), [64, BLOCK_N])
     SCORES: gl.constexpr = scores_layout(BLOCK_N)
-    words = gl.convert_layout(words, SCORES, assert_trivial=True)
+    mask = gl.convert_layout(mask, SCORES, assert_trivial=True)
     tested = gl.convert_layout(tested, SCORES, assert_trivial=True)
-    return hidden(s, words, tested)
+    return hidden(s, mask, tested)
 
 
 @gluon.jit
-def hidden(s, words, tested):
+def hidden(s, mask, tested):
     """Scores, -inf where a word has none of the bits that are tested."""
     # Written out, since LLVM would gather booleans in words.
     return gl.inline_asm_elementwise(
@@ -140,27 +140,28 @@ def hidden(s, words, tested):
         selp.f32 $0, $1, 0fFF800000, seen;
         }
         """,
-        "=f,f,r,r", [s, words, tested], dtype=gl.float32, is_pure=True, pack=1,
+        "=f,f,r,r", [s, mask, tested], dtype=gl.float32, is_pure=True, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
-def softmax(s, words, peak, total, score_scale, FOLD_SCALE: gl.constexpr):
-    """``(weights, factor of what was added up before, maximum, sum)`` of each row, in base 2. `words` None: everything is visible."""
+def softmax(s, mask, m_i, l_i, score_scale, FOLD_SCALE: gl.constexpr):
+    """``(p, alpha, m_i, l_i)`` of each row, in base 2: the weights of a step, the factor of what was added up before it, and the running
+    maximum and sum. `mask` None: everything is visible."""
     factor = score_scale
     if not FOLD_SCALE:
         s *= score_scale
         factor = 1.0
-    if words is not None:
-        s = hide(s, words)
-    new = gl.maximum(peak, gl.max(s, 1) * factor)
-    origin = new
-    if words is not None:
+    if mask is not None:
+        s = hide(s, mask)
+    m_ij = gl.maximum(m_i, gl.max(s, 1) * factor)
+    origin = m_ij
+    if mask is not None:
         # A row without a visible key so far has the maximum -inf; any finite origin keeps its weights at 0.
-        origin = gl.where(new == float("-inf"), 0.0, new)
+        origin = gl.where(m_ij == float("-inf"), 0.0, m_ij)
     p = gl.exp2(s * factor - origin[:, None])
-    shrink = gl.exp2(peak - origin)
-    return p, shrink, new, total * shrink + gl.sum(p, 1)
+    alpha = gl.exp2(m_i - origin)
+    return p, alpha, m_ij, l_i * alpha + gl.sum(p, 1)
 
 
 @gluon.jit
@@ -184,7 +185,7 @@ def add_values(acc, weights, v_smem, v_ready, count, BLOCK_N: gl.constexpr, STAG
 
 @gluon.jit
 def step(
-    acc, weights, q_smem, k_smem, v_smem, k_ready, v_ready, k_free, v_free, count, words, peak, total, score_scale,
+    acc, weights, q_smem, k_smem, v_smem, k_ready, v_ready, k_free, v_free, count, mask, m_i, l_i, score_scale,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, FOLD_SCALE: gl.constexpr,
 ):  # fmt: skip
     """The scores of step `count` while the values of the step before are added up; its softmax runs beside that second product."""
@@ -192,11 +193,11 @@ def step(
     acc = add_values(acc, weights, v_smem, v_ready, count - 1, BLOCK_N, STAGES)
     s = warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(k_free.index(count % STAGES))
-    p, shrink, peak, total = softmax(s, words, peak, total, score_scale, FOLD_SCALE)
+    p, alpha, m_i, l_i = softmax(s, mask, m_i, l_i, score_scale, FOLD_SCALE)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(v_free.index((count - 1) % STAGES))
-    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, scores_layout(acc.shape[1])))[:, None]
-    return acc, packed(p, v_smem.dtype), peak, total
+    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, scores_layout(acc.shape[1])))[:, None]
+    return acc, packed(p, v_smem.dtype), m_i, l_i
 
 
 @gluon.jit
@@ -214,15 +215,15 @@ def packed(p, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def unpacked(words, DTYPE: gl.constexpr, HEAD_DIM: gl.constexpr):
+def unpacked(packed_weights, DTYPE: gl.constexpr, HEAD_DIM: gl.constexpr):
     """Those weights as an operand."""
     if DTYPE == gl.bfloat16:
         first, second = gl.inline_asm_elementwise(
-            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [words], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
+            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [packed_weights], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
         )
     else:
         first, second = gl.inline_asm_elementwise(
-            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [words], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
+            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [packed_weights], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
         )
-    pairs = gl.reshape(gl.join(first, second), [64, 2 * words.shape[1]])
+    pairs = gl.reshape(gl.join(first, second), [64, 2 * packed_weights.shape[1]])
     return gl.convert_layout(pairs, weights_layout(HEAD_DIM), assert_trivial=True)

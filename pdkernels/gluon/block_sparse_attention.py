@@ -56,7 +56,7 @@ def tile_of(
     PARTS: gl.constexpr = GROUP // HEADS * CUTS
     program, programs = gl.program_id(0), gl.num_programs(0)
     item = turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
-    part = item % PARTS
+    index = item % PARTS
     item = item // PARTS
     first = item // (section * num_tiles) * section
     item = item % (section * num_tiles)
@@ -69,8 +69,8 @@ def tile_of(
     begin, middle, end = gl.load(rows), gl.load(rows + 1), gl.load(rows + 2)
     masked = (end - middle) * (BLOCK_K // BLOCK_N)
     full = steps_in_ranges(lists, begin, middle, BLOCK_K // BLOCK_N)
-    row = part % CUTS * 128
-    return batch, sequence % kv_heads, part // CUTS * HEADS, tile * BLOCK_Q + row, row, begin, middle, masked, full
+    row = index % CUTS * 128
+    return batch, sequence % kv_heads, index // CUTS * HEADS, tile * BLOCK_Q + row, row, begin, middle, masked, full
 
 
 @gluon.jit
@@ -87,19 +87,9 @@ def produce(
     count = 0
     for turn in range(0, turns_of(items)):
         batch, kv_head, in_group, start, row, begin, middle, masked, full = tile_of(
-            turn,
-            plan_rows,
-            lists,
-            rows_stride,
-            num_tiles,
-            kv_heads,
-            sequences,
-            section,
-            GROUP,
-            BLOCK_Q,
-            BLOCK_K,
-            BLOCK_N,
-        )
+            turn, plan_rows, lists, rows_stride, num_tiles, kv_heads, sequences, section,
+            GROUP, BLOCK_Q, BLOCK_K, BLOCK_N,
+        )  # fmt: skip
         head = kv_head * GROUP + in_group
         for half in gl.static_range(2):
             mbarrier.wait(q_free.index(half), (turn & 1) ^ 1)
@@ -139,12 +129,12 @@ def words_of_step(
 ):
     """Which keys each row sees in the i-th of the steps that need a mask; -1: all of them, -2: none."""
     CUTS: gl.constexpr = BLOCK_K // BLOCK_N
-    some = i >= 0
+    has_bitmap = i >= 0
     column = gl.maximum(i, 0) % CUTS * BLOCK_N
-    tile = gl.load(lists + (middle + i // CUTS) * 2, mask=some, other=0)
-    bitmap = gl.load(lists + (middle + i // CUTS) * 2 + 1, mask=some, other=-1)
-    left = gl.where(some, kv_len - tile * BLOCK_K - column, gl.where(i == -1, BLOCK_N, 0))
-    return words_of(bitmaps, bitmap, left, row, column, BLOCK_Q, BLOCK_K, BLOCK_N)
+    tile = gl.load(lists + (middle + i // CUTS) * 2, mask=has_bitmap, other=0)
+    bitmap = gl.load(lists + (middle + i // CUTS) * 2 + 1, mask=has_bitmap, other=-1)
+    columns_left = gl.where(has_bitmap, kv_len - tile * BLOCK_K - column, gl.where(i == -1, BLOCK_N, 0))
+    return words_of(bitmaps, bitmap, columns_left, row, column, BLOCK_Q, BLOCK_K, BLOCK_N)
 
 
 @gluon.jit
@@ -163,49 +153,39 @@ def consume(
     count = 0
     for turn in range(0, turns_of(items)):
         batch, kv_head, in_group, start, row, begin, middle, masked, full = tile_of(
-            turn,
-            plan_rows,
-            lists,
-            rows_stride,
-            num_tiles,
-            kv_heads,
-            sequences,
-            section,
-            GROUP,
-            BLOCK_Q,
-            BLOCK_K,
-            BLOCK_N,
-        )
+            turn, plan_rows, lists, rows_stride, num_tiles, kv_heads, sequences, section,
+            GROUP, BLOCK_Q, BLOCK_K, BLOCK_N,
+        )  # fmt: skip
         head = kv_head * GROUP + in_group + OWN_HEAD
         start += OWN_ROW
         row += OWN_ROW
         mbarrier.wait(q_ready, turn & 1)
-        peak = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-        total = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
+        m_i = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+        l_i = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
         if sinks is not None:  # a score without a value, before all others
             sink = gl.load(sinks + head) * LOG2_E
-            peak = total + sink
-            total = gl.where(peak == float("-inf"), 0.0, 1.0)
+            m_i = l_i + sink
+            l_i = gl.where(m_i == float("-inf"), 0.0, 1.0)
         acc = gl.zeros([64, HEAD_DIM], gl.float32, SUMS)
         # The first step looks at its mask whatever it is.
         s = next_scores(query, k_smem, k_ready, count, BLOCK_N, STAGES)
         only = gl.where(masked > 0, 0, gl.where(full > 0, -1, -2))
-        words = words_of_step(lists, bitmaps, only, middle, row, kv_len, BLOCK_Q, BLOCK_K, BLOCK_N)
+        mask = words_of_step(lists, bitmaps, only, middle, row, kv_len, BLOCK_Q, BLOCK_K, BLOCK_N)
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k_free.index(count % STAGES))
-        p, shrink, peak, total = softmax(s, words, peak, total, score_scale, FOLD_SCALE)
+        p, alpha, m_i, l_i = softmax(s, mask, m_i, l_i, score_scale, FOLD_SCALE)
         weights = packed(p, v_smem.dtype)
         count += 1
         for i in range(1, masked):
-            words = words_of_step(lists, bitmaps, i, middle, row, kv_len, BLOCK_Q, BLOCK_K, BLOCK_N)
-            acc, weights, peak, total = step(
-                acc, weights, query, k_smem, v_smem, k_ready, v_ready, k_free, v_free, count, words, peak, total,
+            mask = words_of_step(lists, bitmaps, i, middle, row, kv_len, BLOCK_Q, BLOCK_K, BLOCK_N)
+            acc, weights, m_i, l_i = step(
+                acc, weights, query, k_smem, v_smem, k_ready, v_ready, k_free, v_free, count, mask, m_i, l_i,
                 score_scale, BLOCK_N, STAGES, FOLD_SCALE,
             )  # fmt: skip
             count += 1
         for _ in range(gl.maximum(masked, 1), masked + full):
-            acc, weights, peak, total = step(
-                acc, weights, query, k_smem, v_smem, k_ready, v_ready, k_free, v_free, count, None, peak, total,
+            acc, weights, m_i, l_i = step(
+                acc, weights, query, k_smem, v_smem, k_ready, v_ready, k_free, v_free, count, None, m_i, l_i,
                 score_scale, BLOCK_N, STAGES, FOLD_SCALE,
             )  # fmt: skip
             count += 1
@@ -215,8 +195,8 @@ def consume(
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_free.index((count - 1) % STAGES))
 
-        nothing = total == 0.0
-        inverse = gl.convert_layout(1.0 / gl.where(nothing, 1.0, total), gl.SliceLayout(1, SUMS))
+        nothing = l_i == 0.0
+        inverse = gl.convert_layout(1.0 / gl.where(nothing, 1.0, l_i), gl.SliceLayout(1, SUMS))
         # A row without weights is 0, even if its zeros met infinite values.
         acc = gl.where(gl.convert_layout(nothing, gl.SliceLayout(1, SUMS))[:, None], 0.0, acc * inverse[:, None])
         tma.store_wait(0)
@@ -224,8 +204,8 @@ def consume(
         fence_async_shared()
         tma.async_copy_shared_to_global(o_desc, [batch, start, head, 0], o_smem)
         rows = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
-        own = lse + ((batch * kv_heads * GROUP + head).to(gl.int64) * q_len + start)
-        gl.store(own + rows, (peak + gl.log2(total)) * LN_2, mask=start + rows < q_len)
+        lse_rows = lse + ((batch * kv_heads * GROUP + head).to(gl.int64) * q_len + start)
+        gl.store(lse_rows + rows, (m_i + gl.log2(l_i)) * LN_2, mask=start + rows < q_len)
     tma.store_wait(0)
 
 

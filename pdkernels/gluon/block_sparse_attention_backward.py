@@ -18,20 +18,20 @@ from pdkernels.gluon.block_sparse_attention import LOG2_E, produce, tile_of, tur
 
 
 @gluon.jit
-def weights_of(s, words, row_lse, score_scale, FOLD_SCALE: gl.constexpr):
+def weights_of(s, mask, row_lse, score_scale, FOLD_SCALE: gl.constexpr):
     """Of scores. Rows that saw nothing have a log-sum-exp of +inf here, and weights of 0."""
     factor = score_scale
     if not FOLD_SCALE:
         s *= score_scale
         factor = 1.0
-    if words is not None:
-        s = hide(s, words)
+    if mask is not None:
+        s = hide(s, mask)
     return gl.exp2(s * factor - row_lse[:, None])
 
 
 @gluon.jit
 def dq_step(
-    acc, gradients, q_smem, grad_smem, k_smem, v_smem, k_ready, v_ready, k_free, v_free, count, words, row_lse, delta,
+    acc, gradients, q_smem, grad_smem, k_smem, v_smem, k_ready, v_ready, k_free, v_free, count, mask, row_lse, delta,
     score_scale, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, FOLD_SCALE: gl.constexpr,
 ):  # fmt: skip
     """Adds the step before to dQ, and computes the gradients of the scores of step `count`."""
@@ -39,7 +39,7 @@ def dq_step(
     dp = next_scores(grad_smem, v_smem, v_ready, count, BLOCK_N, STAGES)
     acc = add_values(acc, gradients, k_smem, k_ready, count - 1, BLOCK_N, STAGES)
     s = warpgroup_mma_wait(2, deps=[s])
-    p = weights_of(s, words, row_lse, score_scale, FOLD_SCALE)
+    p = weights_of(s, mask, row_lse, score_scale, FOLD_SCALE)
     dp = warpgroup_mma_wait(1, deps=[dp])
     mbarrier.arrive(v_free.index(count % STAGES))
     gradients = packed(p * (dp - delta[:, None]), k_smem.dtype)
@@ -113,17 +113,17 @@ def consume_dq(
         s = next_scores(query, k_smem, k_ready, count, BLOCK_N, STAGES)
         dp = next_scores(grad, v_smem, v_ready, count, BLOCK_N, STAGES)
         only = gl.where(masked > 0, 0, gl.where(full > 0, -1, -2))
-        words = words_of_step(lists, bitmaps, only, middle, row, kv_len, BLOCK_Q, BLOCK_K, BLOCK_N)
+        mask = words_of_step(lists, bitmaps, only, middle, row, kv_len, BLOCK_Q, BLOCK_K, BLOCK_N)
         s = warpgroup_mma_wait(1, deps=[s])
-        p = weights_of(s, words, row_lse, score_scale, FOLD_SCALE)
+        p = weights_of(s, mask, row_lse, score_scale, FOLD_SCALE)
         dp = warpgroup_mma_wait(0, deps=[dp])
         mbarrier.arrive(v_free.index(count % STAGES))
         gradients = packed(p * (dp - row_delta[:, None]), k_smem.dtype)
         count += 1
         for i in range(1, masked):
-            words = words_of_step(lists, bitmaps, i, middle, row, kv_len, BLOCK_Q, BLOCK_K, BLOCK_N)
+            mask = words_of_step(lists, bitmaps, i, middle, row, kv_len, BLOCK_Q, BLOCK_K, BLOCK_N)
             acc, gradients = dq_step(
-                acc, gradients, query, grad, k_smem, v_smem, k_ready, v_ready, k_free, v_free, count, words, row_lse,
+                acc, gradients, query, grad, k_smem, v_smem, k_ready, v_ready, k_free, v_free, count, mask, row_lse,
                 row_delta, score_scale, BLOCK_N, STAGES, FOLD_SCALE,
             )  # fmt: skip
             count += 1

@@ -61,7 +61,7 @@ def key_tile_of(
     item = item // sequences
     column = item % CUTS * 128
     item = item // CUTS
-    part = item % pieces
+    piece_index = item % pieces
     batch = sequence // kv_heads
     rows = plan_rows + batch.to(gl.int64) * rows_stride
     tile = gl.load(rows + item // pieces * 4 + 3)
@@ -70,9 +70,9 @@ def key_tile_of(
     masked = (end - middle) * (BLOCK_Q // BLOCK_M)
     full = steps_in_ranges(lists, begin, middle, BLOCK_Q // BLOCK_M)
     kv_head = sequence % kv_heads
-    own = gl.minimum(piece, GROUP - part * piece)
-    head = kv_head * GROUP + part * piece
-    return batch, kv_head, part, head, own, tile * BLOCK_K + column, column, begin, middle, masked, full
+    num_heads = gl.minimum(piece, GROUP - piece_index * piece)
+    head = kv_head * GROUP + piece_index * piece
+    return batch, kv_head, piece_index, head, num_heads, tile * BLOCK_K + column, column, begin, middle, masked, full
 
 
 @gluon.jit
@@ -83,7 +83,7 @@ def produce_queries(
     GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     CUTS: gl.constexpr = BLOCK_Q // BLOCK_M
-    batch, kv_head, part, first_head, own, start, column, begin, middle, masked, full = key_tile_of(
+    batch, kv_head, piece_index, first_head, num_heads, start, column, begin, middle, masked, full = key_tile_of(
         plan_rows, lists, rows_stride, kv_heads, sequences, pieces, piece, GROUP, BLOCK_Q, BLOCK_K, BLOCK_M
     )
     for half in gl.static_range(2):
@@ -95,16 +95,16 @@ def produce_queries(
     query = gl.load(lists + 2 * begin, mask=full > 0, other=0) * CUTS
     last = gl.load(lists + 2 * begin + 1, mask=full > 0, other=0) * CUTS
     # Keys that nobody sees take one step, which the consumers forget.
-    for i in range(0, gl.maximum((masked + full) * own, 1)):
+    for i in range(0, gl.maximum((masked + full) * num_heads, 1)):
         position, head = query, first_head
-        if i < masked * own:
+        if i < masked * num_heads:
             head += i // masked
             visit = i % masked
             position = gl.load(lists + (middle + visit // CUTS) * 2) * CUTS + visit % CUTS
         else:
-            head += (i - masked * own) // gl.maximum(full, 1)
+            head += (i - masked * num_heads) // gl.maximum(full, 1)
             query += 1
-            if (query == last) & (i + 1 < (masked + full) * own):
+            if (query == last) & (i + 1 < (masked + full) * num_heads):
                 pair += 1
                 if pair == middle:  # the next head
                     pair = begin
@@ -134,29 +134,29 @@ def words_of_queries(
     TILE_WORDS: gl.constexpr = (BLOCK_K + 31) // 32
     row = gl.maximum(i, 0) % CUTS * BLOCK_M
     bitmap = gl.load(lists + (middle + i // CUTS) * 2 + 1, mask=i >= 0, other=-1)
-    words = gl.arange(0, 2, layout=gl.SliceLayout(1, WORDS))
+    word = gl.arange(0, 2, layout=gl.SliceLayout(1, WORDS))
     queries = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, WORDS))
     at = bitmaps + (bitmap.to(gl.int64) * (BLOCK_Q * TILE_WORDS) + row * TILE_WORDS + column // 32)
-    return gl.load(at + (queries[None, :] * TILE_WORDS + words[:, None]), mask=bitmap >= 0, other=-1)
+    return gl.load(at + (queries[None, :] * TILE_WORDS + word[:, None]), mask=bitmap >= 0, other=-1)
 
 
 @gluon.jit
-def hide_transposed(s, words):
+def hide_transposed(s, mask):
     """Scores, -inf where the bit of the key is 0."""
     BLOCK_M: gl.constexpr = s.shape[1]
     BITS: gl.constexpr = columns_layout(BLOCK_M)
     bit = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, BITS)))
     tested = (1 << bit)[None, :, None] | gl.zeros([2, 32, BLOCK_M], gl.int32, BITS)
-    words = gl.reshape(words[:, None, :] | gl.zeros([2, 32, BLOCK_M], gl.int32, BITS), [64, BLOCK_M])
+    mask = gl.reshape(mask[:, None, :] | gl.zeros([2, 32, BLOCK_M], gl.int32, BITS), [64, BLOCK_M])
     SCORES: gl.constexpr = scores_layout(BLOCK_M)
-    words = gl.convert_layout(words, SCORES, assert_trivial=True)
+    mask = gl.convert_layout(mask, SCORES, assert_trivial=True)
     tested = gl.convert_layout(gl.reshape(tested, [64, BLOCK_M]), SCORES, assert_trivial=True)
-    return hidden(s, words, tested)
+    return hidden(s, mask, tested)
 
 
 @gluon.jit
 def dkv_step(
-    dk, dv, gradients, key, value, q_smem, grad_smem, lse_smem, delta_smem, q_ready, grad_ready, q_free, grad_free, count, words,
+    dk, dv, gradients, key, value, q_smem, grad_smem, lse_smem, delta_smem, q_ready, grad_ready, q_free, grad_free, count, mask,
     score_scale, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FOLD_SCALE: gl.constexpr,
 ):  # fmt: skip
     """Adds the step before to dK and step `count` to dV, and computes the gradients of its scores. `gradients` None: there is no step before."""
@@ -183,8 +183,8 @@ def dkv_step(
     if not FOLD_SCALE:
         s *= score_scale
         factor = 1.0
-    if words is not None:
-        s = hide_transposed(s, words)
+    if mask is not None:
+        s = hide_transposed(s, mask)
     p = gl.exp2(s * factor - row_lse[None, :])
     dp = warpgroup_mma_wait(0, deps=[dp])
     dv = add_values(dv, packed(p, grad_smem.dtype), grad_smem, grad_ready, count, BLOCK_M, STAGES)
@@ -195,13 +195,15 @@ def dkv_step(
 
 
 @gluon.jit
-def store_rows(out, acc, left, stride):
-    """The first `left` of 64 rows."""
+def store_rows(out, acc, rows_left, stride):
+    """Stores the first `rows_left` of 64 rows."""
     SUMS: gl.constexpr = scores_layout(acc.shape[1])
     rows = gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS))
     columns = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, SUMS))
     gl.store(
-        out + (rows[:, None] * stride + columns[None, :]), acc.to(out.dtype.element_ty), mask=(rows < left)[:, None]
+        out + (rows[:, None] * stride + columns[None, :]),
+        acc.to(out.dtype.element_ty),
+        mask=(rows < rows_left)[:, None],
     )
 
 
@@ -215,30 +217,30 @@ def consume_queries(
     SUMS: gl.constexpr = scores_layout(HEAD_DIM)
     key = k_smem.reshape([64, HEAD_DIM])
     value = v_smem.reshape([64, HEAD_DIM])
-    batch, kv_head, part, head, own, start, column, begin, middle, masked, full = key_tile_of(
+    batch, kv_head, piece_index, head, num_heads, start, column, begin, middle, masked, full = key_tile_of(
         plan_rows, lists, rows_stride, kv_heads, sequences, pieces, piece, GROUP, BLOCK_Q, BLOCK_K, BLOCK_M
     )
     start += 64 * HALF
     column += 64 * HALF
-    steps = gl.maximum((masked + full) * own, 1)
-    in_result = (part * (sequences // kv_heads) + batch).to(gl.int64) * kv_len + start
+    steps = gl.maximum((masked + full) * num_heads, 1)
+    in_result = (piece_index * (sequences // kv_heads) + batch).to(gl.int64) * kv_len + start
     in_result = (in_result * kv_heads + kv_head) * HEAD_DIM
     mbarrier.wait(kv_ready, 0)
     acc_k = gl.zeros([64, HEAD_DIM], gl.float32, SUMS)
     acc_v = gl.zeros([64, HEAD_DIM], gl.float32, SUMS)
     # The first step looks at its mask whatever it is.
-    words = words_of_queries(lists, bitmaps, gl.where(masked > 0, 0, -1), middle, column, BLOCK_Q, BLOCK_K, BLOCK_M)
+    mask = words_of_queries(lists, bitmaps, gl.where(masked > 0, 0, -1), middle, column, BLOCK_Q, BLOCK_K, BLOCK_M)
     acc_k, acc_v, gradients = dkv_step(
         acc_k, acc_v, None, key, value, q_smem, grad_smem, lse_smem, delta_smem, q_ready, grad_ready, q_free, grad_free,
-        0, words, score_scale, BLOCK_M, STAGES, FOLD_SCALE,
+        0, mask, score_scale, BLOCK_M, STAGES, FOLD_SCALE,
     )  # fmt: skip
-    for count in range(1, masked * own):
-        words = words_of_queries(lists, bitmaps, count % masked, middle, column, BLOCK_Q, BLOCK_K, BLOCK_M)
+    for count in range(1, masked * num_heads):
+        mask = words_of_queries(lists, bitmaps, count % masked, middle, column, BLOCK_Q, BLOCK_K, BLOCK_M)
         acc_k, acc_v, gradients = dkv_step(
             acc_k, acc_v, gradients, key, value, q_smem, grad_smem, lse_smem, delta_smem, q_ready, grad_ready, q_free,
-            grad_free, count, words, score_scale, BLOCK_M, STAGES, FOLD_SCALE,
+            grad_free, count, mask, score_scale, BLOCK_M, STAGES, FOLD_SCALE,
         )  # fmt: skip
-    for count in range(gl.maximum(masked * own, 1), steps):
+    for count in range(gl.maximum(masked * num_heads, 1), steps):
         acc_k, acc_v, gradients = dkv_step(
             acc_k, acc_v, gradients, key, value, q_smem, grad_smem, lse_smem, delta_smem, q_ready, grad_ready, q_free,
             grad_free, count, None, score_scale, BLOCK_M, STAGES, FOLD_SCALE,

@@ -109,23 +109,23 @@ def tiles_of(row_start, new, COUNT: gl.constexpr, GROUP: gl.constexpr, BLOCK_Q: 
 
 @gluon.jit
 def copy_rows(
-    source, stride, page_stride, table, start, left, smem,
+    source, stride, page_stride, table, start, rows_left, smem,
     BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Starts copying positions from `start` on, zeros from the `left`-th of them on."""
+    """Starts copying positions from `start` on, zeros from row `rows_left` on."""
     LAYOUT: gl.constexpr = rows_layout(HEAD_DIM, WARPS)
     PART: gl.constexpr = 16 * WARPS
     columns = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LAYOUT))
-    for part in gl.static_range(BLOCK_N // PART):
-        rows = part * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, LAYOUT))
-        there = rows < left
+    for chunk in gl.static_range(BLOCK_N // PART):
+        rows = chunk * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, LAYOUT))
+        mask = rows < rows_left
         slot = (start + rows).to(gl.int64)
         at = slot * stride
         if PAGE_SIZE > 0:
-            page = gl.load(table + slot // PAGE_SIZE, mask=there, other=0).to(gl.int64)
+            page = gl.load(table + slot // PAGE_SIZE, mask=mask, other=0).to(gl.int64)
             at = page * page_stride + slot % PAGE_SIZE * stride
         async_copy.async_copy_global_to_shared(
-            smem.slice(part * PART, PART), source + (at[:, None] + columns[None, :]), mask=there[:, None]
+            smem.slice(chunk * PART, PART), source + (at[:, None] + columns[None, :]), mask=mask[:, None]
         )
 
 
@@ -213,34 +213,34 @@ def produce(
 
 @gluon.jit
 def words_of_step(
-    i, tail, masked, new, left, tokens, rows, lists, bitmaps, first_tile, end_tile,
+    i, tail, masked, new, last_keys, tokens, rows, lists, bitmaps, first_tile, end_tile,
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Which keys of step i each row sees. `tokens`: of the rows; `left`: keys in the last step over the prefix."""
+    """Which keys of step i each row sees. `tokens`: of the rows; `last_keys`: keys in the last step over the prefix."""
     WORDS: gl.constexpr = words_layout(BLOCK_N)
     TILE_WORDS: gl.constexpr = BLOCK_K // 32
-    seen = gl.full([64, BLOCK_N // 32], -1, gl.int32, WORDS)
+    mask = gl.full([64, BLOCK_N // 32], -1, gl.int32, WORDS)
     if i < tail:
-        seen = gl.zeros([64, BLOCK_N // 32], gl.int32, WORDS)
-        words = i * (BLOCK_N // 32) + gl.arange(0, BLOCK_N // 32, layout=gl.SliceLayout(0, WORDS))
-        of_tile = words // TILE_WORDS
+        mask = gl.zeros([64, BLOCK_N // 32], gl.int32, WORDS)
+        word = i * (BLOCK_N // 32) + gl.arange(0, BLOCK_N // 32, layout=gl.SliceLayout(0, WORDS))
+        of_tile = word // TILE_WORDS
         for tile in range(first_tile, end_tile):
             row = tokens - tile * BLOCK_Q
-            inside = (row >= 0) & (row < BLOCK_Q)
+            in_tile = (row >= 0) & (row < BLOCK_Q)
             middle = gl.load(rows + tile * 4 + 1)
             for pair in range(gl.load(rows + tile * 4), middle):
                 full = (of_tile >= gl.load(lists + 2 * pair)) & (of_tile < gl.load(lists + 2 * pair + 1))
-                seen = gl.where(inside[:, None] & full[None, :], -1, seen)
+                mask = gl.where(in_tile[:, None] & full[None, :], -1, mask)
             for visit in range(middle, gl.load(rows + tile * 4 + 2)):
-                here = inside[:, None] & (of_tile == gl.load(lists + 2 * visit))[None, :]
+                here = in_tile[:, None] & (of_tile == gl.load(lists + 2 * visit))[None, :]
                 bitmap = gl.load(lists + 2 * visit + 1)
                 at = bitmaps + bitmap.to(gl.int64) * (BLOCK_Q * TILE_WORDS)
-                own = gl.load(
-                    at + row[:, None] * TILE_WORDS + (words % TILE_WORDS)[None, :], mask=here & (bitmap >= 0), other=-1
+                loaded = gl.load(
+                    at + row[:, None] * TILE_WORDS + (word % TILE_WORDS)[None, :], mask=here & (bitmap >= 0), other=-1
                 )
-                seen = gl.where(here, own, seen)
-    in_step = gl.where(i < tail, new - i * BLOCK_N, gl.where(i < masked, left, BLOCK_N))
-    return shifted(seen, in_step, BLOCK_N)
+                mask = gl.where(here, loaded, mask)
+    in_step = gl.where(i < tail, new - i * BLOCK_N, gl.where(i < masked, last_keys, BLOCK_N))
+    return shifted(mask, in_step, BLOCK_N)
 
 
 @gluon.jit
@@ -269,46 +269,47 @@ def consume(
         q_smem.store(query)
         fence_async_shared()
 
-        peak = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-        total = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
+        m_i = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+        l_i = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
         heads = kv_head * GROUP + (row_start + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))) % GROUP
         if sinks is not None:  # counts once: in the first split, which is always in use
-            peak = gl.where(split == 0, gl.load(sinks + heads) * LOG2_E, peak)
-            total = gl.where(peak == float("-inf"), 0.0, 1.0)
+            m_i = gl.where(split == 0, gl.load(sinks + heads) * LOG2_E, m_i)
+            l_i = gl.where(m_i == float("-inf"), 0.0, 1.0)
         acc = gl.zeros([64, HEAD_DIM], gl.float32, SUMS)
         tokens = (row_start + gl.arange(0, 64, layout=gl.SliceLayout(1, words_layout(BLOCK_N)))) // GROUP
         plan = plan_rows + batch.to(gl.int64) * rows_stride
-        left = (end - first) % BLOCK_N
+        last_keys = (end - first) % BLOCK_N
         first_tile, end_tile = tiles_of(row_start, new, 64, GROUP, BLOCK_Q)
         # The first step looks at its mask whatever it is.
         s = next_scores(q_smem, k_smem, k_ready, 0, BLOCK_N, STAGES)
-        words = words_of_step(
-            0, tail, masked, new, left, tokens, plan, lists, bitmaps, first_tile, end_tile, BLOCK_Q, BLOCK_K, BLOCK_N
-        )
+        mask = words_of_step(
+            0, tail, masked, new, last_keys, tokens, plan, lists, bitmaps, first_tile, end_tile,
+            BLOCK_Q, BLOCK_K, BLOCK_N,
+        )  # fmt: skip
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k_free.index(0))
-        p, shrink, peak, total = softmax(s, words, peak, total, score_scale, FOLD_SCALE)
+        p, alpha, m_i, l_i = softmax(s, mask, m_i, l_i, score_scale, FOLD_SCALE)
         weights = packed(p, v_smem.dtype)
         for count in range(1, masked):
-            words = words_of_step(
-                count, tail, masked, new, left, tokens, plan, lists, bitmaps, first_tile, end_tile,
+            mask = words_of_step(
+                count, tail, masked, new, last_keys, tokens, plan, lists, bitmaps, first_tile, end_tile,
                 BLOCK_Q, BLOCK_K, BLOCK_N,
             )  # fmt: skip
-            acc, weights, peak, total = step(
-                acc, weights, q_smem, k_smem, v_smem, k_ready, v_ready, k_free, v_free, count, words, peak, total,
+            acc, weights, m_i, l_i = step(
+                acc, weights, q_smem, k_smem, v_smem, k_ready, v_ready, k_free, v_free, count, mask, m_i, l_i,
                 score_scale, BLOCK_N, STAGES, FOLD_SCALE,
             )  # fmt: skip
         for count in range(gl.maximum(masked, 1), steps):
-            acc, weights, peak, total = step(
-                acc, weights, q_smem, k_smem, v_smem, k_ready, v_ready, k_free, v_free, count, None, peak, total,
+            acc, weights, m_i, l_i = step(
+                acc, weights, q_smem, k_smem, v_smem, k_ready, v_ready, k_free, v_free, count, None, m_i, l_i,
                 score_scale, BLOCK_N, STAGES, FOLD_SCALE,
             )  # fmt: skip
         acc = add_values(acc, weights, v_smem, v_ready, steps - 1, BLOCK_N, STAGES)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_free.index((steps - 1) % STAGES))
 
-        nothing = total == 0.0
-        inverse = gl.convert_layout(1.0 / gl.where(nothing, 1.0, total), gl.SliceLayout(1, SUMS))
+        nothing = l_i == 0.0
+        inverse = gl.convert_layout(1.0 / gl.where(nothing, 1.0, l_i), gl.SliceLayout(1, SUMS))
         # A row without weights is 0, even if its zeros met infinite values.
         acc = gl.where(gl.convert_layout(nothing, gl.SliceLayout(1, SUMS))[:, None], 0.0, acc * inverse[:, None])
         # (splits, batch, new, heads, head_dim) and (splits, batch, heads, new); packed (splits, rows, heads, head_dim), (splits, heads, rows)
@@ -326,7 +327,7 @@ def consume(
             to_lse += heads * all_rows.to(gl.int64) + begin
         else:
             to_lse += (batch * all_heads + heads).to(gl.int64) * longest
-        gl.store(lse + to_lse, (peak + gl.log2(total)) * LN_2, mask=rows < new * GROUP)
+        gl.store(lse + to_lse, (m_i + gl.log2(l_i)) * LN_2, mask=rows < new * GROUP)
     else:  # a consumer without rows lets the other one go on
         for count in range(0, steps):
             stage, phase = stage_of(count, STAGES)

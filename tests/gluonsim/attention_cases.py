@@ -297,14 +297,14 @@ MUTATIONS = {
 }
 # Every one gives wrong values under a correct protocol.
 WRONG_VALUES = {
-    "hidden keys are seen": Edit(STEPS, "    if words is not None:\n        s = hide(s, words)\n", ""),
+    "hidden keys are seen": Edit(STEPS, "    if mask is not None:\n        s = hide(s, mask)\n", ""),
     "columns past the end are seen": Edit(
-        STEPS, "    loaded &= gl.where(kept == 32, -1, (1 << kept) - 1)[None, :]\n", ""
+        STEPS, "    loaded &= gl.where(valid_bits == 32, -1, (1 << valid_bits) - 1)[None, :]\n", ""
     ),
     "bits of another row": Edit(FORWARD, "        row += OWN_ROW\n", ""),
-    "the maximum of the step before": Edit(STEPS, "return p, shrink, new, total", "return p, shrink, peak, total"),
+    "the maximum of the step before": Edit(STEPS, "return p, alpha, m_ij, l_i", "return p, alpha, m_i, l_i"),
     "sums are not scaled": Edit(
-        STEPS, "    shrink = gl.exp2(peak - origin)\n", "    shrink = gl.exp2(origin - origin)\n"
+        STEPS, "    alpha = gl.exp2(m_i - origin)\n", "    alpha = gl.exp2(origin - origin)\n"
     ),
     "the sink of another head": Edit(FORWARD, "gl.load(sinks + head)", "gl.load(sinks + head // 2)"),
     "ranges are one": Edit(FORWARD, "                    pair += 1\n", ""),
@@ -356,7 +356,7 @@ DQ_MUTATIONS = {
     "no fence after the barriers": Edit(
         BACKWARD, "    fence_async_shared()\n    gl.warp_specialize", "    gl.warp_specialize"
     ),
-    "hidden keys are seen": Edit(BACKWARD, "    if words is not None:\n        s = hide(s, words)\n", ""),
+    "hidden keys are seen": Edit(BACKWARD, "    if mask is not None:\n        s = hide(s, mask)\n", ""),
     "rows past the end are as the others": Edit(BACKWARD, 'mask=there, other=float("-inf")', "mask=there, other=0.0"),
     "delta without the gradient of the log-sum-exp": Edit(BACKWARD, "row_delta -= gl.load", "row_delta += 0 * gl.load"),
 }

@@ -83,21 +83,21 @@ MUTATIONS = {
         KERNEL, "    fence_async_shared()\n    gl.warp_specialize", "    gl.warp_specialize"
     ),
     # These give wrong values under a correct protocol.
-    "hidden keys are seen": Edit(KERNEL, "    if words is not None:\n        s = hide_transposed(s, words)\n", ""),
+    "hidden keys are seen": Edit(KERNEL, "    if mask is not None:\n        s = hide_transposed(s, mask)\n", ""),
     "bits of the other consumer's keys": Edit(KERNEL, "    column += 64 * HALF\n", ""),
     "bits of another step's queries": Edit(KERNEL, " + row * TILE_WORDS", ""),
-    "bits of the first half of the keys": Edit(KERNEL, "words[:, None]), mask", "0 * words[:, None]), mask"),
+    "bits of the first half of the keys": Edit(KERNEL, "word[:, None]), mask", "0 * word[:, None]), mask"),
     "what nobody sees is not cleared": Edit(KERNEL, "seen = masked + full > 0", "seen = masked + full >= 0"),
     "one head in steps with a mask": Edit(KERNEL, "head += i // masked", "head += 0"),
-    "one head in steps without": Edit(KERNEL, "head += (i - masked * own) // gl.maximum(full, 1)", "head += 0"),
+    "one head in steps without": Edit(KERNEL, "head += (i - masked * num_heads) // gl.maximum(full, 1)", "head += 0"),
     "ranges are one": Edit(KERNEL, "                pair += 1\n", ""),
     "the next head begins where the last one ended": Edit(
         KERNEL, "                    pair = begin\n", "                    pair += 0\n"
     ),
-    "the same heads in every part": Edit(KERNEL, "head = kv_head * GROUP + part * piece", "head = kv_head * GROUP"),
-    "results of another part": Edit(KERNEL, "(part * (sequences // kv_heads) + batch)", "(0 * part + batch)"),
-    "more heads than there are": Edit(KERNEL, "gl.minimum(piece, GROUP - part * piece)", "piece"),
-    "keys past the end are stored": Edit(KERNEL, "mask=(rows < left)[:, None]", "mask=(rows < 64)[:, None]"),
+    "the same heads in every part": Edit(KERNEL, "head = kv_head * GROUP + piece_index * piece", "head = kv_head * GROUP"),
+    "results of another part": Edit(KERNEL, "(piece_index * (sequences // kv_heads) + batch)", "(0 * piece_index + batch)"),
+    "more heads than there are": Edit(KERNEL, "gl.minimum(piece, GROUP - piece_index * piece)", "piece"),
+    "keys past the end are stored": Edit(KERNEL, "mask=(rows < rows_left)[:, None]", "mask=(rows < 64)[:, None]"),
     "dK is not scaled": Edit(KERNEL, "acc_k * scale", "acc_k"),
     "the scale counts twice": Edit(KERNEL, "        factor = 1.0\n", ""),
     "delta is left out": Edit(KERNEL, "- delta[None, :]", "- 0 * delta[None, :]"),

@@ -178,7 +178,7 @@ MUTATIONS = {name: edit for name, edit in attention_cases.MUTATIONS.items() if e
         KERNEL, "    fence_async_shared()\n    gl.warp_specialize", "    gl.warp_specialize"
     ),
     "rows in another part of a step": Edit(
-        KERNEL, "smem.slice(part * PART, PART)", "smem.slice(part * PART // 2, PART)"
+        KERNEL, "smem.slice(chunk * PART, PART)", "smem.slice(chunk * PART // 2, PART)"
     ),
 }
 # Every one gives wrong values, or reads what it must not, under a correct protocol.
@@ -188,16 +188,16 @@ WRONG_VALUES = {
     ),
     "full tiles are not seen": Edit(
         KERNEL,
-        "seen = gl.where(inside[:, None] & full[None, :], -1, seen)",
-        "seen = gl.where(inside[:, None] & full[None, :], 0, seen)",
+        "mask = gl.where(in_tile[:, None] & full[None, :], -1, mask)",
+        "mask = gl.where(in_tile[:, None] & full[None, :], 0, mask)",
     ),
     "every row sees the tiles of all": Edit(
-        KERNEL, "here = inside[:, None] & (of_tile", "here = (row >= -4096)[:, None] & (of_tile"
+        KERNEL, "here = in_tile[:, None] & (of_tile", "here = (row >= -4096)[:, None] & (of_tile"
     ),
-    "words of another tile": Edit(KERNEL, "(words % TILE_WORDS)[None, :]", "(words % 1)[None, :]"),
-    "what is past the prefix is seen": Edit(KERNEL, "gl.where(i < masked, left, BLOCK_N)", "BLOCK_N"),
+    "words of another tile": Edit(KERNEL, "(word % TILE_WORDS)[None, :]", "(word % 1)[None, :]"),
+    "what is past the prefix is seen": Edit(KERNEL, "gl.where(i < masked, last_keys, BLOCK_N)", "BLOCK_N"),
     "what is past the prefix is copied": Edit(
-        KERNEL, "        there = rows < left\n", "        there = rows < BLOCK_N\n"
+        KERNEL, "        mask = rows < rows_left\n", "        mask = rows < BLOCK_N\n"
     ),
     "a step of new tokens too few": Edit(
         KERNEL, "tail = gl.maximum(gl.cdiv(gl.minimum(seen * BLOCK_K, new), BLOCK_N), 1)", "tail = 1"
