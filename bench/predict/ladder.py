@@ -81,7 +81,8 @@ def tile_costs(plan: TilePlan, transposed: bool, steady: float, masked: float) -
     visits = plan.visits(transposed)
     bounds, partial = visits.offsets.tolist(), (visits.bitmaps >= 0).tolist()
     found = []
-    for tile in (plan.k_order if transposed else plan.q_order).tolist():
+    rows = plan.rows[plan.grid[0] :] if transposed else plan.rows[: plan.grid[0]]
+    for tile in rows[:, 3].tolist():
         begin, end = bounds[tile : tile + 2]
         some = sum(partial[begin:end])
         found.append((end - begin - some) * steady + some * masked)

@@ -96,7 +96,8 @@ class Attention:
             for loop in ("steady", "masked")
         )
         visits = self.plan.visits(transposed)
-        order = (self.plan.k_order if transposed else self.plan.q_order).tolist()
+        rows, q_tiles = self.plan.rows, self.plan.grid[0]
+        order = (rows[q_tiles:] if transposed else rows[:q_tiles])[:, 3].tolist()
         bounds, partial = visits.offsets.tolist(), (visits.bitmaps >= 0).tolist()
         found = []
         for tile in order:

@@ -130,15 +130,9 @@ def anchored(
     check_tokens(op, "block", len(ids) + rows, len(anchor_tokens))
     positions = torch.empty(len(ids) + rows, dtype=torch.int64, device="cpu")
     table = _host.SegmentMask.anchored(
-        _array(ids),
-        _array(anchor_tokens),
-        _array(sizes),
-        inside,
-        reach,
-        flag(op, "inclusive", inclusive),
-        base == "causal",
-        _array(positions),
-    )
+        _array(ids), _array(anchor_tokens), _array(sizes), inside, reach, flag(op, "inclusive", inclusive),
+        base == "causal", _array(positions),
+    )  # fmt: skip
     labels = [("context", 0, table.segments - len(anchor_tokens)), ("block", 0, len(anchor_tokens))]
     mask = AnchoredMask._of_table(table, [label for label in labels if label[2]], positions)
     mask.base_len, mask.anchors, mask.sizes = len(ids), anchor_tokens, sizes

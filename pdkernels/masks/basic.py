@@ -142,7 +142,7 @@ def pack(masks: Sequence[SegmentMask], length: int | None = None) -> SegmentMask
             segments.append(segment._replace(sees=sees, sample=segment.sample + samples))
         samples += 1 + max((segment.sample for segment in mask.segments), default=0)
     positions = [mask.positions for mask in masks]
-    used = sum(len(part) for part in positions)
+    used = sum(map(len, positions))
     if length is not None:
         length = integer("pack", "length", length, 0)
         check(used <= length, op, "length", f"be at least the {used} tokens of the masks", length)

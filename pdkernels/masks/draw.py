@@ -176,15 +176,9 @@ def _strips(axes: Axes, mask: Picture, colours: dict[str, str]) -> None:
             if share >= needed:
                 vertical, side = ("bottom", "center") if horizontal else ("center", "left")
                 axes.text(
-                    *middle,
-                    label,
-                    transform=axes.transAxes,
-                    clip_on=False,
-                    fontsize=7.5,
-                    color=INK,
-                    va=vertical,
+                    *middle, label, transform=axes.transAxes, clip_on=False, fontsize=7.5, color=INK, va=vertical,
                     ha=side,
-                )
+                )  # fmt: skip
 
 
 def _bar(axes: Axes, corner: tuple[float, float], box: tuple[float, float], colour: str) -> None:
@@ -213,9 +207,9 @@ def _labelled(mask: Picture, window: tuple[int, int]) -> list[tuple[int, int, st
             runs.append([span])
     minimum = 2 * MIN_SHARE * (window[1] - window[0])
     runs = [
-        part
+        bar
         for run in runs
-        for part in ([run] if any(end - begin < minimum for _, begin, end in run) else [[span] for span in run])
+        for bar in ([run] if any(end - begin < minimum for _, begin, end in run) else [[span] for span in run])
     ]
     bars = []
     for run in runs:
@@ -234,7 +228,7 @@ def _tiles(axes: Axes, plan: TilePlan) -> None:
 
     full: list[Rectangle] = []
     partial: list[Rectangle] = []
-    offsets, tiles, bitmaps = (part.tolist() for part in plan.visits())
+    offsets, tiles, bitmaps = (tensor.tolist() for tensor in plan.visits())
     for i, (first, last) in enumerate(pairwise(offsets)):
         for tile, bitmap in zip(tiles[first:last], bitmaps[first:last]):
             corner = (tile * plan.block_k, i * plan.block_q)
@@ -252,18 +246,18 @@ def _kind_legend(mask: Picture, colours: dict[str, str]) -> list[Any]:
     """The colours in the picture, one per kind of key, in both shades if both occur."""
     from matplotlib.patches import Patch
 
-    shown = {mask.segments[number].kind for number, _, _ in _spans(mask, mask.columns)}
+    visible_kinds = {mask.segments[number].kind for number, _, _ in _spans(mask, mask.columns)}
     entries = [
         Patch(facecolor=colour, label=f"{kind} keys" if kind != "tokens" else "keys")
         for kind, colour in colours.items()
-        if kind in shown
+        if kind in visible_kinds
     ]
     rows, columns = _sampled(mask.rows), _sampled(mask.columns)
     if rows.numel() == 0 or columns.numel() == 0:
         return entries
     ids, visible = mask.segment_ids.to(torch.int64), mask.visible(rows, columns)
-    own = ids[rows, None] == ids[columns]
-    if bool((visible & own).any()) and bool((visible & ~own).any()):
+    same_segment = ids[rows, None] == ids[columns]
+    if bool((visible & same_segment).any()) and bool((visible & ~same_segment).any()):
         entries.append(Patch(facecolor="#7f7f7f", label="dark: in the query's segment"))
         entries.append(Patch(facecolor="#bfbfbf", label="pale: in another segment"))
     return entries

@@ -76,41 +76,45 @@ def dual_stream(
     check_tokens(op, "length", 2 * length, 2 * ((length - prefix_len) // block_size))
     sizes = blocks(length - prefix_len, block_size)
     if noisy_positions is None:
-        kept, noisy_sizes = arange(prefix_len, length), sizes
+        positions, noisy_sizes = arange(prefix_len, length), sizes
     else:
-        kept = torch.as_tensor(noisy_positions).cpu()
-        integers = kept.numel() == 0 or kept.dtype in INDEX_DTYPES
+        positions = torch.as_tensor(noisy_positions).cpu()
+        integers = positions.numel() == 0 or positions.dtype in INDEX_DTYPES
         check_type(
             integers,
             f"masks.{op}",
             "noisy_positions",
             "be int32 or int64",
-            kept.dtype,
+            positions.dtype,
             "Give the numbers of positions.",
         )
-        kept = kept.to(torch.int64)
-        fits = (
-            kept.dim() == 1 and bool((kept.diff() > 0).all()) and bool(((kept >= prefix_len) & (kept < length)).all())
+        positions = positions.to(torch.int64)
+        ascending = (
+            positions.dim() == 1
+            and bool((positions.diff() > 0).all())
+            and bool(((positions >= prefix_len) & (positions < length)).all())
         )
-        check(fits, f"masks.{op}", "noisy_positions", f"ascend within [{prefix_len}, {length})", kept.tolist())
-        noisy_sizes = torch.bincount((kept - prefix_len) // block_size, minlength=len(sizes)).tolist()
+        check(
+            ascending, f"masks.{op}", "noisy_positions", f"ascend within [{prefix_len}, {length})", positions.tolist()
+        )
+        noisy_sizes = torch.bincount((positions - prefix_len) // block_size, minlength=len(sizes)).tolist()
 
     noisy_first = order == "noisy_first"
     prefix = len(sizes) if noisy_first else 0  # index of the prefix's segment, before the clean blocks
-    inside: Literal["causal", "full"] = "causal" if clean == "causal" else "full"
-    cleans = [(1, (Repeated(prefix_len, "causal", (), "prompt"),)), *_runs(sizes, inside, prefix, "clean")]
+    clean_pattern: Literal["causal", "full"] = "causal" if clean == "causal" else "full"
+    cleans = [(1, (Repeated(prefix_len, "causal", (), "prompt"),)), *_runs(sizes, clean_pattern, prefix, "clean")]
     noisies = _runs(noisy_sizes, "full", prefix, "noisy")
-    both = noisies + cleans if noisy_first else cleans + noisies
-    streams = [kept, arange(length)]
-    return SegmentMask._repeat(both, torch.cat(streams if noisy_first else streams[::-1]))
+    runs = noisies + cleans if noisy_first else cleans + noisies
+    streams = [positions, arange(length)]
+    return SegmentMask._repeat(runs, torch.cat(streams if noisy_first else streams[::-1]))
 
 
-def _runs(sizes: list[int], inside: Literal["causal", "full"], prefix: int, kind: str) -> list[Run]:
+def _runs(sizes: list[int], pattern: Literal["causal", "full"], prefix: int, kind: str) -> list[Run]:
     """Blocks of one stream: block j sees the clean prefix and the j clean blocks after it."""
     runs: list[Run] = []
     first = 0
     for size, same in groupby(sizes):
         count = sum(1 for _ in same)
-        runs.append((count, (Repeated(size, inside, (Sees(prefix, prefix + 1 + first, 1, 0, 1),), kind),)))
+        runs.append((count, (Repeated(size, pattern, (Sees(prefix, prefix + 1 + first, 1, 0, 1),), kind),)))
         first += count
     return runs

@@ -170,7 +170,6 @@ def noise_aware_causal(
         window = integer(op, "window", window, 1)
     else:
         check(window is None, f"masks.{op}", "window", f"be None with conditioning={conditioning!r}", window)
-    context = {"noisy": num_blocks or 1, "clean": 1}.get(conditioning, window or 1)
     context = {"noisy": num_blocks or 1, "clean": 1}.get(conditioning, window) or 1
 
     interleaved = layout == "interleaved"
@@ -182,12 +181,12 @@ def noise_aware_causal(
         # Blocks i, i + 1, ..: the noisy ones see clean blocks before i, or before their own.
         count = num_blocks if context == 1 else min(context, num_blocks - i)
         cleans = Sees(first_clean, first_clean + step * i, step, 0, step)
-        own, noisies = (
+        clean_context, noisy_context = (
             (cleans, ())
             if context == 1
             else (cleans._replace(stop_by=0), (Sees(first_noisy + step * i, first_noisy + step * i, step, 0, step),))
         )
-        noisy = Repeated(block_size, "causal", (Sees(0, 1), own, *noisies), "noisy")
+        noisy = Repeated(block_size, "causal", (Sees(0, 1), clean_context, *noisy_context), "noisy")
         clean = Repeated(block_size, "causal", (Sees(0, 1), cleans), "clean")
         noisy_runs.append((count, (noisy, clean) if interleaved else (noisy,)))
     if not interleaved:
@@ -195,10 +194,10 @@ def noise_aware_causal(
         runs.append((num_blocks, (Repeated(block_size, "causal", (Sees(0, 1), cleans), "clean"),)))
 
     stream = arange(prompt_len, prompt_len + num_blocks * block_size)
-    both = (
+    block_positions = (
         torch.stack([stream.view(num_blocks, block_size)] * 2, dim=1) if interleaved else torch.stack([stream, stream])
     )
-    mask = NoiseAwareMask._repeat(runs + noisy_runs, torch.cat([arange(prompt_len), both.flatten()]))
+    mask = NoiseAwareMask._repeat(runs + noisy_runs, torch.cat([arange(prompt_len), block_positions.flatten()]))
     mask.prompt_len, mask.block_size, mask.num_blocks = prompt_len, block_size, num_blocks
     mask.conditioning, mask.window, mask.layout = conditioning, window, layout
     return mask

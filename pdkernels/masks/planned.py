@@ -85,8 +85,8 @@ def planned(
         first, last = number + 1, number + 1 + len(chunks)
         past = _without(first, hidden) if open_chunks == "hidden" else (range(first),)
         for chunk, length in enumerate(chunks, start=first):
-            others = () if sparse else (range(first, chunk), range(chunk + 1, last))
-            segments.append(Segment(integer(op, "chunks", length, 0), "full", (*past, *others), "chunk"))
+            siblings = () if sparse else (range(first, chunk), range(chunk + 1, last))
+            segments.append(Segment(integer(op, "chunks", length, 0), "full", (*past, *siblings), "chunk"))
         if last > first:
             hidden.append(range(first, last))
         if flag(op, "sync", sync):
@@ -151,25 +151,25 @@ def planned_streams(
             first = number  # chunks of a round follow each other, and a plan comes before them
         to_noisy = count - number
         mates = [
-            range(part.start + to_noisy, part.stop + to_noisy) for part in text[number].sees if part.start >= first
+            range(span.start + to_noisy, span.stop + to_noisy) for span in text[number].sees if span.start >= first
         ]
-        past = [part for part in text[number].sees if part.stop <= first]
+        past = [span for span in text[number].sees if span.stop <= first]
         if text[number].length > 0:
             read.update(*past)
-        clean = [range(part.start + len(chunks), part.stop + len(chunks)) for part in past]
+        clean = [range(span.start + len(chunks), span.stop + len(chunks)) for span in past]
         noisy.append(text[number]._replace(sees=(*mates, *clean), kind="noisy"))
     for segment in text:
         if segment.kind != "chunk" and segment.length > 0:
             read.update(*segment.sees)
     copies, starts, start = [], [], 0
     for number, segment in enumerate(text):
-        sees = tuple(range(part.start + len(chunks), part.stop + len(chunks)) for part in segment.sees)
-        kept = segment.kind != "chunk" or number in read
-        copies.append(segment._replace(sees=sees, length=segment.length if kept else 0))
+        sees = tuple(range(span.start + len(chunks), span.stop + len(chunks)) for span in segment.sees)
+        is_read = segment.kind != "chunk" or number in read
+        copies.append(segment._replace(sees=sees, length=segment.length if is_read else 0))
         starts.append(start)
         start += segment.length
     order = [(starts[number], text[number].length) for number in chunks]
     order += [(begin, copy.length) for begin, copy in zip(starts, copies, strict=True)]
-    parts = [arange(begin, begin + length) for begin, length in order]
-    positions = torch.cat(parts) if parts else arange(0)
+    ranges = [arange(begin, begin + length) for begin, length in order]
+    positions = torch.cat(ranges) if ranges else arange(0)
     return SegmentMask([*noisy, *copies], positions)

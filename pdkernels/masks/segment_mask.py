@@ -154,8 +154,8 @@ class SegmentMask:
             return self._given
         labels = (label for kind, sample, count in self._labels for label in repeat((kind, sample), count))
         return tuple(
-            Segment(length, inside, tuple(range(*numbers) for numbers in sees), kind, sample)
-            for (length, inside, sees), (kind, sample) in zip(self._table.listed(), labels)
+            Segment(length, pattern, tuple(range(*numbers) for numbers in sees), kind, sample)
+            for (length, pattern, sees), (kind, sample) in zip(self._table.listed(), labels)
         )
 
     @cached_property
@@ -163,14 +163,14 @@ class SegmentMask:
         """Kind, sample and length of each run of segments with the same kind and sample."""
         if self._table_labels is not None:
             return self._table_labels
-        parts: Iterable[tuple[tuple[str, int], int]] = (((part.kind, part.sample), 1) for part in self._given)
+        labels: Iterable[tuple[tuple[str, int], int]] = (((item.kind, item.sample), 1) for item in self._given)
         if self._runs is not None:
             alone = (
                 ((count, segments[:1]),) if len(segments) == 1 else ((1, segments),) * count
                 for count, segments in self._runs
             )
-            parts = (((part.kind, 0), count) for count, run in chain.from_iterable(alone) for part in run)
-        return [(*label, sum(count for _, count in same)) for label, same in groupby(parts, key=lambda part: part[0])]
+            labels = (((item.kind, 0), count) for count, run in chain.from_iterable(alone) for item in run)
+        return [(*key, sum(count for _, count in same)) for key, same in groupby(labels, key=lambda label: label[0])]
 
     # What it is
 
@@ -215,9 +215,9 @@ class SegmentMask:
             len(window) == 2, op, "slices", "be of rows and columns", f"{len(window)} slices", "Write mask[a:b, c:d]."
         )
         rows, columns = window
-        for name, part in (("rows", rows), ("columns", columns)):
-            check_type(isinstance(part, slice), op, name, "be a slice", part, "Write mask[a:b] or mask[a:b, c:d].")
-            check(part.step in (None, 1), op, name, "have step 1", part.step)
+        for name, bounds in (("rows", rows), ("columns", columns)):
+            check_type(isinstance(bounds, slice), op, name, "be a slice", bounds, "Write mask[a:b] or mask[a:b, c:d].")
+            check(bounds.step in (None, 1), op, name, "have step 1", bounds.step)
         view = SegmentMask.__new__(SegmentMask)
         view._given, view._runs, view._table_labels = self._given, self._runs, self._table_labels
         view._positions = self._positions
@@ -333,8 +333,8 @@ class SegmentMask:
             _validation.integer("masks.plan", name, size, 0)
             for name, size in (("block_q", block_q), ("block_k", block_k))
         )
-        kept = _plan if self._table_labels is None else _plan_of_a_step
-        return kept(self, *sizes, numbered(device))
+        planner = _plan if self._table_labels is None else _plan_of_a_step
+        return planner(self, *sizes, numbered(device))
 
     def draw(
         self, path: str | PathLike[str], tile: int | tuple[int, int] | None = None, title: str | None = None
@@ -351,8 +351,8 @@ class SegmentMask:
         draw(picture, path, plan, title)
 
 
-def _narrow(window: tuple[int, int], part: slice) -> tuple[int, int]:
-    start, stop, _ = part.indices(window[1] - window[0])
+def _narrow(window: tuple[int, int], selection: slice) -> tuple[int, int]:
+    start, stop, _ = selection.indices(window[1] - window[0])
     return window[0] + start, window[0] + max(start, stop)
 
 
@@ -393,9 +393,9 @@ def flag(builder: str, argument: str, value: object) -> bool:
     return bool(value)
 
 
-def choice(builder: str, argument: str, value: object, known: Sequence[str]) -> None:
-    if value not in known:
-        fail(f"masks.{builder}", argument, f"be one of {', '.join(map(repr, known))}", repr(value))
+def choice(builder: str, argument: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        fail(f"masks.{builder}", argument, f"be one of {', '.join(map(repr, choices))}", repr(value))
 
 
 def blocks(length: int, block_size: int) -> list[int]:

@@ -117,7 +117,7 @@ def quadratic(
     anchor_group = flag(op, "anchor_group", anchor_group)
     tokens = block_size + (block_size if anchor_group else block_size - 1) * masks_per_group
     check_tokens(op, "block_size", tokens, 2 * block_size)
-    inside: Literal["causal", "full"] = "causal" if in_group == "causal" else "full"
+    group_pattern: Literal["causal", "full"] = "causal" if in_group == "causal" else "full"
     first = 0 if anchor_group else 1
     # Segment numbers of draft tokens: 0 .. first - 1, then first, first + step, ..
     step = 2 if layout == "interleaved" else 1
@@ -127,7 +127,7 @@ def quadratic(
         return range(min(first, end)), range(first, last, step)
 
     draft = [Segment(1, "causal", seen(g), "draft") for g in range(block_size)]
-    groups = [Segment(masks_per_group, inside, seen(g + 1), "masks") for g in range(first, block_size)]
+    groups = [Segment(masks_per_group, group_pattern, seen(g + 1), "masks") for g in range(first, block_size)]
     if layout == "interleaved":
         segments = draft[:first] + [segment for pair in zip(draft[first:], groups) for segment in pair]
     else:
@@ -171,10 +171,10 @@ def tree(parents: Sequence[int] | Tensor) -> SegmentMask:
         >>> mask.positions.tolist(), [segment.length for segment in mask.segments]
         ([0, 1, 2, 1], [1, 2, 1])
     """
-    given = parents.tolist() if isinstance(parents, Tensor) else parents
+    entries = parents.tolist() if isinstance(parents, Tensor) else parents
     expectation = "be a sequence of integers"
-    check_type(isinstance(given, Iterable), "masks.tree", "parents", expectation, type(parents).__name__)
-    parents = [integer("tree", "parents", parent, -1) for parent in given]
+    check_type(isinstance(entries, Iterable), "masks.tree", "parents", expectation, type(parents).__name__)
+    parents = [integer("tree", "parents", parent, -1) for parent in entries]
     children = [0] * len(parents)
     depth: list[int] = []
     for node, parent in enumerate(parents):

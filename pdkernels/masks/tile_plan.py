@@ -28,8 +28,8 @@ def packed_words(visible: Tensor) -> Tensor:
     """``(n, rows, columns)`` bool as int32 words of 32 columns."""
     padded = torch.nn.functional.pad(visible, (0, -visible.shape[-1] % 32)).unflatten(-1, (-1, 8))
     weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=visible.device)
-    words: Tensor = (padded * weights).sum(-1, dtype=torch.uint8).view(torch.int32)
-    return words
+    packed: Tensor = (padded * weights).sum(-1, dtype=torch.uint8).view(torch.int32)
+    return packed
 
 
 def _concatenated(begin: Tensor, end: Tensor) -> Tensor:
@@ -121,16 +121,6 @@ class TilePlan:
         return -(-self.q_len // self.block_q), -(-self.kv_len // self.block_k)
 
     @property
-    def q_order(self) -> Tensor:
-        """(q_tiles,): query tiles in descending order of visits."""
-        return self.rows[..., : self.grid[0], 3]
-
-    @property
-    def k_order(self) -> Tensor:
-        """(kv_tiles,): key tiles in descending order of visits."""
-        return self.rows[..., self.grid[0] :, 3]
-
-    @property
     def arguments(self) -> PlanArguments:
         """The arguments of the attention ops."""
         return PlanArguments(self.rows, self.lists, self.bitmaps, self.block_q, self.block_k)
@@ -193,19 +183,19 @@ class TilePlan:
         begin, middle, end = (rows[..., i].contiguous() for i in range(3))
         numbers = torch.arange(len(self.lists), dtype=torch.int32, device=self.device).repeat(samples, 1)
         # The row of each pair in the lists, if any: most pairs belong to key tiles, or to other samples.
-        own = (torch.searchsorted(begin, numbers, right=True) - 1).clamp(min=0)
-        there = (numbers >= begin.gather(1, own)) & (numbers < end.gather(1, own))
-        is_range = there & (numbers < middle.gather(1, own))
+        row_of_pair = (torch.searchsorted(begin, numbers, right=True) - 1).clamp(min=0)
+        in_row = (numbers >= begin.gather(1, row_of_pair)) & (numbers < end.gather(1, row_of_pair))
+        is_range = in_row & (numbers < middle.gather(1, row_of_pair))
         first, second = self.lists.T
         # The content of each tile: nothing, all, or a bitmap. Pairs without a row go to an extra column, which is cut off.
         width = kv_tiles + 1
         edges = torch.zeros(samples, q_tiles * width, dtype=torch.int32, device=self.device)
         for column, step in ((first, 1), (second, -1)):
-            at = own * width + torch.where(is_range, column, kv_tiles)
+            at = row_of_pair * width + torch.where(is_range, column, kv_tiles)
             edges.scatter_add_(1, at, torch.where(is_range, step, 0).to(torch.int32))
         contents = (edges.view(samples, q_tiles, width).cumsum(-1) > 0).to(torch.int64).flatten(1)
-        is_other = there & ~is_range
-        at = own * width + torch.where(is_other, first, kv_tiles)
+        is_other = in_row & ~is_range
+        at = row_of_pair * width + torch.where(is_other, first, kv_tiles)
         contents.scatter_(1, at, torch.where(is_other, second + 2, 0).to(torch.int64))
         contents = contents.view(samples, q_tiles, width)[..., :-1]
         bits = (self.bitmaps[..., None] >> torch.arange(32, dtype=torch.int32, device=self.device)) & 1
@@ -247,21 +237,21 @@ class TilePlan:
         return BlockLists(*lists)
 
     @staticmethod
-    def _laid_out(tensors: Sequence[Tensor], facts: dict[str, int], device: torch.device | str) -> TilePlan:
+    def _laid_out(tensors: Sequence[Tensor], attributes: dict[str, int], device: torch.device | str) -> TilePlan:
         """A plan from its three tensors, copied to one new block of memory."""
         sizes = [-(-tensor.numel() // ALIGNMENT) * ALIGNMENT for tensor in tensors]
-        words = torch.zeros(sum(sizes), dtype=torch.int32, device="cpu")
+        memory = torch.zeros(sum(sizes), dtype=torch.int32, device="cpu")
         begins = list(accumulate(sizes, initial=0))
         for begin, tensor in zip(begins, tensors):
-            words[begin : begin + tensor.numel()] = tensor.flatten()
-        words = words.to(device)
-        rows, lists, bitmaps = (words[begin : begin + x.numel()].view(x.shape) for begin, x in zip(begins, tensors))
-        return TilePlan(rows, lists, bitmaps, **facts)
+            memory[begin : begin + tensor.numel()] = tensor.flatten()
+        memory = memory.to(device)
+        rows, lists, bitmaps = (memory[begin : begin + x.numel()].view(x.shape) for begin, x in zip(begins, tensors))
+        return TilePlan(rows, lists, bitmaps, **attributes)
 
     @staticmethod
     def _from_host(host: _host.TilePlan, q_len: int, kv_len: int, block_q: int, block_k: int) -> TilePlan:
-        words = torch.frombuffer(host, dtype=torch.int32)
-        rows, lists, bitmaps = (words[begin : begin + size] for begin, size in host.extents)
+        memory = torch.frombuffer(host, dtype=torch.int32)
+        rows, lists, bitmaps = (memory[begin : begin + size] for begin, size in host.extents)
         tensors = rows.view(-1, 4), lists.view(-1, 2), bitmaps.view(-1, block_q, -(-block_k // 32))
         return TilePlan(*tensors, q_len, kv_len, block_q, block_k, host.visible_pairs, host.visits)
 
@@ -301,23 +291,28 @@ class TilePlan:
         numbers[partial[0][needed], partial[1][needed]] = torch.argsort(rank)[content]
 
         rows, lists, begin = [], [], 0
-        for shown, number, ragged in ((pairs, numbers, columns < block_k), (pairs.T, numbers.T, rows_of < block_q)):
-            full = (shown > 0) & (number < 0) & ~ragged
+        for pair_counts, number, ragged in (
+            (pairs, numbers, columns < block_k),
+            (pairs.T, numbers.T, rows_of < block_q),
+        ):
+            full = (pair_counts > 0) & (number < 0) & ~ragged
             steps = torch.nn.functional.pad(full.to(torch.int8), (1, 1)).diff()
             (owner, first), last = (steps > 0).nonzero(as_tuple=True), (steps < 0).nonzero(as_tuple=True)[1]
-            others = ((shown > 0) & ~full).nonzero(as_tuple=True)
-            first_of_others = torch.where(number[others] < 0, -1, others[1])
-            key = torch.cat([owner * 2, others[0] * 2 + 1]) * (full.shape[1] + 1)
-            order = torch.argsort(key + torch.cat([first, first_of_others + 1]))
-            ends = torch.stack([torch.bincount(of, minlength=len(full)) for of in (owner, others[0])], 1)
+            masked_tiles = ((pair_counts > 0) & ~full).nonzero(as_tuple=True)
+            first_of_masked = torch.where(number[masked_tiles] < 0, -1, masked_tiles[1])
+            key = torch.cat([owner * 2, masked_tiles[0] * 2 + 1]) * (full.shape[1] + 1)
+            order = torch.argsort(key + torch.cat([first, first_of_masked + 1]))
+            ends = torch.stack([torch.bincount(of, minlength=len(full)) for of in (owner, masked_tiles[0])], 1)
             ends = begin + ends.flatten().cumsum(0).view(-1, 2)
             begins = torch.cat([ends.new_tensor([begin]), ends[:, 1]])[:-1]
-            longest = torch.argsort((shown > 0).sum(1), descending=True, stable=True)
+            longest = torch.argsort((pair_counts > 0).sum(1), descending=True, stable=True)
             rows.append(torch.stack([begins, *ends.T, longest], 1))
-            pairs_of = torch.cat([torch.stack([first, last], 1), torch.stack([others[1], number[others]], 1)])
+            pairs_of = torch.cat(
+                [torch.stack([first, last], 1), torch.stack([masked_tiles[1], number[masked_tiles]], 1)]
+            )
             lists.append(pairs_of[order])
             begin += len(order)
-        facts = {
+        attributes = {
             "q_len": q_len,
             "kv_len": kv_len,
             "block_q": block_q,
@@ -325,7 +320,7 @@ class TilePlan:
             "visible_pairs": int(pairs.sum()),
             "visited_tiles": int((pairs > 0).sum()),
         }
-        return TilePlan._laid_out([torch.cat(rows), torch.cat(lists), contents[rank]], facts, full.device)
+        return TilePlan._laid_out([torch.cat(rows), torch.cat(lists), contents[rank]], attributes, full.device)
 
     @staticmethod
     def stack(plans: Sequence[TilePlan]) -> TilePlan:
@@ -367,9 +362,9 @@ class TilePlan:
                 steps.index_add_(0, plan.rows[:, column].to(torch.int64), steps.new_full((len(plan.rows),), step))
             numbered_pair = (steps.cumsum(0)[:-1] > 0) & (plan.lists[:, 1] >= 0)
             lists.append(torch.stack([plan.lists[:, 0], plan.lists[:, 1] + bitmaps * numbered_pair], 1))
-        facts = {name: sum(getattr(plan, name) for plan in plans) for name in ("visible_pairs", "visited_tiles")}
+        counts = {name: sum(getattr(plan, name) for plan in plans) for name in ("visible_pairs", "visited_tiles")}
         tensors = rows, torch.cat(lists), torch.cat([plan.bitmaps for plan in distinct])
-        return TilePlan._laid_out(tensors, {**first._facts(), **facts}, first.device)
+        return TilePlan._laid_out(tensors, {**first._facts(), **counts}, first.device)
 
 
 def dense_plan(plan: PlanArguments, q_len: int, kv_len: int) -> Tensor:

@@ -27,11 +27,11 @@ def ancestors(parents: Tensor, depth: int) -> Tensor:
     [[[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]]
     """
     nodes = parents.shape[1]
-    own = torch.eye(nodes, dtype=torch.bool, device=parents.device).expand(len(parents), nodes, nodes)
+    identity = torch.eye(nodes, dtype=torch.bool, device=parents.device).expand(len(parents), nodes, nodes)
     above, there = parents.clamp(min=0)[..., None].expand(-1, -1, nodes), (parents >= 0)[..., None]
-    seen = own
+    seen = identity
     for _ in range(depth):
-        seen = own | (seen.gather(1, above) & there)
+        seen = identity | (seen.gather(1, above) & there)
     return seen
 
 
@@ -68,5 +68,5 @@ class TreePlans:
 
     def of(self, seen: Tensor) -> TilePlan:
         """The plan of ``(batch, tokens, tokens)`` bool: True where the row sees the column."""
-        more = self._block - seen.shape[1]
-        return replace(self._like, bitmaps=packed_words(torch.nn.functional.pad(seen, (0, more, 0, more))))
+        padding = self._block - seen.shape[1]
+        return replace(self._like, bitmaps=packed_words(torch.nn.functional.pad(seen, (0, padding, 0, padding))))

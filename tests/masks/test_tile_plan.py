@@ -186,7 +186,7 @@ def test_a_device_without_a_number_is_the_current_one() -> None:
 
 def test_long_rows_start_first() -> None:
     plan = masks.causal(256).plan(64, 64)
-    assert plan.q_order.tolist() == [3, 2, 1, 0] and plan.k_order.tolist() == [0, 1, 2, 3]
+    assert plan.rows[:4, 3].tolist() == [3, 2, 1, 0] and plan.rows[4:, 3].tolist() == [0, 1, 2, 3]
 
 
 def test_stack() -> None:
@@ -201,7 +201,7 @@ def test_stack() -> None:
             partial = visits.bitmaps >= 0
             assert torch.equal(partial, single.bitmaps >= 0)
             assert torch.equal(stacked.bitmaps[visits.bitmaps[partial]], plan.bitmaps[single.bitmaps[partial]])
-        assert torch.equal(stacked.q_order[sample], plan.q_order) and torch.equal(stacked.k_order[sample], plan.k_order)
+        assert torch.equal(stacked.rows[sample, :, 3], plan.rows[:, 3])
     dense = [masks.causal(100).dense(), masks.dual_stream(50, 8).dense(), masks.causal(100).dense()]
     assert torch.equal(stacked.dense(), torch.stack(dense))
     # Equal samples share their lists.
