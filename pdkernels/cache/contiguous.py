@@ -103,12 +103,12 @@ class KVCacheBase:
             (tensor([0, 2, 0]), tensor([0., 1., 0.]))
         """
         op = f"cache.{type(self).__name__}.copy_row_"
-        kinds = [(one.layers, one.kv_heads, one.head_dim, one.dtype) for one in (self, other)]
+        kinds = [(cache.layers, cache.kv_heads, cache.head_dim, cache.dtype) for cache in (self, other)]
         check(kinds[0] == kinds[1], op, "other", "have the same layers, heads and dtype", kinds[1])
         check(0 <= length <= self._row_capacity(row), op, "length", f"be in [0, {self._row_capacity(row)}]", length)
         at, slots = self._index(row, length)
-        for mine, rows in zip((self.k, self.v), other.row(other_row, length), strict=True):
-            mine[:, at, slots] = rows
+        for target, rows in zip((self.k, self.v), other.row(other_row, length), strict=True):
+            target[:, at, slots] = rows
         self.lengths[row].fill_(length)
 
     def idle_row_(self, row: int) -> None:

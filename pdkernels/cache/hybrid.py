@@ -124,8 +124,8 @@ class HybridCache:
 
     def layer(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
         """As that of the KV cache."""
-        found: tuple[Tensor, Tensor] = self.kv.layer(layer, length)  # type: ignore[attr-defined]
-        return found
+        keys_values: tuple[Tensor, Tensor] = self.kv.layer(layer, length)  # type: ignore[attr-defined]
+        return keys_values
 
     def row(self, row: int, length: int) -> tuple[Tensor, Tensor]:
         """As that of the KV cache."""
@@ -149,7 +149,7 @@ class HybridCache:
             self.states[name] = slots._replace(pending=wider)
 
     def begin_(
-        self, rows: int, counts: Tensor | None = None, *, parents: Tensor | None = None, whole: bool = False
+        self, rows: int, counts: Tensor | None = None, *, parents: Tensor | None = None, compute_all: bool = False
     ) -> StateStep:
         """Prepares a forward over `rows` new rows; every state then takes the step that is returned.
 
@@ -157,7 +157,7 @@ class HybridCache:
             rows: of each sequence, padding included.
             counts: ``(batch,)`` rows that may be committed; None: all.
             parents: ``(rows,)`` or ``(batch, rows)``, the new row that each row follows, -1: none; None: the one before it.
-            whole: compute the rows after the first `counts` as well. Otherwise they are padding.
+            compute_all: compute the rows after the first `counts` as well. Otherwise they are padding.
         """
         lengths = self.lengths
         on_host = lengths.device.type == "cpu"
@@ -166,17 +166,17 @@ class HybridCache:
         if parents is not None:  # no row of a tree can go into a state before its branch is chosen
             self.reserve_drafts_(rows)
             parents = parents.expand(self.batch, rows).contiguous()
-        elif rows > self.pending and (on_host or whole):
-            self.reserve_drafts_(self._unsure(rows, counts, whole) if on_host else rows)
+        elif rows > self.pending and (on_host or compute_all):
+            self.reserve_drafts_(self._max_pending(rows, counts, compute_all) if on_host else rows)
         keep = self.pending if rows > self.pending else None
-        return StateStep(lengths, None if whole else counts, self.pending_index, parents, keep)
+        return StateStep(lengths, None if compute_all else counts, self.pending_index, parents, keep)
 
-    def _unsure(self, rows: int, counts: Tensor | None, whole: bool) -> int:
-        """How many of the last rows of a forward have to be pending. Of a prompt, those that may be committed will be, as far as they
-        fit nowhere else."""
+    def _max_pending(self, rows: int, counts: Tensor | None, compute_all: bool) -> int:
+        """The largest number of rows at the end of a forward that have to stay pending. For a new prompt these are only the rows that
+        cannot be committed: the others go into the state at once."""
         computed = torch.full_like(self.lengths, rows)
         stored = computed if counts is None else counts
-        computed = computed if whole else stored
+        computed = computed if compute_all else stored
         return int(torch.where(self.lengths == 0, computed - stored, computed).max())
 
     def commit_(self, counts: Tensor, source_index: Tensor | None = None) -> None:
@@ -226,10 +226,10 @@ class HybridCache:
         self.kv.copy_row_(row, other.kv, other_row, length)
         self.reserve_drafts_(other.pending)
         for name, slots in self.states.items():
-            given = other.states[name]
-            slots.state[row].copy_(given.state[other_row])
-            for mine, theirs in zip(slots.pending, given.pending, strict=True):
-                mine[row, : other.pending].copy_(theirs[other_row])
+            source_slots = other.states[name]
+            slots.state[row].copy_(source_slots.state[other_row])
+            for target, source in zip(slots.pending, source_slots.pending, strict=True):
+                target[row, : other.pending].copy_(source[other_row])
         self.state_lengths[:, row].copy_(other.state_lengths[:, other_row])
         self.pending_index[row, : other.pending].copy_(other.pending_index[other_row])
 

@@ -73,17 +73,19 @@ class PagedKVCache(KVCacheBase):
         """
         op = "cache.PagedKVCache.on"
         batch, capacity = integer(op, "batch", batch, 1), integer(op, "capacity", capacity, 1)
-        made = cls.__new__(cls)
-        made.k, made.v, made.batch = pool.k, pool.v, batch
-        made.layers, made.kv_heads, made.head_dim = len(pool.k), pool.k.shape[3], pool.head_dim
-        made.lengths = torch.zeros(batch, dtype=torch.int64, device=pool.k.device)
-        made._share(pool.num_pages, pool.page_size, -(-capacity // pool.page_size), pool, pool.scratch)
-        return made
+        cache = cls.__new__(cls)
+        cache.k, cache.v, cache.batch = pool.k, pool.v, batch
+        cache.layers, cache.kv_heads, cache.head_dim = len(pool.k), pool.k.shape[3], pool.head_dim
+        cache.lengths = torch.zeros(batch, dtype=torch.int64, device=pool.k.device)
+        cache._share(pool.num_pages, pool.page_size, -(-capacity // pool.page_size), pool, pool.scratch)
+        return cache
 
-    def _share(self, num_pages: int, page_size: int, width: int, pool: PageAllocator | PagePool, absent: int) -> None:
+    def _share(
+        self, num_pages: int, page_size: int, width: int, pool: PageAllocator | PagePool, idle_page: int
+    ) -> None:
         self.num_pages, self.page_size, self.capacity = num_pages, page_size, width * page_size
-        self.block_table: Tensor = torch.full((self.batch, width), absent, dtype=torch.int32, device=self.device)
-        self._pool, self._absent = pool, absent
+        self.block_table: Tensor = torch.full((self.batch, width), idle_page, dtype=torch.int32, device=self.device)
+        self._pool, self._absent = pool, idle_page
         self._pages: list[list[int]] = [[] for _ in range(self.batch)]
 
     @property
@@ -108,8 +110,8 @@ class PagedKVCache(KVCacheBase):
     def move_row_(self, row: int, other: PagedKVCache, other_row: int, length: int) -> None:
         """Takes the pages of a sequence of `length` tokens from another cache on the same pool, which has none of it then."""
         pool = self.shared_pool
-        fits = pool is not None and pool is other.shared_pool
-        check(fits, "cache.PagedKVCache.move_row_", "other", "be on the same PagePool", "another")
+        same_pool = pool is not None and pool is other.shared_pool
+        check(same_pool, "cache.PagedKVCache.move_row_", "other", "be on the same PagePool", "another")
         self._pool.release(self._pages[row])
         self._pages[row], other._pages[other_row] = other._pages[other_row], []
         self._publish()
@@ -119,8 +121,8 @@ class PagedKVCache(KVCacheBase):
 
     def __getstate__(self) -> dict[str, Any]:
         """State for copies and pickling. The free pages are derived from the owned ones."""
-        own = isinstance(self._pool, PageAllocator)
-        return {name: value for name, value in vars(self).items() if name != "_pool" or not own}
+        owns_pool = isinstance(self._pool, PageAllocator)
+        return {name: value for name, value in vars(self).items() if name != "_pool" or not owns_pool}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -149,13 +151,13 @@ class PagedKVCache(KVCacheBase):
                 length,
                 "Raise max_pages_per_sequence.",
             )
-        missing = [max(0, -(-n // self.page_size) - len(pages)) for n, pages in zip(lengths, self._pages)]
-        if sum(missing) > self._pool.available:
-            actual = f"{sum(missing)} more with {self._pool.available} free"
+        new_pages = [max(0, -(-n // self.page_size) - len(pages)) for n, pages in zip(lengths, self._pages)]
+        if sum(new_pages) > self._pool.available:
+            actual = f"{sum(new_pages)} more with {self._pool.available} free"
             raise MemoryError(message(op, "lengths", f"fit the pool of {self.num_pages} pages", actual, _REMEDY))
-        for pages, count in zip(self._pages, missing):
+        for pages, count in zip(self._pages, new_pages):
             pages += self._pool.allocate(count)
-        if any(missing):
+        if any(new_pages):
             self._publish()
 
     def resize_row_(self, row: int, tokens: int) -> None:
@@ -216,9 +218,9 @@ class PagedKVCache(KVCacheBase):
     def _release_after(self, lengths: Sequence[int]) -> None:
         before = self._pool.available
         for pages, length in zip(self._pages, lengths):
-            kept = -(-length // self.page_size)
-            self._pool.release(pages[kept:])
-            del pages[kept:]
+            count = -(-length // self.page_size)
+            self._pool.release(pages[count:])
+            del pages[count:]
         if self._pool.available != before:
             self._publish()
 

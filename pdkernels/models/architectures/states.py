@@ -49,7 +49,7 @@ class States:
             # A tree has no last row, so none of it can become part of a state.
             self._step = StateStep(nothing, None, None, row_parents, 0 if row_parents is None else None)
         else:
-            self._step = cache.begin_(rows, counts, parents=parents, whole=mask is not None)
+            self._step = cache.begin_(rows, counts, parents=parents, compute_all=mask is not None)
 
     def _slots(self, name: Any, state: tuple[int, ...], dtype: torch.dtype, *inputs: Tensor) -> StateSlots:
         """`inputs`: what is kept of the new rows, or tensors like it."""
