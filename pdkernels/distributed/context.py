@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pdkernels._attention import AttentionArguments, given_scale
+from pdkernels._attention import AttentionArguments, checked_scale
 from pdkernels._validation import check, check_choice, check_int, check_type
 from pdkernels.distributed.mesh import group_of
 from pdkernels.masks import SegmentMask, TilePlan
@@ -61,13 +61,13 @@ class ContextSlices:
         """A rank's rows of `x`, which has all rows in dimension `dim`."""
         return torch.cat([x.narrow(dim, start, stop - start) for start, stop in self.rows[rank]], dim)
 
-    def join(self, parts: Sequence[Tensor], dim: int = 1) -> Tensor:
+    def join(self, shards: Sequence[Tensor], dim: int = 1) -> Tensor:
         """All rows in order, from those of every rank: the inverse of `take`."""
         pieces = {}
-        for runs, part in zip(self.rows, parts, strict=True):
+        for runs, shard in zip(self.rows, shards, strict=True):
             first = 0
             for start, stop in runs:
-                pieces[start] = part.narrow(dim, first, stop - start)
+                pieces[start] = shard.narrow(dim, first, stop - start)
                 first += stop - start
         return torch.cat([pieces[start] for start in sorted(pieces)], dim)
 
@@ -77,8 +77,8 @@ class ContextSlices:
         return [sum(stop - start for start, stop in runs) for runs in self.rows]
 
     def _plan(self, rows: Range, columns: Range | None, device: torch.device) -> TilePlan:
-        part = self.mask[slice(*rows)] if columns is None else self.mask[slice(*rows), slice(*columns)]
-        return part.plan(self.block_q, self.block_k, device)
+        mask = self.mask[slice(*rows)] if columns is None else self.mask[slice(*rows), slice(*columns)]
+        return mask.plan(self.block_q, self.block_k, device)
 
 
 def slice_context(
@@ -177,18 +177,18 @@ def context_parallel_attention(
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_type(isinstance(x, Tensor), OP, name, "be a tensor", type(x).__name__)
         check(x.dim() == 4 and x.shape[1] == rows, OP, name, f"have {rows} rows in dimension 1", tuple(x.shape))
-    number = given_scale(OP, scale, q)
+    number = checked_scale(OP, scale, q)
     if exchange == "ring":
         out: Tensor = _Ring.apply(q, k, v, slices, group, number)  # type: ignore[no-untyped-call]
         return out
-    both: Tensor = _Collected.apply(torch.cat((k, v), -1), slices, group)  # type: ignore[no-untyped-call]
-    keys, values = both.split(k.shape[-1], -1)
-    parts, first = [], 0
+    kv: Tensor = _Collected.apply(torch.cat((k, v), -1), slices, group)  # type: ignore[no-untyped-call]
+    keys, values = kv.split(k.shape[-1], -1)
+    outputs, first = [], 0
     for start, stop in slices.rows[rank]:
-        own, first = q[:, first : first + stop - start], first + stop - start
+        queries, first = q[:, first : first + stop - start], first + stop - start
         plan = slices._plan((start, stop), None, q.device)
-        parts.append(block_sparse_attention(own, keys, values, plan, scale=number))
-    return torch.cat(parts, 1)
+        outputs.append(block_sparse_attention(queries, keys, values, plan, scale=number))
+    return torch.cat(outputs, 1)
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:
@@ -202,15 +202,15 @@ class _Collected(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, slices: ContextSlices, group: Any) -> Tensor:
         ctx.slices, ctx.group = slices, group
         lengths = slices.lengths
-        parts = gathered(_padded(x, max(lengths)), group)
-        return slices.join([part[:, :length] for part, length in zip(parts, lengths)])
+        shards = gathered(_padded(x, max(lengths)), group)
+        return slices.join([shard[:, :length] for shard, length in zip(shards, lengths)])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         slices, lengths = ctx.slices, ctx.slices.lengths
-        parts = [_padded(slices.take(grad, rank), max(lengths)) for rank in range(len(lengths))]
-        own = scattered(torch.stack(parts), ctx.group)
-        return own[:, : lengths[dist.get_rank(ctx.group)]], None, None
+        gradients = [_padded(slices.take(grad, rank), max(lengths)) for rank in range(len(lengths))]
+        gradient = scattered(torch.stack(gradients), ctx.group)
+        return gradient[:, : lengths[dist.get_rank(ctx.group)]], None, None
 
 
 class _Meeting(NamedTuple):
@@ -223,16 +223,16 @@ class _Meeting(NamedTuple):
 
 def _meetings(slices: ContextSlices, rank: int, source: int, device: torch.device) -> list[_Meeting]:
     """The pairs of runs with a visible pair of tokens."""
-    found, first = [], 0
+    meetings, first = [], 0
     for start, stop in slices.rows[rank]:
         low = 0
         for begin, end in slices.rows[source]:
             plan = slices._plan((start, stop), (begin, end), device)
             if plan.visited_tiles:
-                found.append(_Meeting(slice(first, first + stop - start), slice(low, low + end - begin), plan))
+                meetings.append(_Meeting(slice(first, first + stop - start), slice(low, low + end - begin), plan))
             low += end - begin
         first += stop - start
-    return found
+    return meetings
 
 
 class _Ring(torch.autograd.Function):
@@ -244,14 +244,14 @@ class _Ring(torch.autograd.Function):
         rows = max(slices.lengths)
         total = q.new_zeros(q.shape, dtype=torch.float32)
         lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32)
-        both = torch.stack((_padded(k, rows), _padded(v, rows)))
+        kv = torch.stack((_padded(k, rows), _padded(v, rows)))
         for step in range(ranks):
             for rows_of, columns, plan in _meetings(slices, rank, (rank + step) % ranks, q.device):
-                keys, values = both[0][:, columns], both[1][:, columns]
-                out, found = block_sparse_attention(q[:, rows_of], keys, values, plan, scale=scale, return_lse=True)
-                _merge(total[:, rows_of], lse[..., rows_of], out, found)
+                keys, values = kv[0][:, columns], kv[1][:, columns]
+                out, run_lse = block_sparse_attention(q[:, rows_of], keys, values, plan, scale=scale, return_lse=True)
+                _merge(total[:, rows_of], lse[..., rows_of], out, run_lse)
             if step + 1 < ranks:
-                both = passed_on(both, group)
+                kv = passed_on(kv, group)
         result = total.to(q.dtype)
         ctx.save_for_backward(q, k, v, result, lse)
         ctx.slices, ctx.group, ctx.scale = slices, group, scale
@@ -265,20 +265,20 @@ class _Ring(torch.autograd.Function):
         lengths = slices.lengths
         grad = grad.contiguous()
         grad_q = torch.zeros_like(q, dtype=torch.float32)
-        both = torch.stack((_padded(k, max(lengths)), _padded(v, max(lengths))))
-        sums = torch.zeros_like(both, dtype=torch.float32)
+        kv = torch.stack((_padded(k, max(lengths)), _padded(v, max(lengths))))
+        sums = torch.zeros_like(kv, dtype=torch.float32)
         for step in range(ranks):
             for rows, columns, plan in _meetings(slices, rank, (rank + step) % ranks, q.device):
-                keys, values = both[0][:, columns], both[1][:, columns]
-                found = _part_gradients(
+                keys, values = kv[0][:, columns], kv[1][:, columns]
+                gradients = _part_gradients(
                     grad[:, rows], q[:, rows], keys, values, out[:, rows], lse[..., rows], plan, ctx.scale
                 )
-                grad_q[:, rows] += found[0]
-                sums[0][:, columns] += found[1]
-                sums[1][:, columns] += found[2]
+                grad_q[:, rows] += gradients[0]
+                sums[0][:, columns] += gradients[1]
+                sums[1][:, columns] += gradients[2]
             # After as many steps as there are ranks, the sums are back at their owner.
             if step + 1 < ranks:
-                both = passed_on(both, group)
+                kv = passed_on(kv, group)
             sums = passed_on(sums, group)
         grads = sums[:, :, : lengths[rank]].to(k.dtype)
         return grad_q.to(q.dtype), grads[0], grads[1], None, None, None
@@ -293,21 +293,27 @@ def _part_gradients(
     own log-sum-exp, with which its weights add up to 1. The effect of the part's weight on `out` enters the gradient of that
     log-sum-exp.
     """
-    own, found = block_sparse_attention(q, k, v, plan, scale=scale, return_lse=True)
-    share = torch.where(found == -torch.inf, 0.0, (found - lse).exp())
+    partial_out, partial_lse = block_sparse_attention(q, k, v, plan, scale=scale, return_lse=True)
+    share = torch.where(partial_lse == -torch.inf, 0.0, (partial_lse - lse).exp())
     wide = grad.float()
-    grad_lse = share * (wide * (own.float() - out.float())).sum(-1).transpose(1, 2)
-    grad_own = (wide * share.transpose(1, 2)[..., None]).to(q.dtype)
+    grad_lse = share * (wide * (partial_out.float() - out.float())).sum(-1).transpose(1, 2)
+    grad_partial = (wide * share.transpose(1, 2)[..., None]).to(q.dtype)
     gradients: tuple[Tensor, Tensor, Tensor] = backward_op(
-        grad_own, grad_lse.contiguous(), own, found, *AttentionArguments(q, k, v, *plan.arguments, scale)
+        grad_partial,
+        grad_lse.contiguous(),
+        partial_out,
+        partial_lse,
+        *AttentionArguments(q, k, v, *plan.arguments, scale),
     )
     return gradients
 
 
-def _merge(total: Tensor, lse: Tensor, out: Tensor, found: Tensor) -> None:
+def _merge(total: Tensor, lse: Tensor, out: Tensor, partial_lse: Tensor) -> None:
     """Merges the results of other keys into `total` and `lse`, in place."""
-    new = torch.logaddexp(lse, found)
+    new = torch.logaddexp(lse, partial_lse)
     blind = new == -torch.inf
-    old, more = (torch.where(blind, 0.0, (x - new).exp()).transpose(1, 2)[..., None] for x in (lse, found))
-    total.copy_(total * old + out.float() * more)
+    weight, partial_weight = (
+        torch.where(blind, 0.0, (x - new).exp()).transpose(1, 2)[..., None] for x in (lse, partial_lse)
+    )
+    total.copy_(total * weight + out.float() * partial_weight)
     lse.copy_(new)

@@ -15,18 +15,18 @@ from torch import Tensor
 
 from pdkernels.ops import LogitDivergence
 from pdkernels.ops._collectives import gathered
-from pdkernels.ops._vocabulary import Part
+from pdkernels.ops._vocabulary import VocabularyShard
 
 
-def divergence(now: Tensor, then: Tensor | None, size: int, part: Part, min_p: float) -> LogitDivergence:
+def divergence(now: Tensor, then: Tensor | None, size: int, shard: VocabularyShard, min_p: float) -> LogitDivergence:
     """Of the rank's slices ``(..., width)`` of a vocabulary of `size` tokens; the same bits on all ranks."""
     wide = now.double()
     uniform = torch.full_like(wide, -math.log(size))
     before = uniform if then is None else then.double()
     best = wide.argmax(-1, keepdim=True)
-    facts = [wide.gather(-1, best)[..., 0], (best[..., 0] + part.first_id).double(), wide.logsumexp(-1)]
-    facts += [before.amax(-1), before.logsumexp(-1)]
-    largest, ids, total, largest_before, total_before = gathered(torch.stack(facts, -1), part.group).unbind(-1)
+    row_stats = [wide.gather(-1, best)[..., 0], (best[..., 0] + shard.first_id).double(), wide.logsumexp(-1)]
+    row_stats += [before.amax(-1), before.logsumexp(-1)]
+    largest, ids, total, largest_before, total_before = gathered(torch.stack(row_stats, -1), shard.group).unbind(-1)
     argmax = ids.gather(0, largest.argmax(0, keepdim=True))[0].long()
     log_now, top = _normalised(wide, largest, total)
     log_then, top_then = _normalised(before, largest_before, total_before)
@@ -40,7 +40,7 @@ def divergence(now: Tensor, then: Tensor | None, size: int, part: Part, min_p: f
         low_then.exp().sum(-1),
         low_now.exp().sum(-1),
     ]
-    entropy, kl, raw, mass_then, mass_now = gathered(torch.stack(sums, -1), part.group).sum(0).unbind(-1)
+    entropy, kl, raw, mass_then, mass_now = gathered(torch.stack(sums, -1), shard.group).sum(0).unbind(-1)
     minp_kl = raw / mass_then + mass_now.log() - mass_then.log()
     dtype = torch.promote_types(now.dtype, torch.float32)
     return LogitDivergence(argmax, entropy.to(dtype), kl.to(dtype), minp_kl.to(dtype))

@@ -37,57 +37,57 @@ def _fits(x: Any, dim: int) -> bool:
     return all(x.shape[dim] % size == 0 for size in x.mesh.shape)
 
 
-def _attention(given: Given, results: Sequence[int]) -> Iterator[Cut]:
+def _attention(arguments: Given, results: Sequence[int]) -> Iterator[Cut]:
     """Shards by sequences and by heads. Heads only if the ranks divide the KV heads, so that every rank has the keys of its heads."""
-    layouts = {name: LAYOUTS[name] for name in given if name in LAYOUTS}
+    layouts = {name: LAYOUTS[name] for name in arguments if name in LAYOUTS}
     batches, heads = (
         {name: layout.index(letter) for name, layout in layouts.items() if letter in layout} for letter in "bh"
     )
-    stacked = {"plan_rows": 0} if len(given["plan_rows"].shape) == 3 else {}
+    stacked = {"plan_rows": 0} if len(arguments["plan_rows"].shape) == 3 else {}
     yield Cut({**batches, **stacked}, [0] * len(results))
-    keys = given.get("k", given.get("k_new"))
+    keys = arguments.get("k", arguments.get("k_new"))
     if _fits(keys, 2):
         yield Cut(heads, results)
 
 
-def _speculative(given: Given) -> Iterator[Cut]:
-    if given.get("cu_seqlens") is not None:  # the rows of all sequences are concatenated
+def _speculative(arguments: Given) -> Iterator[Cut]:
+    if arguments.get("cu_seqlens") is not None:  # the rows of all sequences are concatenated
         return
-    ways = list(_attention(given, [2, 1]))
+    ways = list(_attention(arguments, [2, 1]))
     # Pages are shared by all sequences.
-    yield from ways if given.get("block_table") is None else ways[1:]
+    yield from ways if arguments.get("block_table") is None else ways[1:]
 
 
-def _rows(given: Given, names: Sequence[str], results: int) -> Iterator[Cut]:
+def _rows(arguments: Given, names: Sequence[str], results: int) -> Iterator[Cut]:
     """Shards by any row dimension of the first tensor; the other tensors of `names` have the same row dimensions."""
-    for dim in range(len(given[names[0]].shape) - 1):
+    for dim in range(len(arguments[names[0]].shape) - 1):
         yield Cut(dict.fromkeys(names, dim), [dim] * results)
 
 
-def _linear(given: Given) -> Iterator[Cut]:
-    last = len(given["x"].shape) - 1
-    yield from _rows(given, ["x"], 1)
+def _linear(arguments: Given) -> Iterator[Cut]:
+    last = len(arguments["x"].shape) - 1
+    yield from _rows(arguments, ["x"], 1)
     yield Cut({"weight": 0, "bias": 0}, [last])
-    if given.get("bias") is None:
+    if arguments.get("bias") is None:
         yield Cut({"x": last, "weight": 1}, [None])
 
 
-def _norm_backward(given: Given) -> Iterator[Cut]:
+def _norm_backward(arguments: Given) -> Iterator[Cut]:
     """The gradients of the weights are sums over rows."""
-    for cut in _rows(given, ["x", "grad", "grad_next", "residual"], 1):
+    for cut in _rows(arguments, ["x", "grad", "grad_next", "residual"], 1):
         yield Cut(cut.inputs, [*cut.outputs, None, None])
 
 
-def _statistics(given: Given, name: str) -> Iterator[Cut]:
+def _statistics(arguments: Given, name: str) -> Iterator[Cut]:
     """Shards by rows. Sampling needs positions, because otherwise it uses the index of the row, which differs on a rank; the rows of
     filters are for groups of rows."""
-    counted = given.get("positions") is None and given.get("temperature", 0.0) > 0
-    filtered = any(given.get(tensor) is not None for tensor in TENSORS)
-    if given.get("row_index") is None and not counted and not filtered:
-        yield from _rows(given, [name, "seeds", "steps", "positions"], 7)
+    uses_row_index = arguments.get("positions") is None and arguments.get("temperature", 0.0) > 0
+    filtered = any(arguments.get(tensor) is not None for tensor in TENSORS)
+    if arguments.get("row_index") is None and not uses_row_index and not filtered:
+        yield from _rows(arguments, [name, "seeds", "steps", "positions"], 7)
 
 
-def _sequences(given: Given, names: Sequence[str], results: int) -> Iterator[Cut]:
+def _sequences(arguments: Given, names: Sequence[str], results: int) -> Iterator[Cut]:
     yield Cut(dict.fromkeys(names, 0), [0] * results)
 
 
@@ -114,19 +114,19 @@ def _ways(op: str, *args: Any, **kwargs: Any) -> list[tuple[list[Placement], lis
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     names = OPS[op].arguments
-    given = {**dict(zip(names, args)), **kwargs}
-    tensors = [hasattr(value, "mesh") for value in given.values()]
-    cuts = list(RULES[op](given))
+    arguments = {**dict(zip(names, args)), **kwargs}
+    tensors = [hasattr(value, "mesh") for value in arguments.values()]
+    cuts = list(RULES[op](arguments))
     results = len(OPS[op].overload._schema.returns)
-    whole: tuple[list[Placement], list[Placement | None]] = (
+    replicated: tuple[list[Placement], list[Placement | None]] = (
         [Replicate()] * results,
         [Replicate() if tensor else None for tensor in tensors],
     )
-    ways = [whole]
+    ways = [replicated]
     for cut in cuts:
         inputs: list[Placement | None] = [
             (Shard(cut.inputs[name]) if name in cut.inputs else Replicate()) if tensor else None
-            for name, tensor in zip(given, tensors)
+            for name, tensor in zip(arguments, tensors)
         ]
         outputs: list[Placement] = [Partial() if dim is None else Shard(dim) for dim in cut.outputs]
         ways.append((outputs, inputs))

@@ -46,8 +46,8 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta = timed
         dist.init_process_group(backend, timeout=timeout)
         return
     store, rank, ranks = next(rendezvous("env://", timeout=timeout))
-    own = dist.PrefixStore(agreed_name(store, rank, ranks, timeout), store)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=own, rank=rank, world_size=ranks, timeout=timeout)
+    attempt_store = dist.PrefixStore(agreed_name(store, rank, ranks, timeout), store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=attempt_store, rank=rank, world_size=ranks, timeout=timeout)
 
 
 def agreed_name(store: Any, rank: int, ranks: int, timeout: timedelta) -> str:
@@ -56,21 +56,21 @@ def agreed_name(store: Any, rank: int, ranks: int, timeout: timedelta) -> str:
     The first rank makes it. The others answer under it with names of their own, and wait until the first rank has seen these. A dead
     process never will.
     """
-    own, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    token, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     if rank == 0:
-        store.set("attempt", own)
-        answers = [f"{own}/{other}" for other in range(1, ranks)]
+        store.set("attempt", token)
+        answers = [f"{token}/{other}" for other in range(1, ranks)]
         if answers and not _there(store, answers, timeout):
-            missing = [other for other, answer in enumerate(answers, 1) if not store.check([answer])]
-            raise TimeoutError(message(OP, "ranks", f"all start within {timeout}", f"no sign of {missing}"))
+            silent_ranks = [other for other, answer in enumerate(answers, 1) if not store.check([answer])]
+            raise TimeoutError(message(OP, "ranks", f"all start within {timeout}", f"no sign of {silent_ranks}"))
         for answer in answers:
-            store.set(f"{own}/{store.get(answer).decode()}", "seen")
-        return own
+            store.set(f"{token}/{store.get(answer).decode()}", "seen")
+        return token
     while time.monotonic() < end:
         if _there(store, ["attempt"], PATIENCE):
             name = store.get("attempt").decode()
-            store.set(f"{name}/{rank}", own)
-            if _there(store, [f"{name}/{own}"], PATIENCE):
+            store.set(f"{name}/{rank}", token)
+            if _there(store, [f"{name}/{token}"], PATIENCE):
                 return str(name)
     raise TimeoutError(message(OP, "ranks", f"all start within {timeout}", "no sign of all of them on the first one"))
 

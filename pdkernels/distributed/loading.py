@@ -44,21 +44,21 @@ def load(
         >>> model = pd.distributed.load("/models/llada-8b", mesh, device="cuda:0")   # doctest: +SKIP
     """
     group = group_of(OP, mesh)
-    given, usable = checked_request(name_or_path, dtype, device)
-    if given in available():
-        return parallelize(_known(load_whole(given, dtype=dtype)), group).to(usable)
-    if given in PACKAGED:
-        given = str(packaged(given))
-    found = checkpoint_of(given, name_or_path is not given, dtype)
-    if found.weights is None:
-        return parallelize(_known(load_whole(given, dtype=dtype, packed=False)), group).to(usable)
-    shards = Shards(found.config, dist.get_rank(group), dist.get_world_size(group))
-    read = _read(found.layout, found.weights, shards)
-    parts = ((name, _memory.moved(tensor, found.dtype, usable)) for name, tensor in read)
-    facts: dict[str, Any] = {"tokenizer": found.tokenizer, "end_tokens": found.end_tokens}
-    if hasattr(found.config, "predicts"):  # a Transformer's
-        facts |= {"mask_token": found.mask_token, "plan_tokens": found.plan_tokens}
-    return assembled(found.config, shards, group, parts, facts)
+    source, usable = checked_request(name_or_path, dtype, device)
+    if source in available():
+        return parallelize(_known(load_whole(source, dtype=dtype)), group).to(usable)
+    if source in PACKAGED:
+        source = str(packaged(source))
+    checkpoint = checkpoint_of(source, name_or_path is not source, dtype)
+    if checkpoint.weights is None:
+        return parallelize(_known(load_whole(source, dtype=dtype, packed=False)), group).to(usable)
+    shards = Shards(checkpoint.config, dist.get_rank(group), dist.get_world_size(group))
+    read = _read(checkpoint.layout, checkpoint.weights, shards)
+    parameters = ((name, _memory.moved(tensor, checkpoint.dtype, usable)) for name, tensor in read)
+    attributes: dict[str, Any] = {"tokenizer": checkpoint.tokenizer, "end_tokens": checkpoint.end_tokens}
+    if hasattr(checkpoint.config, "predicts"):  # a Transformer's
+        attributes |= {"mask_token": checkpoint.mask_token, "plan_tokens": checkpoint.plan_tokens}
+    return assembled(checkpoint.config, shards, group, parameters, attributes)
 
 
 def _known(model: Any) -> ParallelModel:
@@ -68,8 +68,8 @@ def _known(model: Any) -> ParallelModel:
 
 def _read(layout: Layout, weights: Weights, shards: Shards) -> Iterator[tuple[str, torch.Tensor]]:
     """The rank's part of each parameter, one by one."""
-    for name, parts in layout.parts():
-        sources = {layout.name_in(weights.stored, part): shape for part, shape in parts.items()}
+    for name, components in layout.parts():
+        sources = {layout.name_in(weights.stored, component): shape for component, shape in components.items()}
         piece = shards.piece(name)
         tensor = _part(weights, sources, piece)
         if name == "embedding" and layout.tied and layout.head in weights.stored and layout.head not in sources:
@@ -89,7 +89,7 @@ def _part(weights: Weights, sources: Parts, piece: Piece | None) -> torch.Tensor
         ((name, _),) = sources.items()
         ((start, stop),) = piece.ranges
         return weights.part(name, 1, start, stop).contiguous()
-    taken = []
+    slices = []
     for low, high in piece.ranges:
         first = 0
         for name, shape in sources.items():
@@ -97,9 +97,9 @@ def _part(weights: Weights, sources: Parts, piece: Piece | None) -> torch.Tensor
             start, stop = max(low - first, 0), min(high - first, rows)
             if start < stop:
                 few = len(shape) > 2  # biases, which we store as a matrix
-                taken.append(_flat(weights.whole(name))[start:stop] if few else weights.part(name, 0, start, stop))
+                slices.append(_flat(weights.whole(name))[start:stop] if few else weights.part(name, 0, start, stop))
             first += rows
-    return torch.cat(taken)
+    return torch.cat(slices)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from pdkernels._validation import check_number, message
 from pdkernels.distributed.divergence import divergence
 from pdkernels.ops import LogitDivergence, logit_divergence, token_statistics
 from pdkernels.ops._collectives import gathered
-from pdkernels.ops._vocabulary import Part
+from pdkernels.ops._vocabulary import VocabularyShard
 
 _T = torch.Tensor
 
@@ -68,28 +68,28 @@ class ShardedLogits(torch.Tensor):
 
     local: Tensor
     """``(..., width)``: the logits of the rank's ids."""
-    part: Part
+    shard: VocabularyShard
 
-    def __new__(cls, local: Tensor, part: Part, vocab_size: int) -> ShardedLogits:
+    def __new__(cls, local: Tensor, shard: VocabularyShard, vocab_size: int) -> ShardedLogits:
         shape = (*local.shape[:-1], vocab_size)
-        made: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
-        made.local, made.part = local, part
-        return cast(ShardedLogits, made)
+        wrapper: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+        wrapper.local, wrapper.shard = local, shard
+        return cast(ShardedLogits, wrapper)
 
     def full_tensor(self) -> Tensor:
         """All logits, on every rank."""
         # Slices are as wide as the first one, except on the last rank.
         with torch._C.DisableTorchFunctionSubclass():
-            size, ranks = self.shape[-1], torch.distributed.get_world_size(self.part.group)
+            size, ranks = self.shape[-1], torch.distributed.get_world_size(self.shard.group)
         widest = -(-size // (4 * ranks)) * 4
-        padded = torch.nn.functional.pad(self.local, (0, widest - self.part.width))
-        parts = gathered(padded.view(torch.uint8) if padded.dtype == torch.bool else padded, self.part.group)
-        whole = torch.cat(list(parts.unbind(0)), -1)[..., :size]
-        return whole.bool() if padded.dtype == torch.bool else whole
+        padded = torch.nn.functional.pad(self.local, (0, widest - self.shard.width))
+        shards = gathered(padded.view(torch.uint8) if padded.dtype == torch.bool else padded, self.shard.group)
+        logits = torch.cat(list(shards.unbind(0)), -1)[..., :size]
+        return logits.bool() if padded.dtype == torch.bool else logits
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
-            first, width, shape = self.part.first_id, self.part.width, tuple(self.shape)
+            first, width, shape = self.shard.first_id, self.shard.width, tuple(self.shape)
         return f"ShardedLogits{shape}, here {first} .. {first + width - 1}"
 
     @classmethod
@@ -123,17 +123,17 @@ def _each(func: Any, args: Any, kwargs: Any) -> Any:
     """An elementwise function on the rank's own slice; tensors as wide as the vocabulary are sliced too."""
     leaves, tree = torch.utils._pytree.tree_flatten((args, kwargs))
     like = next(x for x in leaves if isinstance(x, ShardedLogits))
-    part, size = like.part, _width(like)
+    shard, size = like.shard, _width(like)
 
     def mine(x: Any) -> Any:
         if isinstance(x, ShardedLogits):
             return x.local
         if isinstance(x, Tensor) and x.dim() and size > 1 and x.shape[-1] == size:
-            return x[..., part.first_id : part.first_id + part.width]
+            return x[..., shard.first_id : shard.first_id + shard.width]
         return x
 
     args, kwargs = torch.utils._pytree.tree_unflatten([mine(x) for x in leaves], tree)
-    return ShardedLogits(func(*args, **kwargs), part, size)
+    return ShardedLogits(func(*args, **kwargs), shard, size)
 
 
 def _width(x: Tensor) -> int:
@@ -153,94 +153,94 @@ def _argmax(x: ShardedLogits, dim: Any = None, keepdim: bool = False) -> Tensor 
     if not _last(x, dim):
         return None
     best = x.local.argmax(-1, keepdim=True)
-    pair = torch.stack((x.local.gather(-1, best)[..., 0].double(), (best[..., 0] + x.part.first_id).double()), -1)
-    values, ids = gathered(pair, x.part.group).unbind(-1)
+    pair = torch.stack((x.local.gather(-1, best)[..., 0].double(), (best[..., 0] + x.shard.first_id).double()), -1)
+    values, ids = gathered(pair, x.shard.group).unbind(-1)
     # The first on ties, as in all ops; NaN is the largest.
     return _shaped(ids.gather(0, values.argmax(0, keepdim=True))[0].long(), keepdim)
 
 
 def _amax(x: ShardedLogits, dim: Any = (), keepdim: bool = False) -> Tensor | None:
-    return _shaped(gathered(x.local.amax(-1), x.part.group).amax(0), keepdim) if _last(x, dim) else None
+    return _shaped(gathered(x.local.amax(-1), x.shard.group).amax(0), keepdim) if _last(x, dim) else None
 
 
 def _logsumexp(x: ShardedLogits, dim: Any = None, keepdim: bool = False) -> Tensor | None:
     if not _last(x, dim):
         return None
-    return _shaped(gathered(x.local.logsumexp(-1), x.part.group).logsumexp(0), keepdim)
+    return _shaped(gathered(x.local.logsumexp(-1), x.shard.group).logsumexp(0), keepdim)
 
 
-def _softmax(x: ShardedLogits, dim: Any = None, dtype: torch.dtype | None = None, **rest: Any) -> Any:
+def _softmax(x: ShardedLogits, dim: Any = None, dtype: torch.dtype | None = None, **options: Any) -> Any:
     if not _last(x, dim):
         return None
     local = x.local if dtype is None else x.local.to(dtype)
     # As in softmax: a row of only -inf becomes NaN.
-    largest = gathered(local.amax(-1), x.part.group).amax(0)[..., None]
+    largest = gathered(local.amax(-1), x.shard.group).amax(0)[..., None]
     terms = (local - largest).exp()
-    total = gathered(terms.sum(-1), x.part.group).sum(0)[..., None]
-    return ShardedLogits(terms / total, x.part, _width(x))
+    total = gathered(terms.sum(-1), x.shard.group).sum(0)[..., None]
+    return ShardedLogits(terms / total, x.shard, _width(x))
 
 
-def _gather(x: ShardedLogits, dim: Any, index: Tensor, **rest: Any) -> Tensor | None:
+def _gather(x: ShardedLogits, dim: Any, index: Tensor, **options: Any) -> Tensor | None:
     if not _last(x, dim):
         return None
-    column = index - x.part.first_id
-    here = (column >= 0) & (column < x.part.width)
-    found = x.local.gather(-1, column.clamp(0, x.part.width - 1))
-    found = torch.where(here, found, torch.zeros_like(found))
-    whole = gathered(found, x.part.group)
+    column = index - x.shard.first_id
+    here = (column >= 0) & (column < x.shard.width)
+    values = x.local.gather(-1, column.clamp(0, x.shard.width - 1))
+    values = torch.where(here, values, torch.zeros_like(values))
+    by_rank = gathered(values, x.shard.group)
     # The owner's value is taken instead of a sum, in which zeros of other ranks would turn an infinity into NaN.
-    widest = -(-_width(x) // (4 * len(whole))) * 4
-    return whole.gather(0, (index // widest)[None])[0]
+    widest = -(-_width(x) // (4 * len(by_rank))) * 4
+    return by_rank.gather(0, (index // widest)[None])[0]
 
 
 def _topk(x: ShardedLogits, k: int, dim: Any = -1, largest: bool = True, sorted: bool = True) -> Any:
     if not _last(x, dim) or not largest or k > _width(x):
         return None
-    own = x.local.topk(min(k, x.part.width), -1)
-    spare = k - own.values.shape[-1]
-    values = torch.nn.functional.pad(own.values.double(), (0, spare), value=-torch.inf)
-    ids = torch.nn.functional.pad((own.indices + x.part.first_id).double(), (0, spare), value=-1.0)
-    both = gathered(torch.stack((values, ids), -1), x.part.group)
-    both = both.movedim(0, -3).flatten(-3, -2)
-    values, ids = both.unbind(-1)
+    local = x.local.topk(min(k, x.shard.width), -1)
+    spare = k - local.values.shape[-1]
+    values = torch.nn.functional.pad(local.values.double(), (0, spare), value=-torch.inf)
+    ids = torch.nn.functional.pad((local.indices + x.shard.first_id).double(), (0, spare), value=-1.0)
+    candidates = gathered(torch.stack((values, ids), -1), x.shard.group)
+    candidates = candidates.movedim(0, -3).flatten(-3, -2)
+    values, ids = candidates.unbind(-1)
     order = values.sort(dim=-1, descending=True, stable=True).indices
     order = order.gather(-1, (ids.gather(-1, order) < 0).to(torch.int8).sort(dim=-1, stable=True).indices)[..., :k]
     return torch.return_types.topk((values.gather(-1, order).to(x.local.dtype), ids.gather(-1, order).long()))
 
 
-def _cumsum(x: ShardedLogits, dim: Any, *, dtype: torch.dtype | None = None, **rest: Any) -> Any:
-    if not _last(x, dim) or rest:
+def _cumsum(x: ShardedLogits, dim: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Any:
+    if not _last(x, dim) or options:
         return None
-    own = x.local.cumsum(-1, dtype=dtype)
-    before = gathered(own[..., -1], x.part.group)[: torch.distributed.get_rank(x.part.group)]
-    return ShardedLogits(own + before.sum(0)[..., None].to(own.dtype), x.part, _width(x))
+    sums = x.local.cumsum(-1, dtype=dtype)
+    before = gathered(sums[..., -1], x.shard.group)[: torch.distributed.get_rank(x.shard.group)]
+    return ShardedLogits(sums + before.sum(0)[..., None].to(sums.dtype), x.shard, _width(x))
 
 
 def _getitem(x: ShardedLogits, index: Any) -> Any:
     """Selects rows; their values stay on their ranks."""
-    parts = index if isinstance(index, tuple) else (index,)
-    taken = 0
-    for part in parts:
-        if part is None:
+    indices = index if isinstance(index, tuple) else (index,)
+    used_dims = 0
+    for item in indices:
+        if item is None:
             continue
-        if part is Ellipsis:
+        if item is Ellipsis:
             return None
-        taken += part.dim() if isinstance(part, Tensor) and part.dtype == torch.bool else 1
-    if taken >= x.local.dim():
+        used_dims += item.dim() if isinstance(item, Tensor) and item.dtype == torch.bool else 1
+    if used_dims >= x.local.dim():
         return None
-    return ShardedLogits(x.local[index], x.part, _width(x))
+    return ShardedLogits(x.local[index], x.shard, _width(x))
 
 
 def _setitem(x: ShardedLogits, index: Any, value: Any) -> Any:
     """Writes a column, which one rank holds."""
-    fits = isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis and type(index[1]) is int
-    if not fits or isinstance(value, Tensor):
+    is_column = isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis and type(index[1]) is int
+    if not is_column or isinstance(value, Tensor):
         return None
     size = _width(x)
     if not -size <= index[1] < size:
         raise IndexError(f"index {index[1]} is out of bounds for dimension {x.local.dim() - 1} with size {size}")
-    column = index[1] % size - x.part.first_id
-    if 0 <= column < x.part.width:
+    column = index[1] % size - x.shard.first_id
+    if 0 <= column < x.shard.width:
         x.local[..., column] = value
     return x
 
@@ -248,11 +248,11 @@ def _setitem(x: ShardedLogits, index: Any, value: Any) -> Any:
 def _split(x: ShardedLogits, sizes: Any, dim: int = 0) -> Any:
     if dim % x.local.dim() == x.local.dim() - 1:
         return None
-    return tuple(ShardedLogits(part, x.part, _width(x)) for part in x.local.split(sizes, dim))
+    return tuple(ShardedLogits(piece, x.shard, _width(x)) for piece in x.local.split(sizes, dim))
 
 
 def _statistics(x: ShardedLogits, **options: Any) -> Any:
-    return token_statistics(x.local, group=x.part.group, first_id=x.part.first_id, **options)
+    return token_statistics(x.local, group=x.shard.group, first_id=x.shard.first_id, **options)
 
 
 def _divergence(
@@ -261,10 +261,10 @@ def _divergence(
     """None if `previous` is not sharded in the same way; the op then checks its shape."""
     check_number("logit_divergence", "min_p", min_p, 0, 1, "be in [0, 1]")
     if previous is None:
-        return divergence(x.local, None, _width(x), x.part, min_p)
+        return divergence(x.local, None, _width(x), x.shard, min_p)
     if not isinstance(previous, ShardedLogits) or previous.local.shape != x.local.shape or previous.dtype != x.dtype:
         return None
-    return divergence(x.local, previous.local, _width(x), x.part, min_p)
+    return divergence(x.local, previous.local, _width(x), x.shard, min_p)
 
 
 _RULES: dict[Any, Callable[..., Any]] = {

@@ -26,8 +26,8 @@ class Piece(NamedTuple):
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy, so that the whole tensor is not kept alive."""
-        parts = [tensor.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
-        return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
+        cuts = [tensor.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
+        return torch.cat(cuts, self.dim) if len(cuts) > 1 else cuts[0].clone(memory_format=torch.contiguous_format)
 
 
 class Shards:
@@ -49,19 +49,19 @@ class Shards:
                 message(OP, "model", "have no experts", f"{config.experts.count} a layer", remedy)
             )
         if isinstance(config, HybridConfig):
-            words, remedy = "have attention in every layer", "Load it on one rank."
-            raise NotImplementedError(message(OP, "model", words, "a hybrid", remedy))
+            expectation, remedy = "have attention in every layer", "Load it on one rank."
+            raise NotImplementedError(message(OP, "model", expectation, "a hybrid", remedy))
         if isinstance(config, TransformerConfig) and config.whole_qk_norm:
             raise NotImplementedError(message(OP, "model", "norm each head of q and k", "norms over all heads"))
-        words = f"be divisible by the {ranks} ranks"
-        check(config.heads % ranks == 0, OP, "heads", words, config.heads)
-        check(config.intermediate_size % ranks == 0, OP, "intermediate_size", words, config.intermediate_size)
+        expectation = f"be divisible by the {ranks} ranks"
+        check(config.heads % ranks == 0, OP, "heads", expectation, config.heads)
+        check(config.intermediate_size % ranks == 0, OP, "intermediate_size", expectation, config.intermediate_size)
         kv = config.kv_heads
         shared = ranks % kv == 0
         check(kv % ranks == 0 or shared, OP, "kv_heads", f"divide the {ranks} ranks, or be divisible by them", kv)
         share = -(-config.vocab_size // (4 * ranks)) * 4
-        fits = share * (ranks - 1) < config.vocab_size
-        check(fits, OP, "vocab_size", f"give each of {ranks} ranks a multiple of 4 rows", config.vocab_size)
+        is_divisible = share * (ranks - 1) < config.vocab_size
+        check(is_divisible, OP, "vocab_size", f"give each of {ranks} ranks a multiple of 4 rows", config.vocab_size)
         self.vocabulary = rank * share, min((rank + 1) * share, config.vocab_size)
         self.heads = config.heads // ranks
         # With fewer KV heads than ranks, adjacent ranks hold the same one.
@@ -72,21 +72,21 @@ class Shards:
         keys = self._ranges(width, kv, first_kv, self.kv_heads)
         starts = 0, config.heads * width, (config.heads + kv) * width
         qkv = [(start + low, start + high) for start, (low, high) in zip(starts, (heads, keys, keys))]
-        mine = rank * inner, (rank + 1) * inner
-        both = [mine, (config.intermediate_size + mine[0], config.intermediate_size + mine[1])]
+        gate = rank * inner, (rank + 1) * inner
+        gate_up = [gate, (config.intermediate_size + gate[0], config.intermediate_size + gate[1])]
         # One row of `qk_bias` per head.
         bias = [(rank * self.heads, (rank + 1) * self.heads)]
         bias.append((config.heads + bias[0][0], config.heads + bias[0][1]))
         rows, columns = Piece(0, [self.vocabulary]), Piece(1, [heads])
         self._pieces = {"embedding": rows, "head": rows, "qkv": Piece(0, qkv), "qkv_bias": Piece(0, qkv)}
         self._pieces |= {"qk_bias": Piece(0, bias), "output": columns, "adapter_in": columns}
-        self._pieces |= {"gate_up": Piece(0, both), "gate_up_bias": Piece(0, both), "down": Piece(1, [mine])}
+        self._pieces |= {"gate_up": Piece(0, gate_up), "gate_up_bias": Piece(0, gate_up), "down": Piece(1, [gate])}
         self._inner = inner
 
     @staticmethod
-    def _ranges(width: int, count: int, first: int, own: int) -> tuple[int, int]:
-        assert first + own <= count
-        return first * width, (first + own) * width
+    def _ranges(width: int, count: int, first: int, local_count: int) -> tuple[int, int]:
+        assert first + local_count <= count
+        return first * width, (first + local_count) * width
 
     def piece(self, name: str) -> Piece | None:
         """The rank's shard of the parameter of this name; None: the whole parameter."""

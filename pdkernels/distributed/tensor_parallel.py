@@ -31,7 +31,7 @@ from pdkernels.models.architectures.recurrent_layer import RecurrentLayer
 from pdkernels.ops import TokenStatistics, linear_token_statistics
 from pdkernels.ops._collectives import gathered, summed
 from pdkernels.ops._quantized_weight import QuantizedWeight
-from pdkernels.ops._vocabulary import Part
+from pdkernels.ops._vocabulary import VocabularyShard
 
 ParallelModel = Transformer | RecurrentDepth
 
@@ -42,7 +42,7 @@ class Ranks:
     def __init__(self, group: Any, vocabulary: tuple[int, int], vocab_size: int) -> None:
         first, end = vocabulary
         self.group, self.vocab_size = group, vocab_size
-        self.part = Part(group, first, end - first)
+        self.shard = VocabularyShard(group, first, end - first)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of the ranks' partial results."""
@@ -53,21 +53,23 @@ class Ranks:
 
     def look_up(self, tokens: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
         """Looks up rows of the embedding, each of which one rank holds."""
-        row = tokens - self.part.first_id
-        elsewhere = (row < 0) | (row >= self.part.width)
+        row = tokens - self.shard.first_id
+        elsewhere = (row < 0) | (row >= self.shard.width)
         wrong = (tokens < 0) | (tokens >= self.vocab_size)  # refused on every rank, as on one device
-        row = torch.where(wrong, self.part.width, torch.where(elsewhere, 0, row))
+        row = torch.where(wrong, self.shard.width, torch.where(elsewhere, 0, row))
         return self.sum(F.embedding(row, embedding).masked_fill(elsewhere[..., None], 0))
 
     def logits(self, local: torch.Tensor) -> torch.Tensor:
         """`ShardedLogits` from this rank's slice."""
-        return ShardedLogits(local, self.part, self.vocab_size)
+        return ShardedLogits(local, self.shard, self.vocab_size)
 
     def agree(self, op: str, device: torch.device, *numbers: int) -> None:
         """Raises ValueError on all ranks if their sizes differ, in which case they would wait for each other forever."""
-        asked = gathered(torch.tensor(numbers, device=device), self.group).tolist()
-        words = "be called with the same sizes on every rank"
-        check(all(row == asked[0] for row in asked), op, "batch and capacity", words, asked, "Pass equal prompts.")
+        sizes = gathered(torch.tensor(numbers, device=device), self.group).tolist()
+        expectation = "be called with the same sizes on every rank"
+        check(
+            all(row == sizes[0] for row in sizes), op, "batch and capacity", expectation, sizes, "Pass equal prompts."
+        )
 
 
 class ParallelLayer(Layer):
@@ -97,20 +99,20 @@ class ParallelLayer(Layer):
 class ParallelTransformer(Transformer):
     """A `Transformer` on several ranks. `config` has the sizes of this rank's heads and MLPs."""
 
-    def __init__(self, config: TransformerConfig, shards: Shards, group: Any, **facts: Any) -> None:
-        super().__init__(shards.local(config), **facts)
+    def __init__(self, config: TransformerConfig, shards: Shards, group: Any, **attributes: Any) -> None:
+        super().__init__(shards.local(config), **attributes)
         self.ranks = Ranks(group, shards.vocabulary, config.vocab_size)
         self.copies = shards.kv_heads * shards.ranks // config.kv_heads  # ranks that hold the same KV head
         self.layers = cast(Sequence[Layer], nn.ModuleList(ParallelLayer(self.config, self.ranks) for _ in self.layers))
-        _slice_vocabulary(self, self.ranks.part.width)
+        _slice_vocabulary(self, self.ranks.shard.width)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.ranks.logits(super().logits(hidden))
 
     def statistics(self, hidden: torch.Tensor, **options: Any) -> TokenStatistics:
         head = self.embedding if self.head is None else self.head
-        normed, part = rms_norm(hidden, self.norm, self.config.norm_eps), self.ranks.part
-        slices = {"group": part.group, "first_id": part.first_id}
+        normed, shard = rms_norm(hidden, self.norm, self.config.norm_eps), self.ranks.shard
+        slices = {"group": shard.group, "first_id": shard.first_id}
         return linear_token_statistics(normed, head, backend=backend_of(self.dtype), **slices, **options)
 
     def new_cache(
@@ -131,8 +133,8 @@ class ParallelTransformer(Transformer):
     def with_all_heads(self, kv: torch.Tensor) -> torch.Tensor:
         """Gathers keys or values ``(..., own KV heads, head_dim)`` of all ranks, in order."""
         # With fewer KV heads than ranks, adjacent ranks hold the same one.
-        parts = gathered(kv, self.ranks.group)[:: self.copies]
-        return torch.cat(list(parts.unbind(0)), -2)
+        shards = gathered(kv, self.ranks.group)[:: self.copies]
+        return torch.cat(list(shards.unbind(0)), -2)
 
     def _look_up(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.ranks.look_up(tokens, cast(torch.Tensor, self.embedding))
@@ -155,13 +157,13 @@ class ParallelRecurrentLayer(RecurrentLayer):
 class ParallelRecurrentDepth(RecurrentDepth):
     """A `RecurrentDepth` model on several ranks. `config` has the sizes of this rank's heads and MLPs."""
 
-    def __init__(self, config: RecurrentDepthConfig, shards: Shards, group: Any, **facts: Any) -> None:
-        super().__init__(shards.local(config), **facts)
+    def __init__(self, config: RecurrentDepthConfig, shards: Shards, group: Any, **attributes: Any) -> None:
+        super().__init__(shards.local(config), **attributes)
         self.ranks = Ranks(group, shards.vocabulary, config.vocab_size)
         for name in ("prelude_layers", "core_layers", "coda_layers"):
             layers = nn.ModuleList(ParallelRecurrentLayer(self.config, self.ranks) for _ in getattr(self, name))
             setattr(self, name, layers)
-        _slice_vocabulary(self, self.ranks.part.width)
+        _slice_vocabulary(self, self.ranks.shard.width)
 
     def new_cache(
         self,
@@ -224,39 +226,39 @@ def parallelize(model: ParallelModel, mesh: Any) -> ParallelModel:
     """
     kinds = (Transformer, RecurrentDepth)
     check_type(isinstance(model, kinds), OP, "model", "be a Transformer or RecurrentDepth", type(model).__name__)
-    if any(isinstance(part, QuantizedWeight) for part in model.modules()):
+    if any(isinstance(module, QuantizedWeight) for module in model.modules()):
         raise NotImplementedError(message(OP, "model", "have no packed matrices", "some", "Load it with packed=False."))
     parallel = (ParallelTransformer, ParallelRecurrentDepth)
     check(not isinstance(model, parallel), OP, "model", "be a whole model", "one that is parallel already")
     group = group_of(OP, mesh)
     shards = Shards(model.config, dist.get_rank(group), dist.get_world_size(group))
-    parts = ((name, shards.take(name, parameter)) for name, parameter in model.state_dict().items())
-    return assembled(model.config, shards, group, parts, facts_of(model))
+    parameters = ((name, shards.take(name, parameter)) for name, parameter in model.state_dict().items())
+    return assembled(model.config, shards, group, parameters, facts_of(model))
 
 
 def facts_of(model: ParallelModel) -> dict[str, Any]:
     """The attributes of a model other than sizes and weights, as arguments of its class."""
-    facts: dict[str, Any] = {"tokenizer": model.tokenizer, "end_tokens": model.end_tokens}
+    attributes: dict[str, Any] = {"tokenizer": model.tokenizer, "end_tokens": model.end_tokens}
     if isinstance(model, Transformer):
-        facts |= {"mask_token": model.mask_token, "plan_tokens": model.plan_tokens}
-    return facts
+        attributes |= {"mask_token": model.mask_token, "plan_tokens": model.plan_tokens}
+    return attributes
 
 
 def assembled(
     config: TransformerConfig | RecurrentDepthConfig,
     shards: Shards,
     group: Any,
-    parts: Iterator[tuple[str, torch.Tensor]],
-    facts: dict[str, Any],
+    parameters: Iterator[tuple[str, torch.Tensor]],
+    attributes: dict[str, Any],
 ) -> ParallelModel:
     """A parallel model made of a rank's shards of the parameters."""
     model: ParallelTransformer | ParallelRecurrentDepth
-    state = dict(parts)
+    state = dict(parameters)
     with torch.device("meta"):
         if isinstance(config, RecurrentDepthConfig):
-            model = ParallelRecurrentDepth(config, shards, group, **facts)
+            model = ParallelRecurrentDepth(config, shards, group, **attributes)
         else:
-            model = ParallelTransformer(config, shards, group, **facts)
+            model = ParallelTransformer(config, shards, group, **attributes)
     if isinstance(model, Transformer) and "layers.0.adapter_in" in state:
         pairs = [(state[f"layers.{i}.adapter_in"], state[f"layers.{i}.adapter_out"]) for i in range(config.layers)]
         model.attach_adapter_(pairs)

@@ -14,7 +14,7 @@ from pdkernels.distributed import ShardedLogits, parallelize
 from pdkernels.distributed.shards import Shards
 from pdkernels.generation.sampler import Sampler
 from pdkernels.ops._collectives import gathered, summed
-from pdkernels.ops._vocabulary import Part
+from pdkernels.ops._vocabulary import VocabularyShard
 from tests.distributed.ranks import COUNTS
 from tests.support.errors import refused
 
@@ -153,7 +153,7 @@ def recurrent_traffic(group: Any, logits: torch.Tensor) -> list[tuple[int, int]]
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     width = logits.shape[-1] // ranks
     local = logits[..., rank * width : (rank + 1) * width].clone()
-    sliced = ShardedLogits(local, Part(group, rank * width, width), logits.shape[-1])
+    sliced = ShardedLogits(local, VocabularyShard(group, rank * width, width), logits.shape[-1])
     counts = []
     for ask in (
         lambda: pd.logit_divergence(sliced, sliced * 2),
@@ -257,7 +257,7 @@ def asked(group: Any, x: torch.Tensor) -> list[bool]:
     ).vocabulary
 
     def sliced() -> ShardedLogits:
-        return ShardedLogits(x[..., first:end].clone(), Part(group, first, end - first), x.shape[-1])
+        return ShardedLogits(x[..., first:end].clone(), VocabularyShard(group, first, end - first), x.shape[-1])
 
     ids, column = torch.tensor([[[0], [39], [8]], [[20], [11], [19]]]), x.amax(-1, keepdim=True) - 1
 
