@@ -96,10 +96,10 @@ def standard_library() -> tuple[list[bytes], list[bytes]]:
         files += [Path(folder, name) for name in names if name.endswith(".py") and not _skipped(name)]
     files.sort(key=lambda path: path.relative_to(root).as_posix())
     check(bool(files), "training.standard_library", "the interpreter", f"have source files in {root}", "none")
-    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    splits: tuple[list[bytes], list[bytes]] = ([], [])
     for index, path in enumerate(files):
-        parts[index % HELD_OUT_EVERY == HELD_OUT_EVERY // 2].append(path.read_bytes())
-    return parts
+        splits[index % HELD_OUT_EVERY == HELD_OUT_EVERY // 2].append(path.read_bytes())
+    return splits
 
 
 def _skipped(name: str) -> bool:
@@ -113,10 +113,10 @@ def as_ids(texts: list[bytes]) -> Tensor:
     [97, 256, 98, 99, 256]
     """
     end = torch.tensor([ByteTokenizer.end_token], dtype=torch.int16)
-    parts = [
+    encoded = [
         torch.cat([torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int16), end]) for text in texts if text
     ]
-    return torch.cat([torch.empty(0, dtype=torch.int16), *parts])
+    return torch.cat([torch.empty(0, dtype=torch.int16), *encoded])
 
 
 def _problem(numbers: random.Random) -> Problem:
@@ -148,8 +148,8 @@ def _worked(a: int, sign: str, b: int) -> tuple[int, list[str]]:
         total = {"+": x + y + carried, "-": x - y - carried, "*": x * y + carried}[sign]
         result = str(total % 10) + result
         # The carry of a product is added, the borrow of a difference subtracted.
-        rest = f" {'-' if sign == '-' else '+'} {carried}" if carried else ""
-        lines.append(f"{a} {sign} {b}{rest}: {x} {sign} {y}{rest} = {total} so {result}")
+        carry_text = f" {'-' if sign == '-' else '+'} {carried}" if carried else ""
+        lines.append(f"{a} {sign} {b}{carry_text}: {x} {sign} {y}{carry_text} = {total} so {result}")
         a, b, carried = a // 10, b if sign == "*" else b // 10, abs(total // 10)
         if a == 0 and (b == 0 or sign == "*"):
             break

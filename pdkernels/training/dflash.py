@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -67,17 +67,17 @@ def new_dflash_head(
     body = replace(config, layers=layers, experts=None, **{**ABSENT, "qk_norm": True})  # layers of Qwen3
     drafted = config.vocab_size if vocabulary is None else len(vocabulary)
     own_head = vocabulary is not None
-    made = DFlashConfig(body, taps, block_size, mask_token, drafted, sample_from_anchor, own_head=own_head)
-    head: Any = DFlashHead(made)
+    head_config = DFlashConfig(body, taps, block_size, mask_token, drafted, sample_from_anchor, own_head=own_head)
+    head: Any = DFlashHead(head_config)
     width = config.hidden_size
-    for own, theirs in zip(head.layers, model.layers[-layers:], strict=True):
-        copy_layer_(own, theirs)
-        own.qkv.copy_(theirs.qkv)
-        own.attention_norm.copy_(theirs.attention_norm)
+    for layer, target_layer in zip(head.layers, model.layers[-layers:], strict=True):
+        copy_layer_(layer, target_layer)
+        layer.qkv.copy_(target_layer.qkv)
+        layer.attention_norm.copy_(target_layer.attention_norm)
         for name in ("q_norm", "k_norm"):
-            given = getattr(theirs, name)
-            if given is not None and not config.whole_qk_norm:
-                getattr(own, name).copy_(given)
+            weight = getattr(target_layer, name)
+            if weight is not None and not config.whole_qk_norm:
+                getattr(layer, name).copy_(weight)
     head.fc *= 0.05
     head.fc[:, -width:] += torch.eye(width)
     head.hidden_norm.copy_(head.layers[0].attention_norm)  # the context goes into K and V as it is
@@ -86,8 +86,7 @@ def new_dflash_head(
         rows: Any = model.embedding if model.head is None else model.head
         head.head.copy_(rows[vocabulary])
         head.vocabulary.copy_(vocabulary)
-    found: DFlashHead = head
-    return found
+    return cast(DFlashHead, head)
 
 
 def draw_anchors(scored: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
@@ -115,8 +114,8 @@ def draw_anchors(scored: Tensor, count: int, generator: torch.Generator | None =
     check_type(scored.dtype == torch.bool, op, "scored", "be bool", scored.dtype)
     check_shape(op, "scored", scored, (1, None))
     rows = scored[0].cpu()
-    found = 1 + (rows[1:] & rows[:-1]).nonzero()[:, 0]
-    return found[torch.randperm(len(found), generator=generator)[:count]].sort().values
+    candidates = 1 + (rows[1:] & rows[:-1]).nonzero()[:, 0]
+    return candidates[torch.randperm(len(candidates), generator=generator)[:count]].sort().values
 
 
 class DFlashLoss(NamedTuple):
@@ -140,10 +139,10 @@ class _Blocks:
 
     def attend_(self, qkv: Tensor, layer: int) -> Tensor:
         body: Any = self._body
-        known = self._layers[layer].project(self._hidden)[:, :, body.heads :]  # type: ignore[operator]
-        keys, values = known.split(body.kv_heads, 2)
+        context = self._layers[layer].project(self._hidden)[:, :, body.heads :]  # type: ignore[operator]
+        keys, values = context.split(body.kv_heads, 2)
         q, k, v = qkv.split_with_sizes((body.heads, body.kv_heads, body.kv_heads), 2)
-        q, k = (apply_rope(part, self._own, body.rope_style) for part in (q, k))
+        q, k = (apply_rope(x, self._own, body.rope_style) for x in (q, k))
         if self._own.query_scale is not None:
             q = q * self._own.query_scale.to(q.dtype)
         keys = apply_rope(keys, self._context, body.rope_style)
@@ -229,8 +228,8 @@ def dflash_loss(
 
     blocks = tokens.new_full((len(mask.anchors), size), config.mask_token)
     blocks[:, 0] = tokens[0, mask.anchors.to(device)]
-    known = blocks.view(1, -1)
-    embedded = head.embed(known) if embedding is None else F.embedding(known, embedding)
+    inputs = blocks.view(1, -1)
+    embedded = head.embed(inputs) if embedding is None else F.embedding(inputs, embedding)
     hidden = head.run(embedded, _Blocks(head, head.fused(features), mask).attend_)
     logits = head.logits(hidden[0, chosen], shared).float()
 
@@ -241,16 +240,16 @@ def dflash_loss(
     else:
         places = tokens.new_full((config.body.vocab_size,), -1)
         places[head.vocabulary] = torch.arange(len(head.vocabulary), device=device)
-        wanted = places[tokens[0, taught + 1]]
-        counts = counts & (wanted >= 0)
-        losses = F.cross_entropy(logits, wanted.clamp(min=0), reduction="none")
+        label_ids = places[tokens[0, taught + 1]]
+        counts = counts & (label_ids >= 0)
+        losses = F.cross_entropy(logits, label_ids.clamp(min=0), reduction="none")
     weights = torch.exp(-(offsets - first) / gamma) * counts
     total = (losses * weights).sum() / weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
     with torch.no_grad():
         right = torch.zeros(len(mask.anchors) * size, dtype=torch.bool, device=device)
-        counted = right.clone()
+        evaluated = right.clone()
         right[chosen] = (logits.argmax(-1) == targets[0, taught].argmax(-1)) & counts
-        counted[chosen] = counts
-        right, counted = (flags.view(-1, size)[:, first:] for flags in (right, counted))
-        agreed = right.cumprod(1).sum(0) / counted.sum(0).clamp(min=1)
+        evaluated[chosen] = counts
+        right, evaluated = (flags.view(-1, size)[:, first:] for flags in (right, evaluated))
+        agreed = right.cumprod(1).sum(0) / evaluated.sum(0).clamp(min=1)
     return DFlashLoss(total, agreed)

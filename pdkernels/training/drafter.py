@@ -88,34 +88,34 @@ def drafter_loss(
 
     # The support as 2 * top_k columns. A token that both sides choose counts only in the first half.
     best = min(top_k, vocab)
-    own = verifier_logits.topk(best, -1).indices
+    verifier_ids = verifier_logits.topk(best, -1).indices
     guessed = draft_logits.detach().topk(best, -1).indices
-    chosen = torch.zeros_like(verifier_logits, dtype=torch.bool).scatter_(-1, own, True)
-    support = torch.cat([own, guessed], -1)
+    chosen = torch.zeros_like(verifier_logits, dtype=torch.bool).scatter_(-1, verifier_ids, True)
+    support = torch.cat([verifier_ids, guessed], -1)
     z, target = draft_logits.gather(-1, support), verifier_logits.gather(-1, support)
-    inside = torch.cat([torch.ones_like(own, dtype=torch.bool), ~chosen.gather(-1, guessed)], -1)
-    inside &= active[..., None] & (z.detach() != -torch.inf) & (target != -torch.inf)
+    in_support = torch.cat([torch.ones_like(verifier_ids, dtype=torch.bool), ~chosen.gather(-1, guessed)], -1)
+    in_support &= active[..., None] & (z.detach() != -torch.inf) & (target != -torch.inf)
 
     # A finite stand-in for -inf: its weight is exactly 0, and 0 times a difference of logarithms is 0. Where nothing is
     # inside, as in rows that are not read, both distributions are uniform and every term is 0.
     dtype = torch.promote_types(z.dtype, torch.float32)
     nothing = torch.finfo(dtype).min / 4
     z, target = z.to(dtype), target.to(dtype)
-    log_q = (z / temperature).masked_fill(~inside, nothing).log_softmax(-1)
-    log_p = (target / temperature).masked_fill(~inside, nothing).log_softmax(-1)
+    log_q = (z / temperature).masked_fill(~in_support, nothing).log_softmax(-1)
+    log_p = (target / temperature).masked_fill(~in_support, nothing).log_softmax(-1)
     p, q = log_p.exp(), log_q.exp()
     divergence = (p * (log_p - log_q)).sum(-1)
     variation = (p - q).abs().sum(-1) / 2
     share = torch.exp(-eta * torch.minimum(p, q.detach()).sum(-1))
     matching = share * divergence + (1 - share) * variation
 
-    hit = inside & (support == verifier_logits.argmax(-1, keepdim=True))
-    found = hit.any(-1)
-    cross_entropy = -z.masked_fill(~inside, nothing).log_softmax(-1).where(hit, 0).sum(-1)
+    hit = in_support & (support == verifier_logits.argmax(-1, keepdim=True))
+    has_hit = hit.any(-1)
+    cross_entropy = -z.masked_fill(~in_support, nothing).log_softmax(-1).where(hit, 0).sum(-1)
 
     blocks = active.any(-1).sum().clamp(min=1)
     matching = (matching.sum(-1) / active.sum(-1).clamp(min=1)).sum() / blocks
-    cross_entropy = (cross_entropy.sum(-1) / found.sum(-1).clamp(min=1)).sum() / blocks
+    cross_entropy = (cross_entropy.sum(-1) / has_hit.sum(-1).clamp(min=1)).sum() / blocks
     return DrafterLoss(matching + ce_weight * cross_entropy, matching, cross_entropy)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -36,15 +36,15 @@ def usual_taps(layers: int) -> tuple[int, int, int]:
 
 def check_numbers(op: str, model: Transformer) -> None:
     """Refuses packed matrices, of which there is nothing to copy."""
-    packed = any(isinstance(part, QuantizedWeight) for part in model.modules())
+    packed = any(isinstance(module, QuantizedWeight) for module in model.modules())
     check(not packed, op, "model", "hold numbers", "packed matrices", "Load it with packed=False.")
 
 
-def copy_layer_(own: Any, last: Any) -> None:
+def copy_layer_(layer: Any, last: Any) -> None:
     """Copies what layers of drafters have in common with those of a target."""
     for name in ("output", "gate_up", "down", "mlp_norm"):
         if hasattr(last, name):  # a layer with experts has no MLP
-            getattr(own, name).copy_(getattr(last, name))
+            getattr(layer, name).copy_(getattr(last, name))
 
 
 @torch.no_grad()
@@ -73,8 +73,8 @@ def new_eagle_head(model: Transformer, vocabulary: Tensor, taps: Sequence[int] |
     check_numbers("training.new_eagle_head", model)
     taps = usual_taps(config.layers) if taps is None else tuple(taps)
     body = replace(config, layers=1, experts=None, **ABSENT)
-    made = EagleConfig(body, tuple(taps), len(vocabulary), config.hidden_size, own_embedding=False)
-    head: Any = EagleHead(made)
+    head_config = EagleConfig(body, tuple(taps), len(vocabulary), config.hidden_size, own_embedding=False)
+    head: Any = EagleHead(head_config)
     last: Any = model.layers[-1]
     first = head.layers[0]
     width = config.hidden_size
@@ -88,8 +88,7 @@ def new_eagle_head(model: Transformer, vocabulary: Tensor, taps: Sequence[int] |
     rows: Any = model.embedding if model.head is None else model.head
     head.head.copy_(rows[vocabulary])
     head.vocabulary.copy_(vocabulary)
-    found: EagleHead = head
-    return found
+    return cast(EagleHead, head)
 
 
 class EagleLoss(NamedTuple):
@@ -117,18 +116,18 @@ class _Rollouts:
         q, k, v = qkv.split_with_sizes((config.heads, config.kv_heads, config.kv_heads), 2)
         q = apply_rope(q, rotation, config.rope_style).unflatten(2, (config.kv_heads, -1))
         k = apply_rope(k, rotation, config.rope_style)
-        kept = self._kept.setdefault(layer, [])
-        kept.append((k, v))
+        cached = self._kept.setdefault(layer, [])
+        cached.append((k, v))
         scale = config.head_dim**-0.5
-        keys, values = kept[0][0][:, :rows], kept[0][1][:, :rows]
+        keys, values = cached[0][0][:, :rows], cached[0][1][:, :rows]
         scores = torch.einsum("bikgd,bjkd->bkgij", q * scale, keys)
         later = torch.ones(rows, rows, dtype=torch.bool, device=qkv.device).triu(1)
         scores = scores.masked_fill(later, -torch.inf)
-        own = [(k[:, :rows], v[:, :rows]) for k, v in kept[1:]]
-        more = [torch.einsum("bikgd,bikd->bkgi", q * scale, k)[..., None] for k, _ in own]
-        shares = torch.cat([scores, *more], -1).softmax(-1)
+        rollout_kv = [(k[:, :rows], v[:, :rows]) for k, v in cached[1:]]
+        rollout_scores = [torch.einsum("bikgd,bikd->bkgi", q * scale, k)[..., None] for k, _ in rollout_kv]
+        shares = torch.cat([scores, *rollout_scores], -1).softmax(-1)
         mixed = torch.einsum("bkgij,bjkd->bikgd", shares[..., :rows], values)
-        for place, (_, v) in enumerate(own):
+        for place, (_, v) in enumerate(rollout_kv):
             mixed = mixed + shares[..., rows + place].permute(0, 3, 1, 2)[..., None] * v[:, :, :, None]
         return mixed.flatten(2, 3)
 
@@ -193,11 +192,11 @@ def eagle_loss(
         rollouts.depth = depth
         hidden = head.run(embedded[:, first : first + rows], hidden[:, :rows], rollouts)
         logits = head.logits(hidden).float()
-        wanted, counts = targets[:, first : first + rows].float(), scored[:, first : first + rows]
-        entropy = -(wanted.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+        target_logits, counts = targets[:, first : first + rows].float(), scored[:, first : first + rows]
+        entropy = -(target_logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
         total = total + decay**depth * (entropy * counts).sum() / counts.sum().clamp(min=1)
         weights += decay**depth
         with torch.no_grad():
-            right = (right[:, :rows] if depth else right) & (logits.argmax(-1) == wanted.argmax(-1))
+            right = (right[:, :rows] if depth else right) & (logits.argmax(-1) == target_logits.argmax(-1))
             agreed.append((right & counts).sum() / counts.sum().clamp(min=1))
     return EagleLoss(total / weights, torch.stack(agreed))

@@ -49,7 +49,7 @@ def chains(
     held_out: bool = False,
     hops: tuple[int, int] = (2, 30),
     count: tuple[int, int] = (2, 4),
-    asked: int = 24,
+    queries: int = 24,
 ) -> Iterator[Chains]:
     """Endless prompts of equally long chains of different names, whose links are shuffled.
 
@@ -61,16 +61,16 @@ def chains(
         held_out: yield prompts that no stream without `held_out` yields.
         hops: minimum and maximum number of links of a chain. The number is the larger of two random ones.
         count: minimum and maximum number of chains, if the 62 names suffice.
-        asked: number of names to ask for.
+        queries: number of names to ask for.
 
     Raises:
-        ValueError: a range that is empty or needs more names, nothing asked.
+        ValueError: a range that is empty or needs more names, no queries.
         TypeError: a seed that is not an int.
 
     Example:
         >>> from pdkernels.training import chains
-        >>> one = next(chains(0, hops=(3, 3), count=(2, 2), asked=5))
-        >>> one.is_solved_by(one.answer), one.hops <= 3, len(one.prompt) == 3 * 8 + 1 + 5 + 1
+        >>> example = next(chains(0, hops=(3, 3), count=(2, 2), queries=5))
+        >>> example.is_solved_by(example.answer), example.hops <= 3, len(example.prompt) == 3 * 8 + 1 + 5 + 1
         (True, True, True)
     """
     op = "training.chains"
@@ -78,20 +78,20 @@ def chains(
     check(1 <= count[0] <= count[1], op, "count", "be a range from 1 on", count)
     maximum = len(NAMES) // count[0] - 1
     check(1 <= hops[0] <= hops[1] <= maximum, op, "hops", f"be a range within 1 .. {maximum}", hops)
-    check(asked >= 1, op, "asked", "be at least 1", asked)
+    check(queries >= 1, op, "queries", "be at least 1", queries)
     numbers = random.Random(seed)
     while True:
-        made = _chains(numbers, hops, count, asked)
-        if (zlib.crc32(made.prompt.encode()) % HELD_OUT_EVERY == 0) == held_out:
-            yield made
+        example = _chains(numbers, hops, count, queries)
+        if (zlib.crc32(example.prompt.encode()) % HELD_OUT_EVERY == 0) == held_out:
+            yield example
 
 
-def _chains(numbers: random.Random, hops: tuple[int, int], count: tuple[int, int], asked: int) -> Chains:
+def _chains(numbers: random.Random, hops: tuple[int, int], count: tuple[int, int], queries: int) -> Chains:
     length = max(numbers.randint(*hops), numbers.randint(*hops)) + 1
-    many = numbers.randint(count[0], min(count[1], len(NAMES) // length))
-    names = numbers.sample(NAMES, many * length)
-    made = ["".join(names[first : first + length]) for first in range(0, len(names), length)]
-    links = [f"{a}{b} " for one in made for a, b in zip(one, one[1:] + one[-1])]
+    num_chains = numbers.randint(count[0], min(count[1], len(NAMES) // length))
+    names = numbers.sample(NAMES, num_chains * length)
+    sequences = ["".join(names[first : first + length]) for first in range(0, len(names), length)]
+    links = [f"{a}{b} " for sequence in sequences for a, b in zip(sequence, sequence[1:] + sequence[-1])]
     numbers.shuffle(links)
-    paths = tuple(numbers.choice(made)[numbers.randrange(min(_SPREAD, length - 1)) :] for _ in range(asked))
+    paths = tuple(numbers.choice(sequences)[numbers.randrange(min(_SPREAD, length - 1)) :] for _ in range(queries))
     return Chains(f"{''.join(links)}?{''.join(path[0] for path in paths)}=", paths)

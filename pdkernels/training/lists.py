@@ -67,17 +67,17 @@ class Orders(NamedTuple):
         answers_of: dict[str, list[str]] = {}
         for piece in text.split(";")[:-1]:
             answers_of.setdefault(piece[:3], []).append(piece[3:])
-        found = {}
+        results = {}
         for order in self.prompt.strip().split(";")[:-1]:
             argument, answers = order[0], answers_of.get(f"{order}:", [])
             if order == PICK:
-                found[order] = len(answers) == 1 and len(answers[0]) == 1 and answers[0] in DIGITS
+                results[order] = len(answers) == 1 and len(answers[0]) == 1 and answers[0] in DIGITS
                 continue
             if argument == PICKED:
                 argument = (answers_of.get(f"{PICK}:") or [""])[0]
-            known = len(argument) == 1 and argument in DIGITS
-            found[order] = known and answers == [written_out(order[1], int(argument))]
-        return found
+            is_digit = len(argument) == 1 and argument in DIGITS
+            results[order] = is_digit and answers == [written_out(order[1], int(argument))]
+        return results
 
 
 def orders(
@@ -118,9 +118,9 @@ def orders(
     check(0 <= picks <= 1, op, "picks", "lie in [0, 1]", picks)
     numbers = random.Random(seed)
     while True:
-        made = _orders(numbers, items, picks)
-        if (zlib.crc32(made.prompt.encode()) % HELD_OUT_EVERY == 0) == held_out:
-            yield made
+        example = _orders(numbers, items, picks)
+        if (zlib.crc32(example.prompt.encode()) % HELD_OUT_EVERY == 0) == held_out:
+            yield example
 
 
 def _orders(numbers: random.Random, items: tuple[int, int], picks: float) -> Orders:
@@ -136,6 +136,6 @@ def _orders(numbers: random.Random, items: tuple[int, int], picks: float) -> Ord
         chunks.append((PICK, f"{PICK}:{picked};"))
         for kind in kinds[count : count + numbers.randint(1, 2)]:
             later.append((PICKED + kind, f"{PICKED}{kind}:{written_out(kind, int(picked))};"))
-    asked = numbers.sample([topic for topic, _ in chunks + later], len(chunks) + len(later))
+    topics = numbers.sample([topic for topic, _ in chunks + later], len(chunks) + len(later))
     rounds = [tuple(numbers.sample(chunks, len(chunks)))] + ([tuple(later)] if later else [])
-    return Orders("".join(f"{order};" for order in asked) + "\n", tuple(rounds))
+    return Orders("".join(f"{order};" for order in topics) + "\n", tuple(rounds))

@@ -144,30 +144,32 @@ def pack_noise_aware(
         sample = NoiseAwareSample(*(ids.long().cpu() for ids in sample))
         num_blocks, block_size = sample.clean.shape
         mask = noise_aware_causal(len(sample.prompt), block_size, num_blocks, conditioning, window, layout)
-        part = torch.empty(mask.q_len, dtype=torch.int64, device="cpu")
+        sample_tokens = torch.empty(mask.q_len, dtype=torch.int64, device="cpu")
         for targets, values in zip((mask.prompt_rows, mask.clean_rows, mask.noisy_rows), sample, strict=True):
-            part[targets] = values
+            sample_tokens[targets] = values
         answer, students = sample.clean.flatten(), (sample.noisy != sample.clean).cumsum(1) > 0
         ends = sample.clean == (-1 if end_token is None else end_token)
         if after_end == "drop":  # rows from the first end token on would predict tokens after it
-            over = (ends.flatten().cumsum(0) > 0).view(num_blocks, block_size)
-            students &= ~over
+            ended = (ends.flatten().cumsum(0) > 0).view(num_blocks, block_size)
+            students &= ~ended
         else:
-            over = ends.cumsum(1) > 0
-            over[:, -1:] = False  # this row predicts the first token of the next block
+            ended = ends.cumsum(1) > 0
+            ended[:, -1:] = False  # this row predicts the first token of the next block
             students &= sample.noisy != pad_token
-        kept = torch.cat([torch.ones(len(sample.prompt), dtype=torch.bool, device="cpu"), ~over.flatten()])[:-1]
+        ar_mask = torch.cat([torch.ones(len(sample.prompt), dtype=torch.bool, device="cpu"), ~ended.flatten()])[:-1]
         if after_end == "keep":
-            kept &= torch.cat([sample.prompt, answer])[1:] != pad_token
+            ar_mask &= torch.cat([sample.prompt, answer])[1:] != pad_token
         students = students[:, : mask.student_rows.shape[1]]
         masks.append(mask)
-        tokens.append(part)
+        tokens.append(sample_tokens)
         rows.append(
-            (mask.ar_rows[kept], mask.ar_targets[kept], mask.student_rows[students], mask.teacher_rows[students])
+            (mask.ar_rows[ar_mask], mask.ar_targets[ar_mask], mask.student_rows[students], mask.teacher_rows[students])
         )
-    packed, whole = _side_by_side(op, masks, tokens, length, pad_token)
+    packed, packed_mask = _side_by_side(op, masks, tokens, length, pad_token)
     ar_rows, targets, student_rows, teacher_rows = _shifted(rows, masks)
-    return NoiseAwareBatch(packed, whole.positions, whole, ar_rows, packed[targets], student_rows, teacher_rows)
+    return NoiseAwareBatch(
+        packed, packed_mask.positions, packed_mask, ar_rows, packed[targets], student_rows, teacher_rows
+    )
 
 
 def pack_dual_stream(
@@ -224,12 +226,12 @@ def pack_dual_stream(
         check(sample.masked.shape == (count,), op, "masked", f"have shape ({count},)", tuple(sample.masked.shape))
         check(0 < sample.p_mask <= 1, op, "p_mask", "lie in (0, 1]", sample.p_mask)
         ids, masked = sample.clean.long().cpu(), sample.masked.cpu()
-        kept = _noisy_positions(op, sample, count)
-        masks.append(dual_stream(count, block_size, clean=clean, noisy_positions=kept, prefix_len=sample.prefix_len))
-        tokens.append(torch.cat([ids.masked_fill(masked, mask_token)[kept], ids]))
-        stream = torch.arange(len(kept), len(kept) + count, device="cpu")
-        hidden = masked[kept].nonzero()[:, 0]
-        rows.append((stream[:-1], stream[1:], hidden, stream[kept[hidden]]))
+        noisy = _noisy_positions(op, sample, count)
+        masks.append(dual_stream(count, block_size, clean=clean, noisy_positions=noisy, prefix_len=sample.prefix_len))
+        tokens.append(torch.cat([ids.masked_fill(masked, mask_token)[noisy], ids]))
+        stream = torch.arange(len(noisy), len(noisy) + count, device="cpu")
+        hidden = masked[noisy].nonzero()[:, 0]
+        rows.append((stream[:-1], stream[1:], hidden, stream[noisy[hidden]]))
         weights.append(torch.full((len(hidden),), 1 / sample.p_mask, dtype=torch.float32, device="cpu"))
     packed, mask = _side_by_side(op, masks, tokens, length, pad_token)
     ar_rows, targets, masked_rows, sources = _shifted(rows, masks)
@@ -256,7 +258,7 @@ def _side_by_side(
     op: str, masks: Sequence[SegmentMask], tokens: Sequence[Tensor], length: int | None, pad_token: int
 ) -> tuple[Tensor, SegmentMask]:
     """The ids and the mask of the packed sequence."""
-    used = sum(len(part) for part in tokens)
+    used = sum(len(ids) for ids in tokens)
     check(length is None or used <= length, op, "length", f"be at least the {used} tokens of the samples", length)
     mask = pack(masks, length)
     return torch.cat([*tokens, torch.full((mask.q_len - used,), pad_token, device="cpu")]), mask
@@ -270,6 +272,6 @@ def _shifted(rows: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]], masks: Seque
         start += mask.q_len
     none = torch.empty(0, dtype=torch.int64, device="cpu")
     return [
-        torch.cat([none, *(parts[kind] + first for parts, first in zip(rows, starts, strict=True))])
+        torch.cat([none, *(sample_rows[kind] + first for sample_rows, first in zip(rows, starts, strict=True))])
         for kind in range(4)
     ]

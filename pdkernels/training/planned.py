@@ -149,26 +149,26 @@ def lay_out(
             topic = _ids(op, "topic", item.topic, banned)
             sane = len(topic) > 0 and topic[-1] not in plan_tokens.digits
             check(sane, op, "topic", "be ids that do not end with a digit", topic, "Put a space before the number.")
-            inside = _ids(op, "content", item.content, banned - {plan_tokens.pad})
+            chunk_ids = _ids(op, "content", item.content, banned - {plan_tokens.pad})
             pads = 0
             if max_pads:
                 pads = int(torch.randint(max_pads + 1, (), generator=generator))
             units = item.number
             if units is None:
-                units = max(1, -(-(len(inside) + pads) // plan_tokens.unit))
-                inside = inside + [plan_tokens.pad] * (units * plan_tokens.unit - len(inside))
+                units = max(1, -(-(len(chunk_ids) + pads) // plan_tokens.unit))
+                chunk_ids = chunk_ids + [plan_tokens.pad] * (units * plan_tokens.unit - len(chunk_ids))
             check(0 <= integer(op, "number", units, 0) <= 99, op, "number", "have at most two digits", units)
             digits = [plan_tokens.digits[int(digit)] for digit in str(units)]
             ids += [plan_tokens.topic_open, *topic, *digits, plan_tokens.topic_close]
-            chunks.append(inside)
+            chunks.append(chunk_ids)
         rounds += [-1] * (len(ids) - len(rounds))
         plan = len(ids) - planned_from
-        for inside in chunks:
-            content += [False] * (len(ids) + 1 - len(content)) + [True] * len(inside)
-            ids += [plan_tokens.chunk_open, *inside, plan_tokens.chunk_close]
+        for chunk_ids in chunks:
+            content += [False] * (len(ids) + 1 - len(content)) + [True] * len(chunk_ids)
+            ids += [plan_tokens.chunk_open, *chunk_ids, plan_tokens.chunk_close]
         rounds += [number] * (len(ids) - len(rounds))
         synced = number + 1 < len(sample.rounds) or len(tail) > 0
-        stages.append(Stage(plan, tuple(len(inside) + 2 for inside in chunks), synced))
+        stages.append(Stage(plan, tuple(len(chunk_ids) + 2 for chunk_ids in chunks), synced))
         ids += [plan_tokens.sync] * synced
         planned_from = len(ids)
     ids += [*tail, end_token]
@@ -221,8 +221,8 @@ def draw_chunk_masks(
     """
     op = "training.draw_chunk_masks"
     check_type(isinstance(layout, PlannedLayout), op, "layout", "be a PlannedLayout", type(layout).__name__)
-    known = isinstance(generator, torch.Generator)
-    check_type(known, op, "generator", "be a torch.Generator", type(generator).__name__)
+    is_generator = isinstance(generator, torch.Generator)
+    check_type(is_generator, op, "generator", "be a torch.Generator", type(generator).__name__)
     check_choice(op, "noise", noise, get_args(Noise))
     check_number(op, "min_p_mask", min_p_mask, 0, 1, "lie in (0, 1]")
     check(min_p_mask > 0, op, "min_p_mask", "lie in (0, 1]", min_p_mask)
@@ -308,11 +308,11 @@ def pack_planned(
         noisy = ids.masked_fill(masked, mask_token)
         mask = (planned if past == "noisy" else planned_streams)(layout.stages, sparse)
         if past == "noisy":
-            part = noisy
+            sample_tokens = noisy
             noisy_row = clean_row = torch.arange(len(ids), device="cpu")
         else:
             copies = int(chunk.sum())
-            part = torch.cat([noisy[chunk], ids[mask.positions[copies:]]])
+            sample_tokens = torch.cat([noisy[chunk], ids[mask.positions[copies:]]])
             noisy_row = chunk.cumsum(0) - 1
             clean_row = torch.full((len(ids),), -1, device="cpu")
             clean_row[mask.positions[copies:]] = torch.arange(copies, mask.q_len, device="cpu")
@@ -323,21 +323,21 @@ def pack_planned(
         plans.append((clean_row[plan[:-1]] + first, ids[plan[1:]], torch.ones(len(plan) - 1, device="cpu")))
         chunks.append((noisy_row[source] + first, ids[hidden], 1 / p_mask[hidden]))
         masks.append(mask)
-        tokens.append(part)
-        first, responses = first + len(part), responses + response
+        tokens.append(sample_tokens)
+        first, responses = first + len(sample_tokens), responses + response
     check(length is None or first <= length, op, "length", f"be at least the {first} tokens of the samples", length)
-    whole = pack(masks, length)
-    padding = torch.full((whole.q_len - first,), pad_token, dtype=torch.int64, device="cpu")
+    packed_mask = pack(masks, length)
+    padding = torch.full((packed_mask.q_len - first,), pad_token, dtype=torch.int64, device="cpu")
     normaliser = torch.tensor(float(max(responses, 1)), device="cpu")
     return PlannedBatch(
-        torch.cat([*tokens, padding]), whole.positions, whole, *_joined(plans), *_joined(chunks), normaliser
+        torch.cat([*tokens, padding]), packed_mask.positions, packed_mask, *_joined(plans), *_joined(chunks), normaliser
     )
 
 
-def _joined(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+def _joined(samples: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
     """Rows, labels and weights of all samples."""
     none = torch.empty(0, dtype=torch.int64, device="cpu")
-    rows, labels, weights = ([part[kind] for part in parts] for kind in range(3))
+    rows, labels, weights = ([sample[kind] for sample in samples] for kind in range(3))
     return torch.cat([none, *rows]), torch.cat([none, *labels]), torch.cat([none.float(), *weights])
 
 
@@ -399,11 +399,11 @@ def planned_loss(
 
 
 def _ids(op: str, name: str, ids: Sequence[int], banned: set[int] = frozenset()) -> list[int]:  # type: ignore[assignment]
-    listed = ids.tolist() if isinstance(ids, Tensor) else list(ids)
-    for token in listed:
+    token_ids = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+    for token in token_ids:
         check_type(type(token) is int, op, name, "hold ids", type(token).__name__)
         check(token >= 0 and token not in banned, op, name, "hold ids without control tokens", token)
-    return listed
+    return token_ids
 
 
 def _check_noisy(op: str, sample: NoisyPlan) -> None:

@@ -73,10 +73,10 @@ class _Reader:
 
     def _split(self) -> Iterator[_Piece]:
         end = 0
-        for found in _TAG.finditer(self.text):
-            yield _Piece(end, self.text[end : found.start()], "")
-            yield _Piece(found.start(), found[0], found[0].removeprefix("<promise>-"))
-            end = found.end()
+        for match in _TAG.finditer(self.text):
+            yield _Piece(end, self.text[end : match.start()], "")
+            yield _Piece(match.start(), match[0], match[0].removeprefix("<promise>-"))
+            end = match.end()
         yield _Piece(end, self.text[end:], "")
 
     def fail(self, expectation: str, actual: str, start: int) -> NoReturn:
@@ -87,10 +87,10 @@ class _Reader:
         """Skips white space between tags; other text is an error."""
         while self.next < len(self.pieces) and not self.pieces[self.next].tag:
             piece = self.pieces[self.next]
-            words = piece.text.strip()
-            if words:
-                start = piece.start + piece.text.index(words)
-                self.fail("have all words inside of <async> or <topic>", repr(words[:40]), start)
+            text = piece.text.strip()
+            if text:
+                start = piece.start + piece.text.index(text)
+                self.fail("have all words inside of <async> or <topic>", repr(text[:40]), start)
             self.next += 1
 
     def peek(self) -> str:
@@ -104,17 +104,17 @@ class _Reader:
         """The text between two tags, and where it starts. The first tag is known to come next."""
         opened = self.start()
         self.next += 1
-        inside, start = "", self.start()
+        content, start = "", self.start()
         if self.next < len(self.pieces) and not self.pieces[self.next].tag:
-            inside = self.pieces[self.next].text
+            content = self.pieces[self.next].text
             self.next += 1
         if self.next == len(self.pieces):
             self.fail(f"close every {opening} with {closing}", f"an open {opening}", opened)
         if self.pieces[self.next].tag != closing:
-            found = self.pieces[self.next].tag
-            self.fail(f"close {opening} with {closing} before the next tag", found, self.start())
+            tag = self.pieces[self.next].tag
+            self.fail(f"close {opening} with {closing} before the next tag", tag, self.start())
         self.next += 1
-        return inside, start
+        return content, start
 
 
 def parse(text: str) -> tuple[Round, ...]:
@@ -150,8 +150,8 @@ def parse(text: str) -> tuple[Round, ...]:
             break
         reader.next += 1
     if reader.next < len(reader.pieces):
-        found = reader.peek()
-        reader.fail("have <sync/> between two rounds, and every tag opened before it is closed", found, reader.start())
+        tag = reader.peek()
+        reader.fail("have <sync/> between two rounds, and every tag opened before it is closed", tag, reader.start())
     return tuple(rounds)
 
 
@@ -174,15 +174,15 @@ def _round(reader: _Reader) -> Round:
     return tuple(Item(topic, content, number) for (topic, number, _), content in zip(plan, contents, strict=True))
 
 
-def _item(reader: _Reader, inside: str, start: int) -> tuple[str, int | None]:
-    words = inside.rsplit(maxsplit=1)
+def _item(reader: _Reader, text: str, start: int) -> tuple[str, int | None]:
+    fields = text.rsplit(maxsplit=1)
     number = None
-    if words and words[-1].isascii() and words[-1].isdigit():
-        number = int(words[-1][:9])
+    if fields and fields[-1].isascii() and fields[-1].isdigit():
+        number = int(fields[-1][:9])
         if not 1 <= number <= _MAX:
-            reader.fail(f"have numbers from 1 to {_MAX}", words[-1], start + inside.rindex(words[-1]))
-        inside = words[0] if len(words) == 2 else ""
-    topic = inside.strip()
+            reader.fail(f"have numbers from 1 to {_MAX}", fields[-1], start + text.rindex(fields[-1]))
+        text = fields[0] if len(fields) == 2 else ""
+    topic = text.strip()
     if not topic:
         reader.fail("name a topic in every item", "none", start)
     return topic, number
@@ -212,7 +212,7 @@ def format(rounds: Iterable[Sequence[Item]]) -> str:
         True
     """
     op = "training.plans.format"
-    parts = []
+    sections = []
     for items in rounds:
         check(len(items) > 0, op, "rounds", "hold items", "an empty round")
         for item in items:
@@ -226,9 +226,9 @@ def format(rounds: Iterable[Sequence[Item]]) -> str:
             check(clear, op, "topic", "not end with a number where none follows it", repr(topic))
             check(number is None or 1 <= number <= _MAX, op, "number", f"lie in 1 .. {_MAX}", number)
         plan = "".join(f"<topic>{topic}{'' if n is None else f' {n}'}</topic>" for topic, _, n in items)
-        parts.append("\n".join([plan, *(f"<async>{item.content}</async>" for item in items)]))
-    check(bool(parts), op, "rounds", "not be empty", "none")
-    return "\n<sync/>\n".join(parts)
+        sections.append("\n".join([plan, *(f"<async>{item.content}</async>" for item in items)]))
+    check(bool(sections), op, "rounds", "not be empty", "none")
+    return "\n<sync/>\n".join(sections)
 
 
 def as_sample(

@@ -38,8 +38,8 @@ class SamplerSteps(NamedTuple):
 
     def of(self, chosen: Tensor) -> SamplerSteps:
         """The steps of some prompts, by their numbers."""
-        kept = torch.isin(self.prompts, chosen)
-        return SamplerSteps(*(part[kept] for part in self))
+        rows = torch.isin(self.prompts, chosen)
+        return SamplerSteps(*(field[rows] for field in self))
 
     def confidence(self) -> tuple[Tensor, Tensor]:
         """The confidence at all active positions, and whether their guesses are final."""
@@ -106,35 +106,35 @@ def collect_sampler_steps(
     nothing = torch.zeros(count, dtype=torch.int64, device=device)
     tokens = torch.tensor([ids + [0] * (longest - len(ids)) for ids in lists], device=device)
     counts = torch.tensor([len(ids) for ids in lists], device=device)
-    going, written, found = torch.ones(count, dtype=torch.bool, device=device), 0, []
-    while bool(going.any()) and written < max_new_tokens:
+    going, generated, records = torch.ones(count, dtype=torch.bool, device=device), 0, []
+    while bool(going.any()) and generated < max_new_tokens:
         logits = model(tokens, cache=cache, counts=counts, rows=(counts - 1).clamp(min=0)[:, None])
         cache.commit_(counts)
         block = torch.full((count, block_size), mask_token, device=device)
-        truth = targets[:, written : written + block_size]
+        truth = targets[:, generated : generated + block_size]
         first = greedy(logits, banned_tokens(_OP, model, False, mask_token))[:, 0]
         block[:, 0] = torch.where(truth[:, 0] >= 0, truth[:, 0], first)
-        kept = []
+        forwards = []
         while bool((able := _able(block, mask_token, ends) & going[:, None]).any()):
             hidden = model.hidden(block, cache=cache, counts=nothing, mask=everything)
             seen = statistics(model, hidden, top_k=min(5, model.config.vocab_size))
             # The network sees the probability of the mask; guesses and their confidence exclude it.
-            guess, sure, *_ = statistics(model, hidden, suppress=mask_token, top_k=1)
-            kept.append((sampler_features(seen, block, able, table.to(device)), guess, able))
+            guess, confidence, *_ = statistics(model, hidden, suppress=mask_token, top_k=1)
+            forwards.append((sampler_features(seen, block, able, table.to(device)), guess, able))
             agreeing = able & (guess == truth)
-            best = F.one_hot(sure.masked_fill(~able, -1).argmax(1), block_size).bool() & able
+            best = F.one_hot(confidence.masked_fill(~able, -1).argmax(1), block_size).bool() & able
             filled = torch.where(agreeing.any(1, keepdim=True), agreeing, best)
             block = torch.where(filled, guess, block)
-        for features, guess, able in kept:
+        for features, guess, able in forwards:
             outcome = able & (block != mask_token)  # masks after an end token have no outcome
             chosen = outcome.any(1)
-            found.append((features[chosen], (guess == block)[chosen], outcome[chosen], chosen.nonzero()[:, 0]))
-        written += block_size
+            records.append((features[chosen], (guess == block)[chosen], outcome[chosen], chosen.nonzero()[:, 0]))
+        generated += block_size
         tokens, counts = block, torch.where(going, block_size, 0)
         going = going & ~torch.isin(block, ends).any(1)
-    if not found:
+    if not records:
         fail(_OP, "model", "leave positions to fill", "a text that ends with its first token, for all prompts")
-    return SamplerSteps(*(torch.cat(parts).cpu() for parts in zip(*found)))
+    return SamplerSteps(*(torch.cat(fields).cpu() for fields in zip(*records)))
 
 
 def _able(block: Tensor, mask_token: int, ends: Tensor) -> Tensor:
@@ -170,8 +170,8 @@ def auc(scores: Tensor, labels: Tensor) -> float:
 @torch.no_grad()
 def score_steps(head: SamplerHead, steps: SamplerSteps, batch_size: int = 512) -> tuple[Tensor, Tensor]:
     """Scores of all active positions, and whether their guesses are final."""
-    parts = [head(head.normalised(part)).float() for part in steps.features.split(batch_size)]
-    return torch.cat(parts)[steps.active].sigmoid(), steps.final[steps.active]
+    logits = [head(head.normalised(features)).float() for features in steps.features.split(batch_size)]
+    return torch.cat(logits)[steps.active].sigmoid(), steps.final[steps.active]
 
 
 def train_sampler(
@@ -209,9 +209,9 @@ def train_sampler(
     """
     op = "training.train_sampler"
     check_type(head.dtype == torch.float32, op, "head", "be in float32", head.dtype)
-    for name, part in (("steps", steps), ("held_out", held_out)):
-        fits = part.features.shape[-1] == head.config.features
-        check(fits, op, name, f"have {head.config.features} features", part.features.shape[-1])
+    for name, data in (("steps", steps), ("held_out", held_out)):
+        same_width = data.features.shape[-1] == head.config.features
+        check(same_width, op, name, f"have {head.config.features} features", data.features.shape[-1])
     for name, value in (("epochs", epochs), ("batch_size", batch_size), ("patience", patience)):
         check(value >= 1, op, name, "be at least 1", value)
     rows = steps.features.flatten(

@@ -88,15 +88,9 @@ def collect_trajectories(
         chosen: list[Any] = list(prompts[start : start + batch_size])
         # The last requested token is predicted and never drafted: request one more than is kept.
         result = generate(
-            model,
-            chosen,
-            "jacobi",
-            max_new_tokens=length + 1,
-            end_tokens=end_tokens,
-            trace=True,
-            block_size=block_size,
-            seed=[sequence_seed(seed, start + index) for index in range(len(chosen))],
-        )
+            model, chosen, "jacobi", max_new_tokens=length + 1, end_tokens=end_tokens, trace=True,
+            block_size=block_size, seed=[sequence_seed(seed, start + index) for index in range(len(chosen))],
+        )  # fmt: skip
         trace = cast(list[list[TraceStep]], result.stats.trace)
         for prompt, tokens, steps in zip(chosen, result.tokens, trace, strict=True):
             ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt

@@ -43,7 +43,7 @@ def test_answers_follow_the_links(hops: tuple[int, int]) -> None:
 def test_held_out_prompts_are_in_no_training_stream() -> None:
     def prompts(seed: int, held_out: bool) -> set[str]:
         # Short prompts, which repeat.
-        stream = chains(seed, held_out=held_out, hops=(1, 1), count=(1, 1), asked=1)
+        stream = chains(seed, held_out=held_out, hops=(1, 1), count=(1, 1), queries=1)
         return {one.prompt for one in islice(stream, 4000)}
 
     train, test = prompts(0, False) | prompts(1, False), prompts(0, True)
@@ -66,7 +66,7 @@ def test_the_task_is_held_out() -> None:
         ({"hops": (0, 3)}, "pdkernels.training.chains: hops must be a range within 1 .. 30, got (0, 3)."),
         ({"hops": (2, 31)}, "pdkernels.training.chains: hops must be a range within 1 .. 30, got (2, 31)."),
         ({"count": (3, 2)}, "pdkernels.training.chains: count must be a range from 1 on, got (3, 2)."),
-        ({"asked": 0}, "pdkernels.training.chains: asked must be at least 1, got 0."),
+        ({"queries": 0}, "pdkernels.training.chains: queries must be at least 1, got 0."),
     ],
 )
 def test_ranges_that_are_none(options: dict[str, Any], message: str) -> None:
