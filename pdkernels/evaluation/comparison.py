@@ -163,33 +163,33 @@ def candidates(
     """
     for width in widths:
         check(width >= 1, _OP, "width", "be at least 1", width)
-    known = [decoding.find(method) for method in methods or decoding.available()]
-    found: list[Candidate] = []
+    all_methods = [decoding.find(method) for method in methods or decoding.available()]
+    competing: list[Candidate] = []
     skipped = []
     for name, model in models.items():
         wing = wing_of(model)
         if not methods and wing == "recurrent":
-            found += recurrent_candidates(name)
+            competing += recurrent_candidates(name)
             continue
         if not methods and wing == "masked":
-            found += masked_candidates(name)
+            competing += masked_candidates(name)
             continue
-        able = [method for method in known if not method.needs_mask_token or model.mask_token is not None]
-        shown = methods or DEFAULT_METHODS.get(name, [method.name for method in able if method.supports(model)])
-        for method in map(decoding.find, dict.fromkeys([baseline_of(model), *shown])):
+        able = [method for method in all_methods if not method.needs_mask_token or model.mask_token is not None]
+        names = methods or DEFAULT_METHODS.get(name, [method.name for method in able if method.supports(model)])
+        for method in map(decoding.find, dict.fromkeys([baseline_of(model), *names])):
             if not method.supports(model):
                 skipped.append(
                     f"{name} with {method.name}: that method is for models of another kind, such as {method.example}"
                 )
-            elif method in known and method not in able:
+            elif method in all_methods and method not in able:
                 skipped.append(
                     f"{name} with {method.name}: the model has no mask token; "
                     f"a tri-mode model such as {method.example} has one"
                 )
             else:
                 chosen = dict.fromkeys(widths or method.widths) if method.widths else [None]
-                found += [Candidate(name, method.name, width) for width in chosen]
-    return found, skipped
+                competing += [Candidate(name, method.name, width) for width in chosen]
+    return competing, skipped
 
 
 def evaluate(
@@ -200,7 +200,7 @@ def evaluate(
     batch_size: int = 1,
     memory: bool = False,
     group: Any = None,
-    progress: Callable[[str, float], None] = lambda what, share: None,
+    progress: Callable[[str, float], None] = lambda label, share: None,
 ) -> list[Row]:
     """Runs all candidates on the same prompts.
 
@@ -265,7 +265,7 @@ def evaluate(
         for turn, candidate in enumerate(measured[begin:] + measured[:begin]):
             progress(f"{candidate.model}: {candidate.label}", (number + turn / len(measured)) / len(batches))
             results[candidate].append(_run(models, candidate, task, batches[number]))
-    results = {candidate: in_order(own, len(batches), group) for candidate, own in results.items()}
+    results = {candidate: in_order(runs, len(batches), group) for candidate, runs in results.items()}
     watched: dict[Candidate, int] = {}
     for candidate in measured if memory and is_first(group) else ():
         if (full := with_full_wave(candidate)) is not None:
@@ -286,11 +286,11 @@ def evaluate(
             candidate,
             task,
             batch_size,
-            own,
+            runs,
             results[baselines[candidate.model]],
             watched.get(candidate),
         )
-        for candidate, own in results.items()
+        for candidate, runs in results.items()
     ]
 
 
@@ -301,7 +301,7 @@ def as_json(rows: Sequence[Row], skipped: Sequence[str] = ()) -> dict[str, Any]:
     for row in rows:
         first, third = _quartiles(row.seconds)
         stats = {"median": statistics.median(row.seconds), "iqr": third - first, "max": max(row.seconds)}
-        known = {name: value for name, value in asdict(row).items() if name != "seconds"}
+        fields = {name: value for name, value in asdict(row).items() if name != "seconds"}
         benchmarks.append(
             {
                 "group": f"evaluation, {row.task}",
@@ -309,7 +309,7 @@ def as_json(rows: Sequence[Row], skipped: Sequence[str] = ()) -> dict[str, Any]:
                 "stats": {**stats, "rounds": len(row.seconds)},
                 "extra_info": {
                     **common,
-                    **known,
+                    **fields,
                     "settings": dict(row.settings),
                     "candidate": row.label,
                     "verdict": row.verdict,
@@ -370,9 +370,7 @@ def _row(
     tokens = sum(result.stats.tokens for result in results)
     seconds = [result.stats.seconds for result in results]
     if not lossless or len(differing) == ties:
-        ratios = [
-            ours.stats.tokens_per_second / theirs.stats.tokens_per_second for ours, theirs in zip(results, greedy)
-        ]
+        ratios = [run.stats.tokens_per_second / base.stats.tokens_per_second for run, base in zip(results, greedy)]
         cost["tokens_per_forward"] = tokens / sum(
             result.stats.tokens / result.stats.tokens_per_forward for result in results
         )
@@ -384,31 +382,21 @@ def _row(
             cost["tokens_per_cycle"] = (tokens - len(texts)) / len(accepted)
             cost["accepted_per_cycle"] = sum(accepted) / len(accepted) - 1
     return Row(
-        task.name,
-        *candidate,
-        len(task.prompts),
-        batch_size,
-        tokens,
-        right,
-        baseline=results is greedy,
-        identical=len(task.prompts) - len(differing),
-        ties=ties,
-        lossless=lossless,
-        extra_memory=memory,
-        seconds=seconds,
-        **cost,
-    )
+        task.name, *candidate, len(task.prompts), batch_size, tokens, right, baseline=results is greedy,
+        identical=len(task.prompts) - len(differing), ties=ties, lossless=lossless, extra_memory=memory,
+        seconds=seconds, **cost,
+    )  # fmt: skip
 
 
 @torch.inference_mode()
-def _is_tie(model: Any, prompt: str, ours: torch.Tensor, greedy: torch.Tensor) -> bool:
+def _is_tie(model: Any, prompt: str, answer: torch.Tensor, greedy: torch.Tensor) -> bool:
     """Whether they diverge at two tokens whose logits are equal up to rounding. A text that only stops earlier is no tie."""
-    index = next((i for i, (a, b) in enumerate(zip(ours.tolist(), greedy.tolist())) if a != b), None)
+    index = next((i for i, (a, b) in enumerate(zip(answer.tolist(), greedy.tolist())) if a != b), None)
     if index is None:
         return False
     ids = torch.tensor([model.tokenizer.encode(prompt) + greedy[:index].tolist()], device=model.device)
     logits = model(ids, rows=[-1])[0, 0]
-    gap = (logits[ours[index]] - logits[greedy[index]]).abs()
+    gap = (logits[answer[index]] - logits[greedy[index]]).abs()
     return bool(gap <= _TIE * torch.finfo(logits.dtype).eps * logits.abs().max())
 
 

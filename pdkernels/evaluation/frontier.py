@@ -25,14 +25,14 @@ def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
     >>> pareto([(3, 0.9), (1, 0.5), (2, 0.4), (4, 0.9)])
     [1, 0]
     """
-    found: list[int] = []
+    front: list[int] = []
     for index in sorted(range(len(points)), key=lambda index: (points[index][0], -points[index][1], index)):
-        if not found or points[index][1] > points[found[-1]][1]:
-            found.append(index)
-    return found
+        if not front or points[index][1] > points[front[-1]][1]:
+            front.append(index)
+    return front
 
 
-def paired_difference(ours: Sequence[bool], theirs: Sequence[bool]) -> tuple[float, float, float]:
+def paired_difference(answers: Sequence[bool], baseline: Sequence[bool]) -> tuple[float, float, float]:
     """The difference in accuracy on the same prompts, with a 95 % interval (Agresti and Min, for matched pairs).
 
     Raises:
@@ -44,29 +44,29 @@ def paired_difference(ours: Sequence[bool], theirs: Sequence[bool]) -> tuple[flo
         >>> paired_difference([True, False], [True, False])[0]
         0.0
     """
-    check(len(ours) == len(theirs) > 0, _OP, "answers", "be for the same prompts", (len(ours), len(theirs)))
-    gained = sum(a and not b for a, b in zip(ours, theirs))
-    lost = sum(b and not a for a, b in zip(ours, theirs))
-    count = len(ours) + 2
+    check(len(answers) == len(baseline) > 0, _OP, "answers", "be for the same prompts", (len(answers), len(baseline)))
+    gained = sum(a and not b for a, b in zip(answers, baseline))
+    lost = sum(b and not a for a, b in zip(answers, baseline))
+    count = len(answers) + 2
     middle = (gained - lost) / count
     half = 1.959964 * math.sqrt(max(0.0, (gained + lost + 1) - (gained - lost) ** 2 / count)) / count
-    return (gained - lost) / len(ours), max(-1.0, middle - half), min(1.0, middle + half)
+    return (gained - lost) / len(answers), max(-1.0, middle - half), min(1.0, middle + half)
 
 
-def paired_ratio(theirs: Sequence[float], ours: Sequence[float]) -> tuple[float, float, float]:
-    """The ratio of their sum to ours, with a 95 % bootstrap interval over the pairs. The resampling is the same in every call.
+def paired_ratio(baseline: Sequence[float], seconds: Sequence[float]) -> tuple[float, float, float]:
+    """The sum of `baseline` over that of `seconds`, with a 95 % bootstrap interval over the pairs. The resampling is the same in every call.
 
     >>> paired_ratio([2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
     (2.0, 2.0, 2.0)
     """
-    check(len(ours) == len(theirs) > 0, _OP, "seconds", "be for the same batches", (len(theirs), len(ours)))
-    chance, count = random.Random(0), len(ours)
+    check(len(seconds) == len(baseline) > 0, _OP, "seconds", "be for the same batches", (len(baseline), len(seconds)))
+    chance, count = random.Random(0), len(seconds)
     drawn = []
     for _ in range(_RESAMPLED):
         chosen = chance.choices(range(count), k=count)
-        drawn.append(sum(theirs[index] for index in chosen) / sum(ours[index] for index in chosen))
+        drawn.append(sum(baseline[index] for index in chosen) / sum(seconds[index] for index in chosen))
     drawn.sort()
-    return sum(theirs) / sum(ours), drawn[int(0.025 * _RESAMPLED)], drawn[int(0.975 * _RESAMPLED) - 1]
+    return sum(baseline) / sum(seconds), drawn[int(0.025 * _RESAMPLED)], drawn[int(0.975 * _RESAMPLED) - 1]
 
 
 @dataclass(frozen=True)
@@ -100,14 +100,14 @@ def compare(rows: Sequence[SweepRow], tolerance: float = TOLERANCE) -> list[Comp
     Args:
         rows: of `sweep`; the first of each model is its default baseline.
     """
-    found = []
+    comparisons = []
     for row in rows:
         if row.baseline:
             continue
         baselines = [other for other in rows if other.model == row.model and other.baseline]
         equal = [other for other in baselines if other.share >= row.share - tolerance - 1e-9]
         cheapest = min(equal, key=lambda other: other.seconds, default=None)
-        found.append(
+        comparisons.append(
             Comparison(
                 row.model,
                 row.label,
@@ -118,7 +118,7 @@ def compare(rows: Sequence[SweepRow], tolerance: float = TOLERANCE) -> list[Comp
                 paired_ratio(baselines[0].batches, row.batches),
             )
         )
-    return found
+    return comparisons
 
 
 COSTS: dict[str, Callable[[Mapping[str, Any]], float]] = {
@@ -134,14 +134,14 @@ def fronts(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[str]]]
     Args:
         rows: `SweepRow.as_json` of each.
     """
-    found: dict[str, dict[str, list[str]]] = {}
+    by_model: dict[str, dict[str, list[str]]] = {}
     for model in dict.fromkeys(row["model"] for row in rows):
-        own = [row for row in rows if row["model"] == model]
-        found[model] = {
-            cost: [own[index]["label"] for index in pareto([(of(row), row["right"]) for row in own])]
+        model_rows = [row for row in rows if row["model"] == model]
+        by_model[model] = {
+            cost: [model_rows[index]["label"] for index in pareto([(of(row), row["right"]) for row in model_rows])]
             for cost, of in COSTS.items()
         }
-    return found
+    return by_model
 
 
 def plot_frontier(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -167,12 +167,12 @@ def plot_frontier(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         len(models), 2, figsize=(11.5, 0.4 + 5.2 * len(models)), squeeze=False, sharey="row", layout="constrained"
     )
     for panels, model in zip(grid, models):
-        own = [row for row in rows if row["model"] == model]
-        lowest = 100 * min(row["interval"][0] for row in own)
+        model_rows = [row for row in rows if row["model"] == model]
+        lowest = 100 * min(row["interval"][0] for row in model_rows)
         bottom = 10 * int(lowest // 10) - 3 if lowest > 40 else -3
         for axis, (cost, of) in zip(panels, COSTS.items()):
-            _panel(axis, own, of)
-            costs = [of(row) for row in own]
+            _panel(axis, model_rows, of)
+            costs = [of(row) for row in model_rows]
             if max(costs) > 8 * min(costs):
                 axis.set_xscale("log")
                 axis.xaxis.set_minor_locator(LogLocator(subs=(2, 5)))
@@ -182,7 +182,7 @@ def plot_frontier(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
                 axis.set_xlim(0, 1.06 * max(costs))
             axis.set(xlabel=f"{cost} per prompt", ylim=(bottom, 103))
         panels[0].set_ylabel("% right")
-        panels[0].set_title(f"{model}, {own[0]['problems']} prompts, 95 % intervals", loc="left", fontsize=11)
+        panels[0].set_title(f"{model}, {model_rows[0]['problems']} prompts, 95 % intervals", loc="left", fontsize=11)
         panels[1].legend(frameon=False, fontsize=8, loc="lower right")
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -190,24 +190,17 @@ def plot_frontier(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 def _panel(axis: Any, rows: Sequence[Mapping[str, Any]], of: Callable[[Any], float]) -> None:
     for method in dict.fromkeys(row["method"] for row in rows):
-        own = [row for row in rows if row["method"] == method]
+        method_rows = [row for row in rows if row["method"] == method]
         colour = COLOURS.get(method, "#777777")
-        shares = [100 * row["right"] / row["problems"] for row in own]
-        ends = [[100 * end for end in row["interval"]] for row in own]
+        shares = [100 * row["right"] / row["problems"] for row in method_rows]
+        ends = [[100 * end for end in row["interval"]] for row in method_rows]
         below = [max(0.0, share - low) for share, (low, _) in zip(shares, ends)]
         above = [max(0.0, high - share) for share, (_, high) in zip(shares, ends)]
         axis.errorbar(
-            [of(row) for row in own],
-            shares,
-            yerr=[below, above],
-            fmt="D" if own[0]["baseline"] else "o",
-            color=colour,
-            ecolor=colour,
-            elinewidth=0.8,
-            markersize=5,
-            alpha=0.9,
-            label=NAMES.get(method, method.replace("_", " ")),
-        )
+            [of(row) for row in method_rows], shares, yerr=[below, above],
+            fmt="D" if method_rows[0]["baseline"] else "o", color=colour, ecolor=colour, elinewidth=0.8, markersize=5,
+            alpha=0.9, label=NAMES.get(method, method.replace("_", " ")),
+        )  # fmt: skip
     front = [rows[index] for index in pareto([(of(row), row["right"]) for row in rows])]
     axis.plot(
         [of(row) for row in front],

@@ -42,8 +42,8 @@ _COLOURS = colours_of("masked", "#777777", "#b279a2", "#4c78a8", "#e39c37", "#54
 
 def masked_candidates(name: str) -> list[Candidate]:
     """Candidates for model `name`: LLaDA's sampler with one token per forward, in blocks and with fewer steps, and faster methods."""
-    others = [Candidate(name, method, settings=tuple(settings.items())) for method, settings in _COMPETING]
-    return [Candidate(name, "llada"), *others]
+    competitors = [Candidate(name, method, settings=tuple(settings.items())) for method, settings in _COMPETING]
+    return [Candidate(name, "llada"), *competitors]
 
 
 def plot_masked(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -93,8 +93,8 @@ def plot_canvas(
     columns = len(trace[0].tokens) - first
     grid = torch.full((len(trace), columns), torch.nan)
     for number, step in enumerate(trace):
-        for position, sure in step.confidence.items():
-            grid[number, position - first] = sure
+        for position, confidence in step.confidence.items():
+            grid[number, position - first] = confidence
     cell = 0.14
     figure, axis = plt.subplots(
         figsize=(max(6, cell * columns + 2), max(3, cell * len(trace) + 1.2)), layout="constrained"

@@ -109,12 +109,12 @@ def held_out_orders(problems: int, seed: int = 0) -> list[Orders]:
     20
     """
     check(problems >= 1, "evaluation.held_out_orders", "problems", "be at least 1", problems)
-    found: dict[str, Orders] = {}
+    by_prompt: dict[str, Orders] = {}
     for problem in islice(orders(seed, held_out=True), 100 * problems):
-        found[problem.prompt] = problem
-        if len(found) == problems:
+        by_prompt[problem.prompt] = problem
+        if len(by_prompt) == problems:
             break
-    return list(found.values())
+    return list(by_prompt.values())
 
 
 def score_orders(
@@ -172,18 +172,11 @@ def score_orders(
     for plan in reports:
         forwards.update(plan.forwards)
     return PlannedScore(
-        dict(options),
-        count,
-        {kind: (right, asked) for kind, (right, asked) in counts.items()},
-        valid if reports else None,
-        path / count,
-        {phase: total / count for phase, total in forwards.items()},
-        sum(len(plan.rounds) for plan in reports) / count,
-        dict(Counter(plan.reason for plan in reports)),
-        tokens,
-        characters,
-        seconds,
-    )
+        dict(options), count, {kind: (right, number) for kind, (right, number) in counts.items()},
+        valid if reports else None, path / count, {phase: total / count for phase, total in forwards.items()},
+        sum(len(plan.rounds) for plan in reports) / count, dict(Counter(plan.reason for plan in reports)), tokens,
+        characters, seconds,
+    )  # fmt: skip
 
 
 def evaluate_planned(
@@ -193,7 +186,7 @@ def evaluate_planned(
     *,
     batch_size: int = 1,
     settings: Sequence[Mapping[str, Any]] | None = None,
-    progress: Callable[[str, float], None] = lambda what, share: None,
+    progress: Callable[[str, float], None] = lambda label, share: None,
 ) -> dict[str, PlannedScore]:
     """Scores by label under each of the evaluated settings; for a model without `plan_tokens`, of autoregressive decoding.
 
@@ -207,14 +200,14 @@ def evaluate_planned(
     competing = [Candidate(name, "planned", settings=tuple(each.items())) for each in settings or PLANNED_SETTINGS]
     if not plans:
         competing = [Candidate(name, "autoregressive")]
-    found = {}
+    scores = {}
     for number, candidate in enumerate(competing):
         progress(f"{name}: {candidate.label}", number / len(competing))
-        found[candidate.label] = score_orders(
+        scores[candidate.label] = score_orders(
             model, problems, candidate.method, batch_size=batch_size, **candidate.options
         )
     progress("done", 1.0)
-    return found
+    return scores
 
 
 def planned_json(scores: Mapping[str, Mapping[str, PlannedScore]], batch_size: int) -> dict[str, Any]:
@@ -226,8 +219,8 @@ def planned_json(scores: Mapping[str, Mapping[str, PlannedScore]], batch_size: i
     ('tiny: planned', 2.0, [3, 4], {'lists': [3, 4]})
     """
     benchmarks = []
-    for model, found in scores.items():
-        for label, score in found.items():
+    for model, by_label in scores.items():
+        for label, score in by_label.items():
             figures = json.loads(json.dumps(asdict(score)))
             figures |= {"items": list(score.items), "interval": list(interval(*score.items)), "batch_size": batch_size}
             stats = {"median": score.seconds, "iqr": 0.0, "max": score.seconds, "rounds": 1}
@@ -250,11 +243,11 @@ def planned_json(scores: Mapping[str, Mapping[str, PlannedScore]], batch_size: i
 
 def _is_valid(model: Any, problem: Orders, plan: PlanReport) -> bool:
     """Whether the plans name every order once, and lists of the pick only after the round of the pick."""
-    named = [[model.tokenizer.decode(topic) for topic in round_.topics] for round_ in plan.rounds]
-    asked = problem.prompt.strip().split(";")[:-1]
-    if sorted(asked) != sorted(topic for topics in named for topic in topics):
+    rounds = [[model.tokenizer.decode(topic) for topic in round_.topics] for round_ in plan.rounds]
+    order_names = problem.prompt.strip().split(";")[:-1]
+    if sorted(order_names) != sorted(topic for topics in rounds for topic in topics):
         return False
-    chosen = next((number for number, topics in enumerate(named) if PICK in topics), len(named))
+    chosen = next((number for number, topics in enumerate(rounds) if PICK in topics), len(rounds))
     return all(
-        topic[0] != PICKED or number > chosen for number, topics in enumerate(named) for topic in topics if topic
+        topic[0] != PICKED or number > chosen for number, topics in enumerate(rounds) for topic in topics if topic
     )

@@ -44,23 +44,23 @@ def plot_chunks(
         steps = [step for step in trace if step.round == number]
         maximum = max(maximum, len(steps))
         for chunk in range(len(steps[0].canvas)):
-            written = {
+            committed = {
                 position: (forward, token)
                 for forward, step in enumerate(steps)
                 for (lane, position), token in step.committed.items()
                 if lane == chunk
             }
-            named = number < len(topics) and chunk < len(topics[number])
-            lanes.append((number, topics[number][chunk] if named else f"chunk {chunk}", written))
-    columns = 1 + max(max(written, default=0) for _, _, written in lanes)
+            has_topic = number < len(topics) and chunk < len(topics[number])
+            lanes.append((number, topics[number][chunk] if has_topic else f"chunk {chunk}", committed))
+    columns = 1 + max(max(committed, default=0) for _, _, committed in lanes)
     figure, axis = plt.subplots(figsize=(max(6.0, 0.26 * columns + 2.5), 0.42 * len(lanes) + 1.4), layout="constrained")
     norm, colours = Normalize(1, maximum), colormaps["viridis"]
     scale = ScalarMappable(norm, colours)
     ticks, names, y, before = [], [], 0.0, lanes[0][0]
-    for number, name, written in lanes:
+    for number, name, committed in lanes:
         y += 0.6 * (number != before)
         before = number
-        for position, (forward, token) in written.items():
+        for position, (forward, token) in committed.items():
             axis.barh(y, 0.92, left=position - 0.46, height=0.8, color=colours(norm(forward + 1)))
             text = _text(tokenizer, token)
             if text.isprintable():

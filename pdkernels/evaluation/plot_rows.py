@@ -19,11 +19,11 @@ _COLOURS = ("#4c78a8", "#b279a2", "#e39c37", "#54a24b", "#c44e52")
 
 def _coloured() -> dict[str, str]:
     """A colour for each method, in the order of its wing; the baseline is grey."""
-    found: dict[str, str] = {}
+    colours: dict[str, str] = {}
     for wing in WINGS:
         names = [name for name, method in METHODS.items() if method.wing == wing]
-        found |= {name: _COLOURS[(index - 1) % len(_COLOURS)] if index else _GREY for index, name in enumerate(names)}
-    return found
+        colours |= {name: _COLOURS[(index - 1) % len(_COLOURS)] if index else _GREY for index, name in enumerate(names)}
+    return colours
 
 
 COLOURS = _coloured()
@@ -62,13 +62,13 @@ def friendly(method: str, width: int | None, settings: Mapping[str, Any]) -> str
     >>> friendly("fast_dllm", None, {"block_size": 16, "cache": "dual", "threshold": None, "factor": 0.2})
     'Fast-dLLM, blocks of 16, dual cache, factor 0.2'
     """
-    parts = [NAMES.get(method, method.replace("_", " "))] + ([] if width is None else [str(width)])
+    labels = [NAMES.get(method, method.replace("_", " "))] + ([] if width is None else [str(width)])
     for option, value in settings.items():
         if (option, value) in _VALUES:
-            parts.append(_VALUES[option, value])
+            labels.append(_VALUES[option, value])
         elif value is not None and option not in _SILENT:
-            parts.append(_OPTIONS.get(option, option.replace("_", " ") + " {}").format(value))
-    return ", ".join(parts)
+            labels.append(_OPTIONS.get(option, option.replace("_", " ") + " {}").format(value))
+    return ", ".join(labels)
 
 
 def plot_rows(rows: Sequence[Mapping[str, Any]], path: Path, note: str = "", *, forwards: bool = True) -> None:
@@ -86,17 +86,17 @@ def plot_rows(rows: Sequence[Mapping[str, Any]], path: Path, note: str = "", *, 
     models = list(dict.fromkeys(row["model"] for row in rows))
     heights = [1.1 + 0.27 * (sum(row["task"] == task for row in rows) + _groups(rows, task)) for task in tasks]
     figure = plt.figure(figsize=(12.5, sum(heights) + 0.25), layout="constrained")
-    parts = figure.subfigures(len(tasks), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for part, task in zip(parts, tasks):
-        own = [row for row in rows if row["task"] == task]
-        judged = all(row["right"] is not None for row in own)
-        axes = part.subplots(1, 1 + judged + forwards, sharey=True, squeeze=False)[0]
-        heights, labels = _heights(own, models)
+    panels = figure.subfigures(len(tasks), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for panel, task in zip(panels, tasks):
+        task_rows = [row for row in rows if row["task"] == task]
+        judged = all(row["right"] is not None for row in task_rows)
+        axes = panel.subplots(1, 1 + judged + forwards, sharey=True, squeeze=False)[0]
+        heights, labels = _heights(task_rows, models)
         if judged:
-            _shares(axes[0], own, heights)
+            _shares(axes[0], task_rows, heights)
         if forwards:
-            _bars(axes[-2], own, heights, "tokens_per_forward", "{:.2f}", "tokens per forward")
-        _bars(axes[-1], own, heights, "speedup", "{:.2f}x", "speed; 1: the model's baseline")
+            _bars(axes[-2], task_rows, heights, "tokens_per_forward", "{:.2f}", "tokens per forward")
+        _bars(axes[-1], task_rows, heights, "speedup", "{:.2f}x", "speed; 1: the model's baseline")
         axes[0].set_yticks([y for y, _ in labels], [text for _, text in labels], fontsize=8.5)
         for label, (_, text) in zip(axes[0].get_yticklabels(), labels):
             label.set_fontweight("bold" if text in models else "normal")
@@ -105,8 +105,8 @@ def plot_rows(rows: Sequence[Mapping[str, Any]], path: Path, note: str = "", *, 
             axis.tick_params(axis="y", length=0)
             axis.tick_params(axis="x", labelsize=8)
             axis.spines[["top", "right", "left"]].set_visible(False)
-        title = f"{_TITLES.get(task, task)}, {own[0]['problems']} prompts"
-        part.suptitle(title, fontsize=11, fontweight="bold", x=0.01, ha="left")
+        title = f"{_TITLES.get(task, task)}, {task_rows[0]['problems']} prompts"
+        panel.suptitle(title, fontsize=11, fontweight="bold", x=0.01, ha="left")
     if note:
         figure.supxlabel(note, fontsize=8.5)
     figure.savefig(path, dpi=110)
@@ -123,15 +123,15 @@ def _heights(rows: Sequence[Mapping[str, Any]], models: Sequence[str]) -> tuple[
     labels: list[tuple[float, str]] = []
     y = 0.0
     for model in models:
-        own = [number for number, row in enumerate(rows) if row["model"] == model]
-        if own:
+        indices = [number for number, row in enumerate(rows) if row["model"] == model]
+        if indices:
             labels.append((y, model))
-        for number in own:
+        for number in indices:
             y += 1
             row = rows[number]
             heights[number] = y
             labels.append((y, friendly(row["method"], row.get("width"), row.get("settings") or {})))
-        y += 1 if own else 0
+        y += 1 if indices else 0
     return heights, labels
 
 

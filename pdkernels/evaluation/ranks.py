@@ -44,15 +44,15 @@ def of_first(value: T, group: Any) -> T:
     """The first rank's `value`, on all ranks."""
     if group is None:
         return value
-    held = [value]
-    dist.broadcast_object_list(held, dist.get_global_rank(group, 0), group=group)
-    return held[0]
+    values = [value]
+    dist.broadcast_object_list(values, dist.get_global_rank(group, 0), group=group)
+    return values[0]
 
 
-def in_order(own: Sequence[T], count: int, group: Any) -> list[T]:
+def in_order(results: Sequence[T], count: int, group: Any) -> list[T]:
     """The results for all numbers below `count`, from each rank's results for its `own_numbers`."""
     if group is None:
-        return list(own)
+        return list(results)
     everywhere: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everywhere, list(own), group=group)
+    dist.all_gather_object(everywhere, list(results), group=group)
     return [everywhere[number % len(everywhere)][number // len(everywhere)] for number in range(count)]

@@ -34,20 +34,20 @@ _COLOURS = colours_of("recurrent", "#777777", "#e39c37", "#b279a2", "#4c78a8")
 
 def recurrent_candidates(name: str) -> list[Candidate]:
     """Static decoding of model `name` at several depths, adaptive exits, self-speculation, and the sampler's options."""
-    found = [Candidate(name, "recurrent_static")]
-    found += [Candidate(name, "recurrent_static", settings=(("recurrences", count),)) for count in _RECURRENCES]
-    found += [
+    candidates = [Candidate(name, "recurrent_static")]
+    candidates += [Candidate(name, "recurrent_static", settings=(("recurrences", count),)) for count in _RECURRENCES]
+    candidates += [
         Candidate(name, "recurrent_adaptive"),
         Candidate(name, "recurrent_adaptive", settings=(("criterion", "kl"),)),
     ]
-    found += [
+    candidates += [
         Candidate(name, "recurrent_self_speculation", settings=settings)
         for settings in ((), (("draft_recurrences", 2),))
     ]
-    found.append(Candidate(name, "recurrent_diffusion"))
+    candidates.append(Candidate(name, "recurrent_diffusion"))
     for option, values in _SAMPLER.items():
-        found += [Candidate(name, "recurrent_diffusion", settings=((option, value),)) for value in values]
-    return found
+        candidates += [Candidate(name, "recurrent_diffusion", settings=((option, value),)) for value in values]
+    return candidates
 
 
 def with_full_wave(candidate: Candidate) -> dict[str, Any] | None:

@@ -45,18 +45,18 @@ def parse_sweep(text: str) -> Swept:
     """
     name, sign, values = text.partition("=")
     method, _, option = name.strip().replace("-", "_").rpartition(".")
-    found = tuple(parse_value(value.strip()) for value in values.split(",") if value.strip())
-    if not (sign and option and found):
+    parsed = tuple(parse_value(value.strip()) for value in values.split(",") if value.strip())
+    if not (sign and option and parsed):
         fail(_OP, "sweep", "have the form option=value,value", repr(text))
-    different = {repr(value): value for value in found}  # 1 and true are equal
+    different = {repr(value): value for value in parsed}  # 1 and true are equal
     return Swept(option, tuple(different.values()), method or None)
 
 
 def parse_value(text: str) -> Any:
     """A number, true, false, none or a word."""
-    words = {"none": None, "true": True, "false": False}
-    if text.lower() in words:
-        return words[text.lower()]
+    literals = {"none": None, "true": True, "false": False}
+    if text.lower() in literals:
+        return literals[text.lower()]
     for number in (int, float):
         try:
             return number(text)
@@ -86,37 +86,37 @@ def sweep_candidates(models: Mapping[str, Any], swept: Sequence[Swept], methods:
         block_diffusion, threshold 0.9
     """
     chosen = [decoding.find(name) for name in methods or decoding.available()]
-    found: dict[Candidate, None] = {}
+    candidates: dict[Candidate, None] = {}
     used: set[Swept] = set()
     for name, model in models.items():
         baseline = baseline_of(model)
-        found[Candidate(name, baseline)] = None
+        candidates[Candidate(name, baseline)] = None
         able = [method for method in chosen if _can(method, model)]
         for method in able:
-            own = [one for one in swept if one.method in (None, method.name) and one.option in method.options]
+            options = [item for item in swept if item.method in (None, method.name) and item.option in method.options]
             check(
-                len({one.option for one in own}) == len(own),
+                len({item.option for item in options}) == len(options),
                 _OP,
                 "sweep",
                 "name an option once",
-                [o.option for o in own],
+                [o.option for o in options],
             )
-            used.update(own)
-            if own or methods:
-                for values in product(*(one.values for one in own)):
-                    settings = tuple(zip((one.option for one in own), values))
-                    found[Candidate(name, method.name, settings=settings)] = None
-    for one in swept:
-        known = ", ".join(dict.fromkeys(option for method in chosen for option in method.options))
+            used.update(options)
+            if options or methods:
+                for values in product(*(item.values for item in options)):
+                    settings = tuple(zip((item.option for item in options), values))
+                    candidates[Candidate(name, method.name, settings=settings)] = None
+    for item in swept:
+        option_names = ", ".join(dict.fromkeys(option for method in chosen for option in method.options))
         check(
-            one in used,
+            item in used,
             _OP,
             "sweep",
             "name an option of a method that the models can run",
-            one.option,
-            f"There are: {known}.",
+            item.option,
+            f"There are: {option_names}.",
         )
-    return list(found)
+    return list(candidates)
 
 
 def planned_settings(swept: Sequence[Swept]) -> list[dict[str, Any]]:
@@ -129,12 +129,12 @@ def planned_settings(swept: Sequence[Swept]) -> list[dict[str, Any]]:
         >>> planned_settings([parse_sweep("threshold=.5,.9")])[1:3]
         [{'sparse': False, 'threshold': 0.9}, {'sparse': True, 'threshold': 0.5}]
     """
-    known = decoding.find("planned").options
-    for one in swept:
-        fits = one.option in known and one.method in (None, "planned")
-        check(fits, _OP, "sweep", "name an option of planned", one.option, f"There are: {', '.join(known)}.")
-    options = {one.option: one.values for one in swept}
-    check(len(options) == len(swept), _OP, "sweep", "name an option once", [one.option for one in swept])
+    allowed = decoding.find("planned").options
+    for item in swept:
+        is_option = item.option in allowed and item.method in (None, "planned")
+        check(is_option, _OP, "sweep", "name an option of planned", item.option, f"There are: {', '.join(allowed)}.")
+    options = {item.option: item.values for item in swept}
+    check(len(options) == len(swept), _OP, "sweep", "name an option once", [item.option for item in swept])
     options = {"sparse": options.pop("sparse", (False, True)), **options}
     return [dict(zip(options, values)) for values in product(*options.values())]
 
@@ -152,14 +152,14 @@ def without_many_rows(candidates: Sequence[Candidate], maximum: int) -> tuple[li
     >>> without_many_rows([few, many], 16)
     ([Candidate(model='m', method='jacobi', width=None, settings=(('block_size', 8),))], ['m: jacobi, block_size 64: 64 rows'])
     """
-    kept, left_out = [], []
+    accepted, skipped = [], []
     for candidate in candidates:
         rows = rows_of(candidate)
         if rows <= maximum:
-            kept.append(candidate)
+            accepted.append(candidate)
         else:
-            left_out.append(f"{candidate.model}: {candidate.label}: {rows} rows")
-    return kept, left_out
+            skipped.append(f"{candidate.model}: {candidate.label}: {rows} rows")
+    return accepted, skipped
 
 
 def rows_of(candidate: Candidate) -> int:
@@ -256,7 +256,7 @@ def sweep(
     batch_size: int = 1,
     measured: Measured | None = None,
     keep: Callable[[Measured], None] = lambda measured: None,
-    progress: Callable[[str, float], None] = lambda what, share: None,
+    progress: Callable[[str, float], None] = lambda label, share: None,
 ) -> list[SweepRow]:
     """Runs all candidates on the same prompts, in turns whose order rotates from batch to batch.
 
@@ -293,8 +293,8 @@ def sweep(
         begin = number % len(candidates)
         for turn, candidate in enumerate([*candidates[begin:], *candidates[:begin]]):
             key = key_of(candidate)
-            own = measured.setdefault(key, {})
-            if str(number) in own:
+            measurements = measured.setdefault(key, {})
+            if str(number) in measurements:
                 continue
             progress(key, (number * len(candidates) + turn) / total)
             if key not in warm:
@@ -302,7 +302,7 @@ def sweep(
                 warm.add(key)
             result = _generate(models, candidate, task, prompts)
             stats = result.stats
-            own[str(number)] = {
+            measurements[str(number)] = {
                 "right": [problem.is_solved_by(text) for problem, text in zip(problems, result.text, strict=True)],
                 "tokens": stats.tokens,
                 "forwards": stats.tokens / stats.tokens_per_forward if stats.tokens else 0.0,
@@ -332,20 +332,12 @@ def _generate(models: Mapping[str, Any], candidate: Candidate, task: Task, promp
     )
 
 
-def _row(candidate: Candidate, own: Mapping[str, Any], baseline: bool, count: int) -> SweepRow:
-    batches = [own[str(number)] for number in range(count)]
+def _row(candidate: Candidate, measurements: Mapping[str, Any], baseline: bool, count: int) -> SweepRow:
+    batches = [measurements[str(number)] for number in range(count)]
     answers = [right for batch in batches for right in batch["right"]]
     return SweepRow(
-        candidate.model,
-        candidate.method,
-        candidate.options,
-        baseline,
-        len(answers),
-        sum(answers),
-        interval(sum(answers), len(answers)),
-        answers,
-        sum(batch["tokens"] for batch in batches),
-        sum(batch["forwards"] for batch in batches),
-        sum(batch["seconds"] for batch in batches),
+        candidate.model, candidate.method, candidate.options, baseline, len(answers), sum(answers),
+        interval(sum(answers), len(answers)), answers, sum(batch["tokens"] for batch in batches),
+        sum(batch["forwards"] for batch in batches), sum(batch["seconds"] for batch in batches),
         [batch["seconds"] for batch in batches],
-    )
+    )  # fmt: skip

@@ -78,9 +78,9 @@ def make_task(name: str, problems: int, seed: int = 0, *, canvas: int | None = N
             name, prompts[_WARM_UP:], prompts[:_WARM_UP], canvas or _SUMS_LIMIT, None, list(sums.values())[_WARM_UP:]
         )
     if name == "chains":
-        asked = list(islice(chains(seed, held_out=True), count))
-        prompts = [one.prompt for one in asked]
-        return Task(name, prompts[_WARM_UP:], prompts[:_WARM_UP], _CHAINS_LIMIT, None, asked[_WARM_UP:])
+        examples = list(islice(chains(seed, held_out=True), count))
+        prompts = [example.prompt for example in examples]
+        return Task(name, prompts[_WARM_UP:], prompts[:_WARM_UP], _CHAINS_LIMIT, None, examples[_WARM_UP:])
     files = [text for text in standard_library()[1] if len(text) > _SOURCE_PROMPT + _SOURCE_LIMIT]
     chance, prompts = random.Random(seed), []
     for _ in range(count):
