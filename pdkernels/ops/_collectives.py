@@ -73,8 +73,8 @@ def summed(x: Tensor, group: Any) -> Tensor:
     """The sum of `x` over the ranks, with the same bits on all of them; an element's bits do not depend on the others.
 
     A backend's all-reduce adds in an order that depends on an element's position in the tensor, so a row would round
-    differently in another batch. Here elements are added in the order of the ranks; 16-bit ones are added in float32 and rounded
-    once. With two ranks there is only one order.
+    differently in another batch. Here elements are added in the order of the ranks; 16-bit ones are added in float32
+    and rounded once. With two ranks there is only one order.
     """
     ranks = dist.get_world_size(group)
     size = x.numel() * x.element_size()
@@ -116,7 +116,7 @@ def scattered(shares: Tensor, group: Any) -> Tensor:
 
 
 def passed_on(x: Tensor, group: Any) -> Tensor:
-    """Sends `x` to the previous rank of a ring and returns that of the next; shape and dtype are the same on all ranks."""
+    """Sends `x` to the previous rank of a ring and returns that of the next, of the same shape and dtype."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     got = torch.empty_like(x)
     if x.numel():

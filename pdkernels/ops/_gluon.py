@@ -1,7 +1,8 @@
 """Whether a call runs a Gluon kernel or the Triton kernel that computes the same.
 
-Gluon kernels are for Hopper. Before the first call on a device, the kernel runs on a small input and is compared with the reference. If it
-fails, or its results differ, the Triton kernel serves the process, and a warning says so. ``PDKERNELS_GLUON=0`` chooses the Triton kernels.
+Gluon kernels are for Hopper. Before the first call on a device, the kernel runs on a small input and is compared with
+the reference. If it fails, or its results differ, the Triton kernel serves the process, and a warning says so.
+``PDKERNELS_GLUON=0`` chooses the Triton kernels.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ NAMES = {
 
 
 def enabled() -> bool:
-    """What the environment says.
+    """Whether the environment allows Gluon kernels.
 
     >>> import os; from unittest import mock
     >>> with mock.patch.dict(os.environ, {VARIABLE: "0"}): enabled()
@@ -85,7 +86,8 @@ def speculative_for(arguments: SpeculativeArguments) -> Callable[..., tuple[Tens
 
 
 def passes(arguments: Arguments, forward: Callable[[Arguments], Results]) -> bool:
-    """Whether the kernel for this dtype, head dimension and page size computes what the reference does on this device. Runs it once."""
+    """Whether the kernel for this dtype, head dimension and page size computes what the reference does here. Runs it
+    once."""
     q = arguments.forward.q if isinstance(arguments, GradientArguments) else arguments.q
     page_size = 0
     if isinstance(arguments, SpeculativeArguments) and arguments.block_table is not None:

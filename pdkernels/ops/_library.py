@@ -1,9 +1,10 @@
-"""The torch op library `pdkernels`: `define` describes an op once, and registration, calls and tests read it from `OPS`.
+"""The torch op library `pdkernels`: `define` describes an op once, and registration, calls and tests read it from
+`OPS`.
 
-A schema is the contract: ``Tensor(a!)`` marks what is written, run-time lengths are tensors, static values are ints.
-An op's fake is also its validation: it checks shapes, dtypes and devices and builds the messages. Tracing runs it, and a
-call runs it only after the compiled code has refused the arguments, so that it costs a good call nothing. Triton kernels
-and ops composed in Python refuse nothing, so their fake runs first.
+A schema is the contract: ``Tensor(a!)`` marks what is written, run-time lengths are tensors, static values are ints. An
+op's fake is also its validation: it checks shapes, dtypes and devices and builds the messages. Tracing runs it, and a
+call runs it only after the compiled code has refused the arguments, so that it costs a good call nothing. Triton
+kernels and ops composed in Python refuse nothing, so their fake runs first.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pdkernels._validation import check_fits_float, check_flag, check_type, fail
 NAMESPACE = __name__.partition(".")[0]  # of the package itself: a copy under another name has ops of its own
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
-# ``PDKERNELS_DEBUG_CHECKS=1``: values on the GPU are read back and checked, at the cost of a sync per call. Read at import.
+# ``PDKERNELS_DEBUG_CHECKS=1``: checks values on the GPU, at the cost of a sync per call. Read at import.
 DEBUG_CHECKS = os.environ.get("PDKERNELS_DEBUG_CHECKS") == "1"
 
 
@@ -66,7 +67,7 @@ class OpSpec:
     flags: tuple[tuple[int, str], ...]
     """Indices of bools, and their names."""
     numbers: tuple[tuple[int, str], ...]
-    """The same of floats."""
+    """Positions and names of the float arguments."""
     mutated: tuple[str, ...]
     """The arguments that the schema marks as written."""
     writes: tuple[int, ...]
@@ -100,7 +101,7 @@ def schema_of(structure: Any, *, mutated: Sequence[str] = (), without: Sequence[
     >>> class Arguments(NamedTuple):
     ...     cache: Tensor
     ...     bias: Tensor | None = None
-    >>> schema_of(Arguments, written=["cache"])
+    >>> schema_of(Arguments, mutated=["cache"])
     'Tensor(a!) cache, Tensor? bias=None'
     """
     marks = {name: f"({chr(ord('a') + i)}!)" for i, name in enumerate(mutated)}
@@ -136,17 +137,18 @@ def define(
 
     Args:
         fake: validation, and empty results; also for calls of the reference.
-        example: arguments of one representative call of the public function, small and valid on every device: the tests of
-            all ops run it. What the op writes is included under its name in the schema.
+        example: arguments of one representative call of the public function, small and valid on every device: the tests
+            of all ops run it. What the op writes is included under its name in the schema.
         cpu: the CPU kernel of an op that is composed of other ops there.
-        triton: the kernel on CUDA, for ops whose compiled library serves only the CPU. It should import Triton in its body.
+        triton: the kernel on CUDA, if the compiled library serves only the CPU. It should import Triton in its body.
         compiled: whether the library has a CUDA kernel too, which takes precedence where it was built.
-        gradients: what a call does with an input that requires a gradient. "refused": raises, except for the reference; "cut":
-            detaches it; "none": raises, also for the reference, through which none flows; "own": nothing, since there are no floats or the op has its own autograd kernel.
+        gradients: what a call does with an input that requires a gradient. "refused": raises, except for the reference;
+            "cut": detaches it; "none": raises, also for the reference, through which none flows; "own": nothing, since
+            there are no floats or the op has its own autograd kernel.
         float64: whether the kernels take it. Otherwise they refuse it, with a message, after the checks of the fake.
         reference_check: replaces `fake` for the reference, where the fake itself refuses float64.
-        structure: makes one value of the op's arguments, which `fake`, `reference`, `cpu`, `triton` and `reference_check` then
-            take in their place.
+        structure: makes one value of the op's arguments, which `fake`, `reference`, `cpu`, `triton` and
+            `reference_check` then take in their place.
     """
     if structure:
         fake, reference = _of_structure(structure, fake), _of_structure(structure, reference)
@@ -395,7 +397,7 @@ def _without_gradients(spec: OpSpec, arguments: tuple[Any, ...], backend: str) -
 
 
 def _has_stand_ins(spec: OpSpec, arguments: tuple[Any, ...]) -> bool:
-    """Whether the lists among the arguments are caches. Others, such as packed matrices, have no values that a call could find wrong."""
+    """Whether the lists among the arguments are caches. Others, such as packed matrices, have no values to check."""
     return all(not isinstance(x, list) or name in spec.mutated for name, x in zip(spec.arguments, arguments))
 
 

@@ -1,9 +1,9 @@
 """Statistics of rows whose vocabulary is split across ranks, merged from a few numbers per row.
 
-A rank makes a record of each row from its own slice of the logits. The records of all ranks are exchanged once, and every rank
-merges them in the same way. This is enough for sampling: noise is keyed by ids of the whole vocabulary, so the sampled token of a
-row is the best of the ranks' winners. Only a nucleus (`top_p`) has to be searched for, among the largest logits of each rank, of
-which more are exchanged until they suffice.
+A rank makes a record of each row from its own slice of the logits. The records of all ranks are exchanged once, and
+every rank merges them in the same way. This is enough for sampling: noise is keyed by ids of the whole vocabulary, so
+the sampled token of a row is the best of the ranks' winners. Only a nucleus (`top_p`) has to be searched for, among the
+largest logits of each rank, of which more are exchanged until they suffice.
 
 Source: sums merged over parts after Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
 """
@@ -76,7 +76,8 @@ def local_tokens(tokens: Sequence[int], shard: VocabularyShard) -> list[int]:
 def recorded(
     scores: Tensor, exists: Tensor, top_k: int, rule: SamplingRule, shard: VocabularyShard, run: Run
 ) -> Tensor:
-    """What other ranks need of the rows `scores` ``(rows, width)``: float64 ``(rows, 7 + 3 k)``, k = ``ranked(top_k)``.
+    """The record for other ranks of the rows `scores` ``(rows, width)``: float64 ``(rows, 7 + 3 k)``, k =
+    ``ranked(top_k)``.
 
     `exists` ``(rows,)``: which rows exist. `run` computes the statistics of `scores`, or of substitutes for them.
     """
@@ -144,7 +145,7 @@ def merged(
         block.transpose(0, 1).flatten(1) for block in (records[..., 7 + i * count :][..., :count] for i in range(3))
     )
     top_probs = top_probs * share.T.repeat_interleave(count, 1)
-    # Stable: on ties the lower rank, which has the lower id, comes first; NaN before all others, padding (no token) last.
+    # Stable: on ties the lower rank, which has the lower id, comes first; NaN first, padding (no token) last.
     order = torch.where(top_ids < 0, -torch.inf, top_logits).sort(dim=-1, descending=True, stable=True).indices
     order = order.gather(1, (top_ids.gather(1, order) < 0).to(torch.int8).sort(dim=-1, stable=True).indices)[:, :count]
     top_ids, top_logits, top_probs = (block.gather(1, order) for block in (top_ids, top_logits, top_probs))
@@ -205,7 +206,8 @@ def _cut(scores: Tensor, exists: Tensor, rule: SamplingRule, shard: VocabularySh
 
 
 def _nucleus(exact: Tensor, total: Tensor, rule: SamplingRule, shard: VocabularyShard) -> Tensor:
-    """The smallest logit with less than `top_p` of the mass above it, ``(rows,)``; ranks exchange more logits until it is found."""
+    """The smallest logit with less than `top_p` of the mass above it, ``(rows,)``; ranks exchange logits until it is
+    found."""
     count = 64
     while True:
         top_logits = exact.topk(min(count, shard.width), -1).values

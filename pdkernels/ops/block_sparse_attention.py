@@ -1,8 +1,9 @@
 """Attention over a tile plan, for training and prefill: forward and backward.
 
-The kernels read a `TilePlan` and nothing else about a mask: skipped tiles cost nothing, full tiles need no mask, partial tiles
-load one bit per pair. Every block of results is owned by one program or thread, so nothing is summed across them: results are
-identical bit for bit from run to run, whatever the number of threads and whatever else is in the batch.
+The kernels read a `TilePlan` and nothing else about a mask: skipped tiles cost nothing, full tiles need no mask,
+partial tiles load one bit per pair. Every block of results is owned by one program or thread, so nothing is summed
+across them: results are identical bit for bit from run to run, whatever the number of threads and whatever else is in
+the batch.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from pdkernels.reference import block_sparse_attention as reference
 __all__ = ["block_sparse_attention"]
 
 OP = "block_sparse_attention"
-# The arguments whose gradients the backward op returns, in its order. That of the sinks follows from its arguments: `_of_sinks`.
+# The arguments whose gradients the backward op returns, in its order. That of the sinks: `_of_sinks`.
 DIFFERENTIABLE = ("q", "k", "v")
 
 
@@ -65,35 +66,36 @@ def block_sparse_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``softmax(scale q k^T) v`` over the pairs that a plan shows. Differentiable.
 
-    Any mask can be planned: see `pdkernels.masks`. Work and time grow with the tiles that the plan visits, not with all pairs,
-    and no array of pairs is ever stored, forward or backward.
+    Any mask can be planned: see `pdkernels.masks`. Work and time grow with the tiles that the plan visits, not with all
+    pairs, and no array of pairs is ever stored, forward or backward.
 
     Args:
-        q: ``(batch, q_len, q_heads, head_dim)``, float32, float16 or bfloat16 (float64 with ``backend="reference"``); head_dim
-            a multiple of 8 in ``[16, 512]``.
-        k, v: ``(batch, kv_len, kv_heads, head_dim)``, dtype of q; kv_heads divides q_heads, and query head ``h`` reads KV head
-            ``h // (q_heads // kv_heads)``. All three may have any strides with a contiguous last dimension.
-        plan: of a mask of q_len rows and kv_len columns, on the device of q: ``mask.plan(block_q, block_k, q.device)``. All
-            samples and heads share it; a stacked plan (`TilePlan.stack`) has one for each sample.
+        q: ``(batch, q_len, q_heads, head_dim)``, float32, float16 or bfloat16 (float64 with ``backend="reference"``);
+            head_dim a multiple of 8 in ``[16, 512]``.
+        k, v: ``(batch, kv_len, kv_heads, head_dim)``, dtype of q; kv_heads divides q_heads, and query head ``h`` reads
+            KV head ``h // (q_heads // kv_heads)``. All three may have any strides with a contiguous last dimension.
+        plan: of a mask of q_len rows and kv_len columns, on the device of q: ``mask.plan(block_q, block_k, q.device)``.
+            All samples and heads share it; a stacked plan (`TilePlan.stack`) has one for each sample.
         scale: of the scores, finite in float32; None means ``head_dim ** -0.5``.
-        sinks: ``(q_heads,)``, any floating-point dtype: one more score for each row of a head, not scaled and without a value, so that
-            the weights of the values sum to less than 1, as in gpt-oss. -inf means none. None: no head has one. Differentiable.
+        sinks: ``(q_heads,)``, any floating-point dtype: one more score for each row of a head, not scaled and without a
+            value, so that the weights of the values sum to less than 1, as in gpt-oss. -inf means none. None: no head
+            has one. Differentiable.
         return_lse: also return the log-sum-exp of each row's scores.
         backend: see `pdkernels.show_config`.
 
     Returns:
-        ``out``, shape and dtype of q, contiguous. With `return_lse` ``(out, lse)``: the natural log-sum-exp of the visible scores,
-        ``(batch, q_heads, q_len)`` float32, differentiable too; a sink is one of them. Rows that see nothing are zero, with a
-        log-sum-exp of -inf, or that of their sink; they receive and pass on zero gradients.
+        ``out``, shape and dtype of q, contiguous. With `return_lse` ``(out, lse)``: the natural log-sum-exp of the
+        visible scores, ``(batch, q_heads, q_len)`` float32, differentiable too; a sink is one of them. Rows that see
+        nothing are zero, with a log-sum-exp of -inf, or that of their sink; they receive and pass on zero gradients.
 
     Raises:
         ValueError: shapes or strides that do not fit, a plan for other lengths, another batch or another device.
         TypeError: dtypes that do not fit, a mask instead of a plan.
-        NotImplementedError: a backend that does not serve the device; a second derivative, one in forward mode or one by
-            ``torch.func`` (the reference has them all).
+        NotImplementedError: a backend that does not serve the device; a second derivative, one in forward mode or one
+            by ``torch.func`` (the reference has them all).
 
-    Softmax and sums run in float32. Results repeat bit for bit and do not depend on the number of threads or on the rest of the
-    batch. ``torch.compile`` sees one op.
+    Softmax and sums run in float32. Results repeat bit for bit and do not depend on the number of threads or on the
+    rest of the batch. ``torch.compile`` sees one op.
 
     Source: tiles and online softmax after FlashAttention-2 (Dao, 2023), section 3.1, with its backward pass.
 
@@ -249,7 +251,7 @@ SINKS = AttentionArguments._fields.index("sinks")
 
 
 def _of_sinks(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """The gradient of the sinks. Their value is 0, so that the gradient of such a score is its weight times minus rowsum(dO * O)."""
+    """The gradient of the sinks. Their value is 0, so it is minus their weight times rowsum(dO * O)."""
     delta = (grad_out.float() * out.float()).sum(-1).transpose(1, 2)
     if grad_lse is not None:
         delta = delta - grad_lse
@@ -258,8 +260,8 @@ def _of_sinks(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tenso
     return -torch.where(weights == 0, 0, weights * delta).sum((0, 2))
 
 
-# What `torch.library.register_autograd` would generate, written out: before calling `setup_context` it walks the schema once
-# per argument to fill in defaults, which more than doubles the host time of a forward pass.
+# What `torch.library.register_autograd` would generate, written out: before calling `setup_context` it walks the schema
+# once per argument to fill in defaults, which more than doubles the host time of a forward pass.
 class _Attention(torch.autograd.Function):
     """Both results get gradients; either may be absent."""
 

@@ -32,21 +32,22 @@ def draft_lengths_(
 ) -> None:
     """Chooses the length of each sequence's next draft: the most expected tokens for its cost that the budget covers.
 
-    A draft of r tokens, its first (the last verified token) included, costs ``costs[r - 1]``. Token j of a draft is accepted with
-    the probability pj that `acceptance_counts` give, if all before it are, so a draft is expected to give ``1 + p1 + p1 p2 + ..``
-    tokens. It is affordable if `budget` covers what it costs more than decoding token by token, which is
-    ``price = costs[0] * (1 + max_slowdown)`` a token, even if none of it is accepted. First the last draft is counted::
+    A draft of r tokens, its first (the last verified token) included, costs ``costs[r - 1]``. Token j of a draft is
+    accepted with the probability pj that `acceptance_counts` give, if all before it are, so a draft is expected to give
+    ``1 + p1 + p1 p2 + ..`` tokens. It is affordable if `budget` covers what it costs more than decoding token by token,
+    which is ``price = costs[0] * (1 + max_slowdown)`` a token, even if none of it is accepted. First the last draft is
+    counted::
 
         acceptance_counts = decay * acceptance_counts + (accepted places, reached places)
         budget += accepted * price - costs[length - 1]
 
     Args:
-        lengths: ``(batch,)`` int32 or int64, of the last draft, 0 if there was none; becomes that of the next one, at most
-            `remaining`.
+        lengths: ``(batch,)`` int32 or int64, of the last draft, 0 if there was none; becomes that of the next one, at
+            most `remaining`.
         accepted: ``(batch,)`` int32 or int64: tokens of the last draft that were accepted, its first included.
         remaining: ``(batch,)`` int32 or int64: tokens that a sequence still needs; 0 once it is done.
-        acceptance_counts: ``(batch, 2, slots)`` float64, zeros at first: how often each place of a draft was accepted, and how
-            often it was reached, with decay. Updated in place.
+        acceptance_counts: ``(batch, 2, slots)`` float64, zeros at first: how often each place of a draft was accepted,
+            and how often it was reached, with decay. Updated in place.
         budget: ``(batch,)`` float64: the cost that may still be lost, at first all of it. Updated in place.
         ready: ``(batch,)`` bool: whether a draft can be made at once.
         costs: ``(slots,)`` float64, positive: of a step with 1, 2, .. tokens, in any unit.
@@ -61,8 +62,8 @@ def draft_lengths_(
             accepted tokens than that (nothing is written then). On CUDA such values are clamped.
         TypeError: dtypes that do not fit.
 
-    Deterministic and independent of the batch size. Source: Liu et al., "Optimizing speculative decoding for serving large language
-    models using goodput" (arXiv 2406.14066); the bound is ours.
+    Deterministic and independent of the batch size. Source: Liu et al., "Optimizing speculative decoding for serving
+    large language models using goodput" (arXiv 2406.14066); the bound is ours.
 
     Example:
         >>> import torch, pdkernels as pd

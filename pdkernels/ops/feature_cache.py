@@ -1,4 +1,4 @@
-"""Steps that recompute only the rows that changed: select them by the change of their values, gather them, scatter the results.
+"""Steps that recompute only the rows that changed: select by change, gather, scatter the results.
 
 Training uses plain PyTorch; these ops have no gradient and refuse inputs that require one.
 """
@@ -47,21 +47,26 @@ def select_stale_rows_(
     """Selects the rows whose values are least similar to those in the cache, and updates the cached values.
 
     Row i of sequence b is compared with slot ``starts[b] + i`` of the cache by the cosine over all heads,
-    ``dot / max(|v| |cached|, 1e-8)``, in float32 for every dtype. The rows of lowest similarity are selected, the lower row on
-    ties. A similarity that is NaN is the lowest of all: there are NaN or infinity among the values, or their squares overflow
-    float32. Rows equal to the cached ones have a cosine of exactly 1, regardless of rounding: any row that changed is selected
-    before them. All devices and the reference sum in the same order, so they select the same rows.
+    ``dot / max(|v| |cached|, 1e-8)``, in float32 for every dtype. The rows of lowest similarity are selected, the lower
+    row on ties. A similarity that is NaN is the lowest of all: there are NaN or infinity among the values, or their
+    squares overflow float32. Rows equal to the cached ones have a cosine of exactly 1, regardless of rounding: any row
+    that changed is selected before them. All devices and the reference sum in the same order, so they select the same
+    rows.
 
     Args:
-        v: ``(B, G, kv_heads, D)`` float32, float16 or bfloat16, fresh values. Any strides with a contiguous last dimension.
-        v_cache: one layer, ``(B, capacity, kv_heads, D)``, or with `block_table` ``(num_pages, page_size, kv_heads, D)``; dtype
-            of `v`. Written, so it shares no memory with other arguments.
+        v: ``(B, G, kv_heads, D)`` float32, float16 or bfloat16, fresh values. Last dimension contiguous.
+        v_cache: one layer, ``(B, capacity, kv_heads, D)``, or with `block_table`
+            ``(num_pages, page_size, kv_heads, D)``; dtype of `v`. Written, so it shares no memory with other arguments.
         starts: ``(B,)`` int32 or int64, the slot of row 0.
-        max_selected: the maximum number of rows to select from a sequence, and the width of the result. At most 2**20, or G if that is larger.
-        quota: ``(B,)`` int32 or int64, rows to select from each sequence, capped at `max_selected`; None: `max_selected`.
-        counts: ``(B,)`` int32 or int64, valid rows of each sequence; None: all rows. The others are padding, neither selected nor stored.
-        update: which cached values are replaced by those of `v`: ``"all"`` of the valid rows, the ``"selected"`` ones, or
-            ``"none"``. So the next call compares with the step before (published), or with each row's last recomputation.
+        max_selected: the maximum number of rows to select from a sequence, and the width of the result. At most 2**20,
+            or G if that is larger.
+        quota: ``(B,)`` int32 or int64, rows to select from each sequence, capped at `max_selected`; None:
+            `max_selected`.
+        counts: ``(B,)`` int32 or int64, valid rows of each sequence; None: all rows. The others are padding, neither
+            selected nor stored.
+        update: which cached values are replaced by those of `v`: ``"all"`` of the valid rows, the ``"selected"`` ones,
+            or ``"none"``. So the next call compares with the step before (published), or with each row's last
+            recomputation.
         block_table: ``(B, max_pages)`` int32 or int64; slot ``p`` lives in page ``block_table[b, p // page_size]``.
         backend: see `pdkernels.show_config`. The reference takes float64 too.
 
@@ -69,20 +74,20 @@ def select_stale_rows_(
         ``(B, max_selected)`` int64: row indices in ascending order, padded with -1.
 
     Raises:
-        ValueError: shapes that do not fit; starts, counts, quotas or pages out of range (nothing is written then). On CUDA such
-            a sequence gets -1 and its cache is left as it was, unless ``PDKERNELS_DEBUG_CHECKS=1``.
+        ValueError: shapes that do not fit; starts, counts, quotas or pages out of range (nothing is written then). On
+            CUDA such a sequence gets -1 and its cache is left as it was, unless ``PDKERNELS_DEBUG_CHECKS=1``.
         TypeError: dtypes that do not fit.
         NotImplementedError: an input that requires a gradient while gradients are recorded.
 
     Deterministic; a sequence's result does not depend on other sequences.
 
-    Source: the V-verify step of Liu et al., "dLLM-Cache: Accelerating Diffusion Large Language Models with Adaptive Caching",
-    with similarities in float32 and a rule for ties.
+    Source: the V-verify step of Liu et al., "dLLM-Cache: Accelerating Diffusion Large Language Models with Adaptive
+    Caching", with similarities in float32 and a rule for ties.
 
     Example:
         >>> import torch, pdkernels as pd
         >>> cached = torch.tensor([1.0, 0.0]).expand(1, 3, 1, 2).clone()
-        >>> v = torch.tensor([[[[2.0, 0.0]], [[0.0, 1.0]], [[1.0, 1.0]]]])    # as before, turned by 90 and by 45 degrees
+        >>> v = torch.tensor([[[[2.0, 0.0]], [[0.0, 1.0]], [[1.0, 1.0]]]])  # before: turned by 90 and by 45 degrees
         >>> pd.select_stale_rows_(v, cached, torch.tensor([0]), max_selected=2)
         tensor([[1, 2]])
         >>> torch.equal(cached, v)
@@ -106,7 +111,8 @@ def gather_rows(x: Tensor, index: Tensor, *, backend: Backend = "auto") -> Tenso
         ``(B, r, ...)``, contiguous, dtype of `x`.
 
     Raises:
-        ValueError: shapes that do not fit; a number out of range. On CUDA it gives zeros, unless ``PDKERNELS_DEBUG_CHECKS=1``.
+        ValueError: shapes that do not fit; a number out of range. On CUDA it gives zeros, unless
+            ``PDKERNELS_DEBUG_CHECKS=1``.
         TypeError: `index` of another dtype.
         NotImplementedError: an input that requires a gradient while gradients are recorded.
 
@@ -123,21 +129,22 @@ def gather_rows(x: Tensor, index: Tensor, *, backend: Backend = "auto") -> Tenso
 def add_cached_rows_(
     x: Tensor, cached: Tensor, rows: Tensor | None = None, index: Tensor | None = None, *, backend: Backend = "auto"
 ) -> Tensor:
-    """``x + cached``, after ``cached[b, index[b, j]] = rows[b, j]`` in place: a residual add fused with the scatter before it.
+    """``x + cached``, after ``cached[b, index[b, j]] = rows[b, j]`` in place: a residual add fused with a scatter.
 
     Args:
         x: ``(B, G, E)`` float32, float16 or bfloat16. Rows may be strided; any other layout is copied first.
-        cached: like `x`, the last output of a sublayer for each row; last dimension contiguous. It must not overlap `x`.
+        cached: like `x`, the last output of a sublayer for each row; last dimension contiguous, not overlapping `x`.
         rows: ``(B, r, E)``, dtype of `x`, the new output for some rows; None: nothing is replaced.
-        index: ``(B, r)`` int32 or int64, the indices of these rows: ascending, padded with -1, as `select_stale_rows_` returns them.
+        index: ``(B, r)`` int32 or int64, the indices of these rows: ascending, padded with -1, as `select_stale_rows_`
+            returns them.
         backend: see `pdkernels.show_config`. The reference takes float64 too.
 
     Returns:
         ``(B, G, E)``, contiguous, dtype of `x`; sums are rounded once.
 
     Raises:
-        ValueError: shapes that do not fit; indices out of range or not ascending (nothing is written then). On CUDA the cached
-            rows of such a sequence stay as they were and are added, unless ``PDKERNELS_DEBUG_CHECKS=1``.
+        ValueError: shapes that do not fit; indices out of range or not ascending (nothing is written then). On CUDA the
+            cached rows of such a sequence stay as they were and are added, unless ``PDKERNELS_DEBUG_CHECKS=1``.
         TypeError: dtypes that do not fit.
         NotImplementedError: an input that requires a gradient while gradients are recorded.
 

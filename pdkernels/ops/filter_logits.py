@@ -1,4 +1,4 @@
-"""Filters that change logits before a token is chosen: a bias, penalties by token counts, and tokens that are impossible."""
+"""Filters that change logits before a token is chosen: a bias, penalties by counts, impossible tokens."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 class LogitFilters(NamedTuple):
-    """What changes logits, in the order in which it is applied: `bias`, the penalties, `banned` and `allowed`.
+    """Filters of logits, in the order in which they are applied: `bias`, the penalties, `banned` and `allowed`.
 
-    Tensors are ``(*rows, n)``, where `rows` is the beginning of the shape of the rows of logits: ``(n,)`` is for all rows, and for logits
-    ``(batch, R, V)`` a tensor ``(batch, n)`` is for the R rows of a sequence.
+    Tensors are ``(*rows, n)``, where `rows` is the beginning of the shape of the rows of logits: ``(n,)`` is for all
+    rows, and for logits ``(batch, R, V)`` a tensor ``(batch, n)`` is for the R rows of a sequence.
 
     >>> LogitFilters(bias=torch.zeros(7)).changes, LogitFilters(repetition_penalty=1.1).changes
     (True, False)
@@ -35,12 +35,14 @@ class LogitFilters(NamedTuple):
     counts: Tensor | None = None
     """(..., V) int32: how often each token was generated; -1: it is in the prompt alone."""
     recent: Tensor | None = None
-    """(..., n) int32 or int64: tokens that `counts` does not have yet, such as those of a draft before its row: ``id`` for a generated one,
-    ``-2 - id`` for one of the prompt, -1 for none. They are compared with each other, so they should be few."""
+    """(..., n) int32 or int64: tokens that `counts` does not have yet, such as those of a draft before its row: ``id``
+    for a generated one, ``-2 - id`` for one of the prompt, -1 for none. They are compared with each other, so they
+    should be few."""
     banned: Tensor | None = None
     """(..., n) int32 or int64: impossible tokens; -1: none."""
     allowed: Tensor | None = None
-    """(..., ceil(V / 32)) int32: bit ``i % 32`` of word ``i // 32`` says whether token i is possible, as xgrammar and llguidance write it."""
+    """(..., ceil(V / 32)) int32: bit ``i % 32`` of word ``i // 32`` says whether token i is possible, as in
+    xgrammar."""
     repetition_penalty: float = 1.0
     """Divides the positive logits of tokens that the prompt or the generated text has, and multiplies negative ones."""
     presence_penalty: float = 0.0
@@ -77,26 +79,30 @@ def filter_logits(
     `token_statistics` and `linear_token_statistics` take the same filters, and do not store the logits.
 
     Args:
-        logits: ``(..., V)`` float32, float16 or bfloat16, V at least 1. Rows may be strided; any other layout is copied.
-        bias, counts, recent, banned, allowed, repetition_penalty, presence_penalty, frequency_penalty: see `LogitFilters`.
+        logits: ``(..., V)`` float32, float16 or bfloat16, V at least 1. Other layouts than strided rows are copied.
+        bias, counts, recent, banned, allowed, repetition_penalty, presence_penalty, frequency_penalty: see
+            `LogitFilters`.
         backend: see `pdkernels.show_config`. The reference takes float64 too, and returns it.
 
     Returns:
         ``(..., V)`` float32; -inf for impossible tokens.
 
     Raises:
-        ValueError: shapes that do not fit, penalties out of range; on the CPU an id out of range. On CUDA such an id counts as none.
+        ValueError: shapes that do not fit, penalties out of range; on the CPU an id out of range. On CUDA such an id
+            counts as none.
         TypeError: dtypes that do not fit.
 
-    No gradient flows, and a tangent (forward mode) is refused. Deterministic; a row's result does not depend on other rows.
+    No gradient flows, and a tangent (forward mode) is refused. Deterministic; a row's result does not depend on other
+    rows.
 
-    Source: the repetition penalty of Keskar et al., "CTRL", section 4.1, as transformers has it; presence and frequency penalties as
-    OpenAI and vLLM define them.
+    Source: the repetition penalty of Keskar et al., "CTRL", section 4.1, as transformers has it; presence and frequency
+    penalties as OpenAI and vLLM define them.
 
     Example:
         >>> import torch, pdkernels as pd
         >>> counts = torch.tensor([0, 2, -1], dtype=torch.int32)
-        >>> pd.filter_logits(torch.tensor([[1.0, 4.0, -1.0]]), counts=counts, repetition_penalty=2.0, frequency_penalty=0.5)
+        >>> logits = torch.tensor([[1.0, 4.0, -1.0]])
+        >>> pd.filter_logits(logits, counts=counts, repetition_penalty=2.0, frequency_penalty=0.5)
         tensor([[ 1.,  1., -2.]])
     """
     penalties = repetition_penalty, presence_penalty, frequency_penalty
@@ -108,7 +114,8 @@ def filter_logits(
 
 
 def raw_filters(op: str, filters: LogitFilters | None, shape: Sequence[int]) -> tuple[Any, ...]:
-    """Filters for rows of that shape as the ops take them: tensors ``(m, n)``, the i-th row of which is for the i-th of m equal groups."""
+    """Filters for rows of that shape as the ops take them: tensors ``(m, n)``, a row for each of m equal groups of
+    rows."""
     if filters is None:
         return NONE
     check_type(isinstance(filters, LogitFilters), op, "filters", "be LogitFilters", type(filters).__name__)

@@ -26,15 +26,17 @@ def grouped_linear(
 ) -> Tensor:
     """``x[r] @ weight[g]^T + bias[g]`` for the rows r of group g: the experts of a mixture, each used one read once.
 
-    Rows are sorted by group, and `ends` says on the device where the rows of each group end, so nothing waits for the host. A row has
-    the bits that `linear` gives it with the matrix of its group, whatever other rows, groups and threads there are.
+    Rows are sorted by group, and `ends` says on the device where the rows of each group end, so nothing waits for the
+    host. A row has the bits that `linear` gives it with the matrix of its group, whatever other rows, groups and
+    threads there are.
 
     Args:
         x: ``(rows, width)`` float32, float16 or bfloat16. Rows may be strided; any other layout is copied first.
-        weight: ``(groups, outputs, width)`` of the same dtype; with float32 `x` also float16 or bfloat16. Contiguous rows with one
-            stride, or it is copied first. Or a `QuantizedWeight` of this shape: see `quantized_grouped_linear`.
-        ends: ``(groups,)`` int32 or int64, ascending to `rows`: group g has the rows from ``ends[g - 1]``, or 0, up to ``ends[g]``.
-            What `torch.nn.functional.grouped_mm` calls `offs`.
+        weight: ``(groups, outputs, width)`` of the same dtype; with float32 `x` also float16 or bfloat16. Contiguous
+            rows with one stride, or it is copied first. Or a `QuantizedWeight` of this shape: see
+            `quantized_grouped_linear`.
+        ends: ``(groups,)`` int32 or int64, ascending to `rows`: group g has the rows from ``ends[g - 1]``, or 0, up to
+            ``ends[g]``. What `torch.nn.functional.grouped_mm` calls `offs`.
         bias: ``(groups, outputs)``, dtype of `x`; None adds nothing.
         backend: see `pdkernels.show_config`. The reference takes float64 too, and gradients flow through it.
 
@@ -42,8 +44,8 @@ def grouped_linear(
         ``(rows, outputs)``, contiguous, dtype of `x`. Sums are float32, rounded once.
 
     Raises:
-        ValueError: shapes that do not fit; ends that do not ascend to the number of rows. On CUDA, ends are not checked: rows after the
-            last one are undefined.
+        ValueError: shapes that do not fit; ends that do not ascend to the number of rows. On CUDA, ends are not
+            checked: rows after the last one are undefined.
         TypeError: dtypes that do not fit.
         NotImplementedError: an input that requires a gradient while gradients are recorded.
 
@@ -82,7 +84,7 @@ def quantized_grouped_linear(
         ``(rows, outputs)``, contiguous, dtype of `x`. A row with an infinity or NaN is NaN.
 
     Raises:
-        ValueError: shapes that do not fit; ends that do not ascend to the number of rows. On CUDA, ends are not checked.
+        ValueError: shapes that do not fit; ends that do not ascend to the rows (not checked on CUDA).
         TypeError: dtypes that do not fit.
         NotImplementedError: an input that requires a gradient while gradients are recorded, for every backend.
 

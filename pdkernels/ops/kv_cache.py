@@ -56,17 +56,20 @@ def kv_append_(
     The lengths do not change: the new rows are a draft until `kv_commit_`.
 
     Args:
-        k_cache, v_cache: ``(layers, batch, capacity, kv_heads, head_dim)``, or one layer without the first dimension, or a
-            list of those (layers held apart). With `block_table`: ``(layers, num_pages, page_size, kv_heads, head_dim)``.
-            K and V may differ in heads and head_dim. Written: not expanded, and no memory shared with any other argument.
+        k_cache, v_cache: ``(layers, batch, capacity, kv_heads, head_dim)``, or one layer without the first dimension,
+            or a list of those (layers held apart). With `block_table`:
+            ``(layers, num_pages, page_size, kv_heads, head_dim)``. K and V may differ in heads and head_dim. Written:
+            not expanded, and no memory shared with any other argument.
         k_new, v_new: new rows in the same form, ``(layers, batch, rows, kv_heads, head_dim)``; dtype of the cache.
         lengths: ``(batch,)`` int32 or int64, committed rows of each sequence.
         counts: ``(batch,)`` int32 or int64, rows to write; None writes all of them. Further rows are not read.
-        block_table: ``(batch, max_pages)`` int32 or int64; position ``p`` lives in page ``block_table[b, p // page_size]``.
+        block_table: ``(batch, max_pages)`` int32 or int64; position ``p`` lives in page
+            ``block_table[b, p // page_size]``.
         backend: see `pdkernels.show_config`.
 
     Raises:
-        ValueError: shapes that do not fit; memory that overlaps; lengths, counts or pages out of range (nothing is written then).
+        ValueError: shapes that do not fit; memory that overlaps; lengths, counts or pages out of range (nothing is
+            written then).
         TypeError: dtypes that do not fit.
         NotImplementedError: an input that requires a gradient while gradients are recorded.
 
@@ -94,10 +97,10 @@ def kv_commit_(
 ) -> None:
     """Keeps the accepted rows of a draft: moves them into position, in place, and lengthens the sequences.
 
-    The row at ``lengths[b] + source_index[b, i]`` moves to ``lengths[b] + i`` for ``i < counts[b]``, as if all rows were read
-    before the first is written: any pattern is allowed (a prefix, every (L+1)-th row, a branch of a tree, repeats), though rows
-    move inside the memory that is written; K, V, layers and lengths may still not overlap each other. Then
-    ``lengths[b] += counts[b]``. Nothing else is touched; rows already in place cost nothing.
+    The row at ``lengths[b] + source_index[b, i]`` moves to ``lengths[b] + i`` for ``i < counts[b]``, as if all rows
+    were read before the first is written: any pattern is allowed (a prefix, every (L+1)-th row, a branch of a tree,
+    repeats), though rows move inside the memory that is written; K, V, layers and lengths may still not overlap each
+    other. Then ``lengths[b] += counts[b]``. Nothing else is touched; rows already in place cost nothing.
 
     Picture, every third row of a draft of nine (``source_index = [0, 3, 6]``, ``counts = [3]``)::
 
@@ -108,8 +111,8 @@ def kv_commit_(
         k_cache, v_cache: as in `kv_append_`.
         lengths: ``(batch,)`` int32 or int64; updated in place, so not expanded.
         counts: ``(batch,)`` int32 or int64, accepted rows of each sequence, 0 or more.
-        source_index: ``(batch, rows)`` int32 or int64, counted from the sequence's length; entries from ``counts[b]`` on are
-            not read. None: the accepted rows are a prefix, so only the lengths change.
+        source_index: ``(batch, rows)`` int32 or int64, counted from the sequence's length; entries from ``counts[b]``
+            on are not read. None: the accepted rows are a prefix, so only the lengths change.
         block_table, backend: as in `kv_append_`.
 
     Raises:
@@ -162,22 +165,23 @@ def kv_quantize(x: Tensor, *, backend: Backend = "auto") -> Tensor:
     `pdkernels.speculative_attention` reads it. The codes of a row depend on that row alone.
 
     Args:
-        x: ``(batch, rows, heads, head_dim)`` or ``(rows, heads, head_dim)``, float32, float16 or bfloat16, of any strides with a
-            contiguous last dimension; head_dim a multiple of 8 in ``[16, 512]``.
+        x: ``(batch, rows, heads, head_dim)`` or ``(rows, heads, head_dim)``, float32, float16 or bfloat16, of any
+            strides with a contiguous last dimension; head_dim a multiple of 8 in ``[16, 512]``.
         backend: see `pdkernels.show_config`.
 
     Returns:
-        ``(..., heads, head_dim + 4)`` int8, contiguous: the codes, in ``[-127, 127]``, and then the four bytes of the scale, a float32.
-        The scale is ``max |x| / 127`` of a head, 0 where that is subnormal, and a code is ``x / scale`` rounded to nearest even; both
-        are computed in float32 and the same bit for bit on every device. A head with a NaN or an infinity has the scale NaN: it stands
-        for nothing but NaN.
+        ``(..., heads, head_dim + 4)`` int8, contiguous: the codes, in ``[-127, 127]``, and then the four bytes of the
+        scale, a float32. The scale is ``max |x| / 127`` of a head, 0 where that is subnormal, and a code is
+        ``x / scale`` rounded to nearest even; both are computed in float32 and the same bit for bit on every device. A
+        head with a NaN or an infinity has the scale NaN: it stands for nothing but NaN.
 
     Raises:
         ValueError: a shape or strides that do not fit.
         TypeError: another dtype.
         NotImplementedError: an input that requires a gradient while gradients are recorded.
 
-    Source: absmax quantisation of each token and head, as in KIVI's per-token form (Liu et al., 2024) with groups of one head.
+    Source: absmax quantisation of each token and head, as in KIVI's per-token form (Liu et al., 2024) with groups of
+    one head.
 
     Example:
         >>> import torch, pdkernels as pd

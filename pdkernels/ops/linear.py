@@ -24,14 +24,15 @@ def linear(
 ) -> Tensor:
     """``x @ weight^T + bias`` for decoding: rows are independent, bit for bit.
 
-    The matrix is read once for all rows, so that a forward over 8 rows takes little longer than one over a single row. A row's
-    result has the same bits whether it is computed alone, in a batch, on one thread or on many, which `torch.nn.functional.linear`
-    does not promise: with it, verifying a draft of 8 tokens may round differently from decoding them one at a time.
+    The matrix is read once for all rows, so that a forward over 8 rows takes little longer than one over a single row.
+    A row's result has the same bits whether it is computed alone, in a batch, on one thread or on many, which
+    `torch.nn.functional.linear` does not promise: with it, verifying a draft of 8 tokens may round differently from
+    decoding them one at a time.
 
     Args:
         x: ``(..., width)`` float32, float16 or bfloat16. Rows may be strided; any other layout is copied first.
-        weight: ``(outputs, width)`` of the same dtype; with float32 `x` also float16 or bfloat16, which halves what is read.
-            Contiguous rows, or it is copied first. Or a `QuantizedWeight`: see `quantized_linear`.
+        weight: ``(outputs, width)`` of the same dtype; with float32 `x` also float16 or bfloat16, which halves what is
+            read. Contiguous rows, or it is copied first. Or a `QuantizedWeight`: see `quantized_linear`.
         bias: ``(outputs,)``, dtype of `x`; None adds nothing.
         backend: see `pdkernels.show_config`. The reference takes float64 too, and gradients flow through it.
 

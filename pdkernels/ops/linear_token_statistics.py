@@ -1,4 +1,4 @@
-"""Statistics of the logits of a language-model head that are never materialized in full: product and reduction in one op."""
+"""Statistics of a language-model head's logits, which are never materialized in full: product and reduction in one."""
 
 from __future__ import annotations
 
@@ -68,38 +68,39 @@ def linear_token_statistics(
 ) -> TokenStatistics:
     """`token_statistics` of the logits ``hidden @ weight^T``, which are never all in memory.
 
-    Equivalent to ``token_statistics(F.linear(hidden, weight), ...)``, with memory that does not grow with rows times V. On CUDA
-    the product stays in registers and each logit in float32 (plain PyTorch rounds it to the dtype first, so two may tie or
-    swap); with filters of any kind, and on the CPU, rows are processed in blocks of at most 2**24 logits through a product
-    (``F.linear`` on CUDA, `linear` on the CPU) and the kernel of `token_statistics`.
+    Equivalent to ``token_statistics(F.linear(hidden, weight), ...)``, with memory that does not grow with rows times V.
+    On CUDA the product stays in registers and each logit in float32 (plain PyTorch rounds it to the dtype first, so two
+    may tie or swap); with filters of any kind, and on the CPU, rows are processed in blocks of at most 2**24 logits
+    through a product (``F.linear`` on CUDA, `linear` on the CPU) and the kernel of `token_statistics`.
 
     Args:
         hidden: ``(..., E)`` float32, float16 or bfloat16, E at least 1: what the head is applied to. Any strides.
-        weight: ``(V, E)`` of the same dtype, the weight of the head, V at least 1. Any strides; no bias. Or a `QuantizedWeight`: the
-            logits are then those of `quantized_linear`, rounded to the dtype of `hidden`.
-        temperature, seed, step, positions, suppress, top_k, top_p, min_p, distribution, keep_top_k, typical_p, filters: as in
-            `token_statistics`.
-        row_index: int tensor of any shape: the rows of ``hidden.flatten(0, -2)`` to look at, -1 for none; None: all of them. A
-            sampler passes all hidden states and selects those it needs.
-        group, first_id: as in `token_statistics`; `weight` holds this rank's rows of the head. Rows are processed in blocks on
-            CUDA too, and under filters all logits of the rank's slice are held at once.
+        weight: ``(V, E)`` of the same dtype, the weight of the head, V at least 1. Any strides; no bias. Or a
+            `QuantizedWeight`: the logits are then those of `quantized_linear`, rounded to the dtype of `hidden`.
+        temperature, seed, step, positions, suppress, top_k, top_p, min_p, distribution, keep_top_k, typical_p, filters:
+            as in `token_statistics`.
+        row_index: int tensor of any shape: the rows of ``hidden.flatten(0, -2)`` to look at, -1 for none; None: all of
+            them. A sampler passes all hidden states and selects those it needs.
+        group, first_id: as in `token_statistics`; `weight` holds this rank's rows of the head. Rows are processed in
+            blocks on CUDA too, and under filters all logits of the rank's slice are held at once.
         backend: see `pdkernels.show_config`. The reference holds all logits, and takes float64 too.
 
     Returns:
         As `token_statistics`.
 
     Raises:
-        ValueError: shapes that do not fit, options out of range; on the CPU a row number outside [-1, rows), or a position or
-            step below 0 or above 2**32 - 1 that a draw would use, or an id of `filters` that is out of range. On CUDA such a row counts
-            as no row, such an id as none, and of positions and steps the low 32 bits are taken, unless ``PDKERNELS_DEBUG_CHECKS=1``.
+        ValueError: shapes that do not fit, options out of range; on the CPU a row number outside [-1, rows), or a
+            position or step below 0 or above 2**32 - 1 that a draw would use, or an id of `filters` that is out of
+            range. On CUDA such a row counts as no row, such an id as none, and of positions and steps the low 32 bits
+            are taken, unless ``PDKERNELS_DEBUG_CHECKS=1``.
         TypeError: dtypes that do not fit.
         NotImplementedError: `keep_top_k`, `typical_p` or `filters` with a group.
 
-    No gradient flows, and a tangent (forward mode) is refused. Deterministic. A row's result does not depend on other rows,
-    except on CUDA with filters, where the product is PyTorch's, whose last bits may depend on the number of rows.
+    No gradient flows, and a tangent (forward mode) is refused. Deterministic. A row's result does not depend on other
+    rows, except on CUDA with filters, where the product is PyTorch's, whose last bits may depend on the number of rows.
 
-    Source: as `token_statistics`; sums merged over parts of the vocabulary after Milakov and Gimelshein, "Online normalizer
-    calculation for softmax" (2018).
+    Source: as `token_statistics`; sums merged over parts of the vocabulary after Milakov and Gimelshein, "Online
+    normalizer calculation for softmax" (2018).
 
     Example:
         >>> import torch, pdkernels as pd

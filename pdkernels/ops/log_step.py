@@ -28,23 +28,24 @@ def log_step_(
 
         log[count] = entry;   count += 1;   condition = (entry[:, 0] > 0).any() and count < steps
 
-    A decoder that runs on a device without its host logs the values that the host would have read after every step: the first
-    column is the number of tokens that a sequence still needs, 0 when it is done; the decoder defines the others. The host reads
-    the log once, at the end. In a CUDA graph the same launch sets the condition of a while node, so that the step repeats without
-    the host (`pdkernels.integrations.device_loop`).
+    A decoder that runs on a device without its host logs the values that the host would have read after every step: the
+    first column is the number of tokens that a sequence still needs, 0 when it is done; the decoder defines the others.
+    The host reads the log once, at the end. In a CUDA graph the same launch sets the condition of a while node, so that
+    the step repeats without the host (`pdkernels.integrations.device_loop`).
 
     Args:
         log: ``(steps, batch, columns)`` int64, contiguous; one entry is written.
         count: ``(1,)`` int64, entries in the log; updated in place.
         condition: ``(1,)`` bool; written. A full log ends the loop in any case, so that no loop runs forever.
         entry: ``(batch, columns)`` int64, contiguous.
-        handle: of a graph's conditional node, which is set to `condition` (CUDA): `cudaGraphConditionalHandle` as an int. None: no
-            such node.
+        handle: of a graph's conditional node, which is set to `condition` (CUDA): `cudaGraphConditionalHandle` as an
+            int. None: no such node.
         backend: see `pdkernels.show_config`.
 
     Raises:
-        ValueError: shapes that do not fit; a handle without CUDA; on the CPU a full log or a count outside of it (nothing is
-            written then). On CUDA nothing is written for such a count either, and `condition` becomes False.
+        ValueError: shapes that do not fit; a handle without CUDA; on the CPU a full log or a count outside of it
+            (nothing is written then). On CUDA nothing is written for such a count either, and `condition` becomes
+            False.
         TypeError: dtypes that do not fit.
 
     Deterministic. Source: CUDA programming guide, conditional graph nodes.
@@ -62,7 +63,7 @@ def log_step_(
 
 
 def signed(handle: int | None) -> int | None:
-    """The same 64 bits as the signed int of a schema. Handles may exceed its range."""
+    """Reinterprets 64 bits as the signed int of a schema, whose range handles may exceed."""
     check_type(handle is None or isinstance(handle, int), "log_step_", "handle", "be an int", type(handle).__name__)
     return handle if handle is None or handle < 2**63 else handle - 2**64
 

@@ -28,7 +28,7 @@ class LogitDivergence(NamedTuple):
     kl: Tensor
     """(...) float32: ``sum p_then (log p_then - log p_now)``."""
     minp_kl: Tensor
-    """(...) float32: the same after every p below ``min_p * max p`` was set to 1 / V and the rest rescaled to sum to 1."""
+    """(...) float32: the same after every p below ``min_p * max p`` was set to 1 / V and all rescaled."""
 
 
 def logit_divergence(
@@ -36,16 +36,17 @@ def logit_divergence(
 ) -> LogitDivergence:
     """Computes the quantities that indicate whether another recurrence would still change the next token.
 
-    ``p`` is the softmax of a row. Everything is computed in float32 with two reads of the logits. A sampler stops when, for
-    example, `kl` falls below 1e-3, or `entropy` changed by less than that since the last call. Before the first call the published
-    sampler assumes a uniform distribution and an entropy of 100.
+    ``p`` is the softmax of a row. Everything is computed in float32 with two reads of the logits. A sampler stops when,
+    for example, `kl` falls below 1e-3, or `entropy` changed by less than that since the last call. Before the first
+    call the published sampler assumes a uniform distribution and an entropy of 100.
 
-    A logit of -inf is a token of probability 0: it adds nothing to the entropy, nothing to `kl` where the earlier distribution has 0
-    too, and infinity where only the new distribution does. A row without a distribution (a NaN, an infinity, or nothing but
-    -inf) gives NaN, which is below no threshold; its `argmax` is that of PyTorch: the first NaN, else the first of the largest.
+    A logit of -inf is a token of probability 0: it adds nothing to the entropy, nothing to `kl` where the earlier
+    distribution has 0 too, and infinity where only the new distribution does. A row without a distribution (a NaN, an
+    infinity, or nothing but -inf) gives NaN, which is below no threshold; its `argmax` is that of PyTorch: the first
+    NaN, else the first of the largest.
 
     Args:
-        logits: ``(..., V)`` float32, float16 or bfloat16, V at least 1. Rows may be strided; any other layout is copied.
+        logits: ``(..., V)`` float32, float16 or bfloat16, V at least 1. Other layouts than strided rows are copied.
         previous: those of the previous recurrence, same shape and dtype; None: a uniform distribution.
         min_p: in [0, 1].
         backend: see `pdkernels.show_config`. The reference takes float64 too.
@@ -54,8 +55,8 @@ def logit_divergence(
         ValueError: shapes that do not fit; a `min_p` out of range.
         TypeError: dtypes that do not fit.
 
-    No gradient flows, and a tangent (forward mode) is refused. Deterministic; a row's result does not depend on other rows. For the
-    sharded logits of a tensor-parallel model, ten numbers per row are exchanged.
+    No gradient flows, and a tangent (forward mode) is refused. Deterministic; a row's result does not depend on other
+    rows. For the sharded logits of a tensor-parallel model, ten numbers per row are exchanged.
 
     Source: the exit criteria of Geiping et al., "Scaling up Test-Time Compute with Latent Reasoning", section 6.1.
 

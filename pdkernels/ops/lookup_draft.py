@@ -29,9 +29,10 @@ def lookup_draft_(
 ) -> None:
     """Drafts what followed the last tokens of a text where they occurred before.
 
-    The text of sequence ``b`` is ``tokens[b, start:ends[b]]`` and then its known token ``draft[b, 0]``, which is written at
-    ``ends[b]``. Other texts may lie before `start`. -1 separates texts. Of all places that the last `max_match` tokens or fewer of them
-    precede, and at which a token follows in the same text, the one with the longest match wins, of equally long ones the last::
+    The text of sequence ``b`` is ``tokens[b, start:ends[b]]`` and then its known token ``draft[b, 0]``, which is
+    written at ``ends[b]``. Other texts may lie before `start`. -1 separates texts. Of all places that the last
+    `max_match` tokens or fewer of them precede, and at which a token follows in the same text, the one with the longest
+    match wins, of equally long ones the last::
 
         tokens  5 1 2 3 4 | 7 1 2 .   the known token 3 is written at the dot; 1 2 3 occurred before, 7 1 2 3 did not
         draft   3 4                   one guess: the other text ends there
@@ -39,20 +40,23 @@ def lookup_draft_(
     A draft that reaches the end of the text continues with itself, so that a repeating text is drafted at full length.
 
     Args:
-        draft: ``(batch, slots)`` int64, of any strides: the known token, and room for guesses, which are written; 0 where there is none.
-        draft_lengths: ``(batch,)`` int32 or int64, each in ``[0, slots]``: the most tokens of each draft, the known one included.
-            Becomes the length of the draft, if that is shorter. A sequence with 0 is inactive: nothing of it is read or written.
+        draft: ``(batch, slots)`` int64, of any strides: the known token, then guesses, which are written; 0: none.
+        draft_lengths: ``(batch,)`` int32 or int64, each in ``[0, slots]``: the most tokens of each draft, the known one
+            included. Becomes the length of the draft, if that is shorter. A sequence with 0 is inactive: nothing of it
+            is read or written.
         tokens: ``(batch, width)`` int64, with contiguous rows; the known token is written.
         ends: ``(batch,)`` int32 or int64, each in ``[start, width)``: where a text ends, and its known token goes.
         start: where the texts begin.
         max_match: the largest number of tokens compared, at least 1.
         min_match: the least number of tokens that must match, at least 1.
-        growth: a match of `n` tokens gives at most ``growth * n`` guesses; one of `max_match` tokens fills the draft. At least 1.
+        growth: a match of `n` tokens gives at most ``growth * n`` guesses; one of `max_match` tokens fills the draft.
+            At least 1.
         backend: see `pdkernels.show_config`.
 
     Raises:
-        ValueError: shapes or numbers that do not fit; on the CPU a length or an end out of its range (nothing is written then). On
-            CUDA such an end leaves its sequence alone and such a length is clamped, unless ``PDKERNELS_DEBUG_CHECKS=1``.
+        ValueError: shapes or numbers that do not fit; on the CPU a length or an end out of its range (nothing is
+            written then). On CUDA such an end leaves its sequence alone and such a length is clamped, unless
+            ``PDKERNELS_DEBUG_CHECKS=1``.
         TypeError: other dtypes.
 
     Deterministic and independent of the batch size. Source: Saxena, "Prompt lookup decoding"
@@ -60,7 +64,8 @@ def lookup_draft_(
 
     Example:
         >>> import torch, pdkernels as pd
-        >>> tokens = torch.tensor([[5, 1, 2, 3, 4, -1, 7, 1, 2, 0]]); draft = torch.tensor([[3, 0, 0]]); lengths = torch.tensor([3])
+        >>> tokens = torch.tensor([[5, 1, 2, 3, 4, -1, 7, 1, 2, 0]])
+        >>> draft, lengths = torch.tensor([[3, 0, 0]]), torch.tensor([3])
         >>> pd.lookup_draft_(draft, lengths, tokens, torch.tensor([9]), start=6)
         >>> draft, lengths, tokens[0, 9]
         (tensor([[3, 4, 0]]), tensor([2]), tensor(3))

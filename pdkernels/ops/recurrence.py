@@ -1,15 +1,14 @@
 """The parts of a recurrent-depth sampler step around the model: noise, the exit test, and freezing and adding rows.
 
-A sequence decodes many positions at once, its *wave*: row ``i`` is at position ``cursor[b] + i``, for ``i < width[b]``. A
-step runs the prelude on the wave's tokens, `recurrence_inject` on the result, the core a few times, `recurrence_exit` in
-place of the core's last norm, the coda, and `recurrence_advance_` on the predicted tokens. Rows that have converged freeze:
-the wave's front moves on by ``advance[b]`` rows and new ones join at its end.
+A sequence decodes many positions at once, its *wave*: row ``i`` is at position ``cursor[b] + i``, for ``i < width[b]``.
+A step runs the prelude on the wave's tokens, `recurrence_inject` on the result, the core a few times, `recurrence_exit`
+in place of the core's last norm, the coda, and `recurrence_advance_` on the predicted tokens. Rows that have converged
+freeze: the wave's front moves on by ``advance[b]`` rows and new ones join at its end.
 
-Nothing is moved when rows freeze: the next step reads for row ``i`` what this one left at row ``i + advance[b]``, so states
-are always compared and blended position by position. Everything that varies from step to step is on the device; there is no
-host sync.
+Nothing is moved when rows freeze: the next step reads for row ``i`` what this one left at row ``i + advance[b]``, so
+states are always compared and blended position by position. All that varies is on the device; there is no host sync.
 
-Source: "Efficient Parallel Samplers for Recurrent-Depth Models" (arXiv 2510.14961), Algorithms 1 and 2, equations 1 to 3.
+Source: "Efficient Parallel Samplers for Recurrent-Depth Models" (arXiv 2510.14961), Algorithms 1, 2, equations 1 to 3.
 """
 
 from __future__ import annotations
@@ -67,47 +66,53 @@ def recurrence_inject(
         new   z' = init(0, position)                  e = embedding
         old   z' = (1 - beta) z + beta init(step, position)     e = (1 - momentum) embedding + momentum previous
 
-    with ``z = state[b, i + advance[b]]``, ``previous = previous_embedding[b, i + advance[b]]``, position ``cursor[b] + i`` and
-    step ``steps[b]``. beta depends on how often the row has been through the core, ``count = recurrences[b, i]``::
+    with ``z = state[b, i + advance[b]]``, ``previous = previous_embedding[b, i + advance[b]]``, position
+    ``cursor[b] + i`` and step ``steps[b]``. beta depends on how often the row has been through the core,
+    ``count = recurrences[b, i]``::
 
         constant  noise      linear  noise max(0, 1 - count / horizon)
         harmonic  noise / (1 + count)      root  noise / sqrt(1 + count)
 
-    ``init`` is the normal distribution with deviation `init_std`, truncated at three deviations. It is keyed by ``(seed, step,
-    position, component)``: Philox4x32-10 with the counter ``(component // 4, position, step, 1)``, so a sequence gets the same noise
-    alone and in a batch, and on every device. Only the upper 24 bits of a word are used, so there are 2**24 quantiles.
+    ``init`` is the normal distribution with deviation `init_std`, truncated at three deviations. It is keyed by
+    ``(seed, step, position, component)``: Philox4x32-10 with the counter ``(component // 4, position, step, 1)``, so a
+    sequence gets the same noise alone and in a batch, and on every device. Only the upper 24 bits of a word are used,
+    so there are 2**24 quantiles.
 
     Args:
-        state: ``(batch, rows_before, hidden)``, the `RecurrenceExit.state` of the previous step; None: all rows are new.
+        state: ``(batch, rows_before, hidden)``, the `RecurrenceExit.state` of the previous step; None: all rows are
+            new.
         embedding: ``(batch, rows, hidden)``, the prelude's output; float32, float16 or bfloat16 (float64 with
             ``backend="reference"``).
-        previous_embedding: shape of `state`, the blended embeddings of the previous step, such as ``result[..., hidden:]``; None:
-            nothing is blended, and old rows keep their embedding like new ones.
+        previous_embedding: shape of `state`, the blended embeddings of the previous step, such as
+            ``result[..., hidden:]``; None: nothing is blended, and old rows keep their embedding like new ones.
         recurrences: ``(batch, >= rows)`` int32 or int64, recurrences run at each row so far.
         cursor, width, advance, steps: ``(batch,)`` int32 or int64, as `recurrence_advance_` leaves them.
         seed: key of all random numbers, an int or a ``(batch,)`` int32 or int64 tensor.
-        noise: beta of the first step, 0 or more. A beta of 0 leaves the state of an old row unchanged and generates no noise.
+        noise: beta of the first step, 0 or more. A beta of 0 leaves the state of an old row unchanged and generates no
+            noise.
         schedule, horizon: the decay of beta. The paper has "linear", the published code "harmonic".
         mixer: "sqrt" mixes with ``sqrt(max(1 - beta, 0))`` and ``sqrt(beta)``, which keeps the variance.
         momentum: in ``[0, 1]``; 0 leaves embeddings unchanged.
         init_std: deviation of the normal distribution before the cut.
         new_state: "copied" starts new rows from the sequence's last old row, if any.
-        damp_new: rows without a previous embedding get ``(1 - momentum) embedding``, as in the published code: new rows, and
-            all rows where `previous_embedding` is None.
+        damp_new: rows without a previous embedding get ``(1 - momentum) embedding``, as in the published code: new
+            rows, and all rows where `previous_embedding` is None.
         backend: see `pdkernels.show_config`.
 
     Returns:
-        ``(batch, rows, 2 hidden)``: the states in ``[..., :hidden]``, the embeddings in ``[..., hidden:]``; zeros past the wave.
+        ``(batch, rows, 2 hidden)``: the states in ``[..., :hidden]``, the embeddings in ``[..., hidden:]``; zeros past
+        the wave.
 
     Raises:
-        ValueError: shapes that do not fit, options out of range; on the CPU a width outside ``[0, rows]``, a negative cursor or
-            advance, an old row missing from `state`. On CUDA such a width is clamped and such a
-            row is taken as new, unless ``PDKERNELS_DEBUG_CHECKS=1``.
+        ValueError: shapes that do not fit, options out of range; on the CPU a width outside ``[0, rows]``, a negative
+            cursor or advance, an old row missing from `state`. On CUDA such a width is clamped and such a row is taken
+            as new, unless ``PDKERNELS_DEBUG_CHECKS=1``.
         TypeError: dtypes that do not fit.
         NotImplementedError: an input that requires a gradient while gradients are recorded.
 
-    Arithmetic is float32, each operation rounded separately in the order of the formulas, with one rounding to the dtype at the
-    end: kernels and reference agree bit for bit. Tensors may have any strides with a contiguous last dimension.
+    Arithmetic is float32, each operation rounded separately in the order of the formulas, with one rounding to the
+    dtype at the end: kernels and reference agree bit for bit. Tensors may have any strides with a contiguous last
+    dimension.
 
     Source: Algorithm 2 lines 5 to 8 and equation 2; the schedules of section 3.4 and of the published code.
 
@@ -116,7 +121,9 @@ def recurrence_inject(
         >>> zero, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
         >>> state, embedding = torch.tensor([[[1., 2.], [3., 4.]]]), torch.ones(1, 2, 2)
         >>> recurrences = torch.tensor([[4, 0]])   # one row froze: row 0 was row 1, row 1 is new
-        >>> z, e = pd.recurrence_inject(state, embedding, 3 * embedding, recurrences, one, 2 * one, one, one, momentum=0.5).chunk(2, -1)
+        >>> step = one, 2 * one, one, one
+        >>> result = pd.recurrence_inject(state, embedding, 3 * embedding, recurrences, *step, momentum=0.5)
+        >>> z, e = result.chunk(2, -1)
         >>> z[0, 0], e[0]
         (tensor([3., 4.]), tensor([[2., 2.],
                 [1., 1.]]))
@@ -145,25 +152,26 @@ def recurrence_exit(
 ) -> RecurrenceExit:
     """Computes the core's last norm and the exit test of each row, in one pass.
 
-    ``state = rms_norm(x + residual) * weight``: the sum and its norm in float32, rounded to the dtype, then times the weight in
-    that dtype. A row has converged once its state stops moving::
+    ``state = rms_norm(x + residual) * weight``: the sum and its norm in float32, rounded to the dtype, then times the
+    weight in that dtype. A row has converged once its state stops moving::
 
         distance = |state - before| / |state|                      before = previous[b, i + advance[b]]
         distance = |state - 2 before + first| / |state|            first = older[b, i + advance[b] + older_advance[b]]
 
-    computed in float32 from the stored states. The second line is for calls with `older`. Rows are compared by position. A row
-    has the distance +inf without `previous`, with fewer than `min_recurrences` recurrences before this step, without a row in
-    `previous` or `older`, or past the wave.
+    computed in float32 from the stored states. The second line is for calls with `older`. Rows are compared by
+    position. A row has the distance +inf without `previous`, with fewer than `min_recurrences` recurrences before this
+    step, without a row in `previous` or `older`, or past the wave.
 
     Args:
-        x, residual: ``(batch, rows, hidden)``, float32, float16 or bfloat16 (float64 with ``backend="reference"``): the operands of
-            the last sum of the core, before its norm.
+        x, residual: ``(batch, rows, hidden)``, float32, float16 or bfloat16 (float64 with ``backend="reference"``): the
+            operands of the last sum of the core, before its norm.
         weight: ``(hidden,)`` of that norm, dtype of x.
         previous: ``(batch, rows_before, hidden)`` states of the previous step, before any noise; None: no comparison.
         recurrences: ``(batch, >= rows)`` int32 or int64, recurrences at each row *before* this step.
         width, advance: ``(batch,)`` int32 or int64, as `recurrence_advance_` left them.
         threshold: rows with a smaller distance have converged. 0.03 in the paper.
-        older, older_advance: ``(batch, rows_then, hidden)`` states of the step before `previous`, and the `advance` of that step.
+        older, older_advance: ``(batch, rows_then, hidden)`` states of the step before `previous`, and the `advance` of
+            that step.
         min_recurrences: 1 or more; with `older` the recurrences of two steps, so that a row has both states.
         eps: of the norm.
         backend: see `pdkernels.show_config`.
@@ -172,12 +180,12 @@ def recurrence_exit(
         `RecurrenceExit`. With the reference in float64 the distance is float64 too.
 
     Raises:
-        ValueError: shapes that do not fit, options out of range; on the CPU a width outside ``[0, rows]`` or a negative advance. On
-            CUDA such a width is clamped, unless ``PDKERNELS_DEBUG_CHECKS=1``.
+        ValueError: shapes that do not fit, options out of range; on the CPU a width outside ``[0, rows]`` or a negative
+            advance. On CUDA such a width is clamped, unless ``PDKERNELS_DEBUG_CHECKS=1``.
         TypeError: dtypes that do not fit.
         NotImplementedError: an input that requires a gradient while gradients are recorded.
 
-    Deterministic and independent of the batch. A zero state that does not change has the distance 0; NaN never converges.
+    Deterministic and independent of the batch. An unchanged zero state has distance 0; NaN never converges.
 
     Source: equation 3 and Algorithm 2 line 15; norm_4 of Huginn-0125's sandwich block.
 
@@ -185,13 +193,15 @@ def recurrence_exit(
         >>> import torch, pdkernels as pd
         >>> zero, two = torch.zeros(1, dtype=torch.int64), torch.full((1,), 2)
         >>> x = torch.tensor([[[3., 3.], [3., -3.]]]); previous = torch.tensor([[[1., 1.], [1., 1.]]])
-        >>> result = pd.recurrence_exit(x, 0 * x, torch.ones(2), previous, torch.tensor([[4, 4]]), two, zero, threshold=0.03)
+        >>> recurrences, weight = torch.tensor([[4, 4]]), torch.ones(2)
+        >>> result = pd.recurrence_exit(x, 0 * x, weight, previous, recurrences, two, zero, threshold=0.03)
         >>> result.state, result.distance.round(decimals=3), result.converged
         (tensor([[[ 1.0000,  1.0000],
                  [ 1.0000, -1.0000]]]), tensor([[0.0000, 1.4140]]), tensor([[ True, False]]))
     """
     arguments = (
-        x, residual, weight, previous, recurrences, width, advance, threshold, older, older_advance, min_recurrences, eps,
+        x, residual, weight, previous, recurrences, width, advance, threshold, older, older_advance, min_recurrences,
+        eps,
     )  # fmt: skip
     return RecurrenceExit(*call(exit_op, arguments, x, backend))
 
@@ -222,8 +232,9 @@ def recurrence_advance_(
 ) -> None:
     """Ends a sampler step, in place: freezes the rows that are done, advances each wave and adds new rows to it.
 
-    ``tokens[b, i]`` is the input of row ``i``, ``predictions[b, i]`` the token it gave for the next position. Row 0's input is
-    already text; when ``n`` rows freeze, ``predictions[b, :n]`` becomes text too. The picture, with ``headway=1``::
+    ``tokens[b, i]`` is the input of row ``i``, ``predictions[b, i]`` the token it gave for the next position. Row 0's
+    input is already text; when ``n`` rows freeze, ``predictions[b, :n]`` becomes text too. The picture, with
+    ``headway=1``::
 
         tokens        a b c         a is text; rows 0 and 1 are ready
         predictions   b c d
@@ -232,28 +243,31 @@ def recurrence_advance_(
 
     For each sequence with ``w = width[b] > 0`` rows, in this order:
 
-    1. ``recurrences[b, i] += inner_recurrence`` and ``steps[b] += 1``. ``unchanged_steps[b, i]`` is incremented where an old row
-       predicted ``tokens[b, i + 1]`` again, and is 0 elsewhere.
-    2. A row is ready if it has converged, has `max_recurrences` (if above 0), or `stability` unchanged steps (if above 0). Rule
-       "prefix" freezes the ready rows before the first that is not (equation 3), "last" all up to the last ready one (Algorithm 2).
-    3. `keep_changed`: rows stay in the wave from the first one whose input changed in this step: the cache holds K and V of its old
-       input. `keep_last`: the last of the rows stays too, and is the first of the next step, as in the published code.
+    1. ``recurrences[b, i] += inner_recurrence`` and ``steps[b] += 1``. ``unchanged_steps[b, i]`` is incremented where
+       an old row predicted ``tokens[b, i + 1]`` again, and is 0 elsewhere.
+    2. A row is ready if it has converged, has `max_recurrences` (if above 0), or `stability` unchanged steps (if above
+       0). Rule "prefix" freezes the ready rows before the first that is not (equation 3), "last" all up to the last
+       ready one (Algorithm 2).
+    3. `keep_changed`: rows stay in the wave from the first one whose input changed in this step: the cache holds K and
+       V of its old input. `keep_last`: the last of the rows stays too, and is the first of the next step, as in the
+       published code.
     4. ``n`` of them freeze: no more than ``remaining[b]``, and none past the first end token among the predictions.
        ``advance[b] = n``, ``cursor[b] += n``, ``remaining[b] -= n``.
-    5. After an end token, or with nothing remaining, ``width[b] = 0``: the sequence has finished. Its tokens, recurrences and
-       unchanged steps are not shifted.
-    6. Otherwise ``width[b] = min(w - n + headway, max_wavefront, remaining[b])``; the remaining rows shift by ``n``, each input
-       being the prediction of the row before it; the first new row gets the last prediction, others `filler`.
+    5. After an end token, or with nothing remaining, ``width[b] = 0``: the sequence has finished. Its tokens,
+       recurrences and unchanged steps are not shifted.
+    6. Otherwise ``width[b] = min(w - n + headway, max_wavefront, remaining[b])``; the remaining rows shift by ``n``,
+       each input being the prediction of the row before it; the first new row gets the last prediction, others
+       `filler`.
 
-    A finished sequence (``width[b] == 0``) does not change, except for ``advance[b] = 0``. Past a wave, recurrences and unchanged steps
-    are 0 and tokens are unspecified.
+    A finished sequence (``width[b] == 0``) does not change, except for ``advance[b] = 0``. Past a wave, recurrences and
+    unchanged steps are 0 and tokens are unspecified.
 
     Args:
         tokens: ``(batch, capacity + 1)`` int32 or int64.
         predictions: ``(batch, rows)`` int32 or int64, ``rows <= capacity``: the widest wave of this step, or more.
         recurrences, unchanged_steps: ``(batch, capacity)`` int32 or int64.
-        width, cursor, advance, steps, remaining: ``(batch,)`` int32 or int64. `cursor` may be the lengths of a KV cache;
-            `remaining` counts tokens that may still be frozen; `advance` is only written.
+        width, cursor, advance, steps, remaining: ``(batch,)`` int32 or int64. `cursor` may be the lengths of a KV
+            cache; `remaining` counts tokens that may still be frozen; `advance` is only written.
         converged: ``(batch, rows)`` bool, as from `recurrence_exit`; None: no row is.
         inner_recurrence: recurrences of this step.
         max_wavefront: in ``[1, capacity]``; None: capacity.
@@ -264,13 +278,13 @@ def recurrence_advance_(
         backend: see `pdkernels.show_config`.
 
     Raises:
-        ValueError: shapes that do not fit, written tensors that overlap, options out of range; on the CPU a width outside
-            ``[0, min(rows, max_wavefront)]`` or a negative cursor or remaining (nothing is written then). On CUDA such a sequence is left exactly as it was, unless
-            ``PDKERNELS_DEBUG_CHECKS=1``.
+        ValueError: shapes that do not fit, written tensors that overlap, options out of range; on the CPU a width
+            outside ``[0, min(rows, max_wavefront)]`` or a negative cursor or remaining (nothing is written then). On
+            CUDA such a sequence is left exactly as it was, unless ``PDKERNELS_DEBUG_CHECKS=1``.
         TypeError: dtypes that do not fit.
 
-    One launch, integers only, no host sync. A wave of at most one row (``max_wavefront=1``) is autoregressive decoding with an
-    adaptive number of recurrences.
+    One launch, integers only, no host sync. A wave of at most one row (``max_wavefront=1``) is autoregressive decoding
+    with an adaptive number of recurrences.
 
     Source: equation 3 and Algorithms 1 and 2; the published sampler for `keep_last`.
 
@@ -280,8 +294,8 @@ def recurrence_advance_(
         >>> recurrences, unchanged_steps = torch.tensor([[8, 8, 4, 0]]), torch.zeros(1, 4, dtype=torch.int64)
         >>> width, cursor, advance, steps, remaining = (torch.tensor([n]) for n in (3, 10, 0, 2, 100))
         >>> converged = torch.tensor([[True, True, False]])
-        >>> pd.recurrence_advance_(tokens, predictions, recurrences, unchanged_steps, width, cursor, advance, steps, remaining,
-        ...                        converged=converged, inner_recurrence=4)
+        >>> wave = tokens, predictions, recurrences, unchanged_steps, width, cursor, advance, steps, remaining
+        >>> pd.recurrence_advance_(*wave, converged=converged, inner_recurrence=4)
         >>> advance.item(), cursor.item(), width.item(), tokens[0, :2].tolist(), recurrences[0].tolist()
         (2, 12, 2, [7, 8], [8, 0, 0, 0])
     """

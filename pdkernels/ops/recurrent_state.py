@@ -1,24 +1,25 @@
 """Layers whose memory is a state: gated delta rule, Mamba 2, lightning attention and short convolutions, with drafts.
 
-Keys and values of rejected rows are forgotten by shortening a length. A state can't be: it has to be that from before the draft.
-So a step writes no state of new rows. It keeps what they add to it, which is small, as the *pending* rows of the layer, and the next
-step replays those that were accepted into the state, which it writes once. What a row adds are some of its inputs, and for the gated
-delta rule, where that takes a product with the state, the update that came of it.
+Keys and values of rejected rows are forgotten by shortening a length. A state can't be: it has to be that from before
+the draft. So a step writes no state of new rows. It keeps what they add to it, which is small, as the *pending* rows of
+the layer, and the next step replays those that were accepted into the state, which it writes once. What a row adds are
+some of its inputs, and for the gated delta rule, where that takes a product with the state, the update that came of it.
 
-A row of a cache is a sequence. Of it there are, for each layer, the state, how many positions are in it (``state_lengths``), and the ``max_pending`` rows
-after these; for all layers together, ``lengths``, the committed positions, which keys and values share, and
-``pending_index``, which says which of the pending rows they are::
+A row of a cache is a sequence. Of it there are, for each layer, the state, how many positions are in it
+(``state_lengths``), and the ``max_pending`` rows after these; for all layers together, ``lengths``, the committed
+positions, which keys and values share, and ``pending_index``, which says which of the pending rows they are::
 
     position     0 .. state_lengths - 1    state_lengths .. lengths - 1                after lengths
-                 in the state              accepted: pending rows pending_index[:n]    new rows of this step, pending afterwards
+                 in the state              accepted: pending rows pending_index[:n]    new rows, pending afterwards
 
-A row whose ``state_lengths`` is 0 starts from a state of zeros, whatever its memory holds: to reuse it, set both lengths to 0. A step that
-is repeated without a commit in between replays nothing, and forgets the draft before. A sequence without new rows is left as it is.
+A row whose ``state_lengths`` is 0 starts from a state of zeros, whatever its memory holds: to reuse it, set both
+lengths to 0. A step that is repeated without a commit in between replays nothing, and forgets the draft before. A
+sequence without new rows is left as it is.
 
-The order of operations is fixed, row by row, in float32: a row has the same bits however rows are split into steps, in any batch, on any
-number of threads. So verifying a draft computes exactly what decoding it row by row would.
+The order of operations is fixed, row by row, in float32: a row has the same bits however rows are split into steps, in
+any batch, on any number of threads. So verifying a draft computes exactly what decoding it row by row would.
 
-On the CPU bad values raise and nothing is written. On CUDA a sequence with bad values is left as it was, and its output is zero.
+On the CPU bad values raise and nothing is written. On CUDA such a sequence is left as it was, and its output is zero.
 """
 
 from __future__ import annotations
@@ -70,22 +71,26 @@ def gated_delta_(
         S = exp(g) S;   S = S + k (beta (v - S^T k))^T;   out = S^T (scale q)
 
     Args:
-        state: ``(cache rows, heads, keys, values)`` float32, contiguous last dimension. Written, unless nothing is replayed or settled.
-        state_lengths: ``(cache rows,)`` int32 or int64, positions in the state. Written: ``lengths``, plus the settled rows.
+        state: ``(cache rows, heads, keys, values)`` float32, contiguous last dimension. Written if rows are replayed or
+            settled.
+        state_lengths: ``(cache rows,)`` int32 or int64, positions in the state. Written.
         pending_k, pending_g: ``(cache rows, max_pending, ...)``, otherwise like `k` and `g`. Read, then written.
         pending_update: ``(cache rows, max_pending, heads, values)`` float32: ``beta (v - S^T k)``. Read, then written.
-        q, k: ``(batch, rows, key_heads, keys)``, where `key_heads` divides `heads`; head h uses key head ``h // (heads // key_heads)``.
+        q, k: ``(batch, rows, key_heads, keys)``, where `key_heads` divides `heads`; head h uses key head
+            ``h // (heads // key_heads)``.
         v: ``(batch, rows, heads, values)`` float32, float16 or bfloat16, like q and k.
         g: ``(batch, rows, heads)``, the logarithm of the decay; any of these dtypes.
         beta: ``(batch, rows, heads)``, any of these dtypes.
         lengths: ``(cache rows,)`` int32 or int64, committed positions of each sequence.
-        counts: ``(batch,)`` int32 or int64, new rows of each sequence; None: all. Further rows are padding, whose output is 0.
-        cache_rows: ``(batch,)`` int32 or int64, the row of the cache of each sequence, all different. None: sequence b is row b.
-        pending_index: ``(cache rows, max_pending)`` int32 or int64, as `state_commit_` leaves it. None: the accepted rows are a prefix.
-        parents: ``(batch, rows)`` int32 or int64, for candidates of a tree: the new row before each new row, an earlier one,
-            or -1 for the last committed row. Settled rows are a path, which the others follow. None: row i comes after row i - 1.
-        keep: None: all new rows stay pending, so at most max_pending. A number, up to max_pending: only so many of each sequence's last
-            rows do; those before are *settled*, part of the state at once, and the next commit has to accept them. For prompts.
+        counts: ``(batch,)`` int32 or int64, new rows of each sequence; None: all. The others are padding, output 0.
+        cache_rows: ``(batch,)`` int32 or int64, cache row of each sequence, all different. None: row b.
+        pending_index: ``(cache rows, max_pending)`` int32 or int64, of `state_commit_`. None: a prefix is accepted.
+        parents: ``(batch, rows)`` int32 or int64, for candidates of a tree: the new row before each new row, an earlier
+            one, or -1 for the last committed row. Settled rows are a path, which the others follow. None: row i comes
+            after row i - 1.
+        keep: None: all new rows stay pending, so at most max_pending. A number, up to max_pending: only so many of each
+            sequence's last rows do; those before are *settled*, part of the state at once, and the next commit has to
+            accept them. For prompts.
         scale: of q; None: ``keys ** -0.5``.
         l2norm_eps: q and k are divided by ``sqrt(sum of squares + l2norm_eps)`` first; None: they are not.
         A: ``(heads,)``; the logarithm of the decay is ``A softplus(g + dt_bias)`` instead. None: it is g.
@@ -97,12 +102,12 @@ def gated_delta_(
         ``(batch, rows, heads, values)``, contiguous, dtype of `v`.
 
     Raises:
-        ValueError: shapes that do not fit; memory that overlaps; lengths, counts or indices out of range (nothing is written then).
+        ValueError: shapes that do not fit; memory that overlaps; values out of range (nothing is written then).
         TypeError: dtypes that do not fit.
         NotImplementedError: an input that requires a gradient while gradients are recorded.
 
-    Qwen3-Next and Qwen3.5 pass ``l2norm_eps=1e-6, A=-A_log.exp(), dt_bias=dt_bias, sigmoid_beta=True`` with g and beta as
-    projected. The gates are then computed here, where a row's bits depend on nothing else.
+    Qwen3-Next and Qwen3.5 pass ``l2norm_eps=1e-6, A=-A_log.exp(), dt_bias=dt_bias, sigmoid_beta=True`` with g and beta
+    as projected. The gates are then computed here, where a row's bits depend on nothing else.
 
     Source: "Gated Delta Networks" (arXiv 2412.06464); `torch_recurrent_gated_delta_rule` of transformers.
 
@@ -160,9 +165,9 @@ def selective_state_(
     Without `dt` it is 1, which is lightning attention: x is v, B is k, C is q, and A the negative slope of each head.
 
     Args:
-        state: ``(cache rows, heads, state_size, head_dim)`` float32: the transpose of transformers' states. Written as in `gated_delta_`.
+        state: ``(cache rows, heads, state_size, head_dim)`` float32: the transpose of transformers' states. Written.
         state_lengths, lengths, counts, cache_rows, pending_index, parents, keep: as in `gated_delta_`.
-        pending_x, pending_B, pending_dt: ``(cache rows, max_pending, ...)``, otherwise like `x`, `B` and `dt`; no dt, no pending dt.
+        pending_x, pending_B, pending_dt: ``(cache rows, max_pending, ...)``, otherwise like `x`, `B` and `dt`.
         x: ``(batch, rows, heads, head_dim)`` float32, float16 or bfloat16.
         B, C: ``(batch, rows, groups, state_size)``, like x; head h uses group ``h // (heads // groups)``.
         dt: ``(batch, rows, heads)``, any of these dtypes, or None.
@@ -176,18 +181,20 @@ def selective_state_(
         ``(batch, rows, heads, head_dim)``, contiguous, dtype of `x`.
 
     Raises:
-        ValueError: shapes that do not fit; memory that overlaps; lengths, counts or indices out of range (nothing is written then).
+        ValueError: shapes that do not fit; memory that overlaps; values out of range (nothing is written then).
         TypeError: dtypes that do not fit.
         NotImplementedError: an input that requires a gradient while gradients are recorded.
 
-    Source: "Transformers are SSMs" (arXiv 2405.21060); `mamba2_selective_state_update` and `MiniMaxLightningAttention` of transformers.
+    Source: "Transformers are SSMs" (arXiv 2405.21060); `mamba2_selective_state_update` and `MiniMaxLightningAttention`
+    of transformers.
 
     Example:
         >>> import torch, pdkernels as pd
         >>> state, held, lengths = torch.zeros(1, 1, 1, 1), torch.tensor([0]), torch.tensor([0])
         >>> pending = torch.zeros(2, 1, 4, 1, 1)
         >>> one = torch.ones(1, 3, 1, 1)
-        >>> pd.selective_state_(state, held, *pending, None, one, one, one, None, torch.tensor([0.5]).log(), lengths).flatten()
+        >>> A = torch.tensor([0.5]).log()
+        >>> pd.selective_state_(state, held, *pending, None, one, one, one, None, A, lengths).flatten()
         tensor([1.0000, 1.5000, 1.7500])
     """
     pair = isinstance(dt_limit, (tuple, list)) and len(dt_limit) == 2
@@ -224,7 +231,7 @@ def short_conv_(
         out[t] = activation(bias + sum_j weight[:, j] x[t - width + 1 + j])
 
     Args:
-        state: ``(cache rows, width - 1, channels)``, dtype of `x`: the last inputs, oldest first. Written as in `gated_delta_`.
+        state: ``(cache rows, width - 1, channels)``, dtype of `x`: the last inputs, oldest first. Written.
         state_lengths, lengths, counts, cache_rows, pending_index, parents, keep: as in `gated_delta_`.
         pending: ``(cache rows, max_pending, channels)``, dtype of `x`.
         x: ``(batch, rows, channels)`` float32, float16 or bfloat16.
@@ -237,7 +244,7 @@ def short_conv_(
         ``(batch, rows, channels)``, contiguous, dtype of `x`. Sums and the activation are float32, rounded once.
 
     Raises:
-        ValueError: shapes that do not fit; memory that overlaps; lengths, counts or indices out of range (nothing is written then).
+        ValueError: shapes that do not fit; memory that overlaps; values out of range (nothing is written then).
         TypeError: dtypes that do not fit.
         NotImplementedError: an input that requires a gradient while gradients are recorded.
 
@@ -253,7 +260,8 @@ def short_conv_(
         tensor([10., 21., 32.])
     """
     arguments = ConvArguments(
-        state, state_lengths, pending, x, weight, lengths, counts, cache_rows, pending_index, parents, keep, bias, activation
+        state, state_lengths, pending, x, weight, lengths, counts, cache_rows, pending_index, parents, keep, bias,
+        activation,
     )  # fmt: skip
     out: Tensor = call(conv_op, arguments, x, backend)
     return out
@@ -269,10 +277,10 @@ def state_commit_(
     advance: bool = True,
     backend: Backend = "auto",
 ) -> None:
-    """Accepts rows of a draft in all layers: row ``source_index[r, i]`` after the committed ones becomes the i-th of them.
+    """Accepts rows of a draft in all layers: row ``source_index[r, i]`` after the committed ones becomes the i-th.
 
-    No state is touched: the next step of each layer replays the rows. They have to be a path of the draft, each computed after the one
-    before it. Picture, rows 0, 2 and 5 of a draft of six::
+    No state is touched: the next step of each layer replays the rows. They have to be a path of the draft, each
+    computed after the one before it. Picture, rows 0, 2 and 5 of a draft of six::
 
         before   lengths 4, state_lengths 4    pending 0 1 2 3 4 5    pending_index . . . . . .
         after    lengths 7, state_lengths 4    pending 0 1 2 3 4 5    pending_index 0 2 5 . . .
@@ -280,12 +288,13 @@ def state_commit_(
     Args:
         lengths: ``(cache rows,)`` int32 or int64; updated in place, so not expanded.
         pending_index: ``(cache rows, max_pending)`` int32 or int64; written.
-        state_lengths: ``(layers, cache rows)`` int32 or int64, those of one layer ``(cache rows,)``, or a list of both kinds. All layers
-            must have run the same rows.
+        state_lengths: ``(layers, cache rows)`` int32 or int64, those of one layer ``(cache rows,)``, or a list of both
+            kinds. All layers must have run the same rows.
         counts: ``(cache rows,)`` int32 or int64, accepted rows of each sequence, 0 or more: settled and pending ones.
-        source_index: ``(cache rows, rows)`` int32 or int64, counted from the sequence's length, as in `kv_commit_`; entries from
-            ``counts[r]`` on are not read. Settled rows are where they are. None: the accepted rows are a prefix.
-        advance: False leaves `lengths` as they are, for a cache with keys and values, where `kv_commit_` follows and advances them.
+        source_index: ``(cache rows, rows)`` int32 or int64, counted from the sequence's length, as in `kv_commit_`;
+            entries from ``counts[r]`` on are not read. Settled rows are where they are. None: the accepted rows are a
+            prefix.
+        advance: False leaves `lengths` as they are, for a cache with keys and values: `kv_commit_` advances them.
         backend: see `pdkernels.show_config`.
 
     Raises:
@@ -317,7 +326,7 @@ def state_trim_(
         backend: see `pdkernels.show_config`.
 
     Raises:
-        ValueError: a new length that is longer than the old one, or shorter than what is in a state (no length is changed then).
+        ValueError: a length above the old one, or below what is in a state (no length changes then).
         TypeError: tensors that are not int32 or int64.
 
     Example:

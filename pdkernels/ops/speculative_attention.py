@@ -1,12 +1,12 @@
 """Attention of drafted tokens over a cached prefix and a planned tail: one decode step of a parallel decoder.
 
 All new tokens see the prefix, which needs no mask; among themselves they see what a `TilePlan` shows. The plan does not
-depend on the prefix, so one plan serves every step, and lengths are a tensor that kernels read on the device: a step neither
-synchronizes nor builds a mask.
+depend on the prefix, so one plan serves every step, and lengths are a tensor that kernels read on the device: a step
+neither synchronizes nor builds a mask.
 
-`speculative_attention` reads the cache; `speculative_attention_append_` is the same kernel, which also stores rows after the
-prefix. They are two ops because a schema fixes what is written: a graph would otherwise assume that every forward changes
-its cache.
+`speculative_attention` reads the cache; `speculative_attention_append_` is the same kernel, which also stores rows
+after the prefix. They are two ops because a schema fixes what is written: a graph would otherwise assume that every
+forward changes its cache.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ __all__ = ["speculative_attention", "speculative_attention_append_"]
 @overload
 def speculative_attention(
     q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, plan: TilePlan, *,
-    starts: Tensor | None = ..., window: int | None = ..., cu_seqlens: Tensor | None = ..., block_table: Tensor | None = ...,
+    starts: Tensor | None = ..., window: int | None = ..., cu_seqlens: Tensor | None = ...,
+    block_table: Tensor | None = ...,
     scale: float | None = ..., sinks: Tensor | None = ..., return_lse: Literal[False] = ..., backend: Backend = ...
 ) -> Tensor: ...  # fmt: skip
 
@@ -49,7 +50,8 @@ def speculative_attention(
 @overload
 def speculative_attention(
     q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, plan: TilePlan, *,
-    starts: Tensor | None = ..., window: int | None = ..., cu_seqlens: Tensor | None = ..., block_table: Tensor | None = ...,
+    starts: Tensor | None = ..., window: int | None = ..., cu_seqlens: Tensor | None = ...,
+    block_table: Tensor | None = ...,
     scale: float | None = ..., sinks: Tensor | None = ..., return_lse: Literal[True], backend: Backend = ...
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
@@ -72,7 +74,7 @@ def speculative_attention(
     return_lse: bool = False,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax attention of new tokens: each sees all of its sequence's cached prefix, then the new tokens its plan shows it.
+    """Softmax attention of new tokens: each sees its sequence's cached prefix and the new tokens that its plan shows.
 
     `starts` and `window` hide what is first: cached tokens have positions 0 to ``lengths[b] - 1``, new token ``i`` has
     ``lengths[b] + i``. Three new tokens under a causal plan after five cached ones, of which two are padding::
@@ -86,25 +88,28 @@ def speculative_attention(
     rows in the same pass, `pdkernels.kv_commit_` keeps the accepted ones.
 
     Args:
-        q: ``(batch, new, q_heads, head_dim)``, float32, float16 or bfloat16 (float64 with ``backend="reference"``); head_dim a
-            multiple of 8 in ``[16, 512]``.
-        k_new, v_new: ``(batch, new, kv_heads, head_dim)``, K and V of the new tokens, dtype of q; kv_heads divides q_heads, and
-            query head ``h`` reads KV head ``h // (q_heads // kv_heads)``.
+        q: ``(batch, new, q_heads, head_dim)``, float32, float16 or bfloat16 (float64 with ``backend="reference"``);
+            head_dim a multiple of 8 in ``[16, 512]``.
+        k_new, v_new: ``(batch, new, kv_heads, head_dim)``, K and V of the new tokens, dtype of q; kv_heads divides
+            q_heads, and query head ``h`` reads KV head ``h // (q_heads // kv_heads)``.
         k_cache, v_cache: ``(batch, slots, kv_heads, head_dim)``, one layer of a cache, dtype of q. With `block_table`:
-            ``(num_pages, page_size, kv_heads, head_dim)``. All five may have any strides with a contiguous last dimension. Of an
-            8-bit cache all four, new rows too, are rows of `pdkernels.kv_quantize`: int8, ``head_dim + 4`` wide, at multiples of
-            4 bytes. They are read as the numbers that they stand for, and the arithmetic is in float32.
+            ``(num_pages, page_size, kv_heads, head_dim)``. All five may have any strides with a contiguous last
+            dimension. Of an 8-bit cache all four, new rows too, are rows of `pdkernels.kv_quantize`: int8,
+            ``head_dim + 4`` wide, at multiples of 4 bytes. They are read as the numbers that they stand for, and the
+            arithmetic is in float32.
         lengths: ``(batch,)`` int32 or int64, cached tokens of each sequence. What lies past them is not read, in the
             cache or in the table.
         plan: of a mask of ``new`` rows and columns, on the device of q: ``mask.plan(block_q, block_k, q.device)``. All
             sequences and heads share it; a stacked plan (`TilePlan.stack`) has one for each sequence.
-        starts: ``(batch,)`` or ``(batch, new)`` int32 or int64: the first position that a sequence or a new token sees, as with
-            padding on the left. None: 0.
-        window: how many positions a new token sees at most, its own included; None: all. It holds for the tail too, by the order of
-            the new tokens; where their positions differ from it, as in a tree, pass `starts` of shape ``(batch, new)``.
-        cu_seqlens: ``(batch + 1,)`` int32 or int64: sequences have different numbers of new tokens, and their rows lie one after the
-            other. q, k_new and v_new are then ``(rows, heads, head_dim)``, sequence b has rows ``cu_seqlens[b]`` to
-            ``cu_seqlens[b + 1]``, and the plan is that of the longest: a sequence takes its first rows and columns.
+        starts: ``(batch,)`` or ``(batch, new)`` int32 or int64: the first position that a sequence or a new token sees,
+            as with padding on the left. None: 0.
+        window: how many positions a new token sees at most, its own included; None: all. It holds for the tail too, by
+            the order of the new tokens; where their positions differ from it, as in a tree, pass `starts` of shape
+            ``(batch, new)``.
+        cu_seqlens: ``(batch + 1,)`` int32 or int64: sequences have different numbers of new tokens, and their rows lie
+            one after the other. q, k_new and v_new are then ``(rows, heads, head_dim)``, sequence b has rows
+            ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``, and the plan is that of the longest: a sequence takes its first
+            rows and columns.
         block_table: ``(batch, pages_per_sequence)`` int32 or int64; position ``p`` is slot ``p % page_size`` of page
             ``block_table[b, p // page_size]``. None: the cache is contiguous.
         scale: of the scores, finite in float32; None means ``head_dim ** -0.5``.
@@ -113,27 +118,28 @@ def speculative_attention(
         backend: see `pdkernels.show_config`.
 
     Returns:
-        ``out``, shape and dtype of q, contiguous. With `return_lse` ``(out, lse)``: the natural log-sum-exp of the visible scores,
-        ``(batch, q_heads, new)`` float32, or ``(q_heads, rows)`` with `cu_seqlens`. Rows that see nothing (only with an empty
-        prefix or a start past it) are zero, with a log-sum-exp of -inf, or that of their sink.
+        ``out``, shape and dtype of q, contiguous. With `return_lse` ``(out, lse)``: the natural log-sum-exp of the
+        visible scores, ``(batch, q_heads, new)`` float32, or ``(q_heads, rows)`` with `cu_seqlens`. Rows that see
+        nothing (only with an empty prefix or a start past it) are zero, with a log-sum-exp of -inf, or that of their
+        sink.
 
     Raises:
-        ValueError: shapes or strides that do not fit, a plan for another number of tokens, another batch or another device. On
-            the CPU also lengths out of ``[0, capacity]``, invalid pages within a length, starts below 0 and `cu_seqlens` that do
-            not ascend from 0 to the number of rows. On CUDA lengths are clamped and the others must be valid;
-            ``PDKERNELS_DEBUG_CHECKS=1`` raises there as well, at the cost of a sync.
+        ValueError: shapes or strides that do not fit, a plan for another number of tokens, another batch or another
+            device. On the CPU also lengths out of ``[0, capacity]``, invalid pages within a length, starts below 0 and
+            `cu_seqlens` that do not ascend from 0 to the number of rows. On CUDA lengths are clamped and the others
+            must be valid; ``PDKERNELS_DEBUG_CHECKS=1`` raises there as well, at the cost of a sync.
         TypeError: dtypes that do not fit, a mask instead of a plan.
-        NotImplementedError: a backend that does not serve the device; an input that requires a gradient, or a tangent (the
-            reference has both).
+        NotImplementedError: a backend that does not serve the device; an input that requires a gradient, or a tangent
+            (the reference has both).
 
-    Softmax and sums run in float32. Results repeat bit for bit and do not depend on the number of threads or on the rest of the
-    batch; a paged cache gives the bits of a contiguous one of the same capacity. On the CPU a row has the same bits whether the
-    keys it sees are cached or new, whatever other new tokens lie between those, however many there are, and packed or not: a row of a tree
-    has those of its chain. ``torch.compile`` sees one op, and
-    neither it nor a CUDA graph depends on the length of prefixes.
+    Softmax and sums run in float32. Results repeat bit for bit and do not depend on the number of threads or on the
+    rest of the batch; a paged cache gives the bits of a contiguous one of the same capacity. On the CPU a row has the
+    same bits whether the keys it sees are cached or new, whatever other new tokens lie between those, however many
+    there are, and packed or not: a row of a tree has those of its chain. ``torch.compile`` sees one op, and neither it
+    nor a CUDA graph depends on the length of prefixes.
 
-    Source: one forward over prefix and draft as in quadratic self-speculation (Nemotron-Labs-Diffusion, appendix C); splits of a
-    prefix merged by their log-sum-exps after Flash-Decoding (Dao et al., 2023).
+    Source: one forward over prefix and draft as in quadratic self-speculation (Nemotron-Labs-Diffusion, appendix C);
+    splits of a prefix merged by their log-sum-exps after Flash-Decoding (Dao et al., 2023).
 
     Example:
         >>> import torch, pdkernels as pd
@@ -159,8 +165,9 @@ def speculative_attention(
 @overload
 def speculative_attention_append_(
     q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, plan: TilePlan, *,
-    counts: Tensor | None = ..., source_index: Tensor | None = ..., starts: Tensor | None = ..., window: int | None = ...,
-    cu_seqlens: Tensor | None = ..., block_table: Tensor | None = ..., scale: float | None = ..., sinks: Tensor | None = ...,
+    counts: Tensor | None = ..., source_index: Tensor | None = ..., starts: Tensor | None = ...,
+    window: int | None = ..., cu_seqlens: Tensor | None = ..., block_table: Tensor | None = ...,
+    scale: float | None = ..., sinks: Tensor | None = ...,
     return_lse: Literal[False] = ..., backend: Backend = ...
 ) -> Tensor: ...  # fmt: skip
 
@@ -168,8 +175,9 @@ def speculative_attention_append_(
 @overload
 def speculative_attention_append_(
     q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, plan: TilePlan, *,
-    counts: Tensor | None = ..., source_index: Tensor | None = ..., starts: Tensor | None = ..., window: int | None = ...,
-    cu_seqlens: Tensor | None = ..., block_table: Tensor | None = ..., scale: float | None = ..., sinks: Tensor | None = ...,
+    counts: Tensor | None = ..., source_index: Tensor | None = ..., starts: Tensor | None = ...,
+    window: int | None = ..., cu_seqlens: Tensor | None = ..., block_table: Tensor | None = ...,
+    scale: float | None = ..., sinks: Tensor | None = ...,
     return_lse: Literal[True], backend: Backend = ...
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
@@ -194,16 +202,18 @@ def speculative_attention_append_(
     return_lse: bool = False,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`speculative_attention` that stores K and V of selected new tokens after each sequence's prefix, in the same pass.
+    """`speculative_attention` that stores K and V of selected new tokens after the prefix, in the same pass.
 
     New token ``source_index[b, i]`` goes to position ``lengths[b] + i``, for ``i < counts[b]``. Lengths do not change:
-    what was written is a draft until `kv_commit_`. If only tokens that a step may keep are stored, say without the masks of a
-    quadratic draft, the kept ones are a prefix of them and the commit moves nothing. The result does not depend on what is stored.
+    what was written is a draft until `kv_commit_`. If only tokens that a step may keep are stored, say without the
+    masks of a quadratic draft, the kept ones are a prefix of them and the commit moves nothing. The result does not
+    depend on what is stored.
 
     Args:
-        q, k_new, v_new, plan, starts, window, cu_seqlens, block_table, scale, sinks, return_lse, backend: as in `speculative_attention`.
-        k_cache, v_cache: as there; written. They share no memory with `q`, `k_new` and `v_new`, and no slot past the prefix of
-            one sequence is a slot of another.
+        q, k_new, v_new, plan, starts, window, cu_seqlens, block_table, scale, sinks, return_lse, backend: as in
+            `speculative_attention`.
+        k_cache, v_cache: as there; written. They share no memory with `q`, `k_new` and `v_new`, and no slot past the
+            prefix of one sequence is a slot of another.
         lengths: as there. The rows must fit after them.
         counts: ``(batch,)`` int32 or int64, rows to store; None: all that `source_index` names, or all new tokens of a
             packed sequence. 0 stores nothing.
@@ -214,8 +224,8 @@ def speculative_attention_append_(
         As `speculative_attention`, bit for bit.
 
     Raises:
-        ValueError: as there, and counts, sources or pages past the prefix out of range, or rows that do not fit; nothing is
-            written then. On CUDA nothing is stored for such a sequence; ``PDKERNELS_DEBUG_CHECKS=1`` raises.
+        ValueError: as there, and counts, sources or pages past the prefix out of range, or rows that do not fit;
+            nothing is written then. On CUDA nothing is stored for such a sequence; ``PDKERNELS_DEBUG_CHECKS=1`` raises.
         TypeError, NotImplementedError: as there.
 
     Deterministic; a sequence does not depend on its batch.
@@ -226,7 +236,8 @@ def speculative_attention_append_(
         >>> q, k_new, v_new = (torch.randn(1, 20, heads, 64) for heads in (8, 2, 2))
         >>> k_cache, v_cache = (torch.zeros(1, 512, 2, 64) for _ in range(2))
         >>> lengths, drafts = torch.tensor([300]), torch.tensor([4])
-        >>> out = pd.speculative_attention_append_(q, k_new, v_new, k_cache, v_cache, lengths, mask.plan(32, 32), counts=drafts)
+        >>> plan = mask.plan(32, 32)
+        >>> out = pd.speculative_attention_append_(q, k_new, v_new, k_cache, v_cache, lengths, plan, counts=drafts)
         >>> torch.equal(k_cache[:, 300:304], k_new[:, :4]), bool(k_cache[:, 304:].any())
         (True, False)
     """
@@ -235,8 +246,9 @@ def speculative_attention_append_(
     if starts is not None or window is not None:
         starts = first_positions(APPEND, q, lengths, starts, window, cu_seqlens)
     arguments = SpeculativeArguments(
-        q, k_new, v_new, k_cache, v_cache, lengths, *plan.arguments, checked_scale(APPEND, scale, q),
-        block_table, starts, cu_seqlens, 0 if cu_seqlens is None else plan.q_len, checked_sinks(APPEND, sinks, q), counts=counts, source_index=source_index,
+        q, k_new, v_new, k_cache, v_cache, lengths, *plan.arguments, checked_scale(APPEND, scale, q), block_table,
+        starts, cu_seqlens, 0 if cu_seqlens is None else plan.q_len, checked_sinks(APPEND, sinks, q), counts=counts,
+        source_index=source_index,
     )  # fmt: skip
     out, lse = call(append_op, arguments, q, backend)
     return (out, lse) if return_lse else out

@@ -35,8 +35,8 @@ MAX_SUPPRESSED = 16
 
 
 class TokenStatistics(NamedTuple):
-    """The result of `token_statistics`, one entry per row; ``...`` is the shape of the logits without their last dimension, or that
-    of `row_index`."""
+    """The result of `token_statistics`, one entry per row; ``...`` is the shape of the logits without their last
+    dimension, or that of `row_index`."""
 
     ids: Tensor
     """(...) int64: the token, greedy or sampled; -1 where there is no row."""
@@ -98,7 +98,7 @@ OPTIONS = (
     "Tensor? row_index=None, int[] suppress=[], int top_k=5, float top_p=1.0, float min_p=0.0, str distribution='model', "
     f"int keep_top_k=0, float typical_p=1.0, {SCHEMA}"
 )
-"""The same as a schema."""
+"""The options as arguments of a schema."""
 RESULTS = f"({schema_of(TokenStatistics)})"
 
 
@@ -124,32 +124,34 @@ def token_statistics(
 ) -> TokenStatistics:
     """A token for each row of logits, its probability, the most probable tokens, margin, entropy and log-sum-exp.
 
-    At temperature 0 the token is the first of the most probable ones; above, it is ``argmax(logit - T ln(-ln u))``, an exact
-    sample from ``softmax(logits / T)``. The uniform numbers are keyed by (`seed`, `step`, position, token id), so a sequence gets
-    the same tokens alone, in a batch, on every device and in the reference. ``-ln u`` is exact in both tails.
+    At temperature 0 the token is the first of the most probable ones; above, it is ``argmax(logit - T ln(-ln u))``, an
+    exact sample from ``softmax(logits / T)``. The uniform numbers are keyed by (`seed`, `step`, position, token id), so
+    a sequence gets the same tokens alone, in a batch, on every device and in the reference. ``-ln u`` is exact in both
+    tails.
 
-    `filters` change the logits first. Others drop tokens that could be sampled, in the order of transformers: of ``softmax(logits / T)``
-    (T = 0: 1) `keep_top_k` keeps the k largest; of the distribution of these, a token stays if the mass of all more probable tokens is
-    below `top_p`, and its own at least `min_p` times the largest; of what is then left, `typical_p` keeps a token if all those whose
-    surprise is closer to the entropy have less than this mass. Ties stay or go together, and the most probable token stays unless
-    `typical_p` drops it. `distribution` is the distribution that the statistics refer to:
+    `filters` change the logits first. Others drop tokens that could be sampled, in the order of transformers: of
+    ``softmax(logits / T)`` (T = 0: 1) `keep_top_k` keeps the k largest; of the distribution of these, a token stays if
+    the mass of all more probable tokens is below `top_p`, and its own at least `min_p` times the largest; of what is
+    then left, `typical_p` keeps a token if all those whose surprise is closer to the entropy have less than this mass.
+    Ties stay or go together, and the most probable token stays unless `typical_p` drops it. `distribution` is the
+    distribution that the statistics refer to:
 
     - ``"model"``: ``softmax(logits)`` after `filters`, neither tempered nor cut (LLaDA, Fast-dLLM);
     - ``"sampling"``: the tempered and filtered distribution that the token is sampled from (Dream).
 
-    A row in which every token is -inf or suppressed is treated as padding: its ids are -1, its log-sum-exp is -inf and the other
-    numbers are 0. A row with a NaN or +inf has no distribution: its floats are NaN, `ids` is that of ``torch.argmax`` (the first NaN,
-    else the first +inf), `top_ids` has NaN first as ``torch.topk`` does.
+    A row in which every token is -inf or suppressed is treated as padding: its ids are -1, its log-sum-exp is -inf and
+    the other numbers are 0. A row with a NaN or +inf has no distribution: its floats are NaN, `ids` is that of
+    ``torch.argmax`` (the first NaN, else the first +inf), `top_ids` has NaN first as ``torch.topk`` does.
 
     Args:
-        logits: ``(..., V)`` float32, float16 or bfloat16, V at least 1. Rows may be strided; any other layout is copied.
+        logits: ``(..., V)`` float32, float16 or bfloat16, V at least 1. Other layouts than strided rows are copied.
         temperature: T, 0 or in [1e-30, 1e30].
         seed: key of the random numbers, in [-2**63, 2**64); for a seed per sequence, an int tensor that
             broadcasts to the shape of the rows.
-        step: counter of the random numbers, such as the number of a forward; 0 .. 2**32 - 1; an int or an int tensor that
-            broadcasts to the shape of the rows.
-        positions: int tensor of the shape of the rows, the position of each in its text; 0 .. 2**32 - 1; None: the row's number.
-        row_index: int tensor of any shape: the rows of ``logits.flatten(0, -2)`` to look at, -1 for none; None: all of them.
+        step: counter of the random numbers, such as the number of a forward; 0 .. 2**32 - 1; an int or an int tensor
+            that broadcasts to the shape of the rows.
+        positions: int tensor of the shape of the rows, positions in the text; 0 .. 2**32 - 1; None: the row's number.
+        row_index: int tensor of any shape: the rows of ``logits.flatten(0, -2)`` to read, -1: none; None: all.
         suppress: token ids, at most 16, that count as -inf everywhere.
         top_k: the number of most probable tokens to return, 1 .. min(V, 16). None: 5, or V if that is less.
         top_p, min_p: in [0, 1].
@@ -157,28 +159,31 @@ def token_statistics(
         keep_top_k: at least 1; None: all.
         typical_p: in (0, 1].
         filters: bias, penalties and impossible tokens, for the rows of the results.
-        group: a `torch.distributed.ProcessGroup` whose ranks hold slices of the vocabulary, in the order of the ranks; `logits` are
-            those of this rank's slice. All ranks pass equal options, and all get the same results, bit for bit.
-        first_id: the id of the first of these logits, a multiple of 4: the number of ids on the ranks before. Only with a group.
+        group: a `torch.distributed.ProcessGroup` whose ranks hold slices of the vocabulary, in the order of the ranks;
+            `logits` are those of this rank's slice. All ranks pass equal options, and all get the same results, bit for
+            bit.
+        first_id: the id of the first of these logits, a multiple of 4: the number of ids on the ranks before. Only with
+            a group.
         backend: see `pdkernels.show_config`. The reference takes float64 too, and returns it.
 
     Raises:
-        ValueError: shapes that do not fit, options out of range; on the CPU a row number outside [-1, rows), or a position or
-            step below 0 or above 2**32 - 1 that a draw would use, or an id of `filters` that is out of range. On CUDA such a row counts
-            as no row, such an id as none, and of positions and steps the low 32 bits are taken, unless ``PDKERNELS_DEBUG_CHECKS=1``.
+        ValueError: shapes that do not fit, options out of range; on the CPU a row number outside [-1, rows), or a
+            position or step below 0 or above 2**32 - 1 that a draw would use, or an id of `filters` that is out of
+            range. On CUDA such a row counts as no row, such an id as none, and of positions and steps the low 32 bits
+            are taken, unless ``PDKERNELS_DEBUG_CHECKS=1``.
         TypeError: dtypes that do not fit.
         NotImplementedError: `keep_top_k`, `typical_p` or `filters` with a group.
 
-    With a `group` ids, `suppress` and `top_k` (None: 5) are of the whole vocabulary. No logits are exchanged, but one record of
-    ``8 (7 + 3 max(top_k, 2))`` bytes per row, and under `top_p` or `min_p` the largest logits of each rank until the filters
-    are settled, for which the host waits. Tokens are those of one device, draws included: noise belongs to ids, and scores are
-    compared in double precision.
+    With a `group` ids, `suppress` and `top_k` (None: 5) are of the whole vocabulary. No logits are exchanged, but one
+    record of ``8 (7 + 3 max(top_k, 2))`` bytes per row, and under `top_p` or `min_p` the largest logits of each rank
+    until the filters are settled, for which the host waits. Tokens are those of one device, draws included: noise
+    belongs to ids, and scores are compared in double precision.
 
-    No gradient flows, and a tangent (forward mode) is refused. Deterministic; a row's result does not depend on other rows. A draw does not read `positions` and `step`
-    at temperature 0.
+    No gradient flows, and a tangent (forward mode) is refused. Deterministic; a row's result does not depend on other
+    rows. A draw does not read `positions` and `step` at temperature 0.
 
-    Source: the samplers of Nie et al., "Large Language Diffusion Models", and Ye et al., "Dream 7B"; nucleus filter: Holtzman et
-    al., "The Curious Case of Neural Text Degeneration", section 3.1.
+    Source: the samplers of Nie et al., "Large Language Diffusion Models", and Ye et al., "Dream 7B"; nucleus filter:
+    Holtzman et al., "The Curious Case of Neural Text Degeneration", section 3.1.
 
     Example:
         >>> import torch, pdkernels as pd
@@ -211,7 +216,7 @@ def token_statistics(
 
 
 def resolved_top_k(top_k: int | None, x: Tensor, dim: int, group: Any) -> int:
-    """`top_k`, or the default for None where the vocabulary is dimension `dim` of `x`; ranks of a group must agree on it."""
+    """`top_k`, or the default for None; dimension `dim` of `x` is the vocabulary. Ranks must agree on it."""
     if top_k is None and group is not None:
         return 5
     if top_k is None:
@@ -236,8 +241,8 @@ def raw_options(
     suppress: int | Sequence[int],
     *distribution_options: Any,
 ) -> tuple[Any, ...]:
-    """The arguments of the public functions in the form of the ops: a tensor of seeds or steps has one for each row of `x`,
-    `suppress` is a list."""
+    """The arguments of the public functions in the form of the ops: a tensor of seeds or steps has one for each row of
+    `x`, `suppress` is a list."""
 
     def for_rows(argument: str, value: Tensor) -> Tensor:
         check_floats(op, name, x)

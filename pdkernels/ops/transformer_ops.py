@@ -1,4 +1,4 @@
-"""The ops between the matrix products of a layer: residual norms, the gate, and rotary embedding, into a cache or in place.
+"""The ops between the matrix products of a layer: residual norms, the gate, and rotary embedding.
 
 The norms and the gate have gradients; rotations write their input and refuse one that would need a gradient.
 """
@@ -45,10 +45,11 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor | None]:
     """``y = rms_norm(x + residual) * weight``, and ``rms_norm(y) * next_weight`` where there is a next weight.
 
-    One pass for the end of a sublayer and the start of the next: with both weights for a sandwich block; without the first, so
-    that `y` is the sum, for a layer that norms only before its sublayers. The sum, the mean square and the division are
-    computed in float32; the sum is not rounded before it is normed. The normed value is rounded to the dtype and then
-    multiplied by the weight in that dtype, as the published models do. The second norm sees the rounded `y`.
+    One pass for the end of a sublayer and the start of the next: with both weights for a sandwich block; without the
+    first, so that `y` is the sum, for a layer that norms only before its sublayers. The sum, the mean square and the
+    division are computed in float32; the sum is not rounded before it is normed. The normed value is rounded to the
+    dtype and then multiplied by the weight in that dtype, as the published models do. The second norm sees the rounded
+    `y`.
 
     Args:
         x: ``(..., E)`` float32, float16 or bfloat16. Rows may be strided; any other layout is copied first.
@@ -64,13 +65,14 @@ def add_rms_norm(
     Raises:
         ValueError: shapes that do not fit; `eps` below 0.
         TypeError: dtypes that do not fit.
-        NotImplementedError: a second derivative, one in forward mode or one by ``torch.func`` (the reference has them all).
+        NotImplementedError: a second derivative, in forward mode, or by ``torch.func`` (the reference has them).
 
-    Deterministic; a row's result does not depend on other rows. Differentiable: gradients are computed in float32 from the inputs,
-    which alone are kept, and pass the roundings of the forward pass unchanged. Those of the weights do not depend on threads.
+    Deterministic; a row's result does not depend on other rows. Differentiable: gradients are computed in float32 from
+    the inputs, which alone are kept, and pass the roundings of the forward pass unchanged. Those of the weights do not
+    depend on threads.
 
-    Source: Geiping et al., "Scaling up Test-Time Compute with Latent Reasoning", section 3.2; Zhang and Sennrich, "Root Mean
-    Square Layer Normalization", equation 4.
+    Source: Geiping et al., "Scaling up Test-Time Compute with Latent Reasoning", section 3.2; Zhang and Sennrich, "Root
+    Mean Square Layer Normalization", equation 4.
 
     Example:
         >>> import torch, pdkernels as pd
@@ -96,7 +98,7 @@ def silu_and_mul(x: Tensor, *, backend: Backend = "auto") -> Tensor:
     Raises:
         ValueError: an odd last dimension.
         TypeError: dtypes that do not fit.
-        NotImplementedError: a second derivative, one in forward mode or one by ``torch.func`` (the reference has them all).
+        NotImplementedError: a second derivative, in forward mode, or by ``torch.func`` (the reference has them).
 
     Deterministic and differentiable. Source: Shazeer, "GLU Variants Improve Transformer", equation 5.
 
@@ -124,24 +126,26 @@ def apply_rope_append_(
     slots: Tensor | None = None,
     backend: Backend = "auto",
 ) -> None:
-    """Bias and rotary embedding of q and k in place; K and V go to the cache, after each sequence's committed rows or at `slots`.
+    """Adds the bias and rotates q and k in place; K and V go to the cache, after the committed rows or at `slots`.
 
-    Row i of sequence b is at position ``lengths[b] + i``. q and k are rotated in float32 from the unrounded sum with the
-    bias and rounded once; v does not change. K and V of the rows ``i < counts[b]`` are stored at their positions, a draft until
-    `kv_commit_`. The other rows are rotated but not stored; where their position is past the tables they use the last entry.
+    Row i of sequence b is at position ``lengths[b] + i``. q and k are rotated in float32 from the unrounded sum with
+    the bias and rounded once; v does not change. K and V of the rows ``i < counts[b]`` are stored at their positions, a
+    draft until `kv_commit_`. The other rows are rotated but not stored; where their position is past the tables they
+    use the last entry.
 
-    With `slots` row i is at ``lengths[b] + slots[b, i]`` instead, and overwrites that slot: one op for rows that are recomputed in
-    place, adjacent or not. A row whose slot is -1 is padding: it is not read, changed or stored. The other rows of a sequence must
-    have different slots; if two share one, each element stored there is from either of them.
+    With `slots` row i is at ``lengths[b] + slots[b, i]`` instead, and overwrites that slot: one op for rows that are
+    recomputed in place, adjacent or not. A row whose slot is -1 is padding: it is not read, changed or stored. The
+    other rows of a sequence must have different slots; if two share one, each element stored there is from either of
+    them.
 
     Args:
-        qkv: ``(B, R, heads + 2 * kv_heads, D)``, float32, float16 or bfloat16: q, k and v of each row. Updated in place. Any
-            strides with a contiguous last dimension; `kv_heads` are those of the cache.
+        qkv: ``(B, R, heads + 2 * kv_heads, D)``, float32, float16 or bfloat16: q, k and v of each row. Updated in
+            place. Any strides with a contiguous last dimension; `kv_heads` are those of the cache.
         bias: ``(heads + kv_heads, D)``, dtype of `qkv`, added to q and k; None adds nothing.
-        cos, sin: ``(P, D)`` float32, contiguous: a rotation is ``x * cos + swap(x) * sin``, so that the sine is negative for the
-            first of each pair (as `pdkernels.models.architectures.rope.rope_tables` has it).
-        k_cache, v_cache: one layer, ``(B, capacity, kv_heads, D)``, or with `block_table` ``(num_pages, page_size, kv_heads, D)``;
-            dtype of `qkv`. Not the memory of `qkv`.
+        cos, sin: ``(P, D)`` float32, contiguous: a rotation is ``x * cos + swap(x) * sin``, so that the sine is
+            negative for the first of each pair (as `pdkernels.models.rope.rope_tables` has it).
+        k_cache, v_cache: one layer, ``(B, capacity, kv_heads, D)``, or with `block_table`
+            ``(num_pages, page_size, kv_heads, D)``; dtype of `qkv`. Not the memory of `qkv`.
         lengths: ``(B,)`` int32 or int64, committed rows of each sequence; with `slots`, the base of those.
         counts: ``(B,)`` int32 or int64, rows to store; None: all of them.
         block_table: ``(B, max_pages)`` int32 or int64; position ``p`` lives in page ``block_table[b, p // page_size]``.
@@ -162,7 +166,7 @@ def apply_rope_append_(
     Example:
         >>> import torch, pdkernels as pd
         >>> qkv = torch.ones(1, 1, 3, 2)                                       # one head each of q, k and v
-        >>> cos, sin = torch.tensor([[1.0, 1.0], [0.0, 0.0]]), torch.tensor([[0.0, 0.0], [-1.0, 1.0]])   # a quarter turn at 1
+        >>> cos, sin = torch.tensor([[1.0, 1.0], [0.0, 0.0]]), torch.tensor([[0.0, 0.0], [-1.0, 1.0]])
         >>> k, v = torch.zeros(1, 4, 1, 2), torch.zeros(1, 4, 1, 2)
         >>> pd.apply_rope_append_(qkv, None, cos, sin, k, v, torch.tensor([1]))
         >>> k[0, :, 0], v[0, 1, 0]
@@ -183,32 +187,33 @@ def apply_rope_(
 ) -> None:
     """Rotary embedding in place: row r of sequence b is rotated by position ``positions[b, r]``.
 
-    ``x * cos + swap(x) * sin`` in float32, rounded once. q and k of one product may be a view of it: heads and rows outside
-    the view are not touched.
+    ``x * cos + swap(x) * sin`` in float32, rounded once. q and k of one product may be a view of it: heads and rows
+    outside the view are not touched.
 
     Args:
-        x: ``(B, R, heads, D)`` float32, float16 or bfloat16, D even. Updated in place. Any strides with a contiguous last
-            dimension.
-        cos, sin: ``(P, D)`` float32, contiguous, as `pdkernels.models.architectures.rope.rope_tables` makes them: the sine is negative for
-            the first of each pair.
+        x: ``(B, R, heads, D)`` float32, float16 or bfloat16, D even. Updated in place. Any strides with a contiguous
+            last dimension.
+        cos, sin: ``(P, D)`` float32, contiguous, as `pdkernels.models.rope.rope_tables` makes them: the sine is
+            negative for the first of each pair.
         positions: ``(B, R)``, or ``(R,)`` for all sequences, int32 or int64, of any strides: rows of the tables.
         style: which components are a pair: ``"half"`` i and i + D/2, ``"interleaved"`` 2i and 2i + 1.
         backend: see `pdkernels.show_config`. The reference takes float64 too, with tables of float64 or float32.
 
     Raises:
-        ValueError: shapes that do not fit; a position outside the tables (nothing is written then). On CUDA the row of such
-            a position is left as it was, unless ``PDKERNELS_DEBUG_CHECKS=1``.
+        ValueError: shapes that do not fit; a position outside the tables (nothing is written then). On CUDA the row of
+            such a position is left as it was, unless ``PDKERNELS_DEBUG_CHECKS=1``.
         TypeError: dtypes that do not fit.
         NotImplementedError: an input that requires a gradient while gradients are recorded.
 
-    Deterministic; a row's result does not depend on other rows, and has the bits that `apply_rope_append_` gives without a bias.
+    Deterministic; a row's result does not depend on other rows, and has the bits that `apply_rope_append_` gives
+    without a bias.
 
     Source: Su et al., "RoFormer", equation 34.
 
     Example:
         >>> import torch, pdkernels as pd
         >>> x = torch.tensor([[3.0, 4.0], [3.0, 4.0]]).view(1, 2, 1, 2)        # two rows of one head
-        >>> cos, sin = torch.tensor([[1.0, 1.0], [0.0, 0.0]]), torch.tensor([[0.0, 0.0], [-1.0, 1.0]])   # a quarter turn at 1
+        >>> cos, sin = torch.tensor([[1.0, 1.0], [0.0, 0.0]]), torch.tensor([[0.0, 0.0], [-1.0, 1.0]])
         >>> pd.apply_rope_(x, cos, sin, torch.tensor([0, 1]))
         >>> x[0, :, 0]
         tensor([[ 3.,  4.],

@@ -59,9 +59,10 @@ def unmask_(
 ) -> Unmasked:
     """Ends a step of a masked-diffusion sampler, in place: the guesses that a rule selects replace their mask tokens.
 
-    Candidate ``r`` of a sequence guesses ``ids[b, r]`` for ``tokens[b, positions[b, r]]``. It is *eligible* if that token is the
-    mask token, lies in the window, and the guess is an id (not negative) other than the mask token. The ``m`` eligible candidates
-    are ranked by descending confidence, NaN last, the lower ``r`` first on ties, and the first ``n`` of them are committed::
+    Candidate ``r`` of a sequence guesses ``ids[b, r]`` for ``tokens[b, positions[b, r]]``. It is *eligible* if that
+    token is the mask token, lies in the window, and the guess is an id (not negative) other than the mask token. The
+    ``m`` eligible candidates are ranked by descending confidence, NaN last, the lower ``r`` first on ties, and the
+    first ``n`` of them are committed::
 
         tokens       5 1 _ _ _ _        _ is the mask token
         ids              7 8 9 4        positions 2 3 4 5
@@ -72,21 +73,23 @@ def unmask_(
     given                   ``n``
     ======================  ==========================================================================================
     nothing                 ``min(quota, m)``
-    `threshold`             ``c``, how many have ``confidence >= threshold`` (`strict`: ``>``), if ``c >= min_count``; else ``min(quota, m)``
-    `factor`                ``k - 1`` for the first rank ``k >= 2`` with ``confidence < 1 - factor / (k + 1)``; ``m`` if there is none,
-                            or if it is the last rank (as released); NaN is below any such number
+    `threshold`             ``c``, how many have ``confidence >= threshold`` (`strict`: ``>``), if ``c >= min_count``;
+                            else ``min(quota, m)``
+    `factor`                ``k - 1`` for the first rank ``k >= 2`` with ``confidence < 1 - factor / (k + 1)``; ``m`` if
+                            there is none, or if it is the last rank (as released); NaN is below any such number
     ======================  ==========================================================================================
 
     Args:
         tokens: ``(batch, length)`` int32 or int64, any strides but those of an expanded tensor; written.
         ids: ``(batch, candidates)``, dtype of tokens. A guess that is negative or the mask token is never committed.
-        confidence: ``(batch, candidates)`` float32 (float64 with ``backend="reference"``), any number that grows with certainty;
-            compared with the threshold exactly, in float64. None: a random order, see below.
+        confidence: ``(batch, candidates)`` float32 (float64 with ``backend="reference"``), any number that grows with
+            certainty; compared with the threshold exactly, in float64. None: a random order, see below.
         mask_token: the id of a masked position.
-        positions: ``(batch, candidates)`` int32 or int64, distinct in a sequence, -1: no candidate. None: candidate r is for
-            token r, and there are as many candidates as tokens.
-        windows: ``(batch, 2)`` int32 or int64, half-open ranges ``[start, end)`` of tokens, or ``(batch, segments, 2)``: disjoint
-            segments, each with its own ranking and quota. Empty ones are allowed. None: all tokens.
+        positions: ``(batch, candidates)`` int32 or int64, distinct in a sequence, -1: no candidate. None: candidate r
+            is for token r, and there are as many candidates as tokens.
+        windows: ``(batch, 2)`` int32 or int64, half-open ranges ``[start, end)`` of tokens, or
+            ``(batch, segments, 2)``: disjoint segments, each with its own ranking and quota. Empty ones are allowed.
+            None: all tokens.
         quota, min_count: int, or int32 or int64 tensor of the shape of the results; not negative.
         threshold, factor: at most one of them; a factor is finite and not negative.
         strict: see `threshold`.
@@ -97,16 +100,16 @@ def unmask_(
         `Unmasked`. ``remaining`` counts all mask tokens of the window, not only those with a candidate.
 
     Raises:
-        ValueError: shapes that do not fit; both `threshold` and `factor`; on the CPU windows outside ``[0, length]``, windows that
-            overlap, positions outside ``[-1, length)`` or given twice, a negative quota or min_count (nothing is written then). On CUDA
-            a sequence with such values is left as it was, ``committed`` 0, ``remaining`` counted in what its windows share with
-            the tokens; positions given twice are not detected, and any one of the guesses is kept. ``PDKERNELS_DEBUG_CHECKS=1``
-            raises there.
+        ValueError: shapes that do not fit; both `threshold` and `factor`; on the CPU windows outside ``[0, length]``,
+            windows that overlap, positions outside ``[-1, length)`` or given twice, a negative quota or min_count
+            (nothing is written then). On CUDA a sequence with such values is left as it was, ``committed`` 0,
+            ``remaining`` counted in what its windows share with the tokens; positions given twice are not detected, and
+            any one of the guesses is kept. ``PDKERNELS_DEBUG_CHECKS=1`` raises there.
         TypeError: dtypes that do not fit.
 
-    Without a confidence, the uniform number ``(word + 0.5) / 2**32`` of a candidate's position is used instead, word 0 of
-    ``philox4x32((0, position, step, 2), seed)``: quotas then commit at random positions, ``threshold=1 - p, min_count=0`` each
-    position with probability p.
+    Without a confidence, the uniform number ``(word + 0.5) / 2**32`` of a candidate's position is used instead, word 0
+    of ``philox4x32((0, position, step, 2), seed)``: quotas then commit at random positions,
+    ``threshold=1 - p, min_count=0`` each position with probability p.
 
     One launch, no host sync; deterministic, and the same for a sequence alone and in a batch.
 

@@ -44,15 +44,16 @@ def verify_draft(
     """Accepts the longest prefix of a draft that the model would have emitted itself.
 
     ``draft[..., 0]`` is already verified. ``predictions[..., i]`` is the model's own token after ``draft[..., i]``. The
-    accepted prefix is the first token and all following ones up to the first that differs from the prediction before it::
+    accepted prefix is the first token and all following ones up to the first that differs from the prediction before
+    it::
 
         draft        a b c x y        a is known
         predictions  b c d y z        d = next_token, accepted = 3 (a b c)
         new_draft    d y z r r        the model's tokens from there on, then refill
 
-    With several candidates the one with the longest accepted prefix wins, the first on ties. If there is an end token among the
-    accepted tokens, they are cut after the first one, which is repeated as `next_token`. If only `next_token` is an end
-    token, it is *not* counted in `accepted`. Both cases set `ended`.
+    With several candidates the one with the longest accepted prefix wins, the first on ties. If there is an end token
+    among the accepted tokens, they are cut after the first one, which is repeated as `next_token`. If only `next_token`
+    is an end token, it is *not* counted in `accepted`. Both cases set `ended`.
 
     Args:
         draft: ``(batch, width)`` or ``(batch, candidates, width)``, int32 or int64 token ids.
