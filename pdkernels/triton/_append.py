@@ -26,8 +26,9 @@ def append_chunk(
 ):  # fmt: skip
     """Stores one of `chunks` chunks of the rows of a sequence and KV head; together they store each row once.
 
-    Row ``i`` is new token ``sources[i]``, or `i` without `sources`, and goes to position ``lengths[batch] + i``; there are
-    ``counts[batch]`` of them, or `max_count`. The other pointers are those of the sequence and head. PAGE_SIZE 0 means no table.
+    Row ``i`` is new token ``sources[i]``, or `i` without `sources`, and goes to position ``lengths[batch] + i``; there
+    are ``counts[batch]`` of them, or `max_count`. The other pointers are those of the sequence and head. PAGE_SIZE 0
+    means no table.
     """
     length = tl.load(lengths + batch).to(tl.int64)
     count = max_count.to(tl.int64)
@@ -79,11 +80,10 @@ def _find(rows, mask, length, table, sources, source_stride, PAGE_SIZE: tl.const
     do_not_specialize=["table_stride", "source_stride_b", "new", "append_rows", "kv_heads", "capacity", "pages"]
 )
 def _append_kernel(
-    k_new, v_new, k_cache, v_cache, lengths, counts, sources, table, begins,
-    kn_stride_b, kn_stride, kn_stride_h, vn_stride_b, vn_stride, vn_stride_h,
-    kc_stride_b, kc_stride, kc_stride_h, vc_stride_b, vc_stride, vc_stride_h, table_stride, source_stride_b, source_stride,
-    new, append_rows, kv_heads, capacity, pages,
-    CHUNKS: tl.constexpr, HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    k_new, v_new, k_cache, v_cache, lengths, counts, sources, table, begins, kn_stride_b, kn_stride, kn_stride_h,
+    vn_stride_b, vn_stride, vn_stride_h, kc_stride_b, kc_stride, kc_stride_h, vc_stride_b, vc_stride, vc_stride_h,
+    table_stride, source_stride_b, source_stride, new, append_rows, kv_heads, capacity, pages, CHUNKS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0) % CHUNKS
     head = (tl.program_id(0) // CHUNKS % kv_heads).to(tl.int64)
@@ -120,16 +120,15 @@ def store_rows(
     table: Tensor | None,
     begins: Tensor | None,
 ) -> None:
-    """Stores rows in a launch of its own, for an attention kernel that does not; `args` are the op's, the others as the kernel takes them."""
+    """Stores rows in a launch of its own, for an attention kernel that does not; `args` are the op's."""
     k_cache, v_cache, sources = args.k_cache, args.v_cache, args.source_index
     first, second = blocks.split_head_dim(k_new.shape[3])
     rows = args.new if sources is None else sources.shape[1]
     chunks = min(4, max(1, triton.cdiv(rows, _STORED.value)))
     _append_kernel[(args.batch * k_new.shape[2] * chunks,)](
-        k_new, v_new, k_cache, v_cache, lengths, None if args.counts is None else args.counts.contiguous(), sources, table, begins,
-        *(stride for x in (k_new, v_new, k_cache, v_cache) for stride in x.stride()[:3]),
-        0 if table is None else table.stride(0), *((0, 0) if sources is None else sources.stride()),
-        args.new, rows, k_new.shape[2], args.capacity, k_cache.shape[0],
-        CHUNKS=chunks, HEAD_DIM=k_new.shape[3], D0=first, D1=second, PAGE_SIZE=0 if table is None else k_cache.shape[1],
-        num_warps=4, **ROUNDED,
+        k_new, v_new, k_cache, v_cache, lengths, None if args.counts is None else args.counts.contiguous(), sources,
+        table, begins, *(stride for x in (k_new, v_new, k_cache, v_cache) for stride in x.stride()[:3]),
+        0 if table is None else table.stride(0), *((0, 0) if sources is None else sources.stride()), args.new, rows,
+        k_new.shape[2], args.capacity, k_cache.shape[0], CHUNKS=chunks, HEAD_DIM=k_new.shape[3], D0=first, D1=second,
+        PAGE_SIZE=0 if table is None else k_cache.shape[1], num_warps=4, **ROUNDED,
     )  # fmt: skip

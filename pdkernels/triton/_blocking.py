@@ -32,12 +32,13 @@ class Blocking(NamedTuple):
 # Fixed, so that no call waits for autotuning: {(kernel, architecture): {largest head dimension: blocking}}.
 #   - Hopper and Blackwell: 8 warps are two warp groups of 64 rows each. 128 key columns halve the work on row maxima,
 #     against 64, and fill 224 KiB of shared memory at d=128 with three stages of K and V.
-#   - The masked loop takes steps of half the width, since bits take registers: at full width ptxas spills, and serializes wgmma.
-#   - dQ has four stages at d=128; its registers leave room for only one program per SM anyway. With two, every step waited for the
-#     loads it had just issued (tests/ops/test_steady_loops.py).
+#   - The masked loop takes steps of half the width, since bits take registers: at full width ptxas spills, and
+#     serializes wgmma.
+#   - dQ has four stages at d=128; its registers leave room for only one program per SM anyway. With two, every step
+#     waited for the loads it had just issued (tests/ops/test_steady_loops.py).
 #   - dK/dV holds two accumulators of 128 x d, 128 of 255 registers at d=128, so its queries come 64 at a time. On
-#     Hopper that spills some words of addresses, 8 accesses per step with three stages; 32 at a time would spill nothing,
-#     but read shared memory faster than it delivers.
+#     Hopper that spills some words of addresses, 8 accesses per step with three stages; 32 at a time would spill
+#     nothing, but read shared memory faster than it delivers.
 #   - Ampere's blocks stay under 99 KiB of shared memory: architectures not listed use them (sm_86, 89, 120).
 #   - float32 runs on the plain FMA units (TensorFloat-32 misses the error budget), where large blocks spill.
 # Registers and shared memory of each are in tests/triton_budgets.json.

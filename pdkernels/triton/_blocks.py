@@ -1,7 +1,7 @@
-"""What the attention kernels share: blocks of a head, cuts of a bitmap, walks over ranges, a step of the online softmax.
+"""Code that the attention kernels share: head blocks, cuts of a bitmap, walks over ranges, the online softmax.
 
-A *head block* is a tuple of one or two tensors ``(rows, width)``: a head dimension that is not a power of two is split in
-two, 96 = 64 + 32, so that no work is wasted on padding. Columns past the head dimension are zero.
+A *head block* is a tuple of one or two tensors ``(rows, width)``: a head dimension that is not a power of two is split
+in two, 96 = 64 + 32, so that no work is wasted on padding. Columns past the head dimension are zero.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def addressable(x: Tensor) -> Tensor:
 
 @triton.jit
 def first_ones(limit, COUNT: tl.constexpr):
-    """Which of COUNT indices are below `limit`. Compared in 32 bits, though `limit` is the difference of offsets in 64."""
+    """Which of COUNT indices are below `limit`. Compared in 32 bits, though `limit` has 64."""
     return tl.arange(0, COUNT) < tl.minimum(limit, COUNT).to(tl.int32)
 
 
@@ -92,7 +92,7 @@ def _store_part(matrix, row_stride, rows_left, block, HEAD_DIM: tl.constexpr, ST
 
 @triton.jit
 def load_scales(rows, rows_left, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr):
-    """The scales of rows of an 8-bit cache at the addresses `rows`; if `MASKED`, those from `rows_left` on are 0 and not read."""
+    """The scales of rows of an 8-bit cache at the addresses `rows`; if `MASKED`, 0 from `rows_left` on."""
     addresses = (rows + HEAD_DIM).to(tl.pointer_type(tl.float32))
     if MASKED:
         return tl.load(addresses, mask=first_ones(rows_left, ROWS), other=0.0)
@@ -102,7 +102,8 @@ def load_scales(rows, rows_left, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, MAS
 
 @triton.jit
 def from_codes(codes, scales, like, D1: tl.constexpr):
-    """A head block of codes as numbers in the dtype of the head block `like`, times `scales` unless that is None. Codes are exact in any."""
+    """A head block of codes as numbers in the dtype of the head block `like`, times `scales` unless None. Codes are
+    exact in any."""
     if scales is not None:
         if D1 == 0:
             return ((codes[0].to(tl.float32) * scales[:, None]).to(like[0].dtype),)
@@ -136,7 +137,7 @@ def zero_rows(block, rows, D1: tl.constexpr):
 
 @triton.jit
 def divide_rows(block, l_i, D1: tl.constexpr):
-    """Weighted values divided by the sums of their weights. A row without weights is 0, even if its zeros met infinite values."""
+    """Weighted values divided by the sums of their weights. A row without weights is 0, even beside infinities."""
     nothing = l_i == 0.0
     return zero_rows(scale_rows(block, 1.0 / tl.where(nothing, 1.0, l_i), D1), nothing, D1)
 
@@ -190,8 +191,8 @@ def load_rows(values, rows_left, ROWS: tl.constexpr, OTHER: tl.constexpr, MASKED
 @triton.jit
 def visible(bitmaps, bitmap, row, column, columns_left, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr):  # fmt: skip
-    """The part ``[row : row + BLOCK_M, column : column + BLOCK_N]`` of a bitmap as booleans; all True for bitmap -1. Columns of the
-    part from `columns_left` on are False, which costs nothing for each element; None: none are.
+    """The part ``[row : row + BLOCK_M, column : column + BLOCK_N]`` of a bitmap as booleans; all True for bitmap -1.
+    Columns of the part from `columns_left` on are False, which costs nothing for each element; None: none are.
 
     Words become bits by a reshape, which costs nothing: the compiler lets each thread load the words of its elements.
     """
@@ -217,8 +218,8 @@ def visible(bitmaps, bitmap, row, column, columns_left, BLOCK_Q: tl.constexpr, B
 
 @triton.jit
 def first_maximum(sinks, mask, ROWS: tl.constexpr, BASE_2: tl.constexpr):
-    """The maximum and the sum of each row before its first key: those of its sink. `sinks`: an address, or one for each row; None: no
-    row has one; `mask`: which rows count it."""
+    """The maximum and the sum of each row before its first key: those of its sink. `sinks`: an address, or one for each
+    row; None: no row has one; `mask`: which rows count it."""
     m_i = tl.full((ROWS,), float("-inf"), tl.float32)
     if sinks is not None:
         m_i = tl.maximum(m_i, tl.load(sinks, mask=mask, other=float("-inf")), propagate_nan=tl.PropagateNan.ALL)
@@ -230,8 +231,8 @@ def first_maximum(sinks, mask, ROWS: tl.constexpr, BASE_2: tl.constexpr):
 @triton.jit
 def online_softmax(query, key, mask, m_i, l_i, score_scale, D1: tl.constexpr, BASE_2: tl.constexpr,
           FOLD_SCALE: tl.constexpr, key_scales=None):  # fmt: skip
-    """``(p, alpha, m_i, l_i)``: the weights of a step, the factor of what was added up before it, and the running maximum and sum of
-    each row. `mask` None: everything is visible. `key_scales`: of keys that are codes."""
+    """``(p, alpha, m_i, l_i)``: the weights of a step, the factor of what was added up before it, and the running
+    maximum and sum of each row. `mask` None: everything is visible. `key_scales`: of keys that are codes."""
     s = products(query, key, D1)
     if key_scales is not None:
         s *= key_scales[None, :]
@@ -261,10 +262,11 @@ def attention_step(query, key, value, mask, acc, m_i, l_i, score_scale,
 
 @triton.jit
 def first_range(lists, begin, middle, CUTS: tl.constexpr):
-    """(steps in all ranges of a plan's lists from `begin` to `middle`, first step of the first range, where that range ends).
+    """(steps in all ranges of a plan's lists from `begin` to `middle`, first step of the first range, its end).
 
     A step is one of CUTS cuts of a tile. One loop walks all ranges and carries its position as state: with two nested
-    loops ptxas serializes all wgmma instructions. No load in the loop depends on another load, except where a range ends.
+    loops ptxas serializes all wgmma instructions. No load in the loop depends on another load, except where a range
+    ends.
     """
     tiles = 0
     for pair in range(begin, middle):

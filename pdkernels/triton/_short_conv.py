@@ -36,8 +36,9 @@ def _tap(
 
 @triton.jit(do_not_specialize=["rows", "most", "keep", "size"])
 def _conv(
-    state, s_b, s_r, state_lengths, sl_stride, lengths, counts, cache_rows, index, parents, done, old, o_b, o_r, x, x_b, x_r,
-    weight, weight_stride, bias, out, rows, most, keep, size, channels, WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr,
+    state, s_b, s_r, state_lengths, sl_stride, lengths, counts, cache_rows, index, parents, done, old, o_b, o_r, x,
+    x_b, x_r, weight, weight_stride, bias, out, rows, most, keep, size, channels, WIDTH: tl.constexpr,
+    SILU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(channels, BLOCK)
     b, channel_block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -97,10 +98,10 @@ def short_conv_(args: ConvArguments) -> Tensor:
     step, (bias,) = dense(args.step), packed(args.bias)
     done = torch.empty(batch, dtype=torch.int64, device=x.device)
     _conv[(batch * triton.cdiv(channels, CHANNELS),)](
-        state, *state.stride()[:2], step.state_lengths, step.state_lengths.stride(0), step.lengths, step.counts, step.cache_rows,
-        step.pending_index, step.parents, done, pending, *pending.stride()[:2], x, *x.stride()[:2], weight, weight.stride(0), bias, out,
-        rows, pending.shape[1], -1 if step.keep is None else step.keep, len(step.lengths), channels,
-        WIDTH=weight.shape[1], SILU=args.activation == "silu", BLOCK=CHANNELS, **ROUNDED,
+        state, *state.stride()[:2], step.state_lengths, step.state_lengths.stride(0), step.lengths, step.counts,
+        step.cache_rows, step.pending_index, step.parents, done, pending, *pending.stride()[:2], x, *x.stride()[:2],
+        weight, weight.stride(0), bias, out, rows, pending.shape[1], -1 if step.keep is None else step.keep,
+        len(step.lengths), channels, WIDTH=weight.shape[1], SILU=args.activation == "silu", BLOCK=CHANNELS, **ROUNDED,
     )  # fmt: skip
     keep_rows(step, done, rows, [(pending, x)])
     return out

@@ -12,8 +12,10 @@ from pdkernels.triton._state_steps import CHECKED, LONGEST
 
 
 @triton.jit(do_not_specialize=["most", "columns", "layers"])
-def _commit(lengths, length_stride, index, index_r, index_c, state_lengths, layer_stride, row_stride, counts, source, source_r, source_c, most, columns,
-            layers, ADVANCE: tl.constexpr):  # fmt: skip
+def _commit(
+    lengths, length_stride, index, index_r, index_c, state_lengths, layer_stride, row_stride, counts, source,
+    source_r, source_c, most, columns, layers, ADVANCE: tl.constexpr,
+):  # fmt: skip
     r = tl.program_id(0).to(tl.int64)
     count = tl.load(counts + r).to(tl.int64)
     length = tl.load(lengths + r * length_stride).to(tl.int64)
@@ -81,17 +83,17 @@ def _stacked(state_lengths: list[Tensor]) -> Tensor:
 
 
 def state_commit_(
-    lengths: Tensor, pending_index: Tensor, state_lengths: list[Tensor], counts: Tensor, source_index: Tensor | None = None,
-    advance: bool = True,
+    lengths: Tensor, pending_index: Tensor, state_lengths: list[Tensor], counts: Tensor,
+    source_index: Tensor | None = None, advance: bool = True,
 ) -> None:  # fmt: skip
     if len(lengths) == 0:
         return
     states = _stacked(state_lengths)
     source = (None, 0, 0) if source_index is None else (source_index, *source_index.stride())
     _commit[(len(lengths),)](
-        lengths, lengths.stride(0), pending_index, *pending_index.stride(), states, *states.stride(), counts.contiguous(), *source,
-        pending_index.shape[1], 0 if source_index is None else source_index.shape[1], len(states), ADVANCE=advance, num_warps=1,
-        **ROUNDED,
+        lengths, lengths.stride(0), pending_index, *pending_index.stride(), states, *states.stride(),
+        counts.contiguous(), *source, pending_index.shape[1], 0 if source_index is None else source_index.shape[1],
+        len(states), ADVANCE=advance, num_warps=1, **ROUNDED,
     )  # fmt: skip
 
 

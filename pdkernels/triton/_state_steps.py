@@ -1,4 +1,4 @@
-"""What the steps of layers with a state share: the values of a sequence, and the launch that makes the new rows the pending ones."""
+"""Code shared by the steps of layers with a state: a sequence's values, and the launch that makes new rows pending."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COPIED = 1024
 
 @triton.jit
 def sequence_of(b, rows, most, keep, size, state_lengths, sl_stride, lengths, counts, cache_rows, index, parents):
-    """(cache row, new rows, accepted rows, settled rows, whether the state is new) of a sequence; no new rows if a value is bad."""
+    """(cache row, new rows, accepted rows, settled rows, whether the state is new); no new rows if a value is bad."""
     row = b.to(tl.int64)
     if cache_rows is not None:
         row = tl.load(cache_rows + b).to(tl.int64)
@@ -70,11 +70,12 @@ def _copy(at, to, slot, source, b, row, i, o_b, o_r, o_h, n_b, n_r, n_h, heads, 
 
 @triton.jit(do_not_specialize=["pending_rows", "rows"])
 def _store(
-    state_lengths, sl_stride, lengths, counts, cache_rows, done, rows, pending_rows,
-    old0, o0_b, o0_r, o0_h, new0, n0_b, n0_r, n0_h, heads0, width0, old1, o1_b, o1_r, o1_h, new1, n1_b, n1_r, n1_h, heads1, width1,
-    old2, o2_b, o2_r, o2_h, new2, n2_b, n2_r, n2_h, heads2, UPDATES: tl.constexpr, BLOCK: tl.constexpr,
+    state_lengths, sl_stride, lengths, counts, cache_rows, done, rows, pending_rows, old0, o0_b, o0_r, o0_h, new0,
+    n0_b, n0_r, n0_h, heads0, width0, old1, o1_b, o1_r, o1_h, new1, n1_b, n1_r, n1_h, heads1, width1, old2, o2_b,
+    o2_r, o2_h, new2, n2_b, n2_r, n2_h, heads2, UPDATES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One of `pending_rows` rows of each sequence; the first also sets the length. UPDATES: the second input has those rows alone."""
+    """One of `pending_rows` rows of each sequence; the first also sets the length. UPDATES: the second input has only
+    these."""
     b, slot = (tl.program_id(0) // pending_rows).to(tl.int64), tl.program_id(0) % pending_rows
     settled = tl.load(done + b).to(tl.int64)
     row = b
@@ -87,7 +88,8 @@ def _store(
     if (settled >= 0) & (i < count):
         _copy(new0, old0, slot, new0, b, row, i, o0_b, o0_r, o0_h, n0_b, n0_r, n0_h, heads0, width0, BLOCK)
         if new1 is not None:
-            _copy(new1, old1, slot, new1, b, row, slot if UPDATES else i, o1_b, o1_r, o1_h, n1_b, n1_r, n1_h, heads1, width1, BLOCK)  # fmt: skip
+            new_row = slot if UPDATES else i
+            _copy(new1, old1, slot, new1, b, row, new_row, o1_b, o1_r, o1_h, n1_b, n1_r, n1_h, heads1, width1, BLOCK)
         if new2 is not None:
             _copy(new2, old2, slot, new2, b, row, i, o2_b, o2_r, o2_h, n2_b, n2_r, n2_h, heads2, 1, BLOCK)
     if (settled >= 0) & (slot == 0):
@@ -107,7 +109,8 @@ def view(x: Tensor | None) -> tuple[Any, ...]:
 def keep_rows(
     step: StepArguments, done: Tensor, rows: int, inputs: list[tuple[Tensor, Tensor] | None], updates: bool = False
 ) -> None:
-    """The second launch. `inputs`: pending and new rows; the first two have a width. `updates`: the second has kept rows alone."""
+    """The second launch. `inputs`: pending and new rows; the first two have a width. `updates`: the second has only
+    those."""
     pending_rows = max(step.kept(rows), 1)
     arguments: list[Any] = []
     for at, pair in enumerate([*inputs, *[None] * (3 - len(inputs))]):
@@ -120,8 +123,8 @@ def keep_rows(
         arguments += [*view(old), *view(new), new.shape[2], *(new.shape[3:] if at < 2 else ())]
     states = step.state_lengths
     _store[(len(done) * pending_rows,)](
-        states, states.stride(0), step.lengths, step.counts, step.cache_rows, done, rows, pending_rows, *arguments, UPDATES=updates, BLOCK=COPIED,
-        **ROUNDED,
+        states, states.stride(0), step.lengths, step.counts, step.cache_rows, done, rows, pending_rows, *arguments,
+        UPDATES=updates, BLOCK=COPIED, **ROUNDED,
     )  # fmt: skip
 
 

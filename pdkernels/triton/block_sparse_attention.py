@@ -1,16 +1,16 @@
 """Attention over a tile plan in Triton: forward, dQ and dK/dV.
 
 One program owns one block of rows of the result and walks the plan's list for it: query rows in the forward and dQ
-kernels, key rows in the dK/dV kernel. There are no atomics, and a run repeats bit for bit. A plan's tile may be split into
-smaller blocks (`Blocking`), each a power of two that divides it.
+kernels, key rows in the dK/dV kernel. There are no atomics, and a run repeats bit for bit. A plan's tile may be split
+into smaller blocks (`Blocking`), each a power of two that divides it.
 
 Where blocks of keys are too few to keep a GPU busy, the query heads that share them are dealt out to several programs
-(`split_group`), whose sums a small kernel adds up in order. How many follows from one sample's shape, so that a sample gets
-the same bits in any batch.
+(`split_group`), whose sums a small kernel adds up in order. How many follows from one sample's shape, so that a sample
+gets the same bits in any batch.
 
-Ranges of full tiles are counted loops without mask arithmetic and without dependent loads; tiles that
-need a mask follow. A branch in one loop would be shorter, but ptxas then serializes all wgmma instructions of the loop (its
-note C7515).
+Ranges of full tiles are counted loops without mask arithmetic and without dependent loads; tiles that need a mask
+follow. A branch in one loop would be shorter, but ptxas then serializes all wgmma instructions of the loop (its note
+C7515).
 
 For half precision the softmax runs in base 2: exp2 is one instruction, and the scale times log2(e) is folded into the
 multiply-add before it. For float32 it runs in base e, since a score in base 2 is larger and so is its rounding.
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -36,8 +36,8 @@ from pdkernels.triton._blocks import LN_2, LOG2_E, addressable, split_head_dim
 
 @triton.jit
 def _program(rows, rows_stride, num_tiles, kv_heads, GROUP: tl.constexpr, CUTS: tl.constexpr):
-    """(batch, kv head, head within its group, tile, cut) of this program; and for its tile the offsets in the plan's lists where
-    the ranges start, where the tiles that need a mask start, and where they end.
+    """(batch, kv head, head within its group, tile, cut) of this program; and for its tile the offsets in the plan's
+    lists where the ranges start, where the tiles that need a mask start, and where they end.
 
     Programs of one KV head are adjacent, so that its keys and values stay in the L2 cache; among them the tiles with
     the most visits start first, and the others fill the tail of the wave.
@@ -58,7 +58,7 @@ def _program(rows, rows_stride, num_tiles, kv_heads, GROUP: tl.constexpr, CUTS: 
 
 @triton.jit
 def _tile(rows, rank):
-    """The tile with so many that have more visits, and where its ranges begin, its tiles with a mask do, and where they end."""
+    """The tile with so many of more visits; where its ranges begin, its tiles with a mask, and where they end."""
     tile = tl.load(rows + rank * 4 + 3)
     rows += tile * 4
     return tile, tl.load(rows), tl.load(rows + 1), tl.load(rows + 2)
@@ -66,8 +66,8 @@ def _tile(rows, rank):
 
 # Lengths change from call to call and must not be specialized on being 1 or a multiple of 16.
 _CHANGING = ["rows_stride", "num_tiles", "q_len", "kv_len"]
-# Blocks of keys, counted for each KV head, from which on no head is dealt out: about four for each SM of a large GPU, so
-# that the last ones to end keep few waiting.
+# Blocks of keys, counted for each KV head, from which on no head is dealt out: about four for each SM of a large GPU,
+# so that the last ones to end keep few waiting.
 BLOCKS_ENOUGH = 512
 
 
@@ -143,7 +143,7 @@ def _dq_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_MASKED: tl.constexpr, BASE_2: tl.constexpr,
 ):  # fmt: skip
-    """dQ, and for the dK/dV kernel the log-sum-exp of each row in the softmax's base and delta = rowsum(dO * O) - dLSE."""
+    """dQ, and for the dK/dV kernel each row's log-sum-exp in the softmax's base and delta = rowsum(dO * O) - dLSE."""
     batch, kv_head, in_group, tile, cut, begin, middle, end = _program(
         plan_rows, rows_stride, num_tiles, kv_heads, GROUP, BLOCK_Q // BLOCK_M
     )
@@ -231,10 +231,11 @@ def _dkv_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_MASKED: tl.constexpr, BASE_2: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of a block of keys, summed over a piece of the query heads that share it, `piece` of them or what is left.
+    """dK and dV of a block of keys, summed over a piece of the query heads that share it, at most `piece` of them.
 
-    Its loops run over (query head, query tile, cut): loads for the next head are in flight while the last one ends. Tiles with the
-    most visits start first, whatever their head: programs have much to do, and the longest decide when all are done.
+    Its loops run over (query head, query tile, cut): loads for the next head are in flight while the last one ends.
+    Tiles with the most visits start first, whatever their head: programs have much to do, and the longest decide when
+    all are done.
     """
     CUTS_K: tl.constexpr = BLOCK_K // BLOCK_N
     program = tl.program_id(0)
@@ -268,7 +269,8 @@ def _dkv_kernel(
         head = (flat // divisor).to(tl.int64)
         acc_k, acc_v = _dkv_step(
             head, at.to(tl.int64) * BLOCK_M, None, key, value, acc_k, acc_v, grad_out, q, grad_stride, q_stride,
-            grad_stride_h, q_stride_h, lse_b, delta, saved_stride, q_len, score_scale, HEAD_DIM, D0, D1, BLOCK_M, BASE_2,
+            grad_stride_h, q_stride_h, lse_b, delta, saved_stride, q_len, score_scale, HEAD_DIM, D0, D1, BLOCK_M,
+            BASE_2,
         )  # fmt: skip
         pair, at, range_end = blocks.next_step(lists, begin, middle, pair, at, range_end, BLOCK_Q // BLOCK_M)
     CUTS: tl.constexpr = BLOCK_Q // BLOCK_MASKED
@@ -316,18 +318,18 @@ def forward(args: AttentionArguments) -> tuple[Tensor, Tensor]:
     programs = batch * heads * q_tiles * (args.block_q // blocking.block_m)
     if programs:
         _forward_kernel[(programs,)](
-            q, k, v, None if args.sinks is None else args.sinks.contiguous(), out, lse, of_q, args.plan_lists, args.bitmaps,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], _stride(of_q), q_tiles,
-            *_sizes(args), **_constants(args, blocking), FOLD_SCALE=args.scale > 0,
+            q, k, v, None if args.sinks is None else args.sinks.contiguous(), out, lse, of_q, args.plan_lists,
+            args.bitmaps, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], _stride(of_q), q_tiles, *_sizes(args),
+            **_constants(args, blocking), FOLD_SCALE=args.scale > 0,
         )  # fmt: skip
     return out, lse
 
 
 class Saved(NamedTuple):
-    """What the kernel of dQ writes for that of dK and dV, ``(batch, heads, rows of all tiles)``."""
+    """Rows that the dQ kernel writes for that of dK and dV, ``(batch, heads, rows of all tiles)``."""
 
     lse: Tensor
-    """In the base of the softmax; +inf for rows that saw nothing."""
+    """Log-sum-exp in the base of the softmax; +inf for rows that saw nothing."""
     delta: Tensor
     """rowsum(dO * O) - dLSE."""
 
@@ -338,9 +340,9 @@ class Passes(NamedTuple):
     of_queries: Callable[[GradientArguments, Tensor, Saved], None]
     """Writes dQ and what is saved."""
     of_keys: Callable[[GradientArguments, Saved, tuple[Tensor, Tensor], Tensor, int, int], None]
-    """Writes dK and dV, or a sum for each piece of the query heads, for these rows of a plan, so many pieces, heads of each."""
+    """Writes dK and dV, or a sum for each piece of the query heads: plan rows, number of pieces, heads of each."""
     keys: int
-    """Of a program of the second pass."""
+    """Keys of a program of the second pass."""
 
 
 def backward(gradients: GradientArguments, passes: Passes | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -350,7 +352,8 @@ def backward(gradients: GradientArguments, passes: Passes | None = None) -> tupl
     grad_out, q, k, v = (addressable(x) for x in (gradients.grad_out, args.q, args.k, args.v))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     of_q, q_tiles = _side(args.plan_rows, 0, q.shape[1], args.block_q)
-    # All rows of all tiles, which the dK/dV kernel reads without a mask, in whole vectors: otherwise these loads serialize wgmma.
+    # All rows of all tiles, which the dK/dV kernel reads without a mask, in whole vectors: otherwise these loads
+    # serialize wgmma.
     saved_stride = triton.cdiv(q_tiles * args.block_q, 16) * 16
     saved = Saved(*(lse.new_empty((*lse.shape[:2], saved_stride)) for _ in range(2)))
     inputs = (*grad_out.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
@@ -396,7 +399,8 @@ def _check_shared_memory(q: Tensor) -> None:
     needed = 4 * 16 * sum(split_head_dim(q.shape[3])) * 4 + 1024
     if q.device.type != "cuda" or q.element_size() < 4:
         return
-    available: int = getattr(torch.cuda.get_device_properties(q.device), "shared_memory_per_block_optin")  # noqa: B009, torch's stubs lack it
+    properties: Any = torch.cuda.get_device_properties(q.device)
+    available: int = properties.shared_memory_per_block_optin
     if needed > available:
         expectation = f"be smaller for gradients in float32 on a GPU with {available} bytes of shared memory a block"
         remedy = "Use float16 or bfloat16."
@@ -404,7 +408,7 @@ def _check_shared_memory(q: Tensor) -> None:
 
 
 def split_group(group: int, blocks_of_keys: int) -> tuple[int, int]:
-    """(programs that share the query heads of a KV head, heads of each but the last) for so many blocks of keys of a sample.
+    """(programs that share the query heads of a KV head, heads of each but the last) for so many blocks of keys.
 
     >>> split_group(7, 4 * 36), split_group(4, 8 * 64), split_group(4, 8)
     ((4, 2), (1, 4), (4, 1))

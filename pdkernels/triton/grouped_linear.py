@@ -1,7 +1,8 @@
 """Products of rows sorted by group, each group with a matrix of its own, in Triton.
 
-A tile of rows is of a single group, which its programs find in `ends`, so nothing waits for the host. As many tiles are launched as there
-could be, however the rows are divided; those left over end at once. Tiles and sums are those of `linear` and `quantized_linear`.
+A tile of rows is of a single group, which its programs find in `ends`, so nothing waits for the host. As many tiles are
+launched as there could be, however the rows are divided; those left over end at once. Tiles and sums are those of
+`linear` and `quantized_linear`.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from pdkernels.triton.linear import TABLE, Tiling, product_tile
 from pdkernels.triton.quantized_linear import TILE, packed_tile, parts_of, quantized_rows
 
 HALF = Tiling(16, 32, 128, 4, 4)
-"""Of 16 bits: groups side by side keep the SMs reading."""
+"""The tiling for 16 bits: groups side by side keep the SMs reading."""
 
 
 @triton.jit
 def group_of(tile, ends, groups, rows, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    """The group that a tile of rows is of, the first of its rows, and where the group's rows end. Past the last tile there are none.
+    """The group of a tile of rows, the first of its rows, and where the group's rows end; none past the last tile.
 
     Ends that do not ascend, which only the CPU refuses, give no row outside of memory.
     """
@@ -53,16 +54,17 @@ def _grouped_linear(x, weight, ends, bias, out, rows, groups, outputs, width, ro
     if bias is not None:
         group_bias = bias + group * outputs
     product_tile(
-        x, weight + group * matrix_stride, group_bias, out, first + tl.arange(0, ROWS), end, output, outputs, width, x_stride,
-        weight_stride, ROWS, OUTPUTS, DEPTH
+        x, weight + group * matrix_stride, group_bias, out, first + tl.arange(0, ROWS), end, output, outputs, width,
+        x_stride, weight_stride, ROWS, OUTPUTS, DEPTH,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "padded", "row_tiles", "blocks", "pairs"])
-def _grouped_products(codes, numbers, data, scales, ends, bias, out, rows, padded, groups, row_tiles, outputs, blocks, pairs,
-                      tile_bytes, headers, out_stride, matrix_bytes,
-                      SCALES: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-                      OUTPUTS: tl.constexpr, STEP: tl.constexpr, GROUPS: tl.constexpr):  # fmt: skip
+def _grouped_products(
+    codes, numbers, data, scales, ends, bias, out, rows, padded, groups, row_tiles, outputs, blocks, pairs,
+    tile_bytes, headers, out_stride, matrix_bytes, SCALES: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
     group, first, end = group_of(tl.program_id(0) % row_tiles, ends, groups, rows, ROWS, GROUPS)
     if first >= end:
         return
@@ -70,8 +72,11 @@ def _grouped_products(codes, numbers, data, scales, ends, bias, out, rows, padde
     group_bias = bias
     if bias is not None:
         group_bias = bias + group * out_stride
-    packed_tile(codes, numbers, data, scales, group_bias, out, first + tl.arange(0, ROWS), end, padded, output, outputs, blocks, pairs,
-              tile_bytes, headers, out_stride, group * matrix_bytes, SCALES, BITS, GROUP, ROWS, OUTPUTS, STEP)  # fmt: skip
+    packed_tile(
+        codes, numbers, data, scales, group_bias, out, first + tl.arange(0, ROWS), end, padded, output, outputs,
+        blocks, pairs, tile_bytes, headers, out_stride, group * matrix_bytes, SCALES, BITS, GROUP, ROWS, OUTPUTS,
+        STEP,
+    )  # fmt: skip
 
 
 def row_tiles_of(rows: int, groups: int, size: int) -> int:
@@ -80,7 +85,7 @@ def row_tiles_of(rows: int, groups: int, size: int) -> int:
 
 
 def forward(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None) -> Tensor:
-    """``(rows, width) x (groups, outputs, width) -> (rows, outputs)``, in the tiles of `linear`; each is of a single group."""
+    """``(rows, width) x (groups, outputs, width) -> (rows, outputs)``, in the tiles of `linear`, each of one group."""
     rows, (groups, outputs, width) = len(x), weight.shape
     out = x.new_empty(rows, outputs)
     if rows == 0 or outputs == 0 or groups == 0:
@@ -106,7 +111,8 @@ def quantized_forward(
     ends: Tensor,
     bias: Tensor | None,
 ) -> Tensor:
-    """``(rows, width) x (groups, outputs, width) -> (rows, outputs)``, launched like `quantized_linear`; a tile is of a single group."""
+    """``(rows, width) x (groups, outputs, width) -> (rows, outputs)``, launched like `quantized_linear`; a tile has one
+    group."""
     (rows, width), total, groups = x.shape, sum(outputs), len(ends)
     out = x.new_empty(rows, total)
     if rows == 0 or total == 0 or groups == 0:

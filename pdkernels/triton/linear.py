@@ -1,9 +1,9 @@
 """Products of few rows with a matrix, in Triton.
 
-A program owns a tile of rows and a tile of outputs and sums over the whole width in ascending order. A product has 16 rows, however
-many there are, and a row of it does not read the others: the result of a row does not depend on how many rows there are. In 16 bits
-a program takes four tiles of more than 16 rows abreast, one product after the other with the same weights. One product of 64 rows would be
-another instruction on Hopper, which may round differently.
+A program owns a tile of rows and a tile of outputs and sums over the whole width in ascending order. A product has 16
+rows, however many there are, and a row of it does not read the others: the result of a row does not depend on how many
+rows there are. In 16 bits a program takes four tiles of more than 16 rows abreast, one product after the other with the
+same weights. One product of 64 rows would be another instruction on Hopper, which may round differently.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Tiling(NamedTuple):
 PROGRAMS_AT_ONCE = 132
 # 16 rows are the minimum of a tensor core. Few outputs per program, so that small matrices keep many SMs reading.
 TABLE = {"16-bit": Tiling(16, 16, 128, 2, 6), "fp32": Tiling(16, 32, 64, 4, 3)}
-# Of matrices that give each SM three programs of 32 outputs. On an H200 this reads 14,336 x 4,096 in 34 us, the tiling above in 40, cuBLAS in
-# 33; but 4,096 x 14,336 in 47, 38 and 34.
+# Of matrices that give each SM three programs of 32 outputs. On an H200 this reads 14,336 x 4,096 in 34 us, the tiling
+# above in 40, cuBLAS in 33; but 4,096 x 14,336 in 47, 38 and 34.
 MANY_OUTPUTS = Tiling(16, 32, 128, 2, 5)
-# Four tiles of 16 rows abreast. The more outputs of a program, the fewer bytes of rows and weights together come from L2. All fit into the
-# 99 KiB of shared memory of small GPUs.
+# Four tiles of 16 rows abreast. The more outputs of a program, the fewer bytes of rows and weights together come from
+# L2. All fit into the 99 KiB of shared memory of small GPUs.
 ABREAST = (Tiling(64, 32, 128, 4, 4), Tiling(64, 64, 128, 4, 3), Tiling(64, 128, 64, 8, 4), Tiling(64, 256, 64, 8, 3))
 
 

@@ -1,12 +1,12 @@
 """Statistics of ``hidden @ weight^T`` over the vocabulary without storing the product, in Triton.
 
-A program owns a tile of rows and a part of the vocabulary, which it reads one tile of columns at a time: the product stays in
-registers and updates the running statistics. A second kernel merges the parts, one row per program.
+A program owns a tile of rows and a part of the vocabulary, which it reads one tile of columns at a time: the product
+stays in registers and updates the running statistics. A second kernel merges the parts, one row per program.
 
-Logits are compared as integers that order them like `torch.argmax` does (see `_order`), so that one maximum serves numbers,
-infinities and NaN; among equals the lowest id is taken. What a row gets does not depend on how many rows there are: parts follow
-from the size of the vocabulary, and where tiles have more rows for many rows, a warp still holds whole rows of a tile in the same
-way, so that sums are added up in the same order. Nothing waits for the device.
+Logits are compared as integers that order them like `torch.argmax` does (see `_order`), so that one maximum serves
+numbers, infinities and NaN; among equals the lowest id is taken. What a row gets does not depend on how many rows there
+are: parts follow from the size of the vocabulary, and where tiles have more rows for many rows, a warp still holds
+whole rows of a tile in the same way, so that sums are added up in the same order. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ class Tiling(NamedTuple):
     """Tiles of columns that are multiplied at a time, 1 or 2; each joins the statistics by itself."""
 
 
-# By architecture, for up to 64 rows, for more, and for draws; those not listed use sm_80's, which fits into 99 KiB of shared
-# memory. With few rows only the rate at which weights arrive counts: 64 rows ask less of the tensor cores than that rate would let
-# them do, so no smaller tile is needed, which would round differently.
-#   - Hopper: L2 delivers some 28 bytes a cycle to an SM, and tiles of 64 x 128 ask for 96 while the tensor cores are busy, two
-#     abreast of 128 rows for 48. A warp holds 16 whole rows of a tile in either, and so the order of sums is the same.
-#   - For draws 8 warps share a tile of 64 rows, which leaves registers for random words: 4 would spill them by the kilobyte.
+# By architecture, for up to 64 rows, for more, and for draws; those not listed use sm_80's, which fits into 99 KiB of
+# shared memory. With few rows only the rate at which weights arrive counts: 64 rows ask less of the tensor cores than
+# that rate would let them do, so no smaller tile is needed, which would round differently.
+#   - Hopper: L2 delivers some 28 bytes a cycle to an SM, and tiles of 64 x 128 ask for 96 while the tensor cores are
+#     busy, two abreast of 128 rows for 48. A warp holds 16 whole rows of a tile in either, and so the order of sums is
+#     the same.
+#   - For draws 8 warps share a tile of 64 rows, which leaves registers for random words: 4 would spill them by the
+#     kilobyte.
 #   - float32 runs on the plain FMA units, where large tiles spill.
 # Registers and shared memory are in tests/triton_budgets.json.
 _TABLE: dict[str, tuple[Tiling, Tiling, Tiling]] = {
@@ -115,8 +117,8 @@ def _row(row_index, slot, mask, rows):
 
 @triton.jit
 def _nothing(ROWS: tl.constexpr, TOP: tl.constexpr, TOP_WIDTH: tl.constexpr):
-    """Statistics of no column: maximum, sum, weighted sum; order, id and logit of the draw; orders and ids of the TOP largest in any
-    order, where padding is never the smallest."""
+    """Statistics of no column: maximum, sum, weighted sum; order, id and logit of the draw; orders and ids of the TOP
+    largest in any order, where padding is never the smallest."""
     rank = tl.arange(0, TOP_WIDTH)[None, :]
     zeros = tl.zeros((ROWS,), tl.float32)
     nobody = tl.zeros((ROWS,), tl.int32)
@@ -160,7 +162,7 @@ def _join(statistics, logits, start, end, scale, temperature, seed, step, positi
     for _ in tl.static_range(TOP):
         tile_best, tile_best_id = _first(order, column[None, :], 1)
         order = tl.where(column[None, :] == tile_best_id[:, None], NONE, order)
-        # Replaces the smallest, of equals the one with the highest id. An equal one is not taken: its id is higher still.
+        # Replaces the smallest, of equals the one with the highest id. An equal one has a higher id still.
         smallest = tl.min(top, 1)
         last = tl.max(tl.where(top == smallest[:, None], top_ids, NONE), 1)
         replaced = (tile_best > smallest)[:, None] & (top == smallest[:, None]) & (top_ids == last[:, None])
@@ -232,8 +234,8 @@ def _parts_kernel(
         )  # fmt: skip
         if ABREAST == 2:  # past the part's end it changes nothing
             statistics = _join(
-                statistics, second_logits, (tile + 1) * COLUMNS, last, scale, temperature, key, number, position, suppressed,
-                TOP, SAMPLED, SUPPRESSED,
+                statistics, second_logits, (tile + 1) * COLUMNS, last, scale, temperature, key, number, position,
+                suppressed, TOP, SAMPLED, SUPPRESSED,
             )  # fmt: skip
 
     m_i, l_i, weighted, best, best_id, best_logit, top, top_ids = statistics
@@ -252,9 +254,9 @@ def _parts_kernel(
 
 @triton.jit(do_not_specialize=["slots", "rows", "num_parts"])
 def _merge_kernel(
-    row_index, sums, drawn, orders, ids, out_ids, out_probs, out_top_ids, out_top_probs, out_margin, out_entropy, out_logsumexp,
-    slots, rows, num_parts, scale,
-    TOP: tl.constexpr, TOP_WIDTH: tl.constexpr, TOP_WANTED: tl.constexpr, SAMPLED: tl.constexpr, PARTS: tl.constexpr,
+    row_index, sums, drawn, orders, ids, out_ids, out_probs, out_top_ids, out_top_probs, out_margin, out_entropy,
+    out_logsumexp, slots, rows, num_parts, scale, TOP: tl.constexpr, TOP_WIDTH: tl.constexpr,
+    TOP_WANTED: tl.constexpr, SAMPLED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0)
     _, exists = _row(row_index, slot, slot < slots, rows)
@@ -322,10 +324,10 @@ def forward(
     top_k: int,
     distribution: str,
 ) -> tuple[Tensor, ...]:
-    """``(ids, probs, top_ids, top_probs, margin, entropy, logsumexp)`` of rows of ``hidden @ weight^T``, without filters.
+    """``(ids, probs, top_ids, top_probs, margin, entropy, logsumexp)`` of ``hidden @ weight^T``, without filters.
 
-    `hidden` is ``(rows, E)``, `weight` ``(V, E)``; `seeds`, `steps`, `positions` and `row_index` are contiguous and all of
-    the size of the results.
+    `hidden` is ``(rows, E)``, `weight` ``(V, E)``; `seeds`, `steps`, `positions` and `row_index` are contiguous and all
+    of the size of the results.
     """
     rows, depth = hidden.shape
     vocabulary = weight.shape[0]
@@ -360,8 +362,8 @@ def forward(
         num_warps=tiling.warps, num_stages=tiling.stages, **_blocking.CONTRACTED,
     )  # fmt: skip
     _merge_kernel[(slots,)](
-        row_index, sums, drawn, part_orders, part_ids, *results, slots, rows, num_parts, scale,
-        TOP=top, TOP_WIDTH=width, TOP_WANTED=top_k, SAMPLED=sampled, PARTS=triton.next_power_of_2(num_parts), num_warps=4,
+        row_index, sums, drawn, part_orders, part_ids, *results, slots, rows, num_parts, scale, TOP=top,
+        TOP_WIDTH=width, TOP_WANTED=top_k, SAMPLED=sampled, PARTS=triton.next_power_of_2(num_parts), num_warps=4,
         **_blocking.CONTRACTED,
     )  # fmt: skip
     return results
@@ -375,7 +377,7 @@ def choose_tiling(hidden: Tensor, rows: int, drawn: bool) -> Tiling:
 
 
 def choose_parts(vocabulary: int, columns: int) -> tuple[int, int]:
-    """(tiles of a part, parts): a function of the vocabulary alone, so that a row's sums have the same order in any batch.
+    """(tiles of a part, parts): of the vocabulary alone, so that a row's sums have the same order in any batch.
 
     >>> choose_parts(126464, 128), choose_parts(100, 128)
     ((4, 247), (1, 1))
@@ -386,5 +388,5 @@ def choose_parts(vocabulary: int, columns: int) -> tuple[int, int]:
 
 
 def _low_word(number: int) -> int:
-    """The same bits as an int32."""
+    """Reinterprets the low 32 bits as an int32."""
     return (number + 2**31) % 2**32 - 2**31

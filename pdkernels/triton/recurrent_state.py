@@ -1,11 +1,13 @@
-"""Steps of layers with a state, in Triton. Convolutions are in `_short_conv.py`, edits of lengths in `_state_lengths.py`.
+"""Steps of layers with a state, in Triton. Convolutions: `_short_conv.py`, edits of lengths: `_state_lengths.py`.
 
-Two launches make a step. In the first, a program holds a tile of a head's state in registers, some columns with all keys: it replays the
-accepted rows, stores the state, and goes on through the new rows without storing it again. Columns do not depend on each other. The
-second makes the new rows the pending ones, once no program reads those of before. Every program of the first checks the values of its
-sequence; what one of them found is passed on to the second, which must not read lengths that it writes.
+Two launches make a step. In the first, a program holds a tile of a head's state in registers, some columns with all
+keys: it replays the accepted rows, stores the state, and goes on through the new rows without storing it again. Columns
+do not depend on each other. The second makes the new rows the pending ones, once no program reads those of before.
+Every program of the first checks the values of its sequence; what one of them found is passed on to the second, which
+must not read lengths that it writes.
 
-No product is contracted with a sum, and a row is computed by the same code wherever it is: its bits do not depend on the steps.
+No product is contracted with a sum, and a row is computed by the same code wherever it is: its bits do not depend on
+the steps.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ from pdkernels.triton._state_steps import dense, keep_rows, packed, sequence_of,
 __all__ = ["gated_delta_", "selective_state_", "short_conv_", "state_commit_", "state_trim_"]
 
 COLUMNS = 32
-"""Of a tile of a state, at most."""
+"""The most columns of a tile of a state."""
 
 
 @triton.jit
 def _softplus(x):
-    """As on the CPU: the logarithm is an odd series of t / (2 + t)."""
+    """Softplus as on the CPU: the logarithm is an odd series of t / (2 + t)."""
     t = tl.exp(-tl.abs(x))
     z = t / (2.0 + t)
     w = z * z
@@ -48,7 +50,8 @@ def _unit(x, eps):
 @triton.jit
 def _row(at_k, at_v, at_gate, at_beta, key, keys, column, values, eps, decay_factor, dt_bias, dt_min, dt_max,
          DELTA: tl.constexpr, NORMALISED: tl.constexpr, SIGMOID: tl.constexpr, SOFTPLUS: tl.constexpr):  # fmt: skip
-    """(k, v, decay, beta) of a row; the pointers are those of its head. A row whose update is known, as its v, has no beta."""
+    """(k, v, decay, beta) of a row; the pointers are those of its head. A row with a known update (its v) has no
+    beta."""
     k = tl.load(at_k + key, mask=key < keys, other=0.0).to(tl.float32)
     v = tl.load(at_v + column, mask=column < values, other=0.0).to(tl.float32)
     beta = 1.0
@@ -86,11 +89,11 @@ def _after(state, k, v, decay, beta, UNKNOWN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "pending_rows", "most", "keep", "size"])
 def _scan(
-    state, state_row, state_head, state_key, state_lengths, sl_stride, lengths, counts, cache_rows, index, parents, done,
-    old_k, ok_b, ok_r, ok_h, old_v, ov_b, ov_r, ov_h, old_gate, og_b, og_r, og_h,
-    new_k, k_b, k_r, k_h, new_v, v_b, v_r, v_h, new_gate, g_b, g_r, g_h, new_beta, b_b, b_r, b_h, q, q_b, q_r, q_h, out, updates,
-    A, dt_biases, D, rows, pending_rows, most, keep, size, heads, group, keys, values, scale, eps, dt_min, dt_max,
-    KEYS: tl.constexpr, COLUMNS: tl.constexpr, DELTA: tl.constexpr, NORMALISED: tl.constexpr, SIGMOID: tl.constexpr,
+    state, state_row, state_head, state_key, state_lengths, sl_stride, lengths, counts, cache_rows, index, parents,
+    done, old_k, ok_b, ok_r, ok_h, old_v, ov_b, ov_r, ov_h, old_gate, og_b, og_r, og_h, new_k, k_b, k_r, k_h, new_v,
+    v_b, v_r, v_h, new_gate, g_b, g_r, g_h, new_beta, b_b, b_r, b_h, q, q_b, q_r, q_h, out, updates, A, dt_biases, D,
+    rows, pending_rows, most, keep, size, heads, group, keys, values, scale, eps, dt_min, dt_max, KEYS: tl.constexpr,
+    COLUMNS: tl.constexpr, DELTA: tl.constexpr, NORMALISED: tl.constexpr, SIGMOID: tl.constexpr,
     SOFTPLUS: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(values, COLUMNS)
@@ -138,8 +141,10 @@ def _scan(
             gate_at = old_gate
             if old_gate is not None:
                 gate_at = old_gate + at * og_r
-            k, v, decay, beta = _row(old_k + at * ok_r, old_v + at * ov_r, gate_at, None, key, keys, column, values, eps, factor,
-                                     dt_bias, dt_min, dt_max, DELTA, NORMALISED, SIGMOID, SOFTPLUS)  # fmt: skip
+            k, v, decay, beta = _row(
+                old_k + at * ok_r, old_v + at * ov_r, gate_at, None, key, keys, column, values, eps, factor, dt_bias,
+                dt_min, dt_max, DELTA, NORMALISED, SIGMOID, SOFTPLUS,
+            )  # fmt: skip
             current, _, _ = _after(current, k, v, decay, beta, False)
         if parents is not None:
             base = tl.zeros_like(current)  # set before it is read; as `current`, Triton would not carry it
@@ -167,8 +172,10 @@ def _scan(
                             gate_at = new_gate + following * g_r
                         if new_beta is not None:
                             beta_at = new_beta + following * b_r
-                        k, v, decay, beta = _row(new_k + following * k_r, new_v + following * v_r, gate_at, beta_at, key, keys, column,
-                                                 values, eps, factor, dt_bias, dt_min, dt_max, DELTA, NORMALISED, SIGMOID, SOFTPLUS)  # fmt: skip
+                        k, v, decay, beta = _row(
+                            new_k + following * k_r, new_v + following * v_r, gate_at, beta_at, key, keys, column,
+                            values, eps, factor, dt_bias, dt_min, dt_max, DELTA, NORMALISED, SIGMOID, SOFTPLUS,
+                        )  # fmt: skip
                         current, _, _ = _after(current, k, v, decay, beta, DELTA)
                         ancestor = following
             gate_at = new_gate
@@ -177,8 +184,10 @@ def _scan(
                 gate_at = new_gate + i * g_r
             if new_beta is not None:
                 beta_at = new_beta + i * b_r
-            k, v, decay, beta = _row(new_k + i * k_r, new_v + i * v_r, gate_at, beta_at, key, keys, column, values, eps, factor,
-                                     dt_bias, dt_min, dt_max, DELTA, NORMALISED, SIGMOID, SOFTPLUS)  # fmt: skip
+            k, v, decay, beta = _row(
+                new_k + i * k_r, new_v + i * v_r, gate_at, beta_at, key, keys, column, values, eps, factor, dt_bias,
+                dt_min, dt_max, DELTA, NORMALISED, SIGMOID, SOFTPLUS,
+            )  # fmt: skip
             current, decayed, update = _after(current, k, v, decay, beta, DELTA)
             query = tl.load(q + i * q_r + key, mask=key < keys, other=0.0).to(tl.float32)
             if NORMALISED:
@@ -208,7 +217,8 @@ def _scan_step(
     numbers: tuple[float, ...],
     **options: bool,
 ) -> Tensor:
-    """`pending`: k, v or update, and gate. `new`: k, v, gate and beta. `heads`: A, dt_bias and D. `numbers`: scale, eps, dt_min, dt_max."""
+    """`pending`: k, v or update, and gate. `new`: k, v, gate and beta. `heads`: A, dt_bias, D. `numbers`: scale, eps,
+    dt_min, dt_max."""
     k, v = new[:2]
     assert k is not None and v is not None and pending[0] is not None
     (batch, rows, count, values), (key_heads, keys) = v.shape, k.shape[2:]
@@ -220,10 +230,11 @@ def _scan_step(
     updates = torch.empty(batch, pending_rows, count, values, device=v.device) if delta else None
     columns = min(COLUMNS, triton.next_power_of_2(values))
     _scan[(batch * count * triton.cdiv(values, columns),)](
-        *view(state), step.state_lengths, step.state_lengths.stride(0), step.lengths, step.counts, step.cache_rows, step.pending_index,
-        step.parents, done, *(argument for x in (*pending, *new, q) for argument in view(x)), out, updates, *packed(*heads),
-        rows, pending_rows, pending[0].shape[1], -1 if step.keep is None else step.keep, len(state), count, count // key_heads, keys, values, *numbers,
-        KEYS=max(triton.next_power_of_2(keys), 2), COLUMNS=columns, DELTA=delta, **options, num_warps=4, **ROUNDED,
+        *view(state), step.state_lengths, step.state_lengths.stride(0), step.lengths, step.counts, step.cache_rows,
+        step.pending_index, step.parents, done, *(argument for x in (*pending, *new, q) for argument in view(x)), out,
+        updates, *packed(*heads), rows, pending_rows, pending[0].shape[1], -1 if step.keep is None else step.keep,
+        len(state), count, count // key_heads, keys, values, *numbers, KEYS=max(triton.next_power_of_2(keys), 2),
+        COLUMNS=columns, DELTA=delta, **options, num_warps=4, **ROUNDED,
     )  # fmt: skip
     kept_rows = (k, v if updates is None else updates, new[2])
     inputs = [None if x is None or old is None else (old, x) for old, x in zip(pending, kept_rows)]
@@ -234,8 +245,8 @@ def _scan_step(
 def gated_delta_(args: DeltaArguments) -> Tensor:
     scale = args.k.shape[3] ** -0.5 if args.scale is None else float(args.scale)
     return _scan_step(
-        True, args.state, (args.pending_k, args.pending_update, args.pending_g), (args.k, args.v, args.g, args.beta), args.q,
-        args.step, (args.A, args.dt_bias, None), (scale, float(args.l2norm_eps or 0.0), 0.0, 0.0),
+        True, args.state, (args.pending_k, args.pending_update, args.pending_g), (args.k, args.v, args.g, args.beta),
+        args.q, args.step, (args.A, args.dt_bias, None), (scale, float(args.l2norm_eps or 0.0), 0.0, 0.0),
         NORMALISED=args.l2norm_eps is not None, SIGMOID=args.sigmoid_beta, SOFTPLUS=args.A is not None,
     )  # fmt: skip
 

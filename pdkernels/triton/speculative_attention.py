@@ -1,19 +1,19 @@
 """Attention of new tokens over a cached prefix and a planned tail, in Triton.
 
-The query heads that share a KV head are packed into the rows of a tile, token by token: row ``r`` is head ``r % group`` of
-token ``r // group``. So a tile of rows spans as few tokens as possible, its part of the plan is short, and a key is read once
-for the whole group. A program owns one tile of rows, one KV head and one split of the prefix; the last split in use continues
-with the tail, walking the plan's lists of the tokens in its rows. A second kernel merges the splits by their
-log-sum-exps; a single split writes the result itself. Rows for the cache are stored by
-the first split's programs, in equal parts.
+The query heads that share a KV head are packed into the rows of a tile, token by token: row ``r`` is head ``r % group``
+of token ``r // group``. So a tile of rows spans as few tokens as possible, its part of the plan is short, and a key is
+read once for the whole group. A program owns one tile of rows, one KV head and one split of the prefix; the last split
+in use continues with the tail, walking the plan's lists of the tokens in its rows. A second kernel merges the splits by
+their log-sum-exps; a single split writes the result itself. Rows for the cache are stored by the first split's
+programs, in equal parts.
 
-The number of splits follows from the cache's capacity, their length from the sequence's own length, which is read on the
-device. Neither the host nor the rest of the batch matters: one launch serves every length, and a sequence gets the same
-bits in any batch.
+The number of splits follows from the cache's capacity, their length from the sequence's own length, which is read on
+the device. Neither the host nor the rest of the batch matters: one launch serves every length, and a sequence gets the
+same bits in any batch.
 
-The prefix needs no mask except in its last step. The tail is a small part of the work and is masked throughout. Arithmetic is
-that of the block-sparse kernels. Of an 8-bit cache, scores are multiplied by the scales of the keys, whose codes are exact in any dtype, and
-values are codes times scales, rounded to the dtype of q.
+The prefix needs no mask except in its last step. The tail is a small part of the work and is masked throughout.
+Arithmetic is that of the block-sparse kernels. Of an 8-bit cache, scores are multiplied by the scales of the keys,
+whose codes are exact in any dtype, and values are codes times scales, rounded to the dtype of q.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from pdkernels.triton._blocking import CONTRACTED, Blocking
 from pdkernels.triton._blocks import LN_2, addressable, split_head_dim
 
 FEW_ROWS = 32
-# Like the table of the block-sparse kernels, for few and for many packed rows: {(rows, architecture): {largest head dimension:
-# blocking}}. `masked` is the width of steps in the last piece of a split and in the tail.
-#   - Many rows: masked steps are narrow, which leaves registers for wide ones in the prefix. On Hopper four stages of 64
-#     keys: with two of 128 every step waited for the loads it had just issued (tests/ops/test_steady_loops.py). What ptxas
-#     spills here is stored before all loops and loaded after them.
-#   - Few rows: only the rate at which keys arrive counts. Steps are short with several in flight, and two programs fit an SM.
+# Like the table of the block-sparse kernels, for few and for many packed rows: {(rows, architecture): {largest head
+# dimension: blocking}}. `masked` is the width of steps in the last piece of a split and in the tail.
+#   - Many rows: masked steps are narrow, which leaves registers for wide ones in the prefix. On Hopper four stages of
+#     64 keys: with two of 128 every step waited for the loads it had just issued (tests/ops/test_steady_loops.py). What
+#     ptxas spills here is stored before all loops and loaded after them.
+#   - Few rows: only the rate at which keys arrive counts. Steps are short with several in flight, and two programs fit
+#     an SM.
 _TABLE: dict[tuple[str, str], dict[int, Blocking]] = {
     ("many", "sm_90"): {
         128: Blocking(128, 64, 32, 8, 4),
@@ -267,12 +268,12 @@ def _split_kernel(
         first = tl.maximum(first, tl.minimum(first_start, length).to(tl.int32) // BLOCK_N * BLOCK_N)
     full_end = first + (end - first) // BLOCK_N * BLOCK_N
     acc, m_i, l_i = _prefix_steps(
-        first, full_end, end, own_starts, query, acc, m_i, l_i, k_cache, v_cache, kc_stride_b, vc_stride_b, kc_stride, vc_stride,
-        table, score_scale, HEAD_DIM, D0, D1, BLOCK_N, PAGE_SIZE, BASE_2, FOLD_SCALE, CODES, False,
+        first, full_end, end, own_starts, query, acc, m_i, l_i, k_cache, v_cache, kc_stride_b, vc_stride_b, kc_stride,
+        vc_stride, table, score_scale, HEAD_DIM, D0, D1, BLOCK_N, PAGE_SIZE, BASE_2, FOLD_SCALE, CODES, False,
     )  # fmt: skip
     acc, m_i, l_i = _prefix_steps(
-        full_end, end, end, own_starts, query, acc, m_i, l_i, k_cache, v_cache, kc_stride_b, vc_stride_b, kc_stride, vc_stride,
-        table, score_scale, HEAD_DIM, D0, D1, BLOCK_LAST, PAGE_SIZE, BASE_2, FOLD_SCALE, CODES, True,
+        full_end, end, end, own_starts, query, acc, m_i, l_i, k_cache, v_cache, kc_stride_b, vc_stride_b, kc_stride,
+        vc_stride, table, score_scale, HEAD_DIM, D0, D1, BLOCK_LAST, PAGE_SIZE, BASE_2, FOLD_SCALE, CODES, True,
     )  # fmt: skip
 
     k_new += entry * kn_stride_b + kv_head * kn_stride_h
@@ -289,20 +290,21 @@ def _split_kernel(
             first_key = tl.load(lists + 2 * pair)
             for step in range(0, (tl.load(lists + 2 * pair + 1) - first_key) * CUTS):
                 acc, m_i, l_i = _tail_step(
-                    first_key + step // CUTS, step % CUTS * BLOCK_TAIL, None, tail_starts, query, acc, m_i, l_i, k_new, v_new, kn_stride,
-                    vn_stride, bitmaps, new, row, score_scale,
-                    HEAD_DIM, D0, D1, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_TAIL, BASE_2, FOLD_SCALE, CODES,
+                    first_key + step // CUTS, step % CUTS * BLOCK_TAIL, None, tail_starts, query, acc, m_i, l_i,
+                    k_new, v_new, kn_stride, vn_stride, bitmaps, new, row, score_scale, HEAD_DIM, D0, D1, BLOCK_Q,
+                    BLOCK_K, BLOCK_M, BLOCK_TAIL, BASE_2, FOLD_SCALE, CODES,
                 )  # fmt: skip
         for step in range(middle * CUTS, tl.load(plan_rows + tile * 4 + 2) * CUTS):
             visit = step // CUTS * 2
             acc, m_i, l_i = _tail_step(
-                tl.load(lists + visit), step % CUTS * BLOCK_TAIL, tl.load(lists + visit + 1), tail_starts, query, acc, m_i, l_i, k_new,
-                v_new, kn_stride, vn_stride, bitmaps, new, row, score_scale,
-                HEAD_DIM, D0, D1, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_TAIL, BASE_2, FOLD_SCALE, CODES,
+                tl.load(lists + visit), step % CUTS * BLOCK_TAIL, tl.load(lists + visit + 1), tail_starts, query, acc,
+                m_i, l_i, k_new, v_new, kn_stride, vn_stride, bitmaps, new, row, score_scale, HEAD_DIM, D0, D1,
+                BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_TAIL, BASE_2, FOLD_SCALE, CODES,
             )  # fmt: skip
 
     heads = kv_heads * GROUP
-    # (splits, batch, new, heads, head_dim) and (splits, batch, heads, new); packed (splits, rows, heads, head_dim), (splits, heads, rows)
+    # (splits, batch, new, heads, head_dim) and (splits, batch, heads, new); packed (splits, rows, heads, head_dim),
+    # (splits, heads, rows)
     if begins is None:
         result = split * batch_size.to(tl.int64) + batch
         in_results = result * new + token
@@ -423,18 +425,18 @@ def forward(args: SpeculativeArguments, *, append: bool = False) -> tuple[Tensor
         partial_out, partial_lse, counts, args.source_index, starts, floors, cu_seqlens,
         None if args.sinks is None else args.sinks.contiguous(),
         *(stride for x in (q, k_new, v_new, k_cache, v_cache) for stride in x.stride()[:3]),
-        0 if block_table is None else block_table.stride(0), args.plan_rows.stride(0) if args.plan_rows.dim() == 3 else 0,
-        *((0, 0) if args.source_index is None else args.source_index.stride()), *starts_strides,
-        batch, new, entries * rows_each, kv_heads, args.capacity, splits, row_tiles, append_rows, k_cache.shape[0],
-        args.scale * math.log2(math.e) if base_2 else args.scale,
-        GROUP=group, HEAD_DIM=head_dim, D0=first, D1=second, BLOCK_Q=args.block_q, BLOCK_K=args.block_k,
-        BLOCK_M=blocking.block_m, BLOCK_N=blocking.block_n, BLOCK_LAST=blocking.masked,
-        BLOCK_TAIL=min(blocking.masked, args.block_k & -args.block_k), PAGE_SIZE=page_size,
-        BASE_2=base_2, FOLD_SCALE=args.scale > 0, APPEND=append, STARTS_BY_ROW=args.starts_by_row,
-        CODES=args.quantized, ROW=row, ROW_0=split_head_dim(row)[0], ROW_1=split_head_dim(row)[1], num_warps=blocking.warps,
-        **CONTRACTED,
-        # A load by way of the block table takes a stage for the table's entry as well. Short steps would buffer K and V for it,
-        # 137 KiB at d=256, more than sm_86 has.
+        0 if block_table is None else block_table.stride(0),
+        args.plan_rows.stride(0) if args.plan_rows.dim() == 3 else 0,
+        *((0, 0) if args.source_index is None else args.source_index.stride()), *starts_strides, batch, new,
+        entries * rows_each, kv_heads, args.capacity, splits, row_tiles, append_rows, k_cache.shape[0],
+        args.scale * math.log2(math.e) if base_2 else args.scale, GROUP=group, HEAD_DIM=head_dim, D0=first, D1=second,
+        BLOCK_Q=args.block_q, BLOCK_K=args.block_k, BLOCK_M=blocking.block_m, BLOCK_N=blocking.block_n,
+        BLOCK_LAST=blocking.masked, BLOCK_TAIL=min(blocking.masked, args.block_k & -args.block_k),
+        PAGE_SIZE=page_size, BASE_2=base_2, FOLD_SCALE=args.scale > 0, APPEND=append,
+        STARTS_BY_ROW=args.starts_by_row, CODES=args.quantized, ROW=row, ROW_0=split_head_dim(row)[0],
+        ROW_1=split_head_dim(row)[1], num_warps=blocking.warps, **CONTRACTED,
+        # A load by way of the block table takes a stage for the table's entry as well. Short steps would buffer K and V
+        # for it, 137 KiB at d=256, more than sm_86 has.
         num_stages=2 * blocking.stages - 1 if page_size and blocking.block_n > 32 else blocking.stages,
     )  # fmt: skip
     if splits > 1:
@@ -449,8 +451,8 @@ def merge(
     """Merges the splits' results; the tensors after `args` are contiguous."""
     rows, new, (heads, head_dim) = 4, args.new, args.q.shape[-2:]
     _merge_kernel[(triton.cdiv(new * heads, rows) * args.batch,)](
-        partial_out, partial_lse, lengths, floors, cu_seqlens, out, lse, args.batch, new, lse.numel() // heads, heads, args.capacity, splits,
-        SPLITS=triton.next_power_of_2(splits), ROWS=rows, HEAD_DIM=head_dim,
+        partial_out, partial_lse, lengths, floors, cu_seqlens, out, lse, args.batch, new, lse.numel() // heads, heads,
+        args.capacity, splits, SPLITS=triton.next_power_of_2(splits), ROWS=rows, HEAD_DIM=head_dim,
         WIDTH=triton.next_power_of_2(head_dim), num_warps=4, **CONTRACTED,
     )  # fmt: skip
 
