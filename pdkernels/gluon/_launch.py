@@ -32,7 +32,8 @@ class Steps(NamedTuple):
     """Steps whose keys and values may be in shared memory."""
 
 
-# By head dimension. Registers and shared memory of each are in the tests that compile them (tests/ops/test_*_gluon_compiled.py).
+# By head dimension. Registers and shared memory of each are in the tests that compile them
+# (tests/ops/test_*_gluon_compiled.py).
 STEPS = {64: Steps(128, 4), 128: Steps(128, 2)}
 # Of dQ: a step has two products with 64 columns and one with those of the heads, whose registers 128 keys would exceed.
 GRADIENT_STEPS = {64: Steps(64, 4), 128: Steps(64, 3)}
@@ -81,9 +82,9 @@ class Work(NamedTuple):
     programs: int
     tiles: int
     rows_stride: int
-    """Of the plan's rows between samples; 0 where all share a plan."""
+    """Stride of the plan's rows between samples; 0 where all share a plan."""
     lengths: tuple[int, int, int]
-    """Of queries and keys, and KV heads."""
+    """Numbers of queries, keys and KV heads."""
     order: tuple[int, int, int]
     """Pairs of a sample and a KV head, how many of them are worked on at a time, tiles of 128 rows of all."""
 
@@ -119,15 +120,16 @@ def processors(device: torch.device) -> int:
 
 
 def forward(args: AttentionArguments) -> tuple[Tensor, Tensor]:
-    """``(out, lse)`` as `pdkernels.triton.block_sparse_attention.forward` returns them, for a call that the kernel `serves`."""
+    """``(out, lse)`` as `pdkernels.triton.block_sparse_attention.forward` returns them, for a call that the kernel
+    `serves`."""
     q, k, v = args.q, args.k, args.v
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(args.lse_shape, dtype=torch.float32, device=q.device)
     steps, work = STEPS[q.shape[3]], Work.of(args)
     forward_kernel[(work.programs,)](
         describe(q, 64), describe(k, steps.block_n), describe(v, steps.block_n), describe(out, 64), lse,
-        None if args.sinks is None else args.sinks.contiguous(), *args[3:6], work.rows_stride, work.tiles, *work.lengths,
-        *work.order, args.scale * math.log2(math.e), **constants(args, steps),
+        None if args.sinks is None else args.sinks.contiguous(), *args[3:6], work.rows_stride, work.tiles,
+        *work.lengths, *work.order, args.scale * math.log2(math.e), **constants(args, steps),
     )  # fmt: skip
     return out, lse
 
@@ -147,8 +149,9 @@ def of_queries(gradients: GradientArguments, dq: Tensor, saved: Saved) -> None:
     dq_kernel[(work.programs,)](
         describe(args.q, 64), describe(grad, 64), describe(args.k, steps.block_n), describe(args.v, steps.block_n),
         describe(dq, 64), grad, gradients.out.contiguous(), gradients.lse.contiguous(),
-        None if grad_lse is None else grad_lse.contiguous(), *saved, *args[3:6], *grad.stride()[:3], work.rows_stride, work.tiles,
-        saved.lse.shape[2], *work.lengths, *work.order, args.scale * math.log2(math.e), args.scale, **constants(args, steps),
+        None if grad_lse is None else grad_lse.contiguous(), *saved, *args[3:6], *grad.stride()[:3], work.rows_stride,
+        work.tiles, saved.lse.shape[2], *work.lengths, *work.order, args.scale * math.log2(math.e), args.scale,
+        **constants(args, steps),
     )  # fmt: skip
 
 
@@ -160,7 +163,8 @@ def of_keys(
     pieces: int,
     piece: int,
 ) -> None:
-    """Writes dK and dV, or a sum for each piece of the query heads, from what `of_queries` saved. `plan_rows`: those of the keys."""
+    """Writes dK and dV, or a sum for each piece of the query heads, from what `of_queries` saved. `plan_rows`: of the
+    keys."""
     args, grad = gradients.forward, gradients.grad_out
     (batch, _, heads, head_dim), (kv_len, kv_heads) = args.q.shape, args.k.shape[1:3]
     programs = batch * kv_heads * pieces * plan_rows.shape[-2] * args.block_k // 128
@@ -168,10 +172,10 @@ def of_keys(
     steps = KEY_STEPS[head_dim]
     dkv_kernel[(programs,)](
         *(describe(x, steps.block_n) for x in (args.q, grad)), *(describe_rows(x, steps.block_n) for x in saved),
-        *(describe(x, 64) for x in (args.k, args.v)),
-        *partials, plan_rows, *args[4:6], rows_stride, kv_len, kv_heads, batch * kv_heads, pieces, piece,
-        args.scale * math.log2(math.e), args.scale, GROUP=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_Q=args.block_q,
-        BLOCK_K=args.block_k, BLOCK_M=steps.block_n, STAGES=steps.stages, FOLD_SCALE=args.scale > 0, num_warps=4, **CONTRACTED,
+        *(describe(x, 64) for x in (args.k, args.v)), *partials, plan_rows, *args[4:6], rows_stride, kv_len, kv_heads,
+        batch * kv_heads, pieces, piece, args.scale * math.log2(math.e), args.scale, GROUP=heads // kv_heads,
+        HEAD_DIM=head_dim, BLOCK_Q=args.block_q, BLOCK_K=args.block_k, BLOCK_M=steps.block_n, STAGES=steps.stages,
+        FOLD_SCALE=args.scale > 0, num_warps=4, **CONTRACTED,
     )  # fmt: skip
 
 

@@ -37,7 +37,7 @@ def serves(args: SpeculativeArguments) -> bool:
 
 
 def forward(args: SpeculativeArguments, *, append: bool = False) -> tuple[Tensor, Tensor]:
-    """As `pdkernels.triton.speculative_attention.forward`, for a call that the kernel `serves`."""
+    """Runs `pdkernels.triton.speculative_attention.forward`'s Gluon form, for a call that the kernel `serves`."""
     q, k_new, v_new, k_cache, v_cache = args[:5]
     begins, table = args.cu_seqlens, args.block_table
     if begins is not None:
@@ -61,12 +61,12 @@ def forward(args: SpeculativeArguments, *, append: bool = False) -> tuple[Tensor
         partial_out = torch.empty((splits, *out.shape), dtype=torch.float32, device=q.device)
         partial_lse = torch.empty((splits, *lse.shape), dtype=torch.float32, device=q.device)
     split_kernel[(splits * batch * kv_heads * row_tiles,)](
-        *(describe(x, steps.block_n) for x in (k_cache, v_cache)),
-        q, k_new, v_new, k_cache, v_cache, lengths, table, args.plan_rows, args.plan_lists, args.bitmaps, partial_out, partial_lse,
-        begins, None if args.sinks is None else args.sinks.contiguous(),
+        *(describe(x, steps.block_n) for x in (k_cache, v_cache)), q, k_new, v_new, k_cache, v_cache, lengths, table,
+        args.plan_rows, args.plan_lists, args.bitmaps, partial_out, partial_lse, begins,
+        None if args.sinks is None else args.sinks.contiguous(),
         *(stride for x in (q, k_new, v_new, k_cache, v_cache) for stride in x.stride()[:3]),
-        0 if table is None else table.stride(0), args.plan_rows.stride(0) if args.plan_rows.dim() == 3 else 0,
-        batch, new, entries * rows_each, kv_heads, args.capacity, splits, row_tiles, args.scale * math.log2(math.e),
+        0 if table is None else table.stride(0), args.plan_rows.stride(0) if args.plan_rows.dim() == 3 else 0, batch,
+        new, entries * rows_each, kv_heads, args.capacity, splits, row_tiles, args.scale * math.log2(math.e),
         GROUP=group, HEAD_DIM=head_dim, BLOCK_Q=args.block_q, BLOCK_K=args.block_k, BLOCK_N=steps.block_n,
         STAGES=steps.stages, PAGE_SIZE=page_size, WARPS=4, FOLD_SCALE=args.scale > 0, num_warps=4, **CONTRACTED,
     )  # fmt: skip

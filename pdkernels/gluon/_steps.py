@@ -1,7 +1,7 @@
-"""What the attention kernels in Gluon share: a step of the online softmax, bits of a tile, walks over the ranges of a plan.
+"""Code that the attention kernels in Gluon share: the online softmax, bits of a tile, walks over the ranges of a plan.
 
-A consumer is a warp group of four warps that owns 64 rows. Its scores ``(64, BLOCK_N)`` and its sums ``(64, HEAD_DIM)`` have the
-layout of wgmma, in which a thread holds pairs of columns of two rows.
+A consumer is a warp group of four warps that owns 64 rows. Its scores ``(64, BLOCK_N)`` and its sums ``(64, HEAD_DIM)``
+have the layout of wgmma, in which a thread holds pairs of columns of two rows.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 @gluon.constexpr_function
 def scores_layout(columns):
-    """Of a product of 64 rows and so many columns."""
+    """The layout of a product of 64 rows and so many columns."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
 @gluon.constexpr_function
 def weights_layout(columns):
-    """Of weights as the left operand of a product with so many columns."""
+    """The layout of weights as the left operand of a product with so many columns."""
     return gl.DotOperandLayout(0, scores_layout(columns), 2)
 
 
 @gluon.constexpr_function
 def rows_layout(head_dim, warps):
-    """Of whole rows, 16 bytes a thread."""
+    """The layout of whole rows, 16 bytes a thread."""
     across = head_dim // 8
     return gl.BlockedLayout([1, 8], [32 // across, across], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def bits_layout(columns):
-    """Of ``(64, columns / 32, 4, 4, 2)`` bits, such that a reshape to ``(64, columns)`` moves nothing between threads: of a word's bits
-    ``8 i + 2 j + k`` a thread holds those of one j, in registers."""
+    """The layout of ``(64, columns / 32, 4, 4, 2)`` bits, such that a reshape to ``(64, columns)`` moves nothing
+    between threads: of a word's bits ``8 i + 2 j + k`` a thread holds those of one j, in registers."""
     word_bases = [[0, 1 << i, 0, 0, 0] for i in range((columns // 32).bit_length() - 1)]
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 0, 0, 0, 1], [8, 0, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0], *word_bases],
@@ -52,7 +52,7 @@ def stage_of(count, STAGES: gl.constexpr):
 
 @gluon.jit
 def ring_barriers(STAGES: gl.constexpr):
-    """``(k_ready, v_ready, k_free, v_free)`` of rings that a producer fills and two consumers free; a fence must follow."""
+    """``(k_ready, v_ready, k_free, v_free)`` of rings with a producer and two consumers; a fence must follow."""
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -76,7 +76,7 @@ def steps_in_ranges(lists, begin, middle, CUTS: gl.constexpr):
 
 @gluon.constexpr_function
 def words_layout(columns):
-    """Of the ``(64, columns / 32)`` words that hold those bits."""
+    """The layout of the ``(64, columns / 32)`` words that hold these bits."""
     return gl.SliceLayout(2, gl.SliceLayout(2, gl.SliceLayout(4, bits_layout(columns))))
 
 
@@ -85,7 +85,7 @@ def words_of(
     bitmaps, bitmap, columns_left, row, column,
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """The part ``[row : row + 64, column : column + BLOCK_N]`` of a bitmap, all ones for bitmap -1, as `shifted` words."""
+    """The part ``[row : row + 64, column : column + BLOCK_N]`` of a bitmap as `shifted` words, all ones for -1."""
     WORDS: gl.constexpr = words_layout(BLOCK_N)
     TILE_WORDS: gl.constexpr = (BLOCK_K + 31) // 32
     rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, WORDS))
@@ -97,7 +97,8 @@ def words_of(
 
 @gluon.jit
 def shifted(loaded, columns_left, BLOCK_N: gl.constexpr):
-    """Words, each shifted for the columns of its thread. Columns from `columns_left` on are 0, which costs nothing for each element."""
+    """Words, each shifted for the columns of its thread. Columns from `columns_left` on are 0, at no cost an
+    element."""
     GROUPS: gl.constexpr = gl.SliceLayout(4, bits_layout(BLOCK_N))
     PAIRS: gl.constexpr = gl.SliceLayout(2, GROUPS)
     word = gl.arange(0, BLOCK_N // 32, layout=gl.SliceLayout(0, words_layout(BLOCK_N)))
@@ -109,7 +110,7 @@ def shifted(loaded, columns_left, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def hide(s, mask):
-    """Scores, -inf where the bit is 0. The compiler knows the position of every bit, so that a test takes one instruction."""
+    """Scores, -inf where the bit is 0. The compiler knows the position of every bit, so a test is one instruction."""
     BLOCK_N: gl.constexpr = s.shape[1]
     BITS: gl.constexpr = bits_layout(BLOCK_N)
     GROUPS: gl.constexpr = gl.SliceLayout(4, BITS)
@@ -146,8 +147,8 @@ def hidden(s, mask, tested):
 
 @gluon.jit
 def softmax(s, mask, m_i, l_i, score_scale, FOLD_SCALE: gl.constexpr):
-    """``(p, alpha, m_i, l_i)`` of each row, in base 2: the weights of a step, the factor of what was added up before it, and the running
-    maximum and sum. `mask` None: everything is visible."""
+    """``(p, alpha, m_i, l_i)`` of each row, in base 2: the weights of a step, the factor of what was added up before
+    it, and the running maximum and sum. `mask` None: everything is visible."""
     factor = score_scale
     if not FOLD_SCALE:
         s *= score_scale
@@ -188,7 +189,7 @@ def step(
     acc, weights, q_smem, k_smem, v_smem, k_ready, v_ready, k_free, v_free, count, mask, m_i, l_i, score_scale,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, FOLD_SCALE: gl.constexpr,
 ):  # fmt: skip
-    """The scores of step `count` while the values of the step before are added up; its softmax runs beside that second product."""
+    """The scores of step `count`; its softmax runs beside the product with the values of the step before."""
     s = next_scores(q_smem, k_smem, k_ready, count, BLOCK_N, STAGES)
     acc = add_values(acc, weights, v_smem, v_ready, count - 1, BLOCK_N, STAGES)
     s = warpgroup_mma_wait(1, deps=[s])
@@ -202,7 +203,7 @@ def step(
 
 @gluon.jit
 def packed(p, DTYPE: gl.constexpr):
-    """Weights in the dtype of the values, two in a word. As words they go around a loop without being taken apart and put together."""
+    """Weights in the dtype of the values, two in a word, so that a loop carries them without taking them apart."""
     first, second = gl.split(gl.reshape(p, [64, p.shape[1] // 2, 2]))
     if DTYPE == gl.bfloat16:
         return gl.inline_asm_elementwise(
@@ -216,7 +217,7 @@ def packed(p, DTYPE: gl.constexpr):
 
 @gluon.jit
 def unpacked(packed_weights, DTYPE: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Those weights as an operand."""
+    """Unpacks such weights as an operand."""
     if DTYPE == gl.bfloat16:
         first, second = gl.inline_asm_elementwise(
             "mov.b32 {$0, $1}, $2;", "=h,=h,r", [packed_weights], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1

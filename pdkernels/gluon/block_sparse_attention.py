@@ -1,11 +1,13 @@
-"""The forward pass of attention over a tile plan for Hopper, in Gluon: what `pdkernels.triton.block_sparse_attention` computes.
+"""The forward pass of `pdkernels.triton.block_sparse_attention` for Hopper, in Gluon.
 
-A program has a producer, one warp that copies queries, keys and values to shared memory by TMA, and two consumers, warp groups of
-64 rows each. A consumer's softmax runs beside its product with the values of the step before, and beside the products of the other
-consumer. Tiles that need a mask come first: the first step looks at its mask anyway, and the loop over full tiles has none.
+A program has a producer, one warp that copies queries, keys and values to shared memory by TMA, and two consumers, warp
+groups of 64 rows each. A consumer's softmax runs beside its product with the values of the step before, and beside the
+products of the other consumer. Tiles that need a mask come first: the first step looks at its mask anyway, and the loop
+over full tiles has none.
 
-Programs are persistent. They take tiles in descending order of visits, in turns of alternating direction: a program that got the longest
-of one turn gets the shortest of the next. While a consumer stores its results, the producer has begun to load the next tile.
+Programs are persistent. They take tiles in descending order of visits, in turns of alternating direction: a program
+that got the longest of one turn gets the shortest of the next. While a consumer stores its results, the producer has
+begun to load the next tile.
 
 A plan of 64 query rows pairs two heads that share keys and values, one for each consumer.
 """
@@ -46,10 +48,12 @@ def tile_of(
     turn, plan_rows, lists, rows_stride, num_tiles, kv_heads, sequences, section,
     GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """What this program works on in its `turn`: (batch, kv head, first query head within its group, first row, and in the plan the
-    offset of that row in its tile, where the ranges start, where the tiles that need a mask start; steps with a mask, steps without).
+    """The work of this program in its `turn`: (batch, kv head, first query head within its group, first row, and in the
+    plan the offset of that row in its tile, where the ranges start, where the tiles that need a mask start; steps with
+    a mask, steps without).
 
-    Of `sequences` pairs of a sample and a KV head, `section` at a time are worked on, so that their keys and values stay in the L2 cache.
+    Of `sequences` pairs of a sample and a KV head, `section` at a time are worked on, so that their keys and values
+    stay in the L2 cache.
     """
     HEADS: gl.constexpr = 128 // BLOCK_Q if BLOCK_Q < 128 else 1
     CUTS: gl.constexpr = BLOCK_Q // 128 if BLOCK_Q > 128 else 1
@@ -75,9 +79,9 @@ def tile_of(
 
 @gluon.jit
 def produce(
-    q_desc, grad_desc, k_desc, v_desc, q_smem, grad_smem, k_smem, v_smem, q_ready, k_ready, v_ready, q_free, k_free, v_free,
-    plan_rows, lists, rows_stride, num_tiles, kv_heads, sequences, section, items,
-    GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    q_desc, grad_desc, k_desc, v_desc, q_smem, grad_smem, k_smem, v_smem, q_ready, k_ready, v_ready, q_free, k_free,
+    v_free, plan_rows, lists, rows_stride, num_tiles, kv_heads, sequences, section, items, GROUP: gl.constexpr,
+    BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Copies queries, gradients of their results if there are any, keys and values."""
     CUTS: gl.constexpr = BLOCK_K // BLOCK_N
@@ -236,26 +240,26 @@ def forward_kernel(
             (
                 consume,
                 (
-                    o_desc, lse, sinks, q_smem.index(0), k_smem, v_smem, o_smem.index(0), q_ready.index(0), k_ready, v_ready,
-                    q_free.index(0), k_free, v_free, plan_rows, lists, bitmaps, rows_stride, num_tiles, q_len, kv_len,
-                    kv_heads, sequences, section, items, score_scale, 0, GROUP, HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_N,
-                    STAGES, FOLD_SCALE,
+                    o_desc, lse, sinks, q_smem.index(0), k_smem, v_smem, o_smem.index(0), q_ready.index(0), k_ready,
+                    v_ready, q_free.index(0), k_free, v_free, plan_rows, lists, bitmaps, rows_stride, num_tiles,
+                    q_len, kv_len, kv_heads, sequences, section, items, score_scale, 0, GROUP, HEAD_DIM, BLOCK_Q,
+                    BLOCK_K, BLOCK_N, STAGES, FOLD_SCALE,
                 ),
             ),
             (
                 consume,
                 (
-                    o_desc, lse, sinks, q_smem.index(1), k_smem, v_smem, o_smem.index(1), q_ready.index(1), k_ready, v_ready,
-                    q_free.index(1), k_free, v_free, plan_rows, lists, bitmaps, rows_stride, num_tiles, q_len, kv_len,
-                    kv_heads, sequences, section, items, score_scale, 1, GROUP, HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_N,
-                    STAGES, FOLD_SCALE,
+                    o_desc, lse, sinks, q_smem.index(1), k_smem, v_smem, o_smem.index(1), q_ready.index(1), k_ready,
+                    v_ready, q_free.index(1), k_free, v_free, plan_rows, lists, bitmaps, rows_stride, num_tiles,
+                    q_len, kv_len, kv_heads, sequences, section, items, score_scale, 1, GROUP, HEAD_DIM, BLOCK_Q,
+                    BLOCK_K, BLOCK_N, STAGES, FOLD_SCALE,
                 ),
             ),
             (
                 produce,
                 (
-                    q_desc, None, k_desc, v_desc, q_smem, None, k_smem, v_smem, q_ready, k_ready, v_ready, q_free, k_free, v_free,
-                    plan_rows, lists, rows_stride, num_tiles, kv_heads, sequences, section, items,
+                    q_desc, None, k_desc, v_desc, q_smem, None, k_smem, v_smem, q_ready, k_ready, v_ready, q_free,
+                    k_free, v_free, plan_rows, lists, rows_stride, num_tiles, kv_heads, sequences, section, items,
                     GROUP, BLOCK_Q, BLOCK_K, BLOCK_N, STAGES,
                 ),
             ),

@@ -1,8 +1,9 @@
-"""dQ of attention over a tile plan for Hopper, in Gluon: what `_dq_kernel` of `pdkernels.triton.block_sparse_attention` computes.
+"""dQ of attention over a tile plan for Hopper, in Gluon: `_dq_kernel` of `pdkernels.triton.block_sparse_attention`.
 
-Programs, producer and the order of tiles are those of the forward kernel; the producer brings the gradients of the results along with the
-queries. A step of 64 keys starts its two products with keys and with values, and then the product that adds the step before to dQ. The
-weights are computed beside the last two of these, their gradients beside the last. Keys are freed a step later than values.
+Programs, producer and the order of tiles are those of the forward kernel; the producer brings the gradients of the
+results along with the queries. A step of 64 keys starts its two products with keys and with values, and then the
+product that adds the step before to dQ. The weights are computed beside the last two of these, their gradients beside
+the last. Keys are freed a step later than values.
 
 Every sum has one order, so gradients repeat bit for bit.
 """
@@ -19,7 +20,7 @@ from pdkernels.gluon.block_sparse_attention import LOG2_E, produce, tile_of, tur
 
 @gluon.jit
 def weights_of(s, mask, row_lse, score_scale, FOLD_SCALE: gl.constexpr):
-    """Of scores. Rows that saw nothing have a log-sum-exp of +inf here, and weights of 0."""
+    """The weights of scores. Rows that saw nothing have a log-sum-exp of +inf here, and weights of 0."""
     factor = score_scale
     if not FOLD_SCALE:
         s *= score_scale
@@ -178,29 +179,29 @@ def dq_kernel(
             (
                 consume_dq,
                 (
-                    dq_desc, grad_out, out, lse, grad_lse, lse_b, delta, q_smem.index(0), grad_smem.index(0), k_smem, v_smem,
-                    dq_smem.index(0), q_ready.index(0), k_ready, v_ready, q_free.index(0), k_free, v_free, plan_rows, lists,
-                    bitmaps, grad_stride_b, grad_stride, grad_stride_h, rows_stride, num_tiles, saved_stride, q_len, kv_len,
-                    kv_heads, sequences, section, items, score_scale, scale, 0, GROUP, HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_N,
-                    STAGES, FOLD_SCALE,
+                    dq_desc, grad_out, out, lse, grad_lse, lse_b, delta, q_smem.index(0), grad_smem.index(0), k_smem,
+                    v_smem, dq_smem.index(0), q_ready.index(0), k_ready, v_ready, q_free.index(0), k_free, v_free,
+                    plan_rows, lists, bitmaps, grad_stride_b, grad_stride, grad_stride_h, rows_stride, num_tiles,
+                    saved_stride, q_len, kv_len, kv_heads, sequences, section, items, score_scale, scale, 0, GROUP,
+                    HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_N, STAGES, FOLD_SCALE,
                 ),
             ),
             (
                 consume_dq,
                 (
-                    dq_desc, grad_out, out, lse, grad_lse, lse_b, delta, q_smem.index(1), grad_smem.index(1), k_smem, v_smem,
-                    dq_smem.index(1), q_ready.index(1), k_ready, v_ready, q_free.index(1), k_free, v_free, plan_rows, lists,
-                    bitmaps, grad_stride_b, grad_stride, grad_stride_h, rows_stride, num_tiles, saved_stride, q_len, kv_len,
-                    kv_heads, sequences, section, items, score_scale, scale, 1, GROUP, HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_N,
-                    STAGES, FOLD_SCALE,
+                    dq_desc, grad_out, out, lse, grad_lse, lse_b, delta, q_smem.index(1), grad_smem.index(1), k_smem,
+                    v_smem, dq_smem.index(1), q_ready.index(1), k_ready, v_ready, q_free.index(1), k_free, v_free,
+                    plan_rows, lists, bitmaps, grad_stride_b, grad_stride, grad_stride_h, rows_stride, num_tiles,
+                    saved_stride, q_len, kv_len, kv_heads, sequences, section, items, score_scale, scale, 1, GROUP,
+                    HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_N, STAGES, FOLD_SCALE,
                 ),
             ),
             (
                 produce,
                 (
                     q_desc, grad_desc, k_desc, v_desc, q_smem, grad_smem, k_smem, v_smem, q_ready, k_ready, v_ready,
-                    q_free, k_free, v_free, plan_rows, lists, rows_stride, num_tiles, kv_heads, sequences, section, items,
-                    GROUP, BLOCK_Q, BLOCK_K, BLOCK_N, STAGES,
+                    q_free, k_free, v_free, plan_rows, lists, rows_stride, num_tiles, kv_heads, sequences, section,
+                    items, GROUP, BLOCK_Q, BLOCK_K, BLOCK_N, STAGES,
                 ),
             ),
         ],

@@ -1,14 +1,17 @@
-"""dK and dV of attention over a tile plan for Hopper, in Gluon: what `_dkv_kernel` of `pdkernels.triton.block_sparse_attention` computes.
+"""dK and dV of attention over a tile plan for Hopper, in Gluon: what `_dkv_kernel` of
+`pdkernels.triton.block_sparse_attention` computes.
 
-A program takes 128 keys, 64 for each of two consumers, whose dK and dV stay in registers. The producer brings keys and values once, then
-queries and gradients of the results, 64 rows a step, with the log-sum-exp and delta of these rows that the kernel of dQ wrote. Scores are
-transposed, keys by queries, so that weights and their gradients are left operands straight from registers. A step starts its two products
-with queries and with gradients, and then the one that adds the step before to dK. The weights are computed beside the last two of these,
-their gradients beside the product that adds the weights to dV. Queries are freed a step later than gradients.
+A program takes 128 keys, 64 for each of two consumers, whose dK and dV stay in registers. The producer brings keys and
+values once, then queries and gradients of the results, 64 rows a step, with the log-sum-exp and delta of these rows
+that the kernel of dQ wrote. Scores are transposed, keys by queries, so that weights and their gradients are left
+operands straight from registers. A step starts its two products with queries and with gradients, and then the one that
+adds the step before to dK. The weights are computed beside the last two of these, their gradients beside the product
+that adds the weights to dV. Queries are freed a step later than gradients.
 
-Each tile has a program, and the longest start first: persistent programs would keep what they need for the next tile in registers, of which
-there are none left. Where keys are few, the query heads that share them are dealt out to several programs, as the Triton kernel does, whose
-sums are added up in order. Every sum has one order, so gradients repeat bit for bit.
+Each tile has a program, and the longest start first: persistent programs would keep what they need for the next tile in
+registers, of which there are none left. Where keys are few, the query heads that share them are dealt out to several
+programs, as the Triton kernel does, whose sums are added up in order. Every sum has one order, so gradients repeat bit
+for bit.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from pdkernels.gluon._steps import (
 
 @gluon.constexpr_function
 def columns_layout(queries):
-    """Of ``(2, 32, queries)`` scores, 64 keys in two words, such that a reshape to ``(64, queries)`` moves nothing between threads."""
+    """The layout of ``(2, 32, queries)`` scores that a reshape to ``(64, queries)`` keeps in their threads."""
     columns = [[0, 0, 8 << i] for i in range((queries // 8).bit_length() - 1)]
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 0, 1], [0, 8, 0], *columns],
@@ -53,8 +56,9 @@ def key_tile_of(
     plan_rows, lists, rows_stride, kv_heads, sequences, pieces, piece,
     GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_M: gl.constexpr,
 ):  # fmt: skip
-    """What this program works on: (batch, KV head, part of its query heads, first of them, how many; first key, and in the plan the offset
-    of that key in its tile, where the ranges start, where the tiles that need a mask start; steps of a head with a mask, and without)."""
+    """The work of this program: (batch, KV head, part of its query heads, first of them, how many; first key, and in
+    the plan the offset of that key in its tile, where the ranges start, where the tiles that need a mask start; steps
+    of a head with a mask, and without)."""
     CUTS: gl.constexpr = BLOCK_K // 128
     item = gl.program_id(0)
     sequence = item % sequences
@@ -128,7 +132,7 @@ def produce_queries(
 def words_of_queries(
     lists, bitmaps, i, middle, column, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_M: gl.constexpr
 ):
-    """Which of 64 keys each query sees in the i-th of the steps that need a mask, as ``(2, BLOCK_M)`` words; -1: all of them."""
+    """Which of 64 keys each query sees in the i-th step that needs a mask, as ``(2, BLOCK_M)`` words; -1: all."""
     WORDS: gl.constexpr = gl.SliceLayout(1, columns_layout(BLOCK_M))
     CUTS: gl.constexpr = BLOCK_Q // BLOCK_M
     TILE_WORDS: gl.constexpr = (BLOCK_K + 31) // 32
@@ -156,10 +160,11 @@ def hide_transposed(s, mask):
 
 @gluon.jit
 def dkv_step(
-    dk, dv, gradients, key, value, q_smem, grad_smem, lse_smem, delta_smem, q_ready, grad_ready, q_free, grad_free, count, mask,
-    score_scale, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FOLD_SCALE: gl.constexpr,
+    dk, dv, gradients, key, value, q_smem, grad_smem, lse_smem, delta_smem, q_ready, grad_ready, q_free, grad_free,
+    count, mask, score_scale, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FOLD_SCALE: gl.constexpr,
 ):  # fmt: skip
-    """Adds the step before to dK and step `count` to dV, and computes the gradients of its scores. `gradients` None: there is no step before."""
+    """Adds the step before to dK and step `count` to dV, and computes the gradients of its scores. `gradients` None:
+    there is no step before."""
     SCORES: gl.constexpr = scores_layout(BLOCK_M)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
     stage, phase = stage_of(count, STAGES)
@@ -282,27 +287,27 @@ def dkv_kernel(
             (
                 consume_queries,
                 (
-                    dk, dv, k_smem.index(0), v_smem.index(0), q_smem, grad_smem, lse_smem, delta_smem, kv_ready.index(0),
-                    q_ready, grad_ready, q_free, grad_free, plan_rows, lists, bitmaps, rows_stride, kv_len,
-                    kv_heads, sequences, pieces, piece, score_scale, scale, 0, GROUP, HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_M,
-                    STAGES, FOLD_SCALE,
+                    dk, dv, k_smem.index(0), v_smem.index(0), q_smem, grad_smem, lse_smem, delta_smem,
+                    kv_ready.index(0), q_ready, grad_ready, q_free, grad_free, plan_rows, lists, bitmaps, rows_stride,
+                    kv_len, kv_heads, sequences, pieces, piece, score_scale, scale, 0, GROUP, HEAD_DIM, BLOCK_Q,
+                    BLOCK_K, BLOCK_M, STAGES, FOLD_SCALE,
                 ),
             ),
             (
                 consume_queries,
                 (
-                    dk, dv, k_smem.index(1), v_smem.index(1), q_smem, grad_smem, lse_smem, delta_smem, kv_ready.index(1),
-                    q_ready, grad_ready, q_free, grad_free, plan_rows, lists, bitmaps, rows_stride, kv_len,
-                    kv_heads, sequences, pieces, piece, score_scale, scale, 1, GROUP, HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_M,
-                    STAGES, FOLD_SCALE,
+                    dk, dv, k_smem.index(1), v_smem.index(1), q_smem, grad_smem, lse_smem, delta_smem,
+                    kv_ready.index(1), q_ready, grad_ready, q_free, grad_free, plan_rows, lists, bitmaps, rows_stride,
+                    kv_len, kv_heads, sequences, pieces, piece, score_scale, scale, 1, GROUP, HEAD_DIM, BLOCK_Q,
+                    BLOCK_K, BLOCK_M, STAGES, FOLD_SCALE,
                 ),
             ),
             (
                 produce_queries,
                 (
-                    q_desc, grad_desc, lse_desc, delta_desc, k_desc, v_desc, q_smem, grad_smem, lse_smem, delta_smem, k_smem,
-                    v_smem, kv_ready, q_ready, grad_ready, q_free, grad_free, plan_rows, lists, rows_stride, kv_heads,
-                    sequences, pieces, piece, GROUP, BLOCK_Q, BLOCK_K, BLOCK_M, STAGES,
+                    q_desc, grad_desc, lse_desc, delta_desc, k_desc, v_desc, q_smem, grad_smem, lse_smem, delta_smem,
+                    k_smem, v_smem, kv_ready, q_ready, grad_ready, q_free, grad_free, plan_rows, lists, rows_stride,
+                    kv_heads, sequences, pieces, piece, GROUP, BLOCK_Q, BLOCK_K, BLOCK_M, STAGES,
                 ),
             ),
         ],

@@ -1,13 +1,15 @@
-"""Attention of many new tokens over a cached prefix and a planned tail for Hopper, in Gluon: the splits of `pdkernels.triton.speculative_attention`.
+"""Attention of many new tokens over a cached prefix and a planned tail for Hopper, in Gluon: the splits of
+`pdkernels.triton.speculative_attention`.
 
-Rows are packed, and prefixes split, as there. A program has 128 packed rows, 64 for each of two consumers, and a producer that copies keys and
-values into two rings. Steps that need a mask come first: over the new tokens, if the split is the last one in use, then over what is left of the
-prefix after its whole steps. The producer copies these by cp.async, which leaves out what lies past the end and puts zeros there. Whole steps
-are copied by TMA, so each has to lie within a page. Copies of whole steps by cp.async from pages of 16 were measured too: 104 us where Triton's
-kernel takes 91 (H200, 81 tokens after 16,384, 32 heads of 128).
+Rows are packed, and prefixes split, as there. A program has 128 packed rows, 64 for each of two consumers, and a
+producer that copies keys and values into two rings. Steps that need a mask come first: over the new tokens, if the
+split is the last one in use, then over what is left of the prefix after its whole steps. The producer copies these by
+cp.async, which leaves out what lies past the end and puts zeros there. Whole steps are copied by TMA, so each has to
+lie within a page. Copies of whole steps by cp.async from pages of 16 were measured too: 104 us where Triton's kernel
+takes 91 (H200, 81 tokens after 16,384, 32 heads of 128).
 
-A copy by cp.async belongs to the generic proxy. The threads wait for their copies, fence, and meet before one of them signals the consumers, while
-the next copy is under way already.
+A copy by cp.async belongs to the generic proxy. The threads wait for their copies, fence, and meet before one of them
+signals the consumers, while the next copy is under way already.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ ROWS = gl.constexpr(128)
 
 @gluon.constexpr_function
 def ring_layout(rows, head_dim, dtype):
-    """Of a step of keys or values, as TMA writes and products read it."""
+    """The layout of a step of keys or values, as TMA writes and products read it."""
     return gl.NVMMASharedLayout.get_default_for([1, rows, 1, head_dim], dtype)
 
 
@@ -60,8 +62,9 @@ def work_of(
     lengths, begins, plan_rows, lists, rows_stride, batch_size, new, kv_heads, capacity, splits, row_tiles,
     GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """What this program works on: (sequence, KV head, split, first packed row; where the sequence's new tokens begin and how many they
-    are; first and last key of the prefix; steps over new tokens, steps with a mask, all steps). A program without work has no step.
+    """The work of this program: (sequence, KV head, split, first packed row; where the sequence's new tokens begin and
+    how many they are; first and last key of the prefix; steps over new tokens, steps with a mask, all steps). A program
+    without work has no step.
 
     Tiles of rows that read the same keys are adjacent, for the L2 cache. The split with the new tokens starts first."""
     program = gl.program_id(0)
@@ -194,15 +197,17 @@ def produce(
         stage, phase = stage_of(i, STAGES)
         mbarrier.wait(k_free.index(stage), phase ^ 1)
         load_step(
-            k_desc, k_new, kn_stride, k_cache, kc_stride_b, kc_stride, table, k_smem.index(stage), k_ready.index(stage), i,
-            batch, kv_head, new, first, end, tail, masked, BLOCK_N, HEAD_DIM, PAGE_SIZE, WARPS,
+            k_desc, k_new, kn_stride, k_cache, kc_stride_b, kc_stride, table, k_smem.index(stage),
+            k_ready.index(stage), i, batch, kv_head, new, first, end, tail, masked, BLOCK_N, HEAD_DIM, PAGE_SIZE,
+            WARPS,
         )  # fmt: skip
         if (i > 0) & (i <= masked):
             complete(v_ready.index((i + STAGES - 1) % STAGES))
         mbarrier.wait(v_free.index(stage), phase ^ 1)
         load_step(
-            v_desc, v_new, vn_stride, v_cache, vc_stride_b, vc_stride, table, v_smem.index(stage), v_ready.index(stage), i,
-            batch, kv_head, new, first, end, tail, masked, BLOCK_N, HEAD_DIM, PAGE_SIZE, WARPS,
+            v_desc, v_new, vn_stride, v_cache, vc_stride_b, vc_stride, table, v_smem.index(stage),
+            v_ready.index(stage), i, batch, kv_head, new, first, end, tail, masked, BLOCK_N, HEAD_DIM, PAGE_SIZE,
+            WARPS,
         )  # fmt: skip
         if i < masked:
             complete(k_ready.index(stage))
@@ -312,7 +317,8 @@ def consume(
         inverse = gl.convert_layout(1.0 / gl.where(nothing, 1.0, l_i), gl.SliceLayout(1, SUMS))
         # A row without weights is 0, even if its zeros met infinite values.
         acc = gl.where(gl.convert_layout(nothing, gl.SliceLayout(1, SUMS))[:, None], 0.0, acc * inverse[:, None])
-        # (splits, batch, new, heads, head_dim) and (splits, batch, heads, new); packed (splits, rows, heads, head_dim), (splits, heads, rows)
+        # (splits, batch, new, heads, head_dim) and (splits, batch, heads, new); packed (splits, rows, heads, head_dim),
+        # (splits, heads, rows)
         all_heads = kv_heads * GROUP
         before = split * all_rows.to(gl.int64)
         rows = row_start + gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS))
@@ -352,12 +358,12 @@ _CHANGING = [
 
 @gluon.jit(do_not_specialize=_CHANGING)
 def split_kernel(
-    k_desc, v_desc, q, k_new, v_new, k_cache, v_cache, lengths, table, plan_rows, lists, bitmaps, out, lse, begins, sinks,
-    q_stride_b, q_stride, q_stride_h, kn_stride_b, kn_stride, kn_stride_h, vn_stride_b, vn_stride, vn_stride_h,
-    kc_stride_b, kc_stride, kc_stride_h, vc_stride_b, vc_stride, vc_stride_h, table_stride, rows_stride,
-    batch_size, new, all_rows, kv_heads, capacity, splits, row_tiles, score_scale,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, PAGE_SIZE: gl.constexpr, WARPS: gl.constexpr, FOLD_SCALE: gl.constexpr,
+    k_desc, v_desc, q, k_new, v_new, k_cache, v_cache, lengths, table, plan_rows, lists, bitmaps, out, lse, begins,
+    sinks, q_stride_b, q_stride, q_stride_h, kn_stride_b, kn_stride, kn_stride_h, vn_stride_b, vn_stride, vn_stride_h,
+    kc_stride_b, kc_stride, kc_stride_h, vc_stride_b, vc_stride, vc_stride_h, table_stride, rows_stride, batch_size,
+    new, all_rows, kv_heads, capacity, splits, row_tiles, score_scale, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+    BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, WARPS: gl.constexpr, FOLD_SCALE: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = q.dtype.element_ty
     RING: gl.constexpr = ring_layout(BLOCK_N, HEAD_DIM, DTYPE)
@@ -372,29 +378,29 @@ def split_kernel(
             (
                 consume,
                 (
-                    q, out, lse, sinks, lengths, begins, plan_rows, lists, bitmaps, q_stride_b, q_stride, q_stride_h, rows_stride,
-                    batch_size, new, all_rows, kv_heads, capacity, splits, row_tiles, score_scale,
-                    q_smem.index(0), k_smem, v_smem, k_ready, v_ready, k_free, v_free,
-                    0, GROUP, HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_N, STAGES, FOLD_SCALE,
+                    q, out, lse, sinks, lengths, begins, plan_rows, lists, bitmaps, q_stride_b, q_stride, q_stride_h,
+                    rows_stride, batch_size, new, all_rows, kv_heads, capacity, splits, row_tiles, score_scale,
+                    q_smem.index(0), k_smem, v_smem, k_ready, v_ready, k_free, v_free, 0, GROUP, HEAD_DIM, BLOCK_Q,
+                    BLOCK_K, BLOCK_N, STAGES, FOLD_SCALE,
                 ),
             ),
             (
                 consume,
                 (
-                    q, out, lse, sinks, lengths, begins, plan_rows, lists, bitmaps, q_stride_b, q_stride, q_stride_h, rows_stride,
-                    batch_size, new, all_rows, kv_heads, capacity, splits, row_tiles, score_scale,
-                    q_smem.index(1), k_smem, v_smem, k_ready, v_ready, k_free, v_free,
-                    1, GROUP, HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_N, STAGES, FOLD_SCALE,
+                    q, out, lse, sinks, lengths, begins, plan_rows, lists, bitmaps, q_stride_b, q_stride, q_stride_h,
+                    rows_stride, batch_size, new, all_rows, kv_heads, capacity, splits, row_tiles, score_scale,
+                    q_smem.index(1), k_smem, v_smem, k_ready, v_ready, k_free, v_free, 1, GROUP, HEAD_DIM, BLOCK_Q,
+                    BLOCK_K, BLOCK_N, STAGES, FOLD_SCALE,
                 ),
             ),
             (
                 produce,
                 (
                     k_desc, v_desc, k_new, v_new, k_cache, v_cache, lengths, table, begins, plan_rows, lists,
-                    kn_stride_b, kn_stride, kn_stride_h, vn_stride_b, vn_stride, vn_stride_h,
-                    kc_stride_b, kc_stride, kc_stride_h, vc_stride_b, vc_stride, vc_stride_h, table_stride, rows_stride,
-                    batch_size, new, kv_heads, capacity, splits, row_tiles, k_smem, v_smem, k_ready, v_ready, k_free, v_free,
-                    GROUP, HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_N, STAGES, PAGE_SIZE, WARPS,
+                    kn_stride_b, kn_stride, kn_stride_h, vn_stride_b, vn_stride, vn_stride_h, kc_stride_b, kc_stride,
+                    kc_stride_h, vc_stride_b, vc_stride, vc_stride_h, table_stride, rows_stride, batch_size, new,
+                    kv_heads, capacity, splits, row_tiles, k_smem, v_smem, k_ready, v_ready, k_free, v_free, GROUP,
+                    HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_N, STAGES, PAGE_SIZE, WARPS,
                 ),
             ),
         ],
