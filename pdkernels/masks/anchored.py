@@ -39,8 +39,9 @@ class AnchoredMask(SegmentMask):
 
     @cached_property
     def offsets(self) -> Tensor:
-        """``(block rows,)`` the offset of each row in its block. Row r represents base token ``anchor_rows[r] + offsets[r]``.
-        A block may extend past the end of its document: leave those rows out of the loss."""
+        """``(block rows,)`` the offset of each row in its block. Row r represents base token
+        ``anchor_rows[r] + offsets[r]``. A block may extend past the end of its document: leave those rows out of the
+        loss."""
         begins = self.sizes.cumsum(0) - self.sizes
         return arange(self.kv_len - self.base_len) - torch.repeat_interleave(begins, self.sizes)
 
@@ -72,19 +73,19 @@ def anchored(
     Every step has new anchors, so compiled code builds the mask from tensors in one pass, and its plan is not cached.
 
     Args:
-        documents: ``(tokens,)`` int32 or int64 tensor with the document of each base token, -1 for padding; or a list of
-            lengths. Documents are contiguous.
-        anchors: ``(n,)`` base tokens in any order; they may repeat. A block whose anchor is padding attends only to itself.
+        documents: ``(tokens,)`` int32 or int64 tensor with the document of each base token, -1 for padding; or a list
+            of lengths. Documents are contiguous.
+        anchors: ``(n,)`` base tokens in any order; they may repeat. A block at padding attends only to itself.
         block: the number of rows of every block, or ``(n,)`` for each block; 0 or more.
         inside: attention inside a block: bidirectional (``"full"``) or ``"causal"``.
         window: the number of base tokens before its anchor that a block attends to; None: all of its document.
         inclusive: whether a block attends to its anchor.
-        base: ``"none"``: base rows attend to nothing (they are features of another model, and `AnchoredMask.queries` is run).
-            ``"causal"``: they attend to their document causally.
+        base: ``"none"``: base rows attend to nothing (they are features of another model, and `AnchoredMask.queries` is
+            run). ``"causal"``: they attend to their document causally.
 
     Returns:
-        A square mask of ``tokens + sum(block)`` rows. Positions of base tokens are relative to their document, those of padding
-        are 0, those of a block continue from its anchor.
+        A square mask of ``tokens + sum(block)`` rows. Positions of base tokens are relative to their document, those of
+        padding are 0, those of a block continue from its anchor.
 
     Raises:
         ValueError: anchors outside the base, a document in two pieces, sizes out of range, an unknown name.
@@ -92,16 +93,17 @@ def anchored(
 
     A tensor on a GPU is copied to the host, which synchronizes.
 
-    Source: DFlash as trained by speculators (``anchored(ids, anchors, 16)``, with a window in sliding layers); P-EAGLE (rollouts of
-    an anchor as one block of their depths: ``inside="causal", inclusive=True, base="causal"``); DiffusionGemma as trained by NeMo
-    Automodel (one document, an anchor at the start of each block of the response, the last block shorter; sliding layers have a
-    window of one less than the model's).
+    Source: DFlash as trained by speculators (``anchored(ids, anchors, 16)``, with a window in sliding layers); P-EAGLE
+    (rollouts of an anchor as one block of their depths: ``inside="causal", inclusive=True, base="causal"``);
+    DiffusionGemma as trained by NeMo Automodel (one document, an anchor at the start of each block of the response, the
+    last block shorter; sliding layers have a window of one less than the model's).
 
     Example:
         >>> import pdkernels as pd
         >>> mask = pd.masks.anchored([4, 2], anchors=[2, 5], block=2)
         >>> mask.queries.dense().int().tolist()
-        [[1, 1, 0, 0, 0, 0, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 1, 0, 0, 0, 1, 1], [0, 0, 0, 0, 1, 0, 0, 0, 1, 1]]
+        [[1, 1, 0, 0, 0, 0, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 1, 0, 0, 0, 1, 1], [0, 0, 0, 0, 1,
+        0, 0, 0, 1, 1]]
         >>> mask.positions.tolist(), (mask.anchor_rows + mask.offsets).tolist()
         ([0, 1, 2, 3, 0, 1, 2, 3, 1, 2], [2, 3, 5, 6])
     """

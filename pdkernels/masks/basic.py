@@ -15,8 +15,8 @@ def causal(q_len: int, kv_len: int | None = None) -> SegmentMask:
 
     Args:
         q_len: rows, 0 or more.
-        kv_len: columns; None: `q_len`. The last row attends to all columns, as when new tokens follow cached ones; with fewer
-            columns than rows the first rows are fully masked.
+        kv_len: columns; None: `q_len`. The last row attends to all columns, as when new tokens follow cached ones; with
+            fewer columns than rows the first rows are fully masked.
 
     Returns:
         A mask of shape ``(q_len, kv_len)``; positions are those of the columns: the last row is at ``kv_len - 1``.
@@ -72,8 +72,9 @@ def block_causal(length: int, block_size: int, prefix_len: int = 0) -> SegmentMa
         block_size: tokens of a block.
         prefix_len: tokens before the first block, causal among themselves.
 
-    Source: Fast-dLLM v2 (prompt prefill over blocks). With one block it is the first pass of quadratic self-speculation: the
-    prompt causal, then masks that attend to the prompt and to each other. With ``block_size=1`` it is `causal`.
+    Source: Fast-dLLM v2 (prompt prefill over blocks). With one block it is the first pass of quadratic
+    self-speculation: the prompt causal, then masks that attend to the prompt and to each other. With ``block_size=1``
+    it is `causal`.
 
     Example:
         >>> import pdkernels as pd

@@ -120,7 +120,7 @@ def _sampled(window: tuple[int, int]) -> Tensor:
 
 
 def _colours(mask: Picture, colours: dict[str, str]) -> Any:
-    """``(rows, columns, 3)``: the colour of the key's kind, paler where the key is in another segment than the query."""
+    """``(rows, columns, 3)``: the colour of the key's kind, paler in another segment than the query's."""
     from matplotlib.colors import to_rgb
 
     rows, columns = _sampled(mask.rows), _sampled(mask.columns)

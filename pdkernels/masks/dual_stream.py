@@ -21,7 +21,8 @@ def dual_stream(
     noisy_positions: Sequence[int] | Tensor | None = None,
     prefix_len: int = 0,
 ) -> SegmentMask:
-    """A noisy and a clean copy of a sequence. A noisy block attends to all of itself and to the clean blocks before it::
+    """A noisy and a clean copy of a sequence. A noisy block attends to all of itself and to the clean blocks before
+    it::
 
         dual_stream(4, 2)                     clean="block" differs in
               n n n n   c c c c                 the clean stream:
@@ -40,11 +41,11 @@ def dual_stream(
     Args:
         length: tokens of the clean stream.
         block_size: tokens of a block. The last block may be shorter.
-        clean: the clean stream is ``"causal"`` token by token (tri-mode models) or ``"block"``: causal from block to block,
-            bidirectional inside (BD3-LM, Fast-dLLM v2, SDAR).
+        clean: the clean stream is ``"causal"`` token by token (tri-mode models) or ``"block"``: causal from block to
+            block, bidirectional inside (BD3-LM, Fast-dLLM v2, SDAR).
         order: which stream comes first.
-        noisy_positions: positions that the noisy stream keeps, ascending; None: all from `prefix_len` on. Vision tokens, for
-            instance, are dropped from it. They keep their position ids, and blocks are counted by those.
+        noisy_positions: positions that the noisy stream keeps, ascending; None: all from `prefix_len` on. Vision
+            tokens, for instance, are dropped from it. They keep their position ids, and blocks are counted by those.
         prefix_len: clean tokens before the first block, such as the prompt where only the response is noised. They are
             causal among themselves, all blocks attend to them, and they have no noisy copy.
 
@@ -54,9 +55,10 @@ def dual_stream(
     Raises:
         ValueError: sizes out of range, an unknown name, positions that do not ascend within ``[prefix_len, length)``.
 
-    Source: Nemotron-Labs-Diffusion, released code (the paper's "causally across blocks" for the noisy stream is imprecise: in the
-    code and in Block Diffusion a noisy block sees no other noisy block); its compact layout for responses; Fast-dLLM v2. The paper
-    does not say how blocks count where vision tokens are dropped; counting by position is this project's choice.
+    Source: Nemotron-Labs-Diffusion, released code (the paper's "causally across blocks" for the noisy stream is
+    imprecise: in the code and in Block Diffusion a noisy block sees no other noisy block); its compact layout for
+    responses; Fast-dLLM v2. The paper does not say how blocks count where vision tokens are dropped; counting by
+    position is this project's choice.
 
     Example:
         >>> import pdkernels as pd

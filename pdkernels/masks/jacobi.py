@@ -62,7 +62,8 @@ class NoiseAwareMask(SegmentMask):
 
     @cached_property
     def ar_rows(self) -> Tensor:
-        """``(n - 1,)`` rows whose logits the autoregressive loss reads: prompt and clean blocks, all but the last of the n."""
+        """``(n - 1,)`` rows whose logits the autoregressive loss reads: prompt and clean blocks, all but the last of
+        the n."""
         return torch.cat([self.prompt_rows, self.clean_rows.flatten()])[:-1]
 
     @cached_property
@@ -72,8 +73,9 @@ class NoiseAwareMask(SegmentMask):
 
     @cached_property
     def student_rows(self) -> Tensor:
-        """``(num_blocks, m)`` noisy rows that the consistency loss trains, from the first offset where the block differs from
-        its clean one. m is block_size, or one less with ``conditioning="clean"``, whose trainer leaves out the last row."""
+        """``(num_blocks, m)`` noisy rows that the consistency loss trains, from the first offset where the block
+        differs from its clean one. m is block_size, or one less with ``conditioning="clean"``, whose trainer leaves out
+        the last row."""
         return self.noisy_rows[:, : self._trained]
 
     @cached_property
@@ -107,9 +109,9 @@ def noise_aware_causal(
 ) -> NoiseAwareMask:
     """A prompt, and each block of the answer twice: noisy and clean. Noisy blocks learn to jump to the clean ones.
 
-    Clean rows attend causally to prompt and clean stream: an ordinary language model. The noisy block j sees the prompt,
-    clean blocks before block i, noisy blocks i .. j - 1 and itself causally, where i depends on `conditioning`. So a noisy row at
-    position p sees every position up to p once. No clean row attends to noise::
+    Clean rows attend causally to prompt and clean stream: an ordinary language model. The noisy block j sees the
+    prompt, clean blocks before block i, noisy blocks i .. j - 1 and itself causally, where i depends on `conditioning`.
+    So a noisy row at position p sees every position up to p once. No clean row attends to noise::
 
         prompt 1, blocks of 1, two of them; p: prompt, c: clean, n: noisy
         noisy              clean
@@ -124,22 +126,22 @@ def noise_aware_causal(
         prompt_len: tokens of the prompt, 0 or more.
         block_size: tokens of a block, 1 or more.
         num_blocks: noisy blocks, and as many clean ones; 0 or more.
-        conditioning: the copy of earlier blocks that a noisy block attends to. ``"noisy"``: noisy blocks (i = 0), which makes the mask
-            two causal sequences that share the prompt; ``"clean"``: clean blocks (i = j); ``"window"``: clean blocks of earlier
-            windows and noisy blocks of its own (i = j rounded down to a multiple of `window`).
+        conditioning: the copy of earlier blocks that a noisy block attends to. ``"noisy"``: noisy blocks (i = 0), which
+            makes the mask two causal sequences that share the prompt; ``"clean"``: clean blocks (i = j); ``"window"``:
+            clean blocks of earlier windows and noisy blocks of its own (i = j rounded down to a multiple of `window`).
         window: blocks of a window, only with ``conditioning="window"``. It does not have to divide `num_blocks`.
-        layout: ``"streams"``: prompt, clean blocks, noisy blocks, the order that fills tiles; ``"interleaved"``: prompt,
-            noisy 0, clean 0, noisy 1, ..: the paper's order. Only the order of rows and columns differs.
+        layout: ``"streams"``: prompt, clean blocks, noisy blocks, the order that fills tiles; ``"interleaved"``:
+            prompt, noisy 0, clean 0, noisy 1, ..: the paper's order. Only the order of rows and columns differs.
 
     Returns:
-        A square mask over ``prompt_len + 2 * block_size * num_blocks`` tokens. The noisy and the clean block j share positions
-        ``prompt_len + j * block_size ..``.
+        A square mask over ``prompt_len + 2 * block_size * num_blocks`` tokens. The noisy and the clean block j share
+        positions ``prompt_len + j * block_size ..``.
 
     Raises:
         ValueError: sizes out of range, an unknown name, a missing or unexpected window.
 
-    Source: Jacobi Forcing, figure 2b and its three trainers (noisy; clean as in CLLM; window). The docstring of the released
-    window trainer says that blocks of a window see clean ones; its code and the paper say noisy, as here.
+    Source: Jacobi Forcing, figure 2b and its three trainers (noisy; clean as in CLLM; window). The docstring of the
+    released window trainer says that blocks of a window see clean ones; its code and the paper say noisy, as here.
 
     Example:
         >>> import pdkernels as pd
@@ -204,7 +206,8 @@ def noise_aware_causal(
 
 
 def candidates(count: int, length: int) -> SegmentMask:
-    """Branches that continue the same prefix. Each is causal and masked from the others. The prefix is not part of the mask::
+    """Branches that continue the same prefix. Each is causal and masked from the others. The prefix is not part of the
+    mask::
 
         candidates(2, 2)
             1 . . .
@@ -217,7 +220,8 @@ def candidates(count: int, length: int) -> SegmentMask:
         length: tokens of a branch.
 
     Returns:
-        A square mask over ``count * length`` tokens; positions start at 0 in each branch, relative to the cached length.
+        A square mask over ``count * length`` tokens; positions start at 0 in each branch, relative to the cached
+        length.
 
     Source: Jacobi Forcing, rejection recycling.
 

@@ -27,7 +27,8 @@ class Stage(NamedTuple):
 def planned(
     stages: Sequence[Stage | tuple[Any, ...]], sparse: bool = False, open_chunks: OpenChunks = "hidden"
 ) -> SegmentMask:
-    """Plans are causal, chunks attend to the text before their round and to themselves, and a sync makes chunks visible::
+    """Plans are causal, chunks attend to the text before their round and to themselves, and a sync makes chunks
+    visible::
 
         planned([Stage(2, (2, 2))])           sparse=True
         plan   1 . | . . . . | .              1 . | . . . . | .
@@ -39,16 +40,16 @@ def planned(
         sync   1 1 | 1 1 1 1 | 1              1 1 | 1 1 1 1 | 1
 
     - A plan token attends to all plan and sync tokens before it, and to all chunks before the last sync.
-    - A chunk token attends to the tokens that are visible to the last plan token before it, to its own chunk, and, if dense, to the
-      other chunks of the round.
+    - A chunk token attends to the tokens that are visible to the last plan token before it, to its own chunk, and, if
+      dense, to the other chunks of the round.
     - A sync token attends to everything before it. Tokens before a chunk never attend to it.
 
     Args:
         stages: the rounds, as `Stage` or as tuples ``(plan, chunks, sync)``.
         sparse: whether the chunks of a round are masked from each other (PDSA).
-        open_chunks: whether chunks of an earlier round without a sync are "hidden" from later chunks, as in training, or "visible",
-            as in the sampler's accumulated mask. Plan tokens never attend to them. This matters only for a text that continues
-            without a sync, which the sampler never writes.
+        open_chunks: whether chunks of an earlier round without a sync are "hidden" from later chunks, as in training,
+            or "visible", as in the sampler's accumulated mask. Plan tokens never attend to them. This matters only for
+            a text that continues without a sync, which the sampler never writes.
 
     Returns:
         A square mask over all tokens in text order; positions are 0, 1, 2, ...
@@ -104,7 +105,8 @@ def _without(end: int, holes: list[range]) -> tuple[range, ...]:
 def planned_streams(
     stages: Sequence[Stage | tuple[Any, ...]], sparse: bool = False, open_chunks: OpenChunks = "hidden"
 ) -> SegmentMask:
-    """Training layout: noisy chunks, then the clean text. Noisy chunks attend to the clean text before their round and to themselves::
+    """Training layout: noisy chunks, then the clean text. Noisy chunks attend to the clean text before their round and
+    to themselves::
 
         planned_streams([Stage(1, (1, 1)), Stage(1, (2,), False)], sparse=True)
                  a b c c   p a b s p
@@ -118,8 +120,8 @@ def planned_streams(
               s  . . . .   1 1 1 1 .
               p  . . . .   1 1 1 1 1
 
-    The noisy chunks of a round see the earlier rounds clean, as in decoding. Clean chunks that no other round attends to, such as
-    those of a last round without a sync, are left out.
+    The noisy chunks of a round see the earlier rounds clean, as in decoding. Clean chunks that no other round attends
+    to, such as those of a last round without a sync, are left out.
 
     Args:
         stages, sparse, open_chunks: as in `planned`.
@@ -130,8 +132,8 @@ def planned_streams(
     Raises:
         ValueError, TypeError: as `planned`.
 
-    Source: Planned Diffusion, equation 10: each round's chunks are conditioned on the clean text of earlier rounds; laid out as two
-    streams like Block Diffusion (BD3-LM).
+    Source: Planned Diffusion, equation 10: each round's chunks are conditioned on the clean text of earlier rounds;
+    laid out as two streams like Block Diffusion (BD3-LM).
 
     Example:
         >>> import pdkernels as pd

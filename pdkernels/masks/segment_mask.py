@@ -1,4 +1,4 @@
-"""The mask type: segments of tokens, the segments that each attends to, and the forms that attention implementations read."""
+"""The mask type: segments of tokens, the segments that each attends to, and its other forms."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Segment(NamedTuple):
 
 
 class Sees(NamedTuple):
-    """Segments ``range(start, stop, step)`` that a repeated segment attends to; both ends advance with each repetition."""
+    """Segments ``range(start, stop, step)`` that a repeated segment attends to; both ends advance each time."""
 
     start: int
     stop: int
@@ -69,9 +69,9 @@ Run = tuple[int, tuple[Repeated, ...]]
 class SegmentMask:
     """An attention mask as a short list of segments.
 
-    A segment attends to all of another segment or to none of it; inside a segment attention is causal, full or none. So a mask
-    over 16k tokens takes a few hundred numbers, from which all other forms are made. Slices are masks too: ``mask[a:b, c:d]``
-    has rows ``a..b`` and columns ``c..d``, so the numbers of queries and keys may differ::
+    A segment attends to all of another segment or to none of it; inside a segment attention is causal, full or none. So
+    a mask over 16k tokens takes a few hundred numbers, from which all other forms are made. Slices are masks too:
+    ``mask[a:b, c:d]`` has rows ``a..b`` and columns ``c..d``, so the numbers of queries and keys may differ::
 
         prompt of 2, then two separate branches of 2:   m[2:4] (queries of the first branch)
             1 . | . . | . .                                 1 1 | 1 . | . .
@@ -86,15 +86,17 @@ class SegmentMask:
         positions: ``(tokens,)`` int64 position ids; None: 0, 1, 2, ...
 
     Raises:
-        ValueError: negative lengths, unknown `inside`, ranges that are not ascending, name no segment or the segment itself, or
-            positions of another shape.
-        TypeError: something that is not a `Segment`, `sees` that is not a tuple of ranges, positions that are not int64.
+        ValueError: negative lengths, unknown `inside`, ranges that are not ascending, name no segment or the segment
+            itself, or positions of another shape.
+        TypeError: something that is not a `Segment`, `sees` that is not a tuple of ranges, positions that are not
+            int64.
 
     Equal masks have equal segments, windows and positions; they share their plans.
 
     Example:
         >>> from pdkernels.masks import Segment, SegmentMask
-        >>> mask = SegmentMask([Segment(2, "causal"), Segment(1, "full", (range(0, 1),)), Segment(1, "full", (range(0, 1),))])
+        >>> branch = Segment(1, "full", (range(0, 1),))
+        >>> mask = SegmentMask([Segment(2, "causal"), branch, branch])
         >>> mask.dense().int().tolist()
         [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 0, 1]]
         >>> mask[2:, 1:].dense().int().tolist()
@@ -134,7 +136,7 @@ class SegmentMask:
 
     @classmethod
     def _of_table(cls, table: _host.SegmentMask, labels: list[tuple[str, int, int]], positions: Tensor) -> Self:
-        """A mask whose table was built from tensors. Every step makes a new one, so its plans are not cached for long."""
+        """A mask whose table was built from tensors. Every step makes a new one, so few plans are cached."""
         mask = cls.__new__(cls)
         mask._given, mask._runs, mask._table_labels = (), None, labels
         mask._rows = mask._columns = (0, table.tokens)
@@ -260,7 +262,8 @@ class SegmentMask:
 
     @cached_property
     def relation(self) -> Tensor:
-        """``(segments, segments)`` uint8: 0 if the row's segment attends to none of the column's, 1 to all, 2 to itself causally."""
+        """``(segments, segments)`` uint8: 0 if the row's segment sees nothing of the column's, 1: all, 2: itself
+        causally."""
         size = self._table.segments
         if size == 0:
             return torch.zeros(0, 0, dtype=torch.uint8, device="cpu")
@@ -281,7 +284,7 @@ class SegmentMask:
         return (relation == 1) | ((relation == 2) & (rows[:, None] >= columns))
 
     def dense(self) -> Tensor:
-        """``(q_len, kv_len)`` bool, True where the row attends to the column. For checks and pictures, since it stores every pair.
+        """``(q_len, kv_len)`` bool, True where the row attends to the column. For checks: it stores every pair.
 
         Example:
             >>> import pdkernels as pd
@@ -293,8 +296,8 @@ class SegmentMask:
     def mask_mod(self, device: torch.device | str = "cpu") -> MaskMod:
         """The mask as FlexAttention's ``mask_mod(batch, head, q_index, kv_index)``.
 
-        It reads tensors (the segment of each token, the relation of segments), so that a compiled kernel does not depend on the
-        sizes within the mask. For a whole `BlockMask` see `pdkernels.integrations.flex_attention`.
+        It reads tensors (the segment of each token, the relation of segments), so that a compiled kernel does not
+        depend on the sizes within the mask. For a whole `BlockMask` see `pdkernels.integrations.flex_attention`.
 
         Example:
             >>> import torch, pdkernels as pd

@@ -43,7 +43,7 @@ class QuadraticMask(SegmentMask):
 
     @cached_property
     def mask_rows(self) -> Tensor:
-        """``(groups, masks_per_group)`` rows of the mask tokens; with an anchor group entry g continues draft token g."""
+        """``(groups, masks_per_group)`` rows of the mask tokens; entry g continues draft token g."""
         masks = arange(self.masks_per_group)
         if self.layout == "spec_first":
             return self.block_size + arange(len(self.groups))[:, None] * self.masks_per_group + masks
@@ -51,7 +51,8 @@ class QuadraticMask(SegmentMask):
 
     @cached_property
     def to_interleaved(self) -> Tensor:
-        """``(tokens,)``: ``x[to_interleaved]`` puts tokens in this mask's order into the paper's: each draft token, its group."""
+        """``(tokens,)``: ``x[to_interleaved]`` puts tokens in this mask's order into the paper's: each draft token, its
+        group."""
         groups = torch.cat([self.draft_rows[self.groups.start :, None], self.mask_rows], dim=1)
         return torch.cat([self.draft_rows[: self.groups.start], groups.flatten()])
 
@@ -68,7 +69,8 @@ def quadratic(
     layout: Literal["spec_first", "interleaved"] = "spec_first",
     anchor_group: bool = True,
 ) -> QuadraticMask:
-    """A draft, and for each of its tokens a group of masks, which drafts the continuation if the draft is accepted up to there::
+    """A draft, and for each of its tokens a group of masks, which drafts the continuation if the draft is accepted up
+    to there::
 
         quadratic(2)                          interleaved: d m m | d m m
           d d   m m   m m                       1 . . . . .
@@ -79,22 +81,23 @@ def quadratic(
         m 1 1   . .   1 1                       1 . . 1 1 1
         m 1 1   . .   1 1
 
-    Draft tokens are causal and never attend to a mask, so they verify exactly as a causal model would. Group g sees draft
-    tokens 0 .. g and itself. The cached prefix, visible to all, is not part of the mask, so one mask serves all steps.
+    Draft tokens are causal and never attend to a mask, so they verify exactly as a causal model would. Group g sees
+    draft tokens 0 .. g and itself. The cached prefix, visible to all, is not part of the mask, so one mask serves all
+    steps.
 
     Args:
         block_size: draft tokens, including the first one (the anchor, which is already verified).
         masks_per_group: None: as many as draft tokens.
-        in_group: whether masks of a group attend to each other ``"bidirectional"`` (Nemotron-Labs-Diffusion, TiDAR) or ``"causal"``
-            (Samragh et al., Apple).
-        layout: ``"spec_first"``: all draft tokens, then the groups, which fills tiles and accepts drafts without moving cache slots;
-            ``"interleaved"``: each draft token before its group.
+        in_group: whether masks of a group attend to each other ``"bidirectional"`` (Nemotron-Labs-Diffusion, TiDAR) or
+            ``"causal"`` (Samragh et al., Apple).
+        layout: ``"spec_first"``: all draft tokens, then the groups, which fills tiles and accepts drafts without moving
+            cache slots; ``"interleaved"``: each draft token before its group.
         anchor_group: whether the anchor has a group. The released code has one. Equation 11 of the paper has none; then
             nothing is drafted if all tokens but the anchor are rejected.
 
     Returns:
-        A square mask; positions ``g + r`` are relative to the cached length: draft token g at g, mask r = 1, 2, .. of its group at
-        ``g + r``.
+        A square mask; positions ``g + r`` are relative to the cached length: draft token g at g, mask r = 1, 2, .. of
+        its group at ``g + r``.
 
     Raises:
         ValueError: sizes out of range or an unknown name.

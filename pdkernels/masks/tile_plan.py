@@ -39,7 +39,7 @@ def _concatenated(begin: Tensor, end: Tensor) -> Tensor:
 
 
 class BlockLists(NamedTuple):
-    """Full and partial key tiles of each query tile, padded, as FlashAttention 4 and FlexAttention read them. All int32."""
+    """Full and partial key tiles of each query tile, padded, int32, as FlashAttention 4 and FlexAttention read them."""
 
     mask_block_cnt: Tensor
     """(..., q_tiles) partial key tiles of each query tile."""
@@ -66,22 +66,22 @@ class Visits(NamedTuple):
 class TilePlan:
     """The tiles with a visible pair, and the bitmaps of those that need a mask, one bit per pair.
 
-    A tile is `block_q` rows by `block_k` columns; tiles without a visible pair take no space. Full tiles come in runs, so each
-    tile has ranges of full tiles of the other side, and a list of the tiles that need a mask: partial tiles, and a full tile that
-    extends past the end. Identical bitmaps are stored once. All tensors are int32 and share one block of memory. `visits` lists
-    every tile.
+    A tile is `block_q` rows by `block_k` columns; tiles without a visible pair take no space. Full tiles come in runs,
+    so each tile has ranges of full tiles of the other side, and a list of the tiles that need a mask: partial tiles,
+    and a full tile that extends past the end. Identical bitmaps are stored once. All tensors are int32 and share one
+    block of memory. `visits` lists every tile.
     """
 
     rows: Tensor
-    """(q_tiles + kv_tiles, 4), a row for each query tile, then one for each key tile: its ranges are ``lists[row[0] : row[1]]``,
-    its list is ``lists[row[1] : row[2]]``. ``row[3]`` is a tile of the same side, in descending order of visits. A stacked
-    plan has a leading batch dimension here."""
+    """(q_tiles + kv_tiles, 4), a row for each query tile, then one for each key tile: its ranges are
+    ``lists[row[0] : row[1]]``, its list is ``lists[row[1] : row[2]]``. ``row[3]`` is a tile of the same side, in
+    descending order of visits. A stacked plan has a leading batch dimension here."""
     lists: Tensor
-    """(n, 2): ranges ``[first, last)`` of full tiles, entirely within the lengths; and tiles with the index of their bitmap, or -1.
-    Ranges and lists ascend, except that a tile with -1 comes first."""
+    """(n, 2): ranges ``[first, last)`` of full tiles, entirely within the lengths; and tiles with the index of their
+    bitmap, or -1. Ranges and lists ascend, except that a tile with -1 comes first."""
     bitmaps: Tensor
-    """(n, block_q, ceil(block_k / 32)): bit ``c % 32`` of word ``[r, c // 32]`` is the pair of row r and column c of the tile.
-    Bits outside the lengths are 0."""
+    """(n, block_q, ceil(block_k / 32)): bit ``c % 32`` of word ``[r, c // 32]`` is the pair of row r and column c of
+    the tile. Bits outside the lengths are 0."""
     q_len: int
     """Rows of the mask."""
     kv_len: int
@@ -166,9 +166,9 @@ class TilePlan:
         return Visits(offsets.to(torch.int32), tiles, bitmaps)
 
     def dense(self) -> Tensor:
-        """``(q_len, kv_len)`` bool, or ``(batch, q_len, kv_len)`` of a stacked plan: True where the row sees the column.
+        """``(q_len, kv_len)`` bool, or ``(batch, q_len, kv_len)`` of a stack: True where the row sees the column.
 
-        Unpacks the plan pair by pair, on its device, without a sync. For checks and references, since it stores every pair.
+        Unpacks the plan pair by pair, on its device, without a sync. For checks: it stores every pair.
 
         Example:
             >>> import pdkernels as pd
@@ -187,7 +187,7 @@ class TilePlan:
         in_row = (numbers >= begin.gather(1, row_of_pair)) & (numbers < end.gather(1, row_of_pair))
         is_range = in_row & (numbers < middle.gather(1, row_of_pair))
         first, second = self.lists.T
-        # The content of each tile: nothing, all, or a bitmap. Pairs without a row go to an extra column, which is cut off.
+        # The content of each tile: nothing, all, or a bitmap. Pairs without a row go to an extra column.
         width = kv_tiles + 1
         edges = torch.zeros(samples, q_tiles * width, dtype=torch.int32, device=self.device)
         for column, step in ((first, 1), (second, -1)):
@@ -261,8 +261,8 @@ class TilePlan:
 
         Args:
             full: ``(q_tiles, kv_tiles)`` bool, True where all pairs within the lengths are visible.
-            partial: query tile and key tile of the ``n`` tiles in `visible`, row by row, none of them in `full`. Tiles whose
-                pairs are all visible become full, and empty ones are dropped.
+            partial: query tile and key tile of the ``n`` tiles in `visible`, row by row, none of them in `full`. Tiles
+                whose pairs are all visible become full, and empty ones are dropped.
             visible: ``(n, block_q, block_k)`` bool, False past the lengths.
             q_len, kv_len: rows and columns.
 

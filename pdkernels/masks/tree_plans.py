@@ -36,7 +36,7 @@ def ancestors(parents: Tensor, depth: int) -> Tensor:
 
 
 class TreePlans:
-    """Makes a stacked plan of a mask that a device has computed: a single tile, whose bitmaps alone differ from step to step.
+    """Makes a stacked plan of a mask that a device has computed: a single tile, whose bitmaps differ each step.
 
     Nothing waits for the device, and nothing is planned on the host.
 
