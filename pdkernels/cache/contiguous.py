@@ -59,7 +59,7 @@ class KVCacheBase:
 
         Args:
             layer: which layer.
-            k_new, v_new: ``(batch, rows, kv_heads, head_dim)``. An 8-bit cache quantises them, unless they are its rows already.
+            k_new, v_new: ``(batch, rows, kv_heads, head_dim)``. An 8-bit cache quantises numbers.
             counts: ``(batch,)`` rows to store, the others are padding. None: all.
         """
         rows = stored(self.dtype, k_new, v_new)
@@ -70,7 +70,7 @@ class KVCacheBase:
         kv_commit_(self.k, self.v, self.lengths, counts, source_index, block_table=self.block_table)
 
     def trim_(self, new_lengths: int | Sequence[int] | Tensor) -> None:
-        """Shortens sequences; see `pdkernels.kv_trim_`. `lengths` is an int, one int per sequence, or a tensor on the device."""
+        """Shortens sequences; see `pdkernels.kv_trim_`. `new_lengths`: an int, one per sequence, or a tensor."""
         if not isinstance(new_lengths, Tensor):
             numbers = self._numbers(f"cache.{type(self).__name__}.trim_", "new_lengths", new_lengths)
             new_lengths = torch.tensor(numbers, dtype=torch.int64, device=self.device)
@@ -87,7 +87,7 @@ class KVCacheBase:
             raise TypeError(message(op, argument, "be an int, or one per sequence", values)) from None
 
     def copy_row_(self, row: int, other: Any, other_row: int, length: int) -> None:
-        """Replaces sequence `row` by the first `length` tokens of a sequence of another cache, of either kind, in all layers.
+        """Replaces sequence `row` by the first `length` tokens of a sequence of another cache, in all layers.
 
         No other sequence changes, and the host does not wait. A paged cache must have the pages already: `resize_row_`.
 
@@ -116,7 +116,7 @@ class KVCacheBase:
         self.lengths[row].clamp_(max=1)
 
     def row(self, row: int, length: int) -> tuple[Tensor, Tensor]:
-        """K and V of one sequence, the first `length` positions in all layers: ``(layers, length, kv_heads, head_dim)``."""
+        """K and V of one sequence, `length` positions in all layers: ``(layers, length, kv_heads, head_dim)``."""
         at, slots = self._index(row, length)
         return self.k[:, at, slots], self.v[:, at, slots]
 
@@ -139,8 +139,8 @@ class ContiguousKVCache(KVCacheBase):
     Args:
         layers, batch, capacity, kv_heads, head_dim: sizes. ``.k`` and ``.v`` have shape
             ``(layers, batch, capacity, kv_heads, head_dim)``; ``.lengths`` is ``(batch,)`` int64 on the device.
-        dtype, device: of the rows. An int8 cache holds rows of `pdkernels.kv_quantize`, so that the last dimension of ``.k`` and ``.v``
-            is ``head_dim + 4``; it takes about half the memory of one in 16 bits.
+        dtype, device: of the rows. An int8 cache holds rows of `pdkernels.kv_quantize`, so that the last dimension of
+            ``.k`` and ``.v`` is ``head_dim + 4``; it takes about half the memory of one in 16 bits.
 
     Raises:
         ValueError: a size below 1; an 8-bit cache with a head_dim that is not a multiple of 8 in ``[16, 512]``.
@@ -172,5 +172,5 @@ class ContiguousKVCache(KVCacheBase):
         self._allocate(layers, batch, batch, self.capacity, kv_heads, head_dim, dtype, device)
 
     def layer(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
-        """K and V of one layer, the first `length` positions: views ``(batch, length, kv_heads, head_dim)``, as they are stored."""
+        """K and V of one layer, the first `length` positions: stored ``(batch, length, kv_heads, head_dim)``."""
         return self.k[layer, :, :length], self.v[layer, :, :length]

@@ -1,8 +1,8 @@
 """A cache of layers with attention and layers with a recurrent state.
 
-A state cannot be trimmed like K and V. So it stays where it was when a draft began, and what the draft's rows add to it is kept beside
-it: the *pending* rows. A commit only says which of them were accepted; the next forward replays these, writes the state once, and goes on
-from there (`pdkernels.models.architectures.states`).
+A state cannot be trimmed like K and V. So it stays where it was when a draft began, and what the draft's rows add to it
+is kept beside it: the *pending* rows. A commit only says which of them were accepted; the next forward replays these,
+writes the state once, and goes on from there (`pdkernels.models.states`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class StateShape(NamedTuple):
 
 
 class StateSlots(NamedTuple):
-    """The memory of one state: `state` ``(batch, ..)`` after the first `lengths` ``(batch,)`` tokens, and what is kept of the rows
-    after these, ``(batch, pending, ..)`` each."""
+    """The memory of one state: `state` ``(batch, ..)`` after the first `lengths` ``(batch,)`` tokens, and what is kept
+    of the rows after these, ``(batch, pending, ..)`` each."""
 
     state: Tensor
     lengths: Tensor
@@ -57,8 +57,8 @@ class StateStep(NamedTuple):
 class HybridCache:
     """K and V of some layers and recurrent states of others, with one length for each sequence.
 
-    `append_`, `commit_` and `trim_` work as those of the KV cache that it is made of. `trim_` goes back to any of the pending rows,
-    those of the last forward, or to 0; a state does not know what was before them.
+    `append_`, `commit_` and `trim_` work as those of the KV cache that it is made of. `trim_` goes back to any of the
+    pending rows, those of the last forward, or to 0; a state does not know what was before them.
 
     Args:
         kv: the cache of the layers with attention, contiguous or paged.
@@ -119,20 +119,20 @@ class HybridCache:
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def append_(self, layer: int, k_new: Tensor, v_new: Tensor, counts: Tensor | None = None) -> None:
-        """As that of the KV cache; `layer` counts those with attention."""
+        """Appends to the KV cache; `layer` counts those with attention."""
         self.kv.append_(layer, k_new, v_new, counts)
 
     def layer(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
-        """As that of the KV cache."""
+        """K and V of a layer with attention, as the KV cache returns them."""
         keys_values: tuple[Tensor, Tensor] = self.kv.layer(layer, length)  # type: ignore[attr-defined]
         return keys_values
 
     def row(self, row: int, length: int) -> tuple[Tensor, Tensor]:
-        """As that of the KV cache."""
+        """K and V of one sequence, as the KV cache returns them."""
         return self.kv.row(row, length)
 
     def reserve_drafts_(self, rows: int) -> None:
-        """Makes room for drafts of `rows` rows; the pending rows stay. Graphs that were captured before have the old memory."""
+        """Makes room for drafts of `rows` rows; the pending rows stay. Captured graphs have the old memory."""
         op = "cache.HybridCache.reserve_drafts_"
         rows, before = integer(op, "rows", rows, 0), self.pending
         if rows <= before:
@@ -156,7 +156,7 @@ class HybridCache:
         Args:
             rows: of each sequence, padding included.
             counts: ``(batch,)`` rows that may be committed; None: all.
-            parents: ``(rows,)`` or ``(batch, rows)``, the new row that each row follows, -1: none; None: the one before it.
+            parents: ``(rows,)`` or ``(batch, rows)``, the new row that each row follows, -1: none; None: the last.
             compute_all: compute the rows after the first `counts` as well. Otherwise they are padding.
         """
         lengths = self.lengths
@@ -172,8 +172,8 @@ class HybridCache:
         return StateStep(lengths, None if compute_all else counts, self.pending_index, parents, keep)
 
     def _max_pending(self, rows: int, counts: Tensor | None, compute_all: bool) -> int:
-        """The largest number of rows at the end of a forward that have to stay pending. For a new prompt these are only the rows that
-        cannot be committed: the others go into the state at once."""
+        """The largest number of rows at the end of a forward that have to stay pending. For a new prompt these are only
+        the rows that cannot be committed: the others go into the state at once."""
         computed = torch.full_like(self.lengths, rows)
         stored = computed if counts is None else counts
         computed = computed if compute_all else stored
@@ -183,8 +183,8 @@ class HybridCache:
         """Keeps accepted rows, as that of the KV cache. No state changes, and no pending row moves.
 
         Raises:
-            ValueError: more rows than can be pending; fewer than are in the states already, those of a prompt but for the last
-                `pending`. Nothing changes then.
+            ValueError: more rows than can be pending; fewer than are in the states already, those of a prompt but for
+                the last `pending`. Nothing changes then.
         """
         state_commit_(self.lengths, self.pending_index, self.state_lengths, counts, source_index, advance=False)
         self.kv.commit_(counts, source_index)
@@ -204,7 +204,7 @@ class HybridCache:
         self.kv.trim_(new_lengths)
 
     def idle_row_(self, row: int) -> None:
-        """As that of the KV cache."""
+        """Empties a sequence, as the KV cache does."""
         self.kv.idle_row_(row)
         self.state_lengths[:, row] = self.lengths[row]
 

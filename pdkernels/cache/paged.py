@@ -19,14 +19,15 @@ _REMEDY = "Trim, or raise num_pages."
 class PagedKVCache(KVCacheBase):
     """A cache of pages of `page_size` tokens, assigned to growing sequences from a pool of `num_pages`.
 
-    Position ``p`` of sequence ``b`` lives in page ``block_table[b, p // page_size]``, slot ``p % page_size``. Any page size
-    works with partial acceptance, because a commit moves single slots. Pages are managed on the host: call `reserve_` before rows
-    are written. `trim_` returns pages if the lengths are known on the host, `reclaim_` after lengths changed on the device.
+    Position ``p`` of sequence ``b`` lives in page ``block_table[b, p // page_size]``, slot ``p % page_size``. Any page
+    size works with partial acceptance, because a commit moves single slots. Pages are managed on the host: call
+    `reserve_` before rows are written. `trim_` returns pages if the lengths are known on the host, `reclaim_` after
+    lengths changed on the device.
 
     Args:
         layers, batch, num_pages, page_size, kv_heads, head_dim: sizes. ``.k`` and ``.v`` have shape
-            ``(layers, num_pages, page_size, kv_heads, head_dim)``; ``.lengths`` is ``(batch,)`` int64 and ``.block_table``
-            ``(batch, max_pages_per_sequence)`` int32, both on the device; -1 marks a missing page.
+            ``(layers, num_pages, page_size, kv_heads, head_dim)``; ``.lengths`` is ``(batch,)`` int64 and
+            ``.block_table`` ``(batch, max_pages_per_sequence)`` int32, both on the device; -1 marks a missing page.
         max_pages_per_sequence: width of the block table; None: `num_pages`.
         dtype, device: of the rows; int8 as in `ContiguousKVCache`.
 
@@ -67,9 +68,9 @@ class PagedKVCache(KVCacheBase):
 
     @classmethod
     def on(cls, pool: PagePool, batch: int, capacity: int) -> PagedKVCache:
-        """A cache of `batch` sequences of up to `capacity` tokens, whose pages come from a pool that other caches use too.
+        """A cache of `batch` sequences of up to `capacity` tokens, whose pages come from a shared pool.
 
-        A row without pages has the pool's `scratch` page everywhere, so a forward may run it. See `PagePool` for an example.
+        A row without pages has the pool's `scratch` page everywhere, so a forward may run it. Example: `PagePool`.
         """
         op = "cache.PagedKVCache.on"
         batch, capacity = integer(op, "batch", batch, 1), integer(op, "capacity", capacity, 1)
@@ -98,7 +99,7 @@ class PagedKVCache(KVCacheBase):
         return list(self._pages[row])
 
     def hold_row_(self, row: int, pages: Sequence[int]) -> None:
-        """Gives a sequence pages of the shared pool that others hold too, in place of its own. It may only read them."""
+        """Gives a sequence pages of the shared pool that others hold too, which it may only read."""
         pool = self.shared_pool
         check(pool is not None, "cache.PagedKVCache.hold_row_", "cache", "be on a PagePool", "one with its own pages")
         assert pool is not None
@@ -108,7 +109,7 @@ class PagedKVCache(KVCacheBase):
         self._publish()
 
     def move_row_(self, row: int, other: PagedKVCache, other_row: int, length: int) -> None:
-        """Takes the pages of a sequence of `length` tokens from another cache on the same pool, which has none of it then."""
+        """Takes the pages of a sequence of `length` tokens from another cache on the same pool."""
         pool = self.shared_pool
         same_pool = pool is not None and pool is other.shared_pool
         check(same_pool, "cache.PagedKVCache.move_row_", "other", "be on the same PagePool", "another")
@@ -133,7 +134,7 @@ class PagedKVCache(KVCacheBase):
         self._pool.release([page for page in self._pool.allocate(self.num_pages) if page not in owned])
 
     def reserve_(self, lengths: int | Sequence[int]) -> None:
-        """Makes sure that sequence ``b`` owns pages for ``lengths[b]`` tokens; an int applies to all sequences. Never frees pages.
+        """Makes sure that sequence ``b`` owns pages for ``lengths[b]`` tokens; an int is for all. Never frees pages.
 
         Raises:
             ValueError: more tokens than the block table can name.

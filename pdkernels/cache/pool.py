@@ -14,10 +14,10 @@ from pdkernels.cache.stored import row_width
 
 
 class PagePool:
-    """`num_pages` pages of `page_size` tokens, each with a count of those that hold it, and a page more for rows without a sequence.
+    """`num_pages` pages of `page_size` tokens, each with a count of its holders, and one for rows without a sequence.
 
-    A page that several hold is only read: who writes to it takes a copy of the slots in front (`copy_slots_`). So two texts share the pages of
-    what they have in common.
+    A page that several hold is only read: who writes to it takes a copy of the slots in front (`copy_slots_`). So two
+    texts share the pages of what they have in common.
 
     Args:
         layers, num_pages, page_size, kv_heads, head_dim: sizes. ``.k`` and ``.v`` have shape

@@ -1,4 +1,4 @@
-"""The form in which a cache holds K and V: numbers of its dtype, or rows of `pdkernels.kv_quantize` where that is int8."""
+"""The form in which a cache holds K and V: numbers, or rows of `pdkernels.kv_quantize` if it is int8."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def row_width(op: str, head_dim: int, dtype: torch.dtype) -> int:
 
 
 def stored(dtype: torch.dtype, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """New rows of K and V as a cache of this dtype holds them. Attention to such a cache takes them in that form too."""
+    """New rows of K and V in the form in which a cache of this dtype holds them, and attention to it takes them."""
     if dtype != torch.int8 or k.dtype == torch.int8:
         return k, v
     return kv_quantize(k), kv_quantize(v)
