@@ -1,13 +1,15 @@
 """Attention over a text whose rows are distributed over several ranks.
 
-Each rank has the queries, keys and values of some rows. With `"gather"` it gathers the keys and values of all ranks. With `"ring"` they
-travel around a ring, and the results of the steps are merged by log-sum-exp, so that a rank never holds the keys of more than two
-ranks. Both have gradients: with gather the gradients of a key return to its owner, in a ring they travel with it.
+Each rank has the queries, keys and values of some rows. With `"gather"` it gathers the keys and values of all ranks.
+With `"ring"` they travel around a ring, and the results of the steps are merged by log-sum-exp, so that a rank never
+holds the keys of more than two ranks. Both have gradients: with gather the gradients of a key return to its owner, in a
+ring they travel with it.
 
 Rows are assigned by the tiles that a plan visits, in a few runs per rank, so that no rank waits for another.
 
-Sources: Liu et al., "Ring attention with blockwise transformers for near-infinite context" (2023); runs of a causal text
-assigned from both ends, as in Llama 3's training (Grattafiori et al., "The Llama 3 herd of models", 2024, section 3.3.2).
+Sources: Liu et al., "Ring attention with blockwise transformers for near-infinite context" (2023); runs of a causal
+text assigned from both ends, as in Llama 3's training (Grattafiori et al., "The Llama 3 herd of models", 2024, section
+3.3.2).
 """
 
 from __future__ import annotations
@@ -84,11 +86,11 @@ class ContextSlices:
 def slice_context(
     mask: SegmentMask, ranks: int, *, block_q: int = 128, block_k: int = 128, pieces: int = 2
 ) -> ContextSlices:
-    """Assigns the rows of a mask to ranks, so that all have about the same number of rows and visit about the same number of tiles.
+    """Assigns the rows of a mask to ranks, so that all have about as many rows and visit about as many tiles.
 
-    The rows are cut into ``ranks * pieces`` runs of whole tiles, whose numbers of tiles differ by at most one. Each rank gets
-    `pieces` of them: in descending order of visits, a run goes to the rank with the fewest visits so far. Two runs per rank are
-    enough for a causal mask.
+    The rows are cut into ``ranks * pieces`` runs of whole tiles, whose numbers of tiles differ by at most one. Each
+    rank gets `pieces` of them: in descending order of visits, a run goes to the rank with the fewest visits so far. Two
+    runs per rank are enough for a causal mask.
 
     Args:
         mask: square: rows are queries and keys.
@@ -152,8 +154,8 @@ def context_parallel_attention(
         slices: of the mask, equal on all ranks.
         mesh: a `DeviceMesh` of one dimension or a `ProcessGroup`, with as many ranks as `slices`.
         scale: of the scores; None means ``head_dim ** -0.5``.
-        exchange: ``"gather"``: every rank gathers the keys and values of all rows in one call. ``"ring"``: they travel from rank to
-            rank, and a rank holds those of two ranks at a time.
+        exchange: ``"gather"``: every rank gathers the keys and values of all rows in one call. ``"ring"``: they travel
+            from rank to rank, and a rank holds those of two ranks at a time.
 
     Returns:
         Of q's shape and dtype: the results of this rank's rows.
@@ -289,9 +291,9 @@ def _part_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients for a part of the keys, whose result with weight ``exp(its lse - lse)`` is a part of `out`.
 
-    The part is recomputed, because the results of all steps would take as much memory as all keys. The kernel needs the part's
-    own log-sum-exp, with which its weights add up to 1. The effect of the part's weight on `out` enters the gradient of that
-    log-sum-exp.
+    The part is recomputed, because the results of all steps would take as much memory as all keys. The kernel needs the
+    part's own log-sum-exp, with which its weights add up to 1. The effect of the part's weight on `out` enters the
+    gradient of that log-sum-exp.
     """
     partial_out, partial_lse = block_sparse_attention(q, k, v, plan, scale=scale, return_lse=True)
     share = torch.where(partial_lse == -torch.inf, 0.0, (partial_lse - lse).exp())

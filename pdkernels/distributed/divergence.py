@@ -1,8 +1,9 @@
 """`logit_divergence` of logits whose vocabulary is sharded over ranks: ten numbers per row are exchanged.
 
-The first exchange finds each distribution's normaliser and largest logit, from which every rank computes its share of the sums over the
-vocabulary; the second adds these up. With ``a`` and ``b`` the levelled log-probabilities before they are rescaled to sum to 1, their
-divergence is ``sum e^a (a - b) / sum e^a + log sum e^b - log sum e^a``, so that rescaling needs no exchange of its own.
+The first exchange finds each distribution's normaliser and largest logit, from which every rank computes its share of
+the sums over the vocabulary; the second adds these up. With ``a`` and ``b`` the levelled log-probabilities before they
+are rescaled to sum to 1, their divergence is ``sum e^a (a - b) / sum e^a + log sum e^b - log sum e^a``, so that
+rescaling needs no exchange of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from pdkernels.ops._vocabulary import VocabularyShard
 
 
 def divergence(now: Tensor, then: Tensor | None, size: int, shard: VocabularyShard, min_p: float) -> LogitDivergence:
-    """Of the rank's slices ``(..., width)`` of a vocabulary of `size` tokens; the same bits on all ranks."""
+    """Computes `logit_divergence` from the rank's slices ``(..., width)`` of a vocabulary of `size` tokens; the same
+    bits on all ranks."""
     wide = now.double()
     uniform = torch.full_like(wide, -math.log(size))
     before = uniform if then is None else then.double()
@@ -47,12 +49,13 @@ def divergence(now: Tensor, then: Tensor | None, size: int, shard: VocabularySha
 
 
 def _normalised(logits: Tensor, largest: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of a slice, and the largest probability of all ``(..., 1)``; `largest` and `totals` are those of all ranks."""
+    """Log-probabilities of a slice, and the largest probability of all ``(..., 1)``; `largest`, `totals`: of all
+    ranks."""
     total = totals.logsumexp(0)[..., None]
     return logits - total, (largest.amax(0)[..., None] - total).exp()
 
 
 def _divergence(then: Tensor, now: Tensor) -> Any:
-    """As the reference adds it up."""
+    """The KL divergence of a slice, added up as in the reference."""
     terms = torch.where(now == -torch.inf, torch.inf, then.exp() * (then - now))
     return torch.where(then == -torch.inf, 0.0, terms).sum(-1)

@@ -38,7 +38,7 @@ def _fits(x: Any, dim: int) -> bool:
 
 
 def _attention(arguments: Given, results: Sequence[int]) -> Iterator[Cut]:
-    """Shards by sequences and by heads. Heads only if the ranks divide the KV heads, so that every rank has the keys of its heads."""
+    """Shards by sequences and by heads. Heads only if the ranks divide the KV heads."""
     layouts = {name: LAYOUTS[name] for name in arguments if name in LAYOUTS}
     batches, heads = (
         {name: layout.index(letter) for name, layout in layouts.items() if letter in layout} for letter in "bh"
@@ -79,8 +79,8 @@ def _norm_backward(arguments: Given) -> Iterator[Cut]:
 
 
 def _statistics(arguments: Given, name: str) -> Iterator[Cut]:
-    """Shards by rows. Sampling needs positions, because otherwise it uses the index of the row, which differs on a rank; the rows of
-    filters are for groups of rows."""
+    """Shards by rows. Sampling needs positions, because otherwise it uses the index of the row, which differs on a
+    rank; the rows of filters are for groups of rows."""
     uses_row_index = arguments.get("positions") is None and arguments.get("temperature", 0.0) > 0
     filtered = any(arguments.get(tensor) is not None for tensor in TENSORS)
     if arguments.get("row_index") is None and not uses_row_index and not filtered:
@@ -137,10 +137,10 @@ def _ways(op: str, *args: Any, **kwargs: Any) -> list[tuple[list[Placement], lis
 def register_dtensor() -> tuple[str, ...]:
     """Registers the sharding of our ops with DTensor; returns the names of the ops registered. Idempotent.
 
-    Attention goes by sequences or by heads (if the mesh divides the KV heads), forward and backward; row-wise ops go by any
-    dimension of rows; `linear` also by columns of its result and by the width that it sums over. A call on tensors that are
-    sharded otherwise gathers them first, as DTensor does for any op. Ops that write into their arguments take no DTensor: call
-    them on ``x.to_local()``. Plain tensors mixed with DTensors, such as those of a plan, need
+    Attention goes by sequences or by heads (if the mesh divides the KV heads), forward and backward; row-wise ops go by
+    any dimension of rows; `linear` also by columns of its result and by the width that it sums over. A call on tensors
+    that are sharded otherwise gathers them first, as DTensor does for any op. Ops that write into their arguments take
+    no DTensor: call them on ``x.to_local()``. Plain tensors mixed with DTensors, such as those of a plan, need
     `torch.distributed.tensor.experimental.implicit_replication`.
 
     Example:

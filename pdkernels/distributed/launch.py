@@ -1,9 +1,10 @@
 """Joins the processes of torchrun, including those that it restarted.
 
-torchrun keeps one store for all attempts of a run, and a backend writes the addresses of its ranks under the same keys each time. After a
-restart a quick rank may read the address of a dead process: it fails, or waits for the whole timeout
-(https://github.com/pytorch/pytorch/issues/135712). The number of restarts that torchrun passes to its processes tells attempts
-apart on one machine, but not on several, where each machine has its own count. Here the ranks first agree on a name for each attempt.
+torchrun keeps one store for all attempts of a run, and a backend writes the addresses of its ranks under the same keys
+each time. After a restart a quick rank may read the address of a dead process: it fails, or waits for the whole timeout
+(https://github.com/pytorch/pytorch/issues/135712). The number of restarts that torchrun passes to its processes tells
+attempts apart on one machine, but not on several, where each machine has its own count. Here the ranks first agree on a
+name for each attempt.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ PATIENCE = timedelta(seconds=0.5)
 
 
 def init_process_group(backend: str | None = None, *, timeout: timedelta = timedelta(minutes=10)) -> None:
-    """`torch.distributed.init_process_group` for a process of torchrun that also works after a restart (``--max-restarts``).
+    """`torch.distributed.init_process_group` for a process of torchrun that also works after a restart
+    (``--max-restarts``).
 
     Other launchers, and processes that were given RANK and MASTER_ADDR, use PyTorch's own function.
 
@@ -53,8 +55,8 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta = timed
 def agreed_name(store: Any, rank: int, ranks: int, timeout: timedelta) -> str:
     """A name for this attempt that all its ranks share, and that no earlier attempt had.
 
-    The first rank makes it. The others answer under it with names of their own, and wait until the first rank has seen these. A dead
-    process never will.
+    The first rank makes it. The others answer under it with names of their own, and wait until the first rank has seen
+    these. A dead process never will.
     """
     token, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     if rank == 0:

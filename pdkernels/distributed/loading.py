@@ -26,7 +26,7 @@ OP = "distributed.load"
 def load(
     name_or_path: str | Path, mesh: Any, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> ParallelModel:
-    """Like `pdkernels.models.load` followed by `parallelize`, but a rank reads only its shard of the checkpoint folder.
+    """Loads and parallelizes a model; a rank reads only its shard of the checkpoint folder.
 
     Args:
         name_or_path: as for `pdkernels.models.load`. Models in the package and GGUF files are read whole by each rank.

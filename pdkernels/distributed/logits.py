@@ -61,9 +61,9 @@ _EACH |= {_T.masked_fill, torch.where, _T.where, _T.__neg__, _T.__and__, _T.__or
 class ShardedLogits(torch.Tensor):
     """Logits ``(..., vocab_size)`` of which this rank holds a slice; the output of models from `parallelize`.
 
-    Token statistics, divergences, sampling, argmax, single logits, top-k, log-sum-exp and softmax need a few numbers per row from the
-    other ranks; arithmetic needs none. Everything else gathers all logits (`full_tensor`). All ranks must do the same operations.
-    In-place changes are limited to whole columns: ``logits[..., token] = value``.
+    Token statistics, divergences, sampling, argmax, single logits, top-k, log-sum-exp and softmax need a few numbers
+    per row from the other ranks; arithmetic needs none. Everything else gathers all logits (`full_tensor`). All ranks
+    must do the same operations. In-place changes are limited to whole columns: ``logits[..., token] = value``.
     """
 
     local: Tensor

@@ -1,8 +1,9 @@
 """The shard of each parameter that a rank holds.
 
-Query heads, KV heads and the intermediate size of the MLP are cut into equal shards in the order of the ranks; a rank's q, k and v
-are therefore three slices of one matrix. The vocabulary is also cut into equal shards, of a multiple of 4 rows, with the remainder
-on the last rank. Norms, and biases that are added once, are replicated. Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
+Query heads, KV heads and the intermediate size of the MLP are cut into equal shards in the order of the ranks; a rank's
+q, k and v are therefore three slices of one matrix. The vocabulary is also cut into equal shards, of a multiple of 4
+rows, with the remainder on the last rank. Norms, and biases that are added once, are replicated. Source: Shoeybi et
+al., "Megatron-LM" (2019), section 3.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Piece(NamedTuple):
 class Shards:
     """The shards of rank `rank` out of `ranks` for a model with this `config`.
 
-    >>> config = TransformerConfig(vocab_size=258, hidden_size=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate_size=96)
+    >>> sizes = dict(hidden_size=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate_size=96)
+    >>> config = TransformerConfig(vocab_size=258, **sizes)
     >>> second = Shards(config, 1, 2)
     >>> second.piece("layers.0.qkv")                     # 2 of 4 query heads, a KV head of each kind
     Piece(dim=0, ranges=[(32, 64), (80, 96), (112, 128)])

@@ -1,11 +1,13 @@
 """Models whose heads, MLPs and vocabulary are split across ranks.
 
-Every rank runs the same program on the same tokens. It computes attention for its own heads and its own part of each MLP. Their
-contributions to the residual are summed over the ranks, twice per layer, and once for the embedding. The KV cache of a rank holds its
-own heads. Logits stay sharded by vocabulary (`ShardedLogits`). Sums have the same bits on all ranks, so all ranks make the same
-decisions. The sums of a row do not depend on other rows, so lossless methods remain exactly lossless.
+Every rank runs the same program on the same tokens. It computes attention for its own heads and its own part of each
+MLP. Their contributions to the residual are summed over the ranks, twice per layer, and once for the embedding. The KV
+cache of a rank holds its own heads. Logits stay sharded by vocabulary (`ShardedLogits`). Sums have the same bits on all
+ranks, so all ranks make the same decisions. The sums of a row do not depend on other rows, so lossless methods remain
+exactly lossless.
 
-Source: Shoeybi et al., "Megatron-LM: training multi-billion parameter language models using model parallelism" (2019), section 3.
+Source: Shoeybi et al., "Megatron-LM: training multi-billion parameter language models using model parallelism" (2019),
+section 3.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ class Ranks:
         return ShardedLogits(local, self.shard, self.vocab_size)
 
     def agree(self, op: str, device: torch.device, *numbers: int) -> None:
-        """Raises ValueError on all ranks if their sizes differ, in which case they would wait for each other forever."""
+        """Raises ValueError on all ranks if their sizes differ, because they would wait forever."""
         sizes = gathered(torch.tensor(numbers, device=device), self.group).tolist()
         expectation = "be called with the same sizes on every rank"
         check(
@@ -199,18 +201,18 @@ def parallelize(model: ParallelModel, mesh: Any) -> ParallelModel:
     """The rank's shard of a model that all ranks run together, for all decoding methods.
 
     Args:
-        model: the whole model, equal on all ranks. It is not changed; the parts are copies. `pdkernels.distributed.load` reads
-            a checkpoint without ever holding all of it.
+        model: the whole model, equal on all ranks. It is not changed; the parts are copies.
+            `pdkernels.distributed.load` reads a checkpoint without ever holding all of it.
         mesh: a `DeviceMesh` of one dimension (of a larger mesh: ``mesh["tp"]``), or a `ProcessGroup`.
 
     Returns:
-        A model of the same kind, in evaluation mode and without gradients. Its `config` has the sizes of the rank's heads and MLPs.
-        All ranks must make the same calls: `pdkernels.decoding.generate` with the same arguments gives the same tokens on all ranks.
-        A forward returns `ShardedLogits`.
+        A model of the same kind, in evaluation mode and without gradients. Its `config` has the sizes of the rank's
+        heads and MLPs. All ranks must make the same calls: `pdkernels.decoding.generate` with the same arguments gives
+        the same tokens on all ranks. A forward returns `ShardedLogits`.
 
     Raises:
-        ValueError: heads or the MLP's width that the ranks do not divide, KV heads that neither divide the ranks nor are divided by
-            them, fewer than 4 ids for a rank.
+        ValueError: heads or the MLP's width that the ranks do not divide, KV heads that neither divide the ranks nor
+            are divided by them, fewer than 4 ids for a rank.
         TypeError: another kind of model, or not a mesh.
         NotImplementedError: a forward that would need gradients.
 
