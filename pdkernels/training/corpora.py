@@ -1,4 +1,4 @@
-"""Training text of the tiny models: sums worked out digit by digit, whose results can be scored, and Python's own source."""
+"""Training text of the tiny models: sums worked out digit by digit, which can be scored, and Python's source."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ class Problem(NamedTuple):
         """Whether the last line of a continuation of the prompt is the result.
 
         >>> problem = Problem("1 + 2 = ?\\n", "1 + 2 = 3\\nanswer 3\\n", 3)
-        >>> problem.is_solved_by("guess\\nanswer 3\\n"), problem.is_solved_by("answer 3"), problem.is_solved_by("answer 33\\n")
-        (True, True, False)
+        >>> [problem.is_solved_by(text) for text in ("guess\\nanswer 3\\n", "answer 3", "answer 33\\n")]
+        [True, True, False]
         """
         lines = text.strip().splitlines()
         return bool(lines) and lines[-1] == f"answer {self.result}"
 
 
 def arithmetic(seed: int, *, held_out: bool = False) -> Iterator[Problem]:
-    """Endless problems: additions, subtractions and products with one digit, of numbers of up to four digits, one or two in a row.
+    """Endless problems: additions, subtractions and products with one digit, of up to four digits, one or two in a row.
 
     Args:
         seed: determines the stream, which is the same on every machine.
@@ -141,7 +141,8 @@ def _number(numbers: random.Random) -> int:
 
 
 def _worked(a: int, sign: str, b: int) -> tuple[int, list[str]]:
-    """The result, and a line per digit with the remaining digits of both numbers, their last digits, and the result so far."""
+    """The result, and a line per digit with the remaining digits of both numbers, their last digits, the result so
+    far."""
     lines, carried, result = [], 0, ""
     while True:
         x, y = a % 10, b if sign == "*" else b % 10

@@ -33,16 +33,16 @@ def new_dflash_head(
     taps: Sequence[int] | None = None,
     sample_from_anchor: bool = False,
 ) -> DFlashHead:
-    """A head to train for a target, whose layers begin as copies of the target's last ones, on its last tap. In place of experts they
-    have an MLP, which begins with random numbers.
+    """A head to train for a target, whose layers begin as copies of the target's last ones, on its last tap. In place
+    of experts they have an MLP, which begins with random numbers.
 
     Args:
         model: the target, with matrices of numbers (``packed=False``).
         block_size: rows of a block, the known token included.
         mask_token: the token whose embedding stands for what is to be guessed, one that texts do not contain.
         layers: of the head.
-        vocabulary: ``(n,)`` int64, ascending: the tokens that it can draft, which then have a matrix of their own. None: all of
-            them, by the target's head.
+        vocabulary: ``(n,)`` int64, ascending: the tokens that it can draft, which then have a matrix of their own.
+            None: all of them, by the target's head.
         taps: None: `usual_taps`.
         sample_from_anchor: whether the known token's row guesses too: a row predicts the token after its own.
 
@@ -53,8 +53,8 @@ def new_dflash_head(
         >>> import torch
         >>> from pdkernels.models import Transformer, TransformerConfig
         >>> from pdkernels.training import new_dflash_head
-        >>> model = Transformer(TransformerConfig(vocab_size=11, hidden_size=16, layers=4, heads=4, kv_heads=2, head_dim=16,
-        ...                                       intermediate_size=24))
+        >>> sizes = dict(heads=4, kv_heads=2, head_dim=16, intermediate_size=24)
+        >>> model = Transformer(TransformerConfig(vocab_size=11, hidden_size=16, layers=4, **sizes))
         >>> head = new_dflash_head(model, 4, mask_token=10, layers=2)
         >>> head.config.taps, head.head is None
         ((1, 2, 1), True)
@@ -99,8 +99,8 @@ def draw_anchors(scored: Tensor, count: int, generator: torch.Generator | None =
 
     A block begins at a token of an answer that is not its last one, so that it has something to guess.
 
-    Source: DFlash (arXiv 2602.06036): anchors are drawn from the response, anew in each pass. SpecForge and speculators leave out the
-    tokens less than a block before the end, where `dflash_loss` leaves out the rows past the end.
+    Source: DFlash (arXiv 2602.06036): anchors are drawn from the response, anew in each pass. SpecForge and speculators
+    leave out the tokens less than a block before the end, where `dflash_loss` leaves out the rows past the end.
 
     Example:
         >>> import torch
@@ -124,7 +124,8 @@ class DFlashLoss(NamedTuple):
     total: Tensor
     """0-dim: the mean over all guesses that count, each weighted by its place in the block."""
     agreed: Tensor
-    """``(guesses,)``, the share of blocks in which head and target have the same best token, at each place and all before it."""
+    """``(guesses,)``, the share of blocks in which head and target agree on the best token, at each place and all
+    before it."""
 
 
 class _Blocks:
@@ -169,34 +170,37 @@ def dflash_loss(
         head: what is trained.
         tokens: ``(1, T)`` int64, the texts, one after the other.
         features: ``(1, T, taps, hidden_size)``, those of `Transformer.tapped` on each text by itself.
-        targets: ``(1, T, draft_vocab_size)``, the target's logits of the tokens that the head can draft; row r is about token r + 1.
+        targets: ``(1, T, draft_vocab_size)``, the target's logits of the tokens that the head can draft; row r is about
+            token r + 1.
         scored: ``(1, T)`` bool, the rows of `targets` that count: those of the answers.
         anchors: ``(n,)`` int64, the tokens at which blocks begin, such as `draw_anchors`.
         documents: lengths of the texts; None: there is one.
         embedding: ``(vocab_size, hidden_size)``, the target's, for a head without its own.
         shared: ``(vocab_size, hidden_size)``, the matrix of the target's head, for a head without its own.
-        labels: "distribution": a guess learns the target's distribution, by KL divergence. "text": it learns the token of the text, by
-            cross-entropy, as in the paper; tokens that it cannot draft are left out.
-        gamma: guess j of a block has weight ``exp(-j / gamma)``: what comes after a wrong guess is lost. SpecForge's runs have 7 for
-            blocks of 16; speculators has 4 for blocks of 8.
+        labels: "distribution": a guess learns the target's distribution, by KL divergence. "text": it learns the token
+            of the text, by cross-entropy, as in the paper; tokens that it cannot draft are left out.
+        gamma: guess j of a block has weight ``exp(-j / gamma)``: what comes after a wrong guess is lost. SpecForge's
+            runs have 7 for blocks of 16; speculators has 4 for blocks of 8.
 
     Returns:
-        The block at anchor a has the known token a and masks, at positions a, a + 1, ... As while drafting, its rows see the features before
-        row a, and each other. The mask at position p learns what row p - 1 of the target says; with ``sample_from_anchor`` row p of the
-        block does so for row p. Rows past the end of their text, and those that are not scored, do not count.
+        The block at anchor a has the known token a and masks, at positions a, a + 1, ... As while drafting, its rows
+        see the features before row a, and each other. The mask at position p learns what row p - 1 of the target says;
+        with ``sample_from_anchor`` row p of the block does so for row p. Rows past the end of their text, and those
+        that are not scored, do not count.
 
     Raises:
         ValueError: shapes that do not fit each other, anchors outside of the texts, or options out of range.
 
-    Source: DFlash (arXiv 2602.06036), equation 4. SpecForge trains on the text and takes the weighted mean, as here; speculators
-    trains on the distribution and divides by the number of guesses instead.
+    Source: DFlash (arXiv 2602.06036), equation 4. SpecForge trains on the text and takes the weighted mean, as here;
+    speculators trains on the distribution and divides by the number of guesses instead.
 
     Example:
         >>> import torch
         >>> from pdkernels.models import TransformerConfig
         >>> from pdkernels.models.drafters import DFlashConfig, DFlashHead
         >>> from pdkernels.training import dflash_loss
-        >>> body = TransformerConfig(vocab_size=11, hidden_size=16, layers=2, heads=2, kv_heads=1, head_dim=16, intermediate_size=24)
+        >>> sizes = dict(heads=2, kv_heads=1, head_dim=16, intermediate_size=24)
+        >>> body = TransformerConfig(vocab_size=11, hidden_size=16, layers=2, **sizes)
         >>> head = DFlashHead(DFlashConfig(body, taps=(1, 2), block_size=4, mask_token=10, draft_vocab_size=5))
         >>> tokens, scored = torch.arange(9)[None], torch.ones(1, 9, dtype=torch.bool)
         >>> features, targets = torch.randn(1, 9, 2, 16), torch.randn(1, 9, 5)

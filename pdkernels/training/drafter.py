@@ -17,7 +17,7 @@ class DrafterLoss(NamedTuple):
 
     total: Tensor
     matching: Tensor
-    """The distance of the drafter's distribution to the verifier's: the LK hybrid of KL divergence and total variation."""
+    """The distance of the drafter's distribution to the verifier's: the LK hybrid of KL and total variation."""
     cross_entropy: Tensor
     """Cross-entropy of the verifier's best token under the drafter."""
 
@@ -36,20 +36,22 @@ def drafter_loss(
 
     Args:
         draft_logits: ``(blocks, k, vocab)``; row j of a block predicts draft token j. Only these get a gradient.
-        verifier_logits: ``(blocks, k, vocab)``; row j predicts the same token: it is the causal row of the previous token.
-        accepted: ``(blocks,)`` int32 or int64, the number of draft tokens that equal the verifier's, 0 .. k, without the known
-            first token of the draft. The loss reads rows 0 .. min(accepted, k - 1). -1 leaves out a block.
+        verifier_logits: ``(blocks, k, vocab)``; row j predicts the same token: it is the causal row of the previous
+            token.
+        accepted: ``(blocks,)`` int32 or int64, the number of draft tokens that equal the verifier's, 0 .. k, without
+            the known first token of the draft. The loss reads rows 0 .. min(accepted, k - 1). -1 leaves out a block.
         temperature: of both distributions in `matching`.
         top_k: a row's support is the union of the `top_k` best tokens of either distribution.
         eta: of ``lam = exp(-eta * acceptance)``, the weight of the KL divergence.
         ce_weight: of the cross-entropy.
 
     Returns:
-        With p and q the distributions of verifier and drafter on the support, renormalised, and ``acceptance = sum min(p, q)`` (no
-        gradient through it), `matching` is ``lam * KL(p || q) + (1 - lam) * sum |p - q| / 2``; `cross_entropy` is that of the
-        verifier's argmax on the same support at temperature 1, rows left out where the support misses it. Both are means over
-        the rows of a block, then over the blocks with rows; 0 where there are none. Tokens that either side rules out with
-        -inf are in no support. Logits of rows that are not read may hold anything. Computed in at least float32.
+        With p and q the distributions of verifier and drafter on the support, renormalised, and
+        ``acceptance = sum min(p, q)`` (no gradient through it), `matching` is
+        ``lam * KL(p || q) + (1 - lam) * sum |p - q| / 2``; `cross_entropy` is that of the verifier's argmax on the same
+        support at temperature 1, rows left out where the support misses it. Both are means over the rows of a block,
+        then over the blocks with rows; 0 where there are none. Tokens that either side rules out with -inf are in no
+        support. Logits of rows that are not read may hold anything. Computed in at least float32.
 
     Raises:
         ValueError: shapes that do not fit each other, an option out of range.
@@ -57,8 +59,8 @@ def drafter_loss(
 
     Nothing waits for the device, and once the support is chosen only its flags are as wide as the vocabulary.
 
-    Source: Nemotron-Labs-Diffusion, equations 6 to 9. Draft at temperature 1 in nine of ten blocks and greedily in the others,
-    so that the adapter also serves sampled drafts.
+    Source: Nemotron-Labs-Diffusion, equations 6 to 9. Draft at temperature 1 in nine of ten blocks and greedily in the
+    others, so that the adapter also serves sampled drafts.
 
     Example:
         >>> import torch
@@ -127,13 +129,14 @@ def attach_drafter_(
     Args:
         model: changed in place: it gets an adapter, and only that keeps ``requires_grad``.
         rank: of the pairs.
-        scale: LoRA's alpha / rank, inside the first matrix. `Transformer.attach_adapter_` puts it into the second one, which
-            is zero here.
+        scale: LoRA's alpha / rank, inside the first matrix. `Transformer.attach_adapter_` puts it into the second one,
+            which is zero here.
         generator: for the random weights, on the CPU; None: torch's default.
 
     Returns:
-        The adapter's parameters. A new one changes nothing yet: in each layer's pair ``b @ a`` a ``(rank, heads * head_dim)``
-        is normal, of variance scale ** 2 / (heads * head_dim), and b ``(hidden_size, rank)`` is zero.
+        The adapter's parameters. A new one changes nothing yet: in each layer's pair ``b @ a`` a
+        ``(rank, heads * head_dim)`` is normal, of variance scale ** 2 / (heads * head_dim), and b
+        ``(hidden_size, rank)`` is zero.
 
     Raises:
         ValueError: a rank below 1, or one that differs from the model's adapter.

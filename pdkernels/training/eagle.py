@@ -1,4 +1,4 @@
-"""The loss of an EAGLE-3 head: training-time test, in which the head reads its own outputs as it will when it drafts."""
+"""The loss of an EAGLE-3 head: training-time test, in which the head reads its own outputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OP = "training.eagle_loss"
 ABSENT: dict[str, Any] = dict.fromkeys(
     ("qkv_bias", "output_bias", "mlp_bias", "qk_norm", "whole_qk_norm", "tied_head"), False
 )
-"""What layers of drafters do without."""
+"""Options that layers of drafters do without."""
 
 
 def usual_taps(layers: int) -> tuple[int, int, int]:
@@ -49,12 +49,13 @@ def copy_layer_(layer: Any, last: Any) -> None:
 
 @torch.no_grad()
 def new_eagle_head(model: Transformer, vocabulary: Tensor, taps: Sequence[int] | None = None) -> EagleHead:
-    """A head of one layer to train for a target, which begins as a copy of the target's last layer on its last tap. In place of experts
-    it has an MLP, which begins with random numbers.
+    """A head of one layer to train for a target, which begins as a copy of the target's last layer on its last tap. In
+    place of experts it has an MLP, which begins with random numbers.
 
     Args:
         model: the target, with matrices of numbers (``packed=False``).
-        vocabulary: ``(n,)`` int64, ascending: the tokens that it can draft, such as the most frequent ones of the target's texts.
+        vocabulary: ``(n,)`` int64, ascending: the tokens that it can draft, such as the most frequent ones of the
+            target's texts.
         taps: None: `usual_taps`.
 
     Returns:
@@ -64,8 +65,8 @@ def new_eagle_head(model: Transformer, vocabulary: Tensor, taps: Sequence[int] |
         >>> import torch
         >>> from pdkernels.models import Transformer, TransformerConfig
         >>> from pdkernels.training import new_eagle_head
-        >>> model = Transformer(TransformerConfig(vocab_size=11, hidden_size=16, layers=4, heads=4, kv_heads=2, head_dim=8,
-        ...                                       intermediate_size=24))
+        >>> sizes = dict(heads=4, kv_heads=2, head_dim=8, intermediate_size=24)
+        >>> model = Transformer(TransformerConfig(vocab_size=11, hidden_size=16, layers=4, **sizes))
         >>> new_eagle_head(model, torch.tensor([1, 4, 7])).config.taps
         (1, 2, 1)
     """
@@ -97,11 +98,12 @@ class EagleLoss(NamedTuple):
     total: Tensor
     """0-dim: cross-entropies of the depths, each weighted by a power of `decay`."""
     agreed: Tensor
-    """``(steps,)``, the share of scored rows in which head and target have the same best token, at each depth and all before it."""
+    """``(steps,)``, the share of scored rows in which head and target agree on the best token, at each depth and all
+    before it."""
 
 
 class _Rollouts:
-    """The attention of rows of one depth after another: a row sees the features up to its own, and itself at earlier depths."""
+    """The attention of rows of one depth after another: a row sees features up to its own, and itself earlier."""
 
     def __init__(self, head: EagleHead) -> None:
         self._config = head.config.body
@@ -148,15 +150,16 @@ def eagle_loss(
         head: what is trained.
         embedded: ``(1, T, hidden_size)``, the embeddings of the text's tokens.
         features: ``(1, T, taps, target_hidden_size)``, those of `Transformer.tapped`.
-        targets: ``(1, T, draft_vocab_size)``, the target's logits of the tokens that the head can draft; row r is about token r + 1.
+        targets: ``(1, T, draft_vocab_size)``, the target's logits of the tokens that the head can draft; row r is about
+            token r + 1.
         scored: ``(1, T)`` bool, the rows of `targets` that count: those of the answer.
         steps: depths of a draft.
         decay: weight of each depth relative to the one before it.
 
     Returns:
-        At depth s, row i reads the embedding of token i + 1 + s and the head's own row of depth s - 1, at depth 0 the target's features,
-        and learns the target's distribution of token i + 2 + s by cross-entropy. As while drafting, it sees the features of rows
-        up to i, and its own rows of earlier depths.
+        At depth s, row i reads the embedding of token i + 1 + s and the head's own row of depth s - 1, at depth 0 the
+        target's features, and learns the target's distribution of token i + 2 + s by cross-entropy. As while drafting,
+        it sees the features of rows up to i, and its own rows of earlier depths.
 
     Raises:
         ValueError: a text that is too short, or `steps` or `decay` out of range.
@@ -168,7 +171,8 @@ def eagle_loss(
         >>> from pdkernels.models import TransformerConfig
         >>> from pdkernels.models.drafters import EagleConfig, EagleHead
         >>> from pdkernels.training import eagle_loss
-        >>> body = TransformerConfig(vocab_size=11, hidden_size=16, layers=1, heads=2, kv_heads=1, head_dim=16, intermediate_size=24)
+        >>> sizes = dict(heads=2, kv_heads=1, head_dim=16, intermediate_size=24)
+        >>> body = TransformerConfig(vocab_size=11, hidden_size=16, layers=1, **sizes)
         >>> head = EagleHead(EagleConfig(body, taps=(0, 1, 2), draft_vocab_size=5, target_hidden_size=16))
         >>> shapes = (1, 9, 16), (1, 9, 3, 16), (1, 9, 5)
         >>> loss = eagle_loss(head, *map(torch.randn, shapes), torch.ones(1, 9, dtype=torch.bool), steps=2)

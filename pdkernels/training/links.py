@@ -53,8 +53,8 @@ def chains(
 ) -> Iterator[Chains]:
     """Endless prompts of equally long chains of different names, whose links are shuffled.
 
-    Asked names lie at the beginnings of the chains, so all answers of a prompt take about the same number of hops, and names are asked
-    repeatedly. No answer depends on another one.
+    Asked names lie at the beginnings of the chains, so all answers of a prompt take about the same number of hops, and
+    names are asked repeatedly. No answer depends on another one.
 
     Args:
         seed: determines the stream, which is the same on every machine.

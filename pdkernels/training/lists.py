@@ -1,4 +1,4 @@
-"""A task for models that plan: short lists, which are written in parallel if they are independent, and later if they depend on a pick."""
+"""A task for models that plan: short lists, written in parallel, or later if they depend on a pick."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Orders(NamedTuple):
     prompt: str
     """Orders of two characters, each followed by a semicolon, then a line feed."""
     rounds: tuple[tuple[tuple[str, str], ...], ...]
-    """Topic and content of each chunk: the order, and ``ORDER:LIST;``. Lists of the picked digit are the second round."""
+    """Topic and content of each chunk: the order, and ``ORDER:LIST;``. Lists of the picked digit come second."""
 
     @property
     def text(self) -> str:
@@ -92,9 +92,9 @@ def orders(
         4d    seven six five four            4q    16 25 36 49 64 81
         4m    apr may jun jul aug sep        4r    iv v vi vii viii
 
-    These can all be written at the same time and in any order: only a plan, or the text so far, determines the place of each.
-    ``*p`` requests any digit, and ``px`` the list of kind x of that digit, which has to wait because the prompt does not
-    determine the digit.
+    These can all be written at the same time and in any order: only a plan, or the text so far, determines the place of
+    each. ``*p`` requests any digit, and ``px`` the list of kind x of that digit, which has to wait because the prompt
+    does not determine the digit.
 
     Args:
         seed: determines the stream, which is the same on every machine.

@@ -5,8 +5,8 @@ A batch lists the rows that a loss reads; run the language model head only on th
     hidden = model.hidden(batch.tokens[None], positions=batch.positions, mask=batch.mask.plan())[0]
     loss = dual_stream_loss(model.logits(hidden[batch.ar_rows]), model.logits(hidden[batch.masked_rows]), batch)
 
-Logits in half precision are converted to float32, those in float64 are kept. Labels and weights are moved to the device of the
-logits. Nothing here waits for that device, and everything compiles to one graph for batches of any size.
+Logits in half precision are converted to float32, those in float64 are kept. Labels and weights are moved to the device
+of the logits. Nothing here waits for that device, and everything compiles to one graph for batches of any size.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class ConsistencyLoss(NamedTuple):
 def dual_stream_terms(
     ar_logits: Tensor, masked_logits: Tensor, batch: DualStreamBatch, *, normaliser: float | Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The contribution of each row to the two sums of `dual_stream_loss`, with the same arguments and errors: ``(n,)`` and ``(m,)``."""
+    """The contribution of each row to the two sums of `dual_stream_loss`, same arguments and errors: ``(n,)`` and
+    ``(m,)``."""
     op = "training.dual_stream_loss"
     _check_rows(op, "ar_logits", ar_logits, batch.ar_labels)
     _check_rows(op, "masked_logits", masked_logits, batch.masked_labels)
@@ -71,12 +72,13 @@ def dual_stream_loss(
         masked_logits: ``(m, vocab)`` of ``batch.masked_rows``; they predict the hidden token at their own position.
         batch: from `pack_dual_stream`.
         masked_weight: weight of the masked sum; the paper's alpha.
-        normaliser: the divisor of both sums. None: the n + m rows of this batch. For several batches or ranks pass their total
-            number of rows, a number or a 0-dim tensor: the losses then add up to that of one big batch.
+        normaliser: the divisor of both sums. None: the n + m rows of this batch. For several batches or ranks pass
+            their total number of rows, a number or a 0-dim tensor: the losses then add up to that of one big batch.
 
     Returns:
-        Its `total` is ``(sum of CE + masked_weight * sum of CE / p_mask) / normaliser``, 0 for a batch without rows. All
-        tokens count equally, regardless of their sample: one with few hidden tokens has little weight (*global averaging*).
+        Its `total` is ``(sum of CE + masked_weight * sum of CE / p_mask) / normaliser``, 0 for a batch without rows.
+        All tokens count equally, regardless of their sample: one with few hidden tokens has little weight (*global
+        averaging*).
 
     Raises:
         ValueError: logits that are not one row of floats per label.
@@ -101,7 +103,8 @@ def dual_stream_loss(
 def noise_aware_terms(
     ar_logits: Tensor, student_logits: Tensor, teacher_logits: Tensor, batch: NoiseAwareBatch
 ) -> tuple[Tensor, Tensor]:
-    """The contribution of each row to the two means of `noise_aware_loss`, with the same arguments and errors: ``(n,)`` and ``(m,)``."""
+    """The contribution of each row to the two means of `noise_aware_loss`, same arguments and errors: ``(n,)`` and
+    ``(m,)``."""
     op = "training.noise_aware_loss"
     _check_rows(op, "ar_logits", ar_logits, batch.ar_labels)
     _check_rows(op, "student_logits", student_logits, batch.student_rows)
@@ -126,9 +129,9 @@ def noise_aware_loss(
         ar_weight: weight of the autoregressive mean; the released trainers use 10 and 1.
 
     Returns:
-        `consistency` is the soft cross-entropy ``-sum softmax(teacher) * log softmax(student)``, whose gradient is that of the
-        KL divergence. A mean over no rows is 0. The released trainer also divides the consistency loss by the number of
-        blocks T: multiply `ar_weight` by T for its proportions.
+        `consistency` is the soft cross-entropy ``-sum softmax(teacher) * log softmax(student)``, whose gradient is that
+        of the KL divergence. A mean over no rows is 0. The released trainer also divides the consistency loss by the
+        number of blocks T: multiply `ar_weight` by T for its proportions.
 
     Raises:
         ValueError: logits that are not one row of floats per label, or per student row.

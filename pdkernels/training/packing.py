@@ -1,7 +1,8 @@
 """Packs samples of token ids into one sequence: ids, positions, mask, and the rows and labels that the losses read.
 
-This module neither samples noise nor computes losses. All results are int64 tensors on the CPU (except the weights). Rows are
-indices into the packed sequence; rows that a loss does not read are not listed, so a loss needs no ignored label.
+This module neither samples noise nor computes losses. All results are int64 tensors on the CPU (except the weights).
+Rows are indices into the packed sequence; rows that a loss does not read are not listed, so a loss needs no ignored
+label.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ class DualStreamSample(NamedTuple):
     p_mask: float
     """The probability with which each token was masked, by which its loss is divided."""
     noisy: Tensor | None = None
-    """(tokens,) bool, True where the noisy copy has a row; None: everywhere from `prefix_len` on. Tokens that are never masked, such
-    as those of an image, need no row. The noisy rows of a block do not see tokens of the block that have none."""
+    """(tokens,) bool, True where the noisy copy has a row; None: everywhere from `prefix_len` on. Tokens that are never
+    masked, such as those of an image, need no row. The noisy rows of a block do not see tokens of the block that have
+    none."""
     prefix_len: int = 0
     """Tokens before the first block, such as a prompt. They have no noisy rows, and all blocks see them."""
 
@@ -104,14 +106,15 @@ def pack_noise_aware(
         length: total tokens, padded with `pad_token`; None: those of the samples.
         pad_token: the id of the padding, which attends to nothing and to which no row attends.
         end_token: the id that ends an answer; None: all rows enter the losses.
-        after_end: "drop": tokens after the first `end_token` of an answer are neither targets nor students. Its own noisy row,
-            which would learn what follows, is no student either. "keep", as in the released trainers: only targets in its own
-            block are dropped; targets and noisy tokens that are `pad_token` are dropped everywhere; all other rows are kept.
+        after_end: "drop": tokens after the first `end_token` of an answer are neither targets nor students. Its own
+            noisy row, which would learn what follows, is no student either. "keep", as in the released trainers: only
+            targets in its own block are dropped; targets and noisy tokens that are `pad_token` are dropped everywhere;
+            all other rows are kept.
         conditioning, window, layout: as in `pdkernels.masks.noise_aware_causal`.
 
     Returns:
-        A batch of one packed sequence. In each block the student rows run from the first offset where noisy and clean differ
-        to the end of the block; blocks that have converged have none, and serve as context only.
+        A batch of one packed sequence. In each block the student rows run from the first offset where noisy and clean
+        differ to the end of the block; blocks that have converged have none, and serve as context only.
 
     Raises:
         ValueError: shapes that do not match, more tokens than `length`, an unknown name, "keep" without an end token.
@@ -192,11 +195,12 @@ def pack_dual_stream(
         clean: as in `pdkernels.masks.dual_stream`.
 
     Returns:
-        A batch of one packed sequence, the noisy copy of each sample before its clean one. Where whole blocks are left out of the
-        noisy copy, as a prefix of whole blocks is, both losses are those of the full layout.
+        A batch of one packed sequence, the noisy copy of each sample before its clean one. Where whole blocks are left
+        out of the noisy copy, as a prefix of whole blocks is, both losses are those of the full layout.
 
     Raises:
-        ValueError: shapes that do not match, a probability outside (0, 1], more tokens than `length`, a masked token without a noisy row.
+        ValueError: shapes that do not match, a probability outside (0, 1], more tokens than `length`, a masked token
+            without a noisy row.
         TypeError: other samples, ids that are not int32 or int64, `masked` that is not bool.
 
     Source: Nemotron-Labs-Diffusion, training objective and released code; Block Diffusion (BD3-LM).

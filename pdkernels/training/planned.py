@@ -1,12 +1,14 @@
-"""Planned texts as training batches: layout, noise, packing and loss. Plain-text plans are in `pdkernels.training.plans`.
+"""Planned texts as training batches: layout, noise, packing and loss. Plain-text plans are in
+`pdkernels.training.plans`.
 
-A text is a prompt, then rounds: a plan written token by token, its chunks filled in together, a sync if another round follows. Plan
-rows predict the next token outside chunks, as in any causal model; masked tokens of chunks predict themselves.
+A text is a prompt, then rounds: a plan written token by token, its chunks filled in together, a sync if another round
+follows. Plan rows predict the next token outside chunks, as in any causal model; masked tokens of chunks predict
+themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -30,7 +32,7 @@ class PlanItem(NamedTuple):
     content: Sequence[int]
     """Ids of the chunk, without its two tags."""
     number: int | None = None
-    """The number in the plan. None: as many units as `content` needs, which is then padded; otherwise there is no padding."""
+    """The number in the plan. None: as many units as `content` needs, which is then padded."""
 
 
 class PlannedSample(NamedTuple):
@@ -39,7 +41,7 @@ class PlannedSample(NamedTuple):
     prompt: Sequence[int]
     rounds: Sequence[Sequence[PlanItem]] = ()
     tail: Sequence[int] = ()
-    """Ids after the last round, predicted token by token. Without rounds: the answer of an ordinary autoregressive model."""
+    """Ids after the last round, predicted token by token. Without rounds: the whole answer."""
 
 
 class PlannedLayout(NamedTuple):
@@ -63,7 +65,8 @@ class NoisyPlan(NamedTuple):
     masked: Tensor
     """(T,) bool."""
     p_mask: Tensor
-    """(T,) float32: the probability with which a token was masked; outside chunks that of the text, or 1 if rounds differ."""
+    """(T,) float32: the probability with which a token was masked; outside chunks of the text, or 1 if rounds
+    differ."""
 
 
 class PlannedBatch(NamedTuple):
@@ -101,20 +104,21 @@ def lay_out(
 ) -> PlannedLayout:
     """A sample in text order: prompt, then in each round plan, chunks and sync, then tail and end token.
 
-    The last round has a sync only if a tail follows. Items without a number get the smallest one whose chunk holds the content and
-    up to `max_pads` pads; the chunk is filled up to ``number * unit``, so that the plan matches its chunk, and a
-    decoder that follows it makes a chunk of this length.
+    The last round has a sync only if a tail follows. Items without a number get the smallest one whose chunk holds the
+    content and up to `max_pads` pads; the chunk is filled up to ``number * unit``, so that the plan matches its chunk,
+    and a decoder that follows it makes a chunk of this length.
 
     Args:
         sample: ids. Given numbers have at most two digits.
         plan_tokens: of the model.
         end_token: ends the text.
-        max_pads: the minimum number of pads in a chunk is sampled from 0 .. `max_pads`; the paper's augmentation has 10.
+        max_pads: the minimum number of pads in a chunk is sampled from 0 .. `max_pads`; the paper's augmentation has
+            10.
         generator: the random generator; required if `max_pads` is not 0.
 
     Raises:
-        ValueError: a round without items, a topic that ends with a digit, an empty topic, a number that is not in 0 .. 99 or would
-            be, control tokens out of place, a negative id, pads without a generator.
+        ValueError: a round without items, a topic that ends with a digit, an empty topic, a number that is not in 0 ..
+            99 or would be, control tokens out of place, a negative id, pads without a generator.
         TypeError: other samples, ids that are not ints.
 
     Source: Planned Diffusion, section 4 (control tags, fine-tuning data), with the number counted after the padding.
@@ -193,14 +197,15 @@ def draw_chunk_masks(
     min_p_mask: float = 1e-3,
     tags: bool = False,
 ) -> NoisyPlan:
-    """Masks tokens of chunks, each with the same probability ``p_mask = (1 - min_p_mask) * t + min_p_mask``, t uniform on [0, 1].
+    """Masks tokens of chunks, each with the same probability ``p_mask = (1 - min_p_mask) * t + min_p_mask``, t uniform
+    on [0, 1].
 
     Args:
         layout: from `lay_out`. Prompt, plans, syncs and the tags of chunks are never masked.
         generator: the random generator.
-        noise: t is sampled once for the "text", or for each "round", so that a noisy round may follow one that is nearly clean.
-            "one" masks tokens of only one randomly chosen round; as in decoding, the rounds before it are clean. A token is then
-            masked with probability ``p_mask / rounds``, which is the `p_mask` of the result.
+        noise: t is sampled once for the "text", or for each "round", so that a noisy round may follow one that is
+            nearly clean. "one" masks tokens of only one randomly chosen round; as in decoding, the rounds before it are
+            clean. A token is then masked with probability ``p_mask / rounds``, which is the `p_mask` of the result.
         min_p_mask: the smallest probability.
         tags: also mask the two tags of a chunk, as the released code does; a decoder never does that.
 
@@ -254,21 +259,22 @@ def pack_planned(
 
     Args:
         samples: noisy texts. Any chunk tokens may be `masked`.
-        plan_tokens: of the model; its `predicts` says which row predicts a masked token: its own, or the row before it in the
-            chunk.
+        plan_tokens: of the model; its `predicts` says which row predicts a masked token: its own, or the row before it
+            in the chunk.
         mask_token: the id of a masked token.
         length: total tokens, padded with `pad_token`; None: those of the samples.
         sparse: whether the chunks of a round are masked from each other.
         past: how later rounds see the chunks of a round. "noisy": in one copy of the text, including masks. "clean":
-            `planned_streams`, whose noisy chunks see earlier rounds clean, as in decoding, at the cost of a second copy.
+            `planned_streams`, whose noisy chunks see earlier rounds clean, as in decoding, at the cost of a second
+            copy.
         pad_token: the id of the padding, which attends to nothing and to which no row attends.
 
     Returns:
         A batch of one packed sequence.
 
     Raises:
-        ValueError: an unknown name, tensors of other shapes, a mask outside chunks or on their tags, probabilities outside
-            (0, 1], more tokens than `length`.
+        ValueError: an unknown name, tensors of other shapes, a mask outside chunks or on their tags, probabilities
+            outside (0, 1], more tokens than `length`.
         TypeError: other samples or dtypes.
 
     Source: Planned Diffusion, section 4.2 and equation 10.
@@ -344,7 +350,8 @@ def _joined(samples: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, T
 def planned_terms(
     ar_logits: Tensor, masked_logits: Tensor, batch: PlannedBatch, *, normaliser: float | Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The contribution of each row to the two sums of `planned_loss`, with the same arguments and errors: ``(n,)`` and ``(m,)``."""
+    """The contribution of each row to the two sums of `planned_loss`, same arguments and errors: ``(n,)`` and
+    ``(m,)``."""
     op = "training.planned_loss"
     _check_rows(op, "ar_logits", ar_logits, batch.ar_labels)
     _check_rows(op, "masked_logits", masked_logits, batch.masked_labels)
@@ -368,12 +375,12 @@ def planned_loss(
         ar_logits: ``(n, vocab)`` of ``batch.ar_rows``.
         masked_logits: ``(m, vocab)`` of ``batch.masked_rows``.
         batch: from `pack_planned`.
-        normaliser: the divisor of both sums. None: that of the batch. For several batches or ranks pass the sum of their
-            normalisers, a number or a 0-dim tensor: the losses then add up to that of one big batch.
+        normaliser: the divisor of both sums. None: that of the batch. For several batches or ranks pass the sum of
+            their normalisers, a number or a 0-dim tensor: the losses then add up to that of one big batch.
 
     Returns:
-        Its `total` is ``(sum of CE over plans + sum of CE / p_mask over masked tokens) / response tokens``. Only the second sum
-        is divided by the noise; all tokens of a batch count equally, regardless of their sample.
+        Its `total` is ``(sum of CE over plans + sum of CE / p_mask over masked tokens) / response tokens``. Only the
+        second sum is divided by the noise; all tokens of a batch count equally, regardless of their sample.
 
     Raises:
         ValueError: logits that are not one row of floats per label.
@@ -384,12 +391,13 @@ def planned_loss(
     Example:
         >>> import torch
         >>> from pdkernels.models import PlanTokens
-        >>> from pdkernels.training import PlanItem, PlannedSample, draw_chunk_masks, lay_out, pack_planned, planned_loss
+        >>> from pdkernels.training import PlanItem, PlannedSample, draw_chunk_masks, lay_out
+        >>> from pdkernels.training import pack_planned, planned_loss
         >>> plan_tokens = PlanTokens(10, 11, 12, 13, 14, 15, digits=range(10), unit=2)
         >>> layout = lay_out(PlannedSample([30], [[PlanItem([31], [40, 41])]]), plan_tokens, end_token=16)
         >>> noisy = draw_chunk_masks(layout, torch.Generator().manual_seed(0), min_p_mask=1.0)
         >>> batch = pack_planned([noisy], plan_tokens, mask_token=9)
-        >>> loss = planned_loss(torch.zeros(5, 42), torch.zeros(2, 42), batch)    # log(42) = 3.7377 on each of 7 rows, over 9
+        >>> loss = planned_loss(torch.zeros(5, 42), torch.zeros(2, 42), batch)  # log(42) = 3.7377, 7 of 9 rows
         >>> [round(float(part), 4) for part in loss]
         [2.9071, 2.0765, 0.8306]
     """
@@ -398,7 +406,7 @@ def planned_loss(
     return JointLoss(ar + masked, ar, masked)
 
 
-def _ids(op: str, name: str, ids: Sequence[int], banned: set[int] = frozenset()) -> list[int]:  # type: ignore[assignment]
+def _ids(op: str, name: str, ids: Sequence[int], banned: Set[int] = frozenset()) -> list[int]:
     token_ids = ids.tolist() if isinstance(ids, Tensor) else list(ids)
     for token in token_ids:
         check_type(type(token) is int, op, name, "hold ids", type(token).__name__)

@@ -9,11 +9,13 @@
     <topic>summary 1</topic>
     <async>In short, ...</async>
 
-A round is a plan, an item ``<topic>TOPIC NUMBER</topic>`` for each chunk, then the chunks in the same order. Rounds are separated by
-``<sync/>``: the text after it may read the text before it, while chunks of one round are written in parallel without seeing each
-other. The optional number is the chunk's length in units of tokens. White space is ignored between tags and kept within chunks.
+A round is a plan, an item ``<topic>TOPIC NUMBER</topic>`` for each chunk, then the chunks in the same order. Rounds are
+separated by ``<sync/>``: the text after it may read the text before it, while chunks of one round are written in
+parallel without seeing each other. The optional number is the chunk's length in units of tokens. White space is ignored
+between tags and kept within chunks.
 
-Source: Planned Diffusion, section 4 (control tags) and appendix A; the plan comes first, as in its released training code.
+Source: Planned Diffusion, section 4 (control tags) and appendix A; the plan comes first, as in its released training
+code.
 """
 
 from __future__ import annotations
@@ -124,8 +126,8 @@ def parse(text: str) -> tuple[Round, ...]:
     ranges (numbers from 1 to 99, topics that are not empty), and that each plan has as many items as chunks.
 
     Args:
-        text: in the format at the top of this module. ``<promise>-<topic>``, as the released models spell it, is read as
-            ``<topic>``; ``[PAD]`` at the end of a chunk is dropped.
+        text: in the format at the top of this module. ``<promise>-<topic>``, as the released models spell it, is read
+            as ``<topic>``; ``[PAD]`` at the end of a chunk is dropped.
 
     Raises:
         PlanError: a text that breaks the rules, with line and column; it is a ValueError.
@@ -139,8 +141,8 @@ def parse(text: str) -> tuple[Round, ...]:
         ((Item(topic='a', content='x y', number=1),), (Item(topic='b', content='z', number=None),))
         >>> plans.parse("<topic>a 1</topic>\\n<async>x</async> y")
         Traceback (most recent call last):
-        pdkernels.training.plans.PlanError: pdkernels.training.plans.parse: text must have all words inside of <async> or <topic>,
-        got 'y' at line 2, column 18.
+        pdkernels.training.plans.PlanError: pdkernels.training.plans.parse: text must have all words inside of <async>
+        or <topic>, got 'y' at line 2, column 18.
     """
     check_type(isinstance(text, str), "training.plans.parse", "text", "be a str", type(text).__name__)
     reader, rounds = _Reader(text), []
@@ -195,8 +197,9 @@ def format(rounds: Iterable[Sequence[Item]]) -> str:
         rounds: items without tags in their texts.
 
     Raises:
-        ValueError: no rounds, a round without items, an empty topic, one with a tag or a line feed, or, where no number follows it, one
-            that ends with a number; a content with a tag, or with ``[PAD]`` at its end; a number outside 1 .. 99.
+        ValueError: no rounds, a round without items, an empty topic, one with a tag or a line feed, or, where no number
+            follows it, one that ends with a number; a content with a tag, or with ``[PAD]`` at its end; a number
+            outside 1 .. 99.
         TypeError: something that is not an `Item`.
 
     Example:
@@ -241,7 +244,8 @@ def as_sample(
         rounds: from `parse`.
         tokenizer: of the model. It never sees the tags, which have their own ids.
         separator: between topic and number.
-        numbers: keep the numbers of items, as the released code does, instead of counting tokens. Chunks are then not padded.
+        numbers: keep the numbers of items, as the released code does, instead of counting tokens. Chunks are then not
+            padded.
 
     Example:
         >>> from pdkernels.models import ByteTokenizer
@@ -263,7 +267,7 @@ def as_sample(
 
 
 def without_topics(rounds: Iterable[Sequence[_Any]], topic: Any = "topic") -> tuple[tuple[_Any, ...], ...]:
-    """The same rounds with the same topic, text or ids, in all items: an ablation.
+    """Replaces the topic, text or ids, of all items of rounds by the same one: an ablation.
 
     Source: Planned Diffusion, section 5.
 
@@ -276,8 +280,8 @@ def without_topics(rounds: Iterable[Sequence[_Any]], topic: Any = "topic") -> tu
 def without_syncs(rounds: Iterable[Sequence[_Any]]) -> tuple[tuple[_Any, ...], ...]:
     """All items in one round, so that no chunk sees another's clean text: an ablation.
 
-    A decoder that continues until the end token writes all plans before all chunks. The released training data instead keep the
-    chunks of each round after its plan, and only delete the sync: a layout that its decoder never produces.
+    A decoder that continues until the end token writes all plans before all chunks. The released training data instead
+    keep the chunks of each round after its plan, and only delete the sync: a layout that its decoder never produces.
 
     Source: Planned Diffusion, section 5.
 

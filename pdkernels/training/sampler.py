@@ -1,7 +1,7 @@
 """Steps of block diffusion labelled by whether a guess is final, and the training of a `SamplerHead` on them.
 
-Source: Nemotron-Labs-Diffusion, section 3.2 and appendix A. A guess is final if the same run ends with it at that position
-(appendix A); section 3.2 uses only the confidence policy.
+Source: Nemotron-Labs-Diffusion, section 3.2 and appendix A. A guess is final if the same run ends with it at that
+position (appendix A); section 3.2 uses only the confidence policy.
 """
 
 from __future__ import annotations
@@ -63,14 +63,15 @@ def collect_sampler_steps(
         model: with a mask token and a KV cache, such as "tiny-trimode".
         prompts: as `pdkernels.decoding.generate` takes a batch of them.
         block_size: tokens of a block, the first of which comes from the previous forward.
-        policy: "confidence" fills the most confident position. "hybrid" fills all positions whose guess agrees with `texts`, or
-            the most confident one if there are none.
+        policy: "confidence" fills the most confident position. "hybrid" fills all positions whose guess agrees with
+            `texts`, or the most confident one if there are none.
         table: of the head to be trained, see `semantic_table`.
         texts: ids that should follow each prompt, for "hybrid".
         max_new_tokens: no block begins after this many, or after an end token.
 
     Raises:
-        ValueError: an unknown policy, "hybrid" without texts for all prompts, a model without a mask token, sizes out of range.
+        ValueError: an unknown policy, "hybrid" without texts for all prompts, a model without a mask token, sizes out
+            of range.
 
     Example:
         >>> import pdkernels as pd
@@ -186,7 +187,8 @@ def train_sampler(
     seed: int = 0,
     progress: Callable[[int, float, float], None] = lambda epoch, loss, area: None,
 ) -> list[float]:
-    """Trains a head, in place: binary cross-entropy of active positions, by AdamW, until the AUC of held-out steps stops growing.
+    """Trains a head, in place: binary cross-entropy of active positions, by AdamW, until the held-out AUC stops
+    growing.
 
     Features are normalised by the mean and deviation of `steps`; the final weights are those of the best epoch.
 

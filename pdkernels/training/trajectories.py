@@ -56,10 +56,10 @@ def collect_trajectories(
         batch_size: prompts per batch; the result does not depend on it if logits do not.
 
     Returns:
-        One trajectory per prompt. A record is the block before a forward: the accepted tokens and the draft after
-        them. The first one is the seed token and random earlier tokens (in the first block: the predictions of the prompt's forward for
-        them), which the released script drops; the last one is the fixed point. The concatenated fixed points are the
-        text of greedy decoding; if that ends inside a block, `pad_token` fills the block.
+        One trajectory per prompt. A record is the block before a forward: the accepted tokens and the draft after them.
+        The first one is the seed token and random earlier tokens (in the first block: the predictions of the prompt's
+        forward for them), which the released script drops; the last one is the fixed point. The concatenated fixed
+        points are the text of greedy decoding; if that ends inside a block, `pad_token` fills the block.
 
     Raises:
         ValueError, TypeError: as `pdkernels.decoding.generate`.
@@ -104,8 +104,9 @@ def noise_ratios(window: int, schedule: Schedule = "code") -> list[float]:
 
     Args:
         window: number of ratios.
-        schedule: "code" rises evenly from 0 to 1 inclusive, as in the released script; "paper" is equation 7, which stops one
-            step short of 1. A new block is all noise except its first token, which supports the code's version.
+        schedule: "code" rises evenly from 0 to 1 inclusive, as in the released script; "paper" is equation 7, which
+            stops one step short of 1. A new block is all noise except its first token, which supports the code's
+            version.
 
     Raises:
         ValueError: a window below 1, an unknown schedule.
@@ -127,8 +128,8 @@ def choose_record(records: Tensor, ratio: float) -> int:
 
     Args:
         records: ``(n, block_size)`` int32 or int64, the fixed point last.
-        ratio: the desired fraction. Noise runs from the first token that differs from the fixed point to the end of the block,
-            whether later tokens are right or not.
+        ratio: the desired fraction. Noise runs from the first token that differs from the fixed point to the end of the
+            block, whether later tokens are right or not.
 
     Raises:
         ValueError: records that are not ``(n, block_size)`` with n at least 1.
@@ -163,7 +164,8 @@ def noise_aware_sample(
         trajectory: of one prompt. Drop blocks at its end by ``trajectory._replace(blocks=trajectory.blocks[:n])``.
         window: blocks after which the noise restarts from 0.
         schedule: see `noise_ratios`.
-        order: "progressive" takes the ratios in turn, "reverse" from the last to the first, "random" samples one for every block.
+        order: "progressive" takes the ratios in turn, "reverse" from the last to the first, "random" samples one for
+            every block.
         generator: the random generator, on the CPU; None: torch's default.
 
     Raises:
@@ -198,7 +200,7 @@ def noise_aware_sample(
 
 
 def noiseless_sample(prompt: Tensor, answer: Tensor, block_size: int, *, pad_token: int = 0) -> NoiseAwareSample:
-    """A given answer in blocks that have converged. It has only the autoregressive loss, and keeps a model from forgetting.
+    """A given answer in blocks that have converged. Has the autoregressive loss alone, against forgetting.
 
     Args:
         prompt: ``(P,)`` ids.
