@@ -46,5 +46,5 @@ class Candidate(NamedTuple):
 
     @property
     def is_lossless(self) -> bool:
-        """Whether it must emit the tokens of its model's baseline: a lossless method with the default number of recurrences."""
+        """Whether it must emit the tokens of its model's baseline: lossless, with the default recurrences."""
         return decoding.is_lossless(self.method) and "recurrences" not in dict(self.settings)

@@ -55,7 +55,7 @@ FAMILIES: dict[str, Defaults] = {
 _TRIED = (4, 8, 16, 32)
 # New tokens of a generation whose memory is measured.
 _WATCHED_TOKENS = 160
-# Two logits may swap when a forward has more rows, if they differ by at most this many units in the last place of the largest.
+# Two logits may swap when a forward has more rows, if they differ by at most so many units in the last place.
 _TIE = 64
 
 
@@ -81,13 +81,13 @@ class Row:
         tokens_per_second: `tokens` over the seconds of all generations.
         speedup: median over the batches: tokens per second over those of the baseline on the same batch.
         speedup_quartiles: the first and the third quartile of the same.
-        tokens_per_cycle: new tokens per verified draft. That is two forwards in linear self-speculation, one in the other
-            methods; None for methods without drafts.
+        tokens_per_cycle: new tokens per verified draft. That is two forwards in linear self-speculation, one in the
+            other methods; None for methods without drafts.
         accepted_per_cycle: accepted draft tokens per verified draft; the verifier adds one token of its own.
         extra_memory: peak bytes of tensors in a generation of 160 tokens, without weights; None: not measured.
         seconds: of each batch.
 
-    The costs of a lossless method with other tokens are not reported: `tokens_per_forward` to `accepted_per_cycle` are None.
+    Costs of a lossless method with other tokens, `tokens_per_forward` to `accepted_per_cycle`, are None.
     """
 
     task: str
@@ -204,8 +204,8 @@ def evaluate(
 ) -> list[Row]:
     """Runs all candidates on the same prompts.
 
-    Candidates take turns on every batch, so that other load on the machine affects all of them equally. The order rotates from
-    batch to batch.
+    Candidates take turns on every batch, so that other load on the machine affects all of them equally. The order
+    rotates from batch to batch.
 
     Args:
         models: by name, with tokenizers.
@@ -213,14 +213,14 @@ def evaluate(
         task: as returned by `make_task`.
         batch_size: prompts per generation.
         memory: also measure the memory of an extra generation of 160 tokens in the worst case: see `with_full_wave`.
-        group: a `torch.distributed.ProcessGroup` whose ranks share the batches; each has all models. None: only this process.
+        group: a `torch.distributed.ProcessGroup` whose ranks share the batches; each has all models. None: no ranks.
         progress: called with a description of the next step and the fraction of the task that is done.
 
     Returns:
-        A row for each candidate, in their order, on every rank. On several ranks all figures except times are those of one rank.
+        A row for each candidate, in their order, on every rank. Only times depend on the number of ranks.
 
     Raises:
-        ValueError: a batch size below 1, a model without a tokenizer, a model without autoregressive decoding to compare with.
+        ValueError: a batch size below 1, a model without a tokenizer or without autoregressive decoding.
 
     Example:
         >>> import pdkernels as pd
@@ -295,7 +295,7 @@ def evaluate(
 
 
 def as_json(rows: Sequence[Row], skipped: Sequence[str] = ()) -> dict[str, Any]:
-    """The rows in the form of the other benchmarks, which `bench/report.py` reads, with the machine and the versions."""
+    """The rows in the form of the other benchmarks, which `bench/report.py` reads, with machine and versions."""
     common = {"op": "evaluation", **facts()}
     benchmarks = []
     for row in rows:
@@ -390,7 +390,7 @@ def _row(
 
 @torch.inference_mode()
 def _is_tie(model: Any, prompt: str, answer: torch.Tensor, greedy: torch.Tensor) -> bool:
-    """Whether they diverge at two tokens whose logits are equal up to rounding. A text that only stops earlier is no tie."""
+    """Whether they diverge at two tokens whose logits are equal up to rounding, and not by stopping earlier."""
     index = next((i for i, (a, b) in enumerate(zip(answer.tolist(), greedy.tolist())) if a != b), None)
     if index is None:
         return False

@@ -1,4 +1,4 @@
-"""Results of a sweep: Pareto fronts of accuracy and cost, and every candidate with the cheapest baseline that is right as often."""
+"""Results of a sweep: Pareto fronts of accuracy and cost, and each candidate beside the cheapest equal baseline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOLERANCE = 0.03
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
-    """The indices of the (cost, gain) points that are not dominated, by increasing cost. Only the first of equal points is kept.
+    """The indices of the (cost, gain) points that are not dominated, by increasing cost; of equal points the first.
 
     >>> pareto([(3, 0.9), (1, 0.5), (2, 0.4), (4, 0.9)])
     [1, 0]
@@ -54,7 +54,8 @@ def paired_difference(answers: Sequence[bool], baseline: Sequence[bool]) -> tupl
 
 
 def paired_ratio(baseline: Sequence[float], seconds: Sequence[float]) -> tuple[float, float, float]:
-    """The sum of `baseline` over that of `seconds`, with a 95 % bootstrap interval over the pairs. The resampling is the same in every call.
+    """The sum of `baseline` over that of `seconds`, with a 95 % bootstrap interval over the pairs. The resampling is
+    the same in every call.
 
     >>> paired_ratio([2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
     (2.0, 2.0, 2.0)
@@ -75,8 +76,8 @@ class Comparison:
 
     Attributes:
         label: of the candidate.
-        baseline: label of the cheapest baseline, in seconds, that is right as often, up to `TOLERANCE`; None: there is none.
-        difference: share of prompts that only the candidate has right minus those that only this baseline has right, with a 95 %
+        baseline: label of the cheapest baseline, in seconds, that is right as often, up to `TOLERANCE`, or None.
+        difference: share of prompts that only the candidate has right minus that of this baseline, with a 95 %
             interval.
         speedup: seconds of this baseline over the candidate's, with its 95 % interval.
         own_baseline: label of the default baseline, as in the papers.
@@ -93,7 +94,7 @@ class Comparison:
 
 
 def compare(rows: Sequence[SweepRow], tolerance: float = TOLERANCE) -> list[Comparison]:
-    """Compares every other row with the cheapest baseline of its model that is right as often, and with the default baseline.
+    """Compares every other row with the cheapest equal baseline of its model, and with the default baseline.
 
     A speedup over a needlessly slow baseline says little: fewer recurrences or fewer steps may be right as often.
 
@@ -145,7 +146,7 @@ def fronts(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[str]]]
 
 
 def plot_frontier(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Right answers against forwards and against seconds, with 95 % intervals; a line joins the front, whose points are numbered.
+    """Right answers against forwards and against seconds, with 95 % intervals; a line joins the numbered front.
 
     Args:
         rows: `SweepRow.as_json` of each; one row of panels per model.

@@ -1,6 +1,6 @@
 """The evaluation of a masked-diffusion model: candidates and pictures.
 
-Source: "Accelerating Diffusion Large Language Models with SlowFast Sampling", tables 1 to 4 and figures 2 and 3, in miniature.
+Source: "Accelerating Diffusion Large Language Models with SlowFast Sampling", tables 1 to 4, figures 2 and 3.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pdkernels.evaluation.candidate import Candidate, colours_of
 from pdkernels.evaluation.plot_rows import plot_rows
 from pdkernels.generation.traces import MaskedStep
 
-# The papers' thresholds for large models, then those at which the tiny model is right about as often as one token at a time.
+# The papers' thresholds, then those at which the tiny model is right about as often as one token at a time.
 _SURE = {"tau_min": 0.9, "tau_high": 0.97, "max_exploration": 1, "window": 1}
 _SURER = {"tau_min": 0.97, "tau_high": 0.99, "max_exploration": 1, "window": 1}
 # All except the baseline, which fills the most confident position in each forward.
@@ -41,7 +41,7 @@ _COLOURS = colours_of("masked", "#777777", "#b279a2", "#4c78a8", "#e39c37", "#54
 
 
 def masked_candidates(name: str) -> list[Candidate]:
-    """Candidates for model `name`: LLaDA's sampler with one token per forward, in blocks and with fewer steps, and faster methods."""
+    """Candidates for model `name`: LLaDA's sampler in several settings, and faster methods."""
     competitors = [Candidate(name, method, settings=tuple(settings.items())) for method, settings in _COMPETING]
     return [Candidate(name, "llada"), *competitors]
 
@@ -69,8 +69,8 @@ def plot_canvas(
 ) -> None:
     """How a canvas was filled in: forwards from top to bottom, positions from left to right, colours for confidence.
 
-    A coloured cell is a guess and its confidence; a framed one was committed in that forward and shows its token. Positions
-    already filled are white. The lines at both ends of a row mark the window that could be committed.
+    A coloured cell is a guess and its confidence; a framed one was committed in that forward and shows its token.
+    Positions already filled are white. The lines at both ends of a row mark the window that could be committed.
 
     Args:
         trace: ``stats.trace`` of one sequence of a masked-diffusion method with ``trace=True``.

@@ -45,8 +45,8 @@ class PlannedScore:
         settings: options of the method.
         problems: prompts.
         right: for each of `KINDS`, the number of right orders and of all orders.
-        valid_plans: prompts whose plans name every order once, those of the picked digit after the round of the pick; None for
-            methods without plans.
+        valid_plans: prompts whose plans name every order once, those of the picked digit after the round of the pick;
+            None for methods without plans.
         critical_path: forwards on the critical path, mean over the prompts.
         forwards: those by phase ("plan", "chunks", "refresh"), means; empty for methods without plans.
         rounds: mean.
@@ -131,7 +131,7 @@ def score_orders(
     Args:
         model: with a tokenizer; for "planned" one with `plan_tokens`.
         problems: of `held_out_orders`.
-        method: "planned", or another method for a model trained on the same answers without plans; a name, or a `Method`.
+        method: "planned", or another method for a model trained without plans; a name, or a `Method`.
         batch_size: prompts per generation.
         advance: called after each generation with its number of prompts.
         options: of the method.
@@ -188,12 +188,12 @@ def evaluate_planned(
     settings: Sequence[Mapping[str, Any]] | None = None,
     progress: Callable[[str, float], None] = lambda label, share: None,
 ) -> dict[str, PlannedScore]:
-    """Scores by label under each of the evaluated settings; for a model without `plan_tokens`, of autoregressive decoding.
+    """Scores by label under each of the evaluated settings; without `plan_tokens`, of autoregressive decoding.
 
     Args:
         name: of the model, for `progress`.
         model, problems, batch_size: as in `score_orders`.
-        settings: options of planned decoding; None: shares of steps, thresholds and factors of lengths, dense and sparse.
+        settings: options of planned decoding; None: `PLANNED_SETTINGS`.
         progress: called with a description of the next step and the fraction that is done.
     """
     plans = getattr(model, "plan_tokens", None) is not None
@@ -211,7 +211,7 @@ def evaluate_planned(
 
 
 def planned_json(scores: Mapping[str, Mapping[str, PlannedScore]], batch_size: int) -> dict[str, Any]:
-    """The scores of models by name, in the form of the other benchmarks, with the interval of the share of right orders.
+    """The scores of models by name, in the form of the other benchmarks, with intervals.
 
     >>> score = PlannedScore({}, 1, {"lists": (3, 4)}, 1, 20.0, {"plan": 12.0}, 1.0, {"end": 1}, 80, 60, 2.0)
     >>> (row,) = planned_json({"tiny": {"planned": score}}, 1)["benchmarks"]

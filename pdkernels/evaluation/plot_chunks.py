@@ -15,8 +15,8 @@ def plot_chunks(
 ) -> None:
     """Draws the forward in which each token of a chunk was written: a lane per chunk, positions from left to right.
 
-    Chunks of a round share its forwards, so lanes of one colour scale were filled in parallel. A round begins after the one
-    above it has ended.
+    Chunks of a round share its forwards, so lanes of one colour scale were filled in parallel. A round begins after the
+    one above it has ended.
 
     Args:
         trace: ``stats.trace`` of one sequence of method "planned" with ``trace=True``.

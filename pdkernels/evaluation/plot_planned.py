@@ -16,12 +16,13 @@ _PLAIN = {"steps_ratio": 1.0}
 
 
 def plot_planned(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Right orders against the critical path, the critical path by phase, models with and without topics and syncs, length factors.
+    """Right orders against the critical path, the critical path by phase, models without topics or syncs, length
+    factors.
 
     Args:
-        rows: the ``extra_info`` of `planned_json`. Of several batch sizes, the one with the most rows is drawn. If several models plan,
-            the one with the most settings comes first, and the others are drawn next to it as ablations. Models without plans are the
-            autoregressive baseline.
+        rows: the ``extra_info`` of `planned_json`. Of several batch sizes, the one with the most rows is drawn. If
+            several models plan, the one with the most settings comes first, and the others are drawn next to it as
+            ablations. Models without plans are the autoregressive baseline.
         path: of the PNG.
 
     Raises:
@@ -91,8 +92,10 @@ def _frontier(axis: Any, rows: Sequence[Mapping[str, Any]], baseline_rows: Seque
                 continue
             x = [row["critical_path"] for row in series]
             # The lower marker is larger, so that both are visible where they coincide.
-            axis.plot(x, [_share(row) for row in series], style, marker=marker, color=_COLOURS[sparse], ms=6 if sparse else 10,
-                      label=f"{_NAMES[sparse]}, {name}")  # fmt: skip
+            axis.plot(
+                x, [_share(row) for row in series], style, marker=marker, color=_COLOURS[sparse],
+                ms=6 if sparse else 10, label=f"{_NAMES[sparse]}, {name}",
+            )  # fmt: skip
             for row in series:
                 axis.errorbar(row["critical_path"], _share(row), yerr=_spread(row), color=_COLOURS[sparse], lw=0.7)
             if not sparse:
@@ -136,7 +139,7 @@ def _phases(axis: Any, rows: Sequence[Mapping[str, Any]], baseline_rows: Sequenc
 
 
 def _ablations(axis: Any, planned: Sequence[Mapping[str, Any]], models: Sequence[str]) -> None:
-    """Kinds of orders next to each other: a model without topics loses lists, one without a sync loses lists of picks."""
+    """Kinds of orders next to each other: without topics a model loses lists, without a sync lists of picks."""
     kinds = list(planned[0]["right"])
     sampled: Callable[[Mapping[str, Any]], bool] = lambda row: row["settings"].get("temperature") == 1.0  # noqa: E731
     compared = [row for row in planned if sampled(row)] or [row for row in planned if _is_plain(row)]
@@ -169,8 +172,10 @@ def _lengths(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
         for x, row in points:
             axis.errorbar(x, _share(row), yerr=_spread(row), color=_COLOURS[sparse], lw=0.7)
             if not sparse:
-                axis.annotate(f"{row['critical_path']:.0f} forwards", (x, _share(row)), (5, -12 if _share(row) > 20 else 6),
-                              textcoords="offset points", fontsize=7.5)  # fmt: skip
+                axis.annotate(
+                    f"{row['critical_path']:.0f} forwards", (x, _share(row)), (5, -12 if _share(row) > 20 else 6),
+                    textcoords="offset points", fontsize=7.5,
+                )  # fmt: skip
     axis.set(xlabel="lengths, as multiples of those in the plan", ylabel="orders right, %", ylim=(0, 105))
     axis.set_title("Factor of lengths (Figure 3 middle)", loc="left", fontsize=11)
     axis.legend(fontsize=8, frameon=False, loc="lower right")

@@ -1,4 +1,4 @@
-"""The common layout of pictures of candidates: accuracy with its interval, tokens per forward, speed with its quartiles."""
+"""The common layout of pictures of candidates: accuracy, tokens per forward, speed."""
 
 from __future__ import annotations
 
@@ -74,8 +74,9 @@ def friendly(method: str, width: int | None, settings: Mapping[str, Any]) -> str
 def plot_rows(rows: Sequence[Mapping[str, Any]], path: Path, note: str = "", *, forwards: bool = True) -> None:
     """Panels side by side for each task, a row for each candidate, under the names of their models.
 
-    Accuracy is a dot with a 95 % interval, and is left out for tasks without right answers; speed has its quartiles over prompts. Tokens
-    per forward are left out without `forwards`, for methods that save recurrences, whose bars would all be equal.
+    Accuracy is a dot with a 95 % interval, and is left out for tasks without right answers; speed has its quartiles
+    over prompts. Tokens per forward are left out without `forwards`, for methods that save recurrences, whose bars
+    would all be equal.
     """
     import matplotlib
 

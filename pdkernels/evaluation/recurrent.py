@@ -33,7 +33,7 @@ _COLOURS = colours_of("recurrent", "#777777", "#e39c37", "#b279a2", "#4c78a8")
 
 
 def recurrent_candidates(name: str) -> list[Candidate]:
-    """Static decoding of model `name` at several depths, adaptive exits, self-speculation, and the sampler's options."""
+    """Static decoding of model `name` at several depths, adaptive exits, self-speculation, sampler options."""
     candidates = [Candidate(name, "recurrent_static")]
     candidates += [Candidate(name, "recurrent_static", settings=(("recurrences", count),)) for count in _RECURRENCES]
     candidates += [
@@ -97,7 +97,8 @@ def extra_memory(model: Any, prompt: str, method: str, **options: Any) -> int:
     Example:
         >>> import pdkernels as pd
         >>> model = pd.models.load("tiny-code")
-        >>> few, many = (extra_memory(model, "import os", "jacobi", max_new_tokens=4, block_size=size) for size in (2, 64))
+        >>> call = model, "import os", "jacobi"
+        >>> few, many = (extra_memory(*call, max_new_tokens=4, block_size=size) for size in (2, 64))
         >>> 0 < few < many
         True
     """
@@ -142,8 +143,8 @@ def plot_wave(
 ) -> None:
     """Draws a run of the sampler: steps from top to bottom, positions from left to right, colours for distances.
 
-    A cell is a row of the wave in a step, with its token if the text fits; its colour shows the relative change of the state.
-    The line to the left of the cells is the cursor: all positions to its left are frozen.
+    A cell is a row of the wave in a step, with its token if the text fits; its colour shows the relative change of the
+    state. The line to the left of the cells is the cursor: all positions to its left are frozen.
 
     Args:
         trace: ``stats.trace`` of one sequence of a `recurrent_diffusion` with ``trace=True``.

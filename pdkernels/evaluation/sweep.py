@@ -1,7 +1,7 @@
 """Runs every combination of option values on the same prompts, and measures accuracy, forwards and seconds.
 
-Source: the sweeps of SlowFast sampling (figures 4 and 5), the configuration search of Jacobi Forcing (appendix E) and the
-threshold curves of Nemotron-Labs-Diffusion (figure 8), as one command: `python -m pdkernels eval --sweep`.
+Source: the sweeps of SlowFast sampling (figures 4 and 5), the configuration search of Jacobi Forcing (appendix E) and
+the threshold curves of Nemotron-Labs-Diffusion (figure 8), as one command: `python -m pdkernels eval --sweep`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def parse_value(text: str) -> Any:
 
 
 def sweep_candidates(models: Mapping[str, Any], swept: Sequence[Swept], methods: Sequence[str] = ()) -> list[Candidate]:
-    """For each model its default baseline, then every combination of values for every method that takes any of the options.
+    """For each model its default baseline, then all combinations of values for each method with any of the options.
 
     Args:
         models: by name.
@@ -120,7 +120,7 @@ def sweep_candidates(models: Mapping[str, Any], swept: Sequence[Swept], methods:
 
 
 def planned_settings(swept: Sequence[Swept]) -> list[dict[str, Any]]:
-    """Every combination of values for planned decoding, each with dense and with sparse chunks unless "sparse" is swept too.
+    """Every combination of values for planned decoding, with dense and sparse chunks unless "sparse" is swept too.
 
     Raises:
         ValueError: an option that planned decoding does not have, one that is swept twice.
@@ -148,9 +148,10 @@ def without_many_rows(candidates: Sequence[Candidate], maximum: int) -> tuple[li
 
     Rows beyond the knee of a device cost time, so a search may skip blocks of more than twice the knee.
 
-    >>> few, many = Candidate("m", "jacobi", settings=(("block_size", 8),)), Candidate("m", "jacobi", settings=(("block_size", 64),))
+    >>> few, many = (Candidate("m", "jacobi", settings=(("block_size", size),)) for size in (8, 64))
     >>> without_many_rows([few, many], 16)
-    ([Candidate(model='m', method='jacobi', width=None, settings=(('block_size', 8),))], ['m: jacobi, block_size 64: 64 rows'])
+    ([Candidate(model='m', method='jacobi', width=None, settings=(('block_size', 8),))], ['m: jacobi, block_size 64: 64
+    rows'])
     """
     accepted, skipped = [], []
     for candidate in candidates:
@@ -163,8 +164,8 @@ def without_many_rows(candidates: Sequence[Candidate], maximum: int) -> tuple[li
 
 
 def rows_of(candidate: Candidate) -> int:
-    """The maximum number of rows of a decoding forward by the options: a block times its blocks and candidates, a group of masks
-    for each token, or a wavefront; 1 for other methods.
+    """The maximum number of rows of a decoding forward by the options: a block times its blocks and candidates, a group
+    of masks for each token, or a wavefront; 1 for other methods.
 
     >>> [rows_of(Candidate("m", method, 8)) for method in ("autoregressive", "jacobi", "quadratic_self_speculation")]
     [1, 8, 72]

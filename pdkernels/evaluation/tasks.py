@@ -1,4 +1,4 @@
-"""The tasks: sums and chains, whose answers are right or wrong, and source text, for which only the cost is measured."""
+"""The tasks: sums and chains, whose answers are right or wrong, and source text, where only cost is measured."""
 
 from __future__ import annotations
 
@@ -48,14 +48,17 @@ def make_task(name: str, problems: int, seed: int = 0, *, canvas: int | None = N
     """`problems` prompts that no model was trained on, determined by the seed (and, for "source", the Python version).
 
     Args:
-        name: "sums": `pdkernels.training.arithmetic`, to be solved completely. "source": 128 bytes from a held-out file of
-            the standard library, to be continued by 64 tokens. "chains": `pdkernels.training.chains`, to be solved completely.
+        name: "sums": `pdkernels.training.arithmetic`, to be solved completely. "source": 128 bytes from a held-out file
+            of the standard library, to be continued by 64 tokens. "chains": `pdkernels.training.chains`, to be solved
+            completely.
         problems: how many.
         seed: determines the choice.
-        canvas: only sums whose solution and end token fit into this many tokens, the limit of all candidates. None: any.
+        canvas: only sums whose solution and end token fit into this many tokens, the limit of all candidates. None:
+            any.
 
     Raises:
-        ValueError: no such task, fewer than one problem, a canvas for too few of them, an interpreter without source files.
+        ValueError: no such task, fewer than one problem, a canvas for too few of them, an interpreter without source
+            files.
 
     Example:
         >>> make_task("sums", 2).prompts[0].endswith("= ?\\n")
