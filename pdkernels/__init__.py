@@ -1,7 +1,7 @@
 """Kernels for parallel decoding of language models.
 
-``import pdkernels as pd``: ops at the top level, KV caches in `pd.cache`, decoders in `pd.decoding`, continuous batching by `pd.Engine`, models in `pd.models`,
-slow and simple references in `pd.reference`.
+``import pdkernels as pd``: ops at the top level, KV caches in `pd.cache`, decoders in `pd.decoding`, continuous
+batching by `pd.Engine`, models in `pd.models`, slow and simple references in `pd.reference`.
 """
 
 import pdkernels._version_line  # noqa: F401  it may answer and end here

@@ -1,7 +1,7 @@
 """Checks that a tensor that an op writes overlaps no other argument, and that its entries do not share memory.
 
-The compiled ops check this themselves (`python_bindings/aliasing.h`). This module raises the error, and checks references and
-Triton kernels. Views that interleave, such as K and V of one buffer, do not overlap.
+The compiled ops check this themselves (`python_bindings/aliasing.h`). This module raises the error, and checks
+references and Triton kernels. Views that interleave, such as K and V of one buffer, do not overlap.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def check_dense(op: str, arguments: Iterable[tuple[str, Any]]) -> None:
 
 
 def check_written(op: str, mutated: Sequence[str], arguments: Iterable[tuple[str, Any]]) -> None:
-    """Raises ValueError unless each of the `mutated` arguments has its own memory. Tracing has no addresses and checks only
-    strides."""
+    """Raises ValueError unless each of the `mutated` arguments has its own memory. Tracing has no addresses and checks
+    only strides."""
     compiling, spans = torch.compiler.is_compiling(), []
     for name, value in arguments:
         is_list = isinstance(value, (list, tuple))
@@ -125,7 +125,8 @@ def overlap(a: Tensor, b: Tensor) -> bool:
 def overlaps_itself(tensor: Tensor) -> bool:
     """Whether two entries share a byte.
 
-    >>> overlaps_itself(torch.zeros(9).as_strided((3, 3), (2, 1))), overlaps_itself(torch.zeros(9).as_strided((2, 3), (3, 2)))
+    >>> x = torch.zeros(9)
+    >>> overlaps_itself(x.as_strided((3, 3), (2, 1))), overlaps_itself(x.as_strided((2, 3), (3, 2)))
     (True, False)
     """
     item = tensor.element_size()

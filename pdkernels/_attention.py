@@ -16,7 +16,7 @@ from pdkernels._validation import KERNEL_DTYPES, check, check_type, fail, messag
 LARGEST = torch.finfo(torch.float32).max
 
 SCALE_BYTES = 4
-"""What follows the codes of a row of an 8-bit cache: their scale, in float32."""
+"""Bytes of the scale, in float32, that follows the codes of a row of an 8-bit cache."""
 
 
 class PlanArguments(NamedTuple):
@@ -30,7 +30,7 @@ class PlanArguments(NamedTuple):
 
 
 class AttentionArguments(NamedTuple):
-    """Of `block_sparse_attention`."""
+    """The arguments of `block_sparse_attention`."""
 
     q: Tensor
     k: Tensor
@@ -53,7 +53,8 @@ class AttentionArguments(NamedTuple):
 
 
 class GradientArguments(NamedTuple):
-    """Of `block_sparse_attention_backward`: gradients and results of a forward pass, and its arguments."""
+    """The arguments of `block_sparse_attention_backward`: gradients and results of a forward pass, and its
+    arguments."""
 
     grad_out: Tensor
     grad_lse: Tensor | None
@@ -70,7 +71,7 @@ class GradientArguments(NamedTuple):
 
 
 class SpeculativeArguments(NamedTuple):
-    """Of `speculative_attention` and `speculative_attention_append_`."""
+    """The arguments of `speculative_attention` and `speculative_attention_append_`."""
 
     q: Tensor
     k_new: Tensor
@@ -135,7 +136,7 @@ class SpeculativeArguments(NamedTuple):
 
 APPEND_ONLY = ("counts", "source_index")
 
-# The dimensions of tensors with a batch (b) or heads (h); the others are tokens (t), slots (s), pages (p) and elements (d).
+# The dimensions of tensors with a batch (b) or heads (h); others are tokens (t), slots (s), pages (p), elements (d).
 LAYOUTS = {
     **dict.fromkeys(("q", "k", "v", "k_new", "v_new", "out", "grad_out"), "bthd"),
     **dict.fromkeys(("k_cache", "v_cache"), "bshd"),
@@ -154,7 +155,7 @@ def takes_head_dim(head_dim: int) -> bool:
 
 
 def checked_scale(op: str, scale: float | None, q: Tensor) -> float:
-    """`scale`, or the default for None. Kernels multiply in float32, where a larger one is infinite and turns a zero into NaN."""
+    """`scale`, or the default for None. Kernels multiply in float32, where a larger one turns a zero into NaN."""
     if scale is None:
         return q.shape[-1] ** -0.5 if q.dim() > 0 and q.shape[-1] > 0 else 1.0
     check_type(isinstance(scale, (int, float)), op, "scale", "be a number", type(scale).__name__)
@@ -194,7 +195,7 @@ def check_head_dim(op: str, head_dim: int) -> None:
 
 
 def check_heads(op: str, arguments: AttentionArguments | SpeculativeArguments, keys: str) -> None:
-    """What both ops have for each head; `keys` is the argument with the KV heads."""
+    """Checks heads and sinks; `keys` is the argument with the KV heads."""
     heads, head_dim = arguments.q.shape[-2:]
     kv_heads = getattr(arguments, keys).shape[-2]
     if kv_heads == 0 or heads == 0 or heads % kv_heads != 0:

@@ -1,7 +1,7 @@
 """Memory of weights and caches on the CPU: in huge pages where the system allows it.
 
-A thread reads large matrices faster there, since the processor looks up a page every 2 MiB instead of every 4 KiB. Nothing else
-about such a tensor is special: it can be copied, pickled, shared and written after a fork, and it gives its memory back.
+A thread reads large matrices faster there, since the processor looks up a page every 2 MiB instead of every 4 KiB. Such
+a tensor can be copied, pickled, shared and written after a fork, and it gives its memory back.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MIB = 1 << 20
 
 
 def asked() -> bool:
-    """What ``PDKERNELS_HUGE_PAGES`` says: on unless it is 0."""
+    """Whether ``PDKERNELS_HUGE_PAGES`` asks for huge pages: on unless it is 0."""
     value = os.environ.get("PDKERNELS_HUGE_PAGES", "")
     refuse(value not in ("", "0", "1"), "HUGE_PAGES", f"PDKERNELS_HUGE_PAGES must be 0 or 1, got {value!r}")
     return value != "0"
@@ -93,7 +93,7 @@ def moved(tensor: Tensor, dtype: torch.dtype, device: torch.device | str) -> Ten
 
 
 def report() -> dict[str, str]:
-    """For people: what is asked for, what the system says, and what a trial allocation gets."""
+    """A report for people: what is asked for, what the system says, and what a trial allocation gets."""
     lines = {"huge pages": "on" if enabled() else "off" if setting() else "off: the system has none"}
     if not asked():
         lines["huge pages"] = "off: PDKERNELS_HUGE_PAGES=0"
@@ -115,7 +115,7 @@ def huge_bytes(tensor: Tensor) -> int:
 
 
 def _told(tensor: Tensor, field: str) -> list[str]:
-    """What the system says in a field about each mapping that holds a tensor."""
+    """The system's value of a field for each mapping that holds a tensor."""
     first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     values, overlaps = list[str](), False
     try:

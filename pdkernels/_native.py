@@ -1,7 +1,7 @@
 """Finds and loads the compiled library of tensor ops.
 
-A missing library gives one warning, because references and Triton kernels still work. A library that exists but does not load is
-an error, because silence would hide a broken install.
+A missing library gives one warning, because references and Triton kernels still work. A library that exists but does
+not load is an error, because silence would hide a broken install.
 """
 
 from __future__ import annotations

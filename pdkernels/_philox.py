@@ -29,9 +29,9 @@ def _rounds(counter: tuple[Tensor, ...], seeds: Tensor | int) -> Tensor:
 
 
 def random_words(seeds: Tensor | int, step: Tensor | int, rows: Tensor, columns: int, use: int = 0) -> Tensor:
-    """Philox4x32-10 words of ``(seed, step, row, 0 .. columns - 1)``: ``(*rows.shape, columns)`` int64 in 0 .. 2**32 - 1.
+    """Philox4x32-10 words of ``(seed, step, row, column)``: ``(*rows.shape, columns)`` int64 below 2**32.
 
-    `seeds` and `step` broadcast against `rows`; `use` is the counter's fourth word. The same words as those of reference/philox.py.
+    `seeds` and `step` broadcast against `rows`; `use` is the counter's fourth word. Equal to reference/philox.py.
     """
     if isinstance(seeds, Tensor):
         seeds = seeds[..., None]

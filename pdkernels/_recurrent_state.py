@@ -13,7 +13,7 @@ from pdkernels._structures import part_of
 
 
 class StepArguments(NamedTuple):
-    """What the steps of all layers share; see `pdkernels.gated_delta_`."""
+    """Arguments that the steps of all layers share; see `pdkernels.gated_delta_`."""
 
     state_lengths: Tensor
     lengths: Tensor
@@ -29,7 +29,7 @@ class StepArguments(NamedTuple):
 
 
 class DeltaArguments(NamedTuple):
-    """Of `gated_delta_`."""
+    """The arguments of `gated_delta_`."""
 
     state: Tensor
     state_lengths: Tensor
@@ -59,7 +59,7 @@ class DeltaArguments(NamedTuple):
 
 
 class SelectiveArguments(NamedTuple):
-    """Of `selective_state_`."""
+    """The arguments of `selective_state_`."""
 
     state: Tensor
     state_lengths: Tensor
@@ -89,7 +89,7 @@ class SelectiveArguments(NamedTuple):
 
 
 class ConvArguments(NamedTuple):
-    """Of `short_conv_`."""
+    """The arguments of `short_conv_`."""
 
     state: Tensor
     state_lengths: Tensor

@@ -1,7 +1,8 @@
 """Threads that end before the interpreter does, and objects that a forked child must know to be without their thread.
 
-When the interpreter shuts down, it unwinds daemon threads that want to run Python again. Frames of C++ do not survive that, and the process
-aborts. Threads that are not daemons would keep a program from ending. So these are daemons, which `atexit` stops and waits for.
+When the interpreter shuts down, it unwinds daemon threads that want to run Python again. Frames of C++ do not survive
+that, and the process aborts. Threads that are not daemons would keep a program from ending. So these are daemons, which
+`atexit` stops and waits for.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The checks of the whole package, and one grammar for errors: ``pdkernels.<op>: <argument> must <expectation>, got <actual>. <remedy>``.
-Where that reads badly, `refuse` and `sentence` take a free sentence instead.
+"""The checks of the whole package, and one grammar for errors:
+``pdkernels.<op>: <argument> must <expectation>, got <actual>. <remedy>``. Where that reads badly, `refuse` and
+`sentence` take a free sentence instead.
 
 ValueError for shapes and values, TypeError for types and dtypes. In functions that torch.compile traces, test first and
 call `fail` only then: building a message from sizes would pin the graph to them.
@@ -192,7 +193,7 @@ def check_indices(op: str, sizes: Sizes, device: torch.device | None, **tensors:
 def check_floats(
     op: str, argument: str, tensor: Any, sizes: Sizes | None = None, *, like: Tensor | None = None, whose: str = ""
 ) -> None:
-    """Checks a tensor: a dtype that kernels or the reference support, or the dtype and device of `like`, and these sizes."""
+    """Checks dtype and sizes: a dtype that kernels or the reference support, or the dtype and device of `like`."""
     check_type(isinstance(tensor, Tensor), op, argument, "be a tensor", type(tensor).__name__)
     if tensor.dtype not in (*KERNEL_DTYPES, torch.float64) if like is None else tensor.dtype != like.dtype:
         expectation = "be float32, float16 or bfloat16" if like is None else f"be {like.dtype} like the others"
@@ -217,8 +218,8 @@ def check_cuda_batch(op: str, argument: str, tensor: Tensor) -> None:
 
 
 def refuse_tangents(op: str, arguments: Iterable[Any], reference: bool = True) -> None:
-    """Refuses tangents: no kernel has a forward-mode derivative, and results without one would look like constants. `reference`:
-    whether the op's reference has one."""
+    """Refuses tangents: no kernel has a forward-mode derivative, and results without one would look like constants.
+    `reference`: whether the op's reference has one."""
     # The level is -1 outside a dual level, and asking a tensor takes longer than many ops.
     if forward_ad._current_level < 0:
         return

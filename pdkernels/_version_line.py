@@ -14,8 +14,10 @@ LINE = f"pdkernels {__version__}"
 def asks_for_version(command: Sequence[str]) -> bool:
     """Whether a command line asks for the version and nothing else.
 
-    >>> asks_for_version(["python", "-m", "pdkernels", "--version"]), asks_for_version(["python", "/bin/pdkernels", "--version"])
-    (True, True)
+    >>> asks_for_version(["python", "-m", "pdkernels", "--version"])
+    True
+    >>> asks_for_version(["python", "/bin/pdkernels", "--version"])
+    True
     >>> asks_for_version(["python", "my.py", "pdkernels", "--version"])
     False
     """

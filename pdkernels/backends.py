@@ -1,7 +1,8 @@
 """The choice of the implementation for a call.
 
-``auto`` is the compiled kernel wherever one exists. It never falls back to the reference on a GPU, which must be requested by
-name. Choices are made once, when an op is defined, so that a call is one dictionary look-up that torch.compile can trace.
+``auto`` is the compiled kernel wherever one exists. It never falls back to the reference on a GPU, which must be
+requested by name. Choices are made once, when an op is defined, so that a call is one dictionary look-up that
+torch.compile can trace.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ ON_CUDA: dict[str, str] = {}
 
 
 def register(op: str, on_cuda: str = "native") -> None:
-    """Records that `op` has a compiled kernel on the CPU and a ``native`` or ``triton`` one on CUDA, besides its reference."""
+    """Records that `op` has a compiled kernel on the CPU and a ``native`` or ``triton`` one on CUDA."""
     choices = CHOICES[op] = {}
     ON_CUDA[op] = on_cuda
     on_gpu = bool(_native.cuda_archs()) if on_cuda == "native" else importlib.util.find_spec("triton") is not None

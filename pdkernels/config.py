@@ -29,7 +29,7 @@ ENVIRONMENT = {
 
 
 def show_config() -> str:
-    """Versions, what was compiled, which extras are missing, and the implementation each op would use on each device, as text.
+    """Versions, what was compiled, which extras are missing, and the implementation of each op on each device, as text.
 
     Never starts a CUDA context.
 
