@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pdkernels import _native
-from pdkernels.models import whole_step
+from pdkernels.models.architectures import whole_step
 from pdkernels.ops._library import NAMESPACE, OPS
 
 BINDINGS = Path(__file__).resolve().parent.parent / "python_bindings"

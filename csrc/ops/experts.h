@@ -10,7 +10,7 @@
 
 namespace pdkernels {
 
-// How the router's logits choose experts: the fields of ExpertsConfig in pdkernels/models/config.py.
+// How the router's logits choose experts: the fields of ExpertsConfig in pdkernels/models/architectures/config.py.
 struct Routing {
   int64_t per_token;
   bool normalized, by_sigmoid;

@@ -2,7 +2,7 @@
 
 A state cannot be trimmed like K and V. So it stays where it was when a draft began, and what the draft's rows add to it
 is kept beside it: the *pending* rows. A commit only says which of them were accepted; the next forward replays these,
-writes the state once, and goes on from there (`pdkernels.models.states`).
+writes the state once, and goes on from there (`pdkernels.models.architectures.states`).
 """
 
 from __future__ import annotations

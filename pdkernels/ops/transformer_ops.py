@@ -143,7 +143,7 @@ def apply_rope_append_(
             place. Any strides with a contiguous last dimension; `kv_heads` are those of the cache.
         bias: ``(heads + kv_heads, D)``, dtype of `qkv`, added to q and k; None adds nothing.
         cos, sin: ``(P, D)`` float32, contiguous: a rotation is ``x * cos + swap(x) * sin``, so that the sine is
-            negative for the first of each pair (as `pdkernels.models.rope.rope_tables` has it).
+            negative for the first of each pair (as `pdkernels.models.architectures.rope.rope_tables` has it).
         k_cache, v_cache: one layer, ``(B, capacity, kv_heads, D)``, or with `block_table`
             ``(num_pages, page_size, kv_heads, D)``; dtype of `qkv`. Not the memory of `qkv`.
         lengths: ``(B,)`` int32 or int64, committed rows of each sequence; with `slots`, the base of those.
@@ -193,7 +193,7 @@ def apply_rope_(
     Args:
         x: ``(B, R, heads, D)`` float32, float16 or bfloat16, D even. Updated in place. Any strides with a contiguous
             last dimension.
-        cos, sin: ``(P, D)`` float32, contiguous, as `pdkernels.models.rope.rope_tables` makes them: the sine is
+        cos, sin: ``(P, D)`` float32, contiguous, as `pdkernels.models.architectures.rope.rope_tables` makes them: the sine is
             negative for the first of each pair.
         positions: ``(B, R)``, or ``(R,)`` for all sequences, int32 or int64, of any strides: rows of the tables.
         style: which components are a pair: ``"half"`` i and i + D/2, ``"interleaved"`` 2i and 2i + 1.
