@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from pdkernels.decoding.steps import Steps
-from pdkernels.generation.params import SETTINGS, names_of
+from pdkernels.generation.params import SETTINGS, SamplingParams, names_of
 from pdkernels.models.capabilities import Capability, capabilities
 from pdkernels.models.protocols import BidirectionalModel, BlockCausalModel, CausalModel, PlanningModel, RecurrentModel
 
@@ -198,6 +198,21 @@ class Method:
         if self.wing == "planned" and setting == "logprobs":
             return "its chunks are put together once they are written"
         return ""
+
+    def refusals(self, params: SamplingParams) -> dict[str, str]:
+        """The settings of a request that it does not follow, each with a sentence that says so and why.
+
+        >>> from pdkernels.decoding import find
+        >>> find("llada").refusals(SamplingParams(bad_words=[[1], [2, 3]], top_k=2))["bad_words"].partition(":")[0]
+        "method 'llada' does not follow bad_words of several tokens"
+        """
+        reasons = {name: self.refusal(name, value) for name, value in params.asked.items()}
+        several = {"bad_words": " of several tokens"}
+        return {
+            name: f"method {self.name!r} does not follow {name}{several.get(name, '')}: {reason}"
+            for name, reason in reasons.items()
+            if reason
+        }
 
     @property
     def writes_logprobs(self) -> bool:

@@ -50,10 +50,8 @@ def check_options(method: Method, options: Mapping[str, Any], arguments: Iterabl
 
 def refuse_settings(method: Method, params: SamplingParams) -> None:
     """NotImplementedError for a setting that `method` does not follow."""
-    for name, value in params.asked.items():
-        if reason := method.refusal(name, value):
-            scope = " of several tokens" if name == "bad_words" else ""
-            raise NotImplementedError(sentence(_OP, f"method {method.name!r} does not follow {name}{scope}: {reason}"))
+    for words in method.refusals(params).values():
+        raise NotImplementedError(sentence(_OP, words))
 
 
 def suggests(op: str) -> Callable[[Function], Function]:

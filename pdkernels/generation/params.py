@@ -65,7 +65,7 @@ class Setting(NamedTuple):
     wire: str
     """Its field in a request of the server; empty: it cannot be sent."""
     wire_range: tuple[float, float] | None
-    """OpenAI's range, where it is narrower."""
+    """The server's range, such as OpenAI's, where it is narrower."""
     transformers: str
     """Its name in transformers' `GenerationConfig`; empty: it has none."""
     aliases: tuple[str, ...]
@@ -308,7 +308,7 @@ class SamplingParams:
         0, "integer", "draw", _seed,
         "seed of all random numbers: an int, from which each sequence derives its own stream (`sequence_seed`), or a list with one seed "
         "per sequence.",
-        per_row=True, wire="seed",
+        per_row=True, wire="seed", wire_range=(-(2**63), 2**63 - 1),
     )
     repetition_penalty: float = setting(
         1.0, "number", "filter", _factor,
@@ -366,7 +366,7 @@ class SamplingParams:
     max_new_tokens: int = setting(
         128, "integer", "stop", _count(0),
         "each sequence gets exactly this many new tokens, or fewer if something stops it.",
-        minimum=0, maximum=MAX_POSITIONS, per_row=True, wire="max_tokens", transformers="max_new_tokens",
+        minimum=0, maximum=MAX_POSITIONS, per_row=True, wire="max_tokens", wire_range=(1, MAX_POSITIONS), transformers="max_new_tokens",
         aliases=("max_completion_tokens", "max_gen_toks", "max_length"),
     )
     end_tokens: Sequence[int] | None = setting(
@@ -399,7 +399,7 @@ class SamplingParams:
         1, "integer", "report", _count(1),
         "texts of each prompt. The result has them one after another, each with the seed of its place in this batch; causal methods "
         "compute the prompt's rows once.",
-        minimum=1, maximum=MAX_POSITIONS, per_row=True, wire="n", transformers="num_return_sequences",
+        minimum=1, maximum=MAX_POSITIONS, per_row=True, wire="n", wire_range=(1, 128), transformers="num_return_sequences",
     )
     logprobs: int | None = setting(
         None, "integer", "report", _count(0, optional=True),
@@ -407,7 +407,7 @@ class SamplingParams:
         "distribution, before penalties, temperature and filters, as vLLM does by default. One more pass over the text "
         "computes them, which the stats do not count. In methods that fill masks and in those that choose recurrences they are of "
         "the forward that wrote the token.",
-        minimum=0, maximum=MAX_POSITIONS, per_row=True, wire="logprobs",
+        minimum=0, maximum=MAX_POSITIONS, per_row=True, wire="logprobs", wire_range=(0, 20),
     )
     # fmt: on
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -277,6 +276,8 @@ class Frontend:
             raise Refused(f"chat_template_kwargs: {name!r} has a field of its own", 400, "chat_template_kwargs")
         if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
             raise Refused("max_tokens and max_completion_tokens exclude each other", 400, "max_tokens")
+        if body.top_logprobs and not body.logprobs:
+            raise Refused("top_logprobs needs logprobs to be true", 400, "top_logprobs")
         template = tokenizer.chat_template
         calling = asked_calls(body, template)
         tools = [tool.shown() for tool in body.tools or []] if body.tool_choice != "none" else []
@@ -315,21 +316,15 @@ class Frontend:
     def submit(self, body: Settings, draft: Draft, grammar: Grammar | None) -> Answer:
         """Submits a request that has been read, with the grammar that it asks for."""
         kind, prompts, most, _, calling, echo = draft
-        several = body.n or 1
+        method = find(body.method or self.method)
+        params, options = self.settings.of_request(body, method)
+        several, seed, stops = params.n, params.seed, params.stop_strings
         if several * len(prompts) > self._max_choices:
             words = f"at most {self._max_choices} choices can be asked for at once, got {several * len(prompts)}"
             raise Refused(words, 400, "n")
-        method = find(body.method or self.method)
-        settings = self.settings.of_request(body, method)
-        if grammar is not None:
-            settings["grammar"] = grammar
-        top = _asked_logprobs(body)
-        if top is not None:
-            settings["logprobs"] = top
         if body.provisional and not body.stream:
             raise Refused("provisional text comes in a stream", 400, "provisional")
-        stops = body.stop or []
-        seed = secrets.randbits(62) if body.seed is None else body.seed
+        params = params.replace(n=1, grammar=grammar)
         choices, tokenizer = list[Choice](), self.engine.model.tokenizer
         if tokenizer is None:
             raise Refused("this model has no tokenizer, and what it writes is no text", 400, "model")
@@ -346,12 +341,12 @@ class Frontend:
                     handle = self.engine.submit(
                         ids,
                         method,
+                        params=params,
                         max_new_tokens=limit,
-                        stop_strings=stops,
+                        seed=sequence_seed(seed, number) if several > 1 else seed,
                         timeout=body.timeout,
                         provisional=body.provisional,
-                        seed=sequence_seed(seed, number) if several > 1 else seed,
-                        **settings,
+                        **options,
                     )
                     calls, marks = (calling.parser(), calling.marks(tokenizer)) if calling else (None, {})
                     choices.append(Choice(handle, tokenizer, stops, text if echo else "", calls, marks))
@@ -386,12 +381,3 @@ def _template_words(text: str) -> str:
     """What a template says of the messages, without Jinja's name for it."""
     found = re.search(r"must render the messages, got \w+ \((.*)\)\.?$", text)
     return f"the chat template does not take these messages: {found[1]}" if found else in_http_words(text)
-
-
-def _asked_logprobs(body: Settings) -> int | None:
-    """How many of the largest log-probabilities are asked for; None: no log-probabilities."""
-    if isinstance(body, ChatRequest):
-        if body.top_logprobs and not body.logprobs:
-            raise Refused("top_logprobs needs logprobs to be true", 400, "top_logprobs")
-        return (body.top_logprobs or 0) if body.logprobs else None
-    return body.logprobs if isinstance(body, CompletionRequest) else None

@@ -7,13 +7,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pdkernels.generation.params import ALIASES, SETTINGS
+
 _KINDS = {404: "not_found_error", 413: "invalid_request_error", 429: "rate_limit_error"}
 _CODES = {401: "invalid_api_key", 405: "method_not_supported", 429: "rate_limit_exceeded"}
 FAILED = "the server failed to answer this request; its log says why"
 _MAX_TEXT = 800
 _MAX_NAME = 60
 _PREFIX = re.compile(r"^pdkernels\.[\w.]+: ")
-_FIELDS = {"max_new_tokens": "max_tokens", "stop_strings": "stop"}
+_FIELDS = {name: setting.wire for name, setting in SETTINGS.items() if setting.wire not in ("", name)}
 _TYPES = {
     "an int": "an integer",
     "ints": "integers",
@@ -144,6 +146,23 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
     if not place:
         return "the body must be a JSON object, sent with Content-Type: application/json", None
     if first["type"] == "extra_forbidden":
-        return f"{place} is not supported here", place
+        return f"{place} is not supported here{field_hint(place)}", place
     words = _KIND.sub(lambda kind: f"must be {_KINDS_OF_JSON[kind[1]]}", first["msg"])
     return f"{place}: {_translated(words)}", place
+
+
+def field_hint(name: str) -> str:
+    """The field of the setting that is called `name` here or elsewhere, or why it has none.
+
+    >>> field_hint("eos_token_id"), field_hint("logits_processor"), field_hint("blok_size")
+    (': its field is stop_token_ids', ': code cannot be sent by HTTP', '')
+    """
+    setting = SETTINGS.get(ALIASES.get(name, name))
+    if setting is None:
+        return ""
+    none = (
+        "code cannot be sent by HTTP"
+        if setting.kind == "functions"
+        else "regex, choice and response_format ask for one"
+    )
+    return f": its field is {setting.wire}" if setting.wire else f": {none}"

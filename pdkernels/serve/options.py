@@ -1,40 +1,29 @@
-"""Options of methods: those of a request, of the server, and of the checkpoint."""
+"""Settings and options of methods: those of a request, of the server, and of the checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from typing import Any
 
 from pdkernels.decoding import Method, available, find
-from pdkernels.serve.errors import Refused, kind_of, shown
+from pdkernels.generation.params import SETTINGS, SamplingParams, names_of
+from pdkernels.serve.errors import Refused, field_hint, in_http_words, kind_of, shown
 from pdkernels.serve.schema import ChatRequest, CompletionRequest, Settings
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
-_FILTERS = _SAMPLING[1:]
-_FIELDS = (*_SAMPLING, "seed")  # options of methods that requests have as fields
 _SMALL = 1e-6
-_NOTHING = {
-    "temperature": 0,
-    "top_p": 1,
-    "top_k": 0,
-    "min_p": 0,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-}
 _PLAIN = ("int", "float", "bool", "str", "Literal[", "Sequence[int]")
 
 
 class MethodSettings:
-    """Options of methods and filters.
+    """Settings and options of methods.
 
     A value that comes by HTTP is a number, a flag or a word, or the name of a drafter that is offered: it never names a file or a model.
 
     Args:
-        method, options: of requests that name no method.
-        sampling: settings where a request has none, such as those that a checkpoint suggests.
+        method, options: of requests that name no method; settings may be among the options.
+        sampling: settings where neither a request nor `options` have them, such as those that a checkpoint suggests.
         drafters: that requests may name.
     """
 
@@ -43,11 +32,14 @@ class MethodSettings:
     ) -> None:
         self._method, self._options, self._sampling, self._drafters = method, dict(options), dict(sampling), drafters
 
-    def options_of(self, method: Method, asked: Mapping[str, Any] | None, fields: Sequence[str] = ()) -> dict[str, Any]:
+    def options_of(
+        self, method: Method, asked: Mapping[str, Any] | None, fields: Collection[str] = ()
+    ) -> dict[str, Any]:
         """The options of a request's method: its own, which are not among its `fields`, over the server's if that is its method too."""
         for name in asked or {}:
             if name not in method.options or name in fields:
-                words = "has a field of its own" if name in fields else f"is no option of method {method.name!r}"
+                words = f"is no option of method {method.name!r}{field_hint(name)}"
+                words = "has a field of its own" if name in method.options else words
                 raise Refused(f"options: {shown(name)} {words}", 400, "options")
         served = self._options if method.name == self._method else {}
         return {**served, **{name: self._value(method, name, value) for name, value in (asked or {}).items()}}
@@ -75,34 +67,27 @@ class MethodSettings:
             raise Refused(words, 400, "options.drafter")
         return offered[value]
 
-    def of_request(self, body: Settings, method: Method) -> dict[str, Any]:
-        """Options and filters. A field of the request wins over the server's options, and those over the suggested ones."""
-        found = self.options_of(method, body.options, _FIELDS)
-        asked = {name: getattr(body, name) for name in _SAMPLING}
-        chosen = {
+    def of_request(self, body: Settings, method: Method) -> tuple[SamplingParams, dict[str, Any]]:
+        """Settings and options. A field of the request wins over the server's options, and those over the suggested ones."""
+        options = self.options_of(method, body.options, SETTINGS)
+        served = {name: options.pop(name) for name in SETTINGS if name in options}
+        asked = body.settings()
+        settings = {"seed": secrets.randbits(62), **self._sampling, **served, **asked}
+        if settings.get("top_p") == 0:  # OpenAI's for the likeliest token alone, which any small mass is
+            settings["top_p"] = _SMALL
+        greedy = not settings.get("temperature")  # the largest logit is chosen, which every filter keeps
+        off = names_of("draw") if greedy else ()
+        changes = {
             name: value
-            for name in _SAMPLING
-            if (value := self._sampling.get(name) if asked[name] is None else asked[name]) is not None
-            and (asked[name] is not None or name not in found)
+            for name, value in settings.items()
+            if SETTINGS[name].changes(value) and (name == "seed" or name not in off)
         }
-        for name, value in chosen.items():
-            if name in method.options:
-                # A mass of 0 is OpenAI's for the likeliest token alone, which any small one is.
-                found[name] = _SMALL if name == "top_p" and value == 0 else value
-            elif asked[name] is not None and value != _NOTHING[name]:
-                raise Refused(f"method {method.name!r} does not follow {name}", 400, name)
-        # Without temperature the largest logit is chosen, which every filter keeps.
-        greedy = found.get("temperature", 0) == 0
-        found = {
-            name: value
-            for name, value in found.items()
-            if name not in _FILTERS or not (greedy or value == _NOTHING[name])
-        }
-        for name in _PENALTIES:
-            value = self._sampling.get(name) if getattr(body, name) is None else getattr(body, name)
-            if value and value != _NOTHING.get(name):
-                found[name] = value
-        return found
+        params = SamplingParams(**changes)
+        refusals = method.refusals(params)
+        for name in refusals.keys() & asked.keys():
+            raise Refused(in_http_words(refusals[name]), 400, SETTINGS[name].wire)
+        dropped = {name: SETTINGS[name].default for name in refusals.keys() - served.keys()}
+        return params.replace(**dropped), options
 
 
 def placed(text: str) -> tuple[str, str | None]:

@@ -7,10 +7,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictInt,
+    ValidationError,
+    create_model,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
-_Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16)]
+from pdkernels.generation.params import SETTINGS, Setting
+
+_LONGEST = Field(max_length=4096)
+"""Limit of lists and objects."""
 
 
 class _Strict(BaseModel):
@@ -30,20 +42,37 @@ class StreamOptions(_Strict):
     include_obfuscation: Literal[False] | None = None
 
 
-class Settings(_Strict):
+def _json_type(setting: Setting) -> Any:
+    """The type of a setting's field."""
+    minimum, maximum = setting.wire_range or (setting.minimum, setting.maximum)
+    if minimum is not None:
+        minimum = min([minimum, *(value for value in setting.neutral if isinstance(value, (int, float)))])
+    number = Annotated[float, Field(ge=minimum, le=maximum, allow_inf_nan=False)]
+    token_ids = Annotated[list[StrictInt], _LONGEST]
+    types = {
+        "number": number,
+        "integer": Annotated[int, Field(ge=minimum, le=maximum)],
+        "integers": token_ids,
+        "sequences": Annotated[list[token_ids], _LONGEST],
+        "numbers by token": Annotated[dict[int, number], _LONGEST],
+        "tokens by place": Annotated[dict[int, StrictInt], _LONGEST],
+        "strings": Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16)],
+    }
+    return types[setting.kind]
+
+
+Sampling: Any = create_model(
+    "Sampling", __base__=_Strict, **{s.wire: (_json_type(s) | None, None) for s in SETTINGS.values() if s.wire}
+)
+"""The fields of settings: one for each that has a name on the wire."""
+
+
+class Settings(Sampling):  # type: ignore[misc]
     """Fields of both endpoints."""
 
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = 1
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: _Stops | None = None
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
     # These say who asks or what for, which changes no text, or ask for nothing.
     user: str | None = None
     safety_identifier: str | None = None
@@ -52,9 +81,6 @@ class Settings(_Strict):
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
     # Beyond OpenAI's: in its client they are passed by `extra_body`.
-    top_k: Annotated[int, Field(ge=0)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     method: str | None = None
     """The decoding method; None: the server's."""
     options: dict[str, Any] | None = None
@@ -72,6 +98,11 @@ class Settings(_Strict):
     @classmethod
     def _several(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that it has, by their names in `SamplingParams`."""
+        values = {setting.name: getattr(self, setting.wire) for setting in SETTINGS.values() if setting.wire}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 class JsonSchema(BaseModel):
@@ -116,8 +147,7 @@ class ChatRequest(Settings):
     """The body of `/v1/chat/completions`."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: _json_type(SETTINGS["max_new_tokens"]) | None = None  # type: ignore[valid-type]
     tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
     """Of a dictionary, a function's: `{"type": "function", "function": {"name": ..}}`."""
@@ -128,7 +158,7 @@ class ChatRequest(Settings):
     modalities: list[Literal["text"]] | None = None
     response_format: ResponseFormat | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: _json_type(SETTINGS["logprobs"]) | None = None  # type: ignore[valid-type]
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the template, such as `enable_thinking`."""
 
@@ -142,15 +172,20 @@ class ChatRequest(Settings):
         words = """must be "auto", "none", "required", or a function: {"type": "function", "function": {"name": ..}}"""
         raise PydanticCustomError("tool_choice", words)
 
+    def settings(self) -> dict[str, Any]:
+        """The settings that it has; `logprobs` is a number here, too."""
+        asked = {"logprobs": (self.top_logprobs or 0) if self.logprobs else None}
+        asked["max_new_tokens"] = self.max_completion_tokens or self.max_tokens
+        return {name: value for name, value in (super().settings() | asked).items() if value is not None}
+
 
 class CompletionRequest(Settings):
     """The body of `/v1/completions`."""
 
     prompt: str | list[StrictInt] | list[str] | list[list[StrictInt]]
-    max_tokens: Annotated[int, Field(ge=1)] | None = 16
+    max_tokens: _json_type(SETTINGS["max_new_tokens"]) | None = 16  # type: ignore[valid-type]
     echo: bool = False
     best_of: int | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     @field_validator("prompt", mode="wrap")
     @classmethod
