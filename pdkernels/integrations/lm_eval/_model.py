@@ -13,18 +13,16 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from pdkernels import models
 from pdkernels._validation import check, integer, refuse
 from pdkernels.decoding import find, generate, method_options
-from pdkernels.decoding.options import suggestion
+from pdkernels.decoding._options import suggestion
+from pdkernels.generation.params import SETTINGS, SamplingParams, Setting, names_of
 from pdkernels.integrations.likelihood import Likelihood, log_likelihood, masked_log_likelihood
 
 OP = "HarnessModel"
 _LOG = logging.getLogger(__name__)
-# In the harness's order: the earlier name wins.
-_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-# Further generation options of tasks, with the neutral values that are accepted.
-_Draw = tuple[tuple[str, Any], ...]  # temperature and filters, empty for greedy decoding
-_OFF = {"top_k": 0, "top_p": 1, "min_p": 0, "typical_p": 1}  # values that filter nothing
-_PENALTIES = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0, "min_new_tokens": 0}
-_NOTHING: dict[str, tuple[Any, ...]] = {"num_beams": (1,), "num_return_sequences": (1,)}
+_LENGTH = "max_gen_toks"
+"""The harness's name of `max_new_tokens`, which comes before others."""
+_OTHER_FORMS = ("do_sample", "max_length", "sequence_bias")
+"""Aliases whose values are not those of the setting."""
 
 
 @register_model("pdkernels")
@@ -252,60 +250,81 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Texts up to the first stop text of each request."""
         answers: list[str] = [""] * len(requests)
-        groups: dict[tuple[int, _Draw, tuple[str, ...]], list[int]] = {}
+        groups: list[tuple[SamplingParams, list[int]]] = []
         for i, request in enumerate(requests):
-            groups.setdefault(self._settings(request.args[1]), []).append(i)
-        for (limit, draw, stops), members in groups.items():
+            params = self._params(request.args[1])
+            members = next((members for other, members in groups if other == params), None)
+            if members is None:
+                groups.append((params, members := []))
+            members.append(i)
+        for params, members in groups:
             for first in range(0, len(members), self.batch_size):
                 part = members[first : first + self.batch_size]
-                texts = self._generate([requests[i].args[0] for i in part], limit, draw, stops)
+                texts = self._generate([requests[i].args[0] for i in part], params)
                 for i, text in zip(part, texts):
-                    cuts = [text.find(stop) for stop in stops if stop in text]
+                    cuts = [text.find(stop) for stop in params.stop_strings if stop in text]
                     answers[i] = text[: min(cuts)] if cuts else text
                     self.cache_hook.add_partial("generate_until", requests[i].args, answers[i])
         return answers
 
-    def _generate(self, prompts: list[str], limit: int, draw: _Draw, stops: tuple[str, ...]) -> list[str]:
-        longest = self.model.config.max_positions
-        check(limit < longest, OP, "max_gen_toks", f"leave room for a prompt in {longest} positions", limit)
+    def _generate(self, prompts: list[str], params: SamplingParams) -> list[str]:
+        longest, limit = self.model.config.max_positions, params.max_new_tokens
+        check(limit < longest, OP, _LENGTH, f"leave room for a prompt in {longest} positions", limit)
         ids = [self.tok_encode(prompt) for prompt in prompts]
         if max(map(len, ids)) + limit > longest:
             _LOG.warning("Prompts are cut at their start, as the harness does, to leave room for %d tokens.", limit)
             ids = [prompt[limit - longest :] for prompt in ids]
-        options = dict(self.options)
-        for name, value in draw:
-            if name not in (*_PENALTIES, *method_options(self.method.name)):
-                remedy = "does not draw" if name == "temperature" else f"has no {name}"
-                _refuse(name, value, f"Method {self.method.name!r} {remedy}.")
-            options[name] = value
-        if "seed" in method_options(self.method.name):
-            options.setdefault("seed", self.seed)
-        result = generate(self.model, ids, self.method, max_new_tokens=limit, stop_strings=stops, **options)
+        options = {name: value for name, value in self.options.items() if name not in SETTINGS}
+        result = generate(self.model, ids, self.method, params=params, **options)
         self.tokens += result.stats.tokens
         self.forwards += result.stats.tokens / (result.stats.tokens_per_forward or 1.0)
         assert result.text is not None
         return list(result.text)
 
-    def _settings(self, asked: dict[str, Any]) -> tuple[int, _Draw, tuple[str, ...]]:
-        """Maximum new tokens, temperature and filters if the task samples, and stop strings."""
-        asked = dict(asked)
-        until = asked.pop("until", None) or []
-        lengths = [value for name in _LENGTHS if (value := asked.pop(name, None)) is not None]
-        limit = integer(OP, "max_gen_toks", int(lengths[0]), 1) if lengths else self.max_new_tokens
-        draws, temperature = asked.pop("do_sample", None), asked.pop("temperature", None)
-        if draws is None:
-            draws = bool(temperature)
-        filters = {name: asked.pop(name, None) for name in _OFF}
-        given = {name: asked.pop(name, None) for name in _PENALTIES}
-        penalties = tuple((name, value) for name, value in given.items() if value not in (None, _PENALTIES[name]))
+    def _params(self, asked: dict[str, Any]) -> SamplingParams:
+        """The settings of a task's generation: by their names here, in transformers, or elsewhere; others are refused."""
+        asked = {name: value for name, value in asked.items() if value is not None}
+        until = asked.pop("until", None) or ()
+        draws = asked.pop("do_sample", None)
+        settings: dict[str, Any] = {}
+        for setting in SETTINGS.values():
+            if values := [(name, asked.pop(name)) for name in _names(setting) if name in asked]:
+                name, value = values[0]
+                if setting.effect == "report" and setting.changes(value):
+                    _refuse(name, value, "The harness takes one text of a request, and nothing else.")
+                settings[setting.name] = _value(setting, value)
         for name, value in asked.items():
-            if value is not None and value not in _NOTHING.get(name, ()):
+            if (name, value) != ("num_beams", 1):
                 _refuse(name, value, "Give options of the method in model_args.")
-        stops = tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop)
-        if not draws:  # filters keep the most probable token
-            return limit, penalties, stops
-        kept = [(name, value) for name, value in filters.items() if value not in (None, _OFF[name])]
-        return limit, (("temperature", 1.0 if temperature is None else float(temperature)), *kept, *penalties), stops
+        limit = settings.pop("max_new_tokens", None)
+        limit = self.max_new_tokens if limit is None else integer(OP, _LENGTH, int(limit), 1)
+        stops = [until] if isinstance(until, str) else until
+        stops = [stop for stop in (*stops, *settings.pop("stop_strings", ())) if stop]
+        if not (settings.get("temperature") if draws is None else draws):  # filters keep the most probable token
+            settings = {
+                name: value for name, value in settings.items() if name == "seed" or name not in names_of("draw")
+            }
+        elif draws:
+            settings.setdefault("temperature", 1.0)
+        own = {name: value for name, value in self.options.items() if name in SETTINGS}
+        chosen = {"seed": self.seed, **own, **settings, "max_new_tokens": limit, "stop_strings": stops}
+        return SamplingParams(op=OP, **{name: value for name, value in chosen.items() if SETTINGS[name].changes(value)})
+
+
+def _names(setting: Setting) -> list[str]:
+    """What a task may call a setting; an earlier name wins."""
+    names = (_LENGTH, setting.name, setting.wire, setting.transformers, *setting.aliases)
+    start = 0 if _LENGTH in setting.aliases else 1
+    return [name for name in dict.fromkeys(names[start:]) if name and name not in _OTHER_FORMS]
+
+
+def _value(setting: Setting, value: Any) -> Any:
+    """A value as a task may write it: one string or id instead of a list, numbers as the keys of JSON."""
+    if setting.kind in ("integers", "strings") and isinstance(value, (int, str)):
+        return [value]
+    if setting.kind in ("numbers by token", "tokens by place") and isinstance(value, dict):
+        return {int(key) if isinstance(key, str) and key.isdecimal() else key: item for key, item in value.items()}
+    return float(value) if setting.name == "temperature" else value
 
 
 def _refuse(name: str, value: Any, remedy: str) -> NoReturn:
