@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check, check_type, fail, message, sentence
+from pdkernels._validation import check, check_type, message, sentence
 from pdkernels.decoding import DecodeResult, Method, find
 from pdkernels.decoding import generate as decode
-from pdkernels.decoding.options import check_options
+from pdkernels.decoding._options import check_options
+from pdkernels.generation.params import SETTINGS, names_of
 from pdkernels.integrations.transformers._drafters import method_of
 from pdkernels.integrations.transformers._drafters import options_of as drafter_options
 from pdkernels.integrations.transformers._lists import PaddedCriterion, PaddedHook, plain_logits
@@ -29,15 +30,11 @@ from pdkernels.integrations.transformers._settings import (
     refuse,
 )
 
-# Of a draw. transformers applies them in this order.
-_FILTERS: dict[str, Callable[[Any], bool]] = {
-    "top_k": lambda value: value in (None, 0),
-    "top_p": lambda value: value is None or value >= 1,
-    "min_p": lambda value: value in (None, 0),
-    "typical_p": lambda value: value is None or value >= 1,
-}
-# Options of `pdkernels.decoding.generate` that belong to no method and have no setting in transformers.
-_SHARED = ("grammar", "overflow", "tokenizer", "trace")
+# Options of `pdkernels.decoding.generate` that belong to no method and have no name in transformers.
+_SHARED = (
+    *(name for name, setting in SETTINGS.items() if not setting.transformers and setting.kind != "functions"),
+    *("overflow", "tokenizer", "trace"),
+)
 
 
 def generate(
@@ -66,7 +63,8 @@ def generate(
 
     Args:
         method: one of `pdkernels.decoding.available()`; None: that of the drafter, or "jacobi" with prompt-lookup drafts, for any model.
-        method_options: options of the method, such as ``{"block_size": 16}``, and `trace`, `overflow`, `grammar` and the `tokenizer`.
+        method_options: options of the method, such as ``{"block_size": 16}``; settings that have no name in transformers, such as `seed`,
+            `presence_penalty` or `logprobs`; `trace`, `overflow` and the `tokenizer`.
         drafter: for "eagle", "dflash" and "mtp" a head, or the name or folder of one (`pdkernels.models.load_drafter`); for "draft_model" a
             causal model, of transformers or ours, or the name or path of one (`pdkernels.models.load`). transformers' own
             `assistant_model` is the same as a drafter for "draft_model".
@@ -77,7 +75,7 @@ def generate(
 
     Returns:
         ``(batch, prompt + new)`` int64 ids, padded with the pad token; with ``return_dict_in_generate=True`` an object with
-        `sequences`, `stats` of `pdkernels.decoding.generate`, and `scores` and `logits` as transformers has them, if asked.
+        `sequences`, `stats` of `pdkernels.decoding.generate`, and if asked its `logprobs`, and `scores` and `logits` as transformers has them.
 
     Raises:
         NotImplementedError: settings, inputs, logits processors or stopping criteria that our methods do not support.
@@ -141,7 +139,10 @@ def generate(
         filters, by_hooks = list_options(generation_config, logits_processor, callers, input_ids, lengths)
         if "logits_processor" not in filters:
             filters["repetition_penalty"] = _penalty(generation_config, logits_processor, bool(real.all()))
-        options = _sampling_options(generation_config, chosen, by_hooks) | filters | options
+        options = _draw(generation_config, by_hooks) | filters | options
+        words = "be None without return_dict_in_generate=True"
+        returned = generation_config.return_dict_in_generate or options.get("logprobs") is None
+        check(returned, OP, "logprobs", words, options.get("logprobs"))
         options |= _stops(stopping_criteria, given.get("stopping_criteria") or (), input_ids, real)
         if listener is not None:
             if len(prompts) > 1:
@@ -186,10 +187,12 @@ def _method(
     options = dict(given or {})
     drafter = options.get("drafter") if drafter is None else drafter
     chosen = find(method_of(name, model, drafter, assistant, lookup))
+    for option in (SETTINGS.keys() & options.keys()) - {*_SHARED}:
+        setting = SETTINGS[option]
+        drawn = setting.effect == "draw"
+        remedy = f"Pass {'do_sample=True and ' * drawn}{setting.transformers or option} to the model's generate."
+        (check if drawn else check_type)(False, OP, "method_options", f"not hold {option!r}", options[option], remedy)
     check_options(chosen, {option: value for option, value in options.items() if option not in _SHARED}, _SHARED)
-    for option in ("temperature", *_FILTERS):
-        remedy = f"Pass do_sample=True and {option} to the model's generate."
-        check(option not in options, OP, "method_options", f"not hold {option!r}", options.get(option), remedy)
     if lookup is not None:
         held = sorted({"block_size", "window", "draft"} & options.keys())
         check(not held, OP, "prompt_lookup_num_tokens", f"be None beside {', '.join(held)}", lookup)
@@ -199,25 +202,18 @@ def _method(
     return chosen, options
 
 
-def _sampling_options(config: Any, method: Method, by_hooks: bool) -> dict[str, Any]:
-    """The sampling options of a method that `config` sets; `by_hooks`: temperature and filters are among the hooks."""
+def _draw(config: Any, by_hooks: bool) -> dict[str, Any]:
+    """The settings of a draw that `config` has; `by_hooks`: temperature and filters are among the hooks."""
     if not config.do_sample:
         return {}
-    if "temperature" not in method.options:
-        fail(OP, "do_sample", f"be False for method {method.name!r}, which does not sample", True)
-    options: dict[str, Any] = {"temperature": 1.0 if config.temperature is None else float(config.temperature)}
-    options["seed"] = int(torch.randint(2**31, ()).item())  # as in transformers: a new one in each call
-    if by_hooks:
-        return options | {"temperature": 1.0}
-    for option, is_off in _FILTERS.items():
-        value = getattr(config, option)
-        if is_off(value):
-            continue
-        if option not in method.options:
-            remedy = "transformers sets top_k=50 by default: pass top_k=0." if option == "top_k" and value == 50 else ""
-            fail(OP, option, f"be off for method {method.name!r}, which does not have it", value, remedy)
-        options[option] = value
-    return options
+    seed = int(torch.randint(2**31, ()).item())  # as in transformers: a new one in each call
+    settings: dict[str, Any] = {"temperature": 1.0, "seed": seed}
+    for name in () if by_hooks else names_of("draw"):
+        field, neutral = SETTINGS[name].transformers, SETTINGS[name].neutral
+        value = getattr(config, field) if field else None
+        if value is not None and not (1 in neutral and value >= 1):  # a mass of 1 or more keeps all tokens
+            settings[name] = value
+    return {name: value for name, value in settings.items() if SETTINGS[name].changes(value)}
 
 
 def _penalty(config: Any, processors: Any, unpadded: bool) -> float:
@@ -288,6 +284,8 @@ def _output(
 
     found = GenerateDecoderOnlyOutput(sequences=sequences)
     found["stats"] = result.stats
+    if result.logprobs is not None:
+        found["logprobs"] = result.logprobs
     if config.output_scores or config.output_logits:
         texts = [ids.tolist() for ids in result.tokens]
         logits = plain_logits(model, [prompt.tolist() for prompt in prompts], texts)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import message
-from pdkernels.generation.logprobs import scored
+from pdkernels.decoding._log_probs import scored
+from pdkernels.generation.params import SETTINGS
 
 _OP = "generate"
 
@@ -27,13 +28,15 @@ WARPERS = (
     "TypicalLogitsWarper",
     "LogitNormalization",
 )
-# Followed as options where transformers made them of its settings.
-NATIVE = (
-    "RepetitionPenaltyLogitsProcessor",
-    "NoBadWordsLogitsProcessor",
-    "SuppressTokensLogitsProcessor",
-    "SuppressTokensAtBeginLogitsProcessor",
-)
+# The settings that are followed as such where transformers made these of its own.
+NATIVE = {
+    "RepetitionPenaltyLogitsProcessor": "repetition_penalty",
+    "NoBadWordsLogitsProcessor": "bad_words",
+    "MinLengthLogitsProcessor": "min_new_tokens",
+    "MinNewTokensLengthLogitsProcessor": "min_new_tokens",
+    "SuppressTokensLogitsProcessor": "suppress_tokens",
+    "SuppressTokensAtBeginLogitsProcessor": "begin_suppress_tokens",
+}
 _STATEFUL = {
     "UnbatchedClassifierFreeGuidanceLogitsProcessor": "it runs the model once per token",
     "SynthIDTextWatermarkLogitsProcessor": "it counts the tokens of one text",
@@ -104,19 +107,17 @@ def split(processors: Iterable[Any], callers: Iterable[Any]) -> tuple[list[Any],
 def options(
     config: Any, processors: Iterable[Any], callers: Iterable[Any], input_ids: Tensor, lengths: Sequence[int]
 ) -> tuple[dict[str, Any], bool]:
-    """Options of `pdkernels.decoding.generate`, and whether draws are filtered by hooks alone."""
+    """Settings of `pdkernels.decoding.generate`, and whether draws are filtered by hooks alone."""
     hooks, whole = split(processors, callers)
     if hooks:
         return {"logits_processor": [PaddedHook(hooks, input_ids, lengths)]}, whole
-    made = {type(item).__name__: item for item in processors or ()}
-    found: dict[str, Any] = {}
-    if "SuppressTokensLogitsProcessor" in made:
-        found["suppress_tokens"] = list(config.suppress_tokens)
-    if "SuppressTokensAtBeginLogitsProcessor" in made:
-        found["begin_suppress_tokens"] = list(config.begin_suppress_tokens)
-    if "NoBadWordsLogitsProcessor" in made:  # which leaves out end tokens alone
-        found["bad_words"] = [list(word) for word in made["NoBadWordsLogitsProcessor"].sequence_bias]
-    return found, False
+    processor_of = {NATIVE.get(type(item).__name__): item for item in processors or ()}
+    settings = {name: getattr(config, SETTINGS[name].transformers) for name in processor_of if name}
+    if "bad_words" in settings:  # of which the processor leaves out end tokens alone
+        settings["bad_words"] = [list(word) for word in processor_of["bad_words"].sequence_bias]
+    if "min_new_tokens" in settings:
+        settings["min_new_tokens"] = max((config.min_length or 0) - input_ids.shape[1], config.min_new_tokens or 0)
+    return settings, False
 
 
 def _of_sequence(processor: Any, sequence: int) -> Any:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import check, message
+from pdkernels.generation.params import SETTINGS
 from pdkernels.integrations.transformers._cache_names import NAMES, cache_in
 
 OP = "generate"
@@ -66,18 +67,20 @@ _OTHER_TOKENIZER = "only assistants with another tokenizer read it, which are re
 _WITH_BEAMS = "only beams read it, which are refused"
 
 FIELDS: dict[str, Rule] = {
+    setting.transformers: _followed(f"as {setting.name} of pdkernels.decoding.generate")
+    for setting in SETTINGS.values()
+    if setting.transformers
+} | {
     # Lengths
     "max_length": _followed("the prompts' length and max_new_tokens are in it by then"),
     "max_new_tokens": _followed("by max_length"),
-    "min_new_tokens": _followed(_PROCESSED),
     "min_length": _followed(_PROCESSED),
     "early_stopping": _unused(_WITH_BEAMS),
-    "max_time": _followed("as max_time of pdkernels.decoding.generate"),
     "stop_strings": _refused(
         "transformers drops the tokenizer that they need: pass them to generate, with method_options={'tokenizer': tokenizer}, or use the folder custom_generate."
     ),
     # Strategy
-    "do_sample": _followed("by methods with a temperature; the random numbers are ours"),
+    "do_sample": _followed("the random numbers are ours"),
     "num_beams": _refused(_BEAMS, 1, expectation="be 1"),
     "num_beam_groups": _refused(_BEAMS, 1, expectation="be 1"),
     "use_mtp": _refused("Pass method='mtp' and drafter, the folder of the model."),
@@ -95,28 +98,19 @@ FIELDS: dict[str, Rule] = {
     "return_legacy_cache": _refused(_CACHES),
     "prefill_chunk_size": _refused("The forward over the prompt is one forward."),
     # Draws
-    "temperature": _followed("by methods with a temperature, under do_sample=True"),
-    "top_k": _followed("by methods with a top_k, under do_sample=True; others refuse it"),
-    "top_p": _followed("by methods with a top_p, under do_sample=True; others refuse it"),
-    "min_p": _followed("by methods with a min_p, under do_sample=True; others refuse it"),
     "top_h": _followed(_PROCESSED),
-    "typical_p": _followed("by methods with a typical_p, under do_sample=True; others refuse it"),
     "epsilon_cutoff": _followed(_PROCESSED),
     "eta_cutoff": _followed(_PROCESSED),
     # Logits
-    "repetition_penalty": _followed("as repetition_penalty of pdkernels.decoding.generate"),
     "encoder_repetition_penalty": _refused(_LOGITS, 1.0),
     "length_penalty": _unused(_WITH_BEAMS),
     "no_repeat_ngram_size": _followed(_PROCESSED),
     "encoder_no_repeat_ngram_size": _refused(_LOGITS),
-    "bad_words_ids": _followed(_PROCESSED),
     "renormalize_logits": _unused("the likeliest token and the law of draws stay the same"),
     "forced_bos_token_id": _followed(_PROCESSED),
     "forced_eos_token_id": _followed(_PROCESSED),
     "remove_invalid_values": _followed(_PROCESSED),
     "exponential_decay_length_penalty": _followed(_PROCESSED),
-    "suppress_tokens": _followed(_PROCESSED),
-    "begin_suppress_tokens": _followed(_PROCESSED),
     "sequence_bias": _followed(_PROCESSED),
     "token_healing": _refused("transformers drops the tokenizer that it needs."),
     "guidance_scale": _refused(_LOGITS, 1),
@@ -131,7 +125,6 @@ FIELDS: dict[str, Rule] = {
     # Tokens
     "pad_token_id": _followed("after a text that ended before others"),
     "bos_token_id": _followed("by transformers, which makes it the prompt where there is none"),
-    "eos_token_id": _followed("as end_tokens of pdkernels.decoding.generate"),
     "decoder_start_token_id": _unused("only encoder-decoder models read it, which are refused"),
     # Assistants
     "is_assistant": _refused(_ASSISTANT),
@@ -152,7 +145,7 @@ FIELDS: dict[str, Rule] = {
     "disable_compile": _unused("nothing is compiled"),
     "continuous_batching_config": _refused(_THEIRS),
 }
-"""Every field of `GenerationConfig`, from transformers 4.57 on."""
+"""Every field of `GenerationConfig`, from transformers 4.57 on. Those of draws count under ``do_sample=True``."""
 
 METADATA = {
     "transformers_version",
