@@ -15,8 +15,9 @@ from pdkernels.generation.params import SETTINGS, names_of
 from pdkernels.models.capabilities import CAPABILITIES
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = tuple(ROOT / "docs" / name for name in ("decoding.md", "sampling.md"))
-REGISTRY = ROOT / "pdkernels" / "decoding" / "signatures.pyi"
+PAGES = tuple(ROOT / "docs" / name for name in ("decoding.md", "sampling.md", "server.md"))
+REGISTRY = ROOT / "pdkernels" / "decoding" / "signatures.py"
+PARAMS = ROOT / "pdkernels" / "generation" / "params.py"
 
 REQUEST = {
     "params": "SamplingParams | None",
@@ -73,13 +74,40 @@ def settings_table() -> str:
     return "\n".join(lines)
 
 
+JSON = {
+    "integers": "list of integers",
+    "sequences": "list of lists of integers",
+    "numbers by token": "object, from tokens to numbers",
+    "tokens by place": "object, from places to tokens",
+    "strings": "text, or a list of at most 16",
+}
+"""What a request has for a setting; numbers and integers are called so."""
+
+
+def fields_table() -> str:
+    """The settings that a request of the server can have."""
+    lines = ["| field | value | setting | |", "|---|---|---|---|"]
+    for setting in SETTINGS.values():
+        minimum, maximum = setting.wire_bounds
+        limits = [
+            f"{word} {limit if isinstance(limit, int) else f'{limit:g}'}"
+            for word, limit in (("from", minimum), ("to", maximum))
+            if limit is not None
+        ]
+        value = " ".join([JSON.get(setting.kind, setting.kind), *limits])
+        if setting.wire:
+            lines.append(f"| `{setting.wire}` | {value} | `{setting.name}` | {_cell(setting.help)} |")
+    return "\n".join(lines)
+
+
 def _cell(text: str) -> str:
     return text.replace("|", r"\|")
 
 
 def page(text: str) -> str:
     """A page with its tables regenerated."""
-    for name, made in (("methods", methods_table), ("settings", settings_table), ("options", options_table)):
+    tables = {"methods": methods_table, "settings": settings_table, "options": options_table, "fields": fields_table}
+    for name, made in tables.items():
         text = re.sub(f"(<!-- {name} -->\n).*?(?=<!-- /{name} -->)", _filled(made), text, flags=re.DOTALL)
     return text
 
@@ -91,6 +119,24 @@ def _filled(made: Callable[[], str]) -> Callable[[re.Match[str]], str]:
 def registry(text: str) -> str:
     """The registry's source with its signatures regenerated."""
     return re.sub(r"(?<=\n# -{117}\n).*", lambda _: signatures(), text, flags=re.DOTALL)
+
+
+def settings() -> str:
+    """The settings as a `TypedDict`, for keywords."""
+    fields = {setting.name: setting.type for setting in SETTINGS.values()}
+    head = [
+        "",
+        "",
+        "class Settings(TypedDict, total=False):",
+        '    """The settings as keywords, for type checkers."""',
+        "",
+    ]
+    return "\n".join([*head, *_fields(fields), ""])
+
+
+def params(text: str) -> str:
+    """The source of the settings with its keywords regenerated."""
+    return re.sub(r"(?<=\n# -{117}\n).*", lambda _: settings(), text, flags=re.DOTALL)
 
 
 def signatures() -> str:

@@ -79,6 +79,18 @@ class Setting(NamedTuple):
         """
         return not any(value is neutral or value == neutral for neutral in self.neutral)
 
+    @property
+    def wire_bounds(self) -> tuple[float | None, float | None]:
+        """The range of its field in a request of the server, which includes neutral numbers.
+
+        >>> SETTINGS["top_k"].wire_bounds, SETTINGS["presence_penalty"].wire_bounds
+        ((0, 16777216), (-2, 2))
+        """
+        minimum, maximum = self.wire_range or (self.minimum, self.maximum)
+        if minimum is not None:
+            minimum = min([minimum, *(value for value in self.neutral if isinstance(value, (int, float)))])
+        return minimum, maximum
+
 
 def setting(
     default: Any,

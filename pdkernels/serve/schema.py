@@ -44,9 +44,7 @@ class StreamOptions(_Strict):
 
 def _json_type(setting: Setting) -> Any:
     """The type of a setting's field."""
-    minimum, maximum = setting.wire_range or (setting.minimum, setting.maximum)
-    if minimum is not None:
-        minimum = min([minimum, *(value for value in setting.neutral if isinstance(value, (int, float)))])
+    minimum, maximum = setting.wire_bounds
     number = Annotated[float, Field(ge=minimum, le=maximum, allow_inf_nan=False)]
     token_ids = Annotated[list[StrictInt], _LONGEST]
     types = {
