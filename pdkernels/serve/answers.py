@@ -10,7 +10,7 @@ import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from pdkernels.decoding import Grammar, LogProbs, find, sequence_seed
 from pdkernels.engine import Engine, Generation
@@ -318,7 +318,7 @@ class Frontend:
         kind, prompts, most, _, calling, echo = draft
         method = find(body.method or self.method)
         params, options = self.settings.of_request(body, method)
-        several, seed, stops = params.n, params.seed, params.stop_strings
+        several, seed, stops = params.n, cast(int, params.seed), params.stop_strings
         if several * len(prompts) > self._max_choices:
             words = f"at most {self._max_choices} choices can be asked for at once, got {several * len(prompts)}"
             raise Refused(words, 400, "n")

@@ -59,9 +59,8 @@ def _json_type(setting: Setting) -> Any:
     return types[setting.kind]
 
 
-Sampling: Any = create_model(
-    "Sampling", __base__=_Strict, **{s.wire: (_json_type(s) | None, None) for s in SETTINGS.values() if s.wire}
-)
+_FIELDS: dict[str, Any] = {s.wire: (_json_type(s) | None, None) for s in SETTINGS.values() if s.wire}
+Sampling: Any = create_model("Sampling", __base__=_Strict, **_FIELDS)
 """The fields of settings: one for each that has a name on the wire."""
 
 
