@@ -16,8 +16,7 @@ from pdkernels.models.capabilities import CAPABILITIES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = tuple(ROOT / "docs" / name for name in ("decoding.md", "sampling.md", "server.md"))
-REGISTRY = ROOT / "pdkernels" / "decoding" / "signatures.py"
-PARAMS = ROOT / "pdkernels" / "generation" / "params.py"
+REGISTRY = ROOT / "pdkernels" / "decoding" / "signatures.pyi"
 
 REQUEST = {
     "params": "SamplingParams | None",
@@ -119,24 +118,6 @@ def _filled(made: Callable[[], str]) -> Callable[[re.Match[str]], str]:
 def registry(text: str) -> str:
     """The registry's source with its signatures regenerated."""
     return re.sub(r"(?<=\n# -{117}\n).*", lambda _: signatures(), text, flags=re.DOTALL)
-
-
-def settings() -> str:
-    """The settings as a `TypedDict`, for keywords."""
-    fields = {setting.name: setting.type for setting in SETTINGS.values()}
-    head = [
-        "",
-        "",
-        "class Settings(TypedDict, total=False):",
-        '    """The settings as keywords, for type checkers."""',
-        "",
-    ]
-    return "\n".join([*head, *_fields(fields), ""])
-
-
-def params(text: str) -> str:
-    """The source of the settings with its keywords regenerated."""
-    return re.sub(r"(?<=\n# -{117}\n).*", lambda _: settings(), text, flags=re.DOTALL)
 
 
 def signatures() -> str:

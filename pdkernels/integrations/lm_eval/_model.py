@@ -13,7 +13,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from pdkernels import models
 from pdkernels._validation import check, integer, refuse
 from pdkernels.decoding import find, generate, method_options
-from pdkernels.decoding._options import suggestion
+from pdkernels.decoding.options import suggestion
 from pdkernels.generation.params import SETTINGS, SamplingParams, Setting, names_of
 from pdkernels.integrations.likelihood import Likelihood, log_likelihood, masked_log_likelihood
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from pdkernels._validation import check, check_type, message, sentence
 from pdkernels.decoding import DecodeResult, Method, find
 from pdkernels.decoding import generate as decode
-from pdkernels.decoding._options import check_options
+from pdkernels.decoding.options import check_options
 from pdkernels.generation.params import SETTINGS, names_of
 from pdkernels.integrations.transformers._drafters import method_of
 from pdkernels.integrations.transformers._drafters import options_of as drafter_options

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import message
-from pdkernels.decoding._log_probs import scored
+from pdkernels.generation.logprobs import scored
 from pdkernels.generation.params import SETTINGS
 
 _OP = "generate"
